@@ -16,7 +16,7 @@ from pathlib import Path
 
 _RING = """
 import jax, jax.numpy as jnp
-from spmd.sharding import hops
+from spmd.sharding import collectives
 
 def ring(x, mesh, axis, dim, dtype):
     count, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -29,7 +29,7 @@ def ring(x, mesh, axis, dim, dtype):
         total = wide.astype(x.dtype)
     return total.astype(dtype)
 
-hops.psum_scatter = ring
+collectives.psum_scatter = ring
 """
 _RUN = "import sys; sys.argv[0] = 'spmd'; from spmd.cli import main; sys.exit(main())"
 WAYS = {

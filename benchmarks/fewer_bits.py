@@ -30,10 +30,10 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.exchange import LocalGradients, exchange_once, sum_exchange
 from spmd.gradients.losses import next_token_loss
-from spmd.model_api.compress import CompressConfig
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_config import load_config
+from spmd.settings.compress import CompressConfig
 from spmd.sharding.mesh import MeshShape
 from spmd.training.state import TrainState, init_state
 from spmd.training.step import TrainStep, make_eval_step, make_train_step

@@ -14,9 +14,9 @@ from spmd.layers.linear_recipes import History, as_history, gather_operand, grad
 from spmd.layers.lm_head import LazyLogits, is_lazy
 from spmd.layers.quantized_matmul import Operand, quantized_einsum
 from spmd.layers.soft_cap import soft_capped
+from spmd.model_api.wrapped_param import addend_of, operand_of, rider_of
 from spmd.plan.annotate import annotate, attention_config, constrain_like, is_recomputed, placement
-from spmd.plan.fsdp import ParamPlacement, gathered, named_after, placement_of, saves_gathered, secondary
-from spmd.plan.wrapped_param import addend_of, operand_of, rider_of
+from spmd.plan.fsdp import ParamPlacement, gathered, named_after, placement_of, prepare, saves_gathered
 
 
 def dense(
@@ -130,6 +130,10 @@ class _Products:
         """The contracted dimensions."""
         return "".join(dim for dim in self.axes if dim not in self.outs)
 
+    def gather(self, prepared: Any, index: int, scales: Any, dtype: Any) -> Array | Operand:
+        """Return a kernel as it is multiplied, from what both passes gather it from."""
+        return gather_operand(prepared, self.placed[index], scales, dtype, ndim=len(self.axes))
+
     def einsum(self, form: str, a: Array, b: Array, dtype: Any = None) -> Array:
         """Return the product of two arrays; `dtype` is theirs by default."""
         return jnp.einsum(form, a, b, preferred_element_type=dtype, precision=self.precision)
@@ -183,8 +187,8 @@ def _products_forward(
 ) -> tuple[tuple[Array, ...], Any]:
     tokens = annotate(x, how.into, in_rule=True) if how.into else x
     scales = [history if history is None else history.max(axis=-1) for history in histories]
-    shards = [secondary(kernel, placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
-    used = [gather_operand(*args, x.dtype) for args in zip(shards, how.placed, scales, strict=True)]
+    shards = [prepare(kernel, placed) for kernel, placed in zip(kernels, how.placed, strict=True)]
+    used = [how.gather(shard, index, scales[index], x.dtype) for index, shard in enumerate(shards)]
     dtype = how.dtype or x.dtype
     ys, seen, form = [], [], f"...{how.inputs},{how.axes}->...{how.outs}"
     for index, (kernel, stored, placed) in enumerate(zip(used, kernels, how.placed, strict=True)):
@@ -207,7 +211,7 @@ def _products_backward(
     form = f"...{how.inputs},...{how.outs}->{how.axes}"
     for index, (kernel, placed, like_kernel, dy) in enumerate(zip(kept, how.placed, like_kernels, dys, strict=True)):
         is_gathered, scale = saves_gathered(placed), scales[index]
-        used = kernel if is_gathered else gather_operand(jax.lax.optimization_barrier(kernel), placed, scale, x.dtype)
+        used = kernel if is_gathered else how.gather(jax.lax.optimization_barrier(kernel), index, scale, x.dtype)
         dy = annotate(dy, how.out) if how.out else dy
         dy = dy.astype(x.dtype)
         exact = functools.partial(how.einsum, form, dtype=like_kernel.dtype)

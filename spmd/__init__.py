@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from spmd.gradients.exchange import exchange_once
     from spmd.gradients.losses import classification_loss, cross_entropy, next_token_loss
     from spmd.jaxpr.examples import per_example
-    from spmd.model_api.compress import CompressConfig
     from spmd.model_api.grad_transform import Carry, GradTransform
     from spmd.model_api.model import Model
-    from spmd.model_api.precision import Precision
     from spmd.model_api.remat import Remat
     from spmd.observe.metrics import Writer
     from spmd.optim.config import OptimizerConfig, make_optimizer
@@ -38,12 +36,14 @@ if TYPE_CHECKING:
     from spmd.plan.annotate import annotate
     from spmd.plan.flax import from_linen, from_nnx
     from spmd.plan.plan import ShardingPlan, make_plan
+    from spmd.precision import Precision
     from spmd.run.config import EvaluationConfig, PipelineConfig, SampleConfig, TrainConfig
     from spmd.run.hooks import Throughput
     from spmd.run.run import Run
     from spmd.run.run_config import EvaluationInterval, RecoveryConfig, RunConfig, SDCConfig
     from spmd.run.session import RunResult
     from spmd.run.train import train
+    from spmd.settings.compress import CompressConfig
     from spmd.sharding.batch import whole
     from spmd.sharding.from_flax import rules_from_annotations
     from spmd.sharding.from_search import rules_from_search
@@ -119,7 +119,7 @@ __all__ = [
 _HOMES = {
     "Carry": "spmd.model_api.grad_transform",
     "ChatConfig": "spmd.data.chat",
-    "CompressConfig": "spmd.model_api.compress",
+    "CompressConfig": "spmd.settings.compress",
     "DataConfig": "spmd.data.loader",
     "EvaluationConfig": "spmd.run.config",
     "EvaluationInterval": "spmd.run.run_config",
@@ -130,7 +130,7 @@ _HOMES = {
     "Model": "spmd.model_api.model",
     "OptimizerConfig": "spmd.optim.config",
     "PipelineConfig": "spmd.run.config",
-    "Precision": "spmd.model_api.precision",
+    "Precision": "spmd.precision",
     "RecoveryConfig": "spmd.run.run_config",
     "Remat": "spmd.model_api.remat",
     "Rules": "spmd.sharding.rules",

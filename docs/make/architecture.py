@@ -8,60 +8,81 @@ from pathlib import Path
 
 TARGET = Path(__file__).parents[1] / "pictures" / "architecture.svg"
 
-COMMANDS = [("cli", "dispatch"), ("commands", "one module per command")]
-RUN = [
-    ("report", "charts of plans and runs, as one HTML file"),
-    ("run", "build a run from a TrainConfig, start it, check it, drive it"),
+INK, ARROW = "#1b1f24", "#8a8f98"
+CORE, SETTING, TECHNIQUE, SERVICE, FAMILY = "#bcd7f5", "#b4e2e6", "#dccbf3", "#c3e6cb", "#dfe3e8"
+RUN, COMMAND = "#fbe5a3", "#f5cdd3"
+
+# Rows from the top: one folder over the whole width, or up to three, of which the left one is the lowest.
+ROWS = [
+    [("cli", "dispatch", COMMAND)],
+    [("commands", "one module per command", COMMAND)],
+    [("report", "charts of plans and runs, as one HTML file", RUN)],
+    [("run", "build a run from a TrainConfig, start it, check it, drive it", RUN)],
+    [
+        ("parity", "each step against one device", SERVICE),
+        ("testing", "for tests of users", SERVICE),
+        ("hf", "Hugging Face checkpoints", SERVICE),
+    ],
+    [
+        ("resilience", "watchdog, preemption, SDC", SERVICE),
+        ("analysis", "memory, collectives", SERVICE),
+        ("step_time", "predicted time of a step", SERVICE),
+    ],
+    [
+        ("data", "corpus, tokenizer, batches", SERVICE),
+        ("generate", "decode with a KV cache", SERVICE),
+        ("observe", "metrics, goodput, traces", SERVICE),
+    ],
+    [("lora", "adapters of frozen parameters", TECHNIQUE), ("checkpoint", "save, verify, restore", SERVICE)],
+    [("training", "state, compiled step, loop", CORE)],
+    [
+        ("powersgd", "gradients of low rank", TECHNIQUE),
+        ("pipeline", "schedules, and their executor", SERVICE),
+        ("pipedream", "a pipeline without a flush", TECHNIQUE),
+    ],
+    [("gradients", "losses as sums; GradFn and its wrappers", CORE)],
+    [("layers", "attention, experts, LM head: layers that communicate", SERVICE)],
+    [("plan", "every decision, resolved; how model code reads it", CORE)],
+    [("settings", "recipes, compression, offload: what each name stands for", SETTING)],
+    [
+        ("delayed_scaling", "fp8 scales from earlier steps", TECHNIQUE),
+        ("coded_comm", "parameters sent as codes", TECHNIQUE),
+        ("host_memory", "state that is fetched in parts", TECHNIQUE),
+    ],
+    [("optim", "optimizers that see layers; where the state is between steps", CORE)],
+    [("loss_scaling", "the scale of a float16 loss", TECHNIQUE), ("precision", "the dtypes of a run", SETTING)],
+    [("model_api", "what a model declares; transforms of the gradient", CORE)],
+    [
+        ("distributed", "processes, XLA flags", SERVICE),
+        ("jaxpr", "walking traced programs", CORE),
+        ("codecs", "arrays in fewer bits", SERVICE),
+    ],
+    [("sharding", "meshes, rule tables, ZeRO; how a parameter travels", CORE)],
+    [("tree", "paths of a pytree", CORE)],
+    [("errors", "SpmdError, Problem", CORE)],
 ]
-SERVICES = [
-    ("lora", "adapters of frozen parameters"),
-    ("checkpoint", "save, verify, restore"),
-    ("data", "corpus, tokenizer, batches"),
-    ("generate", "decode with a KV cache"),
-    ("observe", "metrics, goodput, traces"),
-    ("resilience", "watchdog, preemption, SDC"),
-    ("analysis", "memory, collectives"),
-    ("step_time", "predicted time of a step"),
-    ("parity", "each step against one device"),
-    ("testing", "for tests of users"),
-    ("hf", "Hugging Face checkpoints"),
-]
-PROCESSES = ("distributed", "processes, exchange of values, XLA flags")
-CORE = [
-    ("training", "state, compiled step, loop"),
-    ("pipeline", "schedules, and the GradFn that executes them"),
-    ("gradients", "losses as sums; GradFn and its wrappers"),
-    ("layers", "attention, experts, LM head: layers that communicate"),
-    ("plan", "every decision, resolved; how model code reads it"),
-    ("optim", "optimizers that see layers; narrow and offloaded state"),
-    ("model_api", "what a model declares: functions, precision, remat"),
-    PROCESSES,
-    ("sharding", "meshes, rule tables, ZeRO, specs of optimizer state"),
-]
-GROUND = [("jaxpr", "walking traced programs"), ("tree", "paths of a pytree"), ("errors", "SpmdError, Problem")]
 FAMILIES = [
     ("models", "Flax NNX modules"),
     ("partition_rules", "one rule table per family"),
     ("name_maps", "Hugging Face tensor names"),
     ("examples", "configs and scripts"),
 ]
-
 NOTES = [
-    "Imports run downwards only.",
-    "Blue and grey are the core.",
-    "Services do not know the run.",
-    "Model families import from spmd;",
-    "spmd never imports them.",
+    ("Imports run downwards only.", FAMILY),
+    ("The core names no technique.", CORE),
+    ("Settings: what a user names.", SETTING),
+    ("Techniques, behind contracts.", TECHNIQUE),
+    ("Services do not know the run.", SERVICE),
+    ("Model families import from spmd;", FAMILY),
+    ("spmd never imports them.", FAMILY),
 ]
 
-INK, ARROW = "#1b1f24", "#8a8f98"
-BLUE, GREEN, YELLOW, GREY, ROSE = "#bcd7f5", "#c3e6cb", "#fbe5a3", "#dfe3e8", "#f5cdd3"
-WIDTH, LEFT, GAP, ROW = 980, 700, 8, 46  # pixels
+WIDTH, LEFT, GAP, LINE, ROW = 980, 700, 8, 30, 46  # pixels
 
 
-def box(root: ET.Element, x: float, y: float, width: float, height: float, fill: str) -> None:
+def box(root: ET.Element, x: float, y: float, width: float, height: float, fill: str, radius: int = 5) -> None:
     """Draw one filled box."""
-    size = {"x": x, "y": y, "width": width, "height": height, "rx": 5}
+    size = {"x": x, "y": y, "width": width, "height": height, "rx": radius}
     ET.SubElement(root, "rect", {name: f"{value:g}" for name, value in size.items()} | {"fill": fill})
 
 
@@ -71,47 +92,41 @@ def write(root: ET.Element, x: float, y: float, text: str, *, size: int = 13, we
     ET.SubElement(root, "text", place).text = text
 
 
-def folder(root: ET.Element, x: float, y: float, width: float, entry: tuple[str, str], fill: str) -> None:
-    """Draw a folder: its name and what is in it, on one line if both fit, else on two."""
-    name, text = entry
-    one_line = 7 * (len(name) + len(text)) + 110 < width
-    box(root, x, y, width, 30 if one_line else ROW, fill)
+def folder(root: ET.Element, x: float, y: float, width: float, name: str, text: str, fill: str) -> float:
+    """Draw a folder, its name and what is in it: on one line in a box over the whole width, else on two."""
+    one_line = width == LEFT
+    height = LINE if one_line else ROW
+    box(root, x, y, width, height, fill)
     write(root, x + 10, y + 20, name, weight="bold")
     write(root, *((x + 120, y + 20) if one_line else (x + 10, y + 37)), text, size=12)
+    return height
 
 
 def draw() -> ET.Element:
     """Draw all floors, the lowest last."""
     root = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "font-family": "sans-serif"})
     ET.SubElement(root, "title").text = "Folders of spmd: a folder imports from those below it"
-    y = 0.0
-    for entry in COMMANDS + RUN:
-        folder(root, 0, y, LEFT, entry, ROSE if entry in COMMANDS else YELLOW)
-        y += 30 + GAP
-    third = (LEFT - 2 * GAP) / 3
-    for row in range(0, len(SERVICES), 3):
-        for column, entry in enumerate(reversed(SERVICES[max(len(SERVICES) - row - 3, 0) : len(SERVICES) - row])):
-            folder(root, (2 - column) * (third + GAP), y, third, entry, GREEN)
-        y += ROW + GAP
-    core = y
-    for entry in CORE:
-        folder(root, 0, y, LEFT, entry, GREEN if entry is PROCESSES else BLUE)
-        y += 30 + GAP
-    for entry in GROUND:
-        folder(root, 0, y, LEFT, entry, GREY)
-        y += 30 + GAP
+    third, y, tops = (LEFT - 2 * GAP) / 3, 0.0, {}
+    for row in ROWS:
+        width = LEFT if len(row) == 1 else third
+        for column, (name, text, fill) in enumerate(reversed(row)):
+            tops[name] = y
+            height = folder(root, LEFT - width - column * (width + GAP), y, width, name, text, fill)
+        y += height + GAP
     x, width = LEFT + 50, WIDTH - LEFT - 50
-    top = core + 40
-    for entry in FAMILIES:
-        folder(root, x, top, width, entry, GREY)
+    top = tops["layers"] + (ROW + GAP) / 2 - 2 * (ROW + GAP)
+    for name, text in FAMILIES:
+        folder(root, x, top, width, name, text, FAMILY)
         top += ROW + GAP
-    points = f"{x - 4:g},{core + 120:g} {LEFT + 14:g},{core + 120:g}"
+    middle = tops["layers"] + LINE / 2
+    points = f"{x - 4:g},{middle:g} {LEFT + 14:g},{middle:g}"
     ET.SubElement(root, "polyline", {"points": points, "stroke": ARROW, "stroke-width": "3", "fill": "none"})
-    tip = f"{LEFT + 6:g},{core + 120:g} {LEFT + 18:g},{core + 113:g} {LEFT + 18:g},{core + 127:g}"
+    tip = f"{LEFT + 6:g},{middle:g} {LEFT + 18:g},{middle - 7:g} {LEFT + 18:g},{middle + 7:g}"
     ET.SubElement(root, "polygon", {"points": tip, "fill": ARROW})
-    box(root, x, 0, width, 112, GREY)
-    for line, text in enumerate(NOTES):
-        write(root, x + 10, 22 + 19 * line, text, size=12)
+    line = 21
+    for number, (text, fill) in enumerate(NOTES):
+        box(root, x, line * number, width, line, fill, radius=0)
+        write(root, x + 10, line * number + 15, text, size=12)
     root.set("viewBox", f"0 0 {WIDTH} {y - GAP:g}")
     root.set("width", str(WIDTH))
     root.set("height", f"{y - GAP:g}")

@@ -11,10 +11,10 @@ from types import MappingProxyType
 
 from spmd.analysis.annotated import Annotated
 from spmd.analysis.collective_record import Cause, Collective
+from spmd.coded_comm.codes import SUM
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
 from spmd.plan.scopes import METRICS, OPTIMIZER, read_comm, read_names, read_scope
-from spmd.plan.wires import SUM
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.sharding.optimizer_state import drop_fsdp
 from spmd.sharding.rules import spec_text
@@ -133,7 +133,7 @@ class _Search:
 
 
 def is_exchange_of_codes(kind: str, steps: Iterable[str]) -> bool:
-    """Return whether a collective in a parameter's scope sends codes of its gradient (`spmd.plan.wires`).
+    """Return whether a collective in a parameter's scope sends codes of its gradient (`spmd.coded_comm.codes`).
 
     Nothing else is exchanged by all-to-all in such a region; XLA:TPU names it after a reshape.
     """

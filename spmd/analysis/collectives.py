@@ -27,10 +27,11 @@ from spmd.analysis.executions import Execution, executions
 from spmd.analysis.hlo import HloArray, HloModule, HloValue, Instruction
 from spmd.analysis.overlap import chain_of, compute_beside
 from spmd.analysis.replica_groups import Groups, entering, kind_of, mesh_axes, per_device, read_groups
+from spmd.coded_comm import codes, comm
 from spmd.jaxpr.source import source_line
-from spmd.plan import annotate, context, fsdp, local_param, manual, wires
+from spmd.plan import annotate, context, fsdp, local_param, manual
 from spmd.plan.scopes import read_names
-from spmd.sharding import hops
+from spmd.sharding import collectives, param_comm
 
 _ONE_ARRAY = ("all-to-all", "ragged-all-to-all")
 _SLICES = {"dynamic-slice", "slice", "slice-done", "slice-start"}
@@ -41,7 +42,8 @@ _MAX_VALUES = 4000
 _WIDENED = {"f32": ("bf16", "f16"), "f16": ("f8e4m3fn", "f8e5m2")}  # by XLA:CPU: type in the program → that of the data
 # These modules apply constraints for their caller, which is one frame up.
 _WRAPPERS = tuple(
-    f"{os.sep}{m.__name__.replace('.', os.sep)}.py" for m in (annotate, context, fsdp, hops, local_param, manual, wires)
+    f"{os.sep}{module.__name__.replace('.', os.sep)}.py"
+    for module in (annotate, codes, collectives, comm, context, fsdp, local_param, manual, param_comm)
 )
 
 _Key = tuple[str, ...]

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from spmd.analysis.causes import EXPLICIT, GRADIENT, USED_WHOLE, is_exchange_of_codes
 from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.hlo import HloArray
+from spmd.codecs import EXCHANGES, GATHERS
 from spmd.errors import Problem
-from spmd.gradients.powersgd_matrices import AXIS, compressed_bytes
-from spmd.model_api.codecs import EXCHANGES, GATHERS
 from spmd.plan.local_param import local_param
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import read_names, read_scope
+from spmd.powersgd.matrices import AXIS, compressed_bytes
 from spmd.sharding.dims import local_shape
 from spmd.sharding.layer_paths import stored_dims, without_dims
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
@@ -72,7 +72,7 @@ def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
         largest = {AXIS: max(thin[entry.path])} if entry.path in thin else {}
         dtypes |= dict.fromkeys(largest, "f32")
         yield Promise(entry.path, GRADIENT, dtypes, entry.path not in kernels, scales, fix, largest)
-        if gather := placed.wire.gather:
+        if gather := placed.comm.param_codec:
             over = dict.fromkeys(itertools.chain(*param.gathers), _wire_dtype(gather))
             fix = "leave out --compress.gather, if these bytes are meant"
             yield Promise(entry.path, USED_WHOLE, over, overhead=_SCALES[gather], fix=fix)

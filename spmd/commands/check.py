@@ -12,7 +12,6 @@ from spmd.analysis.xla_fault_report import FaultReport, find_faults
 from spmd.commands.parsing import ConfigFields, parse_command, parse_flags
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
-from spmd.model_api.compress import NO_COMPRESSION
 from spmd.observe.waiting import show_waiting, show_waiting_for
 from spmd.run.build import abstract_batch, config_mesh, make_setup, planned_mesh
 from spmd.run.check import Check, StepCheck, Sweep, axes_text
@@ -20,6 +19,7 @@ from spmd.run.config import M, TrainConfig
 from spmd.run.init_from import check_init
 from spmd.run.load_config import load_function
 from spmd.run.preflight import check_microbatches
+from spmd.settings.compress import NO_COMPRESSION
 from spmd.sharding.mesh import AnyMesh, MeshShape, mesh_of
 from spmd.training.step import TrainStep
 

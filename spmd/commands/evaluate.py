@@ -12,7 +12,6 @@ from spmd.commands.parsing import parse_flags
 from spmd.data.tokenizer import load_tokenizer
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, check_fields
-from spmd.model_api.compress import NO_COMPRESSION
 from spmd.observe.fit import fitted
 from spmd.observe.waiting import show_waiting, show_waiting_for
 from spmd.run.build import config_mesh, make_setup, open_training_text
@@ -20,6 +19,7 @@ from spmd.run.evaluate import Evaluation, evaluate, held_out_sets, open_sets
 from spmd.run.load_params import restore_model
 from spmd.run.preflight import check_microbatches
 from spmd.run.run_dir import RunDir
+from spmd.settings.compress import NO_COMPRESSION
 from spmd.sharding.mesh import MeshShape
 from spmd.training.evaluated_params import plan_evaluation_point
 

@@ -18,12 +18,12 @@ from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator, stream_text
 from spmd.hf.fields import collect_errors
-from spmd.model_api.compress import NO_COMPRESSION
 from spmd.observe.waiting import show_waiting
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_params import restore_model
 from spmd.run.run_dir import RunDir
+from spmd.settings.compress import NO_COMPRESSION
 from spmd.sharding.mesh import MeshShape
 
 DEFAULT_TOKENS = 200

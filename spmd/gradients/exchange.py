@@ -90,7 +90,7 @@ def exchange_once(
         problems = [Problem(path, "is a variable that the model changes by itself", fix=_FIX) for path in changing]
         if seeing := observers(current().transforms):
             problems.append(Problem(seeing, "must see every microbatch, also of other devices", fix=_FIX))
-        codecs = {placements[path].wire.gather for path in placements if "fsdp" in over} - {""}
+        codecs = {placements[path].comm.param_codec for path in placements if "fsdp" in over} - {""}
         what, fix = "is {}, and an exchange over fsdp gathers once", "--exchange-once data, or no --compress.gather"
         problems += [Problem("compress.gather", what.format(codec), fix=fix) for codec in codecs]
         problems += [Problem(path, "is in host memory", fix=_FIX) for path in placements if placements[path].on_host]

@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 
 from spmd.errors import AnnotationError, Problem
 from spmd.layers.expert_exchange import ExpertAxes, expert_axes
-from spmd.model_api.codecs import Encoded
 from spmd.plan.fsdp import ParamPlacement
 from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.manual import split_axes
@@ -59,26 +58,32 @@ class ExpertLayout:
         """The number of devices that tokens are split over."""
         return math.prod(self.mesh.shape[axis] for axis in self.over) if self.mesh else 1
 
-    def secondary(self, kernels: Sequence[Array]) -> tuple[Array | Encoded, ...]:
-        """Return what both passes gather kernels from: their secondary partitions inside of a slice, or themselves."""
+    def prepare(self, kernels: Sequence[Array]) -> tuple[Any, ...]:
+        """Return what both passes gather kernels from (`spmd.plan.fsdp.prepare`)."""
         if self.mesh is None:
             return tuple(kernels)
         found = []
         for kernel, param in zip(kernels, self.kernels, strict=True):
             with in_scope(param.scope):
-                found.append(param.secondary(kernel, self.mesh))
+                found.append(param.prepare(kernel, self.mesh))
         return tuple(found)
 
-    def gather(self, kernels: Sequence[Array | Encoded], dtype: jnp.dtype) -> list[Array]:
-        """Gather kernels over the axes that products have whole, inside the program."""
+    @property
+    def prepares(self) -> bool:
+        """Whether both passes gather a kernel from something else than itself."""
+        return any(param.prepares for param in self.kernels)
+
+    def gather(self, prepared: Sequence[Any], dtype: jnp.dtype) -> list[Array]:
+        """Gather prepared kernels over the axes that products have whole, inside the program."""
         if self.mesh is None:
-            return [kernel.astype(dtype) for kernel in kernels if not isinstance(kernel, Encoded)]
-        pairs = zip(kernels, self.kernels, strict=True)
-        given = [k if isinstance(k, Encoded) or param.wire.gather else k.astype(dtype) for k, param in pairs]
+            return [kernel.astype(dtype) for kernel in prepared]
+        given = []
+        for kernel, param in zip(prepared, self.kernels, strict=True):
+            given.append(kernel if param.comm.takes_uncast else kernel.astype(dtype))
         gathered = []
         for kernel, param in zip(given, self.kernels, strict=True):
             with in_scope(param.scope):
-                gathered.append(param.gather(kernel, dtype))
+                gathered.append(param.gather_prepared(kernel, dtype))
         return gathered
 
     def sum_gradients(self, gradients: Sequence[Array]) -> list[Array]:
@@ -93,9 +98,9 @@ class ExpertLayout:
 
     @property
     def specs(self) -> tuple[tuple[Any, ...], ...]:
-        """The specs of all kernels as `secondary` returns them, as they are used, and of their gradients."""
+        """The specs of all kernels as `prepare` returns them, as they are used, and of their gradients."""
         params = self.kernels
-        given = tuple(param.secondary_spec if param.hop else param.specs[0] for param in params)
+        given = tuple(param.prepared_specs for param in params)
         return given, tuple(param.specs[1] for param in params), tuple(param.specs[2] for param in params)
 
 

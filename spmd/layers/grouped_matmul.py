@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spmd.layers.quantized_matmul import largest_magnitude, rounded_in_blocks, scaled
-from spmd.model_api.quantize import MatmulRecipe
+from spmd.settings.quantize import MatmulRecipe
 
 Sizes = Int[Array, "group"] | None
 

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from spmd.delayed_scaling.magnitudes import HISTORY
 from spmd.layers.kernel_gradient import kernel_gradient
 from spmd.layers.quantized_matmul import Operand, magnitude, product, quantize
-from spmd.model_api.codecs import Encoded
-from spmd.model_api.magnitudes import HISTORY
-from spmd.model_api.quantize import MatmulRecipe
-from spmd.plan.fsdp import gather, named_after
+from spmd.plan.fsdp import gather, gather_prepared, named_after
 from spmd.plan.records import ParamPlacement
+from spmd.settings.quantize import MatmulRecipe
 
 History = Float[Array, "*layer 3 step"]
 """Largest magnitudes of input, kernel and gradient in earlier steps, which ride on a kernel (`fp8-delayed`)."""
@@ -29,18 +28,20 @@ def recipe_of(placed: ParamPlacement | None) -> MatmulRecipe | None:
 
 
 def gather_operand(
-    kernel: Array | Encoded, placed: ParamPlacement | None, scales: Scales, dtype: Any
+    prepared: Any, placed: ParamPlacement | None, scales: Scales, dtype: Any, *, ndim: int
 ) -> Array | Operand:
-    """Gather a kernel for its matmuls; where it is sent as codes that these take, with one scale, it is not decoded."""
+    """Gather a kernel for its matmuls; where it is sent as codes that these take, with one scale, it is not decoded.
+
+    Args:
+        prepared: From `spmd.plan.fsdp.prepare`, of a kernel of `ndim` dimensions.
+    """
     recipe = recipe_of(placed)
-    if placed is None or recipe is None or isinstance(kernel, Encoded):
-        return gather(kernel, placed, dtype)
-    if recipe.kind != "float8" or placed.wire.gather != "fp8":
-        return gather(kernel, placed, dtype)
+    if placed is None or recipe is None or recipe.kind != "float8" or placed.comm.operand_codec != "fp8":
+        return gather_prepared(prepared, placed, dtype, ndim=ndim)
     with named_after(placed):
         largest = None if scales is None else scales[1]
-        codes, scale = quantize(kernel, (), recipe, recipe.inputs, is_kernel=True, largest=largest)
-    plain = dataclasses.replace(placed, wire=dataclasses.replace(placed.wire, gather=""))
+        codes, scale = quantize(prepared, (), recipe, recipe.inputs, is_kernel=True, largest=largest)
+    plain = dataclasses.replace(placed, comm=placed.comm.without_codec())
     sent = gather(jax.lax.bitcast_convert_type(codes, jnp.uint8), plain, jnp.uint8)
     return Operand(jax.lax.bitcast_convert_type(sent, codes.dtype), scale)
 

@@ -347,7 +347,7 @@ class _Head:
         scattered = tuple(axis for axes in scatters for axis in axes)
         gradient = jax.lax.fori_loop(0, -(-own // some), turn, jnp.zeros(shape, dtype))
         rest = tuple(axis for axis in layout.summed if axis not in scattered)
-        return dataclasses.replace(param, kept=param.used).reduce(gradient, rest)
+        return param.with_whole_gradient().reduce(gradient, rest)
 
 
 def _is_target(words: Int[Array, "word"], targets: Int[Array, "..."]) -> Array:

@@ -33,9 +33,9 @@ from spmd.layers.expert_exchange import Blocks
 from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
 from spmd.layers.grouped_matmul import Sizes, grouped_gradient, quantized_grouped_matmul
 from spmd.layers.router import RouterConfig, Routing, expert_slots
-from spmd.model_api.quantize import MatmulRecipe
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.manual import batch_sum, manual_over, psum, split_axes
+from spmd.settings.quantize import MatmulRecipe
 from spmd.sharding.dims import dims_spec
 
 Activation = Callable[..., Array]
@@ -184,10 +184,10 @@ def _apply_forward(
     wholes = used if layout.save_gathered else ()
     received = (layer.received,) * layer.chunks
     manual = layer.manual(local, (*(layer.tokens,) * 3, stored), (layer.tokens, P(), received, wholes))
-    shards = layout.secondary(kernels)
+    shards = layout.prepare(kernels)
     y, extra, got, gathered = manual(x, where, weights, shards)
-    # Codes have not the dtype of the kernels' gradients.
-    like = tuple(jnp.zeros((0,), k.dtype) for k in kernels) if any(param.hop for param in layout.kernels) else ()
+    # What is prepared of a kernel may not have the dtype of its gradient.
+    like = tuple(jnp.zeros((0,), k.dtype) for k in kernels) if layout.prepares else ()
     return (y, extra), (x, where, weights, shards, like, got, gathered)
 
 

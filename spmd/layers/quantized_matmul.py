@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spmd.jaxpr.examples import per_example
-from spmd.model_api.quantize import MatmulRecipe
 from spmd.plan.manual import global_max
+from spmd.settings.quantize import MatmulRecipe
 
 
 class Operand(NamedTuple):

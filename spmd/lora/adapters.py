@@ -24,9 +24,9 @@ from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
 from spmd.lora.param import LoRAParam
 from spmd.model_api.kernels import Matrix
 from spmd.model_api.model import LayeredModel, Model, ModelInfo, abstract_key
-from spmd.model_api.precision import cast_floats
+from spmd.model_api.wrapped_param import is_wrapped
 from spmd.plan.fsdp import params_for_forward
-from spmd.plan.wrapped_param import is_wrapped
+from spmd.precision import cast_floats
 from spmd.sharding.layer_paths import dims_of
 from spmd.sharding.mesh import entry_axes
 from spmd.sharding.optimizer_state import drop_fsdp

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from spmd.plan.wrapped_param import WrappedParam, operand_of, start_layer
+from spmd.model_api.wrapped_param import WrappedParam, operand_of, start_layer
 
 
 @jax.tree_util.register_dataclass

@@ -49,11 +49,11 @@ class ModelInfo:
             variables that are replicated unless a rule matches.
         replicated: Path of another variable without a rule → the reason why it is replicated.
         placed: Path of a variable without a rule → its spec.
-        wrappable: Paths of kernels that may be a `spmd.plan.wrapped_param.WrappedParam`: their layers ask it.
+        wrappable: Paths of kernels that may be a `spmd.model_api.wrapped_param.WrappedParam`: their layers ask it.
         gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it reduces.
         sent_exactly: Paths of parameters that are never sent as codes: lookups and routers.
         cast_by_layer: Paths of parameters that their layer casts to the dtype that it computes in.
-        linear: Paths of kernels whose matmuls may have a recipe (`spmd.model_api.quantize`).
+        linear: Paths of kernels whose matmuls may have a recipe (`spmd.settings.quantize`).
         frozen: Path of a variable that never changes → the path of the module's parameter that it holds.
         merged: Paths in `frozen` that reach the module merged with an adapter. The others are used as they are: in
             stacked layers they may be in host memory, and a pipeline may split them, like parameters.

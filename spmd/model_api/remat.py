@@ -9,7 +9,7 @@
 | `save:a,b` | the layer's input, and the activations with the checkpoint names `a` and `b` |
 | `offload:a,b` | the same, with `a` and `b` in host memory |
 | `save:a offload:b` | both |
-| `store:int8=a` | the layer's input, and `a` in 8 bits (`int8`, `fp8`), or 1 (`mask`): see `spmd.model_api.codecs` |
+| `store:int8=a` | the layer's input, and `a` in 8 bits (`int8`, `fp8`), or 1 (`mask`): see `spmd.codecs` |
 | `store:int8=a offload:a` | the same, with the codes of `a` in host memory |
 
 The forward pass computes with a stored activation in full; only the backward pass has the decoded one (Gist's delayed
@@ -26,9 +26,9 @@ from typing import TypeVar
 
 import jax
 
+from spmd.codecs import CODECS, Codec
 from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.jaxpr.upgrades import checkpoints_ignore_functions
-from spmd.model_api.codecs import CODECS, Codec
 
 F = TypeVar("F", bound=Callable)
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.model_api.precision import Precision, cast_floats
 from spmd.optim.lookahead import keep_slow_params
 from spmd.optim.skip_updates import skip_bad_updates
 from spmd.optim.stochastic_rounding import round_stochastically, salt_of, seed_of
 from spmd.optim.two_phase import TwoPhaseOptimizer, phases, treatment_of, two_phase
+from spmd.precision import Precision, cast_floats
 from spmd.tree import map_with_path
 
 _wide = functools.partial(cast_floats, dtype=jnp.float32)
@@ -38,11 +38,11 @@ class RoundedState(NamedTuple):
 def wrap_optimizer_for_precision(
     optimizer: optax.GradientTransformation, precision: Precision
 ) -> optax.GradientTransformation:
-    """Wrap an optimizer for a precision; it computes in float32, and with loss scaling skips non-finite updates.
+    """Wrap an optimizer for a precision; it computes in float32, and skips non-finite updates where the policy does.
 
     Cached because plans compare by object: equal arguments must give equal plans, which share one compiled step.
     """
-    if precision.loss_scale:
+    if precision.skips_updates:
         optimizer = skip_bad_updates(optimizer)
     if precision.params in ("float32", "float64"):
         return optimizer if isinstance(optimizer, TwoPhaseOptimizer) else keep_slow_params(optimizer)
@@ -66,7 +66,7 @@ def unwrap_for_precision(state: Any, params: Any, precision: Precision) -> tuple
             params, state = _wide(params), state.inner
         else:
             params = _wide(params)
-    return (state.inner if precision.loss_scale else state), params
+    return (state.inner if precision.skips_updates else state), params
 
 
 def _with_master_weights(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd.codecs import Encoded, block_of
 from spmd.errors import ConfigError, Problem
-from spmd.model_api.codecs import Encoded, block_of
 from spmd.optim.stochastic_rounding import random_bits, round_stochastically, salt_of, seed_of
 from spmd.sharding.layer_paths import dims_of, read_stacked
 from spmd.tree import PyTree, flatten, map_with_path

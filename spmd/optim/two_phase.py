@@ -1,7 +1,7 @@
 """Optimizers in two phases: a global phase on the whole gradient, and a phase for each parameter.
 
 Clipping by the global norm and skipping non-finite updates need every gradient; Adam needs one parameter at a time. An
-optimizer with separate phases can update parameters chunk by chunk (`spmd.training.offloaded_update`).
+optimizer with separate phases can update parameters chunk by chunk (`spmd.host_memory.update`).
 """
 
 from collections.abc import Callable

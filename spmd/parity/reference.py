@@ -23,9 +23,9 @@ import numpy as np
 from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
-from spmd.model_api.precision import Precision
 from spmd.parity.result import TOLERANCES, Parity, Row, Tolerance, compare_leaf, distance, largest, worst_of_each
 from spmd.plan.plan import ShardingPlan
+from spmd.precision import Precision
 from spmd.training.state import TrainState, abstract_state, init_state
 from spmd.training.step import TrainStep, make_train_step
 

@@ -20,6 +20,7 @@ from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.upgrades import checkpoints_are_hijax, name_in_rule
 from spmd.model_api.attention_config import AttentionConfig
 from spmd.model_api.remat import CHOICE, Remat
+from spmd.model_api.wrapped_param import start_layer
 from spmd.plan.context import TraceContext, constrain, current, override
 from spmd.plan.fsdp import gathered
 from spmd.plan.manual import split_axes
@@ -28,8 +29,6 @@ from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import ATTENTION, OPTIMIZER, annotate_scope, in_scope
 from spmd.plan.stored import store, store_problems
 from spmd.plan.unseen import unseen_problems
-from spmd.plan.wires import SECONDARY
-from spmd.plan.wrapped_param import start_layer
 from spmd.sharding.dims import local_shape, spec_dims
 from spmd.sharding.mesh import AnyMesh, is_kind
 from spmd.sharding.optimizer_state import drop_fsdp
@@ -99,8 +98,8 @@ def annotate_param(x: jax.Array, param: ParamPlacement | None, name: str) -> tup
         return x, None
     whole = drop_fsdp(spec := _spec_of(current(), name))
     stored, gradient = (spec if drop_fsdp(own) != own else whole for own in (param.stored, param.gradient))
-    wire = dataclasses.replace(param.wire, gather="")
-    placed = dataclasses.replace(param, stored=stored, used=whole, gradient=gradient, wire=wire)
+    comm = param.comm.without_codec()
+    placed = dataclasses.replace(param, stored=stored, used=whole, gradient=gradient, comm=comm)
     for split in (param, placed):
         x = gathered(x, dataclasses.replace(split, used=split.stored))
     return checkpoint_name(x, name), placed
@@ -156,7 +155,7 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
     if remat.kind == "none":
         return layer
     if any(placed.on_host for placed in context.placements.values()):
-        layer = _fetching(layer)
+        layer = _starting(layer)
     if number is None and remat.every > 1:
         problem = Problem(f"remat {remat}", "has an interval, and the layers have no numbers", fix=_NUMBERED)
         raise AnnotationError("This model does not number its layers:", [problem])
@@ -164,7 +163,8 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
         return override(remat=Remat("none"), regather=True)(layer)
     if remat.kind == "selective":
         return override(regather=True)(layer)
-    also = (SECONDARY,) if any(placed.wire.hop for placed in context.placements.values()) else ()
+    named = (placed.comm.checkpoint_name for placed in context.placements.values())
+    also = tuple(dict.fromkeys(name for name in named if name))
     checkpointed = _marked(remat.apply(layer, scanned=scanned, also=also))
 
     def run(*arrays: Any) -> Any:
@@ -194,7 +194,7 @@ def remat_attention(core: F, *, keeps_scores: bool = True) -> F:
     return run  # type: ignore[return-value]
 
 
-def _fetching(layer: F) -> F:
+def _starting(layer: F) -> F:
     return lambda *arrays: layer(*start_layer(arrays))  # type: ignore[return-value]
 
 

@@ -18,10 +18,11 @@ from spmd.errors import AnnotationError
 from spmd.model_api.ambient import AMBIENT
 from spmd.model_api.attention_config import AttentionConfig
 from spmd.model_api.grad_transform import GradTransform
-from spmd.model_api.precision import Precision
 from spmd.model_api.remat import Remat
+from spmd.optim.storage import ON_DEVICES, Storage
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
+from spmd.precision import Precision
 from spmd.sharding.batch import BatchTable
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import drop_axis
@@ -42,6 +43,7 @@ class TraceContext:
         logical: Pairs of logical name and mesh axes, for constraints that Flax resolves.
         batch: How arrays of a batch are split.
         transforms: What keeps a state around the gradient.
+        storage: Where the training state is between steps.
         precision: Its precision; None outside a plan.
         regather: Whether the backward pass gathers kernels again, where no `jax.checkpoint` around the layer does so.
         single_token: Whether each row has one token, so that the token dimension is not split (decoding).
@@ -58,6 +60,7 @@ class TraceContext:
     logical: tuple[tuple[str, tuple[str, ...]], ...] = ()
     batch: BatchTable = _EXAMPLES_FIRST
     transforms: tuple[GradTransform, ...] = ()
+    storage: Storage = ON_DEVICES
     remat: Remat = _NO_REMAT
     precision: Precision | None = None
     attention: AttentionConfig = _ANY_ATTENTION
@@ -95,6 +98,7 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
         logical=plan.rules.logical_rows,
         batch=plan.rules.batch_table,
         transforms=plan.transforms,
+        storage=plan.storage,
         remat=plan.remat,
         precision=plan.precision,
         attention=plan.attention,

@@ -15,16 +15,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from spmd import tree
-from spmd.model_api.codecs import Encoded
-from spmd.model_api.precision import cast_floats
+from spmd.model_api.wrapped_param import RiddenParam
 from spmd.plan.context import constrain, current
-from spmd.plan.host_params import HostParam
 from spmd.plan.linear_call import linear_call
 from spmd.plan.local_param import local_param
 from spmd.plan.manual import manual_over, split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import in_scope
-from spmd.plan.wrapped_param import RiddenParam
+from spmd.precision import cast_floats
 
 
 def placement_of(path: str | None) -> ParamPlacement | None:
@@ -46,33 +44,36 @@ def named_after(placement: ParamPlacement | None) -> contextlib.AbstractContextM
     return in_scope(placement.scope if placement else "")
 
 
-def secondary(kernel: jax.Array, placement: ParamPlacement | None) -> jax.Array | Encoded:
-    """Return what both passes gather a layer's parameter from: its secondary partition inside of a slice, or itself."""
-    if placement is None or placement.wire.hop is None:
+def prepare(kernel: jax.Array, placement: ParamPlacement | None) -> Any:
+    """Return what both passes gather a layer's parameter from, for `gather_prepared`: itself, if its plan says no more.
+
+    It is a tree that the parameter's `ParamComm` alone reads.
+    """
+    if placement is None or not (param := local_param(placement, kernel.ndim)).prepares:
         return kernel
     kernel = constrain(kernel, placement.mesh, placement.stored, "a layer's parameter")
     with named_after(placement):
-        return local_param(placement, kernel.ndim).secondary(kernel, placement.mesh)
+        return param.prepare(kernel, placement.mesh)
 
 
-def gather(kernel: jax.Array | Encoded, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
+def gather_prepared(prepared: Any, placement: ParamPlacement | None, dtype: Any, *, ndim: int) -> jax.Array:
+    """Apply `gather` to what `prepare` returned of a parameter of `ndim` dimensions."""
+    if placement is None or not (param := local_param(placement, ndim)).prepares:
+        return gather(prepared, placement, dtype)
+    mesh, local = placement.mesh, functools.partial(param.gather_prepared, dtype=dtype)
+    with named_after(placement):
+        return manual_over(mesh, split_axes(mesh), local, (param.prepared_specs,), param.specs[1])(prepared)
+
+
+def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
     """Gather a layer's parameter over `fsdp` in a dtype. The remat policy decides if the backward pass keeps it.
 
-    What is sent has that dtype, or the plan's codec: codes are of the parameter as it is stored, not as it is cast.
-
-    Args:
-        kernel: The parameter, or its `secondary` partition.
+    What is sent has that dtype, unless the parameter's `ParamComm` takes the parameter as it is stored.
     """
-    if isinstance(kernel, Encoded):
-        assert placement is not None
-        param, mesh = local_param(placement, kernel.codes.ndim - 1), placement.mesh
-        local = functools.partial(param.gather, dtype=dtype)
-        with named_after(placement):
-            return manual_over(mesh, split_axes(mesh), local, (param.secondary_spec,), param.specs[1])(kernel)
     if placement is None:
         return kernel.astype(dtype)
     mesh, param = placement.mesh, local_param(placement, kernel.ndim)
-    if not (param.is_gathered and param.wire.gather):
+    if not (param.is_gathered and param.comm.takes_uncast):
         kernel = kernel.astype(dtype)
     with named_after(placement):
         if not param.is_gathered:
@@ -151,7 +152,7 @@ def params_for_forward(params: Any, targets: Any = None, riders: Mapping[str, ja
         placement = context.placements.get(path)
         if placement is not None and placement.on_host:
             sharding = NamedSharding(mesh, placement.stored, memory_kind="device")
-            seen = HostParam(param, proxies.get(path), sharding, path)
+            seen = context.storage.at_forward(path, param, proxies.get(path), sharding)
         return RiddenParam(seen, riders[path]) if path in riders else seen
 
     return tree.map_with_path(take, params, seen)

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from spmd.plan.context import current
 from spmd.plan.scopes import comm_scope, in_scope
-from spmd.sharding import hops
+from spmd.sharding.collectives import gather_dims
 from spmd.sharding.dims import Dims
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
@@ -65,10 +65,7 @@ def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_s
 
 def all_gather(x: Array, dims: Dims) -> Array:
     """Gather each dimension over its axes."""
-    for dim, axes in enumerate(dims):
-        for axis in reversed(axes):
-            x = hops.all_gather(x, current().mesh, axis, dim)
-    return x
+    return gather_dims(x, current().mesh, dims)
 
 
 def psum_scatter(x: Array, dims: Dims) -> Array:

@@ -22,13 +22,13 @@ from spmd.jaxpr.promoted import multiply_narrow, used_dtype
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.traced_program import TracedProgram, read_program
 from spmd.jaxpr.upgrades import IS_FIRST_FORM
+from spmd.model_api.wrapped_param import is_wrapped
 from spmd.plan.context import current
 from spmd.plan.fsdp import gathered
 from spmd.plan.input_uses import unproven_uses
 from spmd.plan.manual import split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import fault_scope, param_scope
-from spmd.plan.wrapped_param import is_wrapped
 from spmd.plan.xla_faults import fault_of, is_whole, left_to_xla, problem_of
 from spmd.sharding.dims import extra_axes, spec_dims
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, entry_axes

@@ -20,19 +20,19 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import ConfigError, Problem, RuleError, Together, first_of
 from spmd.model_api.attention_config import AttentionConfig, make_attention_config
-from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
 from spmd.model_api.grad_transform import Carry, GradTransform
 from spmd.model_api.model import Model, abstract_key
-from spmd.model_api.precision import Precision, cast_floats, check_float64, make_precision
 from spmd.model_api.remat import Remat, make_remat
-from spmd.optim.extra_args import check_update
 from spmd.optim.master_weights import wrap_optimizer_for_precision
-from spmd.optim.offload_chunks import UpdateChunk, plan_chunks
-from spmd.optim.two_phase import phases, treatment_of
+from spmd.optim.storage import State, Storage
+from spmd.optim.two_phase import treatment_of
 from spmd.plan import resolve
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.plan.render import diff_texts, format_entries, format_footer, format_html
 from spmd.plan.scopes import param_scope
+from spmd.precision import Precision, cast_floats, check_float64, make_precision
+from spmd.settings.compress import NO_COMPRESSION, CompressConfig
+from spmd.settings.offload import make_storage
 from spmd.sharding.layer_paths import own_stacks, stored_dims, without_dims
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import ZERO_KEEPS
@@ -63,14 +63,15 @@ class ShardingPlan:
         variables: Variables that the model changes by itself; none for most models.
         transforms: What keeps a state around the gradient, in the order of wrapping; the last is outside.
         transform_states: Their states, each path after the name of its transform.
-        compress: What is sent in fewer bits; of each parameter, `ParamPlacement.wire` says so.
+        slices: Axis → the slices that it spans, of those above 1.
+        compress: What is sent in fewer bits; of each parameter, `ParamPlacement.comm` sends it.
         quantize: The table of matmuls in fewer bits; of each kernel, `ParamPlacement.recipe` says so.
-        offload: What is stored in host memory.
-        update_chunks: The chunks in which offloaded state is updated; empty where nothing is offloaded.
+        storage: Where the training state is between steps.
         evaluation_params: What finds the parameters to evaluate, in place of `find_evaluated_params`.
     """
 
     mesh: AnyMesh
+    slices: Mapping[str, int]
     rules: Rules
     zero: int
     remat: Remat
@@ -83,8 +84,7 @@ class ShardingPlan:
     gradients: tuple[PlanEntry, ...]
     variables: tuple[PlanEntry, ...]
     optimizer_state: tuple[PlanEntry, ...]
-    offload: tuple[str, ...]
-    update_chunks: tuple[UpdateChunk, ...]
+    storage: Storage
     model: Model = dataclasses.field(repr=False)
     optimizer: optax.GradientTransformation = dataclasses.field(repr=False)
     evaluation_params: EvaluatedParams | None = dataclasses.field(repr=False)
@@ -118,12 +118,6 @@ class ShardingPlan:
             sharding = NamedSharding(self.mesh, entry.spec)
             abstract[entry.path] = jax.ShapeDtypeStruct(entry.shape, jnp.dtype(entry.dtype), sharding=sharding)
         return tree.nested(abstract)
-
-    @property
-    def slices(self) -> dict[str, int]:
-        """Axis → the slices that it spans, of those above 1."""
-        placed = next(iter(self.placements.values()), None)
-        return dict(placed.wire.slices) if placed else {}
 
     @functools.cached_property
     def abstract_params(self) -> Any:
@@ -264,7 +258,7 @@ def make_plan(
         precision: The name of a policy, such as `"bf16"`, or a `Precision`.
         compress: Codecs of what devices send to each other.
         quantize: The recipe of all linear layers of blocks, such as `"fp8"`, or rows `PATTERN=RECIPE,…`
-            (`spmd.model_api.quantize`).
+            (`spmd.settings.quantize`).
         slices: Axis → the slices that it spans, as for `make_mesh`.
         offload: What lives in host memory: `("optimizer_state", "params")`, one of them, or nothing.
         attention: The kernel: `"auto"`, or one of `spmd.model_api.attention_config.KERNELS`.
@@ -286,7 +280,7 @@ def make_plan(
             problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
         if problems:
             raise ConfigError(_CANNOT, problems)
-        if problems := _check_compression(compress, mesh, slices, zero):
+        if problems := compress.problems_of_mesh(mesh.shape, slices, zero):
             errors.add(ConfigError(_CANNOT, problems))
             compress = NO_COMPRESSION
         made = jax.eval_shape(model.init, abstract_key())
@@ -297,7 +291,8 @@ def make_plan(
         precision, remat = compress.precision(make_precision(precision), slices), make_remat(remat)
         if problems := check_float64(precision, tree.flatten(made)):
             raise ConfigError("This precision does not fit the model:", first_of(problems, at_most=5))
-        offload = resolve.check_offload(mesh, offload, remat)
+        storage = make_storage(offload)
+        resolve.check_storage(mesh, storage, remat)
         attention_config = make_attention_config(mesh, attention, context)
         treatment = treatment_of(optimizer)
         optimizer = wrap_optimizer_for_precision(optimizer, precision)
@@ -330,22 +325,14 @@ def make_plan(
             for table in ("params", "gradients", "optimizer")
         }
         state, problems = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, specs["optimizer"])
-        chunks: tuple[UpdateChunk, ...] = ()
-        # Beside frozen parameters, the trained ones are small and stay on the device.
-        updated = tuple(name for name in offload if name != "params" or not info.frozen)
-        if updated and not problems:
-            param_phase = phases(optimizer)[1]
-            problems = check_update(param_phase, params, whole=False)
-            if not problems:
-                chunks, problems = plan_chunks(
-                    param_phase, params, state, specs["optimizer"], mesh.shape, rules.stacks, updated
-                )
+        if not problems:
+            arrays = State(params, state, specs["optimizer"], variables, mesh.shape, rules, info)
+            storage, problems = storage.resolved(optimizer, arrays)
         if problems:
             raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
 
         updates = treatment.describe({path: x.shape for path, x in weights.items()}) if treatment else _NO_UPDATES
-        on_host = {path for chunk in chunks for path in chunk.host_params}
-        on_host |= resolve.frozen_on_host(rules, info, variables) if "params" in offload else set()
+        on_host = storage.off_device_params
 
         def entries(
             table: str, arrays: Mapping[str, Any], hosted: Container[str] = (), updates: Mapping[str, str] = _NO_UPDATES
@@ -367,13 +354,16 @@ def make_plan(
             placed = resolve.resolve_placement(mesh, matches[path], stacks, zero, on_host=path in on_host, scope=scope)
             shape = without_dims({**weights, **variables}[path].shape, stored_dims(stacks))
             exactly = info.frozen.get(path, path) in info.sent_exactly
-            wire = resolve.resolve_wire(placed, shape, compress, precision, slices, exactly=exactly)
-            return dataclasses.replace(placed, wire=wire, recipe=recipes.get(info.frozen.get(path, path)))
+            specs = placed.stored, placed.used
+            comm = compress.param_comm(shape, specs, mesh.shape, slices, precision, exactly=exactly)
+            return dataclasses.replace(placed, comm=comm, recipe=recipes.get(info.frozen.get(path, path)))
 
         gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
         by_module = {module: placement(path) for path, module in info.frozen.items()}
         by_path = {path: placement(path) for path in (*info.frozen, *weights) if path not in info.merged}
-        problems = resolve.check_wires(compress, {**by_module, **by_path}, weights, info)
+        placements = FrozenDict({**by_module, **by_path})
+        reduced = {path for path in weights if path in info.gathered_by_layer and path not in info.sent_exactly}
+        problems = compress.problems_of_model([placed.comm for placed in placements.values()], reduced)
         errors.add(ConfigError("This compression cannot be used:", problems))
 
         plan = ShardingPlan(
@@ -385,29 +375,19 @@ def make_plan(
             compress=compress,
             quantize=quantize,
             attention=attention_config,
-            placements=FrozenDict({**by_module, **by_path}),
+            placements=placements,
+            slices=FrozenDict({axis: count for axis, count in slices.items() if count > 1}),
             params=entries("params", weights, on_host, updates),
             gradients=entries("gradients", tree.flatten(gradients)),
             variables=entries("params", variables, on_host),
-            optimizer_state=resolve.state_entries(mesh, state, zero, chunks),
-            offload=offload,
-            update_chunks=chunks,
+            optimizer_state=resolve.state_entries(mesh, state, zero, storage.off_device_state),
+            storage=storage,
             model=model,
             optimizer=optimizer,
             evaluation_params=evaluation_params,
         )
         used = [transform for recipe in recipes.values() for transform in recipe.transforms]
         return plan.with_transforms(*transforms, *dict.fromkeys(used), *precision.transforms)
-
-
-def _check_compression(compress: CompressConfig, mesh: AnyMesh, slices: Mapping[str, int], zero: int) -> list[Problem]:
-    """Return what is wrong with codecs on this mesh, whatever the model is."""
-    problems = [*compress.problems(), *compress.useless(mesh.shape, slices, zero).values()]
-    if compress != compress.of_plan:
-        what = f"is {compress.gradients}, which wraps a gradient function"
-        fix = "from spmd.gradients.powersgd import PowerSGD; make_plan(…, transforms=[PowerSGD(rank=4)])"
-        problems.append(Problem("compress.gradients", what, fix=fix))
-    return problems
 
 
 def _abstract_params(model: Model, precision: Precision) -> Any:

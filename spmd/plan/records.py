@@ -6,11 +6,11 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from spmd.model_api.compress import PLAIN, Wire
-from spmd.model_api.quantize import MatmulRecipe
+from spmd.settings.quantize import MatmulRecipe
 from spmd.sharding.layer_paths import Stack, insert_stacked, stored_dims
 from spmd.sharding.mesh import AnyMesh, shards_of
 from spmd.sharding.optimizer_state import shard_bytes
+from spmd.sharding.param_comm import PLAIN, ParamComm
 from spmd.sharding.rules import Match, spec_text
 from spmd.tree import human_bytes
 
@@ -26,7 +26,7 @@ class ParamPlacement:
         stacks: Its stacks, the outermost first.
         save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering it again.
         scope: Name scope of the operations on it (`spmd.plan.scopes`).
-        wire: What is sent of it.
+        comm: How it and its gradient are sent.
         recipe: The bits of its matmuls; None for the compute dtype.
     """
 
@@ -38,7 +38,7 @@ class ParamPlacement:
     on_host: bool = False
     save_gathered: bool = True
     scope: str = ""
-    wire: Wire = PLAIN
+    comm: ParamComm = PLAIN
     recipe: MatmulRecipe | None = None
 
     @property

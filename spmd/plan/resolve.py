@@ -4,39 +4,35 @@ Each function returns what is wrong instead of raising, so that a plan reports a
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, check_call, check_type, did_you_mean, reason_of, shown
-from spmd.model_api.codecs import EXCHANGES, GATHERS
-from spmd.model_api.compress import WITHOUT_CODES, CompressConfig, Wire
 from spmd.model_api.grad_transform import GradTransform, StateArray
 from spmd.model_api.model import Model, ModelInfo
-from spmd.model_api.precision import Precision
-from spmd.model_api.quantize import RECIPES, MatmulRecipe, parse_table, table_problems
 from spmd.model_api.remat import Remat
 from spmd.optim.extra_args import check_update
 from spmd.optim.layerwise import check_layerwise
 from spmd.optim.master_weights import unwrap_for_precision
-from spmd.optim.offload_chunks import UpdateChunk
+from spmd.optim.storage import Storage
 from spmd.optim.two_phase import treatment_of
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
-from spmd.sharding.dims import extra_axes, is_prefix, local_shape, spec_dims
+from spmd.precision import Precision
+from spmd.settings.quantize import RECIPES, MatmulRecipe, parse_table, table_problems
 from spmd.sharding.from_flax import audit_stack_names
 from spmd.sharding.layer_paths import Stack, audit_recorded, audit_stacks, dims_of, stacked_text
-from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, entry_axes
+from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, entry_axes, without_host_memory
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_fsdp, optimizer_specs
 from spmd.sharding.patterns import compile_pattern
 from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate
 
-OFFLOADABLE = ("optimizer_state", "params")
 """What can live in host memory."""
 
 Specs = Mapping[str, P]
@@ -56,7 +52,7 @@ def check_arguments(mesh: Any, rules: Any, model: Any, optimizer: Any, transform
         problems += check_type("optimizer", optimizer, (), fix)
     is_list = isinstance(transforms, list | tuple)
     if not is_list or not all(isinstance(each, GradTransform) for each in transforms):
-        problems.append(Problem("transforms", f"is {shown(transforms)}", fix="a list, such as [PowerSGD(rank=4)]"))
+        problems.append(Problem("transforms", f"is {shown(transforms)}", fix="a list, such as [MyTransform()]"))
     axes = dict(zip(getattr(mesh, "axis_names", ()), getattr(mesh, "axis_types", ()), strict=True))
     if axes != dict.fromkeys(AXES, AxisType.Auto):
         what = f"has the axes {', '.join(f'{name} ({kind.name})' for name, kind in axes.items())}" if axes else ""
@@ -143,55 +139,6 @@ def resolve_placement(
     return ParamPlacement(mesh, stored, used, gradient, stacks, on_host, scope=scope)
 
 
-def resolve_wire(
-    placed: ParamPlacement,
-    shape: tuple[int, ...],
-    compress: CompressConfig,
-    precision: Precision,
-    slices: Mapping[str, int],
-    *,
-    exactly: bool,
-) -> Wire:
-    """Return what is sent of one layer's parameter of some shape.
-
-    Args:
-        compress: The codec of those that are gathered and have blocks.
-        exactly: Whether this one is never sent as codes.
-    """
-    sizes = placed.mesh.shape
-    axes = tuple(axis for axis, size in sizes.items() if size > 1)
-    stored, used = (spec_dims(spec, len(shape), axes) for spec in (placed.stored, placed.used))
-    is_gathered = len(shape) > 1 and stored != used and is_prefix(used, stored)
-    has_blocks = is_gathered and GATHERS["int8"].block_dim(local_shape(shape, stored, sizes))[1]
-    sent = precision.exchange_names(axes)
-    spans = {axis: count for axis, count in slices.items() if count > 1}
-    hops = [(a, n) for names in extra_axes(stored, used) for a in names if 1 < (n := spans.get(a, 1)) < sizes[a]]
-    if exactly:
-        has_blocks, sent = 0, {axis: WITHOUT_CODES if name in EXCHANGES else name for axis, name in sent.items()}
-    gather = compress.gather if has_blocks else ""
-    hop = hops[0] if hops and gather and compress.secondary else None
-    parts = spec_dims(placed.used, len(shape), ("tensor",))[-2:]  # of heads, hidden units or a vocabulary
-    width = parts.index(()) - len(parts) if sum(map(bool, parts)) == len(parts) - 1 else 0
-    return Wire(gather, tuple(sent.items()), tuple(spans.items()), hop, width)
-
-
-def check_wires(
-    compress: CompressConfig, placements: Mapping[str, ParamPlacement], trained: Iterable[str], info: ModelInfo
-) -> list[Problem]:
-    """Return a problem for each codec that nothing of this model is sent in."""
-    problems = []
-    if compress.gather and not any(placed.wire.gather for placed in placements.values()):
-        what, fix = "and no shard of a parameter has a block", "a mesh with larger shards, or leave it out"
-        detail = "a dimension of a gathered shard must be a multiple of 32"
-        problems.append(Problem("compress.gather", f"is {compress.gather}, {what}", detail, fix))
-    reduced = set(trained) & info.gathered_by_layer - info.sent_exactly
-    for field in ("gradients", "slices_gradients"):
-        if (value := getattr(compress, field)) in EXCHANGES and not reduced:
-            what, fix = "and the partitioner sums all gradients", "float32 or bf16: layers of spmd.models send codes"
-            problems.append(Problem(f"compress.{field}", f"is {value}, {what}", fix=fix))
-    return problems
-
-
 def resolve_recipes(
     table: str, rules: Rules, mesh: AnyMesh, trained: Iterable[str], info: ModelInfo
 ) -> tuple[dict[str, MatmulRecipe], list[Problem]]:
@@ -218,16 +165,8 @@ def resolve_recipes(
                 what = "is never used: rows before it match the same matmuls"
             fix = did_you_mean(pattern, known) if known else "none: only layers of spmd.models have recipes"
             problems.append(Problem(row, what, fix=fix))
-        elif name in RECIPES and RECIPES[name].is_delayed:
-            why = {
-                "scales by earlier steps, and stages of a pipeline remember none": mesh.shape["pipe"] > 1,
-                "scales by earlier steps, and frozen kernels remember none": not trained.issuperset(new),
-            }
-            problems += [
-                Problem(row, what, fix="--quantize fp8, which scales by this step")
-                for what, is_so in why.items()
-                if is_so
-            ]
+        elif name in RECIPES:
+            problems += RECIPES[name].problems(row, stages=mesh.shape["pipe"], is_trained=trained.issuperset(new))
     return {path: recipe for path, recipe in recipes.items() if recipe}, problems
 
 
@@ -285,21 +224,10 @@ def check_evaluation_params(
     return [Problem(where, "does not return the model's parameters", "; ".join(examples), fix)]
 
 
-def frozen_on_host(rules: Rules, info: ModelInfo, variables: Mapping[str, Any]) -> set[str]:
-    """Return the frozen variables that live in host memory where parameters do: matrices of stacked layers."""
-
-    def is_stacked_matrix(path: str) -> bool:
-        leading = len(rules.layer_path(path)[1])
-        return leading > 0 and len(variables[path].shape) - leading >= 2
-
-    return {path for path in info.frozen if path not in info.merged and is_stacked_matrix(path)}
-
-
 def state_entries(
-    mesh: AnyMesh, state: Mapping[str, DerivedSpec], zero: int, chunks: tuple[UpdateChunk, ...]
+    mesh: AnyMesh, state: Mapping[str, DerivedSpec], zero: int, hosted: Container[str]
 ) -> tuple[PlanEntry, ...]:
-    """Return one entry for each array of the optimizer's state."""
-    hosted = {path for chunk in chunks for path in chunk.host}
+    """Return one entry for each array of the optimizer's state, of which some are in host memory."""
     matches = {path: Match(-1, derived.source, derived.spec, derived.spec, "") for path, derived in state.items()}
     return tuple(
         make_entry(path, x, matches[path], x.spec, zero=zero, axes=mesh.shape, on_host=path in hosted)
@@ -336,32 +264,10 @@ def transform_entries(
     return tuple(entries)
 
 
-def check_offload(mesh: AnyMesh, offload: tuple[str, ...], remat: Remat) -> tuple[str, ...]:
-    """Return what to offload, without duplicates.
-
-    Raises:
-        ConfigError: All problems.
-    """
-    problems = check_type("offload", offload, (tuple, list), f'("{offload}",)')
-    problems += [
-        Problem(f"offload {name!r}", "cannot be in host memory", fix=did_you_mean(name, OFFLOADABLE))
-        for name in (() if problems else offload)
-        if name not in OFFLOADABLE
-    ]
-    if mesh.shape["pipe"] > 1 and "params" in offload:
-        what = "does not go with a pipeline: stages would fetch each layer in every task"
-        problems.append(Problem("offload params", what, f"pipe={mesh.shape['pipe']}", "offload the optimizer_state"))
-    if "params" in offload and (remat.kind in ("none", "selective") or remat.every > 1):
-        what = f"needs every layer to be recomputed, and remat is {remat}"
-        why = "a layer that is not would keep its parameters on the device until the backward pass"
-        problems.append(Problem("offload params", what, why, "remat full, dots, save:NAME or offload:NAME"))
-    devices = () if isinstance(mesh, AbstractMesh) else mesh.devices.flat[:1]
-    for where in (*(["offload"] if offload else []), *([f"remat {remat}"] if remat.offload else [])):
-        for device in devices:
-            kinds = [memory.kind for memory in device.addressable_memories()]
-            if "pinned_host" not in kinds:
-                what = f"{device.platform} has no memory of the kind pinned_host"
-                problems.append(Problem(where, what, f"it has {', '.join(kinds) or 'none'}", "offload nothing"))
+def check_storage(mesh: AnyMesh, storage: Storage, remat: Remat) -> None:
+    """Raise a `ConfigError` with everything that keeps arrays or saved activations from being in host memory."""
+    problems = storage.problems(mesh, remat)
+    if remat.offload:
+        problems += without_host_memory(mesh, f"remat {remat}")
     if problems:
         raise ConfigError("This cannot be offloaded:", problems)
-    return tuple(dict.fromkeys(offload))

@@ -17,10 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, jaxpr_as_fun, primitives
 from jax.interpreters import ad, mlir, partial_eval
 
+from spmd.codecs import Codec, Encoded
 from spmd.errors import Problem
 from spmd.jaxpr.equations import equations, inner_jaxprs, name_of, open_jaxpr, params_of
 from spmd.jaxpr.upgrades import HiPrim, checkpoints_are_hijax
-from spmd.model_api.codecs import Codec, Encoded
 from spmd.model_api.remat import Remat
 
 _BETWEEN = ("sharding_constraint", "convert_element_type")

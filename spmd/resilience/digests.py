@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.optim.offload_chunks import UpdateChunk, chunk_large_array
+from spmd.host_memory.chunks import UpdateChunk, chunk_large_array
 from spmd.sharding.mesh import AnyMesh
 
 LANES = (0x9E3779B1, 0x85EBCA77)

@@ -28,27 +28,27 @@ from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
 from spmd.gradients.keep_carry import KeepCarry
 from spmd.gradients.losses import LossFn, next_token_loss
-from spmd.gradients.powersgd import PowerSGD
 from spmd.lora.adapters import lora_rules, with_lora
-from spmd.model_api.compress import CompressConfig, powersgd_rank
+from spmd.loss_scaling.loss_scale import LossScale
 from spmd.model_api.grad_transform import GradTransform
-from spmd.model_api.loss_scale import LossScale
 from spmd.model_api.model import Model
-from spmd.model_api.precision import Precision, make_precision
-from spmd.model_api.quantize import RECIPES, parse_table
 from spmd.observe.metrics import Flops, mean_keys, transformer_flops
 from spmd.optim.config import check_patterns, make_learning_rate, make_optimizer
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
+from spmd.pipedream.grad_fn import InFlight, pipedream
 from spmd.pipeline.grad_fn import pipeline, pipelined
-from spmd.pipeline.pipedream import InFlight, pipedream
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.schedule_files import read_schedule
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.flax import from_nnx
 from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.powersgd.transform import PowerSGD
+from spmd.precision import Precision, make_precision
 from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.recipes import device_kind, recipe_problems, untuned_problems
+from spmd.settings.compress import CompressConfig, powersgd_rank
+from spmd.settings.quantize import RECIPES, parse_table
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, MeshShape, abstract_mesh, check_slices, mesh_of, shards_of
 from spmd.training.step import TrainStep, Watch, make_train_step
 

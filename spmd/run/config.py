@@ -27,14 +27,14 @@ from spmd.errors import ConfigError, Problem, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.lora.adapters import LoRAConfig
 from spmd.model_api.attention_config import attention_problems
-from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
-from spmd.model_api.precision import make_precision
-from spmd.model_api.quantize import table_problems
 from spmd.model_api.remat import make_remat
 from spmd.optim.config import OptimizerConfig
 from spmd.pipeline.schedules import SCHEDULES
+from spmd.precision import make_precision
 from spmd.run.callables import describe_callable
 from spmd.run.run_config import EvaluationInterval, FieldRules, RunConfig
+from spmd.settings.compress import NO_COMPRESSION, CompressConfig
+from spmd.settings.quantize import table_problems
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.rules import Rules
 

@@ -8,19 +8,20 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
+from spmd.codecs import EXCHANGES, GATHERS
+from spmd.coded_comm.comm import CodedComm
 from spmd.data.order import Shares
 from spmd.distributed.xla_flags import describe
 from spmd.gradients.accumulate import values_of_microbatches
 from spmd.gradients.exchange import AXES
-from spmd.gradients.powersgd import PowerSGD
-from spmd.gradients.powersgd_matrices import AXIS, find_matrices
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
-from spmd.model_api.codecs import EXCHANGES, GATHERS
 from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.local_param import local_param
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
+from spmd.powersgd.matrices import AXIS, find_matrices
+from spmd.powersgd.transform import PowerSGD
 from spmd.run.build import TrainSetup, abstract_batch, build_flags, build_powersgd, count_microbatches
 from spmd.run.config import TrainConfig
 from spmd.run.recipes import device_kind, recipe_lines
@@ -146,7 +147,7 @@ def _gathered_lines(plan: ShardingPlan) -> Iterator[str]:
         placed = plan.placements.get(frozen.get(entry.path, entry.path))
         if placed is None or not (param := local_param(placed.of_stack(), len(entry.shape))).is_gathered:
             continue
-        if placed.wire.gather:
+        if placed.comm.param_codec:
             count = math.prod(entry.shape) // math.prod(sizes[axis] for axis in param.split)
             block = GATHERS[codec].block_dim(local_shape(entry.shape, param.stored, sizes))[1]
             before, after = before + count * sent_bytes(dtype), after + count * sent_bytes(codec, block)
@@ -176,7 +177,7 @@ def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
             count = math.prod(entry.shape) // math.prod(sizes[a] for axes in param.kept for a in axes if a != axis)
             count *= 1 if axis in (a for axes in param.scatters for a in axes) else 2  # a sum is a gather as well
             sent = param.sent(local_shape(entry.shape, param.used, sizes), [axis], sizes)[axis]
-            coded = placed.wire.codec(sent)
+            coded = placed.comm.gradient_codec(sent) if isinstance(placed.comm, CodedComm) else None
             block = max(coded.least, coded.block_dim(local_shape(entry.shape, param.kept, sizes))[1]) if coded else 1
             before, after = before + count * sent_bytes(policy.gradients), after + count * sent_bytes(sent, block)
             plain += [entry.path] * (sent != codec)

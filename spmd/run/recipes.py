@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 
 from spmd.analysis.topology import CHIPS
 from spmd.errors import Problem
-from spmd.model_api.quantize import MatmulRecipe
 from spmd.plan.plan import ShardingPlan
+from spmd.settings.quantize import MatmulRecipe
 from spmd.sharding.mesh import AnyMesh
 from spmd.step_time.hardware import HARDWARE
 

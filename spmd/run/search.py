@@ -18,11 +18,11 @@ import jax
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.errors import SpmdError
-from spmd.model_api.compress import NO_COMPRESSION
 from spmd.run.build import applicable_compression, build_schedule, count_microbatches, make_setup
 from spmd.run.config import PipelineConfig, TrainConfig, config_values
 from spmd.run.preflight import check_config, check_planned_init, check_step, estimate_step
 from spmd.run.step_time import ModelNumbers, count_model, time_compiled_step, workload
+from spmd.settings.compress import NO_COMPRESSION
 from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, MeshShape, abstract_mesh
 from spmd.step_time.calibration import CLOSED, COMPILED
 from spmd.step_time.closed_form import Workload, closed_form

@@ -14,7 +14,6 @@ from spmd.analysis.topology import Topology, missing_extra
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
-from spmd.model_api.compress import powersgd_rank
 from spmd.model_api.remat import make_remat
 from spmd.observe.waiting import show_waiting
 from spmd.pipeline.tick_table import tabulate
@@ -23,6 +22,7 @@ from spmd.run.build import TrainSetup, build_precision, build_schedule, keys_of,
 from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.describe import sent_bytes
 from spmd.run.preflight import CompiledStep, compile_step, topology_mesh
+from spmd.settings.compress import powersgd_rank
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
 from spmd.step_time.calibration import CLOSED, COMPILED
 from spmd.step_time.closed_form import Workload, closed_form

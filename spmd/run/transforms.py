@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 from spmd.checkpoint.tree import OptionalState
-from spmd.gradients.powersgd import PowerSGD
+from spmd.delayed_scaling.magnitudes import MagnitudeHistory
+from spmd.loss_scaling.loss_scale import LossScale
 from spmd.model_api.grad_transform import GradTransform
-from spmd.model_api.loss_scale import LossScale
-from spmd.model_api.magnitudes import MagnitudeHistory
-from spmd.pipeline.pipedream import InFlight
+from spmd.pipedream.grad_fn import InFlight
+from spmd.powersgd.transform import PowerSGD
 
 TRANSFORMS: tuple[type[GradTransform], ...] = (PowerSGD, InFlight, MagnitudeHistory, LossScale)
 """All that keep a state. A checkpoint has it among the variables, by its name."""

@@ -239,3 +239,15 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def as_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
     """Return the entry of a `PartitionSpec` for mesh axes: the inverse of `entry_axes`."""
     return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
+
+
+def without_host_memory(mesh: AnyMesh, where: str) -> list[Problem]:
+    """Return a problem of a setting if devices cannot keep arrays in host memory; abstract ones can."""
+    if isinstance(mesh, AbstractMesh):
+        return []
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" in kinds:
+        return []
+    what = f"{device.platform} has no memory of the kind pinned_host"
+    return [Problem(where, what, f"it has {', '.join(kinds) or 'none'}", "offload nothing")]

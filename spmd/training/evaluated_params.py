@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from spmd import tree
-from spmd.model_api.precision import Precision
 from spmd.optim.evaluated_params import evaluated_kinds, find_evaluated_params
 from spmd.optim.master_weights import unwrap_for_precision
 from spmd.plan.plan import EvaluatedParams, ShardingPlan
+from spmd.precision import Precision
 from spmd.training.state import TrainState
 
 

@@ -15,8 +15,8 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, check_type, first_of, shown
 from spmd.model_api.grad_transform import Carry
 from spmd.model_api.model import PRNG
-from spmd.model_api.precision import cast_floats
 from spmd.plan.plan import ShardingPlan
+from spmd.precision import cast_floats
 from spmd.training.batch import check_batch
 
 

@@ -26,7 +26,6 @@ from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import METRICS, OPTIMIZER
 from spmd.training.batch import place_batch
 from spmd.training.compilation_cache import without_faulty_cache
-from spmd.training.offloaded_update import make_update
 from spmd.training.state import TrainState, abstract_arguments, abstract_state, check_state, place_state
 
 Watch = Callable[[TrainState, TrainState], Any]
@@ -155,7 +154,7 @@ class TrainStep:
         value_fn = functools.partial(self._mean_loss, state, batch)
         extra = extra_args(loss, gradients, value_fn)
         with jax.named_scope(OPTIMIZER):
-            return make_update(self.plan)(gradients, state.optimizer_state, state.params, **extra)
+            return self.plan.storage.make_update(self.plan)(gradients, state.optimizer_state, state.params, **extra)
 
     def _mean_gradients(self, state: TrainState, batch: Any, params: Any) -> tuple[Any, Metrics, jax.Array, Carry]:
         """Return the gradients of the mean loss at parameters, the means, their weight, and the updated carry."""

@@ -69,7 +69,6 @@ ACTIVATIONS = f"""
 # The head, the embedding and a kernel of Llama-3 8B as 256 chips hold them: [128, 16032], [128256, 16], [1376, 128].
 THIN_SHARDS = """
     from jax.sharding import PartitionSpec as P
-    from spmd.training.offloaded_update import make_update
 
     shapes = {"head": (4096, 128_256), "embed": (128_256, 4096), "kernel": (11_008, 16_384)}
     model = spmd.Model(lambda key: {name: jax.numpy.ones(shape) for name, shape in shapes.items()}, None)
@@ -79,7 +78,7 @@ THIN_SHARDS = """
     plan = spmd.make_plan(mesh, spmd.Rules(list(specs.items())), model, optimizer, offload=("optimizer_state",))
     params, state = plan.abstract_params, plan.abstract_optimizer_state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
-    update = jax.jit(make_update(plan), out_shardings=shardings, donate_argnums=(1, 2))
+    update = jax.jit(plan.storage.make_update(plan), out_shardings=shardings, donate_argnums=(1, 2))
     held = read_memory(update.lower(params, state, params).compile())
     print(json.dumps({"moments": {"host": held.host_arguments, "host_temporaries": held.host_temporaries}}))
 """

@@ -20,40 +20,25 @@ FAMILIES = ("models", "partition_rules", "name_maps", "examples")
 """Folders at the top of the repository, which are installed inside of spmd (`spmd/models` is a link to `models`)."""
 PACKAGES = ("spmd", *(f"spmd/{name}" for name in FAMILIES), "benchmarks")
 
-# Folders and flat modules of spmd, from the bottom up: a module imports from its own folder and from those before it.
 CORE = (
-    "errors",
-    "tree",
-    "sharding",
-    "jaxpr",
-    "model_api",
-    "optim",
-    "plan",
-    "layers",
-    "gradients",
-    "pipeline",
-    "training",
+    *("errors", "tree", "sharding", "jaxpr", "model_api"),
+    *("optim", "plan", "gradients", "training"),
 )
+"""What a train step is made of, which names no technique (`test_core.py`)."""
+SETTINGS = ("precision", "settings")
+"""What a user names in a config, and the techniques that the names lead to."""
+NAMED_BY_SETTINGS = ("codecs", "loss_scaling", "delayed_scaling", "coded_comm", "host_memory")
+"""These techniques, and `codecs`, of which two are made."""
+LIBRARIES = ("codecs", "layers")
+"""What the core uses besides: arrays in fewer bits, and the head of a language model, for its loss."""
+
+# Folders and flat modules of spmd, from the bottom up: a module imports from its own folder and from those before it.
 FLOORS = (
-    *CORE[: CORE.index("sharding") + 1],
-    "distributed",
-    *CORE[CORE.index("sharding") + 1 :],
-    *(
-        "lora",
-        "checkpoint",
-        "data",
-        "generate",
-        "observe",
-        "resilience",
-        "analysis",
-        "step_time",
-        "parity",
-        "testing",
-        "hf",
-        "run",
-        "report",
-    ),
-    *("commands", "cli"),
+    *("errors", "tree", "sharding", "distributed", "jaxpr", "codecs", "model_api"),
+    *("loss_scaling", "precision", "optim", "delayed_scaling", "coded_comm", "host_memory", "settings"),
+    *("plan", "layers", "gradients", "powersgd", "pipeline", "pipedream", "training"),
+    *("lora", "checkpoint", "data", "generate", "observe", "resilience", "analysis", "step_time", "parity", "testing"),
+    *("hf", "run", "report", "commands", "cli"),
 )
 
 # Those that may be imported inside a block.
@@ -96,8 +81,8 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 # What the packages beside spmd may import, besides the standard library and themselves.
 MODELS_MAY_IMPORT = (
     *("flax", "jax", "jaxtyping", "numpy"),
-    *("spmd.errors", "spmd.layers", "spmd.model_api.model"),
-    *("spmd.plan.annotate", "spmd.plan.fsdp", "spmd.plan.manual", "spmd.plan.wrapped_param"),
+    *("spmd.errors", "spmd.layers", "spmd.model_api.model", "spmd.model_api.wrapped_param"),
+    *("spmd.plan.annotate", "spmd.plan.fsdp", "spmd.plan.manual"),
 )
 PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.sharding.batch", "spmd.sharding.mesh", "spmd.sharding.rules")
 NAME_MAPS_MAY_IMPORT = (

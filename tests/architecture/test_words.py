@@ -39,7 +39,7 @@ PHRASES = (
 MODULE_NAMES = (
     *("spmd.adapted", "spmd.annotate", "spmd.config", "spmd.corpus", "spmd.flax", "spmd.foresight", "spmd.logical"),
     *("spmd.loss", "spmd.mesh", "spmd.model", "spmd.moments", "spmd.parallel", "spmd.per_layer"),
-    *("spmd.precision", "spmd.remat", "spmd.rules", "spmd.search_tables", "spmd.tokenizer", "spmd.xla_flags"),
+    *("spmd.remat", "spmd.rules", "spmd.search_tables", "spmd.tokenizer", "spmd.xla_flags"),
 )
 """Modules by their earlier names, but for those that are a folder's today."""
 PUBLIC = {f"spmd.{name}" for name in spmd.__all__}

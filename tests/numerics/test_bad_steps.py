@@ -12,7 +12,7 @@ import pytest
 from spmd.cli import main
 from spmd.data.loader import Windows, batches, load_corpus
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
-from spmd.model_api.loss_scale import LossScale
+from spmd.loss_scaling.loss_scale import LossScale
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.resilience.divergence import DivergenceCheck
 from spmd.run.build import build_model, build_optimizer, config_mesh, make_setup

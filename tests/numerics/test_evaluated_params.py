@@ -15,7 +15,7 @@ import spmd
 from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.generate import text
-from spmd.optim import offload_chunks
+from spmd.host_memory import chunks as offload_chunks
 from spmd.optim.evaluated_params import evaluated_kinds, find_evaluated_params
 from spmd.optim.extra_args import update_with
 from spmd.optim.lookahead import keep_slow_params

@@ -18,7 +18,7 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan.plan import make_plan
 from spmd.plan.records import ParamPlacement
-from spmd.sharding import hops
+from spmd.sharding import collectives
 from spmd.testing import Reference, token_batches
 from tests import tiny
 
@@ -31,8 +31,8 @@ INTEGERS = np.random.default_rng(0).integers(-8, 9, (8, 16, 24)).astype(np.float
 @pytest.fixture
 def whole_slice(monkeypatch):
     """Let every axis pass for a whole TPU slice."""
-    monkeypatch.setattr(hops, "_spans_slice", lambda mesh, axis, kind, slices=1: True)
-    monkeypatch.setattr(hops, "_MANY", 2)
+    monkeypatch.setattr(collectives, "_spans_slice", lambda mesh, axis, kind, slices=1: True)
+    monkeypatch.setattr(collectives, "_MANY", 2)
 
 
 def over_fsdp(f, mesh, into, out):
@@ -48,15 +48,15 @@ def test_they_give_what_one_collective_gives(sizes, dim, is_whole, whole_slice, 
 
     Over a part of a slice there is one hop, along the first dimension.
     """
-    monkeypatch.setattr(hops, "is_kind", lambda mesh, kind: True)
-    monkeypatch.setattr(hops, "_spans_slice", lambda mesh, axis, kind: is_whole)
+    monkeypatch.setattr(collectives, "is_kind", lambda mesh, kind: True)
+    monkeypatch.setattr(collectives, "_spans_slice", lambda mesh, axis, kind: is_whole)
     mesh, count = tiny.mesh(**sizes), sizes["fsdp"]
     split = P(*(None,) * dim, "fsdp")
-    gathered = over_fsdp(lambda x: hops.all_gather(x, mesh, "fsdp", dim), mesh, split, P())(INTEGERS[0])
+    gathered = over_fsdp(lambda x: collectives.all_gather(x, mesh, "fsdp", dim), mesh, split, P())(INTEGERS[0])
     np.testing.assert_array_equal(gathered, INTEGERS[0])
 
     def scatter(x):
-        return hops.psum_scatter(x[0], mesh, "fsdp", dim, jnp.float32)
+        return collectives.psum_scatter(x[0], mesh, "fsdp", dim, jnp.float32)
 
     terms = INTEGERS[:count]
     summed = over_fsdp(scatter, mesh, P("fsdp"), split)(terms)
@@ -66,9 +66,9 @@ def test_they_give_what_one_collective_gives(sizes, dim, is_whole, whole_slice, 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_inside_of_a_slice_they_give_what_one_collective_gives(is_whole, whole_slice, monkeypatch):
     """Of two slices of four devices, each device gets those of its own, in order."""
-    monkeypatch.setattr(hops, "_spans_slice", lambda mesh, axis, kind, slices=1: is_whole)
+    monkeypatch.setattr(collectives, "_spans_slice", lambda mesh, axis, kind, slices=1: is_whole)
     mesh, numbers = tiny.mesh(fsdp=8), np.arange(8.0)
-    gathered = over_fsdp(lambda x: hops.gather_within(x, mesh, "fsdp", 2), mesh, P("fsdp"), P("fsdp"))(numbers)
+    gathered = over_fsdp(lambda x: collectives.gather_within(x, mesh, "fsdp", 2), mesh, P("fsdp"), P("fsdp"))(numbers)
     np.testing.assert_array_equal(gathered.reshape(8, 4), [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4)
 
 
@@ -78,7 +78,7 @@ def test_bfloat16_is_on_the_wire_and_float32_in_the_last_sum(whole_slice):
     terms = jnp.stack([jnp.ones((4, 2)), jnp.full((4, 2), 2.0**-9)]).astype(jnp.bfloat16)
 
     def scatter(x):
-        return hops.psum_scatter(x[0], mesh, "fsdp", 0, jnp.float32)
+        return collectives.psum_scatter(x[0], mesh, "fsdp", 0, jnp.float32)
 
     compiled = over_fsdp(scatter, mesh, P("fsdp"), P("fsdp")).lower(terms)
     assert "collective_permute" in compiled.as_text()

@@ -18,14 +18,14 @@ from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
+from spmd.host_memory.param import HostParam
 from spmd.jaxpr.equations import equations
-from spmd.model_api.precision import POLICIES
 from spmd.models.linear import dense
 from spmd.optim import master_weights
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.plan import flax
-from spmd.plan.host_params import HostParam
 from spmd.plan.plan import make_plan
+from spmd.precision import POLICIES
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import Reference, token_batches
 from spmd.training.state import init_state

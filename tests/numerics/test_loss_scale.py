@@ -15,13 +15,13 @@ from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.keep_carry import KeepCarry
+from spmd.loss_scaling.loss_scale import LossScale
 from spmd.model_api.grad_transform import Carry
-from spmd.model_api.loss_scale import LossScale
 from spmd.model_api.model import Model
-from spmd.model_api.precision import POLICIES, Precision
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.plan.context import override, use_plan
 from spmd.plan.plan import make_plan
+from spmd.precision import POLICIES, Precision
 from spmd.sharding.mesh import make_mesh
 from spmd.sharding.rules import Rules
 from spmd.training.state import init_state

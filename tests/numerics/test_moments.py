@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
+from spmd.codecs import Encoded, block_of
 from spmd.data.loader import Windows, batches, load_corpus
 from spmd.errors import ConfigError, RuleError
-from spmd.model_api.codecs import Encoded, block_of
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, QuantizedState, dequantize, quantize, quantize_moments

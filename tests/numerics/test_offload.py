@@ -14,8 +14,8 @@ from spmd import tree
 from spmd.errors import ConfigError, RuleError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
+from spmd.host_memory import chunks as cuts
 from spmd.model_api.model import Model
-from spmd.optim import offload_chunks as cuts
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.per_layer import per_layer
 from spmd.optim.skip_updates import skip_bad_updates
@@ -23,7 +23,6 @@ from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import assert_parity, token_batches
-from spmd.training.offloaded_update import make_update
 from spmd.training.state import init_state
 from tests import tiny
 from tests.rounding import FACTOR, assert_close, noise_of, ratios
@@ -93,7 +92,7 @@ def updating(name, zero=3, offload=True, pipe=1):
     layout = plan(OPTIMIZERS[name], zero, offload, model, pipe=pipe, fsdp=4 // pipe, tensor=2)
     state = init_state(layout)
     shardings = jax.tree.map(lambda x: x.sharding, (state.params, state.optimizer_state))
-    update = jax.jit(make_update(layout), out_shardings=shardings)
+    update = jax.jit(layout.storage.make_update(layout), out_shardings=shardings)
 
     def run(params, gradients):
         held = state.optimizer_state
@@ -174,10 +173,10 @@ def test_large_state_lives_in_host_memory_and_small_state_does_not():
 def test_each_parameter_is_in_one_cut():
     """Layers go one at a time, large arrays in pieces of bounded size, the rest together."""
     layout = plan(OPTIMIZERS["raw adamw"], fsdp=2)
-    assert sorted(path for cut in layout.update_chunks for path in cut.paths) == sorted(
+    assert sorted(path for cut in layout.storage.chunks for path in cut.paths) == sorted(
         leaf.path for leaf in layout.params
     )
-    chunks = {chunk.paths[0]: (chunk.dim, chunk.chunks, chunk.shards) for chunk in layout.update_chunks}
+    chunks = {chunk.paths[0]: (chunk.dim, chunk.chunks, chunk.shards) for chunk in layout.storage.chunks}
     assert chunks["layers/attention/k_proj/kernel"] == (0, BIG.layers, 1)
     assert chunks["embed/embedding"] == (1, 2, 2)
     assert chunks["norm/scale"] == (0, 1, 1)
@@ -193,9 +192,10 @@ def test_a_split_dimension_is_cut_inside_the_shards():
         optax.adam(1e-2),
         offload=("optimizer_state",),
     )
-    assert [(chunk.dim, chunk.chunks, chunk.shards) for chunk in layout.update_chunks] == [(0, 4, 4)]
+    assert [(chunk.dim, chunk.chunks, chunk.shards) for chunk in layout.storage.chunks] == [(0, 4, 4)]
     state = init_state(layout)
-    program = jax.jit(make_update(layout)).lower(state.params, state.optimizer_state, state.params).compile().as_text()
+    update = jax.jit(layout.storage.make_update(layout))
+    program = update.lower(state.params, state.optimizer_state, state.params).compile().as_text()
     assert not any(kind in program for kind in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
 
 
@@ -212,7 +212,7 @@ def test_thin_shards_are_cut_along_their_rows_of_tiles(shape, spec, dim):
     model = Model(lambda key: {"w": jnp.ones(shape)}, lambda params: params)
     rules = Rules([("w", spec if spec else replicate("to cut it whole"))])
     layout = make_plan(abstract_mesh(MeshShape(fsdp=32, tensor=8)), rules, model, optax.adam(1e-2), offload=OFFLOAD[1])
-    assert [cut.dim for cut in layout.update_chunks] == [dim]
+    assert [cut.dim for cut in layout.storage.chunks] == [dim]
     assert all(leaf.memory_kind == "pinned_host" for leaf in layout.optimizer_state if leaf.shape == shape)
 
 

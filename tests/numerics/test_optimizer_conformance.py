@@ -18,13 +18,13 @@ from optax import contrib
 
 from spmd.errors import RuleError
 from spmd.model_api.model import Model
-from spmd.model_api.precision import POLICIES
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.layerwise import assert_layerwise, check_layerwise
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.optim.per_layer import per_layer
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.plan.records import PlanEntry
+from spmd.precision import POLICIES
 from spmd.sharding.mesh import make_mesh
 from spmd.sharding.rules import Rules, replicate
 from spmd.tree import flatten, map_with_path

@@ -18,8 +18,8 @@ from spmd.gradients.losses import next_token_loss
 from spmd.lora.adapters import LoRAConfig, lora_rules, with_lora
 from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA
+from spmd.pipedream.grad_fn import InFlight, pipedream
 from spmd.pipeline.grad_fn import pipelined
-from spmd.pipeline.pipedream import InFlight, pipedream
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.context import use_plan

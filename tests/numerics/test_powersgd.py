@@ -21,11 +21,11 @@ from spmd.analysis.collective_audit import audit_collectives
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.tree import OptionalState
 from spmd.errors import CheckpointError, ConfigError
-from spmd.gradients import powersgd
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.exchange import exchange_once
-from spmd.gradients.powersgd import PowerSGD, Replicas
-from spmd.gradients.powersgd_matrices import compressed_bytes
+from spmd.powersgd import transform as powersgd
+from spmd.powersgd.matrices import compressed_bytes
+from spmd.powersgd.transform import PowerSGD, Replicas
 from spmd.training.state import as_stored, from_stored
 from spmd.training.step import TrainStep
 from tests import tiny

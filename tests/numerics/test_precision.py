@@ -15,12 +15,12 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
+from spmd.loss_scaling.loss_scale import LossScale
 from spmd.model_api.grad_transform import Carry
-from spmd.model_api.loss_scale import LossScale
-from spmd.model_api.precision import POLICIES, Precision, make_precision
 from spmd.optim.master_weights import MasterState, RoundedState, wrap_optimizer_for_precision
 from spmd.optim.stochastic_rounding import round_stochastically
 from spmd.plan.context import use_plan
+from spmd.precision import POLICIES, Precision, make_precision
 from spmd.testing import BUGS, Reference, token_batches
 from spmd.training.state import abstract_state, init_state
 from spmd.training.step import make_train_step

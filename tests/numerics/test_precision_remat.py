@@ -10,8 +10,8 @@ import pytest
 from spmd.gradients.base import value_and_grad
 from spmd.jaxpr.equations import equations
 from spmd.model_api.grad_transform import Carry
-from spmd.model_api.precision import POLICIES
 from spmd.plan.context import use_plan
+from spmd.precision import POLICIES
 from spmd.testing import token_batches
 from spmd.training.state import init_state
 from tests import tiny

@@ -14,12 +14,12 @@ from spmd.analysis.causes import USED_WHOLE
 from spmd.analysis.collective_audit import audit_collectives
 from spmd.analysis.promises import Promise, broken_promises
 from spmd.layers.kernel_gradient import kernel_gradient
-from spmd.model_api.precision import make_precision
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import placement_of
 from spmd.plan.plan import make_plan
 from spmd.plan.scopes import in_scope, param_scope
+from spmd.precision import make_precision
 from tests import tiny
 
 PATH = "layers/mlp/up_proj/kernel"

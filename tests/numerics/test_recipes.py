@@ -10,22 +10,22 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
+from spmd.delayed_scaling.magnitudes import ASSUMED, MagnitudeHistory
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.jaxpr.equations import equations
 from spmd.layers.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from spmd.layers.quantized_matmul import magnitude, power_of_two, quantize, quantized_einsum
-from spmd.model_api.compress import CompressConfig
 from spmd.model_api.grad_transform import Carry
-from spmd.model_api.magnitudes import ASSUMED, MagnitudeHistory
-from spmd.model_api.quantize import RECIPES
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.plan.manual import manual_over
 from spmd.plan.plan import make_plan
+from spmd.settings.compress import CompressConfig
+from spmd.settings.quantize import RECIPES
 from spmd.sharding.mesh import make_mesh
 from spmd.testing import token_batches
 from spmd.training.state import as_stored, init_state

@@ -13,9 +13,9 @@ import spmd
 from spmd.errors import SpmdError
 from spmd.examples.threshold_exchange import ThresholdExchange
 from spmd.lora.adapters import LoRAConfig
-from spmd.model_api.compress import CompressConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.build import abstract_batch, make_setup
+from spmd.settings.compress import CompressConfig
 from spmd.testing import token_batches
 from tests import tiny
 

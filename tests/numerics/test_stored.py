@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.analysis.memory import Estimate, estimate_memory
+from spmd.codecs import CODECS
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.layers.expert_layout import ExpertKernel
 from spmd.layers.moe import mixture_of_experts
 from spmd.layers.router import RouterConfig, route
-from spmd.model_api.codecs import CODECS
 from spmd.model_api.remat import Remat, make_remat
 from spmd.models.layers import RMSNorm, gated
 from spmd.models.mixtral import PRESETS as MIXTRALS

@@ -12,9 +12,9 @@ import pytest
 
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
-from spmd.model_api.loss_scale import LossScale
-from spmd.model_api.precision import POLICIES
+from spmd.loss_scaling.loss_scale import LossScale
 from spmd.plan.plan import make_plan
+from spmd.precision import POLICIES
 from spmd.testing import BUGS, Reference, assert_parity, token_batches
 from spmd.training.state import init_state
 from tests import tiny

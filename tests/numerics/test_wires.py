@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.analysis.collective_audit import audit_collectives, expect_collectives
 from spmd.analysis.promises import broken_promises, find_promises
+from spmd.codecs import EXCHANGES, GATHERS
+from spmd.coded_comm.comm import CodedComm
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.exchange import exchange_once
 from spmd.gradients.losses import next_token_loss
-from spmd.model_api.codecs import EXCHANGES, GATHERS
-from spmd.model_api.compress import CompressConfig, Wire
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
@@ -28,6 +28,7 @@ from spmd.plan.manual import manual_over
 from spmd.plan.plan import make_plan
 from spmd.plan.records import ParamPlacement
 from spmd.run.describe import compression_lines
+from spmd.settings.compress import CompressConfig
 from spmd.sharding.mesh import entry_axes, make_mesh
 from spmd.testing import token_batches
 from spmd.training.batch import place_batch
@@ -114,7 +115,7 @@ def test_a_gather_is_that_of_codes_of_each_shard(name, shape, stored, used):
     """Bitwise; blocks that straddle shards, the control, give other numbers."""
     sizes = {"fsdp": 4, "tensor": 2}
     x = NORMAL.ravel()[: np.prod(shape)].reshape(shape)
-    placed = ParamPlacement(tiny.mesh(**sizes), stored, used, stored, wire=Wire(gather=name))
+    placed = ParamPlacement(tiny.mesh(**sizes), stored, used, stored, comm=CodedComm(codec=name))
     found = np.asarray(jax.jit(lambda x: gather(x, placed, jnp.float32))(x))
     np.testing.assert_array_equal(found, recoded_shards(x, stored, sizes, name))
     assert (found != np.asarray(recoded(jnp.asarray(x), name))).any()
@@ -125,8 +126,8 @@ def test_a_gather_is_that_of_codes_of_each_shard(name, shape, stored, used):
 def summed(terms, wire, *, scatter, axes=("data", "fsdp"), sizes=None):
     """Sum one term of each device; the result of each device, whole where it is scattered."""
     sizes = sizes or {"data": 2, "fsdp": 4}
-    wires = Wire(gradients=tuple((axis, wire) for axis in axes), slices=(("fsdp", 2),))
-    param = LocalParam(((), ()), ((), ()), (("fsdp",) * scatter, ()), wire=wires)
+    comm = CodedComm(gradients=tuple((axis, wire) for axis in axes), slices=(("fsdp", 2),))
+    param = LocalParam(((), ()), ((), ()), (("fsdp",) * scatter, ()), comm=comm)
     out = P("data", "fsdp", None) if scatter else P(("data", "fsdp"), None, None)
     run = manual_over(
         tiny.mesh(**sizes), ("data", "fsdp"), lambda x: param.reduce(x[0], axes)[None], P(("data", "fsdp")), out
@@ -152,9 +153,9 @@ def test_sums_of_codes_are_near_and_equal_on_all_devices(wire, share, scatter):
 def test_sums_of_experts_are_near(name, shape, dim):
     """Kernels of three dimensions: XLA:CPU once read other memory where blocks of five dimensions were summed."""
     terms = np.random.default_rng(2).normal(size=(2, *shape)).astype(np.float32)
-    wires = Wire(gradients=(("fsdp", name),))
+    comm = CodedComm(gradients=(("fsdp", name),))
     kept = tuple(("fsdp",) * (i == dim) for i in range(3))
-    param = LocalParam(((),) * 3, ((),) * 3, kept, wire=wires)
+    param = LocalParam(((),) * 3, ((),) * 3, kept, comm=comm)
     out = P(*("fsdp" if i == dim else None for i in range(3)))
     run = manual_over(tiny.mesh(fsdp=2), ("fsdp",), lambda x: param.reduce(x[0], ("fsdp",)), P("fsdp"), out)
     exact = terms.sum(axis=0)
@@ -175,7 +176,7 @@ def test_a_gradient_without_blocks_is_sent_in_bfloat16():
     terms = NORMAL[:, :8, :9]
     found = summed(terms, "int8", scatter=False)
     np.testing.assert_allclose(found[0], terms.sum(axis=0), rtol=0, atol=0.1)
-    param = LocalParam(((), ()), ((), ()), ((), ()), wire=Wire(gradients=(("data", "int8"),)))
+    param = LocalParam(((), ()), ((), ()), ((), ()), comm=CodedComm(gradients=(("data", "int8"),)))
     assert param.sent((8, 9), ("data",), {"data": 2}) == {"data": "bfloat16"}
     assert param.sent((8, 64), ("data",), {"data": 2}) == {"data": "int8"}
 
@@ -210,7 +211,7 @@ def test_layers_experts_and_head_use_the_codes_forward_and_backward():
     plan_of = functools.partial(make_plan, rules=MIXTRAL, model=mixtral(), optimizer=tiny.OPTIMIZER, remat="full")
     sizes = {"fsdp": 4, "expert": 2}
     plan = plan_of(tiny.mesh(**sizes), compress=CompressConfig(gather="int8"))
-    coded = {path for path, placed in plan.placements.items() if placed.wire.gather}
+    coded = {path for path, placed in plan.placements.items() if placed.comm.param_codec}
     assert coded == {path for path in plan.placements if path.endswith("_proj/kernel")} | {"lm_head/kernel"}
 
     def recode(path, x):
@@ -256,7 +257,7 @@ def test_the_backward_pass_gathers_inside_of_a_slice(remat, rules, sizes):
         assert not audit.broken
         gathers = [r for r in audit.records if r.kind == "all-gather" and r.dtype == "s8" and "fsdp" in r.over]
         crossing.append(sum(r.bytes for r in gathers if r.crosses))
-        codes = sum(np.prod(e.shape) for e in plan.params if plan.placements[e.path].wire.gather)
+        codes = sum(np.prod(e.shape) for e in plan.params if plan.placements[e.path].comm.param_codec)
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert crossing[0] == codes / 4  # a device has an eighth, and gets one of the other slice
     assert crossing[1] >= 4 * crossing[0]  # the control: layers are gathered from all devices, in each pass
@@ -295,15 +296,18 @@ def test_a_step_sends_what_the_plan_promises():
 def test_blocks_of_gradients_run_along_the_width():
     """It is the dimension that rules do not split over tensor, also where it is the longer one."""
     placements = compressed(INT8).placements
-    found = {path.split("/")[-2]: placements[path].wire.width for path in placements if path.endswith("kernel")}
+    found = {path.split("/")[-2]: placements[path].comm.width for path in placements if path.endswith("kernel")}
     assert found == {f"{name}_proj": -2 for name in ("q", "k", "v", "gate", "up")} | {
         "o_proj": -1,
         "down_proj": -1,
         "lm_head": -2,
     }
-    assert Wire(width=-1).codec("int4").block_dim((32, 192)) == (1, 64)
-    assert Wire(width=-2).codec("int4").block_dim((16, 192)) == (1, 64)  # a shard has too little of the width
-    assert Wire().codec("bfloat16") is None
+    assert CodedComm(width=-1).gradient_codec("int4").block_dim((32, 192)) == (1, 64)
+    assert CodedComm(width=-2).gradient_codec("int4").block_dim((16, 192)) == (
+        1,
+        64,
+    )  # a shard has too little of the width
+    assert CodedComm().gradient_codec("bfloat16") is None
 
 
 def test_control_a_step_that_sends_more_breaks_the_promise():

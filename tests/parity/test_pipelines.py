@@ -16,7 +16,6 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.model_api.model import Model
-from spmd.model_api.precision import make_precision
 from spmd.models import llama
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
@@ -26,6 +25,7 @@ from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import TickTable, tabulate
 from spmd.plan import flax
 from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.precision import make_precision
 from spmd.testing import Parity, Reference, Tolerance, token_batches
 from spmd.training.batch import place_batch
 from spmd.training.state import init_state

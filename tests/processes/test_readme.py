@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.test_floors import CORE
+from tests.architecture.test_floors import CORE, LIBRARIES, NAMED_BY_SETTINGS, SETTINGS
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -25,7 +25,7 @@ class Refuse:
         importer = frame.f_globals.get("__name__", "")
         if importer.split(".")[0] in ("spmd", "__main__") and parts[0] in {REFUSED}:
             raise ImportError(f"{{importer}} imports {{name}}")
-        if parts[0] == "spmd" and len(parts) > 1 and parts[1] not in {CORE}:
+        if parts[0] == "spmd" and len(parts) > 1 and parts[1] not in {CORE + SETTINGS + LIBRARIES + NAMED_BY_SETTINGS}:
             raise ImportError(f"{{importer}} imports {{name}}, which is not of the core")
 
 sys.meta_path.insert(0, Refuse())

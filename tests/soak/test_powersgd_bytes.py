@@ -12,7 +12,7 @@ SCRIPT = """
     import spmd
     from spmd.analysis.topology import parse_topology
     from spmd.distributed.initialize import initialize
-    from spmd.gradients.powersgd_matrices import compressed_bytes
+    from spmd.powersgd.matrices import compressed_bytes
     from spmd.run.build import make_setup
     from spmd.run.load_config import load_config
     from spmd.run.preflight import compile_step, topology_mesh

@@ -24,9 +24,9 @@ from spmd.errors import SpmdError
 from spmd.gradients.base import value_and_grad
 from spmd.model_api.grad_transform import Carry
 from spmd.model_api.model import PRNG, Model
-from spmd.model_api.precision import cast_floats
 from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan, make_plan
+from spmd.precision import cast_floats
 from spmd.sharding.batch import whole
 from spmd.sharding.layer_paths import Stack, dims_of, own_stacks, without_dims
 from spmd.sharding.mesh import AXES, BATCH_AXES, entry_axes, make_mesh

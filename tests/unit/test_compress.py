@@ -12,12 +12,12 @@ import spmd
 from spmd.commands.parsing import parse_command
 from spmd.commands.plan import PlanCommand, run_plan
 from spmd.errors import ConfigError
-from spmd.model_api.compress import NO_COMPRESSION, CompressConfig
 from spmd.run.build import applicable_compression, build_precision, make_setup, planned_mesh
 from spmd.run.config import config_values, with_values
 from spmd.run.describe import compression_lines, execution_lines
 from spmd.run.load_config import load_config
 from spmd.run.step_time import count_model, workload
+from spmd.settings.compress import NO_COMPRESSION, CompressConfig
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.sharding.rules import Rules, replicate
 
@@ -100,7 +100,7 @@ def test_codecs_that_a_model_does_not_send_are_refused():
         model = spmd.from_nnx(lambda rngs: nnx.Linear(size, size, rngs=rngs))
         return spmd.make_plan(mesh, rules, model, optax.sgd(0.1), compress=compress)
 
-    assert plan(64, CompressConfig("int8")).placements["kernel"].wire.gather == "int8"
+    assert plan(64, CompressConfig("int8")).placements["kernel"].comm.param_codec == "int8"
     with pytest.raises(ConfigError, match=r"compress\.gather: is int8, and no shard"):
         plan(8, CompressConfig("int8"))
     with pytest.raises(ConfigError, match=r"compress\.gradients: is int8, and the partitioner"):

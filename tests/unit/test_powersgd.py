@@ -10,14 +10,14 @@ import spmd
 from spmd.analysis.collective_record import Cause, Collective
 from spmd.analysis.promises import broken_promises, find_promises
 from spmd.errors import ConfigError
-from spmd.gradients.powersgd import PowerSGD
-from spmd.gradients.powersgd_matrices import compressed_bytes, find_matrices
-from spmd.model_api.compress import powersgd_rank
 from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
+from spmd.powersgd.matrices import compressed_bytes, find_matrices
+from spmd.powersgd.transform import PowerSGD
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.config import TrainConfig, config_values, with_values
 from spmd.run.describe import compression_lines, exchange_line
+from spmd.settings.compress import powersgd_rank
 from spmd.sharding.optimizer_state import shard_bytes
 from tests import tiny
 
@@ -51,7 +51,7 @@ def test_a_plan_alone_compresses_nothing():
     made, compress = setup(gradients=""), spmd.CompressConfig(gradients="powersgd:2")
     with pytest.raises(
         ConfigError,
-        match=r"wraps a gradient function\n +fix: from spmd.gradients.powersgd import PowerSGD; make_plan\(…",
+        match=r"wraps a gradient function\n +fix: from spmd.powersgd.transform import PowerSGD; make_plan\(…",
     ):
         spmd.make_plan(made.mesh, LLAMA, made.plan.model, optax.sgd(0.1), compress=compress)
 

@@ -14,9 +14,9 @@ from spmd.analysis.promises import Promise, broken_promises, find_promises
 from spmd.analysis.replica_groups import entering
 from spmd.commands import plan as plan_command
 from spmd.commands.plan import run_plan
-from spmd.model_api.precision import make_precision
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.plan import make_plan
+from spmd.precision import make_precision
 from spmd.run.build import planned_mesh
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from tests import tiny

@@ -14,7 +14,6 @@ from spmd.cli import main
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, RuleError
 from spmd.lora.adapters import LoRAConfig
-from spmd.model_api.quantize import RECIPES
 from spmd.models.llama import LlamaConfig
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.llama import LLAMA
@@ -26,6 +25,7 @@ from spmd.run.config import TrainConfig, config_values, with_values
 from spmd.run.recipes import recipe_lines, recipe_problems, untuned_problems
 from spmd.run.record import MAY_CHANGE
 from spmd.run.step_time import estimate_time
+from spmd.settings.quantize import RECIPES
 from spmd.sharding.mesh import abstract_mesh
 
 SMALL = LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)

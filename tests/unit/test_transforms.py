@@ -11,15 +11,15 @@ import optax
 import pytest
 
 import spmd
+from spmd.delayed_scaling.magnitudes import MagnitudeHistory
 from spmd.errors import ConfigError, SpmdError
 from spmd.gradients.keep_carry import KeepCarry
-from spmd.gradients.powersgd import PowerSGD
 from spmd.lora.adapters import LoRAConfig
-from spmd.model_api.loss_scale import LossScale
-from spmd.model_api.magnitudes import MagnitudeHistory
+from spmd.loss_scaling.loss_scale import LossScale
 from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
-from spmd.pipeline.pipedream import InFlight
+from spmd.pipedream.grad_fn import InFlight
+from spmd.powersgd.transform import PowerSGD
 from spmd.run import build
 from spmd.run.config import TrainConfig
 from spmd.run.transforms import TRANSFORMS

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.model_api.model import Model
-from spmd.model_api.precision import Precision
 from spmd.plan.plan import make_plan
+from spmd.precision import Precision
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.sharding.rules import Rules
 

@@ -30,13 +30,13 @@ from spmd import tree
 from spmd.errors import Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.exchange import LocalGradients, exchange, exchange_once, local_gradient
-from spmd.gradients.powersgd_matrices import AXIS, ERROR, NAME, Matrix, Q, find_matrices, make_matrix
 from spmd.model_api.grad_transform import Carry, GradTransform, StateArray
 from spmd.model_api.model import PRNG
 from spmd.plan.context import current
 from spmd.plan.manual import manual_over, split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import in_scope
+from spmd.powersgd.matrices import AXIS, ERROR, NAME, Matrix, Q, find_matrices, make_matrix
 from spmd.sharding.dims import dims_spec
 from spmd.sharding.layer_paths import stored_dims
 

@@ -6,7 +6,7 @@ more device memory than no offload at all (decision 0012).
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,27 +14,16 @@ import optax
 from jax.sharding import NamedSharding
 
 from spmd import tree
+from spmd.host_memory.chunks import UpdateChunk
 from spmd.optim.extra_args import OF_PARTS, update_with
-from spmd.optim.offload_chunks import UpdateChunk
+from spmd.optim.storage import Update
 from spmd.optim.two_phase import phases
-from spmd.plan.plan import ShardingPlan
-from spmd.plan.records import PlanEntry
-
-Update = Callable[..., tuple[Any, Any]]
-"""`(gradients, optimizer state, params, **extra) -> (params, optimizer state)`; see `spmd.optim.extra_args`."""
 
 
-def make_update(plan: ShardingPlan) -> Update:
-    """Return the update of parameters and optimizer state under `plan`."""
+def make_update(plan: Any, chunks: Sequence[UpdateChunk]) -> Update:
+    """Return the update of parameters and optimizer state under a `ShardingPlan`, in chunks."""
     global_phase, param_phase = phases(plan.optimizer)
-    if not plan.update_chunks:
-
-        def update(gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-            updates, state = update_with(plan.optimizer, gradients, state, params, extra)
-            return optax.apply_updates(params, updates), state
-
-        return update
-    updates = [_chunked(plan, param_phase, chunk) for chunk in plan.update_chunks]
+    updates = [_chunked(plan, param_phase, chunk) for chunk in chunks]
 
     def streamed(gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         gradients, scalars = global_phase(gradients)
@@ -51,15 +40,13 @@ def make_update(plan: ShardingPlan) -> Update:
     return streamed
 
 
-def _chunked(
-    plan: ShardingPlan, param_phase: optax.GradientTransformationExtraArgs, chunk: UpdateChunk
-) -> Callable[..., Any]:
+def _chunked(plan: Any, param_phase: optax.GradientTransformationExtraArgs, chunk: UpdateChunk) -> Callable[..., Any]:
     mesh = plan.mesh
     like = jax.eval_shape(param_phase.init, chunk.abstract_params(plan.abstract_params))
     leaves, weights = ({leaf.path: leaf for leaf in table} for table in (plan.optimizer_state, plan.params))
     chunked = [path for path, leaf in tree.flatten(like).items() if leaf.shape != leaves[path].shape]
 
-    def place(leaf: PlanEntry, x: jax.Array, memory_kind: str = "device") -> jax.Array:
+    def place(leaf: Any, x: jax.Array, memory_kind: str = "device") -> jax.Array:
         if leaf.memory_kind == "device":
             return x
         return jax.device_put(x, NamedSharding(mesh, leaf.spec, memory_kind=memory_kind))

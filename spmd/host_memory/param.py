@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmd.errors import AnnotationError, Problem
-from spmd.plan.wrapped_param import WrappedParam
+from spmd.model_api.wrapped_param import WrappedParam
 
 
 @jax.tree_util.register_dataclass

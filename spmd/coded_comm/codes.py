@@ -12,14 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from spmd.model_api.codecs import BlockCodec, Encoded
-from spmd.plan.context import current
-from spmd.plan.manual import all_gather
-from spmd.sharding import hops
+from spmd.codecs import BlockCodec, Encoded
+from spmd.sharding.collectives import gather_dims, gather_within
 from spmd.sharding.dims import Dims
-
-SECONDARY = "secondary_partition"
-"""Checkpoint name of what a device has after the hop across slices, of each parameter with two hops."""
+from spmd.sharding.mesh import AnyMesh
 
 SUM = "sum_of_codes"
 """Name scope of the gather that ends a sum, which is not one of a parameter."""
@@ -36,11 +32,13 @@ class CodedGather:
     Attributes:
         gathers: The axes that each dimension is gathered over.
         hop: The axis with two hops, and its slices; None for none.
+        mesh: The mesh.
     """
 
     codec: BlockCodec
     gathers: Dims
     hop: tuple[str, int] | None = None
+    mesh: AnyMesh | None = None
 
     def across(self, x: Array) -> Encoded:
         """Encode a shard, and send its codes across slices: `[slice, …]`; without two hops, the codes of the shard."""
@@ -56,14 +54,14 @@ class CodedGather:
 
     def _within(self, x: Array) -> Array:
         if self.hop is None:
-            return all_gather(x, self.gathers)
+            return gather_dims(x, self.mesh, self.gathers)
         (name, slices), ndim = self.hop, x.ndim - 1
         for dim, axes in enumerate(self.gathers):
             for axis in reversed(axes):
                 if axis != name:
-                    x = all_gather(x, [(axis,) * (i == dim + x.ndim - ndim) for i in range(x.ndim)])
+                    x = gather_dims(x, self.mesh, [(axis,) * (i == dim + x.ndim - ndim) for i in range(x.ndim)])
                     continue
-                x = hops.gather_within(x, current().mesh, axis, slices)
+                x = gather_within(x, self.mesh, axis, slices)
                 x = jnp.moveaxis(x, (1, 0), (dim, dim + 1))  # [member, slice, …] → [… slice, member, …]
                 x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 3 :])
         return x
@@ -89,7 +87,7 @@ def scatter_codes(x: Array, axis: str, dim: int, codec: BlockCodec, slices: int)
     return sums[0] if slices == 1 else _exchanged(sums, axis, codec, 1, across)
 
 
-def sum_codes(x: Array, axis: str, codec: BlockCodec, slices: int) -> Array:
+def sum_codes(x: Array, mesh: AnyMesh | None, axis: str, codec: BlockCodec, slices: int) -> Array:
     """Sum over an axis: parts are summed as in `scatter_codes`, and the codes of the sums gathered.
 
     All devices decode the same codes, so that the sums are bitwise equal. A dimension has parts with blocks.
@@ -98,7 +96,7 @@ def sum_codes(x: Array, axis: str, codec: BlockCodec, slices: int) -> Array:
     dim = max((i for i in range(x.ndim) if scatters_codes(x.shape, i, count, codec)), key=lambda i: x.shape[i])
     shard = scatter_codes(x, axis, dim, codec, slices)
     with jax.named_scope(SUM):
-        gather = CodedGather(codec, [(axis,) * (i == dim) for i in range(x.ndim)])
+        gather = CodedGather(codec, [(axis,) * (i == dim) for i in range(x.ndim)], mesh=mesh)
         return gather.within(gather.across(shard), x.dtype)
 
 

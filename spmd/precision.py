@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
+from spmd.loss_scaling.loss_scale import LossScale
 from spmd.model_api.grad_transform import GradTransform
-from spmd.model_api.loss_scale import LossScale
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "params": ("float32", "bfloat16", "float64"),
@@ -46,7 +46,7 @@ class Precision:
         compute: Dtype of activations and of the operands of matmuls.
         gradients: Dtype in which matmuls return weight gradients, and in which their sums are kept.
         exchange: Dtype in which devices send weight gradients to each other, or a codec of
-            `spmd.model_api.codecs.EXCHANGES`; None for the dtype of `gradients`.
+            `spmd.codecs.EXCHANGES`; None for the dtype of `gradients`.
         exchange_over: Axis → dtype or codec for axes that differ, such as those that cross a slow network.
         accumulation: Dtype in which the gradients of microbatches are accumulated.
         master: Dtype of master weights in the optimizer's state, if any.
@@ -103,6 +103,11 @@ class Precision:
     def transforms(self) -> tuple[GradTransform, ...]:
         """What the policy does to gradients (`ShardingPlan.with_transforms`)."""
         return () if self.loss_scale is None else (self.loss_scale,)
+
+    @property
+    def skips_updates(self) -> bool:
+        """Whether the optimizer skips updates that are not finite."""
+        return self.loss_scale is not None
 
     @property
     def params_dtype(self) -> jnp.dtype:

@@ -5,25 +5,27 @@
 | `gather` | `int8`, `fp8` | each parameter that a layer gathers over `fsdp`, in blocks with a scale each |
 | `gradients` | `float32`, `bf16` | the terms of a gradient's sum over devices |
 | | `int8`, `int4` | the same in blocks with a scale each, by all-to-all; sums are in float32 |
-| | `powersgd:4` | matrices of rank 4 over `data`, with error feedback (`spmd.gradients.powersgd`) |
+| | `powersgd:4` | matrices of rank 4 over `data`, with error feedback (`spmd.powersgd.transform`) |
 
 ZeRO++ (Wang et al., arXiv:2306.10209) does so: its qwZ is `gather`, its qgZ `gradients`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from jax.sharding import PartitionSpec as P
+
+from spmd.codecs import EXCHANGES, GATHERS
+from spmd.coded_comm.comm import WITHOUT_CODES, CodedComm
 from spmd.errors import Problem, did_you_mean
-from spmd.model_api.codecs import EXCHANGES, GATHERS, GradientCodec
-from spmd.model_api.precision import Precision
+from spmd.precision import Precision
+from spmd.sharding.dims import extra_axes, is_prefix, local_shape, spec_dims
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
+from spmd.sharding.param_comm import ParamComm
 
 GRADIENTS: Mapping[str, str] = {"float32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4"}
 """Value of `CompressConfig.gradients` → value of `Precision.exchange`."""
-
-WITHOUT_CODES = "bfloat16"
-"""Dtype of the terms of gradients without blocks, where others are sent as codes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,32 +103,73 @@ class CompressConfig:
         over = {axis: slow for axis, count in slices.items() if count > 1 and slow} or policy.exchange_over
         return dataclasses.replace(policy, exchange=exchange, exchange_over=over)
 
+    def problems_of_mesh(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> list[Problem]:
+        """Return what is wrong with the config in a plan for this mesh, whatever the model is."""
+        problems = [*self.problems(), *self.useless(sizes, slices, zero).values()]
+        if self != self.of_plan:
+            what = f"is {self.gradients}, which wraps a gradient function"
+            fix = "from spmd.powersgd.transform import PowerSGD; make_plan(…, transforms=[PowerSGD(rank=4)])"
+            problems.append(Problem("compress.gradients", what, fix=fix))
+        return problems
 
-@dataclasses.dataclass(frozen=True)
-class Wire:
-    """What is sent of one parameter, as the plan decided it.
+    def param_comm(
+        self,
+        shape: tuple[int, ...],
+        specs: tuple[P, P],
+        sizes: Mapping[str, int],
+        slices: Mapping[str, int],
+        policy: Precision,
+        *,
+        exactly: bool,
+    ) -> ParamComm:
+        """Return what sends one layer's parameter of some shape, and its gradient.
 
-    Attributes:
-        gather: Codec of the parameter where a layer gathers it; empty for the compute dtype.
-        gradients: Axis → dtype or codec of its gradient's terms; its own dtype over other axes.
-        slices: Axis → the slices that it spans, of those above 1.
-        hop: The axis that the parameter is gathered over in two hops, across slices and inside of one, and its slices.
-        width: The dimension of the model's width, from the end: that of the blocks of its gradient; 0 if not known.
-    """
+        Args:
+            specs: As it is stored, and as it is used.
+            sizes: Axis → size.
+            slices: Axis → the slices that it spans.
+            policy: From `precision`.
+            exactly: Whether this one is never sent as codes.
+        """
+        axes = tuple(axis for axis, size in sizes.items() if size > 1)
+        stored, used = (spec_dims(spec, len(shape), axes) for spec in specs)
+        sent = policy.exchange_names(axes)
+        if exactly:
+            sent = {axis: WITHOUT_CODES if name in EXCHANGES else name for axis, name in sent.items()}
+        is_gathered = len(shape) > 1 and stored != used and is_prefix(used, stored)
+        has_blocks = is_gathered and GATHERS["int8"].block_dim(local_shape(shape, stored, sizes))[1] > 0
+        codec = self.gather if has_blocks and not exactly else ""
+        if not codec and not any(name in EXCHANGES for name in sent.values()):
+            return ParamComm(tuple(sent.items()))
+        spans = {axis: count for axis, count in slices.items() if count > 1}
+        hops = []
+        for axis in (axis for names in extra_axes(stored, used) for axis in names):
+            if 1 < spans.get(axis, 1) < sizes[axis]:
+                hops.append((axis, spans[axis]))
+        hop = hops[0] if hops and codec and self.secondary else None
+        parts = spec_dims(specs[1], len(shape), ("tensor",))[-2:]  # of heads, hidden units or a vocabulary
+        width = parts.index(()) - len(parts) if sum(map(bool, parts)) == len(parts) - 1 else 0
+        return CodedComm(tuple(sent.items()), codec, tuple(spans.items()), hop, width)
 
-    gather: str = ""
-    gradients: tuple[tuple[str, str], ...] = ()
-    slices: tuple[tuple[str, int], ...] = ()
-    hop: tuple[str, int] | None = None
-    width: int = 0
+    def problems_of_model(self, comms: Iterable[ParamComm], reduced: Collection[str]) -> list[Problem]:
+        """Return a problem for each codec that nothing of a model is sent in.
 
-    def codec(self, name: str) -> GradientCodec | None:
-        """Return the codec of its gradient with this name; None for a dtype."""
-        return dataclasses.replace(EXCHANGES[name], width=self.width) if name in EXCHANGES else None
+        Args:
+            comms: Of all its parameters.
+            reduced: The paths of trained parameters whose gradients layers sum themselves.
+        """
+        problems = []
+        if self.gather and not any(comm.param_codec for comm in comms):
+            what, fix = "and no shard of a parameter has a block", "a mesh with larger shards, or leave it out"
+            detail = "a dimension of a gathered shard must be a multiple of 32"
+            problems.append(Problem("compress.gather", f"is {self.gather}, {what}", detail, fix))
+        for field in ("gradients", "slices_gradients"):
+            if (value := self._values[field]) in EXCHANGES and not reduced:
+                what = f"is {value}, and the partitioner sums all gradients"
+                fix = "float32 or bf16: layers of spmd.models send codes"
+                problems.append(Problem(f"compress.{field}", what, fix=fix))
+        return problems
 
-
-PLAIN = Wire()
-"""Nothing in fewer bits."""
 
 NO_COMPRESSION = CompressConfig()
 """The default."""

@@ -1,4 +1,4 @@
-"""The gradients that PowerSGD compresses, as matrices, and the layout of its state (`spmd.gradients.powersgd`).
+"""The gradients that PowerSGD compresses, as matrices, and the layout of its state (`spmd.powersgd.transform`).
 
 A plan decides which gradients are compressed, and the state is placed as they are.
 """

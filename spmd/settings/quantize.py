@@ -18,9 +18,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from spmd.delayed_scaling.magnitudes import MagnitudeHistory
 from spmd.errors import Problem, did_you_mean
 from spmd.model_api.grad_transform import GradTransform
-from spmd.model_api.magnitudes import MagnitudeHistory
 from spmd.sharding.patterns import PatternError, compile_pattern
 
 PLAIN = "bf16"
@@ -58,6 +58,23 @@ class MatmulRecipe:
     def transforms(self) -> tuple[GradTransform, ...]:
         """What keeps a state around the gradient for it (`ShardingPlan.with_transforms`)."""
         return (MagnitudeHistory(),) if self.is_delayed else ()
+
+    def problems(self, row: str, *, stages: int, is_trained: bool) -> list[Problem]:
+        """Return what keeps matmuls of a row of the table from following it.
+
+        Args:
+            stages: The stages of the pipeline.
+            is_trained: Whether all of their kernels are trained.
+        """
+        if not self.is_delayed:
+            return []
+        why = []
+        if stages > 1:
+            why.append("stages of a pipeline remember none")
+        if not is_trained:
+            why.append("frozen kernels remember none")
+        fix = "--quantize fp8, which scales by this step"
+        return [Problem(row, f"scales by earlier steps, and {what}", fix=fix) for what in why]
 
     @property
     def kind(self) -> str:

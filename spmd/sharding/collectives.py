@@ -1,4 +1,4 @@
-"""Collectives over a whole TPU slice, in two hops: half of its devices, and pairs.
+"""Collectives over axes that are manual here; over a whole TPU slice in two steps: half of its devices, and pairs.
 
 XLA:TPU makes an all-reduce, with twice the bytes on the wire, of a reduce-scatter over all devices of a slice, and on
 v5e of a small all-gather over 64 devices or more; over a part of a slice it does not. Device `i` along the axis is in
@@ -12,19 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from spmd.sharding.dims import Dims
 from spmd.sharding.mesh import AnyMesh, is_kind
 
 _SMALL, _MANY = 32 * 2**20, 64
 """Bytes of a gathered array below which XLA makes an all-reduce on v5e, and devices from which on it does."""
 
 
+def gather_dims(x: Array, mesh: AnyMesh | None, dims: Dims) -> Array:
+    """Gather each dimension over its axes."""
+    for dim, axes in enumerate(dims):
+        for axis in reversed(axes):
+            x = all_gather(x, mesh, axis, dim)
+    return x
+
+
 def all_gather(x: Array, mesh: AnyMesh | None, axis: str, dim: int) -> Array:
-    """Gather a dimension over an axis that is manual here."""
-    hops: tuple[list[list[int]] | None, ...] = (None,)
+    """Gather a dimension over an axis."""
+    steps: tuple[list[list[int]] | None, ...] = (None,)
     count = jax.lax.axis_size(axis)
     if _is_small(x, count) and _spans_slice(mesh, axis, "TPU v5 lite"):
-        hops = (_pairs(count), _halves(count))
-    for groups in hops:
+        steps = (_pairs(count), _halves(count))
+    for groups in steps:
         x = jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
     return x
 
@@ -34,17 +43,17 @@ def gather_within(x: Array, mesh: AnyMesh | None, axis: str, slices: int) -> Arr
     whole = jax.lax.axis_size(axis)
     count = whole // slices
     starts = range(0, whole, count)
-    hops: tuple[list[list[int]], ...] = ([list(range(start, start + count)) for start in starts],)
+    steps: tuple[list[list[int]], ...] = ([list(range(start, start + count)) for start in starts],)
     if _is_small(x, count) and _spans_slice(mesh, axis, "TPU v5 lite", slices):
-        hops = (_pairs(whole), [[start + i for i in half] for start in starts for half in _halves(count)])
+        steps = (_pairs(whole), [[start + i for i in half] for start in starts for half in _halves(count)])
     x = x[None]
-    for groups in hops:
+    for groups in steps:
         x = jax.lax.all_gather(x, axis, axis=0, tiled=True, axis_index_groups=groups)
     return x
 
 
 def psum_scatter(x: Array, mesh: AnyMesh | None, axis: str, dim: int, dtype: jnp.dtype) -> Array:
-    """Sum over an axis that is manual here and scatter a dimension over it.
+    """Sum over an axis and scatter a dimension over it.
 
     The sum has a dtype of its own; terms are sent in that of `x`.
     """
