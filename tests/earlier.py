@@ -29,6 +29,7 @@ SHORT = (
     *("--evaluate.every", "0", "--evaluate.tokens", "4096", "--sample.prompt", ""),
 )
 STAGES = ("--mesh.pipe", "2", "--mesh.data", "1")
+CODES = ("--compress.gather", "int8", "--compress.gradients", "int8")
 RUNS = {
     "demo": ("demo",),
     "mixtral": ("mixtral-tiny",),
@@ -38,6 +39,8 @@ RUNS = {
     "fp8-delayed": ("demo", "--quantize", "fp8-delayed"),
     "lora": ("demo", "--lora.targets", "layers/attention/(q|v)_proj/kernel"),
     "pipedream": ("demo", *STAGES, "--pipeline.schedule", "pipedream"),
+    "codes": ("demo", "--remat", "full", *CODES),
+    "host memory": ("demo", "--remat", "full", "--offload", "optimizer_state", "params"),
 }
 """Name → a config and its flags: each technique that keeps a state or wraps a parameter."""
 OF_A_MACHINE = ("_s", "_s_p95", "_per_s", "_bytes", "mfu")
@@ -48,6 +51,8 @@ PROGRAMS = {
     "fsdp": ("demo", *EIGHT, "--precision", "bf16", "--remat", "full"),
     "three axes": ("demo", "--precision", "bf16"),
     "moments on the host": ("demo", *EIGHT, "--precision", "bf16", "--offload", "optimizer_state"),
+    "codes": ("demo", *EIGHT, "--precision", "bf16", "--remat", "full", *CODES),
+    "codes of experts": ("mixtral-tiny", "--precision", "bf16", "--remat", "full", *CODES),
     "experts": ("mixtral-tiny", "--precision", "bf16"),
     "fp8-delayed": ("demo", "--precision", "bf16", "--quantize", "fp8-delayed"),
     "lora": ("demo", "--precision", "bf16", "--lora.targets", "layers/attention/(q|v)_proj/kernel"),

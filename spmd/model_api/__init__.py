@@ -1,1 +1,1 @@
-"""Declarations of a model: its functions, precision, rematerialization and attention."""
+"""Declarations of a model: its functions, rematerialization and attention; contracts of what surrounds it."""

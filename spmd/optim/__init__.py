@@ -1,1 +1,1 @@
-"""Optimizers that see layers: configuration, wrappers, and narrow or offloaded state."""
+"""Optimizers that see layers: configuration, wrappers, narrow state, and where a state is stored."""

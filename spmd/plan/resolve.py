@@ -33,8 +33,6 @@ from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec, drop_fsdp, op
 from spmd.sharding.patterns import compile_pattern
 from spmd.sharding.rules import Match, Replicate, Rules, audit_spec, replicate
 
-"""What can live in host memory."""
-
 Specs = Mapping[str, P]
 
 _SAME_DRAWS = replicate("every device draws the same numbers")
