@@ -52,7 +52,7 @@ class Block:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of what its documents depend on."""
+        """SHA-256 of the content and the kinds of its files."""
         suffixes = []
         digests = []
         for part in self.parts:
@@ -90,7 +90,7 @@ def cut_blocks(files: Sequence[SourceFile]) -> list[Block]:
 
 
 def _line_ranges(file: SourceFile, size: int) -> Iterator[LineRange]:
-    """Cut a file after the first line that ends `size` bytes or more after the last cut."""
+    """Cut a file at the first end of a line, `size` bytes or more after the last cut."""
     with file.path.open("rb") as content:
         begin = 0
         line = 1
@@ -104,7 +104,7 @@ def _line_ranges(file: SourceFile, size: int) -> Iterator[LineRange]:
 
 @dataclasses.dataclass(frozen=True)
 class BlockCache:
-    """Tokenized blocks in a folder that several runs may use at once.
+    """Tokenized blocks in a folder, for several runs at once.
 
     Each block appears complete or not at all.
     """
@@ -114,7 +114,7 @@ class BlockCache:
     text_field: str
 
     def path(self, block: Block) -> Path:
-        """Return the file of a block's ids; that of the documents' ends is beside it."""
+        """Return the file of a block's ids; the ends of documents are in another beside it."""
         name = _hash([_LAYOUT, self.tokenizer.name, self.text_field, block.digest])
         return self.folder / name[:2] / f"{name}.npy"
 
@@ -197,7 +197,7 @@ def tokenize(block: Block, tokenizer: Tokenizer, text_field: str) -> tuple[np.nd
 def _texts_of_files(
     files: list[SourceFile], text_field: str, problems: list[Problem]
 ) -> Iterator[str]:
-    """Yield the documents of whole files; add what is wrong with them to `problems` at the end."""
+    """Yield the documents of whole files, and add problems at the end."""
     documents = Documents(files, text_field)
     for _, text in documents:
         yield text
@@ -225,7 +225,7 @@ def _texts_of_range(part: LineRange, text_field: str, problems: list[Problem]) -
 
 @contextlib.contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold a lock that ends with the process; yield False if another has it and `wait` is false.
+    """Hold a lock until the process ends; yield False if it is taken and `wait` is false.
 
     Where the file system has no locks, several processes may do the same work.
     """
@@ -247,7 +247,7 @@ def _locked(path: Path, wait: bool) -> Iterator[bool]:
 
 
 def _write(path: Path, values: np.ndarray) -> None:
-    """Write an array to a file that appears complete."""
+    """Write an array to a file, atomically."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
         temporary = Path(folder, path.name)
         with temporary.open("wb") as file:

@@ -99,7 +99,7 @@ class ChatConfig:
 
 
 class BadConversationError(ValueError):
-    """A conversation cannot be used, or a template does not accept it; `fix` says what to do."""
+    """A conversation cannot be used, or a template does not accept it; `fix` is the remedy."""
 
     def __init__(self, text: str, fix: str = "") -> None:
         super().__init__(text)
@@ -217,7 +217,7 @@ def _message(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """Chat template, with the names of special tokens that it may use; see `find_template`.
+    """Chat template with the special tokens of a tokenizer; see `find_template`.
 
     Example:
         >>> source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -399,7 +399,7 @@ def _piece(text: str, at: int) -> str:
 
 
 def _without_marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Return the text without marks, and what was between them."""
+    """Return the text without marks, and the spans between them."""
     first, *others = text.split(_BEGIN)
     pieces = [first]
     spans = []
@@ -459,7 +459,7 @@ def _refuse(message: str) -> None:
 def find_template(
     config: ChatConfig, folders: Sequence[Path], tokens: Mapping[str, str]
 ) -> ChatTemplate:
-    """Return the template that a config names, or that of the first folder with one.
+    """Return the template of a config, or of the first folder with one.
 
     Args:
         config: Its `template` is a file.

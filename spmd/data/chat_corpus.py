@@ -1,4 +1,4 @@
-"""Tokenize conversations into ids with a mask of what is trained: the assistant's turns.
+"""Tokenize conversations into ids with a mask of the assistant's turns.
 
 As `spmd.data.corpus` does for text, the result is cached under a hash of everything that it depends
 on.
@@ -97,7 +97,7 @@ def make_chat_corpus(
 
 
 def _find_lines(source: Iterable[str]) -> list[SourceFile]:
-    """Return the files of all sources, which must be of lines."""
+    """Return the files of all sources, and refuse other suffixes than `.jsonl`."""
     files = find_files(source)
     others = [str(file.path) for file in files if file.path.suffix.lower() != ".jsonl"]
     if not others:
@@ -184,7 +184,7 @@ class _Texts:
     def _read(
         self, files: Iterable[SourceFile], problems: list[Problem]
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Yield name, ids and mask of each conversation that is kept.
+        """Yield name, ids and mask of each kept conversation.
 
         Add what is wrong with others to `problems`.
         """
@@ -303,7 +303,7 @@ def _shortened(about: dict[str, int], config: ChatConfig) -> str:
 
 
 def _write(arrays: dict[str, np.ndarray], about: dict[str, int], folder: Path) -> None:
-    """Write the arrays into `folder`, which appears complete or not at all."""
+    """Write the arrays into `folder`, atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=f".{folder.name[:16]}-"

@@ -108,7 +108,7 @@ def _split(
 
 
 def validation_cut(scores: np.ndarray, fraction: float) -> int:
-    """Return the score below which a document, one of several, is for validation.
+    """Return the upper bound of the scores of validation documents, of two or more.
 
     Neither split is empty.
     """
@@ -129,7 +129,7 @@ def _scan(documents: Documents) -> np.ndarray:
 def _build(
     documents: Documents, tokenizer: Tokenizer, fraction: float, folder: Path
 ) -> tuple[list[np.memmap], tuple[int, int]]:
-    """Tokenize all documents into `folder`, which appears complete or not at all."""
+    """Tokenize all documents into `folder`, atomically."""
     scores = _scan(documents)
     dtype = id_dtype(tokenizer)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def _build(
 
 
 def install(built: Path, folder: Path, is_whole: bool) -> None:
-    """Rename what was built to `folder`; what is there and not whole is moved beside `built`."""
+    """Rename `built` to `folder`; an incomplete one is moved aside."""
     if not is_whole:
         # Another process may move the damaged folder, or create a valid one, at the same time.
         with contextlib.suppress(FileNotFoundError):
@@ -173,7 +173,7 @@ def install(built: Path, folder: Path, is_whole: bool) -> None:
 
 @contextlib.contextmanager
 def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], object]]:
-    """Yield a function that appends ids to a new 1-D .npy file.
+    """Yield a function to append ids to a new 1-D .npy file.
 
     The header's length is written last.
     """

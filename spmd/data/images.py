@@ -46,7 +46,7 @@ _TRIES = 10
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageFolder:
-    """Images of a folder that has a sub-folder for each class.
+    """Images of a folder with a sub-folder for each class.
 
     A row is one image, cropped to a square.
 
@@ -137,7 +137,7 @@ class ImageFolder:
         return problems
 
     def _skip_unreadable(self) -> None:
-        """Keep the files that can be read, and the problems of the others."""
+        """Keep the readable files, and the problems of the others."""
         readable = []
         skipped = []
         for file, error in zip(self._files, self._errors(), strict=True):
@@ -170,7 +170,7 @@ class ImageFolder:
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
     def check(self) -> None:
-        """Read all images, and raise a DataError that names those that cannot be read."""
+        """Read all images, and raise a DataError with the unreadable ones."""
         problems = [error for error in self._errors() if error is not None]
         if problems:
             title = f"{len(problems):,} of {len(self._files):,} images cannot be read:"
@@ -227,7 +227,7 @@ class ImageFolder:
 
 
 class _UnreadableError(Exception):
-    """An image cannot be read; `problem` says which and why."""
+    """An image cannot be read; `problem` names it and the reason."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

@@ -1,4 +1,4 @@
-"""Batches for any mesh, in a global order that does not depend on the number of processes.
+"""Batches for any mesh, in one global order for any number of processes.
 
 The step is the state.
 
@@ -250,7 +250,7 @@ def make_rows(
 
 
 def packing_of(config: DataConfig, *, is_chat: bool) -> str:
-    """Return the packing that a config means for text or for conversations."""
+    """Return the packing of a config for text or for conversations."""
     if config.packing != "auto":
         return config.packing
     if is_chat:
@@ -400,7 +400,7 @@ def _to_global(local: dict[str, np.ndarray], sharding: NamedSharding, batch: int
 
 
 def _sharding_of(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """Return the sharding of an array of a batch; `[batch]` has no dimension for the second entry."""
+    """Return the sharding of an array of a batch, by its first entries."""
     if len(sharding.spec) <= ndim:
         return sharding
     return NamedSharding(sharding.mesh, P(*sharding.spec[:ndim]))

@@ -11,7 +11,7 @@ READ_HERE = ("role", "content", *FLAGS)
 
 
 def flag_problems(message: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yield the problems of a message's flags: another value, two that disagree, a turn without mask.
+    """Yield the problems of a message's flags: other values, contradictions, a turn without mask.
 
     Example:
         >>> list(flag_problems({"role": "assistant", "weight": 0.5}, "message 2"))
@@ -36,7 +36,7 @@ def flag_problems(message: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def is_turned_off(message: Mapping[str, Any]) -> bool:
-    """Return whether a flag of a message says that it is not trained.
+    """Return whether a flag excludes a message from training.
 
     Example:
         >>> is_turned_off({"role": "assistant", "content": "no", "train": False})
@@ -50,7 +50,7 @@ def _is_flag(value: Any) -> bool:
 
 
 class RecordedMessage(dict[str, Any]):
-    """A message that adds the names of the fields that are read to a set.
+    """A message with a record of the fields read.
 
     All of them where it is read whole.
     """

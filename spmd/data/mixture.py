@@ -1,4 +1,4 @@
-"""Texts on the command line: `NAME=SOURCE`, and sets of a mixture, `NAME=WEIGHT[,epochs=N]:SOURCE`."""
+"""Texts on the command line: `NAME=SOURCE`, and `NAME=WEIGHT[,epochs=N]:SOURCE` of a mixture."""
 
 import dataclasses
 import re
@@ -70,7 +70,7 @@ class MixtureSource:
 
     @classmethod
     def parse(cls, entry: str) -> "MixtureSource":
-        """Return the set that `NAME=WEIGHT[,epochs=N]:SOURCE` names."""
+        """Return the set of `NAME=WEIGHT[,epochs=N]:SOURCE`."""
         name, rest = split_name(entry)
         terms, _, source = rest.partition(":")
         found = re.fullmatch(r"([^,]+)(?:,epochs=(\d+))?", terms)
@@ -92,7 +92,7 @@ class MixtureSource:
 
 
 def mixture_problems(entries: Iterable[str]) -> Iterator[Problem]:
-    """Yield what is wrong with the sets of a mixture, alone and together."""
+    """Yield the problems of the sets of a mixture, alone and together."""
     sets = []
     for entry in entries:
         try:

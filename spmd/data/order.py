@@ -49,7 +49,7 @@ class Order(Protocol):
 
 
 class Shuffled:
-    """Order in which every epoch has each row once; each epoch is shuffled differently.
+    """Order with each row once in an epoch; each epoch is shuffled differently.
 
     Args:
         seed: Seed of the shuffles.
@@ -148,7 +148,7 @@ class Shares:
 
 
 class Mixed:
-    """Order that takes its rows from several, in proportion to their weights."""
+    """Order of rows from several orders, in proportion to their weights."""
 
     def __init__(self, orders: Sequence[Order], weights: Sequence[float]) -> None:
         self._orders = tuple(orders)

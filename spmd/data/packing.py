@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length, so that no document sees another and little is padding.
+"""Documents packed into rows of one length, separate from each other, with little padding.
 
 A document of n tokens has n − 1 targets. One with more than fit into a row is cut into full rows
 and a rest; rests and short documents are placed by best fit, the longest first (Ding et al.,
@@ -107,7 +107,7 @@ class PackedDocuments:
 
     @property
     def wasted(self) -> float:
-        """Fraction of all positions that are padding."""
+        """Fraction of padding among all positions."""
         return 1 - float(self._pieces[1].sum()) / (len(self) * self.sequence)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:

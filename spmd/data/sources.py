@@ -107,7 +107,7 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
 
 
 def _stdlib_files(root: Path) -> list[Path]:
-    """Return the files of Python's own source that every machine with this Python has."""
+    """Return the files of Python's own source, the same on every machine with this Python."""
     found = []
     for path in _walk(root, _NOT_STDLIB.__contains__):
         if path.suffix == ".py" and not _is_built_here(path.relative_to(root).parts):

@@ -1,4 +1,4 @@
-"""Text that is tokenized while a run trains, in an order that is a function of seed and position.
+"""Text tokenized while a run trains, in an order of seed and position.
 
 The blocks of a text (`spmd.data.blocks`) are shuffled in each epoch, and taken a window of several
 at a time, of which all rows are shuffled together. While the rows of one window are read, the
@@ -102,7 +102,7 @@ class StreamedText:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def rows_of(self, blocks: Sequence[Block]) -> BlockRows:
-        """Return the rows of blocks, after tokenizing those that are not in the cache."""
+        """Return the rows of blocks, after tokenizing the ones missing in the cache."""
         rows = []
         for ids, ends in map(self.cache.get, blocks):
             if len(ends):
@@ -171,7 +171,7 @@ class Streamed:
         return self._text.sequence
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the rows at some positions; waits for blocks that are not tokenized yet."""
+        """Return the rows at some positions, after waiting for their blocks."""
         if not len(positions):
             return {name: rows[:0] for name, rows in self.read(np.zeros(1, np.int64)).items()}
         with self._lock:

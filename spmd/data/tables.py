@@ -145,7 +145,7 @@ def _is_text(kind: pa.DataType) -> bool:
 def _texts(
     where: str, row: int, columns: Iterable[pa.Array], report: Report
 ) -> Generator[tuple[str, str | None], None, int]:
-    """Yield the texts of one row group or record batch, of which `row` is the first.
+    """Yield the texts of one row group or record batch, from `row` on.
 
     Return the row after it.
     """

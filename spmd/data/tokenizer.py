@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, and the special tokens that begin and end a document."""
+"""Tokenizers: text to ids and back, and the special tokens around a document."""
 
 import dataclasses
 import hashlib
@@ -43,15 +43,15 @@ class Tokenizer(Protocol):
 
     @property
     def eos(self) -> int:
-        """Id that ends a document."""
+        """Id at the end of a document."""
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids that end a generated text, including `eos`."""
+        """Ids at the end of a generated text, including `eos`."""
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Ids that begin a document and a prompt; usually one or none."""
+        """Ids at the start of a document and a prompt; usually one or none."""
 
     def encode(self, text: str) -> np.ndarray:
         """Encode a document, 1-D, without `starts` and `eos`.
@@ -60,10 +60,10 @@ class Tokenizer(Protocol):
         """
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """Encode a prompt, 1-D: `starts`, then `text`, in which special tokens are recognized."""
+        """Encode a prompt, 1-D: `starts`, then `text` with special tokens recognized."""
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a chat template's output: ids `[n]`, and first character and end, int64 `[n, 2]`."""
+        """Encode a template's output: ids `[n]`, and first character and end, int64 `[n, 2]`."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`."""
@@ -105,7 +105,7 @@ class ByteTokenizer:
         return self.encode(text), np.stack([characters, characters + 1], axis=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode `ids`; invalid UTF-8 and ids that are not bytes become U+FFFD."""
+        """Decode `ids`; invalid UTF-8 and ids above 255 become U+FFFD."""
         decoded = bytearray()
         for each in map(int, ids):
             is_byte = 0 <= each <= 0xFF
@@ -143,7 +143,7 @@ class JsonTokenizer:
         return np.concatenate([starts, ids])
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a chat template's output as `transformers` does: special tokens are only recognized.
+        """Encode a template's output as `transformers` does: special tokens are only recognized.
 
         Characters that no token covers are of the next one: a tokenizer may leave spaces before a
         word out.
@@ -174,7 +174,7 @@ def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def id_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the dtype in which ids are stored, uint16 or uint32."""
+    """Return the dtype of stored ids, uint16 or uint32."""
     if tokenizer.vocab <= 2**16:
         return np.dtype(np.uint16)
     return np.dtype(np.uint32)
@@ -233,7 +233,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _ends(folder: Path, ids: dict[str, int], problems: list[Problem]) -> tuple[int, ...]:
-    """Return the end tokens in the files beside a tokenizer, that of a document first.
+    """Return the end tokens in the files beside a tokenizer, the document's first.
 
     Empty if they define none.
     """
@@ -282,7 +282,7 @@ def _read(path: Path, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _starts(model: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that the post-processor adds before a text."""
+    """Return the tokens added before a text by the post-processor."""
     if model.post_processor is None:
         return ()
     # Probe with one word that is a token for any vocabulary.

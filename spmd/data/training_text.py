@@ -45,7 +45,7 @@ class TextSet:
 
     @property
     def rows_at_most(self) -> float:
-        """Number of rows that a run may take."""
+        """Largest number of rows for a run."""
         if not self.train or not self.epochs:
             return math.inf
         return len(self.train) * self.epochs
