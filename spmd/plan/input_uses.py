@@ -122,7 +122,7 @@ class _Uses:
         spec = getattr(constraint.params["sharding"], "spec", None)  # of one device there is none
         if spec is None or P.UNCONSTRAINED in spec:
             return sources
-        kept = set()
+        kept = set[str]()
         for entry in spec:
             kept.update(entry_axes(entry))
         return Sources(source for source in sources if self.axes[source[0]] & kept)

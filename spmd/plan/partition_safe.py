@@ -226,7 +226,7 @@ def _used_spec(spec: P) -> P:
 def _gathered_axes(placement: ParamPlacement) -> frozenset[str]:
     """Return the axes of the gather of a parameter."""
     split = split_axes(placement.mesh)
-    axes = set()
+    axes = set[str]()
     for entry in placement.stored:
         axes.update(entry_axes(entry))
     return frozenset(axes.intersection(GATHERED, split))
