@@ -105,7 +105,7 @@ def _with_inferred_dtype(module: nnx.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def narrow_linen_attention() -> Iterator[None]:
-    """Make attention of Linen layers inside compute in the plan's dtype, unless it has a `dtype`."""
+    """Make Linen's attention inside compute in the plan's dtype, unless the layer has a `dtype`."""
 
     def narrow(
         run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext
