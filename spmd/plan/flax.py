@@ -504,7 +504,10 @@ class _LinenFunctions:
 
         outputs, after = run()
         after = dict(nn.meta.unbox(after))
-        sown = {name: after.pop(name) for name in list(after) if name not in variables}
+        sown = {}
+        for name in list(after):
+            if name not in variables:
+                sown[name] = after.pop(name)
         if train:
             _check_persistent(variables, after)
             if not self._collections.sown.issuperset(sown):

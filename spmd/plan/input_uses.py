@@ -125,7 +125,11 @@ class _Uses:
         kept = set[str]()
         for entry in spec:
             kept.update(entry_axes(entry))
-        return Sources(source for source in sources if self.axes[source[0]] & kept)
+        still_split = set()
+        for number, is_result in sources:
+            if self.axes[number] & kept:
+                still_split.add((number, is_result))
+        return frozenset(still_split)
 
     def _follow_elementwise(self, operation: Operation, sources: Sources) -> None:
         """Follow an element-wise operation or a sum: it is right without arrays of the batch."""

@@ -21,7 +21,10 @@ def format_entries(tables: Mapping[str, Sequence[PlanEntry]]) -> list[str]:
         for entry in entries:
             path, *others = entry.row
             rows.append((prefix + path, *others))
-    widths = [_width(rows, column) for column in range(4)]
+    widths = [0, 0, 0, 0]  # the last column, the rule, is not padded
+    for row in rows:
+        for column, width in enumerate(widths):
+            widths[column] = max(width, len(row[column]))
     lines = []
     for path, shape, spec, size, rule in rows:
         cells = (
@@ -33,10 +36,6 @@ def format_entries(tables: Mapping[str, Sequence[PlanEntry]]) -> list[str]:
         )
         lines.append("  ".join(cells))
     return lines
-
-
-def _width(rows: Sequence[Sequence[str]], column: int) -> int:
-    return max((len(row[column]) for row in rows), default=0)
 
 
 def format_footer(

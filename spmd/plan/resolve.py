@@ -158,7 +158,8 @@ def audit_rules(
     problems += _audit_names_of_stacks(rules, shapes, info)
     specs = _matched_specs(rules, shapes)
     problems += _audit_expert_axis(mesh, specs)
-    specs += [spec for _, spec in rules.activations]
+    for _, spec in rules.activations:
+        specs.append(spec)
     for _, value in rules.batch:
         if isinstance(value, P):
             specs.append(value)

@@ -138,7 +138,11 @@ def _spatial_dims(operation: Operation) -> _DimsOfOperands:
 
 def _window_dims(operation: Operation) -> _DimsOfOperands:
     dims = _dims_of_window(operation)
-    return [(value, dims) for value in operation.inputs if value.shape]
+    found: _DimsOfOperands = []
+    for value in operation.inputs:
+        if value.shape:  # the initial value of a window is a scalar
+            found.append((value, dims))
+    return found
 
 
 def _transformed_dims(operation: Operation) -> _DimsOfOperands:
