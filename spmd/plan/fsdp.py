@@ -88,9 +88,8 @@ def gather_prepared(
 def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
     """Gather a layer's parameter over `fsdp` in a dtype.
 
-    The remat policy decides if the backward pass keeps it.
-    What is sent has that dtype, unless the parameter's `ParamComm` takes the parameter as it is
-    stored.
+    The remat policy decides if the backward pass keeps it. What is sent has that dtype, unless the
+    parameter's `ParamComm` takes the parameter as it is stored.
     """
     if placement is None:
         return kernel.astype(dtype)

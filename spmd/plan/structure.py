@@ -65,10 +65,10 @@ def describe(
 
 
 def _added(shapes: Shapes, said: Mapping[str, Said]) -> frozenset[str]:
-    added = set()
+    added = []
     for path in shapes:
         if path in said and said[path].is_added:
-            added.add(path)
+            added.append(path)
     return frozenset(added)
 
 
