@@ -567,9 +567,8 @@ class _LinenFunctions:
             return self.module.apply(everything, *inputs, method=run, **options, **keywords)
 
     def _named(self, sown: Mapping[str, Any]) -> list[Sown]:
-        values = tree.flatten(
-            sown, is_leaf=lambda x: not isinstance(x, Mapping)
-        )  # a tuple is one value
+        # A tuple is one value.
+        values = tree.flatten(sown, is_leaf=lambda x: not isinstance(x, Mapping))
         found = []
         for path, value in values.items():
             collection, _, _ = path.partition("/")

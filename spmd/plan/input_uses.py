@@ -159,9 +159,8 @@ class _Uses:
 
     def _follow_bodies(self, operation: Operation) -> None:
         """Follow inputs through the bodies of a loop, a condition or a manual region."""
-        if (
-            operation.primitive == "while"
-        ):  # its condition, which is no body, may use what it carries
+        if operation.primitive == "while":
+            # Its condition, which is no body, may use what it carries.
             self._report(self._sources_of(operation.inputs))
         for body in operation.bodies:
             first = len(operation.inputs) - len(body.inputs)
@@ -187,9 +186,8 @@ class _Uses:
         manual = operation.params.get("newly_manual_axes", frozenset())
         for value, inner in zip(operation.inputs[first:], body.inputs, strict=True):
             sources = self.sources.get(value, _NONE)
-            if (
-                manual
-            ):  # what is split over these axes alone, or over none, is the region's own there
+            if manual:
+                # What is split over these axes alone, or over none, is the region's own there.
                 sources = Sources(source for source in sources if self.axes[source[0]] - manual)
             self.sources[inner] = sources
             if value in self.dynamic:

@@ -312,9 +312,8 @@ def check_replaced(jaxpr: ClosedJaxpr, specs: Sequence[P], mesh: AnyMesh) -> Non
         _set_dims(value, spec, mesh)
     propagate(program)
     fix = f"{_OUTSIDE}, and differentiate by spmd.value_and_grad"
-    problems = dict[
-        tuple[str, str], Problem
-    ]()  # one for each line: forward and backward are of the same
+    # One for each line: forward and backward are of the same.
+    problems = dict[tuple[str, str], Problem]()
     for operation, fault in left_to_xla(program, mesh):
         if not is_whole(operation, fault, mesh):
             problem = problem_of(operation, fault, mesh, _NOT_SEEN, fix)
