@@ -1,7 +1,8 @@
-"""Blocks of documents: parts of a text that are tokenized on their own, once for all runs that share a cache.
+"""Blocks of documents: parts of a text, tokenized once for all runs with the same cache.
 
-A scan of bytes cuts the files into blocks without parsing them. Small files are put together in the order of hashes of
-their names, so that a block is a sample of the text; JSON lines are cut between lines; any other file is one block.
+A scan of bytes cuts the files into blocks without parsing them. Small files are put together in the
+order of hashes of their names, so that a block is a sample of the text; JSON lines are cut between
+lines; any other file is one block.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ _LAYOUT = 1  # version of the cached files
 
 @dataclasses.dataclass(frozen=True)
 class LineRange:
-    """Part of a file of JSON lines: its first byte, its bytes, the number of its first line, and its SHA-256."""
+    """Part of a file of JSON lines: first byte, size, number of the first line, and SHA-256."""
 
     file: SourceFile
     begin: int
@@ -51,72 +52,109 @@ class Block:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of what its documents depend on."""
-        content = [(part.file if isinstance(part, LineRange) else part).path.suffix.lower() for part in self.parts]
-        return _hash([*content, *(part.digest for part in self.parts)])
+        """SHA-256 of the content and the kinds of its files."""
+        suffixes = []
+        digests = []
+        for part in self.parts:
+            file = part
+            if isinstance(part, LineRange):
+                file = part.file
+            suffixes.append(file.path.suffix.lower())
+            digests.append(part.digest)
+        return _hash(suffixes + digests)
 
 
 def cut_blocks(files: Sequence[SourceFile]) -> list[Block]:
-    """Return the blocks of files, each document in one; the order depends on names and bytes alone."""
+    """Return the blocks of files, each document in one.
+
+    The order depends on names and bytes alone.
+    """
     sizes = {file.key: file.path.stat().st_size for file in files}
     size = min(max(sum(sizes.values()) // _BLOCKS, LEAST_BYTES), MOST_BYTES)
-    blocks, group, held = list[Block](), list[SourceFile](), 0
+    blocks: list[Block] = []
+    group: list[SourceFile] = []
+    held = 0  # bytes of the group
     for file in sorted(files, key=lambda file: _hash(file.key)):
         if sizes[file.key] > size and file.path.suffix.lower() == ".jsonl":
-            blocks += (Block((each,), each.size) for each in _line_ranges(file, size))
+            blocks += [Block((each,), each.size) for each in _line_ranges(file, size)]
             continue
         group.append(file)
         held += sizes[file.key]
         if held >= size:
             blocks.append(Block(tuple(group), held))
-            group, held = [], 0
-    return [*blocks, *([Block(tuple(group), held)] if held else [])]
+            group = []
+            held = 0
+    if held:
+        blocks.append(Block(tuple(group), held))
+    return blocks
 
 
 def _line_ranges(file: SourceFile, size: int) -> Iterator[LineRange]:
-    """Cut a file after the first line that ends `size` bytes or more after the last cut."""
+    """Cut a file at the first end of a line, `size` bytes or more after the last cut."""
     with file.path.open("rb") as content:
-        begin, line = 0, 1
+        begin = 0
+        line = 1
         while piece := content.read(size):
-            piece += b"" if piece.endswith(b"\n") else content.readline(MAX_LINE_BYTES)
+            if not piece.endswith(b"\n"):
+                piece += content.readline(MAX_LINE_BYTES)
             yield LineRange(file, begin, len(piece), line, hashlib.sha256(piece).hexdigest())
-            begin, line = begin + len(piece), line + piece.count(b"\n")
+            begin += len(piece)
+            line += piece.count(b"\n")
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockCache:
-    """Tokenized blocks in a folder that several runs may use at once; each block appears complete or not at all."""
+    """Tokenized blocks in a folder, for several runs at once.
+
+    Each block appears complete or not at all.
+    """
 
     folder: Path
     tokenizer: Tokenizer
     text_field: str
 
     def path(self, block: Block) -> Path:
-        """Return the file of a block's ids; that of the documents' ends is beside it."""
+        """Return the file of a block's ids; the ends of documents are in another beside it."""
         name = _hash([_LAYOUT, self.tokenizer.name, self.text_field, block.digest])
         return self.folder / name[:2] / f"{name}.npy"
 
     def open(self, block: Block) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return ids `[tokens]`, memory-mapped, and where documents end; None if missing or damaged."""
+        """Return ids `[tokens]`, memory-mapped, and where documents end.
+
+        None if missing or damaged.
+        """
         path = self.path(block)
         try:
-            ids, ends = np.load(path, mmap_mode="r"), np.load(path.with_suffix(".ends.npy"))
+            ids = np.load(path, mmap_mode="r")
+            ends = np.load(path.with_suffix(".ends.npy"))
         except (OSError, EOFError, ValueError):
             return None
-        return (ids, ends) if len(ids) == (ends[-1] if len(ends) else 0) else None
+        expected = 0
+        if len(ends):
+            expected = ends[-1]
+        if len(ids) != expected:
+            return None
+        return ids, ends
 
     def get(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and ends as `open` does, after tokenizing the block if need be."""
-        if (opened := self.open(block)) is not None:
+        opened = self.open(block)
+        if opened is not None:
             return opened
         self.make(block, wait=True)
-        if (opened := self.open(block)) is None:
-            problem = Problem(str(self.path(block)), "cannot be read after it was written", fix="another --data.cache")
+        opened = self.open(block)
+        if opened is None:
+            where = str(self.path(block))
+            what = "cannot be read after it was written"
+            problem = Problem(where, what, fix="another --data.cache")
             raise DataError("the text cannot be cached:", [problem])
         return opened
 
     def make(self, block: Block, *, wait: bool) -> bool:
-        """Tokenize a block unless it is there; return False if another thread or process does and `wait` is false."""
+        """Tokenize a block unless it is there.
+
+        Return False if another thread or process does and `wait` is false.
+        """
         if self.open(block) is not None:
             return True
         path = self.path(block)
@@ -129,7 +167,9 @@ class BlockCache:
                     _write(path, ids)
                 return is_mine
         except OSError as error:
-            problem = Problem(str(self.folder), "cannot hold the tokenized text", str(error), "choose another folder")
+            where = str(self.folder)
+            fix = "choose another folder"
+            problem = Problem(where, "cannot hold the tokenized text", str(error), fix)
             raise DataError("the text cannot be cached:", [problem]) from error
 
 
@@ -139,20 +179,29 @@ def tokenize(block: Block, tokenizer: Tokenizer, text_field: str) -> tuple[np.nd
     Raises:
         DataError: A document cannot be read, or a file is not as it was when it was cut.
     """
-    problems = list[Problem]()
+    problems: list[Problem] = []
     if isinstance(block.parts[0], LineRange):
-        texts: Iterator[str] = _texts_of_range(block.parts[0], text_field, problems)
-        documents = None
+        texts = _texts_of_range(block.parts[0], text_field, problems)
     else:
-        documents = Documents([part for part in block.parts if isinstance(part, SourceFile)], text_field)
-        texts = (text for _, text in documents)
+        files = [part for part in block.parts if isinstance(part, SourceFile)]
+        texts = _texts_of_files(files, text_field, problems)
     found = [document_ids(tokenizer, text) for text in texts]
-    problems += documents.problems if documents else ()
     if problems:
         raise DataError("the text cannot be used:", first_of(problems))
-    dtype = id_dtype(tokenizer)
-    ids = np.concatenate(found).astype(dtype) if found else np.zeros(0, dtype)
+    ids = np.zeros(0, id_dtype(tokenizer))
+    if found:
+        ids = np.concatenate(found).astype(ids.dtype)
     return ids, np.cumsum([len(each) for each in found], dtype=np.int64)
+
+
+def _texts_of_files(
+    files: list[SourceFile], text_field: str, problems: list[Problem]
+) -> Iterator[str]:
+    """Yield the documents of whole files, and add problems at the end."""
+    documents = Documents(files, text_field)
+    for _, text in documents:
+        yield text
+    problems += documents.problems
 
 
 def _texts_of_range(part: LineRange, text_field: str, problems: list[Problem]) -> Iterator[str]:
@@ -165,7 +214,8 @@ def _texts_of_range(part: LineRange, text_field: str, problems: list[Problem]) -
         problems.append(Problem(str(path), "cannot be read", str(error)))
         return
     if hashlib.sha256(raw).hexdigest() != part.digest:
-        problems.append(Problem(str(path), "changed while it was read", fix="restore it, or start another run"))
+        fix = "restore it, or start another run"
+        problems.append(Problem(str(path), "changed while it was read", fix=fix))
         return
     numbered = enumerate(io.BytesIO(raw), start=part.line)
     for _, text in parse_json_lines(numbered, path, text_field, problems.append):
@@ -175,13 +225,16 @@ def _texts_of_range(part: LineRange, text_field: str, problems: list[Problem]) -
 
 @contextlib.contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold a lock that ends with the process; yield False if another has it and `wait` is false.
+    """Hold a lock until the process ends; yield False if it is taken and `wait` is false.
 
     Where the file system has no locks, several processes may do the same work.
     """
     with path.open("wb") as file:
+        operation = fcntl.LOCK_EX
+        if not wait:
+            operation |= fcntl.LOCK_NB
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, operation)
         except BlockingIOError:
             yield False
             return
@@ -194,7 +247,7 @@ def _locked(path: Path, wait: bool) -> Iterator[bool]:
 
 
 def _write(path: Path, values: np.ndarray) -> None:
-    """Write an array to a file that appears complete."""
+    """Write an array to a file, atomically."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
         temporary = Path(folder, path.name)
         with temporary.open("wb") as file:

@@ -1,14 +1,14 @@
-"""Conversations as text, by the chat template of a tokenizer, and which part of the text is the assistant's.
+"""Conversations as text, by the chat template of a tokenizer, with the assistant's parts marked.
 
-A template is rendered as `transformers` does, in jinja2's sandbox. Where it marks the assistant's text, by
-`{% generation %}` blocks, the mark is used. Otherwise the text before a turn of the assistant, with the prompt for it,
-must begin the text with that turn, and the rest of this text is the turn.
+A template is rendered as `transformers` does, in jinja2's sandbox. Where it marks the assistant's
+text, by `{% generation %}` blocks, the mark is used. Otherwise the text before a turn of the
+assistant, with the prompt for it, must begin the text with that turn, and the rest of this text is
+the turn.
 """
 
 import dataclasses
 import datetime
 import functools
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,15 +25,29 @@ from spmd.data.tokenizer import SETTINGS
 from spmd.errors import ConfigError, DataError, Problem, check_fields, did_you_mean
 
 TEMPLATE = "chat_template.jinja"
-"""File with the template beside a tokenizer; otherwise it is the field `chat_template` of `SETTINGS`."""
+"""File with the template beside a tokenizer; otherwise it is the field `chat_template` of
+`SETTINGS`."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of messages; a template may name others."""
 
 LINE_FIELDS = ("messages", "conversations", "prompt", "completion", "tools")
 """Fields of a line that are read."""
 
-_SHARE_GPT = {"human": "user", "gpt": "assistant", "function_response": "tool", "observation": "tool"}
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SHARE_GPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+}
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _MAX_BYTES = 2**24
 _SHOWN = 24
@@ -41,7 +55,15 @@ _BEGIN, _END, _OWNER = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode gives these no me
 _MARKS = (_BEGIN, _END, _OWNER)
 _NOW = "strftime_now"
 # What an expression of a template may raise on values that it does not expect.
-_FAILURES = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
 _TITLE = "The chat template cannot be used:"
 
 
@@ -52,27 +74,32 @@ class ChatConfig:
     template: str = ""
     """Jinja file of the chat template; empty: that of the tokenizer's folder, or else of init."""
     longer: Literal["refuse", "drop", "truncate"] = "refuse"
-    """Conversations that are longer than a sequence: refuse the data, drop them, or truncate them."""
+    """Conversations that are longer than a sequence: refuse the data, drop them, or truncate
+    them."""
     date: str = ""
-    """Date for templates that write today's, such as 2025-01-31: a resumed run must have the same text."""
+    """Date for templates that write today's, such as 2025-01-31: a resumed run must have the
+    same text."""
 
     def __post_init__(self) -> None:
         problems = check_fields(self, {"longer": ("refuse", "drop", "truncate")}, "chat.")
         try:
             _ = self.now
         except ValueError as error:
-            problems.append(Problem("chat.date", f"is {self.date!r}: {error}", fix="year-month-day"))
+            what = f"is {self.date!r}: {error}"
+            problems.append(Problem("chat.date", what, fix="year-month-day"))
         if problems:
             raise ConfigError("invalid chat config:", problems)
 
     @property
     def now(self) -> datetime.datetime | None:
         """The date, if there is one."""
-        return datetime.datetime.fromisoformat(self.date) if self.date else None
+        if not self.date:
+            return None
+        return datetime.datetime.fromisoformat(self.date)
 
 
 class BadConversationError(ValueError):
-    """A conversation cannot be used, or a template does not accept it; `fix` says what to do."""
+    """A conversation cannot be used, or a template does not accept it; `fix` is the remedy."""
 
     def __init__(self, text: str, fix: str = "") -> None:
         super().__init__(text)
@@ -81,7 +108,10 @@ class BadConversationError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Messages with the fields `role` and `content`, and those of the template's own; and tools, if any."""
+    """Messages with the fields `role` and `content`, and those of the template's own.
+
+    And tools, if any.
+    """
 
     messages: tuple[dict[str, Any], ...]
     tools: Any = None
@@ -104,47 +134,72 @@ class ChatText:
 def read_conversation(line: Any, roles: Callable[[str], bool] = ROLES.__contains__) -> Conversation:
     """Return the conversation of a JSON value.
 
-    It has `messages` (with `role` and `content`), `conversations` (with `from` and `value`), or the texts `prompt` and
-    `completion`, and may have `tools`. `roles` tells which roles there are.
+    It has `messages` (with `role` and `content`), `conversations` (with `from` and `value`), or the
+    texts `prompt` and `completion`, and may have `tools`. `roles` tells which roles there are.
 
     Raises:
         BadConversationError: All problems of the line.
     """
     if not isinstance(line, dict):
         raise BadConversationError("the line is not an object")
-    named = next((name for name in ("messages", "conversations") if name in line), "")
-    listed = line.get(named)
-    if not named and {"prompt", "completion"} <= line.keys():
-        listed = [
-            {"role": role, "content": line[name]} for role, name in (("user", "prompt"), ("assistant", "completion"))
-        ]
-    elif not named:
-        has = ", ".join(list(line)[:_SHOWN]) or "nothing"
-        raise BadConversationError(f'no "messages", "conversations", or "prompt" and "completion"; it has {has}')
-    if not isinstance(listed, list) or not listed:
-        what = "is not a list of messages" if not isinstance(listed, list) else "has no message"
-        raise BadConversationError(f'"{named}" {what}')
+    listed = _listed_messages(line)
     problems: list[str] = []
-    messages = tuple(_message(each, f"message {number}", roles, problems) for number, each in enumerate(listed, 1))
+    messages = []
+    for number, each in enumerate(listed, 1):
+        messages.append(_message(each, f"message {number}", roles, problems))
     said = [message for message in messages if message.get("role") == "assistant"]
     if not problems and not said:
         problems.append("no message is the assistant's, so that nothing is trained")
     elif not problems and all(map(is_turned_off, said)):
-        problems.append("every message of the assistant is marked not to be trained, so that nothing is")
+        what = "every message of the assistant is marked not to be trained, so that nothing is"
+        problems.append(what)
     if problems:
         raise BadConversationError("; ".join(problems))
-    return Conversation(messages, line.get("tools"))
+    return Conversation(tuple(messages), line.get("tools"))
 
 
-def _message(given: Any, where: str, roles: Callable[[str], bool], problems: list[str]) -> dict[str, Any]:
-    """Return a message with its role and content under these names; add what is wrong to `problems`."""
-    # `transformers` drops null fields as well: templates ask whether a field is there.
-    message = {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else {}
+def _listed_messages(line: Mapping[str, Any]) -> list[Any]:
+    """Return the messages of a line, not checked yet; prompt and completion are two."""
+    for name in ("messages", "conversations"):
+        if name not in line:
+            continue
+        listed = line[name]
+        if not isinstance(listed, list):
+            raise BadConversationError(f'"{name}" is not a list of messages')
+        if not listed:
+            raise BadConversationError(f'"{name}" has no message')
+        return listed
+    if "prompt" in line and "completion" in line:
+        return [
+            {"role": "user", "content": line["prompt"]},
+            {"role": "assistant", "content": line["completion"]},
+        ]
+    has = ", ".join(list(line)[:_SHOWN]) or "nothing"
+    needed = '"messages", "conversations", or "prompt" and "completion"'
+    raise BadConversationError(f"no {needed}; it has {has}")
+
+
+def _message(
+    given: Any, where: str, roles: Callable[[str], bool], problems: list[str]
+) -> dict[str, Any]:
+    """Return a message with its role and content under these names.
+
+    Add what is wrong to `problems`.
+    """
+    message = {}
+    if isinstance(given, dict):
+        # `transformers` drops null fields as well: templates ask whether a field is there.
+        message = {name: value for name, value in given.items() if value is not None}
     if "role" not in message and "from" in message:
         sender = message.pop("from")
-        message |= {"role": _SHARE_GPT.get(sender, sender) if isinstance(sender, str) else sender}
-        message |= {"content": message.pop("value")} if "value" in message else {}
-    role, content, calls = (message.get(name) for name in ("role", "content", "tool_calls"))
+        if isinstance(sender, str):
+            sender = _SHARE_GPT.get(sender, sender)
+        message["role"] = sender
+        if "value" in message:
+            message["content"] = message.pop("value")
+    role = message.get("role")
+    content = message.get("content")
+    calls = message.get("tool_calls")
     if not isinstance(role, str):
         problems.append(f"{where} has no role")
     elif not roles(role):
@@ -154,17 +209,19 @@ def _message(given: Any, where: str, roles: Callable[[str], bool], problems: lis
     elif role == "assistant" and not (content or "").strip() and not calls:
         problems.append(f"{where}, the assistant's, is empty")
     elif any(mark in (content or "") for mark in _MARKS):
-        problems.append(f"{where} has a character U+FDD0, U+FDD1 or U+FDD2, which are used as marks")
+        marks = "U+FDD0, U+FDD1 or U+FDD2, which are used as marks"
+        problems.append(f"{where} has a character {marks}")
     problems += flag_problems(message, where)
     return message
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """Chat template, with the names of special tokens that it may use; see `find_template`.
+    """Chat template with the special tokens of a tokenizer; see `find_template`.
 
     Example:
-        >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "an example")
+        >>> source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        >>> template = ChatTemplate(source, "an example")
         >>> messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"})
         >>> template.write(Conversation(messages))
         ChatText(text='<user>hi<assistant>ho', spans=((8, 21),))
@@ -183,10 +240,16 @@ class ChatTemplate:
             tree = _environment().parse(self.source)
             self._compiled  # noqa: B018
         except TemplateError as error:
-            raise DataError(_TITLE, [Problem(self.where, "is not a Jinja template", str(error))]) from error
+            problem = Problem(self.where, "is not a Jinja template", str(error))
+            raise DataError(_TITLE, [problem]) from error
         if _NOW in meta.find_undeclared_variables(tree) and self.now is None:
-            what, why = "may write today's date", "a resumed run would have other text"
-            raise DataError(_TITLE, [Problem(self.where, what, why, "--chat.date YEAR-MONTH-DAY, such as 2025-01-31")])
+            problem = Problem(
+                self.where,
+                "may write today's date",
+                "a resumed run would have other text",
+                "--chat.date YEAR-MONTH-DAY, such as 2025-01-31",
+            )
+            raise DataError(_TITLE, [problem])
 
     @functools.cached_property
     def _compiled(self) -> jinja2.Template:
@@ -220,82 +283,127 @@ class ChatTemplate:
         Raises:
             BadConversationError: The template refuses or fails.
         """
-        now = self.now
-        values: dict[str, Any] = {_NOW: now.strftime} if now else {}
-        recorded = messages if read is None else [RecordedMessage(message, read) for message in messages]
-        values |= {"messages": list(recorded), "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        recorded = list(messages)
+        if read is not None:
+            recorded = [RecordedMessage(message, read) for message in messages]
+        values: dict[str, Any] = {
+            "messages": recorded,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": prompt,
+        }
+        if self.now:
+            values[_NOW] = self.now.strftime
         try:
             return self._compiled.render(**values, **self.tokens)
         except _FAILURES as error:
             raise BadConversationError(f"the template {_said(error)}") from error
 
     def write(self, conversation: Conversation) -> ChatText:
-        """Return the text of a conversation and what of it is trained: the assistant's, without turns that are off.
+        """Return the text of a conversation, and the spans of the assistant's turns, unless off.
 
         Raises:
             BadConversationError: The template refuses it, or its turns cannot be told apart.
         """
-        messages, tools = conversation.messages, conversation.tools
-        read = set[str]()
+        messages = conversation.messages
+        tools = conversation.tools
+        read: set[str] = set()
         text = self.render(messages, tools, read=read)
         if self.marks_turns:
             return self._write_marked(conversation, text, frozenset(read))
         spans = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant" and not is_turned_off(message):
-                before = self.render(messages[:number], tools, prompt=True)
-                through = self.render(messages[: number + 1], tools)
-                _check_prefix(before, through, f"the prompt for message {number + 1} and the text with it")
-                _check_prefix(through, text, f"the text with message {number + 1} and the whole text")
-                spans.append((len(before), len(through)))
+        for number, message in enumerate(messages, 1):
+            if message["role"] != "assistant" or is_turned_off(message):
+                continue
+            before = self.render(messages[: number - 1], tools, prompt=True)
+            through = self.render(messages[:number], tools)
+            _check_prefix(before, through, f"the prompt for message {number} and the text with it")
+            _check_prefix(through, text, f"the text with message {number} and the whole text")
+            spans.append((len(before), len(through)))
         return ChatText(text, tuple(spans), frozenset(read))
 
-    def _write_marked(self, conversation: Conversation, marked: str, read: frozenset[str]) -> ChatText:
-        """Return the text without marks, and what is in generation blocks of messages that are trained.
+    def _write_marked(
+        self, conversation: Conversation, marked: str, read: frozenset[str]
+    ) -> ChatText:
+        """Return the text without marks, and the generation blocks of trained messages.
 
-        Which message a block is of is read from another text, in which each message's own texts have its number.
+        Which message a block is of is read from another text, in which each message's own texts
+        have its number.
         """
         text, spans = _without_marks(marked)
-        off = {str(number) for number, message in enumerate(conversation.messages) if is_turned_off(message)}
+        off = set()
+        numbered = []
+        for number, message in enumerate(conversation.messages):
+            if is_turned_off(message):
+                off.add(str(number))
+            numbered.append(_with_owner(number, message))
         if not off:
             return ChatText(text, spans, read)
-
-        def numbered(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-            return map_texts(lambda own: f"{own}{_OWNER}{number}{_OWNER}", message)
-
-        messages = list(itertools.starmap(numbered, enumerate(conversation.messages)))
-        tagged, blocks = _without_marks(self.render(messages, conversation.tools))
+        tagged, blocks = _without_marks(self.render(numbered, conversation.tools))
         owners = [set(tagged[begin:end].split(_OWNER)[1::2]) for begin, end in blocks]
-        mixed = [number for number, block in enumerate(owners, 1) if not block or (block & off and block - off)]
-        if mixed or len(owners) != len(spans):
-            detail = f"generation block {mixed[0]} is not of one message" if mixed else "its generation blocks vary"
-            what = "some turns are marked not to be trained, and they cannot be told apart"
-            raise BadConversationError(
-                f"{what}: {detail}", "--chat.template FILE with a generation block for each turn"
-            )
-        kept = [span for span, block in zip(spans, owners, strict=True) if not block & off]
+        _check_owners(owners, off, len(spans))
+        kept = []
+        for span, block in zip(spans, owners, strict=True):
+            if not block & off:
+                kept.append(span)
         return ChatText(text, tuple(kept), read)
 
 
+def _with_owner(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with its number after each of its own texts, between marks."""
+    return map_texts(lambda own: f"{own}{_OWNER}{number}{_OWNER}", message)
+
+
+def _check_owners(owners: list[set[str]], off: set[str], count: int) -> None:
+    """Raise unless each of `count` generation blocks is all of trained messages, or all off."""
+    detail = ""
+    if len(owners) != count:
+        detail = "its generation blocks vary"
+    for number, block in enumerate(owners, 1):
+        is_mixed = bool(block & off) and bool(block - off)
+        if not block or is_mixed:
+            detail = f"generation block {number} is not of one message"
+            break
+    if detail:
+        what = "some turns are marked not to be trained, and they cannot be told apart"
+        fix = "--chat.template FILE with a generation block for each turn"
+        raise BadConversationError(f"{what}: {detail}", fix)
+
+
 def _said(error: Exception) -> str:
-    return f"refuses: {error}" if type(error) is TemplateError else f"fails: {type(error).__name__}: {error}"
+    """Return how a template failed: by its own refusal, or by an error of its expressions."""
+    if type(error) is TemplateError:
+        return f"refuses: {error}"
+    return f"fails: {type(error).__name__}: {error}"
 
 
 def _check_prefix(start: str, text: str, what: str) -> None:
     """Raise if a text does not begin with another one."""
     if text.startswith(start):
         return
-    at = next((i for i, (a, b) in enumerate(zip(start, text, strict=False)) if a != b), min(len(start), len(text)))
-    pieces = [repr(x[at : at + _SHOWN]) if x[at:] else "the end" for x in (start, text)]
-    detail = f"{what} differ at character {at}: {pieces[0]} and {pieces[1]}"
+    at = 0
+    for expected, found in zip(start, text, strict=False):
+        if expected != found:
+            break
+        at += 1
+    detail = f"{what} differ at character {at}: {_piece(start, at)} and {_piece(text, at)}"
     fix = "--chat.template FILE with the assistant's text in {% generation %} … {% endgeneration %}"
     raise BadConversationError(f"its turns cannot be told apart: {detail}", fix)
 
 
+def _piece(text: str, at: int) -> str:
+    """Return the next characters of a text, in quotes."""
+    if not text[at:]:
+        return "the end"
+    return repr(text[at : at + _SHOWN])
+
+
 def _without_marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Return the text without marks, and what was between them."""
+    """Return the text without marks, and the spans between them."""
     first, *others = text.split(_BEGIN)
-    pieces, spans, at = [first], [], len(first)
+    pieces = [first]
+    spans = []
+    at = len(first)
     for other in others:
         inside, _, after = other.partition(_END)
         spans.append((at, at + len(inside)))
@@ -313,55 +421,78 @@ class _Generation(jinja2.ext.Extension):
         """Return the body, in a scope of its own as in `transformers`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
+        begin = nodes.Output([nodes.TemplateData(_BEGIN)])
+        end = nodes.Output([nodes.TemplateData(_END)])
         return nodes.Scope([begin, *body, end]).set_lineno(line)
 
 
 @functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of chat templates: blocks trimmed, `tojson` without HTML escapes, `raise_exception`."""
+    """Return the environment of chat templates: blocks trimmed, `tojson` without HTML escapes."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "dict": lambda *pairs, **values: dict(*pairs, **values)}
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "dict": lambda *pairs, **values: dict(*pairs, **values),
+    }
     return environment
 
 
 def _to_json(
-    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def find_template(config: ChatConfig, folders: Sequence[Path], tokens: Mapping[str, str]) -> ChatTemplate:
-    """Return the template that a config names, or that of the first folder with one.
+def find_template(
+    config: ChatConfig, folders: Sequence[Path], tokens: Mapping[str, str]
+) -> ChatTemplate:
+    """Return the template of a config, or of the first folder with one.
 
     Args:
         config: Its `template` is a file.
-        folders: Of a tokenizer, and of a model; the first one's special tokens are known to the template.
+        folders: Of a tokenizer, and of a model; the first one's special tokens are known to the
+            template.
         tokens: Special tokens of a tokenizer without a folder.
 
     Raises:
         DataError: There is none, or a file cannot be read.
     """
     problems: list[Problem] = []
-    tokens = {**tokens, **(_special_tokens(folders[0], problems) if folders else {})}
-    found = _read_text(Path(config.template).expanduser(), problems) if config.template else None
+    tokens = dict(tokens)
+    if folders:
+        tokens |= _special_tokens(folders[0], problems)
+    found: str | None = None
     where = config.template
-    for folder in folders if not config.template else ():
-        if found is None and (folder / TEMPLATE).exists():
-            found, where = _read_text(folder / TEMPLATE, problems), str(folder / TEMPLATE)
-        elif found is None:
-            found, where = _template_in_settings(folder, problems), f"{folder / SETTINGS}: chat_template"
+    if config.template:
+        found = _read_text(Path(config.template).expanduser(), problems)
+        folders = ()
+    for folder in folders:
+        if (folder / TEMPLATE).exists():
+            where = str(folder / TEMPLATE)
+            found = _read_text(folder / TEMPLATE, problems)
+        else:
+            where = f"{folder / SETTINGS}: chat_template"
+            found = _template_in_settings(folder, problems)
+        if found is not None:
+            break
     if found is None and not problems:
-        looked = (
-            f"looked for {TEMPLATE} and {SETTINGS} in {' and '.join(map(str, folders))}" if folders else "it is bytes"
-        )
+        looked = "it is bytes"
+        if folders:
+            searched = " and ".join(map(str, folders))
+            looked = f"looked for {TEMPLATE} and {SETTINGS} in {searched}"
         fix = "--chat.template FILE, or --data.tokenizer DIR/tokenizer.json of a chat model"
         problems.append(Problem("data.tokenizer", "has no chat template", looked, fix))
     if problems or found is None:
@@ -378,30 +509,41 @@ def _read_text(path: Path, problems: list[Problem]) -> str | None:
 
 
 def _settings(path: Path, problems: list[Problem]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
     try:
-        return read_object(path.resolve(), _MAX_BYTES) if path.exists() else {}
+        return read_object(path.resolve(), _MAX_BYTES)
     except (OSError, ValueError) as error:
         problems.append(Problem(str(path), "cannot be read", str(error)))
         return {}
 
 
 def _template_in_settings(folder: Path, problems: list[Problem]) -> str | None:
-    """Return `chat_template` of a tokenizer's settings: a text, or that named "default" of a list."""
+    """Return `chat_template` of a tokenizer's settings: a text, or "default" of a list."""
     found = _settings(folder / SETTINGS, problems).get("chat_template")
     if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        named = {}
+        for each in found:
+            if isinstance(each, dict):
+                named[each.get("name")] = each.get("template")
         found = named.get("default")
-    return found if isinstance(found, str) else None
+    if not isinstance(found, str):
+        return None
+    return found
 
 
 def _special_tokens(folder: Path, problems: list[Problem]) -> dict[str, str]:
-    values = {**_settings(folder / _SPECIAL_TOKENS_FILE, problems), **_settings(folder / SETTINGS, problems)}
+    values = {
+        **_settings(folder / _SPECIAL_TOKENS_FILE, problems),
+        **_settings(folder / SETTINGS, problems),
+    }
     return dict(_texts_of(values))
 
 
 def _texts_of(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in _SPECIAL_TOKENS:
         token = values.get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            yield name, text
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            yield name, token

@@ -1,11 +1,11 @@
-"""Tokenize conversations into ids with a mask of what is trained: the assistant's turns.
+"""Tokenize conversations into ids with a mask of the assistant's turns.
 
-As `spmd.data.corpus` does for text, the result is cached under a hash of everything that it depends on.
+As `spmd.data.corpus` does for text, the result is cached under a hash of everything that it depends
+on.
 """
 
 import collections
 import hashlib
-import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from spmd.data.chat import LINE_FIELDS, BadConversationError, ChatConfig, ChatTemplate, read_conversation
+from spmd.data.chat import (
+    LINE_FIELDS,
+    BadConversationError,
+    ChatConfig,
+    ChatTemplate,
+    read_conversation,
+)
 from spmd.data.corpus import Corpus, install, score, validation_cut
 from spmd.data.message_fields import FLAGS, READ_HERE, is_turned_off
 from spmd.data.sources import SourceFile, find_files
@@ -42,10 +48,13 @@ def make_chat_corpus(
     validation: float,
     cache: Path,
 ) -> Corpus:
-    """Return the corpus of all conversations in `source`, each a line of a `.jsonl` file; see `read_conversation`.
+    """Return the corpus of all conversations in `source`, each a line of a `.jsonl` file.
 
-    A conversation is for training or for validation by a hash of its file's name and its line; a single one is for
-    training. One of more than `sequence + 1` tokens is refused, dropped or truncated, as `config.longer` says.
+    See `read_conversation`.
+
+    A conversation is for training or for validation by a hash of its file's name and its line; a
+    single one is for training. One of more than `sequence + 1` tokens is refused, dropped or
+    truncated, as `config.longer` says.
 
     Raises:
         DataError: All conversations that cannot be used, up to ten of a file.
@@ -88,79 +97,134 @@ def make_chat_corpus(
 
 
 def _find_lines(source: Iterable[str]) -> list[SourceFile]:
-    """Return the files of all sources, which must be of lines."""
+    """Return the files of all sources, and refuse other suffixes than `.jsonl`."""
     files = find_files(source)
-    if others := [str(file.path) for file in files if file.path.suffix.lower() != ".jsonl"]:
-        more = f", nor are {len(others) - 1} more" if len(others) > 1 else ""
-        fix = "--data.source chats.jsonl, or a glob such as 'chats/*.jsonl'"
-        raise DataError(_TITLE, [Problem(f"data.source: {others[0]}", f"is not a .jsonl file{more}", fix=fix)])
-    return files
+    others = [str(file.path) for file in files if file.path.suffix.lower() != ".jsonl"]
+    if not others:
+        return files
+    what = "is not a .jsonl file"
+    if len(others) > 1:
+        what += f", nor are {len(others) - 1} more"
+    fix = "--data.source chats.jsonl, or a glob such as 'chats/*.jsonl'"
+    raise DataError(_TITLE, [Problem(f"data.source: {others[0]}", what, fix=fix)])
 
 
 class _Texts:
     """Conversations as tokens, and counts of them."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, longer: str, sequence: int) -> None:
-        self.tokenizer, self.template, self.longer, self.sequence = tokenizer, template, longer, sequence
-        self.about = dict.fromkeys(("conversations", "longer", "dropped", "tokens", "trained", "turned off"), 0)
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, longer: str, sequence: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.longer = longer
+        self.sequence = sequence
+        counted = ("conversations", "longer", "dropped", "tokens", "trained", "turned off")
+        self.about = dict.fromkeys(counted, 0)
         self.fields = {of: collections.Counter[str]() for of in _FIELDS}
         self.read = {"message": {*READ_HERE}, "line": {*LINE_FIELDS}}
 
-    def split(self, files: Iterable[SourceFile], fraction: float) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    def split(
+        self, files: Iterable[SourceFile], fraction: float
+    ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """Return the arrays of both splits, and the counts."""
         problems: list[Problem] = []
         found = list(self._read(files, problems))
         if not found and not problems:
-            what, fix = "holds no conversation", ""
             if self.about["dropped"]:
-                what, fix = "holds none that is short enough", "longer sequences: --data.sequence N"
-            problems.append(Problem("data.source", what, fix=fix))
+                what = "holds none that is short enough"
+                problem = Problem("data.source", what, fix="longer sequences: --data.sequence N")
+            else:
+                problem = Problem("data.source", "holds no conversation")
+            problems.append(problem)
         if problems:
             raise DataError(_TITLE, problems)
         scores = np.array([score(key) for key, _, _ in found], np.uint64)
-        held_out = scores < validation_cut(scores, fraction) if len(found) > 1 else np.zeros(1, bool)
-        dtype = np.uint16 if self.tokenizer.vocab <= 2**16 else np.uint32
+        held_out = np.zeros(1, bool)  # a single conversation is for training
+        if len(found) > 1:
+            held_out = scores < validation_cut(scores, fraction)
         arrays: dict[str, np.ndarray] = {}
         for split, wanted in zip(_SPLITS, (~held_out, held_out), strict=True):
             kept = [found[i] for i in np.flatnonzero(wanted)]
-            arrays[split] = np.concatenate([np.zeros(0, dtype), *(ids for _, ids, _ in kept)]).astype(dtype)
-            arrays[f"{split}_mask"] = np.concatenate([np.zeros(0, bool), *(mask for _, _, mask in kept)])
-            arrays[f"{split}_ends"] = np.cumsum([len(ids) for _, ids, _ in kept], dtype=np.int64)
+            arrays |= self._joined(split, kept)
         self.about["conversations"] = len(found)
-        self.about["tokens"] = sum(len(ids) for _, ids, _ in found)
-        self.about["trained"] = sum(int(mask[1:].sum()) for _, _, mask in found)
-        for of, counts in self.fields.items():
-            unread = {name: count for name, count in counts.most_common() if name not in self.read[of]}
-            self.about |= {f"{_FIELDS[of]}{name}": count for name, count in unread.items()}
+        for _, ids, mask in found:
+            self.about["tokens"] += len(ids)
+            self.about["trained"] += int(mask[1:].sum())
+        self._count_unread_fields()
         return arrays, self.about
+
+    def _joined(
+        self, split: str, found: list[tuple[str, np.ndarray, np.ndarray]]
+    ) -> dict[str, np.ndarray]:
+        """Return the ids, the mask and the ends of all conversations of a split, by cached name."""
+        dtype = np.uint32
+        if self.tokenizer.vocab <= 2**16:
+            dtype = np.uint16
+        all_ids = [np.zeros(0, dtype)]
+        masks = [np.zeros(0, bool)]
+        lengths = []
+        for _, ids, mask in found:
+            all_ids.append(ids)
+            masks.append(mask)
+            lengths.append(len(ids))
+        return {
+            split: np.concatenate(all_ids).astype(dtype),
+            f"{split}_mask": np.concatenate(masks),
+            f"{split}_ends": np.cumsum(lengths, dtype=np.int64),
+        }
+
+    def _count_unread_fields(self) -> None:
+        """Add the counts of fields without a reader, the most frequent first."""
+        for of, counts in self.fields.items():
+            for name, count in counts.most_common():
+                if name not in self.read[of]:
+                    self.about[f"{_FIELDS[of]}{name}"] = count
 
     def _read(
         self, files: Iterable[SourceFile], problems: list[Problem]
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Yield name, ids and mask of each conversation that is kept; add what is wrong with others to `problems`."""
+        """Yield name, ids and mask of each kept conversation.
+
+        Add what is wrong with others to `problems`.
+        """
         for file in files:
-            digest, bad = hashlib.sha256(), 0
+            digest = hashlib.sha256()
+            bad = 0
             with file.path.open("rb") as content:
                 for number, raw in enumerate(content, 1):
                     digest.update(raw)
                     try:
-                        text = raw.decode("utf-8-sig")
-                        encoded = self._encode(json.loads(text)) if text.strip() else None
+                        encoded = self._encode_line(raw)
                     except (ValueError, RecursionError) as error:
                         bad += 1
                         if bad <= _PROBLEMS_SHOWN:
-                            fix = error.fix if isinstance(error, BadConversationError) else ""
-                            problems.append(Problem(f"{file.path}:{number}", "cannot be used", str(error), fix))
+                            where = f"{file.path}:{number}"
+                            fix = getattr(error, "fix", "")
+                            problems.append(Problem(where, "cannot be used", str(error), fix))
                         continue
                     if encoded:
                         yield f"{file.key}:{number}", *encoded
-            if (more := bad - _PROBLEMS_SHOWN) > 0:
+            more = bad - _PROBLEMS_SHOWN
+            if more > 0:
                 problems.append(Problem(str(file.path), f"has {more} more lines like these"))
             if digest.hexdigest() != file.digest:
-                problems.append(Problem(str(file.path), "changed while it was read", fix="run again"))
+                problems.append(
+                    Problem(str(file.path), "changed while it was read", fix="run again")
+                )
+
+    def _encode_line(self, raw: bytes) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the ids and the mask of a line of a file; None for a blank or dropped one."""
+        text = raw.decode("utf-8-sig")
+        if not text.strip():
+            return None
+        return self._encode(json.loads(text))
 
     def _encode(self, line: Any) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the ids and the mask of a line; None if it is dropped, and counted, for its length."""
+        """Return the ids and the mask of a line.
+
+        None if it is dropped, and counted, for its length.
+        """
         conversation = read_conversation(line, self.template.knows)
         written = self.template.write(conversation)
         self.fields["line"].update(name for name, value in line.items() if value is not None)
@@ -168,13 +232,17 @@ class _Texts:
             self.fields["message"].update(message.keys())
         self.read["message"] |= written.read
         self.about["turned off"] += sum(map(is_turned_off, conversation.messages))
-        written.text.encode("utf-8")  # JSON can contain half of a surrogate pair, which tokenizers reject
+        written.text.encode(
+            "utf-8"
+        )  # JSON can contain half of a surrogate pair, which tokenizers reject
         ids, characters = self.tokenizer.encode_chat(written.text)
         mask = np.zeros(len(ids), bool)
         for begin, end in written.spans:
             mask |= (characters[:, 0] < end) & (characters[:, 1] > begin)
         if not mask[1:].any():
-            marks = "{% generation %} blocks" if self.template.marks_turns else "turns of the assistant"
+            marks = "turns of the assistant"
+            if self.template.marks_turns:
+                marks = "{% generation %} blocks"
             raise BadConversationError(f"nothing of it is trained: its {marks} have no tokens")
         if len(ids) > self.sequence + 1:
             self.about["longer"] += 1
@@ -182,7 +250,8 @@ class _Texts:
                 fix = f"--data.sequence {len(ids) - 1}, or --chat.longer drop or truncate"
                 detail = f"it has {len(ids):,} tokens > data.sequence + 1 = {self.sequence + 1:,}"
                 raise BadConversationError(detail, fix)
-            ids, mask = ids[: self.sequence + 1], mask[: self.sequence + 1]
+            ids = ids[: self.sequence + 1]
+            mask = mask[: self.sequence + 1]
             if self.longer == "drop" or not mask[1:].any():
                 self.about["dropped"] += 1
                 return None
@@ -191,27 +260,54 @@ class _Texts:
 
 def _notes(about: dict[str, int], config: ChatConfig, sequence: int) -> Iterator[str]:
     share = about["trained"] / max(about["tokens"], 1)
-    yield f"trained are {about['trained']:,} of {about['tokens']:,} tokens ({share:.1%}): what the assistant says"
-    if off := about["turned off"]:
+    of_all = f"{about['trained']:,} of {about['tokens']:,} tokens ({share:.1%})"
+    yield f"trained are {of_all}: what the assistant says"
+    off = about["turned off"]
+    if off:
         yield f"{off:,} messages are marked not to be trained ({', '.join(FLAGS)})"
-    for of, prefix in _FIELDS.items():
-        counts = {name.removeprefix(prefix): n for name, n in about.items() if name.startswith(prefix)}
-        named = [f"{name} ({n:,} {of}s)" for name, n in itertools.islice(counts.items(), _FIELDS_SHOWN)]
-        named += [f"{len(counts) - _FIELDS_SHOWN} more"] * (len(counts) > _FIELDS_SHOWN)
-        if named:
-            reader = "the chat template" if of == "message" else "spmd"
-            yield f"fields that {reader} does not read: {', '.join(named)}"
+    readers = {"message": "the chat template", "line": "spmd"}
+    for of, reader in readers.items():
+        unread = _unread_fields(about, of)
+        if unread:
+            yield f"fields that {reader} does not read: {', '.join(unread)}"
     if about["longer"]:
-        cut, out = about["longer"] - about["dropped"], about["dropped"]
-        why = "" if config.longer == "drop" else " since the assistant says nothing in what is left of them"
-        parts = [f"{cut:,} were truncated"] * bool(cut) + [f"{out:,} were dropped{why}"] * bool(out)
-        yield f"longer than {sequence} tokens: {' and '.join(parts)}"
+        yield f"longer than {sequence} tokens: {_shortened(about, config)}"
+
+
+def _unread_fields(about: dict[str, int], of: str) -> list[str]:
+    """Return the most frequent fields of messages or lines without a reader, with counts."""
+    prefix = _FIELDS[of]
+    named = []
+    for name, count in about.items():
+        if name.startswith(prefix):
+            named.append(f"{name.removeprefix(prefix)} ({count:,} {of}s)")
+    more = len(named) - _FIELDS_SHOWN
+    if more > 0:
+        return [*named[:_FIELDS_SHOWN], f"{more} more"]
+    return named
+
+
+def _shortened(about: dict[str, int], config: ChatConfig) -> str:
+    """Return how many long conversations were truncated and dropped."""
+    truncated = about["longer"] - about["dropped"]
+    dropped = about["dropped"]
+    parts = []
+    if truncated:
+        parts.append(f"{truncated:,} were truncated")
+    if dropped:
+        part = f"{dropped:,} were dropped"
+        if config.longer != "drop":
+            part += " since the assistant says nothing in what is left of them"
+        parts.append(part)
+    return " and ".join(parts)
 
 
 def _write(arrays: dict[str, np.ndarray], about: dict[str, int], folder: Path) -> None:
-    """Write the arrays into `folder`, which appears complete or not at all."""
+    """Write the arrays into `folder`, atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name[:16]}-") as temporary:
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f".{folder.name[:16]}-"
+    ) as temporary:
         built = Path(temporary, "built")
         built.mkdir()
         for name, array in arrays.items():
@@ -221,9 +317,13 @@ def _write(arrays: dict[str, np.ndarray], about: dict[str, int], folder: Path) -
 
 
 def _open_cached(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, int]] | None:
-    """Return the arrays of both splits, memory-mapped, and the counts; None if a cache is missing or damaged."""
+    """Return the arrays of both splits, memory-mapped, and the counts.
+
+    None if a cache is missing or damaged.
+    """
     try:
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _NAMES}
-        return arrays, {name: int(n) for name, n in json.loads((folder / _ABOUT).read_text()).items()}
+        about = json.loads((folder / _ABOUT).read_text())
+        return arrays, {name: int(count) for name, count in about.items()}
     except (OSError, EOFError, ValueError, AttributeError, TypeError):
         return None

@@ -1,6 +1,7 @@
 """Tokenize text into two memory-mapped arrays of ids, one for training and one for validation.
 
-The result is cached under a hash of everything that it depends on: the bytes of all files, the tokenizer, the split.
+The result is cached under a hash of everything that it depends on: the bytes of all files, the
+tokenizer, the split.
 """
 
 import contextlib
@@ -25,12 +26,15 @@ _LAYOUT = 1  # version of the cached files
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenized text; each document is preceded by the tokenizer's `starts` and followed by its `eos`.
+    """Tokenized text.
 
-    Both splits are ids, uint16 or uint32 `[tokens]`, memory-mapped and read-only; `…_ends` are where their documents
-    end. `fingerprint` is the SHA-256 of the files, the tokenizer and the split, in hex. `documents` counts both splits;
-    `skipped` rows and lines without text, which are in neither. `…_mask`, where there is one, is true for the tokens
-    that are trained. `notes` are lines about the corpus.
+    Each document is preceded by the tokenizer's `starts` and followed by its `eos`.
+
+    Both splits are ids, uint16 or uint32 `[tokens]`, memory-mapped and read-only; `…_ends` are
+    where their documents end. `fingerprint` is the SHA-256 of the files, the tokenizer and the
+    split, in hex. `documents` counts both splits; `skipped` rows and lines without text, which are
+    in neither. `…_mask`, where there is one, is true for the tokens that are trained. `notes` are
+    lines about the corpus.
     """
 
     tokenizer: Tokenizer
@@ -51,13 +55,14 @@ def make_corpus(
 ) -> Corpus:
     """Return the corpus of all text in `source`, tokenizing it unless it is in the folder `cache`.
 
-    The split of a document depends only on a hash of its name (path inside the source, and line). A split that would
-    be empty gets one document; a single document is divided. Several processes may call this at once: each writes its
-    own folder and renames it into place.
+    The split of a document depends only on a hash of its name (path inside the source, and line). A
+    split that would be empty gets one document; a single document is divided. Several processes may
+    call this at once: each writes its own folder and renames it into place.
 
     Args:
         source: As for `spmd.data.sources.find_files`.
-        validation: Fraction of documents used for validation, in (0, 1); approximate, since it is by hash.
+        validation: Fraction of documents used for validation, in (0, 1); approximate, since it is
+            by hash.
     """
     files = find_files(source)
     settings = {
@@ -70,13 +75,17 @@ def make_corpus(
     fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     cached = _open_cached(cache / fingerprint)
     if cached is None:
+        documents = Documents(files, text_field)
         try:
-            cached = _build(Documents(files, text_field), tokenizer, validation, cache / fingerprint)
+            cached = _build(documents, tokenizer, validation, cache / fingerprint)
         except OSError as error:
-            problem = Problem(str(cache), "cannot hold the tokenized text", str(error), "choose another folder")
+            fix = "choose another folder"
+            problem = Problem(str(cache), "cannot hold the tokenized text", str(error), fix)
             raise DataError("the corpus cannot be cached:", [problem]) from error
     (train, validation_ids, train_ends, validation_ends), counts = cached
-    return Corpus(tokenizer, train, validation_ids, train_ends, validation_ends, fingerprint, *counts)
+    return Corpus(
+        tokenizer, train, validation_ids, train_ends, validation_ends, fingerprint, *counts
+    )
 
 
 def score(key: str) -> int:
@@ -84,7 +93,9 @@ def score(key: str) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
 
-def _split(documents: Iterable[tuple[str, str]], scores: np.ndarray, fraction: float) -> Iterator[tuple[bool, str]]:
+def _split(
+    documents: Iterable[tuple[str, str]], scores: np.ndarray, fraction: float
+) -> Iterator[tuple[bool, str]]:
     """Yield (is validation, text) of every document; neither split is empty."""
     if len(scores) == 1:
         ((_, text),) = documents
@@ -92,16 +103,20 @@ def _split(documents: Iterable[tuple[str, str]], scores: np.ndarray, fraction: f
         yield from ((False, text[:-tail]), (True, text[-tail:]))
         return
     cut = validation_cut(scores, fraction)
-    yield from ((score(key) < cut, text) for key, text in documents)
+    for key, text in documents:
+        yield score(key) < cut, text
 
 
 def validation_cut(scores: np.ndarray, fraction: float) -> int:
-    """Return the score below which a document, one of several, is for validation; neither split is empty."""
+    """Return the upper bound of the scores of validation documents, of two or more.
+
+    Neither split is empty.
+    """
     return min(max(int(fraction * 2**64), int(scores.min()) + 1), int(scores.max()))
 
 
 def _scan(documents: Documents) -> np.ndarray:
-    """Return the score of every document, uint64 `[documents]`, after reading all of them without a problem."""
+    """Read all documents, and return the score of each, uint64 `[documents]`."""
     scores = np.fromiter((score(key) for key, _ in documents), np.uint64)
     documents.check()
     if not len(scores):
@@ -114,23 +129,29 @@ def _scan(documents: Documents) -> np.ndarray:
 def _build(
     documents: Documents, tokenizer: Tokenizer, fraction: float, folder: Path
 ) -> tuple[list[np.memmap], tuple[int, int]]:
-    """Tokenize all documents into `folder`, which appears complete or not at all."""
+    """Tokenize all documents into `folder`, atomically."""
     scores = _scan(documents)
     dtype = id_dtype(tokenizer)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name[:16]}-") as temporary:
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f".{folder.name[:16]}-"
+    ) as temporary:
         built = Path(temporary, "built")
         built.mkdir()
-        train_file, validation_file = (_token_file(built / f"{split}.npy", dtype) for split in _SPLITS)
+        files = [_token_file(built / f"{split}.npy", dtype) for split in _SPLITS]
         lengths: tuple[list[int], list[int]] = ([], [])
-        with train_file as train, validation_file as held_out:
+        with files[0] as append_train, files[1] as append_validation:
+            append = (append_train, append_validation)
             for is_validation, text in _split(documents, scores, fraction):
-                (held_out if is_validation else train)(document := document_ids(tokenizer, text))
+                document = document_ids(tokenizer, text)
+                append[is_validation](document)
                 lengths[is_validation].append(len(document))
         documents.check()
         for split, sizes in zip(_SPLITS, lengths, strict=True):
             np.save(built / f"{split}_ends.npy", np.cumsum(sizes, dtype=np.int64))
-        (built / "corpus.json").write_text(json.dumps({"documents": len(scores), "skipped": documents.skipped}))
+        (built / "corpus.json").write_text(
+            json.dumps({"documents": len(scores), "skipped": documents.skipped})
+        )
         mine = _open_cached(built)
         assert mine is not None
         install(built, folder, is_whole=_open_cached(folder) is not None)
@@ -138,7 +159,7 @@ def _build(
 
 
 def install(built: Path, folder: Path, is_whole: bool) -> None:
-    """Rename what was built to `folder`; what is there and not whole is moved beside `built`."""
+    """Rename `built` to `folder`; an incomplete one is moved aside."""
     if not is_whole:
         # Another process may move the damaged folder, or create a valid one, at the same time.
         with contextlib.suppress(FileNotFoundError):
@@ -152,7 +173,10 @@ def install(built: Path, folder: Path, is_whole: bool) -> None:
 
 @contextlib.contextmanager
 def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], object]]:
-    """Yield a function that appends ids to a new 1-D .npy file; the header's length is written last."""
+    """Yield a function to append ids to a new 1-D .npy file.
+
+    The header's length is written last.
+    """
     with path.open("wb") as file:
 
         def write_header(length: int) -> int:
@@ -171,7 +195,10 @@ def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], 
 
 
 def _open_cached(folder: Path) -> tuple[list[np.memmap], tuple[int, int]] | None:
-    """Return the splits, their documents' ends, and numbers of documents; None if a cache is missing or damaged."""
+    """Return the splits, their documents' ends, and numbers of documents.
+
+    None if a cache is missing or damaged.
+    """
     try:
         names = (*_SPLITS, *(f"{split}_ends" for split in _SPLITS))
         arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names]

@@ -4,9 +4,9 @@
     for name, text in documents: ...
     documents.check()
 
-A reader of one format is a function `(path, text_field, report)` that yields pairs: what names a document within its
-file (nothing where the file is one document), and its text, None where it has none. It hands each problem to `report`
-and continues after it, so that all are found.
+A reader of one format is a function `(path, text_field, report)` that yields pairs: what names a
+document within its file (nothing where the file is one document), and its text, None where it has
+none. It hands each problem to `report` and continues after it, so that all are found.
 """
 
 import dataclasses
@@ -34,7 +34,9 @@ READERS: dict[str, Reader] = {
 
 @dataclasses.dataclass(eq=False)
 class Documents:
-    """Names and texts of all documents of files, in order; those without text, or with blanks only, are skipped.
+    """Names and texts of all documents of files, in order.
+
+    Those without text, or with blanks only, are skipped.
 
     The name of a document is the file's key, and what names it within the file.
 
@@ -79,6 +81,10 @@ class Documents:
             report(Problem(str(file.path), "cannot be read", str(error)))
         else:
             if not is_same:
-                self.problems.append(Problem(str(file.path), "changed while it was read", fix="run again"))
+                self.problems.append(
+                    Problem(str(file.path), "changed while it was read", fix="run again")
+                )
         if count > _SHOWN:
-            self.problems.append(Problem(str(file.path), f"has {count - _SHOWN:,} more problems like these"))
+            self.problems.append(
+                Problem(str(file.path), f"has {count - _SHOWN:,} more problems like these")
+            )

@@ -23,21 +23,22 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from spmd.data.sources import is_split
-from spmd.errors import ConfigError, DataError, Problem, check_fields, did_you_mean, first_of, nearest_file
+from spmd.errors import (
+    ConfigError,
+    DataError,
+    Problem,
+    check_fields,
+    did_you_mean,
+    first_of,
+    nearest_file,
+)
 
 if TYPE_CHECKING:
     import PIL.Image
 
 IMAGE_SUFFIXES = ".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm"
-_FORMATS = (
-    "JPEG",
-    "PNG",
-    "WEBP",
-    "BMP",
-    "GIF",
-    "TIFF",
-    "PPM",
-)  # not those whose readers start programs
+# Not those whose readers start programs.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _FIX = "repair or remove the file, or unreadable='skip'"
 _ASPECT = 4 / 3
 _TRIES = 10
@@ -45,25 +46,30 @@ _TRIES = 10
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageFolder:
-    """Images of a folder that has a sub-folder for each class; a row is one image, cropped to a square.
+    """Images of a folder with a sub-folder for each class.
 
-    Rows are `images`, float32 or uint8 `[rows, size, size, 3]`, `labels`, int32 `[rows]`, and `weights`, float32
-    `[rows]`: what `spmd.classification_loss` takes. A row is a function of the file, the fields and its index alone, so
-    a resumed run sees the same pixels. An image is turned upright as its camera says, and is in RGB.
+    A row is one image, cropped to a square.
+
+    Rows are `images`, float32 or uint8 `[rows, size, size, 3]`, `labels`, int32 `[rows]`, and
+    `weights`, float32 `[rows]`: what `spmd.classification_loss` takes. A row is a function of the
+    file, the fields and its index alone, so a resumed run sees the same pixels. An image is turned
+    upright as its camera says, and is in RGB.
 
     Args:
         folder: The folder; images may be in sub-folders of a class.
         size: Pixels of a side.
-        classes: Names of the classes by label; by default the sub-folders in alphabetical order. A validation set takes
-            the `classes` of its training set.
-        crop: center, the largest square; random, a part of random area and aspect ratio, flipped or not.
+        classes: Names of the classes by label; by default the sub-folders in alphabetical order. A
+            validation set takes the `classes` of its training set.
+        crop: center, the largest square; random, a part of random area and aspect ratio, flipped or
+            not.
         min_area: Smallest part of an image's area in a random crop.
-        views: Random crops of each image in an epoch, each a row of its own: the number of epochs to train, for crops
-            that never repeat.
+        views: Random crops of each image in an epoch, each a row of its own: the number of epochs
+            to train, for crops that never repeat.
         seed: Seed of the crops.
         pixels: float32, from -1 to 1; or uint8, from 0 to 255.
-        unreadable: An image that cannot be read: error, naming it, when its row is read (`check` finds all of them
-            before); skip, which reads all images once at the beginning, and leaves out and counts those in `skipped`.
+        unreadable: An image that cannot be read: error, naming it, when its row is read (`check`
+            finds all of them before); skip, which reads all images once at the beginning, and
+            leaves out and counts those in `skipped`.
         threads: Threads that read all images, for `check` and `unreadable="skip"`.
 
     Raises:
@@ -87,35 +93,62 @@ class ImageFolder:
     _files: tuple[tuple[Path, int], ...] = dataclasses.field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
-        rules: dict[str, str | tuple[str, ...]] = {name: "at least 1" for name in ("size", "views", "threads")}
-        rules |= {"seed": "at least 0", "min_area": "above 0 and at most 1"}
-        rules |= {"crop": ("center", "random"), "pixels": ("float32", "uint8"), "unreadable": ("error", "skip")}
-        problems = check_fields(self, rules)
-        if self.crop == "center" and self.views != 1:
-            problems.append(Problem("views", f"is {self.views}, of the same crop", fix="views=1, or crop='random'"))
-        if len(set(self.classes)) != len(self.classes):
-            problems.append(Problem("classes", "names one twice", ", ".join(self.classes)))
-        if importlib.util.find_spec("PIL") is None:
-            problems.append(Problem("images", "need Pillow, which is not installed", fix="pip install 'spmd[images]'"))
+        problems = self._problems()
         if problems:
             raise ConfigError("invalid folder of images:", problems)
         root = Path(self.folder).expanduser()
         found = _class_folders(root)
         classes = self.classes or tuple(found)
-        files = [(path, classes.index(name)) for name, paths in found.items() if name in classes for path in paths]
         for name in sorted(found.keys() - set(classes)):
-            problems.append(Problem(str(root / name), "is not a class", fix=did_you_mean(name, classes)))
+            fix = did_you_mean(name, classes)
+            problems.append(Problem(str(root / name), "is not a class", fix=fix))
         if problems:
             raise DataError("the images cannot be used:", first_of(problems))
+        files = []
+        for name, paths in found.items():
+            label = classes.index(name)
+            files += [(path, label) for path in paths]
         object.__setattr__(self, "classes", classes)
         object.__setattr__(self, "_files", tuple(files))
         if self.unreadable == "skip":
-            errors = self._errors()
-            readable = tuple(file for file, error in zip(files, errors, strict=True) if error is None)
-            object.__setattr__(self, "skipped", tuple(error for error in errors if error is not None))
-            if not readable:
-                raise DataError("no image can be read:", first_of(self.skipped))
-            object.__setattr__(self, "_files", readable)
+            self._skip_unreadable()
+
+    def _problems(self) -> list[Problem]:
+        """Return invalid fields, and a missing Pillow."""
+        rules: dict[str, str | tuple[str, ...]] = {
+            "size": "at least 1",
+            "views": "at least 1",
+            "threads": "at least 1",
+            "seed": "at least 0",
+            "min_area": "above 0 and at most 1",
+            "crop": ("center", "random"),
+            "pixels": ("float32", "uint8"),
+            "unreadable": ("error", "skip"),
+        }
+        problems = check_fields(self, rules)
+        if self.crop == "center" and self.views != 1:
+            fix = "views=1, or crop='random'"
+            problems.append(Problem("views", f"is {self.views}, of the same crop", fix=fix))
+        if len(set(self.classes)) != len(self.classes):
+            problems.append(Problem("classes", "names one twice", ", ".join(self.classes)))
+        if importlib.util.find_spec("PIL") is None:
+            fix = "pip install 'spmd[images]'"
+            problems.append(Problem("images", "need Pillow, which is not installed", fix=fix))
+        return problems
+
+    def _skip_unreadable(self) -> None:
+        """Keep the readable files, and the problems of the others."""
+        readable = []
+        skipped = []
+        for file, error in zip(self._files, self._errors(), strict=True):
+            if error is None:
+                readable.append(file)
+            else:
+                skipped.append(error)
+        object.__setattr__(self, "skipped", tuple(skipped))
+        if not readable:
+            raise DataError("no image can be read:", first_of(self.skipped))
+        object.__setattr__(self, "_files", tuple(readable))
 
     @property
     def sequence(self) -> int:
@@ -127,43 +160,57 @@ class ImageFolder:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the names, sizes and labels of the files and of the fields that change rows, in hex."""
+        """SHA-256 in hex: names, sizes and labels of the files, and fields with an effect on rows."""
         root = Path(self.folder).expanduser()
         fields = ("size", "classes", "crop", "min_area", "views", "seed", "pixels")
-        files = [(path.relative_to(root).as_posix(), path.stat().st_size, label) for path, label in self._files]
+        files = []
+        for path, label in self._files:
+            files.append((path.relative_to(root).as_posix(), path.stat().st_size, label))
         settings = {name: getattr(self, name) for name in fields}
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
     def check(self) -> None:
-        """Read all images, and raise a DataError that names those that cannot be read."""
-        if problems := [error for error in self._errors() if error is not None]:
-            raise DataError(f"{len(problems):,} of {len(self._files):,} images cannot be read:", first_of(problems))
+        """Read all images, and raise a DataError with the unreadable ones."""
+        problems = [error for error in self._errors() if error is not None]
+        if problems:
+            title = f"{len(problems):,} of {len(self._files):,} images cannot be read:"
+            raise DataError(title, first_of(problems))
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Return `images`, `labels` and `weights` of rows."""
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
-        images, labels = np.zeros((len(indices), self.size, self.size, 3), np.uint8), np.zeros(len(indices), np.int32)
+        pixels = np.zeros((len(indices), self.size, self.size, 3), np.uint8)
+        labels = np.zeros(len(indices), np.int32)
         problems = []
         for row, index in enumerate(indices.tolist()):
             path, labels[row] = self._files[index // self.views]
             try:
-                images[row] = self._crop(_read_image(path), index)
+                pixels[row] = self._crop(_read_image(path), index)
             except _UnreadableError as error:
                 problems.append(error.problem)
         if problems:
             raise DataError("an image cannot be read:", problems)
-        pixels = images if self.pixels == "uint8" else images.astype(np.float32) / np.float32(127.5) - 1
-        return {"images": pixels, "labels": labels, "weights": np.ones(len(indices), np.float32)}
+        images = pixels
+        if self.pixels == "float32":
+            images = pixels.astype(np.float32) / np.float32(127.5) - 1
+        return {"images": images, "labels": labels, "weights": np.ones(len(indices), np.float32)}
 
     def _crop(self, image: "PIL.Image.Image", index: int) -> np.ndarray:
         """Return an image's pixels, uint8 `[size, size, 3]`."""
         import PIL.Image
 
         random = np.random.default_rng((self.seed, index))
-        box = _random_box(image.size, self.min_area, random) if self.crop == "random" else _center_box(image.size)
-        pixels = np.asarray(image.resize((self.size, self.size), PIL.Image.Resampling.BICUBIC, box))
-        return pixels[:, ::-1] if self.crop == "random" and random.random() < 0.5 else pixels
+        box = _center_box(image.size)
+        is_flipped = False
+        if self.crop == "random":
+            box = _random_box(image.size, self.min_area, random)
+            is_flipped = random.random() < 0.5
+        size = (self.size, self.size)
+        pixels = np.asarray(image.resize(size, PIL.Image.Resampling.BICUBIC, box))
+        if is_flipped:
+            return pixels[:, ::-1]
+        return pixels
 
     def _errors(self) -> list[Problem | None]:
         """Return for each file why it cannot be read, or None."""
@@ -180,7 +227,7 @@ class ImageFolder:
 
 
 class _UnreadableError(Exception):
-    """An image cannot be read; `problem` says which and why."""
+    """An image cannot be read; `problem` names it and the reason."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -190,30 +237,48 @@ class _UnreadableError(Exception):
 def _class_folders(root: Path) -> dict[str, list[Path]]:
     """Return the images of each class, both in alphabetical order."""
     if not root.is_dir():
-        raise DataError("the images cannot be found:", [Problem(str(root), "is not a folder", fix=nearest_file(root))])
-    classes = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        problem = Problem(str(root), "is not a folder", fix=nearest_file(root))
+        raise DataError("the images cannot be found:", [problem])
+    classes: list[Path] = []
+    loose: list[str] = []
+    for path in sorted(root.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            classes.append(path)
+        elif _is_image(path):
+            loose.append(path.name)
     names = [path.name for path in classes]
     problems = []
     if not classes:
-        problems.append(Problem(str(root), "has no folders of classes", fix="a folder for each class, with its images"))
-    elif any(map(is_split, names)) and all(is_split(name) or name.lower().startswith("train") for name in names):
+        fix = "a folder for each class, with its images"
+        problems.append(Problem(str(root), "has no folders of classes", fix=fix))
+    elif _are_splits(names):
         fix = f"name one of them, such as {root / names[0]}"
         problems.append(Problem(str(root), "holds splits, not classes", ", ".join(names), fix))
-    loose = sorted(path.name for path in root.iterdir() if _is_image(path))
     if classes and loose:
         detail = f"{len(loose):,} beside the folders of classes, such as {loose[0]}"
         problems.append(Problem(str(root), "has images without a class", detail))
-    found = {path.name: sorted(p for p in path.rglob("*") if _is_image(p)) for path in classes}
+    found = {}
     for path in classes:
-        if not found[path.name]:
+        images = sorted(filter(_is_image, path.rglob("*")))
+        found[path.name] = images
+        if not images:
             problems.append(Problem(str(path), "has no images", f"looked for {IMAGE_SUFFIXES}"))
     if problems:
         raise DataError("the images cannot be used:", first_of(problems))
     return found
 
 
+def _are_splits(names: list[str]) -> bool:
+    """Return whether folders are splits, some of them for evaluation."""
+    for name in names:
+        if not is_split(name) and not name.lower().startswith("train"):
+            return False
+    return any(map(is_split, names))
+
+
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in IMAGE_SUFFIXES.split() and not path.name.startswith(".") and path.is_file()
+    is_visible = not path.name.startswith(".")
+    return path.suffix.lower() in IMAGE_SUFFIXES.split() and is_visible and path.is_file()
 
 
 def _read_image(path: Path) -> "PIL.Image.Image":
@@ -221,11 +286,21 @@ def _read_image(path: Path) -> "PIL.Image.Image":
     import PIL.Image
     import PIL.ImageOps
 
-    errors = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, PIL.Image.DecompressionBombError)
+    errors = (
+        OSError,
+        ValueError,
+        SyntaxError,
+        EOFError,
+        struct.error,
+        zlib.error,
+        PIL.Image.DecompressionBombError,
+    )
     try:
         with PIL.Image.open(path, formats=_FORMATS) as image:
             if image.mode.startswith(("I", "F")):
-                raise ValueError(f"more than 8 bits a channel (mode {image.mode}), which would be clipped")
+                raise ValueError(
+                    f"more than 8 bits a channel (mode {image.mode}), which would be clipped"
+                )
             return PIL.ImageOps.exif_transpose(image).convert("RGB")
     except errors as error:
         raise _UnreadableError(Problem(str(path), "cannot be read", str(error), _FIX)) from error
@@ -239,20 +314,24 @@ def _center_box(size: tuple[int, int]) -> tuple[float, float, float, float]:
         (1.5, 0.0, 3.5, 2.0)
     """
     side = min(size)
-    left, top = ((length - side) / 2 for length in size)
+    width, height = size
+    left = (width - side) / 2
+    top = (height - side) / 2
     return left, top, left + side, top + side
 
 
 def _random_box(
     size: tuple[int, int], min_area: float, random: np.random.Generator
 ) -> tuple[float, float, float, float]:
-    """Return a box of random area, aspect ratio and place (Szegedy et al., arXiv:1409.4842, section 6)."""
+    """Return a box of random area, ratio and place (Szegedy et al., arXiv:1409.4842, section 6)."""
     width, height = size
     for _ in range(_TRIES):
         area = width * height * random.uniform(min_area, 1)
         ratio = math.exp(random.uniform(-math.log(_ASPECT), math.log(_ASPECT)))
-        across, down = math.sqrt(area * ratio), math.sqrt(area / ratio)
+        across = math.sqrt(area * ratio)
+        down = math.sqrt(area / ratio)
         if across <= width and down <= height:
-            left, top = random.uniform(0, width - across), random.uniform(0, height - down)
+            left = random.uniform(0, width - across)
+            top = random.uniform(0, height - down)
             return left, top, left + across, top + down
     return _center_box(size)

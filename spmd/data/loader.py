@@ -1,18 +1,21 @@
-"""Batches for any mesh, in a global order that does not depend on the number of processes; the step is the state.
+"""Batches for any mesh, in one global order for any number of processes.
+
+The step is the state.
 
     corpus = load_corpus(DataConfig(source=("books/",)))
     windows = Windows(corpus.train, sequence=256)
     with batches(windows, batch=16, sharding=sharding, seed=0, start=0, steps=1000) as train:
         for batch in train: ...
 
-A batch is a dictionary of global arrays `[batch, sequence]`: `tokens`, `targets` (the next tokens) and `weights` (0 for
-padding and prompts); of packed documents also `segments`, where the document of each token begins.
+A batch is a dictionary of global arrays `[batch, sequence]`: `tokens`, `targets` (the next tokens)
+and `weights` (0 for padding and prompts); of packed documents also `segments`, where the document
+of each token begins.
 """
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -45,10 +48,12 @@ class DataConfig:
     """Data configuration: source, tokenizer and batch shape."""
 
     source: tuple[str, ...] = _DEFAULT_SOURCE
-    """Files of text, JSON lines, Parquet or Arrow, folders or globs; "stdlib" is Python's own source."""
+    """Files of text, JSON lines, Parquet or Arrow, folders or globs; "stdlib" is Python's own
+    source."""
     mixture: tuple[str, ...] = ()
-    """Sets to train on in place of source, NAME=WEIGHT:SOURCE or NAME=WEIGHT,epochs=N:SOURCE, with a weight above 0 and
-    at most N passes over the set's training text: code=0.7:src books=0.3,epochs=2:books/*.txt."""
+    """Sets to train on in place of source, NAME=WEIGHT:SOURCE or NAME=WEIGHT,epochs=N:SOURCE,
+    with a weight above 0 and at most N passes over the set's training text: code=0.7:src
+    books=0.3,epochs=2:books/*.txt."""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json."""
     text_field: str = "text"
@@ -56,16 +61,18 @@ class DataConfig:
     sequence: int = 256
     """Tokens per sequence."""
     packing: Literal["auto", "windows", "documents", "padded"] = "auto"
-    """How text becomes sequences: windows cut it every `sequence` tokens, across documents; documents puts whole ones
-    side by side, of which none sees another, and cuts those that are longer; padded gives each a sequence of its own;
-    auto is windows for text and documents for conversations."""
+    """How text becomes sequences: windows cut it every `sequence` tokens, across documents;
+    documents puts whole ones side by side, of which none sees another, and cuts those that are
+    longer; padded gives each a sequence of its own; auto is windows for text and documents for
+    conversations."""
     streaming: bool = False
-    """Tokenize the text while training, in blocks that are kept in the cache, not all of it before; blocks are
-    shuffled, and sequences within a window of several."""
+    """Tokenize the text while training, in blocks that are kept in the cache, not all of it
+    before; blocks are shuffled, and sequences within a window of several."""
     batch: int = 16
     """Sequences per global batch, over all processes."""
     validation: float = 0.05
-    """Fraction of documents used for validation, between 0 and 1; with streaming, fraction of blocks at most."""
+    """Fraction of documents used for validation, between 0 and 1; with streaming, fraction of
+    blocks at most."""
     cache: str = ""
     """Folder for tokenized text; empty means ~/.cache/spmd."""
     threads: int = 2
@@ -74,13 +81,18 @@ class DataConfig:
     """Batches to prefetch; 0 reads in the training loop."""
 
     def __post_init__(self) -> None:
-        least = {"sequence": 1, "batch": 1, "threads": 0, "prefetch": 0}
-        rules = {name: f"at least {n}" for name, n in least.items()}
-        rules |= {"sequence": "at least 1 and at most 16777216", "threads": "at least 0 and at most 1024"}
-        rules |= {"validation": "above 0 and below 1"}
-        problems = check_fields(self, {**rules, "packing": PACKINGS}, "data.")
+        rules: dict[str, str | tuple[str, ...]] = {
+            "sequence": "at least 1 and at most 16777216",
+            "batch": "at least 1",
+            "threads": "at least 0 and at most 1024",
+            "prefetch": "at least 0",
+            "validation": "above 0 and below 1",
+            "packing": PACKINGS,
+        }
+        problems = check_fields(self, rules, "data.")
         if not self.source or not all(self.source):
-            problems.append(Problem("data.source", f"is {self.source!r}", fix="name a file or folder"))
+            what = f"is {self.source!r}"
+            problems.append(Problem("data.source", what, fix="name a file or folder"))
         problems += mixture_problems(self.mixture)
         if self.mixture and self.source != _DEFAULT_SOURCE:
             fix = "leave one of them out, or name the source in the mixture"
@@ -106,7 +118,10 @@ class DataConfig:
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Load the corpus of a config, tokenizing it unless it is cached; safe to call from several processes."""
+    """Load the corpus of a config, tokenizing it unless it is cached.
+
+    Safe to call from several processes.
+    """
     corpus = make_corpus(
         config.source,
         load_tokenizer(config.tokenizer),
@@ -128,7 +143,9 @@ def load_corpus(config: DataConfig) -> Corpus:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Windows:
-    """Token ids `[n]`, n ≥ 2 (may be memory-mapped) as windows; every token but the first is a target exactly once.
+    """Token ids `[n]`, n ≥ 2 (may be memory-mapped) as windows.
+
+    Every token but the first is a target exactly once.
 
     Example:
         >>> windows = Windows(np.arange(6), sequence=4)
@@ -142,7 +159,8 @@ class Windows:
     def __post_init__(self) -> None:
         problems = []
         if self.tokens.ndim != 1 or len(self.tokens) < 2:
-            problems.append(Problem("tokens", "must be 1-D with at least 2 elements", f"shape {self.tokens.shape}"))
+            what = "must be 1-D with at least 2 elements"
+            problems.append(Problem("tokens", what, f"shape {self.tokens.shape}"))
         problems += check_fields(self, {"sequence": "at least 1"})
         if problems:
             raise DataError("there are no windows:", problems)
@@ -151,7 +169,9 @@ class Windows:
         return math.ceil((len(self.tokens) - 1) / self.sequence)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Return `tokens` and `targets`, int32, and `weights`, float32, of windows, each `[len(indices), sequence]`.
+        """Return `tokens` and `targets`, int32, and `weights`, float32, of windows.
+
+        Each is `[len(indices), sequence]`.
 
         Padding after the last token has id 0 and weight 0.
         """
@@ -159,32 +179,52 @@ class Windows:
             raise IndexError(f"windows {indices.min()} to {indices.max()} of {len(self)}")
         positions = indices[:, None].astype(np.int64) * self.sequence + np.arange(self.sequence + 1)
         inside = positions < len(self.tokens)
-        ids = np.where(inside, self.tokens[np.minimum(positions, len(self.tokens) - 1)], 0).astype(np.int32)
-        return {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": inside[:, 1:].astype(np.float32)}
+        last = len(self.tokens) - 1
+        ids = np.where(inside, self.tokens[np.minimum(positions, last)], 0).astype(np.int32)
+        return {
+            "tokens": ids[:, :-1],
+            "targets": ids[:, 1:],
+            "weights": inside[:, 1:].astype(np.float32),
+        }
 
 
-def check_batch_size(batch: int, sequence: int, sharding: NamedSharding, microbatches: int = 1) -> None:
-    """Check that each microbatch of a batch `[batch, sequence]` divides evenly over the mesh axes of a sharding."""
-    spec, mesh = sharding.spec, sharding.mesh
+def check_batch_size(
+    batch: int, sequence: int, sharding: NamedSharding, microbatches: int = 1
+) -> None:
+    """Check that microbatches of a batch `[batch, sequence]` divide over the axes of a sharding."""
+    spec = sharding.spec
     problems = []
     if len(spec) > 2:
-        problems.append(Problem(str(spec), "has more entries than a batch has dimensions", f"{len(spec)} > 2"))
-    cut = [("microbatches", microbatches)] if microbatches > 1 else []
-    entries = [*(entry_axes(entry) for entry in spec), (), ()]
-    for name, size, axes, factors in (("batch", batch, entries[0], cut), ("sequence", sequence, entries[1], [])):
-        factors = [*factors, *((axis, mesh.shape[axis]) for axis in axes)]
-        parts = math.prod(count for _, count in factors)
-        if size % parts:
-            arithmetic = f"{size} / ({' × '.join(f'{what}={count}' for what, count in factors)}) = {size / parts:g}"
-            lower, upper = size // parts * parts, math.ceil(size / parts) * parts
-            fix = f"{name} {lower} or {upper}" if lower else f"{name} {upper}"
-            problems.append(Problem(name, "does not divide over its mesh axes", arithmetic, fix))
+        what = "has more entries than a batch has dimensions"
+        problems.append(Problem(str(spec), what, f"{len(spec)} > 2"))
+    batch_entry, sequence_entry, *_ = (*spec, None, None)
+    of_batch: dict[str, int] = {}
+    if microbatches > 1:
+        of_batch["microbatches"] = microbatches
+    of_batch |= {axis: sharding.mesh.shape[axis] for axis in entry_axes(batch_entry)}
+    of_sequence = {axis: sharding.mesh.shape[axis] for axis in entry_axes(sequence_entry)}
+    problems += _division_problems("batch", batch, of_batch)
+    problems += _division_problems("sequence", sequence, of_sequence)
     if problems:
         raise MeshError("a batch does not fit the mesh:", problems)
 
 
+def _division_problems(name: str, size: int, factors: Mapping[str, int]) -> list[Problem]:
+    """Return a problem if the product of the factors does not divide a size."""
+    parts = math.prod(factors.values())
+    if size % parts == 0:
+        return []
+    product = " × ".join(f"{factor}={count}" for factor, count in factors.items())
+    arithmetic = f"{size} / ({product}) = {size / parts:g}"
+    lower = size // parts * parts
+    fix = f"{name} {lower + parts}"
+    if lower:
+        fix = f"{name} {lower} or {lower + parts}"
+    return [Problem(name, "does not divide over its mesh axes", arithmetic, fix)]
+
+
 def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
-    """Return the rows of a batch that a process reads: those its devices hold, each once, int64 `[rows]` in order.
+    """Return the rows of a batch on the devices of a process, each once, in order: int64 `[rows]`.
 
     Example:
         >>> local_rows([(slice(2, 4), slice(0, 8)), (slice(2, 4), slice(8, 16))], batch=8).tolist()
@@ -196,8 +236,13 @@ def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
     return np.flatnonzero(held)
 
 
-def make_rows(config: DataConfig, tokens: np.ndarray, ends: np.ndarray, mask: np.ndarray | None = None) -> Rows:
-    """Return the rows of one split of a corpus, as the config packs them; of conversations, with a mask."""
+def make_rows(
+    config: DataConfig, tokens: np.ndarray, ends: np.ndarray, mask: np.ndarray | None = None
+) -> Rows:
+    """Return the rows of one split of a corpus, as the config packs them.
+
+    Of conversations, with a mask.
+    """
     packing = packing_of(config, is_chat=mask is not None)
     if packing == "windows":
         return Windows(tokens, config.sequence)
@@ -205,8 +250,12 @@ def make_rows(config: DataConfig, tokens: np.ndarray, ends: np.ndarray, mask: np
 
 
 def packing_of(config: DataConfig, *, is_chat: bool) -> str:
-    """Return the packing that a config means for text or for conversations."""
-    return config.packing if config.packing != "auto" else "documents" if is_chat else "windows"
+    """Return the packing of a config for text or for conversations."""
+    if config.packing != "auto":
+        return config.packing
+    if is_chat:
+        return "documents"
+    return "windows"
 
 
 def split_rows(config: DataConfig, corpus: Corpus) -> tuple[Rows, Rows]:
@@ -218,10 +267,14 @@ def split_rows(config: DataConfig, corpus: Corpus) -> tuple[Rows, Rows]:
 
 
 class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):
-    """Iterator over prefetched batches; `close()` or the end of a `with` block stops its threads."""
+    """Iterator over prefetched batches.
+
+    `close()` or the end of a `with` block stops its threads.
+    """
 
     def __init__(self, ahead: grain.DatasetIterator, order: Order) -> None:
-        self._ahead, self._order = ahead, order
+        self._ahead = ahead
+        self._order = order
 
     def __next__(self) -> Batch:
         return next(self._ahead)
@@ -252,7 +305,13 @@ def batches(
     """
     order = Shuffled(windows, seed)
     return ordered_batches(
-        order, batch=batch, sharding=sharding, start=start, steps=steps, threads=threads, prefetch=prefetch
+        order,
+        batch=batch,
+        sharding=sharding,
+        start=start,
+        steps=steps,
+        threads=threads,
+        prefetch=prefetch,
     )
 
 
@@ -268,27 +327,30 @@ def ordered_batches(
 ) -> Batches:
     """Return the batches of steps `start`, …, `steps - 1` of an endless order.
 
-    Row `r` of step `s` is the row at position `s * batch + r`, whatever the number of processes, so the step is the
-    only state. The iterator must be closed. It works under `jax.transfer_guard("disallow")`.
+    Row `r` of step `s` is the row at position `s * batch + r`, whatever the number of processes, so
+    the step is the only state. The iterator must be closed. It works under
+    `jax.transfer_guard("disallow")`.
 
     Args:
         batch: Rows of the global batch.
-        sharding: Sharding of `[batch, sequence]`, by its first entries of arrays of other ranks; if it spans processes,
-            each reads only its own rows.
+        sharding: Sharding of `[batch, sequence]`, by its first entries of arrays of other ranks; if
+            it spans processes, each reads only its own rows.
         steps: The step at which the run ends (not a number of batches).
         threads: Threads that read and place batches; 0 does so in `next`.
         prefetch: Batches kept ready, and the maximum of threads in use; 0 as for `threads`.
     """
     check_batch_size(batch, order.sequence, sharding)
     if not 0 <= start <= steps:
-        raise ConfigError("no batches:", [Problem("start", "is outside the run", f"not 0 <= {start} <= {steps}")])
+        problem = Problem("start", "is outside the run", f"not 0 <= {start} <= {steps}")
+        raise ConfigError("no batches:", [problem])
     rows = _process_rows(sharding, (batch, order.sequence))
 
     def read(step: int) -> Batch:
         return _to_global(order.read(step * batch + rows), sharding, batch)
 
     ahead = grain.ReadOptions(num_threads=min(threads, prefetch), prefetch_buffer_size=prefetch)
-    return Batches(iter(grain.MapDataset.range(start, steps).map(read).to_iter_dataset(ahead)), order)
+    dataset = grain.MapDataset.range(start, steps).map(read).to_iter_dataset(ahead)
+    return Batches(iter(dataset), order)
 
 
 def evaluation_batches(
@@ -296,8 +358,8 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Return the first windows in order, as batches of one shape; padding rows have weight 0.
 
-    `tokens_at_most` is the number of targets, rounded up to whole windows; `weight` that of each in a mean; the other
-    arguments are as for `batches`.
+    `tokens_at_most` is the number of targets, rounded up to whole windows; `weight` that of each in
+    a mean; the other arguments are as for `batches`.
     """
     check_batch_size(batch, windows.sequence, sharding)
     if tokens_at_most < 1:
@@ -311,7 +373,10 @@ def evaluation_batches(
         real = windows.rows(indices[indices < count])
         real["weights"] = real["weights"] * np.float32(weight)
         missing = int((indices >= count).sum())
-        padded = {name: np.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) for name, x in real.items()}
+        padded = {}
+        for name, x in real.items():
+            whole = ((0, 0),) * (x.ndim - 1)
+            padded[name] = np.pad(x, ((0, missing), *whole))
         return _to_global(padded, sharding, batch)
 
     return (read(step) for step in range(math.ceil(count / batch)))
@@ -325,25 +390,27 @@ def _process_rows(sharding: NamedSharding, shape: tuple[int, int]) -> np.ndarray
 def _to_global(local: dict[str, np.ndarray], sharding: NamedSharding, batch: int) -> Batch:
     """Assemble the global batch from this process's rows, without communication."""
     # With several processes, JAX implements this by implicit transfers.
+    arrays = {}
     with jax.transfer_guard_host_to_device("allow"):
-        return {
-            name: jax.make_array_from_process_local_data(
-                _sharding_of(sharding, rows.ndim), rows, (batch, *rows.shape[1:])
-            )
-            for name, rows in local.items()
-        }
+        for name, rows in local.items():
+            shape = (batch, *rows.shape[1:])
+            placed = _sharding_of(sharding, rows.ndim)
+            arrays[name] = jax.make_array_from_process_local_data(placed, rows, shape)
+    return arrays
 
 
 def _sharding_of(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """Return the sharding of an array of a batch: labels `[batch]` have no dimension for the second entry."""
-    return sharding if len(sharding.spec) <= ndim else NamedSharding(sharding.mesh, P(*sharding.spec[:ndim]))
+    """Return the sharding of an array of a batch, by its first entries."""
+    if len(sharding.spec) <= ndim:
+        return sharding
+    return NamedSharding(sharding.mesh, P(*sharding.spec[:ndim]))
 
 
 def bigram_loss(train: np.ndarray, validation: np.ndarray, vocab: int) -> float:
-    """Return the validation loss of a bigram model with add-one smoothing: a baseline for a first training run.
+    """Return the validation loss of a bigram model with add-one smoothing, as a baseline.
 
-    The loss is the mean of −log p(token | previous token) over the ids in `validation`, in nats per token. `vocab` is
-    the vocabulary size, at most 4096: the counts are a table of `vocab` squared.
+    The loss is the mean of −log p(token | previous token) over the ids in `validation`, in nats per
+    token. `vocab` is the vocabulary size, at most 4096: the counts are a table of `vocab` squared.
 
     Example:
         >>> round(bigram_loss(np.array([0, 1] * 50), np.array([0, 1, 0, 1]), vocab=2), 3)
@@ -351,7 +418,9 @@ def bigram_loss(train: np.ndarray, validation: np.ndarray, vocab: int) -> float:
     """
     if vocab > _MAX_BIGRAM_VOCAB:
         detail = f"{vocab} > {_MAX_BIGRAM_VOCAB}"
-        raise ConfigError("no bigram model:", [Problem("vocab", "is too large for a bigram table", detail)])
+        raise ConfigError(
+            "no bigram model:", [Problem("vocab", "is too large for a bigram table", detail)]
+        )
     counts = _pair_counts(train, vocab) + 1
     log_p = np.log(counts) - np.log(counts.sum(axis=1, keepdims=True))
     seen = _pair_counts(validation, vocab)

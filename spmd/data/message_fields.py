@@ -1,27 +1,34 @@
-"""Fields of a conversation's messages: flags that say which turns are trained, and which fields a template reads."""
+"""Fields of a conversation's messages: flags of trained turns, and fields read by a template."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 FLAGS = ("weight", "train", "training", "loss", "trainable")
-"""Fields that say whether a message is trained: 0 or false, 1 or true. OpenAI and Mistral write `weight`."""
+"""Fields that say whether a message is trained: 0 or false, 1 or true. OpenAI and Mistral write
+`weight`."""
 READ_HERE = ("role", "content", *FLAGS)
 """Fields that are read without a template."""
 
 
 def flag_problems(message: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yield what is wrong with the flags of a message: another value, two that disagree, a turn that has no mask.
+    """Yield the problems of a message's flags: other values, contradictions, a turn without mask.
 
     Example:
         >>> list(flag_problems({"role": "assistant", "weight": 0.5}, "message 2"))
         ['message 2 has "weight": 0.5, which is none of 0, 1, false and true']
     """
-    flags = {name: message[name] for name in FLAGS if name in message}
-    wrong = {name: value for name, value in flags.items() if not _is_flag(value)}
-    for name, value in wrong.items():
-        yield f'{where} has "{name}": {value!r}, which is none of 0, 1, false and true'
-    values = {bool(value) for name, value in flags.items() if name not in wrong}
-    written = " and ".join(f'"{name}": {value!r}' for name, value in flags.items())
+    values = set()
+    flags = []
+    for name in FLAGS:
+        if name not in message:
+            continue
+        value = message[name]
+        flags.append(f'"{name}": {value!r}')
+        if _is_flag(value):
+            values.add(bool(value))
+        else:
+            yield f'{where} has "{name}": {value!r}, which is none of 0, 1, false and true'
+    written = " and ".join(flags)
     if len(values) > 1:
         yield f"{where} has {written}, which disagree"
     elif values == {True} and message.get("role") != "assistant":
@@ -29,7 +36,7 @@ def flag_problems(message: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def is_turned_off(message: Mapping[str, Any]) -> bool:
-    """Return whether a flag of a message says that it is not trained.
+    """Return whether a flag excludes a message from training.
 
     Example:
         >>> is_turned_off({"role": "assistant", "content": "no", "train": False})
@@ -43,7 +50,10 @@ def _is_flag(value: Any) -> bool:
 
 
 class RecordedMessage(dict[str, Any]):
-    """A message that adds the names of the fields that are read to a set; all of them where it is read whole."""
+    """A message with a record of the fields read.
+
+    All of them where it is read whole.
+    """
 
     def __init__(self, message: Mapping[str, Any], read: set[str]) -> None:
         super().__init__(message)
@@ -78,10 +88,11 @@ class RecordedMessage(dict[str, Any]):
 
 
 def map_texts(function: Callable[[str], str], message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with a function of each of its texts, at any depth, but of its role and of kinds (`type`).
+    """Apply a function to the texts of a message, at any depth, but role and kinds (`type`).
 
     Example:
-        >>> map_texts(str.upper, {"role": "user", "content": "hi", "tool_calls": [{"type": "function", "id": "a"}]})
+        >>> calls = [{"type": "function", "id": "a"}]
+        >>> map_texts(str.upper, {"role": "user", "content": "hi", "tool_calls": calls})
         {'role': 'user', 'content': 'HI', 'tool_calls': [{'type': 'function', 'id': 'A'}]}
     """
 

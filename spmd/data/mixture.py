@@ -1,4 +1,4 @@
-"""Names of texts on the command line: `NAME=SOURCE`, and `NAME=WEIGHT[,epochs=N]:SOURCE` for a set of a mixture."""
+"""Texts on the command line: `NAME=SOURCE`, and `NAME=WEIGHT[,epochs=N]:SOURCE` of a mixture."""
 
 import dataclasses
 import re
@@ -22,14 +22,21 @@ def split_name(entry: str) -> tuple[str, str]:
         (('books', 'books/*.txt'), ('', 'data/year=2024'))
     """
     found = re.fullmatch(r"([^=/\\*?\[]+)=(.*)", entry, re.DOTALL)
-    return (found[1], found[2]) if found else ("", entry)
+    if found is None:
+        return "", entry
+    return found[1], found[2]
 
 
-def name_problems(where: str, names: Sequence[str], taken: Collection[str], fix: str) -> Iterator[Problem]:
-    """Yield a problem for each name of an evaluation set that is there twice, or taken by one of the run's own."""
-    for name in sorted({name for name in names if names.count(name) > 1 or name in taken}):
-        own = f"has {name}, the name of the run's own validation split"
-        yield Problem(where, own if name in taken else f"has {name} twice", fix=fix)
+def name_problems(
+    where: str, names: Sequence[str], taken: Collection[str], fix: str
+) -> Iterator[Problem]:
+    """Yield a problem for each evaluation set with a name given twice, or taken by the run."""
+    for name in sorted(set(names)):
+        if name in taken:
+            what = f"has {name}, the name of the run's own validation split"
+            yield Problem(where, what, fix=fix)
+        elif names.count(name) > 1:
+            yield Problem(where, f"has {name} twice", fix=fix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,29 +70,34 @@ class MixtureSource:
 
     @classmethod
     def parse(cls, entry: str) -> "MixtureSource":
-        """Return the set that `NAME=WEIGHT[,epochs=N]:SOURCE` names."""
+        """Return the set of `NAME=WEIGHT[,epochs=N]:SOURCE`."""
         name, rest = split_name(entry)
         terms, _, source = rest.partition(":")
         found = re.fullmatch(r"([^,]+)(?:,epochs=(\d+))?", terms)
         try:
             if not (name and source and found):
                 raise ValueError(entry)
-            weight, epochs = float(found[1]), int(found[2] or 0)
+            weight = float(found[1])
+            epochs = int(found[2] or 0)
         except ValueError as error:
-            raise ConfigError("invalid mixture:", [Problem("data.mixture", f"is {entry!r}", fix=FORM)]) from error
+            problem = Problem("data.mixture", f"is {entry!r}", fix=FORM)
+            raise ConfigError("invalid mixture:", [problem]) from error
         return cls(name, source, weight, epochs)
 
     def __str__(self) -> str:
-        limit = f",epochs={self.epochs}" if self.epochs else ""
-        return f"{self.name}={self.weight:g}{limit}:{self.source}"
+        terms = f"{self.weight:g}"
+        if self.epochs:
+            terms += f",epochs={self.epochs}"
+        return f"{self.name}={terms}:{self.source}"
 
 
 def mixture_problems(entries: Iterable[str]) -> Iterator[Problem]:
-    """Yield what is wrong with the sets of a mixture, alone and together."""
+    """Yield the problems of the sets of a mixture, alone and together."""
     sets = []
     for entry in entries:
         try:
             sets.append(MixtureSource.parse(entry))
         except ConfigError as error:
             yield from error.problems
-    yield from name_problems("data.mixture", [each.name for each in sets], (VALIDATION,), "another name")
+    names = [each.name for each in sets]
+    yield from name_problems("data.mixture", names, (VALIDATION,), "another name")

@@ -1,7 +1,8 @@
-"""Documents packed into rows of one length, so that no document sees another and little is padding.
+"""Documents packed into rows of one length, separate from each other, with little padding.
 
-A document of n tokens has n − 1 targets. One with more than fit into a row is cut into full rows and a rest; rests and
-short documents are placed by best fit, the longest first (Ding et al., arXiv:2404.10830, section 3).
+A document of n tokens has n − 1 targets. One with more than fit into a row is cut into full rows
+and a rest; rests and short documents are placed by best fit, the longest first (Ding et al.,
+arXiv:2404.10830, section 3).
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from spmd.errors import DataError, Problem, check_fields
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """Return the row of each piece, int64 `[pieces]`, none longer than `size`: the longest first, into the fullest row.
+    """Return the row of each piece, int64 `[pieces]`: the longest first, into the fullest row.
 
     Example:
         >>> best_fit(np.array([3, 6, 4, 1]), size=7).tolist()
@@ -21,7 +22,8 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
     """
     rows = np.empty(len(lengths), np.int64)
     open_rows: list[list[int]] = [[] for _ in range(size + 1)]  # by what is left in them
-    nonempty, count = 0, 0  # bit n: some row has n left
+    nonempty = 0  # bit n: some row has n left
+    count = 0
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
         fitting = nonempty >> length
@@ -31,9 +33,12 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
             if not open_rows[left]:
                 nonempty &= ~(1 << left)
         else:
-            row, left, count = count, size, count + 1
+            row = count
+            left = size
+            count += 1
         rows[piece] = row
-        if left := left - length:
+        left -= length
+        if left:
             open_rows[left].append(row)
             nonempty |= 1 << left
     return rows
@@ -41,13 +46,16 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedDocuments:
-    """Documents as rows of `sequence` tokens; each token that follows another one of its document is a target once.
+    """Documents as rows of `sequence` tokens.
+
+    Each token that follows another one of its document is a target once.
 
     Args:
         tokens: Ids `[n]` of all documents, one after the other; may be memory-mapped.
         ends: Where each document ends, increasing, the last one n.
         sequence: Tokens of a row.
-        mask: True for the tokens that are trained `[n]`; None for all. The weight of other targets is 0.
+        mask: True for the tokens that are trained `[n]`; None for all. The weight of other targets
+            is 0.
         alone: A row for each piece, and no segments.
 
     Example:
@@ -66,7 +74,8 @@ class PackedDocuments:
     def __post_init__(self) -> None:
         problems = check_fields(self, {"sequence": "at least 1"})
         if not problems and not len(self._pieces[0]):
-            problems = [Problem("documents", "have one token at most, and no target", f"{len(self.ends)} documents")]
+            what = "have one token at most, and no target"
+            problems.append(Problem("documents", what, f"{len(self.ends)} documents"))
         if problems:
             raise DataError("there are no rows:", problems)
 
@@ -76,34 +85,37 @@ class PackedDocuments:
         first = np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
         targets = np.maximum(self.ends - first - 1, 0)
         parts = -(-targets // self.sequence)
-        number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # within its document
-        starts = np.repeat(first, parts) + number * self.sequence
-        return starts, np.minimum(np.repeat(targets, parts) - number * self.sequence, self.sequence)
+        first_parts = np.repeat(np.cumsum(parts) - parts, parts)
+        before = (np.arange(parts.sum()) - first_parts) * self.sequence  # within its document
+        starts = np.repeat(first, parts) + before
+        return starts, np.minimum(np.repeat(targets, parts) - before, self.sequence)
 
     @functools.cached_property
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pieces in the order of their rows, and where each row's begin in it, with the end of the last."""
+        """Pieces in the order of their rows, and the start of each row in it, with the last end."""
         lengths = self._pieces[1]
         if self.alone:
             return np.arange(len(lengths)), np.arange(len(lengths) + 1)
         is_full = lengths == self.sequence
         rows = np.cumsum(is_full) - 1
         rows[~is_full] = best_fit(lengths[~is_full], self.sequence) + is_full.sum()
-        return np.argsort(rows, kind="stable"), np.concatenate([[0], np.cumsum(np.bincount(rows))])
+        ends = np.cumsum(np.bincount(rows))
+        return np.argsort(rows, kind="stable"), np.concatenate([[0], ends])
 
     def __len__(self) -> int:
         return len(self._rows[1]) - 1
 
     @property
     def wasted(self) -> float:
-        """Fraction of all positions that are padding."""
+        """Fraction of padding among all positions."""
         return 1 - float(self._pieces[1].sum()) / (len(self) * self.sequence)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Return `tokens`, `targets` and `segments`, int32, and `weights`, float32, each `[len(indices), sequence]`.
+        """Return `tokens`, `targets` and `segments`, int32, and `weights`, float32.
 
-        A segment is the position in the row at which the document begins. Padding has id 0, weight 0 and its own
-        segment. Rows of pieces that are alone have no `segments`.
+        Each is `[len(indices), sequence]`. A segment is the position in the row at which the
+        document begins. Padding has id 0, weight 0 and its own segment. Rows of pieces that are
+        alone have no `segments`.
         """
         order, begins = self._rows
         starts, lengths = self._pieces
@@ -113,11 +125,16 @@ class PackedDocuments:
         for row, index in enumerate(indices.tolist()):
             at = 0
             for piece in order[begins[index] : begins[index + 1]].tolist():
-                first, length = int(starts[piece]), int(lengths[piece])
-                ids, to = self.tokens[first : first + length + 1], slice(at, at + length)
-                out["tokens"][row, to], out["targets"][row, to] = ids[:-1], ids[1:]
+                first = int(starts[piece])
+                length = int(lengths[piece])
+                ids = self.tokens[first : first + length + 1]
+                to = slice(at, at + length)
+                out["tokens"][row, to] = ids[:-1]
+                out["targets"][row, to] = ids[1:]
                 out["segments"][row, to] = at
-                weights[row, to] = 1 if self.mask is None else self.mask[first + 1 : first + length + 1]
+                weights[row, to] = 1
+                if self.mask is not None:
+                    weights[row, to] = self.mask[first + 1 : first + length + 1]
                 at += length
             out["segments"][row, at:] = at
         if self.alone:

@@ -1,4 +1,4 @@
-"""Files of `data.source`: what a file, folder, glob or "stdlib" stands for, in an order that depends on names only."""
+"""Files of `data.source`, a file, folder, glob or "stdlib", in an order of names only."""
 
 import dataclasses
 import glob
@@ -12,20 +12,25 @@ from pathlib import Path
 
 from spmd.errors import DataError, Problem, nearest_file
 
-TEXT_SUFFIXES = (
-    ".txt .md .rst .tex .html .jsonl .parquet .arrow .feather .py .c .h .cpp .cu .rs .go .java .js .ts .jl .r .sh"
+TEXT_SUFFIXES = " ".join(
+    [
+        ".txt .md .rst .tex .html .jsonl .parquet .arrow .feather",
+        ".py .c .h .cpp .cu .rs .go .java .js .ts .jl .r .sh",
+    ]
 )
 _ROW_SUFFIXES = frozenset({".jsonl", ".parquet", ".arrow", ".feather"})
 _DATASET_CARD = "README.md"  # of a folder of the Hugging Face Hub
 _EVALUATION_SPLIT = re.compile(r"(test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 
 # Folders of a Python installation that hold tests or differ between machines.
-_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_NOT_STDLIB = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-    """A file to read: its path, the name that determines its split, and the SHA-256 of its bytes."""
+    """A file to read: its path, the name for its split, and the SHA-256 of its bytes."""
 
     path: Path
     key: str
@@ -33,14 +38,15 @@ class SourceFile:
 
 
 def find_files(source: Iterable[str]) -> list[SourceFile]:
-    """Return each file of all sources once, in the order of the sources and of the paths within each.
+    """Return each file of all sources once, by the order of the sources and the paths in each.
 
     Args:
-        source: Files, folders, globs or "stdlib" (Python's own source). A folder is searched for visible files with
-            `TEXT_SUFFIXES`; files with other suffixes must be named or matched by a glob. Of a folder that the
-            `datasets` library saved, the files that it lists are read; a README.md at the top of a folder with tables
-            or JSON lines describes them, and is not. A folder of which only some files are a test or validation split
-            is refused: the files to read must be named.
+        source: Files, folders, globs or "stdlib" (Python's own source). A folder is searched for
+            visible files with `TEXT_SUFFIXES`; files with other suffixes must be named or matched
+            by a glob. Of a folder that the `datasets` library saved, the files that it lists are
+            read; a README.md at the top of a folder with tables or JSON lines describes them, and
+            is not. A folder of which only some files are a test or validation split is refused: the
+            files to read must be named.
 
     Raises:
         DataError: A source does not exist, holds no text files or cannot be read.
@@ -73,41 +79,74 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
     path = Path(entry).expanduser()
     if entry == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        found = [p for p in _walk(root, _NOT_STDLIB.__contains__) if p.suffix == ".py"]
-        found = [p for p in found if not _is_built_here(p.relative_to(root).parts)]
+        found = _stdlib_files(root)
     elif path.is_file():
-        root, found = path.parent, [path]
+        root = path.parent
+        found = [path]
     elif path.is_dir():
         root = path
-        visible = (p for p in _walk(root, lambda name: name.startswith(".")) if not p.name.startswith("."))
-        found = [p for p in visible if p.suffix.lower() in TEXT_SUFFIXES.split()]
-        if any(p.suffix.lower() in _ROW_SUFFIXES for p in found):
-            found = [p for p in found if p != root / _DATASET_CARD]
-        found = _saved_files(found, problems)
-        problems += _mixed_splits(entry, sorted(p.relative_to(root) for p in found))
+        found = _folder_files(entry, root, problems)
     elif glob.has_magic(entry):
         root = path
         while glob.has_magic(str(root)):
             root = root.parent
-        found = [Path(p) for p in glob.glob(str(path), recursive=True)]
+        found = list(map(Path, glob.glob(str(path), recursive=True)))
     else:
         problems.append(Problem(entry, "does not exist", fix=nearest_file(path)))
         return []
-    named = [(p.relative_to(root).as_posix(), p) for p in found if p.is_file()]
+    named = []
+    for file in found:
+        if file.is_file():
+            named.append((file.relative_to(root).as_posix(), file))
     if not named:
-        problems.append(Problem(entry, "holds no text files", f"looked for {TEXT_SUFFIXES}" if path.is_dir() else ""))
+        detail = ""
+        if path.is_dir():
+            detail = f"looked for {TEXT_SUFFIXES}"
+        problems.append(Problem(entry, "holds no text files", detail))
     return named
 
 
+def _stdlib_files(root: Path) -> list[Path]:
+    """Return the files of Python's own source, the same on every machine with this Python."""
+    found = []
+    for path in _walk(root, _NOT_STDLIB.__contains__):
+        if path.suffix == ".py" and not _is_built_here(path.relative_to(root).parts):
+            found.append(path)
+    return found
+
+
+def _folder_files(entry: str, root: Path, problems: list[Problem]) -> list[Path]:
+    """Return the visible files of text in a folder; add a problem if they mix splits."""
+    suffixes = TEXT_SUFFIXES.split()
+    found = []
+    for path in _walk(root, lambda name: name.startswith(".")):
+        if not path.name.startswith(".") and path.suffix.lower() in suffixes:
+            found.append(path)
+    card = root / _DATASET_CARD
+    if card in found and any(path.suffix.lower() in _ROW_SUFFIXES for path in found):
+        found.remove(card)
+    found = _saved_files(found, problems)
+    names = sorted(path.relative_to(root) for path in found)
+    problems += _mixed_splits(entry, names)
+    return found
+
+
 def _walk(root: Path, skips: Callable[[str], bool]) -> Iterator[Path]:
-    """Yield the files below a folder; folders with a name that `skips` are not entered, nor are links to folders."""
+    """Yield the files below a folder.
+
+    Folders with a name that `skips` are not entered, nor are links to folders.
+    """
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not skips(name)]
-        yield from (Path(folder, name) for name in files)
+        for name in files:
+            yield Path(folder, name)
 
 
 def _saved_files(found: list[Path], problems: list[Problem]) -> list[Path]:
-    """Return files without the Arrow files that a folder saved by `datasets` does not list, such as caches of `map`."""
+    """Return the files without Arrow files missing in the list of a folder saved by `datasets`.
+
+    Caches of `map` are such files.
+    """
     arrow: dict[Path, dict[str, Path]] = {}
     for path in found:
         if path.suffix == ".arrow" and (path.parent / "state.json").is_file():
@@ -116,22 +155,32 @@ def _saved_files(found: list[Path], problems: list[Problem]) -> list[Path]:
     for folder, files in arrow.items():
         state = folder / "state.json"
         try:
-            listed = {str(file["filename"]) for file in json.loads(state.read_text("utf-8"))["_data_files"]}
+            listed = _listed_files(state)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             what = "does not list the files of a saved dataset"
-            problems.append(Problem(str(state), what, repr(error), "save it again, or name its files"))
+            fix = "save it again, or name its files"
+            problems.append(Problem(str(state), what, repr(error), fix))
             continue
-        unlisted |= {path for name, path in files.items() if name not in listed}
-        missing = sorted(listed - files.keys())
-        problems += [Problem(str(folder / name), "is missing", "state.json lists it") for name in missing]
+        for name, path in files.items():
+            if name not in listed:
+                unlisted.add(path)
+        for name in sorted(listed - files.keys()):
+            problems.append(Problem(str(folder / name), "is missing", "state.json lists it"))
     return [path for path in found if path not in unlisted]
+
+
+def _listed_files(state: Path) -> set[str]:
+    """Return the names of data files in the `state.json` of a saved dataset."""
+    record = json.loads(state.read_text("utf-8"))
+    return {str(file["filename"]) for file in record["_data_files"]}
 
 
 def is_split(name: str) -> bool:
     """Return whether a file or folder has the name of a test or validation split.
 
     Example:
-        >>> [is_split(name) for name in ("test-00000-of-00001.parquet", "validation", "train", "testing")]
+        >>> names = ("test-00000-of-00001.parquet", "validation", "train", "testing")
+        >>> [is_split(name) for name in names]
         [True, True, False, False]
     """
     return _EVALUATION_SPLIT.match(name) is not None
@@ -139,20 +188,30 @@ def is_split(name: str) -> bool:
 
 def _mixed_splits(entry: str, names: list[Path]) -> list[Problem]:
     """Return a problem if some files of a folder, but not all, are a split for evaluation."""
-    rows = [name for name in names if name.suffix.lower() in _ROW_SUFFIXES]
-    held_out = [name for name in rows if any(map(is_split, name.parts))]
-    others = [name for name in rows if name not in held_out]
+    held_out: list[Path] = []
+    others: list[Path] = []
+    for name in names:
+        if name.suffix.lower() not in _ROW_SUFFIXES:
+            continue
+        if any(map(is_split, name.parts)):
+            held_out.append(name)
+        else:
+            others.append(name)
     if not held_out or not others:
         return []
-    one, other = others[0], held_out[0]
+    one = others[0]
+    other = held_out[0]
     if one.parts[0] != other.parts[0] and len(one.parts) > 1:
         named = Path(entry, one.parts[0])
     else:
         named = Path(entry, one.parent, re.sub(r"[^A-Za-z_].*", "*", one.stem) + one.suffix)
     what = "holds splits for training and for evaluation"
-    return [Problem(entry, what, f"{other} beside {one}", f"name what to train on: --data.source '{named}'")]
+    fix = f"name what to train on: --data.source '{named}'"
+    return [Problem(entry, what, f"{other} beside {one}", fix)]
 
 
 def _is_built_here(parts: tuple[str, ...]) -> bool:
     """Return whether a file of Python's own source differs between machines with this Python."""
-    return parts[0].startswith("config-") or parts[-1].startswith(("_sysconfigdata", "sitecustomize"))
+    return parts[0].startswith("config-") or parts[-1].startswith(
+        ("_sysconfigdata", "sitecustomize")
+    )

@@ -1,11 +1,11 @@
-"""Text that is tokenized while a run trains, in an order that is a function of seed and position.
+"""Text tokenized while a run trains, in an order of seed and position.
 
-The blocks of a text (`spmd.data.blocks`) are shuffled in each epoch, and taken a window of several at a time, of which
-all rows are shuffled together. While the rows of one window are read, the blocks of the next are tokenized in threads.
-A position is found by the rows of the windows before it: a resumed run finds their blocks in the cache, or makes them.
+The blocks of a text (`spmd.data.blocks`) are shuffled in each epoch, and taken a window of several
+at a time, of which all rows are shuffled together. While the rows of one window are read, the
+blocks of the next are tokenized in threads. A position is found by the rows of the windows before
+it: a resumed run finds their blocks in the cache, or makes them.
 """
 
-import bisect
 import dataclasses
 import functools
 import hashlib
@@ -46,19 +46,29 @@ class BlockRows:
         return np.cumsum([len(rows) for rows in self.blocks], dtype=np.int64)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self.blocks else 0
+        if not self.blocks:
+            return 0
+        return int(self._ends[-1])
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Return the rows at some indices."""
         which = np.searchsorted(self._ends, indices, side="right")
-        parts = [(which == number, number) for number in np.unique(which).tolist()] or [(which == 0, 0)]
-        arrays = dict[str, np.ndarray]()
-        for mine, number in parts:
+        numbers = np.unique(which).tolist() or [0]  # no index: the arrays of no row
+        arrays: dict[str, np.ndarray] = {}
+        for number in numbers:
             rows = self.blocks[number]
-            for name, values in rows.rows(indices[mine] - (self._ends[number] - len(rows))).items():
-                whole = arrays.setdefault(name, np.empty((len(indices), *values.shape[1:]), values.dtype))
-                whole[mine] = values
+            start = self._ends[number] - len(rows)
+            mine = which == number
+            _scatter(arrays, mine, rows.rows(indices[mine] - start))
         return arrays
+
+
+def _scatter(arrays: dict[str, np.ndarray], mine: np.ndarray, part: dict[str, np.ndarray]) -> None:
+    """Write the rows of a part to where `mine` is true; arrays are made by the first part."""
+    for name, values in part.items():
+        if name not in arrays:
+            arrays[name] = np.empty((len(mine), *values.shape[1:]), values.dtype)
+        arrays[name][mine] = values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,27 +97,35 @@ class StreamedText:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of the blocks, the tokenizer and the window."""
-        parts = [WINDOW, self.cache.tokenizer.name, self.cache.text_field, *(block.digest for block in self.blocks)]
+        digests = [block.digest for block in self.blocks]
+        parts = [WINDOW, self.cache.tokenizer.name, self.cache.text_field, *digests]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def rows_of(self, blocks: Sequence[Block]) -> BlockRows:
-        """Return the rows of blocks, after tokenizing those that are not in the cache."""
-        opened = [self.cache.get(block) for block in blocks]
-        return BlockRows(tuple(self.make_rows(ids, ends) for ids, ends in opened if len(ends)), self.sequence)
+        """Return the rows of blocks, after tokenizing the ones missing in the cache."""
+        rows = []
+        for ids, ends in map(self.cache.get, blocks):
+            if len(ends):
+                rows.append(self.make_rows(ids, ends))
+        return BlockRows(tuple(rows), self.sequence)
 
     def hold_out(self, fraction: float) -> tuple["StreamedText", BlockRows]:
-        """Return the text without some blocks, and the rows of these: up to a fraction of all, or `HELD_OUT` tokens.
+        """Return the text without some blocks, and the rows of these.
 
-        Blocks are taken in the order of their hashes, so these are a sample.
+        They are up to a fraction of all, or `HELD_OUT` tokens. Blocks are taken in the order of
+        their hashes, so these are a sample.
         """
-        ordered, tokens, count = sorted(self.blocks, key=lambda block: block.digest), 0, 0
+        ordered = sorted(self.blocks, key=lambda block: block.digest)
+        tokens = 0
+        count = 0
         most = min(max(1, int(fraction * len(ordered))), len(ordered) - 1)
         while count < most and tokens < HELD_OUT:
             tokens += len(self.cache.get(ordered[count])[0])
             count += 1
         if not tokens:
             what = "is too short to be streamed, as a block of it is held out"
-            detail = f"{sum(block.size for block in self.blocks):,} bytes; a block has {LEAST_BYTES:,} or more"
+            size = sum(block.size for block in self.blocks)
+            detail = f"{size:,} bytes; a block has {LEAST_BYTES:,} or more"
             fix = "no --data.streaming: it is for text that takes long to tokenize"
             raise DataError("the text cannot be used:", [Problem("data.source", what, detail, fix)])
         taken = set(ordered[:count])
@@ -128,16 +146,24 @@ class _Window:
 
 
 class Streamed:
-    """Endless order of a streamed text; each epoch has every row once, and the blocks in another order."""
+    """Endless order of a streamed text.
+
+    Each epoch has every row once, and the blocks in another order.
+    """
 
     def __init__(self, text: StreamedText, seed: int, name: str = "") -> None:
-        self._text, self._seed, self._name = text, seed, name
+        self._text = text
+        self._seed = seed
+        self._name = name
         self._starts = [0]  # of the windows so far, and of the next one
-        self._recent = dict[int, _Window]()
-        self._epoch = (-1, np.zeros(0, np.int64))  # the last one asked for, and the order of its blocks
+        self._recent: dict[int, _Window] = {}
+        self._epoch = -1  # the last one asked for
+        self._blocks_in_order = np.zeros(0, np.int64)  # of that epoch
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(text.threads, "spmd-tokenize") if text.threads else None
-        self._ahead = dict[int, list[Future[bool]]]()
+        self._pool: ThreadPoolExecutor | None = None
+        if text.threads:
+            self._pool = ThreadPoolExecutor(text.threads, "spmd-tokenize")
+        self._ahead: dict[int, list[Future[bool]]] = {}
 
     @property
     def sequence(self) -> int:
@@ -145,26 +171,30 @@ class Streamed:
         return self._text.sequence
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the rows at some positions; waits for blocks that are not tokenized yet."""
+        """Return the rows at some positions, after waiting for their blocks."""
         if not len(positions):
             return {name: rows[:0] for name, rows in self.read(np.zeros(1, np.int64)).items()}
         with self._lock:
             last = int(positions.max())
             while self._starts[-1] <= last:
                 self._window(len(self._starts) - 1)
-            which = np.array([bisect.bisect_right(self._starts, position) - 1 for position in positions.tolist()])
+            which = np.searchsorted(self._starts, positions, side="right") - 1
             windows = {number: self._window(number) for number in np.unique(which).tolist()}
-        arrays = dict[str, np.ndarray]()
+        arrays: dict[str, np.ndarray] = {}
         for number, window in windows.items():
             mine = which == number
-            for name, values in window.read(positions[mine]).items():
-                arrays.setdefault(name, np.empty((len(positions), *values.shape[1:]), values.dtype))[mine] = values
+            _scatter(arrays, mine, window.read(positions[mine]))
         return arrays
 
     def stop_ahead(self) -> None:
-        """Tokenize nothing any longer until the next read: a tokenizer's settings may change after this."""
+        """Tokenize nothing until the next read.
+
+        A tokenizer's settings may change after this.
+        """
         with self._lock:
-            started = [future for futures in self._ahead.values() for future in futures if not future.cancel()]
+            started = []
+            for futures in self._ahead.values():
+                started += [future for future in futures if not future.cancel()]
             self._ahead.clear()
         wait(started)
 
@@ -180,9 +210,13 @@ class Streamed:
         if number == len(self._starts) - 1:
             self._starts.append(self._starts[-1] + len(rows))
             if number == self._count - 1 and not self._starts[-1]:
-                raise DataError("the text cannot be used:", [Problem("data.source", "holds no text")])
+                problem = Problem("data.source", "holds no text")
+                raise DataError("the text cannot be used:", [problem])
         window = _Window(self._starts[number], rows, self._shuffle(len(rows), "rows", number))
-        self._recent = dict([*self._recent.items(), (number, window)][-_WINDOWS_KEPT:])
+        self._recent[number] = window
+        while len(self._recent) > _WINDOWS_KEPT:
+            oldest = next(iter(self._recent))
+            del self._recent[oldest]
         return window
 
     @property
@@ -192,23 +226,33 @@ class Streamed:
 
     def _blocks_of(self, number: int) -> list[Block]:
         epoch, window = divmod(number, self._count)
-        if self._epoch[0] != epoch:
-            self._epoch = epoch, self._shuffle(len(self._text.blocks), "blocks", epoch)
-        numbers = self._epoch[1][window * WINDOW : (window + 1) * WINDOW]
+        if self._epoch != epoch:
+            self._epoch = epoch
+            self._blocks_in_order = self._shuffle(len(self._text.blocks), "blocks", epoch)
+        numbers = self._blocks_in_order[window * WINDOW : (window + 1) * WINDOW]
         return [self._text.blocks[number] for number in numbers.tolist()]
 
     def _shuffle(self, count: int, what: str, number: int) -> np.ndarray:
-        """Return a permutation of the numbers below `count`; grain's takes 0.4 ms for each of a hundred numbers."""
+        """Return a permutation of the numbers below `count`.
+
+        Grain's takes 0.4 ms for each of a hundred numbers.
+        """
         key = hashlib.sha256(json.dumps([self._seed, self._name, what, number]).encode()).digest()
         bits = np.random.Philox(key=int.from_bytes(key[:16], "big")).random_raw(count)
         return np.argsort(bits, kind="stable")
 
     def _tokenize(self, number: int) -> list[Future[bool]]:
-        """Return what tokenizes the blocks of a window; those that another run is at are left to it."""
+        """Return the futures of a window's blocks.
+
+        Those that another run is at are left to it.
+        """
         if number in self._ahead:
             return self._ahead.pop(number)
         if self._pool is None:
             return []
         make = functools.partial(self._text.cache.make, wait=False)
-        missing = [block for block in self._blocks_of(number) if not self._text.cache.path(block).exists()]
-        return [self._pool.submit(make, block) for block in missing]
+        futures = []
+        for block in self._blocks_of(number):
+            if not self._text.cache.path(block).exists():
+                futures.append(self._pool.submit(make, block))
+        return futures

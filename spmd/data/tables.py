@@ -1,7 +1,7 @@
 """Read the text column of Parquet files, and of Arrow IPC files and streams.
 
-Of each row group or record batch in turn, the column is read and no other. Rows are counted from 0 in the whole file.
-Files may come from anyone: offsets and indices are checked before they are used.
+Of each row group or record batch in turn, the column is read and no other. Rows are counted from 0
+in the whole file. Files may come from anyone: offsets and indices are checked before they are used.
 """
 
 import itertools
@@ -16,8 +16,16 @@ from spmd.errors import Problem, did_you_mean
 _ROWS_AT_ONCE = 256  # as Python strings
 _BUFFER_BYTES = 2**20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-_AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
-_ERRORS = (pa.ArrowException, OSError, ValueError)  # of pyarrow; a column's name that is not UTF-8 is a ValueError
+_AS_BYTES = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
+_ERRORS = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+)  # of pyarrow; a column's name that is not UTF-8 is a ValueError
 
 Report = Callable[[Problem], None]
 
@@ -26,14 +34,20 @@ def read_parquet(path: Path, text_field: str, report: Report) -> Iterator[tuple[
     """Yield the text column of a Parquet file."""
     try:
         # So the column is read page by page; by default all of it at once, for each row group.
-        by_page = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False, "page_checksum_verification": True}
+        by_page = {
+            "buffer_size": _BUFFER_BYTES,
+            "pre_buffer": False,
+            "page_checksum_verification": True,
+        }
         with parquet.ParquetFile(path, **by_page) as file:
             if _find_column(path, file.schema_arrow, text_field, report) is None:
                 return
             row = 0
             for group in range(file.num_row_groups):
+                where = f"{path}, row group {group}"
                 batches = file.iter_batches(_ROWS_AT_ONCE, [group], [text_field], use_threads=False)
-                yield from _texts(f"{path}, row group {group}", row, (b.column(text_field) for b in batches), report)
+                columns = (batch.column(text_field) for batch in batches)
+                yield from _texts(where, row, columns, report)
                 row += file.metadata.row_group(group).num_rows
     except _ERRORS as error:
         report(Problem(str(path), "is not a whole Parquet file", str(error)))
@@ -44,7 +58,9 @@ def read_arrow(path: Path, text_field: str, report: Report) -> Iterator[tuple[st
     try:
         # Not memory-mapped: a mapped file that is truncated meanwhile kills the process.
         with pa.OSFile(str(path)) as source:
-            read = _read_ipc_file if source.read(6) == b"ARROW1" else _read_ipc_stream
+            read = _read_ipc_stream
+            if source.read(6) == b"ARROW1":
+                read = _read_ipc_file
             source.seek(0)
             yield from read(path, source, text_field, report)
     except _ERRORS as error:
@@ -60,7 +76,8 @@ def _read_ipc_file(
     reader = ipc.open_file(source, options=ipc.IpcReadOptions(included_fields=[number]))
     row = 0
     for batch in range(reader.num_record_batches):
-        columns = (reader.get_batch(i).column(0) for i in (batch,))  # read in _texts, which reports errors
+        # A generator, so that it is read in `_texts`, which reports errors.
+        columns = (reader.get_batch(each).column(0) for each in (batch,))
         row = yield from _texts(f"{path}, record batch {batch}", row, columns, report)
 
 
@@ -72,7 +89,8 @@ def _read_ipc_stream(
         return
     source.seek(0)
     reader = ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=[number]))
-    where, row = "", 0
+    where = ""
+    row = 0
     try:
         for batch in itertools.count():
             where = f"{path}, record batch {batch}"
@@ -83,23 +101,31 @@ def _read_ipc_stream(
     except _ERRORS as error:
         report(Problem(where, "cannot be read", f"{error} (truncated?)"))
         return
-    # A stream may end without its marker by the format's specification; all writers of files write it.
+    # A stream may end without its marker by the format's specification; all writers of files write
+    # it.
     source.seek(source.tell() - len(_END_OF_STREAM))
-    if (end := source.read()) != _END_OF_STREAM:
-        what = "ends without the marker of its end" if len(end) == len(_END_OF_STREAM) else "has bytes after its end"
-        report(Problem(str(path), what, f"{row:,} rows before it; truncated, or two streams in one file?"))
+    end = source.read()
+    if end != _END_OF_STREAM:
+        what = "has bytes after its end"
+        if len(end) == len(_END_OF_STREAM):
+            what = "ends without the marker of its end"
+        detail = f"{row:,} rows before it; truncated, or two streams in one file?"
+        report(Problem(str(path), what, detail))
 
 
 def _find_column(path: Path, schema: pa.Schema, text_field: str, report: Report) -> int | None:
     """Return the number of the text column, or report why there is none."""
     texts = [field.name for field in schema if _is_text(field.type)]
-    fix = f"--data.text-field: {did_you_mean(text_field, texts)}" if texts else "it has no column of strings"
+    fix = "it has no column of strings"
+    if texts:
+        fix = f"--data.text-field: {did_you_mean(text_field, texts)}"
     found = schema.get_all_field_indices(text_field)
     if len(found) == 1 and _is_text(schema.field(found[0]).type):
         return found[0]
     if not found:
         columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
-        report(Problem(str(path), f'has no column "{text_field}"', f"columns: {columns or 'none'}", fix))
+        what = f'has no column "{text_field}"'
+        report(Problem(str(path), what, f"columns: {columns or 'none'}", fix))
     elif len(found) > 1:
         report(Problem(str(path), f'has {len(found)} columns "{text_field}"'))
     else:
@@ -109,18 +135,28 @@ def _find_column(path: Path, schema: pa.Schema, text_field: str, report: Report)
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_null(kind) or (kind.value_type if pa.types.is_dictionary(kind) else kind) in _AS_BYTES
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    elif pa.types.is_null(kind):
+        return True
+    return kind in _AS_BYTES
 
 
 def _texts(
     where: str, row: int, columns: Iterable[pa.Array], report: Report
 ) -> Generator[tuple[str, str | None], None, int]:
-    """Yield the texts of one row group or record batch, of which `row` is the first; return the row after it."""
+    """Yield the texts of one row group or record batch, from `row` on.
+
+    Return the row after it.
+    """
     try:
         for column in columns:
             for raw in _as_bytes(column):
+                text = None
                 try:
-                    yield f":{row}", None if raw is None else raw.decode("utf-8")
+                    if raw is not None:
+                        text = raw.decode("utf-8")
+                    yield f":{row}", text
                 except UnicodeDecodeError as error:
                     report(Problem(f"{where}, row {row}", "is not UTF-8", str(error)))
                 row += 1

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, and the special tokens that begin and end a document."""
+"""Tokenizers: text to ids and back, and the special tokens around a document."""
 
 import dataclasses
 import hashlib
@@ -13,7 +13,8 @@ from spmd.checkpoint.manifest import read_object
 from spmd.errors import DataError, Problem, nearest_file
 
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
-"""End-of-document tokens, if no file beside the tokenizer defines one; the first in the vocabulary is used."""
+"""End-of-document tokens, if no file beside the tokenizer defines one; the first in the
+vocabulary is used."""
 TOKENIZER = "tokenizer.json"
 MODEL_FILES = ("generation_config.json", "hf_config.json", "config.json")
 """Files that may define `eos_token_id`; the first that does is used."""
@@ -27,7 +28,10 @@ _TITLE = "the tokenizer cannot be loaded:"
 
 
 class Tokenizer(Protocol):
-    """Tokenizer interface: `starts` precede every document and prompt, `eos` follows every document."""
+    """Tokenizer interface.
+
+    `starts` precede every document and prompt, `eos` follows every document.
+    """
 
     @property
     def name(self) -> str:
@@ -39,24 +43,27 @@ class Tokenizer(Protocol):
 
     @property
     def eos(self) -> int:
-        """Id that ends a document."""
+        """Id at the end of a document."""
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids that end a generated text, including `eos`."""
+        """Ids at the end of a generated text, including `eos`."""
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Ids that begin a document and a prompt; usually one or none."""
+        """Ids at the start of a document and a prompt; usually one or none."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Encode a document, 1-D, without `starts` and `eos`; special tokens in the text are encoded as plain text."""
+        """Encode a document, 1-D, without `starts` and `eos`.
+
+        Special tokens in the text are encoded as plain text.
+        """
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        """Encode a prompt, 1-D: `starts`, then `text`, in which special tokens are recognized."""
+        """Encode a prompt, 1-D: `starts`, then `text` with special tokens recognized."""
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode the output of a chat template: ids `[n]`, and first character and end of each, int64 `[n, 2]`."""
+        """Encode a template's output: ids `[n]`, and first character and end, int64 `[n, 2]`."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`."""
@@ -93,12 +100,17 @@ class ByteTokenizer:
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Encode `text` as `encode` does; the bytes of a character are all of this character."""
-        characters = np.repeat(np.arange(len(text)), [len(character.encode("utf-8")) for character in text])
+        lengths = [len(character.encode("utf-8")) for character in text]
+        characters = np.repeat(np.arange(len(text)), lengths)
         return self.encode(text), np.stack([characters, characters + 1], axis=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode `ids`; invalid UTF-8 and ids that are not bytes become U+FFFD."""
-        return bytes(i if 0 <= i <= 0xFF else _INVALID_BYTE for i in map(int, ids)).decode("utf-8", errors="replace")
+        """Decode `ids`; invalid UTF-8 and ids above 255 become U+FFFD."""
+        decoded = bytearray()
+        for each in map(int, ids):
+            is_byte = 0 <= each <= 0xFF
+            decoded.append(each if is_byte else _INVALID_BYTE)
+        return decoded.decode("utf-8", errors="replace")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,16 +133,20 @@ class JsonTokenizer:
     def encode_prompt(self, text: str) -> np.ndarray:
         """Encode a prompt as `transformers` does, uint32 `[tokens]`, without an end token.
 
-        `starts` are not added again to a prompt that has them, such as the output of a chat template.
+        `starts` are not added again to a prompt that has them, such as the output of a chat
+        template.
         """
         ids = self._with_special_tokens(text)[0]
         starts = np.asarray(self.starts, np.uint32)
-        return ids if np.array_equal(ids[: len(starts)], starts) else np.concatenate([starts, ids])
+        if np.array_equal(ids[: len(starts)], starts):
+            return ids
+        return np.concatenate([starts, ids])
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode what a chat template wrote, as `transformers` does: special tokens are recognized, none is added.
+        """Encode a template's output as `transformers` does: special tokens are only recognized.
 
-        Characters that no token covers are of the next one: a tokenizer may leave spaces before a word out.
+        Characters that no token covers are of the next one: a tokenizer may leave spaces before a
+        word out.
         """
         ids, offsets = self._with_special_tokens(text)
         first, end = offsets.reshape(-1, 2).T
@@ -138,7 +154,7 @@ class JsonTokenizer:
         return ids, np.stack([np.minimum(first, reached), end], axis=1)
 
     def _with_special_tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a text in which special tokens are recognized, and the characters of each."""
+        """Return the ids of a text, with special tokens recognized, and the characters of each."""
         self.model.encode_special_tokens = False
         try:
             found = self.model.encode(text, add_special_tokens=False)
@@ -153,27 +169,33 @@ class JsonTokenizer:
 
 def document_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Return the ids of a document with its `starts` and `eos`, 1-D."""
-    return np.concatenate([np.array(tokenizer.starts, np.int64), tokenizer.encode(text), np.array([tokenizer.eos])])
+    starts = np.array(tokenizer.starts, np.int64)
+    return np.concatenate([starts, tokenizer.encode(text), np.array([tokenizer.eos])])
 
 
 def id_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the dtype in which ids are stored, uint16 or uint32."""
-    return np.dtype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
+    """Return the dtype of stored ids, uint16 or uint32."""
+    if tokenizer.vocab <= 2**16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer "bytes", or a `tokenizer.json` of Hugging Face `tokenizers`.
 
-    End tokens are those of the files beside a `tokenizer.json`, or the first of `END_TOKENS` if they define none. The
-    file's truncation and padding are disabled, and special tokens inside a document are encoded as plain text.
+    End tokens are those of the files beside a `tokenizer.json`, or the first of `END_TOKENS` if
+    they define none. The file's truncation and padding are disabled, and special tokens inside a
+    document are encoded as plain text.
     """
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
     if not path.is_file():
-        raise DataError(_TITLE, [Problem(name, 'is neither a file nor "bytes"', fix=nearest_file(path, ("bytes",)))])
+        fix = nearest_file(path, ("bytes",))
+        raise DataError(_TITLE, [Problem(name, 'is neither a file nor "bytes"', fix=fix)])
     if path.stat().st_size > _MAX_BYTES:
-        raise DataError(_TITLE, [Problem(name, "is too large", f"more than {_MAX_BYTES:,} bytes")])
+        problem = Problem(name, "is too large", f"more than {_MAX_BYTES:,} bytes")
+        raise DataError(_TITLE, [problem])
     content = path.read_bytes()
     try:
         model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
@@ -184,60 +206,83 @@ def load_tokenizer(name: str) -> Tokenizer:
     model.encode_special_tokens = True
     problems: list[Problem] = []
     ids: dict[str, int] = model.get_vocab(with_added_tokens=True)
-    vocab, starts = max(ids.values(), default=-1) + 1, _starts(model)
+    vocab = max(ids.values(), default=-1) + 1
+    starts = _starts(model)
     guess = next((ids[token] for token in END_TOKENS if token in ids), None)
-    ends = _ends(path.parent, ids, problems) if path.name == TOKENIZER else ()
+    ends: tuple[int, ...] = ()
+    if path.name == TOKENIZER:
+        ends = _ends(path.parent, ids, problems)
     if guess is None and not ends and not problems:
         looked = f"looked for {', '.join(END_TOKENS)}"
         fix = f"add one of them, or a {SETTINGS} with eos_token beside it"
         problems.append(Problem(name, "has no token that ends a document", looked, fix))
-    if unknown := [token for token in starts if token >= vocab]:
+    unknown = [token for token in starts if token >= vocab]
+    if unknown:
         what = "begins a text with a token outside its vocabulary"
-        problems.append(Problem(name, what, f"its post_processor adds {unknown}, and it has {vocab} tokens"))
+        detail = f"its post_processor adds {unknown}, and it has {vocab} tokens"
+        problems.append(Problem(name, what, detail))
     if problems:
         raise DataError(_TITLE, problems)
-    ends = ends or tuple(token for token in (guess,) if token is not None)
-    parts = [f"{path.name}:{hashlib.sha256(content).hexdigest()[:16]}", *(f"starts {token}" for token in starts)]
-    parts += [f"ends {ends[0]}"] if ends[0] != guess else []  # a guessed end follows from the content
+    if guess is not None:
+        ends = ends or (guess,)
+    parts = [f"{path.name}:{hashlib.sha256(content).hexdigest()[:16]}"]
+    parts += [f"starts {token}" for token in starts]
+    if ends[0] != guess:  # a guessed end follows from the content
+        parts.append(f"ends {ends[0]}")
     return JsonTokenizer(":".join(parts), vocab, ends[0], ends, starts, model)
 
 
 def _ends(folder: Path, ids: dict[str, int], problems: list[Problem]) -> tuple[int, ...]:
-    """Return the end tokens in the files beside a tokenizer, that of a document first; empty if they define none."""
+    """Return the end tokens in the files beside a tokenizer, the document's first.
+
+    Empty if they define none.
+    """
     ends: list[int] = []
     found = {name: _read(folder / name, problems) for name in (*MODEL_FILES, SETTINGS)}
     known = set(ids.values())
     for name in MODEL_FILES:
-        value = found[name].get("eos_token_id")
-        listed = value if isinstance(value, list) else [] if value is None else [value]
+        listed = found[name].get("eos_token_id")
+        if listed is None:
+            continue
+        if not isinstance(listed, list):
+            listed = [listed]
         for token in listed:
             if type(token) is not int or token not in known:
-                where, what = f"{folder / name}: eos_token_id", f"has {token!r}, which is not in the vocabulary"
+                where = f"{folder / name}: eos_token_id"
+                what = f"has {token!r}, which is not in the vocabulary"
                 problems.append(Problem(where, what, f"it has {len(known)} tokens"))
         if listed:
             ends += listed
             break
     token = found[SETTINGS].get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
+    text = token
+    if isinstance(token, dict):
+        text = token.get("content")
     if isinstance(text, str) and text in ids:
         ends.append(ids[text])
-    elif text is not None or isinstance(token, dict):
-        problems.append(Problem(f"{folder / SETTINGS}: eos_token", f"is {text!r}, which is not in the vocabulary"))
-    return () if problems else tuple(dict.fromkeys(ends))
+    elif token is not None:
+        where = f"{folder / SETTINGS}: eos_token"
+        problems.append(Problem(where, f"is {text!r}, which is not in the vocabulary"))
+    if problems:
+        return ()
+    return tuple(dict.fromkeys(ends))
 
 
 def _read(path: Path, problems: list[Problem]) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file does not exist."""
+    if not path.exists():
+        return {}
     try:
-        return read_object(path.resolve(), _MAX_BYTES_BESIDE) if path.exists() else {}
+        return read_object(path.resolve(), _MAX_BYTES_BESIDE)
     except (OSError, ValueError) as error:
+        what = "cannot be read, and may define end tokens"
         fix = f"repair it, or move {TOKENIZER} to a separate folder"
-        problems.append(Problem(str(path), "cannot be read, and may define end tokens", str(error), fix))
+        problems.append(Problem(str(path), what, str(error), fix))
         return {}
 
 
 def _starts(model: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that the post-processor adds before a text."""
+    """Return the tokens added before a text by the post-processor."""
     if model.post_processor is None:
         return ()
     # Probe with one word that is a token for any vocabulary.

@@ -1,4 +1,4 @@
-"""Text that a run is trained on: one corpus, or the sets of a mixture, each with a held-out part of its own."""
+"""Text of a run: one corpus, or the sets of a mixture, each with a held-out part of its own."""
 
 import dataclasses
 import functools
@@ -20,7 +20,9 @@ from spmd.errors import DataError, Problem
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextSet:
-    """One text as rows of tokens, for training and for evaluation; without a mixture it has no name.
+    """One text as rows of tokens, for training and for evaluation.
+
+    Without a mixture it has no name.
 
     Args:
         text: Tokenized text, or one that is tokenized while it is read.
@@ -43,23 +45,35 @@ class TextSet:
 
     @property
     def rows_at_most(self) -> float:
-        """Number of rows that a run may take."""
-        return len(self.train) * self.epochs if self.train and self.epochs else math.inf
+        """Largest number of rows for a run."""
+        if not self.train or not self.epochs:
+            return math.inf
+        return len(self.train) * self.epochs
 
     def describe(self) -> str:
         """Return the numbers of documents or blocks, and of tokens."""
         if isinstance(self.text, StreamedText):
             return f"{self.text}; {len(self.validation):,} validation sequences"
-        skipped = f" ({self.text.skipped:,} without text skipped)" if self.text.skipped else ""
-        tokens = f"{len(self.text.train):,} training tokens, {len(self.text.validation):,} validation tokens"
-        kind = "documents" if self.text.train_mask is None else "conversations"
-        return "\n".join([f"{self.text.documents:,} {kind}{skipped}, {tokens}", *self.text.notes])
+        kind = "conversations"
+        if self.text.train_mask is None:
+            kind = "documents"
+        line = f"{self.text.documents:,} {kind}"
+        if self.text.skipped:
+            line += f" ({self.text.skipped:,} without text skipped)"
+        line += f", {len(self.text.train):,} training tokens"
+        line += f", {len(self.text.validation):,} validation tokens"
+        return "\n".join([line, *self.text.notes])
 
     def describe_packing(self) -> str:
-        """Return a line about packed documents; empty for windows and for one document in each sequence."""
+        """Return a line about packed documents.
+
+        Empty for windows and for one document in each sequence.
+        """
         if not isinstance(self.train, PackedDocuments) or self.train.alone:
             return ""
-        return f"packed into {len(self.train):,} training sequences, {self.train.wasted:.2%} of them padding\n"
+        count = len(self.train)
+        wasted = self.train.wasted
+        return f"packed into {count:,} training sequences, {wasted:.2%} of them padding\n"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,7 +94,7 @@ class TrainingText:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of all that the order depends on, but for the seed, the batch and the length of a row."""
+        """Hash of the order's inputs, but for the seed, the batch and the length of a row."""
         if not self.is_mixture:
             return self.sets[0].text.fingerprint
         parts = [(each.name, each.text.fingerprint, each.weight) for each in self.sets]
@@ -95,7 +109,9 @@ class TrainingText:
     def order(self, seed: int) -> Order:
         """Return the endless order of training rows."""
         orders = [each.order(seed) for each in self.sets]
-        return Mixed(orders, self.shares) if self.is_mixture else orders[0]
+        if not self.is_mixture:
+            return orders[0]
+        return Mixed(orders, self.shares)
 
     def draws(self, rows: int) -> list[int]:
         """Return the number of rows of each set among the first `rows` of the order."""
@@ -104,45 +120,67 @@ class TrainingText:
     def check_epochs(self, steps: int, batch: int) -> None:
         """Raise `DataError` if a set ends before so many steps, whatever is drawn of the others."""
         problems = []
-        for each, share, draws in zip(self.sets, self.shares, self.draws(steps * batch), strict=True):
+        all_draws = self.draws(steps * batch)
+        for each, share, draws in zip(self.sets, self.shares, all_draws, strict=True):
             if each.train is None or draws <= each.rows_at_most:
                 continue
             rows = len(each.train)
             needed = f"{steps:,} steps × {batch:,} sequences × {share:.4g} = {draws:,} draws"
             has = f"{rows:,} sequences × {_epochs(each.epochs)} = {rows * each.epochs:,}"
-            fits, least = int(each.rows_at_most / share) // batch, math.ceil(draws / rows)
-            fix = f"--steps {fits} or less, " * bool(fits) + f"epochs={least} or more, a smaller weight, or more text"
-            problems.append(Problem(f"data.mixture {each.name}", "ends before the run", f"{needed} > {has}", fix))
+            fitting_steps = int(each.rows_at_most / share) // batch
+            least_epochs = math.ceil(draws / rows)
+            fix = f"epochs={least_epochs} or more, a smaller weight, or more text"
+            if fitting_steps:
+                fix = f"--steps {fitting_steps} or less, {fix}"
+            where = f"data.mixture {each.name}"
+            problems.append(Problem(where, "ends before the run", f"{needed} > {has}", fix))
         if problems:
             raise DataError("a set of the mixture is too short:", problems)
 
     def describe(self, steps: int, batch: int) -> str:
-        """Return lines with the number of documents and tokens, and what a run takes of each set."""
+        """Return lines with the number of documents and tokens, and a run's part of each set."""
         if not self.is_mixture:
             (only,) = self.sets
             return f"corpus: {only.describe()}\n{only.describe_packing()}"
-        width, lines = max(len(each.name) for each in self.sets), []
-        for each, share, draws in zip(self.sets, self.shares, self.draws(steps * batch), strict=True):
+        width = max(len(each.name) for each in self.sets)
+        lines = [f"mixture of {len(self.sets)} sets:\n"]
+        all_draws = self.draws(steps * batch)
+        for each, share, draws in zip(self.sets, self.shares, all_draws, strict=True):
             taken = f"{share:.4g} of the sequences: {draws * each.validation.sequence:,} tokens"
-            taken += f", {draws / len(each.train):.3g} epochs" if each.train else ""
-            taken += f" of at most {each.epochs}" if each.epochs else ""
-            more = [f"{taken}\n", *filter(None, [each.describe_packing()])]
-            lines += [f"  {each.name:<{width}}  {each.describe()}\n", *(f"  {'':<{width}}  {line}" for line in more)]
-        return f"mixture of {len(self.sets)} sets:\n{''.join(lines)}"
+            if each.train:
+                taken += f", {draws / len(each.train):.3g} epochs"
+            if each.epochs:
+                taken += f" of at most {each.epochs}"
+            lines.append(f"  {each.name:<{width}}  {each.describe()}\n")
+            lines.append(f"  {'':<{width}}  {taken}\n")
+            packing = each.describe_packing()
+            if packing:
+                lines.append(f"  {'':<{width}}  {packing}")
+        return "".join(lines)
 
 
-def open_text(config: DataConfig, load: Callable[[DataConfig], Corpus] = load_corpus) -> TrainingText:
-    """Return the text of a config, by `load` unless it is streamed; raise the problems of all sets at once."""
-    open_set = _open_stream if config.streaming else functools.partial(_open_corpus, load)
+def open_text(
+    config: DataConfig, load: Callable[[DataConfig], Corpus] = load_corpus
+) -> TrainingText:
+    """Return the text of a config, by `load` unless it is streamed.
+
+    Raise the problems of all sets at once.
+    """
+    open_set: Callable[..., TextSet] = functools.partial(_open_corpus, load)
+    if config.streaming:
+        open_set = _open_stream
     if not config.mixture:
         return TrainingText((open_set(config, "", 1.0, 0),))
-    sets, problems = list[TextSet](), list[Problem]()
+    sets: list[TextSet] = []
+    problems: list[Problem] = []
     for each in config.sets:
+        alone = dataclasses.replace(config, source=(each.source,), mixture=())
         try:
-            alone = dataclasses.replace(config, source=(each.source,), mixture=())
             sets.append(open_set(alone, each.name, each.weight, each.epochs))
         except DataError as error:
-            problems += (dataclasses.replace(x, where=f"{each.name}: {x.where}") for x in error.problems)
+            for problem in error.problems:
+                where = f"{each.name}: {problem.where}"
+                problems.append(dataclasses.replace(problem, where=where))
     if problems:
         raise DataError("the sets of the mixture cannot be used:", problems)
     return TrainingText(tuple(sets))
@@ -157,12 +195,18 @@ def _open_corpus(
 
 
 def _open_stream(config: DataConfig, name: str, weight: float, epochs: int) -> TextSet:
-    cache = BlockCache(config.cache_folder / "blocks", load_tokenizer(config.tokenizer), config.text_field)
+    cache = BlockCache(
+        config.cache_folder / "blocks", load_tokenizer(config.tokenizer), config.text_field
+    )
     blocks = tuple(cut_blocks(find_files(config.source)))
-    text = StreamedText(blocks, cache, functools.partial(make_rows, config), config.sequence, config.threads)
+    text = StreamedText(
+        blocks, cache, functools.partial(make_rows, config), config.sequence, config.threads
+    )
     text, validation = text.hold_out(config.validation)
     return TextSet(name, weight, epochs, text, None, validation)
 
 
 def _epochs(count: int) -> str:
-    return "1 epoch" if count == 1 else f"{count} epochs"
+    if count == 1:
+        return "1 epoch"
+    return f"{count} epochs"

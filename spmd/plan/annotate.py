@@ -1,11 +1,12 @@
-"""Marks in model code: this activation has a name, this function is one layer, this is the core of attention.
+"""Marks in model code: the name of an activation, one layer, the core of attention.
 
-One mark, `x = annotate(x, "mlp_hidden")`, is a sharding constraint, a remat checkpoint name and an offload name.
-Outside a plan every function here is the identity, so a model that uses them runs by itself.
+One mark, `x = annotate(x, "mlp_hidden")`, is a sharding constraint, a remat checkpoint name and an
+offload name. Outside a plan every function here is the identity, so a model that uses them runs by
+itself.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from spmd.codecs import Codec
 from spmd.errors import AnnotationError, Problem, did_you_mean
 from spmd.jaxpr.equations import equations, name_of, params_of
 from spmd.jaxpr.promoted import split_products
@@ -40,17 +42,18 @@ _NUMBERED = "remat_layer(layer, scanned=…, number=i), or a policy without an i
 
 
 def annotate(x: jax.Array, name: str, *, in_rule: bool = False) -> jax.Array:
-    """Mark `x` as an activation of the rule table: constrain its sharding, then name it for remat and offload.
+    """Mark `x` as an activation of the rule table: constrain it, and name it for remat and offload.
 
     Args:
         x: Has its global shape; inside `shard_map`, the shape within the manual axes.
         name: Its name in the table.
-        in_rule: Whether this is the forward rule of a `jax.custom_vjp`, which JAX does not differentiate. Without it, a
-            future JAX (`jax_remat3`) saves `x` and yet computes it again.
+        in_rule: Whether this is the forward rule of a `jax.custom_vjp`, which JAX does not
+            differentiate. Without it, a future JAX (`jax_remat3`) saves `x` and yet computes it
+            again.
 
     Raises:
-        AnnotationError: The plan in scope has no such name, or its spec does not divide `x`. (JAX itself drops an
-            indivisible constraint silently.)
+        AnnotationError: The plan in scope has no such name, or its spec does not divide `x`. (JAX
+            itself drops an indivisible constraint silently.)
     """
     found = placement(name, x.shape)
     if found is None:
@@ -58,82 +61,124 @@ def annotate(x: jax.Array, name: str, *, in_rule: bool = False) -> jax.Array:
     mesh, spec = found
     with in_scope(annotate_scope(name)):
         x = constrain(x, mesh, spec, f"activation {name!r}")
-    x, remat = name_in_rule(x, name) if in_rule else checkpoint_name(x, name), current().remat
-    if (codec := remat.codec(name)) is None:
+    x = name_in_rule(x, name) if in_rule else checkpoint_name(x, name)
+    codec = current().remat.codec(name)
+    if codec is None:
         return x
+    return _store(x, name, codec, mesh, spec, in_rule=in_rule)
+
+
+def _store(
+    x: jax.Array, name: str, codec: Codec, mesh: AnyMesh, spec: P, *, in_rule: bool
+) -> jax.Array:
+    """Store an activation as codes, split as the activation is."""
 
     def place(part: jax.Array) -> jax.Array:
         with in_scope(annotate_scope(name)):
             return constrain(part, mesh, spec, f"stored activation {name!r}")
 
     dims = spec_dims(spec, x.ndim, split_axes(mesh))
-    shard = local_shape(x.shape, dims, mesh.shape)
-    host, transposed = name in remat.offload, is_kind(mesh, "TPU7x")
-    return store(x, name, codec, shard, place, on_host=host, transposed=transposed, in_rule=in_rule)
+    return store(
+        x,
+        name,
+        codec,
+        local_shape(x.shape, dims, mesh.shape),
+        place,
+        on_host=name in current().remat.offload,
+        transposed=is_kind(mesh, "TPU7x"),
+        in_rule=in_rule,
+    )
 
 
 def constrain_like(x: jax.Array, name: str) -> jax.Array:
     """Constrain `x` to the spec of activation `name`, without naming it for remat or offload."""
     found = placement(name, x.shape)
+    if found is None:
+        return x
+    mesh, spec = found
     with in_scope(annotate_scope(name)):
-        return x if found is None else constrain(x, *found, f"what is split like activation {name!r}")
+        return constrain(x, mesh, spec, f"what is split like activation {name!r}")
 
 
 def placement(name: str, shape: tuple[int, ...] = ()) -> tuple[AnyMesh, P] | None:
-    """Return the plan's mesh and the spec of an activation, for code that is manual over the mesh; None outside a plan.
+    """Return the plan's mesh and the spec of an activation, for manual code; None outside a plan.
 
-    The shape is needed where a single token is possible.
+    Args:
+        shape: Needed where a single token is possible.
     """
     context = current()
-    return None if context.mesh is None else (context.mesh, _spec_of(context, name, shape))
+    if context.mesh is None:
+        return None
+    return context.mesh, _spec_of(context, name, shape)
 
 
-def annotate_param(x: jax.Array, param: ParamPlacement | None, name: str) -> tuple[jax.Array, ParamPlacement | None]:
-    """Mark a parameter as an activation; return its placement as such, over `fsdp` only where the plan splits it so.
+def annotate_param(
+    x: jax.Array, param: ParamPlacement | None, name: str
+) -> tuple[jax.Array, ParamPlacement | None]:
+    """Mark a parameter as an activation; return its placement as an activation.
 
-    The parameter and its gradient are split as the plan keeps them before: XLA:TPU ends the process if it looks rows up
-    in a table, or adds their gradients to one, whose columns are split over fewer axes than those of the rows.
+    That placement is over `fsdp` only where the plan splits the parameter so. The parameter and its
+    gradient are split as the plan keeps them before: XLA:TPU ends the process if it looks rows up
+    in a table, or adds their gradients to one, whose columns are split over fewer axes than those
+    of the rows.
     """
     if param is None:
         return x, None
-    whole = drop_fsdp(spec := _spec_of(current(), name))
-    stored, gradient = (spec if drop_fsdp(own) != own else whole for own in (param.stored, param.gradient))
-    comm = param.comm.without_codec()
-    placed = dataclasses.replace(param, stored=stored, used=whole, gradient=gradient, comm=comm)
+    spec = _spec_of(current(), name)
+    whole = drop_fsdp(spec)
+    placed = dataclasses.replace(
+        param,
+        stored=spec if _has_fsdp(param.stored) else whole,
+        used=whole,
+        gradient=spec if _has_fsdp(param.gradient) else whole,
+        comm=param.comm.without_codec(),
+    )
     for split in (param, placed):
         x = gathered(x, dataclasses.replace(split, used=split.stored))
     return checkpoint_name(x, name), placed
 
 
+def _has_fsdp(spec: P) -> bool:
+    return drop_fsdp(spec) != spec
+
+
 def _spec_of(context: TraceContext, name: str, shape: tuple[int, ...] = ()) -> P:
+    """Return the spec of an activation; with a single token, a dimension of size 1 is not split."""
     if name not in context.activations:
         fix = did_you_mean(name, context.activations)
         problem = Problem(f"activation {name!r}", "is not in the rule table", fix=fix)
-        raise AnnotationError("The model marks an activation that the plan does not know:", [problem])
+        title = "The model marks an activation that the plan does not know:"
+        raise AnnotationError(title, [problem])
     spec = context.activations[name]
     if not context.single_token:
         return spec
-    return P(*(None if shape[dim : dim + 1] == (1,) else entry for dim, entry in enumerate(spec)))
+    entries = list(spec)
+    for dim, size in enumerate(shape[: len(entries)]):
+        if size == 1:
+            entries[dim] = None
+    return P(*entries)
 
 
 def cast_to_compute(x: jax.Array) -> jax.Array:
-    """Cast `x` to the plan's compute dtype; call it where activations begin, and let the rest follow their dtype."""
+    """Cast `x` to the plan's compute dtype; call it at the first activations, the rest follow."""
     precision = current().precision
-    return x if precision is None else x.astype(precision.compute_dtype)
+    if precision is None:
+        return x
+    return x.astype(precision.compute_dtype)
 
 
 def attention_config() -> AttentionConfig:
-    """Return the attention settings of the plan in scope; outside a plan, those that work everywhere."""
+    """Return the attention settings of the plan in scope; outside a plan, the most general ones."""
     return current().attention
 
 
 def remat_interval() -> int:
-    """Return n where the remat policy applies to every n-th layer; 1 outside a plan."""
+    """Return the interval of layers under the remat policy; 1 outside a plan."""
     return current().remat.every
 
 
 def is_recomputed() -> bool:
-    """Return whether the backward pass recomputes this layer as a whole, so that what it gathers is not kept."""
+    """Return whether the backward pass recomputes this layer as a whole, gathers included."""
     return current().remat.kind not in ("none", "selective")
 
 
@@ -141,14 +186,14 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
     """Apply the plan's remat policy to one layer, a function of arrays.
 
     Args:
-        scanned: Whether it is the body of a `lax.scan` of more than one iteration; then XLA cannot merge the
-            recomputation with the original, and nothing needs to prevent it.
-        number: Its number, from 0; in a scan over groups of layers, its number in the group. A policy with an interval
-            needs it.
+        scanned: Whether it is the body of a `lax.scan` of more than one iteration; then XLA cannot
+            merge the recomputation with the original, and nothing needs to prevent it.
+        number: Its number, from 0; in a scan over groups of layers, its number in the group. A
+            policy with an interval needs it.
 
     Raises:
-        AnnotationError: The policy has an interval and the layer no number; or, when the layer runs, the policy names
-            activations that the layer does not mark.
+        AnnotationError: The policy has an interval and the layer no number; or, when the layer
+            runs, the policy names activations that the layer does not mark.
     """
     context = current()
     remat = context.remat
@@ -157,30 +202,38 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
     if any(placed.on_host for placed in context.placements.values()):
         layer = _starting(layer)
     if number is None and remat.every > 1:
-        problem = Problem(f"remat {remat}", "has an interval, and the layers have no numbers", fix=_NUMBERED)
+        what = "has an interval, and the layers have no numbers"
+        problem = Problem(f"remat {remat}", what, fix=_NUMBERED)
         raise AnnotationError("This model does not number its layers:", [problem])
     if (number or 0) % remat.every:
         return override(remat=Remat("none"), regather=True)(layer)
     if remat.kind == "selective":
         return override(regather=True)(layer)
-    named = (placed.comm.checkpoint_name for placed in context.placements.values())
-    also = tuple(dict.fromkeys(name for name in named if name))
+    also = _checkpoint_names(context.placements)
     checkpointed = _marked(remat.apply(layer, scanned=scanned, also=also))
+    is_first = not number
 
     def run(*arrays: Any) -> Any:
-        if remat.names and not number:
+        if remat.names and is_first:
             _check_names(remat, layer, arrays)
-        if checkpoints_are_hijax() and not number:
+        if checkpoints_are_hijax() and is_first:
             _check_seen(remat, layer, arrays, also)
         return checkpointed(*arrays)
 
     return run  # type: ignore[return-value]
 
 
-def remat_attention(core: F, *, keeps_scores: bool = True) -> F:
-    """Apply the policy `selective` to the core of attention, a function of queries, keys and values.
+def _checkpoint_names(placements: Mapping[str, ParamPlacement]) -> tuple[str, ...]:
+    """Return the names of prepared parameters, each once, in the order of the placements."""
+    names = dict.fromkeys(placed.comm.checkpoint_name for placed in placements.values())
+    return tuple(name for name in names if name)
 
-    A core whose derivative recomputes its scores by itself (not `keeps_scores`) needs no other recomputation.
+
+def remat_attention(core: F, *, keeps_scores: bool = True) -> F:
+    """Apply the policy `selective` to the core of attention: from queries, keys and values.
+
+    A core whose derivative recomputes its scores by itself (not `keeps_scores`) needs no other
+    recomputation.
     """
     if current().remat.kind != "selective":
         return core
@@ -199,39 +252,48 @@ def _starting(layer: F) -> F:
 
 
 def _marked(layer: Callable) -> Callable:
-    """Leave a mark in the jaxpr, so that a policy that acts on nothing is noticed."""
+    """Leave a mark in the jaxpr, so `check_annotations` notices a policy without effect."""
     return lambda *arrays: jax.tree.map(lambda x: checkpoint_name(x, REMAT_MARK), layer(*arrays))
 
 
 def _check_names(remat: Remat, layer: Callable, arrays: tuple[Any, ...]) -> None:
-    """Check that a layer marks every name of the policy; JAX ignores a name that is not marked."""
+    """Check that a layer marks every name of the policy; JAX ignores unmarked names."""
     jaxpr = jax.make_jaxpr(layer)(*arrays)
     problems = remat.check_names(sorted(_marks(jaxpr)), "is marked in no layer")
+    wrong = store_problems(jaxpr, remat)
     title = "The remat policy names activations that the model's layers do not have:"
-    if wrong := store_problems(jaxpr, remat):
+    if wrong:
         title = "The remat policy cannot save these activations of the model's layers:"
-    if problems + wrong:
+    if problems or wrong:
         raise AnnotationError(title, problems + wrong)
 
 
-def _check_seen(remat: Remat, layer: Callable, arrays: tuple[Any, ...], also: tuple[str, ...]) -> None:
-    """Check that JAX applies the policy to all that it names; what JAX does not see, it computes again."""
-    chosen = (CHOICE,) if remat.names else ()
-    if problems := unseen_problems(jax.make_jaxpr(layer)(*arrays), remat, (*also, *chosen)):
-        raise AnnotationError("JAX cannot apply this remat policy under its upgrade flags:", problems)
+def _check_seen(
+    remat: Remat, layer: Callable, arrays: tuple[Any, ...], also: tuple[str, ...]
+) -> None:
+    """Check that JAX sees all names of the policy; unseen activations are computed again."""
+    names = also
+    if remat.names:
+        names = (*also, CHOICE)
+    problems = unseen_problems(jax.make_jaxpr(layer)(*arrays), remat, names)
+    if problems:
+        title = "JAX cannot apply this remat policy under its upgrade flags:"
+        raise AnnotationError(title, problems)
 
 
 def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
-    """Check that a model traced under the plan marks every activation of its table, and that its remat policy acts."""
+    """Check that a traced model marks every activation of the table, and that its settings act."""
     marked = _marks(jaxpr)
     known = sorted(marked - {REMAT_MARK})
-    problems = [
-        Problem(f"activation {name!r}", "is marked nowhere in the model", fix=did_you_mean(name, known))
-        for name, _ in plan.rules.activations
-        if name not in marked
-    ]
+    problems = []
+    for name, _ in plan.rules.activations:
+        if name not in marked:
+            fix = did_you_mean(name, known)
+            what = "is marked nowhere in the model"
+            problems.append(Problem(f"activation {name!r}", what, fix=fix))
     if problems:
-        raise AnnotationError("The rule table names activations that the model does not have:", problems)
+        title = "The rule table names activations that the model does not have:"
+        raise AnnotationError(title, problems)
     _check_attention(plan, jaxpr)
     _check_precision(plan, jaxpr)
     if plan.remat.kind != "none" and REMAT_MARK not in marked:
@@ -242,20 +304,27 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
 
 
 def _check_attention(plan: ShardingPlan, jaxpr: Any) -> None:
-    """Check that a model with settings of attention has attention that follows them."""
-    given = {"attention": (plan.attention.kernel, "auto"), "context": (plan.attention.context, "ring")}
-    changed = {field: value for field, (value, default) in given.items() if value != default}
-    if not changed or any(ATTENTION in str(equation.source_info.name_stack) for equation in equations(jaxpr)):
+    """Check that a model follows the settings of attention, if any are not the default."""
+    changed = {}
+    if plan.attention.kernel != "auto":
+        changed["attention"] = plan.attention.kernel
+    if plan.attention.context != "ring":
+        changed["context"] = plan.attention.context
+    if not changed or _has_attention(jaxpr):
         return
-    what = "and the model never calls spmd.layers.attention.attend"
-    problems = [
-        Problem(field, f"is {value}, {what}", fix="call it, or leave it out") for field, value in changed.items()
-    ]
+    problems = []
+    for field, value in changed.items():
+        what = f"is {value}, and the model never calls spmd.layers.attention.attend"
+        problems.append(Problem(field, what, fix="call it, or leave it out"))
     raise AnnotationError("These settings of attention act on nothing:", problems)
 
 
+def _has_attention(jaxpr: Any) -> bool:
+    return any(ATTENTION in str(equation.source_info.name_stack) for equation in equations(jaxpr))
+
+
 def _check_precision(plan: ShardingPlan, jaxpr: Any) -> None:
-    """Check that a product of the model has an operand in the compute dtype, if that is narrower than float32."""
+    """Check that some product of the model is in the compute dtype, if it is below float32."""
     dtype = plan.precision.compute_dtype
     if dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
         return
@@ -263,12 +332,22 @@ def _check_precision(plan: ShardingPlan, jaxpr: Any) -> None:
     if narrow or not wide:
         return
     lines = dict.fromkeys(equation_line([equation]) for equation in wide)
-    what = f"is {plan.precision.name}, and all {len(wide)} products of the step are in wider floats"
-    fix = 'layers without dtype=, or precision="float32"'
-    problem = Problem("precision", what, ", ".join(filter(None, [*lines][:5])), fix)
+    first_lines = [line for line in [*lines][:5] if line]
+    problem = Problem(
+        "precision",
+        f"is {plan.precision.name}, and all {len(wide)} products of the step are in wider floats",
+        ", ".join(first_lines),
+        'layers without dtype=, or precision="float32"',
+    )
     raise AnnotationError("The precision acts on nothing:", [problem])
 
 
 def _marks(jaxpr: Any) -> set[str]:
-    names = {params_of(equation)["name"] for equation in equations(jaxpr) if name_of(equation) == "name"}
-    return {name.partition(" (")[0] for name in names}  # as codes of stored activations are named
+    """Return the checkpoint names in a traced program."""
+    names = set()
+    for equation in equations(jaxpr):
+        if name_of(equation) == "name":
+            label = params_of(equation)["name"]
+            name, _, _ = label.partition(" (")  # as codes of stored activations are named
+            names.add(name)
+    return names

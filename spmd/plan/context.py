@@ -1,7 +1,8 @@
-"""The context of a trace: what model code may ask about the plan, and about the program that it is traced for.
+"""The context of a trace: facts for model code about the plan, and about the program of the trace.
 
-`spmd.model_api.ambient` holds it in a context of JAX, so JAX's own caches are keyed by it: an inner jitted function
-traced under one plan is traced again under another. Outside a plan it has its neutral defaults.
+`spmd.model_api.ambient` holds it in a context of JAX, so JAX's own caches are keyed by it: an inner
+jitted function traced under one plan is traced again under another. Outside a plan it has its
+neutral defaults.
 """
 
 import contextlib
@@ -28,7 +29,9 @@ from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import drop_axis
 from spmd.sharding.rules import audit_spec, spec_text
 
-_NO_REMAT, _ANY_ATTENTION, _EXAMPLES_FIRST = Remat("none"), AttentionConfig(), BatchTable()
+_NO_REMAT = Remat("none")
+_ANY_ATTENTION = AttentionConfig()
+_EXAMPLES_FIRST = BatchTable()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +48,16 @@ class TraceContext:
         transforms: What keeps a state around the gradient.
         storage: Where the training state is between steps.
         precision: Its precision; None outside a plan.
-        regather: Whether the backward pass gathers kernels again, where no `jax.checkpoint` around the layer does so.
-        single_token: Whether each row has one token, so that the token dimension is not split (decoding).
+        regather: Whether the backward pass gathers kernels again, where no `jax.checkpoint` around
+            the layer does so.
+        single_token: Whether each row has one token, so that the token dimension is not split
+            (decoding).
         zigzag: Whether tokens are in zigzag order (`spmd.layers.zigzag`).
         lazy_logits: Whether a model may return `spmd.layers.lm_head.LazyLogits`.
-        run_stages: Replaces the run over stacked layers (`spmd.layers.sequential_stages`); None for a plain run.
-        kv_cache: The cache that this trace reads or fills (`spmd.layers.kv_cache`), compared by identity.
+        run_stages: Replaces the run over stacked layers (`spmd.layers.sequential_stages`); None for
+            a plain run.
+        kv_cache: The cache that this trace reads or fills (`spmd.layers.kv_cache`), compared by
+            identity.
     """
 
     mesh: AnyMesh | None = None
@@ -108,22 +115,32 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
 
 
 def constrain(x: jax.Array, mesh: AnyMesh, spec: P, what: str) -> jax.Array:
-    """Constrain `x` to `spec`, without the axes that are manual here; `what` describes `x` in the error.
+    """Constrain `x` to `spec`, without the manual axes of the region.
+
+    Args:
+        what: Describes `x` in the error.
 
     Raises:
-        AnnotationError: The spec does not fit `x`. (JAX itself drops an indivisible constraint silently.)
+        AnnotationError: The spec does not fit `x`. (JAX itself drops an indivisible constraint
+            silently.)
     """
-    manual = get_abstract_mesh().manual_axes
-    for axis in manual:
+    for axis in get_abstract_mesh().manual_axes:
         spec = drop_axis(spec, axis)
     problems = audit_spec(what, x.shape, spec, mesh.shape, f"its spec {spec_text(spec)}")
     if problems:
         raise AnnotationError("An array cannot be split as the rule table says:", problems)
-    return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(mesh, spec))
+    return _constrain(x, mesh, spec)
 
 
 def keep_whole(x: jax.Array, mesh: AnyMesh, dims: Sequence[int]) -> jax.Array:
-    """Constrain some dimensions of `x` to be split over no axis, and leave the others to the compiler."""
-    spec = P(*(None if dim in dims else P.UNCONSTRAINED for dim in range(x.ndim)))
-    manual = get_abstract_mesh().manual_axes
-    return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(mesh, spec))
+    """Constrain some dimensions of `x` to be whole, and leave the others to the compiler."""
+    entries = []
+    for dim in range(x.ndim):
+        entries.append(None if dim in dims else P.UNCONSTRAINED)
+    return _constrain(x, mesh, P(*entries))
+
+
+def _constrain(x: jax.Array, mesh: AnyMesh, spec: P) -> jax.Array:
+    if get_abstract_mesh().manual_axes:  # a spec alone is of the mesh of the region
+        return jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

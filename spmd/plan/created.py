@@ -1,8 +1,8 @@
-"""Ranks of parameters where they are created: inside of `nnx.vmap` or `nn.scan`, a layer sees its own dimensions alone.
+"""Ranks of parameters at creation; in `nnx.vmap` or `nn.scan`, a layer sees its own dimensions.
 
-Linen's methods are intercepted, so each parameter is seen in its own layer. NNX has no such place; there the random
-draws of the traced creation tell it: a key that a module draws from its `nnx.Rngs` inside of a map is a key for each
-layer of a stack.
+Linen's methods are intercepted, so each parameter is seen in its own layer. NNX has no such place;
+there the random draws of the traced creation tell it: a key that a module draws from its `nnx.Rngs`
+inside of a map is a key for each layer of a stack.
 """
 
 import contextlib
@@ -22,51 +22,76 @@ from spmd.plan.flax_layers import said_of
 
 @contextlib.contextmanager
 def recording(said: dict[str, Said]) -> Iterator[None]:
-    """Record what each Linen layer says of its parameters, at the first call of one of its methods."""
+    """Record each Linen layer's statements about its parameters, at the first call of a method."""
 
-    def record(next_method: Any, args: Any, keywords: Any, context: nn.module.InterceptorContext) -> Any:
+    def record(
+        next_method: Any, args: Any, keywords: Any, context: nn.module.InterceptorContext
+    ) -> Any:
         result = next_method(*args, **keywords)
         layer = context.module
-        own = nn.meta.unbox(layer.variables.get("params", {})) if layer.scope is not None else {}
-        for name, value in own.items():
-            path = "/".join((*layer.path, name))
-            if isinstance(value, Mapping) or path in said:
-                continue
-            shape = jnp.shape(value)  # a number of Python has none
-            said[path] = said_of(layer, name, {}, shape) or Said(shape)
+        if layer.scope is not None:
+            _record_layer(layer, said)
         return result
 
     with nn.intercept_methods(record):
         yield
 
 
+def _record_layer(layer: nn.Module, said: dict[str, Said]) -> None:
+    own = nn.meta.unbox(layer.variables.get("params", {}))
+    for name, value in own.items():
+        path = "/".join((*layer.path, name))
+        if isinstance(value, Mapping) or path in said:
+            continue
+        shape = jnp.shape(value)  # a number of Python has none
+        said[path] = said_of(layer, name, {}, shape) or Said(shape)
+
+
 def drawn_shapes(create: Any, *args: Any) -> dict[str, tuple[int | None, ...]]:
-    """Return the path of each array that depends on random keys → its shape as created, None for an unknown size.
+    """Return the shape as created of each randomly drawn array, by path; None for an unknown size.
 
     Args:
         create: From its arguments, a key among them, to nested dictionaries of arrays.
 
     Example:
+        >>> def draw(key):
+        ...     return jax.random.normal(jax.random.fold_in(key, 0), (4,))  # as `nnx.Rngs` does
         >>> def create(key):
-        ...     draw = lambda key: jax.random.normal(jax.random.fold_in(key, 0), (4,))  # as `nnx.Rngs` does
         ...     return {"layers": jax.vmap(draw)(jax.random.split(key, 3)), "head": draw(key)}
         >>> drawn_shapes(create, jax.random.key(0))
         {'head': (4,), 'layers': (4,)}
     """
     jaxpr, shapes = jax.make_jaxpr(create, return_shape=True)(*args)
-    program, created = _Program(jaxpr.jaxpr), {}
-    for (path, array), value in zip(tree.flatten(shapes).items(), jaxpr.jaxpr.outvars, strict=True):
+    program = _Program(jaxpr.jaxpr)
+    created = {}
+    outputs = zip(tree.flatten(shapes).items(), jaxpr.jaxpr.outvars, strict=True)
+    for (path, array), value in outputs:
         draws = list(program.draws(value))
-        if not draws:
-            continue
-        maps, drawn = max(draws)
-        rank = len(array.shape) - maps
-        created[path] = tuple(drawn) if maps and len(drawn) == rank else array.shape if not maps else (None,) * rank
+        if draws:
+            maps, drawn = max(draws)
+            created[path] = _shape_of_layer(array.shape, maps, drawn)
     return created
 
 
+def _shape_of_layer(
+    shape: tuple[int, ...], maps: int, drawn: tuple[int, ...]
+) -> tuple[int | None, ...]:
+    """Return an array's shape in its own layer.
+
+    Args:
+        maps: The number of maps around the layer.
+        drawn: The shape of the random draw.
+    """
+    if not maps:
+        return shape
+    rank = len(shape) - maps
+    if len(drawn) == rank:
+        return drawn
+    return (None,) * rank
+
+
 class _Program:
-    """A jaxpr, or one inside of it, whose random draws are followed back to the modules that made them.
+    """A jaxpr, or one inside of it, for following its random draws back to their modules.
 
     Args:
         jaxpr: Its equations.
@@ -74,13 +99,22 @@ class _Program:
         outside: Its inputs → the program around it, and the value there.
     """
 
-    def __init__(self, jaxpr: Jaxpr, loops: int = 0, outside: Mapping[Any, tuple["_Program", Any]] | None = None):
-        self.loops, self.outside = loops, outside or {}
-        self.made_by = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        loops: int = 0,
+        outside: Mapping[Any, tuple["_Program", Any]] | None = None,
+    ) -> None:
+        self.loops = loops
+        self.outside = outside or {}
+        self.made_by = dict[Any, JaxprEqn]()
+        for equation in jaxpr.eqns:
+            self.made_by |= dict.fromkeys(equation.outvars, equation)
 
     def draws(self, value: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the number of maps around the module, and the shape, of each random draw that a value depends on."""
-        seen, left = set[Any](), [value]
+        """Yield each random draw behind a value: the maps around its module, and its shape."""
+        seen = set[Any]()
+        left = [value]
         while left:
             value = left.pop()
             if isinstance(value, Literal) or value in seen or value not in self.made_by:
@@ -95,7 +129,7 @@ class _Program:
             left += equation.invars
 
     def maps_around(self, key: Any) -> int:
-        """Return the number of maps around the module that drew a key from its `nnx.Rngs`; 0 if none did."""
+        """Return the number of maps around the module behind a key; 0 if no `nnx.Rngs` drew it."""
         while key in self.made_by:
             equation = self.made_by[key]
             if equation.primitive.name == "random_fold_in":
@@ -109,11 +143,16 @@ class _Program:
         return 0
 
     def _inside(self, equation: JaxprEqn, value: Any) -> Iterator[tuple["_Program", Any]]:
-        """Yield the programs that an equation calls with its operands, and what the value is in them."""
+        """Yield the programs called by an equation with its operands, and the value in them."""
         index = equation.outvars.index(value)
-        is_stacked = equation.primitive.name == "scan" and index >= equation.params["num_carry"]
+        is_scan = equation.primitive.name == "scan"
+        is_stacked = is_scan and index >= equation.params["num_carry"]
         for inner in inner_jaxprs(equation):
-            if (len(inner.invars), len(inner.outvars)) != (len(equation.invars), len(equation.outvars)):
+            if len(inner.invars) != len(equation.invars):
                 continue
-            outside = {own: (self, operand) for own, operand in zip(inner.invars, equation.invars, strict=True)}
+            if len(inner.outvars) != len(equation.outvars):
+                continue
+            outside = {}
+            for own, operand in zip(inner.invars, equation.invars, strict=True):
+                outside[own] = (self, operand)
             yield _Program(inner, self.loops + is_stacked, outside), inner.outvars[index]

@@ -2,7 +2,7 @@
 
 ```python
 model = from_nnx(lambda rngs: Llama(config, rngs=rngs))
-params = model.init(key)               # a nested dictionary: {"layers": {"attention": {"q_proj": {"kernel": …
+params = model.init(key)    # a nested dictionary: {"layers": {"attention": {"q_proj": {"kernel": …
 logits = model.apply(params, tokens)
 ```
 """
@@ -26,7 +26,15 @@ import numpy as np
 from flax import nnx
 
 from spmd import tree
-from spmd.errors import AnnotationError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
+from spmd.errors import (
+    AnnotationError,
+    ConfigError,
+    Problem,
+    check_call,
+    check_type,
+    did_you_mean,
+    shown,
+)
 from spmd.model_api.compute_dtype import InComputeDtype
 from spmd.model_api.kernels import Said
 from spmd.model_api.model import VALID, LayeredModel, Model, ModelInfo, abstract_key, takes_valid
@@ -41,19 +49,31 @@ from spmd.plan.flax_dtypes import (
 )
 from spmd.plan.linen_collections import DEBUGGING, LinenCollections
 from spmd.plan.logical_constraints import read_logical_constraints
-from spmd.plan.nnx_state import ModuleStructure, join, register_arrays, to_dict, trace_structure, with_values
+from spmd.plan.nnx_state import (
+    ModuleStructure,
+    join,
+    register_arrays,
+    to_dict,
+    trace_structure,
+    with_values,
+)
 from spmd.plan.sown import Sown, add_sown, check_sown, stacked_by_scan
 from spmd.plan.structure import describe, nnx_said
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
 
 _NO_MODEL = "This is no model:"
+_NO_CALL = "This module cannot be called so:"
 _PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
-
+_MAKE_FIX = "spmd.from_nnx(lambda rngs: Module(…, rngs=rngs)), or spmd.from_linen(module, *inputs)"
 
 _MODES = ("deterministic", "use_running_average")
 """The attributes that `train()` of an NNX module sets to False."""
 
-_NO_MESH = ("non-empty mesh in context", "not under a mesh context", "axis names that are of type Auto")
+_NO_MESH = (
+    "non-empty mesh in context",
+    "not under a mesh context",
+    "axis names that are of type Auto",
+)
 """Words of JAX's errors about a `PartitionSpec` that it has no mesh for."""
 
 _LOSSES = ("losses",)
@@ -63,6 +83,9 @@ _NO_VARIABLES = ("params", PARAMS_AXES)
 
 _DEBUGGING_TYPES = (nnx.Intermediate, nnx.Perturbation)
 """Types by which Flax looks inside an NNX module; `DEBUGGING` has the collections of Linen."""
+
+_FOREIGN = frozenset(("jax", "flax", "contextlib.py"))
+"""Parts of the names of files between a model's own lines and an error."""
 
 _UNBOUND = re.compile(r"unbound axis name:? (\w+)")
 
@@ -76,27 +99,31 @@ def from_nnx(
 ) -> Model:
     """Return the functions of an NNX module.
 
-    Its `nnx.Param`s are the parameters; all other variables (batch statistics, the random state of dropout) are the
-    model's variables, under their own paths. So are arrays and random keys that modules keep as plain attributes; they
-    are replicated unless a rule matches. `forward` runs the module in `train()` or `eval()` mode; a layer that was
-    built with `use_running_average=True` or `deterministic=True` keeps it in training. Keyword arguments of `apply` and
-    `forward` are passed on to the module; `method` says which method they call, by its name or as a function.
+    Its `nnx.Param`s are the parameters; all other variables (batch statistics, the random state of
+    dropout) are the model's variables, under their own paths. So are arrays and random keys that
+    modules keep as plain attributes; they are replicated unless a rule matches. `forward` runs the
+    module in `train()` or `eval()` mode; a layer that was built with `use_running_average=True` or
+    `deterministic=True` keeps it in training. Keyword arguments of `apply` and `forward` are passed
+    on to the module; `method` says which method they call, by its name or as a function.
 
-    Two optional attributes of the module: `position_aware` lets ring
-    attention reorder tokens (`spmd.layers.zigzag`) and implies `supports_kv_cache`, which lets generation decode token
-    by token (`spmd.layers.kv_cache`). A module with the methods `embed_inputs`, `apply_layers` and `compute_outputs`
-    can be pipelined (`spmd.model_api.model.LayeredModel`). One with a parameter `valid` is called with the mask of the
-    tokens that are no padding (`spmd.gradients.losses.valid_tokens`).
+    Two optional attributes of the module: `position_aware` lets ring attention reorder tokens
+    (`spmd.layers.zigzag`) and implies `supports_kv_cache`, which lets generation decode token by
+    token (`spmd.layers.kv_cache`). A module with the methods `embed_inputs`, `apply_layers` and
+    `compute_outputs` can be pipelined (`spmd.model_api.model.LayeredModel`). One with a parameter
+    `valid` is called with the mask of the tokens that are no padding
+    (`spmd.gradients.losses.valid_tokens`).
 
-    What the module sows in a call is returned by `forward`, as `spmd.model_api.model.Outputs`, under its path.
-    `nnx.Intermediate` itself, by which Flax looks inside, is dropped unless it is one of `losses`.
+    What the module sows in a call is returned by `forward`, as `spmd.model_api.model.Outputs`,
+    under its path. `nnx.Intermediate` itself, by which Flax looks inside, is dropped unless it is
+    one of `losses`.
 
     Args:
-        make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under tracing, so the arrays are
-            created only as the plan shards them.
-        losses: Types of variables whose sown values training adds to the loss; what is sown as others becomes metrics.
-        train: Keyword arguments of a call in training, for a module that takes its mode so: `{"deterministic": False}`.
-            Such a module cannot be pipelined.
+        make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under
+            tracing, so the arrays are created only as the plan shards them.
+        losses: Types of variables whose sown values training adds to the loss; what is sown as
+            others becomes metrics.
+        train: Keyword arguments of a call in training, for a module that takes its mode so:
+            `{"deterministic": False}`. Such a module cannot be pipelined.
         evaluate: Keyword arguments of a call in evaluation and of `apply`.
 
     Example:
@@ -105,146 +132,259 @@ def from_nnx(
         >>> sorted(params), model.apply(params, jax.numpy.ones((4, 2))).shape
         (['bias', 'kernel'], (4, 3))
     """
-
-    training, evaluation = dict(train or {}), dict(evaluate or {})
+    training = dict(train or {})
+    evaluation = dict(evaluate or {})
     loss_types = losses if isinstance(losses, tuple) else (losses,)
-    fix = "spmd.from_nnx(lambda rngs: Module(…, rngs=rngs)), or spmd.from_linen(module, *inputs)"
-    is_module = isinstance(make, nnx.Module | nn.Module)
-    if problems := check_type("make", make, (), fix) if is_module else check_call("make", make, "rngs", fix):
+    problems = _check_make(make)
+    if problems:
         raise ConfigError(_NO_MODEL, problems)
+    functions = _NNXFunctions(make, loss_types, training, evaluation)
+    return Model(
+        functions.init,
+        functions.apply,
+        functions.init_variables,
+        functions.forward,
+        functions.info,
+        functions.layered,
+    )
 
-    def build(key: jax.Array) -> tuple[nnx.Module, dict[str, jax.Array]]:
-        with _no_shardings_inside(), nnx.use_eager_sharding(False):  # the plan shards arrays, not the module
-            module = make(nnx.Rngs(key))
-        if problems := check_type("what make returns", module, nnx.Module, fix):
-            raise ConfigError(_NO_MODEL, problems)
-        mark_own_dtypes(module)
-        return module, register_arrays(module)
 
-    @functools.cache
-    def structure() -> ModuleStructure:
-        return trace_structure(build, abstract_key())
+def _check_make(make: Any) -> list[Problem]:
+    if isinstance(make, nnx.Module | nn.Module):
+        return check_type("make", make, (), _MAKE_FIX)
+    return check_call("make", make, "rngs", _MAKE_FIX)
 
-    @functools.cache
-    def abstract_module() -> nnx.Module:
-        return structure().module()
 
-    @functools.cache
-    def marked(flag: str) -> frozenset[str]:
-        params = nnx.to_flat_state(structure().params)
-        return frozenset(join(path) for path, param in params if param.get_metadata(flag, False))
+@dataclasses.dataclass(frozen=True, eq=False)
+class _NNXFunctions:
+    """The functions of an NNX module, for a `Model`.
 
-    def init(key: jax.Array) -> Any:
-        structure()
-        return jax.tree.map(_as_array, to_dict(nnx.state(build(key)[0], nnx.Param)))
+    Attributes:
+        make: Builds the module.
+        loss_types: Types of variables with sown losses.
+        training: Keyword arguments of a call in training.
+        evaluation: Keyword arguments of a call in evaluation.
+    """
 
-    def init_variables(key: jax.Array) -> Any:
-        if not jax.tree.leaves(structure().others):
+    make: Callable[[nnx.Rngs], nnx.Module]
+    loss_types: tuple[type[nnx.Variable], ...]
+    training: Mapping[str, Any]
+    evaluation: Mapping[str, Any]
+
+    def init(self, key: jax.Array) -> Any:
+        _ = self._structure  # checks the module
+        module, _ = self._build(key)
+        return jax.tree.map(_as_array, to_dict(nnx.state(module, nnx.Param)))
+
+    def init_variables(self, key: jax.Array) -> Any:
+        if not jax.tree.leaves(self._structure.others):
             return {}  # building a module is slow, and most have no variables
-        return jax.tree.map(_as_data, to_dict(nnx.state(build(key)[0], nnx.Not(nnx.Param))))
+        module, _ = self._build(key)
+        return jax.tree.map(_as_data, to_dict(nnx.state(module, nnx.Not(nnx.Param))))
 
-    def restore(params: Any, variables: Any, train: bool) -> nnx.Module:
-        known = structure()
-        variables = tree.map_with_path(lambda path, x: _as_key(x, known.variables.get(path)), variables)
-        states = with_values(known.params, params), with_values(known.others, variables)
-        module = nnx.merge(known.graph, *states, copy=True)
-        use_plan_dtype(module)
-        if not train:
-            module.eval()
-            return module
-        frozen = [(m, name) for _, m in nnx.iter_modules(module) for name in _MODES if getattr(m, name, None) is True]
-        module.train()
-        for child, name in frozen:
-            setattr(child, name, True)
-        return module
+    def apply(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+        _check_none(self._structure.variables)
+        outputs, _ = self._call(params, {}, inputs, {**self.evaluation, **keywords}, train=False)
+        return outputs
 
-    def part(method: str) -> Callable[..., Any]:
-        def run(params: Any, variables: Any, *inputs: Any, train: bool, **keywords: Any) -> Any:
-            with _no_shardings_inside():
-                return getattr(restore(params, variables, train), method)(*inputs, **keywords)
-
-        return run
-
-    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
+    def forward(
+        self, params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
+    ) -> tuple[Any, Any]:
         del key  # an NNX module has its own random state
-        keywords = {**(training if train else evaluation), **keywords}
-        outputs, after = call(params, variables, inputs, keywords, train)
-        sown = sown_in(after)
+        mode = self.training if train else self.evaluation
+        keywords = {**mode, **keywords}
+        outputs, after = self._call(params, variables, inputs, keywords, train)
+        sown = self._sown_in(after)
         if train:
-            _check_losses(kind.__name__ for kind in loss_types if not any(isinstance(x, kind) for x in sown.values()))
+            self._check_losses_in(sown)
 
-        def again() -> list[Any]:
-            return [x.get_value() for x in sown_in(call(params, variables, inputs, keywords, train)[1]).values()]
+        def sow_again() -> list[Any]:
+            _, after = self._call(params, variables, inputs, keywords, train)
+            return [x.get_value() for x in self._sown_in(after).values()]
 
-        found = [Sown(path, x.get_value(), isinstance(x, loss_types)) for path, x in sown.items()]
+        found = []
+        for path, x in sown.items():
+            found.append(Sown(path, x.get_value(), isinstance(x, self.loss_types)))
         values = tree.flatten(to_dict(after))
         updated = tree.map_with_path(lambda path, _: _as_data(values[path]), variables)
-        return add_sown(outputs, found, lambda: stacked_by_scan(again)), updated
+        return add_sown(outputs, found, lambda: stacked_by_scan(sow_again)), updated
 
-    def call(params: Any, variables: Any, inputs: Any, keywords: Any, train: bool) -> tuple[Any, nnx.State]:
-        module, keywords = restore(params, variables, train), dict(keywords)
-        method = keywords.pop("method", "__call__")
-        run = _check_call(module, method, inputs, keywords)
-        with _no_shardings_inside(), warnings.catch_warnings():
-            # Flax would rather have the types of sown values named before the call, and says so at each of them.
-            warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
-            outputs = run(module, *inputs, **keywords)
-        return outputs, nnx.state(module, nnx.Not(nnx.Param))
+    def info(self) -> ModelInfo:
+        return self._info
 
-    def sown_in(after: nnx.State) -> dict[str, nnx.Variable]:
-        known = {path for path, _ in nnx.to_flat_state(structure().others)}
-        new = [(path, x) for path, x in nnx.to_flat_state(after) if path not in known and isinstance(x, nnx.Variable)]
-        return {join(path): x for path, x in new if type(x) not in _DEBUGGING_TYPES or isinstance(x, loss_types)}
-
-    def apply(params: Any, *inputs: Any, **keywords: Any) -> Any:
-        _check_none(structure().variables)
-        return call(params, {}, inputs, {**evaluation, **keywords}, train=False)[0]
-
-    @functools.cache
-    def info() -> ModelInfo:
-        module, known = abstract_module(), structure()
-        shared = [[join(path) for path in group] for group in nnx.find_duplicates(module)]
-        tied = tuple(filter(None, (_aliases(join(path), shared) for path, _ in nnx.to_flat_state(known.params))))
-        shapes = {join(path): jnp.shape(param.get_value()) for path, param in nnx.to_flat_state(known.params)}
-        drawn = functools.partial(drawn_shapes, init, abstract_key())
-        random_state = (join(path) for path, v in nnx.to_flat_state(known.others) if isinstance(v, nnx.RngState))
-        position_aware = getattr(module, "position_aware", False)
-        return dataclasses.replace(
-            describe(shapes, nnx_said(module), drawn, tied),
-            tied=tied,
-            random_state=frozenset(random_state),
-            constants=known.constants,
-            annotations=nnx_annotations(known.params),
-            wrappable=marked("takes_wrapped"),
-            gathered_by_layer=marked("gathered_by_layer"),
-            sent_exactly=marked("sent_exactly"),
-            cast_by_layer=marked(CAST_BY_LAYER) | marked("gathered_by_layer"),
-            linear=marked("linear"),
-            position_aware=position_aware,
-            supports_kv_cache=getattr(module, "supports_kv_cache", position_aware),
-            padding_aware=takes_valid(_called(module, training)),
-        )
-
-    def layered() -> LayeredModel | None:
-        if training or evaluation or not all(hasattr(abstract_module(), name) for name in _PARTS):
+    def layered(self) -> LayeredModel | None:
+        if self.training or self.evaluation:
             return None
-        module = abstract_module()
+        module = self._abstract_module
+        if not all(hasattr(module, name) for name in _PARTS):
+            return None
         if takes_valid(_called(module, {})) and not takes_valid(module.embed_inputs):
             what = f"does not take {VALID!r}, which {type(module).__name__}.__call__ takes"
-            raise ConfigError(_NO_MODEL, [Problem("embed_inputs", what, fix=f"embed_inputs(…, {VALID}=None)")])
-        embed_inputs, apply_layers, compute_outputs = map(part, _PARTS)
+            fix = f"embed_inputs(…, {VALID}=None)"
+            raise ConfigError(_NO_MODEL, [Problem("embed_inputs", what, fix=fix)])
+        embed_inputs = self._part("embed_inputs")
 
-        def embed(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> Any:
+        def embed(
+            params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
+        ) -> Any:
             del key  # an NNX module has its own random state
             return embed_inputs(params, variables, *inputs, train=train, **keywords)
 
         return LayeredModel(
-            InComputeDtype(embed, info, inputs_from=2, returns_outputs=False),
-            InComputeDtype(apply_layers, info, returns_outputs=False),
-            InComputeDtype(compute_outputs, info),
+            InComputeDtype(embed, self.info, inputs_from=2, returns_outputs=False),
+            InComputeDtype(self._part("apply_layers"), self.info, returns_outputs=False),
+            InComputeDtype(self._part("compute_outputs"), self.info),
         )
 
-    return Model(init, apply, init_variables, forward, info, layered)
+    @functools.cached_property
+    def _structure(self) -> ModuleStructure:
+        return trace_structure(self._build, abstract_key())
+
+    @functools.cached_property
+    def _abstract_module(self) -> nnx.Module:
+        return self._structure.module()
+
+    @functools.cached_property
+    def _info(self) -> ModelInfo:
+        module = self._abstract_module
+        structure = self._structure
+        tied = _tied_params(module, structure)
+        drawn = functools.partial(drawn_shapes, self.init, abstract_key())
+        position_aware = getattr(module, "position_aware", False)
+        gathered_by_layer = self._params_with("gathered_by_layer")
+        return dataclasses.replace(
+            describe(_shapes(structure.params), nnx_said(module), drawn, tied),
+            tied=tied,
+            random_state=_random_state(structure),
+            constants=structure.constants,
+            annotations=nnx_annotations(structure.params),
+            wrappable=self._params_with("takes_wrapped"),
+            gathered_by_layer=gathered_by_layer,
+            sent_exactly=self._params_with("sent_exactly"),
+            cast_by_layer=self._params_with(CAST_BY_LAYER) | gathered_by_layer,
+            linear=self._params_with("linear"),
+            position_aware=position_aware,
+            supports_kv_cache=getattr(module, "supports_kv_cache", position_aware),
+            padding_aware=takes_valid(_called(module, self.training)),
+        )
+
+    def _params_with(self, flag: str) -> frozenset[str]:
+        """Return the paths of the parameters with a flag in their metadata."""
+        found = []
+        for path, param in nnx.to_flat_state(self._structure.params):
+            if param.get_metadata(flag, False):
+                found.append(join(path))
+        return frozenset(found)
+
+    def _build(self, key: jax.Array) -> tuple[nnx.Module, dict[str, jax.Array]]:
+        """Build the module, and make its plain arrays part of its state."""
+        # The plan shards arrays, not the module.
+        with _no_shardings_inside(), nnx.use_eager_sharding(False):
+            module = self.make(nnx.Rngs(key))
+        problems = check_type("what make returns", module, nnx.Module, _MAKE_FIX)
+        if problems:
+            raise ConfigError(_NO_MODEL, problems)
+        mark_own_dtypes(module)
+        return module, register_arrays(module)
+
+    def _restore(self, params: Any, variables: Any, train: bool) -> nnx.Module:
+        """Return the module with these arrays, in the mode of training or of evaluation."""
+        structure = self._structure
+        known = structure.variables
+        variables = tree.map_with_path(lambda path, x: _as_key(x, known.get(path)), variables)
+        trained = with_values(structure.params, params)
+        others = with_values(structure.others, variables)
+        module = nnx.merge(structure.graph, trained, others, copy=True)
+        use_plan_dtype(module)
+        if train:
+            _set_training_mode(module)
+        else:
+            module.eval()
+        return module
+
+    def _call(
+        self, params: Any, variables: Any, inputs: Any, keywords: Any, train: bool
+    ) -> tuple[Any, nnx.State]:
+        """Return the outputs of a call, and the state of everything but parameters after it."""
+        module = self._restore(params, variables, train)
+        keywords = dict(keywords)
+        method = keywords.pop("method", "__call__")
+        run = _check_call(module, method, inputs, keywords)
+        with _no_shardings_inside(), warnings.catch_warnings():
+            # Flax would rather have the types of sown values named before the call, and says so at
+            # each of them.
+            warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
+            outputs = run(module, *inputs, **keywords)
+        return outputs, nnx.state(module, nnx.Not(nnx.Param))
+
+    def _part(self, method: str) -> Callable[..., Any]:
+        """Return a method of the module as a function of parameters, variables and inputs."""
+
+        def run(params: Any, variables: Any, *inputs: Any, train: bool, **keywords: Any) -> Any:
+            with _no_shardings_inside():
+                module = self._restore(params, variables, train)
+                return getattr(module, method)(*inputs, **keywords)
+
+        return run
+
+    def _sown_in(self, after: nnx.State) -> dict[str, nnx.Variable]:
+        """Return path → variable of the values sown in a call, without those for debugging."""
+        known = {path for path, _ in nnx.to_flat_state(self._structure.others)}
+        sown = {}
+        for path, x in nnx.to_flat_state(after):
+            if path in known or not isinstance(x, nnx.Variable):
+                continue
+            if type(x) not in _DEBUGGING_TYPES or isinstance(x, self.loss_types):
+                sown[join(path)] = x
+        return sown
+
+    def _check_losses_in(self, sown: Mapping[str, nnx.Variable]) -> None:
+        unsown = []
+        for kind in self.loss_types:
+            if not any(isinstance(x, kind) for x in sown.values()):
+                unsown.append(kind.__name__)
+        _check_losses(unsown)
+
+
+def _set_training_mode(module: nnx.Module) -> None:
+    """Call `train()` of a module, except for layers with a mode fixed at construction."""
+    fixed = []
+    for _, layer in nnx.iter_modules(module):
+        for name in _MODES:
+            if getattr(layer, name, None) is True:
+                fixed.append((layer, name))
+    module.train()
+    for layer, name in fixed:
+        setattr(layer, name, True)
+
+
+def _shapes(params: nnx.State) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for path, param in nnx.to_flat_state(params):
+        shapes[join(path)] = jnp.shape(param.get_value())
+    return shapes
+
+
+def _tied_params(module: nnx.Module, structure: ModuleStructure) -> tuple[tuple[str, ...], ...]:
+    """Return the paths of each parameter with several paths."""
+    shared = []
+    for group in nnx.find_duplicates(module):
+        shared.append([join(path) for path in group])
+    tied = []
+    for path, _ in nnx.to_flat_state(structure.params):
+        aliases = _aliases(join(path), shared)
+        if aliases:
+            tied.append(aliases)
+    return tuple(tied)
+
+
+def _random_state(structure: ModuleStructure) -> frozenset[str]:
+    """Return the paths of random keys and draw counters."""
+    found = []
+    for path, variable in nnx.to_flat_state(structure.others):
+        if isinstance(variable, nnx.RngState):
+            found.append(join(path))
+    return frozenset(found)
 
 
 def from_linen(
@@ -258,20 +398,26 @@ def from_linen(
 ) -> Model:
     """Return the functions of a Linen module.
 
-    The `params` collection is the parameters; every other collection at initialization (`batch_stats`) is among the
-    model's variables, under its name. A collection that only `sow` writes to is no variable: `forward` returns what was
-    sown in the call, as `spmd.model_api.model.Outputs`, under `collection/path/name`. Those by which Flax looks inside
+    The `params` collection is the parameters; every other collection at initialization
+    (`batch_stats`) is among the model's variables, under its name. A collection that only `sow`
+    writes to is no variable: `forward` returns what was sown in the call, as
+    `spmd.model_api.model.Outputs`, under `collection/path/name`. Those by which Flax looks inside
     (`intermediates`, `perturbations`) are dropped unless they are in `losses`.
 
     Args:
-        *inputs: The module's inputs, as arrays or `jax.ShapeDtypeStruct`s. Only shapes are used, unless an initial
-            value is computed from the inputs, as that of an ActNorm: this takes arrays.
-        rngs: Names of the random streams in training with a key of their own. Others draw from the stream `params`.
-        evaluation_rngs: Names of the random streams in evaluation, for a module that draws there, too.
-        losses: Collections whose sown values training adds to the loss; what is sown in others becomes metrics.
-        train: Keyword arguments of a call in training, such as `{"train": True}` or `{"deterministic": False}`.
-        evaluate: Keyword arguments of a call in evaluation and at initialization. Those of `apply` and `forward` are
-            added; `method` says which method is called, as in Flax.
+        *inputs: The module's inputs, as arrays or `jax.ShapeDtypeStruct`s. Only shapes are used,
+            unless an initial value is computed from the inputs, as that of an ActNorm: this takes
+            arrays.
+        rngs: Names of the random streams in training with a key of their own. Others draw from the
+            stream `params`.
+        evaluation_rngs: Names of the random streams in evaluation, for a module that draws there,
+            too.
+        losses: Collections whose sown values training adds to the loss; what is sown in others
+            becomes metrics.
+        train: Keyword arguments of a call in training, such as `{"train": True}` or
+            `{"deterministic": False}`.
+        evaluate: Keyword arguments of a call in evaluation and at initialization. Those of `apply`
+            and `forward` are added; `method` says which method is called, as in Flax.
 
     Example:
         >>> model = from_linen(nn.Dense(3), jax.ShapeDtypeStruct((4, 2), "float32"))
@@ -280,123 +426,205 @@ def from_linen(
         (['bias', 'kernel'], (4, 3))
     """
     fix = "spmd.from_linen(Module(…), *inputs), or spmd.from_nnx for a module of nnx"
-    if problems := check_type("module", module, nn.Module, fix):
+    problems = check_type("module", module, nn.Module, fix)
+    if problems:
         raise ConfigError(_NO_MODEL, problems)
-    examples = jax.tree.map(_as_example, inputs)
-    training, evaluation = dict(train or {}), dict(evaluate or {})
+    functions = _LinenFunctions(
+        module,
+        jax.tree.map(_as_example, inputs),
+        rngs,
+        evaluation_rngs,
+        losses,
+        dict(train or {}),
+        dict(evaluate or {}),
+    )
+    return Model(
+        functions.init,
+        functions.apply,
+        functions.init_variables,
+        functions.forward,
+        functions.info,
+    )
 
-    @functools.cache
-    def collections() -> LinenCollections:
-        keywords = dict(evaluation)
-        method = keywords.pop("method", "__call__")
-        run = _check_call(module, method, examples, keywords)
-        return LinenCollections(module, run, keywords, examples, losses)
 
-    def create(key: jax.Array) -> dict[str, Any]:
-        with _no_shardings_inside():
-            return collections().create(key)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _LinenFunctions:
+    """The functions of a Linen module, for a `Model`.
 
-    def init(key: jax.Array) -> Any:
-        return jax.tree.map(_as_array, nn.meta.unbox(create(key).get("params", {})))
+    Attributes:
+        examples: The module's inputs: NumPy arrays, or shapes.
+        rngs: Names of the random streams in training.
+        evaluation_rngs: Names of the random streams in evaluation.
+        losses: Collections with sown losses.
+        training: Keyword arguments of a call in training.
+        evaluation: Keyword arguments of a call in evaluation.
+        said: Path → the statement of a layer about its parameter, recorded when the module is
+            traced.
+    """
 
-    def init_variables(key: jax.Array) -> Any:
-        others = {name: part for name, part in create(key).items() if name not in _NO_VARIABLES}
+    module: nn.Module
+    examples: Any
+    rngs: tuple[str, ...]
+    evaluation_rngs: tuple[str, ...]
+    losses: tuple[str, ...]
+    training: Mapping[str, Any]
+    evaluation: Mapping[str, Any]
+    said: dict[str, Said] = dataclasses.field(default_factory=dict)
+
+    def init(self, key: jax.Array) -> Any:
+        params = self._create(key).get("params", {})
+        return jax.tree.map(_as_array, nn.meta.unbox(params))
+
+    def init_variables(self, key: jax.Array) -> Any:
+        others = _without_params(self._create(key))
         return jax.tree.map(_as_array, nn.meta.unbox(others))
 
-    def call(everything: Any, inputs: Any, keywords: Any, **options: Any) -> Any:
-        keywords = dict(keywords)
-        method = keywords.pop("method", "__call__")
-        run = _check_call(module, method, inputs, keywords)
-        with _no_shardings_inside(), _flax_errors_in_words(), narrow_linen_attention():
-            return module.apply(everything, *inputs, method=run, **options, **keywords)
+    def apply(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+        made, _ = self._traced
+        _check_none(_without_params(made))
+        return self._call({"params": params}, inputs, {**self.evaluation, **keywords})
 
-    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
+    def forward(
+        self, params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
+    ) -> tuple[Any, Any]:
         everything = {"params": params, **variables}
-        keywords = {**(training if train else evaluation), **keywords}
-        keys = _streams(key, rngs if train else evaluation_rngs, also="params" if train else None)
-        immutable = _NO_VARIABLES if train else (*_NO_VARIABLES, *variables)
-        debugging = [name for name in DEBUGGING if name not in losses]
+        if train:
+            keywords = {**self.training, **keywords}
+            keys = _streams(key, self.rngs, also="params")
+            immutable = _NO_VARIABLES
+        else:
+            keywords = {**self.evaluation, **keywords}
+            keys = _streams(key, self.evaluation_rngs, also=None)
+            immutable = (*_NO_VARIABLES, *variables)
+        debugging = [name for name in DEBUGGING if name not in self.losses]
         mutable = nn.DenyList((*immutable, *debugging))
 
         def run() -> tuple[Any, Any]:
-            return call(everything, inputs, keywords, rngs=keys, mutable=mutable)
+            return self._call(everything, inputs, keywords, rngs=keys, mutable=mutable)
 
         outputs, after = run()
         after = dict(nn.meta.unbox(after))
-        sown = {name: after.pop(name) for name in list(after) if name not in variables}
+        sown = {}
+        for name in list(after):
+            if name not in variables:
+                sown[name] = after.pop(name)
         if train:
             _check_persistent(variables, after)
-            if not collections().sown.issuperset(sown):  # made in training alone: the module has to do without them
+            if not self._collections.sown.issuperset(sown):
+                # Made in training alone: the module has to do without them.
                 only = list(variables)
-                jax.eval_shape(lambda: call(everything, inputs, keywords, rngs=keys, mutable=only)[0])
-            _check_losses(name for name in losses if name not in sown and losses != _LOSSES)
+                jax.eval_shape(
+                    lambda: self._call(everything, inputs, keywords, rngs=keys, mutable=only)[0]
+                )
+            self._check_losses_in(sown)
 
-        def again() -> dict[str, Any]:
-            made = nn.meta.unbox(run()[1])
+        def sow_again() -> dict[str, Any]:
+            _, after = run()
+            made = nn.meta.unbox(after)
             return {name: made[name] for name in sown}
 
-        return add_sown(outputs, named(sown), lambda: stacked_by_scan(again)), {**variables, **after}
+        outputs = add_sown(outputs, self._named(sown), lambda: stacked_by_scan(sow_again))
+        return outputs, {**variables, **after}
 
-    def named(sown: Mapping[str, Any]) -> list[Sown]:
-        values = tree.flatten(sown, is_leaf=lambda x: not isinstance(x, Mapping))  # a tuple is one value
-        return [Sown(path, value, path.partition("/")[0] in losses) for path, value in values.items()]
-
-    def apply(params: Any, *inputs: Any, **keywords: Any) -> Any:
-        _check_none({name: part for name, part in abstract().items() if name not in _NO_VARIABLES})
-        return call({"params": params}, inputs, {**evaluation, **keywords})
-
-    said = dict[str, Said]()
-
-    @functools.cache
-    def traced() -> tuple[dict[str, Any], set[str]]:
-        with record_own_dtypes() as layers, recording(said):
-            return jax.eval_shape(create, abstract_key()), layers
-
-    def abstract() -> dict[str, Any]:
-        return traced()[0]
-
-    def info() -> ModelInfo:
-        check_sown(named(collections().sown_values), collections().sown_by_scan)
-        made, layers = traced()
-        params, names = made.get("params", {}), made.get(PARAMS_AXES)
-        shapes = {path: x.shape for path, x in tree.flatten(nn.meta.unbox(params)).items()}
+    def info(self) -> ModelInfo:
+        collections = self._collections
+        check_sown(self._named(collections.sown_values), collections.sown_by_scan)
+        made, layers = self._traced
+        params = made.get("params", {})
+        names = made.get(PARAMS_AXES)
+        arrays = tree.flatten(nn.meta.unbox(params))
+        shapes = {path: x.shape for path, x in arrays.items()}
         return dataclasses.replace(
-            describe(shapes, said),
+            describe(shapes, self.said),
             annotations=linen_annotations(params, names),
-            padding_aware=takes_valid(_called(module, training)),
+            padding_aware=takes_valid(_called(self.module, self.training)),
             cast_by_layer=params_of(layers, shapes),
         )
 
-    return Model(init, apply, init_variables, forward, info)
+    @functools.cached_property
+    def _collections(self) -> LinenCollections:
+        keywords = dict(self.evaluation)
+        method = keywords.pop("method", "__call__")
+        run = _check_call(self.module, method, self.examples, keywords)
+        return LinenCollections(self.module, run, keywords, self.examples, self.losses)
+
+    @functools.cached_property
+    def _traced(self) -> tuple[dict[str, Any], set[str]]:
+        """The abstract collections, and the paths of layers with a `dtype` of their own."""
+        with record_own_dtypes() as layers, recording(self.said):
+            return jax.eval_shape(self._create, abstract_key()), layers
+
+    def _create(self, key: jax.Array) -> dict[str, Any]:
+        with _no_shardings_inside():
+            return self._collections.create(key)
+
+    def _call(self, everything: Any, inputs: Any, keywords: Any, **options: Any) -> Any:
+        """Apply the module to collections and inputs."""
+        keywords = dict(keywords)
+        method = keywords.pop("method", "__call__")
+        run = _check_call(self.module, method, inputs, keywords)
+        with _no_shardings_inside(), _flax_errors_in_words(), narrow_linen_attention():
+            return self.module.apply(everything, *inputs, method=run, **options, **keywords)
+
+    def _named(self, sown: Mapping[str, Any]) -> list[Sown]:
+        # A tuple is one value.
+        values = tree.flatten(sown, is_leaf=lambda x: not isinstance(x, Mapping))
+        found = []
+        for path, value in values.items():
+            collection, _, _ = path.partition("/")
+            found.append(Sown(path, value, collection in self.losses))
+        return found
+
+    def _check_losses_in(self, sown: Mapping[str, Any]) -> None:
+        if self.losses == _LOSSES:
+            return  # the default, which a module need not have
+        _check_losses(name for name in self.losses if name not in sown)
+
+
+def _without_params(collections: Mapping[str, Any]) -> dict[str, Any]:
+    others = {}
+    for name, values in collections.items():
+        if name not in _NO_VARIABLES:
+            others[name] = values
+    return others
 
 
 def _as_example(x: Any) -> Any:
-    """Convert an input to a NumPy array, which any mesh can take, or to its shape if it has no values."""
-    is_abstract = isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_abstract else np.asarray(x)
+    """Convert an input to a NumPy array for any mesh, or to its shape if it has no values."""
+    if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return np.asarray(x)
 
 
-def _streams(key: jax.Array | None, names: tuple[str, ...], also: str | None) -> dict[str, jax.Array]:
+def _streams(
+    key: jax.Array | None, names: tuple[str, ...], also: str | None
+) -> dict[str, jax.Array]:
     """Return a key for each random stream, and for one more."""
     if key is None:
         return {}
-    keys = {name: jax.random.fold_in(key, number) for number, name in enumerate((*names, also))}
-    return {name: x for name, x in keys.items() if name is not None}
+    keys = {}
+    for number, name in enumerate((*names, also)):
+        stream = jax.random.fold_in(key, number)
+        if name is not None:
+            keys[name] = stream
+    return keys
 
 
 def _check_losses(unsown: Iterable[str]) -> None:
-    """Raise a `ConfigError` that lists the losses that a call does not sow."""
-    if problems := [Problem(f"losses {name!r}", "is nothing that the module sows in training") for name in unsown]:
+    """Raise a `ConfigError` with all losses without a sown value, if there are any."""
+    what = "is nothing that the module sows in training"
+    problems = [Problem(f"losses {name!r}", what) for name in unsown]
+    if problems:
         raise ConfigError("These losses do not exist:", problems)
 
 
 def _check_persistent(before: Any, after: Any) -> None:
-    """Raise a `ConfigError` that lists the arrays that a call adds to collections that persist between steps."""
-    known = {path for path in tree.flatten(before)}
+    """Refuse arrays added by a call to persistent collections."""
+    known = set(tree.flatten(before))
+    what = "is added to the variables by a call"
     fix = "sow into a collection of its own, or make the variable at initialization, too"
-    new = [path for path in tree.flatten(after) if path not in known]
-    if new:
-        problems = [Problem(path, "is added to the variables by a call", fix=fix) for path in new]
+    problems = [Problem(path, what, fix=fix) for path in tree.flatten(after) if path not in known]
+    if problems:
         raise ConfigError("The module adds to its variables:", problems)
 
 
@@ -405,98 +633,149 @@ _STREAM = re.compile(r'needs PRNG for "(\w+)"')
 
 @contextlib.contextmanager
 def _flax_errors_in_words() -> Iterator[None]:
-    """Replace Flax's errors about random streams and variables that a call does not have."""
+    """Explain Flax's errors about missing random streams and variables."""
     try:
         yield
     except flax.errors.InvalidRngError as error:
         where, line = _own_line(error)
-        stream = found[1] if (found := _STREAM.search(str(error))) else "noise"
+        found = _STREAM.search(str(error))
+        stream = found[1] if found else "noise"
         what = f"draws from the random stream {stream!r}, which has no key: {line or error}"
-        fix = f'a key for forward; in evaluation, evaluate={{"deterministic": True}} or evaluation_rngs=("{stream}",)'
-        raise ConfigError("The module draws random numbers:", [Problem(where, what, fix=fix)]) from None
+        fix = (
+            'a key for forward; in evaluation, evaluate={"deterministic": True} '
+            f'or evaluation_rngs=("{stream}",)'
+        )
+        problem = Problem(where, what, fix=fix)
+        raise ConfigError("The module draws random numbers:", [problem]) from None
     except flax.errors.ModifyScopeVariableError as error:
         where, line = _own_line(error)
+        what = f"changes a variable in evaluation: {line or error}"
         fix = 'evaluate={"train": False}, or in the module: if self.is_mutable_collection("name")'
-        problem = Problem(where, f"changes a variable in evaluation: {line or error}", fix=fix)
+        problem = Problem(where, what, fix=fix)
         raise ConfigError("Evaluation changes no variables:", [problem]) from None
     except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeVariableNotFoundError) as error:
         where, line = _own_line(error)
-        fix = "make it in evaluation mode, too, which initializes the module; or give model.forward its variables"
-        problem = Problem(where, f"needs a variable that does not exist: {line or error}", fix=fix)
+        what = f"needs a variable that does not exist: {line or error}"
+        fix = (
+            "make it in evaluation mode, too, which initializes the module; "
+            "or give model.forward its variables"
+        )
+        problem = Problem(where, what, fix=fix)
         raise ConfigError("The module lacks a variable:", [problem]) from None
 
 
 def _as_array(leaf: Any) -> jax.Array:
-    """Convert a number of Python, such as that of `nnx.Param(0.07)`; its dtype is JAX's default, and not weak."""
-    return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf, jnp.result_type(leaf))
+    """Convert a number, such as in `nnx.Param(0.07)`; its dtype is JAX's default, and not weak."""
+    if hasattr(leaf, "dtype"):
+        return leaf
+    return jnp.asarray(leaf, jnp.result_type(leaf))
 
 
 def _as_data(leaf: Any) -> jax.Array:
     """Convert a random key to its data, as the training state holds it, and numbers to arrays."""
     leaf = _as_array(leaf)
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf
 
 
 def _as_key(leaf: jax.Array, like: Any) -> jax.Array:
-    """Convert the data of a random key back to the key that the module has there."""
-    implementation = like is not None and tree.key_implementation(like)
-    return jax.random.wrap_key_data(leaf, impl=implementation) if implementation else leaf
+    """Convert the data of a random key back to a key, if the module has one there.
+
+    Args:
+        like: The module's array there; None if there is none.
+    """
+    if like is None:
+        return leaf
+    implementation = tree.key_implementation(like)
+    if not implementation:
+        return leaf
+    return jax.random.wrap_key_data(leaf, impl=implementation)
 
 
 def _aliases(path: str, shared: list[list[str]]) -> tuple[str, ...]:
-    """Return all paths of the array at a path, through nodes with several paths; empty if there is only one."""
+    """Return all paths of an array, through nodes with several paths; empty if it has only one."""
     found = [path]
     for known in found:  # grows during the loop
         for group in shared:
             for prefix in group:
-                if f"{known}/".startswith(f"{prefix}/"):
-                    others = [other for other in group if not other.startswith(f"{prefix}/")]  # not around a cycle
-                    paths = [other + known.removeprefix(prefix) for other in others]
-                    found += [path for path in paths if path not in found]
-    return tuple(found) if len(found) > 1 else ()
+                for alias in _replace_prefix(known, prefix, group):
+                    if alias not in found:
+                        found.append(alias)
+    if len(found) == 1:
+        return ()
+    return tuple(found)
+
+
+def _replace_prefix(path: str, prefix: str, group: list[str]) -> list[str]:
+    """Return a path through a node's prefix with each other prefix of the node in its place."""
+    if not f"{path}/".startswith(f"{prefix}/"):
+        return []
+    rest = path.removeprefix(prefix)
+    # Not around a cycle: a node that is inside of itself has no end of paths.
+    return [other + rest for other in group if not other.startswith(f"{prefix}/")]
 
 
 def _check_call(
-    module: Any, method: str | Callable[..., Any], inputs: tuple[Any, ...], keywords: Mapping[str, Any]
+    module: Any,
+    method: str | Callable[..., Any],
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """Return a method of the module, or raise a `ConfigError` if it does not take these arguments.
 
     Args:
         method: The name of a method, or a function whose first argument is the module.
     """
-    kind, run = type(module), _method(module, method)
+    kind = type(module)
+    run = _method(module, method)
     if not callable(run):
-        of_flax = {*dir(nnx.Module), *dir(nn.Module)}
-        known = [name for name in dir(kind) if name not in of_flax and callable(getattr(kind, name))]
         what = f"is {shown(method)}, which {kind.__name__} does not have"
-        problem = Problem("method", what, fix=did_you_mean(str(method), known))
-        raise ConfigError("This module cannot be called so:", [problem])
+        fix = did_you_mean(str(method), _own_methods(kind))
+        raise ConfigError(_NO_CALL, [Problem("method", what, fix=fix)])
     try:
         inspect.signature(run).bind(module, *inputs, **keywords)
     except TypeError as error:
-        what = f"cannot be called with {len(inputs)} inputs and the keywords {sorted(keywords)}: {error}"
-        fix = "give the arguments to model.apply or model.forward; those of a mode once: "
-        fix += 'train={"deterministic": False}, evaluate={…}'
-        name = method if isinstance(method, str) else getattr(method, "__name__", shown(method))
-        problem = Problem(f"{kind.__name__}.{name}", what, fix=fix)
-        raise ConfigError("This module cannot be called so:", [problem]) from None
+        name = method
+        if not isinstance(method, str):
+            name = getattr(method, "__name__", shown(method))
+        problem = Problem(
+            f"{kind.__name__}.{name}",
+            f"cannot be called with {len(inputs)} inputs and the keywords {sorted(keywords)}: "
+            f"{error}",
+            fix="give the arguments to model.apply or model.forward; those of a mode once: "
+            'train={"deterministic": False}, evaluate={…}',
+        )
+        raise ConfigError(_NO_CALL, [problem]) from None
     return run
 
 
+def _own_methods(kind: type) -> list[str]:
+    """Return the names of a module's methods besides Flax's own."""
+    of_flax = {*dir(nnx.Module), *dir(nn.Module)}
+    names = []
+    for name in dir(kind):
+        if name not in of_flax and callable(getattr(kind, name)):
+            names.append(name)
+    return names
+
+
 def _method(module: Any, method: str | Callable[..., Any]) -> Any:
-    """Return a method as a function whose first argument is the module; None if there is none of this name."""
-    run = getattr(type(module), method, None) if isinstance(method, str) else method
+    """Return a method as a function of the module and its arguments; None for an unknown name."""
+    run: Any = method
+    if isinstance(method, str):
+        run = getattr(type(module), method, None)
     return getattr(run, "__func__", run)  # of a bound method, which Flax takes, too
 
 
 def _called(module: Any, keywords: Mapping[str, Any]) -> Any:
-    """Return the method that is called with these keywords."""
+    """Return the method of a call with these keywords."""
     return _method(module, keywords.get("method", "__call__"))
 
 
 @contextlib.contextmanager
 def _no_shardings_inside() -> Iterator[None]:
-    """Read shardings by logical names from the plan, and replace JAX's error where a module names one by itself."""
+    """Read logical shardings from the plan, and explain JAX's errors about any others."""
     try:
         with read_logical_constraints():
             yield
@@ -504,30 +783,43 @@ def _no_shardings_inside() -> Iterator[None]:
         if not any(words in str(error) for words in _NO_MESH):
             raise
         where, line = _own_line(error)
-        what = f"names a sharding by itself: {line or error}"
-        fix = 'spmd.annotate(x, "name") in its place, and the spec in the table: Rules(activations=[("name", P(…))])'
-        problem = Problem(where, what, "JAX has no mesh for it here; the plan shards arrays, on any mesh", fix)
-        raise AnnotationError("The model names shardings outside of the rule table:", [problem]) from error
+        problem = Problem(
+            where,
+            f"names a sharding by itself: {line or error}",
+            "JAX has no mesh for it here; the plan shards arrays, on any mesh",
+            'spmd.annotate(x, "name") in its place, and the spec in the table: '
+            'Rules(activations=[("name", P(…))])',
+        )
+        title = "The model names shardings outside of the rule table:"
+        raise AnnotationError(title, [problem]) from error
     except NameError as error:
-        if not (axis := _UNBOUND.search(str(error))):
+        axis = _UNBOUND.search(str(error))
+        if not axis:
             raise
         where, line = _own_line(error)
-        what = f"reduces over an axis {axis[1]!r} that nothing maps: {line or error}"
-        detail = "the model is called with the global batch, so its means are over the examples of all devices already"
-        problem = Problem(where, what, detail, f"leave out axis_name={axis[1]!r}, as of a BatchNorm")
-        raise AnnotationError("The model names an axis of a map that is not there:", [problem]) from error
+        problem = Problem(
+            where,
+            f"reduces over an axis {axis[1]!r} that nothing maps: {line or error}",
+            "the model is called with the global batch, so its means are over the examples of all "
+            "devices already",
+            f"leave out axis_name={axis[1]!r}, as of a BatchNorm",
+        )
+        title = "The model names an axis of a map that is not there:"
+        raise AnnotationError(title, [problem]) from error
 
 
 def _own_line(error: BaseException) -> tuple[str, str | None]:
-    """Return the file and number of the innermost line that raised an error, outside of JAX and Flax, and its text."""
+    """Return file and number of an error's innermost line outside of JAX and Flax, and its text."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        if not {"jax", "flax", "contextlib.py"} & set(pathlib.PurePath(frame.filename).parts):
+        parts = pathlib.PurePath(frame.filename).parts
+        if _FOREIGN.isdisjoint(parts):
             return f"{frame.filename}:{frame.lineno}", frame.line
     return "the module", None
 
 
 def _check_none(variables: Any) -> None:
     fix = "call model.forward(params, variables, key, *inputs, train=False)"
-    if problems := [Problem(path, "is a variable", fix=fix) for path in tree.flatten(variables)]:
+    problems = [Problem(path, "is a variable", fix=fix) for path in tree.flatten(variables)]
+    if problems:
         raise ConfigError("This model cannot be applied to parameters alone:", problems)

@@ -1,9 +1,10 @@
 """The `dtype` of layers of Flax, and what a layer without one computes in under a plan.
 
-A layer with a `dtype` of its own computes in it whatever the plan says, and its parameters reach it as they are stored.
-A layer without one computes in the dtype to which its parameters and inputs promote, which is the compute dtype of the
-plan, or float32 where the model adds a constant in float32. Products of parameters are then narrow all the same
-(`spmd.jaxpr.promoted`); those of attention, which has no parameters, are made so here.
+A layer with a `dtype` of its own computes in it whatever the plan says, and its parameters reach it
+as they are stored. A layer without one computes in the dtype to which its parameters and inputs
+promote, which is the compute dtype of the plan, or float32 where the model adds a constant in
+float32. Products of parameters are then narrow all the same (`spmd.jaxpr.promoted`); those of
+attention, which has no parameters, are made so here.
 """
 
 import contextlib
@@ -21,15 +22,18 @@ from spmd.model_api.compute_dtype import cast_array
 CAST_BY_LAYER = "cast_by_layer"
 """Metadata of a parameter of NNX whose layer casts it."""
 
-_LAYERS_OF_NNX, _LAYERS_OF_LINEN = "flax.nnx.nn.", "flax.linen."
+_LAYERS_OF_NNX = "flax.nnx.nn."
+_LAYERS_OF_LINEN = "flax.linen."
 _NOT_A_LAYER = "flax.linen.module"
 
 
 def mark_own_dtypes(module: nnx.Module) -> None:
-    """Mark the parameters of each layer of Flax in a module that has a `dtype` of its own."""
-    inferred = [id(layer) for layer in _with_inferred_dtype(module)]
+    """Mark the parameters of each layer of Flax with a `dtype` of its own in a module."""
+    inferred = {id(layer) for layer in _with_inferred_dtype(module)}
     for _, layer in nnx.iter_modules(module):
-        if getattr(layer, "dtype", None) is None or id(layer) in inferred or not _is_of(layer, _LAYERS_OF_NNX):
+        if getattr(layer, "dtype", None) is None or id(layer) in inferred:
+            continue
+        if not _is_of(layer, _LAYERS_OF_NNX):
             continue
         for value in vars(layer).values():
             if isinstance(value, nnx.Param):
@@ -38,10 +42,12 @@ def mark_own_dtypes(module: nnx.Module) -> None:
 
 @contextlib.contextmanager
 def record_own_dtypes() -> Iterator[set[str]]:
-    """Yield the paths of the layers of Flax with a `dtype` of their own among the Linen modules that run inside."""
+    """Yield the paths of the Linen layers inside with a `dtype` of their own."""
     found = set[str]()
 
-    def record(run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext) -> Any:
+    def record(
+        run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext
+    ) -> Any:
         module = context.module
         if getattr(module, "dtype", None) is not None and _is_of(module, _LAYERS_OF_LINEN):
             found.add("/".join(module.path))
@@ -52,17 +58,22 @@ def record_own_dtypes() -> Iterator[set[str]]:
 
 
 def params_of(layers: Collection[str], paths: Collection[str]) -> frozenset[str]:
-    """Return the paths of parameters that belong to one of some layers, by the paths of these."""
+    """Return the paths of the parameters of some layers.
+
+    Args:
+        layers: The paths of the layers.
+        paths: The paths of all parameters.
+    """
     if "" in layers:  # the module itself
         return frozenset(paths)
-    owned = (path for path in paths if any(path.startswith(f"{layer}/") for layer in layers))
-    return frozenset(owned)
+    prefixes = tuple(f"{layer}/" for layer in layers)
+    return frozenset(path for path in paths if path.startswith(prefixes))
 
 
 def use_plan_dtype(module: nnx.Module) -> None:
-    """Make lookups and attention of Flax's layers in a module compute in the plan's dtype, unless a layer has its own.
+    """Make lookups and attention of Flax's layers in a module compute in the plan's dtype.
 
-    Outside a plan the module stays as it is.
+    A layer with a `dtype` keeps it. Outside a plan the module stays as it is.
     """
     dtype = ambient_compute_dtype()
     if dtype is None:
@@ -75,9 +86,10 @@ def use_plan_dtype(module: nnx.Module) -> None:
 
 
 def _with_inferred_dtype(module: nnx.Module) -> list[Any]:
-    """Return the layers that store a `dtype` though they may have been given none: that of their parameters.
+    """Return the layers with the `dtype` of their parameters, as if they were given none.
 
-    A lookup that was given the dtype of its parameters cannot be told from one that was given none.
+    Such layers store a `dtype` in either case. A lookup that was given the dtype of its parameters
+    cannot be told from one that was given none.
     """
     found = list[Any]()
     for _, layer in nnx.iter_modules(module):
@@ -93,12 +105,16 @@ def _with_inferred_dtype(module: nnx.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def narrow_linen_attention() -> Iterator[None]:
-    """Make the attention of Flax's layers that run inside compute in the plan's dtype, unless a layer has its own."""
+    """Make Linen's attention inside compute in the plan's dtype, unless the layer has a `dtype`."""
 
-    def narrow(run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext) -> Any:
+    def narrow(
+        run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext
+    ) -> Any:
         layer = context.module
-        is_attention = isinstance(layer, nn.MultiHeadDotProductAttention) and context.method_name == "__call__"
-        if not is_attention or layer.dtype is not None:
+        is_attention = isinstance(layer, nn.MultiHeadDotProductAttention)
+        if not is_attention or context.method_name != "__call__":
+            return run(*args, **keywords)
+        if layer.dtype is not None:
             return run(*args, **keywords)
         return _in_compute_dtype(run, *args, **keywords)
 
@@ -117,6 +133,9 @@ def _in_compute_dtype(attend: Callable[..., Any], *args: Any, **keywords: Any) -
 
 
 def _is_of(module: Any, folder: str) -> bool:
-    """Return whether a module is of a class that Flax defines as a layer, or of one derived from it."""
-    homes = [kind.__module__ for kind in type(module).__mro__]
-    return any(home.startswith(folder) and home != _NOT_A_LAYER for home in homes)
+    """Return whether the class of a module is a layer of Flax, or derived from one."""
+    for kind in type(module).__mro__:
+        home = kind.__module__
+        if home.startswith(folder) and home != _NOT_A_LAYER:
+            return True
+    return False

@@ -1,4 +1,6 @@
-"""What Flax's layers say of their parameters by their fields: dimensions of kernels, lookups, what is added.
+"""Statements of Flax's layers about their parameters: dimensions of kernels, lookups, added ones.
+
+They are read from the fields of the layers.
 
 A layer that is not Flax's says it by the metadata of an `nnx.Param`:
 
@@ -21,11 +23,13 @@ from spmd.model_api.kernels import LOGITS, LOOKUP, Matrix, Said
 Shape = tuple[int | None, ...]
 
 Statement = Callable[[Any, str, Shape | None], Said]
-"""From a layer, the name of one of its parameters and its shape, if it was seen, to what the layer says of it."""
+"""From a layer, the name of one of its parameters and its shape, if seen, to its statement."""
 
 
-def said_of(layer: Any, name: str, metadata: Mapping[str, Any], seen: Shape | None = None) -> Said | None:
-    """Return what a layer says of one of its own parameters; None if it says nothing.
+def said_of(
+    layer: Any, name: str, metadata: Mapping[str, Any], seen: Shape | None = None
+) -> Said | None:
+    """Return a layer's statement about one of its own parameters; None if it has none.
 
     Args:
         metadata: That of the parameter.
@@ -48,26 +52,42 @@ _METADATA = ("matrix", "role", "added")
 
 
 def _by_metadata(name: str, metadata: Mapping[str, Any]) -> Said:
-    dims, role, is_added = (metadata.get(key, default) for key, default in zip(_METADATA, ("", "", False), strict=True))
+    dims = metadata.get("matrix", "")
+    role = metadata.get("role", "")
+    is_added = metadata.get("added", False)
     problems = []
-    if not isinstance(dims, str) or not {*dims} <= {*"bio"} or (dims and not {*"io"} <= {*dims}):
+    if not _is_matrix(dims):
         fix = 'a letter for each dimension of one layer, such as "io" or "bio": batch, in, out'
         problems.append(Problem(f"matrix of {name}", f"is {shown(dims)}", fix=fix))
     if role not in ("", LOOKUP, LOGITS):
-        problems.append(Problem(f"role of {name}", f"is {shown(role)}", fix=did_you_mean(str(role), (LOOKUP, LOGITS))))
+        fix = did_you_mean(str(role), (LOOKUP, LOGITS))
+        problems.append(Problem(f"role of {name}", f"is {shown(role)}", fix=fix))
     if problems:
         raise AnnotationError("The metadata of this parameter cannot be read:", problems)
-    return Said((None,) * len(dims) or None, Matrix.of(dims) if dims else None, role, is_added)
+    if not dims:
+        return Said(None, None, role, is_added)
+    return Said((None,) * len(dims), Matrix.of(dims), role, is_added)
+
+
+def _is_matrix(dims: Any) -> bool:
+    """Return whether metadata is letters of dimensions, with inputs and outputs, or empty."""
+    if not isinstance(dims, str):
+        return False
+    letters = set(dims)
+    return not letters or {"i", "o"} <= letters <= {"b", "i", "o"}
 
 
 def _linear(layer: Any, name: str, seen: Shape | None) -> Said:
-    shape = seen or (layer.in_features, layer.out_features)
-    return Said(shape, Matrix.of("io")) if name == "kernel" else Said(seen or shape[1:], is_added=True)
+    if name == "kernel":
+        return Said(seen or (layer.in_features, layer.out_features), Matrix.of("io"))
+    return Said(seen or (layer.out_features,), is_added=True)
 
 
 def _general(layer: nnx.LinearGeneral, name: str, seen: Shape | None) -> Said:
     del seen
-    batch, inputs, outputs = tuple(layer.batch_axis.values()), layer.in_features, layer.out_features
+    batch = tuple(layer.batch_axis.values())
+    inputs = layer.in_features
+    outputs = layer.out_features
     if name == "kernel":
         dims = "b" * len(batch) + "i" * len(inputs) + "o" * len(outputs)
         return Said((*batch, *inputs, *outputs), Matrix.of(dims))
@@ -77,16 +97,20 @@ def _general(layer: nnx.LinearGeneral, name: str, seen: Shape | None) -> Said:
 def _dense_general(layer: nn.DenseGeneral, name: str, seen: Shape | None) -> Said:
     if name != "kernel" or seen is None:
         return Said(seen, is_added=name != "kernel")
-    batch, outputs = _count(layer.batch_dims), _count(layer.features)
-    return Said(seen, Matrix.of("b" * batch + "i" * (len(seen) - batch - outputs) + "o" * outputs))
+    batch = _count(layer.batch_dims)
+    outputs = _count(layer.features)
+    inputs = len(seen) - batch - outputs
+    return Said(seen, Matrix.of("b" * batch + "i" * inputs + "o" * outputs))
 
 
 def _count(values: Any) -> int:
-    return 1 if isinstance(values, int) else len(tuple(values))
+    if isinstance(values, int):
+        return 1
+    return len(tuple(values))
 
 
 def _einsum(layer: Any, name: str, seen: Shape | None) -> Said:
-    """Read the kernel's dimensions: those that the output lacks are inputs, those that the input lacks are outputs."""
+    """Read the kernel's dimensions: inputs are not in the output, outputs are not in the input."""
     if name != "kernel":
         return Said(seen or layer.bias_shape, is_added=True)
     shape = seen or layer.kernel_shape
@@ -96,8 +120,15 @@ def _einsum(layer: Any, name: str, seen: Shape | None) -> Said:
     x, kernel = operands.split(",")
     if "." in kernel:
         return Said(shape)
-    letters = ["i" if dim not in result else "b" if dim in x else "o" for dim in kernel]
-    return Said(shape, Matrix.of("".join(letters)))
+    letters = ""
+    for dim in kernel:
+        if dim not in result:
+            letters += "i"
+        elif dim in x:
+            letters += "b"
+        else:
+            letters += "o"
+    return Said(shape, Matrix.of(letters))
 
 
 def _convolution(layer: Any, name: str, seen: Shape | None) -> Said:
@@ -106,7 +137,8 @@ def _convolution(layer: Any, name: str, seen: Shape | None) -> Said:
         return Said(seen or (None,), is_added=True)
     shape = seen or layer.kernel_shape
     channels = "oi" if getattr(layer, "transpose_kernel", False) else "io"
-    return Said(tuple(shape), Matrix.of("i" * (len(shape) - 2) + channels))
+    taps = len(shape) - 2
+    return Said(tuple(shape), Matrix.of("i" * taps + channels))
 
 
 def _local_convolution(layer: Any, name: str, seen: Shape | None) -> Said:
@@ -129,12 +161,15 @@ def _adapter(layer: Any, name: str, seen: Shape | None) -> Said:
 
 def _norm(layer: Any, name: str, seen: Shape | None) -> Said:
     del name
-    is_vector = isinstance(layer, nnx.Module) and not isinstance(layer, nnx.WeightNorm)
-    return Said((None,) if is_vector else seen, is_added=True)
+    if isinstance(layer, nnx.Module) and not isinstance(layer, nnx.WeightNorm):
+        return Said((None,), is_added=True)
+    return Said(seen, is_added=True)
 
 
-_NNX_NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.WeightNorm)
-_LINEN_NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm, nn.WeightNorm)
+_NORMS = (
+    *(nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.WeightNorm),
+    *(nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm, nn.WeightNorm),
+)
 
 _STATEMENTS: tuple[tuple[tuple[type, ...], Statement], ...] = (
     ((nnx.Linear, nn.Dense), _linear),
@@ -145,6 +180,6 @@ _STATEMENTS: tuple[tuple[tuple[type, ...], Statement], ...] = (
     ((nnx.Conv, nn.Conv, nnx.ConvTranspose, nn.ConvTranspose), _convolution),
     ((nnx.Embed, nn.Embed), _embedding),
     ((nnx.LoRA,), _adapter),
-    (_NNX_NORMS + _LINEN_NORMS, _norm),
+    (_NORMS, _norm),
 )
 """Kinds of layers → what they say; the first that a layer is an instance of applies."""

@@ -1,4 +1,4 @@
-"""Gather parameters over `fsdp` where they are used, and reduce their gradients to where the plan keeps them.
+"""Gather parameters over `fsdp` for their use, and reduce their gradients to the plan's sharding.
 
 Outside a plan every function here is the identity.
 """
@@ -26,53 +26,75 @@ from spmd.precision import cast_floats
 
 
 def placement_of(path: str | None) -> ParamPlacement | None:
-    """Return the placement of one layer's parameter by the path that `spmd.plan.flax` gave it; None outside a plan."""
+    """Return the placement of one layer's parameter; None outside a plan.
+
+    Args:
+        path: The path from `spmd.plan.flax`.
+    """
+    if path is None:
+        return None
     context = current()
-    placement = None if path is None else context.placements.get(path)
+    placement = context.placements.get(path)
     if placement is None or not context.regather:
         return placement
     return dataclasses.replace(placement, save_gathered=False)
 
 
 def saves_gathered(placement: ParamPlacement | None) -> bool:
-    """Return whether the backward pass keeps the gathered parameter, instead of gathering it again."""
+    """Return whether the backward pass keeps the gathered parameter, and does not gather again."""
     return placement is None or placement.save_gathered
 
 
 def named_after(placement: ParamPlacement | None) -> contextlib.AbstractContextManager:
     """Name the operations inside after a parameter, for the audit of collectives."""
-    return in_scope(placement.scope if placement else "")
+    if placement is None:
+        return in_scope("")
+    return in_scope(placement.scope)
 
 
 def prepare(kernel: jax.Array, placement: ParamPlacement | None) -> Any:
-    """Return what both passes gather a layer's parameter from, for `gather_prepared`: itself, if its plan says no more.
+    """Return the source of both passes' gathers of a layer's parameter, for `gather_prepared`.
 
-    It is a tree that the parameter's `ParamComm` alone reads.
+    It is a tree that the parameter's `ParamComm` alone reads: the parameter itself, if its plan
+    says no more.
     """
-    if placement is None or not (param := local_param(placement, kernel.ndim)).prepares:
+    if placement is None:
+        return kernel
+    param = local_param(placement, kernel.ndim)
+    if not param.prepares:
         return kernel
     kernel = constrain(kernel, placement.mesh, placement.stored, "a layer's parameter")
     with named_after(placement):
         return param.prepare(kernel, placement.mesh)
 
 
-def gather_prepared(prepared: Any, placement: ParamPlacement | None, dtype: Any, *, ndim: int) -> jax.Array:
-    """Apply `gather` to what `prepare` returned of a parameter of `ndim` dimensions."""
-    if placement is None or not (param := local_param(placement, ndim)).prepares:
+def gather_prepared(
+    prepared: Any, placement: ParamPlacement | None, dtype: Any, *, ndim: int
+) -> jax.Array:
+    """Apply `gather` to the result of `prepare` of a parameter of `ndim` dimensions."""
+    if placement is None:
         return gather(prepared, placement, dtype)
-    mesh, local = placement.mesh, functools.partial(param.gather_prepared, dtype=dtype)
+    param = local_param(placement, ndim)
+    if not param.prepares:
+        return gather(prepared, placement, dtype)
+    mesh = placement.mesh
+    local = functools.partial(param.gather_prepared, dtype=dtype)
+    in_specs = (param.prepared_specs,)
+    _, used, _ = param.specs
     with named_after(placement):
-        return manual_over(mesh, split_axes(mesh), local, (param.prepared_specs,), param.specs[1])(prepared)
+        return manual_over(mesh, split_axes(mesh), local, in_specs, used)(prepared)
 
 
 def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
-    """Gather a layer's parameter over `fsdp` in a dtype. The remat policy decides if the backward pass keeps it.
+    """Gather a layer's parameter over `fsdp` in a dtype.
 
-    What is sent has that dtype, unless the parameter's `ParamComm` takes the parameter as it is stored.
+    The remat policy decides if the backward pass keeps it. What is sent has that dtype, unless the
+    parameter's `ParamComm` takes the parameter as it is stored.
     """
     if placement is None:
         return kernel.astype(dtype)
-    mesh, param = placement.mesh, local_param(placement, kernel.ndim)
+    mesh = placement.mesh
+    param = local_param(placement, kernel.ndim)
     if not (param.is_gathered and param.comm.takes_uncast):
         kernel = kernel.astype(dtype)
     with named_after(placement):
@@ -80,11 +102,12 @@ def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> j
             return constrain(kernel, mesh, placement.used, "a layer's parameter")
         kernel = constrain(kernel, mesh, placement.stored, "a layer's parameter")
         local = functools.partial(param.gather, dtype=dtype)
-        return manual_over(mesh, split_axes(mesh), local, *param.specs[:2])(kernel)
+        stored, used, _ = param.specs
+        return manual_over(mesh, split_axes(mesh), local, stored, used)(kernel)
 
 
 def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
-    """Sum a layer's gradient over devices, into the sharding in which the plan keeps it."""
+    """Sum a layer's gradient over devices, into its sharding in the plan."""
     if placement is None:
         return gradient
     with named_after(placement):
@@ -92,35 +115,45 @@ def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
 
 
 def gathered(
-    param: jax.Array, placement: ParamPlacement | None, *, dtype: Any = None, sum_first: bool = False
+    param: jax.Array,
+    placement: ParamPlacement | None,
+    *,
+    dtype: Any = None,
+    sum_first: bool = False,
 ) -> jax.Array:
-    """Apply `gather`, with `scatter` as the transpose: for a parameter that is used as it is, such as a bias.
+    """Apply `gather`, with `scatter` as the transpose: for a parameter in use as it is, as a bias.
 
     Cotangents of any order go the same way: that of a gradient is gathered as the parameter is.
 
     Args:
-        dtype: The only dtype in which the parameter is used, if it is narrower: what is sent has it.
-        sum_first: Whether to sum a gradient before it is scattered, instead of leaving that choice to XLA.
+        dtype: The only dtype in which the parameter is used, if it is narrower: what is sent has
+            it.
+        sum_first: Whether to sum a gradient before it is scattered, instead of leaving that choice
+            to XLA.
     """
     if placement is None:
         return param
 
-    def sum_and_scatter(gradient: jax.Array) -> jax.Array:
-        with named_after(placement):
-            summed = constrain(gradient, placement.mesh, placement.used, "a layer's gradient")
-        return scatter(summed, placement)
+    def gather_as_used(x: jax.Array) -> jax.Array:
+        return gather(x, placement, dtype or x.dtype).astype(x.dtype)
 
-    transpose = sum_and_scatter if sum_first else functools.partial(scatter, placement=placement)
-    return linear_call(lambda x: gather(x, placement, dtype or x.dtype).astype(x.dtype), transpose, param)
+    def scatter_gradient(gradient: jax.Array) -> jax.Array:
+        if sum_first:
+            with named_after(placement):
+                gradient = constrain(gradient, placement.mesh, placement.used, "a layer's gradient")
+        return scatter(gradient, placement)
+
+    return linear_call(gather_as_used, scatter_gradient, param)
 
 
 _NO_RIDERS: Mapping[str, jax.Array] = MappingProxyType({})
 
 
 def grad_targets(params: Any) -> Any:
-    """Return the arrays to differentiate with respect to: parameters in the dtype in which the plan sums gradients.
+    """Return the arrays to differentiate with respect to: parameters in the dtype of gradients.
 
-    For a parameter in host memory it is an array of zeros on the device.
+    It is the dtype in which the plan sums gradients. For a parameter in host memory it is an array
+    of zeros on the device.
     """
     context = current()
     if context.precision is None:
@@ -129,14 +162,17 @@ def grad_targets(params: Any) -> Any:
 
     def target(path: str, param: jax.Array) -> jax.Array:
         placement = context.placements.get(path)
-        on_host = placement is not None and placement.on_host
-        return cast_floats(jnp.zeros(param.shape, param.dtype) if on_host else param, dtype)
+        if placement is not None and placement.on_host:
+            param = jnp.zeros(param.shape, param.dtype)
+        return cast_floats(param, dtype)
 
     return tree.map_with_path(target, params)
 
 
-def params_for_forward(params: Any, targets: Any = None, riders: Mapping[str, jax.Array] = _NO_RIDERS) -> Any:
-    """Return the parameters that a model takes: each layer itself copies those in host memory to the device.
+def params_for_forward(
+    params: Any, targets: Any = None, riders: Mapping[str, jax.Array] = _NO_RIDERS
+) -> Any:
+    """Return the parameters for a model: each layer itself copies its own from host memory.
 
     Args:
         targets: From `grad_targets`, to differentiate with respect to them, or None.
@@ -146,19 +182,27 @@ def params_for_forward(params: Any, targets: Any = None, riders: Mapping[str, ja
     seen = params if targets is None else targets
     if context.mesh is None:
         return seen
-    mesh, proxies = context.mesh, {} if targets is None else tree.flatten(targets)
+    mesh = context.mesh
+    proxies = {} if targets is None else tree.flatten(targets)
 
     def take(path: str, param: jax.Array, seen: Any) -> Any:
         placement = context.placements.get(path)
         if placement is not None and placement.on_host:
             sharding = NamedSharding(mesh, placement.stored, memory_kind="device")
             seen = context.storage.at_forward(path, param, proxies.get(path), sharding)
-        return RiddenParam(seen, riders[path]) if path in riders else seen
+        if path not in riders:
+            return seen
+        return RiddenParam(seen, riders[path])
 
     return tree.map_with_path(take, params, seen)
 
 
 def zero_gradients(like: Any) -> Any:
-    """Return zeros of the shapes of gradients, in the dtype in which those of microbatches are accumulated."""
+    """Return zeros of the shapes of gradients, in the dtype of sums over microbatches."""
     precision = current().precision
-    return jax.tree.map(lambda g: jnp.zeros(g.shape, precision.accumulation if precision else g.dtype), like)
+
+    def zeros(gradient: jax.Array) -> jax.Array:
+        dtype = precision.accumulation if precision else gradient.dtype
+        return jnp.zeros(gradient.shape, dtype)
+
+    return jax.tree.map(zeros, like)

@@ -1,17 +1,17 @@
 """How a traced function uses its inputs, and which of them must be gathered before.
 
-XLA computes some operations wrongly where an operand is split over an axis that splits the batch too (decision 0011). A
-use of such an input is proven right if it is one of these:
+XLA computes some operations wrongly where an operand is split over an axis that splits the batch
+too (decision 0011). A use of such an input is proven right if it is one of these:
 
 - a view (a cast, a transpose, a slice), whose result is followed to its own uses;
-- an element-wise operation or a sum of nothing that depends on the batch, such as weight decay in a loss, and any
-  element-wise operation if no axis of the batch splits the input;
+- an element-wise operation or a sum of nothing that depends on the batch, such as weight decay in a
+  loss, and any element-wise operation if no axis of the batch splits the input;
 - a lookup of rows whose columns are split, with indices that are split over other axes;
 - a sharding constraint after which the array is not split so: XLA gathers it there;
 - a region that is manual over these axes: that is how a layer gathers its parameter for itself.
 
-Any other use is reported, and whether it is one of the input itself (and its views) or of a function of it, such as a
-normalised kernel. It makes no difference who wrote the layer.
+Any other use is reported, and whether it is one of the input itself (and its views) or of a
+function of it, such as a normalised kernel. It makes no difference who wrote the layer.
 """
 
 import dataclasses
@@ -24,19 +24,35 @@ from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue
 from spmd.sharding.mesh import entry_axes
 
 Sources = frozenset[tuple[int, bool]]
-"""The inputs from which a value is made: the number of each, and whether the value is an element-wise result of it."""
+"""The inputs of a value: the number of each, and whether the value is an element-wise result."""
 
 _NONE: Sources = frozenset()
-_FOLLOWED = {*VIEWS, "broadcast_in_dim", "device_put", "dynamic_slice", "expand_dims", "name", "rev", "slice", "split"}
+_FOLLOWED = {
+    *VIEWS,
+    "broadcast_in_dim",
+    "device_put",
+    "dynamic_slice",
+    "expand_dims",
+    "name",
+    "rev",
+    "slice",
+    "split",
+}
 
 
-def unproven_uses(program: TracedProgram, axes: Mapping[int, frozenset[str]], batch: int) -> dict[int, bool]:
-    """Return the number of each input with an unproven use → whether some are of element-wise results of it.
+def unproven_uses(
+    program: TracedProgram, axes: Mapping[int, frozenset[str]], batch: int
+) -> dict[int, bool]:
+    """Return the number of each input with an unproven use → whether a result is used so.
+
+    A result is an element-wise function of the input.
 
     Args:
         program: The traced function, with the shardings of its values.
-        axes: The number of each input to follow → the axes of the batch that split it, which may be none.
-        batch: The number of the first input that depends on the batch; those before it are parameters and variables.
+        axes: The number of each input to follow → the axes of the batch that split it, which may be
+            none.
+        batch: The number of the first input that depends on the batch; those before it are
+            parameters and variables.
     """
     uses = _Uses(axes)
     for number in axes:
@@ -48,7 +64,7 @@ def unproven_uses(program: TracedProgram, axes: Mapping[int, frozenset[str]], ba
 
 @dataclasses.dataclass
 class _Uses:
-    """Views and element-wise results of followed inputs, and values that depend on the batch.
+    """Views and element-wise results of followed inputs, and values dependent on the batch.
 
     Attributes:
         sources: Value → the inputs that it is a view or an element-wise result of.
@@ -77,7 +93,7 @@ class _Uses:
             self.found[number] = self.found.get(number, False) or is_result
 
     def _split(self, sources: Sources) -> Iterator[tuple[int, bool]]:
-        """Yield the sources that an axis of the batch splits."""
+        """Yield the sources with a dimension split over an axis of the batch."""
         for number, is_result in sources:
             if self.axes[number]:
                 yield number, is_result
@@ -91,49 +107,67 @@ class _Uses:
         sources = self._sources_of(operation.inputs)
         is_dynamic = any(value in self.dynamic for value in operation.inputs)
         if operation.primitive == "sharding_constraint":
-            spec = getattr(operation.params["sharding"], "spec", None)  # of one device there is none
-            if spec is not None and P.UNCONSTRAINED not in spec:
-                kept = frozenset(axis for entry in spec for axis in entry_axes(entry))
-                sources = Sources((number, result) for number, result in sources if self.axes[number] & kept)
-            self._set(operation.outputs, sources)
+            self._set(operation.outputs, self._after_constraint(operation, sources))
         elif operation.primitive in _FOLLOWED:
             self._set(operation.outputs, sources)
         elif operation.primitive in ELEMENTWISE or operation.primitive in REDUCTIONS:
-            mixes = any(value in self.dynamic and value.shape for value in operation.inputs)
-            if mixes:
-                self._report(Sources(self._split(sources)))
-            self._set(operation.outputs, _NONE if mixes else Sources((number, True) for number, _ in sources))
+            self._follow_elementwise(operation, sources)
         elif operation.primitive != "gather" or not self._is_aligned_lookup(operation):
             self._report(sources)
         if is_dynamic:
             self.dynamic.update(operation.outputs)
 
+    def _after_constraint(self, constraint: Operation, sources: Sources) -> Sources:
+        """Return the sources still split over an axis of the batch after a constraint."""
+        spec = getattr(constraint.params["sharding"], "spec", None)  # of one device there is none
+        if spec is None or P.UNCONSTRAINED in spec:
+            return sources
+        kept = set[str]()
+        for entry in spec:
+            kept.update(entry_axes(entry))
+        still_split = set()
+        for number, is_result in sources:
+            if self.axes[number] & kept:
+                still_split.add((number, is_result))
+        return frozenset(still_split)
+
+    def _follow_elementwise(self, operation: Operation, sources: Sources) -> None:
+        """Follow an element-wise operation or a sum: it is right without arrays of the batch."""
+        mixes = any(value in self.dynamic and value.shape for value in operation.inputs)
+        if mixes:
+            self._report(Sources(self._split(sources)))
+            self._set(operation.outputs, _NONE)
+            return
+        results = Sources((number, True) for number, _ in sources)
+        self._set(operation.outputs, results)
+
     def _is_aligned_lookup(self, lookup: Operation) -> bool:
-        """Return whether each device can look rows up in its own columns: no axis splits both columns and indices."""
+        """Return whether each device can look rows up in its own columns.
+
+        No axis splits both columns and indices.
+        """
         table, indices = lookup.inputs[:2]
         if table.dims is None or indices.dims is None:
             return False
         sizes = zip(table.dims, table.shape, lookup.params["slice_sizes"], strict=True)
-        are_columns = all(size == taken for axes, size, taken in sizes if axes)
-        axes_of_indices = {axis for axes in indices.dims for axis in axes}
-        return are_columns and axes_of_indices.isdisjoint(axis for axes in table.dims for axis in axes)
+        for axes, size, taken in sizes:
+            if axes and size != taken:  # rows are split, not columns
+                return False
+        axes_of_columns = set[str]().union(*table.dims)
+        axes_of_indices = set[str]().union(*indices.dims)
+        return axes_of_columns.isdisjoint(axes_of_indices)
 
     def _follow_bodies(self, operation: Operation) -> None:
-        """Follow inputs into the bodies of a loop, a condition or a manual region, and out of them."""
-        manual = operation.params.get("newly_manual_axes", frozenset())
-        if operation.primitive == "while":  # its condition, which is no body, may use what it carries
+        """Follow inputs through the bodies of a loop, a condition or a manual region."""
+        if operation.primitive == "while":
+            # Its condition, which is no body, may use what it carries.
             self._report(self._sources_of(operation.inputs))
         for body in operation.bodies:
-            inputs = operation.inputs[len(operation.inputs) - len(body.inputs) :]
-            # Operands of the condition of a `while` loop, and the index of a branch, are not among the body's.
-            self._report(self._sources_of(operation.inputs[: len(operation.inputs) - len(inputs)]))
-            for value, inner in zip(inputs, body.inputs, strict=True):
-                sources = self.sources.get(value, _NONE)
-                if manual:  # what is split over these axes alone, or over none, is the region's own there
-                    sources = Sources((number, result) for number, result in sources if self.axes[number] - manual)
-                self.sources[inner] = sources
-                if value in self.dynamic:
-                    self.dynamic.add(inner)
+            first = len(operation.inputs) - len(body.inputs)
+            # Operands of the condition of a `while` loop, and the index of a branch, are not among
+            # the body's.
+            self._report(self._sources_of(operation.inputs[:first]))
+            self._enter(operation, body, first)
             self.follow(body)
             while self._carry_over(operation):
                 self.follow(body)
@@ -143,11 +177,28 @@ class _Uses:
                 if inner in self.dynamic:
                     self.dynamic.add(output)
 
+    def _enter(self, operation: Operation, body: TracedProgram, first: int) -> None:
+        """Follow the operands of an operation into a body.
+
+        Args:
+            first: The number of the body's first operand.
+        """
+        manual = operation.params.get("newly_manual_axes", frozenset())
+        for value, inner in zip(operation.inputs[first:], body.inputs, strict=True):
+            sources = self.sources.get(value, _NONE)
+            if manual:
+                # What is split over these axes alone, or over none, is the region's own there.
+                sources = Sources(source for source in sources if self.axes[source[0]] - manual)
+            self.sources[inner] = sources
+            if value in self.dynamic:
+                self.dynamic.add(inner)
+
     def _carry_over(self, operation: Operation) -> bool:
-        """Add what a loop carries out of an iteration to what it carries into the next; return whether that is more."""
+        """Add a loop's values after an iteration to those before the next; return if any is new."""
         is_more = False
         for old, new in operation.carried:
-            before, after = self.sources.get(old, _NONE), self.sources.get(new, _NONE)
+            before = self.sources.get(old, _NONE)
+            after = self.sources.get(new, _NONE)
             if after - before:
                 self.sources[old] = before | after
                 is_more = True

@@ -1,9 +1,10 @@
-"""A linear function with a transpose of its own, which JAX differentiates in every mode and to any order.
+"""A linear function with a transpose of its own, differentiable in every mode and to any order.
 
-`jax.custom_vjp` has reverse mode only, and its backward function is differentiated as ordinary code. Here the transpose
-of the transpose is the function itself, so a gather of a parameter stays a gather in a Hessian-vector product, where
-the tangent of the parameter is gathered as the parameter is. JAX's own `jax.custom_derivatives.linear_call` does the
-same without a batching rule, which `jax.jacfwd` needs.
+`jax.custom_vjp` has reverse mode only, and its backward function is differentiated as ordinary
+code. Here the transpose of the transpose is the function itself, so a gather of a parameter stays a
+gather in a Hessian-vector product, where the tangent of the parameter is gathered as the parameter
+is. JAX's own `jax.custom_derivatives.linear_call` does the same without a batching rule, which
+`jax.jacfwd` needs.
 """
 
 import dataclasses
@@ -18,15 +19,17 @@ from jax.interpreters import ad, batching, mlir
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Transpose:
-    """The traced transpose; wrapped, so that walks over the equations of a program do not find it."""
+    """The traced transpose; wrapped, so walks over the equations of a program do not find it."""
 
     call_jaxpr: ClosedJaxpr
 
 
 def linear_call(
-    function: Callable[[jax.Array], jax.Array], transpose: Callable[[jax.Array], jax.Array], x: jax.Array
+    function: Callable[[jax.Array], jax.Array],
+    transpose: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
 ) -> jax.Array:
-    """Return `function(x)`; cotangents go through `transpose`, and those of cotangents through `function` again.
+    """Return `function(x)`; cotangents go through `transpose`, their own through `function` again.
 
     Args:
         function: Linear, of one array; traced at once.
@@ -49,16 +52,29 @@ def _call(x: Any, *, call_jaxpr: ClosedJaxpr, transpose: _Transpose) -> Any:
     return jaxpr_as_fun(call_jaxpr)(x)[0]
 
 
-def _transposed(cotangent: Any, x: Any, *, call_jaxpr: ClosedJaxpr, transpose: _Transpose) -> list[Any]:
+def _transposed(
+    cotangent: Any, x: Any, *, call_jaxpr: ClosedJaxpr, transpose: _Transpose
+) -> list[Any]:
     del x
-    return [_linear_call.bind(cotangent, call_jaxpr=transpose.call_jaxpr, transpose=_Transpose(call_jaxpr))]
+    return [
+        _linear_call.bind(
+            cotangent, call_jaxpr=transpose.call_jaxpr, transpose=_Transpose(call_jaxpr)
+        )
+    ]
 
 
 def _batched(arrays: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, transpose: _Transpose) -> Any:
-    (x,), (dim,) = arrays, dims
-    mapped = [jax.vmap(jaxpr_as_fun(jaxpr), in_axes=dim, out_axes=dim) for jaxpr in (call_jaxpr, transpose.call_jaxpr)]
-    function, backward = ((lambda x, f=f: f(x)[0]) for f in mapped)
+    (x,) = arrays
+    (dim,) = dims
+    function = _mapped(call_jaxpr, dim)
+    backward = _mapped(transpose.call_jaxpr, dim)
     return linear_call(function, backward, x), dim
+
+
+def _mapped(jaxpr: ClosedJaxpr, dim: Any) -> Callable[[jax.Array], jax.Array]:
+    """Return a function of one array and one result, mapped over a dimension of both."""
+    mapped = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=dim, out_axes=dim)
+    return lambda x: mapped(x)[0]
 
 
 _linear_call = Primitive("linear_call")

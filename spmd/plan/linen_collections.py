@@ -1,4 +1,4 @@
-"""Collections of a Linen module: which persist between steps, which are sown, and how they are initialized."""
+"""Collections of a Linen module: the persistent ones, the sown ones, and their initialization."""
 
 import dataclasses
 import functools
@@ -17,7 +17,10 @@ from spmd.plan.sown import stacked_by_scan
 from spmd.sharding.flax_metadata import PARAMS_AXES
 
 DEBUGGING = ("intermediates", "perturbations")
-"""Collections by which Flax looks inside a module. They are neither variables nor outputs, unless asked for."""
+"""Collections by which Flax looks inside a module.
+
+They are neither variables nor outputs, unless asked for.
+"""
 
 _NEEDS_COLLECTION = (
     flax.errors.ScopeCollectionNotFound,
@@ -44,7 +47,7 @@ class LinenCollections:
     kept: tuple[str, ...]
 
     def create(self, key: jax.Array) -> dict[str, Any]:
-        """Return the collections that persist, from a key, in the boxes of their metadata."""
+        """Return the persistent collections from a key, in the boxes of their metadata."""
         if self._is_lazy:
             keywords = {"method": self.run, "mutable": self._persistent, **self.keywords}
             return dict(self.module.lazy_init(key, *self._shapes, **keywords))
@@ -52,18 +55,22 @@ class LinenCollections:
 
     @functools.cached_property
     def abstract(self) -> dict[str, Any]:
-        """The collections that persist, abstract."""
+        """The persistent collections, abstract."""
         return jax.eval_shape(self.create, abstract_key())
 
     @functools.cached_property
     def sown(self) -> frozenset[str]:
-        """Collections that the module does without where they are immutable: those that only `sow` writes to."""
-        made = self._all
-        return frozenset(name for name in made if name not in ("params", PARAMS_AXES) and self._runs_without(name))
+        """The collections of `sow` alone: the module does without them if they are immutable."""
+        found = []
+        for name in self._all:
+            is_params = name in ("params", PARAMS_AXES)
+            if not is_params and self._runs_without(name):
+                found.append(name)
+        return frozenset(found)
 
     @functools.cached_property
     def sown_values(self) -> dict[str, Any]:
-        """What is sown at initialization, abstract, by collection."""
+        """The values sown at initialization, abstract, by collection."""
         return {name: nn.meta.unbox(self._all[name]) for name in sorted(self.sown)}
 
     def sown_by_scan(self) -> list[bool]:
@@ -81,12 +88,15 @@ class LinenCollections:
         return dict(jax.eval_shape(init, abstract_key(), *self.inputs))
 
     def _runs_without(self, name: str) -> bool:
-        others = {other: value for other, value in self._all.items() if other != name}
+        """Return whether the module runs without a collection, and without making it."""
+        others = dict(self._all)
+        del others[name]
 
         def run(others: Any, key: jax.Array, *inputs: Any) -> Any:
             mutable = [other for other in others if other != "params"]
-            call = functools.partial(self.module.apply, method=self.run, rngs={"params": key}, mutable=mutable)
-            return call(others, *inputs, **self.keywords)[1]
+            options = {"method": self.run, "rngs": {"params": key}, "mutable": mutable}
+            _, after = self.module.apply(others, *inputs, **{**options, **self.keywords})
+            return after
 
         try:
             jax.eval_shape(run, others, abstract_key(), *self.inputs)
@@ -101,23 +111,36 @@ class LinenCollections:
     def _is_lazy(self) -> bool:
         """Whether initial values depend on the inputs' shapes alone.
 
-        `lazy_init` itself does not say so in every release of Flax: newer ones take zeros for the inputs.
+        `lazy_init` itself does not say so in every release of Flax: newer ones take zeros for the
+        inputs.
 
         Raises:
             ConfigError: They do not, and the inputs are no arrays; all such values are listed.
         """
-        make = functools.partial(self._init, mutable=self._persistent)
-        traced, shapes = jax.make_jaxpr(make, return_shape=True)(abstract_key(), *self._shapes)
-        is_input = [number > 0 for number in range(len(traced.jaxpr.invars))]  # the first is the key
-        depend = dependent_outputs(traced, is_input)
-        paths = tree.flatten(nn.meta.unbox(dict(shapes)))
-        computed = [path for path, is_computed in zip(paths, depend, strict=True) if is_computed]
-        if computed and any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self.inputs)):
+        computed = self._computed_from_inputs()
+        leaves = jax.tree.leaves(self.inputs)
+        if computed and any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             what = "is computed from the module's inputs"
             fix = "arrays in place of shapes: spmd.from_linen(module, *arrays)"
-            problems = [Problem(path.removeprefix("params/"), what, fix=fix) for path in computed]
+            problems = []
+            for path in computed:
+                problems.append(Problem(path.removeprefix("params/"), what, fix=fix))
             raise ConfigError("The module cannot be initialized from shapes:", problems)
         return not computed
+
+    def _computed_from_inputs(self) -> list[str]:
+        """Return the paths of the arrays with initial values computed from the inputs."""
+        make = functools.partial(self._init, mutable=self._persistent)
+        traced, shapes = jax.make_jaxpr(make, return_shape=True)(abstract_key(), *self._shapes)
+        is_input = [True] * len(traced.jaxpr.invars)
+        is_input[0] = False  # the key
+        depend = dependent_outputs(traced, is_input)
+        paths = tree.flatten(nn.meta.unbox(dict(shapes)))
+        computed = []
+        for path, is_computed in zip(paths, depend, strict=True):
+            if is_computed:
+                computed.append(path)
+        return computed
 
     @property
     def _shapes(self) -> tuple[Any, ...]:

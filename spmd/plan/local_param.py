@@ -1,4 +1,4 @@
-"""One layer's parameter in a region that is manual over the mesh: its gather, and the sum of its gradient."""
+"""One layer's parameter in a region manual over the mesh: its gather, the sum of its gradient."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from spmd.sharding.param_comm import PLAIN, ParamComm
 
 @dataclasses.dataclass(frozen=True)
 class LocalParam(LocalLayout):
-    """Layout of a parameter, and what sends it and its gradient.
+    """Layout of a parameter, with the collectives of it and of its gradient.
 
     Attributes:
         scope: Name scope of the operations on it (`spmd.plan.scopes`).
@@ -37,13 +37,13 @@ class LocalParam(LocalLayout):
 
     @property
     def prepared_specs(self) -> P:
-        """The spec of each array that both passes gather from."""
+        """The spec of each array in the source of both passes' gathers."""
         return self.comm.prepared_specs(self)
 
     def prepare(self, kernel: Array, mesh: AnyMesh) -> Any:
-        """Return what both passes gather from, outside the region; it has a checkpoint name, unless it is the kernel.
+        """Return the source of both passes' gathers, outside the region.
 
-        The remat policy saves that name.
+        Unless it is the kernel, it has a checkpoint name, and the remat policy saves that name.
         """
         if not self.prepares:
             return kernel
@@ -52,18 +52,21 @@ class LocalParam(LocalLayout):
             return self.comm.prepare(shard, self)
 
         run = manual_over(mesh, split_axes(mesh), local, self.specs[0], self.prepared_specs)
-        return jax.tree.map(lambda part: name_in_rule(part, self.comm.checkpoint_name), run(kernel))
+        name = self.comm.checkpoint_name
+        return jax.tree.map(lambda part: name_in_rule(part, name), run(kernel))
 
     def gather(self, shard: Array, dtype: jnp.dtype) -> Array:
         """Gather a shard as it is used, in a dtype."""
         return self.gather_prepared(self.comm.prepare(shard, self), dtype)
 
     def gather_prepared(self, prepared: Any, dtype: jnp.dtype) -> Array:
-        """Gather what `prepare` returned as it is used, in a dtype."""
+        """Gather the result of `prepare` as the parameter is used, in a dtype."""
         return self.comm.gather(prepared, self, dtype)
 
-    def sent(self, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, str]:
-        """Return axis → dtype or codec of the terms of a gradient of this shape (`ParamComm.sent`)."""
+    def sent(
+        self, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]
+    ) -> dict[str, str]:
+        """Return axis → dtype or codec of the terms of a gradient of a shape (`ParamComm.sent`)."""
         return self.comm.sent(shape, self, axes, sizes)
 
     def reduce(self, gradient: Array, axes: Sequence[str]) -> Array:
@@ -72,7 +75,9 @@ class LocalParam(LocalLayout):
 
 
 def local_param(placed: ParamPlacement, ndim: int) -> LocalParam:
-    """Return the layout of a parameter of `ndim` dimensions, over the axes that are not manual yet."""
+    """Return the layout of a parameter of `ndim` dimensions, over the axes not manual yet."""
     split = split_axes(placed.mesh)
-    stored, used, kept = (tuple(spec_dims(spec, ndim, split)) for spec in (placed.stored, placed.used, placed.gradient))
+    stored = tuple(spec_dims(placed.stored, ndim, split))
+    used = tuple(spec_dims(placed.used, ndim, split))
+    kept = tuple(spec_dims(placed.gradient, ndim, split))
     return LocalParam(stored, used, kept, placed.mesh, placed.scope, placed.comm)

@@ -1,7 +1,8 @@
-"""Sharding constraints that a model of Flax writes with logical names, such as `nn.with_logical_constraint`.
+"""Sharding constraints with logical names in models of Flax, as by `nn.with_logical_constraint`.
 
-Flax resolves them by the rules in its own context, and skips them without rules or without a mesh. Under a plan both
-are there: the rules are the logical rows of the plan's table, and a name without a row is an error.
+Flax resolves them by the rules in its own context, and skips them without rules or without a mesh.
+Under a plan both are there: the rules are the logical rows of the plan's table, and a name without
+a row is an error.
 """
 
 import contextlib
@@ -19,28 +20,34 @@ _TITLE = "The model constrains activations by names that the plan does not know:
 
 @contextlib.contextmanager
 def read_logical_constraints() -> Iterator[None]:
-    """Give Flax the plan's mesh and logical rows while a model is traced; outside a plan, do nothing.
+    """Give Flax the plan's mesh and logical rows while a model is traced.
 
-    Axes that are manual around the model split nothing there.
+    Outside a plan, do nothing. Axes that are manual around the model split nothing there.
     """
     context = current()
     if context.mesh is None:
         yield
         return
-    around = get_abstract_mesh()
-    rows = [(name, _without(axes, around.manual_axes)) for name, axes in context.logical]
+    manual = get_abstract_mesh().manual_axes
+    rows = []
+    for name, axes in context.logical:
+        rows.append((name, _without(axes, manual)))
     with contextlib.ExitStack() as stack:
         stack.enter_context(nn.logical_axis_rules(_Rows(rows)))
-        if rows and not around.manual_axes:
+        if rows and not manual:
             stack.enter_context(use_abstract_mesh(context.mesh.abstract_mesh))
         yield
 
 
 class _Rows(list[tuple[Any, Any]]):
-    """Logical rules, behind one that Flax compares with the names of a constraint: it knows those with a row."""
+    """Logical rules behind a first one, for Flax's comparison with the names of a constraint.
+
+    The first one knows the names with a row.
+    """
 
     def __init__(self, rows: list[tuple[str, Any]]) -> None:
-        super().__init__([(_Known([name for name, _ in rows]), None), *rows])
+        known = _Known([name for name, _ in rows])
+        super().__init__([(known, None), *rows])
 
 
 class _Known:
@@ -53,11 +60,16 @@ class _Known:
         return id(self)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, str) and other not in self.names:
-            known = f"the rows are for {', '.join(self.names)}" if self.names else "the table has no logical rows"
-            fix = f"Rules(logical=[({other!r}, axis)]), or ({other!r}, None) to leave the dimension whole"
-            raise AnnotationError(_TITLE, [Problem(f"logical name {other!r}", "has no row", known, fix)])
-        return False
+        if not isinstance(other, str) or other in self.names:
+            return False
+        known = "the table has no logical rows"
+        if self.names:
+            known = f"the rows are for {', '.join(self.names)}"
+        fix = (
+            f"Rules(logical=[({other!r}, axis)]), or ({other!r}, None) to leave the dimension whole"
+        )
+        problem = Problem(f"logical name {other!r}", "has no row", known, fix)
+        raise AnnotationError(_TITLE, [problem])
 
 
 def _without(axes: tuple[str, ...], manual: frozenset[str]) -> tuple[str, ...] | None:

@@ -18,23 +18,26 @@ F = TypeVar("F", bound=Callable)
 
 
 def split_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Return the axes of size above 1 that are not manual yet."""
+    """Return the axes of size above 1, except those manual already."""
     manual = get_abstract_mesh().manual_axes
     return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual)
 
 
 def is_partly_manual() -> bool:
-    """Return whether the code traced here is in a region that is manual over some axes and leaves others to XLA."""
+    """Return whether the region traced here is manual over some axes and leaves others to XLA."""
     mesh = get_abstract_mesh()
     return bool(mesh.manual_axes) and bool(split_axes(mesh))
 
 
-def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any, *, purpose: str = "") -> F:
-    """Map `f` over the shards along some axes of size above 1; the other axes are left to the compiler.
+def manual_over(
+    mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any, *, purpose: str = ""
+) -> F:
+    """Map `f` over the shards along some axes of size above 1; leave the others to the compiler.
 
-    Without axes that are not manual yet, `f` is returned unchanged. Where no other axis is larger than 1, the region is
-    manual over all of them: a Pallas kernel needs that. Varying axes are not checked, so a region around it must not
-    check them either (`check_vma=False`), or JAX refuses its derivative.
+    Without axes that are not manual yet, `f` is returned unchanged. Where no other axis is larger
+    than 1, the region is manual over all of them: a Pallas kernel needs that. Varying axes are not
+    checked, so a region around it must not check them either (`check_vma=False`), or JAX refuses
+    its derivative.
 
     Args:
         purpose: Why the region has collectives, for their audit (`spmd.plan.scopes.comm_scope`).
@@ -43,8 +46,10 @@ def manual_over(mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_s
     axes = tuple(axis for axis in axes if axis not in around)
     if not axes:
         return f
-    left = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in (*axes, *around)]
-    names = set(axes) if left else set(mesh.axis_names) - set(around)
+    names = set(axes)
+    left = set(split_axes(mesh)) - names
+    if not left:
+        names = set(mesh.axis_names) - set(around)
     region = jax.shard_map(
         f,
         mesh=None if around else mesh,  # inside another such region, that one's mesh
@@ -71,17 +76,20 @@ def all_gather(x: Array, dims: Dims) -> Array:
 def psum_scatter(x: Array, dims: Dims) -> Array:
     """Sum over the axes of all dimensions and scatter each dimension over its own."""
     for dim, axes in enumerate(dims):
-        x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+        if axes:
+            x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
     return x
 
 
 def psum(x: Array, axes: tuple[str, ...]) -> Array:
     """Sum over axes, if there are any."""
-    return jax.lax.psum(x, axes) if axes else x
+    if not axes:
+        return x
+    return jax.lax.psum(x, axes)
 
 
 def batch_sum(x: Array) -> Array:
-    """Sum over the axes of the batch that are manual here, so that a sum over examples is of all devices."""
+    """Sum over the manual axes of the batch, for a sum over the examples of all devices."""
     return psum(x, _manual_batch_axes())
 
 
@@ -100,15 +108,24 @@ def batch_mean(x: Array, valid: Array) -> Array:
 
 
 def global_max(x: Array) -> Array:
-    """Return the largest of the values of all devices, element by element: over the axes that are manual here.
+    """Return the largest value of all devices, element by element: over the manual axes.
 
     Stages of a pipeline have values of their own.
     """
     around = get_abstract_mesh()
-    axes = tuple(axis for axis in around.manual_axes if around.shape[axis] > 1 and axis != "pipe")
-    return jax.lax.pmax(x, axes) if axes else x
+    axes = []
+    for axis in around.manual_axes:
+        if around.shape[axis] > 1 and axis != "pipe":
+            axes.append(axis)
+    if not axes:
+        return x
+    return jax.lax.pmax(x, tuple(axes))
 
 
 def _manual_batch_axes() -> tuple[str, ...]:
     around = get_abstract_mesh()
-    return tuple(axis for axis in BATCH_AXES if axis in around.manual_axes and around.shape[axis] > 1)
+    axes = []
+    for axis in BATCH_AXES:
+        if axis in around.manual_axes and around.shape[axis] > 1:
+            axes.append(axis)
+    return tuple(axes)

@@ -1,8 +1,9 @@
 """Functions of parameters, evaluated so that XLA's partitioner computes them right.
 
-This is the one place on the way into a loss. The function is traced once. Every parameter and variable with a use that
-is not proven right (`spmd.plan.input_uses`) is gathered before it, and every operation that XLA computes wrongly is
-replaced (`spmd.plan.xla_faults`). What is then evaluated is the same function of the same arrays.
+This is the one place on the way into a loss. The function is traced once. Every parameter and
+variable with a use that is not proven right (`spmd.plan.input_uses`) is gathered before it, and
+every operation that XLA computes wrongly is replaced (`spmd.plan.xla_faults`). What is then
+evaluated is the same function of the same arrays.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from spmd.errors import AnnotationError, Problem
 from spmd.jaxpr.equations import has_own_rules, is_hijax, replace_equations
 from spmd.jaxpr.promoted import multiply_narrow, used_dtype
 from spmd.jaxpr.propagation import propagate
-from spmd.jaxpr.traced_program import TracedProgram, read_program
+from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
 from spmd.jaxpr.upgrades import IS_FIRST_FORM
 from spmd.model_api.wrapped_param import is_wrapped
 from spmd.plan.context import current
@@ -29,7 +30,7 @@ from spmd.plan.input_uses import unproven_uses
 from spmd.plan.manual import split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import fault_scope, param_scope
-from spmd.plan.xla_faults import fault_of, is_whole, left_to_xla, problem_of
+from spmd.plan.xla_faults import Fault, fault_of, is_whole, left_to_xla, problem_of
 from spmd.sharding.dims import extra_axes, spec_dims
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import drop_axis
@@ -40,9 +41,15 @@ GATHERED = (*BATCH_AXES, "sequence")
 _WRONG = "XLA would compute these operations of the model wrongly:"
 _IN_CUSTOM = "is in the code of a custom derivative, which cannot be replaced"
 _OUTSIDE = "compute it outside of jax.custom_vjp and jax.custom_jvp"
-_IN_CHECKPOINT = "is in a jax.checkpoint under jax_remat3, in which JAX 0.10 evaluates no call of another formula"
+_IN_CHECKPOINT = (
+    "is in a jax.checkpoint under jax_remat3, "
+    "in which JAX 0.10 evaluates no call of another formula"
+)
 _FLAG_OFF = "turn jax_remat3 off, or use JAX 0.12"
-_NOT_SEEN = "is in the rules of a custom derivative, or in a gradient function that differentiates by itself"
+_NOT_SEEN = (
+    "is in the rules of a custom derivative, "
+    "or in a gradient function that differentiates by itself"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,55 +69,89 @@ class TracedCall:
     others: tuple[Any, ...]
 
     def evaluate(self) -> Any:
-        """Return the results, which XLA computes right on any mesh.
+        """Return the results, right on any mesh.
 
-        Outside of a plan, on one device, and where every axis of the mesh is manual, the function is evaluated as it
-        is.
+        Outside of a plan, on one device, and where every axis of the mesh is manual, the function
+        is evaluated as it is.
 
         Raises:
-            AnnotationError: An operation would be wrong and cannot be replaced, with its source line.
+            AnnotationError: An operation would be wrong and cannot be replaced, with its source
+                line.
         """
-        mesh, jaxpr = current().mesh, self._in_compute_dtype()
+        mesh = current().mesh
+        jaxpr = self._in_compute_dtype()
         leaves = jax.tree.leaves((self.params, self.variables, self.batch, self.others))
         if mesh is not None and split_axes(mesh):
             placements = _placements(self.params, self.variables, mesh)
             program = _read(jaxpr, placements, self._batch_specs(), mesh)
-            axes = {number: _gathered_axes(placed) for number, placed in placements.items()}
-            uses = unproven_uses(program, axes, len(jax.tree.leaves((self.params, self.variables))))
-            for number, is_result_used in uses.items():
-                # In the derivative of an element-wise function of the input, such as a normalised kernel, its gradient
-                # meets the input. XLA would split that function's result as the gradient is, and multiply it wrongly.
-                sum_first = is_result_used or not _is_summed_right(placements[number], leaves[number].ndim)
-                dtype = used_dtype(program, number)
-                leaves[number] = gathered(leaves[number], placements[number], dtype=dtype, sum_first=sum_first)
+            self._gather_unproven(leaves, program, placements)
             jaxpr = _without_faults(jaxpr, program, mesh)
-        return jax.tree.unflatten(jax.tree.structure(self.outputs), jaxpr_as_fun(jaxpr)(*leaves))
+        results = jaxpr_as_fun(jaxpr)(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(self.outputs), results)
+
+    def _gather_unproven(
+        self,
+        leaves: list[Any],
+        program: TracedProgram,
+        placements: Mapping[int, ParamPlacement],
+    ) -> None:
+        """Gather the inputs with an unproven use, in place."""
+        axes = {}
+        for number, placed in placements.items():
+            axes[number] = _gathered_axes(placed)
+        uses = unproven_uses(program, axes, self._first_of_batch)
+        for number, is_result_used in uses.items():
+            # In the derivative of an element-wise function of the input, such as a normalised
+            # kernel, its gradient meets the input. XLA would split that function's result as the
+            # gradient is, and multiply it wrongly.
+            placed = placements[number]
+            leaf = leaves[number]
+            sum_first = is_result_used or not _is_summed_right(placed, leaf.ndim)
+            dtype = used_dtype(program, number)
+            leaves[number] = gathered(leaf, placed, dtype=dtype, sum_first=sum_first)
 
     def _in_compute_dtype(self) -> ClosedJaxpr:
-        """Return the function with products of parameters in the compute dtype, also where the other operand is wider.
+        """Return the function with products of parameters in the compute dtype.
 
-        Parameters enter a model in it (`spmd.model_api.compute_dtype`).
+        The other operand may be wider. Parameters enter a model in it
+        (`spmd.model_api.compute_dtype`).
         """
         precision = current().precision
-        if precision is None or precision.compute_dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
+        if precision is None:
             return self.jaxpr
-        return multiply_narrow(self.jaxpr, len(jax.tree.leaves(self.params)), precision.compute_dtype)
+        if precision.compute_dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
+            return self.jaxpr
+        count = len(jax.tree.leaves(self.params))
+        return multiply_narrow(self.jaxpr, count, precision.compute_dtype)
 
     def _batch_specs(self) -> dict[int, P]:
-        """Return the number of each input that is an array of the batch → its spec in the batch table."""
-        number, table = len(jax.tree.leaves((self.params, self.variables))), current().batch
-        arrays = tree.flatten(self.batch).items()
-        return {i: table.spec(path, jnp.ndim(x)) for i, (path, x) in enumerate(arrays, number)}
+        """Return the number of each input of the batch → its spec in the batch table."""
+        table = current().batch
+        specs = {}
+        arrays = tree.flatten(self.batch)
+        for number, (path, x) in enumerate(arrays.items(), self._first_of_batch):
+            specs[number] = table.spec(path, jnp.ndim(x))
+        return specs
+
+    @property
+    def _first_of_batch(self) -> int:
+        """The number of the first input after parameters and variables."""
+        return len(jax.tree.leaves((self.params, self.variables)))
 
 
-def trace_call(function: Callable[..., Any], params: Any, variables: Any, batch: Any, *others: Any) -> TracedCall:
-    """Trace a call of a function of `(params, variables, batch, *others)`; the batch may be empty."""
+def trace_call(
+    function: Callable[..., Any], params: Any, variables: Any, batch: Any, *others: Any
+) -> TracedCall:
+    """Trace a call of a function of `(params, variables, batch, *others)`.
+
+    The batch may be empty.
+    """
     jaxpr, outputs = jax.make_jaxpr(function, return_shape=True)(params, variables, batch, *others)
     return TracedCall(jaxpr, outputs, params, variables, batch, others)
 
 
 def partition_safe(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of `(params, variables, batch, *others)` with the same results, right on any mesh.
+    """Return the same function of `(params, variables, batch, *others)`, right on any mesh.
 
     See `TracedCall.evaluate`.
     """
@@ -124,15 +165,17 @@ def partition_safe(function: Callable[..., Any]) -> Callable[..., Any]:
 def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
     """Return whether XLA may choose how to sum a gradient into its sharding.
 
-    It does so rightly, and in one reduce-scatter, if it scatters one dimension, over axes that are all of that
-    dimension's and in the order of the mesh, if each other dimension has one axis at most, and if one axis at most
-    splits anything but the batch. Otherwise the sum comes first: XLA computes other products wrongly
-    (docs/xla-faults.md, Products).
+    It does so rightly, and in one reduce-scatter, if it scatters one dimension, over axes that are
+    all of that dimension's and in the order of the mesh, if each other dimension has one axis at
+    most, and if one axis at most splits anything but the batch. Otherwise the sum comes first: XLA
+    computes other products wrongly (docs/xla-faults.md, Products).
     """
     split = split_axes(placement.mesh)
-    if len([axis for axis in split if axis not in GATHERED]) > 1:
+    others = [axis for axis in split if axis not in GATHERED]
+    if len(others) > 1:
         return False
-    kept, used = (spec_dims(spec, ndim, split) for spec in (placement.gradient, placement.used))
+    kept = spec_dims(placement.gradient, ndim, split)
+    used = spec_dims(placement.used, ndim, split)
     scattered = [dim for dim, axes in enumerate(extra_axes(kept, used)) if axes]
     if len(scattered) > 1:
         return False
@@ -147,22 +190,31 @@ def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
 
 
 def _placements(params: Any, variables: Any, mesh: AnyMesh) -> dict[int, ParamPlacement]:
-    """Return the number of each input that may be split → its placement, with that of a gathered one as `used`.
+    """Return the number of each placed input → its placement, with the gathered spec as `used`.
 
     Of a parameter that is an object of several arrays, the first array is the parameter.
     """
-    context, found, number = current(), dict[int, ParamPlacement](), 0
-    for table, arrays in enumerate((params, variables)):
+    found = dict[int, ParamPlacement]()
+    number = 0
+    for arrays, is_variable in ((params, False), (variables, True)):
         for path, node in tree.flatten(arrays, is_leaf=is_wrapped).items():
-            leaves = jax.tree.leaves(node)
-            if path in context.placements:
-                placed = context.placements[path].of_stack()
-                found[number] = dataclasses.replace(placed, used=_used_spec(placed.stored))
-            elif table and path in context.variables:
-                spec = context.variables[path]
-                found[number] = ParamPlacement(mesh, spec, _used_spec(spec), spec, scope=param_scope(path))
-            number += len(leaves)
+            placed = _placement(path, mesh, is_variable=is_variable)
+            if placed is not None:
+                found[number] = placed
+            number += len(jax.tree.leaves(node))
     return found
+
+
+def _placement(path: str, mesh: AnyMesh, *, is_variable: bool) -> ParamPlacement | None:
+    """Return the placement of a parameter or a variable; None if the plan has none."""
+    context = current()
+    if path in context.placements:
+        placed = context.placements[path].of_stack()
+        return dataclasses.replace(placed, used=_used_spec(placed.stored))
+    if is_variable and path in context.variables:
+        spec = context.variables[path]
+        return ParamPlacement(mesh, spec, _used_spec(spec), spec, scope=param_scope(path))
+    return None
 
 
 def _used_spec(spec: P) -> P:
@@ -172,29 +224,43 @@ def _used_spec(spec: P) -> P:
 
 
 def _gathered_axes(placement: ParamPlacement) -> frozenset[str]:
+    """Return the axes of the gather of a parameter."""
     split = split_axes(placement.mesh)
-    named = (axis for entry in placement.stored for axis in entry_axes(entry))
-    return frozenset(axis for axis in named if axis in GATHERED and axis in split)
+    axes = set[str]()
+    for entry in placement.stored:
+        axes.update(entry_axes(entry))
+    return frozenset(axes.intersection(GATHERED, split))
 
 
 def _read(
-    jaxpr: ClosedJaxpr, placements: Mapping[int, ParamPlacement], batch: Mapping[int, P], mesh: AnyMesh
+    jaxpr: ClosedJaxpr,
+    placements: Mapping[int, ParamPlacement],
+    batch: Mapping[int, P],
+    mesh: AnyMesh,
 ) -> TracedProgram:
-    """Return the program with the shardings of its values, as far as they follow from those of its inputs."""
+    """Return the program with the shardings of its values, as far as its inputs determine them."""
     program = read_program(jaxpr)
-    specs = {number: placed.stored for number, placed in placements.items()} | dict(batch)
-    for number, spec in specs.items():
-        value = program.inputs[number]
-        value.dims = tuple(spec_dims(spec, len(value.shape), split_axes(mesh)))
+    for number, placed in placements.items():
+        _set_dims(program.inputs[number], placed.stored, mesh)
+    for number, spec in batch.items():
+        _set_dims(program.inputs[number], spec, mesh)
     propagate(program)
     return program
 
 
+def _set_dims(value: TracedValue, spec: P, mesh: AnyMesh) -> None:
+    value.dims = tuple(spec_dims(spec, len(value.shape), split_axes(mesh)))
+
+
 def _without_faults(jaxpr: ClosedJaxpr, program: TracedProgram, mesh: AnyMesh) -> ClosedJaxpr:
-    """Replace the operations that XLA computes wrongly; raise an error that lists those that cannot be replaced."""
-    faulty = [(operation, fault) for operation in program.walk() if (fault := fault_of(operation, mesh))]
-    replacements, problems = dict[int, ClosedJaxpr](), list[Problem]()
-    for operation, fault in faulty:
+    """Replace the operations with a fault of XLA.
+
+    Raises:
+        AnnotationError: All of them that cannot be replaced.
+    """
+    replacements = dict[int, ClosedJaxpr]()
+    problems = list[Problem]()
+    for operation, fault in _faulty_operations(program, mesh):
         equation, *around = operation.equations
         with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
             if not split_axes(mesh):
@@ -206,19 +272,35 @@ def _without_faults(jaxpr: ClosedJaxpr, program: TracedProgram, mesh: AnyMesh) -
             if IS_FIRST_FORM and any(map(is_hijax, around)):
                 problems.append(problem_of(operation, fault, mesh, _IN_CHECKPOINT, _FLAG_OFF))
                 continue
-            arrays = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
-            formula = jax.named_call(fault.formula(operation, mesh), name=fault_scope(fault.name))
-            replacements[id(equation)] = jax.make_jaxpr(formula)(*arrays)
+            replacements[id(equation)] = _trace_formula(operation, fault, mesh)
     if problems:
         raise AnnotationError(_WRONG, problems)
     return replace_equations(jaxpr, replacements)
 
 
-def check_replaced(jaxpr: ClosedJaxpr, specs: Sequence[P], mesh: AnyMesh) -> None:
-    """Raise an error that lists the operations of a whole step that XLA computes wrongly and that nothing replaced.
+def _faulty_operations(program: TracedProgram, mesh: AnyMesh) -> list[tuple[Operation, Fault]]:
+    faulty = []
+    for operation in program.walk():
+        fault = fault_of(operation, mesh)
+        if fault:
+            faulty.append((operation, fault))
+    return faulty
 
-    `TracedCall.evaluate` replaces what it sees: the loss. It does not see the rules of custom derivatives, nor what a
-    gradient function computes around it.
+
+def _trace_formula(operation: Operation, fault: Fault, mesh: AnyMesh) -> ClosedJaxpr:
+    """Trace the formula in place of an operation."""
+    arrays = []
+    for atom in operation.equations[0].invars:
+        arrays.append(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype))
+    formula = jax.named_call(fault.formula(operation, mesh), name=fault_scope(fault.name))
+    return jax.make_jaxpr(formula)(*arrays)
+
+
+def check_replaced(jaxpr: ClosedJaxpr, specs: Sequence[P], mesh: AnyMesh) -> None:
+    """Raise an error with all operations of a step with a fault of XLA and no replacement.
+
+    `TracedCall.evaluate` replaces what it sees: the loss. It does not see the rules of custom
+    derivatives, nor what a gradient function computes around it.
 
     Args:
         specs: The specs of the arguments of the step, one for each input of `jaxpr`.
@@ -227,10 +309,11 @@ def check_replaced(jaxpr: ClosedJaxpr, specs: Sequence[P], mesh: AnyMesh) -> Non
     if not split_axes(mesh) or not list(left_to_xla(program, mesh)):
         return
     for value, spec in zip(program.inputs, specs, strict=True):
-        value.dims = tuple(spec_dims(spec, len(value.shape), split_axes(mesh)))
+        _set_dims(value, spec, mesh)
     propagate(program)
     fix = f"{_OUTSIDE}, and differentiate by spmd.value_and_grad"
-    problems = dict[tuple[str, str], Problem]()  # one for each line: forward and backward are of the same
+    # One for each line: forward and backward are of the same.
+    problems = dict[tuple[str, str], Problem]()
     for operation, fault in left_to_xla(program, mesh):
         if not is_whole(operation, fault, mesh):
             problem = problem_of(operation, fault, mesh, _NOT_SEEN, fix)

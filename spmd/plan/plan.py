@@ -1,13 +1,13 @@
 """A sharding plan: every decision of a training run about its names, resolved on abstract shapes.
 
-No device and no memory is needed. `print(plan)` shows one line for each parameter; `plan.diff(other)` explains a
-change.
+No device and no memory is needed. `print(plan)` shows one line for each parameter;
+`plan.diff(other)` explains a change.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +21,11 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, RuleError, Together, first_of
 from spmd.model_api.attention_config import AttentionConfig, make_attention_config
 from spmd.model_api.grad_transform import Carry, GradTransform
-from spmd.model_api.model import Model, abstract_key
+from spmd.model_api.model import Model, ModelInfo, abstract_key
 from spmd.model_api.remat import Remat, make_remat
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.optim.storage import State, Storage
+from spmd.optim.treatment import Treatment
 from spmd.optim.two_phase import treatment_of
 from spmd.plan import resolve
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
@@ -33,16 +34,17 @@ from spmd.plan.scopes import param_scope
 from spmd.precision import Precision, cast_floats, check_float64, make_precision
 from spmd.settings.compress import NO_COMPRESSION, CompressConfig
 from spmd.settings.offload import make_storage
+from spmd.settings.quantize import MatmulRecipe
 from spmd.sharding.layer_paths import own_stacks, stored_dims, without_dims
 from spmd.sharding.mesh import AnyMesh
-from spmd.sharding.optimizer_state import ZERO_KEEPS
-from spmd.sharding.rules import Rules
+from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec
+from spmd.sharding.rules import Match, Rules
 
 TABLES = ("params", "variables", "transforms", "gradients", "optimizer_state")
 """The tables of entries that a plan has."""
 
 EvaluatedParams = Callable[[Any, Any], Any]
-"""`(optimizer state, params) -> params` to evaluate, as `optax.contrib.schedule_free_eval_params`."""
+"""`(optimizer state, params) -> params` to evaluate: `optax.contrib.schedule_free_eval_params`."""
 
 _CANNOT = "This plan cannot be made:"
 _ONE_SLICE: Mapping[str, int] = FrozenDict()
@@ -56,18 +58,22 @@ class ShardingPlan:
     Attributes:
         mesh: The mesh, with devices or abstract.
         zero: The ZeRO stage, 0 to 3.
-        placements: Parameter path in the model's modules → its placement, of one layer. A frozen variable is in it by
-            its module's path and, unless it is merged with an adapter, by its own.
+        placements: Parameter path in the model's modules → its placement, of one layer. A frozen
+            variable is in it by its module's path and, unless it is merged with an adapter, by its
+            own.
         params: One entry for each parameter; the other tables have one for each of their arrays.
         gradients: Gradients as they leave the reduction.
         variables: Variables that the model changes by itself; none for most models.
-        transforms: What keeps a state around the gradient, in the order of wrapping; the last is outside.
+        transforms: What keeps a state around the gradient, in the order of wrapping; the last is
+            outside.
         transform_states: Their states, each path after the name of its transform.
         slices: Axis → the slices that it spans, of those above 1.
         compress: What is sent in fewer bits; of each parameter, `ParamPlacement.comm` sends it.
-        quantize: The table of matmuls in fewer bits; of each kernel, `ParamPlacement.recipe` says so.
+        quantize: The table of matmuls in fewer bits; of each kernel, `ParamPlacement.recipe` says
+            so.
         storage: Where the training state is between steps.
-        evaluation_params: What finds the parameters to evaluate, in place of `find_evaluated_params`.
+        evaluation_params: What finds the parameters to evaluate, in place of
+            `find_evaluated_params`.
     """
 
     mesh: AnyMesh
@@ -92,31 +98,39 @@ class ShardingPlan:
     transform_states: tuple[PlanEntry, ...] = ()
 
     def with_transforms(self, *transforms: GradTransform) -> "ShardingPlan":
-        """Return the plan with transforms of the gradient, next to the gradient function and inside of those it has.
+        """Return the plan with more transforms of the gradient, inside of those it has.
 
-        One that is outermost wraps all others, whenever it is added.
+        They are next to the gradient function. One that is outermost wraps all others, whenever it
+        is added.
 
         Raises:
-            ConfigError: Everything that keeps a transform from being used with the plan, and two of one name.
+            ConfigError: Everything that keeps a transform from being used with the plan, and two of
+                one name.
         """
         if not transforms:
             return self
         ordered = sorted([*transforms, *self.transforms], key=lambda each: each.is_outermost)
         plan = dataclasses.replace(self, transforms=tuple(ordered))
         problems = resolve.check_transforms(plan.transforms, self.abstract_variables)
-        problems = problems or [problem for each in plan.transforms for problem in each.problems(plan)]
+        if not problems:
+            for transform in plan.transforms:
+                problems.extend(transform.problems(plan))
         if problems:
             raise ConfigError("These transforms of the gradient cannot be used:", problems)
-        states = {each.name: each.state(plan) for each in plan.transforms}
-        return dataclasses.replace(plan, transform_states=resolve.transform_entries(self.mesh, states, self.zero))
+        states = {}
+        for transform in plan.transforms:
+            states[transform.name] = transform.state(plan)
+        entries = resolve.transform_entries(self.mesh, states, self.zero)
+        return dataclasses.replace(plan, transform_states=entries)
 
     @functools.cached_property
     def abstract_transforms(self) -> dict[str, Any]:
-        """Name of a transform → its state as `jax.ShapeDtypeStruct`s with shardings; of those that keep one."""
+        """The transforms' states by name, as `jax.ShapeDtypeStruct`s with shardings."""
         abstract = dict[str, jax.ShapeDtypeStruct]()
         for entry in self.transform_states:
             sharding = NamedSharding(self.mesh, entry.spec)
-            abstract[entry.path] = jax.ShapeDtypeStruct(entry.shape, jnp.dtype(entry.dtype), sharding=sharding)
+            dtype = jnp.dtype(entry.dtype)
+            abstract[entry.path] = jax.ShapeDtypeStruct(entry.shape, dtype, sharding=sharding)
         return tree.nested(abstract)
 
     @functools.cached_property
@@ -147,14 +161,18 @@ class ShardingPlan:
         return jax.tree.map(lambda leaf: leaf.sharding, gradients)
 
     def _abstract(self, shapes: Any, entries: tuple[PlanEntry, ...]) -> Any:
-        by_path = {entry.path: entry for entry in entries}
+        """Attach the shardings of entries to a tree of abstract arrays."""
+        shardings = {entry.path: self._sharding(entry) for entry in entries}
 
         def place(path: str, array: Any) -> jax.ShapeDtypeStruct:
-            kind = by_path[path].memory_kind if by_path[path].on_host else None
-            sharding = NamedSharding(self.mesh, by_path[path].spec, memory_kind=kind)
-            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=shardings[path])
 
         return tree.map_with_path(place, shapes)
+
+    def _sharding(self, entry: PlanEntry) -> NamedSharding:
+        if not entry.on_host:
+            return NamedSharding(self.mesh, entry.spec)
+        return NamedSharding(self.mesh, entry.spec, memory_kind=entry.memory_kind)
 
     def batch_sharding(self, path: str, ndim: int = 2) -> NamedSharding:
         """Return the sharding of an array of a batch, by its path and number of dimensions."""
@@ -165,55 +183,68 @@ class ShardingPlan:
         return tree.map_with_path(lambda path, x: self.batch_sharding(path, x.ndim), batch)
 
     def bytes_per_device(self) -> dict[str, int]:
-        """Return table → bytes on each device: `params`, `gradients`, `optimizer_state`, and others if any."""
+        """Return table → bytes on each device.
+
+        The tables are `params`, `gradients`, `optimizer_state`, and others if they have entries.
+        """
         return self._bytes(on_host=False)
 
     def bytes_on_host(self) -> dict[str, int]:
-        """Return table → bytes in host memory for each device, of the tables that have some."""
+        """Return table → bytes in host memory for each device; tables without any are absent."""
         return {name: size for name, size in self._bytes(on_host=True).items() if size}
 
     def _bytes(self, *, on_host: bool) -> dict[str, int]:
         sizes = dict.fromkeys(("params", "gradients", "optimizer_state"), 0)
         for table in TABLES:
-            if entries := self.entries(table):
-                sizes[table] = sum(entry.bytes_per_device for entry in entries if entry.on_host == on_host)
+            entries = self.entries(table)
+            if entries:
+                sizes[table] = _bytes_of(entries, on_host=on_host)
         return sizes
 
     def entries(self, table: str) -> tuple[PlanEntry, ...]:
         """Return the entries of one of the plan's `TABLES`."""
-        return self.transform_states if table == "transforms" else getattr(self, table)
+        if table == "transforms":
+            return self.transform_states
+        return getattr(self, table)
 
     def __str__(self) -> str:
         return self.text("params", "variables", "transforms")
 
     def _repr_html_(self) -> str:
         """Return the plan as a notebook shows it: the heading, the bytes, and a folded table."""
-        return format_html(self.heading, [*self.params, *self.variables, *self.transform_states], self._footer)
+        entries = [*self.params, *self.variables, *self.transform_states]
+        return format_html(self.heading, entries, self._footer)
 
     @property
     def heading(self) -> str:
-        """Mesh and decisions that are not about one array."""
-        axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
-        quantize = f"   quantize {self.quantize}" if self.quantize else ""
-        decisions = f"zero {self.zero}   remat {self.remat}   precision {self.precision.name}{quantize}{self.compress}"
-        return f"mesh {axes}   {decisions}   attention {self.attention}"
+        """Mesh and decisions about the whole plan."""
+        split = [f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1]
+        axes = " ".join(split) or "one device"
+        decisions = f"zero {self.zero}   remat {self.remat}   precision {self.precision.name}"
+        if self.quantize:
+            decisions += f"   quantize {self.quantize}"
+        return f"mesh {axes}   {decisions}{self.compress}   attention {self.attention}"
 
     @property
     def _footer(self) -> str:
         return format_footer(self.params, self.bytes_per_device(), self.bytes_on_host())
 
     def text(self, *tables: str) -> str:
-        """Return the plan as text: a heading, one line for each entry of some of its `TABLES`, and the bytes."""
-        entries = format_entries({table: self.entries(table) for table in tables})
-        return "\n".join([self.heading, *entries, self._footer])
+        """Return the plan as text: a heading, a line for each entry of some tables, and the bytes.
+
+        Args:
+            tables: Names of `TABLES`.
+        """
+        entries = {table: self.entries(table) for table in tables}
+        return "\n".join([self.heading, *format_entries(entries), self._footer])
 
     def diff(self, other: "ShardingPlan") -> str:
-        """Return the lines of the text with all tables that differ from another plan's; empty when none does."""
+        """Return the differing lines of two plans' texts with all tables; empty if equal."""
         return diff_texts(self.text(*TABLES), other.text(*TABLES))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values: the mesh, the decisions, and one record for each entry."""
-        return {
+        """Return the plan as JSON values: the mesh, the decisions, and a record for each entry."""
+        record = {
             "mesh": dict(self.mesh.shape),
             "devices": self.mesh.size,
             "zero": self.zero,
@@ -225,8 +256,52 @@ class ShardingPlan:
             "parameters": sum(math.prod(entry.shape) for entry in self.params),
             "bytes_per_device": self.bytes_per_device(),
             "bytes_on_host": self.bytes_on_host(),
-            **{table: [entry.to_json() for entry in self.entries(table)] for table in TABLES},
         }
+        for table in TABLES:
+            record[table] = [entry.to_json() for entry in self.entries(table)]
+        return record
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Inputs:
+    """Arguments of `make_plan` after their own checks, and the abstract arrays of the model.
+
+    Attributes:
+        rules: The table, with the stacks that the model recorded.
+        compress: The compression, or none if the mesh cannot use it.
+        treatment: What the optimizer does to each parameter, if it is one of a config.
+        optimizer: The optimizer, with the master weights of the precision.
+        storage: The storage as asked for; `_resolve_state` returns the resolved one.
+        made: The parameters in the dtypes of the model.
+        params: The parameters in the dtypes of the training state.
+        weights: Path → parameter, as in `params`.
+        variables: Path → variable of the model.
+    """
+
+    mesh: AnyMesh
+    slices: Mapping[str, int]
+    rules: Rules
+    zero: int
+    remat: Remat
+    precision: Precision
+    compress: CompressConfig
+    quantize: str
+    attention: AttentionConfig
+    storage: Storage
+    model: Model
+    info: ModelInfo
+    treatment: Treatment | None
+    optimizer: optax.GradientTransformation
+    evaluation_params: EvaluatedParams | None
+    made: Any
+    params: Any
+    weights: Mapping[str, Any]
+    variables: Mapping[str, Any]
+
+    @functools.cached_property
+    def arrays(self) -> Mapping[str, Any]:
+        """Path → parameter or variable."""
+        return {**self.weights, **self.variables}
 
 
 def make_plan(
@@ -247,151 +322,379 @@ def make_plan(
     evaluation_params: EvaluatedParams | None = None,
     transforms: Sequence[GradTransform] = (),
 ) -> ShardingPlan:
-    """Resolve every decision, or list everything that is wrong.
+    """Resolve every decision, or list every problem.
 
     Args:
         mesh: From `make_mesh` or `abstract_mesh`.
-        model: From `spmd.from_nnx`, `spmd.from_linen`, or `Model(init, apply)`. Only its shapes are used.
+        model: From `spmd.from_nnx`, `spmd.from_linen`, or `Model(init, apply)`. Only its shapes are
+            used.
         optimizer: Any optax transformation; its state's layout follows the parameters by structure.
-        zero: ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) keep the `fsdp` axis.
-        remat: What the backward pass keeps: `"none"`, `"full"`, or `Remat(save=("attention_out",))`.
+        zero: ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) keep the
+            `fsdp` axis.
+        remat: What the backward pass keeps: `"none"`, `"full"`, or
+            `Remat(save=("attention_out",))`.
         precision: The name of a policy, such as `"bf16"`, or a `Precision`.
         compress: Codecs of what devices send to each other.
-        quantize: The recipe of all linear layers of blocks, such as `"fp8"`, or rows `PATTERN=RECIPE,…`
-            (`spmd.settings.quantize`).
+        quantize: The recipe of all linear layers of blocks, such as `"fp8"`, or rows
+            `PATTERN=RECIPE,…` (`spmd.settings.quantize`).
         slices: Axis → the slices that it spans, as for `make_mesh`.
-        offload: What lives in host memory: `("optimizer_state", "params")`, one of them, or nothing.
+        offload: What lives in host memory: `("optimizer_state", "params")`, one of them, or
+            nothing.
         attention: The kernel: `"auto"`, or one of `spmd.model_api.attention_config.KERNELS`.
-        context: The algorithm of attention over a sequence split over `sequence`: `"ring"` or `"all-to-all"`.
-        evaluation_params: `(optimizer state, params)` → the parameters to evaluate, for an optimizer that is evaluated
-            at others than its gradients. An average, schedule-free and lookahead need none: their state is read.
-        transforms: What keeps a state around the gradient (`ShardingPlan.with_transforms`), besides what the precision
-            and the recipes bring.
+        context: The algorithm of attention over a sequence split over `sequence`: `"ring"` or
+            `"all-to-all"`.
+        evaluation_params: `(optimizer state, params)` → the parameters to evaluate, for an
+            optimizer that is evaluated at others than its gradients. An average, schedule-free and
+            lookahead need none: their state is read.
+        transforms: What keeps a state around the gradient (`ShardingPlan.with_transforms`), besides
+            what the precision and the recipes bring.
 
     Raises:
-        RuleError: All problems of the table, the recipes, the specs and the optimizer's state, at once.
-        ConfigError: An unknown precision, remat policy, ZeRO stage or kernel; compression of what is not sent; several
-            of these errors together.
+        RuleError: All problems of the table, the recipes, the specs and the optimizer's state, at
+            once.
+        ConfigError: An unknown precision, remat policy, ZeRO stage or kernel; compression of what
+            is not sent; several of these errors together.
     """
     # Wrong codecs, recipes and names of saved activations do not hide what is wrong elsewhere.
     with Together(_CANNOT) as errors:
-        problems = resolve.check_arguments(mesh, rules, model, optimizer, transforms)
-        if zero not in ZERO_KEEPS:
-            problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
-        if problems:
-            raise ConfigError(_CANNOT, problems)
-        if problems := compress.problems_of_mesh(mesh.shape, slices, zero):
-            errors.add(ConfigError(_CANNOT, problems))
-            compress = NO_COMPRESSION
+        _check_arguments(mesh, rules, model, optimizer, transforms, zero)
+        compress = _usable_compression(compress, mesh, slices, zero, errors)
         made = jax.eval_shape(model.init, abstract_key())
         made_variables = _abstract_variables(model)
-        problems = [*resolve.check_params(made), *resolve.check_storable(made), *resolve.check_storable(made_variables)]
-        if problems:
-            raise ConfigError("These parameters cannot be trained:", problems)
-        precision, remat = compress.precision(make_precision(precision), slices), make_remat(remat)
-        if problems := check_float64(precision, tree.flatten(made)):
-            raise ConfigError("This precision does not fit the model:", first_of(problems, at_most=5))
+        _check_arrays(made, made_variables)
+        precision = compress.precision(make_precision(precision), slices)
+        remat = make_remat(remat)
+        _check_precision(precision, made)
         storage = make_storage(offload)
         resolve.check_storage(mesh, storage, remat)
         attention_config = make_attention_config(mesh, attention, context)
         treatment = treatment_of(optimizer)
         optimizer = wrap_optimizer_for_precision(optimizer, precision)
-        params = jax.eval_shape(functools.partial(cast_floats, dtype=precision.params_dtype), made)
-        variables, info = tree.flatten(_abstract_variables(model)), model.info()
-        weights, rules = tree.flatten(params), rules.with_recorded(info.stacks)
-
-        matches = resolve.matches_without_rules(info, rules)
-        ruled = {path: tuple(x.shape) for path, x in {**weights, **variables}.items() if path not in matches}
-        recipes, problems = resolve.resolve_recipes(quantize, rules, mesh, weights, info)
-        names = [name for name, _ in rules.activations]
-        by_name = [*problems, *remat.check_names(names, "is no activation of the rule table")]
-        problems = resolve.audit_rules(mesh, rules, ruled, info)
-        problems += resolve.check_evaluation_params(evaluation_params, optimizer, precision, params)
-        if problems:
-            problems += by_name
-            others = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, dict.fromkeys(weights, P()))[1]
-            problems += [problem for problem in others if problem not in problems]
-            raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
-        if by_name:
-            errors.add(RuleError(f"The rule table does not fit: {_count(by_name)}.", by_name))
-            recipes = {}
-        matches |= {path: match for path in ruled if (match := rules.match(path))}
-        for path, x in tree.flatten(made).items():
-            if x.dtype not in (jnp.float32, weights[path].dtype):  # JAX's default, or as stored
-                reason = ", ".join(filter(None, (matches[path].reason, f"{x.dtype} in the model")))
-                matches[path] = dataclasses.replace(matches[path], reason=reason)
-        specs = {
-            table: {path: resolve.apply_zero(match, table, zero) for path, match in matches.items()} | dict(info.placed)
-            for table in ("params", "gradients", "optimizer")
-        }
-        state, problems = resolve.resolve_optimizer_state(mesh, rules, optimizer, params, specs["optimizer"])
-        if not problems:
-            arrays = State(params, state, specs["optimizer"], variables, mesh.shape, rules, info)
-            storage, problems = storage.resolved(optimizer, arrays)
-        if problems:
-            raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
-
-        updates = treatment.describe({path: x.shape for path, x in weights.items()}) if treatment else _NO_UPDATES
-        on_host = storage.off_device_params
-
-        def entries(
-            table: str, arrays: Mapping[str, Any], hosted: Container[str] = (), updates: Mapping[str, str] = _NO_UPDATES
-        ) -> tuple[PlanEntry, ...]:
-            return tuple(
-                make_entry(
-                    *(path, x, matches[path], specs[table][path]),
-                    zero=zero,
-                    axes=mesh.shape,
-                    on_host=path in hosted,
-                    update=updates.get(path, ""),
-                )
-                for path, x in arrays.items()
-            )
-
-        def placement(path: str) -> ParamPlacement:
-            stacks = own_stacks(path, rules.stacks)
-            scope = param_scope(rules.layer_path(path)[0])  # equal layers have equal placements
-            placed = resolve.resolve_placement(mesh, matches[path], stacks, zero, on_host=path in on_host, scope=scope)
-            shape = without_dims({**weights, **variables}[path].shape, stored_dims(stacks))
-            exactly = info.frozen.get(path, path) in info.sent_exactly
-            specs = placed.stored, placed.used
-            comm = compress.param_comm(shape, specs, mesh.shape, slices, precision, exactly=exactly)
-            return dataclasses.replace(placed, comm=comm, recipe=recipes.get(info.frozen.get(path, path)))
-
-        gradients = jax.eval_shape(functools.partial(cast_floats, dtype=precision.gradients_dtype), params)
-        by_module = {module: placement(path) for path, module in info.frozen.items()}
-        by_path = {path: placement(path) for path in (*info.frozen, *weights) if path not in info.merged}
-        placements = FrozenDict({**by_module, **by_path})
-        reduced = {path for path in weights if path in info.gathered_by_layer and path not in info.sent_exactly}
-        problems = compress.problems_of_model([placed.comm for placed in placements.values()], reduced)
-        errors.add(ConfigError("This compression cannot be used:", problems))
-
-        plan = ShardingPlan(
+        params = _cast(made, precision.params_dtype)
+        info = model.info()
+        inputs = _Inputs(
             mesh=mesh,
-            rules=rules,
+            slices=slices,
+            rules=rules.with_recorded(info.stacks),
             zero=zero,
             remat=remat,
             precision=precision,
             compress=compress,
             quantize=quantize,
             attention=attention_config,
-            placements=placements,
-            slices=FrozenDict({axis: count for axis, count in slices.items() if count > 1}),
-            params=entries("params", weights, on_host, updates),
-            gradients=entries("gradients", tree.flatten(gradients)),
-            variables=entries("params", variables, on_host),
-            optimizer_state=resolve.state_entries(mesh, state, zero, storage.off_device_state),
             storage=storage,
             model=model,
+            info=info,
+            treatment=treatment,
             optimizer=optimizer,
             evaluation_params=evaluation_params,
+            made=made,
+            params=params,
+            weights=tree.flatten(params),
+            variables=tree.flatten(made_variables),
         )
-        used = [transform for recipe in recipes.values() for transform in recipe.transforms]
-        return plan.with_transforms(*transforms, *dict.fromkeys(used), *precision.transforms)
+        return _resolve_plan(inputs, transforms, errors)
+
+
+def _resolve_plan(
+    inputs: _Inputs, transforms: Sequence[GradTransform], errors: Together
+) -> ShardingPlan:
+    """Match the rules, derive all specs from them, and make the plan."""
+    matches = resolve.matches_without_rules(inputs.info, inputs.rules)
+    ruled = {path: tuple(x.shape) for path, x in inputs.arrays.items() if path not in matches}
+    recipes = _check_rules(inputs, ruled, errors)
+    matches |= _match_rules(inputs.rules, ruled)
+    _note_dtypes(matches, inputs)
+    param_specs = _specs("params", inputs, matches)
+    gradient_specs = _specs("gradients", inputs, matches)
+    optimizer_specs = _specs("optimizer", inputs, matches)
+    state, storage = _resolve_state(inputs, optimizer_specs)
+    updates = _describe_updates(inputs)
+    on_host = storage.off_device_params
+    gradients = _cast(inputs.params, inputs.precision.gradients_dtype)
+    placements = _place_params(inputs, matches, recipes, on_host)
+    problems = _compression_problems(inputs, placements)
+    errors.add(ConfigError("This compression cannot be used:", problems))
+    params = _entries(inputs, inputs.weights, matches, param_specs, on_host, updates)
+    plan = ShardingPlan(
+        mesh=inputs.mesh,
+        rules=inputs.rules,
+        zero=inputs.zero,
+        remat=inputs.remat,
+        precision=inputs.precision,
+        compress=inputs.compress,
+        quantize=inputs.quantize,
+        attention=inputs.attention,
+        placements=placements,
+        slices=_large_axes(inputs.slices),
+        params=params,
+        gradients=_entries(inputs, tree.flatten(gradients), matches, gradient_specs),
+        variables=_entries(inputs, inputs.variables, matches, param_specs, on_host),
+        optimizer_state=resolve.state_entries(
+            inputs.mesh, state, inputs.zero, storage.off_device_state
+        ),
+        storage=storage,
+        model=inputs.model,
+        optimizer=inputs.optimizer,
+        evaluation_params=inputs.evaluation_params,
+    )
+    of_recipes = _transforms_of(recipes)
+    return plan.with_transforms(*transforms, *of_recipes, *inputs.precision.transforms)
+
+
+def _check_arguments(
+    mesh: Any, rules: Any, model: Any, optimizer: Any, transforms: Any, zero: Any
+) -> None:
+    """Raise a `ConfigError` with all arguments of a wrong kind."""
+    problems = resolve.check_arguments(mesh, rules, model, optimizer, transforms)
+    if zero not in ZERO_KEEPS:
+        problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
+    if problems:
+        raise ConfigError(_CANNOT, problems)
+
+
+def _usable_compression(
+    compress: CompressConfig,
+    mesh: AnyMesh,
+    slices: Mapping[str, int],
+    zero: int,
+    errors: Together,
+) -> CompressConfig:
+    """Return the compression, or none if the mesh cannot use it; the error is raised later."""
+    problems = compress.problems_of_mesh(mesh.shape, slices, zero)
+    if not problems:
+        return compress
+    errors.add(ConfigError(_CANNOT, problems))
+    return NO_COMPRESSION
+
+
+def _check_arrays(made: Any, variables: Any) -> None:
+    """Refuse parameters without a gradient, and arrays without a place in a checkpoint."""
+    problems = [
+        *resolve.check_params(made),
+        *resolve.check_storable(made),
+        *resolve.check_storable(variables),
+    ]
+    if problems:
+        raise ConfigError("These parameters cannot be trained:", problems)
+
+
+def _check_precision(precision: Precision, made: Any) -> None:
+    problems = check_float64(precision, tree.flatten(made))
+    if problems:
+        title = "This precision does not fit the model:"
+        raise ConfigError(title, first_of(problems, at_most=5))
+
+
+def _check_rules(
+    inputs: _Inputs, ruled: Mapping[str, tuple[int, ...]], errors: Together
+) -> dict[str, MatmulRecipe]:
+    """Check the table, the recipes and the names of saved activations; return the usable recipes.
+
+    Args:
+        ruled: Path → shape of each array that needs a rule.
+        errors: Takes the problems of recipes and names, if there are no others.
+
+    Raises:
+        RuleError: The table or the function of evaluated parameters does not fit. All problems are
+            listed, also those of recipes, of names, and of the optimizer without sharding.
+    """
+    rules, remat = inputs.rules, inputs.remat
+    recipes, by_name = resolve.resolve_recipes(
+        inputs.quantize, rules, inputs.mesh, inputs.weights, inputs.info
+    )
+    activations = [name for name, _ in rules.activations]
+    by_name = [*by_name, *remat.check_names(activations, "is no activation of the rule table")]
+    problems = resolve.audit_rules(inputs.mesh, rules, ruled, inputs.info)
+    problems += resolve.check_evaluation_params(
+        inputs.evaluation_params, inputs.optimizer, inputs.precision, inputs.params
+    )
+    if problems:
+        problems += by_name
+        replicated = dict.fromkeys(inputs.weights, P())
+        _, of_optimizer = resolve.resolve_optimizer_state(
+            inputs.mesh, rules, inputs.optimizer, inputs.params, replicated
+        )
+        problems += [problem for problem in of_optimizer if problem not in problems]
+        raise RuleError(f"The rule table does not fit: {_count(problems)}.", problems)
+    if by_name:
+        errors.add(RuleError(f"The rule table does not fit: {_count(by_name)}.", by_name))
+        return {}
+    return recipes
+
+
+def _match_rules(rules: Rules, paths: Iterable[str]) -> dict[str, Match]:
+    matches = {}
+    for path in paths:
+        match = rules.match(path)
+        if match:
+            matches[path] = match
+    return matches
+
+
+def _note_dtypes(matches: dict[str, Match], inputs: _Inputs) -> None:
+    """Add a parameter's dtype in the model to the reason, if neither default nor stored dtype."""
+    for path, x in tree.flatten(inputs.made).items():
+        if x.dtype in (jnp.float32, inputs.weights[path].dtype):  # JAX's default, or as stored
+            continue
+        match = matches[path]
+        remark = f"{x.dtype} in the model"
+        reason = f"{match.reason}, {remark}" if match.reason else remark
+        matches[path] = dataclasses.replace(match, reason=reason)
+
+
+def _specs(table: str, inputs: _Inputs, matches: Mapping[str, Match]) -> dict[str, P]:
+    """Return path → spec in a table of `spmd.sharding.optimizer_state.ZERO_KEEPS`."""
+    specs = {}
+    for path, match in matches.items():
+        specs[path] = resolve.apply_zero(match, table, inputs.zero)
+    return specs | dict(inputs.info.placed)
+
+
+def _resolve_state(
+    inputs: _Inputs, specs: Mapping[str, P]
+) -> tuple[dict[str, DerivedSpec], Storage]:
+    """Return the specs of the optimizer's state, and the storage with its decisions."""
+    state, problems = resolve.resolve_optimizer_state(
+        inputs.mesh, inputs.rules, inputs.optimizer, inputs.params, specs
+    )
+    storage = inputs.storage
+    if not problems:
+        arrays = State(
+            inputs.params,
+            state,
+            specs,
+            inputs.variables,
+            inputs.mesh.shape,
+            inputs.rules,
+            inputs.info,
+        )
+        storage, problems = storage.resolved(inputs.optimizer, arrays)
+    if problems:
+        raise RuleError(f"The optimizer does not fit: {_count(problems)}.", problems)
+    return state, storage
+
+
+def _describe_updates(inputs: _Inputs) -> Mapping[str, str]:
+    """Return the optimizer's treatment of parameters by path, if it is not the same for all."""
+    if inputs.treatment is None:
+        return _NO_UPDATES
+    shapes = {path: x.shape for path, x in inputs.weights.items()}
+    return inputs.treatment.describe(shapes)
+
+
+def _place_params(
+    inputs: _Inputs,
+    matches: Mapping[str, Match],
+    recipes: Mapping[str, MatmulRecipe],
+    on_host: Container[str],
+) -> Mapping[str, ParamPlacement]:
+    """Return the placements, of frozen variables by the paths of their modules first."""
+    info = inputs.info
+
+    def place(path: str) -> ParamPlacement:
+        return _placement(path, inputs, matches[path], recipes, on_host=path in on_host)
+
+    placements = {}
+    for path, module in info.frozen.items():
+        placements[module] = place(path)
+    for path in (*info.frozen, *inputs.weights):
+        if path not in info.merged:
+            placements[path] = place(path)
+    return FrozenDict(placements)
+
+
+def _placement(
+    path: str,
+    inputs: _Inputs,
+    match: Match,
+    recipes: Mapping[str, MatmulRecipe],
+    *,
+    on_host: bool,
+) -> ParamPlacement:
+    """Return the placement of one layer's parameter, with its communication and its recipe."""
+    rules, info = inputs.rules, inputs.info
+    stacks = own_stacks(path, rules.stacks)
+    scope = param_scope(rules.layer_path(path)[0])  # equal layers have equal placements
+    placed = resolve.resolve_placement(
+        inputs.mesh, match, stacks, inputs.zero, on_host=on_host, scope=scope
+    )
+    in_module = info.frozen.get(path, path)
+    comm = inputs.compress.param_comm(
+        without_dims(inputs.arrays[path].shape, stored_dims(stacks)),
+        (placed.stored, placed.used),
+        inputs.mesh.shape,
+        inputs.slices,
+        inputs.precision,
+        exactly=in_module in info.sent_exactly,
+    )
+    return dataclasses.replace(placed, comm=comm, recipe=recipes.get(in_module))
+
+
+def _compression_problems(
+    inputs: _Inputs, placements: Mapping[str, ParamPlacement]
+) -> list[Problem]:
+    """Return the problems of the compression with the model's parameters."""
+    reduced = inputs.weights.keys() & inputs.info.gathered_by_layer - inputs.info.sent_exactly
+    comms = [placed.comm for placed in placements.values()]
+    return inputs.compress.problems_of_model(comms, reduced)
+
+
+def _entries(
+    inputs: _Inputs,
+    arrays: Mapping[str, Any],
+    matches: Mapping[str, Match],
+    specs: Mapping[str, P],
+    hosted: Container[str] = (),
+    updates: Mapping[str, str] = _NO_UPDATES,
+) -> tuple[PlanEntry, ...]:
+    """Return one entry for each array of a table."""
+    entries = []
+    for path, x in arrays.items():
+        entry = make_entry(
+            path,
+            x,
+            matches[path],
+            specs[path],
+            zero=inputs.zero,
+            axes=inputs.mesh.shape,
+            on_host=path in hosted,
+            update=updates.get(path, ""),
+        )
+        entries.append(entry)
+    return tuple(entries)
+
+
+def _transforms_of(recipes: Mapping[str, MatmulRecipe]) -> list[GradTransform]:
+    """Return the transforms of recipes, each once, in the order of the recipes."""
+    used = dict[GradTransform, None]()
+    for recipe in recipes.values():
+        used |= dict.fromkeys(recipe.transforms)
+    return list(used)
+
+
+def _large_axes(slices: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the axes of several slices."""
+    large = {}
+    for axis, count in slices.items():
+        if count > 1:
+            large[axis] = count
+    return FrozenDict(large)
+
+
+def _bytes_of(entries: Iterable[PlanEntry], *, on_host: bool) -> int:
+    return sum(entry.bytes_per_device for entry in entries if entry.on_host == on_host)
+
+
+def _cast(arrays: Any, dtype: jnp.dtype) -> Any:
+    """Return abstract arrays with floats in a dtype."""
+    return jax.eval_shape(functools.partial(cast_floats, dtype=dtype), arrays)
 
 
 def _abstract_params(model: Model, precision: Precision) -> Any:
-    return jax.eval_shape(lambda key: cast_floats(model.init(key), precision.params_dtype), abstract_key())
+    return jax.eval_shape(
+        lambda key: cast_floats(model.init(key), precision.params_dtype), abstract_key()
+    )
 
 
 def _abstract_variables(model: Model) -> Any:
@@ -399,4 +702,6 @@ def _abstract_variables(model: Model) -> Any:
 
 
 def _count(problems: list[Problem]) -> str:
-    return f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+    if len(problems) == 1:
+        return "1 problem"
+    return f"{len(problems)} problems"

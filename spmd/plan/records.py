@@ -1,7 +1,7 @@
-"""Records of a plan: one entry for each array of the training state, and one placement for each parameter."""
+"""Records of a plan: entries of the arrays of the training state, placements of parameters."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -17,14 +17,15 @@ from spmd.tree import human_bytes
 
 @dataclasses.dataclass(frozen=True)
 class ParamPlacement:
-    """The sharding of one layer's parameter in the training state, in a matmul, and of its gradient.
+    """Sharding of one layer's parameter in the training state, in a matmul, and of its gradient.
 
     Attributes:
         stored: Its spec in the training state.
         used: Its spec in a matmul: as stored, but gathered over `fsdp`.
         gradient: The spec that its gradient is reduced to, by the ZeRO stage.
         stacks: Its stacks, the outermost first.
-        save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering it again.
+        save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering
+            it again.
         scope: Name scope of the operations on it (`spmd.plan.scopes`).
         comm: How it and its gradient are sent.
         recipe: The bits of its matmuls; None for the compute dtype.
@@ -48,24 +49,39 @@ class ParamPlacement:
 
     def shards(self, dim: int) -> int:
         """Return the number of parts of a dimension in a matmul."""
-        return shards_of(P(*self.used, *(None,) * (dim + 1))[dim], self.mesh.shape)
+        return shards_of(_entry(self.used, dim), self.mesh.shape)
 
     def keeps_whole(self, dim: int, parts: int) -> bool:
-        """Return whether a dimension of equal parts is split between them, and everywhere in the same way."""
-        entries = {P(*spec, *(None,) * (dim + 1))[dim] for spec in (self.stored, self.used, self.gradient)}
-        return len(entries) == 1 and parts % shards_of(entries.pop(), self.mesh.shape) == 0
+        """Return whether a dimension of equal parts is split between them, and everywhere alike."""
+        entry = _entry(self.stored, dim)
+        if _entry(self.used, dim) != entry or _entry(self.gradient, dim) != entry:
+            return False
+        return parts % shards_of(entry, self.mesh.shape) == 0
 
     def with_dim(self, dim: int) -> "ParamPlacement":
-        """Return the placement with one more dimension, which is not split, before a dimension."""
-        specs = (self.stored, self.used, self.gradient)
-        stored, used, gradient = (P(*insert_stacked(spec, (None,), (dim,))) for spec in specs)
-        return dataclasses.replace(self, stored=stored, used=used, gradient=gradient)
+        """Return the placement with one more dimension, a whole one, before a dimension."""
+        return self._with_dims((None,), (dim,))
 
     def of_stack(self) -> "ParamPlacement":
         """Return the placement of the whole stack of layers."""
-        dims, specs = stored_dims(self.stacks), (self.stored, self.used, self.gradient)
-        stored, used, gradient = (P(*insert_stacked(spec, self.leading, dims)) for spec in specs)
-        return dataclasses.replace(self, stored=stored, used=used, gradient=gradient, stacks=())
+        placed = self._with_dims(self.leading, stored_dims(self.stacks))
+        return dataclasses.replace(placed, stacks=())
+
+    def _with_dims(self, entries: Sequence[str | None], dims: Sequence[int]) -> "ParamPlacement":
+        """Insert entries into all specs, at dimensions of the array as stored."""
+        return dataclasses.replace(
+            self,
+            stored=P(*insert_stacked(self.stored, entries, dims)),
+            used=P(*insert_stacked(self.used, entries, dims)),
+            gradient=P(*insert_stacked(self.gradient, entries, dims)),
+        )
+
+
+def _entry(spec: P, dim: int) -> Any:
+    """Return the entry of a dimension; a spec may be shorter than its array."""
+    if dim < len(spec):
+        return spec[dim]
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +96,8 @@ class PlanEntry:
         spec: The spec in force: with stacked dimensions, after the ZeRO stage.
         reason: Why it is replicated, or differs from what was requested; may be empty.
         memory_kind: `"device"` or `"pinned_host"`.
-        update: Of a parameter, what an optimizer of a config does not do to all of them: `muon 32 × 64`, `no decay`.
+        update: Of a parameter, what an optimizer of a config does not do to all of them: `muon 32 ×
+            64`, `no decay`.
     """
 
     path: str
@@ -101,22 +118,30 @@ class PlanEntry:
 
     @property
     def row(self) -> tuple[str, str, str, str, str]:
-        """Path, dtype and shape, spec in force, bytes of a shard, and the rule with its reason and remarks."""
+        """Path, dtype and shape, spec in force, bytes of a shard, and the rule with its remarks."""
         shape = "×".join(map(str, self.shape)) or "scalar"
-        rule = self.rule + (f" ({self.reason})" if self.reason else "")
-        remarks = [f"in {self.memory_kind}"] if self.on_host else []
-        remarks += [self.update] if self.update else []
+        rule = self.rule
+        if self.reason:
+            rule += f" ({self.reason})"
+        remarks = [rule]
+        if self.on_host:
+            remarks.append(f"in {self.memory_kind}")
+        if self.update:
+            remarks.append(self.update)
         return (
             self.path,
             f"{self.dtype}[{shape}]",
             spec_text(self.spec),
             human_bytes(self.bytes_per_device),
-            "  ".join((rule, *remarks)),
+            "  ".join(remarks),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as JSON values."""
-        return {**dataclasses.asdict(self), "spec": spec_text(self.spec), "shape": list(self.shape)}
+        record = dataclasses.asdict(self)
+        record["spec"] = spec_text(self.spec)
+        record["shape"] = list(self.shape)
+        return record
 
     def __str__(self) -> str:
         return "  ".join(self.row)
@@ -133,17 +158,28 @@ def make_entry(
     on_host: bool,
     update: str = "",
 ) -> PlanEntry:
-    """Return the entry of an array that a rule matched; the ZeRO stage may have dropped an axis of the rule's spec."""
+    """Return the entry of a matched array.
+
+    Args:
+        spec: The rule's spec, from which the ZeRO stage may have dropped an axis.
+    """
     shape = tuple(array.shape)
-    dropped = "" if spec == match.spec else f"zero={zero}: whole over fsdp"
+    requested = str(match.requested)
+    if isinstance(match.requested, P):
+        requested = spec_text(match.requested)
+    reasons = []
+    if match.reason:
+        reasons.append(match.reason)
+    if spec != match.spec:
+        reasons.append(f"zero={zero}: whole over fsdp")
     return PlanEntry(
         path=path,
         shape=shape,
         dtype=str(array.dtype),
         rule=match.pattern,
-        requested=spec_text(match.requested) if isinstance(match.requested, P) else str(match.requested),
+        requested=requested,
         spec=spec,
-        reason=", ".join(filter(None, (match.reason, dropped))),
+        reason=", ".join(reasons),
         memory_kind="pinned_host" if on_host else "device",
         bytes_per_device=shard_bytes(shape, array.dtype, spec, axes),
         update=update,

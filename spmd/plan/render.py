@@ -1,4 +1,4 @@
-"""Render a plan as text: the heading, a table with one line for each array, and the bytes on each device."""
+"""Render a plan as text: heading, table with a line for each array, and bytes on each device."""
 
 import html
 import math
@@ -9,34 +9,57 @@ from spmd.tree import human_bytes
 
 
 def format_entries(tables: Mapping[str, Sequence[PlanEntry]]) -> list[str]:
-    """Align the entries of some tables as lines; those of gradients and optimizer state begin with the table."""
+    """Align the entries of some tables as lines.
+
+    Those of gradients and optimizer state begin with the table.
+    """
     rows = []
     for table, entries in tables.items():
-        prefix = "" if table in ("params", "variables", "transforms") else f"{table.removesuffix('_state')}: "
-        rows += [(prefix + entry.row[0], *entry.row[1:]) for entry in entries]
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
-    return [
-        "  ".join((path.ljust(widths[0]), shape.ljust(widths[1]), spec.ljust(widths[2]), size.rjust(widths[3]), rule))
-        for path, shape, spec, size, rule in rows
-    ]
+        prefix = ""
+        if table not in ("params", "variables", "transforms"):
+            prefix = f"{table.removesuffix('_state')}: "
+        for entry in entries:
+            path, *others = entry.row
+            rows.append((prefix + path, *others))
+    widths = [0, 0, 0, 0]  # the last column, the rule, is not padded
+    for row in rows:
+        for column, width in enumerate(widths):
+            widths[column] = max(width, len(row[column]))
+    lines = []
+    for path, shape, spec, size, rule in rows:
+        cells = (
+            path.ljust(widths[0]),
+            shape.ljust(widths[1]),
+            spec.ljust(widths[2]),
+            size.rjust(widths[3]),
+            rule,
+        )
+        lines.append("  ".join(cells))
+    return lines
 
 
-def format_footer(params: Iterable[PlanEntry], on_device: Mapping[str, int], on_host: Mapping[str, int]) -> str:
-    """Return the last line: the number of parameters, and the bytes on each device and in its host memory."""
-
-    def listed(sizes: Mapping[str, int]) -> str:
-        return "   ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
-
-    hosted = f"   in host memory for each: {listed(on_host)}" if on_host else ""
+def format_footer(
+    params: Iterable[PlanEntry], on_device: Mapping[str, int], on_host: Mapping[str, int]
+) -> str:
+    """Return the last line: the number of parameters, and the bytes on each device and its host."""
     count = sum(math.prod(entry.shape) for entry in params)
-    return f"{count:,} parameters   on each device: {listed(on_device)}{hosted}"
+    footer = f"{count:,} parameters   on each device: {_list_sizes(on_device)}"
+    if on_host:
+        footer += f"   in host memory for each: {_list_sizes(on_host)}"
+    return footer
+
+
+def _list_sizes(sizes: Mapping[str, int]) -> str:
+    return "   ".join(f"{name} {human_bytes(size)}" for name, size in sizes.items())
 
 
 def format_html(heading: str, entries: Sequence[PlanEntry], footer: str) -> str:
-    """Return a plan for a notebook: the heading, the bytes, and the table, which a click opens."""
-    head = "".join(f"<th>{name}</th>" for name in ("path", "array", "spec", "bytes of a device", "rule"))
-    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in entry.row) for entry in entries)
-    body = "".join(f'<tr style="text-align:left">{row}</tr>' for row in rows)
+    """Return a plan for a notebook: the heading, the bytes, and the table, opened by a click."""
+    head = _html_cells("th", ("path", "array", "spec", "bytes of a device", "rule"))
+    body = ""
+    for entry in entries:
+        cells = _html_cells("td", entry.row)
+        body += f'<tr style="text-align:left">{cells}</tr>'
     return (
         f"<div><b>{html.escape(heading)}</b><br>{html.escape(footer)}"
         f"<details><summary>{len(entries):,} arrays</summary><table><thead><tr>{head}</tr></thead>"
@@ -44,17 +67,38 @@ def format_html(heading: str, entries: Sequence[PlanEntry], footer: str) -> str:
     )
 
 
+def _html_cells(tag: str, cells: Iterable[str]) -> str:
+    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+
+
 def diff_texts(mine: str, theirs: str) -> str:
-    """Return the lines that differ between two plans' texts (`-`, `+`), whatever the padding of columns."""
-    before, after = (_lines_by_path(text) for text in (mine, theirs))
+    """Return the differing lines of two plans' texts (`-`, `+`), without padding of columns."""
+    before = _lines_by_path(mine)
+    after = _lines_by_path(theirs)
     changed = []
     for name in dict.fromkeys([*before, *after]):
-        if before.get(name) != after.get(name):
-            changed += [f"{sign} {lines[name]}" for sign, lines in (("-", before), ("+", after)) if name in lines]
+        if before.get(name) == after.get(name):
+            continue
+        if name in before:
+            changed.append(f"- {before[name]}")
+        if name in after:
+            changed.append(f"+ {after[name]}")
     return "\n".join(changed)
 
 
 def _lines_by_path(text: str) -> dict[str, str]:
+    """Return path → line of a plan's text without padding.
+
+    The first line is under an empty path, the last under a line break.
+    """
     first, *rows, last = text.split("\n")
-    by_path = {row.split("  ")[0]: " ".join(row.split()) for row in rows}
-    return {"": " ".join(first.split()), **by_path, "\n": " ".join(last.split())}
+    lines = {"": _without_padding(first)}
+    for row in rows:
+        path, _, _ = row.partition("  ")
+        lines[path] = _without_padding(row)
+    lines["\n"] = _without_padding(last)
+    return lines
+
+
+def _without_padding(line: str) -> str:
+    return " ".join(line.split())

@@ -1,6 +1,6 @@
 """The single decisions of a plan: matches, ZeRO tables, optimizer state, placements and offload.
 
-Each function returns what is wrong instead of raising, so that a plan reports all problems at once.
+Each function returns its problems instead of raising, so that a plan reports all at once.
 """
 
 import dataclasses
@@ -41,169 +41,352 @@ _CONSTANT = Match(-1, "plain array", _ATTRIBUTE, P(), _ATTRIBUTE.reason)
 _RANDOM_STATE = Match(-1, "random state", _SAME_DRAWS, P(), _SAME_DRAWS.reason)
 
 
-def check_arguments(mesh: Any, rules: Any, model: Any, optimizer: Any, transforms: Any) -> list[Problem]:
-    """Return what is wrong with the kinds of the arguments of `make_plan`, and with the axes of the mesh."""
+def check_arguments(
+    mesh: Any, rules: Any, model: Any, optimizer: Any, transforms: Any
+) -> list[Problem]:
+    """Check the kinds of the arguments of `make_plan`, and the axes of the mesh."""
     problems = check_type("rules", rules, Rules, "spmd.Rules(params=[…])")
-    problems += check_type("model", model, Model, "spmd.from_nnx, spmd.from_linen or spmd.Model(init, apply)")
-    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-        fix = "spmd.make_optimizer(spmd.OptimizerConfig(…), steps), or one of optax, such as optax.adamw(3e-4)"
-        problems += check_type("optimizer", optimizer, (), fix)
-    is_list = isinstance(transforms, list | tuple)
-    if not is_list or not all(isinstance(each, GradTransform) for each in transforms):
-        problems.append(Problem("transforms", f"is {shown(transforms)}", fix="a list, such as [MyTransform()]"))
-    axes = dict(zip(getattr(mesh, "axis_names", ()), getattr(mesh, "axis_types", ()), strict=True))
-    if axes != dict.fromkeys(AXES, AxisType.Auto):
-        what = f"has the axes {', '.join(f'{name} ({kind.name})' for name, kind in axes.items())}" if axes else ""
-        fix = f"spmd.make_mesh(data=2, fsdp=-1): the axes {', '.join(AXES)}, of the type Auto"
-        problems.append(Problem("mesh", what or f"is {shown(mesh)}", fix=fix))
+    model_fix = "spmd.from_nnx, spmd.from_linen or spmd.Model(init, apply)"
+    problems += check_type("model", model, Model, model_fix)
+    problems += _check_optimizer(optimizer)
+    problems += _check_transform_list(transforms)
+    problems += _check_axes(mesh)
     return problems
 
 
+def _check_optimizer(optimizer: Any) -> list[Problem]:
+    has_init = callable(getattr(optimizer, "init", None))
+    if has_init and callable(getattr(optimizer, "update", None)):
+        return []
+    fix = (
+        "spmd.make_optimizer(spmd.OptimizerConfig(…), steps), "
+        "or one of optax, such as optax.adamw(3e-4)"
+    )
+    return check_type("optimizer", optimizer, (), fix)
+
+
+def _check_transform_list(transforms: Any) -> list[Problem]:
+    is_list = isinstance(transforms, list | tuple)
+    if is_list and all(isinstance(each, GradTransform) for each in transforms):
+        return []
+    what = f"is {shown(transforms)}"
+    return [Problem("transforms", what, fix="a list, such as [MyTransform()]")]
+
+
+def _check_axes(mesh: Any) -> list[Problem]:
+    names = getattr(mesh, "axis_names", ())
+    types = getattr(mesh, "axis_types", ())
+    axes = dict(zip(names, types, strict=True))
+    if axes == dict.fromkeys(AXES, AxisType.Auto):
+        return []
+    if axes:
+        listed = ", ".join(f"{name} ({kind.name})" for name, kind in axes.items())
+        what = f"has the axes {listed}"
+    else:
+        what = f"is {shown(mesh)}"
+    fix = f"spmd.make_mesh(data=2, fsdp=-1): the axes {', '.join(AXES)}, of the type Auto"
+    return [Problem("mesh", what, fix=fix)]
+
+
 def check_params(made: Any) -> list[Problem]:
-    """Return what is wrong with the parameters that a model's `init` makes: they are floats, in nested dictionaries."""
+    """Check the parameters from a model's `init`: they are floats, in nested dictionaries."""
     if not isinstance(made, Mapping) or not jax.tree.leaves(made):
-        return [Problem("model.init", "returns no parameters", shown(made), "a nested dictionary of arrays")]
+        fix = "a nested dictionary of arrays"
+        return [Problem("model.init", "returns no parameters", shown(made), fix)]
     problems = []
     for path, x in tree.flatten(made).items():
-        why, fix = "has no gradient", "a variable: nnx.Variable, a collection of Linen, or Model.init_variables"
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            continue
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            why, fix = "would be trained uphill", "its real and imaginary part, joined by jax.lax.complex"
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            problems.append(Problem(path, f"is {x.dtype}, which {why}", fix=fix))
+            what = f"is {x.dtype}, which would be trained uphill"
+            fix = "its real and imaginary part, joined by jax.lax.complex"
+        else:
+            what = f"is {x.dtype}, which has no gradient"
+            fix = "a variable: nnx.Variable, a collection of Linen, or Model.init_variables"
+        problems.append(Problem(path, what, fix=fix))
     return problems
 
 
 def check_storable(arrays: Any) -> list[Problem]:
-    """Return what no checkpoint could hold: arrays without elements, and names that make no path or the same one.
+    """Check the arrays of a checkpoint: they have elements, and each has a path of its own.
 
     Example:
-        >>> [problem.what for problem in check_storable({"..": jax.ShapeDtypeStruct((2, 0), "float32")})]
+        >>> empty = jax.ShapeDtypeStruct((2, 0), "float32")
+        >>> [problem.what for problem in check_storable({"..": empty})]
         ['has no elements, so it cannot be trained or stored', "has '..' in its path"]
     """
-    problems, seen = [], set[str]()
-    for path, x in ((tree.path_of(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(arrays)):
+    problems = []
+    seen = set[str]()
+    for keys, x in jax.tree_util.tree_leaves_with_path(arrays):
+        path = tree.path_of(keys)
         if 0 in x.shape:
-            what, fix = "has no elements, so it cannot be trained or stored", "leave it out, as of an adapter of rank 0"
+            what = "has no elements, so it cannot be trained or stored"
+            fix = "leave it out, as of an adapter of rank 0"
             problems.append(Problem(path, what, f"shape {tuple(x.shape)}", fix))
-        parts = [part for part in path.split("/") if part in ("", ".", "..")]
-        problems += [Problem(path, f"has {part!r} in its path", fix="another name") for part in parts]
+        for part in path.split("/"):
+            if part in ("", ".", ".."):
+                problems.append(Problem(path, f"has {part!r} in its path", fix="another name"))
         if path in seen:
-            problems.append(Problem(path, "is the path of two arrays", fix='another name, without "/"'))
+            fix = 'another name, without "/"'
+            problems.append(Problem(path, "is the path of two arrays", fix=fix))
         seen.add(path)
     return problems
 
 
 def matches_without_rules(info: ModelInfo, rules: Rules) -> dict[str, Match]:
-    """Return the matches of the variables that need no rule: random state, constants, and those with their own spec."""
-    matches = {path: _RANDOM_STATE for path in info.random_state}
-    matches |= {path: _CONSTANT for path in info.constants if rules.match(path) is None}
-    matches |= {path: Match(-1, "whole", replicate(why), P(), why) for path, why in info.replicated.items()}
-    return matches | {path: Match(-1, "where it is made", spec, spec, "") for path, spec in info.placed.items()}
+    """Match variables without a rule: random state, constants, and those with their own spec."""
+    matches = dict.fromkeys(info.random_state, _RANDOM_STATE)
+    for path in info.constants:
+        if rules.match(path) is None:
+            matches[path] = _CONSTANT
+    for path, why in info.replicated.items():
+        matches[path] = Match(-1, "whole", replicate(why), P(), why)
+    for path, spec in info.placed.items():
+        matches[path] = Match(-1, "where it is made", spec, spec, "")
+    return matches
 
 
-def audit_rules(mesh: AnyMesh, rules: Rules, shapes: Mapping[str, tuple[int, ...]], info: ModelInfo) -> list[Problem]:
-    """Return everything wrong between the table, the arrays that need a rule and the mesh."""
+def audit_rules(
+    mesh: AnyMesh, rules: Rules, shapes: Mapping[str, tuple[int, ...]], info: ModelInfo
+) -> list[Problem]:
+    """Return all problems between the table, the arrays under rules and the mesh.
+
+    Args:
+        shapes: Path → shape of each array that needs a rule.
+    """
     problems = rules.audit(shapes, mesh.shape, tied=info.tied)
-    named = audit_stack_names(info.annotations, rules.stacks)
-    known = {problem.where for problem in audit_stacks(shapes, rules.stacks)}
-    known |= {problem.where.rpartition("/")[0] for problem in named}
-    recorded = audit_recorded(shapes, rules.stacks, info.stacks or {}, info.created)
-    problems += named + [problem for problem in recorded if problem.where not in known]
-    specs = [match.spec for path in shapes if (match := rules.match(path))]
-    if mesh.shape["expert"] > 1 and not any("expert" in entry_axes(entry) for spec in specs for entry in spec):
-        what, fix = "splits no parameter: this model has no experts", "expert=1; data and fsdp split the batch, too"
-        problems.append(Problem("mesh.expert", what, f"expert={mesh.shape['expert']}", fix))
-    specs += [spec for _, spec in rules.activations]
-    specs += [value for _, value in rules.batch if isinstance(value, P)]
-    if mesh.shape["sequence"] > 1 and not any("sequence" in entry_axes(entry) for spec in specs for entry in spec):
-        what = "splits nothing: no row says which dimension of an activation or of the batch is a sequence"
-        fix = f'Rules(batch=[("tokens", P({BATCH_AXES}, "sequence"))]) for tokens [batch, sequence], or sequence=1'
-        problems.append(Problem("mesh.sequence", what, f"sequence={mesh.shape['sequence']}", fix))
+    problems += _audit_names_of_stacks(rules, shapes, info)
+    specs = _matched_specs(rules, shapes)
+    problems += _audit_expert_axis(mesh, specs)
+    for _, spec in rules.activations:
+        specs.append(spec)
+    for _, value in rules.batch:
+        if isinstance(value, P):
+            specs.append(value)
+    problems += _audit_sequence_axis(mesh, specs)
     return problems
 
 
+def _audit_names_of_stacks(
+    rules: Rules, shapes: Mapping[str, tuple[int, ...]], info: ModelInfo
+) -> list[Problem]:
+    """Compare the stacks of the table with those in metadata, and with those recorded at creation.
+
+    A recorded stack is not reported where another audit reports the same parameter or stack.
+    """
+    named = audit_stack_names(info.annotations, rules.stacks)
+    known = {problem.where for problem in audit_stacks(shapes, rules.stacks)}
+    for problem in named:
+        stack, _, _ = problem.where.rpartition("/")
+        known.add(stack)
+    problems = list(named)
+    for problem in audit_recorded(shapes, rules.stacks, info.stacks or {}, info.created):
+        if problem.where not in known:
+            problems.append(problem)
+    return problems
+
+
+def _matched_specs(rules: Rules, paths: Iterable[str]) -> list[P]:
+    specs = []
+    for path in paths:
+        match = rules.match(path)
+        if match:
+            specs.append(match.spec)
+    return specs
+
+
+def _splits(axis: str, specs: Iterable[P]) -> bool:
+    """Return whether an axis splits a dimension in one of some specs."""
+    for spec in specs:
+        for entry in spec:
+            if axis in entry_axes(entry):
+                return True
+    return False
+
+
+def _audit_expert_axis(mesh: AnyMesh, specs: Sequence[P]) -> list[Problem]:
+    size = mesh.shape["expert"]
+    if size == 1 or _splits("expert", specs):
+        return []
+    what = "splits no parameter: this model has no experts"
+    fix = "expert=1; data and fsdp split the batch, too"
+    return [Problem("mesh.expert", what, f"expert={size}", fix)]
+
+
+def _audit_sequence_axis(mesh: AnyMesh, specs: Sequence[P]) -> list[Problem]:
+    size = mesh.shape["sequence"]
+    if size == 1 or _splits("sequence", specs):
+        return []
+    what = (
+        "splits nothing: no row says which dimension of an activation or of the batch is a sequence"
+    )
+    fix = (
+        f'Rules(batch=[("tokens", P({BATCH_AXES}, "sequence"))]) '
+        "for tokens [batch, sequence], or sequence=1"
+    )
+    return [Problem("mesh.sequence", what, f"sequence={size}", fix)]
+
+
 def apply_zero(match: Match, table: str, zero: int) -> P:
-    """Return the spec of `params`, `gradients` or `optimizer` under a ZeRO stage: with or without the `fsdp` axis."""
-    return match.spec if table in ZERO_KEEPS[zero] else drop_fsdp(match.spec)
+    """Return the spec of a table under a ZeRO stage: with or without the `fsdp` axis.
+
+    Args:
+        table: `params`, `gradients` or `optimizer`.
+    """
+    if table in ZERO_KEEPS[zero]:
+        return match.spec
+    return drop_fsdp(match.spec)
 
 
 def resolve_placement(
     mesh: AnyMesh, match: Match, stacks: tuple[Stack, ...], zero: int, *, on_host: bool, scope: str
 ) -> ParamPlacement:
     """Return the placement of one layer's parameter in these stacks."""
-    spec = P() if isinstance(match.requested, Replicate) else match.requested
+    spec = match.requested
+    if isinstance(spec, Replicate):
+        spec = P()
     used = drop_fsdp(spec)
-    stored, gradient = (spec if table in ZERO_KEEPS[zero] else used for table in ("params", "gradients"))
+    kept = []
+    for table in ("params", "gradients"):
+        kept.append(spec if table in ZERO_KEEPS[zero] else used)
+    stored, gradient = kept
     return ParamPlacement(mesh, stored, used, gradient, stacks, on_host, scope=scope)
 
 
 def resolve_recipes(
     table: str, rules: Rules, mesh: AnyMesh, trained: Iterable[str], info: ModelInfo
 ) -> tuple[dict[str, MatmulRecipe], list[Problem]]:
-    """Return the path of each linear layer's kernel → its recipe, and the rows that no matmul can follow.
+    """Return the path of each linear layer's kernel → its recipe, and the problems of all rows.
 
     Args:
         table: `TrainConfig.quantize`.
         trained: The paths of trained parameters.
     """
-    if problems := table_problems(table):
+    problems = table_problems(table)
+    if problems:
         return {}, problems
-    recipes, trained = dict[str, MatmulRecipe | None](), set(trained)
-    names = {path: rules.layer_path(path)[0] for path in sorted({*trained, *info.frozen.values()})}
-    known = sorted({name for path, name in names.items() if path in info.linear})
+    trained = set(trained)
+    names = {}
+    for path in sorted({*trained, *info.frozen.values()}):
+        names[path] = rules.layer_path(path)[0]
+    recipes = dict[str, MatmulRecipe | None]()
     for pattern, name in parse_table(table):
         row = f"quantize, row {pattern + '=' + name!r}"
         hits = [path for path in names if compile_pattern(pattern).fullmatch(names[path])]
-        new = [path for path in hits if path in info.linear and path not in recipes]
+        new = []
+        for path in hits:
+            if path in info.linear and path not in recipes:
+                new.append(path)
         recipes |= dict.fromkeys(new, RECIPES.get(name))
         if not new:
-            others = ", ".join(sorted({names[path] for path in hits} - {*known}))
-            what = f"matches no matmul: {others} is never quantized" if others else "matches no matmul"
-            if any(path in info.linear for path in hits):
-                what = "is never used: rows before it match the same matmuls"
-            fix = did_you_mean(pattern, known) if known else "none: only layers of spmd.models have recipes"
-            problems.append(Problem(row, what, fix=fix))
+            problems.append(_unused_row(row, pattern, hits, names, info))
         elif name in RECIPES:
-            problems += RECIPES[name].problems(row, stages=mesh.shape["pipe"], is_trained=trained.issuperset(new))
-    return {path: recipe for path, recipe in recipes.items() if recipe}, problems
+            is_trained = trained.issuperset(new)
+            stages = mesh.shape["pipe"]
+            problems += RECIPES[name].problems(row, stages=stages, is_trained=is_trained)
+    used = {}
+    for path, recipe in recipes.items():
+        if recipe:
+            used[path] = recipe
+    return used, problems
+
+
+def _unused_row(
+    row: str, pattern: str, hits: Sequence[str], names: Mapping[str, str], info: ModelInfo
+) -> Problem:
+    """Return the problem of a row without a matmul of its own.
+
+    Args:
+        row: Its name in the error.
+        hits: The paths that its pattern matches.
+        names: Path → the path of one layer, for patterns.
+    """
+    linear = sorted({name for path, name in names.items() if path in info.linear})
+    others = sorted({names[path] for path in hits}.difference(linear))
+    if not info.linear.isdisjoint(hits):
+        what = "is never used: rows before it match the same matmuls"
+    elif others:
+        what = f"matches no matmul: {', '.join(others)} is never quantized"
+    else:
+        what = "matches no matmul"
+    fix = "none: only layers of spmd.models have recipes"
+    if linear:
+        fix = did_you_mean(pattern, linear)
+    return Problem(row, what, fix=fix)
 
 
 def resolve_optimizer_state(
     mesh: AnyMesh, rules: Rules, optimizer: optax.GradientTransformation, params: Any, specs: Specs
 ) -> tuple[dict[str, DerivedSpec], list[Problem]]:
-    """Return the optimizer state's specs, which follow the parameters' by structure, and what is wrong with them."""
-    stacked = {
-        path: [dim for dim in dims_of(path, rules.stacks) if dim < len(param.shape)]
-        for path, param in tree.flatten(params).items()
-    }
+    """Derive the optimizer state's specs from the parameters' by structure, and check them."""
+    stacked = _stacked_dims(params, rules)
     try:
         state, problems = optimizer_specs(optimizer.init, params, specs, stacked)
     except ConfigError as error:
         return {}, [*error.problems]
     for path, derived in state.items():
-        by = f"the parameter's rule ({derived.source})"
-        found = audit_spec(f"optimizer state {path}", derived.shape, derived.spec, mesh.shape, by)
-        smaller = f"smaller blocks than {derived.block} (OptimizerConfig.moments_block), so each shard has whole ones"
-        problems += [dataclasses.replace(p, fix=smaller) for p in found] if derived.block > 1 else found
-    empty = [path for path, derived in state.items() if 0 in derived.shape]
-    problems += [Problem(f"optimizer state {path}", "has no elements and cannot be stored") for path in empty]
+        problems += _audit_state(path, derived, mesh)
+    for path, derived in state.items():
+        if 0 in derived.shape:
+            what = "has no elements and cannot be stored"
+            problems.append(Problem(f"optimizer state {path}", what))
     problems += check_update(optimizer, params)
-    problems = problems or check_layerwise(optimizer, params, rules.stacked)
-    treatment = treatment_of(optimizer)
-    if problems and treatment and any(dims_of(path, treatment.stacks) != tuple(dims) for path, dims in stacked.items()):
-        what, fix = "was made for other stacks of layers than these", "spmd.make_optimizer(config, steps, model=model)"
-        return state, [Problem("optimizer", what, stacked_text(rules.stacks), fix), *problems]
+    if not problems:
+        problems = check_layerwise(optimizer, params, rules.stacked)
+    if problems and _is_of_other_stacks(optimizer, stacked):
+        problem = Problem(
+            "optimizer",
+            "was made for other stacks of layers than these",
+            stacked_text(rules.stacks),
+            "spmd.make_optimizer(config, steps, model=model)",
+        )
+        return state, [problem, *problems]
     return state, problems
+
+
+def _stacked_dims(params: Any, rules: Rules) -> dict[str, list[int]]:
+    """Return path of a parameter → its dimensions of stacked layers."""
+    stacked = {}
+    for path, param in tree.flatten(params).items():
+        dims = dims_of(path, rules.stacks)
+        stacked[path] = [dim for dim in dims if dim < len(param.shape)]
+    return stacked
+
+
+def _audit_state(path: str, derived: DerivedSpec, mesh: AnyMesh) -> list[Problem]:
+    """Return the problems of the spec of one array of the optimizer's state."""
+    by = f"the parameter's rule ({derived.source})"
+    where = f"optimizer state {path}"
+    problems = audit_spec(where, derived.shape, derived.spec, mesh.shape, by)
+    if derived.block <= 1:
+        return problems
+    fix = (
+        f"smaller blocks than {derived.block} (OptimizerConfig.moments_block), "
+        "so each shard has whole ones"
+    )
+    return [dataclasses.replace(problem, fix=fix) for problem in problems]
+
+
+def _is_of_other_stacks(
+    optimizer: optax.GradientTransformation, stacked: Mapping[str, Sequence[int]]
+) -> bool:
+    """Return whether an optimizer of a config was made for other stacks of layers than these."""
+    treatment = treatment_of(optimizer)
+    if treatment is None:
+        return False
+    return any(dims_of(path, treatment.stacks) != tuple(dims) for path, dims in stacked.items())
 
 
 def check_evaluation_params(
     function: Any, optimizer: optax.GradientTransformation, precision: Precision, params: Any
 ) -> list[Problem]:
-    """Return what is wrong with a function from an optimizer's state and parameters to the parameters to evaluate."""
-    where, fix = "evaluation_params", "a function such as optax.contrib.schedule_free_eval_params"
+    """Check a function from an optimizer's state and parameters to the parameters to evaluate."""
+    where = "evaluation_params"
+    fix = "a function such as optax.contrib.schedule_free_eval_params"
     if function is None:
         return []
-    if problems := check_call(where, function, "optimizer_state, params", fix):
+    problems = check_call(where, function, "optimizer_state, params", fix)
+    if problems:
         return problems
 
     def evaluated(params: Any) -> Any:
@@ -213,38 +396,75 @@ def check_evaluation_params(
         with jax.numpy_dtype_promotion("standard"):
             found = jax.eval_shape(evaluated, params)
     except (TypeError, ValueError, AttributeError, LookupError) as error:
-        return [Problem(where, f"cannot be computed from the optimizer's state: {reason_of(error)}", fix=fix)]
-    wanted, shapes = ({path: x.shape for path, x in tree.flatten(each).items()} for each in (params, found))
-    differing = [path for path in {**wanted, **shapes} if wanted.get(path) != shapes.get(path)]
-    if not differing:
+        what = f"cannot be computed from the optimizer's state: {reason_of(error)}"
+        return [Problem(where, what, fix=fix)]
+    examples = _differing_shapes(params, found)
+    if not examples:
         return []
-    examples = [f"{path}: {shapes.get(path, 'missing')}, not {wanted.get(path, 'there')}" for path in differing[:3]]
-    return [Problem(where, "does not return the model's parameters", "; ".join(examples), fix)]
+    what = "does not return the model's parameters"
+    return [Problem(where, what, "; ".join(examples[:3]), fix)]
+
+
+def _differing_shapes(params: Any, found: Any) -> list[str]:
+    """Return a clause for each path with another shape in two trees of arrays."""
+    wanted = _shapes(params)
+    shapes = _shapes(found)
+    clauses = []
+    for path in {**wanted, **shapes}:
+        if wanted.get(path) != shapes.get(path):
+            shape = shapes.get(path, "missing")
+            expected = wanted.get(path, "there")
+            clauses.append(f"{path}: {shape}, not {expected}")
+    return clauses
+
+
+def _shapes(arrays: Any) -> dict[str, tuple[int, ...]]:
+    return {path: x.shape for path, x in tree.flatten(arrays).items()}
 
 
 def state_entries(
     mesh: AnyMesh, state: Mapping[str, DerivedSpec], zero: int, hosted: Container[str]
 ) -> tuple[PlanEntry, ...]:
-    """Return one entry for each array of the optimizer's state, of which some are in host memory."""
-    matches = {path: Match(-1, derived.source, derived.spec, derived.spec, "") for path, derived in state.items()}
-    return tuple(
-        make_entry(path, x, matches[path], x.spec, zero=zero, axes=mesh.shape, on_host=path in hosted)
-        for path, x in state.items()
-    )
+    """Return one entry for each array of the optimizer's state.
+
+    Args:
+        hosted: The paths of arrays in host memory.
+    """
+    entries = []
+    for path, derived in state.items():
+        match = Match(-1, derived.source, derived.spec, derived.spec, "")
+        entry = make_entry(
+            path,
+            derived,
+            match,
+            derived.spec,
+            zero=zero,
+            axes=mesh.shape,
+            on_host=path in hosted,
+        )
+        entries.append(entry)
+    return tuple(entries)
 
 
 def check_transforms(transforms: Sequence[GradTransform], variables: Any) -> list[Problem]:
-    """Return a problem for each name that two transforms have, or a transform and a variable, and for two outermost."""
-    problems, known = [], dict.fromkeys(variables, "a variable of the model")
+    """Return a problem for each name of two transforms or of a variable too, and for two outermost.
+
+    Args:
+        variables: The model's variables, a dictionary.
+    """
+    problems = []
+    known = dict.fromkeys(variables, "a variable of the model")
     for transform in transforms:
         if transform.name in known:
+            where = f"transform {transform.name}"
             what = f"has the name of {known[transform.name]}"
-            problems.append(Problem(f"transform {transform.name}", what, fix="each once, or another name"))
+            problems.append(Problem(where, what, fix="each once, or another name"))
         known[transform.name] = "another transform"
     outermost = [transform.name for transform in transforms if transform.is_outermost]
     if len(outermost) > 1:
+        where = f"transforms {', '.join(outermost)}"
         what = "each undo what all others did in a step"
-        problems.append(Problem(f"transforms {', '.join(outermost)}", what, fix="one of them"))
+        problems.append(Problem(where, what, fix="one of them"))
     return problems
 
 
@@ -255,15 +475,27 @@ def transform_entries(
     entries = []
     for name, state in states.items():
         for path, x in state.items():
-            requested = replicate(x.reason) if x.reason else x.spec
-            match = Match(-1, "whole" if x.reason else "where it is made", requested, x.spec, x.reason)
-            entry = make_entry(f"{name}/{path}", x, match, x.spec, zero=zero, axes=mesh.shape, on_host=False)
+            entry = make_entry(
+                f"{name}/{path}",
+                x,
+                _match_of_state(x),
+                x.spec,
+                zero=zero,
+                axes=mesh.shape,
+                on_host=False,
+            )
             entries.append(dataclasses.replace(entry, dtype=str(jnp.dtype(x.dtype))))
     return tuple(entries)
 
 
+def _match_of_state(x: StateArray) -> Match:
+    if x.reason:
+        return Match(-1, "whole", replicate(x.reason), x.spec, x.reason)
+    return Match(-1, "where it is made", x.spec, x.spec, x.reason)
+
+
 def check_storage(mesh: AnyMesh, storage: Storage, remat: Remat) -> None:
-    """Raise a `ConfigError` with everything that keeps arrays or saved activations from being in host memory."""
+    """Raise a `ConfigError` with all obstacles to arrays or saved activations in host memory."""
     problems = storage.problems(mesh, remat)
     if remat.offload:
         problems += without_host_memory(mesh, f"remat {remat}")

@@ -1,6 +1,7 @@
-"""Name scopes of operations that the plan decides, by which an audit finds the rule of a collective.
+"""Name scopes of operations under a plan: by them an audit finds the rule of a collective.
 
-JAX writes scopes into the metadata of a compiled program: `jit(_step)/jvp(annotate(residual))/sharding_constraint`.
+JAX writes scopes into the metadata of a compiled program:
+`jit(_step)/jvp(annotate(residual))/sharding_constraint`.
 """
 
 import contextlib
@@ -8,11 +9,12 @@ import re
 
 import jax
 
-OPTIMIZER, METRICS = "optimizer", "metrics"
+OPTIMIZER = "optimizer"
+METRICS = "metrics"
 """Scopes of the optimizer's update, and of metrics such as the gradient norm."""
 
 ATTENTION = "attend(plan)"
-"""Scope of attention that the settings of a plan choose: a kernel, and an algorithm over a split sequence."""
+"""Scope of attention by the settings of a plan: a kernel, an algorithm over a split sequence."""
 
 _COMM = re.compile(r"\bcomm\(([^()]+)\)")
 _FAULT = re.compile(r"\bxla_fault\(([^()]+)\)")
@@ -25,12 +27,12 @@ def annotate_scope(name: str) -> str:
 
 
 def param_scope(path: str) -> str:
-    """Return the scope of what moves a parameter or its gradient, or multiplies by it."""
+    """Return the scope of transfers of a parameter or its gradient, and of products with it."""
     return f"param({path})"
 
 
 def comm_scope(purpose: str) -> str:
-    """Return the scope of collectives that a layer makes by itself, with their purpose: `experts, exchange of tokens`.
+    """Return the scope of a layer's own collectives with a purpose: `experts, exchange of tokens`.
 
     A layer of one's own writes `jax.named_scope("comm(halo exchange)")`.
     """
@@ -38,12 +40,16 @@ def comm_scope(purpose: str) -> str:
 
 
 def fault_scope(name: str) -> str:
-    """Return the scope of a formula that replaces an operation with a fault of XLA, a heading of docs/xla-faults.md."""
+    """Return the scope of a formula in place of an operation with a fault of XLA.
+
+    Args:
+        name: A heading of docs/xla-faults.md.
+    """
     return f"xla_fault({name})"
 
 
 def read_fault(op_name: str) -> str:
-    """Return the fault in whose scope an operation is; empty if there is none."""
+    """Return the fault in the scope of an operation; empty if there is none."""
     found = _FAULT.search(op_name)
     if found is None:
         return ""
@@ -51,10 +57,11 @@ def read_fault(op_name: str) -> str:
 
 
 def read_comm(op_name: str) -> str:
-    """Return the purpose of the innermost `comm_scope` that an operation is in; empty if there is none.
+    """Return the purpose of the innermost `comm_scope` of an operation; empty if there is none.
 
     Example:
-        >>> read_comm("jit(_step)/transpose(jvp(comm(experts)))/shard_map/comm(exchange of tokens)/all_to_all")
+        >>> scopes = "jit(_step)/transpose(jvp(comm(experts)))/shard_map/comm(exchange of tokens)"
+        >>> read_comm(f"{scopes}/all_to_all")
         'exchange of tokens'
     """
     found = _COMM.findall(op_name)
@@ -65,11 +72,13 @@ def read_comm(op_name: str) -> str:
 
 def in_scope(scope: str) -> contextlib.AbstractContextManager:
     """Name the operations inside; an empty scope names nothing."""
-    return jax.named_scope(scope) if scope else contextlib.nullcontext()
+    if not scope:
+        return contextlib.nullcontext()
+    return jax.named_scope(scope)
 
 
 def read_names(op_name: str) -> list[str]:
-    """Return the names of operations that a compiler made one of: XLA:GPU writes `a/(b:c)` for `a/b` and `a/c`.
+    """Return the names of fused operations: XLA:GPU writes `a/(b:c)` for `a/b` and `a/c`.
 
     Example:
         >>> read_names("jit(f)/param(layers/(up/kernel)/psum:down/kernel)/psum)")
@@ -85,7 +94,9 @@ def read_names(op_name: str) -> list[str]:
 
 
 def read_scope(op_name: str) -> tuple[str, str]:
-    """Return the innermost scope of an operation: `annotate` or `param`, and the name; empty if there is none.
+    """Return the innermost scope of an operation, `annotate` or `param`, and its name.
+
+    Both are empty if there is none.
 
     Example:
         >>> read_scope("jit(_step)/transpose(jvp(param(layers/mlp/up_proj/kernel)))/dot_general")

@@ -18,7 +18,8 @@ class Sown:
 
     Attributes:
         name: Its collection and path, `losses/block_0/balance`.
-        value: A tuple of arrays, one for each time that it was sown, or what the module's `reduce_fn` made of them.
+        value: A tuple of arrays, one for each time that it was sown, or what the module's
+            `reduce_fn` made of them.
         is_loss: Whether training adds it to the loss.
     """
 
@@ -28,10 +29,11 @@ class Sown:
 
 
 def add_sown(returned: Any, sown: Sequence[Sown], is_stacked: Callable[[], Sequence[bool]]) -> Any:
-    """Return what a module returned, as `Outputs` with the sown values if there are any.
+    """Return a module's outputs, as `Outputs` with the sown values if there are any.
 
-    A loss is summed over times and layers. Other values that are scalars become metrics, those that scanned layers have
-    one of each become arrays, all under their name; several of one name get a number.
+    A loss is summed over times and layers. Other values that are scalars become metrics, those that
+    scanned layers have one of each become arrays, all under their name; several of one name get a
+    number.
 
     Args:
         is_stacked: Returns for each array in `sown` whether scanned layers have stacked it.
@@ -43,41 +45,70 @@ def add_sown(returned: Any, sown: Sequence[Sown], is_stacked: Callable[[], Seque
         return returned
     stacked = check_sown(sown, is_stacked)
     outputs = as_outputs(returned)
-    losses, metrics, layers, others = dict(outputs.losses), dict(outputs.metrics), dict(outputs.arrays), {}
+    losses = dict(outputs.losses)
+    metrics = dict(outputs.metrics)
+    layers = dict(outputs.arrays)
+    others = {}
     for each in sown:
-        values = _times(each)
         if each.is_loss:
-            losses[each.name] = jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in values]).sum()
+            losses[each.name] = _sum_of_times(each)
             continue
-        for number, x in enumerate(values):
-            name = each.name if len(values) == 1 else f"{each.name}/{number}"
+        for name, x in _numbered(each):
             if jnp.ndim(x) == 0:
                 metrics[name] = jnp.asarray(x, jnp.float32)
             elif stacked[id(x)]:
                 layers[name] = jnp.asarray(x, jnp.float32)
             else:
                 others[name] = x
-    return dataclasses.replace(outputs, losses=losses, metrics=metrics, arrays=layers, intermediates=others)
+    return dataclasses.replace(
+        outputs, losses=losses, metrics=metrics, arrays=layers, intermediates=others
+    )
+
+
+def _sum_of_times(sown: Sown) -> jax.Array:
+    sums = [jnp.sum(x, dtype=jnp.float32) for x in _times(sown)]
+    return jnp.stack(sums).sum()
+
+
+def _numbered(sown: Sown) -> list[tuple[str, Any]]:
+    """Return name and value of each time of a sown value; several get a number."""
+    values = _times(sown)
+    if len(values) == 1:
+        return [(sown.name, values[0])]
+    numbered = []
+    for number, x in enumerate(values):
+        numbered.append((f"{sown.name}/{number}", x))
+    return numbered
 
 
 def check_sown(sown: Sequence[Sown], is_stacked: Callable[[], Sequence[bool]]) -> dict[int, bool]:
-    """Return for each array, by its `id`, whether scanned layers have stacked it. Arrays may be abstract.
+    """Return by the `id` of each array whether scanned layers have stacked it.
+
+    Arrays may be abstract.
 
     Raises:
-        ConfigError: All values whose reduction is neither a tuple nor a scalar, and all losses that are no scalars.
+        ConfigError: All values whose reduction is neither a tuple nor a scalar, and all losses that
+            are no scalars.
     """
     arrays = jax.tree.leaves([each.value for each in sown])
     stacked = dict.fromkeys(map(id, arrays), False)
     if any(_rank(x) == 1 for x in arrays):
         stacked = dict(zip(map(id, arrays), is_stacked(), strict=True))
-    if problems := [problem for each in sown if (problem := _problem(each, stacked))]:
+    problems = []
+    for each in sown:
+        problem = _problem(each, stacked)
+        if problem:
+            problems.append(problem)
+    if problems:
         raise ConfigError("These sown values cannot be returned:", problems)
     return stacked
 
 
 def _times(sown: Sown) -> tuple[Any, ...]:
-    """Return one value for each time that it was sown, or the reduced one."""
-    return sown.value if isinstance(sown.value, tuple) else (sown.value,)
+    """Return one value for each time of sowing, or the reduced one."""
+    if isinstance(sown.value, tuple):
+        return sown.value
+    return (sown.value,)
 
 
 def _rank(x: Any) -> int:
@@ -85,17 +116,22 @@ def _rank(x: Any) -> int:
 
 
 def _problem(sown: Sown, stacked: Mapping[int, bool]) -> Problem | None:
-    """Return what is wrong with a sown value."""
+    """Return the problem of a sown value, or None."""
     values = _times(sown)
     is_reduced = not isinstance(sown.value, tuple)
     is_known = all(hasattr(x, "dtype") or isinstance(x, int | float) for x in values)
     if not is_known or (is_reduced and _rank(sown.value)):
-        what, fix = f"is reduced to {shown(sown.value)}", "sow it without reduce_fn, or let reduce_fn add scalars"
+        what = f"is reduced to {shown(sown.value)}"
+        fix = "sow it without reduce_fn, or let reduce_fn add scalars"
         return Problem(sown.name, what, "neither a tuple of arrays nor a scalar", fix)
-    wrong = [x for x in values if sown.is_loss and _rank(x) and not stacked[id(x)]]
-    return Problem(sown.name, f"is a loss: {shown(wrong[0])}", fix="sow its mean or its sum") if wrong else None
+    if not sown.is_loss:
+        return None
+    for x in values:
+        if _rank(x) and not stacked[id(x)]:
+            return Problem(sown.name, f"is a loss: {shown(x)}", fix="sow its mean or its sum")
+    return None
 
 
 def stacked_by_scan(f: Callable[..., Any], *arguments: Any) -> list[bool]:
-    """Return for each array that `f` returns whether it is what a scan stacks, one value for each of its steps."""
+    """Return for each output of a function whether a scan stacks it, one value for each step."""
     return made_by_scan(jax.make_jaxpr(f)(*arguments))

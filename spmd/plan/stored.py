@@ -1,10 +1,12 @@
-"""Activations that are stored in fewer bits: full precision in the forward pass, decoded codes in the backward pass.
+"""Activations stored in fewer bits: exact in the forward pass, decoded codes in the backward pass.
 
-No public remat policy gives the backward pass another value than the forward pass has. `store` is an identity with a
-rule that does: where `jax.checkpoint` divides a layer into what runs now and what runs again, the codes cross from one
-to the other, and what runs again reads the decoded array. So it works for every consumer
-([decision 0041](../../docs/decisions/0041-stored-activations-are-a-primitive.md)). Each form of `jax.checkpoint` asks
-for the rule in its own way: the present one of a primitive, that of `jax_remat3` of an object of hijax.
+No public remat policy gives the backward pass another value than the forward pass has. `store` is
+an identity with a rule that does: where `jax.checkpoint` divides a layer into what runs now and
+what runs again, the codes cross from one to the other, and what runs again reads the decoded array.
+So it works for every consumer ([decision
+0041](../../docs/decisions/0041-stored-activations-are-a-primitive.md)). Each form of
+`jax.checkpoint` asks for the rule in its own way: the present one of a primitive, that of
+`jax_remat3` of an object of hijax.
 """
 
 import dataclasses
@@ -30,7 +32,8 @@ _BETWEEN = ("sharding_constraint", "convert_element_type")
 class _Stored:
     """Parameters of the primitive.
 
-    `save` is `x -> (x, *codes)`, None if no block divides `size`, the last dimension on a device; `load` decodes.
+    `save` is `x -> (x, *codes)`, None if no block divides `size`, the last dimension on a device;
+    `load` decodes.
     """
 
     name: str
@@ -52,7 +55,7 @@ def store(
     transposed: bool,
     in_rule: bool = False,
 ) -> jax.Array:
-    """Return `x`, of which the backward pass of the `jax.checkpoint` around it has only codes.
+    """Return `x`; the backward pass of the `jax.checkpoint` around it has only codes.
 
     Args:
         x: The activation.
@@ -61,28 +64,44 @@ def store(
         shard: The shape of `x` on one device: blocks do not cross shards.
         place: Constrains an array whose dimensions are split as those of `x` are.
         on_host: Whether codes are moved to host memory. Scales are not.
-        transposed: Whether the device's products read the decoded array transposed, so that rows are not kept whole.
+        transposed: Whether the device's products read the decoded array transposed, so that rows
+            are not kept whole.
         in_rule: Whether this is the forward rule of a `jax.custom_vjp`.
     """
-    block = codec.block_of(shard[-1])
+    size = shard[-1]
+    block = codec.block_of(size)
     if not block:
-        return _bind(x, _Stored(name, codec, shard[-1], in_rule))  # `store_problems` reports it
-    rows = 1 if shard[-2:-1] == () or shard[-2] % 8 else 8
+        return _bind(x, _Stored(name, codec, size, in_rule))  # `store_problems` reports it
+    rows = _rows_of_block(shard)
+    decoded_rows = 0 if transposed else rows
     label = f"{name} ({codec.bits(block):g}-bit {codec.name})"
 
     def save(x: jax.Array) -> tuple[jax.Array, ...]:
-        codes, *scales = (
-            checkpoint_name(place(part), label) for part in codec.encode(x, block, rows) if part is not None
-        )
-        return x, jax.device_put(codes, jax.memory.Space.Host) if on_host else codes, *scales
+        parts = []
+        for part in codec.encode(x, block, rows):
+            if part is not None:
+                parts.append(checkpoint_name(place(part), label))
+        codes, *scales = parts
+        if on_host:
+            codes = jax.device_put(codes, jax.memory.Space.Host)
+        return x, codes, *scales
 
     def load(codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
-        codes = jax.device_put(codes, jax.memory.Space.Device) if on_host else codes
-        return place(codec.decode(Encoded(codes, scale), x.dtype, 0 if transposed else rows))
+        if on_host:
+            codes = jax.device_put(codes, jax.memory.Space.Device)
+        return place(codec.decode(Encoded(codes, scale), x.dtype, decoded_rows))
 
     saved = jax.make_jaxpr(save)(x)
-    loaded = jax.make_jaxpr(load)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in saved.out_avals[1:]))
-    return _bind(x, _Stored(name, codec, shard[-1], in_rule, saved, loaded))
+    encoded = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in saved.out_avals[1:]]
+    loaded = jax.make_jaxpr(load)(*encoded)
+    return _bind(x, _Stored(name, codec, size, in_rule, saved, loaded))
+
+
+def _rows_of_block(shard: tuple[int, ...]) -> int:
+    """Return 8 if a shard has a multiple of 8 rows, else 1."""
+    if len(shard) == 1 or shard[-2] % 8:
+        return 1
+    return 8
 
 
 def _bind(x: jax.Array, how: _Stored) -> jax.Array:
@@ -102,13 +121,14 @@ def _jvp(primals: Any, tangents: Any, *, how: _Stored) -> Any:
 def _partial_eval(
     saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], equation: JaxprEqn
 ) -> tuple[JaxprEqn | None, JaxprEqn | None, Sequence[bool], Sequence[bool], list[Var]]:
-    """Divide the equation: the known part returns `x` and its codes, the staged part decodes them."""
+    """Divide the equation: the known part returns `x` and codes, the staged part decodes them."""
     how = equation.params["how"]
     if unknown[0]:
         return None, equation, [True], [True], []
     is_saved = saveable(_stored, equation.invars[0].aval, how=how) is True
     if not is_saved:  # such as in a `while` loop
-        return equation, equation if instantiated[0] else None, [False], list(instantiated), []
+        staged_again = equation if instantiated[0] else None
+        return equation, staged_again, [False], list(instantiated), []
     codes = [Var(aval) for aval in how.save.out_avals[1:]]
     call = functools.partial(equation.replace, primitive=primitives.closed_call_p)
     known = call(outvars=[*equation.outvars, *codes], params={"call_jaxpr": how.save})
@@ -126,7 +146,10 @@ partial_eval.partial_eval_jaxpr_custom_rules[_stored] = _partial_eval
 
 @jax.custom_jvp
 def _valued(decoded: jax.Array, again: jax.Array) -> jax.Array:
-    """Return the decoded array, whose tangent is that of the activation computed again, which is then not computed."""
+    """Return the decoded array, with the tangent of the activation computed again.
+
+    The activation itself is then not computed.
+    """
     del again
     return decoded
 
@@ -140,7 +163,8 @@ class StoredActivation(HiPrim):
     """The primitive as an object of hijax, for `jax.checkpoint` under `jax_remat3`."""
 
     def __init__(self, aval: Any, how: _Stored) -> None:
-        self.in_avals, self.out_aval = (aval,), aval
+        self.in_avals = (aval,)
+        self.out_aval = aval
         self.params = {"how": how}
         super().__init__()
 
@@ -149,21 +173,25 @@ class StoredActivation(HiPrim):
         return x
 
     def remat(self, trace: Any, x: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
-        """Return `x`, what is kept of it, and the function that computes it again from that."""
+        """Return `x`, its codes, and their decoder."""
         how: _Stored = self.params["how"]
-        is_saved = trace.policy is not None and trace.policy(_stored, *self.in_avals, how=how) is True
+        is_saved = False
+        if trace.policy is not None:
+            is_saved = trace.policy(_stored, *self.in_avals, how=how) is True
         if not is_saved:
             return self(x), (), lambda _, again: again
         x, *codes = jaxpr_as_fun(how.save)(x)
 
         def decoded(codes: Any, again: Any) -> Any:
             (value,) = jaxpr_as_fun(how.load)(*codes)
-            return value if how.in_rule else _valued(value, again)
+            if how.in_rule:
+                return value
+            return _valued(value, again)
 
         return x, codes, decoded
 
     def jvp(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """Return the activation and its tangent, which is not stored."""
+        """Return the activation and its tangent; the tangent is not stored."""
         return self(*primals), tangents[0]
 
     def lin(self, _: Any, x: Any) -> tuple[Any, None]:
@@ -184,16 +212,20 @@ class StoredActivation(HiPrim):
 
 
 def store_problems(jaxpr: Any, remat: Remat) -> list[Problem]:
-    """Return what is wrong with the stored activations of a traced layer: last dimensions and readers of masks."""
-    found = {}
+    """Check the stored activations of a traced layer: last dimensions and readers of masks."""
+    found = dict[str, Problem]()
     for inner in _jaxprs(open_jaxpr(jaxpr)):
         for equation in inner.eqns:
-            if name_of(equation) == _stored.name and (problem := _problem(equation, inner, remat)):
+            if name_of(equation) != _stored.name:
+                continue
+            problem = _problem(equation, inner, remat)
+            if problem:
                 found[problem.where] = problem
     return list(found.values())
 
 
 def _problem(equation: JaxprEqn, jaxpr: Jaxpr, remat: Remat) -> Problem | None:
+    """Return the problem of a stored activation in its jaxpr, or None."""
     how = params_of(equation)["how"]
     where = f"remat store:{how.codec.name}={how.name}"
     if how.save is None:
@@ -203,37 +235,59 @@ def _problem(equation: JaxprEqn, jaxpr: Jaxpr, remat: Remat) -> Problem | None:
         return None
     for reader in _readers(equation.outvars[0], jaxpr):
         if reader is None or not _is_relu(reader):
-            what = f"is read by {name_of(reader) if reader else 'another function'}, not by a ReLU alone"
-            return Problem(where, what, "a mask has only the sign", fix=f"store:int8={how.name}")
-        results = list(_readers(reader.outvars[0], jaxpr))
-        labels = [params_of(r)["name"] if r is not None and name_of(r) == "name" else None for r in results]
+            name = name_of(reader) if reader else "another function"
+            what = f"is read by {name}, not by a ReLU alone"
+            fix = f"store:int8={how.name}"
+            return Problem(where, what, "a mask has only the sign", fix)
+        labels = _labels(reader.outvars[0], jaxpr)
         if any(label not in remat.names for label in labels):
             names = sorted({label for label in labels if label is not None})
             what = "the result of its ReLU is computed again, and a mask has only the sign"
-            return Problem(where, what, fix=f"also save:{','.join(names) or 'NAME'}, or store:int8={how.name}")
+            fix = f"also save:{','.join(names) or 'NAME'}, or store:int8={how.name}"
+            return Problem(where, what, fix=fix)
     return None
 
 
+def _labels(value: Var, jaxpr: Jaxpr) -> list[str | None]:
+    """Return the checkpoint name of a value for each of its readers; None for another reader."""
+    labels = list[str | None]()
+    for reader in _readers(value, jaxpr):
+        if reader is not None and name_of(reader) == "name":
+            labels.append(params_of(reader)["name"])
+        else:
+            labels.append(None)
+    return labels
+
+
 def _readers(value: Var, jaxpr: Jaxpr) -> Iterator[JaxprEqn | None]:
-    """Yield the equations that read a value, through constraints; None for the end of the jaxpr."""
+    """Yield the readers of a value, through constraints; None for the end of the jaxpr."""
     for equation in jaxpr.eqns:
-        if any(atom is value for atom in equation.invars):
-            if name_of(equation) in _BETWEEN:
-                yield from _readers(equation.outvars[0], jaxpr)
-            else:
-                yield equation
-    if any(atom is value for atom in jaxpr.outvars):
+        if not _is_among(value, equation.invars):
+            continue
+        if name_of(equation) in _BETWEEN:
+            yield from _readers(equation.outvars[0], jaxpr)
+        else:
+            yield equation
+    if _is_among(value, jaxpr.outvars):
         yield None
 
 
+def _is_among(value: Var, atoms: Sequence[Any]) -> bool:
+    return any(atom is value for atom in atoms)
+
+
 def _is_relu(equation: JaxprEqn) -> bool:
-    """Tell whether an equation is `jax.nn.relu`, whose derivative reads only the sign of its operand."""
-    inside = [e for jaxpr in inner_jaxprs(equation) for e in equations(jaxpr) if not inner_jaxprs(e)]
-    return (
-        name_of(equation) == "custom_jvp_call"
-        and [name_of(e) for e in inside] == ["max"]
-        and getattr(inside[0].invars[1], "val", None) == 0
-    )
+    """Tell whether an equation is `jax.nn.relu`: its derivative reads only the operand's sign."""
+    if name_of(equation) != "custom_jvp_call":
+        return False
+    inside = []
+    for jaxpr in inner_jaxprs(equation):
+        for inner in equations(jaxpr):
+            if not inner_jaxprs(inner):
+                inside.append(inner)
+    if len(inside) != 1 or name_of(inside[0]) != "max":
+        return False
+    return getattr(inside[0].invars[1], "val", None) == 0
 
 
 def _jaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]:

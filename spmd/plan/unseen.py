@@ -1,8 +1,9 @@
-"""What a remat policy asks for and `jax.checkpoint` does not see, under the upgrade flag `jax_remat3`.
+"""Demands of a remat policy that `jax.checkpoint` does not see under the upgrade flag `jax_remat3`.
 
-There a layer is divided while it is traced. Custom derivatives then are opaque: JAX computes again what is inside
-them, whatever the policy says, and tells nobody. With `jax_custom_vjp3` too, JAX 0.12 sees the checkpoint names in the
-forward rule of a `jax.custom_vjp`, one level deep; the policy `dots` still saves its products and computes them again.
+There a layer is divided while it is traced. Custom derivatives then are opaque: JAX computes again
+what is inside them, whatever the policy says, and tells nobody. With `jax_custom_vjp3` too, JAX
+0.12 sees the checkpoint names in the forward rule of a `jax.custom_vjp`, one level deep; the policy
+`dots` still saves its products and computes them again.
 """
 
 from collections.abc import Collection, Iterator
@@ -12,7 +13,15 @@ import jax
 from jax.extend.core import JaxprEqn, primitives
 
 from spmd.errors import Problem
-from spmd.jaxpr.equations import equations, has_own_rules, inner_jaxprs, is_hijax, name_of, open_jaxpr, params_of
+from spmd.jaxpr.equations import (
+    equations,
+    has_own_rules,
+    inner_jaxprs,
+    is_hijax,
+    name_of,
+    open_jaxpr,
+    params_of,
+)
 from spmd.jaxpr.upgrades import IS_FIRST_FORM
 from spmd.model_api.remat import Remat
 
@@ -20,24 +29,51 @@ _WHERE = "in a custom derivative, where jax.checkpoint sees nothing under jax_re
 
 
 def unseen_problems(jaxpr: Any, remat: Remat, also: Collection[str] = ()) -> list[Problem]:
-    """Return a problem for each activation of the policy, or of `also`, that JAX computes again in a traced layer."""
-    version, problems = f"JAX {jax.__version__}", list[Problem]()
-    unseen = {params_of(equation)["name"] for equation in _unseen(jaxpr) if name_of(equation) == "name"}
-    for name in sorted(unseen & {*remat.names, *also}):
+    """Return a problem for each saved activation computed again by JAX in a traced layer.
+
+    Args:
+        also: Names of other activations that the backward pass must not compute again.
+    """
+    where = f"remat {remat}"
+    version = f"JAX {jax.__version__}"
+    problems = list[Problem]()
+    for name in sorted(_unseen_names(jaxpr) & {*remat.names, *also}):
         fix = "set jax_custom_vjp3 too, in JAX 0.12 or later, or turn jax_remat3 off"
-        problems.append(Problem(f"remat {remat}", f"{name!r} is marked {_WHERE}", version, fix))
-    rules = [inner for equation in equations(jaxpr) if has_own_rules(equation) for inner in inner_jaxprs(equation)]
-    has_products = any(name_of(equation) == "dot_general" for inner in rules for equation in equations(inner))
-    if remat.kind == "dots" and has_products:
-        problems.append(Problem(f"remat {remat}", f"has products {_WHERE}", version, "turn jax_remat3 off, or full"))
-    if IS_FIRST_FORM and any(name_of(equation) == "shard_map" for equation in _outside_rules(jaxpr)):
-        what, fix = "has a shard_map, which this JAX cannot divide under jax_remat3", "turn jax_remat3 off, or JAX 0.12"
-        problems.append(Problem(f"remat {remat}", what, version, fix))
+        problems.append(Problem(where, f"{name!r} is marked {_WHERE}", version, fix))
+    if remat.kind == "dots" and _has_products_in_rules(jaxpr):
+        fix = "turn jax_remat3 off, or full"
+        problems.append(Problem(where, f"has products {_WHERE}", version, fix))
+    if IS_FIRST_FORM and _has_regions(jaxpr):
+        what = "has a shard_map, which this JAX cannot divide under jax_remat3"
+        problems.append(Problem(where, what, version, "turn jax_remat3 off, or JAX 0.12"))
     return problems
 
 
+def _unseen_names(jaxpr: Any) -> set[str]:
+    names = set()
+    for equation in _unseen(jaxpr):
+        if name_of(equation) == "name":
+            names.add(params_of(equation)["name"])
+    return names
+
+
+def _has_products_in_rules(jaxpr: Any) -> bool:
+    """Return whether a custom derivative has a matmul."""
+    for rule in equations(jaxpr):
+        if not has_own_rules(rule):
+            continue
+        for inner in inner_jaxprs(rule):
+            if any(name_of(equation) == "dot_general" for equation in equations(inner)):
+                return True
+    return False
+
+
+def _has_regions(jaxpr: Any) -> bool:
+    return any(name_of(equation) == "shard_map" for equation in _outside_rules(jaxpr))
+
+
 def _unseen(jaxpr: Any, *, in_rule: bool = False, is_hidden: bool = False) -> Iterator[JaxprEqn]:
-    """Yield the equations that `jax.checkpoint` does not see."""
+    """Yield the equations invisible to `jax.checkpoint`."""
     for equation in open_jaxpr(jaxpr).eqns:
         if is_hidden:
             yield equation
@@ -48,10 +84,12 @@ def _unseen(jaxpr: Any, *, in_rule: bool = False, is_hidden: bool = False) -> It
 
 
 def _outside_rules(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """Yield the equations that are in no custom derivative."""
+    """Yield the equations outside of all custom derivatives."""
     for equation in open_jaxpr(jaxpr).eqns:
         yield equation
-        for inner in [] if has_own_rules(equation) else inner_jaxprs(equation):
+        if has_own_rules(equation):
+            continue
+        for inner in inner_jaxprs(equation):
             yield from _outside_rules(inner)
 
 

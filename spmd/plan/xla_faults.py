@@ -1,7 +1,8 @@
 """Operations that XLA's partitioner computes wrongly, and formulas that it computes right.
 
-Each fault has a reproduction in plain JAX on the page docs/xla-faults.md, and a test that fails when XLA mends it.
-`fault_of` returns the fault of an operation on a mesh, and its `formula` a function with the same results.
+Each fault has a reproduction in plain JAX on the page docs/xla-faults.md, and a test that fails
+when XLA mends it. `fault_of` returns the fault of an operation on a mesh, and its `formula` a
+function with the same results.
 """
 
 import dataclasses
@@ -26,25 +27,29 @@ from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 Formula = Callable[..., Any]
 """A function of an operation's operands that returns its results."""
 
+_DimsOfOperands = list[tuple[TracedValue, Sequence[int]]]
+"""Some dimensions of each operand of an operation."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """An operation that XLA computes wrongly where it splits it.
+    """An operation, computed wrongly by XLA where it is split.
 
     Attributes:
         name: Heading on the page docs/xla-faults.md.
         applies: Whether an operation may have it.
         formula: What to compute instead on a mesh.
         instead: The formula in words.
-        whole: The dimensions of its operands that must be whole. Where they are, the operation is right as it is, and
-            may stay in the code of a custom derivative, which cannot be replaced; None if it may never.
+        whole: The dimensions of its operands that must be whole. Where they are, the operation is
+            right as it is, and may stay in the code of a custom derivative, which cannot be
+            replaced; None if it may never.
     """
 
     name: str
     applies: Callable[[Operation, AnyMesh], bool]
     formula: Callable[[Operation, AnyMesh], Formula]
     instead: str
-    whole: Callable[[Operation], list[tuple[TracedValue, Sequence[int]]]] | None = None
+    whole: Callable[[Operation], _DimsOfOperands] | None = None
 
 
 def _is_convolution(operation: Operation, mesh: AnyMesh) -> bool:
@@ -52,8 +57,10 @@ def _is_convolution(operation: Operation, mesh: AnyMesh) -> bool:
 
 
 def _has_groups(operation: Operation, mesh: AnyMesh) -> bool:
+    if not _is_convolution(operation, mesh):
+        return False
     params = operation.params
-    return _is_convolution(operation, mesh) and max(params["feature_group_count"], params["batch_group_count"]) > 1
+    return max(params["feature_group_count"], params["batch_group_count"]) > 1
 
 
 def _has_windows(operation: Operation, mesh: AnyMesh) -> bool:
@@ -61,14 +68,20 @@ def _has_windows(operation: Operation, mesh: AnyMesh) -> bool:
 
 
 def _is_cpu_transform(operation: Operation, mesh: AnyMesh) -> bool:
-    return operation.primitive == "fft" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    if operation.primitive != "fft" or not isinstance(mesh, Mesh):
+        return False
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 def _local_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
-    """Each device convolves its own examples, and its own channels if the kernel is split by groups over `tensor`."""
+    """Let each device convolve its own examples, and its own channels.
+
+    Channels are split over `tensor` if the kernel is, by groups.
+    """
     numbers = operation.params["dimension_numbers"]
-    batch, channels = _axes_of_examples(operation, mesh), _axes_of_groups(operation, mesh)
-    groups = operation.params["feature_group_count"] // math.prod(mesh.shape[axis] for axis in channels)
+    batch = _axes_of_examples(operation, mesh)
+    channels = _axes_of_groups(operation, mesh)
+    groups = operation.params["feature_group_count"] // _parts(channels, mesh)
     local = functools.partial(_bind, operation, feature_group_count=groups)
     images = _spec({numbers.lhs_spec[0]: batch, numbers.lhs_spec[1]: channels})
     kernel = _spec({numbers.rhs_spec[0]: channels})
@@ -76,20 +89,29 @@ def _local_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
     return manual_over(mesh, split_axes(mesh), local, (images, kernel), result)
 
 
+def _parts(axes: Sequence[str], mesh: AnyMesh) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
 def _axes_of_examples(operation: Operation, mesh: AnyMesh) -> tuple[str, ...]:
-    """Return the axes over which the examples of a convolution are split; none if they do not divide."""
-    axes = tuple(axis for axis in BATCH_AXES if axis in split_axes(mesh))
-    examples = operation.inputs[0].shape[operation.params["dimension_numbers"].lhs_spec[0]]
-    if operation.params["batch_group_count"] > 1 or examples % math.prod(mesh.shape[axis] for axis in axes):
+    """Return the split axes of the examples of a convolution; none if they do not divide."""
+    split = split_axes(mesh)
+    axes = tuple(axis for axis in BATCH_AXES if axis in split)
+    dim = operation.params["dimension_numbers"].lhs_spec[0]
+    examples = operation.inputs[0].shape[dim]
+    if operation.params["batch_group_count"] > 1 or examples % _parts(axes, mesh):
         return ()
     return axes
 
 
 def _axes_of_groups(operation: Operation, mesh: AnyMesh) -> tuple[str, ...]:
     """Return `tensor` if channels are split over it and its parts are whole groups."""
-    if "tensor" not in split_axes(mesh) or operation.params["feature_group_count"] % mesh.shape["tensor"]:
+    if "tensor" not in split_axes(mesh):
         return ()
-    numbers, (images, kernel) = operation.params["dimension_numbers"], operation.inputs
+    if operation.params["feature_group_count"] % mesh.shape["tensor"]:
+        return ()
+    numbers = operation.params["dimension_numbers"]
+    images, kernel = operation.inputs
     for value, dim in ((images, numbers.lhs_spec[1]), (kernel, numbers.rhs_spec[0])):
         if value.dims and "tensor" in value.dims[dim]:
             return ("tensor",)
@@ -108,37 +130,51 @@ def _whole_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
     return convolve
 
 
-def _spatial_dims(operation: Operation) -> list[tuple[TracedValue, Sequence[int]]]:
-    numbers, (images, kernel) = operation.params["dimension_numbers"], operation.inputs
+def _spatial_dims(operation: Operation) -> _DimsOfOperands:
+    numbers = operation.params["dimension_numbers"]
+    images, kernel = operation.inputs
     return [(images, numbers.lhs_spec[2:]), (kernel, numbers.rhs_spec[2:])]
 
 
-def _window_dims(operation: Operation) -> list[tuple[TracedValue, Sequence[int]]]:
+def _window_dims(operation: Operation) -> _DimsOfOperands:
     dims = _dims_of_window(operation)
-    return [(value, dims) for value in operation.inputs if value.shape]
+    found: _DimsOfOperands = []
+    for value in operation.inputs:
+        if value.shape:  # the initial value of a window is a scalar
+            found.append((value, dims))
+    return found
 
 
-def _transformed_dims(operation: Operation) -> list[tuple[TracedValue, Sequence[int]]]:
-    (value,), count = operation.inputs, len(operation.params["fft_lengths"])
-    return [(value, range(len(value.shape) - count, len(value.shape)))]
+def _transformed_dims(operation: Operation) -> _DimsOfOperands:
+    (value,) = operation.inputs
+    ndim = len(value.shape)
+    transformed = len(operation.params["fft_lengths"])
+    return [(value, range(ndim - transformed, ndim))]
 
 
 def _dims_of_window(operation: Operation) -> list[int]:
-    """Return the dimensions along which windows reach over several elements."""
-    params = operation.params
-    sizes = zip(params["window_dimensions"], params["window_strides"], strict=True)
-    return [dim for dim, (window, stride) in enumerate(sizes) if window > 1 or stride > 1]
+    """Return the dimensions with windows over several elements."""
+    windows = operation.params["window_dimensions"]
+    strides = operation.params["window_strides"]
+    dims = []
+    for dim, (window, stride) in enumerate(zip(windows, strides, strict=True)):
+        if window > 1 or stride > 1:
+            dims.append(dim)
+    return dims
 
 
 def _whole_windows(operation: Operation, mesh: AnyMesh) -> Formula:
-    """Keep the dimensions along which windows reach over several elements whole."""
+    """Keep the dimensions with windows over several elements whole."""
     dims = _dims_of_window(operation)
 
     def whole(x: jax.Array) -> jax.Array:
-        return keep_whole(x, mesh, dims) if x.ndim else x
+        if x.ndim == 0:
+            return x
+        return keep_whole(x, mesh, dims)
 
     def reduce(*arrays: jax.Array) -> Any:
-        return jax.tree.map(whole, _bind(operation, *map(whole, arrays)))
+        operands = [whole(x) for x in arrays]
+        return jax.tree.map(whole, _bind(operation, *operands))
 
     return reduce
 
@@ -162,12 +198,14 @@ def _row_major_transform(operation: Operation, mesh: AnyMesh) -> Formula:
 
 def _bind(operation: Operation, *arrays: jax.Array, **changes: Any) -> Any:
     equation = operation.equations[0]
-    return equation.primitive.bind(*arrays, **{**equation.params, **changes})
+    params = {**equation.params, **changes}
+    return equation.primitive.bind(*arrays, **params)
 
 
 def _spec(entries: dict[int, tuple[str, ...]]) -> P:
-    """Return the spec of an array of which some dimensions are split."""
-    return P(*(entries.get(dim) or None for dim in range(max(entries) + 1)))
+    """Return the spec of an array from the axes of its split dimensions."""
+    ndim = max(entries) + 1
+    return P(*(entries.get(dim) or None for dim in range(ndim)))
 
 
 FAULTS = (
@@ -203,18 +241,21 @@ FAULTS = (
 
 
 def fault_of(operation: Operation, mesh: AnyMesh) -> Fault | None:
-    """Return the fault that an operation may have on a mesh."""
-    return next((fault for fault in FAULTS if fault.applies(operation, mesh)), None)
+    """Return the possible fault of an operation on a mesh."""
+    for fault in FAULTS:
+        if fault.applies(operation, mesh):
+            return fault
+    return None
 
 
 def replaced_fault(operation: Operation) -> str:
-    """Return the name of the fault whose formula an operation is part of; empty if it is the program's own."""
+    """Return the fault of the formula around an operation; empty for the program's own."""
     scopes = "/".join(str(equation.source_info.name_stack) for equation in operation.equations)
     return read_fault(scopes)
 
 
 def left_to_xla(program: TracedProgram, mesh: AnyMesh) -> Iterator[tuple[Operation, Fault]]:
-    """Yield the operations with a fault that no formula replaces, but those that each device computes by itself."""
+    """Yield the operations with a fault and no replacement, unless each device computes its own."""
     for operation in program.walk():
         fault = fault_of(operation, mesh)
         if fault is None or replaced_fault(operation):
@@ -225,10 +266,10 @@ def left_to_xla(program: TracedProgram, mesh: AnyMesh) -> Iterator[tuple[Operati
 
 
 def is_whole(operation: Operation, fault: Fault, mesh: AnyMesh) -> bool:
-    """Return whether the dimensions that XLA must not split are known to be whole.
+    """Return whether the dimensions of `Fault.whole` are known to be whole.
 
-    Where the sharding of an operand does not follow from the rules, they are if the mesh has no axis for sequences: no
-    other axis splits them.
+    Where the sharding of an operand does not follow from the rules, they are if the mesh has no
+    axis for sequences: no other axis splits them.
     """
     if fault.whole is None:
         return False
@@ -241,11 +282,18 @@ def is_whole(operation: Operation, fault: Fault, mesh: AnyMesh) -> bool:
 
 
 def problem_of(operation: Operation, fault: Fault, mesh: AnyMesh, where: str, fix: str) -> Problem:
-    """Return the problem of an operation that XLA would compute wrongly; `where` says why no formula replaces it."""
+    """Return the problem of an operation with a fault of XLA.
+
+    Args:
+        where: Why no formula replaces it.
+    """
     line = equation_line(operation.equations) or operation.primitive
     axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in split_axes(mesh))
     shapes = " and ".join(str(value.shape) for value in operation.inputs)
     if fault.whole is not None:
-        fix += ", or split no other dimension of its operands than the examples: Rules(batch=…, activations=…)"
+        fix += (
+            ", or split no other dimension of its operands than the examples: "
+            "Rules(batch=…, activations=…)"
+        )
     detail = f"on {axes}: docs/xla-faults.md, {fault.name}"
     return Problem(line, f"{operation.primitive} of {shapes} {where}", detail, fix)
