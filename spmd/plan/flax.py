@@ -224,9 +224,7 @@ class _NNXFunctions:
             raise ConfigError(_NO_MODEL, [Problem("embed_inputs", what, fix=fix)])
         embed_inputs = self._part("embed_inputs")
 
-        def embed(
-            params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
-        ) -> Any:
+        def embed(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> Any:
             del key  # an NNX module has its own random state
             return embed_inputs(params, variables, *inputs, train=train, **keywords)
 
@@ -302,9 +300,7 @@ class _NNXFunctions:
             module.eval()
         return module
 
-    def _call(
-        self, params: Any, variables: Any, inputs: Any, keywords: Any, train: bool
-    ) -> tuple[Any, nnx.State]:
+    def _call(self, params: Any, variables: Any, inputs: Any, keywords: Any, train: bool) -> tuple[Any, nnx.State]:
         """Return the outputs of a call, and the state of everything but parameters after it."""
         module = self._restore(params, variables, train)
         keywords = dict(keywords)
@@ -513,9 +509,7 @@ class _LinenFunctions:
             if not self._collections.sown.issuperset(sown):
                 # Made in training alone: the module has to do without them.
                 only = list(variables)
-                jax.eval_shape(
-                    lambda: self._call(everything, inputs, keywords, rngs=keys, mutable=only)[0]
-                )
+                jax.eval_shape(lambda: self._call(everything, inputs, keywords, rngs=keys, mutable=only)[0])
             self._check_losses_in(sown)
 
         def sow_again() -> dict[str, Any]:
@@ -596,9 +590,7 @@ def _as_example(x: Any) -> Any:
     return np.asarray(x)
 
 
-def _streams(
-    key: jax.Array | None, names: tuple[str, ...], also: str | None
-) -> dict[str, jax.Array]:
+def _streams(key: jax.Array | None, names: tuple[str, ...], also: str | None) -> dict[str, jax.Array]:
     """Return a key for each random stream, and for one more."""
     if key is None:
         return {}
@@ -641,10 +633,7 @@ def _flax_errors_in_words() -> Iterator[None]:
         found = _STREAM.search(str(error))
         stream = found[1] if found else "noise"
         what = f"draws from the random stream {stream!r}, which has no key: {line or error}"
-        fix = (
-            'a key for forward; in evaluation, evaluate={"deterministic": True} '
-            f'or evaluation_rngs=("{stream}",)'
-        )
+        fix = f'a key for forward; in evaluation, evaluate={{"deterministic": True}} or evaluation_rngs=("{stream}",)'
         problem = Problem(where, what, fix=fix)
         raise ConfigError("The module draws random numbers:", [problem]) from None
     except flax.errors.ModifyScopeVariableError as error:
@@ -656,10 +645,7 @@ def _flax_errors_in_words() -> Iterator[None]:
     except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeVariableNotFoundError) as error:
         where, line = _own_line(error)
         what = f"needs a variable that does not exist: {line or error}"
-        fix = (
-            "make it in evaluation mode, too, which initializes the module; "
-            "or give model.forward its variables"
-        )
+        fix = "make it in evaluation mode, too, which initializes the module; or give model.forward its variables"
         problem = Problem(where, what, fix=fix)
         raise ConfigError("The module lacks a variable:", [problem]) from None
 
@@ -741,8 +727,7 @@ def _check_call(
             name = getattr(method, "__name__", shown(method))
         problem = Problem(
             f"{kind.__name__}.{name}",
-            f"cannot be called with {len(inputs)} inputs and the keywords {sorted(keywords)}: "
-            f"{error}",
+            f"cannot be called with {len(inputs)} inputs and the keywords {sorted(keywords)}: {error}",
             fix="give the arguments to model.apply or model.forward; those of a mode once: "
             'train={"deterministic": False}, evaluate={…}',
         )
@@ -787,8 +772,7 @@ def _no_shardings_inside() -> Iterator[None]:
             where,
             f"names a sharding by itself: {line or error}",
             "JAX has no mesh for it here; the plan shards arrays, on any mesh",
-            'spmd.annotate(x, "name") in its place, and the spec in the table: '
-            'Rules(activations=[("name", P(…))])',
+            'spmd.annotate(x, "name") in its place, and the spec in the table: Rules(activations=[("name", P(…))])',
         )
         title = "The model names shardings outside of the rule table:"
         raise AnnotationError(title, [problem]) from error
@@ -800,8 +784,7 @@ def _no_shardings_inside() -> Iterator[None]:
         problem = Problem(
             where,
             f"reduces over an axis {axis[1]!r} that nothing maps: {line or error}",
-            "the model is called with the global batch, so its means are over the examples of all "
-            "devices already",
+            "the model is called with the global batch, so its means are over the examples of all devices already",
             f"leave out axis_name={axis[1]!r}, as of a BatchNorm",
         )
         title = "The model names an axis of a map that is not there:"

@@ -41,15 +41,9 @@ GATHERED = (*BATCH_AXES, "sequence")
 _WRONG = "XLA would compute these operations of the model wrongly:"
 _IN_CUSTOM = "is in the code of a custom derivative, which cannot be replaced"
 _OUTSIDE = "compute it outside of jax.custom_vjp and jax.custom_jvp"
-_IN_CHECKPOINT = (
-    "is in a jax.checkpoint under jax_remat3, "
-    "in which JAX 0.10 evaluates no call of another formula"
-)
+_IN_CHECKPOINT = "is in a jax.checkpoint under jax_remat3, in which JAX 0.10 evaluates no call of another formula"
 _FLAG_OFF = "turn jax_remat3 off, or use JAX 0.12"
-_NOT_SEEN = (
-    "is in the rules of a custom derivative, "
-    "or in a gradient function that differentiates by itself"
-)
+_NOT_SEEN = "is in the rules of a custom derivative, or in a gradient function that differentiates by itself"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +133,7 @@ class TracedCall:
         return len(jax.tree.leaves((self.params, self.variables)))
 
 
-def trace_call(
-    function: Callable[..., Any], params: Any, variables: Any, batch: Any, *others: Any
-) -> TracedCall:
+def trace_call(function: Callable[..., Any], params: Any, variables: Any, batch: Any, *others: Any) -> TracedCall:
     """Trace a call of a function of `(params, variables, batch, *others)`.
 
     The batch may be empty.
