@@ -1,10 +1,12 @@
 """Gathers and sums of blocks of codes, in a region that is manual over the mesh.
 
-Encoded inside of the region: a partitioner would move the conversion behind the collective, and send what is decoded.
-Codes travel as 8-bit integers, of which every backend has every collective; float8 is only what they mean.
+Encoded inside of the region: a partitioner would move the conversion behind the collective, and
+send what is decoded. Codes travel as 8-bit integers, of which every backend has every collective;
+float8 is only what they mean.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -25,9 +27,10 @@ SUM = "sum_of_codes"
 class CodedGather:
     """Gather of a shard over the axes of each dimension, as codes and their scales.
 
-    An axis over several slices may have two hops (hpZ: Wang et al., arXiv:2306.10209, section 3.2): `across` slices,
-    after which a device has the part of its member number of each slice, and inside of one. The backward pass gathers
-    again from the result of the first, the secondary partition, and sends nothing over the slow network.
+    An axis over several slices may have two hops (hpZ: Wang et al., arXiv:2306.10209, section 3.2):
+    `across` slices, after which a device has the part of its member number of each slice, and
+    inside of one. The backward pass gathers again from the result of the first, the secondary
+    partition, and sends nothing over the slow network.
 
     Attributes:
         gathers: The axes that each dimension is gathered over.
@@ -41,122 +44,188 @@ class CodedGather:
     mesh: AnyMesh | None = None
 
     def across(self, x: Array) -> Encoded:
-        """Encode a shard, and send its codes across slices: `[slice, …]`; without two hops, the codes of the shard."""
+        """Encode a shard, and send its codes across slices: `[slice, …]`, or `[…]` without two
+        hops."""
         coded = _encoded(x, self.codec, *self.codec.block_dim(x.shape))
         if self.hop is None:
             return coded
         axis, slices = self.hop
-        return Encoded(*(jax.lax.all_gather(part, axis, axis_index_groups=_groups(axis, slices)[1]) for part in coded))
+        _, across = _groups(axis, slices)
+        gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis_index_groups=across)
+        return jax.tree.map(gather, coded)
 
     def within(self, coded: Encoded, dtype: jnp.dtype) -> Array:
-        """Gather what `across` returned inside of a slice, and decode it."""
-        return _decode(jax.tree.map(self._within, coded), self.codec, dtype)
+        """Gather the result of `across` inside of a slice, and decode it."""
+        gathered = jax.tree.map(self._within, coded)
+        return _decode(gathered, self.codec, dtype)
 
     def _within(self, x: Array) -> Array:
         if self.hop is None:
             return gather_dims(x, self.mesh, self.gathers)
-        (name, slices), ndim = self.hop, x.ndim - 1
+        name, _ = self.hop
+        ndim = x.ndim - 1  # without the dimension of slices, in front until the hop inside of one
         for dim, axes in enumerate(self.gathers):
             for axis in reversed(axes):
-                if axis != name:
-                    x = gather_dims(x, self.mesh, [(axis,) * (i == dim + x.ndim - ndim) for i in range(x.ndim)])
-                    continue
-                x = gather_within(x, self.mesh, axis, slices)
-                x = jnp.moveaxis(x, (1, 0), (dim, dim + 1))  # [member, slice, …] → [… slice, member, …]
-                x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 3 :])
+                if axis == name:
+                    x = self._within_slice(x, dim)
+                else:
+                    now = dim + x.ndim - ndim
+                    x = gather_dims(x, self.mesh, _over(axis, now, x.ndim))
         return x
+
+    def _within_slice(self, x: Array, dim: int) -> Array:
+        """Gather a dimension over the axis with two hops: `[slice, …]` to `[…]`."""
+        assert self.hop is not None
+        axis, slices = self.hop
+        x = gather_within(x, self.mesh, axis, slices)
+        x = jnp.moveaxis(x, (1, 0), (dim, dim + 1))  # [member, slice, …] → [… slice, member, …]
+        return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 3 :])
+
+
+def _over(axis: str, dim: int, ndim: int) -> Dims:
+    """Return the axes of `gather_dims` for one dimension of an array of `ndim`."""
+    gathers: list[tuple[str, ...]] = [()] * ndim
+    gathers[dim] = (axis,)
+    return gathers
 
 
 def scatters_codes(shape: Sequence[int], dim: int, count: int, codec: BlockCodec) -> bool:
     """Return whether the parts of a dimension, one for each of `count` devices, have blocks."""
+    if shape[dim] % count != 0:
+        return False
     part = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
-    return shape[dim] % count == 0 and codec.block_dim(part)[1] > 0
+    _, block = codec.block_dim(part)
+    return block > 0
 
 
 def scatter_codes(x: Array, axis: str, dim: int, codec: BlockCodec, slices: int) -> Array:
-    """Sum over an axis and scatter a dimension over it: codes are exchanged by all-to-all, and summed in float32.
+    """Sum over an axis and scatter a dimension over it: codes are exchanged by all-to-all, and
+    summed in float32.
 
-    An axis over several slices has two hops, as in ZeRO++ (Wang et al., arXiv:2306.10209, section 3.3): first inside of
-    each slice, so that devices send their sums, and no terms, over the slow network.
+    An axis over several slices has two hops, as in ZeRO++ (Wang et al., arXiv:2306.10209, section
+    3.3): first inside of each slice, so that devices send their sums, and no terms, over the slow
+    network.
     """
     inner = jax.lax.axis_size(axis) // slices
-    parts = x.reshape(*x.shape[:dim], slices, inner, -1, *x.shape[dim + 1 :])  # device i = slice · inner + member
-    parts = jnp.moveaxis(parts, (dim + 1, dim), (0, 1))
+    # Device i = slice · inner + member, so the dimension is [slice, member, part].
+    parts = x.reshape(*x.shape[:dim], slices, inner, -1, *x.shape[dim + 1 :])
+    parts = jnp.moveaxis(parts, (dim + 1, dim), (0, 1))  # [member, slice, …]
     within, across = _groups(axis, slices)
-    sums = parts.astype(jnp.float32).sum(0) if inner == 1 else _exchanged(parts, axis, codec, 2, within)
-    return sums[0] if slices == 1 else _exchanged(sums, axis, codec, 1, across)
+    if inner == 1:
+        exact = parts.astype(jnp.float32)
+        sums = exact.sum(0)
+    else:
+        sums = _exchanged(parts, axis, codec, 2, within)
+    if slices == 1:
+        return sums[0]
+    return _exchanged(sums, axis, codec, 1, across)
 
 
 def sum_codes(x: Array, mesh: AnyMesh | None, axis: str, codec: BlockCodec, slices: int) -> Array:
     """Sum over an axis: parts are summed as in `scatter_codes`, and the codes of the sums gathered.
 
-    All devices decode the same codes, so that the sums are bitwise equal. A dimension has parts with blocks.
+    All devices decode the same codes, so that the sums are bitwise equal. A dimension has parts
+    with blocks.
     """
     count = jax.lax.axis_size(axis)
-    dim = max((i for i in range(x.ndim) if scatters_codes(x.shape, i, count, codec)), key=lambda i: x.shape[i])
-    shard = scatter_codes(x, axis, dim, codec, slices)
+    dims = [dim for dim in range(x.ndim) if scatters_codes(x.shape, dim, count, codec)]
+    largest = max(dims, key=lambda dim: x.shape[dim])
+    shard = scatter_codes(x, axis, largest, codec, slices)
     with jax.named_scope(SUM):
-        gather = CodedGather(codec, [(axis,) * (i == dim) for i in range(x.ndim)], mesh=mesh)
+        gather = CodedGather(codec, _over(axis, largest, x.ndim), mesh=mesh)
         return gather.within(gather.across(shard), x.dtype)
 
 
-def _exchanged(parts: Array, axis: str, codec: BlockCodec, leading: int, groups: list[list[int]]) -> Array:
-    """Send `parts[i]` to device `i` of the group, and sum what is received.
+def _exchanged(
+    parts: Array, axis: str, codec: BlockCodec, leading: int, groups: list[list[int]]
+) -> Array:
+    """Send `parts[i]` to device `i` of the group, and sum the received parts.
 
-    Blocks stay apart until the sum: a TPU would write the scales of joined ones to memory, one for each element. And it
-    packs codes slowly along the last dimension.
+    `leading` is the number of dimensions before those of a part. Blocks stay apart until the sum: a
+    TPU would write the scales of joined ones to memory, one for each element. And it packs codes
+    slowly along the last dimension.
     """
     dim, block = codec.block_dim(parts.shape[leading:])
-    dim += leading - parts.ndim
-    if swaps := codec.packed > 1 and dim == -1:
-        parts, dim = parts.swapaxes(-1, -2), -2
-    shape, some = parts.shape[1:], groups if len(groups) > 1 else None
+    dim += leading - parts.ndim  # counted from the end
+    swaps = codec.packed > 1 and dim == -1
+    if swaps:
+        parts = parts.swapaxes(-1, -2)
+        dim = -2
+    shape = parts.shape[1:]
     if dim < -1:
         parts = parts.reshape(parts.shape[0], -1, block, *parts.shape[dim + 1 :])
-    sent = _encoded(parts, codec, dim, block)
-    codes, scale = (jax.lax.all_to_all(part, axis, 0, 0, axis_index_groups=some, tiled=True) for part in sent)
-    sums = _decoded_sum(Encoded(codes, scale), codec).reshape(shape)
-    return sums.swapaxes(-1, -2) if swaps else sums
+    send = functools.partial(
+        jax.lax.all_to_all,
+        axis_name=axis,
+        split_axis=0,
+        concat_axis=0,
+        axis_index_groups=groups if len(groups) > 1 else None,
+        tiled=True,
+    )
+    received = jax.tree.map(send, _encoded(parts, codec, dim, block))
+    sums = _decoded_sum(received, codec).reshape(shape)
+    if swaps:
+        return sums.swapaxes(-1, -2)
+    return sums
 
 
 def _decoded_sum(coded: Encoded, codec: BlockCodec) -> Array:
-    """Return the sum of what codes `[device, …]` stand for.
+    """Return the sum of the decoded arrays of codes `[device, …]`.
 
-    In as few dimensions as possible: XLA:CPU of JAX 0.10 compiles a sum over blocks of five into one that reads memory
-    of others.
+    In as few dimensions as possible: XLA:CPU of JAX 0.10 compiles a sum over blocks of five into
+    one that reads memory of others.
     """
-    shape, dim = coded.codes.shape, _blocked(coded)
-    before, after = math.prod(shape[1:dim]), shape[dim + 1 :]
-    merged = (x.reshape(shape[0], before, -1, *(math.prod(after),) * bool(after)) for x in coded if x is not None)
-    total = _decode(Encoded(*merged), codec, jnp.float32).sum(axis=0)
+    shape = coded.codes.shape
+    dim = _blocked(coded)
+    before = math.prod(shape[1:dim])
+    after = shape[dim + 1 :]
+    merged_after: tuple[int, ...] = ()
+    if after:
+        merged_after = (math.prod(after),)
+    merged = jax.tree.map(lambda x: x.reshape(shape[0], before, -1, *merged_after), coded)
+    total = _decode(merged, codec, jnp.float32).sum(axis=0)
     return total.reshape(*shape[1:dim], codec.packed * shape[dim], *after)
 
 
 def _groups(axis: str, slices: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the devices along an axis that are in one slice, and those with one number in all slices."""
+    """Return the devices along an axis in each slice, and those with each number in all slices."""
     inner = jax.lax.axis_size(axis) // slices
-    within = [[inner * s + member for member in range(inner)] for s in range(slices)]
-    return within, [list(group) for group in zip(*within, strict=True)]
+    within = []
+    for slice_index in range(slices):
+        first = inner * slice_index
+        within.append(list(range(first, first + inner)))
+    across = [list(group) for group in zip(*within, strict=True)]
+    return within, across
 
 
 def _encoded(x: Array, codec: BlockCodec, dim: int, block: int) -> Encoded:
+    """Encode an array; the codes are integers."""
     codes, scale = codec.encode(x, block, _rows(x), dim)
-    is_integer = jnp.issubdtype(codes.dtype, jnp.integer)
-    return Encoded(codes if is_integer else jax.lax.bitcast_convert_type(codes, jnp.uint8), scale)
+    if not jnp.issubdtype(codes.dtype, jnp.integer):
+        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    return Encoded(codes, scale)
 
 
 def _decode(coded: Encoded, codec: BlockCodec, dtype: jnp.dtype) -> Array:
-    codes = coded.codes if coded.codes.dtype == codec.dtype else jax.lax.bitcast_convert_type(coded.codes, codec.dtype)
+    """Undo `_encoded`."""
+    codes = coded.codes
+    if codes.dtype != codec.dtype:
+        codes = jax.lax.bitcast_convert_type(codes, codec.dtype)
     return codec.decode(Encoded(codes, coded.scale), dtype, _rows(codes), _blocked(coded))
 
 
 def _blocked(coded: Encoded) -> int:
-    """Return the dimension of the blocks."""
+    """Return the dimension of the blocks: the first with fewer scales than codes."""
     codes, scale = coded
     assert scale is not None
-    return next(dim for dim, size in enumerate(codes.shape) if size != scale.shape[dim])
+    dim = 0
+    while codes.shape[dim] == scale.shape[dim]:
+        dim += 1
+    return dim
 
 
 def _rows(x: Array) -> int:
     """Return the rows to form blocks of at once: 8 are a tile of a TPU's memory."""
-    return 8 if x.ndim > 1 and x.shape[-2] % 8 == 0 else 1
+    if x.ndim > 1 and x.shape[-2] % 8 == 0:
+        return 8
+    return 1

@@ -1,4 +1,4 @@
-"""The collectives of a parameter that is gathered as codes, or whose gradient's terms are sent as codes."""
+"""The collectives of a parameter with codes for its gather, or for the terms of its gradient."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,8 @@ from spmd.sharding.local_layout import LocalLayout
 from spmd.sharding.param_comm import ParamComm
 
 SECONDARY = "secondary_partition"
-"""Checkpoint name of what a device has after the hop across slices, of each parameter with two hops."""
+"""Checkpoint name of a device's part after the hop across slices, of each parameter with two
+hops."""
 
 WITHOUT_CODES = "bfloat16"
 """Dtype of the terms of gradients without blocks, where others are sent as codes."""
@@ -23,13 +24,16 @@ WITHOUT_CODES = "bfloat16"
 
 @dataclasses.dataclass(frozen=True)
 class CodedComm(ParamComm):
-    """What is sent of one parameter in fewer bits. Values of `gradients` are dtypes or codecs.
+    """Communication of one parameter in fewer bits. Values of `gradients` are dtypes or codecs.
 
     Attributes:
-        codec: Codec of the parameter where a layer gathers it; empty for the dtype in which it is used.
+        codec: Codec of the parameter where a layer gathers it; empty for the dtype in which it is
+            used.
         slices: Axis → the slices that it spans, of those above 1.
-        hop: The axis that the parameter is gathered over in two hops, across slices and inside of one, and its slices.
-        width: The dimension of the model's width, from the end: that of the blocks of its gradient; 0 if not known.
+        hop: The axis that the parameter is gathered over in two hops, across slices and inside of
+            one, and its slices.
+        width: The dimension of the model's width, from the end: that of the blocks of its gradient;
+            0 if not known.
     """
 
     codec: str = ""
@@ -50,64 +54,88 @@ class CodedComm(ParamComm):
     @property
     def operand_codec(self) -> str:
         """The codec, unless the secondary partition has blocks of its own."""
-        return "" if self.hop else self.codec
+        if self.hop:
+            return ""
+        return self.codec
 
     @property
     def checkpoint_name(self) -> str:
-        """That of the secondary partition, if there is one."""
-        return SECONDARY if self.hop else ""
+        """The name of the secondary partition, if there is one."""
+        if self.hop:
+            return SECONDARY
+        return ""
 
     def without_codec(self) -> ParamComm:
-        """Return what sends the parameter in its dtype, and its gradient as before."""
+        """Return the communication of the parameter in its dtype; its gradient is sent as
+        before."""
         return dataclasses.replace(self, codec="", hop=None)
 
     def gradient_codec(self, name: str) -> GradientCodec | None:
         """Return the codec of its gradient with this name; None for a dtype."""
-        return dataclasses.replace(EXCHANGES[name], width=self.width) if name in EXCHANGES else None
+        if name not in EXCHANGES:
+            return None
+        return dataclasses.replace(EXCHANGES[name], width=self.width)
 
     def prepares(self, layout: LocalLayout) -> bool:
-        """Return whether there are two hops: the result of the first is the secondary partition inside of a slice."""
+        """Return whether there are two hops: the result of the first is the secondary partition
+        inside of a slice."""
         return self._hop(layout) is not None
 
     def prepare(self, shard: Array, layout: LocalLayout) -> Any:
         """Send the codes of a shard across slices, if there are two hops."""
-        return self._gather(layout).across(shard) if self.prepares(layout) else shard
+        if not self.prepares(layout):
+            return shard
+        return self._gather(layout).across(shard)
 
     def prepared_specs(self, layout: LocalLayout) -> P:
-        """Return the spec of codes and scales, which have a dimension of slices; without two hops, of the shard."""
+        """Return the spec of codes and scales, `[slice, …]`; without two hops, of the shard."""
         stored = layout.specs[0]
-        return P(None, *stored) if self.prepares(layout) else stored
+        if not self.prepares(layout):
+            return stored
+        return P(None, *stored)
 
     def gather(self, prepared: Any, layout: LocalLayout, dtype: jnp.dtype) -> Array:
         """Gather codes and decode them; a shard without blocks is gathered as it is."""
         if self.prepares(layout):
             return self._gather(layout).within(prepared, dtype)
-        if not self.codec or not GATHERS[self.codec].block_dim(prepared.shape)[1]:
+        if not self._has_blocks(prepared.shape):
             return super().gather(prepared, layout, dtype)
         gather = self._gather(layout)
         return gather.within(gather.across(prepared), dtype)
 
     def sent(
-        self, shape: Sequence[int], layout: LocalLayout, axes: Sequence[str], sizes: Mapping[str, int]
+        self,
+        shape: Sequence[int],
+        layout: LocalLayout,
+        axes: Sequence[str],
+        sizes: Mapping[str, int],
     ) -> dict[str, str]:
-        """Return axis → dtype or codec; `WITHOUT_CODES` where the part of a device has no blocks."""
-        left, found = list(shape), super().sent(shape, layout, axes, sizes)
+        """Return axis → dtype or codec; `WITHOUT_CODES` where the part of a device has no
+        blocks."""
+        remaining = list(shape)
+        found = super().sent(shape, layout, axes, sizes)
         for axis, name in found.items():
-            codec, scattered = self.gradient_codec(name), layout.scattered.get(axis)
-            dims = range(len(left)) if scattered is None else [scattered]
-            if codec and not any(scatters_codes(left, dim, sizes[axis], codec) for dim in dims):
+            scattered = layout.scattered.get(axis)
+            codec = self.gradient_codec(name)
+            if codec and not _has_blocks(remaining, scattered, sizes[axis], codec):
                 found[axis] = WITHOUT_CODES
             if scattered is not None:
-                left[scattered] //= sizes[axis]
+                remaining[scattered] //= sizes[axis]
         return found
 
-    def scatter_terms(self, gradient: Array, layout: LocalLayout, axis: str, dim: int, name: str) -> Array:
+    def scatter_terms(
+        self, gradient: Array, layout: LocalLayout, axis: str, dim: int, name: str
+    ) -> Array:
         """Sum over an axis and scatter a dimension over it, in a dtype or in codes."""
-        if codec := self.gradient_codec(name):
-            return scatter_codes(gradient, axis, dim, codec, self._slices(axis)).astype(gradient.dtype)
-        return super().scatter_terms(gradient, layout, axis, dim, name)
+        codec = self.gradient_codec(name)
+        if codec is None:
+            return super().scatter_terms(gradient, layout, axis, dim, name)
+        shard = scatter_codes(gradient, axis, dim, codec, self._slices(axis))
+        return shard.astype(gradient.dtype)
 
-    def sum_terms(self, gradient: Array, layout: LocalLayout, axes: tuple[str, ...], name: str) -> Array:
+    def sum_terms(
+        self, gradient: Array, layout: LocalLayout, axes: tuple[str, ...], name: str
+    ) -> Array:
         """Sum over axes, in a dtype or in codes."""
         codec = self.gradient_codec(name)
         if codec is None:
@@ -119,9 +147,34 @@ class CodedComm(ParamComm):
     def _slices(self, axis: str) -> int:
         return dict(self.slices).get(axis, 1)
 
+    def _has_blocks(self, shape: Sequence[int]) -> bool:
+        """Return whether a shard of the parameter is sent as codes."""
+        if not self.codec:
+            return False
+        _, block = GATHERS[self.codec].block_dim(shape)
+        return block > 0
+
     def _hop(self, layout: LocalLayout) -> tuple[str, int] | None:
-        """Return the axis with two hops, if this layout is gathered over it."""
-        return self.hop if self.hop and self.hop[0] in itertools.chain(*layout.gathers) else None
+        """Return the axis with two hops and its slices, if this layout is gathered over it."""
+        if not self.hop:
+            return None
+        axis, _ = self.hop
+        if axis not in itertools.chain(*layout.gathers):
+            return None
+        return self.hop
 
     def _gather(self, layout: LocalLayout) -> CodedGather:
-        return CodedGather(GATHERS[self.codec], layout.gathers, self._hop(layout), layout.mesh)
+        codec = GATHERS[self.codec]
+        return CodedGather(codec, layout.gathers, self._hop(layout), layout.mesh)
+
+
+def _has_blocks(
+    shape: Sequence[int], scattered: int | None, count: int, codec: GradientCodec
+) -> bool:
+    """Return whether parts of a gradient for `count` devices have blocks.
+
+    They are parts of the scattered dimension; without one, of any dimension, and gathered again.
+    """
+    if scattered is not None:
+        return scatters_codes(shape, scattered, count, codec)
+    return any(scatters_codes(shape, dim, count, codec) for dim in range(len(shape)))

@@ -1,1 +1,2 @@
-"""Declarations of a model: its functions, rematerialization and attention; contracts of what surrounds it."""
+"""Declarations of a model: its functions, rematerialization and attention; contracts of what
+surrounds it."""

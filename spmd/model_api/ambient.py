@@ -1,7 +1,7 @@
 """The holder of the one ambient value of a trace.
 
-`spmd.plan.context` puts its `TraceContext` in it. It is here so that a model's own functions, which know no plan, can
-ask for the dtype to compute in.
+`spmd.plan.context` puts its `TraceContext` in it. It is here so that a model's own functions, which
+know no plan, can ask for the dtype to compute in.
 """
 
 from typing import Any, Protocol

@@ -2,13 +2,14 @@
 
 | kernel | description | availability |
 |---|---|---|
-| `xla` | `jax.nn.dot_product_attention` over blocks of queries; saves all scores for the backward pass | everywhere |
-| `chunked` | online softmax over chunks of keys; saves one number per query and head | everywhere |
+| `xla` | `jax.nn.dot_product_attention` over blocks of queries; saves all scores | everywhere |
+| `chunked` | online softmax over chunks of keys; saves a number per query and head | everywhere |
 | `cudnn` | cuDNN's fused attention | NVIDIA GPUs, 16-bit floats |
 | `splash` | JAX's splash attention | TPUs, sequences in blocks of 128 |
 
-With a mesh axis `sequence` above 1, `context` is `ring` (keys and values rotate around the devices; always `chunked`)
-or `all-to-all` (Ulysses: heads are exchanged for tokens; any kernel).
+What a kernel saves is for the backward pass. With a mesh axis `sequence` above 1, `context` is
+`ring` (keys and values rotate around the devices; always `chunked`) or `all-to-all` (Ulysses: heads
+are exchanged for tokens; any kernel).
 """
 
 import dataclasses
@@ -27,7 +28,8 @@ CONTEXTS = ("ring", "all-to-all")
 """Algorithms for a sequence that is split over devices."""
 
 CHUNKED_FROM = 2048
-"""Sequence length from which `"auto"` takes `chunked`: the scores that `xla` saves would take too much memory."""
+"""Sequence length from which `"auto"` takes `chunked`: the scores that `xla` saves would take too
+much memory."""
 
 SPLASH_BLOCK = 128
 """Splash attention takes sequences of a multiple of this."""
@@ -38,7 +40,8 @@ _FUSED = {"tpu": "splash", "gpu": "cudnn"}
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """The attention settings of a plan, made by `make_attention_config`; without a mesh, those outside a plan."""
+    """The attention settings of a plan, made by `make_attention_config`; without a mesh, those
+    outside a plan."""
 
     mesh: AnyMesh | None = None
     kernel: str = "auto"
@@ -47,12 +50,16 @@ class AttentionConfig:
     @property
     def sequence(self) -> int:
         """Devices over which a sequence is split."""
-        return 1 if self.mesh is None else self.mesh.shape["sequence"]
+        if self.mesh is None:
+            return 1
+        return self.mesh.shape["sequence"]
 
     @property
     def tensor(self) -> int:
         """Devices over which heads are split."""
-        return 1 if self.mesh is None else self.mesh.shape["tensor"]
+        if self.mesh is None:
+            return 1
+        return self.mesh.shape["tensor"]
 
     @property
     def is_ring(self) -> bool:
@@ -62,10 +69,19 @@ class AttentionConfig:
     @property
     def platform(self) -> str:
         """`"cpu"`, `"gpu"` or `"tpu"`; empty for an abstract mesh."""
-        return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else ""
+        if not isinstance(self.mesh, Mesh):
+            return ""
+        return self.mesh.devices.flat[0].platform
 
     def choose(
-        self, seq: int, head_dim: int, dtype: Any, *, packed: bool, capped: bool = False, causal: bool = True
+        self,
+        seq: int,
+        head_dim: int,
+        dtype: Any,
+        *,
+        packed: bool,
+        capped: bool = False,
+        causal: bool = True,
     ) -> str:
         """Choose the kernel for one call.
 
@@ -83,10 +99,7 @@ class AttentionConfig:
         """
         kernel = "chunked" if self.is_ring else self.kernel
         if kernel == "auto":
-            fused = _FUSED.get(self.platform)
-            if fused and not _unsupported(fused, seq, head_dim, dtype, packed, capped, causal):
-                return fused
-            return "xla" if seq < CHUNKED_FROM or not causal else "chunked"
+            return self._fastest(seq, head_dim, dtype, packed=packed, capped=capped, causal=causal)
         problems = _unsupported(kernel, seq, head_dim, dtype, packed, capped, causal)
         if problems and self.is_ring:
             what = "is a ring, whose kernel is causal"
@@ -95,21 +108,35 @@ class AttentionConfig:
             raise ConfigError("The attention kernel does not support this call:", problems)
         return kernel
 
+    def _fastest(
+        self, seq: int, head_dim: int, dtype: Any, *, packed: bool, capped: bool, causal: bool
+    ) -> str:
+        """Choose the kernel of `"auto"` for one call."""
+        fused = _FUSED.get(self.platform)
+        if fused and not _unsupported(fused, seq, head_dim, dtype, packed, capped, causal):
+            return fused
+        if seq < CHUNKED_FROM or not causal:
+            return "xla"
+        return "chunked"
+
     def __str__(self) -> str:
         if self.is_ring:
             return "chunked   context ring"
-        context = f"   context {self.context}" if self.sequence > 1 else ""
-        if self.kernel != "auto":
-            return self.kernel + context
-        fused = f"{_FUSED[self.platform]} or " if self.platform in _FUSED else ""
-        return f"{fused}xla, chunked from {CHUNKED_FROM}{context}"
+        kernel = self.kernel
+        if kernel == "auto":
+            kernel = f"xla, chunked from {CHUNKED_FROM}"
+            if self.platform in _FUSED:
+                kernel = f"{_FUSED[self.platform]} or {kernel}"
+        if self.sequence > 1:
+            return f"{kernel}   context {self.context}"
+        return kernel
 
 
 def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> AttentionConfig:
     """Return the settings, checked against the mesh.
 
-    On a mesh that splits no sequence `context` has nothing to choose, and is no error: a config goes to other meshes,
-    as one device of a comparison or of an evaluation.
+    On a mesh that splits no sequence `context` has nothing to choose, and is no error: a config
+    goes to other meshes, as one device of a comparison or of an evaluation.
 
     Example:
         >>> from spmd.sharding.mesh import MeshShape, abstract_mesh
@@ -132,25 +159,45 @@ def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> Attention
 
 def attention_problems(kernel: str, context: str) -> list[Problem]:
     """Return the problems of the two names alone."""
-    return [
-        Problem(field, f"is {name!r}", fix=did_you_mean(name, names))
-        for field, name, names in (("attention", kernel, ("auto", *KERNELS)), ("context", context, CONTEXTS))
-        if name not in names
-    ]
+    problems = []
+    kernels = ("auto", *KERNELS)
+    if kernel not in kernels:
+        problems.append(Problem("attention", f"is {kernel!r}", fix=did_you_mean(kernel, kernels)))
+    if context not in CONTEXTS:
+        problems.append(Problem("context", f"is {context!r}", fix=did_you_mean(context, CONTEXTS)))
+    return problems
 
 
 def _unsupported(
     kernel: str, seq: int, head_dim: int, dtype: Any, packed: bool, capped: bool, causal: bool
 ) -> list[Problem]:
-    is_cudnn, dtype = kernel == "cudnn", jnp.dtype(dtype)
-    heads, blocks = f"takes heads of 8, 16, … {_CUDNN_HEAD_DIM}", f"{seq} / {SPLASH_BLOCK} = {seq / SPLASH_BLOCK:.4g}"
-    rows = (
-        (kernel == "chunked" and not causal, "is causal", ""),
-        (kernel == "splash" and seq % SPLASH_BLOCK, "takes sequences in whole blocks", blocks),
-        (is_cudnn and dtype.itemsize != 2, f"takes 16-bit floats, not {dtype}", ""),
-        (is_cudnn and (head_dim % 8 or head_dim > _CUDNN_HEAD_DIM), heads, f"head_dim = {head_dim}"),
-        (is_cudnn and packed, "does not support packed documents here", ""),
-        (is_cudnn and capped, "does not support a soft cap of scores", ""),
-    )
-    fix = 'attention "auto", "xla" or "chunked"' if causal else 'attention "auto" or "xla"'
-    return [Problem(f"attention {kernel}", what, detail, fix) for is_wrong, what, detail in rows if is_wrong]
+    """Return the problems of a kernel with one call."""
+    dtype = jnp.dtype(dtype)
+    limits = []
+    if kernel == "chunked" and not causal:
+        limits.append(("is causal", ""))
+    if kernel == "splash" and seq % SPLASH_BLOCK:
+        detail = f"{seq} / {SPLASH_BLOCK} = {seq / SPLASH_BLOCK:.4g}"
+        limits.append(("takes sequences in whole blocks", detail))
+    if kernel == "cudnn":
+        limits += _cudnn_limits(head_dim, dtype, packed=packed, capped=capped)
+    fix = 'attention "auto", "xla" or "chunked"'
+    if not causal:
+        fix = 'attention "auto" or "xla"'
+    return [Problem(f"attention {kernel}", what, detail, fix) for what, detail in limits]
+
+
+def _cudnn_limits(
+    head_dim: int, dtype: jnp.dtype, *, packed: bool, capped: bool
+) -> list[tuple[str, str]]:
+    """Return the reasons why cuDNN does not support a call, each with a detail."""
+    limits = []
+    if dtype.itemsize != 2:
+        limits.append((f"takes 16-bit floats, not {dtype}", ""))
+    if head_dim % 8 or head_dim > _CUDNN_HEAD_DIM:
+        limits.append((f"takes heads of 8, 16, … {_CUDNN_HEAD_DIM}", f"head_dim = {head_dim}"))
+    if packed:
+        limits.append(("does not support packed documents here", ""))
+    if capped:
+        limits.append(("does not support a soft cap of scores", ""))
+    return limits

@@ -1,15 +1,18 @@
-"""The contract of a technique that keeps a state around a gradient: loss scaling, histories, compression of gradients.
+"""The contract of a technique that keeps a state around a gradient: loss scaling, histories,
+compression of gradients.
 
-A gradient function threads one `Carry`: the variables of the model, and the state of each transform by its name. A plan
-holds the transforms (`ShardingPlan.with_transforms`), and knows where their states are. There are two places for one:
+A gradient function threads one `Carry`: the variables of the model, and the state of each transform
+by its name. A plan holds the transforms (`ShardingPlan.with_transforms`), and knows where their
+states are. There are two places for one:
 
-- **once a step**, `wrap` puts a gradient function around that of the batch. The transforms of a plan wrap in their
-  order: the first is next to the gradient function, the last is outside of all others;
-- **at each differentiation** of a loss, of a microbatch or of a stage, `enter` gives a factor of the loss and arrays
-  that ride on parameters, and `leave` gets what was observed of these.
+- **once a step**, `wrap` puts a gradient function around that of the batch. The transforms of a
+  plan wrap in their order: the first is next to the gradient function, the last is outside of all
+  others;
+- **at each differentiation** of a loss, of a microbatch or of a stage, `enter` gives a factor of
+  the loss and arrays that ride on parameters, and `leave` gets what was observed of these.
 
-A transform is a frozen dataclass, compared by value. Transforms that do not go together say so by facts
-(`overlapping_steps`, `observes`, `exchanges`), so none needs to know another one's name.
+A transform is a frozen dataclass, compared by value. Transforms that do not go together say so by
+facts (`overlapping_steps`, `observes`, `exchanges`), so none needs to know another one's name.
 """
 
 import dataclasses
@@ -28,7 +31,7 @@ _WHOLE = P()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """What a gradient function takes and returns beside gradients and sums.
+    """State that a gradient function takes and returns, beside gradients and sums.
 
     Attributes:
         variables: The variables of the model, and nothing else.
@@ -65,12 +68,12 @@ class StateArray:
 
 @dataclasses.dataclass(frozen=True)
 class Entered:
-    """What a transform brings into one differentiation.
+    """Inputs of a transform into one differentiation.
 
     Attributes:
         seed: A factor of the loss, a scalar; None for 1.
-        riders: Path of a parameter (of `ModelInfo.wrappable`) → the array that rides on it. Its derivative is what is
-            observed.
+        riders: Path of a parameter (of `ModelInfo.wrappable`) → the array that rides on it. Its
+            derivative is what is observed.
     """
 
     seed: Array | None = None
@@ -78,22 +81,29 @@ class Entered:
 
     def scaled(self, loss: Array) -> Array:
         """Return the loss times the seed."""
-        return loss if self.seed is None else loss * self.seed.astype(loss.dtype)
+        if self.seed is None:
+            return loss
+        return loss * self.seed.astype(loss.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class GradTransform:
-    """A technique with a state around a gradient; one that only needs some of the methods inherits the others.
+    """A technique with a state around a gradient; one that only needs some of the methods inherits
+    the others.
 
     `plan` is a `spmd.plan.plan.ShardingPlan` that holds this transform and the others.
 
     Attributes:
         name: Of its state in the carry and in checkpoints.
         overlapping_steps: Whether microbatches of a step are in flight when the next one begins.
-        observes: Whether it must see each differentiation, so that no step's gradients may be a sum of local ones.
-        exchanges: Whether it sends the gradients of a step itself, and remembers what it has not sent.
-        optional: Whether a resumed run may begin to use it, or stop: then a checkpoint may lack the state.
-        is_outermost: Whether it undoes what all others did in a step, and so wraps them; one at most.
+        observes: Whether it must see each differentiation, so that no step's gradients may be a sum
+            of local ones.
+        exchanges: Whether it sends the gradients of a step itself, and remembers what it has not
+            sent.
+        optional: Whether a resumed run may begin to use it, or stop: then a checkpoint may lack the
+            state.
+        is_outermost: Whether it undoes what all others did in a step, and so wraps them; one at
+            most.
     """
 
     name: ClassVar[str]
@@ -104,7 +114,8 @@ class GradTransform:
     is_outermost: ClassVar[bool] = False
 
     def state(self, plan: Any) -> Mapping[str, StateArray]:
-        """Return the path of each array of the state → its shape, dtype and sharding; empty if it keeps none."""
+        """Return the path of each array of the state → its shape, dtype and sharding; empty if it
+        keeps none."""
         del plan
         return {}
 
@@ -118,52 +129,66 @@ class GradTransform:
         return grad_fn
 
     def enter(self, state: Any) -> Entered:
-        """Return what the transform brings into one differentiation."""
+        """Return the inputs of the transform into one differentiation."""
         del state
         return Entered()
 
     def leave(self, state: Any, seen: Mapping[str, Array]) -> Any:
-        """Return the state after one differentiation, with the derivatives of the arrays that rode on parameters."""
+        """Return the state after one differentiation, with the derivatives of the arrays that rode
+        on parameters."""
         del seen
         return state
 
-    def targets(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return what to restore of the arrays that a checkpoint has, with shardings: those of the same shape.
+    def targets(
+        self, stored: Mapping[str, Any], wanted: Mapping[str, Any]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the arrays to restore from a checkpoint, with shardings: those of the same shape.
 
         Args:
             stored: Path → abstract array in the checkpoint.
             wanted: Path → abstract array of the state on this mesh.
         """
-        return {path: leaf for path, leaf in wanted.items() if path in stored and stored[path].shape == leaf.shape}
+        targets = {}
+        for path, leaf in wanted.items():
+            if path in stored and stored[path].shape == leaf.shape:
+                targets[path] = leaf
+        return targets
 
     def adapt(self, restored: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
-        """Return the arrays of the state on this mesh, made from those that were restored."""
+        """Return the arrays of the state on this mesh, made from restored ones."""
         del wanted
         return dict(restored)
 
     def problems(self, plan: Any) -> Sequence[Problem]:
-        """Return everything that keeps the transform from being used with a plan and its other transforms."""
+        """Return the reasons against its use with a plan and the plan's other transforms."""
         del plan
         return []
 
 
 def enter_all(transforms: Sequence[GradTransform], carry: Carry) -> Entered:
-    """Return what all transforms bring into one differentiation.
+    """Return the inputs of all transforms into one differentiation.
 
-    Those whose states the carry lacks bring nothing: the states belong to a step that is outside of this function.
+    Those whose states the carry lacks bring nothing: the states belong to a step that is outside of
+    this function.
     """
-    seed, riders = None, dict[str, Array]()
+    seed: Array | None = None
+    riders = dict[str, Array]()
     for transform in transforms:
-        if transform.name in carry.transforms:
-            entered = transform.enter(carry.transforms[transform.name])
-            riders |= entered.riders
-            if entered.seed is not None:
-                seed = entered.seed if seed is None else seed * entered.seed
+        if transform.name not in carry.transforms:
+            continue
+        entered = transform.enter(carry.transforms[transform.name])
+        riders |= entered.riders
+        if seed is None:
+            seed = entered.seed
+        elif entered.seed is not None:
+            seed = seed * entered.seed
     return Entered(seed, riders)
 
 
-def leave_all(transforms: Sequence[GradTransform], carry: Carry, variables: Any, seen: Mapping[str, Array]) -> Carry:
-    """Return the carry after one differentiation: other variables, and each state with what was seen."""
+def leave_all(
+    transforms: Sequence[GradTransform], carry: Carry, variables: Any, seen: Mapping[str, Array]
+) -> Carry:
+    """Return the carry after one differentiation: other variables, and states with observations."""
     states = dict(carry.transforms)
     for transform in transforms:
         if transform.name in states:
@@ -172,11 +197,14 @@ def leave_all(transforms: Sequence[GradTransform], carry: Carry, variables: Any,
 
 
 def observers(transforms: Sequence[GradTransform]) -> str:
-    """Return the names of the transforms that must see each differentiation, empty if there are none."""
-    return ", ".join(transform.name for transform in transforms if transform.observes)
+    """Return the names of the transforms that observe each differentiation; empty without one."""
+    names = [transform.name for transform in transforms if transform.observes]
+    return ", ".join(names)
 
 
-def wrap_all(grad_fn: Callable[..., Any], transforms: Sequence[GradTransform]) -> Callable[..., Any]:
+def wrap_all(
+    grad_fn: Callable[..., Any], transforms: Sequence[GradTransform]
+) -> Callable[..., Any]:
     """Return a gradient function within all transforms, the last of them outside."""
     for transform in transforms:
         grad_fn = transform.wrap(grad_fn)

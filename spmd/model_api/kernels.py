@@ -1,6 +1,7 @@
-"""Structure of parameters: which of them are matrices, and which their layers add to a product.
+"""Structure of parameters: matrices, and parameters that their layers add to a product.
 
-An optimizer that treats matrices in another way (Muon), and the default of weight decay, read it instead of names.
+An optimizer that treats matrices in another way (Muon), and the default of weight decay, read it
+instead of names.
 
 ```python
 Matrix.of("bio")                      # an expert's kernel [expert, in, out]
@@ -15,13 +16,17 @@ from typing import Any
 
 from spmd.errors import Problem, shown
 
-LOOKUP, LOGITS, VECTOR = "lookup", "logits", "vector"
-"""Reasons why a parameter with two or more dimensions is no matrix between layers."""
+LOOKUP = "lookup"
+LOGITS = "logits"
+VECTOR = "vector"
+"""Reasons, with the two above, why a parameter with two or more dimensions is no matrix between
+layers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Dimensions of one layer's kernel that are its inputs and its outputs; all others are a batch of matrices.
+    """Dimensions of one layer's kernel that are its inputs and its outputs; all others are a batch
+    of matrices.
 
     Example:
         >>> Matrix.of("ioo"), Matrix.of("bio").text((8, 32, 16))
@@ -33,7 +38,8 @@ class Matrix:
 
     @classmethod
     def of(cls, dims: str) -> "Matrix":
-        """Return the matrix of a kernel with one letter for each dimension: `i` for in, `o` for out, `b` for batch."""
+        """Return the matrix of a kernel with a letter for each dimension: `i` in, `o` out, `b`
+        batch."""
         inputs = tuple(dim for dim, kind in enumerate(dims) if kind == "i")
         outputs = tuple(dim for dim, kind in enumerate(dims) if kind == "o")
         return cls(inputs, outputs)
@@ -48,11 +54,13 @@ class Matrix:
         return _product(shape, self.inputs), _product(shape, self.outputs)
 
     def text(self, shape: Sequence[int]) -> str:
-        """Return the matrices of a kernel of one layer as text: `32 × 16`, and before it how many, if not one."""
+        """Return the matrices of a kernel of one layer as text: `32 × 16`, or `8 of 32 × 16`."""
         rows, columns = self.sides(shape)
+        text = f"{rows} × {columns}"
         batch = [dim for dim in range(len(shape)) if dim not in self.dims]
-        count = f"{_product(shape, batch)} of " if batch else ""
-        return f"{count}{rows} × {columns}"
+        if batch:
+            text = f"{_product(shape, batch)} of {text}"
+        return text
 
 
 def _product(shape: Sequence[int], dims: Collection[int]) -> int:
@@ -64,10 +72,12 @@ class Said:
     """Statement of a layer about one of its parameters.
 
     Attributes:
-        shape: Its shape when the layer created it, with None for an unknown size; None if its rank is unknown.
+        shape: Its shape when the layer created it, with None for an unknown size; None if its rank
+            is unknown.
         matrix: Its dimensions, if it is a kernel.
         role: `"lookup"` for rows that are looked up, `"logits"` for a head, or empty.
-        is_added: Whether the layer adds it to a product or multiplies by it: a bias, the scale of a norm.
+        is_added: Whether the layer adds it to a product or multiplies by it: a bias, the scale of a
+            norm.
     """
 
     shape: tuple[int | None, ...] | None = None
@@ -77,16 +87,18 @@ class Said:
 
 
 def read_matrices(matrices: Any) -> tuple[dict[str, Matrix | None], list[Problem]]:
-    """Return the user's pattern → matrix, or None for no matrix, and what is wrong.
+    """Return the user's pattern → matrix, or None for no matrix, and the problems.
 
     Example:
         >>> read_matrices({"query/kernel": (0, (1, 2)), "positions": None})[0]
         {'query/kernel': Matrix(inputs=(0,), outputs=(1, 2)), 'positions': None}
     """
-    fix = 'matrices={"query/kernel": ((0,), (1, 2))}: the dimensions of inputs and of outputs, of one layer'
+    example = 'matrices={"query/kernel": ((0,), (1, 2))}'
+    fix = f"{example}: the dimensions of inputs and of outputs, of one layer"
     if not isinstance(matrices, Mapping):
         return {}, [Problem("matrices", f"is {shown(matrices)}", fix=fix)]
-    found, problems = dict[str, Matrix | None](), []
+    found = dict[str, Matrix | None]()
+    problems = []
     for pattern, value in matrices.items():
         if value is None or isinstance(value, Matrix):
             found[pattern] = value
@@ -100,12 +112,21 @@ def read_matrices(matrices: Any) -> tuple[dict[str, Matrix | None], list[Problem
 
 
 def _read_matrix(value: Any) -> Matrix | None:
-    """Return the matrix of a pair of dimensions, each one number or several; None if it is no such pair."""
+    """Return the matrix of a pair of dimensions, each one number or several; None if it is no such
+    pair."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         return None
-    inputs, outputs = (tuple(side) if isinstance(side, tuple | list) else (side,) for side in value)
+    inputs = _read_side(value[0])
+    outputs = _read_side(value[1])
     dims = (*inputs, *outputs)
     are_numbers = all(type(dim) is int and dim >= 0 for dim in dims)
     if not inputs or not outputs or not are_numbers or len({*dims}) < len(dims):
         return None
     return Matrix(inputs, outputs)
+
+
+def _read_side(side: Any) -> tuple[Any, ...]:
+    """Return the dimensions of one side of a matrix, one number or several."""
+    if isinstance(side, tuple | list):
+        return tuple(side)
+    return (side,)

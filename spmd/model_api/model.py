@@ -1,6 +1,7 @@
 """A model as pure functions, the only form that the rest of the framework uses.
 
-`spmd.plan.flax` makes one from any NNX or Linen module. Hand-written functions work too: `Model(init, apply)`.
+`spmd.plan.flax` makes one from any NNX or Linen module. Hand-written functions work too:
+`Model(init, apply)`.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ from spmd.model_api.kernels import Matrix
 from spmd.sharding.layer_paths import Stack
 
 PRNG = "threefry2x32"
-"""The PRNG implementation of every key, whatever JAX's default, so that a seed gives the same numbers everywhere."""
+"""The PRNG implementation of every key, whatever JAX's default, so that a seed gives the same
+numbers everywhere."""
 
 
 def abstract_key() -> jax.ShapeDtypeStruct:
@@ -44,30 +46,40 @@ class ModelInfo:
     Attributes:
         tied: Groups of paths of one array; the first path is the parameter's name.
         random_state: Paths of random keys and draw counters.
-        annotations: Parameter path → the dimension names in its metadata, for `rules_from_annotations`.
-        constants: Paths of arrays that a module keeps beside its variables, such as tables and masks. They are
-            variables that are replicated unless a rule matches.
+        annotations: Parameter path → the dimension names in its metadata, for
+            `rules_from_annotations`.
+        constants: Paths of arrays that a module keeps beside its variables, such as tables and
+            masks. They are variables that are replicated unless a rule matches.
         replicated: Path of another variable without a rule → the reason why it is replicated.
         placed: Path of a variable without a rule → its spec.
-        wrappable: Paths of kernels that may be a `spmd.model_api.wrapped_param.WrappedParam`: their layers ask it.
-        gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it reduces.
+        wrappable: Paths of kernels that may be a `spmd.model_api.wrapped_param.WrappedParam`: their
+            layers ask it.
+        gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it
+            reduces.
         sent_exactly: Paths of parameters that are never sent as codes: lookups and routers.
         cast_by_layer: Paths of parameters that their layer casts to the dtype that it computes in.
         linear: Paths of kernels whose matmuls may have a recipe (`spmd.settings.quantize`).
-        frozen: Path of a variable that never changes → the path of the module's parameter that it holds.
-        merged: Paths in `frozen` that reach the module merged with an adapter. The others are used as they are: in
-            stacked layers they may be in host memory, and a pipeline may split them, like parameters.
-        position_aware: Whether the model asks for the positions of its tokens (`spmd.layers.zigzag`), so that their
-            order may change.
+        frozen: Path of a variable that never changes → the path of the module's parameter that it
+            holds.
+        merged: Paths in `frozen` that reach the module merged with an adapter. The others are used
+            as they are: in stacked layers they may be in host memory, and a pipeline may split
+            them, like parameters.
+        position_aware: Whether the model asks for the positions of its tokens
+            (`spmd.layers.zigzag`), so that their order may change.
         matrices: Path of a kernel → its inputs and outputs, where its layer says them.
-        no_matrix: Path of a parameter that is no matrix between layers → the reason, such as a lookup.
-        added: Paths of parameters that their layers add to a product or multiply by: biases, scales of norms.
-        stacks: The stacks of layers, recorded where parameters are created; None where nothing was recorded.
-        created: Path of a parameter that is stored with more dimensions than it was created with → how many it had.
-        supports_kv_cache: Whether tokens interact only through `spmd.layers.attention.attend`, so that
-            `spmd.layers.kv_cache` can decode token by token.
-        padding_aware: Whether the model takes the keyword `valid`, the mask of tokens that are no padding,
-            `[batch, sequence]`: because it has losses or statistics over tokens, or tokens that compete.
+        no_matrix: Path of a parameter that is no matrix between layers → the reason, such as a
+            lookup.
+        added: Paths of parameters that their layers add to a product or multiply by: biases, scales
+            of norms.
+        stacks: The stacks of layers, recorded where parameters are created; None where nothing was
+            recorded.
+        created: Path of a parameter that is stored with more dimensions than it was created with →
+            how many it had.
+        supports_kv_cache: Whether tokens interact only through `spmd.layers.attention.attend`, so
+            that `spmd.layers.kv_cache` can decode token by token.
+        padding_aware: Whether the model takes the keyword `valid`, the mask of tokens that are no
+            padding, `[batch, sequence]`: because it has losses or statistics over tokens, or tokens
+            that compete.
     """
 
     tied: tuple[tuple[str, ...], ...] = ()
@@ -98,18 +110,20 @@ class ModelInfo:
 class Outputs:
     """The outputs of a model that returns more than logits.
 
-    Losses and metrics are finite float32 scalars of the whole (micro)batch, without the padding that a model's `valid`
-    tells. Each is reported under its name, as a mean over microbatches weighted by their tokens; arrays are reported
-    together as `"arrays"`.
+    Losses and metrics are finite float32 scalars of the whole (micro)batch, without the padding
+    that a model's `valid` tells. Each is reported under its name, as a mean over microbatches
+    weighted by their tokens; arrays are reported together as `"arrays"`.
 
     Attributes:
         logits: `[batch, sequence, vocab]`, or `spmd.layers.lm_head.LazyLogits`.
-        losses: Name → an auxiliary loss, already weighted, which training adds to the mean loss of a token.
+        losses: Name → an auxiliary loss, already weighted, which training adds to the mean loss of
+            a token.
         metrics: Name → any other value.
         arrays: Name → values that belong together, such as one for each layer and expert.
         intermediates: Name → any other value, for a loss of one's own; it is not reported.
-        of_all_devices: Whether losses, metrics and arrays are of the whole (micro)batch also where each device runs the
-            model on its own examples (`spmd.plan.manual.batch_sum`), as `spmd.exchange_once` and pipelines over it do.
+        of_all_devices: Whether losses, metrics and arrays are of the whole (micro)batch also where
+            each device runs the model on its own examples (`spmd.plan.manual.batch_sum`), as
+            `spmd.exchange_once` and pipelines over it do.
     """
 
     logits: Any
@@ -121,22 +135,26 @@ class Outputs:
 
 
 def as_outputs(returned: Any) -> Outputs:
-    """Return the outputs of a model that returned `Outputs` or logits alone."""
-    return returned if isinstance(returned, Outputs) else Outputs(returned)
+    """Return `Outputs` of a model's result: `Outputs`, or logits alone."""
+    if isinstance(returned, Outputs):
+        return returned
+    return Outputs(returned)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayeredModel:
-    """A forward pass in three parts, so that a pipeline can give each stage some of the stacked layers.
+    """A forward pass in three parts, so that a pipeline can give each stage some of the stacked
+    layers.
 
-    The outputs are `compute_outputs(…, *apply_layers(…, *embed_inputs(…, key, *inputs)))`; each part takes
-    `(params, variables, …, train=…)`. Layers of another kind, such as dense first layers, are part of `embed_inputs`,
-    which also takes `valid=` if the model is `padding_aware`.
+    The outputs are `compute_outputs(…, *apply_layers(…, *embed_inputs(…, key, *inputs)))`; each
+    part takes `(params, variables, …, train=…)`. Layers of another kind, such as dense first
+    layers, are part of `embed_inputs`, which also takes `valid=` if the model is `padding_aware`.
 
     Attributes:
-        embed_inputs: `(key, *inputs)` → `(x, context)`: the input of the first layer, and other inputs of every layer.
-        apply_layers: `(x, context)` → `(x, values)`: runs the layers in `params`, of which a stage has some; `values`
-            are other outputs of the layers, stacked, or None.
+        embed_inputs: `(key, *inputs)` → `(x, context)`: the input of the first layer, and other
+            inputs of every layer.
+        apply_layers: `(x, context)` → `(x, values)`: runs the layers in `params`, of which a stage
+            has some; `values` are other outputs of the layers, stacked, or None.
         compute_outputs: `(x, values)` → the outputs, with `values` of all layers.
     """
 
@@ -149,20 +167,24 @@ class LayeredModel:
 class Model:
     """A model as pure functions of its parameters and variables.
 
-    Parameters are what the optimizer updates. Variables are other state that the model updates itself between steps:
-    batch statistics, the state of dropout's random generator. Most models have none.
+    Parameters are what the optimizer updates. Variables are other state that the model updates
+    itself between steps: batch statistics, the state of dropout's random generator. Most models
+    have none.
 
-    Under a plan `apply` and `forward` cast float parameters and inputs to its compute dtype, and outputs to float32
-    (`spmd.model_api.compute_dtype`).
+    Under a plan `apply` and `forward` cast float parameters and inputs to its compute dtype, and
+    outputs to float32 (`spmd.model_api.compute_dtype`).
 
     Attributes:
         init: Key → parameters, a nested dictionary of arrays.
-        apply: `(params, *inputs)` → outputs, for a model without variables. Keyword arguments are passed on.
+        apply: `(params, *inputs)` → outputs, for a model without variables. Keyword arguments are
+            passed on.
         init_variables: Key → variables, a nested dictionary.
-        forward: `(params, variables, key, *inputs, train)` → `(outputs, updated variables)`; by default `apply`. In
-            evaluation (`train=False`) there is no dropout, statistics are not updated, and the key may be None. It
-            takes `valid=`, too, if `info()` says `padding_aware`.
-        info: Returns the `ModelInfo`; by default of functions, `padding_aware` if they have a parameter `valid`.
+        forward: `(params, variables, key, *inputs, train)` → `(outputs, updated variables)`; by
+            default `apply`. In evaluation (`train=False`) there is no dropout, statistics are not
+            updated, and the key may be None. It takes `valid=`, too, if `info()` says
+            `padding_aware`.
+        info: Returns the `ModelInfo`; by default of functions, `padding_aware` if they have a
+            parameter `valid`.
         layered: The forward pass in parts, for a pipeline.
 
     Example:
@@ -175,29 +197,45 @@ class Model:
     init: Callable[[jax.Array], Any]
     apply: Callable[..., Any]
     init_variables: Callable[[jax.Array], Any] = lambda key: {}
-    forward: Callable[..., tuple[Any, Any]] = dataclasses.field(default=None, compare=False)  # type: ignore[assignment]
+    forward: Callable[..., tuple[Any, Any]] = dataclasses.field(  # type: ignore[assignment]
+        default=None, compare=False
+    )
     info: Callable[[], ModelInfo] = dataclasses.field(default=None)  # type: ignore[assignment]
     layered: Callable[[], LayeredModel | None] = lambda: None
 
     def __post_init__(self) -> None:
-        if problems := check_call("init", self.init, "key"):
+        problems = check_call("init", self.init, "key")
+        if problems:
             raise ConfigError("This model cannot be made:", problems)
-        apply, forward = self.apply, self.forward
+        apply = self.apply
+        forward = self.forward
         if self.info is None:
-            is_aware = takes_valid(apply if forward is None else forward)
-            info = functools.partial(ModelInfo, padding_aware=True) if is_aware else ModelInfo
-            object.__setattr__(self, "info", info)
+            function = apply if forward is None else forward
+            object.__setattr__(self, "info", _info_of_function(function))
         if not isinstance(apply, InComputeDtype):
             apply = InComputeDtype(apply, self.info, inputs_from=0)
         if forward is None:
-
-            def forward(
-                params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
-            ) -> tuple[Any, Any]:
-                del key, train
-                return apply(params, *inputs, **keywords), variables
-
+            forward = _without_variables(apply)
         elif not isinstance(forward, InComputeDtype):
             forward = InComputeDtype(forward, self.info, inputs_from=2, has_variables=True)
         object.__setattr__(self, "apply", apply)
         object.__setattr__(self, "forward", forward)
+
+
+def _info_of_function(function: Any) -> Callable[[], ModelInfo]:
+    """Return the default of `Model.info`, for the forward pass of a model."""
+    if takes_valid(function):
+        return functools.partial(ModelInfo, padding_aware=True)
+    return ModelInfo
+
+
+def _without_variables(apply: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """Return the forward pass of a model without variables."""
+
+    def forward(
+        params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
+    ) -> tuple[Any, Any]:
+        del key, train
+        return apply(params, *inputs, **keywords), variables
+
+    return forward

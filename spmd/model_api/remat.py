@@ -3,26 +3,32 @@
 | policy | saved from the forward pass of each layer |
 |---|---|
 | `none` | everything that autodiff needs |
-| `selective` | everything but the inside of the attention core (Korthikanti et al., arXiv:2205.05198, section 5) |
+| `selective` | everything but the inside of the attention core |
 | `dots` | the layer's input, and products with a parameter |
 | `full` | the layer's input |
 | `save:a,b` | the layer's input, and the activations with the checkpoint names `a` and `b` |
 | `offload:a,b` | the same, with `a` and `b` in host memory |
 | `save:a offload:b` | both |
-| `store:int8=a` | the layer's input, and `a` in 8 bits (`int8`, `fp8`), or 1 (`mask`): see `spmd.codecs` |
+| `store:int8=a` | the layer's input, and `a` in 8 bits (`int8`, `fp8`), or 1 (`mask`) |
 | `store:int8=a offload:a` | the same, with the codes of `a` in host memory |
 
-The forward pass computes with a stored activation in full; only the backward pass has the decoded one (Gist's delayed
-precision reduction, Jain et al., ISCA 2018).
+`selective` is from Korthikanti et al. (arXiv:2205.05198, section 5). The codecs of `store` are in
+`spmd.codecs`.
 
-A suffix such as `full/2` is an interval: the first of every two layers has the policy, the other saves everything.
+The forward pass computes with a stored activation in full; only the backward pass has the decoded
+one (Gist's delayed precision reduction, Jain et al., ISCA 2018).
 
-Every policy but `none` gathers parameters again in the backward pass, also in the layers that an interval skips.
+A suffix such as `full/2` is an interval: the first of every two layers has the policy, the other
+saves everything.
+
+Every policy but `none` gathers parameters again in the backward pass, also in the layers that an
+interval skips.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -33,8 +39,9 @@ from spmd.jaxpr.upgrades import checkpoints_ignore_functions
 F = TypeVar("F", bound=Callable)
 
 CHOICE = "router_choice"
-"""Checkpoint name of what a layer decides, such as its tokens' experts. Policies with names save it too: from a decoded
-activation the decision could be another, and what is saved of the forward pass would belong to other tokens."""
+"""Checkpoint name of a layer's decisions, such as its tokens' experts. Policies with names save it
+too: from a decoded activation the decision could be another, and what is saved of the forward pass
+would belong to other tokens."""
 _PLAIN = ("none", "selective", "dots", "full")
 _FORMS = (*_PLAIN, "save:NAME", "offload:NAME", "store:CODEC=NAME")
 
@@ -48,14 +55,17 @@ class Remat:
         save: Checkpoint names of activations to save.
         offload: Checkpoint names of activations to save in host memory.
         every: The interval in layers.
-        store: Checkpoint name → codec, or such pairs. A name that is also in `offload` has its codes in host memory.
+        store: Checkpoint name → codec, or such pairs. A name that is also in `offload` has its
+            codes in host memory.
 
     Raises:
         ConfigError: All problems of the policy.
 
     Example:
-        >>> str(Remat(save=("attention_out",), offload=("mlp_hidden",))), str(Remat("full", every=2))
-        ('save:attention_out offload:mlp_hidden', 'full/2')
+        >>> str(Remat(save=("attention_out",), offload=("mlp_hidden",)))
+        'save:attention_out offload:mlp_hidden'
+        >>> str(Remat("full", every=2))
+        'full/2'
     """
 
     kind: str = ""
@@ -71,50 +81,76 @@ class Remat:
         object.__setattr__(self, "store", tuple((str(name), str(codec)) for name, codec in pairs))
         if not self.kind:
             object.__setattr__(self, "kind", "names" if self.names else "none")
-        if problems := list(self._problems()):
+        problems = [*self._kind_problems(), *self._name_problems(), *self._interval_problems()]
+        if problems:
             raise ConfigError("This remat policy cannot be used:", problems)
 
-    def _problems(self) -> Iterator[Problem]:
+    def _kind_problems(self) -> Iterator[Problem]:
+        """Yield a problem if the kind does not exist, or does not go with the names."""
         if self.kind not in (*_PLAIN, "names"):
-            yield Problem("remat", f"{self.kind!r} does not exist", fix=did_you_mean(self.kind, _FORMS))
+            fix = did_you_mean(self.kind, _FORMS)
+            yield Problem("remat", f"{self.kind!r} does not exist", fix=fix)
         elif bool(self.names) != (self.kind == "names"):
             what = f"{self.kind!r} with save={list(self.save)} offload={list(self.offload)}"
-            what += f" store={dict(self._pairs)}" if self.store else ""
-            fix = "save:NAME,NAME or offload:NAME,NAME with at least one name, or another policy without names"
+            if self.store:
+                what += f" store={dict(self._pairs)}"
+            fix = (
+                "save:NAME,NAME or offload:NAME,NAME with at least one name, "
+                "or another policy without names"
+            )
             yield Problem("remat", what, fix=fix)
-        for codec in sorted({codec for _, codec in self._pairs} - set(CODECS)):
+
+    def _name_problems(self) -> Iterator[Problem]:
+        """Yield a problem for each unknown codec, and for each name in two places."""
+        codecs = {codec for _, codec in self._pairs}
+        for codec in sorted(codecs - set(CODECS)):
             yield Problem("remat", f"store:{codec}= is no codec", fix=did_you_mean(codec, CODECS))
-        stored = [name for name, _ in self._pairs]
+        lists: dict[str, Sequence[str]] = {
+            "saved": self.save,
+            "offloaded": self.offload,
+            "stored": [name for name, _ in self._pairs],
+        }
         for name in dict.fromkeys(self.names):
-            lists = {"saved": self.save, "offloaded": self.offload, "stored": stored}
             classes = [word for word, names in lists.items() if name in names]
+            counts = [list(names).count(name) for names in lists.values()]
             if len(classes) > 1 and "saved" in classes:
-                yield Problem("remat", f"{name} is both {' and '.join(classes)}", fix="name it once")
-            elif any(list(names).count(name) > 1 for names in lists.values()):
+                what = f"{name} is both {' and '.join(classes)}"
+                yield Problem("remat", what, fix="name it once")
+            elif max(counts) > 1:
                 yield Problem("remat", f"{name} is named twice", fix="name it once")
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            yield Problem("remat", f"{self.every!r} is not an interval of layers", fix="1 or more")
+
+    def _interval_problems(self) -> Iterator[Problem]:
+        """Yield a problem if the interval is no number of layers, or has no effect."""
+        is_number = isinstance(self.every, int) and not isinstance(self.every, bool)
+        if not is_number or self.every < 1:
+            what = f"{self.every!r} is not an interval of layers"
+            yield Problem("remat", what, fix="1 or more")
         elif self.kind == "none" and self.every > 1:
-            yield Problem("remat", f"'none' saves everything, and has an interval of {self.every}", fix="none")
+            what = f"'none' saves everything, and has an interval of {self.every}"
+            yield Problem("remat", what, fix="none")
 
     def check_names(self, known: Collection[str], what: str) -> list[Problem]:
-        """Return a problem for each checkpoint name that is not known; `what` says so."""
-        return [
-            Problem(f"remat {word}{name}", what, fix=f"one of: {', '.join(known)}")
-            for word, names in self._lists.items()
-            for name in names
-            if name not in known
-        ]
+        """Return a problem for each unknown checkpoint name; `what` says that it is unknown."""
+        fix = f"one of: {', '.join(known)}"
+        problems = []
+        for word, names in self._lists.items():
+            for name in names:
+                if name not in known:
+                    problems.append(Problem(f"remat {word}{name}", what, fix=fix))
+        return problems
 
     @property
     def names(self) -> tuple[str, ...]:
         """The checkpoint names: saved, offloaded and stored."""
-        return tuple(dict.fromkeys(name for names in self._lists.values() for name in names))
+        names = dict.fromkeys(itertools.chain(*self._lists.values()))
+        return tuple(names)
 
     def codec(self, name: str) -> Codec | None:
         """Return the codec of an activation; None if it is not stored in fewer bits."""
-        codec = dict(self._pairs).get(name)
-        return None if codec is None else CODECS[codec]
+        codecs = dict(self._pairs)
+        if name not in codecs:
+            return None
+        return CODECS[codecs[name]]
 
     @property
     def _pairs(self) -> tuple[tuple[str, str], ...]:
@@ -125,31 +161,51 @@ class Remat:
         """The words of the policy with their names, such as `save:` and `store:int8=`."""
         stored: dict[str, Sequence[str]] = {}
         for name, codec in self._pairs:
-            stored[f"store:{codec}="] = (*stored.get(f"store:{codec}=", ()), name)
+            word = f"store:{codec}="
+            stored[word] = (*stored.get(word, ()), name)
         return {"save:": self.save, **stored, "offload:": self.offload}
 
     def __str__(self) -> str:
-        named = [f"{word}{','.join(names)}" for word, names in self._lists.items() if names]
-        return " ".join(named or [self.kind]) + (f"/{self.every}" if self.every > 1 else "")
+        words = []
+        for word, names in self._lists.items():
+            if names:
+                words.append(word + ",".join(names))
+        text = " ".join(words) or self.kind
+        if self.every > 1:
+            text += f"/{self.every}"
+        return text
 
     def apply(self, layer: F, *, scanned: bool, also: tuple[str, ...] = ()) -> F:
         """Apply the policy to one layer, a function of arrays, whatever the interval.
 
-        A `scanned` layer is the body of a `lax.scan`, which already keeps XLA from merging the recomputation with the
-        original. Checkpoint names in `also` are saved too.
+        A `scanned` layer is the body of a `lax.scan`, which already keeps XLA from merging the
+        recomputation with the original. Checkpoint names in `also` are saved too.
 
         Raises:
-            ConfigError: JAX, under an upgrade flag that it does not have in full, would ignore the policy.
+            ConfigError: JAX, under an upgrade flag that it does not have in full, would ignore the
+                policy.
         """
         if self.kind in ("none", "selective"):
             return layer
-        also = (*also, CHOICE) if self.names else also
-        policies, policy, saved = jax.checkpoint_policies, None, (*self.save, *also)
+        if self.names:
+            also = (*also, CHOICE)
+        self._check_upgrades(also)
+        policy = self._policy(also)
+        checkpointed: Any = jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
+        return checkpointed
+
+    def _policy(self, also: tuple[str, ...]) -> Callable[..., Any] | None:
+        """Return the policy of `jax.checkpoint`; None saves the layer's input alone."""
+        policies = jax.checkpoint_policies
+        saved = (*self.save, *also)
+        offloaded = [name for name in self.offload if self.codec(name) is None]
+        policy = None
         if self.kind == "dots":
             policy = policies.dots_with_no_batch_dims_saveable
             if also:
-                policy = policies.save_from_both_policies(policy, policies.save_only_these_names(*also))
-        elif offloaded := [name for name in self.offload if self.codec(name) is None]:
+                by_name = policies.save_only_these_names(*also)
+                policy = policies.save_from_both_policies(policy, by_name)
+        elif offloaded:
             policy = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=list(saved),
                 names_which_can_be_offloaded=offloaded,
@@ -158,17 +214,33 @@ class Remat:
             )
         elif saved:
             policy = policies.save_only_these_names(*saved)
-        if self.store:  # the primitive of `spmd.plan.stored`
-            policy = policies.save_from_both_policies(lambda primitive, *_, **__: primitive.name == "stored", policy)
-        if checkpoints_ignore_functions() and (self.offload or self.store or (self.kind == "dots" and also)):
-            what = f"would be ignored: JAX {jax.__version__} recomputes everything under jax_remat3"
-            problem = Problem(f"remat {self}", what, fix="turn jax_remat3 off, use a newer JAX, or save:NAME,NAME")
-            raise ConfigError("JAX cannot apply this remat policy under its upgrade flags:", [problem])
-        return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)  # type: ignore[return-value]
+        if self.store:
+            policy = policies.save_from_both_policies(_is_stored, policy)
+        return policy
+
+    def _check_upgrades(self, also: tuple[str, ...]) -> None:
+        """Raise ConfigError if JAX would ignore the policy under `jax_remat3`."""
+        is_function = self.offload or self.store or (self.kind == "dots" and also)
+        if not is_function or not checkpoints_ignore_functions():
+            return
+        problem = Problem(
+            f"remat {self}",
+            f"would be ignored: JAX {jax.__version__} recomputes everything under jax_remat3",
+            fix="turn jax_remat3 off, use a newer JAX, or save:NAME,NAME",
+        )
+        title = "JAX cannot apply this remat policy under its upgrade flags:"
+        raise ConfigError(title, [problem])
+
+
+def _is_stored(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return whether a primitive is the one of `spmd.plan.stored`: a policy that saves its
+    outputs."""
+    return primitive.name == "stored"
 
 
 def make_remat(policy: "str | Remat") -> Remat:
-    """Parse a policy such as `"none"`, `"full/2"` or `"save:attention_out offload:mlp_hidden"`; a `Remat` is returned.
+    """Parse a policy such as `"none"`, `"full/2"` or `"save:attention_out offload:mlp_hidden"`; a
+    `Remat` is returned.
 
     Example:
         >>> make_remat("save:attention_out,mlp_hidden").save
@@ -184,13 +256,19 @@ def make_remat(policy: "str | Remat") -> Remat:
     store: tuple[tuple[str, str], ...] = ()
     for word in text.split():
         head, _, listed = word.partition(":")
-        codec, equals, listed = listed.partition("=") if head == "store" else ("", "", listed)
+        codec = ""
+        if head == "store":
+            codec, _, listed = listed.partition("=")
         found = tuple(name for name in listed.split(",") if name)
         if found and head in names:
             names[head] += found
-        elif found and equals:
+        elif found and head == "store":
             store += tuple((name, codec) for name in found)
         else:
             words.append(word)  # `Remat` reports an invalid word with all other problems
-    every = int(interval) if interval.isdecimal() else interval if slash else 1
-    return Remat(" ".join(words), names["save"], names["offload"], every, store)  # type: ignore[arg-type]
+    every: Any = 1
+    if interval.isdecimal():
+        every = int(interval)
+    elif slash:
+        every = interval
+    return Remat(" ".join(words), names["save"], names["offload"], every, store)

@@ -1,7 +1,8 @@
-"""What may stand for a parameter in the tree that a model takes: an object of several arrays.
+"""Objects of several arrays that stand for a parameter in the tree that a model takes.
 
-A technique puts it there, and the layer that uses the parameter asks it: `start_layer` makes what a layer computes
-with, and a matmul takes the `operand_of` a kernel, the array that rides on it, and what is added to the product.
+A technique puts it there, and the layer that uses the parameter asks it: `start_layer` makes what a
+layer computes with, and a matmul takes the `operand_of` a kernel, the array that rides on it, and
+what is added to the product.
 """
 
 import abc
@@ -16,18 +17,19 @@ class WrappedParam(abc.ABC):
     """Base of these objects. Each is a pytree, and its first array is the parameter."""
 
     rider: Any = None
-    """The array that rides on the parameter, if any; its derivative is what the layer has observed."""
+    """The array that rides on the parameter, if any; its derivative is what the layer has
+    observed."""
 
     def at_layer(self) -> Any:
-        """Return what the layer computes with; called when it starts, of one layer of a stack."""
+        """Return the layer's value of the parameter; called when one layer of a stack starts."""
         return self
 
     @abc.abstractmethod
     def operand(self) -> Array:
-        """Return the array that a matmul multiplies by."""
+        """Return the operand of a matmul."""
 
     def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
-        """Return what is added to the product of an input with the operand; None for nothing."""
+        """Return the addend of the product of an input with the operand; None without one."""
         del x
         return None
 
@@ -49,7 +51,7 @@ class RiddenParam(WrappedParam):
         return operand_of(self.base)
 
     def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
-        """Return what the parameter itself adds."""
+        """Return the addend of the parameter itself."""
         return addend_of(self.base, x)
 
 
@@ -59,20 +61,32 @@ def is_wrapped(x: Any) -> bool:
 
 
 def start_layer(tree: Any) -> Any:
-    """Return a tree of parameters as a layer computes with them."""
-    return jax.tree.map(lambda x: x.at_layer() if is_wrapped(x) else x, tree, is_leaf=is_wrapped)
+    """Return the values of a tree of parameters for a layer that starts."""
+    return jax.tree.map(_at_layer, tree, is_leaf=is_wrapped)
+
+
+def _at_layer(x: Any) -> Any:
+    if is_wrapped(x):
+        return x.at_layer()
+    return x
 
 
 def operand_of(param: Any) -> Array:
-    """Return the array that a matmul multiplies by."""
-    return param.operand() if is_wrapped(param) else param
+    """Return the operand of a matmul: the parameter, or the operand of a wrapped one."""
+    if is_wrapped(param):
+        return param.operand()
+    return param
 
 
 def rider_of(param: Any) -> Array | None:
     """Return the array that rides on a parameter; None without one."""
-    return param.rider if is_wrapped(param) else None
+    if is_wrapped(param):
+        return param.rider
+    return None
 
 
 def addend_of(param: Any, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
-    """Return what is added to the product of an input with a kernel; None for nothing."""
-    return param.addend(x) if is_wrapped(param) else None
+    """Return the addend of the product of an input with a kernel; None without one."""
+    if is_wrapped(param):
+        return param.addend(x)
+    return None

@@ -1,1 +1,2 @@
-"""Optimizers that see layers: configuration, wrappers, narrow state, and where a state is stored."""
+"""Optimizers that see layers: configuration, wrappers, narrow state, and where a state is
+stored."""

@@ -1,7 +1,8 @@
 """Exponential moving average of the parameters, kept in the optimizer's state.
 
-The average is optimizer state like Adam's moments: it is sharded by the parameters' rules, saved, resharded and kept in
-host memory with them, and the train step does not know it. `ema_params` reads it.
+The average is optimizer state like Adam's moments: it is sharded by the parameters' rules, saved,
+resharded and kept in host memory with them, and the train step does not know it. `ema_params` reads
+it.
 """
 
 import math
@@ -18,13 +19,15 @@ from spmd.optim.two_phase import TwoPhaseOptimizer, phases, treatment_of, two_ph
 
 
 def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseOptimizer:
-    """Wrap an optimizer to average the parameters after each of its updates, which stay as they are.
+    """Wrap an optimizer to average the parameters after each of its updates, which stay as they
+    are.
 
-    The average after t updates is the sum of `decay**(t - i) * params[i]` over i = 1 … t, divided by the sum of these
-    weights: an exponential moving average with the bias correction of Kingma and Ba (arXiv:1412.6980, section 3), so
-    that the initial parameters have no weight. It moves by `(1 - decay) / (1 - decay**t)` of the distance, and needs
-    no correction when it is read. Wrap it in `skip_bad_updates`, not the reverse: a skipped update does not move it. Of
-    an optimizer that is evaluated at other parameters (schedule-free, lookahead), it averages these.
+    The average after t updates is the sum of `decay**(t - i) * params[i]` over i = 1 … t, divided
+    by the sum of these weights: an exponential moving average with the bias correction of Kingma
+    and Ba (arXiv:1412.6980, section 3), so that the initial parameters have no weight. It moves by
+    `(1 - decay) / (1 - decay**t)` of the distance, and needs no correction when it is read. Wrap it
+    in `skip_bad_updates`, not the reverse: a skipped update does not move it. Of an optimizer that
+    is evaluated at other parameters (schedule-free, lookahead), it averages these.
 
     Args:
         decay: Above 0 and below 1; the average is of about the last `1 / (1 - decay)` updates.
@@ -40,24 +43,37 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseO
         Array(2.3333333, dtype=float32)
     """
     if not 0 < decay < 1:
-        problem = Problem("decay", f"is {shown(decay)}", fix="above 0 and below 1, such as 0.999")
+        fix = "above 0 and below 1, such as 0.999"
+        problem = Problem("decay", f"is {shown(decay)}", fix=fix)
         raise ConfigError("Parameters cannot be averaged:", [problem])
     global_phase, param_phase = phases(optimizer)
 
     def init(params: Any) -> ParamEmaState:
         inner = param_phase.init(params)
         if counts_skips(inner):
-            fix = "skip_bad_updates(with_ema(optimizer, decay))"
-            problem = Problem("optimizer", "skips updates that the average would count", fix=fix)
+            problem = Problem(
+                "optimizer",
+                "skips updates that the average would count",
+                fix="skip_bad_updates(with_ema(optimizer, decay))",
+            )
             raise ConfigError("Parameters cannot be averaged:", [problem])
-        return ParamEmaState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.array, params), inner)
+        averaged = jnp.zeros((), jnp.int32)
+        ema = jax.tree.map(jnp.array, params)
+        return ParamEmaState(averaged, ema, inner)
 
-    def update(updates: Any, state: ParamEmaState, params: Any = None, **extra: Any) -> tuple[Any, ParamEmaState]:
+    def update(
+        updates: Any, state: ParamEmaState, params: Any = None, **extra: Any
+    ) -> tuple[Any, ParamEmaState]:
         updates, inner = param_phase.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.averaged)
+        # (1 - decay) / (1 - decay**count)
         weight = (1 - decay) / -jnp.expm1(count.astype(jnp.float32) * math.log(decay))
         after = find_evaluated_params(inner, optax.apply_updates(params, updates))
-        ema = jax.tree.map(lambda old, new: (old + weight * (new - old)).astype(old.dtype), state.ema, after)
+
+        def move(old: jax.Array, new: jax.Array) -> jax.Array:
+            return (old + weight * (new - old)).astype(old.dtype)
+
+        ema = jax.tree.map(move, state.ema, after)
         return updates, ParamEmaState(count, ema, inner)
 
     param_phase_with_ema = optax.GradientTransformationExtraArgs(init, update)
@@ -65,13 +81,18 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseO
 
 
 def ema_params(state: Any) -> Any:
-    """Return the averaged parameters in an optimizer's state, as they are stored.
+    """Return the averaged parameters in an optimizer's state, as stored.
 
     Raises:
         ConfigError: The optimizer keeps no average.
     """
-    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ParamEmaState)):
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ParamEmaState))
+    for node in nodes:
         if isinstance(node, ParamEmaState):
             return node.ema
-    problem = Problem("optimizer", "keeps no average of the parameters", fix="spmd.with_ema(optimizer, decay=0.999)")
+    problem = Problem(
+        "optimizer",
+        "keeps no average of the parameters",
+        fix="spmd.with_ema(optimizer, decay=0.999)",
+    )
     raise ConfigError("There are no averaged parameters:", [problem])

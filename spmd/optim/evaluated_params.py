@@ -1,10 +1,10 @@
-"""Parameters that an optimizer is evaluated with, where these are not the ones that its gradients are taken at.
+"""Parameters to evaluate an optimizer with, if its gradients are taken at others.
 
-An average of the parameters, a schedule-free optimizer and a lookahead keep or imply them in the optimizer's state.
-They are found by the type of a state's nodes, wherever others enclose it.
+An average of the parameters, a schedule-free optimizer and a lookahead keep or imply them in the
+optimizer's state. They are found by the type of a state's nodes, wherever others enclose it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,8 @@ from spmd.optim.lookahead import SlowParamsState
 
 
 class ParamEmaState(NamedTuple):
-    """Number of averaged updates (int32 scalar), the average of the parameters, and the inner optimizer's state."""
+    """Number of averaged updates (int32 scalar), the average of the parameters, and the inner
+    optimizer's state."""
 
     averaged: jax.Array
     ema: Any
@@ -25,59 +26,95 @@ class ParamEmaState(NamedTuple):
 
 
 def find_evaluated_params(state: Any, params: Any) -> Any:
-    """Return the parameters to evaluate, from an optimizer's state and the parameters that its gradients are taken at.
+    """Return the parameters to evaluate.
 
-    A part of them may have an optimizer of its own (`optax.masked`, `optax.partition`); the rest are `params`.
+    `params` are those that the gradients are taken at, `state` is the optimizer's. A part of them
+    may have an optimizer of its own (`optax.masked`, `optax.partition`); the rest are `params`.
 
     Example:
         >>> from optax import contrib
-        >>> optimizer, params = contrib.schedule_free_sgd(1.0, b1=0.5), {"w": jnp.array(4.0)}
+        >>> optimizer = contrib.schedule_free_sgd(1.0, b1=0.5)
+        >>> params = {"w": jnp.array(4.0)}
         >>> _, state = optimizer.update({"w": jnp.array(1.0)}, optimizer.init(params), params)
         >>> float(find_evaluated_params(state, {"w": jnp.array(3.5)})["w"])  # (3.5 - 0.5 * 3) / 0.5
         4.0
     """
     for node in _nodes(state):
-        table = _KINDS[type(node)].of_node(node, tree.flatten(params))
-        params = tree.map_with_path(lambda path, x, table=table: table.get(path, x), params)
+        kind = _KINDS[type(node)]
+        evaluated = kind.of_node(node, tree.flatten(params))
+        params = _replace_leaves(params, evaluated)
     return params
 
 
+def _replace_leaves(params: Any, replaced: Mapping[str, jax.Array]) -> Any:
+    """Replace the leaves of a tree by those with the same path."""
+
+    def replace(path: str, leaf: jax.Array) -> jax.Array:
+        return replaced.get(path, leaf)
+
+    return tree.map_with_path(replace, params)
+
+
 def evaluated_kinds(state: Any) -> tuple[str, ...]:
-    """Return names of the parameters that `find_evaluated_params` takes from a state; none where it takes none."""
-    return tuple(dict.fromkeys(_KINDS[type(node)].name for node in _nodes(state)))
+    """Return the names of the parameters that `find_evaluated_params` takes from a state."""
+    names = [_KINDS[type(node)].name for node in _nodes(state)]
+    return tuple(dict.fromkeys(names))
 
 
 def _nodes(state: Any) -> list[Any]:
+    """Return the nodes of a state of a type in `_KINDS`."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node) in _KINDS)
     return [node for node in nodes if type(node) in _KINDS]
 
 
 class _Kind(NamedTuple):
-    """Name of the parameters, and a function from a node and all parameters by path to those of the node."""
+    """Name of the parameters, and a function from a node and all parameters to the node's own."""
 
     name: str
     of_node: Callable[[Any, dict[str, jax.Array]], dict[str, jax.Array]]
 
 
-def _schedule_free(node: contrib.ScheduleFreeState, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return x of y = b1 * x + (1 - b1) * z (Defazio et al., arXiv:2405.15682), where y are the parameters."""
+def _averaged(node: ParamEmaState, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    del params
+    return tree.flatten(node.ema)
 
-    def averaged(path: str, z: jax.Array) -> jax.Array:
+
+def _slow(node: SlowParamsState, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    del params
+    return tree.flatten(node.slow)
+
+
+def _schedule_free(
+    node: contrib.ScheduleFreeState, params: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Return x of y = b1 * x + (1 - b1) * z (Defazio et al., arXiv:2405.15682), where y are the
+    parameters."""
+    averaged = {}
+    for path, z in tree.flatten(node.z).items():
         y = params[path]
-        if z.shape != y.shape:
-            what, detail = "is stacked along another dimension in the optimizer's state", f"{z.shape}, not {y.shape}"
-            fix = "spmd.per_layer inside of schedule_free, or a stack along dimension 0"
-            raise ConfigError("The averaged parameters cannot be read:", [Problem(path, what, detail, fix)])
+        _check_same_shape(path, z, y)
         wide = jnp.promote_types(jnp.promote_types(y.dtype, z.dtype), jnp.float32)
         b1 = jnp.asarray(node.b1, wide)
         b1 = b1.reshape(b1.shape + (1,) * (z.ndim - b1.ndim))  # one for each layer, in `per_layer`
-        return (y.astype(wide) - (1 - b1) * z.astype(wide)) / b1
+        averaged[path] = (y.astype(wide) - (1 - b1) * z.astype(wide)) / b1
+    return averaged
 
-    return {path: averaged(path, z) for path, z in tree.flatten(node.z).items()}
+
+def _check_same_shape(path: str, z: jax.Array, y: jax.Array) -> None:
+    """Raise ConfigError if a parameter has another shape in the optimizer's state."""
+    if z.shape == y.shape:
+        return
+    problem = Problem(
+        path,
+        "is stacked along another dimension in the optimizer's state",
+        f"{z.shape}, not {y.shape}",
+        "spmd.per_layer inside of schedule_free, or a stack along dimension 0",
+    )
+    raise ConfigError("The averaged parameters cannot be read:", [problem])
 
 
 _KINDS: dict[type, _Kind] = {
-    ParamEmaState: _Kind("averaged parameters", lambda node, _: tree.flatten(node.ema)),
+    ParamEmaState: _Kind("averaged parameters", _averaged),
     contrib.ScheduleFreeState: _Kind("averaged parameters", _schedule_free),
-    SlowParamsState: _Kind("slow parameters", lambda node, _: tree.flatten(node.slow)),
+    SlowParamsState: _Kind("slow parameters", _slow),
 }

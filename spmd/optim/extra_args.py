@@ -1,7 +1,7 @@
-"""What a step gives an optimizer besides gradients, state and parameters: optax's extra arguments.
+"""Arguments of an optimizer besides gradients, state and parameters: optax's extra arguments.
 
-A learning rate that follows the loss takes `value`; a line search takes `value`, `grad` and `value_fn` (L-BFGS). They
-are named as in `optax.GradientTransformationExtraArgs`.
+A learning rate that follows the loss takes `value`; a line search takes `value`, `grad` and
+`value_fn` (L-BFGS). They are named as in `optax.GradientTransformationExtraArgs`.
 """
 
 import inspect
@@ -21,54 +21,76 @@ OF_PARTS = ("value",)
 """Those that an update of some of the parameters gets."""
 
 
-def extra_args(value: jax.Array, gradients: Any, value_fn: Callable[[Any], jax.Array]) -> dict[str, Any]:
+def extra_args(
+    value: jax.Array, gradients: Any, value_fn: Callable[[Any], jax.Array]
+) -> dict[str, Any]:
     """Return the extra arguments of one update by name."""
-    return dict(zip(NAMES, (value, gradients, value_fn), strict=True))
+    return {"value": value, "grad": gradients, "value_fn": value_fn}
 
 
 def update_with(
-    optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, extra: Mapping[str, Any]
+    optimizer: optax.GradientTransformation,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    extra: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """Return the updates and the state of an optimizer, which gets those extra arguments that it takes."""
+    """Return the updates and the state of an optimizer; it gets the extra arguments in its
+    signature."""
     if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
         return optimizer.update(gradients, state, params)
     parameters = inspect.signature(optimizer.update).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    taken = {name: x for name, x in extra.items() if takes_any or name in parameters}
+    kinds = [parameter.kind for parameter in parameters.values()]
+    taken = dict(extra)
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        taken = {name: x for name, x in extra.items() if name in parameters}
     return optimizer.update(gradients, state, params, **taken)
 
 
 def example_update(
-    optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, given: tuple[str, ...] = NAMES
+    optimizer: optax.GradientTransformation,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    given: tuple[str, ...] = NAMES,
 ) -> tuple[Any, Any]:
-    """Return the updates and the state, with the extra arguments of a loss that is quadratic in the parameters."""
-
+    """Return the updates and the state for the extra arguments of a quadratic loss."""
     dtype = jnp.promote_types(jnp.float32, jnp.result_type(*jax.tree.leaves(params)))
 
     def value_fn(params: Any) -> jax.Array:
         return optax.tree.norm(params, squared=True).astype(dtype) / 2
 
     extra = extra_args(jnp.zeros((), dtype), gradients, value_fn)
+    taken = {name: extra[name] for name in given}
     with jax.numpy_dtype_promotion("standard"):
-        return update_with(optimizer, gradients, state, params, {name: extra[name] for name in given})
+        return update_with(optimizer, gradients, state, params, taken)
 
 
-def check_update(optimizer: optax.GradientTransformation, params: Any, *, whole: bool = True) -> list[Problem]:
-    """Return a problem if the update cannot be traced: it needs an argument that a step does not give.
+def check_update(
+    optimizer: optax.GradientTransformation, params: Any, *, whole: bool = True
+) -> list[Problem]:
+    """Return a problem if the update cannot be traced: an argument is missing in a step.
 
     Args:
         params: Abstract parameters.
-        whole: Whether all parameters are updated at once; else parts of them are, and only `value` is given.
+        whole: Whether all parameters are updated at once; else parts of them are, and only `value`
+            is given.
     """
-    given = NAMES if whole else OF_PARTS
+    fix = "an optimizer that needs no other arguments"
+    given = NAMES
+    if not whole:
+        fix = f"offload nothing, or {fix}"
+        given = OF_PARTS
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(optimizer.init, params)
+
+    def update(gradients: Any, state: Any, params: Any) -> Any:
+        return example_update(optimizer, gradients, state, params, given)
+
     try:
-        jax.eval_shape(lambda g, s, p: example_update(optimizer, g, s, p, given), params, state, params)
+        jax.eval_shape(update, params, state, params)
     except (TypeError, ValueError, AttributeError) as error:
+        what = f"cannot be updated in a step: {reason_of(error)}"
         detail = f"it gets {', '.join(given)}, the gradients, its state and the parameters"
-        fix = "an optimizer that needs no other arguments"
-        if not whole:
-            fix = f"offload nothing, or {fix}"
-        return [Problem("optimizer", f"cannot be updated in a step: {reason_of(error)}", detail, fix)]
+        return [Problem("optimizer", what, detail, fix)]
     return []

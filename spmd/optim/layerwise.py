@@ -1,11 +1,11 @@
 """Checks that an optimizer treats a stack of layers as it would treat the layers one by one.
 
-`check_layerwise` traces the update on shapes alone. `assert_layerwise` runs the update both ways and compares the
-numbers: it is slower and needs a device, but finds every difference in the case that it runs.
+`check_layerwise` traces the update on shapes alone. `assert_layerwise` runs the update both ways
+and compares the numbers: it is slower and needs a device, but finds every difference in the case
+that it runs.
 """
 
 import dataclasses
-import itertools
 import math
 import re
 from collections import Counter
@@ -22,65 +22,75 @@ from spmd import tree
 from spmd.errors import Problem
 from spmd.jaxpr.equations import inner_jaxprs, name_of
 from spmd.optim.extra_args import example_update
-from spmd.sharding.layer_paths import Stack, dims_of, insert_layer_numbers, read_stacked, stacked_text, without_dims
+from spmd.sharding.layer_paths import (
+    Stack,
+    dims_of,
+    insert_layer_numbers,
+    read_stacked,
+    stacked_text,
+    without_dims,
+)
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 
-_FIX = "wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
-_PER_LAYER = re.compile(r"(?:^|(?<=/))(rest|stacked/[^/]+)/")  # where `per_layer` keeps the state of its transform
+_FIX = (
+    "wrap transforms of whole arrays in spmd.per_layer, "
+    "and choose parameters by path instead of by rank"
+)
+# Where `per_layer` keeps the state of its transform.
+_PER_LAYER = re.compile(r"(?:^|(?<=/))(rest|stacked/[^/]+)/")
 _TOTALS = {"add", "and", "max", "min", "or"}
-_LINEAR_ALGEBRA = {"cholesky", "eigh", "geqrf", "householder_product", "lu", "svd", "triangular_solve"}
+_LINEAR_ALGEBRA = {
+    "cholesky",
+    "eigh",
+    "geqrf",
+    "householder_product",
+    "lu",
+    "svd",
+    "triangular_solve",
+}
 
 
-def check_layerwise(optimizer: optax.GradientTransformation, params: Any, stacked: Any = ("layers",)) -> list[Problem]:
-    """Return a problem for each stacked parameter that the optimizer treats in another way than separate layers.
+def check_layerwise(
+    optimizer: optax.GradientTransformation, params: Any, stacked: Any = ("layers",)
+) -> list[Problem]:
+    """Return a problem for each stacked parameter with another update than separate layers have.
 
-    The jaxpr of the update is searched for numbers computed over all layers of one stack, such as LAMB's norms; for
-    another choice for a layer than for the stack (other state, a mean over other dimensions, a decay of other
-    parameters); and for random numbers, which are drawn for the stack as a whole. A reshape that merges the layers with
-    another dimension counts as a number over all layers. Scalars from several parameters, such as the global norm, are
-    allowed. Other arithmetic that differs is not found: `assert_layerwise` finds it.
+    The jaxpr of the update is searched for numbers computed over all layers of one stack, such as
+    LAMB's norms; for another choice for a layer than for the stack (other state, a mean over other
+    dimensions, a decay of other parameters); and for random numbers, which are drawn for the stack
+    as a whole. A reshape that merges the layers with another dimension counts as a number over all
+    layers. Scalars from several parameters, such as the global norm, are allowed. Other arithmetic
+    that differs is not found: `assert_layerwise` finds it.
 
     Example:
         >>> params = {"layers": {"kernel": jnp.ones((3, 4, 4))}, "head": jnp.ones((4, 8))}
-        >>> print(*check_layerwise(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3)), params))
+        >>> optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3))
+        >>> print(*check_layerwise(optimizer, params))  # doctest: +ELLIPSIS
         layers/kernel: the optimizer takes a number over all layers of the stack
             3 layers are one array of the shape (3, 4, 4)
-            fix: wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path instead of by rank
+            fix: wrap transforms of whole arrays in spmd.per_layer, ...
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    flat, stacks = tree.flatten(params), read_stacked(stacked)
+    flat = tree.flatten(params)
+    stacks = read_stacked(stacked)
     all_dims = {path: dims_of(path, stacks) for path in flat}
     if not any(all_dims.values()):
         return []
-    whole = trace_update(optimizer, params, all_dims)
-    try:
-        separate = trace_update(optimizer, _separate(params, stacks, first_only=True), {})
-    except (AttributeError, KeyError, TypeError, ValueError):  # it only accepts its own tree, as a mask does
-        separate = None
+    of_stacks = trace_update(optimizer, params, all_dims)
+    of_layers = _trace_first_layers(optimizer, params, stacks)
 
     problems = []
     for path, dims in all_dims.items():
         if not dims:
             continue
-        ours, theirs = whole[path], separate and separate[insert_layer_numbers(path, (0,) * len(dims), stacks)]
-        shape = tuple(flat[path].shape)
-        what = ""
-        if ours.random:
-            what = "the optimizer draws random numbers for the stack as a whole"
-        elif ours.mixed:
-            what = "the optimizer takes a number over all layers of the stack"
-        elif theirs and ours.state != theirs.state:
-            what = "the optimizer keeps another state for the stack than for its layers"
-        elif theirs and ours.reduced != theirs.reduced:
-            what = "the optimizer reduces other dimensions of the stack than of its layers"
-        elif theirs and ours.reads != theirs.reads:
-            what = f"the update of the stack reads {_words(ours.reads)}, and that of a layer {_words(theirs.reads)}"
-        if what:
+        first_layer = insert_layer_numbers(path, (0,) * len(dims), stacks)
+        difference = _difference(of_stacks[path], of_layers.get(first_layer))
+        if difference:
+            shape = tuple(flat[path].shape)
             count = " × ".join(str(shape[dim]) for dim in dims)
-            fix = "mask it to parameters that are not stacked" if ours.random else _FIX
-            if {name: stack.dim for name, stack in stacks.items()} != {name: 0 for name in read_stacked(None)}:
-                fix += f", which needs the stacks: spmd.per_layer(…, {stacked_text(stacks)}); make_optimizer(…, model=)"
-            problems.append(Problem(path, what, f"{count} layers are one array of the shape {shape}", fix))
+            detail = f"{count} layers are one array of the shape {shape}"
+            is_random = of_stacks[path].random
+            problems.append(Problem(path, difference, detail, _fix(is_random, stacks)))
     return problems
 
 
@@ -94,25 +104,34 @@ def assert_layerwise(
 ) -> None:
     """Assert that random parameters are updated alike as stacks and as separate layers.
 
-    `params` gives their shapes. `tolerance` is relative to the largest change of the layer's parameter.
+    `params` gives their shapes. `tolerance` is relative to the largest change of the layer's
+    parameter.
 
     Example:
         >>> params = {"layers": {"kernel": jnp.ones((3, 4, 4))}, "head": jnp.ones((4, 8))}
         >>> assert_layerwise(optax.adamw(1e-3), params)
     """
     stacks = read_stacked(stacked)
-    draws = [_draw(params, seed, stacks) for seed in range(steps + 1)]
-    ours = _movement(optimizer, draws)
-    theirs = _movement(optimizer, [_separate(draw, stacks) for draw in draws])
-    wrong = []
-    for path, change in tree.flatten(_separate(ours, stacks)).items():
-        reference = tree.flatten(theirs)[path]
+    draws = []
+    separate_draws = []
+    for seed in range(steps + 1):
+        draw = _draw(params, seed, stacks)
+        draws.append(draw)
+        separate_draws.append(_separate(draw, stacks))
+    of_stacks = _movement(optimizer, draws)
+    of_layers = _movement(optimizer, separate_draws)
+    changes = tree.flatten(_separate(of_stacks, stacks))
+    references = tree.flatten(of_layers)
+    lines = []
+    for path, change in changes.items():
+        reference = references[path]
         scale = np.abs(reference).max(initial=0.0) or 1.0
-        if not (error := float(np.abs(change - reference).max(initial=0.0) / scale)) <= tolerance:
-            wrong.append(f"  {path}: differs by {error:.1e}, allowed {tolerance:.0e}")
-    if wrong:
+        error = float(np.abs(change - reference).max(initial=0.0) / scale)
+        if not error <= tolerance:  # or NaN
+            lines.append(f"  {path}: differs by {error:.1e}, allowed {tolerance:.0e}")
+    if lines:
         title = "The optimizer treats a stack in another way than its layers:"
-        raise AssertionError("\n".join([title, *wrong, f"  fix: {_FIX}"]))
+        raise AssertionError("\n".join([title, *lines, f"  fix: {_FIX}"]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,15 +142,21 @@ class Traced:
     random: bool
     reads: frozenset[str]  # of its own "gradient" and "parameter"
     others: frozenset[str]  # other parameters
-    reduced: frozenset[tuple[str, tuple[int, ...]]]  # dimensions counted from the last, without stacked ones
-    state: Counter[tuple[str, tuple[int, ...]]]  # arrays by name and shape without stacked dimensions
+    reduced: frozenset[
+        tuple[str, tuple[int, ...]]
+    ]  # dimensions counted from the last, without stacked ones
+    state: Counter[
+        tuple[str, tuple[int, ...]]
+    ]  # arrays by name and shape without stacked dimensions
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
     """Dependencies of a value."""
 
-    inputs: frozenset[tuple[str, str]] = frozenset()  # of the update: kind, and path of the parameter
+    inputs: frozenset[tuple[str, str]] = (
+        frozenset()
+    )  # of the update: kind, and path of the parameter
     mixed: frozenset[str] = frozenset()  # stacks
     reduced: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
     is_total: bool = False  # a scalar of several parameters, whose inputs are dropped
@@ -145,158 +170,297 @@ class _Seen:
 class _Tracer:
     """Propagation of dependencies through a jaxpr."""
 
-    lengths: Mapping[str, tuple[int, ...]]  # stacked parameter → its stacked dimensions, which no other dimension has
-    total: int  # the number of parameters from which on a scalar counts as one of the whole gradient
+    lengths: Mapping[str, tuple[int, ...]]
+    """Stacked parameter → the sizes of its stacked dimensions. No other dimension has them."""
+    total: int
+    """The number of parameters from which on a scalar counts as one of the whole gradient."""
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Seen]) -> list[_Seen]:
         seen: dict[Any, _Seen] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> _Seen:
-            return _Seen() if hasattr(atom, "val") else seen.get(atom, _Seen())
-
         for equation in jaxpr.eqns:
-            outputs = self.equation(equation, [read(atom) for atom in equation.invars])
+            operands = _read(seen, equation.invars)
+            outputs = self.equation(equation, operands)
             seen.update(zip(equation.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return _read(seen, jaxpr.outvars)
 
     def equation(self, equation: Any, inputs: list[_Seen]) -> list[_Seen]:
-        name, inner = name_of(equation), inner_jaxprs(equation)
+        name = name_of(equation)
+        inner = inner_jaxprs(equation)
         if name == "cond":
-            branches = [self.run(branch, inputs[1:]) for branch in inner]
-            return [_union((inputs[0], *outputs)) for outputs in zip(*branches, strict=True)]
-        called = inner[0] if len(inner) == 1 and name not in ("scan", "while") else None
-        if called and (len(called.invars), len(called.outvars)) == (len(inputs), len(equation.outvars)):
-            return self.run(called, inputs)
-        return [self.output(equation, inputs, tuple(out.aval.shape)) for out in equation.outvars]
+            return self.branches(inner, inputs)
+        if len(inner) == 1 and name not in ("scan", "while"):
+            called = inner[0]
+            has_inputs = len(called.invars) == len(inputs)
+            has_outputs = len(called.outvars) == len(equation.outvars)
+            if has_inputs and has_outputs:
+                return self.run(called, inputs)
+        outputs = []
+        for out in equation.outvars:
+            outputs.append(self.output(equation, inputs, tuple(out.aval.shape)))
+        return outputs
+
+    def branches(self, jaxprs: Sequence[Jaxpr], inputs: list[_Seen]) -> list[_Seen]:
+        """Return the dependencies of the outputs of a `cond`, on its index and in any branch."""
+        index, *operands = inputs
+        branches = [self.run(jaxpr, operands) for jaxpr in jaxprs]
+        outputs = []
+        for choices in zip(*branches, strict=True):
+            outputs.append(_union((index, *choices)))
+        return outputs
 
     def output(self, equation: Any, inputs: list[_Seen], shape: tuple[int, ...]) -> _Seen:
         seen = _union(inputs)
-        mixed, reduced = set(seen.mixed), set(seen.reduced)
-        for atom, part in zip(equation.invars, inputs, strict=True):
-            before = tuple(getattr(atom.aval, "shape", ()))
-            for path in part.params & self.lengths.keys():
-                lengths = self.lengths[path]
-                lost = any(n in before and n not in shape for n in lengths)
-                if lost or any(before[i] in lengths for i in _crossed(equation, atom, len(before))):
-                    mixed.add(path)
-            if equation.primitive.name.startswith("reduce_"):
-                layers = {n for path in part.params for n in self.lengths.get(path, ())}
-                own = [axis for axis, size in enumerate(before) if size not in layers]
-                axes = (axis for axis in equation.params.get("axes", ()) if axis in own)
-                reduced.add((equation.primitive.name, tuple(own.index(axis) - len(own) for axis in axes)))
-        grows = equation.primitive.name in _TOTALS and any(part.is_total for part in inputs)
-        if shape == () and (grows or len(seen.params) >= self.total):
-            return _Seen(frozenset(item for item in seen.inputs if not item[1]), is_total=True)
+        if shape == () and self.makes_total(equation, inputs, seen):
+            of_no_param = frozenset(item for item in seen.inputs if not item[1])
+            return _Seen(of_no_param, is_total=True)
+        mixed = set(seen.mixed)
+        reduced = set(seen.reduced)
+        is_reduction = equation.primitive.name.startswith("reduce_")
+        for operand, dependencies in zip(equation.invars, inputs, strict=True):
+            mixed |= self.mixed_stacks(equation, operand, dependencies, shape)
+            if is_reduction:
+                reduced.add(self.reduction(equation, operand, dependencies))
         return _Seen(seen.inputs, frozenset(mixed), frozenset(reduced))
+
+    def makes_total(self, equation: Any, inputs: list[_Seen], seen: _Seen) -> bool:
+        """Return whether a scalar is computed from several parameters."""
+        if len(seen.params) >= self.total:
+            return True
+        if equation.primitive.name not in _TOTALS:
+            return False
+        return any(part.is_total for part in inputs)
+
+    def mixed_stacks(
+        self, equation: Any, operand: Any, dependencies: _Seen, shape: tuple[int, ...]
+    ) -> set[str]:
+        """Return the stacks of an operand whose layers an operation mixes."""
+        before = _shape(operand)
+        mixed = set()
+        for path in dependencies.params & self.lengths.keys():
+            crossed = {before[dim] for dim in _crossed(equation, operand, len(before))}
+            for length in self.lengths[path]:
+                is_lost = length in before and length not in shape
+                if is_lost or length in crossed:
+                    mixed.add(path)
+        return mixed
+
+    def reduction(
+        self, equation: Any, operand: Any, dependencies: _Seen
+    ) -> tuple[str, tuple[int, ...]]:
+        """Return the name of a reduction, and its dimensions in one layer, counted from the
+        last."""
+        stacked_sizes = set[int]()
+        for path in dependencies.params:
+            stacked_sizes.update(self.lengths.get(path, ()))
+        layer_dims = []
+        for dim, size in enumerate(_shape(operand)):
+            if size not in stacked_sizes:
+                layer_dims.append(dim)
+        dims = []
+        for axis in equation.params.get("axes", ()):
+            if axis in layer_dims:
+                dims.append(layer_dims.index(axis) - len(layer_dims))
+        return equation.primitive.name, tuple(dims)
+
+
+def _read(seen: Mapping[Any, _Seen], atoms: Iterable[Any]) -> list[_Seen]:
+    """Return the dependencies of variables; literals have none."""
+    values = []
+    for atom in atoms:
+        is_literal = hasattr(atom, "val")  # a literal may have no hash
+        values.append(_Seen() if is_literal else seen.get(atom, _Seen()))
+    return values
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def trace_update(
-    optimizer: optax.GradientTransformation, params: Any, dims: Mapping[str, Sequence[int]], *, totals: bool = True
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    dims: Mapping[str, Sequence[int]],
+    *,
+    totals: bool = True,
 ) -> dict[str, Traced]:
     """Return the dependencies of each parameter's update, from its jaxpr on abstract values.
 
     `dims` are the dimensions of each parameter for which `Traced.mixed` is computed. With `totals`,
     scalars of several parameters, such as a global norm, are ignored.
     """
-    params = _with_rare_lengths(params, {path: tuple(dims.get(path, ())) for path in tree.flatten(params)})
-    flat = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
-    lengths = {path: tuple(flat[path][dim] for dim in own) for path, own in dims.items() if own}
+    own_dims = {path: tuple(dims.get(path, ())) for path in tree.flatten(params)}
+    params = _with_rare_lengths(params, own_dims)
+    paths = list(own_dims)
+    lengths = _stacked_lengths(params, dims)
     state = jax.eval_shape(optimizer.init, params)
-    followed = followed_params(state, flat)
-    leaves = tree.flatten(state)
+    followed = followed_params(state, own_dims)
+    state_leaves = tree.flatten(state)
 
-    def seen(path: str, leaf: Any) -> _Seen:
-        if is_random_key(leaf):
-            return _Seen(frozenset({("random", "")}))
-        param = followed.get(path, "")
-        whole = param in lengths and not set(lengths[param]) <= set(leaf.shape)
-        return _Seen(frozenset({("state", param)}), frozenset({param} if whole and leaf.size > 1 else ()))
+    inputs = [_Seen(frozenset({("gradient", path)})) for path in paths]
+    for path, leaf in state_leaves.items():
+        inputs.append(_seen_state(leaf, followed.get(path, ""), lengths))
+    for path in paths:
+        inputs.append(_Seen(frozenset({("parameter", path)})))
 
-    closed = jax.make_jaxpr(lambda g, s, p: example_update(optimizer, g, s, p)[0])(params, state, params)
-    inputs = [_Seen(frozenset({("gradient", path)})) for path in flat]
-    inputs += [seen(path, leaf) for path, leaf in leaves.items()]
-    inputs += [_Seen(frozenset({("parameter", path)})) for path in flat]
-    outputs = _Tracer(lengths, min(2, len(flat)) if totals else len(flat) + 1).run(closed.jaxpr, inputs)
+    def update(gradients: Any, state: Any, params: Any) -> Any:
+        return example_update(optimizer, gradients, state, params)[0]
 
-    def inner(path: str, param: str) -> tuple[str, tuple[int, ...]]:
+    closed = jax.make_jaxpr(update)(params, state, params)
+    total = len(paths) + 1  # no scalar has so many
+    if totals:
+        total = min(2, len(paths))
+    outputs = _Tracer(lengths, total).run(closed.jaxpr, inputs)
+
+    states = dict[str, Counter[tuple[str, tuple[int, ...]]]]()
+    for path, param in followed.items():
         name = _PER_LAYER.sub("", path.rpartition(param)[0])
-        shape, layers = leaves[path].shape, lengths.get(param, ())
-        for stacked in (dims.get(param, ()), range(len(layers))):  # `per_layer` has them in front
-            if tuple(shape[dim] for dim in stacked if dim < len(shape)) == layers:
-                return name, without_dims(shape, stacked)
-        return name, tuple(size for size in shape if size not in layers)
+        shape = state_leaves[path].shape
+        layer = _layer_shape(shape, dims.get(param, ()), lengths.get(param, ()))
+        states.setdefault(param, Counter())[name, layer] += 1
 
-    return {
-        param: Traced(
+    traced = {}
+    for param, output in zip(paths, outputs, strict=True):
+        own_kinds = {kind for kind, path in output.inputs if path == param}
+        traced[param] = Traced(
             mixed=param in output.mixed,
             random=("random", "") in output.inputs,
-            reads=frozenset(kind for kind, path in output.inputs if path == param and kind != "state"),
+            reads=frozenset(own_kinds - {"state"}),
             others=frozenset(output.params - {param}),
             reduced=output.reduced,
-            state=Counter(inner(path, param) for path, follows in followed.items() if follows == param),
+            state=states.get(param, Counter()),
         )
-        for param, output in zip(flat, outputs, strict=True)
-    }
+    return traced
+
+
+def _stacked_lengths(params: Any, dims: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Return the table from a stacked parameter to the sizes of its stacked dimensions."""
+    flat = tree.flatten(params)
+    lengths = {}
+    for path, own in dims.items():
+        if own:
+            shape = flat[path].shape
+            lengths[path] = tuple(shape[dim] for dim in own)
+    return lengths
+
+
+def _seen_state(leaf: Any, param: str, lengths: Mapping[str, tuple[int, ...]]) -> _Seen:
+    """Return the dependencies of an array of the state, for the parameter that it follows."""
+    if is_random_key(leaf):
+        return _Seen(frozenset({("random", "")}))
+    inputs = frozenset({("state", param)})
+    if param in lengths and leaf.size > 1 and not set(lengths[param]) <= set(leaf.shape):
+        return _Seen(inputs, frozenset({param}))  # one array for all layers
+    return _Seen(inputs)
+
+
+def _layer_shape(
+    shape: tuple[int, ...], dims: Sequence[int], lengths: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the shape of an array of the state without stacked dimensions."""
+    in_front = range(len(lengths))  # where `per_layer` has them
+    for stacked in (dims, in_front):
+        sizes = tuple(shape[dim] for dim in stacked if dim < len(shape))
+        if sizes == lengths:
+            return without_dims(shape, stacked)
+    return tuple(size for size in shape if size not in lengths)
 
 
 def _union(parts: Iterable[_Seen]) -> _Seen:
-    fields = zip(*((part.inputs, part.mixed, part.reduced) for part in (_Seen(), *parts)), strict=True)
-    inputs, mixed, reduced = (frozenset[Any]().union(*field) for field in fields)
-    return _Seen(inputs, mixed, reduced)
+    """Return the dependencies of a value that is computed from others."""
+    inputs = set[tuple[str, str]]()
+    mixed = set[str]()
+    reduced = set[tuple[str, tuple[int, ...]]]()
+    for part in parts:
+        inputs |= part.inputs
+        mixed |= part.mixed
+        reduced |= part.reduced
+    return _Seen(frozenset(inputs), frozenset(mixed), frozenset(reduced))
 
 
 def _crossed(equation: Any, atom: Any, rank: int) -> Sequence[int]:
-    """Return the dimensions of an operand along which an operation mixes elements without changing the size."""
-    name, params = equation.primitive.name, equation.params
+    """Return the dimensions of an operand that an operation mixes without changing their sizes."""
+    name = equation.primitive.name
+    params = equation.params
     if name == "dot_general":
-        left, right = params["dimension_numbers"][0]
-        return [*(left if atom is equation.invars[0] else ()), *(right if atom is equation.invars[1] else ())]
+        contracted = zip(equation.invars, params["dimension_numbers"][0], strict=True)
+        dims = []
+        for operand, own in contracted:
+            if operand is atom:  # both are, in x @ x
+                dims += own
+        return dims
     if name in _LINEAR_ALGEBRA:
         return range(max(rank - 2, 0), rank)
     if name == "sort":
         return [params["dimension"]]
-    return [params["axis"]] if name.startswith("cum") else []
+    if name.startswith("cum"):
+        return [params["axis"]]
+    return []
 
 
 def _with_rare_lengths(params: Any, dims: Mapping[str, tuple[int, ...]]) -> Any:
     """Change the sizes of stacked dimensions to near ones that no other dimension has."""
-    shapes = {path: tuple(leaf.shape) for path, leaf in tree.flatten(params).items()}
-    taken = {size for path, shape in shapes.items() for size in without_dims(shape, dims[path])}
-    rare: dict[tuple[int, int], int] = {}
-    for length, i in sorted({(shapes[path][dim], i) for path, own in dims.items() for i, dim in enumerate(own)}):
-        rare[length, i] = next(n for n in itertools.count(max(length, 2)) if n not in taken)
-        taken.add(rare[length, i])
+    rare = _rare_lengths(params, dims)
 
     def lengthen(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
-        own = dims[path]
-        lengths = (rare[n, own.index(dim)] if dim in own else n for dim, n in enumerate(leaf.shape))
-        return jax.ShapeDtypeStruct(tuple(lengths), leaf.dtype)
+        shape = list(leaf.shape)
+        for depth, dim in enumerate(dims[path]):
+            shape[dim] = rare[shape[dim], depth]
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
     return tree.map_with_path(lengthen, params)
 
 
+def _rare_lengths(params: Any, dims: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, int], int]:
+    """Return the table from a size and the depth of its stack to a size that is used once."""
+    taken = set[int]()
+    lengths = set[tuple[int, int]]()
+    for path, leaf in tree.flatten(params).items():
+        taken.update(without_dims(leaf.shape, dims[path]))
+        for depth, dim in enumerate(dims[path]):
+            lengths.add((leaf.shape[dim], depth))
+    rare: dict[tuple[int, int], int] = {}
+    for length, depth in sorted(lengths):
+        size = max(length, 2)
+        while size in taken:
+            size += 1
+        rare[length, depth] = size
+        taken.add(size)
+    return rare
+
+
 def _separate(params: Any, stacks: Mapping[str, Stack], *, first_only: bool = False) -> Any:
-    """Return the parameters with every layer, or only the first of each stack, unrolled."""
-    out: dict[str, Any] = {}
+    """Return the parameters with every layer, or only the first of each stack, unrolled.
+
+    With `first_only` the layers are abstract.
+    """
+    separate: dict[str, Any] = {}
     for path, leaf in tree.flatten(params).items():
         dims = dims_of(path, stacks)
-        layer = jax.ShapeDtypeStruct(without_dims(leaf.shape, dims), leaf.dtype)
-        rows = None if first_only else np.moveaxis(leaf, dims, range(len(dims)))
-        for numbers in itertools.product(*(range(1 if first_only else leaf.shape[dim]) for dim in dims)):
-            out[insert_layer_numbers(path, numbers, stacks)] = layer if rows is None else rows[numbers]
-    return tree.nested(out)
+        if first_only:
+            shape = without_dims(leaf.shape, dims)
+            first = insert_layer_numbers(path, (0,) * len(dims), stacks)
+            separate[first] = jax.ShapeDtypeStruct(shape, leaf.dtype)
+            continue
+        layers = np.moveaxis(leaf, dims, range(len(dims)))  # [*stacked, *layer]
+        for numbers in np.ndindex(*layers.shape[: len(dims)]):
+            separate[insert_layer_numbers(path, numbers, stacks)] = layers[numbers]
+    return tree.nested(separate)
 
 
 def _draw(params: Any, seed: int, stacks: Mapping[str, Stack]) -> Any:
-    """Draw random arrays like the parameters, each layer with four times the scale of the one before."""
+    """Draw random arrays like the parameters, each layer with four times the scale of the one
+    before."""
     rng = np.random.default_rng(seed)
 
     def draw(path: str, leaf: Any) -> np.ndarray:
         dims = dims_of(path, stacks)
+        stacked_dims = range(len(dims))
         lengths = [leaf.shape[dim] for dim in dims]
-        layers = np.arange(math.prod(lengths)).reshape(*lengths, *(1,) * (leaf.ndim - len(dims)))
-        scales = np.moveaxis(4.0**layers, range(len(dims)), dims)
-        return (rng.normal(size=leaf.shape) * scales).astype(np.float32)
+        layers = np.arange(math.prod(lengths))
+        layers = layers.reshape(*lengths, *(1,) * (leaf.ndim - len(dims)))  # [*stacked, 1, …]
+        scales = np.moveaxis(4.0**layers, stacked_dims, dims)
+        normal = rng.normal(size=leaf.shape)
+        return (normal * scales).astype(np.float32)
 
     return tree.map_with_path(draw, params)
 
@@ -311,11 +475,57 @@ def _movement(optimizer: optax.GradientTransformation, draws: Sequence[Any]) -> 
             updates, state = example_update(optimizer, gradients, state, params)
             return jax.tree.map(jnp.add, moved, updates), state
 
-    moved, state = jax.tree.map(np.zeros_like, draws[0]), jax.jit(optimizer.init)(draws[0])
+    moved = jax.tree.map(np.zeros_like, draws[0])
+    state = jax.jit(optimizer.init)(draws[0])
     for gradients in draws[1:]:
         moved, state = step(moved, state, gradients)
     return jax.tree.map(np.asarray, moved)
 
 
+def _trace_first_layers(
+    optimizer: optax.GradientTransformation, params: Any, stacks: Mapping[str, Stack]
+) -> dict[str, Traced]:
+    """Trace the update of one unrolled layer of each stack; empty if the optimizer refuses them."""
+    first_layers = _separate(params, stacks, first_only=True)
+    try:
+        return trace_update(optimizer, first_layers, {})
+    except (AttributeError, KeyError, TypeError, ValueError):
+        # It only accepts its own tree, as a mask does.
+        return {}
+
+
+def _difference(stack: Traced, layer: Traced | None) -> str:
+    """Describe the difference between the updates of a stack and of a layer; empty if none is."""
+    if stack.random:
+        return "the optimizer draws random numbers for the stack as a whole"
+    if stack.mixed:
+        return "the optimizer takes a number over all layers of the stack"
+    if layer is None:
+        return ""
+    if stack.state != layer.state:
+        return "the optimizer keeps another state for the stack than for its layers"
+    if stack.reduced != layer.reduced:
+        return "the optimizer reduces other dimensions of the stack than of its layers"
+    if stack.reads != layer.reads:
+        ours = _words(stack.reads)
+        theirs = _words(layer.reads)
+        return f"the update of the stack reads {ours}, and that of a layer {theirs}"
+    return ""
+
+
+def _fix(is_random: bool, stacks: Mapping[str, Stack]) -> str:
+    """Return the fix of an optimizer with another update of a stack."""
+    fix = _FIX
+    if is_random:
+        fix = "mask it to parameters that are not stacked"
+    default_dims = dict.fromkeys(read_stacked(None), 0)
+    dims = {name: stack.dim for name, stack in stacks.items()}
+    if dims != default_dims:
+        call = f"spmd.per_layer(…, {stacked_text(stacks)})"
+        fix += f", which needs the stacks: {call}; make_optimizer(…, model=)"
+    return fix
+
+
 def _words(reads: frozenset[str]) -> str:
-    return " and ".join(f"its {kind}" for kind in sorted(reads)) or "nothing of its own"
+    words = " and ".join(f"its {kind}" for kind in sorted(reads))
+    return words or "nothing of its own"

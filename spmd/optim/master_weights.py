@@ -1,6 +1,7 @@
 """Optimizers for parameters stored in a narrower dtype: master weights, or stochastic rounding.
 
-An update is often smaller than the distance between two bfloat16 numbers, so rounding to the nearest would lose it.
+An update is often smaller than the distance between two bfloat16 numbers, so rounding to the
+nearest would lose it.
 """
 
 import functools
@@ -28,7 +29,8 @@ class MasterState(NamedTuple):
 
 
 class RoundedState(NamedTuple):
-    """Number of updates (int32 scalar), which seeds the random bits, and the inner optimizer's state."""
+    """Number of updates (int32 scalar), which seeds the random bits, and the inner optimizer's
+    state."""
 
     steps: jax.Array
     inner: Any
@@ -38,77 +40,112 @@ class RoundedState(NamedTuple):
 def wrap_optimizer_for_precision(
     optimizer: optax.GradientTransformation, precision: Precision
 ) -> optax.GradientTransformation:
-    """Wrap an optimizer for a precision; it computes in float32, and skips non-finite updates where the policy does.
+    """Wrap an optimizer for a precision; it computes in float32.
 
-    Cached because plans compare by object: equal arguments must give equal plans, which share one compiled step.
+    It skips non-finite updates where the policy does. Cached because plans compare by object: equal
+    arguments must give equal plans, which share one compiled step.
     """
     if precision.skips_updates:
         optimizer = skip_bad_updates(optimizer)
     if precision.params in ("float32", "float64"):
-        return optimizer if isinstance(optimizer, TwoPhaseOptimizer) else keep_slow_params(optimizer)
+        if isinstance(optimizer, TwoPhaseOptimizer):
+            return optimizer
+        return keep_slow_params(optimizer)
     global_phase, param_phase = phases(optimizer)
     if precision.master:
-        wrap = _with_master_weights
+        wrapped = _with_master_weights(param_phase)
+    elif precision.rounding == "stochastic":
+        wrapped = _with_stochastic_rounding(param_phase)
     else:
-        wrap = _with_stochastic_rounding if precision.rounding == "stochastic" else _in_float32
-    return two_phase(global_phase, wrap(param_phase), treatment_of(optimizer))
+        wrapped = _in_float32(param_phase)
+    return two_phase(global_phase, wrapped, treatment_of(optimizer))
 
 
 def unwrap_for_precision(state: Any, params: Any, precision: Precision) -> tuple[Any, Any]:
-    """Return the state and the parameters of the optimizer that `wrap_optimizer_for_precision` wrapped.
+    """Undo `wrap_optimizer_for_precision`: return the state and the parameters of the inner
+    optimizer.
 
     Its parameters are the master weights, or the stored ones in float32.
     """
     if precision.params not in ("float32", "float64"):
         if precision.master:
-            params, state = state.master, state.inner
+            params = state.master
+            state = state.inner
         elif precision.rounding == "stochastic":
-            params, state = _wide(params), state.inner
+            params = _wide(params)
+            state = state.inner
         else:
             params = _wide(params)
-    return (state.inner if precision.skips_updates else state), params
+    if precision.skips_updates:
+        state = state.inner
+    return state, params
 
 
-def _with_master_weights(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Update float32 master weights in the state, and set the parameters to the rounded master weights exactly."""
+def _with_master_weights(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Update float32 master weights in the state; the parameters are exactly these, rounded."""
 
     def init(params: Any) -> MasterState:
         master = _wide(params)
         return MasterState(master, inner.init(master))
 
-    def update(updates: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
+    def update(
+        updates: Any, state: MasterState, params: Any = None, **extra: Any
+    ) -> tuple[Any, MasterState]:
         updates, after = inner.update(_wide(updates), state.inner, state.master, **extra)
         master = jax.tree.map(jnp.add, state.master, updates)
-        rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
+        rounded = jax.tree.map(_cast_like, master, params)
         return _difference(rounded, params), MasterState(master, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _with_stochastic_rounding(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Round bfloat16 parameters stochastically after each update, by the same random bits on every mesh."""
+def _with_stochastic_rounding(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Round bfloat16 parameters stochastically after each update, by the same random bits on every
+    mesh."""
 
     def init(params: Any) -> RoundedState:
-        return RoundedState(jnp.zeros((), jnp.int32), inner.init(_wide(params)))
+        steps = jnp.zeros((), jnp.int32)
+        return RoundedState(steps, inner.init(_wide(params)))
 
-    def update(updates: Any, state: RoundedState, params: Any = None, **extra: Any) -> tuple[Any, RoundedState]:
+    def update(
+        updates: Any, state: RoundedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, RoundedState]:
         exact = _wide(params)
         updates, after = inner.update(_wide(updates), state.inner, exact, **extra)
 
         def move(path: str, p: jax.Array, u: jax.Array) -> jax.Array:
-            return round_stochastically(p + u, seed_of(state.steps, salt_of(path)))
+            after_update = p + u
+            seed = seed_of(state.steps, salt_of(path))
+            return round_stochastically(after_update, seed)
 
         rounded = map_with_path(move, exact, updates)
-        return _difference(rounded, params), RoundedState(optax.safe_increment(state.steps), after)
+        difference = _difference(rounded, params)
+        steps = optax.safe_increment(state.steps)
+        return difference, RoundedState(steps, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _in_float32(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+def _cast_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    return x.astype(other.dtype)
+
+
+def _in_float32(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Compute updates in float32; the parameters are rounded to the nearest."""
+
+    def init(params: Any) -> Any:
+        return inner.init(_wide(params))
+
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return inner.update(_wide(updates), state, _wide(params), **extra)
 
-    return optax.GradientTransformationExtraArgs(lambda params: inner.init(_wide(params)), update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _difference(after: Any, before: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Optimizers applied per layer: a transform that depends on whole arrays runs once for each layer of a stack."""
+"""Optimizers applied per layer: a transform that depends on whole arrays runs once for each layer
+of a stack."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from spmd.tree import PyTree, flatten, merge, select
 
 
 class PerLayerState(NamedTuple):
-    """The transform's state for parameters that are not stacked, and that of each stack, by path with dots.
+    """The transform's state for parameters that are not stacked, and that of each stack, by path
+    with dots.
 
     Every array of a stack's state, counters included, has the stack's dimensions in front.
     """
@@ -27,14 +29,16 @@ def per_layer(
 ) -> optax.GradientTransformationExtraArgs:
     """Apply a transform to every layer of a stack as if the layer were a parameter of its own.
 
-    The transform gets whole paths and never two layers at once; a transform that combines parameters (a global norm)
-    must stay outside, and so must one with a random key. Trees must be nested dictionaries.
+    The transform gets whole paths and never two layers at once; a transform that combines
+    parameters (a global norm) must stay outside, and so must one with a random key. Trees must be
+    nested dictionaries.
 
     Args:
         stacked: `Rules.stacked`, or names of path components that are stacked along dimension 0.
 
     Raises:
-        ConfigError: The arrays of a stack differ in size along its dimension; or the transform has a random key.
+        ConfigError: The arrays of a stack differ in size along its dimension; or the transform has
+            a random key.
 
     Example:
         >>> clip = per_layer(optax.clip_by_block_rms(1.0))
@@ -43,22 +47,17 @@ def per_layer(
         Array([[0.5, 0.5],
                [1. , 1. ]], dtype=float32)
     """
-    inner, stacks = optax.with_extra_args_support(transform), read_stacked(stacked)
+    inner = optax.with_extra_args_support(transform)
+    stacks = read_stacked(stacked)
 
     def init(params: PyTree) -> PerLayerState:
-        shapes = {path: leaf.shape for path, leaf in flatten(params).items() if hasattr(leaf, "shape")}
-        if problems := audit_stacks(shapes, stacks):
-            raise ConfigError("These stacks of layers cannot be updated per layer:", problems)
-        parts = _split(params, stacks).items()
-        states = {part.name: _over_layers(inner.init, part, leaves, _init_axes)(leaves) for part, leaves in parts}
+        _check_sizes(params, stacks)
+        states = {}
+        for part, leaves in _split(params, stacks).items():
+            init_part = _over_layers(inner.init, part, leaves, _init_axes)
+            states[part.name] = init_part(leaves)
         rest = states.pop(_REST.name)
-        problems = [
-            Problem(path, "is a random key, which every layer of the stack would share", fix="run it outside")
-            for path, leaf in flatten(states).items()
-            if is_random_key(leaf)
-        ]
-        if problems:
-            raise ConfigError("This transform cannot run per layer:", problems)
+        _check_no_random_keys(states)
         return PerLayerState(rest, states)
 
     def update(
@@ -67,20 +66,46 @@ def per_layer(
         def update_layer(updates: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
             return inner.update(updates, state, params, **extra)
 
-        params_parts = {} if params is None else _split(params, stacks)
+        params_parts = {}
+        if params is not None:
+            params_parts = _split(params, stacks)
         states = {_REST.name: state.rest, **state.stacked}
         done: PyTree = {}
         for part, leaves in _split(updates, stacks).items():
-            step = _over_layers(update_layer, part, leaves, _update_axes)
-            moved, states[part.name] = step(leaves, states[part.name], params_parts.get(part))
+            update_part = _over_layers(update_layer, part, leaves, _update_axes)
+            state_part = states[part.name]
+            moved, states[part.name] = update_part(leaves, state_part, params_parts.get(part))
             done = merge(done, moved)
-        return done, PerLayerState(states.pop(_REST.name), states)
+        rest = states.pop(_REST.name)
+        return done, PerLayerState(rest, states)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _check_sizes(params: PyTree, stacks: Mapping[str, Stack]) -> None:
+    """Raise ConfigError if the arrays of a stack differ in size along its dimension."""
+    shapes = {}
+    for path, leaf in flatten(params).items():
+        if hasattr(leaf, "shape"):
+            shapes[path] = leaf.shape
+    problems = audit_stacks(shapes, stacks)
+    if problems:
+        raise ConfigError("These stacks of layers cannot be updated per layer:", problems)
+
+
+def _check_no_random_keys(states: Mapping[str, PyTree]) -> None:
+    """Raise ConfigError if the state of a stack has a random key."""
+    problems = []
+    for path, leaf in flatten(states).items():
+        if is_random_key(leaf):
+            what = "is a random key, which every layer of the stack would share"
+            problems.append(Problem(path, what, fix="run it outside"))
+    if problems:
+        raise ConfigError("This transform cannot run per layer:", problems)
+
+
 class _Part(NamedTuple):
-    """Path of a stack, with dots, and the dimension that it and each stack around it adds, the outermost first."""
+    """Path of a stack, with dots, and the dimensions added by each stack, the outermost first."""
 
     name: str
     dims: tuple[int, ...]
@@ -90,21 +115,38 @@ _REST = _Part("", ())
 
 
 def _split(tree: PyTree, stacks: Mapping[str, Stack]) -> dict[_Part, PyTree]:
-    """Return the leaves of each stack, and those of none (always present), as nested dictionaries."""
+    """Return the leaves of each stack, and those of none (always present), as nested
+    dictionaries."""
     paths = flatten(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-    parts = sorted({_REST, *(_part_of(path, stacks) for path in paths)})
-    return {part: select(tree, lambda path, p=part: _part_of(path, stacks) == p) for part in parts}  # type: ignore[misc]
+    parts = {_REST}
+    parts.update(_part_of(path, stacks) for path in paths)
+    split = {}
+    for part in sorted(parts):
+
+        def is_in_part(path: str, part: _Part = part) -> bool:
+            return _part_of(path, stacks) == part
+
+        split[part] = select(tree, is_in_part)
+    return split
 
 
 def _part_of(path: str, stacks: Mapping[str, Stack]) -> _Part:
-    if names := stacks_of(path, stacks):
-        return _Part(names[-1].replace("/", "."), tuple(stack.dim for stack in own_stacks(path, stacks)))
-    return _REST
+    """Return the stack of a parameter; `_REST` if it is in none."""
+    names = stacks_of(path, stacks)
+    if not names:
+        return _REST
+    dims = tuple(stack.dim for stack in own_stacks(path, stacks))
+    return _Part(names[-1].replace("/", "."), dims)
 
 
-def _over_layers(f: Callable[..., Any], part: _Part, leaves: PyTree, axes: Callable[[int], Any]) -> Callable[..., Any]:
-    """Map `f` over the stacked dimensions, unless all of the stack is masked; `axes` gives those of arguments."""
-    for dim in reversed(part.dims if jax.tree.leaves(leaves) else ()):
+def _over_layers(
+    f: Callable[..., Any], part: _Part, leaves: PyTree, axes: Callable[[int], Any]
+) -> Callable[..., Any]:
+    """Map `f` over the stacked dimensions; `axes` gives the arguments of `jax.vmap` for one of
+    them."""
+    if not jax.tree.leaves(leaves):  # all of the stack is masked
+        return f
+    for dim in reversed(part.dims):
         f = jax.vmap(f, **axes(dim))
     return f
 

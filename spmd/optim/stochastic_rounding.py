@@ -1,8 +1,8 @@
-"""Stochastic rounding, whose mean is exact: sums of small updates are right in a narrow dtype.
+"""Stochastic rounding. Its mean is exact: sums of small updates are right in a narrow dtype.
 
-The random bits are a hash of a seed, the index in the last dimension, and the number to round down to. So they are the
-same on every mesh, for stacked and unrolled layers, and for one layer at a time; and numbers that differ by a float32
-rounding error are rounded alike.
+The random bits are a hash of a seed, the index in the last dimension, and the number to round down
+to. So they are the same on every mesh, for stacked and unrolled layers, and for one layer at a
+time; and numbers that differ by a float32 rounding error are rounded alike.
 """
 
 import zlib
@@ -14,50 +14,63 @@ import numpy as np
 _GOLDEN = np.uint32(0x9E3779B9)
 
 
+def _mix(bits: jax.Array) -> jax.Array:
+    """Mix 32 bits so that each bit of the result depends on every bit: MurmurHash3's finalizer."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
+
+
 def random_bits(below: jax.Array, seed: jax.Array) -> jax.Array:
-    """Hash the seed, the index in the last dimension, and the uint32 in `below`, for each element of `below`.
+    """Hash the seed, the index in the last dimension, and the uint32 of each element of `below`.
 
-    The mixing is the finalizer of MurmurHash3 (Appleby), in which each bit of the result depends on every bit.
+    The mixing is the finalizer of MurmurHash3 (Appleby).
     """
-
-    def mix(bits: jax.Array) -> jax.Array:
-        bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
-        bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-        return bits ^ (bits >> 16)
-
-    places = jnp.arange(below.shape[-1] if below.ndim else 1, dtype=jnp.uint32)
-    salt = mix(places * _GOLDEN + seed).reshape((1,) * (below.ndim - 1) + (-1,) * min(below.ndim, 1))
-    return mix(below ^ salt)
+    length = 1
+    shape: tuple[int, ...] = ()
+    if below.ndim:
+        length = below.shape[-1]
+        shape = (1,) * (below.ndim - 1) + (-1,)
+    places = jnp.arange(length, dtype=jnp.uint32)
+    salt = _mix(places * _GOLDEN + seed).reshape(shape)  # [1, …, n]
+    return _mix(below ^ salt)
 
 
 def salt_of(path: str) -> int:
-    """Return a number that differs between arrays, and is the same for all layers of a stack, unrolled or not.
+    """Return a number for an array, the same for all layers of a stack, unrolled or not.
 
     Example:
-        >>> salt_of("mu/layers/3/kernel") == salt_of("mu/layers/kernel") != salt_of("nu/layers/kernel")
+        >>> salt_of("mu/layers/3/kernel") == salt_of("mu/layers/kernel")
         True
+        >>> salt_of("mu/layers/kernel") == salt_of("nu/layers/kernel")
+        False
     """
-    return zlib.crc32("/".join(part for part in path.split("/") if not part.isdigit()).encode())
+    parts = [part for part in path.split("/") if not part.isdigit()]
+    return zlib.crc32("/".join(parts).encode())
 
 
 def seed_of(count: jax.Array, salt: int) -> jax.Array:
-    """Return the seed of a step, a uint32 scalar, from the number of steps before it and the salt of an array."""
+    """Return the uint32 seed of an array in a step, from the number of steps before and the
+    salt."""
     steps = count.astype(jnp.uint32) * jnp.uint32(0x27D4EB2F)
-    return (steps ^ (steps >> 15)) * jnp.uint32(0x165667B1) + jnp.uint32(salt)
+    mixed = (steps ^ (steps >> 15)) * jnp.uint32(0x165667B1)
+    return mixed + jnp.uint32(salt)
 
 
 def round_stochastically(x: jax.Array, seed: jax.Array) -> jax.Array:
-    """Round float32 to bfloat16, up or down at random so that the mean is exact (Gupta et al., arXiv:1502.02551, 3.1).
+    """Round float32 to bfloat16, up or down at random so that the mean is exact.
 
-    Infinities, NaN and numbers that bfloat16 represents do not change.
+    The method is that of Gupta et al. (arXiv:1502.02551, section 3.1). Infinities, NaN and numbers
+    that bfloat16 represents do not change.
 
     Example:
         >>> rounded = round_stochastically(jnp.float32(1 + 2**-8), jnp.uint32(3))
         >>> float(rounded) in (1.0, 1.0078125)
         True
     """
-    dropped = jnp.uint32(0xFFFF)
+    dropped = jnp.uint32(0xFFFF)  # the bits of float32 that bfloat16 lacks
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    raised = (bits + (random_bits(bits & ~dropped, seed) & dropped)) & ~dropped
+    noise = random_bits(bits & ~dropped, seed) & dropped
+    raised = (bits + noise) & ~dropped
     rounded = jax.lax.bitcast_convert_type(raised, jnp.float32).astype(jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))

@@ -1,7 +1,9 @@
-"""Where the arrays of a training state are between steps: on the devices, unless a technique keeps them elsewhere.
+"""Where the arrays of a training state are between steps: on the devices, unless a technique keeps
+them elsewhere.
 
-`Storage` is the contract and its plain form. A technique is a subclass, made where a user's setting is read
-(`spmd.settings.offload`); the plan, the forward pass and the step call these methods and know none of them.
+`Storage` is the contract and its plain form. A technique is a subclass, made where a user's setting
+is read (`spmd.settings.offload`); the plan, the forward pass and the step call these methods and
+know none of them.
 """
 
 import dataclasses
@@ -21,12 +23,13 @@ from spmd.sharding.optimizer_state import DerivedSpec
 from spmd.sharding.rules import Rules
 
 Update = Callable[..., tuple[Any, Any]]
-"""`(gradients, optimizer state, params, **extra) -> (params, optimizer state)`; see `spmd.optim.extra_args`."""
+"""`(gradients, optimizer state, params, **extra) -> (params, optimizer state)`; see
+`spmd.optim.extra_args`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The arrays that a storage decides about, before any is allocated.
+    """Arrays of a training state, before any is allocated, for a storage to place.
 
     Attributes:
         params: Abstract parameters, a tree.
@@ -60,21 +63,25 @@ class Storage:
         return frozenset()
 
     def problems(self, mesh: AnyMesh, remat: Remat) -> list[Problem]:
-        """Return what keeps it from being used on a mesh, whatever the model is."""
+        """Return the reasons against its use on a mesh, whatever the model is."""
         del mesh, remat
         return []
 
-    def resolved(self, optimizer: optax.GradientTransformation, state: State) -> tuple["Storage", list[Problem]]:
-        """Return the storage with its decisions about these arrays, and what is wrong with them."""
+    def resolved(
+        self, optimizer: optax.GradientTransformation, state: State
+    ) -> tuple["Storage", list[Problem]]:
+        """Return the storage with its decisions about these arrays, and their problems."""
         del optimizer, state
         return self, []
 
-    def at_forward(self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding) -> Any:
-        """Return what a model takes for a parameter that is not on the devices.
+    def at_forward(
+        self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding
+    ) -> Any:
+        """Return a model's operand for a parameter outside of the devices.
 
         Args:
             target: The array on the devices to differentiate with respect to, if any.
-            sharding: That of one layer of it on the devices.
+            sharding: The sharding of one layer of it on the devices.
         """
         raise NotImplementedError(f"{path} is not on the devices, and {self} does not fetch it")
 

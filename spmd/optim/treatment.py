@@ -1,11 +1,11 @@
 """Treatment of each parameter by an optimizer of a config: Muon or AdamW, and whether it decays.
 
-It goes by structure, never by names: `ModelInfo` of the trained model, the user's own rows, and the rank of one layer's
-parameter.
+It goes by structure, never by names: `ModelInfo` of the trained model, the user's own rows, and the
+rank of one layer's parameter.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from spmd.errors import ConfigError, Problem, did_you_mean
@@ -26,9 +26,10 @@ class Treatment:
     Attributes:
         name: The optimizer, such as `"muon"`.
         stacks: The stacks of layers.
-        info: That of the trained model; None if it was not given.
+        info: The structure of the trained model; None if it was not given.
         rows: The user's pattern → matrix, or None for a parameter that is no matrix.
-        no_decay: Patterns of parameters without weight decay, in place of what structure says; None for that.
+        no_decay: Patterns of parameters without weight decay, in place of the choice by structure;
+            None for that choice.
         decay: Whether there is any weight decay.
     """
 
@@ -40,7 +41,9 @@ class Treatment:
     decay: bool = True
 
     def decays(self, path: str, rank: int) -> bool:
-        """Return whether a parameter decays: by default a kernel of any rank, and no bias, scale or other vector.
+        """Return whether a parameter decays.
+
+        By default a kernel of any rank does, and no bias, scale or other vector.
 
         Args:
             path: The parameter.
@@ -50,8 +53,8 @@ class Treatment:
             return False
         if self.no_decay is not None:
             return not any(matches(pattern, path, self.stacks) for pattern in self.no_decay)
-        is_added = self.info is not None and any(name in self.info.added for name in self._names(path))
-        return rank - len(dims_of(path, self.stacks)) > 1 and not is_added
+        layer_rank = rank - len(dims_of(path, self.stacks))
+        return layer_rank > 1 and not self._is_added(path)
 
     def matrix(self, path: str, rank: int) -> Matrix | None:
         """Return the matrix of one layer's parameter; None if AdamW updates it.
@@ -69,37 +72,58 @@ class Treatment:
         return own
 
     def problems(self, shapes: Shapes) -> list[Problem]:
-        """Return what is wrong between the rules and all parameters, whose shapes are as stored."""
+        """Return the contradictions between the rules and all parameters, with their shapes as
+        stored."""
         if self.name != "muon":
             return []
         problems = []
         matrices = 0
         for path, shape in shapes.items():
             own, _, problem = self._explained(path, len(self._layer(path, shape)))
-            problems += [problem] if problem else []
-            matrices += own is not None
-        for pattern in self.rows:
-            if not any(matches(pattern, path, self.stacks) for path in shapes):
-                ends = sorted({path.rsplit("/", 1)[-1] for path in shapes})
-                fix = did_you_mean(pattern, ends)
-                problems.append(Problem(f"matrices[{pattern!r}]", "matches no parameter", fix=fix))
+            if problem:
+                problems.append(problem)
+            if own is not None:
+                matrices += 1
+        problems += self._unmatched_rows(shapes)
         if not matrices and not problems:
-            problems.append(Problem("name", "is muon, and no parameter is a matrix between layers", fix="adamw"))
+            what = "is muon, and no parameter is a matrix between layers"
+            problems.append(Problem("name", what, fix="adamw"))
+        return problems
+
+    def _unmatched_rows(self, paths: Collection[str]) -> list[Problem]:
+        """Return a problem for each of the user's patterns without a matching parameter."""
+        problems = []
+        for pattern in self.rows:
+            if any(matches(pattern, path, self.stacks) for path in paths):
+                continue
+            last_components = {path.rsplit("/", 1)[-1] for path in paths}
+            fix = did_you_mean(pattern, sorted(last_components))
+            problems.append(Problem(f"matrices[{pattern!r}]", "matches no parameter", fix=fix))
         return problems
 
     def describe(self, shapes: Shapes) -> dict[str, str]:
-        """Return the path of each parameter → what is not done to all of them: `muon 32 × 64`, `adamw`, `no decay`."""
+        """Return the path of each parameter → its exceptions: `muon 32 × 64`, `adamw`, `no
+        decay`."""
         described = {}
         for path, shape in shapes.items():
             words = []
             if self.name == "muon":
-                layer = self._layer(path, shape)
-                own, reason, _ = self._explained(path, len(layer))
-                words = [f"muon {own.text(layer)}"] if own else ["adamw", *([reason] if reason else [])]
+                words += self._describe_muon(path, shape)
             if self.decay and not self.decays(path, len(shape)):
                 words.append("no decay")
             described[path] = ", ".join(words)
         return described
+
+    def _describe_muon(self, path: str, shape: Sequence[int]) -> list[str]:
+        """Return the matrices of a parameter in words, or `adamw` and the reason, if there is
+        one."""
+        layer = self._layer(path, shape)
+        own, reason, _ = self._explained(path, len(layer))
+        if own:
+            return [f"muon {own.text(layer)}"]
+        if reason:
+            return ["adamw", reason]
+        return ["adamw"]
 
     def _names(self, path: str) -> tuple[str, ...]:
         return names_of(path, self.stacks)
@@ -108,21 +132,22 @@ class Treatment:
         """Return the shape of one layer's parameter."""
         return without_dims(shape, dims_of(path, self.stacks))
 
+    def _is_added(self, path: str) -> bool:
+        """Return whether the model's layer adds a parameter to a product, or scales one by it."""
+        if self.info is None:
+            return False
+        return any(name in self.info.added for name in self._names(path))
+
     def _explained(self, path: str, rank: int) -> tuple[Matrix | None, str, Problem | None]:
-        """Return the matrix of a parameter, or else the reason why it is none, or why nobody knows."""
+        """Return the matrix of a parameter, the reason against one, and the problem of an
+        unknown."""
         hits = [pattern for pattern in self.rows if matches(pattern, path, self.stacks)]
         said = self._from_model(path)
-        is_said = isinstance(said, Matrix) or said == LOOKUP
-        if len(hits) > 1 or (hits and self.rows[hits[0]] is not None and is_said):
-            others = " and ".join([f"matrices[{pattern!r}]" for pattern in hits] + (["its layer"] if is_said else []))
-            problem = Problem(path, f"is explained by {others}", fix="leave out all but one")
+        problem = self._explained_twice(path, hits, said)
+        if problem:
             return None, "", problem
         if hits:
-            row = self.rows[hits[0]]
-            if row is not None and (max(row.dims) >= rank or rank < 2):
-                problem = Problem(path, f"has {rank} dimensions in a layer", f"matrices[{hits[0]!r}] is {row}", "less")
-                return None, "", problem
-            return row, f"matrices[{hits[0]!r}]" if row is None else "", None
+            return self._from_row(hits[0], path, rank)
         if isinstance(said, str):
             return None, said, None
         if said is not None or rank < 2:
@@ -132,12 +157,45 @@ class Treatment:
             return _PLAIN, "", None
         return None, "", self._unexplained(path, rank)
 
+    def _explained_twice(
+        self, path: str, hits: Sequence[str], said: Matrix | str | None
+    ) -> Problem | None:
+        """Return a problem if two rows, or a row and the model, explain one parameter."""
+        is_said = isinstance(said, Matrix) or said == LOOKUP
+        is_corrected = (
+            bool(hits) and self.rows[hits[0]] is None
+        )  # a row may say: no matrix after all
+        contradicts_model = bool(hits) and is_said and not is_corrected
+        if len(hits) < 2 and not contradicts_model:
+            return None
+        sources = [f"matrices[{pattern!r}]" for pattern in hits]
+        if is_said:
+            sources.append("its layer")
+        what = f"is explained by {' and '.join(sources)}"
+        return Problem(path, what, fix="leave out all but one")
+
+    def _from_row(
+        self, pattern: str, path: str, rank: int
+    ) -> tuple[Matrix | None, str, Problem | None]:
+        """Return the result of `_explained` for a parameter with one matching row of the user's."""
+        where = f"matrices[{pattern!r}]"
+        matrix = self.rows[pattern]
+        if matrix is None:
+            return None, where, None
+        if max(matrix.dims) >= rank or rank < 2:
+            what = f"has {rank} dimensions in a layer"
+            return None, "", Problem(path, what, f"{where} is {matrix}", "less")
+        return matrix, "", None
+
     def _is_repeated(self, path: str) -> bool:
-        """Return whether a parameter is of one of several equal layers, so that it is no lookup and no head."""
-        return bool(own_stacks(path, self.stacks)) or any(part.isdigit() for part in path.split("/"))
+        """Return whether several equal layers have the parameter, so that it is no lookup and no
+        head."""
+        if own_stacks(path, self.stacks):
+            return True
+        return any(part.isdigit() for part in path.split("/"))
 
     def _from_model(self, path: str) -> Matrix | str | None:
-        """Return the matrix that the model says a parameter is, or the reason why it is none."""
+        """Return the matrix of a parameter by the model, or its reason against one."""
         if self.info is None:
             return None
         for name in self._names(path):
@@ -151,8 +209,11 @@ class Treatment:
 
     def _unexplained(self, path: str, rank: int) -> Problem:
         end = "/".join(path.split("/")[-2:])
-        dims = "(0,), (1,)" if rank == 2 else f"(0,), {(*range(1, rank),)}"
-        fix = f'matrices={{"{end}": ({dims})}}: its dimensions of inputs and of outputs; or None for AdamW'
+        dims = "(0,), (1,)"
+        if rank > 2:
+            dims = f"(0,), {tuple(range(1, rank))}"
+        rows = f'matrices={{"{end}": ({dims})}}'
+        fix = f"{rows}: its dimensions of inputs and of outputs; or None for AdamW"
         if self.info is None:
             fix = f"spmd.make_optimizer(config, steps, model=model), or {fix}"
         what = f"has {rank} dimensions in a layer, and nobody says which are inputs and outputs"
@@ -160,7 +221,7 @@ class Treatment:
 
 
 def read_model(model: Any) -> ModelInfo | None:
-    """Return the properties of a model, or of what they are already."""
+    """Return the properties of a model; properties and None stay as they are."""
     if model is None or isinstance(model, ModelInfo):
         return model
     info: ModelInfo = model.info()

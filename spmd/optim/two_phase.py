@@ -1,7 +1,8 @@
 """Optimizers in two phases: a global phase on the whole gradient, and a phase for each parameter.
 
-Clipping by the global norm and skipping non-finite updates need every gradient; Adam needs one parameter at a time. An
-optimizer with separate phases can update parameters chunk by chunk (`spmd.host_memory.update`).
+Clipping by the global norm and skipping non-finite updates need every gradient; Adam needs one
+parameter at a time. An optimizer with separate phases can update parameters chunk by chunk
+(`spmd.host_memory.update`).
 """
 
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from spmd.optim.lookahead import keep_slow_params
 from spmd.optim.treatment import Treatment
 
 GlobalPhase = Callable[[Any], tuple[Any, dict[str, jax.Array]]]
-"""Stateless function from the whole gradient to the new one, and to scalars: extra arguments of the second phase."""
+"""Stateless function from the whole gradient to the new one, and to scalars: extra arguments of the
+second phase."""
 
 
 class TwoPhaseOptimizer(optax.GradientTransformationExtraArgs):
@@ -28,16 +30,21 @@ class TwoPhaseOptimizer(optax.GradientTransformationExtraArgs):
 
 
 def two_phase(
-    global_phase: GlobalPhase, param_phase: optax.GradientTransformation, treatment: Treatment | None = None
+    global_phase: GlobalPhase,
+    param_phase: optax.GradientTransformation,
+    treatment: Treatment | None = None,
 ) -> TwoPhaseOptimizer:
-    """Apply `param_phase`, whose update of one parameter depends on no other, to the gradient from `global_phase`.
+    """Apply `param_phase` to the gradient from `global_phase`.
 
-    A `treatment` is the description of what it does to each parameter, for plans; its state is made only where nothing
+    In `param_phase`, the update of one parameter depends on no other. A `treatment` is the
+    description of what it does to each parameter, for plans; its state is made only where nothing
     contradicts it.
 
     Example:
         >>> clip = optax.clip_by_global_norm(1.0)
-        >>> optimizer = two_phase(lambda gradients: (clip.update(gradients, clip.init(None))[0], {}), optax.sgd(0.5))
+        >>> def global_phase(gradients):
+        ...     return clip.update(gradients, clip.init(None))[0], {}
+        >>> optimizer = two_phase(global_phase, optax.sgd(0.5))
         >>> optimizer.update({"w": jax.numpy.array([8.0])}, optimizer.init({"w": 0.0}))[0]["w"]
         Array([-0.5], dtype=float32)
     """
@@ -49,23 +56,43 @@ def two_phase(
 
     def init(params: Any) -> Any:
         if treatment is not None:
-            shapes = {path: param.shape for path, param in tree.flatten(params).items() if hasattr(param, "shape")}
-            if problems := treatment.problems(shapes):
-                raise ConfigError("The optimizer does not fit these parameters:", problems)
+            _check_treatment(treatment, params)
         return inner.init(params)
 
     optimizer = TwoPhaseOptimizer(init, update)
-    optimizer.global_phase, optimizer.param_phase, optimizer.treatment = global_phase, inner, treatment
+    optimizer.global_phase = global_phase
+    optimizer.param_phase = inner
+    optimizer.treatment = treatment
     return optimizer
 
 
+def _check_treatment(treatment: Treatment, params: Any) -> None:
+    """Raise ConfigError if the parameters contradict the rules about them."""
+    shapes = {}
+    for path, param in tree.flatten(params).items():
+        if hasattr(param, "shape"):
+            shapes[path] = param.shape
+    problems = treatment.problems(shapes)
+    if problems:
+        raise ConfigError("The optimizer does not fit these parameters:", problems)
+
+
 def treatment_of(optimizer: optax.GradientTransformation) -> Treatment | None:
-    """Return what an optimizer of a config does to each parameter; None for any other optimizer."""
-    return optimizer.treatment if isinstance(optimizer, TwoPhaseOptimizer) else None
+    """Return the treatment of parameters by an optimizer of a config; None for any other
+    optimizer."""
+    if isinstance(optimizer, TwoPhaseOptimizer):
+        return optimizer.treatment
+    return None
 
 
-def phases(optimizer: optax.GradientTransformation) -> tuple[GlobalPhase, optax.GradientTransformationExtraArgs]:
+def phases(
+    optimizer: optax.GradientTransformation,
+) -> tuple[GlobalPhase, optax.GradientTransformationExtraArgs]:
     """Return the two phases of any optimizer; the global phase may be the identity."""
     if isinstance(optimizer, TwoPhaseOptimizer):
         return optimizer.global_phase, optimizer.param_phase
-    return lambda gradients: (gradients, {}), keep_slow_params(optimizer)
+
+    def identity(gradients: Any) -> tuple[Any, dict[str, jax.Array]]:
+        return gradients, {}
+
+    return identity, keep_slow_params(optimizer)

@@ -1,8 +1,8 @@
-"""Compression of what devices send to each other: parameters that are gathered, and gradients that are summed.
+"""Compression of what devices send to each other: gathered parameters, and summed gradients.
 
 | field | value | what is sent |
 |---|---|---|
-| `gather` | `int8`, `fp8` | each parameter that a layer gathers over `fsdp`, in blocks with a scale each |
+| `gather` | `int8`, `fp8` | parameters that layers gather over `fsdp`, in blocks with a scale |
 | `gradients` | `float32`, `bf16` | the terms of a gradient's sum over devices |
 | | `int8`, `int4` | the same in blocks with a scale each, by all-to-all; sums are in float32 |
 | | `powersgd:4` | matrices of rank 4 over `data`, with error feedback (`spmd.powersgd.transform`) |
@@ -12,7 +12,7 @@ ZeRO++ (Wang et al., arXiv:2306.10209) does so: its qwZ is `gather`, its qgZ `gr
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
@@ -20,11 +20,16 @@ from spmd.codecs import EXCHANGES, GATHERS
 from spmd.coded_comm.comm import WITHOUT_CODES, CodedComm
 from spmd.errors import Problem, did_you_mean
 from spmd.precision import Precision
-from spmd.sharding.dims import extra_axes, is_prefix, local_shape, spec_dims
+from spmd.sharding.dims import Dims, extra_axes, is_prefix, local_shape, spec_dims
 from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.sharding.param_comm import ParamComm
 
-GRADIENTS: Mapping[str, str] = {"float32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4"}
+GRADIENTS: Mapping[str, str] = {
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "int8": "int8",
+    "int4": "int4",
+}
 """Value of `CompressConfig.gradients` → value of `Precision.exchange`."""
 
 
@@ -35,62 +40,87 @@ class CompressConfig:
     gather: str = ""
     """Codec of the parameters that layers gather over fsdp: int8, fp8; empty: the compute dtype."""
     gradients: str = ""
-    """Gradients that devices send to each other: float32, bf16, int8, int4; powersgd:R for matrices of rank R over
-    data, with error feedback; empty: as the precision policy says."""
+    """Gradients that devices send to each other: float32, bf16, int8, int4; powersgd:R for matrices
+    of rank R over data, with error feedback; empty: as the precision policy says."""
     slices_gradients: str = ""
     """The same, over the axes that span several slices."""
     secondary: bool = True
-    """With gather, where fsdp spans several slices: keep a second partition inside of each slice for the backward pass
-    (hpZ), which then sends nothing over the slow network."""
+    """With gather, where fsdp spans several slices: keep a second partition inside of each slice
+    for the backward pass (hpZ), which then sends nothing over the slow network."""
 
     def __str__(self) -> str:
-        given = ", ".join(f"{name} {value}" for name, value in self._values.items() if value)
-        return f"   compress {given}" if given else ""
+        words = []
+        for name, value in self._values.items():
+            if value:
+                words.append(f"{name} {value}")
+        if not words:
+            return ""
+        return f"   compress {', '.join(words)}"
 
     @property
     def _values(self) -> dict[str, str]:
-        return {"gather": self.gather, "gradients": self.gradients, "slices_gradients": self.slices_gradients}
+        return {
+            "gather": self.gather,
+            "gradients": self.gradients,
+            "slices_gradients": self.slices_gradients,
+        }
 
     @property
     def of_plan(self) -> "CompressConfig":
-        """The config without PowerSGD, which wraps the gradient function: a plan decides the codecs."""
-        return dataclasses.replace(self, gradients="") if powersgd_rank(self.gradients) else self
+        """The config without PowerSGD, which wraps the gradient function: a plan decides the
+        codecs."""
+        if not powersgd_rank(self.gradients):
+            return self
+        return dataclasses.replace(self, gradients="")
 
     def problems(self) -> list[Problem]:
         """Return a problem for each unknown codec, and for two sums over slices."""
-        known = {"gather": GATHERS, "gradients": (*GRADIENTS, "powersgd:4"), "slices_gradients": GRADIENTS}
+        known: dict[str, Collection[str]] = {
+            "gather": GATHERS,
+            "gradients": (*GRADIENTS, "powersgd:4"),
+            "slices_gradients": GRADIENTS,
+        }
         has_rank = powersgd_rank(self.gradients) > 0
-        problems = [
-            Problem(f"compress.{name}", f"is {value!r}", fix=did_you_mean(str(value), known[name]))
-            for name, value in self._values.items()
-            if value and value not in known[name] and not (has_rank and name == "gradients")
-        ]
+        problems = []
+        for name, value in self._values.items():
+            is_powersgd = has_rank and name == "gradients"
+            if value and value not in known[name] and not is_powersgd:
+                fix = did_you_mean(str(value), known[name])
+                problems.append(Problem(f"compress.{name}", f"is {value!r}", fix=fix))
         if has_rank and self.slices_gradients:
-            what = f"is {self.slices_gradients}, and PowerSGD has a sum inside of slices of its own"
-            problems.append(Problem("compress.slices_gradients", what, fix="leave it out"))
+            problem = Problem(
+                "compress.slices_gradients",
+                f"is {self.slices_gradients}, and PowerSGD has a sum inside of slices of its own",
+                fix="leave it out",
+            )
+            problems.append(problem)
         return problems
 
-    def useless(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> dict[str, Problem]:
-        """Return field → problem for the fields that have nothing to act on: over axes of size 1, nothing is sent."""
-        batch = [axis for entry in BATCH_SPEC for axis in entry_axes(entry)]
-        alone, one_slice = (all(sizes[axis] == 1 for axis in batch), all(slices.get(axis, 1) == 1 for axis in batch))
-        is_split = sizes["fsdp"] * sizes["expert"] > 1  # experts may continue a split over fsdp
-        cases = {
-            "gather": [
-                (not is_split, "no parameter is split over fsdp", "mesh.fsdp = 1", "mesh.fsdp 2"),
-                (zero < 3, "layers gather no parameters", f"zero = {zero}", "zero 3"),
-            ],
-            "gradients": [(alone, "there is one group of tokens", f"{' × '.join(batch)} = 1", "mesh.data 2")],
-            "slices_gradients": [(one_slice, "no axis of tokens spans slices", "slices = 1", "slices.data 2")],
+    def useless(
+        self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
+    ) -> dict[str, Problem]:
+        """Return field → problem for the fields without an effect: over axes of size 1, nothing is
+        sent."""
+        uses = {
+            "gather": _useless_gather(sizes, zero),
+            "gradients": _useless_gradients(sizes),
+            "slices_gradients": _useless_slices_gradients(slices),
         }
-        return {
-            field: Problem(f"compress.{field}", f"is {value}, and {what}", detail, f"{fix} or more, or leave it out")
-            for field, checks in cases.items()
-            for is_useless, what, detail, fix in reversed(checks)
-            if is_useless and (value := self._values[field])
-        }
+        problems = {}
+        for field, useless in uses.items():
+            value = self._values[field]
+            if value and useless is not None:
+                problems[field] = Problem(
+                    f"compress.{field}",
+                    f"is {value}, and {useless.what}",
+                    useless.detail,
+                    f"{useless.fix} or more, or leave it out",
+                )
+        return problems
 
-    def on(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> "CompressConfig":
+    def on(
+        self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
+    ) -> "CompressConfig":
         """Return the config without the fields that are useless there."""
         useless: dict[str, Any] = dict.fromkeys(self.useless(sizes, slices, zero), "")
         if powersgd_rank(self.gradients) and sizes["data"] == 1:
@@ -99,17 +129,27 @@ class CompressConfig:
 
     def precision(self, policy: Precision, slices: Mapping[str, int]) -> Precision:
         """Return the policy with the gradients' dtypes or codecs on the wire."""
-        exchange, slow = GRADIENTS.get(self.gradients, policy.exchange), GRADIENTS.get(self.slices_gradients)
-        over = {axis: slow for axis, count in slices.items() if count > 1 and slow} or policy.exchange_over
+        exchange = GRADIENTS.get(self.gradients, policy.exchange)
+        over = policy.exchange_over
+        over_slices = GRADIENTS.get(self.slices_gradients)
+        spans = _spans(slices)
+        if over_slices and spans:
+            over = dict.fromkeys(spans, over_slices)
         return dataclasses.replace(policy, exchange=exchange, exchange_over=over)
 
-    def problems_of_mesh(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> list[Problem]:
-        """Return what is wrong with the config in a plan for this mesh, whatever the model is."""
+    def problems_of_mesh(
+        self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
+    ) -> list[Problem]:
+        """Return the problems of the config in a plan for this mesh, whatever the model is."""
         problems = [*self.problems(), *self.useless(sizes, slices, zero).values()]
         if self != self.of_plan:
-            what = f"is {self.gradients}, which wraps a gradient function"
-            fix = "from spmd.powersgd.transform import PowerSGD; make_plan(…, transforms=[PowerSGD(rank=4)])"
-            problems.append(Problem("compress.gradients", what, fix=fix))
+            problem = Problem(
+                "compress.gradients",
+                f"is {self.gradients}, which wraps a gradient function",
+                fix="from spmd.powersgd.transform import PowerSGD; "
+                "make_plan(…, transforms=[PowerSGD(rank=4)])",
+            )
+            problems.append(problem)
         return problems
 
     def param_comm(
@@ -122,49 +162,55 @@ class CompressConfig:
         *,
         exactly: bool,
     ) -> ParamComm:
-        """Return what sends one layer's parameter of some shape, and its gradient.
+        """Return the communication of one layer's parameter of some shape, and of its gradient.
 
         Args:
-            specs: As it is stored, and as it is used.
+            specs: The specs of the stored parameter, and of the used one.
             sizes: Axis → size.
             slices: Axis → the slices that it spans.
             policy: From `precision`.
             exactly: Whether this one is never sent as codes.
         """
         axes = tuple(axis for axis, size in sizes.items() if size > 1)
-        stored, used = (spec_dims(spec, len(shape), axes) for spec in specs)
+        stored = spec_dims(specs[0], len(shape), axes)
+        used = spec_dims(specs[1], len(shape), axes)
         sent = policy.exchange_names(axes)
         if exactly:
-            sent = {axis: WITHOUT_CODES if name in EXCHANGES else name for axis, name in sent.items()}
-        is_gathered = len(shape) > 1 and stored != used and is_prefix(used, stored)
-        has_blocks = is_gathered and GATHERS["int8"].block_dim(local_shape(shape, stored, sizes))[1] > 0
-        codec = self.gather if has_blocks and not exactly else ""
-        if not codec and not any(name in EXCHANGES for name in sent.values()):
+            sent = _without_codes(sent)
+        codec = ""
+        if not exactly and _gathers_blocks(shape, stored, used, sizes):
+            codec = self.gather
+        sends_codes = any(name in EXCHANGES for name in sent.values())
+        if not codec and not sends_codes:
             return ParamComm(tuple(sent.items()))
-        spans = {axis: count for axis, count in slices.items() if count > 1}
-        hops = []
-        for axis in (axis for names in extra_axes(stored, used) for axis in names):
-            if 1 < spans.get(axis, 1) < sizes[axis]:
-                hops.append((axis, spans[axis]))
-        hop = hops[0] if hops and codec and self.secondary else None
-        parts = spec_dims(specs[1], len(shape), ("tensor",))[-2:]  # of heads, hidden units or a vocabulary
-        width = parts.index(()) - len(parts) if sum(map(bool, parts)) == len(parts) - 1 else 0
+        spans = _spans(slices)
+        hop = None
+        if codec and self.secondary:
+            hop = _hop(stored, used, sizes, spans)
+        width = _width_dim(specs[1], len(shape))
         return CodedComm(tuple(sent.items()), codec, tuple(spans.items()), hop, width)
 
-    def problems_of_model(self, comms: Iterable[ParamComm], reduced: Collection[str]) -> list[Problem]:
-        """Return a problem for each codec that nothing of a model is sent in.
+    def problems_of_model(
+        self, comms: Iterable[ParamComm], reduced: Collection[str]
+    ) -> list[Problem]:
+        """Return a problem for each codec without use in a model.
 
         Args:
-            comms: Of all its parameters.
+            comms: The communication of all its parameters.
             reduced: The paths of trained parameters whose gradients layers sum themselves.
         """
         problems = []
         if self.gather and not any(comm.param_codec for comm in comms):
-            what, fix = "and no shard of a parameter has a block", "a mesh with larger shards, or leave it out"
-            detail = "a dimension of a gathered shard must be a multiple of 32"
-            problems.append(Problem("compress.gather", f"is {self.gather}, {what}", detail, fix))
+            problem = Problem(
+                "compress.gather",
+                f"is {self.gather}, and no shard of a parameter has a block",
+                "a dimension of a gathered shard must be a multiple of 32",
+                "a mesh with larger shards, or leave it out",
+            )
+            problems.append(problem)
         for field in ("gradients", "slices_gradients"):
-            if (value := self._values[field]) in EXCHANGES and not reduced:
+            value = self._values[field]
+            if value in EXCHANGES and not reduced:
                 what = f"is {value}, and the partitioner sums all gradients"
                 fix = "float32 or bf16: layers of spmd.models send codes"
                 problems.append(Problem(f"compress.{field}", what, fix=fix))
@@ -183,4 +229,96 @@ def powersgd_rank(gradients: str) -> int:
         (4, 0)
     """
     name, _, rank = str(gradients).partition(":")
-    return int(rank) if name == "powersgd" and rank.isascii() and rank.isdigit() and int(rank) < 2**31 else 0
+    is_number = rank.isascii() and rank.isdigit()
+    if name != "powersgd" or not is_number or int(rank) >= 2**31:
+        return 0
+    return int(rank)
+
+
+class _Useless(NamedTuple):
+    """Reason why a field has no effect on a mesh, with the arithmetic, and the least to change."""
+
+    what: str
+    detail: str
+    fix: str
+
+
+def _useless_gather(sizes: Mapping[str, int], zero: int) -> _Useless | None:
+    # Experts may continue a split over fsdp.
+    if sizes["fsdp"] * sizes["expert"] == 1:
+        return _Useless("no parameter is split over fsdp", "mesh.fsdp = 1", "mesh.fsdp 2")
+    if zero < 3:
+        return _Useless("layers gather no parameters", f"zero = {zero}", "zero 3")
+    return None
+
+
+def _useless_gradients(sizes: Mapping[str, int]) -> _Useless | None:
+    axes = _batch_axes()
+    if any(sizes[axis] != 1 for axis in axes):
+        return None
+    return _Useless("there is one group of tokens", f"{' × '.join(axes)} = 1", "mesh.data 2")
+
+
+def _useless_slices_gradients(slices: Mapping[str, int]) -> _Useless | None:
+    if any(slices.get(axis, 1) != 1 for axis in _batch_axes()):
+        return None
+    return _Useless("no axis of tokens spans slices", "slices = 1", "slices.data 2")
+
+
+def _spans(slices: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes over several slices, with their slices."""
+    return {axis: count for axis, count in slices.items() if count > 1}
+
+
+def _batch_axes() -> list[str]:
+    """Return the axes that split tokens."""
+    axes = []
+    for entry in BATCH_SPEC:
+        axes += entry_axes(entry)
+    return axes
+
+
+def _without_codes(sent: Mapping[str, str]) -> dict[str, str]:
+    """Return axis → dtype, with a dtype in place of each codec."""
+    exact = dict(sent)
+    for axis, name in sent.items():
+        if name in EXCHANGES:
+            exact[axis] = WITHOUT_CODES
+    return exact
+
+
+def _gathers_blocks(
+    shape: tuple[int, ...], stored: Dims, used: Dims, sizes: Mapping[str, int]
+) -> bool:
+    """Return whether a layer gathers a parameter, in shards with blocks for codes."""
+    is_gathered = len(shape) > 1 and stored != used and is_prefix(used, stored)
+    if not is_gathered:
+        return False
+    shard = local_shape(shape, stored, sizes)
+    _, block = GATHERS["int8"].block_dim(shard)
+    return block > 0
+
+
+def _hop(
+    stored: Dims, used: Dims, sizes: Mapping[str, int], spans: Mapping[str, int]
+) -> tuple[str, int] | None:
+    """Return the first gathered axis with several devices in each of several slices, and its
+    slices."""
+    for axes in extra_axes(stored, used):
+        for axis in axes:
+            slices = spans.get(axis, 1)
+            if 1 < slices < sizes[axis]:
+                return axis, slices
+    return None
+
+
+def _width_dim(used: P, ndim: int) -> int:
+    """Return the dimension of the model's width, from the end; 0 if it is not known.
+
+    The other dimension of a kernel is split over `tensor`: heads, hidden units or a vocabulary.
+    """
+    last_dims = spec_dims(used, ndim, ("tensor",))[-2:]
+    whole = [dim for dim, axes in enumerate(last_dims) if not axes]
+    if len(whole) != 1:
+        return 0
+    return whole[0] - len(last_dims)

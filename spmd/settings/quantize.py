@@ -2,16 +2,20 @@
 
 | recipe | inputs, kernel | output's gradient | one scale for |
 |---|---|---|---|
-| `fp8` | e4m3 | e5m2 | each array, from its largest magnitude (Micikevicius et al., arXiv:2209.05433) |
+| `fp8` | e4m3 | e5m2 | each array, from its largest magnitude |
 | `fp8-delayed` | e4m3 | e5m2 | each array, from its largest magnitudes in the last steps |
-| `fp8-block` | e4m3 | e4m3 | 128 elements, 128 × 128 of a kernel (DeepSeek-V3, arXiv:2412.19437, section 3.3.2) |
-| `mxfp8` | e4m3 | e4m3 | 32 elements (Rouhani et al., arXiv:2310.10537; scales rounded up: arXiv:2506.08027) |
-| `int8` | int8 | int8 | each row; a kernel's gradient is not quantized (SwitchBack, arXiv:2304.13013) |
+| `fp8-block` | e4m3 | e4m3 | 128 elements, 128 × 128 of a kernel |
+| `mxfp8` | e4m3 | e4m3 | 32 elements; scales are rounded up |
+| `int8` | int8 | int8 | each row; a kernel's gradient is not quantized |
 | `bf16` | none of it: the compute dtype | | |
 
-Sums are in float32; parameters, optimizer state and checkpoints are as without recipes. Scales of fp8 are powers of
-two, rounded up, so every element of a block is exact in bfloat16. The recipes with blocks multiply in the compute
-dtype: no public kernel takes their scales.
+`fp8` is from Micikevicius et al. (arXiv:2209.05433), `fp8-block` from DeepSeek-V3
+(arXiv:2412.19437, section 3.3.2), `mxfp8` from Rouhani et al. (arXiv:2310.10537; rounding of
+scales: arXiv:2506.08027) and `int8` from SwitchBack (arXiv:2304.13013).
+
+Sums are in float32; parameters, optimizer state and checkpoints are as without recipes. Scales of
+fp8 are powers of two, rounded up, so every element of a block is exact in bfloat16. The recipes
+with blocks multiply in the compute dtype: no public kernel takes their scales.
 """
 
 import dataclasses
@@ -27,12 +31,14 @@ PLAIN = "bf16"
 """Name of the recipe that leaves a matmul as it is."""
 
 Table = tuple[tuple[str, str], ...]
-"""Patterns of paths with the name of a recipe each; the first that matches decides."""
+"""Patterns of paths with the name of a recipe each; the first match decides."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MatmulRecipe:
-    """Dtypes and scales of the three products of a linear layer: its output, and the gradients of input and kernel.
+    """Dtypes and scales of the three products of a linear layer.
+
+    They are its output, and the gradients of its input and its kernel.
 
     Attributes:
         inputs: Dtype of inputs and kernels.
@@ -56,11 +62,14 @@ class MatmulRecipe:
 
     @property
     def transforms(self) -> tuple[GradTransform, ...]:
-        """What keeps a state around the gradient for it (`ShardingPlan.with_transforms`)."""
-        return (MagnitudeHistory(),) if self.is_delayed else ()
+        """The transforms with a state around the gradient for it
+        (`ShardingPlan.with_transforms`)."""
+        if not self.is_delayed:
+            return ()
+        return (MagnitudeHistory(),)
 
     def problems(self, row: str, *, stages: int, is_trained: bool) -> list[Problem]:
-        """Return what keeps matmuls of a row of the table from following it.
+        """Return the reasons against its use for the matmuls of a row of the table.
 
         Args:
             stages: The stages of the pipeline.
@@ -68,32 +77,40 @@ class MatmulRecipe:
         """
         if not self.is_delayed:
             return []
-        why = []
+        reasons = []
         if stages > 1:
-            why.append("stages of a pipeline remember none")
+            reasons.append("stages of a pipeline remember none")
         if not is_trained:
-            why.append("frozen kernels remember none")
+            reasons.append("frozen kernels remember none")
         fix = "--quantize fp8, which scales by this step"
-        return [Problem(row, f"scales by earlier steps, and {what}", fix=fix) for what in why]
+        problems = []
+        for reason in reasons:
+            what = f"scales by earlier steps, and {reason}"
+            problems.append(Problem(row, what, fix=fix))
+        return problems
 
     @property
     def kind(self) -> str:
-        """The dtype in which a chip multiplies: `"float8"`, `"int8"`, or empty for the compute dtype."""
-        return "" if self.scaling == "block" else "int8" if self.inputs == "int8" else "float8"
+        """The dtype in which a chip multiplies: `"float8"`, `"int8"`, or empty for the compute
+        dtype."""
+        if self.scaling == "block":
+            return ""
+        if self.inputs == "int8":
+            return "int8"
+        return "float8"
 
 
-_E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
+_E4M3 = "float8_e4m3fn"
+_E5M2 = "float8_e5m2"
+_ALL_RECIPES = (
+    MatmulRecipe("fp8", _E4M3, _E5M2, "array"),
+    MatmulRecipe("fp8-delayed", _E4M3, _E5M2, "history"),
+    MatmulRecipe("fp8-block", _E4M3, _E4M3, "block", 128, is_square=True),
+    MatmulRecipe("mxfp8", _E4M3, _E4M3, "block", 32),
+    MatmulRecipe("int8", "int8", "int8", "row"),
+)
 
-RECIPES: Mapping[str, MatmulRecipe] = {
-    recipe.name: recipe
-    for recipe in (
-        MatmulRecipe("fp8", _E4M3, _E5M2, "array"),
-        MatmulRecipe("fp8-delayed", _E4M3, _E5M2, "history"),
-        MatmulRecipe("fp8-block", _E4M3, _E4M3, "block", 128, is_square=True),
-        MatmulRecipe("mxfp8", _E4M3, _E4M3, "block", 32),
-        MatmulRecipe("int8", "int8", "int8", "row"),
-    )
-}
+RECIPES: Mapping[str, MatmulRecipe] = {recipe.name: recipe for recipe in _ALL_RECIPES}
 """Name → recipe."""
 
 
@@ -106,23 +123,35 @@ def parse_table(text: str) -> Table:
         >>> parse_table("attention/.*=fp8,mlp/down_proj/kernel=bf16")
         (('attention/.*', 'fp8'), ('mlp/down_proj/kernel', 'bf16'))
     """
+    if not text:
+        return ()
     if "=" not in text:
-        return ((".*", text),) if text else ()
-    rows = (part.rpartition("=") for part in text.split(","))
-    return tuple((pattern.strip(), name.strip()) for pattern, _, name in rows)
+        return ((".*", text),)
+    rows = []
+    for row in text.split(","):
+        pattern, _, name = row.rpartition("=")
+        rows.append((pattern.strip(), name.strip()))
+    return tuple(rows)
 
 
 def table_problems(text: str) -> list[Problem]:
-    """Return a problem for each row without a pattern or a recipe that exists."""
-    problems, known = [], (*RECIPES, PLAIN)
+    """Return a problem for each row without a pattern or without a known recipe."""
+    known = (*RECIPES, PLAIN)
+    problems = []
     for pattern, name in parse_table(text):
-        row = "quantize" if "=" not in text else f"quantize, row {pattern + '=' + name!r}"
+        where = "quantize"
+        if "=" in text:
+            row = f"{pattern}={name}"
+            where = f"quantize, row {row!r}"
         if not pattern:
-            problems.append(Problem(row, "has no pattern", fix="PATTERN=RECIPE, such as mlp/.*=fp8"))
+            fix = "PATTERN=RECIPE, such as mlp/.*=fp8"
+            problems.append(Problem(where, "has no pattern", fix=fix))
         if name not in known:
-            problems.append(Problem(row, f"names the recipe {name!r}", fix=did_you_mean(name, known)))
+            fix = did_you_mean(name, known)
+            problems.append(Problem(where, f"names the recipe {name!r}", fix=fix))
         try:
             compile_pattern(pattern)
         except PatternError as error:
-            problems.append(Problem(row, f"is no regular expression: {error}", fix="escape special characters by \\"))
+            what = f"is no regular expression: {error}"
+            problems.append(Problem(where, what, fix="escape special characters by \\"))
     return problems
