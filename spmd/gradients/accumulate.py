@@ -24,29 +24,30 @@ from spmd.sharding.batch import BatchTable
 
 _TITLE = "The batch cannot be split into microbatches:"
 _EXAMPLES_FIRST = 'P(("data", "fsdp", "expert"))'
+_EXAMPLES_LATER = 'P(None, ("data", "fsdp", "expert"))'
 _PER_MICROBATCH = "spmd.accumulate(…, per_microbatch=True) for the loss of each microbatch"
 _WHOLE = 'spmd.whole("why")'
 _ADDING = (*ADDING, "dynamic_update_slice", "max", "min")
 """Operations that join what an iteration gives to what a loop carries, in any order."""
 
-_EXAMPLES_LATER = 'P(None, ("data", "fsdp", "expert"))'
-
 
 def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = False) -> GradFn:
-    """Return a gradient function that adds up the results of `grad_fn` on microbatches, one after the other.
+    """Accumulate the results of a gradient function over microbatches, one after the other.
 
-    A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its variables to the next.
-    Examples are the first dimension of each array of a batch, unless the batch table of the rules says otherwise.
+    A `GradFn` returns sums, so padding does not change the result. Each microbatch passes its
+    variables to the next. Examples are the first dimension of each array of a batch, unless the
+    batch table of the rules says otherwise.
 
     Args:
-        per_microbatch: Whether a loss that is no sum over the examples is meant to be one of each microbatch. Without
-            it, statistics that a model keeps among its variables and declared values such as balance losses are of a
-            microbatch (`values_of_microbatches`), and any other such loss is an error. With it, `values` are those of
-            the last microbatch.
+        per_microbatch: Whether a loss that is no sum over the examples is meant to be one of each
+            microbatch. Without it, statistics that a model keeps among its variables and declared
+            values such as balance losses are of a microbatch (`values_of_microbatches`), and any
+            other such loss is an error. With it, `values` are those of the last microbatch.
 
     Raises:
-        ConfigError: At trace time: arrays have different numbers of examples, none, or a number that does not divide;
-            the model scans over what should be examples; or the loss is no sum over the examples.
+        ConfigError: At trace time: arrays have different numbers of examples, none, or a number
+            that does not divide; the model scans over what should be examples; or the loss is no
+            sum over the examples.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         problem = Problem("microbatches", f"is {microbatches}", fix="a whole number, at least 1")
@@ -54,42 +55,67 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
     if microbatches == 1:
         return grad_fn
 
-    def accumulated(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+    def accumulated(
+        params: Any, carry: Carry, batch: Any, key: jax.Array
+    ) -> tuple[Any, Sums, Carry]:
         split, shared = split_microbatches(batch, microbatches)
         keys = jax.random.split(key, microbatches)
 
-        def add(before: tuple[Any, Carry], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Carry], Any]:
+        def add(
+            before: tuple[Any, Carry], part: tuple[Any, jax.Array]
+        ) -> tuple[tuple[Any, Carry], Any]:
             total, carry = before
             arrays, key = part
-            gradients, sums, carry = grad_fn(params, carry, join_microbatch(batch, arrays, shared), key)
-            sums, values = _without_values(sums)
+            microbatch = join_microbatch(batch, arrays, shared)
+            gradients, sums, carry = grad_fn(params, carry, microbatch, key)
+            sums, values = _split_values(sums)
             total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, (gradients, sums))
             return (total, carry), values
 
-        first = join_microbatch(batch, {path: x[0] for path, x in split.items()}, shared)
-        jaxpr, returned = jax.make_jaxpr(grad_fn, return_shape=True)(params, carry, first, keys[0])
-        gradients, sums, _ = check_results(returned)
-        _check_no_order(read_program(jaxpr), len(jax.tree.leaves((params, carry))), first)
+        first = _join_first(batch, split, shared)
+        gradients, sums = _trace_results(grad_fn, params, carry, first, keys[0])
         if isinstance(grad_fn, LossGradFn) and not per_microbatch:
             given = params, carry.variables, first, key
             grad_fn.loss.check_additive(_TITLE, *given, fix=_PER_MICROBATCH, statistics=False)
-        zeros = zero_gradients(gradients), jax.tree.map(jnp.zeros_like, _without_values(sums)[0])
+        added, _ = _split_values(sums)
+        zeros = zero_gradients(gradients), jax.tree.map(jnp.zeros_like, added)
         ((gradients, sums), carry), values = jax.lax.scan(add, (zeros, carry), (split, keys))
-        return gradients, sums | jax.tree.map(lambda x: x[-1], values), carry
+        last_values = jax.tree.map(lambda x: x[-1], values)
+        return gradients, sums | last_values, carry
 
     return with_loss_of(grad_fn, accumulated)
 
 
-def _without_values(sums: Sums) -> tuple[Sums, Sums]:
-    """Split sums into those that add up, and values that do not, under their key if there are any."""
-    others = {name: value for name, value in sums.items() if name == VALUES}
-    return {name: value for name, value in sums.items() if name != VALUES}, others
+def _trace_results(
+    grad_fn: GradFn, params: Any, carry: Carry, microbatch: Any, key: jax.Array
+) -> tuple[Any, Sums]:
+    """Return the abstract gradients and sums of a microbatch.
+
+    Raises:
+        ConfigError: `grad_fn` is no gradient function, or the model scans over the examples.
+    """
+    trace = jax.make_jaxpr(grad_fn, return_shape=True)
+    jaxpr, returned = trace(params, carry, microbatch, key)
+    gradients, sums, _ = check_results(returned)
+    before = len(jax.tree.leaves((params, carry)))
+    _check_no_order(read_program(jaxpr), before, microbatch)
+    return gradients, sums
+
+
+def _split_values(sums: Sums) -> tuple[Sums, Sums]:
+    """Split sums into those that add up, and values that do not, under their key if any."""
+    added = dict(sums)
+    others: Sums = {}
+    if VALUES in added:
+        others[VALUES] = added.pop(VALUES)
+    return added, others
 
 
 def values_of_microbatches(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> list[str]:
-    """Return the names of what is of a microbatch and not of the batch: declared values, and batch statistics.
+    """Return the names of values of a microbatch, not of the batch: declared ones, and statistics.
 
-    A balance loss is declared in `spmd.model_api.model.Outputs`; statistics are found among the variables.
+    A balance loss is declared in `spmd.model_api.model.Outputs`; statistics are found among the
+    variables.
 
     Args:
         batch: Arrays, or their shapes.
@@ -102,39 +128,55 @@ def values_of_microbatches(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> l
     return [*structure.declared, *structure.statistics()]
 
 
-def split_microbatches(batch: Any, microbatches: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Split the arrays of a batch: path → `[microbatches, …]`, and path → array that every microbatch has whole.
+def split_microbatches(
+    batch: Any, microbatches: int
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Split a batch: path → array `[microbatches, …]`, and path → array whole in all microbatches.
 
-    Microbatch *i* has the examples *i*, *i* + `microbatches`, …, so each stays split over the devices of the batch.
+    Microbatch *i* has the examples *i*, *i* + `microbatches`, …, so each stays split over the
+    devices of the batch.
 
     Example:
         >>> split_microbatches({"x": jnp.arange(6)}, 2)[0]["x"].tolist()
         [[0, 2, 4], [1, 3, 5]]
     """
-    table, arrays = current().batch, tree.flatten(batch)
+    table = current().batch
+    arrays = tree.flatten(batch)
     dims = {path: table.examples(path) for path in arrays}
-    if problems := _example_problems(arrays, dims, microbatches):
+    problems = _example_problems(arrays, dims, microbatches)
+    if problems:
         raise ConfigError(_TITLE, problems)
-    split, shared = dict[str, jax.Array](), dict[str, jax.Array]()
+    split = dict[str, jax.Array]()
+    shared = dict[str, jax.Array]()
     for path, x in arrays.items():
         dim = dims[path]
         if dim is None:
             shared[path] = x
             continue
         examples = x.shape[dim] // microbatches
-        parts = x.reshape(*x.shape[:dim], examples, microbatches, *x.shape[dim + 1 :])
-        split[path] = jnp.moveaxis(parts, dim + 1, 0)
+        before = x.shape[:dim]
+        after = x.shape[dim + 1 :]
+        parts = x.reshape(*before, examples, microbatches, *after)
+        split[path] = jnp.moveaxis(parts, dim + 1, 0)  # [microbatches, *before, examples, *after]
     return split, shared
 
 
 def first_microbatch(batch: Any, microbatches: int) -> Any:
     """Return the first of the microbatches of a batch."""
     split, shared = split_microbatches(batch, microbatches)
-    return join_microbatch(batch, {path: x[0] for path, x in split.items()}, shared)
+    return _join_first(batch, split, shared)
 
 
-def join_microbatch(batch: Any, part: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> Any:
-    """Return a microbatch, a tree like the batch, from its own arrays and those of all microbatches."""
+def _join_first(batch: Any, split: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> Any:
+    """Return the first microbatch from the arrays of all."""
+    first = {path: x[0] for path, x in split.items()}
+    return join_microbatch(batch, first, shared)
+
+
+def join_microbatch(
+    batch: Any, part: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]
+) -> Any:
+    """Return a microbatch, a tree like the batch, from its own arrays and the shared ones."""
     arrays = {**shared, **part}
     return tree.map_with_path(lambda path, _: arrays[path], batch)
 
@@ -142,31 +184,54 @@ def join_microbatch(batch: Any, part: Mapping[str, jax.Array], shared: Mapping[s
 def _example_problems(
     arrays: Mapping[str, jax.Array], dims: Mapping[str, int | None], microbatches: int
 ) -> list[Problem]:
-    """Return what is wrong with the numbers of examples of the arrays of a batch."""
-    sizes, problems = dict[str, int](), list[Problem]()
+    """Return the problems of the numbers of examples of the arrays of a batch."""
+    sizes = dict[str, int]()
+    problems = list[Problem]()
     for path, x in arrays.items():
-        dim, where = dims[path], f"batch {path}".strip()
+        dim = dims[path]
         if dim is None:
             continue
-        if x.ndim <= dim:
-            what = "is a scalar, which has no examples" if not x.ndim else f"has no dimension {dim} for examples"
-            problems.append(Problem(where, what, f"{x.shape}", f"Rules(batch=[{_row(path, _WHOLE)}])"))
-        elif x.shape[dim] % microbatches:
-            detail = f"{x.shape[dim]} / {microbatches} = {x.shape[dim] / microbatches:.4g}"
-            problems.append(Problem(where, "does not divide into microbatches", detail, "change one of them"))
+        problem = _dimension_problem(path, x, dim, microbatches)
+        if problem is not None:
+            problems.append(problem)
         else:
             sizes[path] = x.shape[dim]
     if len(set(sizes.values())) > 1:
-        detail = ", ".join(f"{path}: {size}" for path, size in sizes.items())
-        what = "has arrays with different numbers of examples, which would not be split alike"
-        path = _undeclared(arrays, sizes)
-        later, none = _row(path, _EXAMPLES_LATER), _row(path, _WHOLE)
-        fix = f"Rules(batch=[{later}]) if they are another dimension, or {none} if it has none"
-        problems.append(Problem("batch", what, detail, fix))
+        problems.append(_unequal_sizes(arrays, sizes))
     if all(dim is None for dim in dims.values()):
         detail = f"each of {microbatches} microbatches would be the whole batch"
-        problems.append(Problem("batch", "has no array with examples", detail, "microbatches=1"))
+        fix = "microbatches=1"
+        problems.append(Problem("batch", "has no array with examples", detail, fix))
     return problems
+
+
+def _dimension_problem(path: str, x: jax.Array, dim: int, microbatches: int) -> Problem | None:
+    """Return the problem of an array's dimension of examples, None if it can be split."""
+    where = f"batch {path}".strip()
+    if x.ndim <= dim:
+        what = f"has no dimension {dim} for examples"
+        if x.ndim == 0:
+            what = "is a scalar, which has no examples"
+        fix = f"Rules(batch=[{_row(path, _WHOLE)}])"
+        return Problem(where, what, f"{x.shape}", fix)
+    examples = x.shape[dim]
+    if examples % microbatches:
+        detail = f"{examples} / {microbatches} = {examples / microbatches:.4g}"
+        return Problem(where, "does not divide into microbatches", detail, "change one of them")
+    return None
+
+
+def _unequal_sizes(arrays: Mapping[str, jax.Array], sizes: Mapping[str, int]) -> Problem:
+    """Return the problem of arrays with different numbers of examples."""
+    path = _undeclared(arrays, sizes)
+    later = _row(path, _EXAMPLES_LATER)
+    whole = _row(path, _WHOLE)
+    return Problem(
+        "batch",
+        "has arrays with different numbers of examples, which would not be split alike",
+        detail=", ".join(f"{name}: {size}" for name, size in sizes.items()),
+        fix=f"Rules(batch=[{later}]) if they are another dimension, or {whole} if it has none",
+    )
 
 
 def _row(path: str, value: str) -> str:
@@ -178,7 +243,10 @@ def _row(path: str, value: str) -> str:
 
 
 def _undeclared(arrays: Mapping[str, jax.Array], sizes: Mapping[str, int]) -> str:
-    """Return the array that a fix names: one that has the examples of another in a later dimension, or the longest."""
+    """Return the array for a fix to name.
+
+    It has the examples of another array in a later dimension, or else is the longest.
+    """
     for path, size in sizes.items():
         others = {other for other in sizes.values() if other != size}
         if others & set(arrays[path].shape[1:]):
@@ -186,66 +254,100 @@ def _undeclared(arrays: Mapping[str, jax.Array], sizes: Mapping[str, int]) -> st
     return max(sizes, key=sizes.__getitem__)
 
 
-def _ordered_dims(program: TracedProgram, *, in_loop: bool = False) -> Iterator[tuple[Operation, TracedValue, int]]:
-    """Yield operations that go through a dimension of an array in order, with the array and the dimension.
+def _ordered_dims(
+    program: TracedProgram, *, in_loop: bool = False
+) -> Iterator[tuple[Operation, TracedValue, int]]:
+    """Yield operations over a dimension of an array in order, with the array and the dimension.
 
-    These are loops whose iterations depend on those before them, and cumulative sums. `in_loop` tells whether the
-    program is the body of such a loop, where `x[t]` is a slice of size 1.
+    These are loops whose iterations depend on those before them, and cumulative sums. `in_loop`
+    tells whether the program is the body of such a loop, where `x[t]` is a slice of size 1.
     """
     for operation in program.operations:
-        name, params = operation.primitive, operation.params
-        depends = not all(_adds_up(operation, *carried) for carried in operation.carried)
-        if name.startswith("cum"):
-            yield operation, operation.inputs[0], params["axis"]
-        elif name == "dynamic_slice" and in_loop:
-            array = operation.inputs[0]
-            for dim, taken in enumerate(params["slice_sizes"]):
-                if taken == 1 < array.shape[dim]:
-                    yield operation, array, dim
-        elif name == "scan" and depends:
-            for array in operation.inputs[params["num_consts"] + params["num_carry"] :]:
-                yield operation, array, 0
+        is_ordered = not all(_adds_up(operation, *carried) for carried in operation.carried)
+        for array, dim in _own_ordered_dims(operation, is_ordered=is_ordered, in_loop=in_loop):
+            yield operation, array, dim
         for body in operation.bodies:
-            yield from _ordered_dims(body, in_loop=in_loop or depends)
+            yield from _ordered_dims(body, in_loop=in_loop or is_ordered)
+
+
+def _own_ordered_dims(
+    operation: Operation, *, is_ordered: bool, in_loop: bool
+) -> Iterator[tuple[TracedValue, int]]:
+    """Yield each array and dimension of an operation's own order, without its bodies.
+
+    Args:
+        is_ordered: Whether the iterations of the operation, a loop, depend on those before them.
+        in_loop: Whether it is in the body of such a loop.
+    """
+    name = operation.primitive
+    params = operation.params
+    if name.startswith("cum"):
+        yield operation.inputs[0], params["axis"]
+    elif name == "dynamic_slice" and in_loop:
+        array = operation.inputs[0]
+        for dim, taken in enumerate(params["slice_sizes"]):
+            if taken == 1 < array.shape[dim]:
+                yield array, dim
+    elif name == "scan" and is_ordered:
+        scanned = params["num_consts"] + params["num_carry"]
+        for array in operation.inputs[scanned:]:
+            yield array, 0
 
 
 def _adds_up(loop: Operation, old: TracedValue, new: TracedValue) -> bool:
-    """Return whether a loop only adds to a value that it carries, or counts, so that the order makes no difference."""
-    return old is new or not old.is_float or adding_operation(loop, old, new, _ADDING) is not None
+    """Return whether a loop only adds to a carried value, or counts: its order does not matter."""
+    if old is new or not old.is_float:
+        return True
+    return adding_operation(loop, old, new, _ADDING) is not None
 
 
 def _check_no_order(program: TracedProgram, before: int, batch: Any) -> None:
-    """Raise a `ConfigError` if the model goes through the dimension of examples in order, so that it is time.
+    """Raise a `ConfigError` if the model goes through the examples in order, so that they are time.
 
-    Arrays with a row in the batch table are not checked: their author has said which dimension is the examples.
+    Arrays with a row in the batch table are not checked: their author has said which dimension is
+        the examples.
 
     Args:
         program: The traced gradient function.
         before: The number of inputs before those of the batch.
         batch: The arrays of a microbatch.
     """
+    axes = _mark_examples(program, before, batch)
+    propagate(program)
+    found = dict[str, str]()  # path → line
+    for operation, value, dim in _ordered_dims(program):
+        if not value.dims:
+            continue
+        for axis in value.dims[dim]:
+            if axis in axes:
+                found.setdefault(axes[axis], equation_line(operation.equations))
+    if found:
+        problems = [_order_problem(path, line) for path, line in found.items()]
+        raise ConfigError(_TITLE, problems)
+
+
+def _mark_examples(program: TracedProgram, before: int, batch: Any) -> dict[str, str]:
+    """Mark the first dimension of each array as if a mesh axis of its own split it; axis → path."""
     table: BatchTable = current().batch
     axes = dict[str, str]()
     for number, (path, x) in enumerate(tree.flatten(batch).items(), before):
         if table.value(path) is None:
-            axis = f"examples of {path}"  # as if an axis of the mesh split the examples of each array
+            axis = f"examples of {path}"
             axes[axis] = path
-            program.inputs[number].dims = ((axis,), *((),) * (x.ndim - 1))
-    propagate(program)
-    found = dict[str, str]()
-    for operation, value, dim in _ordered_dims(program):
-        for axis in value.dims[dim] if value.dims else ():
-            if axis in axes:
-                found.setdefault(axes[axis], equation_line(operation.equations))
-    problems = [
-        Problem(
-            f"batch {path}".strip(),
-            f"is gone through in order along its first dimension at {line}, which then is no dimension of examples",
-            "a microbatch would be a part of the steps of each example",
-            f"Rules(batch=[{_row(path, _EXAMPLES_LATER)}]) for [time, batch, …]; or "
-            f"{_row(path, _EXAMPLES_FIRST)} if the loop only adds up what examples give",
-        )
-        for path, line in found.items()
-    ]
-    if problems:
-        raise ConfigError(_TITLE, problems)
+            others = ((),) * (x.ndim - 1)
+            program.inputs[number].dims = ((axis,), *others)
+    return axes
+
+
+def _order_problem(path: str, line: str) -> Problem:
+    """Return the problem of an array whose first dimension a loop goes through."""
+    later = _row(path, _EXAMPLES_LATER)
+    first = _row(path, _EXAMPLES_FIRST)
+    return Problem(
+        f"batch {path}".strip(),
+        f"is gone through in order along its first dimension at {line}, "
+        "which then is no dimension of examples",
+        "a microbatch would be a part of the steps of each example",
+        f"Rules(batch=[{later}]) for [time, batch, …]; "
+        f"or {first} if the loop only adds up what examples give",
+    )

@@ -1,14 +1,14 @@
 """Losses that are sums over examples, and those that are not.
 
-The loss of a batch is the sum of those of its parts only if no example has an influence on another's. Accumulation,
-pipelines and an exchange once a step compute parts, so they ask. The answer is read from the loss, traced for two
-numbers of examples (`spmd.jaxpr.examples`); nothing is computed.
+The loss of a batch is the sum of those of its parts only if no example has an influence on
+another's. Accumulation, pipelines and an exchange once a step compute parts, so they ask. The
+answer is read from the loss, traced for two numbers of examples (`spmd.jaxpr.examples`); nothing is
+computed.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from spmd.jaxpr.example_labels import Kind, Label, Mix, all_sums
 from spmd.jaxpr.example_rules import NUMBER, UNKNOWN
 from spmd.jaxpr.examples import UnlikeProgramsError, input_label, label_examples
 from spmd.jaxpr.source import equation_line
-from spmd.jaxpr.traced_program import TracedProgram, read_program
+from spmd.jaxpr.traced_program import Operation, TracedProgram, read_program
 from spmd.plan.context import current
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.partition_safe import trace_call
@@ -32,7 +32,10 @@ _SUMS = 'return {"loss": losses.sum(), "weight": weights.sum()}'
 _EQUAL = 1e-6
 
 _NEAR = 0.25
-"""How far the mean of examples twice over may be from their mean, by noise and by what is of a whole batch."""
+"""Largest distance of the mean of examples twice over from their mean.
+
+It is due to noise, and to values of a whole batch.
+"""
 
 _UNFIT = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 """What a loss may raise that is written for one number of examples."""
@@ -57,9 +60,12 @@ class LossStructure:
     unknown: str = ""
 
     def statistics(self) -> list[str]:
-        """Return the paths of variables with statistics of a batch that the loss uses, such as means of batch norm."""
-        used = frozenset(mix for label in self.sums.values() for mix in label.mixes if self._is_statistic(mix))
-        sums = frozenset(operation for mix in used for operation in mix.sums)
+        """Return the paths of statistics among the variables, such as means of batch norm."""
+        sums = set[Operation]()
+        for label in self.sums.values():
+            for mix in label.mixes:
+                if self._is_statistic(mix):
+                    sums |= mix.sums
         return [path for path, label in self.variables.items() if label.sums & sums]
 
     def first_mix(self, label: Label, *, statistics: bool) -> Mix | None:
@@ -71,7 +77,9 @@ class LossStructure:
         mixes = [mix for mix in label.mixes if statistics or not self._is_statistic(mix)]
 
         def place(mix: Mix) -> tuple[bool, int, str]:
-            is_minor = mix.what == NUMBER  # an index of another example is made from their number, too
+            is_minor = (
+                mix.what == NUMBER
+            )  # an index of another example is made from their number, too
             return is_minor, self.order.get(mix.operation, len(self.order)), mix.what
 
         return min(mixes, key=place, default=None)
@@ -94,21 +102,22 @@ class LossReader:
         self._read: dict[Any, LossStructure] = {}
 
     def read(self, params: Any, variables: Any, batch: Any, key: Any) -> LossStructure:
-        """Return the structure of the loss for arguments of these shapes, arrays or abstract ones."""
-        leaves, structure = jax.tree.flatten((params, variables, batch, key))
-        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in map(_abstract, leaves))
-        around = get_abstract_mesh()
-        signature = structure, shapes, current(), around
+        """Return the structure of the loss for arguments of some shapes, arrays or not."""
+        abstract = jax.tree.map(_abstract, (params, variables, batch, key))
+        leaves, structure = jax.tree.flatten(abstract)
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        signature = structure, shapes, current(), get_abstract_mesh()
         if signature not in self._read:
-            self._read[signature] = self._structure(*jax.tree.map(_abstract, (params, variables, batch, key)))
+            self._read[signature] = self._structure(*abstract)
         return self._read[signature]
 
     def has_values(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> bool:
         """Return whether the loss reports values as they are."""
-        return any(name.startswith(f"{VALUES}/") for name in self.read(params, variables, batch, key).sums)
+        sums = self.read(params, variables, batch, key).sums
+        return any(_is_value(name) for name in sums)
 
     def check_mean(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> None:
-        """Raise a `ConfigError` if the loss is a mean and the weight a count, so that it would be divided twice."""
+        """Raise a `ConfigError` if the loss is a mean and the weight a count."""
         if self.weighted:
             return
         sums = self.read(params, variables, batch, key).sums
@@ -118,9 +127,10 @@ class LossReader:
             raise _mean_error("for a batch twice over: loss × 1, weight × 2")
 
     def check_numbers(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> None:
-        """Raise a `ConfigError` as `check_mean` does, for a loss whose structure does not say, from its numbers.
+        """Raise a `ConfigError` as `check_mean` does, from the numbers of an unknown structure.
 
-        Half of a batch is evaluated alone and twice over, or all of it where devices do not divide a half: two forward
+        Half of a batch is evaluated alone and twice over, or all of it where devices do not divide
+            a half: two forward
         passes in one program, which is compiled. A loss whose structure is known costs nothing.
 
         Args:
@@ -131,43 +141,49 @@ class LossReader:
         dims, count = self._examples(batch)
         if count is None:
             return
-        part = count // 2 if count % (2 * _shards()) == 0 else count
+        part = count
+        if count % (2 * _shards()) == 0:
+            part = count // 2
 
-        def take(path: str, x: Any, *, times: int) -> Any:
-            dim = dims[path]
-            if dim is None:
-                return x
-            taken = jax.lax.slice_in_dim(x, 0, part, axis=dim)
-            return jax.numpy.concatenate([taken] * times, axis=dim)
-
-        def loss_and_weight(params: Any, variables: Any, batch: Any, key: jax.Array, *, times: int) -> Any:
-            some = tree.map_with_path(functools.partial(take, times=times), batch)
+        def loss_and_weight(times: int, params: Any, variables: Any, batch: Any, key: Any) -> Any:
+            repeated = _repeat_examples(batch, dims, part, times)
             given = params_for_forward(params)
-            sums, _ = trace_call(self._sums_of(variables), given, variables, some, key).evaluate()
+            call = trace_call(self._sums_of(variables), given, variables, repeated, key)
+            sums, _ = call.evaluate()
             return sums["loss"], sums["weight"]
 
         def once_and_twice(*arguments: Any) -> Any:
-            return loss_and_weight(*arguments, times=1), loss_and_weight(*arguments, times=2)
+            return loss_and_weight(1, *arguments), loss_and_weight(2, *arguments)
 
-        given = params, variables, batch, key
+        arguments = params, variables, batch, key
         try:
-            traced = jax.jit(once_and_twice).trace(*given)
+            traced = jax.jit(once_and_twice).trace(*arguments)
         except _UNFIT:  # a loss that is written for one number of examples
             return
-        once, twice = jax.device_get(traced.lower().compile()(*given))
-        loss, weight = (
-            float(after) / float(before) if before else math.nan for before, after in zip(once, twice, strict=True)
-        )
+        compiled = traced.lower().compile()
+        once, twice = jax.device_get(compiled(*arguments))
+        loss = _growth(once[0], twice[0])
+        weight = _growth(once[1], twice[1])
         if abs(loss - 1) < _NEAR and abs(weight - 2) < _EQUAL:
             raise _mean_error(f"for examples twice over: loss × {loss:.3g}, weight × {weight:.3g}")
 
     def _says_degree(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> bool:
-        """Return whether the structure says how loss and weight grow with the number of examples."""
+        """Return whether the structure tells the growth of loss and weight with the examples."""
         sums = self.read(params, variables, batch, key).sums
-        return bool(sums) and all(sums[name].is_zero or sums[name].degree is not None for name in ("loss", "weight"))
+        if not sums:
+            return False
+        return _has_degree(sums["loss"]) and _has_degree(sums["weight"])
 
     def check_additive(
-        self, title: str, params: Any, variables: Any, batch: Any, key: jax.Array, *, fix: str, statistics: bool = True
+        self,
+        title: str,
+        params: Any,
+        variables: Any,
+        batch: Any,
+        key: jax.Array,
+        *,
+        fix: str,
+        statistics: bool = True,
     ) -> None:
         """Raise a `ConfigError` if a result of the loss is no sum over examples.
 
@@ -182,49 +198,46 @@ class LossReader:
         if structure.unknown:
             problem = Problem("loss_fn", structure.unknown, fix=f"{_DECLARE}; or {fix}")
             raise ConfigError(title, [problem])
-        if problems := list(_not_additive(structure, fix, statistics)):
+        problems = list(_not_additive(structure, fix, statistics))
+        if problems:
             raise ConfigError(title, problems)
 
     def _structure(self, params: Any, variables: Any, batch: Any, key: Any) -> LossStructure:
         """Trace the loss for two numbers of examples, and label its results."""
-        arrays = tree.flatten(batch)
         dims, count = self._examples(batch)
         if count is None:
-            found = ", ".join(map(str, sorted(_counts(arrays, dims)))) or "none"
-            return LossStructure(unknown=f"has a batch whose examples are not known: their numbers are {found}")
-        sizes = (count, 2 * count) if count > 1 else (2, 4)
+            counts = sorted(_counts(tree.flatten(batch), dims))
+            found = ", ".join(map(str, counts)) or "none"
+            what = f"has a batch whose examples are not known: their numbers are {found}"
+            return LossStructure(unknown=what)
+        sizes = (count, 2 * count)
+        if count <= 1:
+            sizes = (2, 4)
 
         sums_of = self._sums_of(variables)
 
         def traced(params: Any, variables: Any, batch: Any, key: jax.Array) -> Any:
             return sums_of(params_for_forward(params), variables, batch, key)
 
-        programs, paths = list[TracedProgram](), list[str]()
+        trace = jax.make_jaxpr(traced, return_shape=True)
+        programs = list[TracedProgram]()
         for size in sizes:
-            resized = tree.map_with_path(lambda path, x, size=size: _resized(x, dims[path], size), batch)
+            resized = _resize(batch, dims, size)
             try:
-                jaxpr, outputs = jax.make_jaxpr(traced, return_shape=True)(params, variables, resized, key)
+                jaxpr, outputs = trace(params, variables, resized, key)
             except _UNFIT as error:
                 if size == count:
                     raise
                 said = str(error).partition("\n")[0]
-                return LossStructure(unknown=f"cannot be traced for {size} examples, and it can for {count}: {said}")
+                what = f"cannot be traced for {size} examples, and it can for {count}: {said}"
+                return LossStructure(unknown=what)
             programs.append(read_program(jaxpr))
-            paths = list(tree.flatten(outputs))
+        first, second = programs
         before = len(jax.tree.leaves((params, variables)))
         inputs = [input_label(None)] * before
-        inputs += [input_label(dims[path]) for path in arrays]
-        inputs += [input_label(None)] * (len(programs[0].inputs) - len(inputs))
-        try:
-            labels = label_examples((programs[0], programs[1]), inputs, sizes, _split_axes())
-        except UnlikeProgramsError as error:
-            what = f"has other operations for {sizes[1]} examples than for {sizes[0]}: {error}"
-            return LossStructure(unknown=what)
-        labelled = dict(zip(paths, labels.results, strict=True))
-        sums = {path.removeprefix("0/"): label for path, label in labelled.items() if path.startswith("0/")}
-        after = {path.removeprefix("1/"): label for path, label in labelled.items() if path.startswith("1/")}
-        order = {operation: place for place, operation in enumerate(programs[0].walk())}
-        return LossStructure(sums, after, tuple(labels.declared), order)
+        inputs += [input_label(dims[path]) for path in tree.flatten(batch)]
+        inputs += [input_label(None)] * (len(first.inputs) - len(inputs))
+        return _label_results((first, second), inputs, sizes, list(tree.flatten(outputs)))
 
     def _sums_of(self, own: Any) -> LossFn:
         """Return the loss function with its results checked."""
@@ -236,18 +249,82 @@ class LossReader:
 
     @staticmethod
     def _examples(batch: Any) -> tuple[dict[str, int | None], int | None]:
-        """Return each array's dimension of examples, by path, and their number; None if arrays do not agree on it."""
-        table, arrays = current().batch, tree.flatten(batch)
+        """Return path → dimension of examples, and their number; None if arrays disagree on it."""
+        table = current().batch
+        arrays = tree.flatten(batch)
         dims = dict[str, int | None]()
         for path, x in arrays.items():
             dim = table.examples(path)
-            dims[path] = dim if dim is not None and dim < len(x.shape) else None
+            if dim is not None and dim >= len(x.shape):
+                dim = None
+            dims[path] = dim
         counts = _counts(arrays, dims)
-        return dims, counts.pop() if len(counts) == 1 else None
+        if len(counts) != 1:
+            return dims, None
+        return dims, counts.pop()
 
 
 def _counts(arrays: Mapping[str, Any], dims: Mapping[str, int | None]) -> set[int]:
+    """Return the different numbers of examples of some arrays."""
     return {arrays[path].shape[dim] for path, dim in dims.items() if dim is not None}
+
+
+def _repeat_examples(batch: Any, dims: Mapping[str, int | None], count: int, times: int) -> Any:
+    """Return the first examples of a batch, so many times over."""
+
+    def repeat(path: str, x: Any) -> Any:
+        dim = dims[path]
+        if dim is None:
+            return x
+        first = jax.lax.slice_in_dim(x, 0, count, axis=dim)
+        return jax.numpy.concatenate([first] * times, axis=dim)
+
+    return tree.map_with_path(repeat, batch)
+
+
+def _growth(before: Any, after: Any) -> float:
+    """Return the factor between two numbers, NaN from zero."""
+    if not before:
+        return math.nan
+    return float(after) / float(before)
+
+
+def _label_results(
+    programs: tuple[TracedProgram, TracedProgram],
+    inputs: Sequence[Label],
+    sizes: tuple[int, int],
+    paths: Sequence[str],
+) -> LossStructure:
+    """Label the results of a loss.
+
+    Args:
+        programs: The loss for two numbers of examples, `sizes`.
+        paths: Paths of the results: sums below `0`, variables below `1`.
+    """
+    try:
+        labels = label_examples(programs, inputs, sizes, _split_axes())
+    except UnlikeProgramsError as error:
+        what = f"has other operations for {sizes[1]} examples than for {sizes[0]}: {error}"
+        return LossStructure(unknown=what)
+    sums = dict[str, Label]()
+    variables = dict[str, Label]()
+    for path, label in zip(paths, labels.results, strict=True):
+        if path.startswith("0/"):
+            sums[path.removeprefix("0/")] = label
+        elif path.startswith("1/"):
+            variables[path.removeprefix("1/")] = label
+    order = {operation: place for place, operation in enumerate(programs[0].walk())}
+    return LossStructure(sums, variables, tuple(labels.declared), order)
+
+
+def _has_degree(label: Label) -> bool:
+    """Return whether the growth of a sum with the number of examples is known."""
+    return label.is_zero or label.degree is not None
+
+
+def _is_value(name: str) -> bool:
+    """Return whether a result is reported as it is, and is no sum."""
+    return name.startswith(f"{VALUES}/")
 
 
 def _shards() -> int:
@@ -262,7 +339,9 @@ def _mean_error(detail: str) -> ConfigError:
     what = "is a mean over the examples, and the weight is their number"
     detail = f"{detail}; the step divides the loss by the weight"
     fix = f'{_SUMS}; or the mean with "weight": jnp.float32(1)'
-    return ConfigError("The loss would be divided twice:", [Problem("sum 'loss'", what, detail, fix)])
+    return ConfigError(
+        "The loss would be divided twice:", [Problem("sum 'loss'", what, detail, fix)]
+    )
 
 
 def has_part_of_batch() -> bool:
@@ -273,21 +352,30 @@ def has_part_of_batch() -> bool:
 def _split_axes() -> frozenset[str]:
     """Return the axes that split the examples and are manual here."""
     around = get_abstract_mesh()
-    return frozenset(axis for axis in around.manual_axes if axis in BATCH_AXES and around.shape[axis] > 1)
+    return frozenset(
+        axis for axis in around.manual_axes if axis in BATCH_AXES and around.shape[axis] > 1
+    )
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     own = x.dtype if hasattr(x, "dtype") else jax.dtypes.result_type(x)
-    # Host arrays of 64 bits enter a program in 32, and newer releases of JAX warn of shapes that say otherwise.
+    # Host arrays of 64 bits enter a program in 32, and newer releases of JAX warn of shapes that
+    # say otherwise.
     dtype = jax.dtypes.canonicalize_dtype(own, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(jax.numpy.shape(x), dtype)
 
 
-def _resized(x: Any, dim: int | None, size: int) -> Any:
-    """Return an abstract array with another number of examples."""
-    if dim is None:
-        return x
-    return jax.ShapeDtypeStruct((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype)
+def _resize(batch: Any, dims: Mapping[str, int | None], size: int) -> Any:
+    """Return an abstract batch with another number of examples."""
+
+    def resize(path: str, x: Any) -> Any:
+        dim = dims[path]
+        if dim is None:
+            return x
+        shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return tree.map_with_path(resize, batch)
 
 
 def _is(degree: float | None, power: int) -> bool:
@@ -295,29 +383,52 @@ def _is(degree: float | None, power: int) -> bool:
 
 
 def _not_additive(structure: LossStructure, fix: str, statistics: bool) -> Iterator[Problem]:
-    """Yield a problem for each sum of a loss that is no sum over examples."""
+    """Yield a problem for each result of a loss that is no sum over examples."""
     for name, label in structure.sums.items():
-        if name.startswith(f"{VALUES}/"):
-            what = "is reported as it is, and a part of a batch has its own"
-            yield Problem(name.removeprefix(f"{VALUES}/"), what, fix=f"a sum in its place; or {fix}")
+        if _is_value(name):
+            yield Problem(
+                name.removeprefix(f"{VALUES}/"),
+                "is reported as it is, and a part of a batch has its own",
+                fix=f"a sum in its place; or {fix}",
+            )
             continue
         if label.is_zero:
             continue
         where = f"sum {name!r}"
         mix = structure.first_mix(label, statistics=statistics)
-        is_count = label.value is not None and _is(label.degree, 1)
         if mix is not None:
-            line = equation_line(mix.operation.equations)
-            place = f"`{mix.operation.primitive}`" + (f" at {line}" if line else "")
-            declare = "spmd.per_example(function) around it" if mix.what == UNKNOWN else _DECLARE
-            yield Problem(where, f"is no sum over the examples: {place} {mix.what}", fix=f"{declare}; or {fix}")
-        elif label.value is not None and not is_count:
-            detail = "each part of a batch would count it again"
-            yield Problem(where, f"is {label.value[0]:g} for any number of examples", detail, _SUMS)
-        elif label.kind is Kind.SHARED and not is_count and not label.mixes:
-            detail = "each part of a batch would count it again"
-            yield Problem(where, "depends on no example", detail, "multiply it by the weight")
-        elif _is(label.degree, 0) and not label.mixes:
-            yield Problem(where, "is a mean over the examples", "a mean of means is not that of the whole", _SUMS)
-        elif not _is(label.degree, 1):
-            yield Problem(where, "does not grow as the number of examples does", fix=_SUMS)
+            yield _mix_problem(where, mix, fix)
+            continue
+        problem = _growth_problem(where, label)
+        if problem is not None:
+            yield problem
+
+
+def _mix_problem(where: str, mix: Mix, fix: str) -> Problem:
+    """Return the problem of a sum with an operation across examples."""
+    place = f"`{mix.operation.primitive}`"
+    line = equation_line(mix.operation.equations)
+    if line:
+        place = f"{place} at {line}"
+    declare = _DECLARE
+    if mix.what == UNKNOWN:
+        declare = "spmd.per_example(function) around it"
+    what = f"is no sum over the examples: {place} {mix.what}"
+    return Problem(where, what, fix=f"{declare}; or {fix}")
+
+
+def _growth_problem(where: str, label: Label) -> Problem | None:
+    """Return the problem of a sum that does not grow with the examples; None if it does."""
+    counted_again = "each part of a batch would count it again"
+    is_count = label.value is not None and _is(label.degree, 1)
+    if label.value is not None and not is_count:
+        what = f"is {label.value[0]:g} for any number of examples"
+        return Problem(where, what, counted_again, _SUMS)
+    if label.kind is Kind.SHARED and not is_count and not label.mixes:
+        return Problem(where, "depends on no example", counted_again, "multiply it by the weight")
+    if _is(label.degree, 0) and not label.mixes:
+        detail = "a mean of means is not that of the whole"
+        return Problem(where, "is a mean over the examples", detail, _SUMS)
+    if not _is(label.degree, 1):
+        return Problem(where, "does not grow as the number of examples does", fix=_SUMS)
+    return None

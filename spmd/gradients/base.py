@@ -1,7 +1,7 @@
 """The type of gradient functions, and reverse-mode differentiation of a whole batch.
 
-A `GradFn` returns gradients *of the summed loss* and the sums. Sums add up, so accumulation, pipelines and loss scaling
-compose independently; the step divides by the weight once.
+A `GradFn` returns gradients *of the summed loss* and the sums. Sums add up, so accumulation,
+pipelines and loss scaling compose independently; the step divides by the weight once.
 """
 
 import dataclasses
@@ -41,49 +41,56 @@ class LossGradFn:
     grad_fn: GradFn
     loss: LossReader
 
-    def __call__(self, params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+    def __call__(
+        self, params: Any, carry: Carry, batch: Any, key: jax.Array
+    ) -> tuple[Any, Sums, Carry]:
         """Return the gradients, the sums and the updated carry."""
         return self.grad_fn(params, carry, batch, key)
 
 
 def with_loss_of(grad_fn: GradFn, wrapped: GradFn) -> GradFn:
-    """Return a wrapped gradient function with the loss of `grad_fn`, if that has one."""
-    return LossGradFn(wrapped, grad_fn.loss) if isinstance(grad_fn, LossGradFn) else wrapped
+    """Return a wrapped gradient function with the loss of `grad_fn`, if it has one."""
+    if isinstance(grad_fn, LossGradFn):
+        return LossGradFn(wrapped, grad_fn.loss)
+    return wrapped
 
 
 def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
     """Return the gradient function of the whole batch.
 
-    Under a plan gradients have the dtype in which its precision sums them, whatever the dtype of the parameters, and
-    the plan's transforms enter the differentiation: with a loss scale, they are gradients of the scaled loss.
+    Under a plan gradients have the dtype in which its precision sums them, whatever the dtype of
+    the parameters, and the plan's transforms enter the differentiation: with a loss scale, they are
+    gradients of the scaled loss.
 
     Args:
-        additive: Whether the sums of `loss_fn` are declared to be sums over the examples. By default this is read from
-            the loss where accumulation, a pipeline or an exchange once a step needs it.
+        additive: Whether the sums of `loss_fn` are declared to be sums over the examples. By
+            default this is read from the loss where accumulation, a pipeline or an exchange once a
+            step needs it.
 
     Raises:
-        ConfigError: At trace time: the loss is a mean, and its weight a count; or the weight is trained.
+        ConfigError: At trace time: the loss is a mean, and its weight a count; or the weight is
+            trained.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> loss_fn = lambda w, none, x, key: ({"loss": (w * x).sum(), "weight": jnp.float32(x.size)}, none)
-        >>> grads, sums, _ = value_and_grad(loss_fn)(jnp.float32(2), Carry(), jnp.ones(3), jax.random.key(0))
+        >>> loss_fn = lambda w, none, x, key: ({"loss": (w * x).sum(), "weight":
+            jnp.float32(x.size)}, none)
+        >>> grads, sums, _ = value_and_grad(loss_fn)(jnp.float32(2), Carry(), jnp.ones(3),
+            jax.random.key(0))
         >>> float(grads), float(sums["loss"])
         (3.0, 6.0)
     """
-
     fix = "a function of (params, variables, batch, key), such as spmd.next_token_loss(model)"
-    if problems := check_call("loss_fn", loss_fn, "params, variables, batch, key", fix):
+    problems = check_call("loss_fn", loss_fn, "params, variables, batch, key", fix)
+    if problems:
         raise ConfigError("This is no loss function:", problems)
 
     loss = LossReader(loss_fn, additive=additive)
 
     def grad_fn(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
-        own, transforms = carry.variables, current().transforms
-        around = get_abstract_mesh()
-        if "pipe" in around.manual_axes and around.shape["pipe"] > 1:
-            problem = Problem("mesh.pipe", "splits the layers of the model", fix="spmd.pipeline.grad_fn.pipeline")
-            raise ConfigError("A stage has no gradient function of its own:", [problem])
+        own = carry.variables
+        transforms = current().transforms
+        _check_not_in_stage()
         entered = enter_all(transforms, carry)
 
         def checked(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
@@ -99,28 +106,53 @@ def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
         loss.check_mean(params, own, batch, key)
         if has_part_of_batch():
             loss.check_additive(_ONCE, params, own, batch, key, fix="--exchange-once none")
-        wanted = grad_targets(params), entered.riders
-        (gradients, seen), (sums, after) = jax.grad(objective, argnums=(0, 1), has_aux=True)(*wanted)
+        differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
+        found, (sums, after) = differentiate(grad_targets(params), entered.riders)
+        gradients, seen = found
         return gradients, sums, leave_all(transforms, carry, after, seen)
 
     return LossGradFn(grad_fn, loss)
 
 
-def check_first_batch(grad_fn: GradFn, params: Any, variables: Any, batch: Any, key: jax.Array) -> None:
-    """Raise a `ConfigError` if the first batch shows that the loss is a mean and its weight a count.
+def _check_not_in_stage() -> None:
+    """Raise a `ConfigError` inside a stage of a pipeline."""
+    around = get_abstract_mesh()
+    if "pipe" not in around.manual_axes or around.shape["pipe"] == 1:
+        return
+    problem = Problem(
+        "mesh.pipe",
+        "splits the layers of the model",
+        fix="spmd.pipeline.grad_fn.pipeline",
+    )
+    raise ConfigError("A stage has no gradient function of its own:", [problem])
 
-    A gradient function that is not made from a loss function is not checked (`LossReader.check_numbers`).
+
+def check_first_batch(
+    grad_fn: GradFn, params: Any, variables: Any, batch: Any, key: jax.Array
+) -> None:
+    """Raise a `ConfigError` if the first batch shows a mean as loss and a count as its weight.
+
+    A gradient function that is not made from a loss function is not checked
+    (`LossReader.check_numbers`).
     """
     if isinstance(grad_fn, LossGradFn):
         grad_fn.loss.check_numbers(params, variables, batch, key)
 
 
 def check_results(returned: Any) -> tuple[Any, Sums, Carry]:
-    """Return what a gradient function returned; a `ConfigError` if that is what a loss function returns."""
+    """Check and return the results of a gradient function.
+
+    Raises:
+        ConfigError: They are those of a loss function.
+    """
     is_triple = isinstance(returned, tuple) and len(returned) == 3
     if is_triple and isinstance(returned[2], Carry):
         return returned
-    what, fix = "does not return gradients, sums and the carry", "spmd.value_and_grad(loss_fn)"
+    what = "does not return gradients, sums and the carry"
+    fix = "spmd.value_and_grad(loss_fn)"
     if is_triple:
-        fix = "take (params, carry, batch, key), and return the carry; the model's variables are carry.variables"
+        fix = (
+            "take (params, carry, batch, key), and return the carry; "
+            "the model's variables are carry.variables"
+        )
     raise ConfigError("This is no gradient function:", [Problem("grad_fn", what, fix=fix)])

@@ -1,7 +1,8 @@
-"""Gradients that each device sums over all microbatches of its examples, and that devices exchange once a step."""
+"""Exchange of gradients once a step: each device first sums them over all its microbatches."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,19 +20,21 @@ from spmd.plan.context import constrain, current, use_plan
 from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.manual import manual_over, psum, split_axes
 from spmd.plan.plan import ShardingPlan
+from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import comm_scope, in_scope
-from spmd.sharding.dims import dims_spec, extra_axes, spec_dims
+from spmd.sharding.dims import Dims, dims_spec, extra_axes, spec_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
 AXES = ("data", "fsdp")
 """The axes over which an exchange can wait for the end of a step."""
 
-_TITLE, _FIX = "Gradients cannot be exchanged once a step:", "--exchange-once none"
+_TITLE = "Gradients cannot be exchanged once a step:"
+_FIX = "--exchange-once none"
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalGradients:
-    """Gradients that each device has summed over its own examples, and what is needed to exchange them.
+    """Gradients summed on each device over its own examples, with the facts for their exchange.
 
     Attributes:
         gradients: The tree; each array is `[device, …]`, with the devices of the axes in `over`.
@@ -51,7 +54,8 @@ LastStage = Callable[[LocalGradients, Carry], tuple[Any, Carry]]
 
 def sum_exchange(local: LocalGradients, carry: Carry) -> tuple[Any, Carry]:
     """Sum gradients over devices, the last stage by default."""
-    return tree.map_with_path(lambda path, g: exchange(path, g, local), local.gradients), carry
+    gradients = tree.map_with_path(lambda path, g: exchange(path, g, local), local.gradients)
+    return gradients, carry
 
 
 def exchange_once(
@@ -62,123 +66,255 @@ def exchange_once(
     own: str = "",
     additive: bool = False,
 ) -> GradFn:
-    """Return a gradient function that exchanges the gradients of `grad_fn` over mesh `axes` once.
+    """Exchange the gradients of a gradient function over mesh `axes` once a step.
 
-    Each device calls `grad_fn`, such as `accumulate(…)` or `pipeline(…)`, on its part of the batch. Parameters that are
-    split over the axes are gathered before, in the dtype in which they are stored, and stay gathered.
+    Each device calls `grad_fn`, such as `accumulate(…)` or `pipeline(…)`, on its part of the batch.
+    Parameters that are split over the axes are gathered before, in the dtype in which they are
+    stored, and stay gathered.
 
     Args:
-        axes: `("data",)` or `("data", "fsdp")`. Nothing changes without them, or where their size is 1.
+        axes: `("data",)` or `("data", "fsdp")`. Nothing changes without them, or where their size
+            is 1.
         last_stage: The exchange itself.
-        own: Name of the transform whose state is the last stage's, and which the gradients on a device do not see.
-        additive: Whether a gradient function that is not made from a loss function is declared to return sums over the
-            examples. `value_and_grad` and pipelines read it from the loss.
+        own: Name of the transform whose state is the last stage's, and which the gradients on a
+            device do not see.
+        additive: Whether a gradient function that is not made from a loss function is declared to
+            return sums over the examples. `value_and_grad` and pipelines read it from the loss.
 
     Raises:
         ConfigError: At trace time: results are no sums over the examples, so they would differ.
     """
-    if not set(axes) <= {*AXES}:
-        raise ConfigError(_TITLE, [Problem("axes", f"are {axes}", fix='("data",) or ("data", "fsdp")')])
+    if not set(axes) <= set(AXES):
+        problem = Problem("axes", f"are {axes}", fix='("data",) or ("data", "fsdp")')
+        raise ConfigError(_TITLE, [problem])
 
     def exchanged(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
-        mesh, placements = current().mesh, current().placements
-        over = () if mesh is None else tuple(axis for axis in axes if mesh.shape[axis] > 1)
-        if mesh is None or not over:
+        mesh = current().mesh
+        if mesh is None:
+            return grad_fn(params, carry, batch, key)
+        over = _axes_above_one(mesh, axes)
+        if not over:
             return grad_fn(params, carry, batch, key)
         inner = carry.without(own)
-        changing = [path for path in tree.flatten(carry.variables) if path not in placements]
-        problems = [Problem(path, "is a variable that the model changes by itself", fix=_FIX) for path in changing]
-        if seeing := observers(current().transforms):
-            problems.append(Problem(seeing, "must see every microbatch, also of other devices", fix=_FIX))
-        codecs = {placements[path].comm.param_codec for path in placements if "fsdp" in over} - {""}
-        what, fix = "is {}, and an exchange over fsdp gathers once", "--exchange-once data, or no --compress.gather"
-        problems += [Problem("compress.gather", what.format(codec), fix=fix) for codec in codecs]
-        problems += [Problem(path, "is in host memory", fix=_FIX) for path in placements if placements[path].on_host]
-        if not additive and not isinstance(grad_fn, LossGradFn):
-            what = "is not made from a loss function, so it is not known whether it sums over the examples"
-            fix = "spmd.value_and_grad(loss_fn), or exchange_once(…, additive=True)"
-            problems.append(Problem("grad_fn", what, fix=fix))
+        problems = list(_problems(grad_fn, inner.variables, over, additive))
         if problems:
             raise ConfigError(_TITLE, problems)
-        stages = split_axes(mesh)[: mesh.shape["pipe"] > 1]  # XLA refuses a manual region over an axis left of these
-
-        def summed(path: str) -> tuple[str, ...]:
-            """Return the axes to sum a gradient over: of a parameter that all stages use, over stages too."""
-            is_staged = path not in placements or "pipe" in placements[path].leading
-            return over if is_staged else (*stages, *over)
-
-        def specs(arrays: Any, axes: tuple[str, ...], *, of_gradients: bool = False) -> Any:
-            def spec(path: str, x: Any) -> P:
-                stored, added = placements[path].of_stack().stored if path in placements else P(), summed(path)
-                dims = spec_dims(stored, x.ndim, tuple(axis for axis in axes if axis not in added))
-                return P(added, *dims_spec(dims)) if of_gradients else dims_spec(dims)
-
-            return tree.map_with_path(spec, arrays)
-
-        def local(params: Any, variables: Any, states: Any, batch: Any, key: jax.Array) -> tuple[Any, Sums]:
-            gradients, sums, _ = grad_fn(params, Carry(variables, states), batch, key)
-            if VALUES in sums:
-                what = "are reported as they are, and each device has its own"
-                problem = Problem(", ".join(sums[VALUES]), what, fix=f"sums in their place; or {_FIX}")
-                raise ConfigError(_TITLE, [problem])
-            with in_scope(comm_scope("gradients, exchanged once a step")):
-                sums = jax.tree.map(lambda x: psum(x, over), sums)
-            return jax.tree.map(lambda g: g[None], gradients), sums
-
-        given = params, inner.variables, inner.transforms
-        others = tuple(axis for axis in mesh.axis_names if axis not in over)
-        kept = tuple(specs(part, others) for part in given)
-        with in_scope(comm_scope("parameters, gathered once a step")):
-            whole = jax.tree.map(lambda x, spec: constrain(x, mesh, spec, "a parameter"), given, kept)
-
-        def batch_spec(path: str, x: Any) -> P:
-            return dims_spec(spec_dims(current().batch.spec(path, x.ndim), x.ndim, over))
-
-        in_specs = (*(specs(part, stages) for part in given), tree.map_with_path(batch_spec, batch), P())
-        out_specs = specs(params, stages, of_gradients=True), P()
-        run = manual_over(mesh, (*stages, *over), local, in_specs, out_specs)
-        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*whole, batch, key)
-        if dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))[1][-1]:
-            what = "is used, and every device would draw the same numbers for other examples"
-            raise ConfigError(_TITLE, [Problem("key", what, fix=_FIX)])
-        results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((whole, batch, key)))
-        gradients, sums = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        gradients, carry = last_stage(LocalGradients(gradients, summed, sums["weight"], mesh), carry)
+        region = _Region(mesh, current().placements, over, _stage_axes(mesh))
+        arguments = (params, inner.variables, inner.transforms, batch, key)
+        gradients, sums = region.run(grad_fn, *arguments)
+        local = LocalGradients(gradients, region.summed_axes, sums["weight"], mesh)
+        gradients, carry = last_stage(local, carry)
         return gradients, sums, carry
 
     return with_loss_of(grad_fn, exchanged)
+
+
+def _axes_above_one(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
+    """Return the axes of a size above 1."""
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def _stage_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """Return `("pipe",)` in a pipeline.
+
+    XLA refuses a manual region over axes if one to the left of them is not manual.
+    """
+    if mesh.shape["pipe"] == 1:
+        return ()
+    return split_axes(mesh)[:1]
+
+
+def _problems(
+    grad_fn: GradFn, variables: Any, over: tuple[str, ...], additive: bool
+) -> Iterator[Problem]:
+    """Yield everything that keeps a device from summing the gradients of its own examples first."""
+    context = current()
+    placements = context.placements
+    for path in tree.flatten(variables):
+        if path not in placements:
+            yield Problem(path, "is a variable that the model changes by itself", fix=_FIX)
+    seeing = observers(context.transforms)
+    if seeing:
+        yield Problem(seeing, "must see every microbatch, also of other devices", fix=_FIX)
+    if "fsdp" in over:
+        yield from _codec_problems(placements)
+    for path, placement in placements.items():
+        if placement.on_host:
+            yield Problem(path, "is in host memory", fix=_FIX)
+    if not additive and not isinstance(grad_fn, LossGradFn):
+        yield Problem(
+            "grad_fn",
+            "is not made from a loss function, "
+            "so it is not known whether it sums over the examples",
+            fix="spmd.value_and_grad(loss_fn), or exchange_once(…, additive=True)",
+        )
+
+
+def _codec_problems(placements: Mapping[str, ParamPlacement]) -> Iterator[Problem]:
+    """Yield a problem for each codec of gathers: an exchange gathers parameters as stored."""
+    codecs = {placement.comm.param_codec for placement in placements.values()}
+    for codec in codecs - {""}:
+        yield Problem(
+            "compress.gather",
+            f"is {codec}, and an exchange over fsdp gathers once",
+            fix="--exchange-once data, or no --compress.gather",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    """The region of a step in which each device sums the gradients of its own examples.
+
+    Attributes:
+        placements: Parameter path → its placement.
+        over: The axes of the exchange.
+        stages: `("pipe",)` in a pipeline; the region is manual over it, too.
+    """
+
+    mesh: AnyMesh
+    placements: Mapping[str, ParamPlacement]
+    over: tuple[str, ...]
+    stages: tuple[str, ...]
+
+    def run(
+        self, grad_fn: GradFn, params: Any, variables: Any, states: Any, batch: Any, key: jax.Array
+    ) -> tuple[Any, Sums]:
+        """Return gradients `[device, …]`, and the sums of all devices.
+
+        Raises:
+            ConfigError: The loss draws random numbers, or reports values as they are.
+        """
+        stored = params, variables, states
+        in_specs = (
+            *self.specs(stored, self.stages),
+            tree.map_with_path(self.batch_spec, batch),
+            P(),
+        )
+        out_specs = self.gradient_specs(params), P()
+        local = functools.partial(_local_sums, grad_fn=grad_fn, over=self.over)
+        whole = self.gather(stored)
+        region = manual_over(self.mesh, (*self.stages, *self.over), local, in_specs, out_specs)
+        return _call_without_key(region, (*whole, batch, key))
+
+    def gather(self, stored: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Gather trees of arrays over the axes of the exchange."""
+        others = tuple(axis for axis in self.mesh.axis_names if axis not in self.over)
+        specs = self.specs(stored, others)
+        with in_scope(comm_scope("parameters, gathered once a step")):
+            return jax.tree.map(
+                lambda x, spec: constrain(x, self.mesh, spec, "a parameter"), stored, specs
+            )
+
+    def summed_axes(self, path: str) -> tuple[str, ...]:
+        """Return the axes to sum a gradient over; with stages, if all stages use a parameter."""
+        is_staged = path not in self.placements or "pipe" in self.placements[path].leading
+        if is_staged:
+            return self.over
+        return (*self.stages, *self.over)
+
+    def specs(self, trees: tuple[Any, ...], axes: tuple[str, ...]) -> tuple[Any, ...]:
+        """Return the spec of each array of some trees, restricted to some axes."""
+
+        def spec(path: str, x: Any) -> P:
+            return dims_spec(self._dims(path, x, axes))
+
+        return tuple(tree.map_with_path(spec, each) for each in trees)
+
+    def gradient_specs(self, params: Any) -> Any:
+        """Return the spec of each local gradient, `[device, …]`."""
+
+        def spec(path: str, x: Any) -> P:
+            dims = self._dims(path, x, self.stages)
+            return P(self.summed_axes(path), *dims_spec(dims))
+
+        return tree.map_with_path(spec, params)
+
+    def batch_spec(self, path: str, x: Any) -> P:
+        """Return the spec of an array of the batch, restricted to the axes of the exchange."""
+        spec = current().batch.spec(path, x.ndim)
+        return dims_spec(spec_dims(spec, x.ndim, self.over))
+
+    def _dims(self, path: str, x: Any, axes: tuple[str, ...]) -> Dims:
+        """Return the axes of each dimension, without those that the gradient is summed over."""
+        stored = P()
+        if path in self.placements:
+            stored = self.placements[path].of_stack().stored
+        summed = self.summed_axes(path)
+        kept = tuple(axis for axis in axes if axis not in summed)
+        return spec_dims(stored, x.ndim, kept)
+
+
+def _local_sums(
+    params: Any,
+    variables: Any,
+    states: Any,
+    batch: Any,
+    key: jax.Array,
+    *,
+    grad_fn: GradFn,
+    over: tuple[str, ...],
+) -> tuple[Any, Sums]:
+    """Return the gradients of a device, `[1, …]`, and the sums of all devices."""
+    gradients, sums, _ = grad_fn(params, Carry(variables, states), batch, key)
+    if VALUES in sums:
+        problem = Problem(
+            ", ".join(sums[VALUES]),
+            "are reported as they are, and each device has its own",
+            fix=f"sums in their place; or {_FIX}",
+        )
+        raise ConfigError(_TITLE, [problem])
+    with in_scope(comm_scope("gradients, exchanged once a step")):
+        sums = jax.tree.map(lambda x: psum(x, over), sums)
+    return jax.tree.map(lambda g: g[None], gradients), sums
+
+
+def _call_without_key(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call a function that must not use its last argument, the key; it is traced once."""
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    _, is_used = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))
+    if is_used[-1]:
+        what = "is used, and every device would draw the same numbers for other examples"
+        raise ConfigError(_TITLE, [Problem("key", what, fix=_FIX)])
+    results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def exchange(path: str, g: jax.Array, local: LocalGradients) -> jax.Array:
     """Sum a gradient `[device, …]` over axes, into the sharding in which the plan keeps it."""
     over = local.over(path)
     param = local_gradient(path, g.ndim - 1, over)
-    before, after = P(over, *dims_spec(param.used)), dims_spec(param.kept)
+    before = P(over, *dims_spec(param.used))
+    after = dims_spec(param.kept)
+
+    def reduce(g: jax.Array) -> jax.Array:
+        return param.reduce(g[0], over)  # [1, …] on a device
+
     with in_scope(param.scope):
-        return manual_over(local.mesh, split_axes(local.mesh), lambda g: param.reduce(g[0], over), before, after)(g)
+        return manual_over(local.mesh, split_axes(local.mesh), reduce, before, after)(g)
 
 
 def local_gradient(path: str, ndim: int, over: tuple[str, ...]) -> LocalParam:
-    """Return the layout of a gradient that is whole over some axes, and is kept as the plan says after its sum."""
+    """Return the layout of a gradient: whole over some axes, then summed and kept as planned."""
     whole = local_param(current().placements[path].of_stack(), ndim)
-    used = tuple(tuple(axis for axis in dim if axis not in over) for dim in whole.kept)
-    kept = tuple(own + more for own, more in zip(used, extra_axes(whole.kept, used), strict=True))
+    used = extra_axes(whole.kept, [over] * len(whole.kept))
+    scattered = extra_axes(whole.kept, used)
+    kept = tuple(axes + more for axes, more in zip(used, scattered, strict=True))
     return dataclasses.replace(whole, used=used, kept=kept)
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """The axes of size above 1 over which gradients are exchanged once a step; the reason, where none are possible."""
+    """The axes of an exchange once a step, of sizes above 1; the reason, if none are possible."""
 
     axes: tuple[str, ...] = ()
     reason: str = ""
 
 
 def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str) -> Exchange:
-    """Return the exchange of a choice: `none`, `data`, `data+fsdp`, or `auto`, which takes no memory.
+    """Return the exchange of a choice: `none`, `data`, `data+fsdp`, or `auto`, without more memory.
 
-    With `auto` the plan splits neither parameters nor gradients over the axes, and there are none if `exchange_once`
-    refuses `grad_fn`, traced for a batch of abstract arrays.
+    With `auto` the plan splits neither parameters nor gradients over the axes, and there are none
+    if `exchange_once` refuses `grad_fn`, traced for a batch of abstract arrays.
 
     Raises:
         ConfigError: Axes are named, and a transform of the plan must see every microbatch.
@@ -187,16 +323,36 @@ def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str
     if seeing and choice not in ("auto", "none"):
         what = f"is {choice}, and {seeing} must see every microbatch, also of other devices"
         raise ConfigError(_TITLE, [Problem("exchange_once", what, fix="--exchange-once auto")])
-    axes = tuple(axis for axis in AXES if plan.mesh.shape[axis] > 1 and (choice == "auto" or axis in choice.split("+")))
     if choice == "auto":
-        split = {a for leaf in (*plan.params, *plan.gradients) for entry in leaf.spec for a in entry_axes(entry)}
-        axes = axes[: next((i for i, axis in enumerate(axes) if axis in split), None)]
-        key = abstract_key()
-        try:
-            with use_plan(plan):
-                if axes:
-                    once = exchange_once(grad_fn, axes)
-                    jax.eval_shape(once, plan.abstract_params, plan.abstract_carry, batch, key)
-        except SpmdError as error:
-            return Exchange((), f"{error.problems[0].where} {error.problems[0].what}")
+        return _automatic_exchange(grad_fn, plan, batch)
+    named = [axis for axis in AXES if axis in choice.split("+")]
+    return Exchange(_axes_above_one(plan.mesh, named))
+
+
+def _automatic_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> Exchange:
+    """Return the exchange over all axes that take no memory, or none if `exchange_once` refuses."""
+    axes = _unsplit_axes(plan)
+    if not axes:
+        return Exchange()
+    once = exchange_once(grad_fn, axes)
+    key = abstract_key()
+    try:
+        with use_plan(plan):
+            jax.eval_shape(once, plan.abstract_params, plan.abstract_carry, batch, key)
+    except SpmdError as error:
+        first = error.problems[0]
+        return Exchange((), f"{first.where} {first.what}")
     return Exchange(axes)
+
+
+def _unsplit_axes(plan: ShardingPlan) -> tuple[str, ...]:
+    """Return the axes before the first that splits a parameter or a gradient."""
+    split = set[str]()
+    for leaf in (*plan.params, *plan.gradients):
+        for entry in leaf.spec:
+            split.update(entry_axes(entry))
+    axes = _axes_above_one(plan.mesh, AXES)
+    for number, axis in enumerate(axes):
+        if axis in split:
+            return axes[:number]
+    return axes

@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite, and that leave everything that a gradient function carries as it was."""
+"""Steps with gradients that are not finite: everything that a gradient function carries is kept."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from spmd.model_api.grad_transform import Carry, GradTransform
 
 @dataclasses.dataclass(frozen=True)
 class KeepCarry(GradTransform):
-    """Keeps the model's variables, such as batch statistics, and the states of transforms inside of it.
+    """Keeps the model's variables, such as batch statistics, and the states of inner transforms.
 
     The counterpart for parameters is `skip_bad_updates`.
     """
@@ -24,7 +24,9 @@ class KeepCarry(GradTransform):
     def wrap(self, grad_fn: GradFn) -> GradFn:
         """Return a gradient function that carries on as before if its gradients are not finite."""
 
-        def wrapped(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+        def wrapped(
+            params: Any, carry: Carry, batch: Any, key: jax.Array
+        ) -> tuple[Any, Sums, Carry]:
             gradients, sums, after = grad_fn(params, carry, batch, key)
             return gradients, sums, tree.where(tree.all_finite(gradients), after, carry)
 

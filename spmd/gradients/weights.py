@@ -1,5 +1,6 @@
 """A check that the weight of a loss is a constant of its parameters."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from spmd.plan.partition_safe import TracedCall
 def check_weight(call: TracedCall) -> None:
     """Raise a `ConfigError` if the sum `weight` of a loss function changes with its parameters.
 
-    The step divides gradients of the summed loss by the weight, so a derivative of the weight would be missing from the
-    gradient of the mean that is reported. A weight that depends on them in steps only, such as a count, has none.
+    The step divides gradients of the summed loss by the weight, so a derivative of the weight would
+    be missing from the gradient of the mean that is reported. A weight that depends on them in
+    steps only, such as a count, has none.
 
     Args:
         call: A loss function's; it returns `(Sums, variables)`.
@@ -23,24 +25,36 @@ def check_weight(call: TracedCall) -> None:
     paths = tree.flatten(call.outputs)
     is_weight = [path == "0/weight" for path in paths]
     params = jax.tree.leaves(call.params)
-    is_used = dce_jaxpr(call.jaxpr.jaxpr, is_weight)[1][: len(params)]
-    if not any(is_used):
+    _, used_by_weight = dce_jaxpr(call.jaxpr.jaxpr, is_weight)
+    if not any(used_by_weight[: len(params)]):
         return
     others = jax.tree.leaves((call.variables, call.batch, call.others))
 
     def weight(*params: Any) -> Any:
-        return jaxpr_as_fun(call.jaxpr)(*params, *others)[is_weight.index(True)]
+        results = jaxpr_as_fun(call.jaxpr)(*params, *others)
+        return results[is_weight.index(True)]
 
     def derivative(params: Any, tangents: Any) -> Any:
         return jax.jvp(weight, params, tangents)[1]
 
     jaxpr = jax.make_jaxpr(derivative)(tuple(params), tuple(params))
-    changes = dce_jaxpr(jaxpr.jaxpr, [True])[1][len(params) :]
-    names = [path for path, is_changing in zip(tree.flatten(call.params), changes, strict=True) if is_changing]
+    _, used_by_derivative = dce_jaxpr(jaxpr.jaxpr, [True])
+    by_tangents = used_by_derivative[len(params) :]
+    names = list(itertools.compress(tree.flatten(call.params), by_tangents))
     if names:
-        what = f"changes with the parameters {', '.join(names[:3])}"
-        if len(names) > 3:
-            what += " and others"
-        detail = "gradients are those of loss / weight with a constant weight, and the loss that is reported is another"
-        fix = 'jax.lax.stop_gradient(weight); or {"loss": loss / weight, "weight": jnp.float32(1)} for the whole mean'
-        raise ConfigError("The loss has a weight that is trained:", [Problem("sum 'weight'", what, detail, fix)])
+        raise ConfigError("The loss has a weight that is trained:", [_trained_weight(names)])
+
+
+def _trained_weight(names: list[str]) -> Problem:
+    """Return the problem of a weight with a derivative by these parameters."""
+    what = f"changes with the parameters {', '.join(names[:3])}"
+    if len(names) > 3:
+        what += " and others"
+    return Problem(
+        "sum 'weight'",
+        what,
+        "gradients are those of loss / weight with a constant weight, "
+        "and the loss that is reported is another",
+        'jax.lax.stop_gradient(weight); or {"loss": loss / weight, "weight": jnp.float32(1)} '
+        "for the whole mean",
+    )

@@ -9,7 +9,7 @@ while the forward task computes        └──▶ accumulated into the stage's
 ```
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from spmd.gradients.losses import Sums
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.partition import StageModel, Stream, read_slot, select_chunk
 from spmd.pipeline.tick_table import IDLE, TickTable
@@ -27,15 +28,18 @@ SLOTS = "stage_inputs"
 """The checkpoint name of the slots that hold a stage's inputs."""
 
 Carry = dict[str, Any]
-"""The carry of the scan: slots for `inputs` and `gradients`, what `arrived`, what is `sent_back` next, and `totals`:
-gradients of layers `[version · chunk, …]`, of all other parameters `[version, …]`, and sums `[version]`."""
+"""The carry of the scan.
+
+It has slots for `inputs` and `gradients`, the streams that `arrived` and are `sent_back` next, and
+`totals`: gradients of layers `[version · chunk, …]`, of all other parameters `[version, …]`, and
+sums `[version]`.
+"""
 
 
 def first_carry(model: StageModel, chunks: Any, shared: Any, table: TickTable) -> Carry:
     """Return the carry of an empty pipeline."""
     stream, sums = model.shapes(shared)
     empty = zeros(stream)
-
     return {
         "inputs": zeros(stream, table.depth),
         "gradients": zeros(stream, table.gradient_depth),
@@ -45,80 +49,189 @@ def first_carry(model: StageModel, chunks: Any, shared: Any, table: TickTable) -
     }
 
 
-def run_ticks(model: StageModel, chunks: Any, shared: Any, scale: jax.Array, table: TickTable, carry: Carry) -> Carry:
-    """Run all ticks of one stage, with its layers `[version · chunk, layer, …]` and all `shared` `[version, …]`."""
-    stage = jax.lax.axis_index(AXIS)
+def run_ticks(
+    model: StageModel, chunks: Any, shared: Any, scale: jax.Array, table: TickTable, carry: Carry
+) -> Carry:
+    """Run all ticks of one stage.
+
+    Args:
+        chunks: Layers of the stage, `[version · chunk, layer, …]`.
+        shared: All other parameters, `[version, …]`.
+        scale: Factor of the loss.
+    """
+    number = jax.lax.axis_index(AXIS)
     empty = zeros(carry["arrived"])
-    send = functools.partial(shift, stages=table.stages, chunks=table.chunks)
+    stage = _Stage(model, chunks, shared, scale, table, number, empty)
+    columns = jax.tree.map(jnp.asarray, table.columns)
+    carry, _ = jax.lax.scan(stage.tick, carry, columns)
+    return carry
 
-    def version(i: jax.Array) -> jax.Array:
-        return i // table.microbatches
 
-    def tick(carry: Carry, rows: dict[str, jax.Array]) -> tuple[Carry, None]:
-        row = {name: column[stage] for name, column in rows.items()}
-        gradient = send(carry["sent_back"], by=-1)  # while the forward task computes
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stage:
+    """One stage and its work in a tick.
+
+    The functions given to `cond` have the names of the tasks: they are name scopes, and the audit
+    counts the ticks of each (`TickTable.taken`).
+
+    Attributes:
+        chunks: Layers of the stage, `[version · chunk, layer, …]`.
+        shared: All other parameters, `[version, …]`.
+        scale: Factor of the loss.
+        number: Number of the stage, on its devices.
+        empty: A stream of zeros.
+    """
+
+    model: StageModel
+    chunks: Any
+    shared: Any
+    scale: jax.Array
+    table: TickTable
+    number: jax.Array
+    empty: Stream
+
+    def tick(self, carry: Carry, rows: dict[str, jax.Array]) -> tuple[Carry, None]:
+        """Run one tick, given a row of each column of the table, `[stage]`."""
+        row = {name: column[self.number] for name, column in rows.items()}
+        gradient = self._send(carry["sent_back"], by=-1)  # while the forward task computes
         inputs = write_slot(carry["inputs"], row["receive_slot"], carry["arrived"])
+        inputs = self._write_embedding(inputs, rows, row)
+        output = self._run_forward(inputs, row)
+        arrived = self._send(output, by=1)  # while the backward task computes
+        gradients = write_slot(carry["gradients"], row["gradient_receive_slot"], gradient)
+        sent_back, totals = self._run_backward(carry, row, inputs, gradients)
+        d_chunks, d_shared, sums = totals
+        d_shared = self._run_embedding_backward(d_shared, rows, sent_back)
+        slots = {"inputs": inputs, "gradients": gradients}
+        slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), slots)
+        totals = d_chunks, d_shared, sums
+        return {**slots, "arrived": arrived, "sent_back": sent_back, "totals": totals}, None
 
-        # All stages look up the embedding at the same time: no stage waits for it, and it has no matmul.
+    def _send(self, stream: Stream, by: int) -> Stream:
+        return shift(stream, self.table.stages, by, chunks=self.table.chunks)
+
+    def _version(self, i: jax.Array) -> jax.Array:
+        """Return the batch of a microbatch."""
+        return i // self.table.microbatches
+
+    def _write_embedding(
+        self, inputs: Any, rows: dict[str, jax.Array], row: dict[str, jax.Array]
+    ) -> Any:
+        """Write the stream that enters the first layer into the slots of the first stage.
+
+        All stages look up the embedding at the same time: no stage waits for it, and it has no
+            matmul.
+        """
         i = rows["forward"][0]
         is_first = (i >= 0) & (rows["forward_chunk"][0] == 0)
 
         def embedding() -> Stream:
-            return model.enter(select_chunk(shared, version(i)), i)
+            return self.model.enter(select_chunk(self.shared, self._version(i)), i)
 
-        entered = cond(is_first, embedding, lambda: empty)
-        inputs = write_slot(inputs, jnp.where(is_first & (stage == 0), row["forward_slot"], IDLE), entered)
+        entered = cond(is_first, embedding, lambda: self.empty)
+        slot = jnp.where(is_first & (self.number == 0), row["forward_slot"], IDLE)
+        return write_slot(inputs, slot, entered)
+
+    def _run_forward(self, inputs: Any, row: dict[str, jax.Array]) -> Stream:
+        """Run the forward task, if there is one."""
 
         def forward() -> Stream:
-            i, chunk = row["forward"], row["forward_chunk"]
-            layers, own = select_chunk(chunks, version(i) * table.chunks + chunk), select_chunk(shared, version(i))
-            return model.inside(layers, own, read_slot(inputs, row["forward_slot"]), i, chunk)
+            i = row["forward"]
+            chunk = row["forward_chunk"]
+            layers = select_chunk(self.chunks, self._version(i) * self.table.chunks + chunk)
+            own = select_chunk(self.shared, self._version(i))
+            stream = read_slot(inputs, row["forward_slot"])
+            return self.model.inside(layers, own, stream, i, chunk)
 
-        arrived = send(cond(row["forward"] >= 0, forward, lambda: empty), by=1)  # while the backward task computes
-        gradients = write_slot(carry["gradients"], row["gradient_receive_slot"], gradient)
+        return cond(row["forward"] >= 0, forward, lambda: self.empty)
+
+    def _run_backward(
+        self, carry: Carry, row: dict[str, jax.Array], inputs: Any, gradients: Any
+    ) -> tuple[Stream, Any]:
+        """Run the backward task, if any, and return the gradient of its input and the totals."""
+        chunks = self.chunks
 
         def backward(totals: Any) -> tuple[Stream, Any]:
-            i, chunk = row["backward"], row["backward_chunk"]
-            own, group = select_chunk(shared, version(i)), version(i) * table.chunks + chunk
+            i = row["backward"]
+            chunk = row["backward_chunk"]
+            own = select_chunk(self.shared, self._version(i))
+            group = self._version(i) * self.table.chunks + chunk
             d_chunks, d_shared, sums = totals
             left, pull = jax.vjp(
-                lambda layers, shared, stream: model.inside(layers, shared, stream, i, chunk),
+                lambda layers, shared, stream: self.model.inside(layers, shared, stream, i, chunk),
                 *(select_chunk(chunks, group), own, read_slot(inputs, row["backward_slot"])),
             )
+            d_left, d_shared, sums = self._output_gradient(
+                row, gradients, own, left, d_shared, sums
+            )
+            d_layers, d_own, d_entered = pull(d_left)
+            d_chunks = accumulate_at(d_chunks, d_layers, group)
+            d_shared = accumulate_at(d_shared, d_own, self._version(i))
+            return d_entered, (d_chunks, d_shared, sums)
 
-            def from_loss(d_shared: Any, sums: Any) -> tuple[Stream, Any, Any]:
-                _, pull, found = jax.vjp(lambda shared, x: model.leave(shared, x, i), own, left, has_aux=True)
-                d, d_left = pull(scale)
-                return d_left, accumulate_at(d_shared, d, version(i)), accumulate_at(sums, found, version(i))
+        def idle(totals: Any) -> tuple[Stream, Any]:
+            return self.empty, totals
 
-            def from_next_stage(d_shared: Any, sums: Any) -> tuple[Stream, Any, Any]:
-                return read_slot(gradients, row["gradient_slot"]), d_shared, sums
+        return cond(row["backward"] >= 0, backward, idle, carry["totals"])
 
-            is_last = (stage == table.stages - 1) & (chunk == table.chunks - 1)
-            d_left, d_shared, sums = cond(is_last, from_loss, from_next_stage, d_shared, sums)
-            d_layers, d, d_entered = pull(d_left)
-            return d_entered, (accumulate_at(d_chunks, d_layers, group), accumulate_at(d_shared, d, version(i)), sums)
+    def _output_gradient(
+        self,
+        row: dict[str, jax.Array],
+        gradients: Any,
+        own: Any,
+        left: Stream,
+        d_shared: Any,
+        sums: Sums,
+    ) -> tuple[Stream, Any, Sums]:
+        """Return the gradient of the output of a backward task, and totals.
 
-        sent_back, totals = cond(row["backward"] >= 0, backward, lambda totals: (empty, totals), carry["totals"])
+        The last stage starts from the loss, and adds its sums and the gradient of its parameters to
+        the totals; the others have the gradient from the next stage.
+        """
+        i = row["backward"]
+
+        def from_loss(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
+            _, pull, found = jax.vjp(
+                lambda shared, x: self.model.leave(shared, x, i), own, left, has_aux=True
+            )
+            d_own, d_left = pull(self.scale)
+            d_shared = accumulate_at(d_shared, d_own, self._version(i))
+            sums = accumulate_at(sums, found, self._version(i))
+            return d_left, d_shared, sums
+
+        def from_next_stage(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
+            return read_slot(gradients, row["gradient_slot"]), d_shared, sums
+
+        is_last_stage = self.number == self.table.stages - 1
+        is_last = is_last_stage & (row["backward_chunk"] == self.table.chunks - 1)
+        return cond(is_last, from_loss, from_next_stage, d_shared, sums)
+
+    def _run_embedding_backward(
+        self, d_shared: Any, rows: dict[str, jax.Array], sent_back: Stream
+    ) -> Any:
+        """Add the gradient of the embedding to the totals, on all stages in the same tick."""
 
         def embedding_backward(d_shared: Any) -> Any:
             i = rows["backward"][0]
-            d_entered = jax.tree.map(lambda d: jnp.where(stage == 0, d, jnp.zeros_like(d)), sent_back)
-            (d,) = jax.vjp(lambda w: model.enter(w, i), select_chunk(shared, version(i)))[1](d_entered)
-            return accumulate_at(d_shared, d, version(i))
+            d_entered = jax.tree.map(
+                lambda d: jnp.where(self.number == 0, d, jnp.zeros_like(d)), sent_back
+            )
+            own = select_chunk(self.shared, self._version(i))
+            _, pull = jax.vjp(lambda shared: self.model.enter(shared, i), own)
+            (d_own,) = pull(d_entered)
+            return accumulate_at(d_shared, d_own, self._version(i))
 
-        d_chunks, d_shared, sums = totals
         is_first = (rows["backward"][0] >= 0) & (rows["backward_chunk"][0] == 0)
-        d_shared = cond(is_first, embedding_backward, lambda d_shared: d_shared, d_shared)
-        slots = jax.tree.map(lambda x: checkpoint_name(x, SLOTS), {"inputs": inputs, "gradients": gradients})
-        totals = d_chunks, d_shared, sums
-        return {**slots, "arrived": arrived, "sent_back": sent_back, "totals": totals}, None
-
-    return jax.lax.scan(tick, carry, jax.tree.map(jnp.asarray, table.columns))[0]
+        return cond(is_first, embedding_backward, lambda d_shared: d_shared, d_shared)
 
 
-def cond(predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
-    """Apply `jax.lax.cond` in a scope of the branch's name, with barriers: XLA refuses branches of other shardings."""
+def cond(
+    predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any
+) -> Any:
+    """Apply `jax.lax.cond` in a scope of the branch's name, with barriers.
+
+    Without barriers, XLA refuses branches with different shardings.
+    """
 
     def barrier(branch: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *operands: jax.lax.optimization_barrier(branch(*operands))
@@ -128,9 +241,13 @@ def cond(predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], 
 
 
 def shift(stream: Stream, stages: int, by: int, *, chunks: int = 1) -> Stream:
-    """Send to the next stage (1) or the previous one (-1); around the ring only if stages have several chunks."""
-    ring = [(s, (s + by) % stages) for s in range(stages)]
-    pairs = ring if chunks > 1 else [(s, to) for s, to in ring if to - s == by]
+    """Send to the next stage (1) or the previous one (-1).
+
+    The last stage sends to the first, or back, only if stages have several chunks.
+    """
+    pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
+    if chunks == 1:
+        pairs = [(source, target) for source, target in pairs if target - source == by]
     with in_scope(comm_scope("pipeline, from stage to stage")):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), stream)
 

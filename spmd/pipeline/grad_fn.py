@@ -1,8 +1,8 @@
-"""Pipeline parallelism over the mesh axis `pipe` as a gradient function: any schedule, in one SPMD program.
+"""Pipeline parallelism over the mesh axis `pipe`: a gradient function for any schedule.
 
-The program is manual over `pipe` only and scans over the ticks of a `TickTable` (`spmd.pipeline.executor`). An idle
-stage computes nothing (`lax.cond`). Only the input of a task is kept for its backward task, which recomputes the rest
-under the plan's remat policy.
+It is one SPMD program, which is manual over `pipe` only and scans over the ticks of a `TickTable`
+(`spmd.pipeline.executor`). An idle stage computes nothing (`lax.cond`). Only the input of a task is
+kept for its backward task, which recomputes the rest under the plan's remat policy.
 """
 
 import functools
@@ -33,34 +33,51 @@ _PER_MICROBATCH = "pipeline(…, per_microbatch=True) for the loss of each micro
 
 
 def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False) -> GradFn:
-    """Return a gradient function that pipelines microbatches through stages, each with some of the layers.
+    """Return a gradient function over a pipeline of stages, each with some of the layers.
 
-    The stacks that the plan splits over `pipe` are the layers; everything else is used by every stage, however it is
-    stored (`shared_params`). If stages have several chunks, the step moves the layers to their stage, and their
-    gradients back (`interleave`). The loss is a `ModelLoss` of a model in parts, such as `next_token_loss(model)`;
-    another raises a `ConfigError` at trace time.
+    The stacks that the plan splits over `pipe` are the layers; everything else is used by every
+    stage, however it is stored (`shared_params`). If stages have several chunks, the step moves the
+    layers to their stage, and their gradients back (`interleave`). The loss is a `ModelLoss` of a
+    model in parts, such as `next_token_loss(model)`; another raises a `ConfigError` at trace time.
 
     Args:
-        per_microbatch: Whether a loss that is no sum over the examples is meant to be one of each microbatch, as for
-            `spmd.accumulate`.
+        per_microbatch: Whether a loss that is no sum over the examples is meant to be one of each
+            microbatch, as for `spmd.accumulate`.
     """
     loss = LossReader(loss_fn)
 
     def grad_fn(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
         own = carry.variables
         in_parts(loss_fn)
-        first, is_part = first_microbatch(batch, table.microbatches), has_part_of_batch()
-        loss.check_mean(params, own, first, key)
-        if is_part or not per_microbatch or loss.has_values(params, own, first, key):
-            loss.check_additive(TITLE, params, own, first, key, fix=_PER_MICROBATCH, statistics=is_part)
+        first = first_microbatch(batch, table.microbatches)
+        _check_loss(loss, params, own, first, key, per_microbatch=per_microbatch)
         counts = table.stages, table.chunks, table.microbatches
         arrays = partition(loss_fn, grad_targets(params), own, batch, key, *counts)
         scale = enter_all(current().transforms, carry).scaled(jnp.float32(1))
         local = functools.partial(_backward, loss_fn=loss_fn, table=table)
-        d_layers, d_shared, sums = shard_over_stages(local, (P(AXIS), P(AXIS), P()), *arrays, scale)
-        return merge_like(params, d_layers, sum_over_stages(d_shared)), sums, carry
+        out_specs = P(AXIS), P(AXIS), P()
+        d_layers, d_shared, sums = shard_over_stages(local, out_specs, *arrays, scale)
+        gradients = merge_like(params, d_layers, sum_over_stages(d_shared))
+        return gradients, sums, carry
 
     return LossGradFn(grad_fn, loss)
+
+
+def _check_loss(
+    loss: LossReader,
+    params: Any,
+    variables: Any,
+    microbatch: Any,
+    key: jax.Array,
+    *,
+    per_microbatch: bool,
+) -> None:
+    """Raise a `ConfigError` if the loss is divided twice, or no sum over the microbatches."""
+    given = params, variables, microbatch, key
+    is_part = has_part_of_batch()
+    loss.check_mean(*given)
+    if is_part or not per_microbatch or loss.has_values(*given):
+        loss.check_additive(TITLE, *given, fix=_PER_MICROBATCH, statistics=is_part)
 
 
 def merge_like(params: Any, layers: Any, shared: Any) -> Any:
@@ -70,11 +87,13 @@ def merge_like(params: Any, layers: Any, shared: Any) -> Any:
 
 
 def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
-    """Return a loss function for evaluation that pipelines microbatches through the stages of `pipe`."""
+    """Return a loss function for evaluation: microbatches pass through the stages of `pipe`."""
 
     def pipelined_loss(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
         arrays = partition(loss_fn, params, variables, batch, key, stages, 1, microbatches)
-        local = functools.partial(_forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches)
+        local = functools.partial(
+            _forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches
+        )
         return shard_over_stages(local, P(), *arrays), variables
 
     return pipelined_loss
@@ -84,42 +103,56 @@ def shard_over_stages(local: Callable[..., Any], out_specs: Any, layers: Any, *s
     """Run `local` on every stage, on the stage's part of `layers` and all of `shared`."""
     mesh = current().mesh
     assert mesh is not None, "a step is traced within its plan"
-    return manual_over(mesh, (AXIS,), local, (P(AXIS), *(P(),) * len(shared)), out_specs)(layers, *shared)
+    in_specs = P(AXIS), *[P()] * len(shared)
+    return manual_over(mesh, (AXIS,), local, in_specs, out_specs)(layers, *shared)
 
 
-def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, table: TickTable) -> Any:
-    """Return one stage's gradients, those of shared parameters as `[1, …]`, and the sums over all stages."""
+def _backward(
+    layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, table: TickTable
+) -> Any:
+    """Return one stage's gradients, `[1, …]` of shared parameters, and the sums of all stages."""
     chunks, frozen = interleave(layers, table.stages, table.chunks)
-    (shared, others), first = shared, jax.tree.map(lambda w: w[0], chunks)
+    params, others = shared
+    first = jax.tree.map(lambda w: w[0], chunks)
     model = StageModel(loss_fn, parts, first, table.stages, (frozen, others), table.chunks)
-    shared = jax.tree.map(lambda w: w[None], shared)
-    carry = run_ticks(model, chunks, shared, scale, table, first_carry(model, chunks, shared, table))
+    params = jax.tree.map(lambda w: w[None], params)  # [version, …] of the only version
+    carry = first_carry(model, chunks, params, table)
+    carry = run_ticks(model, chunks, params, scale, table, carry)
     d_chunks, d_shared, sums = carry["totals"]
     sums = sum_of_stages(jax.tree.map(lambda x: x[0], sums))
-    return interleave(d_chunks, table.stages, table.chunks, back=True), d_shared, sums
+    d_layers = interleave(d_chunks, table.stages, table.chunks, back=True)
+    return d_layers, d_shared, sums
 
 
-def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: int, microbatches: int) -> Sums:
+def _forward(
+    layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: int, microbatches: int
+) -> Sums:
     """Return the sums over all stages: stage *s* runs microbatch *t* - *s* in tick *t*."""
     stage = jax.lax.axis_index(AXIS)
     (layers, frozen), (shared, others) = layers, shared
-    model = StageModel(loss_fn, parts, layers, stages, (jax.tree.map(lambda w: w[None], frozen), others))
-    empty, no_sums = map(zeros, model.shapes(jax.tree.map(lambda w: w[None], shared)))
+    frozen = jax.tree.map(lambda w: w[None], frozen)  # [chunk, layer, …] of the only chunk
+    model = StageModel(loss_fn, parts, layers, stages, (frozen, others))
+    stream_shape, sums_shape = model.shapes(jax.tree.map(lambda w: w[None], shared))
+    empty = zeros(stream_shape)
+    no_sums = zeros(sums_shape)
 
     def tick(carry: tuple[Stream, Sums], t: jax.Array) -> tuple[tuple[Stream, Sums], None]:
         arrived, sums = carry
         entered = cond(t < microbatches, lambda: model.enter(shared, t), lambda: empty)
         stream = jax.tree.map(lambda x, y: jnp.where(stage == 0, x, y), entered, arrived)
         i = t - stage
-        left = cond((i >= 0) & (i < microbatches), lambda: model.inside(layers, shared, stream, i), lambda: empty)
+        is_busy = (i >= 0) & (i < microbatches)
+        left = cond(is_busy, lambda: model.inside(layers, shared, stream, i), lambda: empty)
 
         def leave(sums: Sums) -> Sums:
-            return jax.tree.map(jnp.add, sums, model.leave(shared, left, i)[1])
+            _, found = model.leave(shared, left, i)
+            return jax.tree.map(jnp.add, sums, found)
 
         sums = cond((i >= 0) & (stage == stages - 1), leave, lambda sums: sums, sums)
         return (shift(left, stages, 1), sums), None
 
-    (_, sums), _ = jax.lax.scan(tick, (empty, no_sums), jnp.arange(microbatches + stages - 1))
+    ticks = jnp.arange(microbatches + stages - 1)
+    (_, sums), _ = jax.lax.scan(tick, (empty, no_sums), ticks)
     return sum_of_stages(sums)
 
 

@@ -1,4 +1,4 @@
-"""A model's loss in the parts that a stage of a pipeline computes, and what belongs to which stage.
+"""A model's loss in the parts that a stage of a pipeline computes, and the arrays of each stage.
 
 ```
 enter    embed_inputs                       the stream that enters the first layer
@@ -9,6 +9,8 @@ leave    compute_outputs, then the loss     sums over the microbatch
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,13 +40,18 @@ def read_slot(slots: Any, slot: Any) -> Any:
 def select_chunk(chunks: Any, which: Any) -> Any:
     """Return one of several chunks; without indexing where there is only one."""
     is_single = all(w.shape[0] == 1 for w in jax.tree.leaves(chunks))
-    return jax.tree.map(lambda w: w[0], chunks) if is_single else read_slot(chunks, which)
+    if is_single:
+        return jax.tree.map(lambda w: w[0], chunks)
+    return read_slot(chunks, which)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The arrays that stages pass on: the residual stream, and the values of all layers (zeros for later layers)."""
+    """The arrays that stages pass on: the residual stream, and the values of all layers.
+
+    Values of later layers are zeros.
+    """
 
     x: Any
     values: Any
@@ -53,12 +60,21 @@ class Stream:
 def in_parts(loss_fn: LossFn) -> tuple[ModelLoss, LayeredModel]:
     """Return a loss and its model in parts, or raise a `ConfigError`."""
     if not isinstance(loss_fn, ModelLoss):
-        fix = "spmd.gradients.losses.ModelLoss(model, inputs, sums), or spmd.next_token_loss(model)"
-        raise ConfigError(TITLE, [Problem("loss", "is a function, and a pipeline needs its parts", fix=fix)])
+        problem = Problem(
+            "loss",
+            "is a function, and a pipeline needs its parts",
+            fix="spmd.gradients.losses.ModelLoss(model, inputs, sums), "
+            "or spmd.next_token_loss(model)",
+        )
+        raise ConfigError(TITLE, [problem])
     layered = loss_fn.model.layered()
     if layered is None:
-        fix = "give the module the methods embed_inputs, apply_layers and compute_outputs"
-        raise ConfigError(TITLE, [Problem("layers", "are nowhere: the model is in one part", fix=fix)])
+        problem = Problem(
+            "layers",
+            "are nowhere: the model is in one part",
+            fix="give the module the methods embed_inputs, apply_layers and compute_outputs",
+        )
+        raise ConfigError(TITLE, [problem])
     return loss_fn, layered
 
 
@@ -86,28 +102,29 @@ class StageModel:
         return jax.tree.leaves(self.some_layers)[0].shape[0]
 
     def shapes(self, shared: Any) -> tuple[Stream, Sums]:
-        """Return the abstract stream and sums for parameters `[version, …]`; check that only stages use the layers."""
-        own, first = jax.tree.map(lambda w: w[0], shared), jnp.int32(0)
+        """Return the abstract stream and sums for parameters `[version, …]`.
+
+        Raises:
+            ConfigError: Layers are used outside of stages, or the stream has no gradient.
+        """
+        own = jax.tree.map(lambda w: w[0], shared)
+        first = jnp.int32(0)
 
         def outside(layers: Any, frozen: Any) -> tuple[Stream, Sums]:
             around = dataclasses.replace(self, some_layers=layers, frozen=(frozen, self.frozen[1]))
             stream = around.enter(own, first)
-            # The stream after the layers is replaced by zeros: only uses of layers outside of apply_layers remain.
-            return stream, around.leave(own, jax.tree.map(jnp.zeros_like, stream), first)[1]
+            # The stream after the layers is replaced by zeros: only uses of layers outside of
+            # apply_layers remain.
+            left = jax.tree.map(jnp.zeros_like, stream)
+            _, sums = around.leave(own, left, first)
+            return stream, sums
 
         of_layers = self.some_layers, self.frozen[0]
         jaxpr, (stream, sums) = jax.make_jaxpr(outside, return_shape=True)(*of_layers)
-        used = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))[1]
-        problems = [
-            Problem(path, "is used outside of apply_layers, where a stage has only some of the layers", fix="inside")
-            for path, is_used in zip([path for part in of_layers for path in tree.flatten(part)], used, strict=True)
-            if is_used
-        ]
-        problems += [
-            Problem("layers", f"return {x.dtype}, which has no gradient", fix="floats, such as float32")
-            for x in jax.tree.leaves(stream)
-            if not jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
+        _, is_used = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))
+        paths = [*tree.flatten(of_layers[0]), *tree.flatten(of_layers[1])]
+        problems = [_used_outside(path) for path in itertools.compress(paths, is_used)]
+        problems += _stream_problems(stream)
         if problems:
             raise ConfigError(TITLE, problems)
         return stream, sums
@@ -118,27 +135,39 @@ class StageModel:
 
         def embed(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
             inputs, keywords = loss.arguments(batch)
-            return layered.embed_inputs(params, variables, key, *inputs, train=loss.train, **keywords)
+            return layered.embed_inputs(
+                params, variables, key, *inputs, train=loss.train, **keywords
+            )
 
         arrays = self._arrays(self.some_layers, shared, 0)
-        x, context = partition_safe(embed)(*arrays, *read_slot(self.microbatches, i))
+        batch, key = read_slot(self.microbatches, i)
+        x, context = partition_safe(embed)(*arrays, batch, key)
         apply = functools.partial(layered.apply_layers, train=loss.train)
         _, values = jax.eval_shape(apply, *arrays, x, context)
         count = self.stages * self.chunks * self.size
-        return Stream(x, jax.tree.map(lambda v: jnp.zeros((count, *v.shape[1:]), v.dtype), values))
+        all_values = jax.tree.map(lambda v: jnp.zeros((count, *v.shape[1:]), v.dtype), values)
+        return Stream(x, all_values)
 
-    def inside(self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0) -> Stream:
+    def inside(
+        self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0
+    ) -> Stream:
         """Return the stream after the layers of one of this stage's chunks."""
         loss, layered = in_parts(self.loss_fn)
 
-        def apply(params: Any, variables: Any, batch: Any, key: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+        def apply(
+            params: Any, variables: Any, batch: Any, key: jax.Array, x: jax.Array
+        ) -> tuple[jax.Array, Any]:
             inputs, keywords = loss.arguments(batch)
-            _, context = layered.embed_inputs(params, variables, key, *inputs, train=loss.train, **keywords)
+            _, context = layered.embed_inputs(
+                params, variables, key, *inputs, train=loss.train, **keywords
+            )
             return layered.apply_layers(params, variables, x, context, train=loss.train)
 
         arrays = self._arrays(layers, shared, chunk)
-        x, values = partition_safe(apply)(*arrays, *read_slot(self.microbatches, i), stream.x)
-        first = (chunk * self.stages + jax.lax.axis_index(AXIS)) * self.size
+        batch, key = read_slot(self.microbatches, i)
+        x, values = partition_safe(apply)(*arrays, batch, key, stream.x)
+        virtual_stage = chunk * self.stages + jax.lax.axis_index(AXIS)
+        first = virtual_stage * self.size
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
         return Stream(x, jax.tree.map(put, stream.values, values))
 
@@ -148,17 +177,35 @@ class StageModel:
 
         def finish(params: Any, variables: Any, batch: Any, stream: Stream) -> Sums:
             with lazy_logits():
-                outputs = layered.compute_outputs(params, variables, stream.x, stream.values, train=loss.train)
+                outputs = layered.compute_outputs(
+                    params, variables, stream.x, stream.values, train=loss.train
+                )
                 return loss.sums(as_outputs(outputs), batch)
 
         arrays = self._arrays(self.some_layers, shared, 0)
-        sums = partition_safe(finish)(*arrays, read_slot(self.microbatches, i)[0], stream)
+        batch, _ = read_slot(self.microbatches, i)
+        sums = partition_safe(finish)(*arrays, batch, stream)
         return sums["loss"], sums
 
     def _arrays(self, layers: Any, shared: Any, chunk: Any) -> tuple[Any, Any]:
         """Return the parameters and the variables of a model with one chunk of layers."""
         frozen, others = self.frozen
-        return tree.merge(layers, shared), tree.merge(select_chunk(frozen, chunk), others)
+        params = tree.merge(layers, shared)
+        variables = tree.merge(select_chunk(frozen, chunk), others)
+        return params, variables
+
+
+def _used_outside(path: str) -> Problem:
+    what = "is used outside of apply_layers, where a stage has only some of the layers"
+    return Problem(path, what, fix="inside")
+
+
+def _stream_problems(stream: Stream) -> Iterator[Problem]:
+    """Yield a problem for each array between stages without a gradient."""
+    for x in jax.tree.leaves(stream):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            what = f"return {x.dtype}, which has no gradient"
+            yield Problem("layers", what, fix="floats, such as float32")
 
 
 def partition(
@@ -171,54 +218,98 @@ def partition(
     chunks: int,
     microbatches: int,
 ) -> tuple[Any, Any, Any]:
-    """Split arrays into layers, all others (both pairs: parameters, frozen variables), and microbatches with keys.
+    """Split arrays into layers, all others, and microbatches with keys.
+
+    The first two are pairs: parameters and frozen variables.
 
     Raises:
         ConfigError: All reasons why the model cannot be split into these stages.
     """
-    context = current()
-    assert context.mesh is not None, "a step is traced within its plan"
-    placements = context.placements
+    layers, shared = _split_layers(params)
+    frozen_layers, frozen_others = _split_layers(variables)
+    problems = [
+        *_setting_problems(stages),
+        *_stack_problems(layers, stages, chunks),
+        *_path_problems(shared, variables),
+    ]
+    if problems:
+        raise ConfigError(TITLE, problems)
+    loss, _ = in_parts(loss_fn)
+    batches = _stack_microbatches(loss.prepare(batch), microbatches)
+    keys = jax.random.split(key, microbatches)
+    others = gather_over_stages(shared), gather_over_stages(frozen_others)
+    return (layers, frozen_layers), others, (batches, keys)
+
+
+def _split_layers(arrays: Any) -> tuple[Any, Any]:
+    """Split parameters or variables into those of layers, and all others."""
+    placements = current().placements
 
     def is_layer(path: str) -> bool:
         return path in placements and placements[path].leading[:1] == (AXIS,)
 
-    def divided(arrays: Any) -> tuple[Any, Any]:
-        return tree.select(arrays, is_layer), tree.select(arrays, lambda path: not is_layer(path))
+    layers = tree.select(arrays, is_layer)
+    others = tree.select(arrays, lambda path: not is_layer(path))
+    return layers, others
 
-    (layers, shared), (frozen_layers, frozen_others) = map(divided, (params, variables))
-    problems = []
-    if (size := context.mesh.shape[AXIS]) != stages:
-        problems.append(Problem("schedule", f"is for {stages} stages", f"mesh.pipe = {size}", "make it for the mesh"))
+
+def _setting_problems(stages: int) -> Iterator[Problem]:
+    """Yield the problems of the plan's mesh and attention."""
+    context = current()
+    assert context.mesh is not None, "a step is traced within its plan"
+    size = context.mesh.shape[AXIS]
+    if size != stages:
+        detail = f"mesh.pipe = {size}"
+        yield Problem("schedule", f"is for {stages} stages", detail, "make it for the mesh")
     if context.attention.is_ring:
-        what = "is a ring, which would send keys and values inside a stage's task, where XLA:CPU waits for all stages"
-        problems.append(Problem("context", what, fix="--context all-to-all"))
-    parts = stages if AXIS in get_abstract_mesh().manual_axes else 1  # there, the layers are those of one stage
+        yield Problem(
+            "context",
+            "is a ring, which would send keys and values inside a stage's task, "
+            "where XLA:CPU waits for all stages",
+            fix="--context all-to-all",
+        )
+
+
+def _stack_problems(layers: Any, stages: int, chunks: int) -> Iterator[Problem]:
+    """Yield the problems of the number of layers."""
+    parts = 1
+    if AXIS in get_abstract_mesh().manual_axes:  # there, the layers are those of one stage
+        parts = stages
     counts = sorted({parts * leaf.shape[0] for leaf in jax.tree.leaves(layers)})
     if not counts:
         fix = 'stack the layers, and name the stack in the rule table: stacked={"layers": "pipe"}'
-        problems.append(Problem("mesh.pipe", "splits no parameter", f"pipe={stages}", fix))
+        yield Problem("mesh.pipe", "splits no parameter", f"pipe={stages}", fix)
     if len(counts) > 1:
-        problems.append(Problem("layers", f"are stacks of {' and '.join(map(str, counts))} layers", fix="one stack"))
+        listed = " and ".join(map(str, counts))
+        yield Problem("layers", f"are stacks of {listed} layers", fix="one stack")
+    product = f"pipe={stages}"
+    if chunks > 1:
+        product += f" × {chunks} chunks"
+    virtual_stages = stages * chunks
     for count in counts:
-        if count % (stages * chunks):
-            product = f"pipe={stages}" + (f" × {chunks} chunks" if chunks > 1 else "")
-            detail = f"{count} / ({product}) = {count / (stages * chunks):.4g}"
-            problems.append(Problem("layers", "do not divide into stages", detail, f"a multiple of {stages * chunks}"))
-    problems += [
-        Problem(path, "is a stack inside another, and stages divide the first dimension", fix="one stack")
-        for path in tree.flatten(shared)
-        if path in placements and AXIS in placements[path].leading
-    ]
-    problems += [
-        Problem(path, "is a variable that the model changes by itself, and every stage would", fix="pipe=1")
-        for path in tree.flatten(variables)
-        if path not in placements
-    ]
-    if problems:
-        raise ConfigError(TITLE, problems)
-    batch = in_parts(loss_fn)[0].prepare(batch)
-    split, shared_arrays = split_microbatches(batch, microbatches)
-    repeated = {path: jnp.broadcast_to(x[None], (microbatches, *x.shape)) for path, x in shared_arrays.items()}
-    microbatched = join_microbatch(batch, split, repeated), jax.random.split(key, microbatches)
-    return (layers, frozen_layers), (gather_over_stages(shared), gather_over_stages(frozen_others)), microbatched
+        if count % virtual_stages:
+            detail = f"{count} / ({product}) = {count / virtual_stages:.4g}"
+            fix = f"a multiple of {virtual_stages}"
+            yield Problem("layers", "do not divide into stages", detail, fix)
+
+
+def _path_problems(shared: Any, variables: Any) -> Iterator[Problem]:
+    """Yield the problems of parameters outside of the layers, and of variables."""
+    placements = current().placements
+    for path in tree.flatten(shared):
+        if path in placements and AXIS in placements[path].leading:
+            what = "is a stack inside another, and stages divide the first dimension"
+            yield Problem(path, what, fix="one stack")
+    for path in tree.flatten(variables):
+        if path not in placements:
+            what = "is a variable that the model changes by itself, and every stage would"
+            yield Problem(path, what, fix="pipe=1")
+
+
+def _stack_microbatches(batch: Any, microbatches: int) -> Any:
+    """Return a batch as arrays `[microbatch, …]`."""
+    split, shared = split_microbatches(batch, microbatches)
+    repeated = dict[str, jax.Array]()
+    for path, x in shared.items():
+        repeated[path] = jnp.broadcast_to(x[None], (microbatches, *x.shape))
+    return join_microbatch(batch, split, repeated)

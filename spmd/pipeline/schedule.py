@@ -1,13 +1,13 @@
 """Pipeline schedules as data: the tasks of each stage, in order.
 
-A schedule has no arrays and no times. Each stage runs its tasks in order, and a task starts when its dependencies are
-done; `spmd.pipeline.simulate` computes the times.
+A schedule has no arrays and no times. Each stage runs its tasks in order, and a task starts when
+its dependencies are done; `spmd.pipeline.simulate` computes the times.
 """
 
 import dataclasses
 import itertools
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
 from spmd.errors import Problem, ScheduleError, check_fields
@@ -32,8 +32,10 @@ _LISTED = 8  # missing tasks that an error lists
 class Task:
     """One microbatch through one chunk of layers, in one direction.
 
-    Its kind is `"F"` forward; `"B"` gradient of the input only; `"W"` gradients of the weights only; or `"BW"`, the
-    whole backward pass. Its text is the kind and the microbatch, and the chunk unless it is 0: `F3`, `BW0c1`.
+    Its kind is `"F"` forward; `"B"` gradient of the input only; `"W"` gradients of the weights
+    only; or `"BW"`, the
+    whole backward pass. Its text is the kind and the microbatch, and the chunk unless it is 0:
+        `F3`, `BW0c1`.
 
     Example:
         >>> str(Task("F", 3)), str(Task("BW", 0, chunk=1))
@@ -46,11 +48,15 @@ class Task:
 
     def __post_init__(self) -> None:
         rules = {"kind": tuple(PASSES), "microbatch": "at least 0", "chunk": "at least 0"}
-        if problems := check_fields(self, rules):
+        problems = check_fields(self, rules)
+        if problems:
             raise ScheduleError("Invalid pipeline task:", problems)
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}" + (f"c{self.chunk}" if self.chunk else "")
+        text = f"{self.kind}{self.microbatch}"
+        if self.chunk:
+            text += f"c{self.chunk}"
+        return text
 
 
 def parse_task(text: str) -> Task:
@@ -63,7 +69,8 @@ def parse_task(text: str) -> Task:
     match = _TASK.fullmatch(text)
     if match is None:
         fix = "F, B, W or BW, a microbatch, and c with a chunk if stages have several: F3, BW0c1"
-        raise ScheduleError("Invalid pipeline task:", [Problem("task", f"{text!r} is not a task", fix=fix)])
+        problem = Problem("task", f"{text!r} is not a task", fix=fix)
+        raise ScheduleError("Invalid pipeline task:", [problem])
     kind, microbatch, chunk = match.groups()
     return Task(kind, int(microbatch), int(chunk or 0))
 
@@ -78,10 +85,11 @@ class Schedule:
         name: The name in error messages.
         chunks: Chunks of layers on each stage.
         orders: For each stage its tasks, in the order of execution.
-        placement: Assignment of virtual stages to stages. `"loop"`: chunk 1 of the first stage follows chunk 0 of the
-            last, and so on. `"v"`: two chunks, and the second runs from the last stage back to the first.
-        flush: Whether a batch ends before the next begins. Without a flush `orders` are those of a single batch, and
-            `repeat_schedule` overlaps several.
+        placement: Assignment of virtual stages to stages. `"loop"`: chunk 1 of the first stage
+            follows chunk 0 of the last, and so on. `"v"`: two chunks, and the second runs from the
+            last stage back to the first.
+        flush: Whether a batch ends before the next begins. Without a flush `orders` are those of a
+            single batch, and `repeat_schedule` overlaps several.
 
     A value that is out of range is a `ScheduleError`; `check_schedule` checks the orders.
     """
@@ -97,7 +105,8 @@ class Schedule:
         counts = dict.fromkeys(("stages", "microbatches", "chunks"), "at least 1")
         problems = check_fields(self, {**counts, "placement": ("loop", "v")})
         if self.placement == "v" and self.chunks != 2:
-            problems.append(Problem("placement", '"v" has two chunks per stage', f"chunks = {self.chunks}"))
+            detail = f"chunks = {self.chunks}"
+            problems.append(Problem("placement", '"v" has two chunks per stage', detail))
         if problems:
             raise ScheduleError("Invalid pipeline schedule:", problems)
 
@@ -107,9 +116,10 @@ class Schedule:
         return len(self.orders)
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Return the virtual stage of a stage's chunk, from 0 (the first layers) to `stages * chunks - 1`."""
-        reverse = self.placement == "v" and chunk == 1
-        return chunk * self.stages + (self.stages - 1 - stage if reverse else stage)
+        """Return the virtual stage of a chunk, from 0 (first layers) to `stages * chunks - 1`."""
+        if self.placement == "v" and chunk == 1:
+            stage = self.stages - 1 - stage
+        return chunk * self.stages + stage
 
     def passes(self, stage: int, task: Task) -> tuple[Pass, ...]:
         """Return the passes that a task of this stage runs."""
@@ -119,16 +129,21 @@ class Schedule:
     def dependencies(self, stage: int, task: Task) -> tuple[Pass, ...]:
         """Return the passes that must end before a task of this stage can start.
 
-        F needs F of the previous virtual stage; B its own F and B of the next virtual stage; W its own B.
+        F needs F of the previous virtual stage; B its own F and B of the next virtual stage; W its
+        own B.
         """
-        virtual_stage, microbatch = self.virtual_stage(stage, task.chunk), task.microbatch
+        virtual_stage = self.virtual_stage(stage, task.chunk)
+        microbatch = task.microbatch
+        if task.kind == "F" and virtual_stage == 0:
+            return ()
         if task.kind == "F":
-            return (("F", virtual_stage - 1, microbatch),) if virtual_stage else ()
+            return (("F", virtual_stage - 1, microbatch),)
         if task.kind == "W":
             return (("B", virtual_stage, microbatch),)
-        forward = ("F", virtual_stage, microbatch)
-        is_last = virtual_stage == self.stages * self.chunks - 1
-        return (forward,) if is_last else (forward, ("B", virtual_stage + 1, microbatch))
+        own_forward = ("F", virtual_stage, microbatch)
+        if virtual_stage == self.stages * self.chunks - 1:
+            return (own_forward,)
+        return (own_forward, ("B", virtual_stage + 1, microbatch))
 
 
 def check_values(rule: str, **values: float) -> list[Problem]:
@@ -137,7 +152,7 @@ def check_values(rule: str, **values: float) -> list[Problem]:
 
 
 def alternate(forwards: list[Task], backwards: list[Task], warmup: int) -> Iterator[Task]:
-    """Yield `warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Yield `warmup` forwards, then one forward and one backward in turn, then other backwards."""
     yield from forwards[:warmup]
     for i, backward in enumerate(backwards):
         yield from forwards[warmup + i : warmup + i + 1]
@@ -147,93 +162,143 @@ def alternate(forwards: list[Task], backwards: list[Task], warmup: int) -> Itera
 def repeat_schedule(schedule: Schedule, batches: int) -> Schedule:
     """Return several consecutive batches as one schedule of `batches * microbatches` microbatches.
 
-    With a flush a stage starts the next batch when it has finished the last. Without one the forwards of the next batch
-    alternate with the remaining backwards of the last, after the same warmup as in the first.
+    With a flush a stage starts the next batch when it has finished the last. Without one the
+    forwards of the next batch alternate with the remaining backwards of the last, after the same
+    warmup as in the first.
     """
+    orders = tuple(tuple(_repeat_order(schedule, order, batches)) for order in schedule.orders)
     total = batches * schedule.microbatches
-
-    def extend(order: tuple[Task, ...]) -> Iterator[Task]:
-        offsets = range(0, total, schedule.microbatches)
-        tasks = [dataclasses.replace(task, microbatch=task.microbatch + first) for first in offsets for task in order]
-        if schedule.flush:
-            return iter(tasks)
-        forwards = [task for task in tasks if task.kind == "F"]
-        backwards = [task for task in tasks if task.kind != "F"]
-        return alternate(forwards, backwards, warmup=order.index(backwards[0]) - 1)
-
-    orders = tuple(tuple(extend(order)) for order in schedule.orders)
     return dataclasses.replace(schedule, microbatches=total, orders=orders)
 
 
-def execution_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the tasks that run before the end or a deadlock, without times, and the index at which each stage stops.
+def _repeat_order(schedule: Schedule, order: tuple[Task, ...], batches: int) -> Iterable[Task]:
+    """Return the order of one stage for several batches."""
+    tasks = list[Task]()
+    for batch in range(batches):
+        first = batch * schedule.microbatches
+        for task in order:
+            tasks.append(dataclasses.replace(task, microbatch=first + task.microbatch))
+    if schedule.flush:
+        return tasks
+    forwards = [task for task in tasks if task.kind == "F"]
+    backwards = [task for task in tasks if task.kind != "F"]
+    return alternate(forwards, backwards, warmup=order.index(backwards[0]) - 1)
 
-    Tasks are (stage, index in its order), each after its dependencies. Passes that no stage runs count as done:
-    `check_schedule` reports them as missing.
+
+def execution_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
+    """Return the tasks until the end or a deadlock, and the index at which each stage stops.
+
+    Tasks are (stage, index in its order), each after its dependencies. Passes that no stage runs
+    count as done: `check_schedule` reports them as missing.
     """
-    jobs = [
-        [(schedule.passes(stage, task), schedule.dependencies(stage, task)) for task in order]
-        for stage, order in enumerate(schedule.orders)
-    ]
-    pending = {item for stage_jobs in jobs for passes, _ in stage_jobs for item in passes}
+    pending = set[Pass]()
+    for stage, order in enumerate(schedule.orders):
+        for task in order:
+            pending.update(schedule.passes(stage, task))
     ran: list[tuple[int, int]] = []
     following = [0] * schedule.stages
     progress = True
     while progress:
         progress = False
-        for stage, stage_jobs in enumerate(jobs):
-            while following[stage] < len(stage_jobs) and pending.isdisjoint(stage_jobs[following[stage]][1]):
-                pending.difference_update(stage_jobs[following[stage]][0])
+        for stage, order in enumerate(schedule.orders):
+            while following[stage] < len(order):
+                task = order[following[stage]]
+                if not pending.isdisjoint(schedule.dependencies(stage, task)):
+                    break
+                pending.difference_update(schedule.passes(stage, task))
                 ran.append((stage, following[stage]))
                 following[stage] += 1
                 progress = True
     return ran, following
 
 
-def check_schedule(schedule: Schedule, ticks: Sequence[Sequence[int]] | None = None) -> list[Problem]:
-    """Return the problems of a schedule, sorted: tasks that are missing, repeated or unknown, and deadlocks.
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The place of a task in a schedule."""
 
-    `ticks` has the tick of each task for the messages; by default its index in the order of its stage.
+    stage: int
+    tick: int
+    task: Task
+
+
+def check_schedule(
+    schedule: Schedule, ticks: Sequence[Sequence[int]] | None = None
+) -> list[Problem]:
+    """Return the problems of a schedule, sorted: missing, repeated or unknown tasks, and deadlocks.
+
+    `ticks` has the tick of each task for the messages; by default its index in the order of its
+    stage.
     """
     ticks = ticks or [range(len(order)) for order in schedule.orders]
-    runs: dict[Pass, tuple[int, int, Task]] = {}  # the stage, the tick and the task that run a pass first
-    problems = []
+    runs: dict[Pass, _Run] = {}  # the first task of each pass
+    problems = list[Problem]()
     for stage, order in enumerate(schedule.orders):
         for tick, task in zip(ticks[stage], order, strict=True):
-            where = f"stage {stage}, tick {tick}"
-            if task.microbatch >= schedule.microbatches or task.chunk >= schedule.chunks:
-                sizes = f"microbatches = {schedule.microbatches}, chunks = {schedule.chunks}; both count from 0"
-                problems.append(Problem(where, f"{task} is outside the schedule", sizes))
-            passes = schedule.passes(stage, task)
-            if repeated := [runs[item] for item in passes if item in runs]:
-                _, earlier, same = repeated[0]
-                problems.append(Problem(where, f"{task} repeats {same} of tick {earlier}", fix="remove one of them"))
-            for item in passes:
-                runs.setdefault(item, (stage, tick, task))
+            problems += _task_problems(schedule, _Run(stage, tick, task), runs)
+            for item in schedule.passes(stage, task):
+                runs.setdefault(item, _Run(stage, tick, task))
     for stage in range(schedule.stages):
-        missing = list(itertools.islice(_missing(schedule, runs, stage), _LISTED + 1))
-        if missing:
-            listed = " ".join(missing[:_LISTED]) + (" and more" if len(missing) > _LISTED else "")
-            fix = "add them; each stage runs every task once"
-            problems.append(Problem(f"stage {stage}", f"tasks are missing: {listed}", fix=fix))
-    ran, stopped = execution_order(schedule)
-    done = {item for stage, index in ran for item in schedule.passes(stage, schedule.orders[stage][index])}
-    for stage, index in enumerate(stopped):
-        if index < len(schedule.orders[stage]):
-            task = schedule.orders[stage][index]
-            needed = next(d for d in schedule.dependencies(stage, task) if d in runs and d not in done)
-            source, tick, other = runs[needed]
-            what = f"deadlock: {task} waits for {other} of stage {source}"
-            detail = f"{other} is at tick {tick}; stage {source} stops at tick {ticks[source][stopped[source]]}"
-            where = f"stage {stage}, tick {ticks[stage][index]}"
-            problems.append(Problem(where, what, detail, "change the order of one stage"))
+        problems += _missing_problems(schedule, runs, stage)
+    problems += _deadlocks(schedule, runs, ticks)
     return sorted(problems)
 
 
+def _task_problems(schedule: Schedule, run: _Run, runs: Mapping[Pass, _Run]) -> Iterator[Problem]:
+    """Yield the problems of a task: it is unknown, or repeats one of `runs`."""
+    task = run.task
+    where = f"stage {run.stage}, tick {run.tick}"
+    if task.microbatch >= schedule.microbatches or task.chunk >= schedule.chunks:
+        sizes = f"microbatches = {schedule.microbatches}, chunks = {schedule.chunks}"
+        detail = f"{sizes}; both count from 0"
+        yield Problem(where, f"{task} is outside the schedule", detail)
+    for item in schedule.passes(run.stage, task):
+        if item in runs:
+            what = f"{task} repeats {runs[item].task} of tick {runs[item].tick}"
+            yield Problem(where, what, fix="remove one of them")
+            return
+
+
+def _missing_problems(schedule: Schedule, runs: Container[Pass], stage: int) -> Iterator[Problem]:
+    """Yield a problem if a stage lacks tasks."""
+    missing = list(itertools.islice(_missing(schedule, runs, stage), _LISTED + 1))
+    if not missing:
+        return
+    listed = " ".join(missing[:_LISTED])
+    if len(missing) > _LISTED:
+        listed += " and more"
+    fix = "add them; each stage runs every task once"
+    yield Problem(f"stage {stage}", f"tasks are missing: {listed}", fix=fix)
+
+
 def _missing(schedule: Schedule, runs: Container[Pass], stage: int) -> Iterator[str]:
-    """Yield the tasks whose passes a stage does not run; lazily, since a file may name any microbatch."""
+    """Yield the tasks that a stage does not run; lazily, since a file may name any microbatch."""
     for microbatch in range(schedule.microbatches):
         for chunk in range(schedule.chunks):
             virtual_stage = schedule.virtual_stage(stage, chunk)
-            absent = " ".join(kind for kind in "FBW" if (kind, virtual_stage, microbatch) not in runs)
-            yield from (str(Task(kind, microbatch, chunk)) for kind in absent.replace("B W", "BW").split())
+            absent = [kind for kind in "FBW" if (kind, virtual_stage, microbatch) not in runs]
+            kinds = " ".join(absent).replace("B W", "BW")
+            for kind in kinds.split():
+                yield str(Task(kind, microbatch, chunk))
+
+
+def _deadlocks(
+    schedule: Schedule, runs: Mapping[Pass, _Run], ticks: Sequence[Sequence[int]]
+) -> Iterator[Problem]:
+    """Yield a problem for each stage that waits for a task for ever."""
+    ran, stopped = execution_order(schedule)
+    done = set[Pass]()
+    for stage, index in ran:
+        done.update(schedule.passes(stage, schedule.orders[stage][index]))
+    for stage, index in enumerate(stopped):
+        if index == len(schedule.orders[stage]):
+            continue
+        task = schedule.orders[stage][index]
+        needed = schedule.dependencies(stage, task)
+        other = next(runs[item] for item in needed if item in runs and item not in done)
+        stop = ticks[other.stage][stopped[other.stage]]
+        yield Problem(
+            f"stage {stage}, tick {ticks[stage][index]}",
+            f"deadlock: {task} waits for {other.task} of stage {other.stage}",
+            f"{other.task} is at tick {other.tick}; stage {other.stage} stops at tick {stop}",
+            "change the order of one stage",
+        )

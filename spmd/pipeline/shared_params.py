@@ -1,6 +1,7 @@
-"""Parameters of all stages, such as the embedding and the head, where the table splits them over `pipe`.
+"""Parameters of all stages, such as the embedding and the head, split over `pipe` by the table.
 
-Only the training state is split. They are gathered once before the ticks, and the sum of the stages' gradients is
+Only the training state is split. They are gathered once before the ticks, and the sum of the
+stages' gradients is
 scattered once after them: as many bytes as the all-reduce of what every stage stores whole.
 """
 
@@ -19,13 +20,15 @@ from spmd.sharding.optimizer_state import drop_axis
 
 
 def gather_over_stages(arrays: Any) -> Any:
-    """Return parameters or frozen variables whole over `pipe`, and split over all other axes as they are stored."""
+    """Gather parameters or frozen variables over `pipe`; over other axes they stay as stored."""
 
     def gather(path: str, x: jax.Array) -> jax.Array:
-        if (placed := current().placements.get(path)) is None:
+        placed = current().placements.get(path)
+        if placed is None:
             return x
+        spec = drop_axis(placed.of_stack().stored, AXIS)
         with in_scope(placed.scope):
-            return constrain(x, placed.mesh, drop_axis(placed.of_stack().stored, AXIS), "a parameter of all stages")
+            return constrain(x, placed.mesh, spec, "a parameter of all stages")
 
     return tree.map_with_path(gather, arrays)
 
@@ -33,22 +36,29 @@ def gather_over_stages(arrays: Any) -> Any:
 def sum_over_stages(gradients: Any) -> Any:
     """Return the sums of gradients `[stage, …]`, split as the plan keeps them.
 
-    In a region around the pipeline that is manual over `pipe`, each stage's gradient is returned: the region adds them.
+    In a region around the pipeline that is manual over `pipe`, each stage's gradient is returned:
+    the region adds them.
     """
     if AXIS in get_abstract_mesh().manual_axes:
         return jax.tree.map(lambda d: d[0], gradients)
+    return tree.map_with_path(_sum_gradient, gradients)
 
-    def add(path: str, d: jax.Array) -> jax.Array:
-        placed = current().placements[path].of_stack()
-        dims = spec_dims(placed.gradient, d.ndim - 1, placed.mesh.axis_names)
-        over = [(AXIS,) if AXIS in axes else () for axes in dims]
-        rest = extra_axes(dims, over)
-        split = dims_spec([axes + own for axes, own in zip(rest, over, strict=True)])  # the order of scattered parts
 
-        def local(d: jax.Array) -> jax.Array:
-            return psum_scatter(d[0], over) if any(over) else psum(d[0], (AXIS,))
+def _sum_gradient(path: str, d: jax.Array) -> jax.Array:
+    """Return the sum of a gradient `[stage, …]`, split as the plan keeps it."""
+    placed = current().placements[path].of_stack()
+    dims = spec_dims(placed.gradient, d.ndim - 1, placed.mesh.axis_names)
+    rest = extra_axes(dims, [(AXIS,)] * len(dims))
+    scattered = extra_axes(dims, rest)  # `pipe` where it splits a dimension
+    # Within a dimension, `pipe` comes last: the order of scattered parts.
+    split = [axes + own for axes, own in zip(rest, scattered, strict=True)]
 
-        with in_scope(placed.scope):
-            return manual_over(placed.mesh, placed.mesh.axis_names, local, dims_spec([(AXIS,), *rest]), split)(d)
+    def local(d: jax.Array) -> jax.Array:
+        if any(scattered):
+            return psum_scatter(d[0], scattered)
+        return psum(d[0], (AXIS,))
 
-    return tree.map_with_path(add, gradients)
+    before = dims_spec([(AXIS,), *rest])
+    run = manual_over(placed.mesh, placed.mesh.axis_names, local, before, dims_spec(split))
+    with in_scope(placed.scope):
+        return run(d)

@@ -1,4 +1,4 @@
-"""Batches of a step: checked against the plan, and split as it says where nobody has placed them."""
+"""Batches of a step: checked against the plan, and split by it where nobody has placed them."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from spmd import tree
-from spmd.errors import MeshError, check_type, first_of
+from spmd.errors import MeshError, Problem, check_type, first_of
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.rules import audit_spec
 
@@ -15,33 +15,48 @@ _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
 def check_batch(plan: ShardingPlan, batch: Any) -> None:
-    """Raise a `MeshError` that lists the leaves of a batch that are no arrays, or do not divide over the mesh."""
-    table, axes, leaves = plan.rules.batch_table, plan.mesh.shape, tree.flatten(batch)
-    problems = table.unused(list(leaves), axes)
+    """Raise a `MeshError` that lists leaves of a batch: no arrays, or indivisible over the mesh."""
+    leaves = tree.flatten(batch)
+    problems = plan.rules.batch_table.unused(list(leaves), plan.mesh.shape)
     for path, x in leaves.items():
-        where = f"batch {path}".strip()
-        if wrong := check_type(where, x, _ARRAYS, "a NumPy or JAX array"):
-            problems += wrong
-            continue
-        found = audit_spec(where, x.shape, table.spec(path, x.ndim), axes, "the sharding of batches")
-        fix = "another size, or drop the rest of the batch; or say in Rules(batch=…) which dimension is the examples"
-        problems += [dataclasses.replace(problem, fix=fix) for problem in found]
+        problems += _leaf_problems(plan, path, x)
     if problems:
         raise MeshError("The batch does not fit the mesh:", first_of(problems, at_most=5))
 
 
-def place_batch(plan: ShardingPlan, batch: Any) -> Any:
-    """Return a batch whose host arrays, and those on JAX's default device, are split as the plan says.
+def _leaf_problems(plan: ShardingPlan, path: str, x: Any) -> list[Problem]:
+    """Return the problems of a leaf: it is no array, or does not divide over the mesh."""
+    where = f"batch {path}".strip()
+    wrong = check_type(where, x, _ARRAYS, "a NumPy or JAX array")
+    if wrong:
+        return wrong
+    spec = plan.rules.batch_table.spec(path, x.ndim)
+    found = audit_spec(where, x.shape, spec, plan.mesh.shape, "the sharding of batches")
+    fix = (
+        "another size, or drop the rest of the batch; "
+        "or say in Rules(batch=…) which dimension is the examples"
+    )
+    return [dataclasses.replace(problem, fix=fix) for problem in found]
 
-    Each array is split by examples, its first dimension, unless the rules' batch table says otherwise.
+
+def place_batch(plan: ShardingPlan, batch: Any) -> Any:
+    """Split arrays of a batch as the plan says, if on the host or on JAX's default device.
+
+    Each array is split by examples, its first dimension, unless the rules' batch table says
+    otherwise.
     """
 
     def place(path: str, x: Any) -> jax.Array:
-        if getattr(x, "committed", False):
+        if _is_placed(x):
             return x
         return jax.device_put(x, plan.batch_sharding(path, x.ndim))
 
-    if all(getattr(x, "committed", False) for x in jax.tree.leaves(batch)):
+    if all(_is_placed(x) for x in jax.tree.leaves(batch)):
         return batch
     check_batch(plan, batch)
     return tree.map_with_path(place, batch)
+
+
+def _is_placed(x: Any) -> bool:
+    """Return whether somebody has chosen the devices of an array."""
+    return getattr(x, "committed", False)

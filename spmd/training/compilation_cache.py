@@ -15,8 +15,10 @@ from spmd.errors import ConfigError, Problem
 def cache_dir(configured: str) -> Path | None:
     """Return the cache's folder, None for no cache.
 
-    `configured` is a folder, "none", or empty for JAX's own setting if there is one, else `~/.cache/spmd/programs`. The
-    last has a folder for each kind of processor: machines may share a home folder, and programs for simulated devices
+    `configured` is a folder, "none", or empty for JAX's own setting if there is one, else
+    `~/.cache/spmd/programs`. The
+    last has a folder for each kind of processor: machines may share a home folder, and programs for
+        simulated devices
     run on one kind of processor.
     """
     if configured == "none":
@@ -28,30 +30,46 @@ def cache_dir(configured: str) -> Path | None:
             what = f"{configured} cannot be made: {error.strerror}"
             problem = Problem("compilation_cache_dir", what, fix="another folder")
             raise ConfigError("Programs cannot be cached:", [problem]) from error
-    if folder := configured or jax.config.values["jax_compilation_cache_dir"]:
+    folder = configured or jax.config.values["jax_compilation_cache_dir"]
+    if folder:
         return Path(folder).expanduser()
+    digest = hashlib.sha256(_processor().encode()).hexdigest()
+    return Path("~/.cache/spmd/programs").expanduser() / digest[:16]
+
+
+def _processor() -> str:
+    """Return a text that tells processors with other instructions apart."""
     processor = platform.machine() + platform.processor()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        processor += next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return Path("~/.cache/spmd/programs").expanduser() / hashlib.sha256(processor.encode()).hexdigest()[:16]
+        for line in lines:
+            if line.startswith(("flags", "Features")):
+                return processor + line
+    return processor
 
 
 def cache_fault(stages: int) -> str | None:
-    """Return why the programs of a pipeline of `stages` must not be read from a cache, None if they can be.
+    """Return the reason not to read programs of a pipeline of `stages` from a cache, or None.
 
-    XLA:CPU executes collectives in their order by a resource that they share. In programs that are read back, each has
-    one of its own, and where stages take different branches, devices wait for each other in different collectives.
+    XLA:CPU executes collectives in their order by a resource that they share. In programs that are
+    read back, each has one of its own, and where stages take different branches, devices wait for
+    each other in different collectives.
     """
     if stages == 1 or jax.default_backend() != "cpu":
         return None
-    return f"no compilation cache: a pipeline on CPUs can hang in programs that JAX {jax.__version__} reads back"
+    return (
+        "no compilation cache: "
+        f"a pipeline on CPUs can hang in programs that JAX {jax.__version__} reads back"
+    )
 
 
 @contextlib.contextmanager
 def without_faulty_cache(stages: int) -> Iterator[None]:
-    """Neither read nor write the programs of a pipeline of `stages` where they must not be read from a cache."""
-    with compilation_cache(None) if cache_fault(stages) else contextlib.nullcontext():
+    """Disable the cache for a pipeline of `stages` where its programs must not be read back."""
+    if not cache_fault(stages):
+        yield
+        return
+    with compilation_cache(None):
         yield
 
 

@@ -1,7 +1,8 @@
 """The training loop; everything that is not a step is a hook.
 
-The loop dispatches step *n*, then reads the metrics of step *n − 1*, so it never blocks on the step just dispatched.
-Where a hook wants the state, step *n*'s own metrics are read first: nothing is saved before it is known to be finite.
+The loop dispatches step *n*, then reads the metrics of step *n − 1*, so it never blocks on the step
+just dispatched. Where a hook wants the state, step *n*'s own metrics are read first: nothing is
+saved before it is known to be finite.
 """
 
 import inspect
@@ -10,7 +11,15 @@ from typing import Any
 
 import jax
 
-from spmd.errors import BatchesEndedError, ConfigError, Problem, check_call, check_type, did_you_mean, shown
+from spmd.errors import (
+    BatchesEndedError,
+    ConfigError,
+    Problem,
+    check_call,
+    check_type,
+    did_you_mean,
+    shown,
+)
 from spmd.gradients.losses import split_arrays
 from spmd.training.state import TrainState
 from spmd.training.step import TrainStep
@@ -19,19 +28,22 @@ from spmd.training.step import TrainStep
 class Hook:
     """Base of hooks of the training loop; a method does nothing unless a subclass overrides it.
 
-    Names that begin with `on_` or `wants_` are for these methods: a subclass with another one is an error.
+    Names that begin with `on_` or `wants_` are for these methods: a subclass with another one is an
+    error.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        methods, problems = {name: f for name, f in vars(Hook).items() if not name.startswith("_")}, []
+        methods = {name: f for name, f in vars(Hook).items() if not name.startswith("_")}
+        problems = list[Problem]()
         for name, method in vars(cls).items():
+            where = f"{cls.__name__}.{name}"
             if name in methods:
                 parameters = ", ".join(inspect.signature(methods[name]).parameters)
-                problems += check_call(f"{cls.__name__}.{name}", method, parameters)
+                problems += check_call(where, method, parameters)
             elif callable(method) and name.startswith(("on_", "wants_")):
-                what, fix = "is no method of a hook and would never be called", did_you_mean(name, methods)
-                problems.append(Problem(f"{cls.__name__}.{name}", what, fix=fix))
+                what = "is no method of a hook and would never be called"
+                problems.append(Problem(where, what, fix=did_you_mean(name, methods)))
         if problems:
             raise ConfigError("This hook would not do what it says:", problems)
 
@@ -45,10 +57,10 @@ class Hook:
         """
 
     def on_dispatch(self, step: int) -> None:
-        """Run after a step is dispatched and before the next is: here processes may exchange values."""
+        """Run after a step is dispatched, before the next: here processes may exchange values."""
 
     def wants_stop(self, step: int) -> bool:
-        """Return whether to stop after this step, which has been dispatched; called before `wants_state`."""
+        """Return whether to stop after this step, now dispatched; called before `wants_state`."""
         return False
 
     def on_stop(self, step: int) -> None:
@@ -71,12 +83,13 @@ def fit(
     start: int = 0,
     hooks: Sequence[Hook] = (),
 ) -> TrainState:
-    """Take the steps `start + 1 … steps`; return the state after the last one, or after that at which a hook stopped.
+    """Take the steps `start + 1 … steps`, or until a hook stops; return the state after the last.
 
     Args:
         state: The state after `start` steps; it is donated.
-        batches: Global batches, the first one for step `start + 1`. Host arrays are placed as `spmd.place_batch`
-            does, while nothing else happens: placing them ahead, as `spmd.data.loader.batches` does, is faster.
+        batches: Global batches, the first one for step `start + 1`. Host arrays are placed as
+            `spmd.place_batch` does, while nothing else happens: placing them ahead, as
+            `spmd.data.loader.batches` does, is faster.
         hooks: Called in order.
 
     Raises:
@@ -84,66 +97,111 @@ def fit(
         BatchesEndedError: The batches ended before step `steps`; the error has the state.
     """
     _check_arguments(state, step, batches, steps, start, hooks)
-    unread: tuple[int, Any] | None = None
-
-    def report() -> None:
-        nonlocal unread
-        if unread is not None:
-            number, metrics = unread
-            unread = None
-            scalars, arrays = split_arrays(jax.device_get(metrics))
-            values: dict[str, Any] = {name: float(value) for name, value in scalars.items()}
-            if arrays:
-                values["arrays"] = arrays
-            for hook in hooks:
-                hook.on_metrics(number, values)
-
+    unread = _UnreadMetrics(hooks)
     for hook in hooks:
         hook.on_start(start)
-    number, stop = start, False
+    number = start
+    is_last = False
     for number, batch in zip(range(start + 1, steps + 1), batches, strict=False):
-        with jax.transfer_guard("disallow"):  # an implicit transfer is an error, but where batches are drawn
+        # An implicit transfer is an error, but where batches are drawn.
+        with jax.transfer_guard("disallow"):
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
                 state, metrics = step(state, batch)
-            report()
-            unread = number, metrics
-            for hook in hooks:
-                hook.on_dispatch(number)
-            answers = [hook.wants_stop(number) for hook in hooks]  # of every hook, also after one that wants to stop
-            stop = any(answers)
-            if stop:
-                for hook in hooks:
-                    hook.on_stop(number)
+            unread.report()
+            unread.keep(number, metrics)
+            is_last = _stops_after(hooks, number)
             wanting = [hook for hook in hooks if hook.wants_state(number)]
             if wanting:
-                report()
+                unread.report()
             with jax.transfer_guard("allow"):
                 for hook in wanting:
                     hook.on_state(number, state)
-        if stop:
+        if is_last:
             break
     with jax.transfer_guard("disallow"):
-        report()
-    if number < steps and not stop:
-        fix = f"give {steps - start} batches, or catch the error: its state is the one after step {number}"
-        problem = Problem("batches", f"ended after step {number}", f"steps={steps}, start={start}", fix)
+        unread.report()
+    if number < steps and not is_last:
+        problem = Problem(
+            "batches",
+            f"ended after step {number}",
+            f"steps={steps}, start={start}",
+            f"give {steps - start} batches, "
+            f"or catch the error: its state is the one after step {number}",
+        )
         raise BatchesEndedError("Training ended before the last step:", [problem], state)
     return state
 
 
-def _check_arguments(state: Any, step: Any, batches: Any, steps: Any, start: Any, hooks: Any) -> None:
-    """Raise a `ConfigError` that lists what is wrong with the arguments of `fit`."""
+class _UnreadMetrics:
+    """The metrics of the step dispatched last, until hooks receive them."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self._hooks = hooks
+        self._unread: tuple[int, Any] | None = None
+
+    def keep(self, number: int, metrics: Any) -> None:
+        """Keep the metrics of a step, which are still on the devices."""
+        self._unread = number, metrics
+
+    def report(self) -> None:
+        """Give the metrics to all hooks, if they have not got them; wait for the step."""
+        if self._unread is None:
+            return
+        number, metrics = self._unread
+        self._unread = None
+        scalars, arrays = split_arrays(jax.device_get(metrics))
+        values: dict[str, Any] = {name: float(value) for name, value in scalars.items()}
+        if arrays:
+            values["arrays"] = arrays
+        for hook in self._hooks:
+            hook.on_metrics(number, values)
+
+
+def _stops_after(hooks: Sequence[Hook], number: int) -> bool:
+    """Tell all hooks that a step is dispatched, and return whether one of them stops after it."""
+    for hook in hooks:
+        hook.on_dispatch(number)
+    # Every hook is asked, also after one that wants to stop.
+    answers = [hook.wants_stop(number) for hook in hooks]
+    if not any(answers):
+        return False
+    for hook in hooks:
+        hook.on_stop(number)
+    return True
+
+
+def _check_arguments(
+    state: Any, step: Any, batches: Any, steps: Any, start: Any, hooks: Any
+) -> None:
+    """Raise a `ConfigError` that lists all problems of the arguments of `fit`."""
     problems = check_call("step", step, "state, batch", "fit(state, step, batches, steps=…)")
     if not isinstance(steps, int) or not isinstance(start, int) or not 0 <= start <= steps:
+        what = f"is {shown(steps)}, and start is {shown(start)}"
         fix = "whole numbers; steps counts from the beginning and is at least start"
-        problems.append(Problem("steps", f"is {shown(steps)}, and start is {shown(start)}", fix=fix))
-    if isinstance(state, TrainState) and not state.step.is_deleted() and (taken := int(state.step)) != start:
-        fix = f"start={taken}, and steps above it; or spmd.init_state for a new beginning"
-        problems.append(Problem("start", f"is {start}, and the state is that after {taken} steps", fix=fix))
+        problems.append(Problem("steps", what, fix=fix))
+    if isinstance(state, TrainState) and not state.step.is_deleted():
+        problems += _start_problems(int(state.step), start)
     if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
-        problems += check_type("batches", batches, (), "an iterable of batches, such as [batch] * steps")
-    wrong = [x for x in hooks if not isinstance(x, Hook)] if isinstance(hooks, Sequence) else [hooks]
-    fix = "a list of instances of subclasses of spmd.Hook"
-    problems += [Problem("hooks", f"is or has {shown(x)}", fix=fix) for x in wrong]
+        fix = "an iterable of batches, such as [batch] * steps"
+        problems += check_type("batches", batches, (), fix)
+    problems += _hook_problems(hooks)
     if problems:
         raise ConfigError("Training cannot start:", problems)
+
+
+def _start_problems(taken: int, start: Any) -> list[Problem]:
+    """Return a problem if a state after so many steps is not the one to start with."""
+    if taken == start:
+        return []
+    what = f"is {start}, and the state is that after {taken} steps"
+    fix = f"start={taken}, and steps above it; or spmd.init_state for a new beginning"
+    return [Problem("start", what, fix=fix)]
+
+
+def _hook_problems(hooks: Any) -> list[Problem]:
+    """Return a problem for each hook that is not one."""
+    wrong = [hooks]
+    if isinstance(hooks, Sequence):
+        wrong = [hook for hook in hooks if not isinstance(hook, Hook)]
+    fix = "a list of instances of subclasses of spmd.Hook"
+    return [Problem("hooks", f"is or has {shown(hook)}", fix=fix) for hook in wrong]

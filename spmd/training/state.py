@@ -29,7 +29,8 @@ class TrainState:
         step: int32 scalar: the number of steps taken.
         variables: The arrays that the model changes by itself; empty for most models.
         key: uint32[2]: the data of the key from which every step's key is derived.
-        transforms: Name → state of each transform of the gradient (`spmd.model_api.grad_transform`).
+        transforms: Name → state of each transform of the gradient
+            (`spmd.model_api.grad_transform`).
     """
 
     step: Any
@@ -58,33 +59,35 @@ class ModelState:
 
 
 def abstract_state(plan: ShardingPlan) -> TrainState:
-    """Return the training state as `jax.ShapeDtypeStruct`s with shardings, into which a checkpoint is restored."""
+    """Return the training state as `jax.ShapeDtypeStruct`s with shardings, to restore into."""
     replicated = NamedSharding(plan.mesh, P())
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated)
     return TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
+        step=step,
         params=plan.abstract_params,
         variables=plan.abstract_variables,
         optimizer_state=plan.abstract_optimizer_state,
-        key=jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated),
+        key=key,
         transforms=plan.abstract_transforms,
     )
 
 
 def as_stored(state: TrainState) -> TrainState:
-    """Return a state as checkpoints have it: those of transforms are among the variables, by their names."""
-    return dataclasses.replace(state, variables={**state.variables, **state.transforms}, transforms={})
+    """Return a state in the form of checkpoints: with states of transforms among the variables."""
+    variables = {**state.variables, **state.transforms}
+    return dataclasses.replace(state, variables=variables, transforms={})
 
 
 def from_stored(stored: TrainState, plan: ShardingPlan) -> TrainState:
-    """Return the state that `as_stored` made a form of, under a plan."""
-    names = plan.abstract_transforms.keys()
-    transforms = {name: stored.variables[name] for name in names}
-    variables = {name: x for name, x in stored.variables.items() if name not in names}
+    """Return a state of a plan from the form of `as_stored`."""
+    variables = dict(stored.variables)
+    transforms = {name: variables.pop(name) for name in plan.abstract_transforms}
     return dataclasses.replace(stored, variables=variables, transforms=transforms)
 
 
 def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]:
-    """Return the arguments of a step, the state and a batch of this shape, as abstract values with shardings."""
+    """Return the abstract arguments of a step, a state and a batch, with shardings."""
     check_batch(plan, batch)
 
     def place(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -95,7 +98,9 @@ def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]
 
 def check_state(plan: ShardingPlan, state: Any) -> None:
     """Raise a `ConfigError` if a state was donated, or is not that of the plan."""
-    problems = check_type("state", state, TrainState, "step(state, batch), with state from spmd.init_state")
+    problems = check_type(
+        "state", state, TrainState, "step(state, batch), with state from spmd.init_state"
+    )
     fix = "use what the step returned: state, metrics = step(state, batch)"
     problems = problems or check_alive("state", state, fix)
     problems = problems or tree.check_like(state, abstract_state(plan), "state")
@@ -104,10 +109,11 @@ def check_state(plan: ShardingPlan, state: Any) -> None:
 
 
 def place_state(plan: ShardingPlan, state: TrainState) -> TrainState:
-    """Return a state whose arrays are where the plan has them; those that are there already are unchanged."""
+    """Move the arrays of a state to their places in the plan, if they are not there."""
 
     def place(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-        if getattr(x, "committed", False) and x.sharding.is_equivalent_to(like.sharding, x.ndim):
+        is_committed = getattr(x, "committed", False)
+        if is_committed and x.sharding.is_equivalent_to(like.sharding, x.ndim):
             return x
         return jax.device_put(x, like.sharding)
 
@@ -117,15 +123,25 @@ def place_state(plan: ShardingPlan, state: TrainState) -> TrainState:
 def check_alive(where: str, arrays: Any, fix: str) -> list[Problem]:
     """Return a problem if some arrays are deleted, as donated ones are."""
     table = tree.flatten(arrays)
-    held = {path: x for path, x in table.items() if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)}
-    deleted = [path for path, x in held.items() if x.is_deleted()]
+    deleted = [path for path, x in table.items() if _is_deleted(x)]
+    if not deleted:
+        return []
     what = f"was donated to another call: {len(deleted)} of its {len(table)} arrays are gone"
-    return [Problem(where, what, f"such as {deleted[0]}", fix)] if deleted else []
+    return [Problem(where, what, f"such as {deleted[0]}", fix)]
+
+
+def _is_deleted(x: Any) -> bool:
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return False
+    return x.is_deleted()
 
 
 @functools.lru_cache(maxsize=1)
 def init_program(plan: ShardingPlan) -> Any:
-    """Return the jitted function that creates the state from a key's data and given arrays, shard by shard."""
+    """Return the jitted initialisation of the state, shard by shard.
+
+    Its arguments are a key's data, given parameters or None, and given variables.
+    """
 
     def create(key_data: jax.Array, params: Any, given: Mapping[str, Any]) -> TrainState:
         key = jax.random.wrap_key_data(key_data, impl=PRNG)
@@ -133,37 +149,53 @@ def init_program(plan: ShardingPlan) -> Any:
         if params is None:
             params = cast_floats(plan.model.init(model_key), plan.precision.params_dtype)
         variables = {**plan.model.init_variables(model_key), **given}
-        data = jax.random.key_data(jax.random.fold_in(key, 1))
-        keeping = (each for each in plan.transforms if each.name in plan.abstract_transforms)
-        transforms = {each.name: each.init(plan, model_key, params) for each in keeping}
-        return TrainState(jnp.zeros((), jnp.int32), params, variables, plan.optimizer.init(params), data, transforms)
+        step_key = jax.random.fold_in(key, 1)
+        data = jax.random.key_data(step_key)
+        transforms = dict[str, Any]()
+        for transform in plan.transforms:
+            if transform.name in plan.abstract_transforms:
+                transforms[transform.name] = transform.init(plan, model_key, params)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            variables=variables,
+            optimizer_state=plan.optimizer.init(params),
+            key=data,
+            transforms=transforms,
+        )
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(plan))
     return jax.jit(create, out_shardings=shardings, donate_argnums=(1, 2))
 
 
 def init_state(
-    plan: ShardingPlan, seed: int = 0, params: Any = None, variables: Mapping[str, Any] | None = None
+    plan: ShardingPlan,
+    seed: int = 0,
+    params: Any = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> TrainState:
     """Create the state at step 0.
 
-    The same seed gives bitwise the same parameters on every mesh, for initialisers that draw each element
-    independently (normal, truncated normal, uniform, and the variance scalings of them).
+    The same seed gives bitwise the same parameters on every mesh, for initialisers that draw each
+    element independently (normal, truncated normal, uniform, and the variance scalings of them).
 
     Args:
         seed: An integer between -2³¹ and 2³².
         params: Parameters to begin with instead of drawn ones, placed as the plan says; donated.
         variables: Variables to begin with instead of the model's own, by their first name; donated.
     """
-    problems = []
+    problems = list[Problem]()
     if not isinstance(seed, int | np.integer) or not -(2**31) <= seed < 2**32:
-        problems.append(Problem("seed", f"is {shown(seed)}", fix="a whole number, at least -2³¹ and below 2³²"))
+        fix = "a whole number, at least -2³¹ and below 2³²"
+        problems.append(Problem("seed", f"is {shown(seed)}", fix=fix))
     if isinstance(plan.mesh, AbstractMesh):
-        problems.append(Problem("plan.mesh", "has no devices", fix="a plan with a mesh from spmd.make_mesh"))
+        fix = "a plan with a mesh from spmd.make_mesh"
+        problems.append(Problem("plan.mesh", "has no devices", fix=fix))
     if params is not None:
         problems += check_alive("params", params, "give parameters that no other call has taken")
         problems += tree.check_like(params, plan.abstract_params, "params")
     if problems:
         raise ConfigError("This state cannot be created:", problems)
-    key = jax.device_put(jax.random.key_data(jax.random.key(seed, impl=PRNG)), NamedSharding(plan.mesh, P()))
-    return init_program(plan)(key, params, variables or {})
+    data = jax.random.key_data(jax.random.key(seed, impl=PRNG))
+    replicated = jax.device_put(data, NamedSharding(plan.mesh, P()))
+    return init_program(plan)(replicated, params, variables or {})

@@ -1,4 +1,4 @@
-"""The compiled train step: a gradient function, an optimizer and a plan, composed. It knows no parallelism."""
+"""The compiled train step: a gradient function, an optimizer and a plan, without parallelism."""
 
 import dataclasses
 import functools
@@ -26,20 +26,27 @@ from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import METRICS, OPTIMIZER
 from spmd.training.batch import place_batch
 from spmd.training.compilation_cache import without_faulty_cache
-from spmd.training.state import TrainState, abstract_arguments, abstract_state, check_state, place_state
+from spmd.training.state import (
+    TrainState,
+    abstract_arguments,
+    abstract_state,
+    check_state,
+    place_state,
+)
 
 Watch = Callable[[TrainState, TrainState], Any]
 """Metric of a step: a function of the states before and after it."""
 Metrics = dict[str, Any]
-"""Scalars of one step, still on the devices; and its gradients, if the step was asked to keep them."""
+"""Scalars of one step, still on the devices; and its gradients, if the step keeps them."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TrainStep:
-    """`(state, batch) -> (state, metrics)`, compiled ahead of time on its first batch; the state is donated.
+    """`(state, batch) -> (state, metrics)`, compiled ahead of time; the state is donated.
 
-    Metrics are the loss function's sums divided by the weight (`loss` in nats per token), its values, and `tokens`,
-    `gradient_norm` (before clipping), what `watch` adds and, with `keep_gradients`, `gradients`.
+    Each shape of batch is compiled when it first comes. Metrics are the loss function's sums
+    divided by the weight (`loss` in nats per token), its values, and `tokens`, `gradient_norm`
+    (before clipping), what `watch` adds and, with `keep_gradients`, `gradients`.
     """
 
     plan: ShardingPlan
@@ -54,13 +61,14 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Dispatch one step and return at once; `state` must not be used again, which is an error.
 
-        Host arrays of the batch are placed as `spmd.place_batch` does. Inside a transformation of JAX, such as a
-        `jax.lax.scan` over batches, the step becomes a part of that program. A state that such a program returns in
-        another layout is moved into the plan's.
+        Host arrays of the batch are placed as `spmd.place_batch` does. Inside a transformation of
+        JAX, such as a `jax.lax.scan` over batches, the step becomes a part of that program. A state
+        that such a program returns in another layout is moved into the plan's.
         """
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
+        leaves = jax.tree.leaves((state, batch))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return self._traced(state, batch)
-        if not self._newest or self._newest() is not state or state.step.is_deleted():  # else it is known to fit
+        if not self._is_newest(state):
             check_state(self.plan, state)
             state = place_state(self.plan, state)
         batch = place_batch(self.plan, batch)
@@ -71,11 +79,21 @@ class TrainStep:
         self._newest = weakref.ref(state)
         return state, metrics
 
+    def _is_newest(self, state: TrainState) -> bool:
+        """Return whether a state is the last result of this step, and so is known to fit."""
+        if not self._newest or self._newest() is not state:
+            return False
+        return not state.step.is_deleted()
+
     def _traced(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take a step inside another traced program, checked as a step of its own is."""
         if self.compiler_options:
-            what, fix = "are options of a program, and the step is a part of another", "jax.jit(…, compiler_options=…)"
-            raise ConfigError("This step cannot be traced:", [Problem("compiler_options", what, fix=fix)])
+            problem = Problem(
+                "compiler_options",
+                "are options of a program, and the step is a part of another",
+                fix="jax.jit(…, compiler_options=…)",
+            )
+            raise ConfigError("This step cannot be traced:", [problem])
         check_state(self.plan, state)
         batch = jax.tree.map(jnp.asarray, batch)
         self.trace(batch)
@@ -83,25 +101,39 @@ class TrainStep:
         return self._jitted(state, batch)
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
-        """Return the compiled step for batches of this shape, arrays or abstract ones; compile each shape once."""
+        """Return the compiled step for batches of this shape, arrays or abstract ones.
+
+        Each shape is compiled once.
+        """
         leaves, structure = jax.tree.flatten(batch)
-        signature = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        signature = structure, shapes
         if signature not in self._compiled:
             self._compiled[signature] = self._compile(self.lower(batch))
         return self._compiled[signature]
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        options = dict(self.compiler_options) or None
         try:
             with without_faulty_cache(self.plan.mesh.shape["pipe"]):
-                return lowered.compile(compiler_options=dict(self.compiler_options) or None)
+                return lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             said = str(error).partition("\n")[0]
-            refused = [name for name in self.compiler_options if name in said] if "INVALID_ARGUMENT" in said else []
-            if not refused:
+            problems = self._refused_options(said)
+            if not problems:
                 raise
-            fix = "see whether this version of XLA has it, and with what values"
-            problems = [Problem(name, f"is {self.compiler_options[name]!r}", said, fix) for name in refused]
             raise ConfigError("XLA refuses a compile option:", problems) from error
+
+    def _refused_options(self, said: str) -> list[Problem]:
+        """Return a problem for each compile option that a message of XLA refuses."""
+        if "INVALID_ARGUMENT" not in said:
+            return []
+        fix = "see whether this version of XLA has it, and with what values"
+        problems = list[Problem]()
+        for name, value in self.compiler_options.items():
+            if name in said:
+                problems.append(Problem(name, f"is {value!r}", said, fix))
+        return problems
 
     @property
     def programs(self) -> tuple[jax.stages.Compiled, ...]:
@@ -109,7 +141,9 @@ class TrainStep:
         return tuple(self._compiled.values())
 
     def trace(self, batch: Any) -> jax.stages.Traced:
-        """Trace the step, and check that the model marks every activation of the rule table; no devices are needed.
+        """Trace the step, and check that the model marks every activation of the rule table.
+
+        No devices are needed.
 
         Raises:
             AnnotationError: An activation is not marked, or XLA would compute an operation wrongly.
@@ -138,31 +172,47 @@ class TrainStep:
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         gradients, metrics, weight, carry = self._mean_gradients(state, batch, state.params)
         params, optimizer_state = self.update(state, batch, gradients, metrics["loss"])
-        after = TrainState(state.step + 1, params, carry.variables, optimizer_state, state.key, carry.transforms)
+        after = TrainState(
+            step=state.step + 1,
+            params=params,
+            variables=carry.variables,
+            optimizer_state=optimizer_state,
+            key=state.key,
+            transforms=carry.transforms,
+        )
         with jax.named_scope(METRICS):
-            metrics |= {"tokens": weight, "gradient_norm": optax.tree.norm(gradients)}
-            metrics |= {name: watched(state, after) for name, watched in self.watch.items()}
+            metrics["tokens"] = weight
+            metrics["gradient_norm"] = optax.tree.norm(gradients)
+            watched = {name: watch(state, after) for name, watch in self.watch.items()}
+            metrics |= watched
         if self.keep_gradients:
             metrics["gradients"] = gradients
         return after, metrics
 
-    def update(self, state: TrainState, batch: Any, gradients: Any, loss: jax.Array) -> tuple[Any, Any]:
-        """Return the parameters and the optimizer state after an update with gradients of the mean loss.
+    def update(
+        self, state: TrainState, batch: Any, gradients: Any, loss: jax.Array
+    ) -> tuple[Any, Any]:
+        """Return parameters and optimizer state after an update with gradients of the mean loss.
 
-        Pure and not compiled; `batch` matters only to an optimizer that computes the loss again, as a line search does.
+        Pure and not compiled; `batch` matters only to an optimizer that computes the loss again, as
+        a line search does.
         """
         value_fn = functools.partial(self._mean_loss, state, batch)
         extra = extra_args(loss, gradients, value_fn)
         with jax.named_scope(OPTIMIZER):
-            return self.plan.storage.make_update(self.plan)(gradients, state.optimizer_state, state.params, **extra)
+            update = self.plan.storage.make_update(self.plan)
+            return update(gradients, state.optimizer_state, state.params, **extra)
 
-    def _mean_gradients(self, state: TrainState, batch: Any, params: Any) -> tuple[Any, Metrics, jax.Array, Carry]:
-        """Return the gradients of the mean loss at parameters, the means, their weight, and the updated carry."""
+    def _mean_gradients(
+        self, state: TrainState, batch: Any, params: Any
+    ) -> tuple[Any, Metrics, jax.Array, Carry]:
+        """Return the gradients of the mean loss, the means, their weight, and the updated carry."""
         with use_plan(self.plan):
             returned = self._transformed(params, state.carry, batch, state.step_key())
         gradients, sums, carry = check_results(returned)
         weight = sums.pop("weight")
-        divisor = jnp.where(weight > 0, weight, 1.0)  # a batch of nothing but padding has zero gradients, not NaN
+        # A batch of nothing but padding has zero gradients, not NaN.
+        divisor = jnp.where(weight > 0, weight, 1.0)
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
         gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
         values = sums.pop(VALUES, {})
@@ -170,39 +220,52 @@ class TrainStep:
         return gradients, _with_values(means, values), weight, carry
 
     def _mean_loss(self, state: TrainState, batch: Any, params: Any) -> jax.Array:
-        """Return the mean loss at any parameters, for line searches; its derivative is that of the gradient function.
+        """Return the mean loss at any parameters, for line searches.
 
-        Nothing is traced unless the optimizer calls it.
+        Its derivative is taken from the gradient function. Nothing is traced unless the optimizer
+        calls it.
         """
 
         @jax.custom_vjp
         def loss_at(params: Any) -> jax.Array:
-            return self._mean_gradients(state, batch, params)[1]["loss"]
+            _, means, _, _ = self._mean_gradients(state, batch, params)
+            return means["loss"]
 
         def forward(params: Any) -> tuple[jax.Array, Any]:
-            gradients, means, *_ = self._mean_gradients(state, batch, params)
+            gradients, means, _, _ = self._mean_gradients(state, batch, params)
             return means["loss"], gradients
 
         def backward(gradients: Any, cotangent: jax.Array) -> tuple[Any]:
-            return (jax.tree.map(lambda p, g: (cotangent * g).astype(p.dtype), state.params, gradients),)
+            d_params = jax.tree.map(
+                lambda p, g: (cotangent * g).astype(p.dtype), state.params, gradients
+            )
+            return (d_params,)
 
         loss_at.defvjp(forward, backward)
-        return loss_at(jax.tree.map(lambda p, like: p.astype(like.dtype), params, state.params))
+        cast = jax.tree.map(lambda p, like: p.astype(like.dtype), params, state.params)
+        return loss_at(cast)
 
 
 def _with_values(means: Metrics, values: Mapping[str, jax.Array]) -> Metrics:
-    """Add metrics that are no means, and are reported as they are: numbers by name, arrays among `arrays`."""
-    arrays = {name: value for name, value in values.items() if value.ndim}
-    numbers = {name: value for name, value in values.items() if not value.ndim}
+    """Add metrics that are no means: numbers by name, arrays among `arrays`."""
+    arrays: Metrics = {}
+    numbers: Metrics = {}
+    for name, value in values.items():
+        if value.ndim:
+            arrays[name] = value
+        else:
+            numbers[name] = value
+    metrics = dict(means)
     if arrays:
-        means = {**means, "arrays": {**means.get("arrays", {}), **arrays}}
-    return {**means, **numbers}
+        metrics["arrays"] = {**means.get("arrays", {}), **arrays}
+    return metrics | numbers
 
 
 def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
     """Return `(params, variables, batch, name="", number=0) -> Sums`, jitted under `plan`.
 
-    Nothing is donated, and no variable changes. The key of the loss function is that of the batch's place, the name of
+    Nothing is donated, and no variable changes. The key of the loss function is that of the batch's
+    place, the name of
     its set and its number there: batches draw different numbers, and each evaluation the same ones.
     """
 
@@ -211,13 +274,18 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
             key = jax.random.key(0, impl=PRNG)
             for part in place:
                 key = jax.random.fold_in(key, part)
-            sums = dict(partition_safe(loss_fn)(params_for_forward(params), variables, batch, key)[0])
+            loss = partition_safe(loss_fn)
+            found, _ = loss(params_for_forward(params), variables, batch, key)
+            sums = dict(found)
             sums.pop(VALUES, None)  # of one batch, and an evaluation adds batches up
             return sums
 
-    compiled = without_faulty_cache(plan.mesh.shape["pipe"])(jax.jit(evaluate))
+    cache = without_faulty_cache(plan.mesh.shape["pipe"])
+    compiled = cache(jax.jit(evaluate))
 
-    def evaluate_batch(params: Any, variables: Any, batch: Any, name: str = "", number: int = 0) -> Sums:
+    def evaluate_batch(
+        params: Any, variables: Any, batch: Any, name: str = "", number: int = 0
+    ) -> Sums:
         place = np.array([zlib.crc32(name.encode()), number], np.uint32)
         return compiled(params, variables, batch, place)
 
@@ -240,15 +308,26 @@ def make_train_step(
         loss_fn: `(params, variables, batch, key) -> (Sums, variables)`.
         grad_fn: Instead of `loss_fn`: any composition of `spmd.gradients`.
         watch: Name → a function of the states before and after the step, reported as a metric.
-        keep_gradients: Whether the metrics have `gradients`, as the optimizer gets them: those of the mean loss.
+        keep_gradients: Whether the metrics have `gradients`, as the optimizer gets them: those of
+            the mean loss.
         compiler_options: XLA's flags for this step, by name.
-        check_first_batch: Whether a loss whose structure does not say if it is a mean is evaluated on half of the first
-            batch, alone and twice over. A mean beside a weight that is a count is an error.
+        check_first_batch: Whether a loss whose structure does not say if it is a mean is evaluated
+            on half of the first batch, alone and twice over. A mean beside a weight that is a count
+            is an error.
     """
-    problems = check_type("plan", plan, ShardingPlan, "make_train_step(plan, loss_fn), with plan from spmd.make_plan")
+    fix = "make_train_step(plan, loss_fn), with plan from spmd.make_plan"
+    problems = check_type("plan", plan, ShardingPlan, fix)
     if (loss_fn is None) == (grad_fn is None):
-        problems.append(Problem("loss_fn, grad_fn", "are both there, or neither is", fix="give one of them"))
+        what = "are both there, or neither is"
+        problems.append(Problem("loss_fn, grad_fn", what, fix="give one of them"))
     if problems:
         raise ConfigError("This step cannot be made:", problems)
     grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]
-    return TrainStep(plan, grad_fn, watch or {}, keep_gradients, compiler_options or {}, check_first_batch)
+    return TrainStep(
+        plan,
+        grad_fn,
+        watch or {},
+        keep_gradients,
+        compiler_options or {},
+        check_first_batch,
+    )
