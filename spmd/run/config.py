@@ -84,8 +84,9 @@ M = TypeVar("M", bound=ModelConfig)
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """Pipeline schedule over mesh.pipe. Without a pipeline, gradients are accumulated over the
-    microbatches.
+    """Pipeline schedule over mesh.pipe.
+
+    Without a pipeline, gradients are accumulated over the microbatches.
     """
 
     schedule: str = "1f1b"
