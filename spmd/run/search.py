@@ -100,7 +100,7 @@ class Candidate:
         return mine.fsdp >= theirs.fsdp and own_zero >= other_zero
 
     def loses(self, best: "Candidate") -> str:
-        """Return the reason against it: a refusal, or the part of a step with the most time lost."""
+        """Return the reason against it: a refusal, or the slowest part by comparison."""
         if self.refused:
             return self.refused
         more = dict[str, float]()
