@@ -1,6 +1,7 @@
 """Build what a `TrainConfig` describes: model, optimizer, plan, gradient function and step.
 
-Each function builds one thing, from the config and what was built before; `make_setup` builds what a run needs.
+Each function builds one thing, from the config and from what was built before; `make_setup` builds
+all that a run needs.
 """
 
 import dataclasses
@@ -14,14 +15,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from spmd.data.chat import find_template
+from spmd.data.chat import ChatTemplate, find_template
 from spmd.data.chat_corpus import make_chat_corpus
 from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.loader import DataConfig, load_corpus, packing_of
 from spmd.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer
 from spmd.data.training_text import TrainingText, open_text
 from spmd.distributed.initialize import compiler_environment
-from spmd.distributed.xla_flags import Flag, compiler_options, flags_for
+from spmd.distributed.xla_flags import Flag, Value, compiler_options, flags_for
 from spmd.errors import ConfigError, DataError, Problem, RuleError, Together
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
@@ -49,11 +50,20 @@ from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.recipes import device_kind, recipe_problems, untuned_problems
 from spmd.settings.compress import CompressConfig, powersgd_rank
 from spmd.settings.quantize import RECIPES, parse_table
-from spmd.sharding.mesh import BATCH_AXES, AnyMesh, MeshShape, abstract_mesh, check_slices, mesh_of, shards_of
+from spmd.sharding.mesh import (
+    BATCH_AXES,
+    AnyMesh,
+    MeshShape,
+    abstract_mesh,
+    check_slices,
+    mesh_of,
+    shards_of,
+)
 from spmd.training.step import TrainStep, Watch, make_train_step
 
 MICROBATCHES = 4
-"""For each stage, at most, by default: enough for a negligible bubble (Huang et al., arXiv:1811.06965, section 4)."""
+"""For each stage, at most, by default: enough for a negligible bubble (Huang et al.,
+arXiv:1811.06965, section 4)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,51 +85,90 @@ class TrainSetup:
 
 
 def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup:
-    """Build what a run needs, on a mesh from `config_mesh` or `planned_mesh`; `chip` is the kind of an abstract one."""
-    model, schedule = build_model(config), build_schedule(config, mesh)
+    """Build the parts of a run.
+
+    Args:
+        config: Describes the run.
+        mesh: From `config_mesh` or `planned_mesh`.
+        chip: Kind of the devices of an abstract mesh.
+    """
+    model = build_model(config)
+    schedule = build_schedule(config, mesh)
     loss_fn = next_token_loss(model, chunk=config.logits_chunk)
     with Together("This plan cannot be made:") as errors:
-        problems = [*_problems_of_chip(config, mesh, chip), *_problems_once(config, schedule)]
+        problems = _problems_of_chip(config, mesh, chip)
+        problems += _problems_once(config, schedule)
         problems += _problems_without_flush(config, schedule)
         errors.add(ConfigError("These settings do not go together:", problems))
         plan = build_plan(config, mesh, model, build_transforms(config, loss_fn, schedule))
     grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan)
-    evaluation = next_token_loss(model, train=False, chunk=config.logits_chunk)
-    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
-    options = compiler_options(build_flags(config, device.platform, device.device_kind) if device else ())
-    return TrainSetup(
-        config,
+    options = _build_compiler_options(config, mesh)
+    step = make_train_step(
         plan,
-        schedule,
-        exchange,
-        grad_fn,
-        pipelined(evaluation, schedule.stages, schedule.microbatches) if schedule else evaluation,
-        make_train_step(plan, grad_fn=grad_fn, watch=build_watch(config), compiler_options=options),
+        grad_fn=grad_fn,
+        watch=build_watch(config),
+        compiler_options=options,
+    )
+    return TrainSetup(
+        config=config,
+        plan=plan,
+        schedule=schedule,
+        exchange=exchange,
+        grad_fn=grad_fn,
+        evaluation_loss_fn=_build_evaluation_loss(config, model, schedule),
+        step=step,
     )
 
 
+def _build_evaluation_loss(config: TrainConfig, model: Model, schedule: Schedule | None) -> LossFn:
+    """Return the loss without dropout, of a pipeline's microbatches if there is a schedule."""
+    loss_fn = next_token_loss(model, train=False, chunk=config.logits_chunk)
+    if schedule:
+        return pipelined(loss_fn, schedule.stages, schedule.microbatches)
+    return loss_fn
+
+
+def _build_compiler_options(config: TrainConfig, mesh: AnyMesh) -> dict[str, Value]:
+    """Return XLA's options for the step; an abstract mesh has no compiler, and so none."""
+    if not isinstance(mesh, Mesh):
+        return compiler_options(())
+    device = mesh.devices.flat[0]
+    return compiler_options(build_flags(config, device.platform, device.device_kind))
+
+
 def build_precision(config: TrainConfig) -> Precision:
-    """Return the precision policy, with the dtypes of moments and of exchanged gradients that the config names."""
+    """Return the precision policy, with the dtypes of moments and of exchanged gradients."""
     policy = config.compress.precision(make_precision(config.precision), config.slices.sizes)
     return dataclasses.replace(policy, moments=config.optimizer.moments)
 
 
 def applicable_compression(config: TrainConfig) -> CompressConfig:
-    """Return the compression of what a config with this mesh, without -1, sends: nothing over axes of size 1."""
+    """Return the compression that applies on the config's mesh, which has no -1.
+
+    Nothing is sent over axes of size 1.
+    """
     return config.compress.on(config.mesh.sizes, config.slices.sizes, config.zero)
 
 
 def build_powersgd(config: TrainConfig) -> PowerSGD | None:
-    """Return the compression of gradients that the config names, if any."""
+    """Return the config's compression of gradients, if any."""
     rank = powersgd_rank(config.compress.gradients)
+    if not rank:
+        return None
     axes = ("data", "fsdp") if config.exchange_once == "data+fsdp" else ("data",)
-    return PowerSGD(rank, config.slices.data, axes=axes) if rank else None
+    return PowerSGD(rank, config.slices.data, axes=axes)
 
 
-def build_transforms(config: TrainConfig, loss_fn: LossFn, schedule: Schedule | None) -> tuple[GradTransform, ...]:
-    """Return what keeps a state around the gradient, besides what the precision policy and recipes bring."""
+def build_transforms(
+    config: TrainConfig, loss_fn: LossFn, schedule: Schedule | None
+) -> tuple[GradTransform, ...]:
+    """Return the gradient transforms with a state.
+
+    The precision policy and recipes bring others besides.
+    """
     transforms = list[GradTransform]()
-    if powersgd := build_powersgd(config):
+    powersgd = build_powersgd(config)
+    if powersgd:
         transforms.append(powersgd)
     if schedule and not schedule.flush:
         transforms.append(InFlight.of(loss_fn, tabulate(schedule), abstract_batch(config)))
@@ -129,39 +178,50 @@ def build_transforms(config: TrainConfig, loss_fn: LossFn, schedule: Schedule | 
 
 
 def build_base_model(config: TrainConfig) -> Model:
-    """Return the model that the config names, without adapters."""
+    """Return the config's model, without adapters."""
     return from_nnx(config.model.build)
 
 
 def build_model(config: TrainConfig) -> Model:
     """Return the trained model: the config's, or adapters beside it."""
-    model, precision = build_base_model(config), build_precision(config)
-    if config.lora.targets:
+    model = build_base_model(config)
+    precision = build_precision(config)
+    if not config.lora.targets:
+        return model
+    dtype = precision.params
+    if precision.compute == "bfloat16":
         # Frozen parameters need no more bits than they are computed with.
-        dtype = precision.compute if precision.compute == "bfloat16" else precision.params
-        model = with_lora(model, config.lora, config.rules, dtype)
-    return model
+        dtype = precision.compute
+    return with_lora(model, config.lora, config.rules, dtype)
 
 
 def skips_updates(config: TrainConfig) -> bool:
-    """Return whether updates that are not finite, or too large, are skipped and counted."""
-    return "skip" in (config.on_nan, config.recovery.on_spike) or build_precision(config).loss_scale is not None
+    """Return true if updates that are not finite, or too large, are skipped and counted."""
+    if "skip" in (config.on_nan, config.recovery.on_spike):
+        return True
+    return build_precision(config).loss_scale is not None
 
 
 def build_optimizer(config: TrainConfig, model: Model) -> optax.GradientTransformation:
-    """Return the model's optimizer; it skips bad updates where the config says so (plans for fp16 always do)."""
+    """Return the model's optimizer.
+
+    It skips bad updates where the config says so; plans for fp16 always do.
+    """
     optimizer = make_optimizer(config.optimizer, config.steps, config.rules.stacked, model=model)
     if not skips_updates(config) or build_precision(config).loss_scale:
         return optimizer
-    factor = config.recovery.spike_factor if config.recovery.on_spike == "skip" else 0.0
-    return skip_bad_updates(optimizer, factor, config.recovery.spike_window)
+    recovery = config.recovery
+    factor = recovery.spike_factor if recovery.on_spike == "skip" else 0.0
+    return skip_bad_updates(optimizer, factor, recovery.spike_window)
 
 
 def build_plan(
     config: TrainConfig, mesh: AnyMesh, model: Model, transforms: Sequence[GradTransform] = ()
 ) -> ShardingPlan:
     """Resolve every decision for the trained model on a mesh, with transforms of the gradient."""
-    rules = lora_rules(build_base_model(config), config.lora, config.rules) if config.lora.targets else config.rules
+    rules = config.rules
+    if config.lora.targets:
+        rules = lora_rules(build_base_model(config), config.lora, rules)
     plan = make_plan(
         mesh,
         rules,
@@ -178,17 +238,21 @@ def build_plan(
         context=config.context,
         transforms=transforms,
     )
-    paths, tied = [entry.path for entry in plan.params], plan.model.info().tied
-    if problems := check_patterns(config.optimizer, paths, plan.rules.stacked, tied):
+    paths = [entry.path for entry in plan.params]
+    tied = plan.model.info().tied
+    problems = check_patterns(config.optimizer, paths, plan.rules.stacked, tied)
+    if problems:
         raise RuleError("The optimizer's table does not fit the model:", problems)
     return plan
 
 
 def _problems_of_chip(config: TrainConfig, mesh: AnyMesh, chip: str) -> list[Problem]:
-    """Return why the chips of a mesh, or of this kind, do not multiply as the config's recipes say."""
+    """List problems of the config's recipes on the chips of a mesh, or on chips of a kind."""
     recipes = [RECIPES[name] for _, name in parse_table(config.quantize) if name in RECIPES]
-    is_here = isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices()  # devices to compile for run nothing
-    runs_on = jax.default_backend() if is_here else ""
+    runs_on = ""
+    # Devices to compile for, of another machine, run nothing.
+    if isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices():
+        runs_on = jax.default_backend()
     flags = [*compiler_environment().get("XLA_FLAGS", "").split(), *config.xla]
     problems = recipe_problems(recipes, chip or device_kind(mesh))
     return problems + untuned_problems(recipes, runs_on, flags)
@@ -199,86 +263,133 @@ def build_schedule(config: TrainConfig, mesh: AnyMesh) -> Schedule | None:
     stages = mesh.shape["pipe"]
     if stages == 1:
         return None
-    name, microbatches, chunks = dataclasses.astuple(config.pipeline)
-    if not name.endswith(".csv"):
-        count = microbatches or _default_microbatches(config, mesh)
-        return make_schedule(name, stages, count, chunks or (2 if name == "interleaved" else 1))
-    schedule = read_schedule(name, microbatches=microbatches or None, chunks=chunks or None)
+    pipeline = config.pipeline
+    if pipeline.schedule.endswith(".csv"):
+        return _read_schedule(config, stages)
+    microbatches = pipeline.microbatches or _default_microbatches(config, mesh)
+    default_chunks = 2 if pipeline.schedule == "interleaved" else 1
+    return make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks or default_chunks)
+
+
+def _read_schedule(config: TrainConfig, stages: int) -> Schedule:
+    """Read the config's CSV file; raise `ConfigError` if it has another number of stages."""
+    pipeline = config.pipeline
+    schedule = read_schedule(
+        pipeline.schedule,
+        microbatches=pipeline.microbatches or None,
+        chunks=pipeline.chunks or None,
+    )
     if schedule.stages != stages:
-        detail = f"rows = {schedule.stages}, mesh.pipe = {stages}"
-        problem = Problem("pipeline.schedule", f"{name} is for another pipeline", detail, "a row for each stage")
+        problem = Problem(
+            "pipeline.schedule",
+            f"{pipeline.schedule} is for another pipeline",
+            f"rows = {schedule.stages}, mesh.pipe = {stages}",
+            "a row for each stage",
+        )
         raise ConfigError("This configuration cannot be used:", [problem])
     return schedule
 
 
 def _default_microbatches(config: TrainConfig, mesh: AnyMesh) -> int:
-    """Return up to `MICROBATCHES` for each stage, as many as divide the batch and are split over the mesh."""
+    """Return the largest number of microbatches that divides the batch and splits over the mesh.
+
+    There are at most `MICROBATCHES` for each stage.
+    """
     devices = shards_of(BATCH_AXES, mesh.shape)
     stages = mesh.shape["pipe"]
-    most, step = MICROBATCHES * stages, stages if config.pipeline.schedule == "interleaved" else 1
-    fitting = (n for n in range(most, 0, -step) if config.data.batch % (config.accumulate * n * devices) == 0)
-    return next(fitting, most)
+    most = MICROBATCHES * stages
+    step = stages if config.pipeline.schedule == "interleaved" else 1
+    for count in range(most, 0, -step):
+        if config.data.batch % (config.accumulate * count * devices) == 0:
+            return count
+    return most
 
 
 def count_microbatches(config: TrainConfig, schedule: Schedule | None) -> int:
-    """Return into how many parts a batch is split, for a pipeline or for accumulation in its place."""
-    return schedule.microbatches if schedule else config.pipeline.microbatches or 1
+    """Return the number of parts of a batch, for a pipeline or for accumulation in its place."""
+    if schedule:
+        return schedule.microbatches
+    return config.pipeline.microbatches or 1
 
 
 def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> list[Problem]:
-    """Return what a schedule cannot do whose microbatches are in flight between steps."""
+    """List the settings that exclude a schedule with microbatches in flight between steps."""
     if schedule is None or schedule.flush:
         return []
-    ends, skip = "a batch does not end", "a step cannot be skipped"
+    accumulates = config.accumulate > 1
+    exchanges_once = "data" in config.exchange_once
+    skips_nan = config.on_nan == "skip"
+    skips_spike = config.recovery.on_spike == "skip"
+    no_end = "a batch does not end"
+    no_skip = "a step cannot be skipped"
     other = "--pipeline.schedule 1f1b"
     checks = [
-        ("accumulate", config.accumulate > 1, ends, "--accumulate 1 and more --pipeline.microbatches"),
-        ("exchange_once", "data" in config.exchange_once, ends, "--exchange-once auto"),
-        ("on_nan", config.on_nan == "skip", skip, f"--on-nan stop, or {other}"),
-        ("recovery.on_spike", config.recovery.on_spike == "skip", skip, f"--recovery.on-spike stop, or {other}"),
+        ("accumulate", accumulates, no_end, "--accumulate 1 and more --pipeline.microbatches"),
+        ("exchange_once", exchanges_once, no_end, "--exchange-once auto"),
+        ("on_nan", skips_nan, no_skip, f"--on-nan stop, or {other}"),
+        ("recovery.on_spike", skips_spike, no_skip, f"--recovery.on-spike stop, or {other}"),
     ]
-    return [
-        Problem(name, f"is {operator.attrgetter(name)(config)}: {why} while microbatches are in flight", fix=fix)
-        for name, is_wrong, why, fix in checks
-        if is_wrong
-    ]
+    problems = list[Problem]()
+    for field, is_wrong, reason, fix in checks:
+        if is_wrong:
+            value = operator.attrgetter(field)(config)
+            what = f"is {value}: {reason} while microbatches are in flight"
+            problems.append(Problem(field, what, fix=fix))
+    return problems
 
 
 def _problems_once(config: TrainConfig, schedule: Schedule | None) -> list[Problem]:
-    """Return why a config cannot exchange its gradients once a step, as compression does."""
+    """List the setting that excludes compression: it needs one exchange of gradients a step."""
     parts = config.accumulate * count_microbatches(config, schedule)
     if not build_powersgd(config) or config.exchange_once != "none" or parts == 1:
         return []
-    why, fix = "PowerSGD compresses the sum of a step", "--exchange-once auto, data or data+fsdp"
-    return [Problem("exchange_once", "is none", why, fix)]
+    problem = Problem(
+        "exchange_once",
+        "is none",
+        "PowerSGD compresses the sum of a step",
+        "--exchange-once auto, data or data+fsdp",
+    )
+    return [problem]
 
 
 def build_grad_fn(
     config: TrainConfig, loss_fn: LossFn, schedule: Schedule | None, plan: ShardingPlan
 ) -> tuple[GradFn, Exchange]:
-    """Return the gradient function of a batch, a pipeline or microbatches one after the other, and its exchange."""
-    if schedule:
-        grad_fn = (pipeline if schedule.flush else pipedream)(loss_fn, tabulate(schedule))
-    else:
+    """Return the gradient function of a batch, and its exchange.
+
+    It is a pipeline, or takes microbatches one after the other.
+    """
+    if not schedule:
         grad_fn = accumulate(value_and_grad(loss_fn), count_microbatches(config, schedule))
-    grad_fn, exchange = accumulate(grad_fn, config.accumulate), Exchange()
-    if powersgd := build_powersgd(config):
-        exchange = Exchange(powersgd.axes)
-    elif schedule and not schedule.flush:
-        exchange = Exchange((), "the schedule has no flush")
-    elif config.accumulate * count_microbatches(config, schedule) > 1:
+    elif schedule.flush:
+        grad_fn = pipeline(loss_fn, tabulate(schedule))
+    else:
+        grad_fn = pipedream(loss_fn, tabulate(schedule))
+    grad_fn = accumulate(grad_fn, config.accumulate)
+
+    powersgd = build_powersgd(config)
+    if powersgd:
+        return grad_fn, Exchange(powersgd.axes)
+    if schedule and not schedule.flush:
+        return grad_fn, Exchange((), "the schedule has no flush")
+    if config.accumulate * count_microbatches(config, schedule) > 1:
         exchange = choose_exchange(grad_fn, plan, abstract_batch(config), config.exchange_once)
-        grad_fn = exchange_once(grad_fn, exchange.axes)
-    return grad_fn, exchange
+        return exchange_once(grad_fn, exchange.axes), exchange
+    return grad_fn, Exchange()
 
 
 def build_watch(config: TrainConfig) -> dict[str, Watch]:
-    """Return the metrics from the states around a step: its learning rate and loss scale, and steps skipped so far."""
+    """Return the metrics from the states around a step.
+
+    They are its learning rate and loss scale, and the number of steps skipped so far.
+    """
     learning_rate = make_learning_rate(config.optimizer, config.steps)
     if not skips_updates(config):
         return {"learning_rate": lambda before, _: learning_rate(before.step)}
     watch: dict[str, Watch] = {
-        "learning_rate": lambda before, _: learning_rate(before.step - skipped_steps(before.optimizer_state)),
+        "learning_rate": lambda before, _: learning_rate(
+            before.step - skipped_steps(before.optimizer_state)
+        ),
         "skipped_steps": lambda _, after: skipped_steps(after.optimizer_state),
     }
     if build_precision(config).loss_scale:
@@ -288,20 +399,28 @@ def build_watch(config: TrainConfig) -> dict[str, Watch]:
 
 def build_flags(config: TrainConfig, platform: str, kind: str) -> tuple[Flag, ...]:
     """Return XLA's flags for the step, for one platform's compiler and kind of device."""
-    return flags_for(config.xla, platform, kind, crossing=max(config.slices.sizes.values()) > 1)
+    is_crossing_slices = max(config.slices.sizes.values()) > 1
+    return flags_for(config.xla, platform, kind, crossing=is_crossing_slices)
 
 
 def count_flops(config: TrainConfig) -> Flops | None:
-    """Return the model FLOPs of each token, with their formula; None if the model's config does not count them."""
+    """Return the model FLOPs of each token, with their formula.
+
+    None if the model's config does not count them.
+    """
     model = config.model
     if not isinstance(model, CountsFlops):
         return None
-    return transformer_flops(model.matmul_params, model.layers, model.attention_width, keys_of(config))
+    return transformer_flops(
+        model.matmul_params, model.layers, model.attention_width, keys_of(config)
+    )
 
 
 def keys_of(config: TrainConfig) -> float:
-    """Return the keys that a query sees, on average over positions and layers."""
-    windows = getattr(config.model, "windows", ()) or (getattr(config.model, "window", 0),)
+    """Return the average number of keys of a query, over positions and layers."""
+    windows = getattr(config.model, "windows", ())
+    if not windows:
+        windows = (getattr(config.model, "window", 0),)
     return mean_keys(config.data.sequence, windows)
 
 
@@ -312,42 +431,57 @@ def open_training_text(config: TrainConfig) -> TrainingText:
         ConfigError: The model's vocabulary is smaller than the tokenizer's.
         DataError: The text cannot be used, or a set of a mixture ends before the run.
     """
-    text = open_text(config.data, functools.partial(_open_chats, config) if config.task == "sft" else load_corpus)
+    if config.task == "sft":
+        text = open_text(config.data, functools.partial(_open_chats, config))
+    else:
+        text = open_text(config.data, load_corpus)
     vocab = text.tokenizer.vocab
     if vocab > config.model.vocab:
-        detail = f"tokenizer {vocab} > model {config.model.vocab}"
-        problem = Problem("model.vocab", "is smaller than the tokenizer's vocabulary", detail, f"--model.vocab {vocab}")
+        problem = Problem(
+            "model.vocab",
+            "is smaller than the tokenizer's vocabulary",
+            f"tokenizer {vocab} > model {config.model.vocab}",
+            f"--model.vocab {vocab}",
+        )
         raise ConfigError("The model cannot read this corpus:", [problem])
     text.check_epochs(config.steps, config.data.batch)
     return text
 
 
 def _open_chats(config: TrainConfig, data: DataConfig) -> Corpus:
-    """Return the tokenized conversations of a set; there must be some for training and some for validation."""
+    """Return the tokenized conversations of a set.
+
+    Raises:
+        DataError: There is one conversation, so none is left for validation.
+    """
     corpus = read_source(config, data.source, load_tokenizer(data.tokenizer))
     if not len(corpus.validation_ends):
-        problem = Problem("data.source", "holds one conversation", "one is for validation", "two or more")
+        problem = Problem(
+            "data.source",
+            "holds one conversation",
+            "one is for validation",
+            "two or more",
+        )
         raise DataError("There is nothing to train on:", [problem])
     return corpus
 
 
 def read_source(config: TrainConfig, source: Iterable[str], tokenizer: Tokenizer) -> Corpus:
     """Return the corpus of some files: text, or conversations where these are trained."""
-    data, cache = config.data, config.data.cache_folder
+    data = config.data
+    cache = data.cache_folder
     if config.task == "pretrain":
-        return make_corpus(source, tokenizer, text_field=data.text_field, validation=data.validation, cache=cache)
-    is_bytes, init = isinstance(tokenizer, ByteTokenizer), [Path(config.init)] if config.init else []
-    if is_bytes and (theirs := [folder / TOKENIZER for folder in init if (folder / TOKENIZER).exists()]):
-        what, fix = f"is bytes, and {config.init} has its own", f"--data.tokenizer {theirs[0]}"
-        problem = Problem("data.tokenizer", what, fix=fix)
-        raise ConfigError("The model cannot read these conversations:", [problem])
-    folders = [] if is_bytes else [Path(data.tokenizer).expanduser().parent, *init]
-    ends = {"eos_token": tokenizer.decode([tokenizer.eos])} if is_bytes else {}
-    template = find_template(config.chat, folders, ends)
+        return make_corpus(
+            source,
+            tokenizer,
+            text_field=data.text_field,
+            validation=data.validation,
+            cache=cache,
+        )
     return make_chat_corpus(
         source,
         tokenizer,
-        template,
+        _find_chat_template(config, tokenizer),
         config=config.chat,
         sequence=data.sequence,
         validation=data.validation,
@@ -355,12 +489,39 @@ def read_source(config: TrainConfig, source: Iterable[str], tokenizer: Tokenizer
     )
 
 
+def _find_chat_template(config: TrainConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of conversations.
+
+    It is the config's, or stands beside the tokenizer or the initial parameters.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        _check_no_other_tokenizer(config.init)
+        special_tokens = {"eos_token": tokenizer.decode([tokenizer.eos])}
+        return find_template(config.chat, [], special_tokens)
+    folders = [Path(config.data.tokenizer).expanduser().parent]
+    if config.init:
+        folders.append(Path(config.init))
+    return find_template(config.chat, folders, {})
+
+
+def _check_no_other_tokenizer(init: str) -> None:
+    """Raise `ConfigError` if bytes are to train parameters with a tokenizer of their own."""
+    theirs = Path(init) / TOKENIZER
+    if init and theirs.exists():
+        problem = Problem(
+            "data.tokenizer",
+            f"is bytes, and {init} has its own",
+            fix=f"--data.tokenizer {theirs}",
+        )
+        raise ConfigError("The model cannot read these conversations:", [problem])
+
+
 def abstract_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return a batch's shapes and dtypes."""
     shape = (config.data.batch, config.data.sequence)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    packing = packing_of(config.data, is_chat=config.task == "sft")
-    dtypes |= {"segments": jnp.int32} if packing == "documents" else {}
+    if packing_of(config.data, is_chat=config.task == "sft") == "documents":
+        dtypes["segments"] = jnp.int32
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
@@ -370,7 +531,7 @@ def config_mesh(config: TrainConfig) -> AnyMesh:
 
 
 def one_device_mesh() -> AnyMesh:
-    """Return a mesh of the first device alone, with which every layout is compared."""
+    """Return a mesh of the first device alone, the reference of every layout."""
     return mesh_of(MeshShape(), jax.devices()[:1])
 
 
@@ -379,7 +540,8 @@ def planned_mesh(config: TrainConfig) -> AnyMesh:
     total = config.devices or config.mesh.total()
     if total is None:
         fix = "give --devices N, or each axis a size"
-        raise ConfigError("The number of devices is unknown:", [Problem("mesh", "has an axis of -1", fix=fix)])
+        problem = Problem("mesh", "has an axis of -1", fix=fix)
+        raise ConfigError("The number of devices is unknown:", [problem])
     shape = config.mesh.resolve(total)
     check_slices(shape, config.slices.sizes)
     return abstract_mesh(shape)

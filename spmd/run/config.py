@@ -1,7 +1,10 @@
-"""Training run as one frozen dataclass, written in a Python file; any field can be overridden on the command line.
+"""Training run as one frozen dataclass, written in a Python file.
+
+Any field can be overridden on the command line:
+`spmd train my_run.py --out runs/mine --mesh.fsdp 8 --optimizer.learning-rate 1e-3`.
 
 ```python
-# my_run.py                          spmd train my_run.py --out runs/mine --mesh.fsdp 8 --optimizer.learning-rate 1e-3
+# my_run.py
 config = spmd.TrainConfig(
     model=spmd.models.llama.PRESETS["tinyllama-1b"],
     rules=spmd.partition_rules.llama.LLAMA,
@@ -14,7 +17,7 @@ config = spmd.TrainConfig(
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import tyro
@@ -42,9 +45,10 @@ from spmd.sharding.rules import Rules
 class ModelConfig(Protocol):
     """Interface of `TrainConfig.model`: a frozen dataclass that builds an NNX language model.
 
-    Its fields are flags, `--model.FIELD`, and are recorded in checkpoints: numbers, strings, tuples and dataclasses.
-    With the properties of `CountsFlops` it has a utilization and a predicted step time. `context`, if there, is the
-    longest sequence; `router`, a `spmd.layers.router.RouterConfig`, adds a line about experts.
+    Its fields are flags, `--model.FIELD`, and are recorded in checkpoints: numbers, strings, tuples
+    and dataclasses. With the properties of `CountsFlops` it has a utilization and a predicted step
+    time. `context`, if there, is the longest sequence; `router`, a
+    `spmd.layers.router.RouterConfig`, adds a line about experts.
     """
 
     @property
@@ -52,12 +56,15 @@ class ModelConfig(Protocol):
         """Vocabulary size."""
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Build a model: tokens `[batch, seq]` → logits `[batch, seq, vocab]` or `spmd.model_api.model.Outputs`."""
+        """Build a model: tokens `[batch, seq]` → logits `[batch, seq, vocab]`.
+
+        Instead of logits it may return `spmd.model_api.model.Outputs`.
+        """
 
 
 @runtime_checkable
 class CountsFlops(Protocol):
-    """What a model's config may say besides, to count the model FLOPs of a token."""
+    """Optional numbers of a model's config, to count the model FLOPs of a token."""
 
     @property
     def layers(self) -> int:
@@ -69,7 +76,7 @@ class CountsFlops(Protocol):
 
     @property
     def matmul_params(self) -> int:
-        """Number of parameters that each token is multiplied with."""
+        """Number of parameters multiplied with each token."""
 
 
 M = TypeVar("M", bound=ModelConfig)
@@ -77,11 +84,14 @@ M = TypeVar("M", bound=ModelConfig)
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """Pipeline schedule over mesh.pipe. Without a pipeline, gradients are accumulated over the microbatches."""
+    """Pipeline schedule over mesh.pipe.
+
+    Without a pipeline, gradients are accumulated over the microbatches.
+    """
 
     schedule: str = "1f1b"
-    """gpipe, 1f1b, interleaved, pipedream, or a CSV file with a row of tasks per stage. Only for plots: zero-bubble,
-    zb-h2, zb-v, v-half, v-min."""
+    """gpipe, 1f1b, interleaved, pipedream, or a CSV file with a row of tasks per stage. Only for
+    plots: zero-bubble, zb-h2, zb-v, v-half, v-min."""
     microbatches: int = 0
     """Microbatches per batch; 0: up to four per stage, as the batch allows."""
     chunks: int = 0
@@ -95,7 +105,8 @@ class EvaluationConfig(EvaluationInterval):
     tokens: int = 65_536
     """Number of validation tokens to evaluate on."""
     sets: tuple[str, ...] = ()
-    """More texts to evaluate on, NAME=SOURCE, as many tokens of each: NAME_loss and NAME_accuracy."""
+    """More texts to evaluate on, NAME=SOURCE, as many tokens of each: NAME_loss and
+    NAME_accuracy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,53 +143,62 @@ class TrainConfig(RunConfig, Generic[M]):
     mesh: MeshShape = MeshShape(fsdp=-1)
     """Size of each mesh axis; one may be -1."""
     slices: MeshShape = MeshShape()
-    """Number of TPU slices or GPU hosts that each axis spans over the slow network; it divides the axis."""
+    """Number of TPU slices or GPU hosts that each axis spans over the slow network; it divides the
+    axis."""
     zero: Literal[0, 1, 2, 3] = 3
     """ZeRO stage: shard optimizer state (1), also gradients (2), also parameters (3) over fsdp."""
     remat: str = "none"
-    """Activations that each layer saves for the backward pass: none (all of them), full (its input), save:NAME,NAME."""
-    precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = "float32"
-    """float32; bf16 or fp16: compute dtype; bf16-params: parameters are also stored in it, with float32 master weights
-    or stochastic rounding. Gradients are accumulated in float32. fp16 scales the loss."""
+    """Activations that each layer saves for the backward pass: none (all of them), full (its
+    input), save:NAME,NAME."""
+    precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = (
+        "float32"
+    )
+    """float32; bf16 or fp16: compute dtype; bf16-params: parameters are also stored in it, with
+    float32 master weights or stochastic rounding. Gradients are accumulated in float32. fp16 scales
+    the loss."""
     compress: CompressConfig = NO_COMPRESSION
     """Fewer bits for what devices send to each other: gathered parameters, and gradients."""
     quantize: str = ""
-    """Matmuls of linear layers in fewer bits: fp8, fp8-delayed, fp8-block, mxfp8, int8 for all layers of blocks, or
-    rows PATTERN=RECIPE,PATTERN=RECIPE of kernels' paths, of which the first that matches decides; empty: none."""
+    """Matmuls of linear layers in fewer bits: fp8, fp8-delayed, fp8-block, mxfp8, int8 for all
+    layers of blocks, or rows PATTERN=RECIPE,PATTERN=RECIPE of kernels' paths, of which the first
+    that matches decides; empty: none."""
     attention: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
-    """Attention kernel: auto (by device and sequence length), xla, chunked (long sequences, any device), cudnn (GPUs,
-    16-bit floats), splash (TPUs)."""
+    """Attention kernel: auto (by device and sequence length), xla, chunked (long sequences, any
+    device), cudnn (GPUs, 16-bit floats), splash (TPUs)."""
     context: Literal["ring", "all-to-all"] = "ring"
-    """Attention over a sequence split over mesh.sequence: ring (rotates keys and values), all-to-all (exchanges heads
-    for tokens)."""
+    """Attention over a sequence split over mesh.sequence: ring (rotates keys and values),
+    all-to-all (exchanges heads for tokens)."""
     offload: tuple[str, ...] = ()
     """State in host memory: optimizer_state, params (of stacked layers)."""
     xla: tuple[str, ...] = (PRESET,)
-    """XLA flags of the step: preset (listed by spmd plan, with reasons), NAME=VALUE; empty: XLA's defaults."""
+    """XLA flags of the step: preset (listed by spmd plan, with reasons), NAME=VALUE; empty: XLA's
+    defaults."""
     pipeline: PipelineConfig = PipelineConfig()
     """Pipeline schedule over mesh.pipe."""
     lora: LoRAConfig = LoRAConfig()
     """Train LoRA adapters of frozen parameters instead of all parameters."""
     init: str = ""
-    """Run folder or Hugging Face folder with the initial parameters; empty: random initialization."""
+    """Run folder or Hugging Face folder with the initial parameters; empty: random
+    initialization."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer, learning rate schedule and clipping."""
     data: DataConfig = DataConfig()
     """Corpus, tokenizer and batch shape."""
     task: Literal["pretrain", "sft"] = "pretrain"
-    """What is trained: pretrain, all of a text; sft (supervised fine-tuning), what the assistant says in
-    conversations, lines of .jsonl files."""
+    """What is trained: pretrain, all of a text; sft (supervised fine-tuning), what the assistant
+    says in conversations, lines of .jsonl files."""
     chat: ChatConfig = ChatConfig()
     """Conversations, with task sft."""
     accumulate: int = 1
-    """Gradient accumulation: microbatches per batch, to save memory. Only auxiliary losses that are computed over a
-    whole batch change."""
+    """Gradient accumulation: microbatches per batch, to save memory. Only auxiliary losses that are
+    computed over a whole batch change."""
     exchange_once: Literal["auto", "none", "data", "data+fsdp"] = "auto"
-    """Mesh axes over which gradients are exchanged once a step, not in each microbatch, of accumulation or a pipeline:
-    auto (those that take no memory, with a reason where there are none), none, data, data+fsdp (holds gradients and
-    parameters whole over fsdp)."""
+    """Mesh axes over which gradients are exchanged once a step, not in each microbatch, of
+    accumulation or a pipeline: auto (those that take no memory, with a reason where there are
+    none), none, data, data+fsdp (holds gradients and parameters whole over fsdp)."""
     logits_chunk: int = CHUNK
-    """Tokens per device whose logits are computed at once, to save memory; the results stay the same."""
+    """Tokens per device whose logits are computed at once, to save memory; the results stay the
+    same."""
     evaluate: EvaluationConfig = dataclasses.field(default=EvaluationConfig(), kw_only=True)
     """Validation."""
     sample: SampleConfig = SampleConfig()
@@ -195,117 +215,184 @@ class TrainConfig(RunConfig, Generic[M]):
         "zero": (0, 1, 2, 3),
         "task": ("pretrain", "sft"),
         "exchange_once": ("auto", "none", "data", "data+fsdp"),
-        **dict.fromkeys(("pipeline.microbatches", "pipeline.chunks"), "at least 0 and at most 65536"),
+        **dict.fromkeys(
+            ("pipeline.microbatches", "pipeline.chunks"), "at least 0 and at most 65536"
+        ),
         "evaluate.tokens": "at least 1",
         **dict.fromkeys(("sample.tokens", "sample.temperature", "sample.top_k"), "at least 0"),
         "sample.top_p": "above 0 and at most 1",
     }
 
     def wrong_types(self) -> Iterator[Problem]:
-        """Yield a problem for each field that should have fields of its own and has not, and for the rules."""
+        """Yield a problem for each field of another type: the rules, and fields with fields."""
         yield from check_type("rules", self.rules, Rules, "spmd.Rules(…)")
         yield from super().wrong_types()
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what is wrong with the values, alone and together."""
+        """Yield the problems of the values, alone and together."""
         yield from super().problems()
         yield from _large_numbers(self)
         yield from attention_problems(self.attention, self.context)
-        yield from (*flag_problems(self.xla), *self.compress.problems(), *table_problems(self.quantize))
-        for make, name in ((make_remat, self.remat), (make_precision, self.precision)):
-            try:
-                make(name)
-            except ConfigError as error:
-                yield from error.problems
-        yield from self._inconsistencies()
+        yield from flag_problems(self.xla)
+        yield from self.compress.problems()
+        yield from table_problems(self.quantize)
+        yield from _problems_of_making(make_remat, self.remat)
+        yield from _problems_of_making(make_precision, self.precision)
+        yield from self._problems_of_layout()
+        yield from self._problems_of_task()
+        yield from _model_problems(self.model)
+        yield from self._problems_of_steps()
 
-    def _inconsistencies(self) -> Iterator[Problem]:
-        if self.pipeline.schedule not in SCHEDULES and not self.pipeline.schedule.endswith(".csv"):
-            fix = did_you_mean(self.pipeline.schedule, (*SCHEDULES, "FILE.csv"))
-            yield Problem("pipeline.schedule", f"is {self.pipeline.schedule!r}", fix=fix)
+    def _problems_of_layout(self) -> Iterator[Problem]:
+        schedule = self.pipeline.schedule
+        if schedule not in SCHEDULES and not schedule.endswith(".csv"):
+            fix = did_you_mean(schedule, (*SCHEDULES, "FILE.csv"))
+            yield Problem("pipeline.schedule", f"is {schedule!r}", fix=fix)
         for axis, count in self.slices.sizes.items():
             size = self.mesh.sizes[axis]
             if count < 1 or (size > 0 and size % count):
+                what = f"is {count}, and mesh.{axis} is {size}"
                 fix = "a positive number that divides the axis"
-                yield Problem(f"slices.{axis}", f"is {count}, and mesh.{axis} is {size}", fix=fix)
+                yield Problem(f"slices.{axis}", what, fix=fix)
+
+    def _problems_of_task(self) -> Iterator[Problem]:
         if self.task == "pretrain" and self.chat != ChatConfig():
             yield Problem("chat", "is for conversations, and task is pretrain", fix="--task sft")
         if self.task == "sft" and self.data.packing == "windows":
             fix = "--data.packing documents or padded"
             yield Problem("data.packing", "is windows, which cut conversations anywhere", fix=fix)
         if self.task == "sft" and self.data.streaming:
-            yield Problem("data.streaming", "is for text, and task is sft", fix="no --data.streaming")
-        longest = getattr(self.model, "context", self.data.sequence)
-        if longest < self.data.sequence:
-            detail = f"{self.data.sequence} tokens > {longest} positions"
-            yield Problem("data.sequence", "exceeds the model's context length", detail, f"at most {longest}")
-        yield from _model_problems(self.model)
+            what = "is for text, and task is sft"
+            yield Problem("data.streaming", what, fix="no --data.streaming")
+        sequence = self.data.sequence
+        longest = getattr(self.model, "context", sequence)
+        if longest < sequence:
+            yield Problem(
+                "data.sequence",
+                "exceeds the model's context length",
+                f"{sequence} tokens > {longest} positions",
+                f"at most {longest}",
+            )
+
+    def _problems_of_steps(self) -> Iterator[Problem]:
         if self.recovery.on_spike == "skip" and self.precision == "fp16":
             what = "cannot be skip with fp16: its loss scaling already skips steps"
             yield Problem("recovery.on_spike", what, fix="roll-back or stop")
-        if self.accumulate > 0 and self.data.batch % self.accumulate:
-            detail = f"{self.data.batch} / {self.accumulate} = {self.data.batch / self.accumulate:.4g}"
+        batch = self.data.batch
+        if self.accumulate > 0 and batch % self.accumulate:
+            detail = f"{batch} / {self.accumulate} = {batch / self.accumulate:.4g}"
             yield Problem("accumulate", "does not divide data.batch", detail, "change one of them")
+
+
+def _problems_of_making(make: Callable[[str], Any], name: str) -> Iterator[Problem]:
+    """Yield the problems that `make` has with a name."""
+    try:
+        make(name)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def _model_problems(model: Any) -> Iterator[Problem]:
     """Yield what a model's config lacks of `ModelConfig`."""
-    name, see = type(model).__name__, "write @dataclasses.dataclass(frozen=True) above the class"
-    wanted = [name for name in vars(ModelConfig) if not name.startswith("_")]
-    if missing := [name for name in wanted if not hasattr(model, name)]:
-        what = f"{name} has no {', '.join(missing)}: TrainConfig is for language models"
-        yield Problem("model", what, fix="spmd.Run(folder, step, batches, config=spmd.RunConfig(…)) for others")
+    kind = type(model)
+    missing = list[str]()
+    for name in vars(ModelConfig):
+        if not name.startswith("_") and not hasattr(model, name):
+            missing.append(name)
+    if missing:
+        yield Problem(
+            "model",
+            f"{kind.__name__} has no {', '.join(missing)}: TrainConfig is for language models",
+            fix="spmd.Run(folder, step, batches, config=spmd.RunConfig(…)) for others",
+        )
     elif not callable(model.build):
-        yield Problem("model", f"{name}.build is no method", fix="def build(self, rngs: nnx.Rngs) -> nnx.Module")
-    if not dataclasses.is_dataclass(model) or isinstance(model, type):
-        yield Problem("model", f"{model if isinstance(model, type) else name} is no dataclass instance", fix=see)
-    elif "__dataclass_fields__" not in vars(type(model)) and (own := inspect.get_annotations(type(model))):
-        yield Problem("model", f"{name} is no dataclass itself, so {', '.join(own)} cannot be set", fix=see)
+        yield Problem(
+            "model",
+            f"{kind.__name__}.build is no method",
+            fix="def build(self, rngs: nnx.Rngs) -> nnx.Module",
+        )
+    decorate = "write @dataclasses.dataclass(frozen=True) above the class"
+    if isinstance(model, type):
+        yield Problem("model", f"{model} is no dataclass instance", fix=decorate)
+    elif not dataclasses.is_dataclass(model):
+        yield Problem("model", f"{kind.__name__} is no dataclass instance", fix=decorate)
+    elif "__dataclass_fields__" not in vars(kind):
+        # A class without the decorator inherits the fields of its base, and its own are none.
+        own = inspect.get_annotations(kind)
+        if own:
+            what = f"{kind.__name__} is no dataclass itself, so {', '.join(own)} cannot be set"
+            yield Problem("model", what, fix=decorate)
 
 
 def _large_numbers(config: Any, prefix: str = "") -> Iterator[Problem]:
-    """Yield a problem for each integer of a config that JAX's 32 bits do not hold; `seed` has a rule of its own."""
-    for name in (field.name for field in dataclasses.fields(config)):
-        value = getattr(config, name)
+    """Yield a problem for each integer beyond JAX's 32 bits; `seed` has a rule of its own."""
+    for field in dataclasses.fields(config):
+        where = f"{prefix}{field.name}"
+        value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, Rules | type):
-            yield from _large_numbers(value, f"{prefix}{name}.")
-        elif isinstance(value, int) and abs(value) > _LARGEST and name != "seed":
-            yield Problem(f"{prefix}{name}", f"is {value:,}", fix=f"at most {_LARGEST:,}, the largest 32-bit integer")
+            yield from _large_numbers(value, f"{where}.")
+        elif isinstance(value, int) and abs(value) > _LARGEST and field.name != "seed":
+            fix = f"at most {_LARGEST:,}, the largest 32-bit integer"
+            yield Problem(where, f"is {value:,}", fix=fix)
 
 
 def config_values(config: Any) -> dict[str, Any]:
-    """Return the config as JSON values, without its rules; of a class, the defaults of those fields that have one.
+    """Return the config as JSON values, without its rules.
 
-    A function is text that tells it apart (`describe_callable`). A value that JSON does not have is a `ConfigError`.
+    Of a class, these are the defaults, without the fields that have none. A function is a text to
+    tell it from others (`describe_callable`).
+
+    Raises:
+        ConfigError: JSON has no such value.
     """
     values: dict[str, Any] = {}
-    for name in (field.name for field in dataclasses.fields(config) if hasattr(config, field.name)):
-        value = getattr(config, name)
+    for field in dataclasses.fields(config):
+        if not hasattr(config, field.name):
+            continue
+        value = getattr(config, field.name)
         if isinstance(value, Rules):
             continue
         try:
-            if dataclasses.is_dataclass(value):
-                values[name] = config_values(value)
-            else:
-                values[name] = describe_callable(value) if callable(value) else json.loads(json.dumps(value))
+            values[field.name] = _json_value(value)
         except TypeError as error:
-            what = f"cannot be saved as JSON: {error}"
-            problem = Problem(f"{type(config).__name__}.{name}", what, fix="a number, a string or a tuple")
+            problem = Problem(
+                f"{type(config).__name__}.{field.name}",
+                f"cannot be saved as JSON: {error}",
+                fix="a number, a string or a tuple",
+            )
             raise ConfigError("This configuration cannot be used:", [problem]) from error
     return values
 
 
+def _json_value(value: Any) -> Any:
+    """Return a field's value as JSON has it; raise `TypeError` if JSON has none."""
+    if dataclasses.is_dataclass(value):
+        return config_values(value)
+    if callable(value):
+        return describe_callable(value)
+    return json.loads(json.dumps(value))
+
+
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
-    """Return the config with the fields in `values`, in the format of `config_values`; functions stay as they are."""
+    """Return the config with other values of fields, in the format of `config_values`.
 
-    def restore(old: Any, value: Any) -> Any:
-        if callable(old) and isinstance(value, str):
-            return old
-        if isinstance(value, Mapping) and dataclasses.is_dataclass(old):
-            return with_values(old, value)
-        return tuple(restore(None, item) for item in value) if isinstance(value, list) else value
+    Functions stay as they are.
+    """
+    changes = dict[str, Any]()
+    for name, value in values.items():
+        changes[name] = _restored_value(getattr(config, name), value)
+    return dataclasses.replace(config, **changes)
 
-    return dataclasses.replace(config, **{name: restore(getattr(config, name), v) for name, v in values.items()})
+
+def _restored_value(old: Any, value: Any) -> Any:
+    """Return a field's value from its JSON value and the value that it replaces."""
+    if callable(old) and isinstance(value, str):
+        return old
+    if isinstance(value, Mapping) and dataclasses.is_dataclass(old):
+        return with_values(old, value)
+    if isinstance(value, list):
+        return tuple(_restored_value(None, item) for item in value)
+    return value
 
 
 def config_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -317,9 +404,11 @@ def config_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> di
     """
     out: dict[str, list[Any]] = {}
     for name in dict.fromkeys((*before, *after)):
-        old, new = before.get(name), after.get(name)
+        old = before.get(name)
+        new = after.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            out |= {f"{name}.{path}": pair for path, pair in config_difference(old, new).items()}
+            for path, pair in config_difference(old, new).items():
+                out[f"{name}.{path}"] = pair
         elif old != new:
             out[name] = [old, new]
     return out

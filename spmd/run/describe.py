@@ -1,10 +1,14 @@
-"""Lines that follow a plan's text: the pipeline, experts, exchange and compression, the slices, and XLA's flags."""
+"""Lines below a plan's text.
+
+They describe the pipeline, experts, exchange and compression, the slices, and XLA's flags.
+"""
 
 import collections
 import functools
+import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -17,12 +21,19 @@ from spmd.gradients.exchange import AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.pipeline.tick_table import describe_execution
-from spmd.plan.local_param import local_param
+from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
+from spmd.plan.records import ParamPlacement, PlanEntry
 from spmd.powersgd.matrices import AXIS, find_matrices
 from spmd.powersgd.transform import PowerSGD
-from spmd.run.build import TrainSetup, abstract_batch, build_flags, build_powersgd, count_microbatches
+from spmd.run.build import (
+    TrainSetup,
+    abstract_batch,
+    build_flags,
+    build_powersgd,
+    count_microbatches,
+)
 from spmd.run.config import TrainConfig
 from spmd.run.recipes import device_kind, recipe_lines
 from spmd.sharding.dims import local_shape, spec_dims
@@ -32,17 +43,22 @@ from spmd.tree import human_bytes
 
 
 def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) -> str:
-    """Return the lines of the pipeline, experts, the exchange of gradients and the slices, each after a line break.
+    """Return lines about the pipeline, experts, exchange, slices and data, each after a line break.
 
     `device` is the platform and kind of absent devices; by default, those of the mesh.
     """
-    lines = f"{pipeline_line(setup)}{experts_line(setup, device)}{exchange_line(setup)}{microbatch_line(setup)}"
-    lines += f"{slices_line(setup)}{mixture_line(setup.config)}"
-    more = [
-        *recipe_lines(setup.plan, device[1] if device else device_kind(setup.mesh)),
-        *compression_lines(setup.plan, build_powersgd(setup.config)),
-    ]
-    return lines + "".join(f"\n{line}" for line in more)
+    text = pipeline_line(setup)
+    text += experts_line(setup, device)
+    text += exchange_line(setup)
+    text += microbatch_line(setup)
+    text += slices_line(setup)
+    text += mixture_line(setup.config)
+    kind = device[1] if device else device_kind(setup.mesh)
+    lines = recipe_lines(setup.plan, kind)
+    lines += compression_lines(setup.plan, build_powersgd(setup.config))
+    for line in lines:
+        text += f"\n{line}"
+    return text
 
 
 def pipeline_line(setup: TrainSetup) -> str:
@@ -50,49 +66,72 @@ def pipeline_line(setup: TrainSetup) -> str:
     schedule = setup.schedule
     if schedule is None:
         return ""
-    return f"\npipeline {schedule.name}, {schedule.microbatches} microbatches; {describe_execution(schedule)}"
+    name = f"{schedule.name}, {schedule.microbatches} microbatches"
+    return f"\npipeline {name}; {describe_execution(schedule)}"
 
 
 def experts_line(setup: TrainSetup, device: tuple[str, str] | None = None) -> str:
-    """Return the experts of a layer, their devices, and how these get tokens; empty for a model without experts."""
+    """Return the experts of a layer and the exchange of their tokens; empty without experts."""
     router = getattr(setup.config.model, "router", None)
-    placed = [x for path, x in setup.plan.placements.items() if re.search(r"\bexperts/.*kernel", path)]
-    if not isinstance(router, RouterConfig) or not placed:
+    placed = _expert_kernel(setup.plan)
+    if not isinstance(router, RouterConfig) or placed is None:
         return ""
-    (names, *_) = spec_dims(placed[0].used, 3, split_axes(setup.mesh))
+    # Kernels of experts are [expert, in, out].
+    names = spec_dims(placed.used, 3, split_axes(setup.mesh))[0]
     axes = expert_axes(setup.mesh, names, device)
-    over = "".join(f" over {'+'.join(names)}={axes.size}" for _ in names[:1])
+    over = f" over {'+'.join(names)}={axes.size}" if names else ""
     is_whole = setup.mesh.shape["sequence"] == 1 and "tensor" not in names
     slots = router.dispatch == "capacity" and (is_whole or router.choice == "expert")
-    return f"\nexperts {router.experts}{over}, {router.top_k} a token: {describe_exchange(axes, router, slots=slots)}"
+    how = describe_exchange(axes, router, slots=slots)
+    return f"\nexperts {router.experts}{over}, {router.top_k} a token: {how}"
+
+
+def _expert_kernel(plan: ShardingPlan) -> ParamPlacement | None:
+    """Return the placement of the first kernel of experts; None for a model without experts."""
+    for path, placed in plan.placements.items():
+        if re.search(r"\bexperts/.*kernel", path):
+            return placed
+    return None
 
 
 def exchange_line(setup: TrainSetup) -> str:
-    """Return what is exchanged once a step and what could be, with bytes; empty without microbatches."""
-    parts, exchange = setup.config.accumulate * count_microbatches(setup.config, setup.schedule), setup.exchange
+    """Return the exchange of gradients, with bytes; empty without microbatches."""
+    exchange = setup.exchange
+    parts = setup.config.accumulate * count_microbatches(setup.config, setup.schedule)
     possible = tuple(axis for axis in AXES if setup.mesh.shape[axis] > 1)
     if parts == 1 or not possible or build_powersgd(setup.config):
         return ""
+    how = "one by one"
+    if exchange.axes:
+        how = _exchange_form(setup.plan, exchange.axes, parts)
+    elif exchange.reason:
+        how = f"one by one: {exchange.reason}"
+    text = f"\ngradients of {parts} microbatches are exchanged {how}"
+    if not exchange.reason and exchange.axes != possible:
+        other = _exchange_form(setup.plan, possible, parts)
+        text += f"\n  with --exchange-once data+fsdp {other}"
+    return text
 
-    def forms(axes: tuple[str, ...]) -> str:
-        sent, gathered, held = exchange_bytes(setup.plan, axes)
-        params = f"; {human_bytes(gathered)} of parameters, gathered once" if gathered else ""
-        sums = f"{human_bytes(sent)} on the wire, not {human_bytes(parts * sent)}"
-        return f"over {'+'.join(axes)} once a step: {sums}{params}; {human_bytes(held)} more memory"
 
-    how = forms(exchange.axes) if exchange.axes else "one by one" + (exchange.reason and f": {exchange.reason}")
-    other = f"\n  with --exchange-once data+fsdp {forms(possible)}"
-    return f"\ngradients of {parts} microbatches are exchanged {how}" + other * (
-        not exchange.reason and exchange.axes != possible
-    )
+def _exchange_form(plan: ShardingPlan, axes: tuple[str, ...], parts: int) -> str:
+    """Return a description, with bytes, of one exchange over axes in place of one for each part."""
+    sent, gathered, held = exchange_bytes(plan, axes)
+    sums = f"{human_bytes(sent)} on the wire, not {human_bytes(parts * sent)}"
+    params = ""
+    if gathered:
+        params = f"; {human_bytes(gathered)} of parameters, gathered once"
+    memory = f"{human_bytes(held)} more memory"
+    return f"over {'+'.join(axes)} once a step: {sums}{params}; {memory}"
 
 
 def microbatch_line(setup: TrainSetup) -> str:
-    """Return the names of what is of each microbatch, not of the batch; empty if nothing is."""
+    """Return the names of values of each microbatch, not of the batch; empty if there are none."""
     if setup.config.accumulate * count_microbatches(setup.config, setup.schedule) == 1:
         return ""
     names = values_of_microbatches(setup.grad_fn, setup.plan, abstract_batch(setup.config))
-    return f"\nof each microbatch, not of the batch: {', '.join(names)}" if names else ""
+    if not names:
+        return ""
+    return f"\nof each microbatch, not of the batch: {', '.join(names)}"
 
 
 def slices_line(setup: TrainSetup) -> str:
@@ -100,137 +139,265 @@ def slices_line(setup: TrainSetup) -> str:
     slices = {axis: count for axis, count in setup.config.slices.sizes.items() if count > 1}
     if not slices:
         return ""
-    total, sizes = math.prod(slices.values()), setup.mesh.shape
-    named = ", ".join(f"{axis} {count} × {sizes[axis] // count}" for axis, count in slices.items())
-    return f"\nslices {total} of {setup.mesh.size // total} devices; over the slow network, × inside: {named}"
+    total = math.prod(slices.values())
+    named = list[str]()
+    for axis, count in slices.items():
+        inside = setup.mesh.shape[axis] // count
+        named.append(f"{axis} {count} × {inside}")
+    devices = setup.mesh.size // total
+    axes = ", ".join(named)
+    return f"\nslices {total} of {devices} devices; over the slow network, × inside: {axes}"
 
 
 def mixture_line(config: TrainConfig) -> str:
     """Return the share of each set of a mixture, with its tokens of the run; empty without one."""
-    if not config.data.mixture:
+    data = config.data
+    if not data.mixture:
         return ""
-    sets, data = config.data.sets, config.data
-    draws = Shares([each.weight for each in sets]).counts(config.steps * data.batch)
-    total = sum(each.weight for each in sets)
-    named = [
-        f"{each.name} {each.weight / total:.4g} ({rows * data.sequence:,}"
-        + (f", at most {each.epochs} epoch{'s' * (each.epochs > 1)})" if each.epochs else ")")
-        for each, rows in zip(sets, draws, strict=True)
-    ]
-    return f"\nmixture {', '.join(named)} of {config.steps * data.batch * data.sequence:,} tokens"
+    weights = [each.weight for each in data.sets]
+    examples = config.steps * data.batch
+    draws = Shares(weights).counts(examples)
+    total = sum(weights)
+    named = list[str]()
+    for each, rows in zip(data.sets, draws, strict=True):
+        share = each.weight / total
+        limit = ""
+        if each.epochs:
+            limit = f", at most {each.epochs} epoch{'s' * (each.epochs > 1)}"
+        named.append(f"{each.name} {share:.4g} ({rows * data.sequence:,}{limit})")
+    return f"\nmixture {', '.join(named)} of {examples * data.sequence:,} tokens"
 
 
 def sent_bytes(name: str, block: int = 128) -> float:
-    """Return the bytes of an element on the wire: of a dtype, or of a codec with its part of the block's scale.
+    """Return the bytes of an element on the wire, in a dtype or a codec.
+
+    Of a codec they include its part of the block's scale.
 
     Example:
         >>> sent_bytes("bfloat16"), sent_bytes("int8"), sent_bytes("int4")
         (2, 1.03125, 0.53125)
     """
     codec = EXCHANGES.get(name) or GATHERS.get(name)
-    return codec.bits(block) / 8 if codec else jnp.dtype(name).itemsize
+    if codec:
+        return codec.bits(block) / 8
+    return jnp.dtype(name).itemsize
 
 
 def compression_lines(plan: ShardingPlan, powersgd: PowerSGD | None = None) -> list[str]:
-    """Return what each codec applies to: its axes, and the bytes that a device sends, before and with it."""
-    thin = _powersgd_lines(plan, powersgd) if powersgd else ()
-    return [*_gathered_lines(plan), *_reduced_lines(plan), *thin]
+    """Return a line for each use of a codec: its axes, and a device's bytes without and with it."""
+    lines = _gathered_lines(plan)
+    lines += _reduced_lines(plan)
+    if powersgd:
+        lines += _powersgd_lines(plan, powersgd)
+    return lines
 
 
-def _gathered_lines(plan: ShardingPlan) -> Iterator[str]:
-    codec, dtype, sizes = plan.compress.gather, plan.precision.compute, plan.mesh.shape
+def _gathered_lines(plan: ShardingPlan) -> list[str]:
+    """Return the line of the codec of gathered parameters, if there is one."""
+    codec = plan.compress.gather
     if not codec:
-        return
-    before, after, plain, over = 0.0, 0.0, ["vectors"], dict[str, int]()
-    frozen = plan.model.info().frozen
-    for entry in (*plan.params, *(entry for entry in plan.variables if entry.path in frozen)):
-        placed = plan.placements.get(frozen.get(entry.path, entry.path))
-        if placed is None or not (param := local_param(placed.of_stack(), len(entry.shape))).is_gathered:
+        return []
+    dtype = plan.precision.compute
+    sizes = plan.mesh.shape
+    before = 0.0
+    after = 0.0
+    plain = ["vectors"]
+    over = dict[str, int]()
+    for entry, placed in _placed_params(plan):
+        param = local_param(placed.of_stack(), len(entry.shape))
+        if not param.is_gathered:
             continue
         if placed.comm.param_codec:
             count = math.prod(entry.shape) // math.prod(sizes[axis] for axis in param.split)
-            block = GATHERS[codec].block_dim(local_shape(entry.shape, param.stored, sizes))[1]
-            before, after = before + count * sent_bytes(dtype), after + count * sent_bytes(codec, block)
-            over |= {axis: sizes[axis] for axes in param.gathers for axis in axes}
+            stored = local_shape(entry.shape, param.stored, sizes)
+            block = GATHERS[codec].block_dim(stored)[1]
+            before += count * sent_bytes(dtype)
+            after += count * sent_bytes(codec, block)
+            for axis in itertools.chain(*param.gathers):
+                over[axis] = sizes[axis]
         elif len(entry.shape) > len(placed.stacks) + 1:
             plain.append(entry.path)
     named = " and ".join(f"{axis} {size}" for axis, size in over.items())
     sent = f"{human_bytes(int(after))}, not {human_bytes(int(before))} in {dtype}, in each pass"
-    yield f"layers gather in {codec} over {named}: {sent}; without codes: {', '.join(plain)}"
+    uncoded = ", ".join(plain)
+    return [f"layers gather in {codec} over {named}: {sent}; without codes: {uncoded}"]
 
 
-def _reduced_lines(plan: ShardingPlan) -> Iterator[str]:
-    sizes, policy = plan.mesh.shape, plan.precision
-    reduced = plan.model.info().gathered_by_layer
-    codecs = policy.exchange_names(a for entry in BATCH_SPEC for a in entry_axes(entry) if sizes[a] > 1)
-    for axis, codec in codecs.items():
-        if codec not in EXCHANGES:
+def _placed_params(plan: ShardingPlan) -> Iterator[tuple[PlanEntry, ParamPlacement]]:
+    """Yield the parameters with a placement, then the frozen variables with one."""
+    frozen = plan.model.info().frozen
+    variables = [entry for entry in plan.variables if entry.path in frozen]
+    for entry in (*plan.params, *variables):
+        placed = plan.placements.get(frozen.get(entry.path, entry.path))
+        if placed is not None:
+            yield entry, placed
+
+
+def _reduced_lines(plan: ShardingPlan) -> list[str]:
+    """Return a line for each axis with a codec of gradients."""
+    axes = list[str]()
+    for entry in BATCH_SPEC:
+        axes += entry_axes(entry)
+    split = [axis for axis in axes if plan.mesh.shape[axis] > 1]
+    lines = list[str]()
+    for axis, codec in plan.precision.exchange_names(split).items():
+        if codec in EXCHANGES:
+            lines.append(_reduced_line(plan, axis, codec))
+    return lines
+
+
+def _reduced_line(plan: ShardingPlan, axis: str, codec: str) -> str:
+    """Return the line of the codec of gradients on an axis."""
+    dtype = plan.precision.gradients
+    before = 0.0
+    after = 0.0
+    plain = ["vectors"]
+    for entry, placed in _reduced_gradients(plan):
+        param = local_param(placed.of_stack(), len(entry.shape))
+        if axis in param.split:
             continue
-        before, after, plain = 0.0, 0.0, ["vectors"]
-        for entry in plan.gradients:
-            placed = plan.placements.get(entry.path)
-            if placed is None or entry.path not in reduced or len(entry.shape) < len(placed.stacks) + 2:
-                continue
-            param = local_param(placed.of_stack(), len(entry.shape))
-            if axis in param.split:
-                continue
-            count = math.prod(entry.shape) // math.prod(sizes[a] for axes in param.kept for a in axes if a != axis)
-            count *= 1 if axis in (a for axes in param.scatters for a in axes) else 2  # a sum is a gather as well
-            sent = param.sent(local_shape(entry.shape, param.used, sizes), [axis], sizes)[axis]
-            coded = placed.comm.gradient_codec(sent) if isinstance(placed.comm, CodedComm) else None
-            block = max(coded.least, coded.block_dim(local_shape(entry.shape, param.kept, sizes))[1]) if coded else 1
-            before, after = before + count * sent_bytes(policy.gradients), after + count * sent_bytes(sent, block)
-            plain += [entry.path] * (sent != codec)
-        parts = plan.slices.get(axis, 1)
-        inside = f": {sizes[axis] // parts} inside of a slice, then {parts} slices" if parts > 1 else f" {sizes[axis]}"
-        sizes_text = f"{human_bytes(int(after))}, not {human_bytes(int(before))} in {policy.gradients}"
-        yield f"gradients in {codec} over {axis}{inside}: {sizes_text}, in each sum; without codes: {', '.join(plain)}"
+        sizes = plan.mesh.shape
+        used = local_shape(entry.shape, param.used, sizes)
+        sent = param.sent(used, [axis], sizes)[axis]
+        block = 1
+        if isinstance(placed.comm, CodedComm):
+            kept = local_shape(entry.shape, param.kept, sizes)
+            block = _gradient_block(placed.comm, sent, kept)
+        count = _reduced_elements(entry, param, axis, sizes)
+        before += count * sent_bytes(dtype)
+        after += count * sent_bytes(sent, block)
+        if sent != codec:
+            plain.append(entry.path)
+    where = f"{axis}{_slices_text(plan, axis)}"
+    sums = f"{human_bytes(int(after))}, not {human_bytes(int(before))} in {dtype}, in each sum"
+    return f"gradients in {codec} over {where}: {sums}; without codes: {', '.join(plain)}"
 
 
-def _powersgd_lines(plan: ShardingPlan, powersgd: PowerSGD) -> Iterator[str]:
+def _reduced_gradients(plan: ShardingPlan) -> Iterator[tuple[PlanEntry, ParamPlacement]]:
+    """Yield the gradients of gathered matrices, with the placements of the parameters."""
+    gathered = plan.model.info().gathered_by_layer
+    for entry in plan.gradients:
+        placed = plan.placements.get(entry.path)
+        if placed is None or entry.path not in gathered:
+            continue
+        if len(entry.shape) >= len(placed.stacks) + 2:
+            yield entry, placed
+
+
+def _reduced_elements(
+    entry: PlanEntry, param: LocalParam, axis: str, sizes: Mapping[str, int]
+) -> int:
+    """Return the number of elements that a device sends over an axis for the sum of a gradient."""
+    others = [name for name in itertools.chain(*param.kept) if name != axis]
+    count = math.prod(entry.shape) // math.prod(sizes[name] for name in others)
+    if axis in itertools.chain(*param.scatters):
+        return count
+    return 2 * count  # a sum is a gather as well
+
+
+def _gradient_block(comm: CodedComm, name: str, shape: tuple[int, ...]) -> int:
+    """Return the number of elements with one scale; 1 without a codec."""
+    codec = comm.gradient_codec(name)
+    if codec is None:
+        return 1
+    return max(codec.least, codec.block_dim(shape)[1])
+
+
+def _slices_text(plan: ShardingPlan, axis: str) -> str:
+    """Return the size of an axis, inside of slices and over them."""
+    size = plan.mesh.shape[axis]
+    parts = plan.slices.get(axis, 1)
+    if parts > 1:
+        return f": {size // parts} inside of a slice, then {parts} slices"
+    return f" {size}"
+
+
+def _powersgd_lines(plan: ShardingPlan, powersgd: PowerSGD) -> list[str]:
+    """Return a heading, the matrices as a table, and the gradients without compression."""
     width = sent_bytes(plan.precision.exchange_names((AXIS,))[AXIS])
     matrices, plain = find_matrices(plan, powersgd.rank, powersgd.rate)
-    rows, before, after = list[tuple[str, ...]](), 0, 0
+    rows = list[tuple[str, ...]]()
+    before = 0
+    after = 0
     for path, matrix in matrices.items():
-        wide, sent = int(2 * width) * math.prod(matrix.local), 2 * matrix.sent(powersgd.rank)
-        before, after = before + wide, after + sent
+        wide = int(2 * width) * math.prod(matrix.local)
+        sent = 2 * matrix.sent(powersgd.rank)
+        before += wide
+        after += sent
         shape = f"{matrix.count} × [{matrix.rows}, {matrix.columns}]"
         rows.append((f"  {path}", shape, f"{human_bytes(wide)} → {human_bytes(sent)}"))
-    states = [entry for entry in plan.transform_states if entry.path.startswith(f"{powersgd.name}/")]
-    held = sum(entry.bytes_per_device for entry in states)
-    is_inside = 1 < powersgd.slices < plan.mesh.shape[AXIS]
-    inside = f" between {powersgd.slices} slices, summed inside each" if is_inside else ""
-    wire = "between slices, by a device in a step" if is_inside else "on the wire of a device in a step"
-    bytes_sent = f"{human_bytes(before)} → {human_bytes(after)} {wire}"
-    heading = f"gradients powersgd:{powersgd.rank} over {AXIS}={plan.mesh.shape[AXIS]}{inside}"
+    change = f"{human_bytes(before)} → {human_bytes(after)}"
+    lines = [_powersgd_heading(plan, powersgd, change)]
+    lines += _table_lines(rows)
     reasons = collections.defaultdict[str, list[str]](list)
     for path, reason in plain.items():
         reasons[reason].append(path)
-    sent_plain = [f"  sent as they are: {', '.join(paths)} ({reason})" for reason, paths in reasons.items()]
-    state = f"{human_bytes(held)} of errors and Q on a device"
-    widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    yield from (f"{heading}: {bytes_sent}; {state}", *lines, *sent_plain)
+    for reason, paths in reasons.items():
+        lines.append(f"  sent as they are: {', '.join(paths)} ({reason})")
+    return lines
+
+
+def _powersgd_heading(plan: ShardingPlan, powersgd: PowerSGD, change: str) -> str:
+    """Return the line above the matrices; `change` is that of the bytes sent."""
+    size = plan.mesh.shape[AXIS]
+    inside = ""
+    wire = "on the wire of a device in a step"
+    if 1 < powersgd.slices < size:
+        inside = f" between {powersgd.slices} slices, summed inside each"
+        wire = "between slices, by a device in a step"
+    held = 0
+    for entry in plan.transform_states:
+        if entry.path.startswith(f"{powersgd.name}/"):
+            held += entry.bytes_per_device
+    heading = f"gradients powersgd:{powersgd.rank} over {AXIS}={size}{inside}"
+    return f"{heading}: {change} {wire}; {human_bytes(held)} of errors and Q on a device"
+
+
+def _table_lines(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines with aligned columns."""
+    widths = list[int]()
+    for column in zip(*rows, strict=True):
+        widths.append(max(len(cell) for cell in column))
+    lines = list[str]()
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def flags_text(setup: TrainSetup, platform: str, kind: str) -> str:
     """Return XLA's flags for a kind of device with their reasons; empty where there are none."""
     flags = build_flags(setup.config, platform, kind)
-    return describe(f"\nflags for XLA on {platform}", flags) if flags else ""
+    if not flags:
+        return ""
+    return describe(f"\nflags for XLA on {platform}", flags)
 
 
 def exchange_bytes(plan: ShardingPlan, axes: tuple[str, ...]) -> tuple[int, int, int]:
-    """Return the bytes of gradients and of parameters on the wire for an exchange over axes of size above 1.
+    """Return the bytes of an exchange over axes of size above 1: gradients, parameters, and held.
 
-    They count as in `spmd.analysis.collective_record`. The third number is what is held beyond the plan's shards.
+    Gradients and parameters are on the wire; they count as in `spmd.analysis.collective_record`.
+    The third number is held beyond the plan's shards.
     """
-    sizes, sent, gathered, held = plan.mesh.shape, 0, 0, 0
+    sizes = plan.mesh.shape
+    sent = 0
+    gathered = 0
+    held = 0
     for leaf in plan.gradients:
-        specs = (leaf.spec, functools.reduce(drop_axis, axes, leaf.spec))
-        shard, local = (shard_bytes(leaf.shape, plan.precision.accumulation, spec, sizes) for spec in specs)
-        is_split = {axis for entry in leaf.spec for axis in entry_axes(entry)}.issuperset(axes)
-        sent, held = sent + local * (local > shard) + 2 * shard * (not is_split), held + local - shard
+        shard = shard_bytes(leaf.shape, plan.precision.accumulation, leaf.spec, sizes)
+        joined = functools.reduce(drop_axis, axes, leaf.spec)
+        local = shard_bytes(leaf.shape, plan.precision.accumulation, joined, sizes)
+        if local > shard:
+            sent += local
+        split = set[str]()
+        for entry in leaf.spec:
+            split.update(entry_axes(entry))
+        if not split.issuperset(axes):
+            sent += 2 * shard
+        held += local - shard
     for leaf in (*plan.params, *plan.variables):
-        local = shard_bytes(leaf.shape, leaf.dtype, functools.reduce(drop_axis, axes, leaf.spec), sizes)
-        gathered += local * (local > leaf.bytes_per_device)
+        joined = functools.reduce(drop_axis, axes, leaf.spec)
+        local = shard_bytes(leaf.shape, leaf.dtype, joined, sizes)
+        if local > leaf.bytes_per_device:
+            gathered += local
     return sent, gathered, held + gathered

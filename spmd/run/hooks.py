@@ -15,7 +15,14 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import DataError, Problem
 from spmd.gradients.losses import Sums, split_arrays
 from spmd.observe.goodput import Stopwatch
-from spmd.observe.metrics import Flops, StepClock, Writers, device_memory, process_peak_rss, utilization
+from spmd.observe.metrics import (
+    Flops,
+    StepClock,
+    Writers,
+    device_memory,
+    process_peak_rss,
+    utilization,
+)
 from spmd.observe.stragglers import StepTimeExchange
 from spmd.resilience.lease import Lease
 from spmd.resilience.watchdog import Watchdog
@@ -25,7 +32,10 @@ from spmd.training.state import ModelState, TrainState, as_stored
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """Clocks, watchdog, lease and log of a process; `say` writes a line to the log, `notes` get events."""
+    """Clocks, watchdog, lease and log of a process.
+
+    `say` writes a line to the log, `notes` get events.
+    """
 
     clock: StepClock
     stopwatch: Stopwatch
@@ -41,7 +51,10 @@ class Telemetry:
 
     @contextlib.contextmanager
     def during(self, activity: str, doing: str) -> Iterator[None]:
-        """Account the block to an activity of the stopwatch instead of to a step; `doing` is for the watchdog."""
+        """Account the block to an activity of the stopwatch instead of to a step.
+
+        `doing` is for the watchdog.
+        """
         self.watchdog.set_activity(doing)
         with self.stopwatch.measure(activity):
             yield
@@ -50,7 +63,7 @@ class Telemetry:
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """What a step processes, for metrics.
+    """Amount of work of a step, for metrics.
 
     Args:
         count: How many units a batch has.
@@ -63,10 +76,14 @@ class Throughput:
     flops: Flops | None = None
 
     def values(self, step_s: float, devices: Iterable[jax.Device]) -> dict[str, float]:
-        """Return the rate of steps that take `step_s` seconds on these devices, and their utilization if known."""
+        """Return the rate at `step_s` seconds a step, and the devices' utilization if known."""
         rate = self.count / step_s
-        mfu = utilization(self.flops, rate, devices) if self.flops else None
-        return {f"{self.unit}_per_s": rate, **({} if mfu is None else {"mfu": mfu})}
+        values = {f"{self.unit}_per_s": rate}
+        if self.flops:
+            mfu = utilization(self.flops, rate, devices)
+            if mfu is not None:
+                values["mfu"] = mfu
+        return values
 
 
 @dataclasses.dataclass(eq=False)
@@ -92,14 +109,15 @@ class Log(Hook):
         self._exchange = StepTimeExchange() if jax.process_count() > 1 else None
         self._row: list[float] = []
         self._rows: np.ndarray | None = None
-        self._seconds, self._step = dict(self.telemetry.stopwatch.seconds), 0
+        self._seconds = dict(self.telemetry.stopwatch.seconds)
+        self._step = 0
 
     def on_start(self, step: int) -> None:
         """Start the interval of the first line."""
         self._interval(step)
 
     def on_dispatch(self, step: int) -> None:
-        """Exchange step times between processes: at this point all are between the same two steps."""
+        """Exchange step times between processes: all are between the same two steps here."""
         if self._exchange and self._row and step % self.every == 0:
             with jax.transfer_guard("allow"):
                 self._rows = self._exchange.exchange(self._row)
@@ -110,24 +128,38 @@ class Log(Hook):
         clock.finished()
         if step % self.every and step != self.steps:
             return
-        scalars, arrays = split_arrays(metrics)
-        weight, unit = scalars.pop("tokens"), self.throughput.unit
-        self.last = values = {**scalars, **arrays, unit: int(weight) if weight.is_integer() else weight}
-        values |= {"skipped_batches": self.skipped_batches} if self.skipped_batches else {}
+        values = self._metric_values(metrics)
+        self.last = values
+        if self.skipped_batches:
+            values["skipped_batches"] = self.skipped_batches
         if clock.median is not None and clock.p95 is not None:
-            values |= {"step_s": clock.median, "step_s_p95": clock.p95}
+            values["step_s"] = clock.median
+            values["step_s_p95"] = clock.p95
             values |= self.throughput.values(clock.median, self.devices)
-        values |= {"device_peak_bytes": memory} if (memory := device_memory()) is not None else {}
+        memory = device_memory()
+        if memory is not None:
+            values["device_peak_bytes"] = memory
         values["host_peak_bytes"] = process_peak_rss()
         own = self._interval(step)
         self._row = [own["step"], own["data"]]
         values["data_s"] = own["data"]
         if self._rows is not None:
-            times, waits = self._rows.T  # of all processes, two lines ago
-            values |= {"process_step_s_least": float(times.min()), "process_step_s_most": float(times.max())}
-            values |= {"process_data_s_most": float(waits.max()), "process_of_data_s_most": int(waits.argmax())}
+            # [process, (step, data)] seconds of all processes, two lines ago
+            times, waits = self._rows.T
+            values["process_step_s_least"] = float(times.min())
+            values["process_step_s_most"] = float(times.max())
+            values["process_data_s_most"] = float(waits.max())
+            values["process_of_data_s_most"] = int(waits.argmax())
         self.writers.write(step, values)
         self.telemetry.say(f"step {step}   loss {metrics['loss']:.6g}   {own['step']:.4g} s/step")
+
+    def _metric_values(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return the step's own metrics, with the number of tokens by the name of the unit."""
+        scalars, arrays = split_arrays(metrics)
+        weight = scalars.pop("tokens")
+        values: dict[str, Any] = {**scalars, **arrays}
+        values[self.throughput.unit] = int(weight) if weight.is_integer() else weight
+        return values
 
     def on_stop(self, step: int) -> None:
         """Write the metrics of this step, too."""
@@ -144,9 +176,11 @@ class Log(Hook):
         self.telemetry.lease.renew()  # each line of metrics follows
         if self.goodput_dir:
             stopwatch.write(self.goodput_dir, step)
-        now, count = dict(stopwatch.seconds), max(step - self._step, 1)
-        own = {name: (now[name] - self._seconds[name]) / count for name in now}
-        self._seconds, self._step = now, step
+        now = dict(stopwatch.seconds)
+        steps = max(step - self._step, 1)
+        own = {name: (now[name] - self._seconds[name]) / steps for name in now}
+        self._seconds = now
+        self._step = step
         return own
 
 
@@ -155,10 +189,13 @@ class Evaluate(Hook):
     """Evaluates every `every` steps (0: never) and after the last, step `steps`.
 
     Args:
-        evaluate: `(params, variables, batch, name of the set, number of the batch)` → sums; None without sets.
+        evaluate: `(params, variables, batch, name of the set, number of the batch)` → sums; None
+            without sets.
         params: The training state → the parameters to evaluate.
-        sets: Name → a function that returns the batches of an evaluation set, the same at each call.
-        patience: Evaluations without a lower loss on the first set, after which to stop; 0 for any number.
+        sets: Name → a function that returns the batches of an evaluation set, the same at each
+            call.
+        patience: Evaluations without a lower loss on the first set, after which to stop; 0 for any
+            number.
         best: Lowest loss on the first set so far; None before the first evaluation.
         since: Evaluations since then.
     """
@@ -176,37 +213,50 @@ class Evaluate(Hook):
 
     def __post_init__(self) -> None:
         self.last: dict[str, float] = {}
-        self.last_step, self.weights = -1, dict[str, float]()
+        self.last_step = -1
+        self.weights = dict[str, float]()
 
     def wants_state(self, step: int) -> bool:
         """Return true at the interval and at the last step."""
-        return bool(self.sets) and (step == self.steps or bool(self.every and step % self.every == 0))
+        if not self.sets:
+            return False
+        return step == self.steps or _is_multiple(step, self.every)
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Write the mean of each sum over each set, such as `val_loss` and `val_accuracy` of the set `val`."""
+        """Write the mean of each sum over each set, such as `val_loss` of the set `val`."""
         with self.telemetry.during("evaluate", f"evaluating after step {step}"):
             model = ModelState(self.params(state), state.variables)
-            totals = {name: self._sums(name, batches(), step, model) for name, batches in self.sets.items()}
-        self.weights, self.last_step = {name: sums.pop("weight") for name, sums in totals.items()}, step
-        self.last = {
-            f"{name}_{metric}": total / self.weights[name] if self.weights[name] else math.nan
-            for name, sums in totals.items()
-            for metric, total in sums.items()
-        }
+            totals = dict[str, dict[str, float]]()
+            for name, batches in self.sets.items():
+                totals[name] = self._sums(name, batches(), step, model)
+        self.last_step = step
+        self.weights = {name: sums.pop("weight") for name, sums in totals.items()}
+        self.last = {}
+        for name, sums in totals.items():
+            weight = self.weights[name]
+            for metric, total in sums.items():
+                self.last[f"{name}_{metric}"] = total / weight if weight else math.nan
         self.telemetry.lease.renew()
         self.writers.write(step, self.last)
-        loss = self.last[f"{next(iter(self.sets))}_loss"]
-        is_lower = self.best is None or loss < self.best
-        self.best, self.since = (loss, 0) if is_lower else (self.best, self.since + 1)
+        first_set = next(iter(self.sets))
+        loss = self.last[f"{first_set}_loss"]
+        if self.best is None or loss < self.best:
+            self.best = loss
+            self.since = 0
+        else:
+            self.since += 1
 
     def wants_stop(self, step: int) -> bool:
-        """Return whether the loss has not fallen for too long."""
+        """Return true if the loss has not fallen for too long."""
         return self.since >= self.patience > 0
 
-    def _sums(self, name: str, batches: Iterable[Any], step: int, model: ModelState) -> dict[str, float]:
+    def _sums(
+        self, name: str, batches: Iterable[Any], step: int, model: ModelState
+    ) -> dict[str, float]:
         """Return the sums over the batches of one set."""
         assert self.evaluate is not None, "sets have a loss"
-        totals, watchdog = collections.defaultdict[str, float](float), self.telemetry.watchdog
+        totals = collections.defaultdict[str, float](float)
+        watchdog = self.telemetry.watchdog
         for number, batch in enumerate(batches, 1):
             watchdog.set_activity(f"evaluating {name} after step {step}")
             found = self.evaluate(model.params, model.variables, batch, name, number)
@@ -215,20 +265,23 @@ class Evaluate(Hook):
                 totals[metric] += float(value)
             watchdog.reset(f"batch {number} of {name} after step {step}")
         if not totals:
-            raise DataError("There is nothing to evaluate on:", [Problem(name, "has no batches", fix="one or more")])
+            problem = Problem(name, "has no batches", fix="one or more")
+            raise DataError("There is nothing to evaluate on:", [problem])
         return dict(totals)
 
 
 @dataclasses.dataclass(eq=False)
 class Save(Hook):
-    """Saves a checkpoint every `every` steps (0: never) and after the last, step `last_step` or that of a stop.
+    """Saves a checkpoint every `every` steps (0: never) and after the last.
+
+    The last is step `last_step` or that of a stop.
 
     Args:
         batch: Examples of a batch.
         record: Metadata of the run, saved with the step and the data position.
         evaluate: Provides the metrics by which checkpoints are ranked.
         skipped_batches: Batches of the data that rollbacks have skipped.
-        saved: State → what is saved of it.
+        saved: State → the part of it to save.
     """
 
     every: int
@@ -247,15 +300,27 @@ class Save(Hook):
 
     def wants_state(self, step: int) -> bool:
         """Return true at the interval and at the end."""
-        return step == self.last_step or bool(self.every and step % self.every == 0)
+        return step == self.last_step or _is_multiple(step, self.every)
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Start an asynchronous save of everything that a resumed run needs."""
+        """Start an asynchronous save of all that a resumed run needs."""
         position = (step + self.skipped_batches) * self.batch
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}
-        with self.telemetry.during("checkpoint", f"saving step {step}, or waiting for the previous save"):
+        with self.telemetry.during(
+            "checkpoint", f"saving step {step}, or waiting for the previous save"
+        ):
             progress = {"best": self.evaluate.best, "since": self.evaluate.since}
-            record = {**self.record, "step": step, "position": position, "evaluation": progress}
+            record = {
+                **self.record,
+                "step": step,
+                "position": position,
+                "evaluation": progress,
+            }
             self.checkpoints.save(step, self.saved(state), record, metrics)
         self.telemetry.watchdog.reset(f"copying the state of step {step} for its checkpoint")
         self.telemetry.note(f"saving step {step}")
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    """Return true at an interval; 0 is never."""
+    return every != 0 and step % every == 0

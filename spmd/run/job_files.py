@@ -1,10 +1,12 @@
 """Job files for clusters: a batch file for Slurm, a JobSet for Kubernetes.
 
-Both train until the last step. After a preemption, a lost node or another exit code in `RESTARTED`, all processes
-start again with `--resume auto`; any other failure ends the job. All nodes and restarts share a compilation cache.
+Both train until the last step. After a preemption, a lost node or another exit code in `RESTARTED`,
+all processes start again with `--resume auto`; any other failure ends the job. All nodes and
+restarts share a compilation cache.
 
-Under Slurm the exit code of the job is that of `srun`: the highest of its processes. If one process ends with a final
-code, 1 or 2, and the others then with 69 or 134, the job is requeued and fails again, up to `restarts` times.
+Under Slurm the exit code of the job is that of `srun`: the highest of its processes. If one process
+ends with a final code, 1 or 2, and the others then with 69 or 134, the job is requeued and fails
+again, up to `restarts` times.
 """
 
 import dataclasses
@@ -30,11 +32,14 @@ RESTARTED = {
     138: "SIGUSR1 during start-up",
     143: "SIGTERM during start-up",
 }
-"""Exit codes after which all processes start again. Slurm itself requeues the jobs of failed nodes."""
+"""Exit codes after which all processes start again. Slurm itself requeues the jobs of failed
+nodes."""
 
 _PORT = 7777  # of process 0 in its pod, which has an address of its own
 _CACHE = "compiled"  # in the working folder
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,39}[a-z0-9])?")  # Kubernetes' names, and short enough for names of pods
+_NAME = re.compile(
+    r"[a-z]([-a-z0-9]{0,39}[a-z0-9])?"
+)  # Kubernetes' names, and short enough for names of pods
 _TPU = re.compile(r"[-a-z0-9]+:\d+(x\d+)+")
 
 
@@ -75,16 +80,24 @@ class Job:
 
     @property
     def platform(self) -> str:
-        """Platform whose variables are set at start-up; for TPUs there are none."""
+        """Platform of the variables to set at start-up; for TPUs there are none."""
         return "cuda" if self.gpus_per_node else "cpu"
 
     def problems(self) -> list[Problem]:
-        """Return what is wrong with the options."""
-        least = {"nodes": 1, "processes_per_node": 1, "gpus_per_node": 0, "cpus_per_process": 0, "save_seconds": 1}
-        problems = check_fields(self, {name: f"at least {n}" for name, n in {**least, "restarts": 0}.items()})
+        """Return the problems of the options."""
+        rules = {
+            "nodes": "at least 1",
+            "processes_per_node": "at least 1",
+            "gpus_per_node": "at least 0",
+            "cpus_per_process": "at least 0",
+            "save_seconds": "at least 1",
+            "restarts": "at least 0",
+        }
+        problems = check_fields(self, rules)
         if not problems and self.gpus_per_node % self.processes_per_node:
+            what = "does not divide over the processes of a node"
             detail = f"{self.gpus_per_node} / {self.processes_per_node}"
-            problems.append(Problem("gpus_per_node", "does not divide over the processes of a node", detail))
+            problems.append(Problem("gpus_per_node", what, detail))
         if not _NAME.fullmatch(self.name):
             fix = "at most 41 lowercase letters, digits and dashes, and a letter first: --name"
             problems.append(Problem("name", f"{self.name!r} is not a valid name of a job", fix=fix))
@@ -99,8 +112,8 @@ class Job:
 class SlurmJob(Job):
     """Batch file for Slurm, to submit with sbatch in a folder that all machines share.
 
-    Flags of `spmd train` follow after `--`. The config is planned for all devices first, so that an error shows now and
-    not after the queue.
+    Flags of `spmd train` follow after `--`. The config is planned for all devices first, so that an
+    error shows now and not after the queue.
     """
 
     time: str = ""
@@ -111,21 +124,20 @@ class SlurmJob(Job):
     """Account to charge."""
 
     def render(self, train: Sequence[str]) -> str:
-        """Return the batch file that runs `command(train)`."""
-        options = {
-            **{"job-name": self.name, "nodes": self.nodes, "ntasks-per-node": self.processes_per_node},
-            **{"gpus-per-node": self.gpus_per_node, "cpus-per-task": self.cpus_per_process},
-            **{"time": self.time, "partition": self.partition, "account": self.account},
-        }
-        lines = "\n".join(f"#SBATCH --{name}={value}" for name, value in options.items() if value)
-        # A step does not inherit the job's CPUs. Several tasks on a node divide the GPUs; a single one sees all.
-        step = f" --cpus-per-task={self.cpus_per_process}" if self.cpus_per_process else ""
-        if self.gpus_per_node and self.processes_per_node > 1:
-            step += f" --gpus-per-task={self.gpus_per_node // self.processes_per_node}"
-        hint = "# sbatch passes on the environment of its shell: activate the one that has spmd before."
+        """Return the batch file of `command(train)`."""
+        hint = (
+            "# sbatch passes on the environment of its shell: "
+            "activate the one that has spmd before."
+        )
+        about_signals = (
+            f"# {self.save_seconds} s before the time limit, and at a preemption, "
+            "Slurm signals the processes: they save and exit with\n"
+            f"# {EXIT_PREEMPTED}. The first exit does not kill the others, "
+            "which may still be saving; a minute later they are killed."
+        )
         return f"""\
 #!/bin/bash
-{lines}
+{self._options()}
 #SBATCH --output={self.name}-%j.log
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@{self.save_seconds}
@@ -134,9 +146,8 @@ class SlurmJob(Job):
 {self.setup or hint}
 export JAX_COMPILATION_CACHE_DIR="$SLURM_SUBMIT_DIR/{_CACHE}"
 {exports(self.platform)}
-# {self.save_seconds} s before the time limit, and at a preemption, Slurm signals the processes: they save and exit with
-# {EXIT_PREEMPTED}. The first exit does not kill the others, which may still be saving; a minute later they are killed.
-srun --kill-on-bad-exit=0 --wait=60{step} \\
+{about_signals}
+srun --kill-on-bad-exit=0 --wait=60{self._step_options()} \\
   {shlex.join(self.command(train))}
 status=$?
 
@@ -149,6 +160,30 @@ case "$status" in {" | ".join(map(str, RESTARTED))})
 esac
 exit "$status"
 """
+
+    def _options(self) -> str:
+        """Return the lines of the job's options."""
+        options = {
+            "job-name": self.name,
+            "nodes": self.nodes,
+            "ntasks-per-node": self.processes_per_node,
+            "gpus-per-node": self.gpus_per_node,
+            "cpus-per-task": self.cpus_per_process,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+        }
+        return "\n".join(f"#SBATCH --{name}={value}" for name, value in options.items() if value)
+
+    def _step_options(self) -> str:
+        """Return the options of `srun`, each after a space."""
+        options = ""
+        if self.cpus_per_process:  # a step does not inherit the job's CPUs
+            options += f" --cpus-per-task={self.cpus_per_process}"
+        if self.gpus_per_node and self.processes_per_node > 1:
+            # Several tasks on a node divide the GPUs; a single one sees all.
+            options += f" --gpus-per-task={self.gpus_per_node // self.processes_per_node}"
+        return options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,16 +205,21 @@ class KubernetesJob(Job):
     @property
     def devices(self) -> int:
         """Number of TPU chips or GPUs; 0 if there are none."""
-        chips = math.prod(map(int, self.tpu.partition(":")[2].split("x"))) if self.tpu else 0
+        if not self.tpu:
+            return super().devices
+        _, _, topology = self.tpu.partition(":")
+        chips = math.prod(map(int, topology.split("x")))
         return chips or super().devices
 
     def problems(self) -> list[Problem]:
-        """Return what is wrong with the options."""
+        """Return the problems of the options."""
         problems = super().problems()
-        missing = [field for field in ("image", "claim") if not getattr(self, field)]
-        problems += [Problem(field, "is missing", fix=f"--{field} {field.upper()}") for field in missing]
+        for field in ("image", "claim"):
+            if not getattr(self, field):
+                problems.append(Problem(field, "is missing", fix=f"--{field} {field.upper()}"))
         if not self.mount.startswith("/"):
-            problems.append(Problem("mount", f"{self.mount!r} is not an absolute path", fix="such as /runs"))
+            what = f"{self.mount!r} is not an absolute path"
+            problems.append(Problem("mount", what, fix="such as /runs"))
         if self.tpu and not _TPU.fullmatch(self.tpu):
             what = f"{self.tpu!r} is not ACCELERATOR:TOPOLOGY"
             problems.append(Problem("tpu", what, fix="such as tpu-v5-lite-podslice:4x4"))
@@ -187,7 +227,9 @@ class KubernetesJob(Job):
             problems.append(Problem("gpus_per_node", "and tpu exclude each other"))
         elif self.tpu and self.processes > 0 and self.devices % self.processes:
             detail = f"{self.devices} / {self.processes}"
-            problems.append(Problem("tpu", "does not divide over the processes", detail, "other --nodes"))
+            problems.append(
+                Problem("tpu", "does not divide over the processes", detail, "other --nodes")
+            )
         return problems
 
     def render(self, train: Sequence[str]) -> str:
@@ -195,50 +237,108 @@ class KubernetesJob(Job):
         return json.dumps(self.manifest(train), indent=2, ensure_ascii=False) + "\n"
 
     def manifest(self, train: Sequence[str]) -> dict[str, Any]:
-        """Return the JobSet (jobset.x-k8s.io/v1alpha2): one indexed Job, whose pods have stable names."""
-        command = [*self.command(train), "--cluster", "none"]
-        if self.processes > 1:
-            command += ["--coordinator", f"{self.name}-workers-0-0.{self.name}:{_PORT}"]
-            command += ["--processes", str(self.processes), "--process-id", "$(PROCESS_ID)"]
-        if self.setup:
-            command = ["bash", "-c", f'{self.setup}; exec "$@"', "bash", *command]
-        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        env = [
-            {"name": "JAX_COMPILATION_CACHE_DIR", "value": f"{self.mount.rstrip('/')}/{_CACHE}"},
-            {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-            *({"name": flag.name, "value": str(flag.value)} for flag in START_UP[self.platform]),
+        """Return the JobSet (jobset.x-k8s.io/v1alpha2): one indexed Job.
+
+        Its pods have stable names.
+        """
+        # A Job that fails by its pod failure policy had an exit code to restart after; any other
+        # failure is final.
+        restart = [
+            {
+                "name": "restart",
+                "action": "RestartJobSet",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            },
+            {"name": "fail", "action": "FailJobSet"},
         ]
-        kind = "google.com/tpu" if self.tpu else "nvidia.com/gpu"
-        limits = {kind: self.devices // self.processes} if self.devices else {}
-        requests = {"cpu": self.cpus_per_process} if self.cpus_per_process else {}
-        container = {
-            **{"name": "spmd", "image": self.image, "command": command, "workingDir": self.mount, "env": env},
+        job = {"name": "workers", "replicas": 1, "template": {"spec": self._job(train)}}
+        return {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {"name": self.name},
+            "spec": {
+                "network": {
+                    "enableDNSHostnames": True,
+                    "subdomain": self.name,
+                    "publishNotReadyAddresses": True,
+                },
+                "failurePolicy": {"maxRestarts": self.restarts, "rules": restart},
+                "replicatedJobs": [job],
+            },
+        }
+
+    def _job(self, train: Sequence[str]) -> dict[str, Any]:
+        """Return the Job's spec: it fails at once, and the JobSet restarts all of its pods."""
+        codes = {"containerName": "spmd", "operator": "In", "values": sorted(RESTARTED)}
+        node_lost = [{"type": "DisruptionTarget", "status": "True"}]
+        failures = [
+            {"action": "FailJob", "onExitCodes": codes},
+            {"action": "FailJob", "onPodConditions": node_lost},
+        ]
+        return {
+            "completionMode": "Indexed",
+            "completions": self.processes,
+            "parallelism": self.processes,
+            "backoffLimit": 0,
+            "podFailurePolicy": {"rules": failures},
+            "template": {"spec": self._pod(train)},
+        }
+
+    def _pod(self, train: Sequence[str]) -> dict[str, Any]:
+        """Return the pod's spec: one container, with the volume of the run folder."""
+        node_selector = dict[str, str]()
+        if self.tpu:
+            accelerator, topology = self.tpu.split(":")
+            node_selector["cloud.google.com/gke-tpu-accelerator"] = accelerator
+            node_selector["cloud.google.com/gke-tpu-topology"] = topology
+        volume = {"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}}
+        return {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": self.save_seconds,
+            "containers": [self._container(train)],
+            "volumes": [volume],
+            "nodeSelector": node_selector,
+        }
+
+    def _container(self, train: Sequence[str]) -> dict[str, Any]:
+        """Return the container of a pod: a process that trains, with its share of the devices."""
+        limits = dict[str, int]()
+        if self.devices:
+            kind = "google.com/tpu" if self.tpu else "nvidia.com/gpu"
+            limits[kind] = self.devices // self.processes
+        requests = dict[str, int]()
+        if self.cpus_per_process:
+            requests["cpu"] = self.cpus_per_process
+        return {
+            "name": "spmd",
+            "image": self.image,
+            "command": self._container_command(train),
+            "workingDir": self.mount,
+            "env": self._environment(),
             "ports": [{"containerPort": _PORT, "name": "coordinator"}],
             "volumeMounts": [{"name": "runs", "mountPath": self.mount}],
             "resources": {"limits": limits, "requests": requests},
         }
-        selected = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
-        pod = {
-            **{"restartPolicy": "Never", "terminationGracePeriodSeconds": self.save_seconds, "containers": [container]},
-            "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}}],
-            "nodeSelector": dict(zip(selected, self.tpu.split(":"), strict=True)) if self.tpu else {},
-        }
-        codes = {"containerName": "spmd", "operator": "In", "values": sorted(RESTARTED)}
-        node_lost = [{"type": "DisruptionTarget", "status": "True"}]
-        failures = [{"action": "FailJob", "onExitCodes": codes}, {"action": "FailJob", "onPodConditions": node_lost}]
-        job = {
-            **{"completionMode": "Indexed", "completions": self.processes, "parallelism": self.processes},
-            **{"backoffLimit": 0, "podFailurePolicy": {"rules": failures}, "template": {"spec": pod}},
-        }
-        # A Job that fails by its pod failure policy had an exit code to restart after; any other failure is final.
-        restart = [
-            {"name": "restart", "action": "RestartJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
-            {"name": "fail", "action": "FailJobSet"},
+
+    def _container_command(self, train: Sequence[str]) -> list[str]:
+        """Return the command of a pod, with the address of the first one if there are several."""
+        command = [*self.command(train), "--cluster", "none"]
+        if self.processes > 1:
+            command += ["--coordinator", f"{self.name}-workers-0-0.{self.name}:{_PORT}"]
+            command += ["--processes", str(self.processes)]
+            command += ["--process-id", "$(PROCESS_ID)"]
+        if self.setup:
+            return ["bash", "-c", f'{self.setup}; exec "$@"', "bash", *command]
+        return command
+
+    def _environment(self) -> list[dict[str, Any]]:
+        """Return the variables of a pod: cache, number of the process, and the platform's."""
+        cache = f"{self.mount.rstrip('/')}/{_CACHE}"
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        env: list[dict[str, Any]] = [
+            {"name": "JAX_COMPILATION_CACHE_DIR", "value": cache},
+            {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
         ]
-        spec = {
-            "network": {"enableDNSHostnames": True, "subdomain": self.name, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": self.restarts, "rules": restart},
-            "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": job}}],
-        }
-        head = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": self.name}}
-        return {**head, "spec": spec}
+        for flag in START_UP[self.platform]:
+            env.append({"name": flag.name, "value": str(flag.value)})
+        return env

@@ -1,8 +1,9 @@
-"""Config files: Python files that define `config`, executed with the rights of the user who starts them.
+"""Config files: Python files that define `config`, executed with the user's rights.
 
-A config may import the modules beside it, as a script may. The folder of the config that was loaded last is searched
-for them, and its modules stay imported; those of another config are put aside, so that two configs with modules of
-equal names do not mix. `copy_config` writes a config with what it imported, so that a run folder is complete.
+A config may import the modules beside it, as a script may. The folder of the config that was loaded
+last is searched for them, and its modules stay imported; those of another config are put aside, so
+that two configs with modules of equal names do not mix. `copy_config` writes a config with what it
+imported, so that a run folder is complete.
 """
 
 import contextlib
@@ -41,7 +42,10 @@ class ConfigFolder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a top-level module in the folder; a plain folder yields to an installed package."""
+        """Return the spec of a top-level module in the folder.
+
+        A plain folder yields to an installed package.
+        """
         find = importlib.machinery.PathFinder.find_spec
         if path is not None or name in sys.stdlib_module_names:
             return None
@@ -53,7 +57,11 @@ class ConfigFolder(importlib.abc.MetaPathFinder):
 
     def imported(self) -> dict[str, types.ModuleType]:
         """Return the modules that were imported from the folder, by name."""
-        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in self.names}
+        found = dict[str, types.ModuleType]()
+        for name, module in sys.modules.items():
+            if name.partition(".")[0] in self.names:
+                found[name] = module
+        return found
 
     def activate(self) -> None:
         """Make this the only folder of a config in which imports search."""
@@ -73,7 +81,10 @@ def _active() -> list[ConfigFolder]:
 
 @contextlib.contextmanager
 def other_config() -> Iterator[None]:
-    """Load a config for comparison inside the block: at its end imports search the present config's folder again."""
+    """Load a config for comparison inside the block.
+
+    At its end, imports search the present config's folder again.
+    """
     before = _active()
     try:
         yield
@@ -84,15 +95,17 @@ def other_config() -> Iterator[None]:
 
 def shipped() -> dict[str, Path]:
     """Return the configs that ship with the package, by name."""
-    return {
-        path.stem.replace("_", "-"): path
-        for path in sorted(EXAMPLES.glob("*.py"))
-        if "\nconfig = " in path.read_text(encoding="utf-8")
-    }
+    found = dict[str, Path]()
+    for path in sorted(EXAMPLES.glob("*.py")):
+        if "\nconfig = " in path.read_text(encoding="utf-8"):
+            found[path.stem.replace("_", "-")] = path
+    return found
 
 
 def load_config(name: str) -> TrainConfig:
-    """Execute a config file, by its path or as a shipped config such as `demo`, and return its `config`.
+    """Execute a config file and return its `config`.
+
+    The file is a path, or a shipped config such as `demo`.
 
     Raises:
         ConfigError: The file does not exist, fails, or defines no `TrainConfig` named `config`.
@@ -102,14 +115,15 @@ def load_config(name: str) -> TrainConfig:
         path = shipped().get(name, path)
     if not path.is_file():
         inside = path / "config.py"
-        fix = f"{inside}, the config of that run" if inside.is_file() else did_you_mean(name, shipped())
-        raise ConfigError(
-            "There is no such config:", [Problem(name, "is neither a file nor a shipped config", fix=fix)]
-        )
+        fix = did_you_mean(name, shipped())
+        if inside.is_file():
+            fix = f"{inside}, the config of that run"
+        problem = Problem(name, "is neither a file nor a shipped config", fix=fix)
+        raise ConfigError("There is no such config:", [problem])
     defined, finder = _execute(path)
     config = defined.get("config")
     if not isinstance(config, TrainConfig):
-        what = f"defines config = {config!r}" if config is not None else "defines no config"
+        what = "defines no config" if config is None else f"defines config = {config!r}"
         raise _unreadable(str(path), what, "config = spmd.TrainConfig(...)")
     if "config" in finder.names:
         what = "imports a module named config, and a run folder has its own config.py"
@@ -118,7 +132,7 @@ def load_config(name: str) -> TrainConfig:
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """Execute a Python file and return a function that it defines; `target` is `FILE.py:FUNCTION`.
+    """Execute a Python file and return one of its functions; `target` is `FILE.py:FUNCTION`.
 
     Raises:
         ConfigError: The file does not exist, fails, or does not define the function.
@@ -130,13 +144,16 @@ def load_function(target: str) -> Callable[..., Any]:
         raise ConfigError("There is no such file:", [problem])
     defined, _ = _execute(path)
     if not callable(defined.get(name)):
-        functions = [key for key, value in defined.items() if callable(value) and not key.startswith("_")]
+        functions = list[str]()
+        for key, value in defined.items():
+            if callable(value) and not key.startswith("_"):
+                functions.append(key)
         raise _unreadable(str(path), f"defines no function {name!r}", did_you_mean(name, functions))
     return defined[name]
 
 
 def _execute(path: Path) -> tuple[dict[str, Any], ConfigFolder]:
-    """Run a file, with imports from its own folder; return what it defines, and the finder of those imports."""
+    """Run a file with imports from its folder; return its names and the finder of imports."""
     finder = ConfigFolder(path.resolve().parent)
     finder.activate()
     module = types.ModuleType(f"config {path}")
@@ -145,36 +162,47 @@ def _execute(path: Path) -> tuple[dict[str, Any], ConfigFolder]:
     except (SpmdError, KeyboardInterrupt):
         raise
     except SyntaxError as error:
-        raise _unreadable(f"{error.filename or path}:{error.lineno}", f"is not Python: {error.msg}") from error
+        where = f"{error.filename or path}:{error.lineno}"
+        raise _unreadable(where, f"is not Python: {error.msg}") from error
     except BaseException as error:
         raise _unreadable(_line_of(error, path), f"fails: {_text(error)}") from error
-    sys.modules[module.__name__] = module  # where `typing` and `inspect` look for what its classes refer to
+    # Where `typing` and `inspect` look for the names in its classes.
+    sys.modules[module.__name__] = module
     return vars(module), finder
 
 
 def copy_config(source: Path, folder: Path) -> None:
-    """Write a config as `folder/config.py`, and the modules that it imported from its own folder beside it."""
+    """Write a config as `folder/config.py`, and beside it the imports from its own folder."""
     copy = folder / "config.py"
     if source.resolve() == copy.resolve():
         return
     shutil.copyfile(source, copy)
     for finder in _active():
-        files = {Path(file) for module in finder.imported().values() if (file := getattr(module, "__file__", None))}
-        for file in sorted(file for file in files if file.is_relative_to(finder.folder)):
+        files = set[Path]()
+        for module in finder.imported().values():
+            name = getattr(module, "__file__", None)
+            if name and Path(name).is_relative_to(finder.folder):
+                files.add(Path(name))
+        for file in sorted(files):
             to = folder / file.relative_to(finder.folder)
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, to)
 
 
 def _line_of(error: BaseException, path: Path) -> str:
-    """Return file and line of the innermost frame of an error that is in the config's folder, or the file."""
+    """Return file and line of an error's innermost frame in the config's folder, or the file."""
     folder = path.resolve().parent
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve().parent == folder]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else str(path)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).resolve().parent == folder:
+            return f"{frame.filename}:{frame.lineno}"
+    return str(path)
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    kind = type(error).__name__
+    if str(error):
+        return f"{kind}: {error}"
+    return kind
 
 
 def _unreadable(where: str, what: str, fix: str = "") -> ConfigError:

@@ -1,7 +1,9 @@
-"""Search for the fastest layout of a config on a machine: meshes, ZeRO stages, remat, microbatches, pipelines, offload.
+"""Search for the fastest layout of a config on a machine.
 
-All settings are ranked by closed forms. From the fastest on, each is built and its memory estimated, until enough fit;
-those are compiled. What was estimated or compiled is kept in a file, so that an interrupted search resumes.
+Layouts differ in mesh, ZeRO stage, remat, microbatches, pipeline and offload. All settings are
+ranked by closed forms. From the fastest on, each is built and its memory estimated, until enough
+fit; those are compiled. What was estimated or compiled is kept in a file, so that an interrupted
+search resumes.
 """
 
 import dataclasses
@@ -39,10 +41,12 @@ REMATS = (
     "save:attention_query,attention_key,attention_value,attention_out",
     "full",
 )
-"""Policies that are tried, besides the config's own."""
+"""Policies to try, besides the config's own."""
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _MOST_TENSOR = 16
+_MOST_SEQUENCE = 16
+_MOST_PIPE = 16
 _TOO_LARGE = "does not fit"
 _LONG = 32_768
 """Tokens of a sequence from which on it may be split over `sequence`."""
@@ -50,7 +54,7 @@ _LONG = 32_768
 
 @dataclasses.dataclass
 class Candidate:
-    """Settings, and what is known of them.
+    """Settings, with the results known of them.
 
     Attributes:
         spent: Predicted by closed forms: what a device does → seconds.
@@ -76,21 +80,32 @@ class Candidate:
         return " ".join(f"--{name} {value}" for name, value in _flags(self.settings).items())
 
     def holds_less_than(self, other: "Candidate") -> bool:
-        """Tell whether it needs less memory for certain: all else equal, its state is split further."""
-        alike = ("remat", "accumulate", "pipeline", "offload")
-        mine, theirs = self.settings["mesh"], other.settings["mesh"]
-        same = all(self.settings[name] == other.settings[name] for name in alike) and all(
-            mine.sizes[axis] == theirs.sizes[axis] for axis in ("pipe", "expert", "sequence", "tensor")
-        )
-        own, others = (mine.fsdp, self.settings["zero"]), (theirs.fsdp, other.settings["zero"])
+        """Return true if it needs less memory for certain.
+
+        All else is equal, and its state is split further.
+        """
+        for name in ("remat", "accumulate", "pipeline", "offload"):
+            if self.settings[name] != other.settings[name]:
+                return False
+        mine = self.settings["mesh"]
+        theirs = other.settings["mesh"]
+        for axis in ("pipe", "expert", "sequence", "tensor"):
+            if mine.sizes[axis] != theirs.sizes[axis]:
+                return False
+        own_zero = self.settings["zero"]
+        other_zero = other.settings["zero"]
+        if (mine.fsdp, own_zero) == (theirs.fsdp, other_zero):
+            return False
         # ZeRO 1 on many devices may need more than ZeRO 3 on few: both have to be larger.
-        return same and own != others and all(a >= b for a, b in zip(own, others, strict=True))
+        return mine.fsdp >= theirs.fsdp and own_zero >= other_zero
 
     def loses(self, best: "Candidate") -> str:
-        """Return why it is not chosen: what it does not fit, or what takes longer than in the best one."""
+        """Return the reason against it: a refusal, or the slowest part by comparison."""
         if self.refused:
             return self.refused
-        more = {name: seconds - best.spent.get(name, 0.0) for name, seconds in self.spent.items()}
+        more = dict[str, float]()
+        for name, seconds in self.spent.items():
+            more[name] = seconds - best.spent.get(name, 0.0)
         name = max(more, key=more.__getitem__)
         if more[name] <= 0:
             return "slower when compiled" if self.compiled else "not compiled"
@@ -111,14 +126,21 @@ class Search:
     candidates: list[Candidate] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.hardware, self.rates = hardware_of(self.topology), CLOSED[self.topology.kind]
+        self.hardware = hardware_of(self.topology)
+        self.rates = CLOSED[self.topology.kind]
         self.model = self._count()
         self._networks: dict[tuple[int, ...], Network] = {}
         self.known: dict[str, dict[str, Any]] = self._load()
         self.candidates = sorted(self._rank(), key=lambda candidate: candidate.seconds)
 
     def _count(self) -> ModelNumbers:
-        alone = dataclasses.replace(self.config, mesh=MeshShape(), slices=MeshShape(), pipeline=PipelineConfig())
+        """Count the model's numbers on one device, with a config that can be trained."""
+        alone = dataclasses.replace(
+            self.config,
+            mesh=MeshShape(),
+            slices=MeshShape(),
+            pipeline=PipelineConfig(),
+        )
         alone = dataclasses.replace(alone, compress=NO_COMPRESSION)
         setup = make_setup(alone, abstract_mesh(alone.mesh))
         check_config(setup)
@@ -127,74 +149,115 @@ class Search:
 
     @property
     def key(self) -> str:
-        """Digest of what the results depend on."""
-        about = [str(self.topology), repr(self.rates), repr(COMPILED.get(self.topology.kind)), jax.__version__]
-        text = json.dumps([config_values(self.config), *about], sort_keys=True)
+        """Digest of the causes of the results: config, machine, rates and version of JAX."""
+        about = [
+            config_values(self.config),
+            str(self.topology),
+            repr(self.rates),
+            repr(COMPILED.get(self.topology.kind)),
+            jax.__version__,
+        ]
+        text = json.dumps(about, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _load(self) -> dict[str, dict[str, Any]]:
+        """Read the results of an earlier search; none if its causes were others."""
         try:
             saved = json.loads(self.file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return saved["known"] if isinstance(saved, dict) and saved.get("key") == self.key else {}
+        if isinstance(saved, dict) and saved.get("key") == self.key:
+            return saved["known"]
+        return {}
 
     def _save(self, candidate: Candidate) -> None:
-        results = {"memory": candidate.memory, "compiled": candidate.compiled, "refused": candidate.refused}
-        self.known[candidate.flags] = results
+        self.known[candidate.flags] = {
+            "memory": candidate.memory,
+            "compiled": candidate.compiled,
+            "refused": candidate.refused,
+        }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         partial = self.file.with_suffix(".partial")
-        partial.write_text(json.dumps({"key": self.key, "known": self.known}, indent=2), encoding="utf-8")
+        text = json.dumps({"key": self.key, "known": self.known}, indent=2)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(self.file)
 
     def _rank(self) -> Iterator[Candidate]:
+        """Yield a candidate for all settings, with its time by closed forms."""
         for settings in enumerate_settings(self.config, self.topology):
             shape = settings["mesh"]
             work = workload(dataclasses.replace(self.config, **settings), self.model, shape)
-            sizes = tuple(shape.sizes.values())
-            if sizes not in self._networks:
-                slices = settings["slices"].sizes
-                self._networks[sizes] = make_network(self.topology, shape, slices, self.hardware)
-            candidate = Candidate(settings, closed_form(work, self._networks[sizes], self.rates))
+            network = self._network(shape, settings["slices"])
+            candidate = Candidate(settings, closed_form(work, network, self.rates))
             known = self.known.get(candidate.flags, {})
-            candidate.memory, candidate.compiled = known.get("memory"), known.get("compiled")
+            candidate.memory = known.get("memory")
+            candidate.compiled = known.get("compiled")
             candidate.refused = known.get("refused", "")
             if not candidate.refused:
                 self._refuse_large(candidate, work)
             yield candidate
 
+    def _network(self, shape: MeshShape, slices: MeshShape) -> Network:
+        """Return the network of a mesh; made once for each, as many settings share one."""
+        sizes = tuple(shape.sizes.values())
+        if sizes not in self._networks:
+            network = make_network(self.topology, shape, slices.sizes, self.hardware)
+            self._networks[sizes] = network
+        return self._networks[sizes]
+
     def _refuse_large(self, candidate: Candidate, work: Workload) -> None:
-        """Refuse settings with which the training state alone does not fit."""
-        limit, mesh = self.topology.memory, work.mesh
+        """Refuse settings if the training state alone does not fit."""
+        limit = self.topology.memory
+        if limit is None or candidate.settings["offload"]:
+            return
+        mesh = work.mesh
+        fsdp = mesh["fsdp"]
         shards = mesh["tensor"] * mesh["pipe"] * mesh["expert"]
-        state = work.params * self.model.state_bytes / shards / (mesh["fsdp"] if work.zero else 1)
-        if work.zero in (1, 2) and mesh["fsdp"] > 1:
-            state += work.params * 4 / shards * (1 - 1 / mesh["fsdp"])
-        if limit is not None and state > limit and not candidate.settings["offload"]:
+        state = work.params * self.model.state_bytes / shards
+        if work.zero:
+            state /= fsdp
+        if work.zero in (1, 2) and fsdp > 1:
+            # Parameters stay whole, at 4 bytes each.
+            state += work.params * 4 / shards * (1 - 1 / fsdp)
+        if state > limit:
             candidate.memory = int(state)
-            candidate.refused = f"{_TOO_LARGE}: training state {human_bytes(int(state))} of {human_bytes(limit)}"
+            sizes = f"{human_bytes(int(state))} of {human_bytes(limit)}"
+            candidate.refused = f"{_TOO_LARGE}: training state {sizes}"
 
     def fitting(self, wanted: int) -> Iterator[Candidate]:
-        """Yield candidates from the fastest on, each once its memory is known, until some of them fit."""
+        """Yield candidates from the fastest on, with their memory, until some of them fit."""
         found = 0
         for candidate in self.candidates:
             if found >= wanted:
                 return
             if candidate.refused:
                 continue
-            smaller = (c for c in self.candidates if c.refused.startswith(_TOO_LARGE) and c.holds_less_than(candidate))
-            if (other := next(smaller, None)) is not None:
-                candidate.refused = f"{_TOO_LARGE}: more than with mesh.fsdp {other.settings['mesh'].fsdp}"
+            smaller = self._smaller_refused(candidate)
+            if smaller is not None:
+                fsdp = smaller.settings["mesh"].fsdp
+                candidate.refused = f"{_TOO_LARGE}: more than with mesh.fsdp {fsdp}"
                 continue
             if candidate.memory is None:
                 self._ask_ledger(candidate)
                 self._save(candidate)
-            found += not candidate.refused
+            if not candidate.refused:
+                found += 1
             yield candidate
 
+    def _smaller_refused(self, candidate: Candidate) -> Candidate | None:
+        """Return a candidate with less memory that does not fit; None if there is none."""
+        for other in self.candidates:
+            if other.refused.startswith(_TOO_LARGE) and other.holds_less_than(candidate):
+                return other
+        return None
+
+    def _config_of(self, candidate: Candidate) -> TrainConfig[Any]:
+        return dataclasses.replace(self.config, devices=self.topology.devices, **candidate.settings)
+
     def _ask_ledger(self, candidate: Candidate) -> None:
+        """Estimate the memory of a candidate; refuse one that does not fit or cannot run."""
         try:
-            config = dataclasses.replace(self.config, devices=self.topology.devices, **candidate.settings)
+            config = self._config_of(candidate)
             config = dataclasses.replace(config, compress=applicable_compression(config))
             setup = make_setup(config, abstract_mesh(config.mesh))
             check_step(setup)
@@ -204,19 +267,23 @@ class Search:
             return
         candidate.memory = report.total
         if report.fits is False:
-            over = f"{human_bytes(report.total)} of {human_bytes(self.topology.memory or 0)}"
-            candidate.refused = f"{_TOO_LARGE}: {over}, most of it {CATEGORIES[report.largest]}"
+            over = self._share_of_memory(report.total)
+            largest = CATEGORIES[report.largest]
+            candidate.refused = f"{_TOO_LARGE}: {over}, most of it {largest}"
+
+    def _share_of_memory(self, size: int) -> str:
+        return f"{human_bytes(size)} of {human_bytes(self.topology.memory or 0)}"
 
     def confirm(self, candidate: Candidate) -> None:
-        """Compile a candidate, unless that is known."""
+        """Compile a candidate, unless its time is known."""
         if candidate.compiled is not None or candidate.refused:
             return
         try:
-            config = dataclasses.replace(self.config, devices=self.topology.devices, **candidate.settings)
+            config = self._config_of(candidate)
             found = time_compiled_step(config, self.topology)
             candidate.compiled = found.seconds
             if found.fits is False:
-                over = f"{human_bytes(found.memory or 0)} of {human_bytes(self.topology.memory or 0)}"
+                over = self._share_of_memory(found.memory or 0)
                 candidate.refused = f"does not fit when compiled: {over}"
         except SpmdError as error:
             candidate.refused = f"the compiler refuses it: {_first_reason(error)}"
@@ -231,48 +298,84 @@ class Search:
 
     @property
     def nearest(self) -> Candidate | None:
-        """Candidate with the least memory of those that the ledger was asked for; None if it was asked for none."""
+        """Candidate with the least memory by the ledger; None if it was asked for none."""
         asked = [c for c in self.candidates if c.memory is not None]
         return min(asked, key=lambda c: c.memory or 0, default=None)
 
 
 def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator[Settings]:
-    """Yield all settings of a machine that a config's batch and model divide over."""
-    model, data, slices = config.model, config.data, topology.slices
+    """Yield all settings of a machine that fit a config's batch and model."""
+    known = [remat for remat in REMATS if _knows(config, remat)]
+    remats = dict.fromkeys((*known, config.remat))
+    offloads = dict.fromkeys((config.offload, ("optimizer_state",)))
+    for shape in _mesh_shapes(config, topology):
+        zeros = (3, 1) if shape.fsdp > 1 else (0,)
+        schedules = ("1f1b", "interleaved") if shape.pipe > 1 else ("1f1b",)
+        choices = itertools.product(zeros, remats, _MICROBATCHES, schedules, offloads)
+        for zero, remat, parts, schedule, offload in choices:
+            if not _takes_microbatches(config, shape, parts):
+                continue
+            yield {
+                "mesh": shape,
+                "slices": MeshShape(data=topology.slices),
+                "zero": zero,
+                "remat": remat,
+                **_microbatch_settings(config, shape, schedule, parts),
+                "offload": offload,
+            }
+
+
+def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshShape]:
+    """Yield the meshes of a machine with axes that the model and the sequence divide over."""
+    model = config.model
     heads = getattr(model, "heads", 1)
     kv_heads = getattr(model, "kv_heads", heads)
+    layers = getattr(model, "layers", 1)
     experts = getattr(getattr(model, "router", None), "experts", 1)
-    inside = topology.devices // slices
-    remats = dict.fromkeys((*(r for r in REMATS if _knows(config, r)), config.remat))
-    offloads = dict.fromkeys((config.offload, ("optimizer_state",)))
-    tensors = [n for n in _divisors(inside) if n <= _MOST_TENSOR and heads % n == 0 and kv_heads % n == 0]
-    sequences = [n for n in _divisors(inside) if n == 1 or (data.sequence >= _LONG and n <= 16)]
-    pipes = [n for n in _divisors(inside) if n <= 16 and getattr(model, "layers", 1) % n == 0]
-    experts_split = [n for n in _divisors(inside) if experts % n == 0]
-    for tensor, sequence, pipe, expert in itertools.product(tensors, sequences, pipes, experts_split):
+    inside = topology.devices // topology.slices
+    sizes = _divisors(inside)
+    tensors = [
+        size
+        for size in sizes
+        if size <= _MOST_TENSOR and heads % size == 0 and kv_heads % size == 0
+    ]
+    sequences = [1]
+    if config.data.sequence >= _LONG:
+        sequences = [size for size in sizes if size <= _MOST_SEQUENCE]
+    pipes = [size for size in sizes if size <= _MOST_PIPE and layers % size == 0]
+    expert_sizes = [size for size in sizes if experts % size == 0]
+    products = itertools.product(tensors, sequences, pipes, expert_sizes)
+    for tensor, sequence, pipe, expert in products:
         rest, odd = divmod(inside, tensor * sequence * pipe * expert)
         if odd:
             continue
         for fsdp in _divisors(rest):
-            replicas = slices * rest // fsdp
-            shape = MeshShape(pipe, replicas, fsdp, expert, sequence, tensor)
-            for zero, remat, parts, kind, offload in itertools.product(
-                (3, 1) if fsdp > 1 else (0,), remats, _MICROBATCHES, ("1f1b", "interleaved")[: 1 + (pipe > 1)], offloads
-            ):
-                shards = replicas * fsdp * expert
-                if data.batch % (shards * parts) or (pipe > 1 and parts < pipe):
-                    continue
-                chunks = config.pipeline.chunks if kind == "interleaved" else 0
-                pipeline = PipelineConfig(kind, parts if pipe > 1 else 0, chunks)
-                yield {
-                    "mesh": shape,
-                    "slices": MeshShape(data=slices),
-                    "zero": zero,
-                    "remat": remat,
-                    "accumulate": 1 if pipe > 1 else parts,
-                    "pipeline": pipeline,
-                    "offload": offload,
-                }
+            yield MeshShape(
+                pipe=pipe,
+                data=topology.slices * rest // fsdp,
+                fsdp=fsdp,
+                expert=expert,
+                sequence=sequence,
+                tensor=tensor,
+            )
+
+
+def _takes_microbatches(config: TrainConfig[Any], shape: MeshShape, parts: int) -> bool:
+    """Return true if the batch divides into so many parts, and each stage gets one."""
+    shards = shape.data * shape.fsdp * shape.expert
+    if config.data.batch % (shards * parts):
+        return False
+    return shape.pipe == 1 or parts >= shape.pipe
+
+
+def _microbatch_settings(
+    config: TrainConfig[Any], shape: MeshShape, schedule: str, parts: int
+) -> dict[str, Any]:
+    """Return the settings of microbatches: of a pipeline if there is one, else of accumulation."""
+    chunks = config.pipeline.chunks if schedule == "interleaved" else 0
+    if shape.pipe > 1:
+        return {"accumulate": 1, "pipeline": PipelineConfig(schedule, parts, chunks)}
+    return {"accumulate": parts, "pipeline": PipelineConfig(schedule, 0, chunks)}
 
 
 def _first_reason(error: SpmdError) -> str:
@@ -282,9 +385,11 @@ def _first_reason(error: SpmdError) -> str:
 
 
 def _knows(config: TrainConfig[Any], remat: str) -> bool:
-    """Return whether a config's table has the activations that a policy names."""
-    names = remat.partition(":")[2].split(",") if ":" in remat else []
-    return set(names) <= {name for name, _ in config.rules.activations}
+    """Return true if a config's table has the activations of a policy."""
+    _, colon, names = remat.partition(":")
+    if not colon:
+        return True
+    return set(names.split(",")) <= {name for name, _ in config.rules.activations}
 
 
 def _divisors(n: int) -> list[int]:
@@ -293,55 +398,79 @@ def _divisors(n: int) -> list[int]:
 
 def _flags(settings: Settings) -> dict[str, str]:
     """Return flag → value on a command line."""
-    mesh, slices = settings["mesh"].sizes, settings["slices"].sizes
-    shown = {axis for axis, size in mesh.items() if size > 1} | {"data", "fsdp", "tensor"}
-    flags = {f"mesh.{axis}": str(mesh[axis]) for axis in AXES if axis in shown}
-    flags |= {f"slices.{axis}": str(count) for axis, count in slices.items() if count > 1}
-    flags |= {"zero": str(settings["zero"]), "remat": settings["remat"], "accumulate": str(settings["accumulate"])}
+    mesh = settings["mesh"].sizes
+    flags = dict[str, str]()
+    for axis in AXES:
+        if mesh[axis] > 1 or axis in ("data", "fsdp", "tensor"):
+            flags[f"mesh.{axis}"] = str(mesh[axis])
+    for axis, count in settings["slices"].sizes.items():
+        if count > 1:
+            flags[f"slices.{axis}"] = str(count)
+    flags["zero"] = str(settings["zero"])
+    flags["remat"] = settings["remat"]
+    flags["accumulate"] = str(settings["accumulate"])
     if mesh["pipe"] > 1:
         pipeline = settings["pipeline"]
-        flags |= {"pipeline.schedule": pipeline.schedule, "pipeline.microbatches": str(pipeline.microbatches)}
-        flags |= {"pipeline.chunks": str(pipeline.chunks)} if pipeline.chunks else {}
-    return flags | ({"offload": " ".join(settings["offload"])} if settings["offload"] else {})
+        flags["pipeline.schedule"] = pipeline.schedule
+        flags["pipeline.microbatches"] = str(pipeline.microbatches)
+        if pipeline.chunks:
+            flags["pipeline.chunks"] = str(pipeline.chunks)
+    if settings["offload"]:
+        flags["offload"] = " ".join(settings["offload"])
+    return flags
 
 
 def slice_sizes(topology: Topology) -> Iterator[Topology]:
     """Yield machines of a topology's kind, the smallest first."""
     if topology.platform == "cuda":
-        for hosts in (2**n for n in range(10)):
-            yield parse_topology(f"{topology.kind}:{hosts}x8")
+        for exponent in range(10):
+            yield parse_topology(f"{topology.kind}:{2**exponent}x8")
         return
-    shape, limit = [2, 2] if topology.chip.dims == 2 else [2, 2, 1], topology.chip.max_chips
-    while math.prod(shape) <= limit:
-        yield parse_topology(f"{topology.kind}:{'x'.join(map(str, shape))}")
+    shape = [2, 2] if topology.chip.dims == 2 else [2, 2, 1]
+    while math.prod(shape) <= topology.chip.max_chips:
+        size = "x".join(map(str, shape))
+        yield parse_topology(f"{topology.kind}:{size}")
         smallest = min(range(len(shape)), key=lambda dim: (shape[dim], -dim))
         shape[smallest] = 2 * shape[smallest]
         shape.sort()
 
 
 def largest_batch(config: TrainConfig[Any], topology: Topology, mesh: AnyMesh) -> tuple[int, int]:
-    """Return the largest batch that fits with a config's settings, and its bytes on a device; 0 if none fits.
+    """Return the largest batch that fits with a config's settings, and its bytes on a device.
 
-    It is a multiple of the smallest batch that the mesh and the microbatches divide.
+    It is a multiple of the smallest batch that the mesh and the microbatches divide; 0 if that does
+    not fit.
     """
     check_config(make_setup(config, mesh))
     microbatches = config.accumulate * count_microbatches(config, build_schedule(config, mesh))
     least = math.prod(mesh.shape[axis] for axis in BATCH_AXES) * microbatches
-
-    def memory(times: int) -> int:
-        data = dataclasses.replace(config.data, batch=least * times)
-        setup = make_setup(dataclasses.replace(config, data=data), mesh)
-        check_step(setup)
-        return estimate_step(setup, topology.platform).total
-
     limit = topology.memory or 0
-    if (found := memory(1)) > limit:
+    found = _memory_of_batch(config, topology, mesh, least)
+    if found > limit:
         return 0, found
-    low, high = 1, 2
-    while (more := memory(high)) <= limit:
-        low, high, found = high, 2 * high, more
+    # In multiples of the smallest batch, `low` fits and `high` does not, once it is found.
+    low = 1
+    high = 2
+    while (more := _memory_of_batch(config, topology, mesh, least * high)) <= limit:
+        found = more
+        low = high
+        high = 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        more = memory(middle)
-        low, high, found = (middle, high, more) if more <= limit else (low, middle, found)
+        more = _memory_of_batch(config, topology, mesh, least * middle)
+        if more <= limit:
+            low = middle
+            found = more
+        else:
+            high = middle
     return least * low, found
+
+
+def _memory_of_batch(
+    config: TrainConfig[Any], topology: Topology, mesh: AnyMesh, batch: int
+) -> int:
+    """Return the bytes of a device for a batch by the ledger."""
+    data = dataclasses.replace(config.data, batch=batch)
+    setup = make_setup(dataclasses.replace(config, data=data), mesh)
+    check_step(setup)
+    return estimate_step(setup, topology.platform).total

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.observe.console import Console
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.idle_experts import IdleExperts
-from spmd.observe.metrics import JsonLines, StepClock, Writer, Writers, human_duration
+from spmd.observe.metrics import JsonLines, StepClock, Writers, human_duration
 from spmd.observe.profiling import Profile
 from spmd.observe.waiting import show_waiting
 from spmd.observe.writers import open_writers
@@ -55,7 +55,8 @@ class RunResult:
         checkpoint: Step of the newest checkpoint.
         seconds: Wall-clock time with compilation, evaluation and checkpoints.
         steps: Steps taken by this process, without those that were rolled back.
-        preempted: Last step of a preempted run, which was saved; None if the run reached its last step.
+        preempted: Last step of a preempted run, which was saved; None if the run reached its last
+            step.
     """
 
     state: TrainState
@@ -69,7 +70,7 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for the scheduler: 0, or 75 of a preempted run, which is to be started again."""
+        """Exit code for the scheduler: 0, or 75 of a preempted run, to be started again."""
         return 0 if self.preempted is None else EXIT_PREEMPTED
 
 
@@ -90,6 +91,16 @@ class ResumePoint:
     reloaded: Mapping[str, Any] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    """End of training: the state, its step, and the hooks with the last metrics."""
+
+    state: TrainState
+    last_step: int
+    log: Log
+    evaluate: Evaluate
+
+
 def train_in_folder(
     run: RunDefinition,
     lease: Lease,
@@ -98,72 +109,64 @@ def train_in_folder(
     profile: tuple[int, int] | None,
     said: Sequence[str],
 ) -> RunResult:
-    """Train in the run's folder, whose lease is entered."""
-    config, recovery, run_dir = run.config, run.config.recovery, run.run_dir
+    """Train in the run's folder, with its lease entered."""
+    config = run.config
+    recovery = config.recovery
+    folder = run.run_dir
     with contextlib.ExitStack() as stack:
         fault = cache_fault(run.step.plan.mesh.shape["pipe"])
         stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
-        log = stack.enter_context(ProcessLog(run_dir.log))
+        log = stack.enter_context(ProcessLog(folder.log))
         if jax.process_count() > 1:
             redirect_native_stdout(log.file)
-        watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
-        for line in (*said, *filter(None, [fault])):
+        watchdog = stack.enter_context(
+            Watchdog(recovery.deadline, recovery.start_deadline, log.file)
+        )
+        for line in said:
             log.say(line)
-        log.say(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices")
+        if fault:
+            log.say(fault)
+        log.say(
+            f"process {jax.process_index()} of {jax.process_count()}, "
+            f"{jax.local_device_count()} devices"
+        )
         check_hosts_agree(_common_to_hosts(run, resume))
         preemption = stack.enter_context(Preemption())
         for writer in run.writers:
             stack.enter_context(contextlib.closing(writer))
-        tracing = stack.enter_context(Profile(run_dir.path / "profile", profile, log.say))
-        checkpoints = stack.enter_context(
-            CheckpointManager(
-                run_dir.checkpoints,
-                max_to_keep=config.max_to_keep,
-                keep_best=config.keep_best,
-                best=f"{next(iter(run.evaluation), 'val')}_loss",
-                before_write=lease.renew,
-                owner=lease.number,
-            )
-        )
-        notes = [log.say, *([console.note] if console else [])]
+        tracing = stack.enter_context(Profile(folder.path / "profile", profile, log.say))
+        checkpoints = stack.enter_context(_open_checkpoints(run, lease))
+        notes: list[Callable[[str], None]] = [log.say]
+        if console:
+            notes.append(console.note)
         telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, lease, log.say, notes)
         session = _Session(run, console, checkpoints, telemetry, preemption, tracing)
-        began, rollbacks = time.perf_counter(), 0
-        point = session.prepare(resume)
-        first_step = point.step
-        while True:
-            try:
-                state, last_step, logged, evaluated = session.fit(point)
-                break
-            except DivergenceError as error:
-                response = {NonFiniteError: config.on_nan, SpikeError: recovery.on_spike}.get(type(error))
-                if response != "roll-back" or rollbacks == recovery.rollbacks:
-                    raise
-                bad_step, reason = error.step, str(error).partition("\n")[0]
-            # Outside of the handler: the error's traceback holds the state, and two may not fit in memory.
-            rollbacks += 1
-            session.say(f"{reason}\nrolling back ({rollbacks} of at most {recovery.rollbacks} times)")
-            point = session.roll_back(point, bad_step)
-        return RunResult(
-            state=state,
-            metrics=logged.last,
-            evaluation=evaluated.last,
-            weights=evaluated.weights,
-            checkpoint=checkpoints.latest(),
-            seconds=time.perf_counter() - began,
-            steps=last_step - first_step,
-            preempted=last_step if last_step == preemption.stop_step != config.steps else None,
-        )
+        return session.train(resume)
+
+
+def _open_checkpoints(run: RunDefinition, lease: Lease) -> CheckpointManager:
+    """Open the run's checkpoints; they are ranked by the loss on the first evaluation set."""
+    first_set = next(iter(run.evaluation), "val")
+    return CheckpointManager(
+        run.run_dir.checkpoints,
+        max_to_keep=run.config.max_to_keep,
+        keep_best=run.config.keep_best,
+        best=f"{first_set}_loss",
+        before_write=lease.renew,
+        owner=lease.number,
+    )
 
 
 def _common_to_hosts(run: RunDefinition, resume: bool) -> dict[str, Any]:
     """Return the values that must be equal on all processes."""
-    shapes = jax.tree_util.tree_leaves_with_path(run.abstract_batch)
+    config_file = ""
+    if run.source:
+        config_file = hashlib.sha256(run.source.read_bytes()).hexdigest()
     return {
         "config": config_values(run.config),
-        "config file": hashlib.sha256(run.source.read_bytes()).hexdigest() if run.source else "",
+        "config file": config_file,
         "plan": run.description,
-        "batch": {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in shapes},
+        "batch": _batch_shapes(run.abstract_batch),
         "data": run.data,
         "versions": library_versions(),
         "source": source_fingerprint(),
@@ -171,6 +174,14 @@ def _common_to_hosts(run: RunDefinition, resume: bool) -> dict[str, Any]:
         "resume": resume,
         "devices": f"{jax.local_device_count()} {jax.local_devices()[0].device_kind}",
     }
+
+
+def _batch_shapes(batch: Any) -> dict[str, str]:
+    """Return path → dtype and shape for each array of a batch."""
+    shapes = dict[str, str]()
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        shapes[jax.tree_util.keystr(path)] = f"{x.dtype}{list(x.shape)}"
+    return shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,54 +201,120 @@ class _Session:
         if self.console:
             self.console.say(text)
 
+    def train(self, resume: bool) -> RunResult:
+        """Start or resume, and train to the end; roll back from divergence as the config says."""
+        began = time.perf_counter()
+        most = self.run.config.recovery.rollbacks
+        rollbacks = 0
+        point = self.prepare(resume)
+        first_step = point.step
+        while True:
+            try:
+                trained = self.fit(point)
+                break
+            except DivergenceError as error:
+                if self.response_to(error) != "roll-back" or rollbacks == most:
+                    raise
+                bad_step = error.step
+                reason = str(error).partition("\n")[0]
+            # Outside of the handler: the error's traceback holds the state, and two may not fit in
+            # memory.
+            rollbacks += 1
+            self.say(f"{reason}\nrolling back ({rollbacks} of at most {most} times)")
+            point = self.roll_back(point, bad_step)
+        return RunResult(
+            state=trained.state,
+            metrics=trained.log.last,
+            evaluation=trained.evaluate.last,
+            weights=trained.evaluate.weights,
+            checkpoint=self.checkpoints.latest(),
+            seconds=time.perf_counter() - began,
+            steps=trained.last_step - first_step,
+            preempted=self.preempted_step(trained.last_step),
+        )
+
+    def response_to(self, error: DivergenceError) -> str | None:
+        """Return the config's response to a divergence; None for one that always stops the run."""
+        config = self.run.config
+        responses = {NonFiniteError: config.on_nan, SpikeError: config.recovery.on_spike}
+        return responses.get(type(error))
+
+    def preempted_step(self, last_step: int) -> int | None:
+        """Return the last step if preemption made it the last one before the config's."""
+        if last_step == self.preemption.stop_step != self.run.config.steps:
+            return last_step
+        return None
+
     def prepare(self, resume: bool) -> ResumePoint:
         """Compile the step, restore or initialize the state, and write the run folder."""
         run = self.run
         if self.checkpoints.leftovers:
             self.say(f"removed interrupted saves: {', '.join(self.checkpoints.leftovers)}")
-        if resume and (latest := self.checkpoints.latest()) is not None:  # before anything compiles
-            check_resumable(self.checkpoints.record(latest), run.config, run.data, run.examples, run.run_dir.path)
+        if resume:  # before anything compiles
+            self.check_latest_record()
         began = time.perf_counter()
         with self.waiting("compile", "compiling the step"):
             run.step.compile(run.abstract_batch)
-        self.telemetry.note(f"compiled the step in {human_duration(time.perf_counter() - began)}")
+        duration = human_duration(time.perf_counter() - began)
+        self.telemetry.note(f"compiled the step in {duration}")
         point = self.restore() if resume else self.initialize()
         self.telemetry.lease.renew()
         if jax.process_index() == 0:
             run.run_dir.describe(run.config, run.source, run.description)
         self.telemetry.stopwatch.switch_to("step")
         if point.step == run.config.steps:
-            self.say(f"nothing is left to train: step {point.step} of {point.step} is done (--steps for more)")
+            self.say(
+                f"nothing is left to train: step {point.step} of {point.step} is done "
+                "(--steps for more)"
+            )
         return point
+
+    def check_latest_record(self) -> None:
+        """Raise `CheckpointError` if the newest checkpoint is not of this run."""
+        latest = self.checkpoints.latest()
+        if latest is not None:
+            self.check_resumable(self.checkpoints.record(latest))
+
+    def check_resumable(self, record: Mapping[str, Any]) -> None:
+        run = self.run
+        check_resumable(record, run.config, run.data, run.examples, run.run_dir.path)
 
     @contextlib.contextmanager
     def waiting(self, activity: str, doing: str) -> Iterator[None]:
         """Account the block to an activity, and show that it goes on."""
-        shown = show_waiting(doing, plain=True) if self.console else contextlib.nullcontext()
+        shown: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.console:
+            shown = show_waiting(doing, plain=True)
         with shown, self.telemetry.during(activity, doing):
             yield
 
     def initialize(self) -> ResumePoint:
+        """Return the start of a new run."""
         run = self.run
         with self.waiting("compile", "initializing the parameters"):
-            state = run.initial_state() if run.initial_state else init_state(run.step.plan, run.config.seed)
+            state = self.initial_state()
             jax.block_until_ready(state)
-            return ResumePoint(0, 0, state, reloaded=run.reloaded.record(state) if run.reloaded else None)
+            reloaded = None
+            if run.reloaded:
+                reloaded = run.reloaded.record(state)
+            return ResumePoint(0, 0, state, reloaded=reloaded)
+
+    def initial_state(self) -> TrainState:
+        run = self.run
+        if run.initial_state:
+            return run.initial_state()
+        return init_state(run.step.plan, run.config.seed)
 
     def restore(self) -> ResumePoint:
         """Restore the newest intact checkpoint, or return the initial state if none was saved."""
-        run, checkpoints = self.run, self.checkpoints
+        run = self.run
+        checkpoints = self.checkpoints
         if not (checkpoints.steps() or checkpoints.damaged):
             self.say("there is no checkpoint to resume from: starting from step 0")
             return self.initialize()
         with self.waiting("restore", "restoring a checkpoint"):
-            plan = run.step.plan
-            optional = [*optional_states(plan.transforms), *([run.reloaded.optional] if run.reloaded else [])]
-            before = bytes_read()
-            stored, record = checkpoints.restore(None, as_stored(abstract_state(plan)), optional=optional)
-            self.telemetry.say(f"read {human_bytes(bytes_read() - before)} of the checkpoint")
-            state = from_stored(run.reloaded.fill(stored, record) if run.reloaded else stored, plan)
-        check_resumable(record, run.config, run.data, run.examples, run.run_dir.path)
+            state, record = self.read_checkpoint()
+        self.check_resumable(record)
         for step, problems in checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
             self.say(f"skipped checkpoint {step}: {problems[0].where} {problems[0].what}{more}")
@@ -245,10 +322,32 @@ class _Session:
         self.say(f"resuming from step {step}")
         for name, (old, new) in changed_fields(record, run.config).items():
             self.say(f"  {name} changes from {old} to {new}")
-        skipped = int(record["position"]) // run.examples - step
-        # What a checkpoint holds, later ones hold as well: the folder may have changed since.
-        reloaded = record.get(RELOADED) if run.reloaded and run.reloaded.origin else None
-        return ResumePoint(step, skipped, state, record.get("evaluation", {}), reloaded)
+        reloaded = None
+        if run.reloaded and run.reloaded.origin:
+            # What a checkpoint holds, later ones hold as well: the folder may have changed since.
+            reloaded = record.get(RELOADED)
+        return ResumePoint(
+            step,
+            skipped_batches=int(record["position"]) // run.examples - step,
+            state=state,
+            evaluation=record.get("evaluation", {}),
+            reloaded=reloaded,
+        )
+
+    def read_checkpoint(self) -> tuple[TrainState, Mapping[str, Any]]:
+        """Read the state and the record of the newest intact checkpoint."""
+        plan = self.run.step.plan
+        reloaded = self.run.reloaded
+        optional = optional_states(plan.transforms)
+        if reloaded:
+            optional.append(reloaded.optional)
+        before = bytes_read()
+        wanted = as_stored(abstract_state(plan))
+        stored, record = self.checkpoints.restore(None, wanted, optional=optional)
+        self.telemetry.say(f"read {human_bytes(bytes_read() - before)} of the checkpoint")
+        if reloaded:
+            stored = reloaded.fill(stored, record)
+        return from_stored(stored, plan), record
 
     def roll_back(self, point: ResumePoint, bad_step: int) -> ResumePoint:
         """Restore the newest checkpoint and skip the batches up to that of `bad_step`."""
@@ -260,50 +359,120 @@ class _Session:
         self.say(f"skipping {skipped} batches of the data")
         return dataclasses.replace(newest, skipped_batches=point.skipped_batches + skipped)
 
-    def fit(self, point: ResumePoint) -> tuple[TrainState, int, Log, Evaluate]:
-        """Train from `point`; return the state and the step at the end, with the hooks that have its metrics."""
-        run, config, folder = self.run, self.run.config, self.run.run_dir
-        telemetry, skipped, start, steps = self.telemetry, point.skipped_batches, point.step, config.steps
-        path, plan = folder.path, run.step.plan
+    def fit(self, point: ResumePoint) -> _Trained:
+        """Train from `point` to the last step, a preemption or an early stop."""
+        run = self.run
+        telemetry = self.telemetry
+        start = point.step
+        steps = run.config.steps
+        skipped = point.skipped_batches
         with contextlib.ExitStack() as stack:
-            writers = list[Writer]()
-            if self.console:
-                lines = stack.enter_context(contextlib.closing(JsonLines(folder.metrics, start)))
-                named = open_writers(config.metrics_to, path, folder.metrics, start, config_values(config))
-                own = stack.enter_context(contextlib.closing(Writers(named)))
-                writers = [lines, own, *run.writers, self.console]
+            writers = self.open_writers(stack, start)
             batches = stack.enter_context(closing(run.batches(start + skipped, steps + skipped)))
-            written, devices = Writers(writers), list(plan.mesh.devices.flat)
-            goodput = path if self.console else None
-            log = Log(config.log_every, steps, run.rate, devices, written, telemetry, goodput, skipped)
-            sums, at = run.evaluation_loss and make_eval_step(plan, run.evaluation_loss), config.evaluate
-            params, sets, progress = functools.partial(evaluated_params, plan), run.evaluation, point.evaluation
-            evaluate = Evaluate(at.every, steps, at.patience, sums, params, sets, written, telemetry, **progress)
-            record, interval = checkpoint_record(config, plan, run.data, run.examples), config.checkpoint_every
-            save = Save(interval, steps, run.examples, record, self.checkpoints, evaluate, telemetry, skipped)
-            if run.reloaded and point.reloaded:
-                save.record = {**record, RELOADED: point.reloaded}
-                save.saved = functools.partial(_rest, run.reloaded)
-            guards = [self.divergence_check(skipped), telemetry.watchdog, self.preemption, self.profile]
-            hooks = [*guards, IdleExperts(self.say), log, evaluate, *self.sdc_checks(), *run.hooks, save]
+            log = self.make_log(writers, skipped)
+            evaluate = self.make_evaluate(writers, point.evaluation)
+            save = self.make_save(evaluate, point)
+            hooks = [
+                self.divergence_check(skipped),
+                telemetry.watchdog,
+                self.preemption,
+                self.profile,
+                IdleExperts(self.say),
+                log,
+                evaluate,
+                *self.sdc_checks(),
+                *run.hooks,
+                save,
+            ]
             timed = telemetry.stopwatch.time_batches(batches)
             state = fit(point.state, run.step, timed, steps=steps, start=start, hooks=hooks)
             with telemetry.during("checkpoint", "waiting for the last checkpoint to be written"):
                 self.checkpoints.wait()
             telemetry.watchdog.reset("the last checkpoint")
-            last_step = save.last_step
-            if self.preemption.stop_step:
-                telemetry.note(f"preempted: stopped after step {last_step}")
-            elif evaluate.wants_stop(last_step):
-                self.say(f"stopped early: {evaluate.since} evaluations without a loss below {evaluate.best:.6g}")
-            elif last_step != steps:
-                telemetry.say(f"stopped after step {last_step}")
-            log.finish(last_step)
-        return state, last_step, log, evaluate
+            self.say_why_stopped(save.last_step, evaluate)
+            log.finish(save.last_step)
+        return _Trained(state, save.last_step, log, evaluate)
+
+    def open_writers(self, stack: contextlib.ExitStack, start: int) -> Writers:
+        """Open the writers of metrics, which `stack` closes; none but on the first process."""
+        if not self.console:
+            return Writers([])
+        run = self.run
+        folder = run.run_dir
+        lines = stack.enter_context(contextlib.closing(JsonLines(folder.metrics, start)))
+        named = open_writers(
+            run.config.metrics_to, folder.path, folder.metrics, start, config_values(run.config)
+        )
+        own = stack.enter_context(contextlib.closing(Writers(named)))
+        return Writers([lines, own, *run.writers, self.console])
+
+    def make_log(self, writers: Writers, skipped_batches: int) -> Log:
+        run = self.run
+        return Log(
+            every=run.config.log_every,
+            steps=run.config.steps,
+            throughput=run.rate,
+            devices=list(run.step.plan.mesh.devices.flat),
+            writers=writers,
+            telemetry=self.telemetry,
+            goodput_dir=run.run_dir.path if self.console else None,
+            skipped_batches=skipped_batches,
+        )
+
+    def make_evaluate(self, writers: Writers, progress: Mapping[str, Any]) -> Evaluate:
+        """Return the evaluation hook; `progress` is that of early stopping so far."""
+        run = self.run
+        plan = run.step.plan
+        interval = run.config.evaluate
+        eval_step = None
+        if run.evaluation_loss:
+            eval_step = make_eval_step(plan, run.evaluation_loss)
+        return Evaluate(
+            every=interval.every,
+            steps=run.config.steps,
+            patience=interval.patience,
+            evaluate=eval_step,
+            params=functools.partial(evaluated_params, plan),
+            sets=run.evaluation,
+            writers=writers,
+            telemetry=self.telemetry,
+            **progress,
+        )
+
+    def make_save(self, evaluate: Evaluate, point: ResumePoint) -> Save:
+        run = self.run
+        save = Save(
+            every=run.config.checkpoint_every,
+            last_step=run.config.steps,
+            batch=run.examples,
+            record=checkpoint_record(run.config, run.step.plan, run.data, run.examples),
+            checkpoints=self.checkpoints,
+            evaluate=evaluate,
+            telemetry=self.telemetry,
+            skipped_batches=point.skipped_batches,
+        )
+        if run.reloaded and point.reloaded:
+            save.record = {**save.record, RELOADED: point.reloaded}
+            save.saved = functools.partial(_rest, run.reloaded)
+        return save
+
+    def say_why_stopped(self, last_step: int, evaluate: Evaluate) -> None:
+        """Say why training ended before the config's last step, if it did."""
+        if self.preemption.stop_step:
+            self.telemetry.note(f"preempted: stopped after step {last_step}")
+        elif evaluate.wants_stop(last_step):
+            self.say(
+                f"stopped early: {evaluate.since} evaluations without a loss below "
+                f"{evaluate.best:.6g}"
+            )
+        elif last_step != self.run.config.steps:
+            self.telemetry.say(f"stopped after step {last_step}")
 
     def divergence_check(self, skipped_batches: int) -> DivergenceCheck:
-        config, scaling = self.run.config, self.run.step.plan.precision.loss_scale
+        config = self.run.config
         recovery = config.recovery
+        scaling = self.run.step.plan.precision.loss_scale
+        checks_spikes = recovery.on_spike in ("stop", "roll-back")
         return DivergenceCheck(
             self.run.examples,
             steps=config.steps,
@@ -311,24 +480,30 @@ class _Session:
             last_good=self.checkpoints.latest,
             non_finite=config.on_nan != "skip",
             floor=scaling.floor if scaling else 0.0,
-            factor=recovery.spike_factor if recovery.on_spike in ("stop", "roll-back") else 0.0,
+            factor=recovery.spike_factor if checks_spikes else 0.0,
             window=recovery.spike_window,
             skips_in_a_row=recovery.skips_in_a_row,
             skipped_share=recovery.skipped_share,
         )
 
     def sdc_checks(self) -> list[Hook]:
-        run, every = self.run, self.run.config.sdc_checks
-        checking = functools.partial(self.telemetry.during, "check", "checking for silent data corruption")
+        run = self.run
+        every = run.config.sdc_checks
+        doing = "checking for silent data corruption"
+        checking = functools.partial(self.telemetry.during, "check", doing)
         hooks: list[Hook] = []
         if every.replicas_every:
             hooks.append(ReplicaCheck(run.step.plan, every.replicas_every, checking))
         if every.repeat_every:
             probe = run.read_first()
-            hooks.append(DeterminismCheck(run.step.plan, run.step.grad_fn, probe, every.repeat_every, checking))
+            hooks.append(
+                DeterminismCheck(
+                    run.step.plan, run.step.grad_fn, probe, every.repeat_every, checking
+                )
+            )
         return hooks
 
 
 def _rest(reloaded: Reloaded, state: TrainState) -> dict[str, Any]:
-    """Return the arrays of a state, as checkpoints have them, without the part that is loaded again."""
+    """Return the arrays of a state as checkpoints have them, without the reloaded part."""
     return reloaded.rest(as_stored(state))
