@@ -8,8 +8,8 @@ print(audit)
 expect_collectives(audit, all_gather={"fsdp": {"bf16": 64_000_000}}, all_to_all=0)
 ```
 
-Bytes are those on the wire: an all-reduce is twice its buffer (`spmd.analysis.collective_record`). Backends write some
-collectives in other forms (`spmd.analysis.collectives`).
+Bytes are those on the wire: an all-reduce is twice its buffer (`spmd.analysis.collective_record`).
+Backends write some collectives in other forms (`spmd.analysis.collectives`).
 """
 
 import collections
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from spmd.analysis.annotated import find_annotated
+from spmd.analysis.annotated import Annotated, find_annotated
 from spmd.analysis.causes import NO_RULE, add_causes
 from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.collectives import find_collectives
@@ -38,7 +38,10 @@ from spmd.tree import human_bytes
 
 Amount = int | EllipsisType
 Expected = int | Mapping[str, Amount | Mapping[str, Amount]] | None
-"""Bytes over all axes, or axes → bytes or dtype → bytes (`...` for any amount), or None for no expectation."""
+"""Bytes over all axes, or axes → bytes or dtype → bytes (`...` for any amount).
+
+None for no expectation.
+"""
 
 LARGE = 2**20
 """Smallest payload of a collective that should run beside compute."""
@@ -48,7 +51,14 @@ MIN_SHARE = 0.01
 
 _REMATERIALIZATION = "Involuntary full rematerialization"
 
-_EVEN = "experts have one pass, as with even load; those that follow with uneven load are not counted"
+_WIDTH = 120
+"""Columns of the tables."""
+
+_ALL_AXES = "all axes"
+
+_EVEN = (
+    "experts have one pass, as with even load; those that follow with uneven load are not counted"
+)
 
 _Groups = Mapping[tuple[str, ...], list[Collective]]
 
@@ -71,63 +81,111 @@ class CollectiveAudit:
     broken: tuple[Problem, ...] = ()
 
     def bytes(
-        self, kind: str | None = None, axes: str | None = None, dtype: str | None = None, *, crossing: bool = False
+        self,
+        kind: str | None = None,
+        axes: str | None = None,
+        dtype: str | None = None,
+        *,
+        crossing: bool = False,
     ) -> int:
         """Return the bytes that one device sends in one step, of all collectives or only of some.
 
-        Those of a kind (`"all-gather"`), over exactly some axes (`"data+fsdp"`), of a dtype (`"bf16"`), or between
-        slices (`crossing`).
+        Those of a kind (`"all-gather"`), over exactly some axes (`"data+fsdp"`), of a dtype
+        (`"bf16"`), or between slices (`crossing`).
         """
-        over = axes and _in_order(axes, self.mesh)
-        chosen = (r for r in self.records if dtype in (None, r.dtype) and (r.crosses or not crossing))
-        return sum(r.bytes for r in chosen if kind in (None, r.kind) and over in (None, r.over))
+        over = axes
+        if axes:
+            over = _in_order(axes, self.mesh)
+        total = 0
+        for record in self.records:
+            is_of_kind = kind in (None, record.kind) and dtype in (None, record.dtype)
+            is_there = over in (None, record.over) and (record.crosses or not crossing)
+            if is_of_kind and is_there:
+                total += record.bytes
+        return total
 
     def slice_bytes(self) -> int:
-        """Return the bytes that all devices of a slice together get from other slices in one step."""
-        return sum(r.slice_bytes for r in self.records)
+        """Return the bytes that all devices of a slice together get from other slices in a step."""
+        return sum(record.slice_bytes for record in self.records)
 
     def by_axes(self, *, crossing: bool = False) -> _Groups:
-        """Return (kind, axes) → records that are executed, or only those between slices; the most bytes first."""
-        chosen = (r for r in self.records if r.executions and (r.crosses or not crossing))
+        """Return (kind, axes) → executed records, the most bytes first.
+
+        With `crossing` only the records of transfers between slices.
+        """
+        chosen = []
+        for record in self._executed():
+            if record.crosses or not crossing:
+                chosen.append(record)
         return _grouped(chosen, lambda r: (r.kind, r.over))
 
+    def _executed(self) -> list[Collective]:
+        return [record for record in self.records if record.executions]
+
     def __str__(self) -> str:
-        # At most 120 columns wide.
-        axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
-        parts = [f"mesh {axes}   {self.backend}   each device sends {human_bytes(self.bytes())} in each step"]
+        parts = [self._title()]
         if self.slices:
-            axes = " ".join(f"{axis}={count}" for axis, count in self.slices.items())
-            head = f"over the slow network, slices {axes}: {human_bytes(self.bytes(crossing=True))} in each step"
-            head += f", {human_bytes(self.slice_bytes())} into each slice"
-            parts.append("\n".join([head, *_lines(self.by_axes(crossing=True))]))
+            parts.append(self._slow_table())
         if self.records:
-            heading = ("sent", "kind", "over", "runs", "buffer")
-            executed = [r for r in self.records if r.executions]
-            by_source = _grouped(executed, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
-            parts.append("\n".join(_lines(self.by_axes(), heading)))
-            by_dtype = _grouped(executed, lambda r: (r.dtype, r.over))
-            parts.append("\n".join(_lines(by_dtype, (heading[0], "dtype", *heading[2:]))))
-            parts.append("\n".join(_lines(by_source, (*heading, "of", "at"))))
-            if causes := _grouped((r for r in executed if r.cause), lambda r: (r.kind, r.over, str(r.cause))):
-                parts.append("\n".join(_lines(causes, (*heading, "cause"))))
-        notes = {f"{r.kind} is written as {r.written_as}" for r in self.records if r.written_as}
-        in_vain = (r for r in self.records if r.kind == "all-reduce" and r.stands_for and r.payload >= MIN_BYTES)
-        for (means, over), records in _grouped(in_vain, lambda r: (r.stands_for, r.over)).items():
-            sent = human_bytes(sum(r.bytes for r in records))
-            notes.add(f"of all-reduce over {over}, {sent} stand for {means}s, with twice their bytes")
-        notes |= set(_overlaps(self.records)) if self.backend != "cpu" else set()
-        notes |= {"≥: a loop of unknown length is counted once" for r in self.records if not r.is_counted}
-        notes |= {_EVEN for r in self.records if not r.executions}
-        if undecided := [r for r in self.records if r.cause and r.cause.kind == "none"]:
-            sent = human_bytes(sum(r.bytes for r in undecided))
-            notes.add(f"{NO_RULE}: the compiler chose {len(undecided)} collectives, {sent}; name activations there")
-        notes |= {"?: in a branch, counted as always taken" for r in self.records if r.is_conditional}
-        parts += ["\n".join(sorted(notes))] if notes else []
-        broken = (f"BROKEN PROMISE: {promise}" for promise in self.broken)
-        return "\n\n".join([*parts, *(f"warning: {warning}" for warning in self.warnings), *broken])
+            parts += self._tables()
+        notes = sorted(self._notes())
+        if notes:
+            parts.append("\n".join(notes))
+        for warning in self.warnings:
+            parts.append(f"warning: {warning}")
+        for promise in self.broken:
+            parts.append(f"BROKEN PROMISE: {promise}")
+        return "\n\n".join(parts)
+
+    def _title(self) -> str:
+        axes = _sizes_text(self.mesh) or "one device"
+        sent = human_bytes(self.bytes())
+        return f"mesh {axes}   {self.backend}   each device sends {sent} in each step"
+
+    def _slow_table(self) -> str:
+        """Return a table of the transfers between slices."""
+        sent = human_bytes(self.bytes(crossing=True))
+        head = f"over the slow network, slices {_sizes_text(self.slices)}: {sent} in each step"
+        head += f", {human_bytes(self.slice_bytes())} into each slice"
+        return "\n".join([head, *_lines(self.by_axes(crossing=True))])
+
+    def _tables(self) -> Iterator[str]:
+        """Yield tables by axes, by dtype, by the array that is moved, and by cause."""
+        heading = ("sent", "kind", "over", "runs", "buffer")
+        executed = self._executed()
+        yield "\n".join(_lines(self.by_axes(), heading))
+        by_dtype = _grouped(executed, lambda r: (r.dtype, r.over))
+        yield "\n".join(_lines(by_dtype, ("sent", "dtype", "over", "runs", "buffer")))
+        by_source = _grouped(executed, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
+        yield "\n".join(_lines(by_source, (*heading, "of", "at")))
+        known = [record for record in executed if record.cause]
+        by_cause = _grouped(known, lambda r: (r.kind, r.over, str(r.cause)))
+        if by_cause:
+            yield "\n".join(_lines(by_cause, (*heading, "cause")))
+
+    def _notes(self) -> set[str]:
+        """Return the notes below the tables."""
+        notes: set[str] = set()
+        for record in self.records:
+            notes.update(_notes_on(record))
+        notes.update(_doubled(self.records))
+        if self.backend != "cpu":
+            notes.update(_overlaps(self.records))
+        undecided = []
+        for record in self.records:
+            if record.cause and record.cause.kind == "none":
+                undecided.append(record)
+        if undecided:
+            chosen = f"{len(undecided)} collectives, {human_bytes(_total(undecided))}"
+            notes.add(f"{NO_RULE}: the compiler chose {chosen}; name activations there")
+        return notes
 
     def to_json(self) -> dict[str, Any]:
         """Return records and warnings as JSON values."""
+        dtypes = sorted({record.dtype for record in self.records})
+        collectives = []
+        for record in self.records:
+            collectives.append({**dataclasses.asdict(record), "bytes": record.bytes})
         return {
             "mesh": dict(self.mesh),
             "backend": self.backend,
@@ -135,10 +193,10 @@ class CollectiveAudit:
             "slices": dict(self.slices),
             "crossing_bytes": self.bytes(crossing=True),
             "slice_bytes": self.slice_bytes(),
-            "dtype_bytes": {dtype: self.bytes(dtype=dtype) for dtype in sorted({r.dtype for r in self.records})},
-            "collectives": [{**dataclasses.asdict(record), "bytes": record.bytes} for record in self.records],
-            "warnings": [dataclasses.asdict(warning) for warning in self.warnings],
-            "broken_promises": [dataclasses.asdict(promise) for promise in self.broken],
+            "dtype_bytes": {dtype: self.bytes(dtype=dtype) for dtype in dtypes},
+            "collectives": collectives,
+            "warnings": _problems_json(self.warnings),
+            "broken_promises": _problems_json(self.broken),
         }
 
 
@@ -162,63 +220,142 @@ def audit_collectives(
         slices: Axis → number of slices that it spans.
         taken: How often a pipeline takes the branches of a tick: `TickTable.taken`.
         plan: The plan of the step, for the cause of each collective, and for broken promises.
-        jaxpr: The traced step, `step.trace(batch).jaxpr`. With it, a collective of what is annotated right after has
-            the annotation as its cause.
+        jaxpr: The traced step, `step.trace(batch).jaxpr`. With it, a collective of what is
+            annotated right after has the annotation as its cause.
 
     Raises:
         MeshError: The program is for another number of devices.
     """
-    if not isinstance(program, HloModule):
-        program = parse(program if isinstance(program, str) else program.as_text() or "")
-    devices, slices = program.partitions * program.replicas, slices or {}
-    per_slice = mesh.size // math.prod(slices.values())  # a TPU has one program for each slice
-    if devices not in (1, mesh.size, per_slice):
-        problem = Problem("mesh", "has another number of devices", f"the program {devices}, the mesh {mesh.size}")
-        raise MeshError("The program cannot be audited:", [problem])
-    if backend is None:
-        backend = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "an unknown backend"
-    numbers = slice_numbers(mesh.shape, slices)
-    records = find_collectives(program, mesh.shape, cpu=backend == "cpu", slices=numbers, taken=taken)
+    module = _parsed(program)
+    slices = slices or {}
+    _check_devices(module, mesh, slices)
+    backend = backend or _backend_of(mesh)
+    records = find_collectives(
+        module,
+        mesh.shape,
+        cpu=backend == "cpu",
+        slices=slice_numbers(mesh.shape, slices),
+        taken=taken,
+    )
+    broken: tuple[Problem, ...] = ()
     if plan:
-        records = add_causes(records, plan, {} if jaxpr is None else find_annotated(jaxpr))
-    axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    crossing = {axis: count for axis, count in slices.items() if count > 1}
-    broken = tuple(broken_promises(records, find_promises(plan))) if plan else ()
-    return CollectiveAudit(axes, backend, records, tuple(_warnings(records, backend, log)), crossing, broken)
+        annotated: Annotated = {}
+        if jaxpr is not None:
+            annotated = find_annotated(jaxpr)
+        records = add_causes(records, plan, annotated)
+        broken = tuple(broken_promises(records, find_promises(plan)))
+    return CollectiveAudit(
+        mesh=_above_one(mesh.shape),
+        backend=backend,
+        records=records,
+        warnings=tuple(_warnings(records, backend, log)),
+        slices=_above_one(slices),
+        broken=broken,
+    )
+
+
+def _parsed(program: jax.stages.Compiled | str | HloModule) -> HloModule:
+    if isinstance(program, HloModule):
+        return program
+    if isinstance(program, str):
+        return parse(program)
+    return parse(program.as_text() or "")
+
+
+def _check_devices(program: HloModule, mesh: AnyMesh, slices: Mapping[str, int]) -> None:
+    """Raise `MeshError` for a program for another number of devices."""
+    devices = program.partitions * program.replicas
+    per_slice = mesh.size // math.prod(slices.values())  # a TPU has one program for each slice
+    if devices in (1, mesh.size, per_slice):
+        return
+    problem = Problem(
+        "mesh",
+        "has another number of devices",
+        f"the program {devices}, the mesh {mesh.size}",
+    )
+    raise MeshError("The program cannot be audited:", [problem])
+
+
+def _backend_of(mesh: AnyMesh) -> str:
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    return "an unknown backend"
 
 
 def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -> Iterator[Problem]:
-    total = sum(record.bytes for record in records)
+    """Yield warnings of collectives that are larger than need be, and of what the compiler logged."""
+    total = _total(records)
     for record in records:
-        where = record.array or record.op_name or record.instruction
-        where += f" ({record.source})" if record.source else ""
-        amount = f"{record.kind} over {record.over}: {record.executions} × {human_bytes(record.payload)}"
-        axes = record.axes or ()
-        # Of a collective that the compiler made of several, the name is those of all, with colons between them.
-        operations = {name.rpartition("/")[2] for name in read_names(record.op_name)}
-        is_float = record.dtype[0] in "bf"
-        if record.kind == "all-gather" and record.array.startswith("params/"):
-            if "tensor" in axes and record.bytes >= MIN_SHARE * total:
-                fix = "split the activation that it meets, so that each device needs its own part"
-                yield Problem(where, "is a parameter gathered over tensor", amount, fix)
-        elif record.kind == "all-gather" and not record.array and "all_gather" not in operations and is_float:
-            # A rule's constraint may gather within an example on purpose, but never all examples.
-            inner = () if "sharding_constraint" in operations else ("sequence", "tensor")
-            if {*BATCH_AXES, *inner}.intersection(axes) and record.bytes >= MIN_SHARE * total:
-                fix = "name it in the rule table, with the axes it arrives with"
-                yield Problem(where, "is no parameter and is made whole on every device", amount, fix)
+        if record.kind == "all-gather" and record.bytes >= MIN_SHARE * total:
+            yield from _gather_warnings(record)
         elif record.kind == "all-reduce" and record.stands_for and backend != "tpu":
-            # On TPUs it is the compiler's choice for whole slices and small arrays, so the tables have a note instead.
-            fix = "constrain the sum to the sharding of its use right where it is made"
+            # On TPUs it is the compiler's choice for whole slices and small arrays, so the tables
+            # have a note instead.
             yield Problem(
-                where, f"is an all-reduce where {record.stands_for} would send half of the bytes", amount, fix
+                _where(record),
+                f"is an all-reduce where {record.stands_for} would send half of the bytes",
+                _amount(record),
+                "constrain the sum to the sharding of its use right where it is made",
             )
         if not record.is_counted:
-            yield Problem(where, "runs in a loop of unknown length", amount, "multiply by what you know of the loop")
-    for line in dict.fromkeys(line for line in log if _REMATERIALIZATION in line):
-        detail = line.partition(_REMATERIALIZATION)[2].strip(" .")
-        fix = "give the array in between a sharding that leads from the first to the second in steps"
-        yield Problem("the partitioner", "copies an array whole to every device", detail, fix)
+            yield Problem(
+                _where(record),
+                "runs in a loop of unknown length",
+                _amount(record),
+                "multiply by what you know of the loop",
+            )
+    for line in dict.fromkeys(log):
+        if _REMATERIALIZATION in line:
+            yield Problem(
+                "the partitioner",
+                "copies an array whole to every device",
+                line.partition(_REMATERIALIZATION)[2].strip(" ."),
+                "give the array in between a sharding that leads from the first to the second in steps",
+            )
+
+
+def _gather_warnings(record: Collective) -> Iterator[Problem]:
+    """Yield a warning if a gather makes something whole that should stay split."""
+    axes = record.axes or ()
+    if record.array.startswith("params/"):
+        if "tensor" in axes:
+            yield Problem(
+                _where(record),
+                "is a parameter gathered over tensor",
+                _amount(record),
+                "split the activation that it meets, so that each device needs its own part",
+            )
+        return
+    # Of a collective that the compiler made of several, the name is those of all, with colons
+    # between them.
+    operations = {name.rpartition("/")[2] for name in read_names(record.op_name)}
+    is_float = record.dtype[0] in "bf"
+    if record.array or "all_gather" in operations or not is_float:
+        return
+    # A rule's constraint may gather within an example on purpose, but never all examples.
+    unwanted = set(BATCH_AXES)
+    if "sharding_constraint" not in operations:
+        unwanted |= {"sequence", "tensor"}
+    if unwanted.intersection(axes):
+        yield Problem(
+            _where(record),
+            "is no parameter and is made whole on every device",
+            _amount(record),
+            "name it in the rule table, with the axes it arrives with",
+        )
+
+
+def _where(record: Collective) -> str:
+    """Return the name of a collective in a warning, with its source line."""
+    where = record.array or record.op_name or record.instruction
+    if record.source:
+        where += f" ({record.source})"
+    return where
+
+
+def _amount(record: Collective) -> str:
+    payload = human_bytes(record.payload)
+    return f"{record.kind} over {record.over}: {record.executions} × {payload}"
 
 
 def expect_collectives(
@@ -235,24 +372,22 @@ def expect_collectives(
     collective_permute: Expected = None,
     collective_broadcast: Expected = None,
 ) -> CollectiveAudit:
-    """Assert the collectives of a step, and return its audit; kinds that are not named are not checked.
+    """Assert the collectives of a step, and return its audit; kinds not named are not checked.
 
-    `step` is an audit or a train step; `batch` has arrays or `jax.ShapeDtypeStruct`s, by default of the shapes that the
-    step was last compiled for. An expectation is the bytes that one device sends in a step over all axes, 0 for none at
-    all; or a dictionary from axes (`"fsdp"`, `"data+fsdp"`) to bytes, or to `...` for any amount: then exactly these
-    axes occur; or to a dictionary from dtypes as XLA names them (`"s8"`, `"bf16"`) to bytes, with no other dtype over
-    these axes. An all-reduce is twice its buffer, others are their whole array once, whatever the size of the group.
-    Bytes may differ by `tolerance`, relative to those expected; collectives with a payload of fewer than `ignore_below`
-    bytes do not count. XLA:CPU writes reduce-scatters as all-reduces, which count as reduce-scatters there, and only
-    there.
+    `step` is an audit or a train step; `batch` has arrays or `jax.ShapeDtypeStruct`s, by default of
+    the shapes that the step was last compiled for. An expectation is the bytes that one device
+    sends in a step over all axes, 0 for none at all; or a dictionary from axes (`"fsdp"`,
+    `"data+fsdp"`) to bytes, or to `...` for any amount: then exactly these axes occur; or to a
+    dictionary from dtypes as XLA names them (`"s8"`, `"bf16"`) to bytes, with no other dtype over
+    these axes. An all-reduce is twice its buffer, others are their whole array once, whatever the
+    size of the group. Bytes may differ by `tolerance`, relative to those expected; collectives with
+    a payload of fewer than `ignore_below` bytes do not count. XLA:CPU writes reduce-scatters as
+    all-reduces, which count as reduce-scatters there, and only there.
 
     Raises:
         AssertionError: The message lists all differences, and the tables.
     """
-    if isinstance(step, TrainStep):
-        assert batch is not None or step.programs, "the step is not compiled yet: give a batch"
-        program = step.programs[-1] if batch is None else step.compile(batch)
-        step = audit_collectives(program, step.plan.mesh, plan=step.plan)
+    audit = _audit_of(step, batch)
     expected = {
         "all-gather": all_gather,
         "all-reduce": all_reduce,
@@ -266,72 +401,196 @@ def expect_collectives(
     for kind, wanted in expected.items():
         if wanted is None:
             continue
-        records = [record for record in step.records if record.kind == kind and record.payload >= ignore_below]
-        named = {"all axes": wanted} if isinstance(wanted, int) else wanted
-        named = {_in_order(axes, step.mesh): amounts for axes, amounts in named.items()}
-        limits: dict[str, Amount] = {}
-        for axes, amounts in named.items():
-            by_dtype = amounts.items() if isinstance(amounts, Mapping) else [("", amounts)]
-            limits |= {f"{axes} in {dtype}" if dtype else axes: amount for dtype, amount in by_dtype}
-        found = collections.Counter[str]()
-        for record in records:
-            axes = "all axes" if isinstance(wanted, int) else record.over
-            found[f"{axes} in {record.dtype}" if isinstance(named.get(axes), Mapping) else axes] += record.bytes
-        for over in {**limits, **found}:
-            amount, limit = found[over], limits.get(over, 0)
-            if isinstance(limit, EllipsisType):
-                wrong += [f"{kind} over {over}: expected, and there is none"] if amount == 0 else []
-            elif abs(amount - limit) > tolerance * limit:
-                wrong.append(f"{kind} over {over}: {amount:,} bytes in each step; expected {limit:,} ± {tolerance:.2%}")
-        if any(limit is not ... for limit in limits.values()):
-            unknown = [record.instruction for record in records if not record.is_counted]
-            wrong += [f"{kind}: {name} runs in a loop of unknown length" for name in unknown]
+        records = []
+        for record in audit.records:
+            if record.kind == kind and record.payload >= ignore_below:
+                records.append(record)
+        wrong += _differences(kind, wanted, records, audit.mesh, tolerance)
     if wrong:
-        raise AssertionError("\n".join(["The step's collectives are not as expected:", *wrong, "", str(step)]))
-    return step
+        title = "The step's collectives are not as expected:"
+        raise AssertionError("\n".join([title, *wrong, "", str(audit)]))
+    return audit
 
 
-def _overlaps(records: Sequence[Collective]) -> Iterator[str]:
-    for (kind,), large in _grouped((r for r in records if r.payload >= LARGE), lambda r: (r.kind,)).items():
-        runs, beside = sum(r.executions for r in large), sum(r.executions * r.is_overlapped for r in large)
-        cycles = sum(r.executions * r.overlapped_cycles for r in large)
-        each = f", {cycles / beside:,.0f} cycles each" if cycles else ""
-        yield f"of {runs} {kind}s of {human_bytes(LARGE)} or more, {beside} run beside compute{each}"
+def _audit_of(step: CollectiveAudit | TrainStep, batch: Any) -> CollectiveAudit:
+    """Return an audit as it is, or the audit of a compiled step."""
+    if isinstance(step, CollectiveAudit):
+        return step
+    assert batch is not None or step.programs, "the step is not compiled yet: give a batch"
+    if batch is None:
+        program = step.programs[-1]
+    else:
+        program = step.compile(batch)
+    return audit_collectives(program, step.plan.mesh, plan=step.plan)
+
+
+def _differences(
+    kind: str,
+    wanted: int | Mapping[str, Amount | Mapping[str, Amount]],
+    records: Sequence[Collective],
+    mesh: Mapping[str, int],
+    tolerance: float,
+) -> Iterator[str]:
+    """Yield a line for each difference between the records of one kind and their expectation."""
+    is_total = isinstance(wanted, int)
+    named: dict[str, Amount | Mapping[str, Amount]] = {}
+    if isinstance(wanted, int):
+        named[_ALL_AXES] = wanted
+    else:
+        for axes, amounts in wanted.items():
+            named[_in_order(axes, mesh)] = amounts
+    limits = _limits(named)
+    found = collections.Counter[str]()
+    for record in records:
+        over = _ALL_AXES if is_total else record.over
+        if isinstance(named.get(over), Mapping):
+            over = f"{over} in {record.dtype}"
+        found[over] += record.bytes
+    for over in {**limits, **found}:
+        amount = found[over]
+        limit = limits.get(over, 0)
+        if isinstance(limit, EllipsisType):
+            if amount == 0:
+                yield f"{kind} over {over}: expected, and there is none"
+        elif abs(amount - limit) > tolerance * limit:
+            allowed = f"{limit:,} ± {tolerance:.2%}"
+            yield f"{kind} over {over}: {amount:,} bytes in each step; expected {allowed}"
+    if any(limit is not ... for limit in limits.values()):
+        for record in records:
+            if not record.is_counted:
+                yield f"{kind}: {record.instruction} runs in a loop of unknown length"
+
+
+def _limits(named: Mapping[str, Amount | Mapping[str, Amount]]) -> dict[str, Amount]:
+    """Return axes, or axes and dtype as text → expected bytes."""
+    limits: dict[str, Amount] = {}
+    for axes, amounts in named.items():
+        if not isinstance(amounts, Mapping):
+            limits[axes] = amounts
+            continue
+        for dtype, amount in amounts.items():
+            limits[f"{axes} in {dtype}"] = amount
+    return limits
+
+
+def _notes_on(record: Collective) -> Iterator[str]:
+    """Yield the notes that one record needs."""
+    if record.written_as:
+        yield f"{record.kind} is written as {record.written_as}"
+    if not record.is_counted:
+        yield "≥: a loop of unknown length is counted once"
+    if not record.executions:
+        yield _EVEN
+    if record.is_conditional:
+        yield "?: in a branch, counted as always taken"
+
+
+def _doubled(records: Iterable[Collective]) -> Iterator[str]:
+    """Yield notes on all-reduces that send twice the bytes of the collective they stand for."""
+    doubled = []
+    for record in records:
+        if record.kind == "all-reduce" and record.stands_for and record.payload >= MIN_BYTES:
+            doubled.append(record)
+    groups = _grouped(doubled, lambda r: (r.stands_for, r.over))
+    for (means, over), group in groups.items():
+        sent = human_bytes(_total(group))
+        yield f"of all-reduce over {over}, {sent} stand for {means}s, with twice their bytes"
+
+
+def _overlaps(records: Iterable[Collective]) -> Iterator[str]:
+    """Yield notes on large collectives of each kind: how many of them run beside compute."""
+    large = [record for record in records if record.payload >= LARGE]
+    for (kind,), group in _grouped(large, lambda r: (r.kind,)).items():
+        runs = beside = cycles = 0
+        for record in group:
+            runs += record.executions
+            beside += record.executions * record.is_overlapped
+            cycles += record.executions * record.overlapped_cycles
+        text = f"of {runs} {kind}s of {human_bytes(LARGE)} or more, {beside} run beside compute"
+        if cycles:
+            text += f", {cycles / beside:,.0f} cycles each"
+        yield text
 
 
 def _in_order(axes: str, mesh: Mapping[str, int]) -> str:
     """Return axes as text in the order of the mesh."""
     names = axes.split("+")
     known = [axis for axis in mesh if axis in names]
-    return "+".join(known) if len(known) == len(names) else axes
+    if len(known) < len(names):
+        return axes
+    return "+".join(known)
 
 
-def _grouped(records: Iterable[Collective], key: Callable[[Collective], tuple[str, ...]]) -> _Groups:
+def _above_one(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
+def _sizes_text(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def _problems_json(problems: Iterable[Problem]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(problem) for problem in problems]
+
+
+def _total(records: Iterable[Collective]) -> int:
+    """Return the bytes that one device sends in one step."""
+    return sum(record.bytes for record in records)
+
+
+def _grouped(
+    records: Iterable[Collective], key: Callable[[Collective], tuple[str, ...]]
+) -> _Groups:
+    """Group records by a key; the group with the most bytes is first."""
     groups = collections.defaultdict(list)
     for record in records:
         groups[key(record)].append(record)
-    return dict(sorted(groups.items(), key=lambda item: (-sum(r.bytes for r in item[1]), item[0])))
+    return dict(sorted(groups.items(), key=lambda item: (-_total(item[1]), item[0])))
 
 
 def _row(records: list[Collective], kind: str, over: str, *rest: str) -> tuple[str, ...]:
-    mark = "≥ " * any(not r.is_counted for r in records) + "? " * any(r.is_conditional for r in records)
-    sizes = sorted({r.payload for r in records})
-    each = human_bytes(sizes[0]) + (f" to {human_bytes(sizes[-1])}" if len(sizes) > 1 else "")
-    total, runs = sum(r.bytes for r in records), sum(r.executions for r in records)
-    return (mark + human_bytes(total), kind, over, str(runs), each, *rest)
+    """Return the cells of one group: bytes, kind, axes, executions, buffers, and others."""
+    mark = ""
+    if not all(record.is_counted for record in records):
+        mark += "≥ "
+    if any(record.is_conditional for record in records):
+        mark += "? "
+    sizes = sorted({record.payload for record in records})
+    each = human_bytes(sizes[0])
+    if len(sizes) > 1:
+        each += f" to {human_bytes(sizes[-1])}"
+    runs = sum(record.executions for record in records)
+    return (mark + human_bytes(_total(records)), kind, over, str(runs), each, *rest)
 
 
 def _lines(groups: _Groups, *heading: tuple[str, ...]) -> list[str]:
-    """Align columns of 120 characters: bytes and runs to the right, text to the left, the end of arrays' names."""
-    rows = [*heading, *(_row(records, *key) for key, records in groups.items())]
+    """Align the rows of a table in lines of at most 120 characters."""
+    rows = list(heading)
+    for key, records in groups.items():
+        rows.append(_row(records, *key))
     if heading and heading[0][-1] == "cause":  # buffers are in the other tables
         rows = [(*row[:4], *row[5:]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if len(widths) > 6:
-        widths[5] = max(12, min(widths[5], 120 - sum(widths[:5]) - widths[6] - 2 * len(widths) + 2))
+    if len(widths) > 6:  # a column with names of arrays, which gets the width that is left
+        left = _WIDTH - sum(widths[:5]) - widths[6] - 2 * (len(widths) - 1)
+        widths[5] = max(12, min(widths[5], left))
     lines = []
     for row in rows:
-        cut = [cell if len(cell) <= width else "…" + cell[1 - width :] for cell, width in zip(row, widths, strict=True)]
-        cells = [cut[i].rjust(width) if i in (0, 3) else cut[i].ljust(width) for i, width in enumerate(widths)]
-        lines.append("  ".join(cells).rstrip())
-    return [line if len(line) <= 120 else f"{line[:119]}…" for line in lines]
+        line = _line(row, widths)
+        if len(line) > _WIDTH:
+            line = f"{line[: _WIDTH - 1]}…"
+        lines.append(line)
+    return lines
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    """Align one row: bytes and runs to the right, text to the left, the end of arrays' names."""
+    cells = []
+    for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+        if len(cell) > width:
+            cell = "…" + cell[1 - width :]
+        if column in (0, 3):
+            cells.append(cell.rjust(width))
+        else:
+            cells.append(cell.ljust(width))
+    return "  ".join(cells).rstrip()
