@@ -124,9 +124,7 @@ def _stage_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return split_axes(mesh)[:1]
 
 
-def _problems(
-    grad_fn: GradFn, variables: Any, over: tuple[str, ...], additive: bool
-) -> Iterator[Problem]:
+def _problems(grad_fn: GradFn, variables: Any, over: tuple[str, ...], additive: bool) -> Iterator[Problem]:
     """Yield everything that keeps a device from summing the gradients of its own examples first."""
     context = current()
     placements = context.placements
@@ -144,8 +142,7 @@ def _problems(
     if not additive and not isinstance(grad_fn, LossGradFn):
         yield Problem(
             "grad_fn",
-            "is not made from a loss function, "
-            "so it is not known whether it sums over the examples",
+            "is not made from a loss function, so it is not known whether it sums over the examples",
             fix="spmd.value_and_grad(loss_fn), or exchange_once(…, additive=True)",
         )
 
@@ -201,9 +198,7 @@ class _Region:
         others = tuple(axis for axis in self.mesh.axis_names if axis not in self.over)
         specs = self.specs(stored, others)
         with in_scope(comm_scope("parameters, gathered once a step")):
-            return jax.tree.map(
-                lambda x, spec: constrain(x, self.mesh, spec, "a parameter"), stored, specs
-            )
+            return jax.tree.map(lambda x, spec: constrain(x, self.mesh, spec, "a parameter"), stored, specs)
 
     def summed_axes(self, path: str) -> tuple[str, ...]:
         """Return the axes to sum a gradient over; with stages, if all stages use a parameter."""

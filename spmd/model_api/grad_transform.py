@@ -139,9 +139,7 @@ class GradTransform:
         del seen
         return state
 
-    def targets(
-        self, stored: Mapping[str, Any], wanted: Mapping[str, Any]
-    ) -> dict[str, jax.ShapeDtypeStruct]:
+    def targets(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the arrays to restore from a checkpoint, with shardings: those of the same shape.
 
         Args:
@@ -185,9 +183,7 @@ def enter_all(transforms: Sequence[GradTransform], carry: Carry) -> Entered:
     return Entered(seed, riders)
 
 
-def leave_all(
-    transforms: Sequence[GradTransform], carry: Carry, variables: Any, seen: Mapping[str, Array]
-) -> Carry:
+def leave_all(transforms: Sequence[GradTransform], carry: Carry, variables: Any, seen: Mapping[str, Array]) -> Carry:
     """Return the carry after one differentiation: other variables, and states with observations."""
     states = dict(carry.transforms)
     for transform in transforms:
@@ -202,9 +198,7 @@ def observers(transforms: Sequence[GradTransform]) -> str:
     return ", ".join(names)
 
 
-def wrap_all(
-    grad_fn: Callable[..., Any], transforms: Sequence[GradTransform]
-) -> Callable[..., Any]:
+def wrap_all(grad_fn: Callable[..., Any], transforms: Sequence[GradTransform]) -> Callable[..., Any]:
     """Return a gradient function within all transforms, the last of them outside."""
     for transform in transforms:
         grad_fn = transform.wrap(grad_fn)

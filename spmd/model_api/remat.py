@@ -94,10 +94,7 @@ class Remat:
             what = f"{self.kind!r} with save={list(self.save)} offload={list(self.offload)}"
             if self.store:
                 what += f" store={dict(self._pairs)}"
-            fix = (
-                "save:NAME,NAME or offload:NAME,NAME with at least one name, "
-                "or another policy without names"
-            )
+            fix = "save:NAME,NAME or offload:NAME,NAME with at least one name, or another policy without names"
             yield Problem("remat", what, fix=fix)
 
     def _name_problems(self) -> Iterator[Problem]:

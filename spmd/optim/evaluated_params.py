@@ -84,9 +84,7 @@ def _slow(node: SlowParamsState, params: dict[str, jax.Array]) -> dict[str, jax.
     return tree.flatten(node.slow)
 
 
-def _schedule_free(
-    node: contrib.ScheduleFreeState, params: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
+def _schedule_free(node: contrib.ScheduleFreeState, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Return x of y = b1 * x + (1 - b1) * z (Defazio et al., arXiv:2405.15682), where y are the
     parameters."""
     averaged = {}

@@ -32,10 +32,7 @@ from spmd.sharding.layer_paths import (
 )
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 
-_FIX = (
-    "wrap transforms of whole arrays in spmd.per_layer, "
-    "and choose parameters by path instead of by rank"
-)
+_FIX = "wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
 # Where `per_layer` keeps the state of its transform.
 _PER_LAYER = re.compile(r"(?:^|(?<=/))(rest|stacked/[^/]+)/")
 _TOTALS = {"add", "and", "max", "min", "or"}
@@ -50,9 +47,7 @@ _LINEAR_ALGEBRA = {
 }
 
 
-def check_layerwise(
-    optimizer: optax.GradientTransformation, params: Any, stacked: Any = ("layers",)
-) -> list[Problem]:
+def check_layerwise(optimizer: optax.GradientTransformation, params: Any, stacked: Any = ("layers",)) -> list[Problem]:
     """Return a problem for each stacked parameter with another update than separate layers have.
 
     The jaxpr of the update is searched for numbers computed over all layers of one stack, such as
@@ -142,21 +137,15 @@ class Traced:
     random: bool
     reads: frozenset[str]  # of its own "gradient" and "parameter"
     others: frozenset[str]  # other parameters
-    reduced: frozenset[
-        tuple[str, tuple[int, ...]]
-    ]  # dimensions counted from the last, without stacked ones
-    state: Counter[
-        tuple[str, tuple[int, ...]]
-    ]  # arrays by name and shape without stacked dimensions
+    reduced: frozenset[tuple[str, tuple[int, ...]]]  # dimensions counted from the last, without stacked ones
+    state: Counter[tuple[str, tuple[int, ...]]]  # arrays by name and shape without stacked dimensions
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
     """Dependencies of a value."""
 
-    inputs: frozenset[tuple[str, str]] = (
-        frozenset()
-    )  # of the update: kind, and path of the parameter
+    inputs: frozenset[tuple[str, str]] = frozenset()  # of the update: kind, and path of the parameter
     mixed: frozenset[str] = frozenset()  # stacks
     reduced: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
     is_total: bool = False  # a scalar of several parameters, whose inputs are dropped
@@ -230,9 +219,7 @@ class _Tracer:
             return False
         return any(part.is_total for part in inputs)
 
-    def mixed_stacks(
-        self, equation: Any, operand: Any, dependencies: _Seen, shape: tuple[int, ...]
-    ) -> set[str]:
+    def mixed_stacks(self, equation: Any, operand: Any, dependencies: _Seen, shape: tuple[int, ...]) -> set[str]:
         """Return the stacks of an operand whose layers an operation mixes."""
         before = _shape(operand)
         mixed = set()
@@ -244,9 +231,7 @@ class _Tracer:
                     mixed.add(path)
         return mixed
 
-    def reduction(
-        self, equation: Any, operand: Any, dependencies: _Seen
-    ) -> tuple[str, tuple[int, ...]]:
+    def reduction(self, equation: Any, operand: Any, dependencies: _Seen) -> tuple[str, tuple[int, ...]]:
         """Return the name of a reduction, and its dimensions in one layer, counted from the
         last."""
         stacked_sizes = set[int]()
@@ -353,9 +338,7 @@ def _seen_state(leaf: Any, param: str, lengths: Mapping[str, tuple[int, ...]]) -
     return _Seen(inputs)
 
 
-def _layer_shape(
-    shape: tuple[int, ...], dims: Sequence[int], lengths: tuple[int, ...]
-) -> tuple[int, ...]:
+def _layer_shape(shape: tuple[int, ...], dims: Sequence[int], lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of an array of the state without stacked dimensions."""
     in_front = range(len(lengths))  # where `per_layer` has them
     for stacked in (dims, in_front):

@@ -63,8 +63,7 @@ def in_parts(loss_fn: LossFn) -> tuple[ModelLoss, LayeredModel]:
         problem = Problem(
             "loss",
             "is a function, and a pipeline needs its parts",
-            fix="spmd.gradients.losses.ModelLoss(model, inputs, sums), "
-            "or spmd.next_token_loss(model)",
+            fix="spmd.gradients.losses.ModelLoss(model, inputs, sums), or spmd.next_token_loss(model)",
         )
         raise ConfigError(TITLE, [problem])
     layered = loss_fn.model.layered()
@@ -135,9 +134,7 @@ class StageModel:
 
         def embed(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
             inputs, keywords = loss.arguments(batch)
-            return layered.embed_inputs(
-                params, variables, key, *inputs, train=loss.train, **keywords
-            )
+            return layered.embed_inputs(params, variables, key, *inputs, train=loss.train, **keywords)
 
         arrays = self._arrays(self.some_layers, shared, 0)
         batch, key = read_slot(self.microbatches, i)
@@ -148,19 +145,13 @@ class StageModel:
         all_values = jax.tree.map(lambda v: jnp.zeros((count, *v.shape[1:]), v.dtype), values)
         return Stream(x, all_values)
 
-    def inside(
-        self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0
-    ) -> Stream:
+    def inside(self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0) -> Stream:
         """Return the stream after the layers of one of this stage's chunks."""
         loss, layered = in_parts(self.loss_fn)
 
-        def apply(
-            params: Any, variables: Any, batch: Any, key: jax.Array, x: jax.Array
-        ) -> tuple[jax.Array, Any]:
+        def apply(params: Any, variables: Any, batch: Any, key: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
             inputs, keywords = loss.arguments(batch)
-            _, context = layered.embed_inputs(
-                params, variables, key, *inputs, train=loss.train, **keywords
-            )
+            _, context = layered.embed_inputs(params, variables, key, *inputs, train=loss.train, **keywords)
             return layered.apply_layers(params, variables, x, context, train=loss.train)
 
         arrays = self._arrays(layers, shared, chunk)
@@ -177,9 +168,7 @@ class StageModel:
 
         def finish(params: Any, variables: Any, batch: Any, stream: Stream) -> Sums:
             with lazy_logits():
-                outputs = layered.compute_outputs(
-                    params, variables, stream.x, stream.values, train=loss.train
-                )
+                outputs = layered.compute_outputs(params, variables, stream.x, stream.values, train=loss.train)
                 return loss.sums(as_outputs(outputs), batch)
 
         arrays = self._arrays(self.some_layers, shared, 0)
@@ -264,8 +253,7 @@ def _setting_problems(stages: int) -> Iterator[Problem]:
     if context.attention.is_ring:
         yield Problem(
             "context",
-            "is a ring, which would send keys and values inside a stage's task, "
-            "where XLA:CPU waits for all stages",
+            "is a ring, which would send keys and values inside a stage's task, where XLA:CPU waits for all stages",
             fix="--context all-to-all",
         )
 

@@ -150,9 +150,7 @@ class TrainConfig(RunConfig, Generic[M]):
     remat: str = "none"
     """Activations that each layer saves for the backward pass: none (all of them), full (its
     input), save:NAME,NAME."""
-    precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = (
-        "float32"
-    )
+    precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = "float32"
     """float32; bf16 or fp16: compute dtype; bf16-params: parameters are also stored in it, with
     float32 master weights or stochastic rounding. Gradients are accumulated in float32. fp16 scales
     the loss."""
@@ -215,9 +213,7 @@ class TrainConfig(RunConfig, Generic[M]):
         "zero": (0, 1, 2, 3),
         "task": ("pretrain", "sft"),
         "exchange_once": ("auto", "none", "data", "data+fsdp"),
-        **dict.fromkeys(
-            ("pipeline.microbatches", "pipeline.chunks"), "at least 0 and at most 65536"
-        ),
+        **dict.fromkeys(("pipeline.microbatches", "pipeline.chunks"), "at least 0 and at most 65536"),
         "evaluate.tokens": "at least 1",
         **dict.fromkeys(("sample.tokens", "sample.temperature", "sample.top_k"), "at least 0"),
         "sample.top_p": "above 0 and at most 1",

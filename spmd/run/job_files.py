@@ -37,9 +37,7 @@ nodes."""
 
 _PORT = 7777  # of process 0 in its pod, which has an address of its own
 _CACHE = "compiled"  # in the working folder
-_NAME = re.compile(
-    r"[a-z]([-a-z0-9]{0,39}[a-z0-9])?"
-)  # Kubernetes' names, and short enough for names of pods
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,39}[a-z0-9])?")  # Kubernetes' names, and short enough for names of pods
 _TPU = re.compile(r"[-a-z0-9]+:\d+(x\d+)+")
 
 
@@ -125,10 +123,7 @@ class SlurmJob(Job):
 
     def render(self, train: Sequence[str]) -> str:
         """Return the batch file of `command(train)`."""
-        hint = (
-            "# sbatch passes on the environment of its shell: "
-            "activate the one that has spmd before."
-        )
+        hint = "# sbatch passes on the environment of its shell: activate the one that has spmd before."
         about_signals = (
             f"# {self.save_seconds} s before the time limit, and at a preemption, "
             "Slurm signals the processes: they save and exit with\n"
@@ -227,9 +222,7 @@ class KubernetesJob(Job):
             problems.append(Problem("gpus_per_node", "and tpu exclude each other"))
         elif self.tpu and self.processes > 0 and self.devices % self.processes:
             detail = f"{self.devices} / {self.processes}"
-            problems.append(
-                Problem("tpu", "does not divide over the processes", detail, "other --nodes")
-            )
+            problems.append(Problem("tpu", "does not divide over the processes", detail, "other --nodes"))
         return problems
 
     def render(self, train: Sequence[str]) -> str:

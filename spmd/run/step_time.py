@@ -91,8 +91,7 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         problem = Problem(
             "model",
             f"{type(model).__name__} does not count its FLOPs",
-            fix="properties layers, attention_width and matmul_params "
-            "(`spmd.run.config.CountsFlops`)",
+            fix="properties layers, attention_width and matmul_params (`spmd.run.config.CountsFlops`)",
         )
         raise ConfigError("The time of a step cannot be predicted:", [problem])
     router = getattr(model, "router", None)
@@ -118,9 +117,7 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
     )
 
 
-def _count_kernels(
-    plan: ShardingPlan, router: Any, routed: int
-) -> tuple[dict[str, float], dict[str, float]]:
+def _count_kernels(plan: ShardingPlan, router: Any, routed: int) -> tuple[dict[str, float], dict[str, float]]:
     """Count the parameters of the layers' kernels that a token meets.
 
     Returns:
@@ -344,9 +341,7 @@ def _collective_times(audit: CollectiveAudit, line: Timeline) -> tuple[Collectiv
     return tuple(sorted(found, key=lambda each: (-each.exposed, -each.seconds)))
 
 
-def _data_share(
-    config: TrainConfig, model: ModelNumbers, mesh: MeshShape, exchange: float
-) -> float:
+def _data_share(config: TrainConfig, model: ModelNumbers, mesh: MeshShape, exchange: float) -> float:
     """Return the share of a gradient's bytes sent over data, as for an MLP's kernel."""
     rank = powersgd_rank(config.compress.gradients)
     if not rank:

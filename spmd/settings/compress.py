@@ -96,9 +96,7 @@ class CompressConfig:
             problems.append(problem)
         return problems
 
-    def useless(
-        self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
-    ) -> dict[str, Problem]:
+    def useless(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> dict[str, Problem]:
         """Return field → problem for the fields without an effect: over axes of size 1, nothing is
         sent."""
         uses = {
@@ -118,9 +116,7 @@ class CompressConfig:
                 )
         return problems
 
-    def on(
-        self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
-    ) -> "CompressConfig":
+    def on(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> "CompressConfig":
         """Return the config without the fields that are useless there."""
         useless: dict[str, Any] = dict.fromkeys(self.useless(sizes, slices, zero), "")
         if powersgd_rank(self.gradients) and sizes["data"] == 1:
@@ -137,17 +133,14 @@ class CompressConfig:
             over = dict.fromkeys(spans, over_slices)
         return dataclasses.replace(policy, exchange=exchange, exchange_over=over)
 
-    def problems_of_mesh(
-        self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
-    ) -> list[Problem]:
+    def problems_of_mesh(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> list[Problem]:
         """Return the problems of the config in a plan for this mesh, whatever the model is."""
         problems = [*self.problems(), *self.useless(sizes, slices, zero).values()]
         if self != self.of_plan:
             problem = Problem(
                 "compress.gradients",
                 f"is {self.gradients}, which wraps a gradient function",
-                fix="from spmd.powersgd.transform import PowerSGD; "
-                "make_plan(…, transforms=[PowerSGD(rank=4)])",
+                fix="from spmd.powersgd.transform import PowerSGD; make_plan(…, transforms=[PowerSGD(rank=4)])",
             )
             problems.append(problem)
         return problems
@@ -190,9 +183,7 @@ class CompressConfig:
         width = _width_dim(specs[1], len(shape))
         return CodedComm(tuple(sent.items()), codec, tuple(spans.items()), hop, width)
 
-    def problems_of_model(
-        self, comms: Iterable[ParamComm], reduced: Collection[str]
-    ) -> list[Problem]:
+    def problems_of_model(self, comms: Iterable[ParamComm], reduced: Collection[str]) -> list[Problem]:
         """Return a problem for each codec without use in a model.
 
         Args:
@@ -287,9 +278,7 @@ def _without_codes(sent: Mapping[str, str]) -> dict[str, str]:
     return exact
 
 
-def _gathers_blocks(
-    shape: tuple[int, ...], stored: Dims, used: Dims, sizes: Mapping[str, int]
-) -> bool:
+def _gathers_blocks(shape: tuple[int, ...], stored: Dims, used: Dims, sizes: Mapping[str, int]) -> bool:
     """Return whether a layer gathers a parameter, in shards with blocks for codes."""
     is_gathered = len(shape) > 1 and stored != used and is_prefix(used, stored)
     if not is_gathered:
@@ -299,9 +288,7 @@ def _gathers_blocks(
     return block > 0
 
 
-def _hop(
-    stored: Dims, used: Dims, sizes: Mapping[str, int], spans: Mapping[str, int]
-) -> tuple[str, int] | None:
+def _hop(stored: Dims, used: Dims, sizes: Mapping[str, int], spans: Mapping[str, int]) -> tuple[str, int] | None:
     """Return the first gathered axis with several devices in each of several slices, and its
     slices."""
     for axes in extra_axes(stored, used):

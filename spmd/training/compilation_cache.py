@@ -57,10 +57,7 @@ def cache_fault(stages: int) -> str | None:
     """
     if stages == 1 or jax.default_backend() != "cpu":
         return None
-    return (
-        "no compilation cache: "
-        f"a pipeline on CPUs can hang in programs that JAX {jax.__version__} reads back"
-    )
+    return f"no compilation cache: a pipeline on CPUs can hang in programs that JAX {jax.__version__} reads back"
 
 
 @contextlib.contextmanager

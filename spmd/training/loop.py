@@ -125,8 +125,7 @@ def fit(
             "batches",
             f"ended after step {number}",
             f"steps={steps}, start={start}",
-            f"give {steps - start} batches, "
-            f"or catch the error: its state is the one after step {number}",
+            f"give {steps - start} batches, or catch the error: its state is the one after step {number}",
         )
         raise BatchesEndedError("Training ended before the last step:", [problem], state)
     return state
@@ -170,9 +169,7 @@ def _stops_after(hooks: Sequence[Hook], number: int) -> bool:
     return True
 
 
-def _check_arguments(
-    state: Any, step: Any, batches: Any, steps: Any, start: Any, hooks: Any
-) -> None:
+def _check_arguments(state: Any, step: Any, batches: Any, steps: Any, start: Any, hooks: Any) -> None:
     """Raise a `ConfigError` that lists all problems of the arguments of `fit`."""
     problems = check_call("step", step, "state, batch", "fit(state, step, batches, steps=…)")
     if not isinstance(steps, int) or not isinstance(start, int) or not 0 <= start <= steps:
