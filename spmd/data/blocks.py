@@ -56,10 +56,11 @@ class Block:
         suffixes = []
         digests = []
         for part in self.parts:
-            file = part
             if isinstance(part, LineRange):
-                file = part.file
-            suffixes.append(file.path.suffix.lower())
+                path = part.file.path
+            else:
+                path = part.path
+            suffixes.append(path.suffix.lower())
             digests.append(part.digest)
         return _hash(suffixes + digests)
 

@@ -24,7 +24,7 @@ from spmd.data.chat import (
 from spmd.data.corpus import Corpus, install, score, validation_cut
 from spmd.data.message_fields import FLAGS, READ_HERE, is_turned_off
 from spmd.data.sources import SourceFile, find_files
-from spmd.data.tokenizer import Tokenizer
+from spmd.data.tokenizer import Tokenizer, id_dtype
 from spmd.errors import DataError, Problem
 
 _LAYOUT = 2  # version of the cached files
@@ -152,9 +152,7 @@ class _Texts:
 
     def _joined(self, split: str, found: list[tuple[str, np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
         """Return the ids, the mask and the ends of all conversations of a split, by cached name."""
-        dtype = np.uint32
-        if self.tokenizer.vocab <= 2**16:
-            dtype = np.uint16
+        dtype = id_dtype(self.tokenizer)
         all_ids = [np.zeros(0, dtype)]
         masks = [np.zeros(0, bool)]
         lengths = []

@@ -191,7 +191,7 @@ class ImageFolder:
                 problems.append(error.problem)
         if problems:
             raise DataError("an image cannot be read:", problems)
-        images = pixels
+        images: np.ndarray = pixels
         if self.pixels == "float32":
             images = pixels.astype(np.float32) / np.float32(127.5) - 1
         return {"images": images, "labels": labels, "weights": np.ones(len(indices), np.float32)}
