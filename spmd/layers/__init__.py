@@ -1,1 +1,1 @@
-"""Layers with collectives: attention over a split sequence, mixture of experts, vocabulary-parallel head."""
+"""Layers with collectives: attention over a split sequence, experts, vocabulary-parallel head."""

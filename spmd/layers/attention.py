@@ -1,7 +1,7 @@
 """Attention for models to call, with any kernel and any split of the sequence.
 
-The plan in scope chooses the kernel (`spmd.model_api.attention_config`) and the algorithm for a mesh axis `sequence`
-larger than 1. Every kernel computes the softmax in float32.
+The plan in scope chooses the kernel (`spmd.model_api.attention_config`) and the algorithm for a
+mesh axis `sequence` larger than 1. Every kernel computes the softmax in float32.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from spmd.layers.kv_cache import cached_attention
 from spmd.layers.ring_attention import Ring, Segments, blockwise_attention, ulysses_attention
 from spmd.layers.soft_cap import soft_capped
 from spmd.layers.zigzag import is_zigzag
-from spmd.model_api.attention_config import SPLASH_BLOCK
+from spmd.model_api.attention_config import SPLASH_BLOCK, AttentionConfig
 from spmd.plan.annotate import attention_config, remat_attention
 from spmd.plan.scopes import ATTENTION, in_scope
 
@@ -46,9 +46,11 @@ def attend(
 
     Args:
         query: Query heads that share a key/value head are adjacent.
-        key: The number of heads divides that of the queries (grouped-query attention, Ainslie et al.,
-            arXiv:2305.13245). Heads that mesh axis `tensor` does not divide are repeated until it does.
-        segments: The document of each token, which attends to its own document only; None for one document.
+        key: The number of heads divides that of the queries (grouped-query attention, Ainslie et
+            al., arXiv:2305.13245). Heads that mesh axis `tensor` does not divide are repeated until
+            it does.
+        segments: The document of each token, which attends to its own document only; None for one
+            document.
         window: This and the other options are as in `AttentionOptions`.
 
     Example:
@@ -58,30 +60,55 @@ def attend(
     """
     options = AttentionOptions(window, scale, soft_cap, causal)
     config = attention_config()
-    key, value = (_repeat_heads(x, query.shape[2], config.tensor) for x in (key, value))
+    heads = query.shape[2]
+    key = _repeat_heads(key, heads, config.tensor)
+    value = _repeat_heads(value, heads, config.tensor)
     cached = cached_attention(query, key, value, segments, options)
     if cached is not None:
         return cached
-    features = {"packed": segments is not None, "capped": soft_cap is not None, "causal": causal}
-    kernel = config.choose(query.shape[1], query.shape[-1], query.dtype, **features)
-    if scale is not None:  # kernels always scale by dim ** -0.5
-        query = (query.astype(jnp.float32) * (scale * query.shape[-1] ** 0.5)).astype(query.dtype)
-    options = dataclasses.replace(options, scale=None)
-    run = functools.partial(_KERNELS[kernel], options=options)
-    if config.is_ring:
-        run = functools.partial(_blockwise, ring=Ring(options, config.mesh, config.sequence, is_zigzag()))
-    elif config.mesh is not None and (config.sequence > 1 or kernel in _LOCAL):
-        # Run on each device's part: no compiler can partition a Pallas kernel, and JAX partitions cuDNN's only where no
-        # axis is manual yet.
-        run = functools.partial(ulysses_attention, run, config.mesh)
+    kernel = config.choose(
+        query.shape[1],
+        query.shape[-1],
+        query.dtype,
+        packed=segments is not None,
+        capped=soft_cap is not None,
+        causal=causal,
+    )
+    if scale is not None:
+        query = _rescaled(query, scale)
+    run = _bind(config, kernel, dataclasses.replace(options, scale=None))
     with in_scope(ATTENTION):
-        return remat_attention(per_example(run), keeps_scores=kernel == "xla")(query, key, value, segments)
+        attention = remat_attention(per_example(run), keeps_scores=kernel == "xla")
+        return attention(query, key, value, segments)
+
+
+def _rescaled(query: Array, scale: float) -> Array:
+    """Scale queries for a kernel: kernels always scale by dim ** -0.5 themselves."""
+    factor = scale * query.shape[-1] ** 0.5
+    return (query.astype(jnp.float32) * factor).astype(query.dtype)
+
+
+def _bind(config: AttentionConfig, kernel: str, options: AttentionOptions) -> Callable[..., Array]:
+    """Return attention `(query, key, value, segments) -> output` over the plan's mesh."""
+    if config.is_ring:
+        ring = Ring(options, config.mesh, config.sequence, is_zigzag())
+        return functools.partial(_blockwise, ring=ring)
+    run = functools.partial(_KERNELS[kernel], options=options)
+    if config.mesh is None:
+        return run
+    if config.sequence == 1 and kernel not in _LOCAL:
+        return run
+    # Run on each device's part: no compiler can partition a Pallas kernel, and JAX partitions
+    # cuDNN's only where no axis is manual yet.
+    return functools.partial(ulysses_attention, run, config.mesh)
 
 
 def _repeat_heads(x: Array, heads: int, parts: int) -> Array:
-    """Repeat key/value heads until they divide over `parts` devices, if the query heads allow it."""
+    """Repeat key/value heads until they divide over `parts` devices, if query heads allow it."""
     copies = math.lcm(x.shape[2], parts) // x.shape[2]
-    return x if copies == 1 or heads % (copies * x.shape[2]) else jnp.repeat(x, copies, axis=2)
+    if copies == 1 or heads % (copies * x.shape[2]):
+        return x
+    return jnp.repeat(x, copies, axis=2)
 
 
 _LOCAL = ("cudnn", "splash")
@@ -97,40 +124,78 @@ def xla_attention(
     *,
     block: int | None = None,
 ) -> Array:
-    """Apply `jax.nn.dot_product_attention` to `block` queries at a time: 128, or an eighth of a long sequence.
+    """Apply `jax.nn.dot_product_attention` to `block` queries at a time.
 
-    Each block uses only the keys that one of its queries attends to, so nearly half of the scores are never computed.
-    Without causality there is a single block.
+    A block is 128 queries, or an eighth of a long sequence. Each block uses only the keys that one
+    of its queries attends to, so nearly half of the scores are never computed. Without causality
+    there is a single block.
     """
-    seq, dtype = query.shape[1], query.dtype
-    window, causal = options.window, options.causal
-    block = block or (max(128, -(-seq // 8)) if causal else seq)
+    seq = query.shape[1]
+    dtype = query.dtype
+    if not block:
+        block = max(128, -(-seq // 8)) if options.causal else seq
     query, key, value = _upcast_float16(query, key, value)
     attention: Callable[..., Array] = jax.nn.dot_product_attention
     if options.soft_cap is not None:
         attention = functools.partial(_capped_attention, soft_cap=options.soft_cap)
     blocks = []
     for start in range(0, seq, block):
-        end, first = min(start + block, seq), 0 if window is None else max(0, start - window + 1)
-        last = end if causal else seq
-        distance = jnp.arange(start, end)[:, None] - jnp.arange(first, last)[None]
-        mask = (distance >= 0) if causal else jnp.ones_like(distance, bool)
-        mask = mask if window is None else mask & (distance < window)
-        mask = mask[None, None]
-        if segments is not None:
-            mask = mask & (segments[:, start:end, None] == segments[:, None, first:last])[:, None]
-        # A bias: a boolean mask would be saved for the backward pass, with a byte for each score.
-        bias = jnp.where(mask, 0.0, MASK_VALUE) if causal or segments is not None else None
-        blocks.append(attention(query[:, start:end], key[:, first:last], value[:, first:last], bias=bias))
+        queries = range(start, min(start + block, seq))
+        keys = _attended_keys(queries, seq, options)
+        bias = _bias(queries, keys, segments, options)
+        own = query[:, queries.start : queries.stop]
+        attended = slice(keys.start, keys.stop)
+        blocks.append(attention(own, key[:, attended], value[:, attended], bias=bias))
     return jnp.concatenate(blocks, axis=1).astype(dtype)
 
 
-def _capped_attention(query: Array, key: Array, value: Array, bias: Array | None, soft_cap: float) -> Array:
-    """Compute `jax.nn.dot_product_attention` with a soft cap, which it does not have."""
+def _attended_keys(queries: range, seq: int, options: AttentionOptions) -> range:
+    """Return the positions of the keys that some query attends to."""
+    if not options.causal:
+        return range(seq)
+    first = 0
+    if options.window is not None:
+        first = max(0, queries.start - options.window + 1)
+    return range(first, queries.stop)
+
+
+def _bias(
+    queries: range, keys: range, segments: Segments, options: AttentionOptions
+) -> Float[Array, "#batch 1 query key"] | None:
+    """Return the bias of scores that masks pairs of query and key; None if it masks none.
+
+    A boolean mask would be saved for the backward pass, with a byte for each score.
+    """
+    query_positions = jnp.arange(queries.start, queries.stop)
+    distance = query_positions[:, None] - jnp.arange(keys.start, keys.stop)[None]
+    mask = _mask(distance, options)[None, None]
+    if segments is not None:
+        query_segments = segments[:, queries.start : queries.stop, None]
+        is_same = query_segments == segments[:, None, keys.start : keys.stop]
+        mask = mask & is_same[:, None]
+    if not options.causal and segments is None:
+        return None
+    return jnp.where(mask, 0.0, MASK_VALUE)
+
+
+def _mask(distance: Array, options: AttentionOptions) -> Array:
+    """Return whether a query attends to a key, by the distance between them."""
+    if not options.causal:
+        return jnp.ones_like(distance, bool)
+    mask = distance >= 0
+    if options.window is None:
+        return mask
+    return mask & (distance < options.window)
+
+
+def _capped_attention(
+    query: Array, key: Array, value: Array, bias: Array | None, soft_cap: float
+) -> Array:
+    """Compute `jax.nn.dot_product_attention` with a soft cap: JAX's has none."""
     batch, seq, _, dim = query.shape
     grouped = query.reshape(batch, seq, key.shape[2], -1, dim)
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, preferred_element_type=jnp.float32) * dim**-0.5
-    scores = soft_capped(scores, soft_cap)
+    products = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, preferred_element_type=jnp.float32)
+    scores = soft_capped(products * dim**-0.5, soft_cap)
     if bias is not None:
         scores = scores + bias[:, :, None]
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
@@ -140,21 +205,31 @@ def _capped_attention(query: Array, key: Array, value: Array, bias: Array | None
 def chunked_attention(
     query: Array, key: Array, value: Array, segments: Segments, options: AttentionOptions = _DEFAULT
 ) -> Array:
-    """Compute attention by `spmd.layers.blockwise_attention` on one device, with padding to whole chunks."""
+    """Compute attention by `spmd.layers.blockwise_attention` on one device.
+
+    Tokens are padded to whole chunks.
+    """
     assert options.causal, "spmd.model_api.attention_config refuses it"
     seq = query.shape[1]
-    padding = -seq % _CHUNK_UNIT if seq > LARGEST_CHUNK else 0  # at the end, where causality masks it
+    padding = 0
+    if seq > LARGEST_CHUNK:
+        padding = -seq % _CHUNK_UNIT
+    arrays: Any = (query, key, value, segments)
+    if padding:
+        # At the end, where causality masks it.
+        arrays = jax.tree.map(functools.partial(_pad_tokens, padding=padding), arrays)
+    return _blockwise(*arrays, ring=Ring(options))[:, :seq]
 
-    def pad(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
 
-    padded = jax.tree.map(pad, (query, key, value, segments)) if padding else (query, key, value, segments)
-    return _blockwise(*padded, ring=Ring(options))[:, :seq]
+def _pad_tokens(x: Array, padding: int) -> Array:
+    unpadded = ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(x, ((0, 0), (0, padding), *unpadded))
 
 
 def _blockwise(query: Array, key: Array, value: Array, segments: Segments, *, ring: Ring) -> Array:
-    wide = _upcast_float16(query, key, value)
-    return blockwise_attention(wide[0], wide[1], wide[2], segments, ring).astype(query.dtype)
+    dtype = query.dtype
+    query, key, value = _upcast_float16(query, key, value)
+    return blockwise_attention(query, key, value, segments, ring).astype(dtype)
 
 
 def cudnn_attention(
@@ -163,9 +238,16 @@ def cudnn_attention(
     """Apply the fused attention of cuDNN."""
     assert segments is None, "spmd.model_api.attention_config refuses it"
     assert options.soft_cap is None, "spmd.model_api.attention_config refuses it"
-    local = None if options.window is None else (options.window - 1, 0)
+    window = None
+    if options.window is not None:
+        window = (options.window - 1, 0)
     return jax.nn.dot_product_attention(
-        query, key, value, is_causal=options.causal, local_window_size=local, implementation="cudnn"
+        query,
+        key,
+        value,
+        is_causal=options.causal,
+        local_window_size=window,
+        implementation="cudnn",
     )
 
 
@@ -178,15 +260,14 @@ def splash_attention_tpu(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Apply JAX's splash attention for TPUs to one device's part; `interpret` runs it without a TPU, for tests."""
-    (_, seq, heads, dim), dtype = query.shape, query.dtype
+    """Apply JAX's splash attention for TPUs to one device's part.
+
+    `interpret` runs it without a TPU, for tests.
+    """
+    _, seq, heads, dim = query.shape
+    dtype = query.dtype
     query, key, value = _upcast_float16(query, key, value)
-    if not options.causal:
-        mask: Any = splash_attention.FullMask((seq, seq))
-    elif options.window is None:
-        mask = splash_attention.CausalMask((seq, seq))
-    else:
-        mask = splash_attention.LocalMask((seq, seq), (options.window - 1, 0), 0)
+    mask = _splash_mask(seq, options)
     block = next(size for size in (512, 256, SPLASH_BLOCK) if seq % size == 0)
     sizes: dict[str, Any] = dict.fromkeys(_SPLASH_BLOCKS, block)
     kernel = splash_attention.make_splash_mha(
@@ -198,14 +279,31 @@ def splash_attention_tpu(
         interpret=interpret,
     )
     scaled = (query.astype(jnp.float32) * dim**-0.5).astype(query.dtype)
-    ids = None if segments is None else splash_attention.SegmentIds(segments, segments)
-    arrays = (jnp.moveaxis(x, 1, 2) for x in (scaled, key, value))
-    return jnp.moveaxis(jax.vmap(kernel)(*arrays, ids), 1, 2).astype(dtype)
+    ids = None
+    if segments is not None:
+        ids = splash_attention.SegmentIds(segments, segments)
+    arrays = [jnp.moveaxis(x, 1, 2) for x in (scaled, key, value)]
+    out = jax.vmap(kernel)(*arrays, ids)
+    return jnp.moveaxis(out, 1, 2).astype(dtype)
+
+
+def _splash_mask(seq: int, options: AttentionOptions) -> Any:
+    shape = (seq, seq)
+    if not options.causal:
+        return splash_attention.FullMask(shape)
+    if options.window is None:
+        return splash_attention.CausalMask(shape)
+    return splash_attention.LocalMask(shape, (options.window - 1, 0), 0)
 
 
 def _upcast_float16(*arrays: Array) -> tuple[Array, ...]:
     """Cast float16 to float32: JAX accumulates float16 products in a way that only GPUs support."""
-    return tuple(x.astype(jnp.float32) if x.dtype == np.float16 else x for x in arrays)
+    wide = []
+    for x in arrays:
+        if x.dtype == np.float16:
+            x = x.astype(jnp.float32)
+        wide.append(x)
+    return tuple(wide)
 
 
 _KERNELS = {

@@ -10,7 +10,8 @@ class AttentionOptions:
     """Mask and scores of attention."""
 
     window: int | None = None
-    """The number of tokens that each query attends to, itself included; None for all preceding ones."""
+    """The number of tokens that each query attends to, itself included; None for all preceding
+    ones."""
     scale: float | None = None
     """Factor of the products of queries and keys; None for `dim ** -0.5`."""
     soft_cap: float | None = None
@@ -19,8 +20,12 @@ class AttentionOptions:
     """Attend to preceding tokens only."""
 
     def __post_init__(self) -> None:
-        problems = check_fields(self, {"window": "at least 1", "scale": "above 0", "soft_cap": "above 0"})
+        rules = {"window": "at least 1", "scale": "above 0", "soft_cap": "above 0"}
+        problems = check_fields(self, rules)
         if self.window is not None and not self.causal:
-            problems.append(Problem("window", "cannot be used with causal=False", fix="causal=True, or None"))
+            problem = Problem(
+                "window", "cannot be used with causal=False", fix="causal=True, or None"
+            )
+            problems.append(problem)
         if problems:
             raise ConfigError("The attention options are invalid:", problems)

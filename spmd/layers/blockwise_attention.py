@@ -1,15 +1,16 @@
-"""Causal attention over chunks of queries and keys, with no `[seq, seq]` buffer, forward or backward.
+"""Causal attention over chunks of queries and keys, with no `[seq, seq]` buffer in either pass.
 
-An online softmax over the keys updates the maximum, the sum of exponentials and the weighted sum of values chunk by
-chunk (Milakov & Gimelshein, arXiv:1805.02867; Rabe & Staats, arXiv:2112.05682). The backward pass recomputes scores
-from the logarithm of that sum (Dao et al., arXiv:2205.14135, algorithm 4). Pairs of chunks that causality or a window
-masks completely are skipped. Queries are `[batch, kv_heads, seq, group, dim]`, keys and values `[batch, kv_heads, seq,
-dim]`, where `group` query heads share a key/value head.
+An online softmax over the keys updates the maximum, the sum of exponentials and the weighted sum of
+values chunk by chunk (Milakov & Gimelshein, arXiv:1805.02867; Rabe & Staats, arXiv:2112.05682). The
+backward pass recomputes scores from the logarithm of that sum (Dao et al., arXiv:2205.14135,
+algorithm 4). Pairs of chunks that causality or a window masks completely are skipped. Queries are
+`[batch, kv_heads, seq, group, dim]`, keys and values `[batch, kv_heads, seq, dim]`, where `group`
+query heads share a key/value head.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,27 +34,32 @@ def chunk_size(length: int) -> int:
         >>> chunk_size(4096), chunk_size(96), chunk_size(1000)
         (512, 96, 500)
     """
-    return next(size for size in range(min(length, LARGEST_CHUNK), 0, -1) if length % size == 0)
+    size = min(length, LARGEST_CHUNK)
+    while length % size:
+        size -= 1
+    return size
 
 
 def unmasked_pairs(
     query_starts: Sequence[int], key_starts: Sequence[int], chunk: int, window: int | None
 ) -> np.ndarray:
-    """Return the pairs of chunks in which some query attends to some key, from the positions of their first tokens.
+    """Return the pairs of chunks with a query that attends to a key.
 
-    The result is int32 `[pairs, 3]`: query chunk, key chunk, and the offset of the first one's start from the second's.
+    Chunks are given by the positions of their first tokens. The result is int32 `[pairs, 3]`: query
+    chunk, key chunk, and the offset of the first one's start from the second's.
 
     Example:
         >>> unmasked_pairs([0, 4], [0, 4], 4, None).tolist()
         [[0, 0, 0], [1, 0, 4], [1, 1, 0]]
     """
     limit = np.inf if window is None else window
-    pairs = [
-        (i, j, query - key)
-        for i, query in enumerate(query_starts)
-        for j, key in enumerate(key_starts)
-        if query + chunk > key and query - (key + chunk - 1) < limit
-    ]
+    pairs = []
+    for i, query in enumerate(query_starts):
+        for j, key in enumerate(key_starts):
+            last_query = query + chunk - 1
+            last_key = key + chunk - 1
+            if last_query >= key and query - last_key < limit:
+                pairs.append((i, j, query - key))
     return np.array(pairs, np.int32).reshape(-1, 3)
 
 
@@ -84,10 +90,20 @@ class BlockPairs:
         def step(carry: tuple) -> tuple:
             number, state = carry
             i, j, offset = (self.table[number, column] for column in range(3))
-            return number + 1, update(i * self.chunk, j * self.chunk, self._mask(i, j, offset), state)
+            following = number + 1
+            query_start = i * self.chunk
+            key_start = j * self.chunk
+            mask = self._mask(i, j, offset)
+            return following, update(query_start, key_start, mask, state)
 
-        # Not a scan: inside a scan over layers, JAX would hoist the masks of all pairs, which depend on no data.
-        return jax.lax.while_loop(lambda carry: carry[0] < self.count, step, (0, state))[1]
+        def is_left(carry: tuple) -> Any:
+            number, _ = carry
+            return number < self.count
+
+        # Not a scan: inside a scan over layers, JAX would hoist the masks of all pairs, which
+        # depend on no data.
+        _, state = jax.lax.while_loop(is_left, step, (0, state))
+        return state
 
     def _mask(self, i: Array, j: Array, offset: Array) -> Array:
         """Return the mask of a pair, `[1 or batch, 1, chunk, 1, chunk]`."""
@@ -107,24 +123,32 @@ class BlockPairs:
 def init_softmax(query: Float[Array, "batch kv_heads seq group dim"]) -> OnlineSoftmax:
     """Return the state before the first key."""
     rows = query.shape[:-1]
-    return OnlineSoftmax(
-        jnp.zeros(query.shape, jnp.float32), jnp.full(rows, MASK_VALUE, jnp.float32), jnp.zeros(rows, jnp.float32)
-    )
+    out = jnp.zeros(query.shape, jnp.float32)
+    largest = jnp.full(rows, MASK_VALUE, jnp.float32)
+    total = jnp.zeros(rows, jnp.float32)
+    return OnlineSoftmax(out, largest, total)
 
 
-def update_softmax(pairs: BlockPairs, softmax: OnlineSoftmax, query: Array, key: Array, value: Array) -> OnlineSoftmax:
+def update_softmax(
+    pairs: BlockPairs, softmax: OnlineSoftmax, query: Array, key: Array, value: Array
+) -> OnlineSoftmax:
     """Return the state after a block of keys."""
-    chunk, scale, soft_cap = pairs.chunk, query.shape[-1] ** -0.5, pairs.options.soft_cap
+    chunk = pairs.chunk
 
     def update(start: Array, at: Array, mask: Array, softmax: tuple) -> tuple:
         out, largest, total = (_slice(x, start, chunk) for x in softmax)
-        scores = soft_capped(_scores(_slice(query, start, chunk), _slice(key, at, chunk)) * scale, soft_cap)
+        queries = _slice(query, start, chunk)
+        keys = _slice(key, at, chunk)
+        scores = _capped_scores(queries, keys, pairs.options)
         scores = jnp.where(mask, scores, MASK_VALUE)
         new = jnp.maximum(largest, scores.max(axis=-1))
         weights = jnp.where(mask, jnp.exp(scores - new[..., None]), 0.0)
         correction = jnp.exp(largest - new)
-        values = _rows(weights.astype(value.dtype), _slice(value, at, chunk))
-        parts = out * correction[..., None] + values, new, total * correction + weights.sum(axis=-1)
+        narrow = weights.astype(value.dtype)
+        values = _rows(narrow, _slice(value, at, chunk))
+        out = out * correction[..., None] + values
+        total = total * correction + weights.sum(axis=-1)
+        parts = (out, new, total)
         return tuple(_write(x, part, start) for x, part in zip(softmax, parts, strict=True))
 
     return OnlineSoftmax(*pairs.fold(update, tuple(softmax)))
@@ -136,7 +160,10 @@ def finalize_softmax(softmax: OnlineSoftmax) -> tuple[Array, Array]:
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs of the backward pass for each query; `product` is the sum of output times gradient over the head."""
+    """Inputs of the backward pass for each query.
+
+    `product` is the sum of output times gradient over the head.
+    """
 
     query: Float[Array, "batch kv_heads seq group dim"]
     dout: Float[Array, "batch kv_heads seq group dim"]
@@ -145,25 +172,42 @@ class BackwardInputs(NamedTuple):
 
 
 def backward_block(
-    pairs: BlockPairs, saved: BackwardInputs, gradients: tuple[Array, Array, Array], key: Array, value: Array
+    pairs: BlockPairs,
+    saved: BackwardInputs,
+    gradients: tuple[Array, Array, Array],
+    key: Array,
+    value: Array,
 ) -> tuple[Array, Array, Array]:
     """Add a block's part to the float32 gradients of queries, keys and values."""
-    chunk, dtype, scale, soft_cap = pairs.chunk, key.dtype, saved.query.shape[-1] ** -0.5, pairs.options.soft_cap
+    chunk = pairs.chunk
+    dtype = key.dtype
+    scale = saved.query.shape[-1] ** -0.5
 
     def update(start: Array, at: Array, mask: Array, gradients: tuple) -> tuple:
         query, dout, log_total, product = (_slice(x, start, chunk) for x in saved)
-        keys, values = _slice(key, at, chunk), _slice(value, at, chunk)
-        scores = soft_capped(_scores(query, keys) * scale, soft_cap)
+        keys = _slice(key, at, chunk)
+        values = _slice(value, at, chunk)
+        scores = _capped_scores(query, keys, pairs.options)
         weights = jnp.where(mask, jnp.exp(scores - log_total[..., None]), 0.0)
-        dscores = weights * (_scores(dout, values) - product[..., None]) * scale
-        dscores = before_soft_cap(dscores, scores, soft_cap).astype(dtype)
-        parts = _rows(dscores, keys), _columns(dscores, query), _columns(weights.astype(dtype), dout)
-        return tuple(
-            _write(x, _slice(x, first, chunk) + part, first)
-            for x, part, first in zip(gradients, parts, (start, at, at), strict=True)
-        )
+        dweights = _scores(dout, values) - product[..., None]
+        dscores = weights * dweights * scale
+        dscores = before_soft_cap(dscores, scores, pairs.options.soft_cap).astype(dtype)
+        dquery = _rows(dscores, keys)
+        dkey = _columns(dscores, query)
+        dvalue = _columns(weights.astype(dtype), dout)
+        parts = (dquery, dkey, dvalue)
+        sums = []
+        for total, part, first in zip(gradients, parts, (start, at, at), strict=True):
+            sums.append(_write(total, _slice(total, first, chunk) + part, first))
+        return tuple(sums)
 
     return pairs.fold(update, gradients)
+
+
+def _capped_scores(queries: Array, keys: Array, options: AttentionOptions) -> Array:
+    """Return scaled scores with the soft cap, if any."""
+    scale = queries.shape[-1] ** -0.5
+    return soft_capped(_scores(queries, keys) * scale, options.soft_cap)
 
 
 def _slice(x: Array, start: Array, size: int, axis: int = 2) -> Array:
@@ -175,7 +219,7 @@ def _write(x: Array, part: Array, start: Array) -> Array:
 
 
 def _scores(query: Array, key: Array) -> Array:
-    """Return products `[batch, kv_heads, chunk, group, keys]`, by one matmul for each key/value head."""
+    """Return products `[batch, kv_heads, chunk, group, keys]`, by one matmul for each kv head."""
     batch, heads, chunk, group, dim = query.shape
     rows = query.reshape(batch, heads, chunk * group, dim)
     scores = jnp.einsum("bhrd,bhkd->bhrk", rows, key, preferred_element_type=jnp.float32)
@@ -193,5 +237,6 @@ def _rows(weights: Array, x: Array) -> Array:
 def _columns(weights: Array, x: Array) -> Array:
     """Return `weightsᵀ @ x`, one row for each key."""
     batch, heads, chunk, group, keys = weights.shape
-    rows, x = weights.reshape(batch, heads, chunk * group, keys), x.reshape(batch, heads, chunk * group, -1)
+    rows = weights.reshape(batch, heads, chunk * group, keys)
+    x = x.reshape(batch, heads, chunk * group, -1)
     return jnp.einsum("bhrk,bhrd->bhkd", rows, x, preferred_element_type=jnp.float32)

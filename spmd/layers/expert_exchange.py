@@ -1,8 +1,9 @@
 """Exchange of rows between the devices that experts are split over, pass by pass.
 
-Each device has rows sorted by expert. In a pass it sends some of them to the devices of their experts, each of which
-receives them in one buffer; the buffer goes back the same way. Numbers of rows are known to all, `[sender, receiver,
-own expert]`, so each device knows which pass a row is in, and where.
+Each device has rows sorted by expert. In a pass it sends some of them to the devices of their
+experts, each of which receives them in one buffer; the buffer goes back the same way. Numbers of
+rows are known to all, `[sender, receiver, own expert]`, so each device knows which pass a row is
+in, and where.
 """
 
 import dataclasses
@@ -21,8 +22,11 @@ from spmd.sharding.mesh import AnyMesh
 EXCHANGE_OF_TOKENS = "experts, exchange of tokens"
 """Purpose of collectives that move rows to experts and back."""
 
-_TILE, _SUBLANES = 128, 16
-"""Rows of a buffer, and of a block, are multiples of these: kernels work on whole tiles."""
+_TILE = 128
+"""Rows of a buffer are a multiple of it: kernels work on whole tiles."""
+
+_SUBLANES = 16
+"""Rows of a block are a multiple of it, for the same reason."""
 
 _ROUTED = 16
 """Most TPU v5e in a slice whose links allow a ragged all-to-all (XLA: "limited ICI routing")."""
@@ -43,37 +47,53 @@ class ExpertAxes:
     kind: "type[Ragged | Blocks] | None"
 
 
-def expert_axes(mesh: AnyMesh, names: tuple[str, ...], device: tuple[str, str] | None = None) -> ExpertAxes:
-    """Return the axes with the exchange for a mesh's devices, or for a platform and kind of `device`.
+def expert_axes(
+    mesh: AnyMesh, names: tuple[str, ...], device: tuple[str, str] | None = None
+) -> ExpertAxes:
+    """Return the axes with the exchange for a mesh's devices, or for another `device`.
 
-    TPUs have a ragged all-to-all, but for large slices of v5e, and a grouped matmul, so that a device with all experts
-    keeps its rows sorted. On GPUs XLA's latency-hiding scheduler was seen to corrupt a ragged all-to-all
-    (marin-community/marin, pull request 8081).
+    `device` is a platform and a kind. TPUs have a ragged all-to-all, but for large slices of v5e,
+    and a grouped matmul, so that a device with all experts keeps its rows sorted. On GPUs XLA's
+    latency-hiding scheduler was seen to corrupt a ragged all-to-all (marin-community/marin, pull
+    request 8081).
     """
     size = math.prod(mesh.shape[name] for name in names)
     if device is None and isinstance(mesh, Mesh):
-        device = mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind
-    platform, kind = device or ("cpu", "")
+        first = mesh.devices.flat[0]
+        device = first.platform, first.device_kind
+    platform, device_kind = device or ("cpu", "")
     if platform != "tpu":
         return ExpertAxes(names, size, Blocks)
-    is_large_v5e = kind.startswith("TPU v5 lite") and mesh.size > _ROUTED
-    return ExpertAxes(names, size, None if size == 1 else Blocks if is_large_v5e else Ragged)
+    if size == 1:
+        return ExpertAxes(names, size, None)
+    if device_kind.startswith("TPU v5 lite") and mesh.size > _ROUTED:
+        return ExpertAxes(names, size, Blocks)
+    return ExpertAxes(names, size, Ragged)
 
 
 def describe_exchange(axes: ExpertAxes, config: RouterConfig, *, slots: bool) -> str:
-    """Return how rows are sent to experts, in `slots` or not, and what multiplies them there."""
-    factor, is_batched = (config.capacity_factor if slots else config.buffer_factor), slots or axes.kind is Blocks
-    parts = (
-        config.dispatch,
-        "no exchange" if axes.size == 1 else "all-to-all" if is_batched else "ragged all-to-all",
-        f"{'slots' if slots else 'buffers'} of {factor:g} × even load" if slots or axes.kind else "",
-        "batched products" if is_batched else "jax.lax.ragged_dot",
-        f"{config.chunks} chunks" if config.chunks > 1 else "",
-    )
-    return ", ".join(filter(None, parts))
+    """Describe the exchange of rows, in `slots` or not, and the kind of their products."""
+    is_batched = slots or axes.kind is Blocks
+    parts: list[str] = [config.dispatch]
+    if axes.size == 1:
+        parts.append("no exchange")
+    elif is_batched:
+        parts.append("all-to-all")
+    else:
+        parts.append("ragged all-to-all")
+    if slots:
+        parts.append(f"slots of {config.capacity_factor:g} × even load")
+    elif axes.kind:
+        parts.append(f"buffers of {config.buffer_factor:g} × even load")
+    parts.append("batched products" if is_batched else "jax.lax.ragged_dot")
+    if config.chunks > 1:
+        parts.append(f"{config.chunks} chunks")
+    return ", ".join(parts)
 
 
-def exchange(counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: float) -> "Ragged | Blocks | None":
+def exchange(
+    counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: float
+) -> "Ragged | Blocks | None":
     """Return the exchange of this device's `rows`, with a buffer of `factor` times as many."""
     if axes.kind is None:
         return None
@@ -85,45 +105,63 @@ def exchange(counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: 
 
 
 def row_by_row(x: Float[Array, "row *d"]) -> Float[Array, "row *parts"]:
-    """Reshape rows to where XLA:TPU keeps each by itself, as a ragged all-to-all moves them: `[row, 2, d/2]` in bf16.
+    """Reshape rows so that XLA:TPU keeps each by itself, as a ragged all-to-all moves them.
 
-    A tile of `[row, d]` has parts of 8 rows or 16. What is made in this shape need not be copied into it.
+    In bf16 the shape is `[row, 2, d/2]`. A tile of `[row, d]` has parts of 8 rows or 16. What is
+    made in this shape need not be copied into it.
     """
     parts = max(1, 4 // x.dtype.itemsize)
-    return x.reshape(x.shape[0], parts, -1) if x.ndim == 2 and x.shape[1] % parts == 0 else x
+    if x.ndim != 2 or x.shape[1] % parts:
+        return x
+    return x.reshape(x.shape[0], parts, -1)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return count + -count % multiple
 
 
 class Ragged:
-    """Exchange by `jax.lax.ragged_all_to_all`: a pass has the next rows of each receiver, in the order of senders.
+    """Exchange by `jax.lax.ragged_all_to_all`.
 
-    Buffers begin uninitialised: what nobody writes, nobody reads.
+    A pass has the next rows of each receiver, in the order of senders. Buffers begin uninitialised:
+    what nobody writes, nobody reads.
     """
 
-    def __init__(self, every: Int[Array, "sender receiver own"], axes: ExpertAxes, rows: int, factor: float) -> None:
-        wanted = math.ceil(factor * rows)
-        self.buffer = min(axes.size * rows, wanted + -wanted % _TILE)
-        self._axes, self._rows, self._me = axes, rows, jax.lax.axis_index(axes.names)
-        self._sent = every.sum(axis=2)
+    def __init__(
+        self, every: Int[Array, "sender receiver own"], axes: ExpertAxes, rows: int, factor: float
+    ) -> None:
+        most = axes.size * rows
+        self.buffer = min(most, _round_up(math.ceil(factor * rows), _TILE))
+        self._axes = axes
+        self._rows = rows
+        self._me = jax.lax.axis_index(axes.names)
+        self._sent = every.sum(axis=2)  # [sender, receiver], as the next two
         self._leaves = jnp.cumsum(self._sent, axis=1) - self._sent
         self._arrives = jnp.cumsum(self._sent, axis=0) - self._sent
-        self._mine = jax.lax.dynamic_index_in_dim(every, self._me, axis=1, keepdims=False).reshape(-1)
+        mine = jax.lax.dynamic_index_in_dim(every, self._me, axis=1, keepdims=False)
+        self._mine = mine.reshape(-1)  # [sender · own expert]
         self._own = every.shape[2]
-        is_bounded = self.buffer < axes.size * rows
-        self.passes = -(-self._sent.sum(axis=0).max() // self.buffer) if is_bounded else 1
+        self.passes: Any = 1
+        if self.buffer < most:
+            fullest = self._sent.sum(axis=0).max()
+            self.passes = -(-fullest // self.buffer)
 
     def send(self, rows: Float[Array, "row *d"], turn: Any) -> Float[Array, "buffer *d"]:
         """Return the rows that this device receives in a pass."""
         leaves, arrives, count = self._window(turn)
-        received = self._move(rows, self._empty(self.buffer, rows), leaves, arrives, count)
-        return received.reshape(self.buffer, *(-1,) * (rows.ndim > 1))
+        buffer = self._empty(self.buffer, rows)
+        received = self._move(rows, buffer, leaves, arrives, count)
+        return _joined(received)
 
-    def back(self, received: Float[Array, "buffer *d"], turn: Any, onto: Array | None) -> Float[Array, "row *d"]:
-        """Return received rows to their senders, `onto` those of other passes."""
+    def back(
+        self, received: Float[Array, "buffer *d"], turn: Any, onto: Array | None
+    ) -> Float[Array, "row *d"]:
+        """Return received rows to their senders, `onto` the rows of other passes."""
         leaves, arrives, count = (pairs.T for pairs in self._window(turn))
         received = row_by_row(received)
         onto = self._empty(self._rows, received) if onto is None else row_by_row(onto)
         rows = self._move(received, onto, arrives, leaves, count)
-        return rows.reshape(self._rows, *(-1,) * (rows.ndim > 1))
+        return _joined(rows)
 
     def sizes(self, turn: Any) -> Int[Array, "own"]:
         """Return the number of received rows of each own expert."""
@@ -131,26 +169,41 @@ class Ragged:
         return (last - first).reshape(-1, self._own).sum(axis=0)
 
     def experts(self, turn: Any) -> Int[Array, "buffer"] | None:
-        """Return the own expert of each received row, their number where there is none; None if rows are sorted."""
+        """Return the own expert of each received row; None if rows are sorted.
+
+        Places in the buffer without a row have the number of own experts.
+        """
         if self._own == 1:
             return None
         _, ends = self._segments(turn)
-        segment = (jnp.arange(self.buffer)[:, None] >= ends[None]).sum(axis=1)
+        place = jnp.arange(self.buffer)
+        segment = (place[:, None] >= ends[None]).sum(axis=1)
         return jnp.where(segment < ends.size, segment % self._own, self._own)
 
     def _window(self, turn: Any) -> tuple[Array, Array, Array]:
-        """Return, `[sender, receiver]`, where the rows of a pass leave and arrive, and their number."""
+        """Return the places that rows of a pass leave from and arrive at, and their number.
+
+        Each is `[sender, receiver]`.
+        """
         low = turn * self.buffer
-        first, last = (jnp.clip(x - low, 0, self.buffer) for x in (self._arrives, self._arrives + self._sent))
-        return self._leaves + jnp.clip(low - self._arrives, 0, self._sent), first, last - first
+        ends = self._arrives + self._sent
+        first = jnp.clip(self._arrives - low, 0, self.buffer)
+        last = jnp.clip(ends - low, 0, self.buffer)
+        sent_before = jnp.clip(low - self._arrives, 0, self._sent)
+        return self._leaves + sent_before, first, last - first
 
     def _segments(self, turn: Any) -> tuple[Array, Array]:
-        """Return where the rows of each sender for each own expert begin and end."""
+        """Return the begin and end, in a pass, of each sender's rows for each own expert."""
         ends = jnp.cumsum(self._mine)
-        first, last = (jnp.clip(x - turn * self.buffer, 0, self.buffer) for x in (ends - self._mine, ends))
-        return first, last
+        starts = ends - self._mine
+        return self._place(starts, turn), self._place(ends, turn)
+
+    def _place(self, row: Array, turn: Any) -> Array:
+        """Return the place of received rows in the buffer of a pass, clipped to it."""
+        return jnp.clip(row - turn * self.buffer, 0, self.buffer)
 
     def _move(self, rows: Array, onto: Array, starts: Array, ends: Array, counts: Array) -> Array:
+        """Send rows from `starts` to `ends`, as many as `counts`; each is `[sender, receiver]`."""
         me = self._me
         offsets = starts[me], counts[me], ends[me], counts[:, me]
         with in_scope(comm_scope(EXCHANGE_OF_TOKENS)):
@@ -159,8 +212,8 @@ class Ragged:
     def _empty(self, rows: int, like: Array) -> Array:
         """Return an uninitialised buffer.
 
-        It depends on a layer's numbers, and cannot be known before them: a buffer made before the scan over layers
-        would be held by all of them, and copied by each.
+        It depends on a layer's numbers, and cannot be known before them: a buffer made before the
+        scan over layers would be held by all of them, and copied by each.
         """
 
         @jax.checkpoint
@@ -171,39 +224,68 @@ class Ragged:
         return allocate(like)
 
 
-class Blocks:
-    """Exchange by an all-to-all: each sender has a block for each expert, and a pass has the next rows of each.
+def _joined(rows: Float[Array, "row *parts"]) -> Float[Array, "row *d"]:
+    """Undo `row_by_row`."""
+    if rows.ndim == 1:
+        return rows.reshape(rows.shape[0])
+    return rows.reshape(rows.shape[0], -1)
 
-    The expert is a dimension of received rows, so their products are batched: CPUs and GPUs have no grouped ones.
+
+class Blocks:
+    """Exchange by an all-to-all of blocks, one of each sender for each expert.
+
+    A pass has the next rows of each block. The expert is a dimension of received rows, so their
+    products are batched: CPUs and GPUs have no grouped ones.
     """
 
-    def __init__(self, every: Int[Array, "sender receiver own"], axes: ExpertAxes, rows: int, factor: float) -> None:
-        self._axes, self._rows, self._own = axes, rows, every.shape[2]
-        wanted = math.ceil(factor * rows / (axes.size * self._own))
-        self._block = min(rows, wanted + -wanted % _SUBLANES)
-        counts = (every[jax.lax.axis_index(axes.names)] if axes.names else every).reshape(-1)
-        self._counts, self._ends = counts[:, None], jnp.cumsum(counts)
-        self.passes = -(-every.max() // self._block) if self._block < rows else 1
+    def __init__(
+        self, every: Int[Array, "sender receiver own"], axes: ExpertAxes, rows: int, factor: float
+    ) -> None:
+        self._axes = axes
+        self._rows = rows
+        self._own = every.shape[2]
+        even = factor * rows / (axes.size * self._own)
+        self._block = min(rows, _round_up(math.ceil(even), _SUBLANES))
+        mine = every
+        if axes.names:
+            mine = every[jax.lax.axis_index(axes.names)]
+        counts = mine.reshape(-1)  # [expert], as the next two
+        self._counts = counts[:, None]
+        self._ends = jnp.cumsum(counts)
+        self.passes: Any = 1
+        if self._block < rows:
+            self.passes = -(-every.max() // self._block)
 
     def send(self, rows: Float[Array, "row *d"], turn: Any) -> Float[Array, "own row *d"]:
-        """Return the rows that this device receives in a pass, zeros where there is none."""
+        """Return the rows that this device receives in a pass; zeros fill a block."""
         place = turn * self._block + jnp.arange(self._block)[None]
-        source = jnp.where(place < self._counts, self._ends[:, None] - self._counts + place, self._rows)
+        is_row = place < self._counts
+        row = self._ends[:, None] - self._counts + place
+        source = jnp.where(is_row, row, self._rows)
+        width = rows.shape[1:]
         blocks = rows.at[source].get(mode="fill", fill_value=0)
-        blocks = self._swap(blocks.reshape(self._axes.size, self._own, self._block, *rows.shape[1:]))
-        return blocks.swapaxes(0, 1).reshape(self._own, -1, *rows.shape[1:])
+        blocks = blocks.reshape(self._axes.size, self._own, self._block, *width)
+        blocks = self._swap(blocks)
+        return blocks.swapaxes(0, 1).reshape(self._own, -1, *width)
 
-    def back(self, received: Float[Array, "own row *d"], turn: Any, onto: Array | None) -> Float[Array, "row *d"]:
-        """Return received rows to their senders, `onto` those of other passes."""
-        kind = received.shape[2:]
-        blocks = self._swap(received.reshape(self._own, self._axes.size, self._block, *kind).swapaxes(0, 1))
+    def back(
+        self, received: Float[Array, "own row *d"], turn: Any, onto: Array | None
+    ) -> Float[Array, "row *d"]:
+        """Return received rows to their senders, `onto` the rows of other passes."""
+        width = received.shape[2:]
+        blocks = received.reshape(self._own, self._axes.size, self._block, *width)
+        blocks = self._swap(blocks.swapaxes(0, 1))
         row = jnp.arange(self._rows)
         expert = (row[:, None] >= self._ends[None]).sum(axis=1)
-        place = row - (self._ends - self._counts[:, 0]).at[expert].get(mode="clip") - turn * self._block
+        starts = self._ends - self._counts[:, 0]
+        place = row - starts.at[expert].get(mode="clip") - turn * self._block
         is_here = (expert < self._ends.size) & (place >= 0) & (place < self._block)
-        found = blocks.reshape(-1, *kind).at[expert * self._block + place].get(mode="clip")
-        before = jnp.zeros_like(found) if onto is None else onto
-        return jnp.where(is_here.reshape(-1, *(1,) * len(kind)), found, before)
+        sent = blocks.reshape(-1, *width)
+        found = sent.at[expert * self._block + place].get(mode="clip")
+        if onto is None:
+            onto = jnp.zeros_like(found)
+        ones = (1,) * len(width)
+        return jnp.where(is_here.reshape(-1, *ones), found, onto)
 
     def sizes(self, turn: Any) -> None:
         """Return None: the expert is a dimension of received rows."""

@@ -1,4 +1,4 @@
-"""Sharding of an expert layer: of its tokens, of its kernels, and of the hidden units of experts."""
+"""Sharding of an expert layer: of its tokens, its kernels, and the hidden units of experts."""
 
 import dataclasses
 import itertools
@@ -16,14 +16,17 @@ from spmd.plan.fsdp import ParamPlacement
 from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.manual import split_axes
 from spmd.plan.scopes import in_scope
-from spmd.sharding.dims import Dims, spec_dims
+from spmd.sharding.dims import Dims, is_prefix, spec_dims
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.rules import spec_text
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertKernel:
-    """The kernels of all experts of a layer; `placed` is from `spmd.plan.fsdp.placement_of`, None outside a plan."""
+    """The kernels of all experts of a layer.
+
+    `placed` is from `spmd.plan.fsdp.placement_of`, None outside a plan.
+    """
 
     array: Float[Array, "expert in out"]
     placed: ParamPlacement | None
@@ -31,7 +34,9 @@ class ExpertKernel:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLayout:
-    """Sharding of the manual program of a layer; the default is for one device. All axes are of size above 1.
+    """Sharding of the manual program of a layer; the default is for one device.
+
+    All axes are of size above 1.
 
     Attributes:
         tokens: The axes of examples, and of the tokens of one.
@@ -56,10 +61,12 @@ class ExpertLayout:
     @property
     def parts(self) -> int:
         """The number of devices that tokens are split over."""
-        return math.prod(self.mesh.shape[axis] for axis in self.over) if self.mesh else 1
+        if self.mesh is None:
+            return 1
+        return math.prod(self.mesh.shape[axis] for axis in self.over)
 
     def prepare(self, kernels: Sequence[Array]) -> tuple[Any, ...]:
-        """Return what both passes gather kernels from (`spmd.plan.fsdp.prepare`)."""
+        """Return the arrays that both passes gather kernels from (`spmd.plan.fsdp.prepare`)."""
         if self.mesh is None:
             return tuple(kernels)
         found = []
@@ -79,7 +86,9 @@ class ExpertLayout:
             return [kernel.astype(dtype) for kernel in prepared]
         given = []
         for kernel, param in zip(prepared, self.kernels, strict=True):
-            given.append(kernel if param.comm.takes_uncast else kernel.astype(dtype))
+            if not param.comm.takes_uncast:
+                kernel = kernel.astype(dtype)
+            given.append(kernel)
         gathered = []
         for kernel, param in zip(given, self.kernels, strict=True):
             with in_scope(param.scope):
@@ -87,58 +96,48 @@ class ExpertLayout:
         return gathered
 
     def sum_gradients(self, gradients: Sequence[Array]) -> list[Array]:
-        """Sum the gradients of kernels over devices, into the sharding in which the plan keeps them."""
+        """Sum the gradients of kernels over devices, into the plan's sharding of gradients."""
         if self.mesh is None:
             return list(gradients)
         found = []
         for gradient, param in zip(gradients, self.kernels, strict=True):
+            summed = [axis for axis in self.over if axis not in param.split]
             with in_scope(param.scope):
-                found.append(param.reduce(gradient, [axis for axis in self.over if axis not in param.split]))
+                found.append(param.reduce(gradient, summed))
         return found
 
     @property
     def specs(self) -> tuple[tuple[Any, ...], ...]:
-        """The specs of all kernels as `prepare` returns them, as they are used, and of their gradients."""
-        params = self.kernels
-        given = tuple(param.prepared_specs for param in params)
-        return given, tuple(param.specs[1] for param in params), tuple(param.specs[2] for param in params)
+        """The specs of all kernels: from `prepare`, in their products, and of their gradients."""
+        given, used, kept = [], [], []
+        for param in self.kernels:
+            _, used_spec, kept_spec = param.specs
+            given.append(param.prepared_specs)
+            used.append(used_spec)
+            kept.append(kept_spec)
+        return tuple(given), tuple(used), tuple(kept)
 
 
 def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> ExpertLayout:
-    """Return the sharding of a layer whose tokens are split like `tokens`.
+    """Return the sharding of a layer with tokens that are split like `tokens`.
 
     Raises:
         AnnotationError: There are no collectives for it.
     """
-    split = split_axes(mesh)
     placements = [kernel.placed for kernel in kernels if kernel.placed]
     if len(placements) < len(kernels):
-        fix = "make the model by spmd.from_nnx, and give the table a rule for each of them"
-        problem = Problem("the experts' kernels", "are not all in the rule table", fix=fix)
+        problem = Problem(
+            "the experts' kernels",
+            "are not all in the rule table",
+            fix="make the model by spmd.from_nnx, and give the table a rule for each of them",
+        )
         raise AnnotationError("The sharding of the expert layer is not known:", [problem])
     params = tuple(local_param(placed, 3) for placed in placements)
-    used, stored = [list(param.used) for param in params], [param.stored for param in params]
-    expert, tensor, _ = used[-1]
-    batch, seq, width = spec_dims(tokens, 3, split)
-    problems = []
-    if used != [[expert, (), tensor]] * (len(used) - 1) + [[expert, tensor, ()]]:
-        what = "are split, apart from fsdp, " + " and ".join(spec_text(P(*spec)) for spec in used)
-        fix = 'P("expert", "fsdp", "tensor") into the hidden units and P("expert", ("tensor", "fsdp")) out of them'
-        problems.append(Problem("the experts' kernels", what, fix=fix))
-    pairs = [pair for specs in zip(stored, used, strict=True) for pair in zip(*specs, strict=True)]
-    if any(own[: len(kept)] != kept for own, kept in pairs):
-        what = "are stored " + " and ".join(spec_text(P(*spec)) for spec in stored) + ": shards are not contiguous"
-        problems.append(Problem("the experts' kernels", what, fix='"fsdp" last in its dimension'))
-    gathered = {axis for own, kept in pairs for axis in own if axis not in kept}
-    if missing := sorted(gathered - {*batch, *seq}):
-        what = f"is split {spec_text(tokens)}, and not over {missing}, which kernels are gathered over"
-        problems.append(Problem("activation 'expert_tokens'", what, fix='P(("data", "fsdp", "expert"), "sequence")'))
-    if width or not {*expert} <= {*batch, *seq} or {*tensor} & {*batch, *seq}:
-        what = f"is split {spec_text(tokens)}, experts over {[*expert]} and their hidden units over {[*tensor]}"
-        fix = 'P(("data", "fsdp", "expert"), "sequence"): over expert, and not over tensor'
-        problems.append(Problem("activation 'expert_tokens'", what, fix=fix))
+    problems = _kernel_problems(params) + _token_problems(tokens, params, mesh)
     if problems:
         raise AnnotationError("The expert layer has no collectives for this rule table:", problems)
+    batch, seq, _ = spec_dims(tokens, 3, split_axes(mesh))
+    expert, tensor, _ = params[-1].used
     return ExpertLayout(
         mesh=mesh,
         tokens=(batch, seq),
@@ -147,3 +146,61 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
         tensor=tensor,
         save_gathered=all(placed.save_gathered for placed in placements),
     )
+
+
+def _kernel_problems(params: Sequence[LocalParam]) -> list[Problem]:
+    """Return a problem for each reason why kernels cannot be gathered for their products."""
+    problems = []
+    expert, tensor, _ = params[-1].used
+    into, out = (expert, (), tensor), (expert, tensor, ())
+    expected: list[Dims] = [into] * (len(params) - 1) + [out]
+    used = [param.used for param in params]
+    if used != expected:
+        problem = Problem(
+            "the experts' kernels",
+            f"are split, apart from fsdp, {_specs_text(used)}",
+            fix='P("expert", "fsdp", "tensor") into the hidden units '
+            'and P("expert", ("tensor", "fsdp")) out of them',
+        )
+        problems.append(problem)
+    if not all(is_prefix(param.used, param.stored) for param in params):
+        stored = _specs_text([param.stored for param in params])
+        problem = Problem(
+            "the experts' kernels",
+            f"are stored {stored}: shards are not contiguous",
+            fix='"fsdp" last in its dimension',
+        )
+        problems.append(problem)
+    return problems
+
+
+def _token_problems(tokens: P, params: Sequence[LocalParam], mesh: AnyMesh) -> list[Problem]:
+    """Return a problem for each reason why tokens cannot be sent to their experts."""
+    problems = []
+    batch, seq, width = spec_dims(tokens, 3, split_axes(mesh))
+    expert, tensor, _ = params[-1].used
+    over = {*batch, *seq}
+    gathered = set[str]()
+    for param in params:
+        gathered.update(*param.gathers)
+    missing = sorted(gathered - over)
+    is_split = f"is split {spec_text(tokens)}"
+    if missing:
+        problem = Problem(
+            "activation 'expert_tokens'",
+            f"{is_split}, and not over {missing}, which kernels are gathered over",
+            fix='P(("data", "fsdp", "expert"), "sequence")',
+        )
+        problems.append(problem)
+    if width or not over.issuperset(expert) or not over.isdisjoint(tensor):
+        problem = Problem(
+            "activation 'expert_tokens'",
+            f"{is_split}, experts over {[*expert]} and their hidden units over {[*tensor]}",
+            fix='P(("data", "fsdp", "expert"), "sequence"): over expert, and not over tensor',
+        )
+        problems.append(problem)
+    return problems
+
+
+def _specs_text(kernels: Sequence[Dims]) -> str:
+    return " and ".join(spec_text(P(*dims)) for dims in kernels)

@@ -1,8 +1,9 @@
 """Products of rows with the kernel of their group, and their derivatives.
 
-Rows are `[group, row, in]`, or `[row, in]` sorted by group with the `sizes` of groups: then rows after the last group
-have no meaning, and neither have those of the result. `jax.lax.ragged_dot` is a Mosaic kernel on TPUs, which visits the
-tiles of rows that groups have; on CPUs it is a product with every kernel.
+Rows are `[group, row, in]`, or `[row, in]` sorted by group with the `sizes` of groups: then rows
+after the last group have no meaning, and neither have those of the result. `jax.lax.ragged_dot` is
+a Mosaic kernel on TPUs, which visits the tiles of rows that groups have; on CPUs it is a product
+with every kernel.
 """
 
 import jax
@@ -16,7 +17,11 @@ Sizes = Int[Array, "group"] | None
 
 
 def grouped_matmul(
-    x: Float[Array, "*row in"], kernel: Float[Array, "group in out"], sizes: Sizes, *, transposed: bool = False
+    x: Float[Array, "*row in"],
+    kernel: Float[Array, "group in out"],
+    sizes: Sizes,
+    *,
+    transposed: bool = False,
 ) -> Float[Array, "*row out"]:
     """Multiply rows by the kernel of their group, or by its transpose, in the dtype of `x`."""
     return _product(x, kernel, sizes, x.dtype, transposed=transposed)
@@ -32,10 +37,11 @@ def quantized_grouped_matmul(
     is_split: bool = False,
     transposed: bool = False,
 ) -> Float[Array, "*row out"]:
-    """Multiply quantized rows by the quantized kernel of their group, or by its transpose, in the dtype of `x`.
+    """Multiply quantized rows by the quantized kernel of their group, or by its transpose.
 
-    Each row has a scale of its own, since rows after the last group have no meaning, and so has each kernel; blocks are
-    as in other layers. A transpose is for gradients of outputs.
+    The result has the dtype of `x`. Each row has a scale of its own, since rows after the last
+    group have no meaning, and so has each kernel; blocks are as in other layers. A transpose is for
+    gradients of outputs.
 
     Args:
         recipe: None for arrays as they are.
@@ -47,23 +53,44 @@ def quantized_grouped_matmul(
     dtype = recipe.gradient if transposed else recipe.inputs
     if recipe.scaling == "block":
         rows = rounded_in_blocks(x, (x.ndim - 1,), recipe, dtype)
-        kernels = rounded_in_blocks(kernel, (2 if transposed else 1,), recipe, recipe.inputs, is_kernel=True)
+        summed = (_summed_dim(transposed),)
+        kernels = rounded_in_blocks(kernel, summed, recipe, recipe.inputs, is_kernel=True)
         return grouped_matmul(rows, kernels, sizes, transposed=transposed)
-    rows, by_row = scaled(x, largest_magnitude(x, (-1,), tensor if is_split else ()), dtype)
-    codes, by_group = scaled(kernel, largest_magnitude(kernel, (1, 2), tensor), recipe.inputs)
-    y = _product(rows, codes, sizes, jnp.int32 if recipe.kind == "int8" else jnp.float32, transposed=transposed)
+    over = tensor if is_split else ()
+    rows, by_row = scaled(x, largest_magnitude(x, (-1,), over), dtype)
+    largest = largest_magnitude(kernel, (1, 2), tensor)
+    codes, by_group = scaled(kernel, largest, recipe.inputs)
+    total = jnp.int32 if recipe.kind == "int8" else jnp.float32
+    y = _product(rows, codes, sizes, total, transposed=transposed)
     if sizes is not None:
-        ends = jnp.cumsum(sizes)
-        by_group = by_group[jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right").clip(max=ends.size - 1), 0]
-    return (y.astype(jnp.float32) * (by_row * by_group)).astype(x.dtype)
+        by_group = _of_rows(by_group, sizes, x.shape[0])
+    wide = y.astype(jnp.float32)
+    return (wide * (by_row * by_group)).astype(x.dtype)
+
+
+def _of_rows(
+    by_group: Float[Array, "group 1 1"], sizes: Int[Array, "group"], count: int
+) -> Float[Array, "row 1"]:
+    """Return the scale of each row's group; rows after the last group have its scale."""
+    ends = jnp.cumsum(sizes)
+    group = jnp.searchsorted(ends, jnp.arange(count), side="right")
+    return by_group[group.clip(max=ends.size - 1), 0]
 
 
 def _product(x: Array, kernel: Array, sizes: Sizes, dtype: jnp.dtype, *, transposed: bool) -> Array:
     if sizes is None:
-        return jnp.einsum("goi,gji->goj" if transposed else "goi,gij->goj", x, kernel, preferred_element_type=dtype)
-    contracted = ((1,), (2 if transposed else 1,))
+        form = "goi,gji->goj" if transposed else "goi,gij->goj"
+        return jnp.einsum(form, x, kernel, preferred_element_type=dtype)
+    contracted = ((1,), (_summed_dim(transposed),))
     dims = jax.lax.RaggedDotDimensionNumbers((contracted, ((), ())), [0], [0])
     return jax.lax.ragged_dot_general(x, kernel, sizes, dims, preferred_element_type=dtype)
+
+
+def _summed_dim(transposed: bool) -> int:
+    """Return the dimension of kernels, `[group, in, out]`, that a product sums over."""
+    if transposed:
+        return 2
+    return 1
 
 
 def grouped_gradient(

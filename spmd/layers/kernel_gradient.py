@@ -7,7 +7,7 @@ from itertools import chain
 from jaxtyping import Array, Float
 
 from spmd.plan.fsdp import named_after, scatter
-from spmd.plan.local_param import local_param
+from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.manual import manual_over, split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.sharding.dims import dims_spec, is_prefix, spec_dims
@@ -22,9 +22,10 @@ def kernel_gradient(
     axes: str,
     outs: str = "o",
 ) -> Float[Array, "..."]:
-    """Return the gradient of a kernel, in the sharding in which the plan keeps it.
+    """Return the gradient of a kernel, in the plan's sharding of gradients.
 
-    Each device multiplies its own tokens; the product is sent in the dtype of the plan's precision policy.
+    Each device multiplies its own tokens; the product is sent in the dtype of the plan's precision
+    policy.
 
     Args:
         product: `(x, dy) -> gradient` of some tokens.
@@ -35,25 +36,37 @@ def kernel_gradient(
         return product(x, dy)
     split = split_axes(placed.mesh)
     param = local_param(placed, len(axes))
-    tokens = [
-        _dividing(names, size, placed.mesh)
-        for names, size in zip(spec_dims(BATCH_SPEC, 2, split), x.shape[:2], strict=True)
-    ]
+    tokens = []
+    for names, size in zip(spec_dims(BATCH_SPEC, 2, split), x.shape[:2], strict=True):
+        tokens.append(_dividing(names, size, placed.mesh))
     summed = set(chain(*tokens))
-    is_contiguous = is_prefix(param.used, param.kept)
-    if not is_contiguous or not summed.issuperset(chain(*param.scatters)) or not summed.isdisjoint(param.split):
+    if not _is_local(param, summed):
         with named_after(placed):
             return scatter(product(x, dy), placed)  # the compiler finds the collectives
-    used = list(zip(axes, param.used, strict=True))
-    into, out = ([names for dim, names in used if (dim in outs) == is_out] for is_out in (False, True))
+    into, out = [], []
+    for dim, names in zip(axes, param.used, strict=True):
+        dims = out if dim in outs else into
+        dims.append(names)
 
     def local(x: Array, dy: Array) -> Array:
-        return param.reduce(product(x, dy), tuple(name for name in split if name in summed))
+        gradient = product(x, dy)
+        return param.reduce(gradient, tuple(name for name in split if name in summed))
 
-    specs = dims_spec([*tokens, *into]), dims_spec([*tokens, *out])
+    in_specs = dims_spec([*tokens, *into]), dims_spec([*tokens, *out])
+    _, _, kept = param.specs
     with named_after(placed):
-        return manual_over(placed.mesh, split, local, specs, param.specs[2])(x, dy)
+        return manual_over(placed.mesh, split, local, in_specs, kept)(x, dy)
+
+
+def _is_local(param: LocalParam, summed: set[str]) -> bool:
+    """Return whether each device can reduce its own product: over the `summed` axes of tokens."""
+    if not is_prefix(param.used, param.kept):
+        return False  # shards of the gradient are not contiguous
+    return summed.issuperset(chain(*param.scatters)) and summed.isdisjoint(param.split)
 
 
 def _dividing(names: tuple[str, ...], size: int, mesh: AnyMesh) -> tuple[str, ...]:
-    return names if size % math.prod(mesh.shape[name] for name in names) == 0 else ()
+    """Return the axes of tokens if they divide them, else none."""
+    if size % math.prod(mesh.shape[name] for name in names):
+        return ()
+    return names

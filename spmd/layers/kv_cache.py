@@ -1,24 +1,27 @@
 """KV cache: keys and values of preceding tokens, to compute the next token alone.
 
-`prefill` runs the model on the prompts and saves the keys and values of each call of `spmd.layers.attention.attend`.
-`decode` runs the same model code on one token of each row: `attend` reads the cache.
+`prefill` runs the model on the prompts and saves the keys and values of each call of
+`spmd.layers.attention.attend`. `decode` runs the same model code on one token of each row: `attend`
+reads the cache.
 
 ```
 prefill   prompts [batch, seq] ──▶ model ──▶ logits, cache [layer, batch, length, kv_heads, dim]
-decode    tokens  [batch, 1]   ──▶ model ──▶ logits, keys and values of this token ──▶ written into the cache
+decode    tokens  [batch, 1]   ──▶ model ──▶ logits, keys and values of this token ──▶ the cache
                                      ▲ attend reads the cache of its layer
 ```
 
-Layers only read; the entries of all are written at once, in place. Rows may have different lengths: each has its own
-position. On a mesh the cache is split like keys and values: batch, tokens over `sequence`, heads over `tensor`, and
-layers over `pipe`.
+Layers only read; the entries of all are written at once, in place. Rows may have different lengths:
+each has its own position. On a mesh the cache is split like keys and values: batch, tokens over
+`sequence`, heads over `tensor`, and layers over `pipe`.
 
-Scanned or checkpointed layers are functions of arrays, so each takes its part of the cache as an argument and returns
-its own entries (`isolate_layer`, `thread_cache`, `collect_cache`); `spmd.models.layers.run_layers` calls these.
+Scanned or checkpointed layers are functions of arrays, so each takes its part of the cache as an
+argument and returns its own entries (`isolate_layer`, `thread_cache`, `collect_cache`);
+`spmd.models.layers.run_layers` calls these.
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -34,12 +37,13 @@ from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import MASK_VALUE
 from spmd.layers.soft_cap import soft_capped
 from spmd.plan.context import current, override
-from spmd.sharding.mesh import BATCH_AXES, shards_of
+from spmd.sharding.mesh import BATCH_AXES, AnyMesh, shards_of
 
 T = TypeVar("T")
 
 Cache = tuple[Any, ...]
-"""An entry for each call of `attend`, in order: a `KVCache`, or a tuple of the entries of a stack of layers."""
+"""An entry for each call of `attend`, in order: a `KVCache`, or a tuple of the entries of a stack
+of layers."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +59,7 @@ _TITLE = "The KV cache does not support this attention:"
 
 
 class _Calls:
-    """The calls of `attend` in one traced function: the entries given to it, and those that it adds."""
+    """The calls of `attend` in one traced function: entries given to it, and entries it adds."""
 
     def __init__(self, given: Iterable[Any] = ()) -> None:
         self.given = iter(given)
@@ -65,28 +69,39 @@ class _Calls:
     def add(self, entry: Any) -> None:
         """Add the entry of the next call, unless it is an array of a function inside this one."""
         if get_opaque_trace_state(convention="flax") != self._state:
-            what = "is called inside of a transformation, such as jax.lax.scan, that run_layers does not control"
-            raise CacheError(_TITLE, [Problem("attend", what, fix="run layers by run_layers, or in a Python loop")])
+            problem = Problem(
+                "attend",
+                "is called inside of a transformation, such as jax.lax.scan, "
+                "that run_layers does not control",
+                fix="run layers by run_layers, or in a Python loop",
+            )
+            raise CacheError(_TITLE, [problem])
         self.added.append(entry)
 
 
 class _Trace:
-    """One trace of a model, compared by identity: JAX reuses no other's inner functions. Decoding has positions."""
+    """One trace of a model, compared by identity: JAX reuses no other's inner functions.
+
+    Decoding has positions.
+    """
 
     def __init__(self, given: Cache, positions: Array | None, length: int) -> None:
-        self.positions, self.length = positions, length
+        self.positions = positions
+        self.length = length
         self.calls = [_Calls(given)]  # a stack; the last one is of the innermost traced function
 
     def take(self) -> Any:
         """Return the entry of the next call; an empty one in prefill."""
-        return () if self.positions is None else next(self.calls[-1].given)
+        if self.positions is None:
+            return ()
+        return next(self.calls[-1].given)
 
 
 def prefill(run: Callable[[], T], length: int) -> tuple[T, Cache]:
     """Return `run()` of a model on prompts `[batch, seq]`, and the cache of its calls of `attend`.
 
-    Prompts may be padded at the end. The cache holds `length` tokens. Attention must be causal, over one document in
-    each row, and outside of transformations.
+    Prompts may be padded at the end. The cache holds `length` tokens. Attention must be causal,
+    over one document in each row, and outside of transformations.
 
     Example:
         >>> from spmd.layers.attention import attend
@@ -98,20 +113,24 @@ def prefill(run: Callable[[], T], length: int) -> tuple[T, Cache]:
     result, added = _trace(run, _Trace((), None, length))
 
     def pad(x: Array) -> Array:
-        return jnp.pad(x, [(0, length - x.shape[-3] if dim == x.ndim - 3 else 0) for dim in range(x.ndim)])
+        widths = [(0, 0)] * x.ndim  # of [*layer, batch, length, kv_heads, dim]
+        widths[-3] = (0, length - x.shape[-3])
+        return jnp.pad(x, widths)
 
     return result, _split(jax.tree.map(pad, added))
 
 
 def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -> tuple[T, Cache]:
-    """Return `run()` of the model on one token of each row, `[batch, 1]`, and the cache with these tokens.
+    """Return `run()` of the model on one token of each row, `[batch, 1]`, and the new cache.
 
-    `positions` are those of the tokens; all preceding ones are in the cache.
+    The new cache has these tokens. `positions` are those of the tokens; all preceding ones are in
+    the cache.
     """
     length = next((x.shape[-3] for x in jax.tree.leaves(cache)), 0)
     with single_token():
         result, added = _trace(run, _Trace(cache, positions, length))
-    return result, _split(jax.tree.map(lambda whole, new: _write(whole, new, positions), cache, added))
+    write = functools.partial(_write, positions=positions)
+    return result, _split(jax.tree.map(write, cache, added))
 
 
 def _trace(run: Callable[[], T], trace: _Trace) -> tuple[T, Cache]:
@@ -119,7 +138,9 @@ def _trace(run: Callable[[], T], trace: _Trace) -> tuple[T, Cache]:
     with override(kv_cache=trace):
         result = run()
     added = tuple(trace.calls[-1].added)
-    trace.positions, trace.calls = None, []  # JAX's caches have the trace as a key, and would keep these alive
+    # JAX's caches have the trace as a key, and would keep these alive.
+    trace.positions = None
+    trace.calls = []
     return result, added
 
 
@@ -131,11 +152,13 @@ def single_token() -> contextlib.AbstractContextManager[None]:
 def token_positions() -> Int[Array, "batch 1"] | None:
     """Return the positions of the tokens of a `decode`; None outside."""
     trace = current().kv_cache
-    return None if trace is None or trace.positions is None else trace.positions[:, None]
+    if trace is None or trace.positions is None:
+        return None
+    return trace.positions[:, None]
 
 
 def cache_length() -> int:
-    """Return how many tokens the cache in use holds."""
+    """Return the number of tokens that the cache in use holds."""
     return current().kv_cache.length
 
 
@@ -146,7 +169,10 @@ def cached_attention(
     segments: Array | None,
     options: AttentionOptions,
 ) -> Float[Array, "batch 1 heads dim"] | None:
-    """Return the attention of a decoded token; None outside of decoding. Prefill and decoding save keys and values."""
+    """Return the attention of a decoded token; None outside of decoding.
+
+    Prefill and decoding save keys and values.
+    """
     trace = current().kv_cache
     if trace is None:
         return None
@@ -154,15 +180,21 @@ def cached_attention(
     if segments is not None:
         problems.append(Problem("segments", "are given", fix="None: a row is one document"))
     if not options.causal:
-        problems.append(Problem("causal", "is False", fix="True: tokens are generated from first to last"))
+        fix = "True: tokens are generated from first to last"
+        problems.append(Problem("causal", "is False", fix=fix))
     if problems:
         raise CacheError(_TITLE, problems)
-    past, own = trace.take(), KVCache(key, value)
+    past = trace.take()
+    own = KVCache(key, value)
     trace.calls[-1].add(own)
-    return None if trace.positions is None else _attend(query, own, past, trace.positions, options)
+    if trace.positions is None:
+        return None
+    return _attend(query, own, past, trace.positions, options)
 
 
-def _attend(query: Array, own: KVCache, past: KVCache, positions: Array, options: AttentionOptions) -> Array:
+def _attend(
+    query: Array, own: KVCache, past: KVCache, positions: Array, options: AttentionOptions
+) -> Array:
     """Attend from one token of each row to itself and the cached ones; softmax in float32."""
     batch, _, heads, dim = query.shape
     grouped = query.reshape(batch, own.key.shape[2], -1, dim)
@@ -171,18 +203,24 @@ def _attend(query: Array, own: KVCache, past: KVCache, positions: Array, options
     if options.window is not None:
         mask = mask & (cached > positions[:, None] - options.window)
 
-    def scores(form: str, key: Array) -> Array:
-        products = jnp.einsum(form, grouped, key, preferred_element_type=jnp.float32) * (options.scale or dim**-0.5)
-        return soft_capped(products, options.soft_cap)
+    scale = options.scale or dim**-0.5
 
-    before = jnp.where(mask[:, None, None], scores("bhgd,blhd->bhgl", past.key), MASK_VALUE)
+    def scores(form: str, key: Array) -> Array:
+        products = jnp.einsum(form, grouped, key, preferred_element_type=jnp.float32)
+        return soft_capped(products * scale, options.soft_cap)
+
+    mask = mask[:, None, None]  # [batch, 1, 1, cached]
+    before = jnp.where(mask, scores("bhgd,blhd->bhgl", past.key), MASK_VALUE)
     itself = scores("bhgd,bkhd->bhgk", own.key)
     largest = jnp.maximum(before.max(axis=-1, keepdims=True), itself)
-    before, itself = jnp.exp(before - largest), jnp.exp(itself - largest)
-    out = jnp.einsum(
-        "bhgl,blhd->bhgd", before.astype(past.value.dtype), past.value, preferred_element_type=jnp.float32
-    ) + itself * own.value.astype(jnp.float32).swapaxes(1, 2)
-    return (out / (before.sum(axis=-1, keepdims=True) + itself)).reshape(batch, 1, heads, dim).astype(query.dtype)
+    before = jnp.exp(before - largest)
+    itself = jnp.exp(itself - largest)
+    weights = before.astype(past.value.dtype)
+    form = "bhgl,blhd->bhgd"
+    out = jnp.einsum(form, weights, past.value, preferred_element_type=jnp.float32)
+    out = out + itself * own.value.astype(jnp.float32).swapaxes(1, 2)
+    total = before.sum(axis=-1, keepdims=True) + itself
+    return (out / total).reshape(batch, 1, heads, dim).astype(query.dtype)
 
 
 def _write(whole: Array, new: Array, positions: Array) -> Array:
@@ -190,24 +228,40 @@ def _write(whole: Array, new: Array, positions: Array) -> Array:
     rows = whole.ndim - 4
 
     def write(row: Array, token: Array, at: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(row, token.astype(row.dtype), at, axis=row.ndim - 3)
+        return jax.lax.dynamic_update_slice_in_dim(
+            row, token.astype(row.dtype), at, axis=row.ndim - 3
+        )
 
     return jax.vmap(write, in_axes=(rows, rows, 0), out_axes=rows)(whole, new, positions)
 
 
 def _split(cache: Cache) -> Cache:
-    """Split the cache over the mesh of the plan in scope, if any; a dimension that does not divide is not split."""
+    """Split the cache over the mesh of the plan in scope, if any.
+
+    A dimension that does not divide is not split.
+    """
     mesh = current().mesh
     if mesh is None:
         return cache
 
     def constrain(x: Array) -> Array:
-        stacks = ("pipe", *(None,) * (x.ndim - 5)) if x.ndim > 4 else ()
-        entries = zip((*stacks, BATCH_AXES, "sequence", "tensor"), x.shape, strict=False)
-        spec = P(*(entry if size % shards_of(entry, mesh.shape) == 0 else None for entry, size in entries))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, _cache_spec(x.shape, mesh))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     return jax.tree.map(constrain, cache)
+
+
+def _cache_spec(shape: tuple[int, ...], mesh: AnyMesh) -> P:
+    """Return the spec of an array of the cache, `[*layer, batch, length, kv_heads, dim]`."""
+    wanted: list[Any] = [BATCH_AXES, "sequence", "tensor"]
+    stacks = len(shape) - 4
+    if stacks > 0:
+        wanted = ["pipe", *[None] * (stacks - 1), *wanted]
+    entries = []
+    for entry, size in zip(wanted, shape, strict=False):
+        divides = size % shards_of(entry, mesh.shape) == 0
+        entries.append(entry if divides else None)
+    return P(*entries)
 
 
 Layer = Callable[..., Any]
@@ -215,9 +269,10 @@ Layer = Callable[..., Any]
 
 
 def isolate_layer(layer: Layer) -> Layer:
-    """Make the cache an argument of a layer `(state, *arrays) -> result`; without a cache, return it unchanged.
+    """Make the cache an argument of a layer `(state, *arrays) -> result`.
 
-    The new layer is `((state, entries), *arrays) -> (result, added entries)`.
+    Without a cache, return it unchanged. The new layer is `((state, entries), *arrays) -> (result,
+    added entries)`.
     """
     trace = current().kv_cache
     if trace is None:
@@ -235,11 +290,14 @@ def isolate_layer(layer: Layer) -> Layer:
     return run
 
 
-def thread_cache(step: Callable[..., tuple[Any, Any]], each: Any) -> tuple[Callable[..., tuple[Any, Any]], Any]:
-    """Make a step over layers pass each layer its cache entries; without a cache, return both unchanged.
+def thread_cache(
+    step: Callable[..., tuple[Any, Any]], each: Any
+) -> tuple[Callable[..., tuple[Any, Any]], Any]:
+    """Make a step over layers pass each layer its cache entries.
 
-    `step` is `(layer, x, state, own) -> (x, value)`, calls `layer(state, …)` once and gets layers from `isolate_layer`.
-    Pass its values to `collect_cache`. `each` are inputs with a leading layer dimension; the cache entries are added.
+    Without a cache, return both unchanged. `step` is `(layer, x, state, own) -> (x, value)`, calls
+    `layer(state, …)` once and gets layers from `isolate_layer`. Pass its values to `collect_cache`.
+    `each` are inputs with a leading layer dimension; the cache entries are added.
     """
     trace = current().kv_cache
     if trace is None:

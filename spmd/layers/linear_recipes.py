@@ -1,4 +1,4 @@
-"""Products of a linear layer by the recipe of its kernel: the parts that differ from products of arrays as they are."""
+"""Products of a linear layer by its kernel's recipe: the parts for arrays that are quantized."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,8 @@ from spmd.plan.records import ParamPlacement
 from spmd.settings.quantize import MatmulRecipe
 
 History = Float[Array, "*layer 3 step"]
-"""Largest magnitudes of input, kernel and gradient in earlier steps, which ride on a kernel (`fp8-delayed`)."""
+"""Largest magnitudes of input, kernel and gradient in earlier steps, which ride on a kernel
+(`fp8-delayed`)."""
 
 Scales = Float[Array, "3"] | None
 """Largest magnitudes of input, kernel and gradient to scale by; None for those of now."""
@@ -24,26 +25,39 @@ Scales = Float[Array, "3"] | None
 
 def recipe_of(placed: ParamPlacement | None) -> MatmulRecipe | None:
     """Return the recipe of a kernel's matmuls; None for the compute dtype."""
-    return placed.recipe if placed else None
+    if placed is None:
+        return None
+    return placed.recipe
 
 
 def gather_operand(
     prepared: Any, placed: ParamPlacement | None, scales: Scales, dtype: Any, *, ndim: int
 ) -> Array | Operand:
-    """Gather a kernel for its matmuls; where it is sent as codes that these take, with one scale, it is not decoded.
+    """Gather a kernel for its matmuls.
+
+    Where it is sent as codes that these take, with one scale, it is not decoded.
 
     Args:
         prepared: From `spmd.plan.fsdp.prepare`, of a kernel of `ndim` dimensions.
     """
     recipe = recipe_of(placed)
-    if placed is None or recipe is None or recipe.kind != "float8" or placed.comm.operand_codec != "fp8":
+    if placed is None or recipe is None or not _multiplies_codes(placed, recipe):
         return gather_prepared(prepared, placed, dtype, ndim=ndim)
     with named_after(placed):
-        largest = None if scales is None else scales[1]
-        codes, scale = quantize(prepared, (), recipe, recipe.inputs, is_kernel=True, largest=largest)
+        largest = None
+        if scales is not None:
+            largest = scales[1]
+        codes, scale = quantize(
+            prepared, (), recipe, recipe.inputs, is_kernel=True, largest=largest
+        )
     plain = dataclasses.replace(placed, comm=placed.comm.without_codec())
     sent = gather(jax.lax.bitcast_convert_type(codes, jnp.uint8), plain, jnp.uint8)
     return Operand(jax.lax.bitcast_convert_type(sent, codes.dtype), scale)
+
+
+def _multiplies_codes(placed: ParamPlacement, recipe: MatmulRecipe) -> bool:
+    """Return whether a kernel is sent in the codes of its matmuls."""
+    return recipe.kind == "float8" and placed.comm.operand_codec == "fp8"
 
 
 def gradient_by_recipe(
@@ -56,7 +70,9 @@ def gradient_by_recipe(
     scales: Scales,
     dtype: Any,
 ) -> Array:
-    """Return the gradient of a kernel. The scales of quantized arrays multiply the sum over devices.
+    """Return the gradient of a kernel.
+
+    The scales of quantized arrays multiply the sum over devices.
 
     Args:
         exact: `(x, dy) -> gradient`, for recipes that do not quantize it.
@@ -67,26 +83,31 @@ def gradient_by_recipe(
     recipe = recipe_of(placed)
     if recipe is None or recipe.scaling == "row":
         return kernel_gradient(exact, *arrays, placed, axes, outs)
-    of_x, _, of_dy = (None,) * 3 if scales is None else scales
-    given = zip(
-        arrays, (recipe.inputs, recipe.gradient), (len(axes) - len(outs), len(outs)), (of_x, of_dy), strict=True
-    )
+    x, dy = arrays
+    largest_x, largest_dy = None, None
+    if scales is not None:
+        largest_x, _, largest_dy = scales
+    ndim_out = len(outs)
+    tokens_x = tuple(range(x.ndim - (len(axes) - ndim_out)))
+    tokens_dy = tuple(range(dy.ndim - ndim_out))
     with named_after(placed):
-        a, b = (
-            quantize(array, tuple(range(array.ndim - free)), recipe, name, largest=largest)
-            for array, name, free, largest in given
-        )
+        a = quantize(x, tokens_x, recipe, recipe.inputs, largest=largest_x)
+        b = quantize(dy, tokens_dy, recipe, recipe.gradient, largest=largest_dy)
 
     def local(a: Array, b: Array) -> Array:
         return product(form, Operand(a), Operand(b), dtype)
 
     gradient = kernel_gradient(local, a.array, b.array, placed, axes, outs)
-    return gradient if a.scale is None or b.scale is None else gradient * (a.scale.reshape(()) * b.scale.reshape(()))
+    if a.scale is None or b.scale is None:
+        return gradient
+    return gradient * (a.scale.reshape(()) * b.scale.reshape(()))
 
 
 def seen_before(x: Array, kernel: Array, scales: Scales) -> tuple[Array, ...]:
     """Return the largest magnitudes of input and kernel, if they are remembered."""
-    return () if scales is None else (_magnitude(x), _magnitude(kernel, is_whole=True))
+    if scales is None:
+        return ()
+    return _magnitude(x), _magnitude(kernel, is_whole=True)
 
 
 def as_history(seen: tuple[Array, ...], dy: Array) -> History | None:
@@ -98,4 +119,5 @@ def as_history(seen: tuple[Array, ...], dy: Array) -> History | None:
 
 
 def _magnitude(x: Array, *, is_whole: bool = False) -> Array:
-    return magnitude(x, tuple(range(x.ndim)), is_whole=is_whole).reshape(())
+    every = tuple(range(x.ndim))
+    return magnitude(x, every, is_whole=is_whole).reshape(())

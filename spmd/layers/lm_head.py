@@ -1,21 +1,24 @@
 """Language-model head and its loss, without materialising the logits of all tokens.
 
-For 8,192 tokens and 128,256 words the logits take 4 GiB in float32, and their gradient as much again. So inside
-`lazy_logits` a model returns `LazyLogits`, and the loss computes logits, softmax and gradients chunk by chunk.
+For 8,192 tokens and 128,256 words the logits take 4 GiB in float32, and their gradient as much
+again. So inside `lazy_logits` a model returns `LazyLogits`, and the loss computes logits, softmax
+and gradients chunk by chunk.
 
-Under a plan the loss is one manual program over the mesh. Each device has its part of the tokens and, over `tensor`,
-its part of the vocabulary (Megatron-LM, Shoeybi et al., arXiv:1909.08053, section 3):
+Under a plan the loss is one manual program over the mesh. Each device has its part of the tokens
+and, over `tensor`, its part of the vocabulary (Megatron-LM, Shoeybi et al., arXiv:1909.08053,
+section 3):
 
 ```
-tokens of this device ──▶ logits of this device's words ──▶ max, sum, target: three numbers for each token
-                                                             │  summed over tensor
-gradient of the tokens, summed over tensor ◀── gradient of the logits ──▶ gradient of the kernel, some words in a turn
+tokens of this device ──▶ logits of this device's words ──▶ three numbers of each token:
+                                          │                 max, sum, target; summed over tensor
+gradient of the tokens,                   ▼
+summed over tensor ◀────────── gradient of the logits ──▶ gradient of the kernel, in turns of words
 ```
 
-The kernel's gradient is computed when all chunks are done, over all tokens, and scattered in each turn: no part is
-larger than the logits of a chunk. Gradients of logits are kept for it, in the compute dtype, if they take no more than
-the whole would (8,192 tokens for a width of 4,096, in bfloat16); for more tokens, logits are computed again (decision
-0031).
+The kernel's gradient is computed when all chunks are done, over all tokens, and scattered in each
+turn: no part is larger than the logits of a chunk. Gradients of logits are kept for it, in the
+compute dtype, if they take no more than the whole would (8,192 tokens for a width of 4,096, in
+bfloat16); for more tokens, logits are computed again (decision 0031).
 
 Gradients are computed with the logits in the forward pass; the backward pass only scales them.
 """
@@ -23,6 +26,7 @@ Gradients are computed with the logits in the forward pass; the backward pass on
 import contextlib
 import dataclasses
 import functools
+import itertools
 from typing import Any, ClassVar
 
 import jax
@@ -46,10 +50,12 @@ CHUNK = 1024
 """Tokens of a chunk: enough for the matmuls to take longer than reading the kernel."""
 
 _TILE = 256
-"""Words of a turn are a multiple of it: XLA:TPU fuses reduce-scatters of such parts, and of few others."""
+"""Words of a turn are a multiple of it: XLA:TPU fuses reduce-scatters of such parts, and of few
+others."""
 
 _PURPOSE = "vocabulary-parallel head"
-_WHOLE, _ONE_DEVICE = P(), LocalParam(((), ()), ((), ()), ((), ()))
+_WHOLE = P()
+_ONE_DEVICE = LocalParam(((), ()), ((), ()), ((), ()))
 
 
 @jax.tree_util.register_dataclass
@@ -57,8 +63,8 @@ _WHOLE, _ONE_DEVICE = P(), LocalParam(((), ()), ((), ()), ((), ()))
 class LazyLogits:
     """Head inputs, for `spmd.gradients.losses.cross_entropy` to compute logits chunk by chunk.
 
-    `axes` is `"io"` for a kernel `[d, vocab]`, `"oi"` for `[vocab, d]`; `placed` its placement, None outside a plan.
-    `tokens` and `logits` are the activation names of `x` and of the logits.
+    `axes` is `"io"` for a kernel `[d, vocab]`, `"oi"` for `[vocab, d]`; `placed` its placement,
+    None outside a plan. `tokens` and `logits` are the activation names of `x` and of the logits.
     """
 
     keeps_dtype: ClassVar[bool] = True  # the loss computes the logits in float32
@@ -102,15 +108,24 @@ class _Layout:
         local = functools.partial(_local, layout=self, differentiate=differentiate)
         if self.mesh is None:
             return local(*arrays)
-        x, (stored, _, kept) = P(*self.tokens, self.width or None), self.param.specs
-        specs = (x, stored, self.tokens, self.tokens)
-        results = (P(), P(), *([x, kept] if differentiate else []))
-        return manual_over(self.mesh, self.split, local, specs, results, purpose=_PURPOSE)(*arrays)
+        stored, _, kept = self.param.specs
+        x = P(*self.tokens, self.width or None)
+        in_specs = (x, stored, self.tokens, self.tokens)
+        out_specs: tuple[P, ...] = (P(), P())
+        if differentiate:
+            out_specs += (x, kept)
+        region = manual_over(self.mesh, self.split, local, in_specs, out_specs, purpose=_PURPOSE)
+        return region(*arrays)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """All axes of tokens, in order."""
+        return tuple(itertools.chain.from_iterable(map(entry_axes, self.tokens)))
 
     @property
     def joined(self) -> tuple[str, ...]:
-        """The axes that split both tokens and vocabulary: tokens are gathered (sequence parallelism)."""
-        return tuple(axis for entry in self.tokens for axis in entry_axes(entry) if axis in self.vocabulary)
+        """The axes of both tokens and vocabulary: tokens are gathered (sequence parallelism)."""
+        return tuple(axis for axis in self.token_axes if axis in self.vocabulary)
 
     @property
     def along(self) -> tuple[tuple[str, ...], ...]:
@@ -119,8 +134,8 @@ class _Layout:
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """The axes that split tokens and not the vocabulary."""
-        return tuple(axis for entry in self.tokens for axis in entry_axes(entry) if axis not in self.vocabulary)
+        """The axes of tokens and not of the vocabulary."""
+        return tuple(axis for axis in self.token_axes if axis not in self.vocabulary)
 
 
 def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
@@ -131,20 +146,29 @@ def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
         (1, 2, 8)
     """
     kernel = gather(head.kernel, head.placed, head.x.dtype)
-    logits = jnp.einsum(f"...i,{head.axes}->...o", head.x, kernel, preferred_element_type=jnp.float32)
+    logits = _logits(head.x, kernel, head.axes)
     return annotate(soft_capped(logits, head.soft_cap), head.logits)
 
 
+def _logits(x: Array, kernel: Array, axes: str) -> Array:
+    form = f"...i,{axes}->...o"
+    return jnp.einsum(form, x, kernel, preferred_element_type=jnp.float32)
+
+
 def chunked_cross_entropy(
-    head: LazyLogits, targets: Int[Array, "batch seq"], weights: Float[Array, "batch seq"], chunk: int = CHUNK
+    head: LazyLogits,
+    targets: Int[Array, "batch seq"],
+    weights: Float[Array, "batch seq"],
+    chunk: int = CHUNK,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return the weighted sum of the cross-entropy in nats, and that of exactly predicted tokens.
+    """Return the weighted sums of the cross-entropy in nats, and of exactly predicted tokens.
 
     `weights` have no gradient. `chunk` is the number of tokens of each chunk, per device.
 
     Example:
         >>> head = LazyLogits(jnp.zeros((1, 2, 4)), jnp.ones((4, 8)))
-        >>> loss, correct = chunked_cross_entropy(head, jnp.zeros((1, 2), int), jnp.ones((1, 2)), chunk=1)
+        >>> targets, weights = jnp.zeros((1, 2), int), jnp.ones((1, 2))
+        >>> loss, correct = chunked_cross_entropy(head, targets, weights, chunk=1)
         >>> round(float(loss), 4), float(correct)  # 2 ln 8
         (4.1589, 2.0)
     """
@@ -153,36 +177,74 @@ def chunked_cross_entropy(
 
 
 def _layout(head: LazyLogits, chunk: int) -> _Layout:
-    layout, scope = _Layout(head.axes, head.logits, head.soft_cap, chunk), placement(head.tokens)
+    """Return the options of the loss, with its sharding under the plan in scope."""
+    layout = _Layout(head.axes, head.logits, head.soft_cap, chunk)
+    scope = placement(head.tokens)
     if scope is None:
         return layout
     if head.placed is None:
-        fix = "make the model by spmd.from_nnx, and give the table a rule for it"
-        problem = Problem("the head's kernel", "is not in the rule table", fix=fix)
+        problem = Problem(
+            "the head's kernel",
+            "is not in the rule table",
+            fix="make the model by spmd.from_nnx, and give the table a rule for it",
+        )
         raise AnnotationError("The sharding of the head is not known:", [problem])
-    mesh, tokens = scope
+    mesh, spec = scope
     split = split_axes(mesh)
-    (*token_dims, width), dim = spec_dims(tokens, 3, split), head.axes.index("o")
+    *token_dims, width = spec_dims(spec, 3, split)
+    examples, tokens = token_dims
+    dim = head.axes.index("o")
     vocabulary = spec_dims(head.placed.used, 2, split)[dim]
-    used = tuple(vocabulary if i == dim else () for i in range(2))
-
-    def contiguous(dims: Dims) -> Dims:
-        """Return `dims` if a device's words are contiguous after a gather, else `used`: then the compiler reshards."""
-        return tuple(dims) if dims[dim][: len(vocabulary)] == vocabulary else used
-
-    param = local_param(head.placed, 2)
-    # Over an axis that splits neither tokens nor vocabulary, devices have equal gradients, which must not be summed.
-    summed = tuple(axis for axis in split if axis in {*token_dims[0], *token_dims[1], *vocabulary})
-    kept = contiguous(spec_dims(head.placed.gradient, 2, summed))
+    if not set(width) <= set(vocabulary):
+        width = ()
+    # Over an axis that splits neither tokens nor vocabulary, devices have equal gradients, which
+    # must not be summed.
+    differing = {*examples, *tokens, *vocabulary}
+    summed = tuple(axis for axis in split if axis in differing)
     return dataclasses.replace(
         layout,
         mesh=mesh,
         split=split,
         tokens=dims_spec(token_dims),
-        param=dataclasses.replace(param, stored=contiguous(param.stored), used=used, kept=kept),
+        param=_kernel_layout(head.placed, dim, vocabulary, summed),
         vocabulary=vocabulary,
-        width=width if set(width) <= set(vocabulary) else (),
+        width=width,
     )
+
+
+def _kernel_layout(
+    placed: ParamPlacement, dim: int, vocabulary: tuple[str, ...], summed: tuple[str, ...]
+) -> LocalParam:
+    """Return the layout of the kernel in the region: its words, dimension `dim`, are split.
+
+    Args:
+        placed: Its placement under the plan.
+        dim: The dimension of words.
+        vocabulary: The axes that words are split over.
+        summed: The axes over which gradients are summed.
+    """
+    split: list[tuple[str, ...]] = [(), ()]
+    split[dim] = vocabulary
+    used = tuple(split)
+    param = local_param(placed, 2)
+    kept = spec_dims(placed.gradient, 2, summed)
+    return dataclasses.replace(
+        param,
+        stored=_contiguous(param.stored, used, dim),
+        used=used,
+        kept=_contiguous(kept, used, dim),
+    )
+
+
+def _contiguous(dims: Dims, used: Dims, dim: int) -> Dims:
+    """Return `dims` if a device's words are contiguous after a gather, else `used`.
+
+    With `used`, the compiler reshards.
+    """
+    vocabulary = used[dim]
+    if dims[dim][: len(vocabulary)] == vocabulary:
+        return tuple(dims)
+    return used
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -190,14 +252,23 @@ def _sums(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layo
     return layout.run(False, x, kernel, targets, weights)
 
 
-def _forward(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout) -> tuple[Any, Any]:
+def _forward(
+    x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout
+) -> tuple[Any, Any]:
     loss, correct, *gradients = layout.run(True, x, kernel, targets, weights)
-    return (loss, correct), (gradients, [jnp.zeros((0,), a.dtype) for a in (x, kernel)])
+    likes = [jnp.zeros((0,), a.dtype) for a in (x, kernel)]
+    return (loss, correct), (gradients, likes)
 
 
-def _backward(layout: _Layout, saved: tuple[list[Array], list[Array]], cotangents: tuple[Array, ...]) -> Any:
-    scaled = (g.astype(jnp.float32) * cotangents[0] for g in saved[0])
-    return *(g.astype(like.dtype) for g, like in zip(scaled, saved[1], strict=True)), None, None
+def _backward(
+    layout: _Layout, saved: tuple[list[Array], list[Array]], cotangents: tuple[Array, ...]
+) -> Any:
+    gradients, likes = saved
+    scaled = []
+    for gradient, like in zip(gradients, likes, strict=True):
+        wide = gradient.astype(jnp.float32) * cotangents[0]
+        scaled.append(wide.astype(like.dtype))
+    return *scaled, None, None
 
 
 _sums.defvjp(_forward, _backward)
@@ -206,21 +277,20 @@ _sums.defvjp(_forward, _backward)
 def _local(
     x: Array, kernel: Array, targets: Array, weights: Array, *, layout: _Layout, differentiate: bool
 ) -> tuple[Array, ...]:
-    """Return one device's sums over its tokens and, to differentiate, the gradients of `x` and the kernel."""
-    count, width = x.shape[0] * x.shape[1], x.shape[-1]
-    tokens = count * (jax.lax.axis_size(layout.joined) if layout.joined else 1)
+    """Return one device's sums over its tokens and, to differentiate, two gradients.
+
+    These are the gradients of `x` and of the kernel.
+    """
+    batch, seq, width = x.shape
+    count = batch * seq
+    tokens = count * _axis_size(layout.joined)
     chunks = -(-tokens // layout.chunk)
-    padding = -count % chunks  # tokens of weight 0
-
-    def split(a: Array) -> Array:
-        flat = a.reshape(count, *a.shape[2:])
-        return jnp.pad(flat, ((0, padding), *((0, 0),) * (flat.ndim - 1))).reshape(chunks, 1, -1, *flat.shape[1:])
-
     with in_scope(layout.param.scope):
-        head = _Head(layout, layout.param.gather(kernel, x.dtype), tokens)
-    parts = tuple(split(a) for a in (x, targets, weights))
+        whole = layout.param.gather(kernel, x.dtype)
+    head = _Head(layout, whole, tokens)
+    parts = tuple(_in_chunks(a, chunks) for a in (x, targets, weights))
 
-    def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
         sums, saved = head.of_chunk(*part, differentiate=differentiate)
         return jax.tree.map(jnp.add, total, sums), saved
 
@@ -229,13 +299,68 @@ def _local(
     totals = tuple(psum(s, layout.summed) for s in sums)
     if not differentiate:
         return totals
-    dx = saved[1] if len(saved) > 1 else head.dx(saved[0])
-    gathered = tuple(all_gather(a, ((), *layout.along)[: a.ndim]) for a in parts)
+    if head.keeps:
+        (kept,) = saved
+        dx = head.dx(kept)
+    else:
+        kept, dx = saved
+    along = ((), *layout.along)  # of [chunk, 1, token, d]
+    gathered = [all_gather(a, along[: a.ndim]) for a in parts]
     with in_scope(layout.param.scope):
-        dkernel = head.dkernel(saved[0], *gathered, dtype=kernel.dtype)
-    # Without the barrier XLA:TPU computes it after the backward pass of all layers, and holds its operands until then.
+        dkernel = head.dkernel(kept, *gathered, dtype=kernel.dtype)
+    # Without the barrier XLA:TPU computes it after the backward pass of all layers, and holds its
+    # operands until then.
     dx, dkernel = jax.lax.optimization_barrier((dx, dkernel))
-    return *totals, dx.reshape(-1, width)[:count].reshape(x.shape), dkernel
+    without_padding = dx.reshape(-1, width)[:count]
+    return *totals, without_padding.reshape(x.shape), dkernel
+
+
+def _axis_size(axes: tuple[str, ...]) -> int:
+    """Return the number of devices along manual axes; 1 for none."""
+    if not axes:
+        return 1
+    return jax.lax.axis_size(axes)
+
+
+def _in_chunks(a: Float[Array, "batch seq *d"], chunks: int) -> Float[Array, "chunk 1 token *d"]:
+    """Split tokens into equal chunks; padding has weight 0."""
+    batch, seq, *rest = a.shape
+    count = batch * seq
+    padding = -count % chunks
+    flat = a.reshape(count, *rest)
+    widths = ((0, padding), *((0, 0),) * len(rest))
+    return jnp.pad(flat, widths).reshape(chunks, 1, -1, *rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """Turns of the kernel's gradient: each computes and scatters some words of all shards.
+
+    Attributes:
+        shards: The number of shards that the gradient is scattered into.
+        own: Words of a shard.
+        some: Words of a shard in a turn.
+    """
+
+    shards: int
+    own: int
+    some: int
+
+    @property
+    def count(self) -> int:
+        """The number of turns."""
+        return -(-self.own // self.some)
+
+    def part(self, a: Array, start: Array, axis: int) -> Array:
+        """Return the words of a turn of an array that has all words along an axis.
+
+        Slices clamp `start`: the last turn may repeat words of the one before.
+        """
+        before = a.shape[:axis]
+        after = a.shape[axis + 1 :]
+        split = a.reshape(*before, self.shards, self.own, *after)
+        part = jax.lax.dynamic_slice_in_dim(split, start, self.some, axis + 1)
+        return part.reshape(*before, self.shards * self.some, *after)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,36 +373,50 @@ class _Head:
 
     @property
     def narrow(self) -> Any:
-        """The dtype of gradients of logits: that of the kernel, except for float16.
+        """The dtype of gradients of logits: the kernel's, except for float16.
 
-        The loss scale is applied in the backward pass; without it, most of these numbers would underflow in float16.
+        The loss scale is applied in the backward pass; without it, most of these numbers would
+        underflow in float16.
         """
-        return jnp.dtype(jnp.float32 if self.kernel.dtype == jnp.float16 else self.kernel.dtype)
+        dtype = self.kernel.dtype
+        if dtype == jnp.float16:
+            return jnp.dtype(jnp.float32)
+        return jnp.dtype(dtype)
 
     @property
     def bytes_of_word(self) -> tuple[int, int, int]:
-        """The bytes of a word in the logits of a chunk, the gradient of the kernel, and gradients of all logits."""
+        """The bytes of a word: in a chunk's logits, in the kernel's gradient, in all dlogits."""
         width = self.kernel.shape[self.layout.axes.index("i")]
-        return 4 * self.layout.chunk, 4 * width, self.narrow.itemsize * self.tokens
+        in_chunk = 4 * self.layout.chunk
+        in_kernel = 4 * width
+        in_dlogits = self.narrow.itemsize * self.tokens
+        return in_chunk, in_kernel, in_dlogits
 
     @property
     def keeps(self) -> bool:
-        """Whether gradients of all logits are kept: if they are no larger than the logits of a chunk."""
+        """Whether all dlogits are kept: if they are no larger than the logits of a chunk."""
         chunk, _, kept = self.bytes_of_word
         return kept <= chunk
 
     @property
     def words(self) -> Int[Array, "word"]:
         """The ids of this device's words."""
-        size, axes = self.kernel.shape[self.layout.axes.index("o")], self.layout.vocabulary
-        return jnp.arange(size) + (jax.lax.axis_index(axes) * size if axes else 0)
+        size = self.kernel.shape[self.layout.axes.index("o")]
+        axes = self.layout.vocabulary
+        ids = jnp.arange(size)
+        first: Any = 0
+        if axes:
+            first = jax.lax.axis_index(axes) * size
+        return ids + first
 
     def logits(self, x: Array, kernel: Array) -> Array:
         """Return the logits of some words."""
-        logits = jnp.einsum(f"...i,{self.layout.axes}->...o", x, kernel, preferred_element_type=jnp.float32)
+        logits = _logits(x, kernel, self.layout.axes)
         return annotate(soft_capped(logits, self.layout.soft_cap), self.layout.logits)
 
-    def dlogits(self, logits: Array, probabilities: Array, is_target: Array, weights: Array) -> Array:
+    def dlogits(
+        self, logits: Array, probabilities: Array, is_target: Array, weights: Array
+    ) -> Array:
         """Return the gradient of logits."""
         dlogits = (probabilities - is_target) * weights[..., None]
         return before_soft_cap(dlogits, logits, self.layout.soft_cap).astype(self.narrow)
@@ -285,69 +424,110 @@ class _Head:
     def dx(self, dlogits: Float[Array, "*chunk 1 token word"]) -> Float[Array, "*chunk 1 token d"]:
         """Return the gradient of tokens, split as they were."""
         dx = jnp.einsum(f"...o,{self.layout.axes}->...i", dlogits, self.kernel)
-        dx = psum_scatter(dx, ((),) * (dx.ndim - 3) + self.layout.along)
+        leading = ((),) * (dx.ndim - 3)
+        dx = psum_scatter(dx, leading + self.layout.along)
         scattered = (*self.layout.joined, *self.layout.width)
         return psum(dx, tuple(axis for axis in self.layout.vocabulary if axis not in scattered))
 
     def of_chunk(
-        self, x: Float[Array, "1 token d"], targets: Int[Array, "1 token"], weights: Array, *, differentiate: bool
+        self,
+        x: Float[Array, "1 token d"],
+        targets: Int[Array, "1 token"],
+        weights: Array,
+        *,
+        differentiate: bool,
     ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """Return `(loss, correct)` of a chunk and, to differentiate, the gradient of its logits if the head keeps it.
+        """Return `(loss, correct)` of a chunk and, to differentiate, values for the backward pass.
 
-        Otherwise the log-sum-exp of each token, and dx.
+        These are the gradient of the chunk's logits if the head keeps it, otherwise the log-sum-exp
+        of each token, and dx.
         """
         vocabulary = self.layout.vocabulary
-        x, targets, weights = (all_gather(a, self.layout.along[: a.ndim]) for a in (x, targets, weights))
-        logits, is_target = self.logits(x, self.kernel), _is_target(self.words, targets)
+        along = self.layout.along
+        x = all_gather(x, along)
+        targets = all_gather(targets, along[:2])
+        weights = all_gather(weights, along[:2])
+        logits = self.logits(x, self.kernel)
+        is_target = _is_target(self.words, targets)
         largest = logits.max(axis=-1)
-        largest = jax.lax.pmax(largest, vocabulary) if vocabulary else largest
+        if vocabulary:
+            largest = jax.lax.pmax(largest, vocabulary)
         exponentials = jnp.exp(logits - largest[..., None])
-        own = jnp.stack([exponentials.sum(axis=-1), jnp.where(is_target, logits, 0.0).sum(axis=-1)])
-        total, target = psum(own, vocabulary)
+        own_total = exponentials.sum(axis=-1)
+        own_target = jnp.where(is_target, logits, 0.0).sum(axis=-1)
+        total, target = psum(jnp.stack([own_total, own_target]), vocabulary)
         normalizer = jnp.log(total) + largest
         sums = ((normalizer - target) * weights).sum(), ((target >= largest) * weights).sum()
         if not differentiate:
             return sums, ()
-        dlogits = self.dlogits(logits, exponentials / total[..., None], is_target, weights)
-        return sums, (dlogits,) if self.keeps else (normalizer, self.dx(dlogits))
+        probabilities = exponentials / total[..., None]
+        dlogits = self.dlogits(logits, probabilities, is_target, weights)
+        if self.keeps:
+            return sums, (dlogits,)
+        return sums, (normalizer, self.dx(dlogits))
 
     def dkernel(
-        self, kept: Array, x: Float[Array, "chunk 1 token d"], targets: Array, weights: Array, *, dtype: Any
+        self,
+        kept: Array,
+        x: Float[Array, "chunk 1 token d"],
+        targets: Array,
+        weights: Array,
+        *,
+        dtype: Any,
     ) -> Array:
-        """Return this device's shard of the kernel's gradient, summed over devices for some words in each turn.
+        """Return this device's shard of the kernel's gradient, summed in turns of words.
 
-        `kept` is what `of_chunk` returns first. The gradient of a turn is no larger than the logits of a chunk.
+        `kept` is the first value of `of_chunk`. The gradient of a turn is no larger than the logits
+        of a chunk.
         """
-        layout, dim = self.layout, self.layout.axes.index("o")
-        param, scatters = layout.param, layout.param.scatters
-        shape = [
-            n // (jax.lax.axis_size(axes) if axes else 1) for n, axes in zip(self.kernel.shape, scatters, strict=True)
-        ]
-        own, shards = shape[dim], self.kernel.shape[dim] // shape[dim]  # a turn has words of all shards
-        chunk, *others = self.bytes_of_word
-        some = min(own, -(-own // (-(-max(others) // chunk) * _TILE)) * _TILE)
+        layout = self.layout
+        param = layout.param
+        dim = layout.axes.index("o")
+        scattered = tuple(itertools.chain(*param.scatters))
+        shape = []
+        for size, axes in zip(self.kernel.shape, param.scatters, strict=True):
+            shape.append(size // _axis_size(axes))
+        turns = self._turns(shape[dim])
+        form = f"...i,...o->{layout.axes}"
 
         def turn(i: Any, gradient: Array) -> Array:
-            start = i * some  # slices and updates clamp it: the last turn may repeat words of the one before
-
-            def of_turn(a: Array, axis: int) -> Array:
-                split = a.reshape(*a.shape[:axis], shards, own, *a.shape[axis + 1 :])
-                part = jax.lax.dynamic_slice_in_dim(split, start, some, axis + 1)
-                return part.reshape(*a.shape[:axis], shards * some, *a.shape[axis + 1 :])
-
+            start = i * turns.some
             if self.keeps:
-                dlogits = of_turn(kept, 3)
+                dlogits = turns.part(kept, start, 3)
             else:
-                logits = self.logits(x, of_turn(self.kernel, dim))
-                is_target = _is_target(of_turn(self.words, 0), targets)
-                dlogits = self.dlogits(logits, jnp.exp(logits - kept[..., None]), is_target, weights)
-            part = jnp.einsum(f"...i,...o->{layout.axes}", x, dlogits, preferred_element_type=dtype)
-            return jax.lax.dynamic_update_slice_in_dim(gradient, param.reduce(part, scattered), start, dim)
+                dlogits = self._dlogits_again(turns, start, x, targets, weights, normalizer=kept)
+            part = jnp.einsum(form, x, dlogits, preferred_element_type=dtype)
+            part = param.reduce(part, scattered)
+            return jax.lax.dynamic_update_slice_in_dim(gradient, part, start, dim)
 
-        scattered = tuple(axis for axes in scatters for axis in axes)
-        gradient = jax.lax.fori_loop(0, -(-own // some), turn, jnp.zeros(shape, dtype))
+        gradient = jax.lax.fori_loop(0, turns.count, turn, jnp.zeros(shape, dtype))
         rest = tuple(axis for axis in layout.summed if axis not in scattered)
         return param.with_whole_gradient().reduce(gradient, rest)
+
+    def _turns(self, own: int) -> _Turns:
+        """Return as few turns for `own` words as keep each within the logits of a chunk."""
+        words = self.kernel.shape[self.layout.axes.index("o")]
+        chunk, *others = self.bytes_of_word
+        fewest = -(-max(others) // chunk)
+        tiles = -(-own // (fewest * _TILE))
+        return _Turns(words // own, own, min(own, tiles * _TILE))
+
+    def _dlogits_again(
+        self,
+        turns: _Turns,
+        start: Array,
+        x: Array,
+        targets: Array,
+        weights: Array,
+        *,
+        normalizer: Array,
+    ) -> Array:
+        """Compute the logits of a turn's words again, for their gradient."""
+        kernel = turns.part(self.kernel, start, self.layout.axes.index("o"))
+        logits = self.logits(x, kernel)
+        is_target = _is_target(turns.part(self.words, start, 0), targets)
+        probabilities = jnp.exp(logits - normalizer[..., None])
+        return self.dlogits(logits, probabilities, is_target, weights)
 
 
 def _is_target(words: Int[Array, "word"], targets: Int[Array, "..."]) -> Array:

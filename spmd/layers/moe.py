@@ -1,19 +1,22 @@
-"""Mixture of experts: a layer's tokens are sent to their experts, which are MLPs, and their results are added up.
+"""Mixture of experts: tokens are sent to their experts, each an MLP, and the results are added up.
 
-Only the experts are split over mesh axis `expert`; the rest of a model is data-parallel over it (GShard,
-arXiv:2006.16668). Under a plan the layer is one manual program (`jax.shard_map`) over every axis of the mesh:
+Only the experts are split over mesh axis `expert`; the rest of a model is data-parallel over it
+(GShard, arXiv:2006.16668). Under a plan the layer is one manual program (`jax.shard_map`) over
+every axis of the mesh:
 
 ```
-tokens of this device ──rows by expert──▶ all-to-all ──▶ tokens of all devices for this device's experts
-                                                           │  kernels gathered over fsdp, split over tensor
+tokens of this device ──rows by expert──▶ all-to-all ──▶ tokens for this device's experts
+                                                           │  kernels gathered over fsdp,
+                                                           │  split over tensor
 tokens of this device ◀────sums──────── all-to-all ◀───────┘  weighted inside the MLP
 ```
 
-`spmd.layers.expert_dispatch` has the ways there and back: by **capacity**, where each expert has a fixed number of
-slots for each example and tokens beyond it are dropped, or **dropless** (MegaBlocks, arXiv:2211.15841). Routing weights
-multiply the hidden units, where their gradients are sums over hidden units too, so that no result is sent twice. The
-derivative is written out: its way there and back are those of the forward pass, and a pass that dropless dispatch needs
-beyond the first is computed again in it.
+`spmd.layers.expert_dispatch` has the ways there and back: by **capacity**, where each expert has a
+fixed number of slots for each example and tokens beyond it are dropped, or **dropless**
+(MegaBlocks, arXiv:2211.15841). Routing weights multiply the hidden units, where their gradients are
+sums over hidden units too, so that no result is sent twice. The derivative is written out: its way
+there and back are those of the forward pass, and a pass that dropless dispatch needs beyond the
+first is computed again in it.
 """
 
 import dataclasses
@@ -32,6 +35,7 @@ from spmd.layers.expert_dispatch import EXTRA_PASSES, Capacity, Dispatch, Drople
 from spmd.layers.expert_exchange import Blocks
 from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
 from spmd.layers.grouped_matmul import Sizes, grouped_gradient, quantized_grouped_matmul
+from spmd.layers.linear_recipes import recipe_of
 from spmd.layers.router import RouterConfig, Routing, expert_slots
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.manual import batch_sum, manual_over, psum, split_axes
@@ -50,26 +54,34 @@ def mixture_of_experts(
     out: ExpertKernel,
     activation: Activation,
 ) -> tuple[Float[Array, "batch seq d"], dict[str, Float[Array, ""]]]:
-    """Return the weighted sum of each token's experts, `out(activation(into(x)))`, and what became of the rows.
+    """Return the weighted sum of each token's experts, `out(activation(into(x)))`, and two counts.
 
     These are the number of `"dropped"` choices, and of `"extra_passes"`.
 
     Args:
         x: Tokens; under a plan, split like the activation `expert_tokens`.
-        into: Kernels `[expert, d, hidden]`: one, or those of gate and gated array, the arguments of `activation`.
+        into: Kernels `[expert, d, hidden]`: one, or those of gate and gated array, the arguments of
+            `activation`.
         out: Kernels `[expert, hidden, d]`.
     """
-    kernels, capacity = (*into, out), config.capacity(x.shape[1])
+    kernels = (*into, out)
+    capacity = config.capacity(x.shape[1])
     scope = placement("expert_tokens", x.shape)
-    layout = expert_layout(*scope, kernels) if scope else ExpertLayout()
+    layout = ExpertLayout()
+    if scope is not None:
+        layout = expert_layout(*scope, kernels)
     tokens = x.shape[0] * x.shape[1] // layout.parts
-    recipes = tuple(kernel.placed.recipe if kernel.placed else None for kernel in kernels)
-    layer = _Layer(config, capacity, activation, layout, math.gcd(tokens, config.chunks), recipes)
-    where, dropped = routing.experts, jnp.zeros((), jnp.float32)
+    chunks = math.gcd(tokens, config.chunks)
+    recipes = tuple(recipe_of(kernel.placed) for kernel in kernels)
+    layer = _Layer(config, capacity, activation, layout, chunks, recipes)
+    where = routing.experts
+    dropped = jnp.zeros((), jnp.float32)
     if config.dispatch == "capacity":
-        slots, dropped = expert_slots(routing.experts, config.experts, capacity, routing.capacities)
+        slots, dropped = expert_slots(where, config.experts, capacity, routing.capacities)
         is_kept = slots < config.experts * capacity
-        where = jnp.where(is_kept, routing.experts, config.experts) if layer.is_dropless else slots
+        where = slots
+        if layer.is_dropless:
+            where = jnp.where(is_kept, routing.experts, config.experts)
     arrays = tuple(kernel.array for kernel in kernels)
     # The rows of experts are sorted over the examples of a device, and go back to where they were.
     y, extra = per_example(_apply)(layer, x, where, routing.weights, arrays)
@@ -77,7 +89,7 @@ def mixture_of_experts(
 
 
 class _Received(NamedTuple):
-    """What the experts of one device get in a pass: rows, the weight of each, and the hidden units of gate and up."""
+    """Rows of one device's experts in a pass, their weights, and hidden units of gate and up."""
 
     rows: Float[Array, "*own d"]
     scales: Float[Array, "*own"]
@@ -86,7 +98,7 @@ class _Received(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """What is known of a layer before its arrays."""
+    """Static properties of a layer, known before its arrays."""
 
     config: RouterConfig
     capacity: int
@@ -97,17 +109,28 @@ class _Layer:
 
     @property
     def is_dropless(self) -> bool:
-        """Whether rows have no slots: for capacities too where an example is split, since a part of it fills any slot.
+        """Whether rows have no slots.
 
-        Where experts choose, a token has a choice for each of them, nearly all without an expert: too many for rows.
+        They have none for capacities either where an example is split, since a part of it fills any
+        slot. Where experts choose, a token has a choice for each of them, nearly all without an
+        expert: too many for rows.
         """
-        return self.config.dispatch == "dropless" or (self.config.choice == "token" and bool(self.layout.tokens[1]))
+        if self.config.dispatch == "dropless":
+            return True
+        _, tokens_of_example = self.layout.tokens
+        return self.config.choice == "token" and bool(tokens_of_example)
 
-    def product(self, index: int, x: Array, kernel: Array, sizes: Sizes, *, transposed: bool = False) -> Array:
-        """Return the products of rows with kernels, the last ones of which lead out of hidden units."""
-        is_last = index % len(self.recipes) == len(self.recipes) - 1
+    def product(
+        self, index: int, x: Array, kernel: Array, sizes: Sizes, *, transposed: bool = False
+    ) -> Array:
+        """Return the products of rows with kernel `index` of each expert; the last leads out."""
+        last = len(self.recipes) - 1
+        is_last = index in (last, -1)
         return quantized_grouped_matmul(
-            *(x, kernel, sizes, self.recipes[index]),
+            x,
+            kernel,
+            sizes,
+            self.recipes[index],
             tensor=self.layout.tensor,
             is_split=is_last != transposed,
             transposed=transposed,
@@ -115,22 +138,26 @@ class _Layer:
 
     def dispatch(self, where: Array) -> Dispatch:
         """Return the ways of the rows of one device."""
+        expert = self.layout.expert
         if self.is_dropless:
-            return Dropless(where.reshape(-1, where.shape[-1]), self.config, self.layout.expert, self.layout.over)
-        return Capacity(where, self.config, self.layout.expert, self.capacity)
+            choices = where.reshape(-1, where.shape[-1])
+            return Dropless(choices, self.config, expert, self.layout.over)
+        return Capacity(where, self.config, expert, self.capacity)
 
     def split(self, *arrays: Array) -> list[list[Array]]:
         """Split arrays of a device's tokens into chunks: a list of parts for each."""
         if self.chunks == 1:
             return [list(arrays)]
-        return list(map(list, zip(*(jnp.split(_flat(array), self.chunks) for array in arrays), strict=True)))
+        parts = [jnp.split(_flat(array), self.chunks) for array in arrays]
+        return list(map(list, zip(*parts, strict=True)))
 
     def manual(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Run `local` on the shards of each device."""
         mesh = self.layout.mesh
         if mesh is None:
             return local
-        return manual_over(mesh, split_axes(mesh), local, in_specs, out_specs, purpose="experts")
+        axes = split_axes(mesh)
+        return manual_over(mesh, axes, local, in_specs, out_specs, purpose="experts")
 
     @property
     def tokens(self) -> P:
@@ -139,17 +166,76 @@ class _Layer:
 
     @property
     def received(self) -> _Received:
-        """The specs of what experts get."""
+        """The specs of the rows of experts, their weights and hidden units."""
         expert = self.layout.expert
+        over = self.layout.over or None
         is_sorted = self.is_dropless and (expert is None or expert.kind is not Blocks)
-        leading = () if is_sorted else (None,)
-        rows: Any = P(*leading, self.layout.over or None)
+        rows: Any = P(over) if is_sorted else P(None, over)
         hidden: Any = P(*rows, self.layout.tensor or None)
         return _Received(rows, rows, hidden)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Experts:
+    """The experts of one device, for a chunk of its tokens.
+
+    Attributes:
+        into: Gathered kernels into hidden units.
+        out: Gathered kernels out of them.
+    """
+
+    layer: _Layer
+    dispatch: Dispatch
+    into: Sequence[Array]
+    out: Array
+
+    def send(self, x: Array, weights: Array) -> tuple[Array, Array]:
+        """Return the rows of a chunk in order of experts, and the weight of each."""
+        return self.dispatch.rows(_flat(x)), self.dispatch.choices(_flat(weights))
+
+    def receive(self, sent: tuple[Array, Array], turn: Any) -> _Received:
+        """Return the rows of this device's experts in a pass, with their hidden units."""
+        rows, scales = (self.dispatch.receive(array, turn) for array in sent)
+        hidden = []
+        for index, kernel in enumerate(self.into):
+            sizes = self.dispatch.sizes(turn)
+            product = self.layer.product(index, rows, kernel, sizes)
+            hidden.append(annotate(product, "expert_hidden", in_rule=True))
+        return _Received(rows, scales, tuple(hidden))
+
+    def results(self, got: _Received, turn: Any) -> Array:
+        """Return the weighted results of rows."""
+        value = self.layer.activation(*got.hidden)
+        scaled = _scaled(value, got.scales)
+        return self.layer.product(-1, scaled, self.out, self.dispatch.sizes(turn))
+
+    def gradients(
+        self, got: _Received, dy: Array, turn: Any, dtypes: Sequence[Any]
+    ) -> tuple[Array, Array, list[Array]]:
+        """Return a pass's gradients of rows, of their weights, and of kernels in their `dtypes`."""
+        layer = self.layer
+        dresult = self.dispatch.receive(dy, turn)
+        sizes = self.dispatch.sizes(turn)
+        value, transpose = jax.vjp(layer.activation, *got.hidden)
+        dscaled = layer.product(-1, dresult, self.out, sizes, transposed=True)
+        products = dscaled.astype(jnp.float32) * value.astype(jnp.float32)
+        dscales = products.sum(axis=-1)
+        dhidden = transpose(_scaled(dscaled, got.scales))
+        drows = []
+        for index, (dunits, kernel) in enumerate(zip(dhidden, self.into, strict=True)):
+            drows.append(layer.product(index, dunits, kernel, sizes, transposed=True))
+        inputs = [got.rows] * len(dhidden) + [_scaled(value, got.scales)]
+        doutputs = [*dhidden, dresult]
+        dkernels = []
+        for rows, doutput, dtype in zip(inputs, doutputs, dtypes, strict=True):
+            dkernels.append(grouped_gradient(rows, doutput, sizes, dtype))
+        return functools.reduce(jnp.add, drows), dscales, dkernels
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]) -> tuple[Array, Array]:
+def _apply(
+    layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]
+) -> tuple[Array, Array]:
     return _apply_forward(layer, x, where, weights, kernels)[0]
 
 
@@ -157,91 +243,77 @@ def _apply_forward(
     layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]
 ) -> tuple[tuple[Array, Array], Any]:
     layout = layer.layout
-
-    def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]) -> Any:
-        *into, out = layout.gather(kernels, x.dtype)
-
-        def chunk(x: Array, where: Array, weights: Array) -> tuple[Array, Any, _Received]:
-            dispatch = layer.dispatch(where)
-            sent = dispatch.rows(_flat(x)), dispatch.choices(_flat(weights))
-
-            def result(turn: Any) -> tuple[Array, _Received]:
-                got = _receive(layer, dispatch, sent, into, turn)
-                value = _scaled(layer.activation(*got.hidden), got.scales)
-                return layer.product(-1, value, out, dispatch.sizes(turn)), got
-
-            first, got = result(0)
-            rows = _more(
-                dispatch, lambda turn, rows: dispatch.give(result(turn)[0], turn, rows), dispatch.give(first, 0, None)
-            )
-            return dispatch.combine(rows).astype(x.dtype), dispatch.passes - 1, got
-
-        ys, extra, got = zip(*(chunk(*part) for part in layer.split(x, where, weights)), strict=True)
-        y = psum(jnp.concatenate(ys), layout.tensor).reshape(x.shape)
-        return y, jnp.float32(sum(extra)), got, (*into, out) if layout.save_gathered else ()
-
+    tokens = layer.tokens
     stored, used, _ = layout.specs
-    wholes = used if layout.save_gathered else ()
     received = (layer.received,) * layer.chunks
-    manual = layer.manual(local, (*(layer.tokens,) * 3, stored), (layer.tokens, P(), received, wholes))
+    wholes = used if layout.save_gathered else ()
+    local = functools.partial(_forward_on_device, layer)
+    in_specs = (tokens, tokens, tokens, stored)
+    manual = layer.manual(local, in_specs, (tokens, P(), received, wholes))
     shards = layout.prepare(kernels)
     y, extra, got, gathered = manual(x, where, weights, shards)
-    # What is prepared of a kernel may not have the dtype of its gradient.
-    like = tuple(jnp.zeros((0,), k.dtype) for k in kernels) if layout.prepares else ()
+    like: tuple[Array, ...] = ()
+    if layout.prepares:
+        # What is prepared of a kernel may not have the dtype of its gradient.
+        like = tuple(jnp.zeros((0,), kernel.dtype) for kernel in kernels)
     return (y, extra), (x, where, weights, shards, like, got, gathered)
+
+
+def _forward_on_device(
+    layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]
+) -> tuple[Array, Array, tuple[_Received, ...], tuple[Array, ...]]:
+    """Return the sums of a device's tokens, the number of extra passes, received rows and kernels.
+
+    Rows and kernels are for the backward pass.
+    """
+    layout = layer.layout
+    *into, out = layout.gather(kernels, x.dtype)
+    ys, extra, got = [], [], []
+    for part in layer.split(x, where, weights):
+        y, passes, received = _forward_of_chunk(layer, into, out, *part)
+        ys.append(y)
+        extra.append(passes - 1)
+        got.append(received)
+    y = psum(jnp.concatenate(ys), layout.tensor).reshape(x.shape)
+    gathered = (*into, out) if layout.save_gathered else ()
+    return y, jnp.float32(sum(extra)), tuple(got), gathered
+
+
+def _forward_of_chunk(
+    layer: _Layer, into: Sequence[Array], out: Array, x: Array, where: Array, weights: Array
+) -> tuple[Array, Any, _Received]:
+    """Return the sums of a chunk's tokens, the number of passes, and rows of the first one."""
+    dispatch = layer.dispatch(where)
+    experts = _Experts(layer, dispatch, into, out)
+    sent = experts.send(x, weights)
+
+    def add(turn: Any, rows: Array) -> Array:
+        got = experts.receive(sent, turn)
+        return dispatch.give(experts.results(got, turn), turn, rows)
+
+    got = experts.receive(sent, 0)
+    first = dispatch.give(experts.results(got, 0), 0, None)
+    rows = _more(dispatch, add, first)
+    return dispatch.combine(rows).astype(x.dtype), dispatch.passes, got
 
 
 def _apply_backward(
     layer: _Layer, saved: Any, dys: tuple[Array, Array]
 ) -> tuple[Array, None, Array, tuple[Array, ...]]:
-    layout, (x, where, weights, kernels, like, got, gathered) = layer.layout, saved
+    x, where, weights, kernels, like, got, gathered = saved
     dtypes = [array.dtype for array in like or kernels]
-
-    def local(x: Array, where: Array, weights: Array, kernels: tuple[Array, ...], got: Any, dy: Array) -> Any:
-        *into, out = kernels if layout.save_gathered else layout.gather(kernels, x.dtype)
-        chunks = zip(layer.split(x, where, weights, dy), got, strict=True)
-        dxs, dscales, dkernels = zip(*(chunk(into, out, had, *part) for part, had in chunks), strict=True)
-        dx, dweights = (psum(jnp.concatenate(parts), layout.tensor) for parts in (dxs, dscales))
-        sums = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), *dkernels)
-        return dx.reshape(x.shape), dweights.reshape(weights.shape), tuple(layout.sum_gradients(sums))
-
-    def chunk(
-        into: Sequence[Array], out: Array, got: _Received, x: Array, where: Array, weights: Array, dy: Array
-    ) -> tuple[Array, Array, list[Array]]:
-        dispatch = layer.dispatch(where)
-        dy = dispatch.rows(_flat(dy))
-
-        def gradients(got: _Received, turn: Any) -> tuple[Array, Array, list[Array]]:
-            dresult, sizes = dispatch.receive(dy, turn), dispatch.sizes(turn)
-            value, transpose = jax.vjp(layer.activation, *got.hidden)
-            dscaled = layer.product(-1, dresult, out, sizes, transposed=True)
-            dscales = (dscaled.astype(jnp.float32) * value.astype(jnp.float32)).sum(axis=-1)
-            dhidden = transpose(_scaled(dscaled, got.scales))
-            pairs = enumerate(zip(dhidden, into, strict=True))
-            drows = [layer.product(i, dh, kernel, sizes, transposed=True) for i, (dh, kernel) in pairs]
-            factors = (*((got.rows, dh) for dh in dhidden), (_scaled(value, got.scales), dresult))
-            dkernels = [grouped_gradient(*pair, sizes, dtype) for pair, dtype in zip(factors, dtypes, strict=True)]
-            return functools.reduce(jnp.add, drows), dscales, dkernels
-
-        def add(turn: Any, sums: Any) -> Any:
-            sent = dispatch.rows(_flat(x)), dispatch.choices(_flat(weights))
-            drows, dscales, dkernels = gradients(_receive(layer, dispatch, sent, into, turn), turn)
-            return (
-                dispatch.give(drows, turn, sums[0]),
-                dispatch.give(dscales, turn, sums[1]),
-                jax.tree.map(jnp.add, sums[2], dkernels),
-            )
-
-        drows, dscales, dkernels = gradients(got, 0)
-        first = dispatch.give(drows, 0, None), dispatch.give(dscales, 0, None), dkernels
-        drows, dscales, dkernels = _more(dispatch, add, first)
-        return dispatch.combine(drows).astype(x.dtype), dispatch.uncombined(dscales).astype(weights.dtype), dkernels
-
-    # The barrier keeps XLA from merging this gather with that of the forward pass and saving its result until now.
-    stored, used, kept = layout.specs
-    kernels, given = (gathered, used) if gathered else (jax.lax.optimization_barrier(kernels), stored)
-    in_specs = (*(layer.tokens,) * 3, given, (layer.received,) * layer.chunks, layer.tokens)
-    manual = layer.manual(local, in_specs, (layer.tokens, layer.tokens, kept))
+    tokens = layer.tokens
+    stored, used, kept = layer.layout.specs
+    if gathered:
+        kernels, given = gathered, used
+    else:
+        # The barrier keeps XLA from merging this gather with that of the forward pass and saving
+        # its result until now.
+        kernels, given = jax.lax.optimization_barrier(kernels), stored
+    received = (layer.received,) * layer.chunks
+    local = functools.partial(_backward_on_device, layer, dtypes)
+    in_specs = (tokens, tokens, tokens, given, received, tokens)
+    manual = layer.manual(local, in_specs, (tokens, tokens, kept))
     dx, dweights, dkernels = manual(x, where, weights, kernels, got, dys[0])
     return dx, None, dweights, dkernels
 
@@ -249,13 +321,74 @@ def _apply_backward(
 _apply.defvjp(_apply_forward, _apply_backward)
 
 
-def _receive(
-    layer: _Layer, dispatch: Dispatch, sent: tuple[Array, Array], into: Sequence[Array], turn: Any
-) -> _Received:
-    """Return what the experts of this device get in a pass."""
-    rows, scales = (dispatch.receive(array, turn) for array in sent)
-    products = (layer.product(i, rows, kernel, dispatch.sizes(turn)) for i, kernel in enumerate(into))
-    return _Received(rows, scales, tuple(annotate(product, "expert_hidden", in_rule=True) for product in products))
+def _backward_on_device(
+    layer: _Layer,
+    dtypes: Sequence[Any],
+    x: Array,
+    where: Array,
+    weights: Array,
+    kernels: tuple[Array, ...],
+    got: tuple[_Received, ...],
+    dy: Array,
+) -> tuple[Array, Array, tuple[Array, ...]]:
+    """Return the gradients of a device's tokens, of their weights, and of kernels."""
+    layout = layer.layout
+    if layout.save_gathered:
+        *into, out = kernels
+    else:
+        *into, out = layout.gather(kernels, x.dtype)
+    dxs, dscales, dkernels = [], [], []
+    parts = layer.split(x, where, weights, dy)
+    for part, received in zip(parts, got, strict=True):
+        gradients = _backward_of_chunk(layer, into, out, dtypes, received, *part)
+        dxs.append(gradients[0])
+        dscales.append(gradients[1])
+        dkernels.append(gradients[2])
+    dx = psum(jnp.concatenate(dxs), layout.tensor)
+    dweights = psum(jnp.concatenate(dscales), layout.tensor)
+    sums = jax.tree.map(_total, *dkernels)
+    return (
+        dx.reshape(x.shape),
+        dweights.reshape(weights.shape),
+        tuple(layout.sum_gradients(sums)),
+    )
+
+
+def _backward_of_chunk(
+    layer: _Layer,
+    into: Sequence[Array],
+    out: Array,
+    dtypes: Sequence[Any],
+    got: _Received,
+    x: Array,
+    where: Array,
+    weights: Array,
+    dy: Array,
+) -> tuple[Array, Array, list[Array]]:
+    """Return the gradients of a chunk's tokens, of their weights, and of kernels.
+
+    Args:
+        got: The received rows of the first pass; those of further ones are computed again.
+    """
+    dispatch = layer.dispatch(where)
+    experts = _Experts(layer, dispatch, into, out)
+    dy = dispatch.rows(_flat(dy))
+
+    def add(turn: Any, sums: tuple[Array, Array, list[Array]]) -> Any:
+        again = experts.receive(experts.send(x, weights), turn)
+        drows, dscales, dkernels = experts.gradients(again, dy, turn, dtypes)
+        return (
+            dispatch.give(drows, turn, sums[0]),
+            dispatch.give(dscales, turn, sums[1]),
+            jax.tree.map(jnp.add, sums[2], dkernels),
+        )
+
+    drows, dscales, dkernels = experts.gradients(got, dy, 0, dtypes)
+    first = dispatch.give(drows, 0, None), dispatch.give(dscales, 0, None), dkernels
+    drows, dscales, dkernels = _more(dispatch, add, first)
+    dx = dispatch.combine(drows).astype(x.dtype)
+    dweights = dispatch.uncombined(dscales).astype(weights.dtype)
+    return dx, dweights, dkernels
 
 
 def _more(dispatch: Dispatch, body: Callable[[Any, Any], Any], first: Any) -> Any:
@@ -266,8 +399,15 @@ def _more(dispatch: Dispatch, body: Callable[[Any, Any], Any], first: Any) -> An
         return jax.lax.fori_loop(1, dispatch.passes, body, first)
 
 
+def _total(*parts: Array) -> Array:
+    return functools.reduce(jnp.add, parts)
+
+
 def _scaled(x: Float[Array, "*row d"], scales: Float[Array, "*row"]) -> Float[Array, "*row d"]:
-    return (x.astype(jnp.float32) * scales[..., None].astype(jnp.float32)).astype(x.dtype)
+    """Multiply rows by their weights, in float32."""
+    wide = x.astype(jnp.float32)
+    factors = scales[..., None].astype(jnp.float32)
+    return (wide * factors).astype(x.dtype)
 
 
 def _flat(x: Float[Array, "batch seq d"]) -> Float[Array, "token d"]:

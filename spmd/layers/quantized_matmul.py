@@ -13,7 +13,10 @@ from spmd.settings.quantize import MatmulRecipe
 
 
 class Operand(NamedTuple):
-    """An operand of a product: `array`, times `scale`, which has size 1 along summed dimensions; None for no scale."""
+    """An operand of a product: `array`, times `scale`, if it is not None.
+
+    A scale has size 1 along summed dimensions.
+    """
 
     array: Array
     scale: Float[Array, "..."] | None = None
@@ -30,50 +33,82 @@ def quantize(
 ) -> Operand:
     """Quantize an array to `dtype` for a product that sums over some of its dimensions.
 
-    One scale is for the same elements on every mesh: largest magnitudes are of all devices that have a part.
+    One scale is for the same elements on every mesh: largest magnitudes are of all devices that
+    have a part.
 
     Args:
         is_kernel: Whether it is a kernel, which all devices of the batch have.
-        largest: The largest magnitude to scale by; elements beyond it are clipped. None for that of now.
+        largest: The largest magnitude to scale by; elements beyond it are clipped. None for that of
+            now.
     """
     if recipe.scaling == "block":
         return Operand(rounded_in_blocks(x, summed, recipe, dtype, is_kernel=is_kernel))
     is_bound = largest is None
     if largest is None:
-        is_row = recipe.scaling == "row"  # of one device, as a kernel is
-        largest = magnitude(x, summed if is_row else tuple(range(x.ndim)), is_whole=is_kernel or is_row)
-    largest = largest.reshape((1,) * x.ndim) if largest.size == 1 else largest
-    return Operand(*scaled(x, largest, dtype, is_bound=is_bound))
+        largest = _largest_now(x, summed, recipe, is_kernel=is_kernel)
+    if largest.size == 1:
+        largest = largest.reshape((1,) * x.ndim)
+    codes, scale = scaled(x, largest, dtype, is_bound=is_bound)
+    return Operand(codes, scale)
+
+
+def _largest_now(
+    x: Array, summed: tuple[int, ...], recipe: MatmulRecipe, *, is_kernel: bool
+) -> Float[Array, "..."]:
+    """Return the largest magnitude for each scale of an array."""
+    if recipe.scaling == "row":  # of one device, as a kernel is
+        return magnitude(x, summed, is_whole=True)
+    return magnitude(x, tuple(range(x.ndim)), is_whole=is_kernel)
 
 
 def magnitude(x: Array, over: tuple[int, ...], *, is_whole: bool = False) -> Float[Array, "..."]:
-    """Return the largest magnitude over dimensions, which stay with size 1, of all devices, or of one that has all."""
+    """Return the largest magnitude over dimensions, and over all devices unless one `is_whole`.
+
+    The dimensions stay, with size 1.
+    """
     largest = largest_magnitude(x, over)
-    return largest if is_whole else global_max(largest)
+    if is_whole:
+        return largest
+    return global_max(largest)
 
 
-def largest_magnitude(x: Array, over: tuple[int, ...], axes: tuple[str, ...] = ()) -> Float[Array, "..."]:
-    """Return the largest magnitude over dimensions, which stay with size 1, and over manual axes."""
+def largest_magnitude(
+    x: Array, over: tuple[int, ...], axes: tuple[str, ...] = ()
+) -> Float[Array, "..."]:
+    """Return the largest magnitude over manual axes and dimensions: these stay, with size 1."""
     largest = jnp.max(jnp.abs(x), axis=over, keepdims=True).astype(jnp.float32)
-    return jax.lax.pmax(largest, axes) if axes else largest
+    if not axes:
+        return largest
+    return jax.lax.pmax(largest, axes)
 
 
 def scaled(
     x: Array, largest: Float[Array, "..."], dtype: str, *, is_bound: bool = True
 ) -> tuple[Array, Float[Array, "..."]]:
-    """Return the codes of an array, and their scale: of float8 a power of two, by which numbers are divided exactly.
+    """Return the codes of an array, and their scale.
+
+    The scale of float8 is a power of two: numbers are divided by it exactly.
 
     Args:
         largest: The largest magnitude to represent.
         is_bound: Whether none is larger; else larger ones are clipped.
     """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
-    top = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
-    scale = largest / top if is_integer else power_of_two(largest / top)
-    x = x if x.dtype == jnp.bfloat16 and not is_integer else x.astype(jnp.float32)
-    codes = x * (1 / jnp.where(scale > 0, scale, 1.0)).astype(x.dtype)
-    codes = codes if is_bound else jnp.clip(codes, -top, top)  # a cast of more than the largest is not a number
-    return (jnp.round(codes) if is_integer else codes).astype(dtype), scale
+    limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
+    top = float(limits.max)
+    scale = largest / top
+    if not is_integer:
+        scale = power_of_two(scale)
+    if is_integer or x.dtype != jnp.bfloat16:
+        x = x.astype(jnp.float32)
+    inverse = 1 / jnp.where(scale > 0, scale, 1.0)
+    codes = x * inverse.astype(x.dtype)
+    if not is_bound:
+        # A cast of more than the largest is not a number.
+        codes = jnp.clip(codes, -top, top)
+    if is_integer:
+        codes = jnp.round(codes)
+    return codes.astype(dtype), scale
 
 
 def power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -84,7 +119,8 @@ def power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
         [0.0, 1.0, 1.0, 2.0]
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+    exponent = (bits + 0x7FFFFF) & 0x7F800000
+    return jax.lax.bitcast_convert_type(exponent, jnp.float32)
 
 
 def rounded_in_blocks(
@@ -97,37 +133,72 @@ def rounded_in_blocks(
         lengths[free[-1]] = recipe.block
     shape, inner = list[int](), list[int]()
     for dim, size in enumerate(x.shape):
-        block = math.gcd(size, lengths.get(dim, 1))
-        inner += [len(shape) + 1] * (dim in lengths)
-        shape += [size // block, block] if dim in lengths else [size]
+        if dim not in lengths:
+            shape.append(size)
+            continue
+        block = math.gcd(size, lengths[dim])
+        inner.append(len(shape) + 1)
+        shape += [size // block, block]
     blocks = x.reshape(shape)
-    codes, scale = scaled(blocks, jnp.max(jnp.abs(blocks), axis=tuple(inner), keepdims=True), dtype)
-    return (codes.astype(jnp.float32) * scale).astype(x.dtype).reshape(x.shape)
+    largest = jnp.max(jnp.abs(blocks), axis=tuple(inner), keepdims=True)
+    codes, scale = scaled(blocks, largest, dtype)
+    rounded = codes.astype(jnp.float32) * scale
+    return rounded.astype(x.dtype).reshape(x.shape)
 
 
 def product(form: str, a: Operand, b: Operand, dtype: Any) -> Array:
-    """Return the sum of products `form`, as of `jnp.einsum`, in a dtype; letters are summed or of one operand."""
+    """Return the sum of products `form`, as of `jnp.einsum`, in a dtype.
+
+    Each letter is summed, or of one operand.
+    """
     (left, right), out = _letters(form, a.array.ndim, b.array.ndim)
     both = [letter for letter in left if letter in right]
-    dims = [left.index(letter) for letter in both], [right.index(letter) for letter in both]
-    is_integer, is_half = jnp.issubdtype(a.array.dtype, jnp.integer), dtype == jnp.float16
-    total = jnp.int32 if is_integer else jnp.float32 if a.scale is not None and is_half else dtype
-    y = jax.lax.dot_general(a.array, b.array, (dims, ((), ())), preferred_element_type=total)
+    of_a = tuple(map(left.index, both))
+    of_b = tuple(map(right.index, both))
+    total = _dtype_of_sums(a, dtype)
+    dims = ((of_a, of_b), ((), ()))
+    y = jax.lax.dot_general(a.array, b.array, dims, preferred_element_type=total)
     if a.scale is not None and b.scale is not None:
-        of_a, of_b = jnp.squeeze(a.scale, tuple(dims[0])), jnp.squeeze(b.scale, tuple(dims[1]))
-        ndims = (1,) * of_a.ndim, (1,) * of_b.ndim
-        scale = of_a.reshape(*of_a.shape, *ndims[1]) * of_b.reshape(*ndims[0], *of_b.shape)
-        y = y.astype(jnp.float32) * scale if is_integer or is_half else y * scale.astype(dtype)
+        scale = _product_of_scales(jnp.squeeze(a.scale, of_a), jnp.squeeze(b.scale, of_b))
+        y = _scaled_sums(y, scale, dtype)
     found = [letter for letter in left + right if letter not in both]
-    return jnp.transpose(y, [found.index(letter) for letter in out]).astype(dtype)
+    order = [found.index(letter) for letter in out]
+    return jnp.transpose(y, order).astype(dtype)
+
+
+def _dtype_of_sums(a: Operand, dtype: Any) -> Any:
+    """Return the dtype of sums of products."""
+    if jnp.issubdtype(a.array.dtype, jnp.integer):
+        return jnp.int32
+    if a.scale is not None and dtype == jnp.float16:
+        return jnp.float32
+    return dtype
+
+
+def _scaled_sums(y: Array, scale: Array, dtype: Any) -> Array:
+    """Multiply sums by their scales: in the result's dtype if they have it, else in float32."""
+    if y.dtype == dtype:
+        return y * scale.astype(dtype)
+    return y.astype(jnp.float32) * scale
+
+
+def _product_of_scales(a: Array, b: Array) -> Array:
+    """Return the product of each scale of one operand with each of the other."""
+    rows = a.reshape(*a.shape, *(1,) * b.ndim)
+    columns = b.reshape(*(1,) * a.ndim, *b.shape)
+    return rows * columns
 
 
 def _letters(form: str, *ndims: int) -> tuple[list[str], str]:
-    """Return the letters of the dimensions of both operands and of the result, with capital ones for dots."""
+    """Return the letters of the dimensions of operands and result, with capital ones for dots."""
     operands, out = form.split("->")
-    found, dots = list[str](), ""
+    found = list[str]()
+    dots = ""
     for letters, ndim in zip(operands.split(","), ndims, strict=True):
-        own = "ABCDEFGH"[: ndim - len(letters.replace("...", ""))] if "..." in letters else ""
+        own = ""
+        if "..." in letters:
+            named = len(letters) - len("...")
+            own = "ABCDEFGH"[: ndim - named]
         found.append(letters.replace("...", own))
         dots = max(dots, own, key=len)
     return found, out.replace("...", dots)
@@ -135,7 +206,14 @@ def _letters(form: str, *ndims: int) -> tuple[list[str], str]:
 
 @per_example
 def quantized_einsum(
-    form: str, a: Array, kernel: Array | Operand, recipe: MatmulRecipe, *, is_gradient: bool, scales: Any, dtype: Any
+    form: str,
+    a: Array,
+    kernel: Array | Operand,
+    recipe: MatmulRecipe,
+    *,
+    is_gradient: bool,
+    scales: Any,
+    dtype: Any,
 ) -> Array:
     """Return the product of an array with a kernel, both quantized.
 
@@ -146,10 +224,23 @@ def quantized_einsum(
         scales: Largest magnitudes of input, kernel and gradient to scale by; None for those of now.
         dtype: Of the product.
     """
-    (left, right), _ = _letters(form, a.ndim, (kernel.array if isinstance(kernel, Operand) else kernel).ndim)
-    sums = [tuple(i for i, letter in enumerate(x) if letter in y) for x, y in ((left, right), (right, left))]
-    largest = (None, None) if scales is None else (scales[2 if is_gradient else 0], scales[1])
-    codes = quantize(a, sums[0], recipe, recipe.gradient if is_gradient else recipe.inputs, largest=largest[0])
+    whole = kernel.array if isinstance(kernel, Operand) else kernel
+    (left, right), _ = _letters(form, a.ndim, whole.ndim)
+    largest, largest_of_kernel = None, None
+    if scales is not None:
+        largest = scales[2 if is_gradient else 0]
+        largest_of_kernel = scales[1]
+    codes_dtype = recipe.gradient if is_gradient else recipe.inputs
+    summed = _shared_dims(left, right)
+    codes = quantize(a, summed, recipe, codes_dtype, largest=largest)
     if not isinstance(kernel, Operand):
-        kernel = quantize(kernel, sums[1], recipe, recipe.inputs, is_kernel=True, largest=largest[1])
+        summed = _shared_dims(right, left)
+        kernel = quantize(
+            kernel, summed, recipe, recipe.inputs, is_kernel=True, largest=largest_of_kernel
+        )
     return product(form, codes, kernel, dtype)
+
+
+def _shared_dims(letters: str, others: str) -> tuple[int, ...]:
+    """Return the dimensions of an operand that the other one has too."""
+    return tuple(dim for dim, letter in enumerate(letters) if letter in others)

@@ -1,19 +1,21 @@
-"""Attention over a sequence that is split over devices: ring attention, or an exchange of heads for tokens.
+"""Attention over a sequence that is split over devices: a ring, or an exchange of heads for tokens.
 
-**Ring** (Liu et al., arXiv:2310.01889). Each device keeps its queries. Keys and values rotate: each device sends its
-block to the next one while it attends to it, so after `sequence − 1` steps every device has attended to all of them. In
-the backward pass they rotate again, and so do their float32 gradients, which start at the next device and accumulate
-until they are back. Document ids rotate with keys and values. With n = `sequence`, each array is permuted n − 1 times
-forward and n − 1 times backward.
+**Ring** (Liu et al., arXiv:2310.01889). Each device keeps its queries. Keys and values rotate: each
+device sends its block to the next one while it attends to it, so after `sequence − 1` steps every
+device has attended to all of them. In the backward pass they rotate again, and so do their float32
+gradients, which start at the next device and accumulate until they are back. Document ids rotate
+with keys and values. With n = `sequence`, each array is permuted n − 1 times forward and n − 1
+times backward.
 
-**All-to-all** (Ulysses; Jacobs et al., arXiv:2309.14509). Devices exchange heads for tokens, apply any kernel to whole
-sequences of some of the heads, and exchange back: four all-to-alls forward and four backward.
+**All-to-all** (Ulysses; Jacobs et al., arXiv:2309.14509). Devices exchange heads for tokens, apply
+any kernel to whole sequences of some of the heads, and exchange back: four all-to-alls forward and
+four backward.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -28,6 +30,7 @@ from spmd.layers.blockwise_attention import (
     LARGEST_CHUNK,
     BackwardInputs,
     BlockPairs,
+    OnlineSoftmax,
     backward_block,
     chunk_size,
     finalize_softmax,
@@ -40,13 +43,14 @@ from spmd.plan.manual import manual_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 Segments = Int[Array, "batch seq"] | None
-"""The document of each token of a packed sequence, as the position at which it begins; None for one document.
+"""The document of each token of a packed sequence; None for one document.
 
-Tokens attend to their own document only.
+A document is the position of its first token. Tokens attend to their own document only.
 """
 
 _PURPOSE = "context-parallel attention"
-_HEADS_FIRST, _IDS = P(None, None, "sequence"), P(None, "sequence")
+_HEADS_FIRST = P(None, None, "sequence")  # [batch, kv_heads, seq, …]
+_IDS = P(None, "sequence")  # [batch, seq]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,24 +73,50 @@ class Ring:
         path = [(i, (i + 1) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, "sequence", path), arrays)
 
-    def block_pairs(self, step: int, query: Array, segments: Segments, key_segments: Segments) -> BlockPairs:
-        """Return the pairs of each device's queries and the keys that it holds after `step` rotations."""
+    def block(self, local: int) -> int:
+        """Return the length of a block of contiguous tokens, of the `local` ones of a device."""
+        if self.is_zigzag:
+            return local // 2
+        return local
+
+    def block_pairs(
+        self, step: int, query: Array, segments: Segments, key_segments: Segments
+    ) -> BlockPairs:
+        """Return the pairs of each device's queries and its keys after `step` rotations."""
         local = query.shape[2]
-        chunk = chunk_size(local // 2 if self.is_zigzag else local)
-        seq, window = local * self.devices, self.options.window
-        order = zigzag(seq, self.devices) if self.is_zigzag else np.arange(seq)
-        starts = order.reshape(self.devices, -1)[:, ::chunk].tolist()
-        key_starts = [starts[(i - step) % self.devices] for i in range(self.devices)]
-        tables = [unmasked_pairs(*pair, chunk, window) for pair in zip(starts, key_starts, strict=True)]
-        counts = list(map(len, tables))
-        padded = [np.pad(table, ((0, max(counts) - len(table)), (0, 0))) for table in tables]
-        rest = chunk, self.options, segments, key_segments
+        chunk = chunk_size(self.block(local))
+        tables = self._tables(step, local, chunk)
+        counts = [len(table) for table in tables]
+        most = max(counts)
+        padded = [np.pad(table, ((0, most - len(table)), (0, 0))) for table in tables]
+        pairs = functools.partial(
+            BlockPairs,
+            chunk=chunk,
+            options=self.options,
+            query_segments=segments,
+            key_segments=key_segments,
+        )
         if self.devices == 1:
-            return BlockPairs(jnp.asarray(padded[0]), counts[0], *rest)
+            return pairs(jnp.asarray(padded[0]), counts[0])
         device = jax.lax.axis_index("sequence")
         # Equal counts are static, for the compiler to know the number of iterations.
-        count = counts[0] if min(counts) == max(counts) else jnp.asarray(counts)[device]
-        return BlockPairs(jnp.asarray(np.stack(padded))[device], count, *rest)
+        count: Any = most
+        if min(counts) < most:
+            count = jnp.asarray(counts)[device]
+        table = jnp.asarray(np.stack(padded))[device]
+        return pairs(table, count)
+
+    def _tables(self, step: int, local: int, chunk: int) -> list[np.ndarray]:
+        """Return the unmasked pairs of each device after `step` rotations."""
+        seq = local * self.devices
+        order = zigzag(seq, self.devices) if self.is_zigzag else np.arange(seq)
+        starts = order.reshape(self.devices, -1)[:, ::chunk].tolist()
+        tables = []
+        for device, query_starts in enumerate(starts):
+            key_starts = starts[(device - step) % self.devices]
+            table = unmasked_pairs(query_starts, key_starts, chunk, self.options.window)
+            tables.append(table)
+        return tables
 
 
 def blockwise_attention(
@@ -98,19 +128,37 @@ def blockwise_attention(
 ) -> Float[Array, "batch seq heads dim"]:
     """Compute causal attention with an online softmax, over a ring of devices or on one."""
     batch, seq, heads, dim = query.shape
-    if seq % ring.devices:
-        arithmetic = f"{seq} / (sequence={ring.devices}) = {seq / ring.devices:.4g}"
-        problem = Problem("sequence", "does not divide", arithmetic, f"a multiple of {ring.devices}")
-        raise ConfigError("The sequence does not fit the ring:", [problem])
-    block = seq // ring.devices // (2 if ring.is_zigzag else 1)
-    if chunk_size(block) < min(block, LARGEST_CHUNK) // 8:
-        unit = seq // block * 128
-        what = f"is split into blocks of {block} tokens, which divide into chunks of at most {chunk_size(block)}"
-        fix = f"a multiple of {unit}: {seq // unit * unit or unit} or {(seq // unit + 1) * unit} tokens"
-        raise ConfigError("Attention over such small chunks is very slow:", [Problem("sequence", what, fix=fix)])
+    _check_sequence(seq, ring)
     grouped = query.reshape(batch, seq, key.shape[2], -1, dim)
-    arrays = jnp.moveaxis(grouped, 1, 2), jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)
-    return jnp.moveaxis(_attend(*arrays, segments, ring), 2, 1).reshape(batch, seq, heads, dim)
+    # Heads first: [batch, kv_heads, seq, group, dim] and [batch, kv_heads, seq, dim].
+    arrays = [jnp.moveaxis(x, 1, 2) for x in (grouped, key, value)]
+    out = _attend(*arrays, segments, ring)
+    return jnp.moveaxis(out, 2, 1).reshape(batch, seq, heads, dim)
+
+
+def _check_sequence(seq: int, ring: Ring) -> None:
+    """Raise an error if a sequence does not fit a ring, or only in chunks that are too small."""
+    if seq % ring.devices:
+        problem = Problem(
+            "sequence",
+            "does not divide",
+            f"{seq} / (sequence={ring.devices}) = {seq / ring.devices:.4g}",
+            f"a multiple of {ring.devices}",
+        )
+        raise ConfigError("The sequence does not fit the ring:", [problem])
+    block = ring.block(seq // ring.devices)
+    chunk = chunk_size(block)
+    if chunk >= min(block, LARGEST_CHUNK) // 8:
+        return
+    unit = seq // block * 128
+    below = seq // unit * unit or unit
+    above = (seq // unit + 1) * unit
+    problem = Problem(
+        "sequence",
+        f"is split into blocks of {block} tokens, which divide into chunks of at most {chunk}",
+        fix=f"a multiple of {unit}: {below} or {above} tokens",
+    )
+    raise ConfigError("Attention over such small chunks is very slow:", [problem])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -118,47 +166,84 @@ def _attend(query: Array, key: Array, value: Array, segments: Segments, ring: Ri
     return _forward(query, key, value, segments, ring)[0]
 
 
-def _forward(query: Array, key: Array, value: Array, segments: Segments, ring: Ring) -> tuple[Array, tuple[Any, ...]]:
-    def local(query: Array, key: Array, value: Array, segments: Segments) -> tuple[Array, Array]:
-        softmax, block = init_softmax(query), (key, value, segments)
-        for step in range(ring.devices):
-            is_last = step == ring.devices - 1
-            next_block = None if is_last else ring.rotate(block)
-            softmax = update_softmax(ring.block_pairs(step, query, segments, block[2]), softmax, query, *block[:2])
-            if not is_last:
-                # Without a barrier, XLA may send all blocks before the first is used and hold them all at once.
-                block, softmax = jax.lax.optimization_barrier((next_block, softmax))
-        out, log_total = finalize_softmax(softmax)
-        return out.astype(query.dtype), log_total
-
-    specs = (*(_HEADS_FIRST,) * 3, _IDS)
-    out, log_total = ring.run(local, specs, (_HEADS_FIRST, _HEADS_FIRST))(query, key, value, segments)
+def _forward(
+    query: Array, key: Array, value: Array, segments: Segments, ring: Ring
+) -> tuple[Array, tuple[Any, ...]]:
+    local = functools.partial(_forward_on_device, ring)
+    in_specs = (_HEADS_FIRST, _HEADS_FIRST, _HEADS_FIRST, _IDS)
+    run = ring.run(local, in_specs, (_HEADS_FIRST, _HEADS_FIRST))
+    out, log_total = run(query, key, value, segments)
     return out, (query, key, value, segments, out, log_total)
 
 
-def _backward(ring: Ring, saved: tuple[Any, ...], dout: Array) -> tuple[Array | None, ...]:
-    def local(
-        query: Array, key: Array, value: Array, segments: Segments, out: Array, log_total: Array, dout: Array
-    ) -> tuple[Array, ...]:
-        product = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=-1)
-        inputs = BackwardInputs(query, dout, log_total, product)
-        own = (key, value, segments)
-        block = own if ring.devices == 1 else ring.rotate(own)
-        dquery = jnp.zeros(query.shape, jnp.float32)
-        dblock: Any = None  # gradients of the block, which rotate with it
-        for step in (*range(1, ring.devices), 0):
-            next_block = ring.rotate(block) if 0 < step < ring.devices - 1 else own
-            received = None if dblock is None else ring.rotate(dblock)
-            zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
-            pairs = ring.block_pairs(step, query, segments, block[2])
-            dquery, *parts = backward_block(pairs, inputs, (dquery, *zeros), *block[:2])
-            dblock = tuple(parts) if received is None else jax.tree.map(jnp.add, received, tuple(parts))
-            if step:
-                block, dquery, dblock = jax.lax.optimization_barrier((next_block, dquery, dblock))
-        return tuple(d.astype(x.dtype) for d, x in zip((dquery, *dblock), (query, key, value), strict=True))
+def _forward_on_device(
+    ring: Ring, query: Array, key: Array, value: Array, segments: Segments
+) -> tuple[Array, Array]:
+    """Return the output of a device's queries, and the log-sum-exp of their scores."""
 
-    specs = (*(_HEADS_FIRST,) * 3, _IDS, *(_HEADS_FIRST,) * 3)
-    return *ring.run(local, specs, (_HEADS_FIRST,) * 3)(*saved, dout), None
+    def update(step: int, softmax: OnlineSoftmax, block: tuple[Array, Array, Segments]) -> Any:
+        held_key, held_value, held_segments = block
+        pairs = ring.block_pairs(step, query, segments, held_segments)
+        return update_softmax(pairs, softmax, query, held_key, held_value)
+
+    softmax = init_softmax(query)
+    block = (key, value, segments)
+    last = ring.devices - 1
+    for step in range(last):
+        next_block = ring.rotate(block)
+        softmax = update(step, softmax, block)
+        # Without a barrier, XLA may send all blocks before the first is used and hold them all at
+        # once.
+        block, softmax = jax.lax.optimization_barrier((next_block, softmax))
+    out, log_total = finalize_softmax(update(last, softmax, block))
+    return out.astype(query.dtype), log_total
+
+
+def _backward(ring: Ring, saved: tuple[Any, ...], dout: Array) -> tuple[Array | None, ...]:
+    local = functools.partial(_backward_on_device, ring)
+    arrays = (_HEADS_FIRST,) * 3
+    run = ring.run(local, (*arrays, _IDS, *arrays), arrays)
+    return *run(*saved, dout), None
+
+
+def _backward_on_device(
+    ring: Ring,
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments,
+    out: Array,
+    log_total: Array,
+    dout: Array,
+) -> tuple[Array, ...]:
+    """Return the gradients of a device's queries, keys and values."""
+    product = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=-1)
+    inputs = BackwardInputs(query, dout, log_total, product)
+    own = (key, value, segments)
+    block = own if ring.devices == 1 else ring.rotate(own)
+    dquery = jnp.zeros(query.shape, jnp.float32)
+    dblock: Any = None  # gradients of the block, which rotate with it
+    for step in (*range(1, ring.devices), 0):
+        next_block = own
+        if 0 < step < ring.devices - 1:
+            next_block = ring.rotate(block)
+        received = None
+        if dblock is not None:
+            received = ring.rotate(dblock)
+        dkey = jnp.zeros(key.shape, jnp.float32)
+        dvalue = jnp.zeros(value.shape, jnp.float32)
+        held_key, held_value, held_segments = block
+        pairs = ring.block_pairs(step, query, segments, held_segments)
+        gradients = (dquery, dkey, dvalue)
+        dquery, dkey, dvalue = backward_block(pairs, inputs, gradients, held_key, held_value)
+        dblock = (dkey, dvalue)
+        if received is not None:
+            dblock = jax.tree.map(jnp.add, received, dblock)
+        if step:
+            kept = (next_block, dquery, dblock)
+            block, dquery, dblock = jax.lax.optimization_barrier(kept)
+    dkey, dvalue = dblock
+    return dquery.astype(query.dtype), dkey.astype(key.dtype), dvalue.astype(value.dtype)
 
 
 _attend.defvjp(_forward, _backward)
@@ -172,31 +257,62 @@ def ulysses_attention(
     value: Float[Array, "batch seq kv_heads dim"],
     segments: Segments,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences, with heads split instead."""
+    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences.
+
+    Heads are split instead.
+    """
     split = split_axes(mesh)
     parts = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if axis in split}
-    product, count = " × ".join(f"{axis}={size}" for axis, size in parts.items()), math.prod(parts.values())
-    what = "do not divide over the devices of one sequence"
-    fix = 'context "ring", which splits no heads over sequence' if "sequence" in parts else "a smaller mesh.tensor"
-    problems = [
-        Problem(name, what, f"{heads} / ({product}) = {heads / count:.4g}", fix)
-        for name, heads in (("query heads", query.shape[2]), ("key/value heads", key.shape[2]))
-        if heads % count
-    ]
-    if query.shape[1] % parts.get("sequence", 1):
-        arithmetic = f"{query.shape[1]} / (sequence={parts['sequence']}) = {query.shape[1] / parts['sequence']:.4g}"
-        problems.append(Problem("tokens", "do not divide over mesh.sequence", arithmetic, "mesh.sequence of 1"))
+    problems = _division_problems(query, key, parts)
     if problems:
         raise ConfigError("Heads cannot be split over devices:", problems)
-
-    def exchange(x: Array, split: int, join: int) -> Array:
-        return jax.lax.all_to_all(x, "sequence", split, join, tiled=True) if "sequence" in parts else x
-
-    def local(query: Array, key: Array, value: Array, segments: Segments) -> Array:
-        return exchange(kernel(*(exchange(x, 2, 1) for x in (query, key, value)), segments), 1, 2)
-
+    local = kernel
+    if "sequence" in parts:
+        local = functools.partial(_exchange_heads, kernel)
     # Batch axes are manual too: otherwise the compiler gathers the batch around an all-to-all.
     batch = tuple(axis for axis in BATCH_AXES if axis in split)
-    tokens = P(batch or None, *(axis if axis in parts else None for axis in ("sequence", "tensor")))
-    specs = (tokens, tokens, tokens, P(batch or None))
-    return manual_over(mesh, (*batch, *parts), local, specs, tokens, purpose=_PURPOSE)(query, key, value, segments)
+    names = {axis: axis for axis in parts}
+    tokens = P(batch or None, names.get("sequence"), names.get("tensor"))
+    in_specs = (tokens, tokens, tokens, P(batch or None))
+    run = manual_over(mesh, (*batch, *parts), local, in_specs, tokens, purpose=_PURPOSE)
+    return run(query, key, value, segments)
+
+
+def _division_problems(query: Array, key: Array, parts: Mapping[str, int]) -> list[Problem]:
+    """Return a problem for each number of heads or tokens that does not divide over devices."""
+    problems = []
+    product = " × ".join(f"{axis}={size}" for axis, size in parts.items())
+    count = math.prod(parts.values())
+    fix = "a smaller mesh.tensor"
+    if "sequence" in parts:
+        fix = 'context "ring", which splits no heads over sequence'
+    for name, heads in (("query heads", query.shape[2]), ("key/value heads", key.shape[2])):
+        if heads % count:
+            problem = Problem(
+                name,
+                "do not divide over the devices of one sequence",
+                f"{heads} / ({product}) = {heads / count:.4g}",
+                fix,
+            )
+            problems.append(problem)
+    seq = query.shape[1]
+    size = parts.get("sequence", 1)
+    if seq % size:
+        problem = Problem(
+            "tokens",
+            "do not divide over mesh.sequence",
+            f"{seq} / (sequence={size}) = {seq / size:.4g}",
+            "mesh.sequence of 1",
+        )
+        problems.append(problem)
+    return problems
+
+
+def _exchange_heads(
+    kernel: Callable[..., Array], query: Array, key: Array, value: Array, segments: Segments
+) -> Array:
+    """Exchange heads for tokens, apply a kernel to whole sequences, and exchange back."""
+    exchange = functools.partial(jax.lax.all_to_all, axis_name="sequence", tiled=True)
+    whole = [exchange(x, split_axis=2, concat_axis=1) for x in (query, key, value)]
+    out = kernel(*whole, segments)
+    return exchange(out, split_axis=1, concat_axis=2)

@@ -1,22 +1,26 @@
-"""Routing of tokens to experts: choices, weights and auxiliary losses as pure functions of the router's logits.
+"""Routing of tokens to experts: choices, weights and losses, as pure functions of logits.
 
 | router | fields of `RouterConfig` |
 |---|---|
 | Switch (arXiv:2101.03961) | `top_k=1, normalise=False, dispatch="capacity"` |
-| GShard (arXiv:2006.16668) | `top_k=2, random_second=True, balance_form="gshard", dispatch="capacity"` |
+| GShard (arXiv:2006.16668) | `top_k=2, random_second=True, balance_form="gshard",` |
+| | `dispatch="capacity"` |
 | Mixtral (arXiv:2401.04088): softmax after the choice | `top_k=2`, the default |
 | softmax before the choice | `normalise=False` |
-| DeepSeek-V3 (arXiv:2412.19437) | `score="sigmoid", bias_rate=1e-3, groups=8, top_groups=4, scale=2.5` |
+| DeepSeek-V3 (arXiv:2412.19437) | `score="sigmoid", bias_rate=1e-3, groups=8,` |
+| | `top_groups=4, scale=2.5` |
 | expert choice (arXiv:2202.09368) | `choice="expert", balance=0, dispatch="capacity"` |
 
-Logits are float32 `[example, token, expert]`. Losses and loads are over the tokens of all devices: also in a region
-that is manual over the batch, where each device passes its own. So they are the same on every mesh. Padding chooses no
-expert, uses no capacity and is in no mean; the losses and the load of a batch of padding alone are 0.
+Logits are float32 `[example, token, expert]`. Losses and loads are over the tokens of all devices:
+also in a region that is manual over the batch, where each device passes its own. So they are the
+same on every mesh. Padding chooses no expert, uses no capacity and is in no mean; the losses and
+the load of a batch of padding alone are 0.
 """
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +44,13 @@ class RouterConfig:
     top_k: int = 2
     """Experts per token; with choice=expert, on average and for capacity_factor=1."""
     choice: Literal["token", "expert"] = "token"
-    """token: tokens choose experts; expert: experts choose tokens (which uses later tokens of the example, too)."""
+    """token: tokens choose experts; expert: experts choose tokens (which uses later tokens of the
+    example, too)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from logits to scores."""
     normalise: bool = True
-    """Make the weights of a token's choices add up to 1; of softmax scores this is a softmax after the choice."""
+    """Make the weights of a token's choices add up to 1; of softmax scores this is a softmax after
+    the choice."""
     random_second: bool = False
     """Follow the second choice at random, with probability min(1, 2 · its weight) (GShard)."""
     groups: int = 1
@@ -54,83 +60,119 @@ class RouterConfig:
     scale: float = 1.0
     """A factor of all weights (DeepSeek-V3: 2.5)."""
     jitter: float = 0.0
-    """In training, the router's input is multiplied by noise between 1 - jitter and 1 + jitter (Switch: 0.01)."""
+    """In training, the router's input is multiplied by noise between 1 - jitter and 1 + jitter
+    (Switch: 0.01)."""
     bias_rate: float = 0.0
-    """Change of the load-balancing biases after each (micro)batch (DeepSeek-V3: 0.001); 0: no biases."""
+    """Change of the load-balancing biases after each (micro)batch (DeepSeek-V3: 0.001); 0: no
+    biases."""
     balance: float = 0.01
     """Weight of the load-balance loss of each layer."""
     balance_form: Literal["switch", "gshard"] = "switch"
-    """Its normalisation: switch is N·Σ f·P, which is 1 for even load; gshard is the mean of f·P over experts, with f of
-    first choices, which is 1/N² for even load."""
+    """Its normalisation: switch is N·Σ f·P, which is 1 for even load; gshard is the mean of f·P
+    over experts, with f of first choices, which is 1/N² for even load."""
     balance_over: Literal["batch", "example"] = "batch"
-    """f and P are means over the tokens of a (micro)batch, or over those of each example; then losses are averaged."""
+    """f and P are means over the tokens of a (micro)batch, or over those of each example; then
+    losses are averaged."""
     z_loss: float = 0.0
-    """Weight of the router's z-loss, the mean squared log-sum-exp of logits (ST-MoE, arXiv:2202.08906: 0.001)."""
+    """Weight of the router's z-loss, the mean squared log-sum-exp of logits (ST-MoE,
+    arXiv:2202.08906: 0.001)."""
     dispatch: Literal["capacity", "dropless"] = "dropless"
-    """capacity: an expert takes at most `capacity` tokens of an example, the rest are dropped; dropless: all."""
+    """capacity: an expert takes at most `capacity` tokens of an example, the rest are dropped;
+    dropless: all."""
     capacity_factor: float = 1.25
     """Capacity of an expert with dispatch=capacity, relative to even load; inf drops nothing."""
     buffer_factor: float = 1.25
-    """Rows that a device takes in a pass with dispatch=dropless, relative to even load; more passes take the others."""
+    """Rows that a device takes in a pass with dispatch=dropless, relative to even load; more passes
+    take the others."""
     chunks: int = 1
-    """Parts of a device's tokens with dispatch=dropless, if they divide: rows of one are sent while another's are
-    multiplied."""
+    """Parts of a device's tokens with dispatch=dropless, if they divide: rows of one are sent while
+    another's are multiplied."""
 
     def __post_init__(self) -> None:
-        rules = {
-            **dict.fromkeys(("experts", "top_k", "groups", "top_groups", "chunks"), "at least 1"),
-            **dict.fromkeys(("bias_rate", "balance", "z_loss"), "at least 0 and finite"),
-            "jitter": "at least 0 and below 1",
-            "scale": "above 0 and finite",
-            **dict.fromkeys(("capacity_factor", "buffer_factor"), "above 0"),
-        }
-        problems = check_fields(self, rules, prefix="router.") or [*self._check_choice(), *self._check_groups()]
+        counts = ("experts", "top_k", "groups", "top_groups", "chunks")
+        rules = dict.fromkeys(counts, "at least 1")
+        rules |= dict.fromkeys(("bias_rate", "balance", "z_loss"), "at least 0 and finite")
+        rules["jitter"] = "at least 0 and below 1"
+        rules["scale"] = "above 0 and finite"
+        rules |= dict.fromkeys(("capacity_factor", "buffer_factor"), "above 0")
+        problems = check_fields(self, rules, prefix="router.")
+        if not problems:
+            problems = [*self._check_choice(), *self._check_groups()]
         if problems:
             raise ConfigError("The router is invalid:", problems)
 
-    def _check_choice(self) -> list[Problem]:
-        problems = []
+    def _check_choice(self) -> Iterator[Problem]:
         if self.top_k > self.experts:
-            detail = f"top_k {self.top_k} > experts {self.experts}"
-            problems.append(Problem("router.top_k", "is larger than router.experts", detail, "a smaller one"))
-        if self.random_second and self.top_k != 2:
-            problems.append(Problem("router.random_second", f"needs top_k=2, not {self.top_k}", fix="top_k=2"))
-        if self.top_k == 1 and self.normalise and self.choice == "token" and self.experts > 1:
-            why = "the only weight is always 1, so the task's loss does not train the router"
-            problems.append(Problem("router.normalise", "cannot be used with top_k=1", why, "normalise=False"))
-        if self.random_second and not self.normalise:
-            why = "its probability is defined for weights that add up to 1"
-            problems.append(Problem("router.random_second", "needs normalised weights", why, "normalise=True"))
-        if self.chunks > 1 and self.dispatch == "capacity":
-            why = "slots are of whole examples"
-            problems.append(Problem("router.chunks", "cannot be used with dispatch=capacity", why, "dropless"))
-        if self.choice == "expert":
-            conflicts = (
-                ("dispatch", self.dispatch == "dropless", "experts take as many tokens as their capacity", "capacity"),
-                ("balance", self.balance > 0, "load is even", "0"),
-                ("bias_rate", self.bias_rate > 0, "load is even", "0"),
-                ("random_second", self.random_second, "tokens have no second choice", "false"),
-                ("groups", self.groups > 1, "tokens do not choose", "1"),
+            yield Problem(
+                "router.top_k",
+                "is larger than router.experts",
+                f"top_k {self.top_k} > experts {self.experts}",
+                "a smaller one",
             )
-            problems += [
-                Problem(f"router.{name}", "cannot be used with choice=expert", why, fix)
-                for name, is_conflict, why, fix in conflicts
-                if is_conflict
-            ]
-        return problems
+        if self.random_second and self.top_k != 2:
+            yield Problem("router.random_second", f"needs top_k=2, not {self.top_k}", fix="top_k=2")
+        if self.top_k == 1 and self.normalise and self.choice == "token" and self.experts > 1:
+            yield Problem(
+                "router.normalise",
+                "cannot be used with top_k=1",
+                "the only weight is always 1, so the task's loss does not train the router",
+                "normalise=False",
+            )
+        if self.random_second and not self.normalise:
+            yield Problem(
+                "router.random_second",
+                "needs normalised weights",
+                "its probability is defined for weights that add up to 1",
+                "normalise=True",
+            )
+        if self.chunks > 1 and self.dispatch == "capacity":
+            yield Problem(
+                "router.chunks",
+                "cannot be used with dispatch=capacity",
+                "slots are of whole examples",
+                "dropless",
+            )
+        if self.choice == "expert":
+            yield from self._check_choice_of_experts()
 
-    def _check_groups(self) -> list[Problem]:
-        arithmetic = f"{self.experts} / {self.groups} = {self.experts / self.groups:.4g}"
-        if self.experts % self.groups:
-            return [Problem("router.groups", "does not divide router.experts", arithmetic, "change one of them")]
-        if self.top_groups > self.groups:
-            arithmetic = f"top_groups {self.top_groups} > groups {self.groups}"
-            return [Problem("router.top_groups", "is larger than router.groups", arithmetic, "a smaller one")]
+    def _check_choice_of_experts(self) -> Iterator[Problem]:
+        what = "cannot be used with choice=expert"
+        if self.dispatch == "dropless":
+            why = "experts take as many tokens as their capacity"
+            yield Problem("router.dispatch", what, why, "capacity")
+        if self.balance > 0:
+            yield Problem("router.balance", what, "load is even", "0")
+        if self.bias_rate > 0:
+            yield Problem("router.bias_rate", what, "load is even", "0")
+        if self.random_second:
+            yield Problem("router.random_second", what, "tokens have no second choice", "false")
+        if self.groups > 1:
+            yield Problem("router.groups", what, "tokens do not choose", "1")
+
+    def _check_groups(self) -> Iterator[Problem]:
+        size = self.experts // self.groups
         within = self.top_groups * self.experts // self.groups
-        if within < self.top_k <= self.experts:
-            arithmetic = f"{self.top_groups} groups of {self.experts // self.groups} = {within} < top_k {self.top_k}"
-            return [Problem("router.top_groups", "hold fewer experts than router.top_k", arithmetic, "more groups")]
-        return []
+        if self.experts % self.groups:
+            yield Problem(
+                "router.groups",
+                "does not divide router.experts",
+                f"{self.experts} / {self.groups} = {self.experts / self.groups:.4g}",
+                "change one of them",
+            )
+        elif self.top_groups > self.groups:
+            yield Problem(
+                "router.top_groups",
+                "is larger than router.groups",
+                f"top_groups {self.top_groups} > groups {self.groups}",
+                "a smaller one",
+            )
+        elif within < self.top_k <= self.experts:
+            yield Problem(
+                "router.top_groups",
+                "hold fewer experts than router.top_k",
+                f"{self.top_groups} groups of {size} = {within} < top_k {self.top_k}",
+                "more groups",
+            )
 
     @property
     def is_random(self) -> bool:
@@ -138,19 +180,26 @@ class RouterConfig:
         return self.random_second or self.jitter > 0
 
     def capacity(self, tokens: int) -> int:
-        """Return the tokens of one example that an expert takes: ⌈capacity_factor · top_k · tokens / experts⌉.
+        """Return the number of tokens that an expert takes of one example.
+
+        It is ⌈capacity_factor · top_k · tokens / experts⌉, and at most all.
 
         Example:
-            >>> RouterConfig(experts=64, top_k=1, normalise=False, capacity_factor=1.25).capacity(4096)
+            >>> config = RouterConfig(experts=64, top_k=1, normalise=False, capacity_factor=1.25)
+            >>> config.capacity(4096)
             80
         """
         capacity = self.capacity_factor * self.top_k * tokens / self.experts
-        return tokens if capacity >= tokens else math.ceil(capacity)
+        if capacity >= tokens:
+            return tokens
+        return math.ceil(capacity)
 
     def capacities(self, valid: Bool[Array, "example token"]) -> Int[Array, "example"]:
         """Return the `capacity` of each example, for its tokens without padding."""
-        by_tokens = [0, *(self.capacity(tokens) for tokens in range(1, valid.shape[1] + 1))]
-        return jnp.asarray(by_tokens, jnp.int32)[valid.sum(axis=1)]
+        longest = valid.shape[1]
+        by_tokens = [0, *map(self.capacity, range(1, longest + 1))]
+        tokens = valid.sum(axis=1)
+        return jnp.asarray(by_tokens, jnp.int32)[tokens]
 
 
 @jax.tree_util.register_dataclass
@@ -158,15 +207,17 @@ class RouterConfig:
 class Routing:
     """Experts and weights of each token. Only weights have gradients."""
 
-    experts: Int[Array, "example token choice"]  # `config.experts` for padding and for a choice that is not followed
+    # `config.experts` for padding and for a choice that is not followed
+    experts: Int[Array, "example token choice"]
     weights: Float[Array, "example token choice"]  # 0 for these
-    capacities: Int[Array, "example"] | None = None  # of an expert; None for those of examples without padding
+    # Of an expert; None for those of examples without padding.
+    capacities: Int[Array, "example"] | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterReport:
-    """Weighted losses of one router, and the number of tokens that chose each expert, over a (micro)batch."""
+    """Weighted losses of one router, and the choices of each expert, over a (micro)batch."""
 
     balance: Float[Array, ""]
     z_loss: Float[Array, ""]
@@ -197,36 +248,79 @@ def route(
     assert logits.dtype == jnp.float32, "a router computes in float32"
     valid = _mask(valid, logits)
     logits = jnp.where(valid[..., None], logits, 0.0)
-    scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
+    scores = _scores(logits, config)
     if config.choice == "expert":
         routing = _experts_choose(scores, config, valid)
         load = _load(routing.experts, config.experts)
-        return routing, RouterReport(jnp.zeros((), jnp.float32), z_loss(logits, config, valid), load)
-    ranking = jax.lax.stop_gradient(scores if bias is None else scores + bias[None, None])
-    experts = checkpoint_name(_top_k(_mask_groups(ranking, config), config.top_k)[0], CHOICE)
+        balance = jnp.zeros((), jnp.float32)
+        return routing, RouterReport(balance, z_loss(logits, config, valid), load)
+    experts, weights = _tokens_choose(scores, config, valid, bias)
+    balance = balance_loss(scores, experts, config, valid)
+    z = z_loss(logits, config, valid)
+    report = RouterReport(balance, z, _load(experts, config.experts))
+    if config.random_second and key is not None:
+        experts, weights = _follow_second_at_random(experts, weights, config, key)
+    capacities = None
+    if config.dispatch == "capacity":
+        capacities = config.capacities(valid)
+    return Routing(experts, weights * config.scale, capacities), report
+
+
+def _scores(
+    logits: Float[Array, "example token expert"], config: RouterConfig
+) -> Float[Array, "example token expert"]:
+    if config.score == "softmax":
+        return jax.nn.softmax(logits)
+    return jax.nn.sigmoid(logits)
+
+
+def _tokens_choose(
+    scores: Float[Array, "example token expert"],
+    config: RouterConfig,
+    valid: Bool[Array, "example token"],
+    bias: Float[Array, "expert"] | None,
+) -> tuple[Int[Array, "example token choice"], Float[Array, "example token choice"]]:
+    """Let each token choose the experts with its best scores; return experts and weights."""
+    ranking = scores
+    if bias is not None:
+        ranking = scores + bias[None, None]
+    ranking = _mask_groups(jax.lax.stop_gradient(ranking), config)
+    best, _ = _top_k(ranking, config.top_k)
+    experts = checkpoint_name(best, CHOICE)
     weights = jnp.stack([_pick(scores, experts[..., i]) for i in range(config.top_k)], axis=-1)
     if config.normalise:
         weights = weights / weights.sum(axis=-1, keepdims=True)
     experts = jnp.where(valid[..., None], experts, config.experts)
     weights = jnp.where(valid[..., None], weights, 0.0)
-    balance = balance_loss(scores, experts, config, valid)
-    report = RouterReport(balance, z_loss(logits, config, valid), _load(experts, config.experts))
-    if config.random_second and key is not None:
-        uniform = jax.random.uniform(key, weights.shape[:-1])
-        followed = checkpoint_name(second_probability(jax.lax.stop_gradient(weights[..., 1])) > uniform, CHOICE)
-        experts = experts.at[..., 1].set(jnp.where(followed, experts[..., 1], config.experts))
-        weights = weights.at[..., 1].multiply(followed)
-    capacities = config.capacities(valid) if config.dispatch == "capacity" else None
-    return Routing(experts, weights * config.scale, capacities), report
+    return experts, weights
+
+
+def _follow_second_at_random(
+    experts: Int[Array, "example token choice"],
+    weights: Float[Array, "example token choice"],
+    config: RouterConfig,
+    key: Array,
+) -> tuple[Int[Array, "example token choice"], Float[Array, "example token choice"]]:
+    """Drop second choices at random; a token without one has the expert `config.experts`."""
+    uniform = jax.random.uniform(key, weights.shape[:-1])
+    probability = second_probability(jax.lax.stop_gradient(weights[..., 1]))
+    followed = checkpoint_name(probability > uniform, CHOICE)
+    second = jnp.where(followed, experts[..., 1], config.experts)
+    experts = experts.at[..., 1].set(second)
+    weights = weights.at[..., 1].multiply(followed)
+    return experts, weights
 
 
 def second_probability(weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return GShard's probability of following a second choice, min(1, 2 · weight), for weights that add up to 1."""
+    """Return GShard's probability of following a second choice, min(1, 2 · weight).
+
+    Weights add up to 1.
+    """
     return jnp.minimum(1.0, 2.0 * weight)
 
 
 def jittered(x: Float[Array, "..."], jitter: float, key: Array) -> Float[Array, "..."]:
-    """Multiply a router's input by noise between 1 − jitter and 1 + jitter (Switch, section 2.2)."""
+    """Multiply a router's input by noise of 1 − jitter to 1 + jitter (Switch, section 2.2)."""
     return x * jax.random.uniform(key, x.shape, x.dtype, 1 - jitter, 1 + jitter)
 
 
@@ -236,20 +330,35 @@ def balance_loss(
     config: RouterConfig,
     valid: Valid = None,
 ) -> Float[Array, ""]:
-    """Return the load-balance loss, α·N·Σᵢ fᵢ·Pᵢ (Switch, equation 4) or α·Σᵢ fᵢ·Pᵢ/N (GShard, algorithm 1).
+    """Return the load-balance loss.
 
-    fᵢ is the fraction of choices that are expert i and Pᵢ its mean score, normalised to sum to 1 for each token.
+    It is α·N·Σᵢ fᵢ·Pᵢ (Switch, equation 4) or α·Σᵢ fᵢ·Pᵢ/N (GShard, algorithm 1). fᵢ is the
+    fraction of choices that are expert i and Pᵢ its mean score, normalised to sum to 1 for each
+    token.
     """
     valid = _mask(valid, scores)
-    shares = scores / scores.sum(axis=-1, keepdims=True) if config.score == "sigmoid" else scores
-    counted = experts[..., :1] if config.balance_form == "gshard" else experts
-    chosen = jax.nn.one_hot(counted, config.experts).mean(axis=-2)
+    shares = scores
+    if config.score == "sigmoid":
+        shares = scores / scores.sum(axis=-1, keepdims=True)
+    if config.balance_form == "gshard":
+        experts = experts[..., :1]
+    chosen = jax.nn.one_hot(experts, config.experts).mean(axis=-2)
     if config.balance_over == "batch":
         return weighted_balance(batch_mean(chosen, valid), batch_mean(shares, valid), config)
     tokens = valid.sum(axis=1, dtype=jnp.float32)
-    sums = (jnp.where(valid[..., None], x, 0.0).sum(axis=1) for x in (chosen, shares))
-    fractions, means = (x / jnp.maximum(tokens, 1)[:, None] for x in sums)
+    fractions = _example_means(chosen, valid, tokens)
+    means = _example_means(shares, valid, tokens)
     return batch_mean(weighted_balance(fractions, means, config), tokens > 0)
+
+
+def _example_means(
+    x: Float[Array, "example token expert"],
+    valid: Bool[Array, "example token"],
+    tokens: Float[Array, "example"],
+) -> Float[Array, "example expert"]:
+    """Return the mean over each example's valid tokens; `tokens` is their number."""
+    total = jnp.where(valid[..., None], x, 0.0).sum(axis=1)
+    return total / jnp.maximum(tokens, 1)[:, None]
 
 
 def weighted_balance(
@@ -268,16 +377,23 @@ def weighted_balance(
     return config.balance * config.experts * products.sum(axis=-1)
 
 
-def z_loss(logits: Float[Array, "example token expert"], config: RouterConfig, valid: Valid = None) -> Float[Array, ""]:
-    """Return the router's z-loss (ST-MoE, equation 5), which keeps logits small."""
-    return config.z_loss * batch_mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), _mask(valid, logits))
+def z_loss(
+    logits: Float[Array, "example token expert"], config: RouterConfig, valid: Valid = None
+) -> Float[Array, ""]:
+    """Return the router's z-loss (ST-MoE, equation 5): it keeps logits small."""
+    squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+    return config.z_loss * batch_mean(squares, _mask(valid, logits))
 
 
 def balanced_bias(
     bias: Float[Array, "... expert"], load: Float[Array, "... expert"], rate: float
 ) -> Float[Array, "... expert"]:
-    """Raise the biases of experts below the mean load and lower others (DeepSeek-V3, arXiv:2412.19437, 2.1.2)."""
-    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+    """Raise the biases of experts below the mean load and lower others.
+
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
+    """
+    missing = load.mean(axis=-1, keepdims=True) - load
+    return bias + rate * jnp.sign(missing)
 
 
 def expert_slots(
@@ -286,38 +402,53 @@ def expert_slots(
     capacity: int,
     filled: Int[Array, "example"] | None = None,
 ) -> tuple[Int[Array, "example token choice"], Float[Array, ""]]:
-    """Return each choice's slot among the `count · capacity` of its example, by expert, and the number of drops.
+    """Return each choice's slot among its example's `count · capacity`, and the number of drops.
 
-    First choices are placed before second ones, and earlier tokens before later ones. A choice that is dropped or not
-    followed has the slot `count · capacity`.
+    Slots are in order of experts. First choices are placed before second ones, and earlier tokens
+    before later ones. A choice that is dropped or not followed has the slot `count · capacity`.
 
     Args:
         filled: The slots of an expert that each example may fill, at most `capacity`; None for all.
     """
     examples, tokens, choices = experts.shape
     queue = experts.swapaxes(1, 2).reshape(examples, choices * tokens)
-    mine = jax.nn.one_hot(queue, count, dtype=jnp.bool_)
-    position = jnp.where(mine, jnp.cumsum(mine, axis=1, dtype=jnp.int32) - 1, 0).sum(axis=-1)
-    limit = capacity if filled is None else filled[:, None]
-    full = (position >= limit) & (queue < count)
-    slot = jnp.where(full | (queue >= count), count * capacity, queue * capacity + position)
-    return slot.reshape(examples, choices, tokens).swapaxes(1, 2), full.sum(dtype=jnp.float32)
+    mine = jax.nn.one_hot(queue, count, dtype=jnp.bool_)  # [example, choice · token, expert]
+    number = jnp.cumsum(mine, axis=1, dtype=jnp.int32) - 1
+    position = jnp.where(mine, number, 0).sum(axis=-1)
+    limit: Any = capacity
+    if filled is not None:
+        limit = filled[:, None]
+    is_full = (position >= limit) & (queue < count)
+    is_without = is_full | (queue >= count)
+    slot = jnp.where(is_without, count * capacity, queue * capacity + position)
+    slot = slot.reshape(examples, choices, tokens).swapaxes(1, 2)
+    return slot, is_full.sum(dtype=jnp.float32)
 
 
 def _experts_choose(
-    scores: Float[Array, "example token expert"], config: RouterConfig, valid: Bool[Array, "example token"]
+    scores: Float[Array, "example token expert"],
+    config: RouterConfig,
+    valid: Bool[Array, "example token"],
 ) -> Routing:
     """Let each expert choose the tokens of an example with the best scores for it."""
-    ranking = jnp.where(valid[..., None], jax.lax.stop_gradient(scores), -jnp.inf)  # padding is last
-    rank = jnp.argsort(jnp.argsort(-ranking, axis=1), axis=1)
+    ranking = jax.lax.stop_gradient(scores)
+    ranking = jnp.where(valid[..., None], ranking, -jnp.inf)  # padding is last
+    order = jnp.argsort(-ranking, axis=1)
+    rank = jnp.argsort(order, axis=1)
     capacities = config.capacities(valid)
     taken = checkpoint_name(rank < capacities[:, None, None], CHOICE)
-    experts = jnp.where(taken, jax.lax.broadcasted_iota(jnp.int32, taken.shape, 2), config.experts)
-    return Routing(experts, jnp.where(taken, scores, 0.0) * config.scale, capacities)
+    ids = jax.lax.broadcasted_iota(jnp.int32, taken.shape, 2)
+    experts = jnp.where(taken, ids, config.experts)
+    weights = jnp.where(taken, scores, 0.0)
+    return Routing(experts, weights * config.scale, capacities)
 
 
-def _mask(valid: Valid, tokens: Float[Array, "example token expert"]) -> Bool[Array, "example token"]:
-    return jnp.ones(tokens.shape[:2], jnp.bool_) if valid is None else valid
+def _mask(
+    valid: Valid, tokens: Float[Array, "example token expert"]
+) -> Bool[Array, "example token"]:
+    if valid is None:
+        return jnp.ones(tokens.shape[:2], jnp.bool_)
+    return valid
 
 
 def _mask_groups(
@@ -327,27 +458,34 @@ def _mask_groups(
     if config.top_groups == config.groups:
         return ranking
     grouped = ranking.reshape(*ranking.shape[:-1], config.groups, -1)
-    best = _top_k(grouped, min(2, grouped.shape[-1]))[1].sum(axis=-1)
-    allowed = _top_k(best, config.top_groups)[0]
+    _, best = _top_k(grouped, min(2, grouped.shape[-1]))
+    allowed, _ = _top_k(best.sum(axis=-1), config.top_groups)
     is_allowed = jax.nn.one_hot(allowed, config.groups, dtype=jnp.bool_).any(axis=-2)
-    return jnp.where(is_allowed[..., None], grouped, -jnp.inf).reshape(ranking.shape)
+    masked = jnp.where(is_allowed[..., None], grouped, -jnp.inf)
+    return masked.reshape(ranking.shape)
 
 
-def _top_k(scores: Float[Array, "... expert"], count: int) -> tuple[Int[Array, "... count"], Float[Array, "... count"]]:
+def _top_k(
+    scores: Float[Array, "... expert"], count: int
+) -> tuple[Int[Array, "... count"], Float[Array, "... count"]]:
     """Return the positions and values of the largest scores, in descending order."""
     positions, values = [], []
     for _ in range(count):  # with `jax.lax.top_k`, XLA would gather the scores of all devices
         position = jnp.argmax(scores, axis=-1)
         positions.append(position)
         values.append(scores.max(axis=-1))
-        scores = jnp.where(jax.nn.one_hot(position, scores.shape[-1], dtype=jnp.bool_), -jnp.inf, scores)
+        is_found = jax.nn.one_hot(position, scores.shape[-1], dtype=jnp.bool_)
+        scores = jnp.where(is_found, -jnp.inf, scores)
     return jnp.stack(positions, axis=-1), jnp.stack(values, axis=-1)
 
 
 def _pick(scores: Float[Array, "... expert"], expert: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Return one score of each token, by a masked sum, which needs no gather."""
-    return jnp.where(jax.nn.one_hot(expert, scores.shape[-1], dtype=jnp.bool_), scores, 0.0).sum(axis=-1)
+    """Return one score of each token, by a masked sum: it needs no gather."""
+    is_expert = jax.nn.one_hot(expert, scores.shape[-1], dtype=jnp.bool_)
+    return jnp.where(is_expert, scores, 0.0).sum(axis=-1)
 
 
 def _load(experts: Int[Array, "example token choice"], count: int) -> Float[Array, "expert"]:
-    return batch_sum(jax.nn.one_hot(experts, count).sum(axis=(0, 1, 2)))
+    """Return the number of tokens that chose each expert."""
+    counts = jax.nn.one_hot(experts, count).sum(axis=(0, 1, 2))
+    return batch_sum(counts)

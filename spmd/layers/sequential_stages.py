@@ -1,7 +1,8 @@
-"""Stages of stacked layers that are split over `pipe`, one after the other, for work that cannot overlap.
+"""Stages of stacked layers over `pipe`, one after the other, for work that cannot overlap.
 
-Text is generated token by token, so there are no microbatches to fill a pipeline. Inside `sequential_stages`, each
-stage runs its own layers and sends the result to the next; otherwise the compiler would gather all layers everywhere.
+Text is generated token by token, so there are no microbatches to fill a pipeline. Inside
+`sequential_stages`, each stage runs its own layers and sends the result to the next; otherwise the
+compiler would gather all layers everywhere.
 """
 
 import contextlib
@@ -26,15 +27,19 @@ Run = Callable[[Any, Any], tuple[jax.Array, Any]]
 
 @contextlib.contextmanager
 def sequential_stages() -> Iterator[None]:
-    """Run layers inside stage by stage, where the plan in scope splits them over `pipe`."""
+    """Run layers inside stage by stage, if the plan in scope splits them over `pipe`."""
     mesh = current().mesh
-    stages = functools.partial(_run_stages, mesh) if mesh is not None and mesh.shape["pipe"] > 1 else None
+    stages = None
+    if mesh is not None and mesh.shape["pipe"] > 1:
+        stages = functools.partial(_run_stages, mesh)
     with override(run_stages=stages):
         yield
 
 
 def run_stack(run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
-    """Return `run(x, layers)`, stage by stage inside `sequential_stages`; `layers` have a leading layer dimension.
+    """Return `run(x, layers)`, stage by stage inside `sequential_stages`.
+
+    `layers` have a leading layer dimension.
 
     Example:
         >>> import jax.numpy as jnp
@@ -43,30 +48,36 @@ def run_stack(run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
         6.0
     """
     run_stages = current().run_stages
-    return run(x, layers) if run_stages is None else run_stages(run, x, layers)
+    if run_stages is None:
+        return run(x, layers)
+    return run_stages(run, x, layers)
 
 
 def _run_stages(mesh: AnyMesh, run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
-    stages = mesh.shape["pipe"]
+    local = functools.partial(_turns, run, mesh.shape["pipe"])
+    specs = (P(), P("pipe"))
+    return manual_over(mesh, ("pipe",), local, specs, specs)(x, layers)
 
-    def local(x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
-        stage = jax.lax.axis_index("pipe")
-        nothing = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), jax.eval_shape(run, x, layers)[1])
 
-        def turn(carry: tuple[jax.Array, Any], number: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
-            x, values = carry
-            # Inactive stages also run (collectives must match); their output is discarded.
-            y, own = run(x, layers)
-            values = jax.tree.map(lambda new, old: jnp.where(stage == number, new, old), own, values)
-            with in_scope(comm_scope(_PURPOSE)):
-                y = jax.lax.ppermute(y, "pipe", [(i, (i + 1) % stages) for i in range(stages)])
-            return (y, values), None
+def _turns(run: Run, stages: int, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+    """Run one stage in each turn; return the last one's output, and the values of this one."""
+    stage = jax.lax.axis_index("pipe")
+    _, shapes = jax.eval_shape(run, x, layers)
+    nothing = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes)
+    path = [(i, (i + 1) % stages) for i in range(stages)]
 
-        (y, values), _ = jax.lax.scan(turn, (x, nothing), jnp.arange(stages))
-        # The first stage holds the last one's output. In float32: XLA:CPU cannot add up bfloat16 here.
-        last = jnp.where(stage == 0, y, 0).astype(jnp.float32)
+    def turn(carry: tuple[jax.Array, Any], number: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
+        x, values = carry
+        # Inactive stages also run (collectives must match); their output is discarded.
+        y, own = run(x, layers)
+        values = jax.tree.map(lambda new, old: jnp.where(stage == number, new, old), own, values)
         with in_scope(comm_scope(_PURPOSE)):
-            output = jax.lax.psum(last, "pipe")
-        return output.astype(y.dtype), values
+            y = jax.lax.ppermute(y, "pipe", path)
+        return (y, values), None
 
-    return manual_over(mesh, ("pipe",), local, (P(), P("pipe")), (P(), P("pipe")))(x, layers)
+    (y, values), _ = jax.lax.scan(turn, (x, nothing), jnp.arange(stages))
+    # The first stage holds the last one's output. In float32: XLA:CPU cannot add up bfloat16 here.
+    last = jnp.where(stage == 0, y, 0).astype(jnp.float32)
+    with in_scope(comm_scope(_PURPOSE)):
+        output = jax.lax.psum(last, "pipe")
+    return output.astype(y.dtype), values

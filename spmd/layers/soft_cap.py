@@ -11,14 +11,20 @@ def soft_capped(scores: Float[Array, "..."], cap: float | None) -> Float[Array, 
         >>> soft_capped(jnp.array([0.0, 1000.0]), 30.0)
         Array([ 0., 30.], dtype=float32)
     """
-    return scores if cap is None else jnp.tanh(scores / cap) * cap
+    if cap is None:
+        return scores
+    return jnp.tanh(scores / cap) * cap
 
 
-def before_soft_cap(gradient: Float[Array, "..."], capped: Float[Array, "..."], cap: float | None) -> Array:
-    """Return the gradient of scores from that of the capped scores: times `1 − (capped / cap)²`.
+def before_soft_cap(
+    gradient: Float[Array, "..."], capped: Float[Array, "..."], cap: float | None
+) -> Array:
+    """Return the gradient of scores from the capped scores' gradient: times `1 − (capped / cap)²`.
 
     Example:
         >>> float(before_soft_cap(jnp.array(2.0), jnp.array(15.0), 30.0))
         1.5
     """
-    return gradient if cap is None else gradient * (1.0 - jnp.square(capped / cap))
+    if cap is None:
+        return gradient
+    return gradient * (1.0 - jnp.square(capped / cap))
