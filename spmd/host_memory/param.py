@@ -1,7 +1,8 @@
-"""Parameters in host memory, which a layer copies to the device when it starts.
+"""Parameters in host memory. A layer copies its own to the device when it starts.
 
-A gradient with respect to an array in host memory would be in host memory too, where the step cannot compute with it.
-So the step differentiates with respect to a proxy on the device, of which only the gradient is materialized.
+A gradient with respect to an array in host memory would be in host memory too, where the step
+cannot compute with it. So the step differentiates with respect to a proxy on the device, of which
+only the gradient is materialized.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ class HostParam(WrappedParam):
     """A parameter in host memory, of one layer or a stack of layers.
 
     Attributes:
-        grad_proxy: Zeros of its shape on the device, in the dtype of gradients; None without differentiation.
+        grad_proxy: Zeros of its shape on the device, in the dtype of gradients; None without
+            differentiation.
         sharding: The sharding of one layer of it on the device.
         path: Its path, for the error.
     """
@@ -44,7 +46,10 @@ class HostParam(WrappedParam):
     def __jax_array__(self) -> jax.Array:
         """Refuse a use as an array outside of its layer."""
         what = "is in host memory, and the model does not use it layer by layer"
-        fix = "run layers as functions of parameters through spmd.plan.annotate.remat_layer, or do not offload it"
+        fix = (
+            "run layers as functions of parameters through spmd.plan.annotate.remat_layer, "
+            "or do not offload it"
+        )
         problem = Problem(self.path, what, fix=fix)
         raise AnnotationError("This model takes its parameters all at once:", [problem])
 

@@ -1,4 +1,4 @@
-"""The storage of a plan with `offload`: which arrays are in host memory, and why some cannot be."""
+"""The storage of a plan with `offload`: the arrays in host memory, and reasons against others."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ from spmd.optim.two_phase import phases
 from spmd.sharding.mesh import AnyMesh, without_host_memory
 
 OFFLOADABLE = ("optimizer_state", "params")
-"""What can be in host memory."""
+"""Tables that can be in host memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +38,21 @@ class HostMemory(Storage):
     @property
     def off_device_params(self) -> frozenset[str]:
         """Matrices of stacked layers, trained or frozen."""
-        return self.frozen.union(*(chunk.host_params for chunk in self.chunks))
+        paths = set(self.frozen)
+        for chunk in self.chunks:
+            paths |= chunk.host_params
+        return frozenset(paths)
 
     @property
     def off_device_state(self) -> frozenset[str]:
         """The optimizer state of chunks, where moving it saves memory."""
-        return frozenset().union(*(chunk.host for chunk in self.chunks))
+        paths = set[str]()
+        for chunk in self.chunks:
+            paths |= chunk.host
+        return frozenset(paths)
 
     def problems(self, mesh: AnyMesh, remat: Remat) -> list[Problem]:
-        """Return unknown tables, and what keeps parameters from being fetched layer by layer."""
+        """Return unknown tables, and reasons against fetching parameters layer by layer."""
         problems = check_type("offload", self.tables, (tuple, list), f'("{self.tables}",)')
         if problems:
             return problems
@@ -54,23 +60,45 @@ class HostMemory(Storage):
             if name not in OFFLOADABLE:
                 fix = did_you_mean(name, OFFLOADABLE)
                 problems.append(Problem(f"offload {name!r}", "cannot be in host memory", fix=fix))
-        if (stages := mesh.shape["pipe"]) > 1 and "params" in self.tables:
-            what = "does not go with a pipeline: stages would fetch each layer in every task"
-            problems.append(Problem("offload params", what, f"pipe={stages}", "offload the optimizer_state"))
-        if "params" in self.tables and (remat.kind in ("none", "selective") or remat.every > 1):
-            what = f"needs every layer to be recomputed, and remat is {remat}"
-            why = "a layer that is not would keep its parameters on the device until the backward pass"
-            problems.append(Problem("offload params", what, why, "remat full, dots, save:NAME or offload:NAME"))
+        if "params" in self.tables:
+            problems += self._fetch_problems(mesh, remat)
         return problems + without_host_memory(mesh, "offload")
 
-    def resolved(self, optimizer: optax.GradientTransformation, state: State) -> tuple[Storage, list[Problem]]:
-        """Return the storage with the chunks of an update; beside frozen parameters, the trained ones stay."""
-        frozen = _frozen_matrices(state) if "params" in self.tables else frozenset()
-        updated = tuple(name for name in self.tables if name != "params" or not state.info.frozen)
+    def _fetch_problems(self, mesh: AnyMesh, remat: Remat) -> list[Problem]:
+        """Return the reasons against fetching parameters layer by layer."""
+        problems = []
+        stages = mesh.shape["pipe"]
+        if stages > 1:
+            what = "does not go with a pipeline: stages would fetch each layer in every task"
+            fix = "offload the optimizer_state"
+            problems.append(Problem("offload params", what, f"pipe={stages}", fix))
+        if remat.kind in ("none", "selective") or remat.every > 1:
+            problem = Problem(
+                "offload params",
+                f"needs every layer to be recomputed, and remat is {remat}",
+                "a layer that is not would keep its parameters on the device "
+                "until the backward pass",
+                "remat full, dots, save:NAME or offload:NAME",
+            )
+            problems.append(problem)
+        return problems
+
+    def resolved(
+        self, optimizer: optax.GradientTransformation, state: State
+    ) -> tuple[Storage, list[Problem]]:
+        """Return the storage with the chunks of an update; beside frozen parameters, the trained
+        ones stay."""
+        frozen = frozenset[str]()
+        if "params" in self.tables:
+            frozen = _frozen_matrices(state)
+        updated = list(self.tables)
+        if state.info.frozen:
+            updated = [name for name in updated if name != "params"]
         if not updated:
             return dataclasses.replace(self, frozen=frozen), []
-        param_phase = phases(optimizer)[1]
-        if problems := check_update(param_phase, state.params, whole=False):
+        _, param_phase = phases(optimizer)
+        problems = check_update(param_phase, state.params, whole=False)
+        if problems:
             return self, problems
         chunks, problems = plan_chunks(
             param_phase,
@@ -83,20 +111,26 @@ class HostMemory(Storage):
         )
         return dataclasses.replace(self, chunks=chunks, frozen=frozen), problems
 
-    def at_forward(self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding) -> Any:
-        """Return the parameter as its layer fetches it."""
+    def at_forward(
+        self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding
+    ) -> Any:
+        """Return the object from which a layer fetches the parameter."""
         return HostParam(param, target, sharding, path)
 
     def make_update(self, plan: Any) -> Update:
         """Return the update that streams chunks through the device."""
-        return make_update(plan, self.chunks) if self.chunks else super().make_update(plan)
+        if not self.chunks:
+            return super().make_update(plan)
+        return make_update(plan, self.chunks)
 
 
 def _frozen_matrices(state: State) -> frozenset[str]:
-    """Return the frozen variables that live in host memory where parameters do: matrices of stacked layers."""
+    """Return the frozen variables that follow parameters to host memory: matrices of stacked
+    layers."""
     found = set()
     for path in state.info.frozen:
-        leading = len(state.rules.layer_path(path)[1])
+        _, layer_numbers = state.rules.layer_path(path)
+        leading = len(layer_numbers)
         is_matrix = len(state.variables[path].shape) - leading >= 2
         if path not in state.info.merged and leading > 0 and is_matrix:
             found.add(path)
