@@ -24,9 +24,7 @@ class RMSNorm(nnx.Module):
     """Root-mean-square normalisation in float32 (Zhang & Sennrich, arXiv:1910.07467)."""
 
     def __init__(self, width: int, *, eps: float, offset: float = 0.0) -> None:
-        self.scale = nnx.Param(
-            jnp.full((width,), 1.0 - offset, jnp.float32), gathered_by_layer=True
-        )
+        self.scale = nnx.Param(jnp.full((width,), 1.0 - offset, jnp.float32), gathered_by_layer=True)
         self.eps = eps
         self.offset = offset
 
@@ -73,17 +71,13 @@ def _for_tokens(values: Float[Array, "d"], x: Array) -> Array:
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
-def gated(
-    gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]
-) -> Float[Array, "batch seq d"]:
+def gated(gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
     """Return `silu(gate) · up`; only the inputs are saved for the backward pass."""
     return jax.nn.silu(gate) * up
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
-def gelu_gated(
-    gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]
-) -> Float[Array, "batch seq d"]:
+def gelu_gated(gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
     """Return `gelu(gate) · up`, with the tanh approximation; only the inputs are saved."""
     return jax.nn.gelu(gate, approximate=True) * up
 
@@ -94,9 +88,7 @@ def gelu(x: Float[Array, "batch seq d"], approximate: bool) -> Float[Array, "bat
     return jax.nn.gelu(x, approximate=approximate)
 
 
-def make_layers(
-    make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, *, stacked: bool
-) -> nnx.Module:
+def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, *, stacked: bool) -> nnx.Module:
     """Return `count` equal layers: one module of stacked parameters, or a list of modules.
 
     Stacked parameters have a leading layer dimension. Layer *i* is initialised from
@@ -125,9 +117,7 @@ def run_layers(layers: nnx.Module, x: Array, *context: Any, unroll: int = 1) -> 
     return x
 
 
-def collect_layers(
-    layers: nnx.Module, x: Array, each: Any, *context: Any, unroll: int = 1
-) -> tuple[Array, Any]:
+def collect_layers(layers: nnx.Module, x: Array, each: Any, *context: Any, unroll: int = 1) -> tuple[Array, Any]:
     """Run layers that have their own inputs and return values besides `x`.
 
     Args:
@@ -243,9 +233,7 @@ class _LayerStack:
 
         return jax.lax.scan(body, x, stack, unroll=turn)
 
-    def _scan_groups(
-        self, x: Array, groups: Any, size: int, turn: int, scanned: bool
-    ) -> tuple[Array, Any]:
+    def _scan_groups(self, x: Array, groups: Any, size: int, turn: int, scanned: bool) -> tuple[Array, Any]:
         """Scan groups of `size` layers, `turn` of them per iteration."""
 
         def body(x: Array, group: Any) -> tuple[Array, Any]:

@@ -76,16 +76,13 @@ class HostMemory(Storage):
             problem = Problem(
                 "offload params",
                 f"needs every layer to be recomputed, and remat is {remat}",
-                "a layer that is not would keep its parameters on the device "
-                "until the backward pass",
+                "a layer that is not would keep its parameters on the device until the backward pass",
                 "remat full, dots, save:NAME or offload:NAME",
             )
             problems.append(problem)
         return problems
 
-    def resolved(
-        self, optimizer: optax.GradientTransformation, state: State
-    ) -> tuple[Storage, list[Problem]]:
+    def resolved(self, optimizer: optax.GradientTransformation, state: State) -> tuple[Storage, list[Problem]]:
         """Return the storage with the chunks of an update; beside frozen parameters, the trained
         ones stay."""
         frozen = frozenset[str]()
@@ -111,9 +108,7 @@ class HostMemory(Storage):
         )
         return dataclasses.replace(self, chunks=chunks, frozen=frozen), problems
 
-    def at_forward(
-        self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding
-    ) -> Any:
+    def at_forward(self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding) -> Any:
         """Return the object from which a layer fetches the parameter."""
         return HostParam(param, target, sharding, path)
 
