@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from spmd.layers.kv_cache import Layer, collect_cache, isolate_layer, thread_cache
 from spmd.layers.sequential_stages import run_stack
+from spmd.model_api.wrapped_param import has_fetched
 from spmd.plan.annotate import remat_interval, remat_layer
 from spmd.plan.manual import is_partly_manual
 
@@ -199,6 +200,9 @@ class _LayerStack:
         """Return `x` after the layers, and their values, stacked."""
         count = jax.tree.leaves(stack)[0].shape[0]
         size, turn = self._group_size(count)
+        if has_fetched(stack):
+            # libtpu refuses slices of host memory in an unrolled scan (E1200): one layer at a time.
+            turn = 1
         turns, left = divmod(count, size)
         # In one program, XLA could merge recomputation and original.
         scanned = turn == 1 and turns > 1 and size == self.interval

@@ -33,6 +33,11 @@ class HostParam(WrappedParam):
     sharding: NamedSharding = dataclasses.field(metadata={"static": True})
     path: str = dataclasses.field(metadata={"static": True})
 
+    @property
+    def is_fetched(self) -> bool:
+        """Always, by the copy to the device."""
+        return True
+
     def at_layer(self) -> jax.Array:
         """Copy the parameter of one layer to the device."""
         if self.grad_proxy is None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from spmd.model_api.wrapped_param import WrappedParam, operand_of, start_layer
+from spmd.model_api.wrapped_param import WrappedParam, has_fetched, operand_of, start_layer
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +28,11 @@ class LoRAParam(WrappedParam):
         """Return the sum, computed in float32, in the dtype of the base."""
         change = jnp.einsum("...ir,...ro->...io", self.a, self.b, preferred_element_type=jnp.float32)
         return (self.base.astype(jnp.float32) + self.scale * change).astype(self.base.dtype)
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether the frozen kernel is."""
+        return has_fetched(self.base)
 
     def at_layer(self) -> "LoRAParam":
         """Return the parameter that the layer computes with, and its adapter."""

@@ -20,6 +20,11 @@ class WrappedParam(abc.ABC):
     """The array that rides on the parameter, if any; its derivative is what the layer has
     observed."""
 
+    @property
+    def is_fetched(self) -> bool:
+        """Whether `at_layer` copies it from elsewhere: a scan then takes one layer at a time."""
+        return False
+
     def at_layer(self) -> Any:
         """Return the layer's value of the parameter; called when one layer of a stack starts."""
         return self
@@ -42,6 +47,11 @@ class RiddenParam(WrappedParam):
     base: Any
     rider: Any
 
+    @property
+    def is_fetched(self) -> bool:
+        """Whether the parameter itself is."""
+        return has_fetched(self.base)
+
     def at_layer(self) -> Self:
         """Return the parameter that the layer computes with, and its rider."""
         return dataclasses.replace(self, base=start_layer(self.base))
@@ -53,6 +63,12 @@ class RiddenParam(WrappedParam):
     def addend(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"] | None:
         """Return the addend of the parameter itself."""
         return addend_of(self.base, x)
+
+
+def has_fetched(tree: Any) -> bool:
+    """Return whether a layer with these parameters fetches one of them when it starts."""
+    params = jax.tree.leaves(tree, is_leaf=is_wrapped)
+    return any(is_wrapped(param) and param.is_fetched for param in params)
 
 
 def is_wrapped(x: Any) -> bool:
