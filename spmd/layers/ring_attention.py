@@ -256,7 +256,7 @@ def ulysses_attention(
     Heads are split instead.
     """
     split = split_axes(mesh)
-    parts = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if axis in split}
+    parts: dict[str, int] = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if axis in split}
     problems = _division_problems(query, key, parts)
     if problems:
         raise ConfigError("Heads cannot be split over devices:", problems)

@@ -29,10 +29,14 @@ def test_bars(job) -> None:
         ("--mesh.pipe", "2", "--mesh.data", "1"),
         ("--exchange-once", "data", "--accumulate", "2"),
         ("--compress.gradients", "powersgd:4"),
+        ("--remat", "full", "--offload", "optimizer_state", "params"),
     ],
 )
-def test_unrolled_layers_in_a_region_that_is_manual_over_an_axis_compile(flags) -> None:
-    """As those of `demo`: libtpu aborts for slices of a stack there, without a word."""
+def test_unrolled_layers_compile_where_libtpu_unrolls_none(flags) -> None:
+    """As those of `demo`: libtpu aborts for slices of a stack in a region that is manual over an axis, without a word.
+
+    Of a stack in host memory it refuses them.
+    """
     command = [sys.executable, "-m", "spmd.cli", "plan", "demo", *flags, "--topology", "v5e:2x4", "--compile"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
