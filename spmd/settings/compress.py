@@ -318,7 +318,6 @@ def _width_dim(used: P, ndim: int) -> int:
     The other dimension of a kernel is split over `tensor`: heads, hidden units or a vocabulary.
     """
     last_dims = spec_dims(used, ndim, ("tensor",))[-2:]
-    whole = [dim for dim, axes in enumerate(last_dims) if not axes]
-    if len(whole) != 1:
+    if last_dims.count(()) != 1:
         return 0
-    return whole[0] - len(last_dims)
+    return last_dims.index(()) - len(last_dims)
