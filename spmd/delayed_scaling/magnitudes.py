@@ -28,8 +28,7 @@ _WHY = "every device scales by the same magnitudes"
 
 
 def remembering(plan: Any) -> dict[str, tuple[int, ...]]:
-    """Return the path of each kernel with remembered magnitudes → the stacked dimensions of its
-    layers."""
+    """Return the path of each kernel that remembers magnitudes → its stacked dimensions."""
     wrapped = plan.model.info().wrappable
     found = {}
     for entry in plan.params:
@@ -43,8 +42,7 @@ _SHAPES = {"history": (len(ASSUMED), HISTORY), "now": (len(ASSUMED),)}
 
 
 def _fresh(path: str, shape: tuple[int, ...]) -> Array:
-    """Return a history before the first step, or the magnitudes of a step before its first
-    microbatch."""
+    """Return a new history, or the magnitudes of a step before its first microbatch."""
     if not path.endswith("/history"):
         return jnp.zeros(shape)
     assumed = jnp.array([*ASSUMED.values()])  # [array]
@@ -68,8 +66,7 @@ def _shifted(state: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class MagnitudeHistory(GradTransform):
-    """The largest magnitudes of each matmul with scales of earlier steps, as a transform of the
-    gradient.
+    """Transform of the gradient with the largest magnitudes of matmuls in earlier steps.
 
     The history of a kernel rides on it, and its derivative is the observed magnitudes. Magnitudes
     that are not finite are forgotten: the loss tells.
@@ -127,7 +124,7 @@ class MagnitudeHistory(GradTransform):
         return remembered
 
     def adapt(self, restored: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
-        """Return the histories; those that the checkpoint lacks are as at the start."""
+        """Return the histories; one that the checkpoint lacks is as at the start."""
         adapted = {}
         for path, leaf in wanted.items():
             if path in restored:

@@ -41,8 +41,10 @@ ENDED = -1
 
 @dataclasses.dataclass(frozen=True)
 class Generator:
-    """Continuation of prompts with the model of a plan. Programs are compiled on first use and
-    kept."""
+    """Continuation of prompts with the model of a plan.
+
+    Programs are compiled on first use and kept.
+    """
 
     plan: ShardingPlan
     """The plan that parameters are sharded by."""
@@ -121,8 +123,10 @@ class Generator:
         return shards_of(BATCH_AXES, self.plan.mesh.shape)
 
     def _padded(self, tokens: int) -> int:
-        """Return the next power of two, at most the window, rounded up to a multiple of mesh axis
-        `sequence`."""
+        """Return the next power of two, at most the window.
+
+        It is rounded up to a multiple of mesh axis `sequence`.
+        """
         unit = self.plan.mesh.shape["sequence"]
         power_of_two = 1 << (tokens - 1).bit_length()
         length = min(max(MIN_LENGTH, power_of_two), self.window)
@@ -130,8 +134,10 @@ class Generator:
 
     @functools.cached_property
     def whole_window(self) -> str:
-        """The reason why the model runs on the whole window for every token; empty with a KV
-        cache."""
+        """The reason against a KV cache; empty with one.
+
+        Without it, the model runs on the whole window for every token.
+        """
         if not self.cached:
             return "cached=False"
         model = self.plan.model
@@ -156,8 +162,10 @@ class Generator:
 
     @functools.cached_property
     def _prefill(self) -> Callable[..., Any]:
-        """The compiled program for prompts; `carry` is the KV cache, or the ids of the whole
-        window."""
+        """The compiled program for prompts.
+
+        `carry` is the KV cache, or the ids of the whole window.
+        """
 
         def run(
             params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int
@@ -205,8 +213,7 @@ class Generator:
     def _read_token(
         self, params: Any, variables: Any, carry: Any, token: Array, position: Array
     ) -> tuple[Array, Any]:
-        """Return the logits `[batch, vocab]` after a token of each row at its position, and the
-        carry."""
+        """Return the logits `[batch, vocab]` after one token of each row, and the carry."""
         if self.whole_window:
             columns = jax.lax.broadcasted_iota(jnp.int32, carry.shape, 1)
             window = jnp.where(columns == position[:, None], token[:, None], carry)
@@ -242,8 +249,10 @@ def _before(ids: Int[Array, "batch seq"], lengths: Int[Array, "batch"]) -> Bool[
 def _logits_at(
     logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Array, "batch"]
 ) -> Array:
-    """Return the logits `[batch, vocab]` of one position of each row; lazy logits compute no
-    others."""
+    """Return the logits `[batch, vocab]` of one position of each row.
+
+    Lazy logits compute no others.
+    """
 
     def pick(x: Array) -> Array:
         return jnp.take_along_axis(x, position[:, None, None], axis=1)
@@ -263,8 +272,7 @@ def check_window(prompts: Sequence[Tokens], tokens: int, window: int) -> None:
 
 
 def window_problems(prompts: Sequence[Tokens], tokens: int, window: int) -> list[Problem]:
-    """Return a problem for each empty prompt, and for each that is too long with `tokens` more
-    tokens."""
+    """Return a problem for each prompt that is empty, or too long with `tokens` more."""
     problems = []
     if not len(prompts):
         problems.append(Problem("prompt", "there is none", fix="give at least one"))

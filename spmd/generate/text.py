@@ -113,8 +113,10 @@ def generate_texts(
 
 
 def _evaluated(generator: Generator, state: AnyState) -> ModelState:
-    """Return the parameters to evaluate of a training run, and its variables; a model's state is
-    unchanged."""
+    """Return the parameters to evaluate of a training run, and its variables.
+
+    A model's state is unchanged.
+    """
     if isinstance(state, ModelState):
         return state
     params = evaluated_params(generator.plan, state)

@@ -78,11 +78,11 @@ class LossScale(GradTransform):
             raise ConfigError("This loss scaling cannot be used:", problems)
 
     def start(self) -> dict[str, jax.Array]:
-        """Return the initial state: `scale`, `good_steps` in a row since it changed, and
-        `hysteresis`.
+        """Return the initial state: `scale`, `good_steps` and `hysteresis`.
 
-        `hysteresis` is what remains of it. After the scale was lowered, `hysteresis` is below 1 and
-        counts up until the next lowering is possible.
+        `good_steps` are those in a row since the scale changed. `hysteresis` is what remains of it.
+        After the scale was lowered, `hysteresis` is below 1 and counts up until the next lowering
+        is possible.
         """
         good_steps = jnp.int32(0)
         hysteresis = jnp.int32(self.hysteresis)
@@ -127,8 +127,9 @@ class LossScale(GradTransform):
         return Entered(seed=state["scale"])
 
     def wrap(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Divide the gradients of a batch by the scale; if they overflow, undo all but the scale's
-        own state.
+        """Divide the gradients of a batch by the scale.
+
+        If they overflow, undo all but the scale's own state.
 
         Example:
             >>> scaling = LossScale(initial=8)

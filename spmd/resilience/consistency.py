@@ -23,8 +23,10 @@ Statements = Mapping[str, Any]
 
 
 def check_hosts_agree(statements: Statements) -> None:
-    """Compare the statements of all processes; every process makes this call, and all raise the
-    same error."""
+    """Compare the statements of all processes.
+
+    Every process makes this call, and all raise the same error.
+    """
     text = json.dumps(statements, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     # Digests first: they are short, and almost always equal.
@@ -92,8 +94,7 @@ def _most_common(values: Sequence[str]) -> tuple[str, str]:
 
 
 def _flatten(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the text of each value; of a text of several lines, of each
-    line."""
+    """Yield the dotted name and the text of each value, or of each line of a longer text."""
     if isinstance(value, Mapping):
         prefix = f"{path}." if path else ""
         for name, inner in value.items():

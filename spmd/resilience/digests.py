@@ -1,4 +1,4 @@
-"""Bitwise digests of sharded arrays, and the devices whose replicas differ.
+"""Bitwise digests of sharded arrays, and devices with different replicas.
 
 A digest is two 32-bit sums over the words of a shard, each word mixed with its position first.
 Mixing is a bijection of the word, so a change of one word always changes both sums. Any other
@@ -189,8 +189,10 @@ def replica_differences(digests: Digests, abstract: tree.PyTree, mesh: AnyMesh) 
 
 @functools.lru_cache(maxsize=1024)
 def _blocks(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the number of each device's block, in the order of the mesh; replicas have equal
-    numbers."""
+    """Return the number of each device's block, in the order of the mesh.
+
+    Replicas have equal numbers.
+    """
     known: dict[tuple[tuple[int, int], ...], int] = {}
     numbers = []
     for device in sharding.mesh.devices.flat:

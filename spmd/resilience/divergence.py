@@ -1,5 +1,4 @@
-"""Divergence of training: a loss or gradient that is not finite, a loss spike, or too many skipped
-steps.
+"""Divergence of training: a non-finite loss or gradient, a spike, too many skipped steps.
 
 The reaction is decided elsewhere: the compiled step skips the update (`spmd.optim.skip_updates`),
 or the run stops, or rolls back to its last checkpoint and skips the batches since, as PaLM did
@@ -16,8 +15,7 @@ from spmd.training.loop import Hook
 
 
 class DivergenceCheck(Hook):
-    """Raise if a step's loss or gradient is NaN or infinite, a loss is a spike, or too many steps
-    were skipped.
+    """Raise if a loss or gradient is not finite, a loss is a spike, or too many steps are skipped.
 
     Args:
         batch: Sequences in a global batch, to name the batch's position in the data.
@@ -68,8 +66,7 @@ class DivergenceCheck(Hook):
             self._skipped = math.inf
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Raise a `DivergenceError` with the step, the batch's position and the newest
-        checkpoint."""
+        """Raise a `DivergenceError` with the step, its batch and the newest checkpoint."""
         bad = [
             name for name in ("loss", "gradient_norm") if not math.isfinite(metrics.get(name, 0.0))
         ]
@@ -108,8 +105,7 @@ class DivergenceCheck(Hook):
         raise SpikeError(f"Step {step} is a spike: {what}.", problems, step)
 
     def _check_skips(self, step: int, skipped: float) -> None:
-        """Raise `DivergenceError` if too many steps were skipped; `skipped` is their number so
-        far."""
+        """Raise `DivergenceError` if too many steps were skipped, `skipped` so far."""
         is_skipped = skipped > self._skipped
         self._skipped = skipped
         if is_skipped:

@@ -188,8 +188,10 @@ class Lease:
                 raise _LostError("This run writes nothing more:", [problem]) from error
 
     def _keep(self) -> None:
-        """Renew the lease at intervals, also while a program compiles; end the process if it is
-        lost."""
+        """Renew the lease at intervals, also while a program compiles.
+
+        End the process if it is lost.
+        """
         while not self._stopped.wait(HEARTBEAT):
             try:
                 self.renew()

@@ -1,9 +1,8 @@
-"""Preemption: on a signal a run finishes its step, saves a checkpoint and exits with a code of its
-own.
+"""Preemption: a signal makes a run save a checkpoint and exit with a code of its own.
 
-Schedulers send SIGTERM (Slurm, Kubernetes, spot instances); `#SBATCH --signal` is set to SIGUSR1.
-It suffices to signal one of several processes: JAX's coordination service makes all of them stop
-after the same step.
+It finishes its step first. Schedulers send SIGTERM (Slurm, Kubernetes, spot instances); `#SBATCH
+--signal` is set to SIGUSR1. It suffices to signal one of several processes: JAX's coordination
+service makes all of them stop after the same step.
 """
 
 import os

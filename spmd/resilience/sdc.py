@@ -55,8 +55,10 @@ class _Check(Hook, abc.ABC):
         return bool(self.every) and step % self.every == 0
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Raise `DataCorruptionError` with each array and the devices that differ, the same on
-        every process."""
+        """Raise `DataCorruptionError` with each array and the devices that differ.
+
+        The error is the same on every process.
+        """
         with self.around():
             problems = self.problems(state)
         if problems:
@@ -107,8 +109,10 @@ class DeterminismCheck(_Check):
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """Program `(state, batch) -> uint32[devices, leaves, 2]`, replicated, compiled at the first
-        check."""
+        """Program `(state, batch) -> uint32[devices, leaves, 2]`, replicated.
+
+        It is compiled at the first check.
+        """
         digests = jax.jit(self._digests, out_shardings=NamedSharding(self.plan.mesh, P()))
         with without_faulty_cache(self.plan.mesh.shape["pipe"]):
             arguments = abstract_arguments(self.plan, self.probe)

@@ -1,4 +1,4 @@
-"""Compression of what devices send to each other: gathered parameters, and summed gradients.
+"""Compression of gathered parameters and summed gradients between devices.
 
 | field | value | what is sent |
 |---|---|---|
@@ -35,7 +35,7 @@ GRADIENTS: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class CompressConfig:
-    """Bits of what devices send to each other."""
+    """Formats of parameters and gradients between devices."""
 
     gather: str = ""
     """Codec of the parameters that layers gather over fsdp: int8, fp8; empty: the compute dtype."""
@@ -67,8 +67,10 @@ class CompressConfig:
 
     @property
     def of_plan(self) -> "CompressConfig":
-        """The config without PowerSGD, which wraps the gradient function: a plan decides the
-        codecs."""
+        """The config without PowerSGD, which wraps the gradient function.
+
+        A plan decides about codecs only.
+        """
         if not powersgd_rank(self.gradients):
             return self
         return dataclasses.replace(self, gradients="")
@@ -99,8 +101,10 @@ class CompressConfig:
     def useless(
         self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
     ) -> dict[str, Problem]:
-        """Return field → problem for the fields without an effect: over axes of size 1, nothing is
-        sent."""
+        """Return field → problem for the fields without an effect.
+
+        Over axes of size 1, nothing is sent.
+        """
         uses = {
             "gather": _useless_gather(sizes, zero),
             "gradients": _useless_gradients(sizes),
@@ -302,8 +306,7 @@ def _gathers_blocks(
 def _hop(
     stored: Dims, used: Dims, sizes: Mapping[str, int], spans: Mapping[str, int]
 ) -> tuple[str, int] | None:
-    """Return the first gathered axis with several devices in each of several slices, and its
-    slices."""
+    """Return the first gathered axis with several devices in each slice, and its slices."""
     for axes in extra_axes(stored, used):
         for axis in axes:
             slices = spans.get(axis, 1)
