@@ -22,8 +22,10 @@ import jax.numpy as jnp
 
 
 class Encoded(NamedTuple):
-    """An encoded array: codes, and a float32 scale for each block; None for codes without
-    scales."""
+    """An encoded array: codes, and a float32 scale for each block.
+
+    The scale is None for codes without scales.
+    """
 
     codes: jax.Array
     scale: jax.Array | None
@@ -48,8 +50,7 @@ class BlockCodec:
     """Codes in one element of `dtype`: 2 for `int4`, the first half of a block in the low bits."""
 
     def block_of(self, size: int) -> int:
-        """Return the block for a dimension of this size, or 0 if `least` elements do not divide
-        it."""
+        """Return the block for a dimension of this size; 0 if `least` elements do not divide it."""
         return block_of(size, 128, least=self.least)
 
     def bits(self, block: int) -> float:
@@ -57,8 +58,7 @@ class BlockCodec:
         return 8 / self.packed + 32 / block
 
     def block_dim(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the dimension with the largest block, the last of those, and the block; 0 if none
-        has one.
+        """Return the last dimension with the largest block, and the block; 0 without one.
 
         Example:
             >>> int8 = GATHERS["int8"]
@@ -92,8 +92,10 @@ class BlockCodec:
         return Encoded(_joined(codes, x.shape, axis), _joined(scale, x.shape, axis))
 
     def decode(self, coded: Encoded, dtype: Any, rows: int = 1, dim: int = -1) -> jax.Array:
-        """Return the array of some codes; `rows` and `dim` as for `encode`. With 0 rows, scales are
-        repeated."""
+        """Return the array of some codes; `rows` and `dim` as for `encode`.
+
+        With 0 rows, scales are repeated.
+        """
         codes, scale = coded
         assert scale is not None
         if (rows, self.packed, dim) == (0, 1, -1):

@@ -1,5 +1,4 @@
-"""Mixed precision: one frozen value that the model, the gradients, the optimizer and the memory
-report read.
+"""Mixed precision: one frozen value for model, gradients, optimizer and memory report.
 
 | name | parameters | compute | gradients | exchange | master weights | rounding | loss scale |
 |---|---|---|---|---|---|---|---|
@@ -180,8 +179,10 @@ POLICIES = {policy.name: policy for policy in _ALL_POLICIES}
 
 
 def make_precision(name: str | Precision) -> Precision:
-    """Return the precision policy with a name, or raise a `ConfigError`; a `Precision` is
-    returned."""
+    """Return the precision policy with a name, or a `Precision` as it is.
+
+    ConfigError if there is no such policy.
+    """
     if isinstance(name, Precision):
         return name
     if name not in POLICIES:
@@ -214,7 +215,7 @@ def check_float64(precision: Precision, params: Mapping[str, Any]) -> list[Probl
 
 
 def cast_floats(params: Any, dtype: Any) -> Any:
-    """Cast the floating-point leaves of a tree, which may be numbers of Python."""
+    """Cast the floating-point leaves of a tree, arrays or numbers of Python."""
 
     def cast(x: Any) -> jax.Array:
         is_float = jnp.issubdtype(jnp.result_type(x), jnp.floating)

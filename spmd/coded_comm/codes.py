@@ -44,8 +44,10 @@ class CodedGather:
     mesh: AnyMesh | None = None
 
     def across(self, x: Array) -> Encoded:
-        """Encode a shard, and send its codes across slices: `[slice, …]`, or `[…]` without two
-        hops."""
+        """Encode a shard, and send its codes across slices: `[slice, …]`.
+
+        Without two hops, nothing is sent: `[…]`.
+        """
         coded = _encoded(x, self.codec, *self.codec.block_dim(x.shape))
         if self.hop is None:
             return coded
@@ -99,12 +101,11 @@ def scatters_codes(shape: Sequence[int], dim: int, count: int, codec: BlockCodec
 
 
 def scatter_codes(x: Array, axis: str, dim: int, codec: BlockCodec, slices: int) -> Array:
-    """Sum over an axis and scatter a dimension over it: codes are exchanged by all-to-all, and
-    summed in float32.
+    """Sum over an axis and scatter a dimension over it.
 
-    An axis over several slices has two hops, as in ZeRO++ (Wang et al., arXiv:2306.10209, section
-    3.3): first inside of each slice, so that devices send their sums, and no terms, over the slow
-    network.
+    Codes are exchanged by all-to-all, and summed in float32. An axis over several slices has two
+    hops, as in ZeRO++ (Wang et al., arXiv:2306.10209, section 3.3): first inside of each slice, so
+    that devices send their sums, and no terms, over the slow network.
     """
     inner = jax.lax.axis_size(axis) // slices
     # Device i = slice · inner + member, so the dimension is [slice, member, part].

@@ -66,8 +66,7 @@ class CodedComm(ParamComm):
         return ""
 
     def without_codec(self) -> ParamComm:
-        """Return the communication of the parameter in its dtype; its gradient is sent as
-        before."""
+        """Return the communication of the parameter in its dtype; its gradient is unchanged."""
         return dataclasses.replace(self, codec="", hop=None)
 
     def gradient_codec(self, name: str) -> GradientCodec | None:
@@ -77,8 +76,10 @@ class CodedComm(ParamComm):
         return dataclasses.replace(EXCHANGES[name], width=self.width)
 
     def prepares(self, layout: LocalLayout) -> bool:
-        """Return whether there are two hops: the result of the first is the secondary partition
-        inside of a slice."""
+        """Return whether there are two hops.
+
+        The result of the first is the secondary partition inside of a slice.
+        """
         return self._hop(layout) is not None
 
     def prepare(self, shard: Array, layout: LocalLayout) -> Any:
@@ -110,8 +111,7 @@ class CodedComm(ParamComm):
         axes: Sequence[str],
         sizes: Mapping[str, int],
     ) -> dict[str, str]:
-        """Return axis → dtype or codec; `WITHOUT_CODES` where the part of a device has no
-        blocks."""
+        """Return axis → dtype or codec; `WITHOUT_CODES` for parts without blocks."""
         remaining = list(shape)
         found = super().sent(shape, layout, axes, sizes)
         for axis, name in found.items():

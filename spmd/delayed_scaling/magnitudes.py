@@ -1,4 +1,4 @@
-"""Magnitudes of matmuls in the last steps, which scale those of this one (`fp8-delayed`).
+"""Magnitudes of matmuls in the last steps, for the scales of this one (`fp8-delayed`).
 
 Magnitudes of a step are the largest of its microbatches, on all devices.
 """
@@ -16,17 +16,21 @@ from spmd.errors import Problem
 from spmd.model_api.grad_transform import Carry, Entered, GradTransform, StateArray
 
 HISTORY = 16
-"""Steps whose largest magnitudes are remembered."""
+"""Number of steps with remembered magnitudes."""
 
 ASSUMED = {"input": 16.0, "kernel": 1.0, "gradient": 16.0}
-"""What a history is of, in order → the largest magnitude before any has been seen: of gradients of the summed loss."""
+"""Array of a matmul, in the order of a history → its largest magnitude before any has been seen.
+
+Gradients are those of the summed loss.
+"""
 
 _WHY = "every device scales by the same magnitudes"
 
 
 def remembering(plan: Any) -> dict[str, tuple[int, ...]]:
-    """Return the path of each kernel whose matmuls remember magnitudes → the stacked dimensions of its layers."""
-    wrapped, found = plan.model.info().wrappable, {}
+    """Return the path of each kernel that remembers magnitudes → its stacked dimensions."""
+    wrapped = plan.model.info().wrappable
+    found = {}
     for entry in plan.params:
         placed = plan.placements[entry.path]
         if entry.path in wrapped and placed.recipe is not None and placed.recipe.is_delayed:
@@ -38,12 +42,15 @@ _SHAPES = {"history": (len(ASSUMED), HISTORY), "now": (len(ASSUMED),)}
 
 
 def _fresh(path: str, shape: tuple[int, ...]) -> Array:
-    """Return a history before the first step, or the magnitudes of a step before its first microbatch."""
-    is_history = path.endswith("/history")
-    return jnp.broadcast_to(jnp.array([*ASSUMED.values()])[:, None], shape) if is_history else jnp.zeros(shape)
+    """Return a new history, or the magnitudes of a step before its first microbatch."""
+    if not path.endswith("/history"):
+        return jnp.zeros(shape)
+    assumed = jnp.array([*ASSUMED.values()])  # [array]
+    return jnp.broadcast_to(assumed[:, None], shape)  # [*layers, array, step]
 
 
 def _shifted(state: Any) -> Any:
+    """Move the magnitudes of this step to the front of the histories."""
     flat = tree.flatten(state)
 
     def shift(path: str, x: Array) -> Array:
@@ -59,10 +66,10 @@ def _shifted(state: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class MagnitudeHistory(GradTransform):
-    """The largest magnitudes of each matmul that is scaled by earlier steps, as a transform of the gradient.
+    """Transform of the gradient with the largest magnitudes of matmuls in earlier steps.
 
-    The history of a kernel rides on it, and its derivative is what was seen. Magnitudes that are not finite are
-    forgotten: the loss tells.
+    The history of a kernel rides on it, and its derivative is the observed magnitudes. Magnitudes
+    that are not finite are forgotten: the loss tells.
     """
 
     name = "magnitudes"
@@ -71,11 +78,12 @@ class MagnitudeHistory(GradTransform):
 
     def state(self, plan: Any) -> dict[str, StateArray]:
         """Return a history and the magnitudes of this step, for each kernel that remembers."""
-        return {
-            f"{path}/{name}": StateArray((*layers, *shape), jnp.float32, reason=_WHY)
-            for path, layers in remembering(plan).items()
-            for name, shape in _SHAPES.items()
-        }
+        arrays = {}
+        for path, layers in remembering(plan).items():
+            for name, shape in _SHAPES.items():
+                array = StateArray((*layers, *shape), jnp.float32, reason=_WHY)
+                arrays[f"{path}/{name}"] = array
+        return arrays
 
     def init(self, plan: Any, key: jax.Array, params: Any) -> Any:
         """Return histories before the first step."""
@@ -85,43 +93,57 @@ class MagnitudeHistory(GradTransform):
 
     def enter(self, state: Any) -> Entered:
         """Let each history ride on its kernel."""
-        ending = "/history"
-        flat = tree.flatten(state)
-        return Entered(riders={path.removesuffix(ending): x for path, x in flat.items() if path.endswith(ending)})
+        riders = {}
+        for path, x in tree.flatten(state).items():
+            kernel, _, name = path.rpartition("/")
+            if name == "history":
+                riders[kernel] = x
+        return Entered(riders=riders)
 
     def leave(self, state: Any, seen: Mapping[str, Array]) -> Any:
-        """Return the state with what a batch has seen: the largest so far of this step."""
+        """Return the state with the magnitudes of a batch: the largest so far of this step."""
 
         def largest(path: str, x: Array) -> Array:
             kernel, _, name = path.rpartition("/")
-            return jnp.maximum(x, seen[kernel][..., 0]) if name == "now" else x
+            if name != "now":
+                return x
+            return jnp.maximum(x, seen[kernel][..., 0])
 
         return tree.map_with_path(largest, state)
 
     def wrap(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a gradient function after which each step's magnitudes are in the histories."""
+        """Return a gradient function that ends with each step's magnitudes in the histories."""
 
-        def remembered(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Any, Carry]:
+        def remembered(
+            params: Any, carry: Carry, batch: Any, key: jax.Array
+        ) -> tuple[Any, Any, Carry]:
             gradients, sums, after = grad_fn(params, carry, batch, key)
-            return gradients, sums, after.with_state(self.name, _shifted(after.transforms[self.name]))
+            shifted = _shifted(after.transforms[self.name])
+            return gradients, sums, after.with_state(self.name, shifted)
 
         return remembered
 
     def adapt(self, restored: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
-        """Return the histories; those that the checkpoint lacks are as at the start."""
-        return {
-            path: restored[path] if path in restored else jax.device_put(_fresh(path, leaf.shape), leaf.sharding)
-            for path, leaf in wanted.items()
-        }
+        """Return the histories; one that the checkpoint lacks is as at the start."""
+        adapted = {}
+        for path, leaf in wanted.items():
+            if path in restored:
+                adapted[path] = restored[path]
+            else:
+                adapted[path] = jax.device_put(_fresh(path, leaf.shape), leaf.sharding)
+        return adapted
 
     def problems(self, plan: Any) -> list[Problem]:
-        """Return what would keep magnitudes from being seen."""
+        """Return the reasons against observing magnitudes."""
+        fix = "--quantize fp8, which scales by this step"
         problems = []
         if not remembering(plan):
-            what, fix = "remembers no matmul", "--quantize fp8, which scales by this step"
-            problems.append(Problem(f"transform {self.name}", what, fix=fix))
+            problems.append(Problem(f"transform {self.name}", "remembers no matmul", fix=fix))
         if any(other.exchanges for other in plan.transforms):
             what = f"is {plan.quantize}, which scales by earlier steps"
-            why = "gradients that are exchanged once a step are sums of each device, and what it sees would be lost"
-            problems.append(Problem("quantize", what, why, "--quantize fp8, which scales by this step"))
+            why = (
+                "gradients that are exchanged once a step are sums of each device, "
+                "and what it sees would be lost"
+            )
+            problems.append(Problem("quantize", what, why, fix))
         return problems

@@ -1,7 +1,8 @@
 """Token generation with a trained model, on the mesh it was trained on.
 
-Two programs are compiled: prefill runs the model on the prompts and fills the KV cache (`spmd.layers.kv_cache`), decode
-adds one token to every row. Prompts and cache are padded to powers of two, so most other prompts compile nothing.
+Two programs are compiled: prefill runs the model on the prompts and fills the KV cache
+(`spmd.layers.kv_cache`), decode adds one token to every row. Prompts and cache are padded to powers
+of two, so most other prompts compile nothing.
 """
 
 import dataclasses
@@ -40,7 +41,10 @@ ENDED = -1
 
 @dataclasses.dataclass(frozen=True)
 class Generator:
-    """Continuation of prompts with the model of a plan. Programs are compiled on first use and kept."""
+    """Continuation of prompts with the model of a plan.
+
+    Programs are compiled on first use and kept.
+    """
 
     plan: ShardingPlan
     """The plan that parameters are sharded by."""
@@ -55,9 +59,14 @@ class Generator:
     def write(
         self, params: Any, variables: Any, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0
     ) -> list[np.ndarray]:
-        """Return the continuation of each prompt: int32, `tokens` of them, or fewer, up to and with an end token."""
+        """Return the continuation of each prompt as int32.
+
+        It has `tokens` tokens, or fewer, up to and with an end token.
+        """
         steps = list(self.stream(params, variables, prompts, tokens=tokens, seed=seed))
-        rows = np.stack(steps, axis=1) if steps else np.zeros((len(prompts), 0), np.int32)
+        rows = np.zeros((len(prompts), 0), np.int32)
+        if steps:
+            rows = np.stack(steps, axis=1)
         return [row[row != ENDED] for row in rows]
 
     def stream(
@@ -65,7 +74,8 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Like `write`, yield token by token: int32 `[prompt]`, `ENDED` for a row that has ended.
 
-        It stops when all rows have ended. The next token is computed while the caller reads this one.
+        It stops when all rows have ended. The next token is computed while the caller reads this
+        one.
         """
         check_window(prompts, tokens, self.window)
         return self._steps(params, variables, prompts, tokens, seed)
@@ -76,14 +86,18 @@ class Generator:
         if not tokens:
             return
         ids, lengths = self._batch(prompts)
-        length = self.window if self.whole_window else self._padded(int(max(lengths)) + tokens)
+        length = self.window
+        if not self.whole_window:
+            length = self._padded(int(max(lengths)) + tokens)
         key = jax.random.key(seed, impl=PRNG)
         token, position, carry = self._prefill(params, variables, ids, lengths, key, length=length)
         has_ended = np.zeros(len(prompts), bool)
-        for left in reversed(range(tokens)):
+        for remaining in reversed(range(tokens)):
             drawn = token
-            if left:
-                token, position, carry = self._decode(params, variables, carry, token, position, key)
+            if remaining:
+                token, position, carry = self._decode(
+                    params, variables, carry, token, position, key
+                )
             row = np.where(has_ended, ENDED, np.asarray(drawn)[: len(prompts)])
             yield row
             has_ended |= np.isin(row, (ENDED, *self.ends))
@@ -91,10 +105,15 @@ class Generator:
                 return
 
     def _batch(self, prompts: Sequence[Tokens]) -> tuple[jax.Array, np.ndarray]:
-        """Return the prompts as one padded array, with copies of the first until rows divide, and their lengths."""
-        rows = [*prompts, *[prompts[0]] * (-len(prompts) % self._batch_shards)]
+        """Return the prompts as one padded array, and their lengths.
+
+        Copies of the first are added until the mesh divides the rows.
+        """
+        missing = -len(prompts) % self._batch_shards
+        rows = [*prompts, *[prompts[0]] * missing]
         lengths = np.array([len(row) for row in rows], np.int32)
-        ids = np.zeros((len(rows), self._padded(int(max(lengths)))), np.int32)
+        padded = self._padded(int(max(lengths)))
+        ids = np.zeros((len(rows), padded), np.int32)
         for number, row in enumerate(rows):
             ids[number, : len(row)] = row
         return jax.device_put(ids, self.plan.batch_sharding("tokens")), lengths
@@ -104,21 +123,29 @@ class Generator:
         return shards_of(BATCH_AXES, self.plan.mesh.shape)
 
     def _padded(self, tokens: int) -> int:
-        """Return the next power of two, at most the window, rounded up to a multiple of mesh axis `sequence`."""
+        """Return the next power of two, at most the window.
+
+        It is rounded up to a multiple of mesh axis `sequence`.
+        """
         unit = self.plan.mesh.shape["sequence"]
-        length = min(max(MIN_LENGTH, 1 << (tokens - 1).bit_length()), self.window)
+        power_of_two = 1 << (tokens - 1).bit_length()
+        length = min(max(MIN_LENGTH, power_of_two), self.window)
         return -(-length // unit) * unit
 
     @functools.cached_property
     def whole_window(self) -> str:
-        """The reason why the model runs on the whole window for every token; empty with a KV cache."""
+        """The reason against a KV cache; empty with one.
+
+        Without it, the model runs on the whole window for every token.
+        """
         if not self.cached:
             return "cached=False"
         model = self.plan.model
         if not model.info().supports_kv_cache:
             return "the model sets neither supports_kv_cache nor position_aware"
         key = abstract_key()
-        shapes = jax.eval_shape(model.init, key), jax.eval_shape(model.init_variables, key)
+        params = jax.eval_shape(model.init, key)
+        variables = jax.eval_shape(model.init_variables, key)
         ids = jax.ShapeDtypeStruct((self._batch_shards, self._padded(1)), jnp.int32)
 
         def trace(params: Any, variables: Any, ids: Any) -> Any:
@@ -126,67 +153,92 @@ class Generator:
                 return prefill(lambda: self._logits(params, variables, ids, ids >= 0), ids.shape[1])
 
         try:
-            _, cache = jax.eval_shape(trace, *shapes, ids)
+            _, cache = jax.eval_shape(trace, params, variables, ids)
         except CacheError as error:
             return "; ".join(f"{problem.where} {problem.what}" for problem in error.problems)
-        return "" if cache else "the model never calls spmd.layers.attention.attend"
+        if not cache:
+            return "the model never calls spmd.layers.attention.attend"
+        return ""
 
     @functools.cached_property
     def _prefill(self) -> Callable[..., Any]:
-        """The compiled program for prompts; `carry` is the KV cache, or the ids of the whole window."""
-        whole_window = self.whole_window
+        """The compiled program for prompts.
 
-        def run(params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int) -> Any:
+        `carry` is the KV cache, or the ids of the whole window.
+        """
+
+        def run(
+            params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int
+        ) -> Any:
             def draw_next(params: Any, variables: Any, ids: Any) -> Any:
-                if whole_window:
-                    carry: Any = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])))
-                    logits = self._logits(params, variables, carry, _before(carry, lengths))
-                else:
-                    valid = _before(ids, lengths)
-                    logits, carry = prefill(lambda: self._logits(params, variables, ids, valid), length)
-                return *self._draw(_logits_at(logits, lengths - 1), lengths, key), carry
+                logits, carry = self._read_prompts(params, variables, ids, lengths, length)
+                last = _logits_at(logits, lengths - 1)
+                token, position = self._draw(last, lengths, key)
+                return token, position, carry
 
             with use_plan(self.plan):
                 return partition_safe(draw_next)(params_for_forward(params), variables, ids)
 
         return jax.jit(run, static_argnames="length")
 
+    def _read_prompts(
+        self, params: Any, variables: Any, ids: Array, lengths: Array, length: int
+    ) -> tuple[Any, Any]:
+        """Return the logits of all tokens of prompts, and the carry for `length` tokens."""
+        if self.whole_window:
+            window = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])))
+            logits = self._logits(params, variables, window, _before(window, lengths))
+            return logits, window
+        valid = _before(ids, lengths)
+        return prefill(lambda: self._logits(params, variables, ids, valid), length)
+
     @functools.cached_property
     def _decode(self) -> Callable[..., Any]:
         """The compiled program for one token."""
-        whole_window = self.whole_window
 
-        def run(params: Any, variables: Any, carry: Any, token: Any, position: Any, key: Any) -> Any:
+        def run(
+            params: Any, variables: Any, carry: Any, token: Any, position: Any, key: Any
+        ) -> Any:
             def draw_next(params: Any, variables: Any, none: Any, carry: Any) -> Any:
                 del none
-                if whole_window:
-                    columns = jax.lax.broadcasted_iota(jnp.int32, carry.shape, 1)
-                    carry = jnp.where(columns == position[:, None], token[:, None], carry)
-                    valid = _before(carry, position + 1)
-                    logits = _logits_at(self._logits(params, variables, carry, valid), position)
-                else:
-                    tokens = token[:, None]
-                    logits, carry = decode(lambda: self._logits(params, variables, tokens), carry, position)
-                    logits = _logits_at(logits, jnp.zeros_like(position))
-                return *self._draw(logits, position + 1, key), carry
+                logits, carry = self._read_token(params, variables, carry, token, position)
+                token_after, position_after = self._draw(logits, position + 1, key)
+                return token_after, position_after, carry
 
             with use_plan(self.plan):
                 return partition_safe(draw_next)(params_for_forward(params), variables, (), carry)
 
         return jax.jit(run, donate_argnames="carry")
 
+    def _read_token(
+        self, params: Any, variables: Any, carry: Any, token: Array, position: Array
+    ) -> tuple[Array, Any]:
+        """Return the logits `[batch, vocab]` after one token of each row, and the carry."""
+        if self.whole_window:
+            columns = jax.lax.broadcasted_iota(jnp.int32, carry.shape, 1)
+            window = jnp.where(columns == position[:, None], token[:, None], carry)
+            valid = _before(window, position + 1)
+            logits = self._logits(params, variables, window, valid)
+            return _logits_at(logits, position), window
+        tokens = token[:, None]
+        logits, cache = decode(lambda: self._logits(params, variables, tokens), carry, position)
+        return _logits_at(logits, jnp.zeros_like(position)), cache
+
     def _logits(self, params: Any, variables: Any, ids: Array, valid: Array | None = None) -> Any:
         """Return the logits of all tokens; `valid` is their mask, for a model that takes it."""
         model = self.plan.model
-        keywords = {VALID: valid} if model.info().padding_aware and valid is not None else {}
+        keywords = {}
+        if model.info().padding_aware and valid is not None:
+            keywords[VALID] = valid
         with lazy_logits(), sequential_stages():
             returned, _ = model.forward(params, variables, None, ids, train=False, **keywords)
         return as_outputs(returned).logits
 
     def _draw(self, logits: Array, position: Array, key: Array) -> tuple[Array, Array]:
         """Return token and position, replicated: every process must decide alike when to stop."""
-        drawn = draw(logits, self.sampling, key, position), position
-        return jax.lax.with_sharding_constraint(drawn, NamedSharding(self.plan.mesh, P()))
+        token = draw(logits, self.sampling, key, position)
+        replicated = NamedSharding(self.plan.mesh, P())
+        return jax.lax.with_sharding_constraint((token, position), replicated)
 
 
 def _before(ids: Int[Array, "batch seq"], lengths: Int[Array, "batch"]) -> Bool[Array, "batch seq"]:
@@ -194,8 +246,13 @@ def _before(ids: Int[Array, "batch seq"], lengths: Int[Array, "batch"]) -> Bool[
     return jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < lengths[:, None]
 
 
-def _logits_at(logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Array, "batch"]) -> Array:
-    """Return the logits `[batch, vocab]` of one position of each row; lazy logits compute no others."""
+def _logits_at(
+    logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Array, "batch"]
+) -> Array:
+    """Return the logits `[batch, vocab]` of one position of each row.
+
+    Lazy logits compute no others.
+    """
 
     def pick(x: Array) -> Array:
         return jnp.take_along_axis(x, position[:, None, None], axis=1)
@@ -203,26 +260,33 @@ def _logits_at(logits: Float[Array, "batch seq vocab"] | LazyLogits, position: I
     if not isinstance(logits, LazyLogits):
         return pick(logits)[:, 0]
     with single_token():
-        return materialize(dataclasses.replace(logits, x=pick(logits.x)))[:, 0]
+        picked = dataclasses.replace(logits, x=pick(logits.x))
+        return materialize(picked)[:, 0]
 
 
 def check_window(prompts: Sequence[Tokens], tokens: int, window: int) -> None:
     """Raise the `window_problems`, if any."""
-    if problems := window_problems(prompts, tokens, window):
+    problems = window_problems(prompts, tokens, window)
+    if problems:
         raise ConfigError("Nothing can be generated:", problems)
 
 
 def window_problems(prompts: Sequence[Tokens], tokens: int, window: int) -> list[Problem]:
-    """Return a problem for each prompt that is empty or, with `tokens` more tokens, longer than the window."""
-    problems = [] if len(prompts) else [Problem("prompt", "there is none", fix="give at least one")]
+    """Return a problem for each prompt that is empty, or too long with `tokens` more."""
+    problems = []
+    if not len(prompts):
+        problems.append(Problem("prompt", "there is none", fix="give at least one"))
     if tokens < 0:
         problems.append(Problem("tokens", f"is {tokens}", fix="at least 0"))
     for number, prompt in enumerate(prompts):
-        name = "prompt" if len(prompts) == 1 else f"prompt {number}"
+        name = "prompt"
+        if len(prompts) > 1:
+            name = f"prompt {number}"
         if len(prompt) == 0:
             problems.append(Problem(name, "is empty", fix="give at least one token"))
-        if (total := len(prompt) + tokens) > window:
-            arithmetic = f"{len(prompt)} prompt tokens + {tokens} new ones = {total} > {window}"
+        total = len(prompt) + tokens
+        if total > window:
             what = "with its new tokens is longer than the training sequences"
-            problems.append(Problem(name, what, arithmetic, "generate fewer tokens"))
+            detail = f"{len(prompt)} prompt tokens + {tokens} new ones = {total} > {window}"
+            problems.append(Problem(name, what, detail, "generate fewer tokens"))
     return problems

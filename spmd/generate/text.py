@@ -12,7 +12,7 @@ from spmd.training.state import ModelState, TrainState
 AnyState = TrainState | ModelState
 
 _INCOMPLETE = "\ufffd"
-"""Decoded in place of an incomplete character."""
+"""Stands for an incomplete character in decoded text."""
 _MAX_INCOMPLETE = 3
 """Most bytes of an incomplete UTF-8 character."""
 
@@ -28,49 +28,73 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
-        self._tokenizer, self._ids = tokenizer, list(ids)
-        self._start, self._complete, self._returned = 0, len(self._ids), tokenizer.decode(self._ids)
+        self._tokenizer = tokenizer
+        self._ids = list(ids)
+        self._start = 0
+        self._complete = len(self._ids)
+        self._returned = tokenizer.decode(self._ids)
 
     def add(self, token: int) -> str:
-        """Return the text that one more token completes."""
+        """Return the text that is complete with one more token."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids[self._start :])
         incomplete = min(len(text) - len(text.rstrip(_INCOMPLETE)), _MAX_INCOMPLETE)
-        # Some tokenizers decode a run of bytes all or none: an incomplete character undoes the complete one before it.
-        if not text.startswith(self._returned) and len(self._ids) - self._complete <= _MAX_INCOMPLETE:
+        # Some tokenizers decode a run of bytes all or none: an incomplete character undoes the
+        # complete one before it.
+        is_undone = not text.startswith(self._returned)
+        if is_undone and len(self._ids) - self._complete <= _MAX_INCOMPLETE:
             return ""
-        end = max(len(self._returned), len(text) - incomplete)
-        piece, self._returned = text[len(self._returned) : end], text[:end]
-        if not incomplete:  # decode only from the last complete piece: a tokenizer may need one piece of context
-            self._start, self._complete = self._complete, len(self._ids)
+        start = len(self._returned)
+        end = max(start, len(text) - incomplete)
+        self._returned = text[:end]
+        if not incomplete:
+            # Decode only from the last complete piece: a tokenizer may need one piece of context.
+            self._start = self._complete
+            self._complete = len(self._ids)
             self._returned = self._tokenizer.decode(self._ids[self._start :])
-        return piece
+        return text[start:end]
 
     def finish(self) -> str:
         """Return the text that is still held back."""
-        return self._tokenizer.decode(self._ids[self._start :])[len(self._returned) :]
+        text = self._tokenizer.decode(self._ids[self._start :])
+        return text[len(self._returned) :]
 
 
-def make_generator(plan: ShardingPlan, tokenizer: Tokenizer, window: int, sampling: Sampling) -> Generator:
+def make_generator(
+    plan: ShardingPlan, tokenizer: Tokenizer, window: int, sampling: Sampling
+) -> Generator:
     """Return a generator that stops at the tokenizer's end tokens."""
     return Generator(plan, window, sampling, tokenizer.ends)
 
 
 def stream_text(
-    generator: Generator, tokenizer: Tokenizer, state: AnyState, prompt: str, *, tokens: int, seed: int
+    generator: Generator,
+    tokenizer: Tokenizer,
+    state: AnyState,
+    prompt: str,
+    *,
+    tokens: int,
+    seed: int,
 ) -> Iterator[str]:
     """Yield the continuation of a prompt piece by piece; `tokens` is the most tokens to add."""
     ids = tokenizer.encode_prompt(prompt)
     detokenizer = IncrementalDetokenizer(tokenizer, ids.tolist())
     model = _evaluated(generator, state)
-    for (token,) in generator.stream(model.params, model.variables, [ids], tokens=tokens, seed=seed):
+    rows = generator.stream(model.params, model.variables, [ids], tokens=tokens, seed=seed)
+    for (token,) in rows:
         if token not in generator.ends:
             yield detokenizer.add(int(token))
     yield detokenizer.finish()
 
 
 def generate_texts(
-    generator: Generator, tokenizer: Tokenizer, state: AnyState, prompts: Sequence[str], *, tokens: int, seed: int
+    generator: Generator,
+    tokenizer: Tokenizer,
+    state: AnyState,
+    prompts: Sequence[str],
+    *,
+    tokens: int,
+    seed: int,
 ) -> list[str]:
     """Return each prompt with its continuation; the arguments are those of `stream_text`."""
     ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
@@ -79,13 +103,21 @@ def generate_texts(
     texts = []
     for prompt, prompt_ids, row in zip(prompts, ids, rows, strict=True):
         detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids.tolist())
-        added = [detokenizer.add(int(token)) for token in row if token not in generator.ends]
-        texts.append("".join([prompt, *added, detokenizer.finish()]))
+        pieces = [prompt]
+        for token in row:
+            if token not in generator.ends:
+                pieces.append(detokenizer.add(int(token)))
+        pieces.append(detokenizer.finish())
+        texts.append("".join(pieces))
     return texts
 
 
 def _evaluated(generator: Generator, state: AnyState) -> ModelState:
-    """Return the parameters that a training run evaluates, and its variables; a model's state as it is."""
+    """Return the parameters to evaluate of a training run, and its variables.
+
+    A model's state is unchanged.
+    """
     if isinstance(state, ModelState):
         return state
-    return ModelState(evaluated_params(generator.plan, state), state.variables)
+    params = evaluated_params(generator.plan, state)
+    return ModelState(params, state.variables)

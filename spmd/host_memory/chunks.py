@@ -169,8 +169,10 @@ def _single_chunks(
     specs: Mapping[str, Any],
     axes: Mapping[str, int],
 ) -> list[UpdateChunk]:
-    """Return the chunks of parameters outside of stacks: of each large one, and all others
-    together."""
+    """Return the chunks of parameters outside of stacks.
+
+    Each large one has chunks of its own; all others are one chunk.
+    """
     flat = tree.flatten(params)
     all_dims = {}
     for path in paths:
@@ -192,8 +194,7 @@ def _single_chunks(
 
 
 def _is_elementwise(traced: Traced) -> bool:
-    """Return whether an update has no number over any dimension, and state of the parameter's shape
-    alone."""
+    """Return whether an update is elementwise: no number and no state has other dimensions."""
     if traced.mixed or traced.random:
         return False
     return all(shape == () for _, shape in traced.state)
@@ -219,8 +220,10 @@ def chunk_large_array(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) 
 
 
 def _chunk_count(nbytes: int, rows: int) -> int:
-    """Return the fewest chunks of at most `CHUNK_BYTES`, of whole rows of tiles; `rows` if all are
-    larger."""
+    """Return the fewest chunks of at most `CHUNK_BYTES`, of whole rows of tiles.
+
+    If all are larger, each chunk is one row of tiles.
+    """
     for count in range(2, rows):
         if rows % count == 0 and nbytes // count <= CHUNK_BYTES:
             return count

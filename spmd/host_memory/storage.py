@@ -82,9 +82,13 @@ class HostMemory(Storage):
             problems.append(problem)
         return problems
 
-    def resolved(self, optimizer: optax.GradientTransformation, state: State) -> tuple[Storage, list[Problem]]:
-        """Return the storage with the chunks of an update; beside frozen parameters, the trained
-        ones stay."""
+    def resolved(
+        self, optimizer: optax.GradientTransformation, state: State
+    ) -> tuple[Storage, list[Problem]]:
+        """Return the storage with the chunks of an update.
+
+        Beside frozen parameters, the trained ones stay on the device.
+        """
         frozen = frozenset[str]()
         if "params" in self.tables:
             frozen = _frozen_matrices(state)
@@ -108,8 +112,10 @@ class HostMemory(Storage):
         )
         return dataclasses.replace(self, chunks=chunks, frozen=frozen), problems
 
-    def at_forward(self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding) -> Any:
-        """Return the object from which a layer fetches the parameter."""
+    def at_forward(
+        self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding
+    ) -> Any:
+        """Return the operand that a layer copies to the device."""
         return HostParam(param, target, sharding, path)
 
     def make_update(self, plan: Any) -> Update:
@@ -120,8 +126,7 @@ class HostMemory(Storage):
 
 
 def _frozen_matrices(state: State) -> frozenset[str]:
-    """Return the frozen variables that follow parameters to host memory: matrices of stacked
-    layers."""
+    """Return the frozen matrices of stacked layers: in host memory, if parameters are."""
     found = set()
     for path in state.info.frozen:
         _, layer_numbers = state.rules.layer_path(path)

@@ -1,9 +1,9 @@
-"""The optimizer's update, with state and parameters in host memory streamed through the device in
-chunks.
+"""The optimizer's update of state and parameters in host memory, in chunks.
 
-An offloaded array is stored in `pinned_host`. A chunk, one layer of a stack or a bounded part of a
-large array, is copied to the device, updated, and written back into the donated host buffer. Moving
-the whole state in and out needs more device memory than no offload at all (decision 0012).
+They are streamed through the device. An offloaded array is stored in `pinned_host`. A chunk, one
+layer of a stack or a bounded part of a large array, is copied to the device, updated, and written
+back into the donated host buffer. Moving the whole state in and out needs more device memory than
+no offload at all (decision 0012).
 """
 
 import functools
@@ -69,7 +69,10 @@ class _ChunkedUpdate:
     def __call__(
         self, gradients: Any, state: Mapping[str, Any], params: Any, scalars: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Return the chunk's parameters, and its state by path, from those of all parameters."""
+        """Return the parameters and the state of the chunk after the update.
+
+        `state`, by path, and the other arguments are those of all parameters.
+        """
         chunk = self.chunk
         gradients = tree.select(gradients, lambda path: path in chunk.paths)
         params = tree.select(params, lambda path: path in chunk.paths)
@@ -150,8 +153,8 @@ def _put(chunk: UpdateChunk, x: jax.Array, part: jax.Array, index: jax.Array) ->
 
 
 def _local(chunk: UpdateChunk, x: jax.Array) -> tuple[jax.Array, int, int]:
-    """Return the array with its shards in a dimension of their own, the dimension to split, and a
-    chunk's size."""
+    """Return an array with its shards in a dimension of their own, the one to split, and a chunk's
+    size."""
     size = x.shape[chunk.dim] // chunk.shards
     if chunk.shards == 1:
         return x, chunk.dim, size // chunk.chunks

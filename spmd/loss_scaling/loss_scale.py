@@ -1,8 +1,9 @@
 """Dynamic loss scaling, for gradients that float16 holds.
 
-The loss of every differentiation is multiplied by the scale, and the gradients of the whole batch are divided by it
-once. It is the outermost transform: a step whose gradients overflow leaves everything as it was, the states of the
-others and the variables of the model, and only lowers the scale.
+The loss of every differentiation is multiplied by the scale, and the gradients of the whole batch
+are divided by it once. It is the outermost transform: a step whose gradients overflow leaves
+everything as it was, the states of the others and the variables of the model, and only lowers the
+scale.
 """
 
 import dataclasses
@@ -22,21 +23,25 @@ _LARGEST = 2.0**100  # float32 holds it, and its products with small gradients
 
 @dataclasses.dataclass(frozen=True)
 class LossScale(GradTransform):
-    """Dynamic loss scaling: the loss is multiplied before the backward pass, so that float16 holds small gradients.
+    """Dynamic loss scaling, so that float16 holds small gradients.
 
-    A step with non-finite gradients is skipped and uses up one unit of hysteresis; once that is used up, each such step
-    lowers the scale. After a finite step and `growth_interval` more in a row the scale grows and the hysteresis is
-    restored; after each `growth_interval` more it grows again (Micikevicius et al., arXiv:1710.03740, section 3.2; as
-    DeepSpeed's `FP16_Optimizer` counts; the hysteresis is `delayed_shift` of its loss scaler).
+    The loss is multiplied before the backward pass. A step with non-finite gradients is skipped and
+    uses up one unit of hysteresis; once that is used up, each such step lowers the scale. After a
+    finite step and `growth_interval` more in a row the scale grows and the hysteresis is restored;
+    after each `growth_interval` more it grows again (Micikevicius et al., arXiv:1710.03740, section
+    3.2; as DeepSpeed's `FP16_Optimizer` counts; the hysteresis is `delayed_shift` of its loss
+    scaler).
 
-    The loss is a sum over tokens here: scales are smaller, by the number of tokens of a microbatch, than those of
-    trainers that scale the mean.
+    The loss is a sum over tokens here: scales are smaller, by the number of tokens of a microbatch,
+    than those of trainers that scale the mean.
 
     Attributes:
-        backoff_interval: Fewest steps from one lowering to the next; until then non-finite steps are only skipped.
+        backoff_interval: Fewest steps from one lowering to the next; until then non-finite steps
+            are only skipped.
         hysteresis: The n-th non-finite step lowers the scale.
         floor: The smallest scale.
-        ceiling: The largest scale: without one, gradients that stay zero would drive it to infinity for good.
+        ceiling: The largest scale: without one, gradients that stay zero would drive it to infinity
+            for good.
 
     Example:
         >>> scaling = LossScale(initial=16, growth_interval=2, hysteresis=1)
@@ -68,36 +73,49 @@ class LossScale(GradTransform):
             "floor": "above 0 and finite",
             "ceiling": f"at least {self.floor} and at most {_LARGEST}",
         }
-        if problems := check_fields(self, rules, "loss_scale."):
+        problems = check_fields(self, rules, "loss_scale.")
+        if problems:
             raise ConfigError("This loss scaling cannot be used:", problems)
 
     def start(self) -> dict[str, jax.Array]:
-        """Return the initial state: `scale`, `good_steps` in a row since it changed, and the remaining `hysteresis`.
+        """Return the initial state: `scale`, `good_steps` and `hysteresis`.
 
-        After the scale was lowered, `hysteresis` is below 1 and counts up until the next lowering is possible.
+        `good_steps` are those in a row since the scale changed. `hysteresis` is what remains of it.
+        After the scale was lowered, `hysteresis` is below 1 and counts up until the next lowering
+        is possible.
         """
-        good_steps, hysteresis = jnp.int32(0), jnp.int32(self.hysteresis)
-        return {"scale": jnp.float32(self.initial), "good_steps": good_steps, "hysteresis": hysteresis}
+        good_steps = jnp.int32(0)
+        hysteresis = jnp.int32(self.hysteresis)
+        scale = jnp.float32(self.initial)
+        return {"scale": scale, "good_steps": good_steps, "hysteresis": hysteresis}
 
     def after(self, state: Mapping[str, jax.Array], finite: jax.Array) -> dict[str, jax.Array]:
-        """Return the state after a step whose gradients were `finite`, a boolean scalar."""
-        scale, hysteresis = state["scale"], state["hysteresis"]
-        good = jnp.where(finite, state["good_steps"] + 1, 0)
-        grows, waits = good > self.growth_interval, hysteresis < 1
+        """Return the state after a step with `finite` gradients or not, a boolean scalar."""
+        scale = state["scale"]
+        hysteresis = state["hysteresis"]
+        good_steps = jnp.where(finite, state["good_steps"] + 1, 0)
+        grows = good_steps > self.growth_interval
+        waits = hysteresis < 1
         lowers = ~finite & (hysteresis == 1)
         grown = jnp.minimum(scale * self.growth_factor, self.ceiling)
         lowered = jnp.maximum(scale * self.backoff_factor, self.floor)
-        left = jnp.where(grows, self.hysteresis, jnp.where(lowers, 2 - self.backoff_interval, hysteresis - ~finite))
+        spent = hysteresis - ~finite
+        remaining = jnp.where(lowers, 2 - self.backoff_interval, spent)
+        remaining = jnp.where(grows, self.hysteresis, remaining)
+        lowered_or_same = jnp.where(lowers, lowered, scale)
         return {
-            "scale": jnp.where(grows, grown, jnp.where(lowers, lowered, scale)),
-            "good_steps": jnp.where(grows, 1, good),
-            "hysteresis": jnp.where(waits, hysteresis + 1, left),
+            "scale": jnp.where(grows, grown, lowered_or_same),
+            "good_steps": jnp.where(grows, 1, good_steps),
+            "hysteresis": jnp.where(waits, hysteresis + 1, remaining),
         }
 
     def state(self, plan: Any) -> dict[str, StateArray]:
-        """Return the three scalars, which every device has."""
+        """Return the three scalars; every device has them."""
         del plan
-        return {name: StateArray((), x.dtype, reason=_REASON) for name, x in jax.eval_shape(self.start).items()}
+        arrays = {}
+        for name, x in jax.eval_shape(self.start).items():
+            arrays[name] = StateArray((), x.dtype, reason=_REASON)
+        return arrays
 
     def init(self, plan: Any, key: jax.Array, params: Any) -> dict[str, jax.Array]:
         """Return the state before the first step."""
@@ -109,34 +127,41 @@ class LossScale(GradTransform):
         return Entered(seed=state["scale"])
 
     def wrap(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Divide the gradients of a batch by the scale; if they overflow, undo all but the scale's own state.
+        """Divide the gradients of a batch by the scale.
+
+        If they overflow, undo all but the scale's own state.
 
         Example:
             >>> scaling = LossScale(initial=8)
-            >>> grad_fn = lambda params, carry, batch, key: (8 * params, {}, carry)
+            >>> def grad_fn(params, carry, batch, key):
+            ...     return 8 * params, {}, carry
             >>> carry = Carry({}, {"loss_scale": scaling.start()})
             >>> float(scaling.wrap(grad_fn)(jnp.float32(2), carry, None, None)[0])
             2.0
         """
 
-        def unscaled(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Any, Carry]:
+        def unscaled(
+            params: Any, carry: Carry, batch: Any, key: jax.Array
+        ) -> tuple[Any, Any, Carry]:
             state = carry.transforms[self.name]
             gradients, sums, after = grad_fn(params, carry, batch, key)
             gradients = jax.tree.map(lambda g: g / state["scale"], gradients)
             finite = tree.all_finite(gradients)
-            return gradients, sums, tree.where(finite, after, carry).with_state(self.name, self.after(state, finite))
+            kept = tree.where(finite, after, carry)
+            return gradients, sums, kept.with_state(self.name, self.after(state, finite))
 
         return unscaled
 
     def problems(self, plan: Any) -> list[Problem]:
-        """Return what keeps gradients from being scaled."""
-        where, what = "precision", f"is {plan.precision.name}, with a loss scale"
-        others = [other for other in plan.transforms if other.name != self.name]
+        """Return the reasons against scaling gradients."""
+        where = "precision"
+        what = f"is {plan.precision.name}, with a loss scale"
         problems = []
-        if any(other.exchanges for other in others):
+        if any(other.exchanges for other in plan.transforms):
             why = "the scale changes between steps, and errors are of gradients without it"
             problems.append(Problem(where, what, why, "--precision bf16"))
-        if any(other.overlapping_steps for other in others):
+        if any(other.overlapping_steps for other in plan.transforms):
             why = "the scale may change while microbatches are in flight"
-            problems.append(Problem(where, what, why, "--precision bf16, or a schedule with a flush"))
+            fix = "--precision bf16, or a schedule with a flush"
+            problems.append(Problem(where, what, why, fix))
         return problems

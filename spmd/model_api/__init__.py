@@ -1,2 +1,4 @@
-"""Declarations of a model: its functions, rematerialization and attention; contracts of what
-surrounds it."""
+"""Declarations of a model: its functions, rematerialization, attention and contracts.
+
+The contracts are for what surrounds a model.
+"""

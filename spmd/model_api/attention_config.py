@@ -40,8 +40,10 @@ _FUSED = {"tpu": "splash", "gpu": "cudnn"}
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """The attention settings of a plan, made by `make_attention_config`; without a mesh, those
-    outside a plan."""
+    """The attention settings of a plan, made by `make_attention_config`.
+
+    Without a mesh, they are the settings outside a plan.
+    """
 
     mesh: AnyMesh | None = None
     kernel: str = "auto"
@@ -49,14 +51,14 @@ class AttentionConfig:
 
     @property
     def sequence(self) -> int:
-        """Devices over which a sequence is split."""
+        """The number of devices that split a sequence."""
         if self.mesh is None:
             return 1
         return self.mesh.shape["sequence"]
 
     @property
     def tensor(self) -> int:
-        """Devices over which heads are split."""
+        """The number of devices that split heads."""
         if self.mesh is None:
             return 1
         return self.mesh.shape["tensor"]

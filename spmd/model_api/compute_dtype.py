@@ -27,8 +27,9 @@ yet."""
 
 @dataclasses.dataclass(frozen=True)
 class InComputeDtype:
-    """A function of a model, `(params, *arguments, **keywords)`, in the compute dtype of the plan
-    in scope.
+    """A function of a model in the compute dtype of the plan in scope.
+
+    It is called as `(params, *arguments, **keywords)`.
 
     Attributes:
         info: Returns the model's `ModelInfo`.

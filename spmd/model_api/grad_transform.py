@@ -1,9 +1,9 @@
-"""The contract of a technique that keeps a state around a gradient: loss scaling, histories,
-compression of gradients.
+"""The contract of a technique with a state around a gradient.
 
-A gradient function threads one `Carry`: the variables of the model, and the state of each transform
-by its name. A plan holds the transforms (`ShardingPlan.with_transforms`), and knows where their
-states are. There are two places for one:
+Loss scaling, histories and compression of gradients are such techniques. A gradient function
+threads one `Carry`: the variables of the model, and the state of each transform by its name. A plan
+holds the transforms (`ShardingPlan.with_transforms`), and knows where their states are. There are
+two places for one:
 
 - **once a step**, `wrap` puts a gradient function around that of the batch. The transforms of a
   plan wrap in their order: the first is next to the gradient function, the last is outside of all
@@ -88,10 +88,10 @@ class Entered:
 
 @dataclasses.dataclass(frozen=True)
 class GradTransform:
-    """A technique with a state around a gradient; one that only needs some of the methods inherits
-    the others.
+    """A technique with a state around a gradient.
 
-    `plan` is a `spmd.plan.plan.ShardingPlan` that holds this transform and the others.
+    One that only needs some of the methods inherits the others. `plan` is a
+    `spmd.plan.plan.ShardingPlan` that holds this transform and the others.
 
     Attributes:
         name: Of its state in the carry and in checkpoints.
@@ -114,8 +114,10 @@ class GradTransform:
     is_outermost: ClassVar[bool] = False
 
     def state(self, plan: Any) -> Mapping[str, StateArray]:
-        """Return the path of each array of the state → its shape, dtype and sharding; empty if it
-        keeps none."""
+        """Return the path of each array of the state → its shape, dtype and sharding.
+
+        It is empty if the transform keeps none.
+        """
         del plan
         return {}
 
@@ -125,7 +127,7 @@ class GradTransform:
         return {}
 
     def wrap(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a gradient function around that of a whole batch."""
+        """Wrap the gradient function of a whole batch."""
         return grad_fn
 
     def enter(self, state: Any) -> Entered:
@@ -134,13 +136,14 @@ class GradTransform:
         return Entered()
 
     def leave(self, state: Any, seen: Mapping[str, Array]) -> Any:
-        """Return the state after one differentiation, with the derivatives of the arrays that rode
-        on parameters."""
+        """Return the state after one differentiation; `seen` are the derivatives of its riders."""
         del seen
         return state
 
-    def targets(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the arrays to restore from a checkpoint, with shardings: those of the same shape.
+    def targets(
+        self, stored: Mapping[str, Any], wanted: Mapping[str, Any]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the arrays to restore from a checkpoint, with shardings: all of equal shape.
 
         Args:
             stored: Path → abstract array in the checkpoint.

@@ -25,8 +25,9 @@ layers."""
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Dimensions of one layer's kernel that are its inputs and its outputs; all others are a batch
-    of matrices.
+    """Inputs and outputs among the dimensions of one layer's kernel.
+
+    All others are a batch of matrices.
 
     Example:
         >>> Matrix.of("ioo"), Matrix.of("bio").text((8, 32, 16))
@@ -38,15 +39,17 @@ class Matrix:
 
     @classmethod
     def of(cls, dims: str) -> "Matrix":
-        """Return the matrix of a kernel with a letter for each dimension: `i` in, `o` out, `b`
-        batch."""
+        """Return the matrix of a kernel with one letter for each dimension.
+
+        They are `i` for in, `o` for out and `b` for batch.
+        """
         inputs = tuple(dim for dim, kind in enumerate(dims) if kind == "i")
         outputs = tuple(dim for dim, kind in enumerate(dims) if kind == "o")
         return cls(inputs, outputs)
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dimensions of a matrix, without those of a batch."""
+        """The dimensions of a matrix, without the batch."""
         return (*self.inputs, *self.outputs)
 
     def sides(self, shape: Sequence[int]) -> tuple[int, int]:
@@ -112,8 +115,7 @@ def read_matrices(matrices: Any) -> tuple[dict[str, Matrix | None], list[Problem
 
 
 def _read_matrix(value: Any) -> Matrix | None:
-    """Return the matrix of a pair of dimensions, each one number or several; None if it is no such
-    pair."""
+    """Return the matrix of a pair of dimensions, each one number or several; else None."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         return None
     inputs = _read_side(value[0])

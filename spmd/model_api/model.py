@@ -143,8 +143,7 @@ def as_outputs(returned: Any) -> Outputs:
 
 @dataclasses.dataclass(frozen=True)
 class LayeredModel:
-    """A forward pass in three parts, so that a pipeline can give each stage some of the stacked
-    layers.
+    """A forward pass in three parts, so that each stage of a pipeline can have some layers.
 
     The outputs are `compute_outputs(…, *apply_layers(…, *embed_inputs(…, key, *inputs)))`; each
     part takes `(params, variables, …, train=…)`. Layers of another kind, such as dense first

@@ -230,14 +230,14 @@ class Remat:
 
 
 def _is_stored(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a primitive is the one of `spmd.plan.stored`: a policy that saves its
-    outputs."""
+    """Return whether a primitive stores its output: `spmd.plan.stored` has the one that does."""
     return primitive.name == "stored"
 
 
 def make_remat(policy: "str | Remat") -> Remat:
-    """Parse a policy such as `"none"`, `"full/2"` or `"save:attention_out offload:mlp_hidden"`; a
-    `Remat` is returned.
+    """Parse a policy such as `"none"`, `"full/2"` or `"save:attention_out offload:mlp_hidden"`.
+
+    A `Remat` is returned as it is.
 
     Example:
         >>> make_remat("save:attention_out,mlp_hidden").save

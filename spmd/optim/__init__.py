@@ -1,2 +1,1 @@
-"""Optimizers that see layers: configuration, wrappers, narrow state, and where a state is
-stored."""
+"""Optimizers that see layers: configuration, wrappers, narrow state, and its storage."""

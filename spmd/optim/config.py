@@ -146,8 +146,7 @@ def _moments_problems(config: OptimizerConfig) -> list[Problem]:
 
 
 def _schedule_problems(config: OptimizerConfig) -> list[Problem]:
-    """Return the problems of `schedule_fn`: it is no function of the step, or other fields
-    contradict it."""
+    """Return the problems of `schedule_fn`: no function of the step, or contradicting fields."""
     example = "a function of the step: optax.cosine_decay_schedule(…)"
     problems = check_call("schedule_fn", config.schedule_fn, "step", example)
     for field in ("learning_rate", "schedule", "warmup_steps", "decay_fraction", "final_fraction"):
@@ -211,15 +210,15 @@ def _has_factor(row: str) -> bool:
 
 
 def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Make the learning-rate schedule: a function from the number of completed steps to a float32
-    scalar.
+    """Make the learning-rate schedule.
 
-    The rate of step 0 is `peak / warmup_steps`, step `warmup_steps - 1` is the first at the peak,
-    and the last step, `steps - 1`, is at `final_fraction * peak`. `wsd` decays as `1 -
-    sqrt(progress)`, which Hägele et al. (arXiv:2405.18392) found to be better than a linear decay;
-    warmup-stable-decay is from Hu et al. (arXiv:2404.06395), the half cosine from Loshchilov and
-    Hutter (arXiv:1608.03983), the inverse square root, which goes on from the last step of the
-    warmup, from Vaswani et al. (arXiv:1706.03762, section 5.3).
+    It is a function from the number of completed steps to a float32 scalar. The rate of step 0 is
+    `peak / warmup_steps`, step `warmup_steps - 1` is the first at the peak, and the last step,
+    `steps - 1`, is at `final_fraction * peak`. `wsd` decays as `1 - sqrt(progress)`, which Hägele
+    et al. (arXiv:2405.18392) found to be better than a linear decay; warmup-stable-decay is from Hu
+    et al. (arXiv:2404.06395), the half cosine from Loshchilov and Hutter (arXiv:1608.03983), the
+    inverse square root, which goes on from the last step of the warmup, from Vaswani et al.
+    (arXiv:1706.03762, section 5.3).
 
     Example:
         >>> config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_fraction=0.25)
@@ -299,10 +298,9 @@ def make_optimizer(
     model: Model | ModelInfo | None = None,
     matrices: Mapping[str, Any] | None = None,
 ) -> TwoPhaseOptimizer:
-    """Make the optimizer of a config: a clip of the global norm, then `make_update_rule(...)`. It
-    needs `params`.
+    """Make the optimizer of a config: a clip of the global norm, then `make_update_rule(...)`.
 
-    With `ema_decay`, its state has an average of the parameters (`with_ema`).
+    It needs `params`. With `ema_decay`, its state has an average of the parameters (`with_ema`).
 
     Args:
         config: The optimizer's.
@@ -377,17 +375,16 @@ def _argument_problems(config: Any, steps: Any, stacked: Any, model: Any) -> lis
 def make_update_rule(
     config: OptimizerConfig, steps: int, treatment: Treatment
 ) -> optax.GradientTransformationExtraArgs:
-    """Make the optimizer without the clip, whose update of one layer depends on no other. It needs
-    `params`.
+    """Make the optimizer without the clip. It needs `params`.
 
-    Adafactor (Shazeer and Stern, arXiv:1804.04235) has no momentum and no scaling by the parameter,
-    so that `learning_rate` is an absolute step size as for the others; its direction is clipped to
-    a root mean square of 1. Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/)
-    orthogonalises the momentum of matrices, and updates lookups, heads, scales and biases by AdamW;
-    its direction has the root mean square of AdamW's, 0.2, so that both share one learning rate and
-    one decay (Liu et al., arXiv:2502.16982). A kernel of more dimensions is the matrix of its
-    inputs by its outputs, or a batch of them. AdamW, Lion (Chen et al., arXiv:2302.06675) and SGD
-    are elementwise and need no `per_layer`.
+    Its update of one layer depends on no other. Adafactor (Shazeer and Stern, arXiv:1804.04235) has
+    no momentum and no scaling by the parameter, so that `learning_rate` is an absolute step size as
+    for the others; its direction is clipped to a root mean square of 1. Muon (Jordan et al., 2024,
+    https://kellerjordan.github.io/posts/muon/) orthogonalises the momentum of matrices, and updates
+    lookups, heads, scales and biases by AdamW; its direction has the root mean square of AdamW's,
+    0.2, so that both share one learning rate and one decay (Liu et al., arXiv:2502.16982). A kernel
+    of more dimensions is the matrix of its inputs by its outputs, or a batch of them. AdamW, Lion
+    (Chen et al., arXiv:2302.06675) and SGD are elementwise and need no `per_layer`.
     """
     stages = [_direction(config, treatment)]
     if config.weight_decay:
@@ -509,7 +506,7 @@ def check_patterns(
 def _standard_promotion(
     transform: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transform for callers that made dtype promotion strict, under which optax fails."""
+    """Wrap a transform for callers with strict dtype promotion: optax fails under it."""
     inner = optax.with_extra_args_support(transform)
 
     def init(params: PyTree) -> PyTree:

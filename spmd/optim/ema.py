@@ -19,15 +19,15 @@ from spmd.optim.two_phase import TwoPhaseOptimizer, phases, treatment_of, two_ph
 
 
 def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseOptimizer:
-    """Wrap an optimizer to average the parameters after each of its updates, which stay as they
-    are.
+    """Wrap an optimizer to average the parameters after each of its updates.
 
-    The average after t updates is the sum of `decay**(t - i) * params[i]` over i = 1 … t, divided
-    by the sum of these weights: an exponential moving average with the bias correction of Kingma
-    and Ba (arXiv:1412.6980, section 3), so that the initial parameters have no weight. It moves by
-    `(1 - decay) / (1 - decay**t)` of the distance, and needs no correction when it is read. Wrap it
-    in `skip_bad_updates`, not the reverse: a skipped update does not move it. Of an optimizer that
-    is evaluated at other parameters (schedule-free, lookahead), it averages these.
+    The updates stay as they are. The average after t updates is the sum of `decay**(t - i) *
+    params[i]` over i = 1 … t, divided by the sum of these weights: an exponential moving average
+    with the bias correction of Kingma and Ba (arXiv:1412.6980, section 3), so that the initial
+    parameters have no weight. It moves by `(1 - decay) / (1 - decay**t)` of the distance, and needs
+    no correction when it is read. Wrap it in `skip_bad_updates`, not the reverse: a skipped update
+    does not move it. Of an optimizer that is evaluated at other parameters (schedule-free,
+    lookahead), it averages these.
 
     Args:
         decay: Above 0 and below 1; the average is of about the last `1 / (1 - decay)` updates.

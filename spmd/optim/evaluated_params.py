@@ -17,8 +17,10 @@ from spmd.optim.lookahead import SlowParamsState
 
 
 class ParamEmaState(NamedTuple):
-    """Number of averaged updates (int32 scalar), the average of the parameters, and the inner
-    optimizer's state."""
+    """Number of averaged updates, the average of the parameters, and the inner state.
+
+    The number is an int32 scalar.
+    """
 
     averaged: jax.Array
     ema: Any
@@ -84,9 +86,13 @@ def _slow(node: SlowParamsState, params: dict[str, jax.Array]) -> dict[str, jax.
     return tree.flatten(node.slow)
 
 
-def _schedule_free(node: contrib.ScheduleFreeState, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return x of y = b1 * x + (1 - b1) * z (Defazio et al., arXiv:2405.15682), where y are the
-    parameters."""
+def _schedule_free(
+    node: contrib.ScheduleFreeState, params: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Return x of y = b1 * x + (1 - b1) * z, where y are the parameters.
+
+    See Defazio et al. (arXiv:2405.15682).
+    """
     averaged = {}
     for path, z in tree.flatten(node.z).items():
         y = params[path]

@@ -33,8 +33,10 @@ def update_with(
     params: Any,
     extra: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """Return the updates and the state of an optimizer; it gets the extra arguments in its
-    signature."""
+    """Return the updates and the state of an optimizer.
+
+    It gets the extra arguments that its signature has.
+    """
     if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
         return optimizer.update(gradients, state, params)
     parameters = inspect.signature(optimizer.update).parameters

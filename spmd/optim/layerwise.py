@@ -219,8 +219,10 @@ class _Tracer:
             return False
         return any(part.is_total for part in inputs)
 
-    def mixed_stacks(self, equation: Any, operand: Any, dependencies: _Seen, shape: tuple[int, ...]) -> set[str]:
-        """Return the stacks of an operand whose layers an operation mixes."""
+    def mixed_stacks(
+        self, equation: Any, operand: Any, dependencies: _Seen, shape: tuple[int, ...]
+    ) -> set[str]:
+        """Return the stacks of an operand with layers that an operation mixes."""
         before = _shape(operand)
         mixed = set()
         for path in dependencies.params & self.lengths.keys():
@@ -231,9 +233,10 @@ class _Tracer:
                     mixed.add(path)
         return mixed
 
-    def reduction(self, equation: Any, operand: Any, dependencies: _Seen) -> tuple[str, tuple[int, ...]]:
-        """Return the name of a reduction, and its dimensions in one layer, counted from the
-        last."""
+    def reduction(
+        self, equation: Any, operand: Any, dependencies: _Seen
+    ) -> tuple[str, tuple[int, ...]]:
+        """Return the name of a reduction, and its dimensions in a layer, counted from the last."""
         stacked_sizes = set[int]()
         for path in dependencies.params:
             stacked_sizes.update(self.lengths.get(path, ()))
@@ -431,8 +434,10 @@ def _separate(params: Any, stacks: Mapping[str, Stack], *, first_only: bool = Fa
 
 
 def _draw(params: Any, seed: int, stacks: Mapping[str, Stack]) -> Any:
-    """Draw random arrays like the parameters, each layer with four times the scale of the one
-    before."""
+    """Draw random arrays like the parameters.
+
+    Each layer has four times the scale of the one before.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(path: str, leaf: Any) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Slow parameters of `optax.lookahead`, kept in the optimizer's state so that a model has its
-parameters once.
+"""Slow parameters of `optax.lookahead`, kept in the optimizer's state.
 
-Lookahead (Zhang et al., arXiv:1907.08610) trains the fast parameters and moves the slow ones
-towards them every few updates; optax asks for both as an `optax.LookaheadParams`.
+So a model has its parameters once. Lookahead (Zhang et al., arXiv:1907.08610) trains the fast
+parameters and moves the slow ones towards them every few updates; optax asks for both as an
+`optax.LookaheadParams`.
 """
 
 from typing import Any, NamedTuple

@@ -29,8 +29,10 @@ class MasterState(NamedTuple):
 
 
 class RoundedState(NamedTuple):
-    """Number of updates (int32 scalar), which seeds the random bits, and the inner optimizer's
-    state."""
+    """Number of updates (int32 scalar), and the inner optimizer's state.
+
+    The number seeds the random bits.
+    """
 
     steps: jax.Array
     inner: Any
@@ -62,8 +64,7 @@ def wrap_optimizer_for_precision(
 
 
 def unwrap_for_precision(state: Any, params: Any, precision: Precision) -> tuple[Any, Any]:
-    """Undo `wrap_optimizer_for_precision`: return the state and the parameters of the inner
-    optimizer.
+    """Return the state and the parameters of the optimizer before the wrapping.
 
     Its parameters are the master weights, or the stored ones in float32.
     """
@@ -102,8 +103,10 @@ def _with_master_weights(
 def _with_stochastic_rounding(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Round bfloat16 parameters stochastically after each update, by the same random bits on every
-    mesh."""
+    """Round bfloat16 parameters stochastically after each update.
+
+    The random bits are the same on every mesh.
+    """
 
     def init(params: Any) -> RoundedState:
         steps = jnp.zeros((), jnp.int32)

@@ -1,5 +1,7 @@
-"""Optimizers applied per layer: a transform that depends on whole arrays runs once for each layer
-of a stack."""
+"""Optimizers applied per layer, for transforms that depend on whole arrays.
+
+They run once for each layer of a stack.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,10 +16,10 @@ from spmd.tree import PyTree, flatten, merge, select
 
 
 class PerLayerState(NamedTuple):
-    """The transform's state for parameters that are not stacked, and that of each stack, by path
-    with dots.
+    """The transform's state for parameters outside of stacks, and for each stack.
 
-    Every array of a stack's state, counters included, has the stack's dimensions in front.
+    Stacks are named by their paths with dots. Every array of a stack's state, counters included,
+    has the stack's dimensions in front.
     """
 
     rest: PyTree
@@ -115,8 +117,7 @@ _REST = _Part("", ())
 
 
 def _split(tree: PyTree, stacks: Mapping[str, Stack]) -> dict[_Part, PyTree]:
-    """Return the leaves of each stack, and those of none (always present), as nested
-    dictionaries."""
+    """Return the leaves of each stack, and of none (always present), as nested dictionaries."""
     paths = flatten(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
     parts = {_REST}
     parts.update(_part_of(path, stacks) for path in paths)
@@ -139,9 +140,13 @@ def _part_of(path: str, stacks: Mapping[str, Stack]) -> _Part:
     return _Part(names[-1].replace("/", "."), dims)
 
 
-def _over_layers(f: Callable[..., Any], part: _Part, leaves: PyTree, axes: Callable[[int], Any]) -> Callable[..., Any]:
-    """Map `f` over the stacked dimensions; `axes` gives the arguments of `jax.vmap` for one of
-    them."""
+def _over_layers(
+    f: Callable[..., Any], part: _Part, leaves: PyTree, axes: Callable[[int], Any]
+) -> Callable[..., Any]:
+    """Map `f` over the stacked dimensions.
+
+    `axes` gives the arguments of `jax.vmap` for one of them.
+    """
     if not jax.tree.leaves(leaves):  # all of the stack is masked
         return f
     for dim in reversed(part.dims):

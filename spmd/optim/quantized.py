@@ -53,12 +53,11 @@ def quantize_moments(
     block: int = BLOCK,
     stacked: Any = ("layers",),
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transform to store its moments as `kind`; blocks have a power of two of elements, at
-    most `block`.
+    """Wrap a transform to store its moments as `kind`.
 
-    Moments are the fields of its state with the structure of the parameters. Arrays whose last
-    dimension has no block, and those whose last dimension is stacked, stay float32. Blocks divide
-    the last dimension, so layers share none.
+    Blocks have a power of two of elements, at most `block`. Moments are the fields of its state
+    with the structure of the parameters. Arrays whose last dimension has no block, and those whose
+    last dimension is stacked, stay float32. Blocks divide the last dimension, so layers share none.
 
     `transform` must have a flat state, as `optax.scale_by_adam`, `scale_by_lion` and `trace` have.
 

@@ -11,8 +11,7 @@ from spmd.optim.two_phase import TwoPhaseOptimizer, phases, treatment_of, two_ph
 
 
 class SkipState(NamedTuple):
-    """Numbers of skipped and taken updates, the mean gradient norm, and the inner optimizer's
-    state.
+    """Numbers of skipped and taken updates, the mean gradient norm, and the inner state.
 
     The numbers are int32 scalars, the norm is a float32 scalar.
     """

@@ -50,8 +50,7 @@ def salt_of(path: str) -> int:
 
 
 def seed_of(count: jax.Array, salt: int) -> jax.Array:
-    """Return the uint32 seed of an array in a step, from the number of steps before and the
-    salt."""
+    """Return the uint32 seed of an array's salt in the step after `count` others."""
     steps = count.astype(jnp.uint32) * jnp.uint32(0x27D4EB2F)
     mixed = (steps ^ (steps >> 15)) * jnp.uint32(0x165667B1)
     return mixed + jnp.uint32(salt)

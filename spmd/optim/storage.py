@@ -1,9 +1,9 @@
-"""Where the arrays of a training state are between steps: on the devices, unless a technique keeps
-them elsewhere.
+"""Storage of the arrays of a training state between steps.
 
-`Storage` is the contract and its plain form. A technique is a subclass, made where a user's setting
-is read (`spmd.settings.offload`); the plan, the forward pass and the step call these methods and
-know none of them.
+They are on the devices, unless a technique keeps them elsewhere. `Storage` is the contract and its
+plain form. A technique is a subclass, made where a user's setting is read
+(`spmd.settings.offload`); the plan, the forward pass and the step call these methods and know none
+of them.
 """
 
 import dataclasses

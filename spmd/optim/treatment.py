@@ -72,8 +72,7 @@ class Treatment:
         return own
 
     def problems(self, shapes: Shapes) -> list[Problem]:
-        """Return the contradictions between the rules and all parameters, with their shapes as
-        stored."""
+        """Return the contradictions between the rules and all parameters; shapes are as stored."""
         if self.name != "muon":
             return []
         problems = []
@@ -102,8 +101,7 @@ class Treatment:
         return problems
 
     def describe(self, shapes: Shapes) -> dict[str, str]:
-        """Return the path of each parameter → its exceptions: `muon 32 × 64`, `adamw`, `no
-        decay`."""
+        """Return parameter → its exceptions in words: `muon 32 × 64`, `adamw`, `no decay`."""
         described = {}
         for path, shape in shapes.items():
             words = []
@@ -115,8 +113,7 @@ class Treatment:
         return described
 
     def _describe_muon(self, path: str, shape: Sequence[int]) -> list[str]:
-        """Return the matrices of a parameter in words, or `adamw` and the reason, if there is
-        one."""
+        """Return the matrices of a parameter in words, or `adamw` and its reason, if any."""
         layer = self._layer(path, shape)
         own, reason, _ = self._explained(path, len(layer))
         if own:
@@ -139,8 +136,7 @@ class Treatment:
         return any(name in self.info.added for name in self._names(path))
 
     def _explained(self, path: str, rank: int) -> tuple[Matrix | None, str, Problem | None]:
-        """Return the matrix of a parameter, the reason against one, and the problem of an
-        unknown."""
+        """Return the matrix of a parameter, the reason against one, or the problem."""
         hits = [pattern for pattern in self.rows if matches(pattern, path, self.stacks)]
         said = self._from_model(path)
         problem = self._explained_twice(path, hits, said)
@@ -182,7 +178,7 @@ class Treatment:
         return matrix, "", None
 
     def _is_repeated(self, path: str) -> bool:
-        """Return whether several equal layers have the parameter, so that it is no lookup and no
+        """Return whether several equal layers have the parameter: then it is no lookup and no
         head."""
         if own_stacks(path, self.stacks):
             return True

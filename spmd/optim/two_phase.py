@@ -78,8 +78,7 @@ def _check_treatment(treatment: Treatment, params: Any) -> None:
 
 
 def treatment_of(optimizer: optax.GradientTransformation) -> Treatment | None:
-    """Return the treatment of parameters by an optimizer of a config; None for any other
-    optimizer."""
+    """Return the treatment of parameters by an optimizer of a config; None for any other."""
     if isinstance(optimizer, TwoPhaseOptimizer):
         return optimizer.treatment
     return None

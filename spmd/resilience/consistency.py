@@ -1,7 +1,8 @@
 """Agreement of all processes before the first step: where they differ, all of them stop.
 
-Processes that run different programs do not fail: they deadlock in the first collective that only some of them reach,
-or train something else. So each states its config, plan, versions and data, and all statements are compared.
+Processes that run different programs do not fail: they deadlock in the first collective that only
+some of them reach, or train something else. So each states its config, plan, versions and data, and
+all statements are compared.
 """
 
 import collections
@@ -22,26 +23,37 @@ Statements = Mapping[str, Any]
 
 
 def check_hosts_agree(statements: Statements) -> None:
-    """Compare the statements of all processes; every process makes this call, and all raise the same error."""
+    """Compare the statements of all processes.
+
+    Every process makes this call, and all raise the same error.
+    """
     text = json.dumps(statements, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
     # Digests first: they are short, and almost always equal.
-    if len(set(gather_json(hashlib.sha256(text.encode()).hexdigest()))) > 1:
-        everyone = [json.loads(other) for other in gather_json(text)]
-        raise AgreementError("The processes do not agree, and none of them starts:", differences(everyone))
+    digests = gather_json(digest)
+    if len(set(digests)) == 1:
+        return
+    everyone = [json.loads(other) for other in gather_json(text)]
+    title = "The processes do not agree, and none of them starts:"
+    raise AgreementError(title, differences(everyone))
 
 
 def source_fingerprint() -> str:
-    """Return a digest of the source of this package and of those that ship with it."""
+    """Return a digest of the source of this package and of the packages shipped with it."""
     package = Path(__file__).resolve().parents[1]
-    linked = (path for name in ("models", "partition_rules", "name_maps") for path in (package / name).glob("*.py"))
+    paths = set(package.rglob("*.py"))
+    for name in ("models", "partition_rules", "name_maps"):  # links, which rglob does not follow
+        paths.update((package / name).glob("*.py"))
     digest = hashlib.sha256()
-    for path in sorted({*package.rglob("*.py"), *linked}):
+    for path in sorted(paths):
         digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
 def differences(everyone: Sequence[Statements]) -> list[Problem]:
-    """Return who differs from the most common value; of two that are as common, the lower process's counts.
+    """Return the processes that differ from the most common value.
+
+    Of two equally common values, that of the lower process counts.
 
     Example:
         >>> print(*differences([{"steps": 9}, {"steps": 9}, {"steps": 8}]))
@@ -50,26 +62,43 @@ def differences(everyone: Sequence[Statements]) -> list[Problem]:
             fix: start every process with the same command, files and versions
     """
     flat = [dict(_flatten("", statements)) for statements in everyone]
+    names: dict[str, None] = {}
+    for statements in flat:
+        names |= dict.fromkeys(statements)
     problems = []
     found: collections.Counter[int] = collections.Counter()
-    for name in dict.fromkeys(name for statements in flat for name in statements):
+    for name in names:
         values = [statements.get(name, "nothing") for statements in flat]
-        usual, count = collections.Counter(values).most_common(1)[0]
-        agreeing = f"process {values.index(usual)}" + (f" and {count - 1} more" if count > 1 else "")
+        usual, detail = _most_common(values)
         for process, value in enumerate(values):
-            if value != usual:
-                found[process] += 1
-                if found[process] <= SHOWN:
-                    fix = "start every process with the same command, files and versions"
-                    problems.append(Problem(f"process {process}", f"{name} is {value}", f"{agreeing}: {usual}", fix))
-    more = {process: count - SHOWN for process, count in found.items() if count > SHOWN}
-    return problems + [Problem(f"process {process}", f"and {n} more differences") for process, n in more.items()]
+            if value == usual:
+                continue
+            found[process] += 1
+            if found[process] <= SHOWN:
+                fix = "start every process with the same command, files and versions"
+                problems.append(Problem(f"process {process}", f"{name} is {value}", detail, fix))
+    for process, count in found.items():
+        if count > SHOWN:
+            what = f"and {count - SHOWN} more differences"
+            problems.append(Problem(f"process {process}", what))
+    return problems
+
+
+def _most_common(values: Sequence[str]) -> tuple[str, str]:
+    """Return the most common value, and the processes that have it, in words."""
+    [(usual, count)] = collections.Counter(values).most_common(1)
+    processes = f"process {values.index(usual)}"
+    if count > 1:
+        processes += f" and {count - 1} more"
+    return usual, f"{processes}: {usual}"
 
 
 def _flatten(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the text of each value, or of each line of a longer text."""
     if isinstance(value, Mapping):
+        prefix = f"{path}." if path else ""
         for name, inner in value.items():
-            yield from _flatten(f"{path}.{name}" if path else name, inner)
+            yield from _flatten(f"{prefix}{name}", inner)
     elif isinstance(value, str) and "\n" in value:
         for number, line in enumerate(value.split("\n"), 1):
             yield f"{path}, line {number}", line

@@ -5,9 +5,10 @@ lease/3.json        held: host, process, since when; its modification time is th
 lease/3.released    free
 ```
 
-A claim is the exclusive creation of the next number, so of several runs that find an expired lease one gets it. The
-highest number counts; its holder removes the others, and renews the lease by touching its file. If the file is gone,
-the lease is lost. The file server sets all times that are compared: clocks of hosts may differ.
+A claim is the exclusive creation of the next number, so of several runs that find an expired lease
+one gets it. The highest number counts; its holder removes the others, and renews the lease by
+touching its file. If the file is gone, the lease is lost. The file server sets all times that are
+compared: clocks of hosts may differ.
 """
 
 import contextlib
@@ -75,24 +76,31 @@ class Holder:
 
 
 def _machine() -> str:
+    """Return the boot of this machine and the namespace of process ids; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        namespace = os.readlink("/proc/self/ns/pid")
+        return f"{boot} {namespace}"
     except OSError:
         return ""
 
 
 def this_process() -> Holder:
     """Return this process, as a holder from now on."""
-    pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    pid = os.getpid()
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return Holder(socket.gethostname(), pid, since, _machine(), start_ticks(pid))
 
 
 def _read(path: Path) -> Holder:
-    """Return the holder that a file names; an unknown one if it is still being written."""
+    """Return the holder in a file; an unknown one if it is still being written."""
     try:
         values = read_object(path, _MAX_BYTES)
-        return Holder(**{name: type(default)(values[name]) for name, default in vars(Holder()).items()})
+        fields = {}
+        for name, default in vars(Holder()).items():
+            kind = type(default)
+            fields[name] = kind(values[name])
+        return Holder(**fields)
     except (ValueError, KeyError, TypeError, OverflowError):
         return Holder()
 
@@ -104,7 +112,8 @@ class _LostError(CheckpointError):
 class Lease:
     """Lease of a run folder in a `with` block. All processes of a run enter it; process 0 holds it.
 
-    If a process of another host holds it, entering waits for a heartbeat, which is an error, or until it expires.
+    If a process of another host holds it, entering waits for a heartbeat, which is an error, or
+    until it expires.
 
     Args:
         folder: The run folder.
@@ -114,10 +123,11 @@ class Lease:
         exit_process: Called with `EXIT_LOST` if the lease is lost, by the thread that renews it.
 
     Attributes:
-        number: That of this lease, from 1; 0 before it is held.
+        number: The number of this lease, from 1; 0 before it is held.
 
     Raises:
-        CheckpointError: Another run holds the lease, or the folder has problems; the same on every process.
+        CheckpointError: Another run holds the lease, or the folder has problems; the same on every
+            process.
     """
 
     def __init__(
@@ -128,19 +138,26 @@ class Lease:
         say: Callable[[str], object] = print,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
-        self._run, self._folder, self._take_over = str(folder), folder / "lease", take_over
-        self._check, self._say, self._exit = check, say, exit_process
+        self._run = str(folder)
+        self._folder = folder / "lease"
+        self._take_over = take_over
+        self._check = check
+        self._say = say
+        self._exit = exit_process
         self._held: Path | None = None
         self.number = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="spmd-lease", daemon=True)
 
     def __enter__(self) -> Self:
-        found = broadcast_from_first(lambda: [plain_problems(self._problems()), self.number])
-        if problems := read_problems(found[0]):
+        plain, number = broadcast_from_first(
+            lambda: [plain_problems(self._problems()), self.number]
+        )
+        problems = read_problems(plain)
+        if problems:
             self._release()
             raise CheckpointError("Nothing was started:", problems)
-        self.number = found[1]
+        self.number = number
         if self._held:
             self._thread.start()
         return self
@@ -155,19 +172,26 @@ class Lease:
         """Renew the lease: call it before every write. Raise `CheckpointError` if it is lost."""
         if self._held is None:
             return
-        with disk_errors(self._held, "renewing the lease", "--resume auto, once the folder can be written"):
+        with disk_errors(
+            self._held, "renewing the lease", "--resume auto, once the folder can be written"
+        ):
             try:
                 os.utime(self._held)  # to the file server's time
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
                 newest, is_held = self._newest()
-                by = f"taken over by {_read(newest)}" if is_held else "removed"
-                problem = Problem(self._run, f"its lease was {by}", fix="let one run write to a folder")
+                what = "its lease was removed"
+                if is_held:
+                    what = f"its lease was taken over by {_read(newest)}"
+                problem = Problem(self._run, what, fix="let one run write to a folder")
                 raise _LostError("This run writes nothing more:", [problem]) from error
 
     def _keep(self) -> None:
-        """Renew the lease at intervals, also while a program compiles; end the process if it is lost."""
+        """Renew the lease at intervals, also while a program compiles.
+
+        End the process if it is lost.
+        """
         while not self._stopped.wait(HEARTBEAT):
             try:
                 self.renew()
@@ -179,10 +203,15 @@ class Lease:
                 continue  # the file server may answer again
 
     def _problems(self) -> Sequence[Problem]:
+        """Claim the lease; return the problems of that, or of the folder."""
         try:
-            with disk_errors(self._folder, "claiming the folder", "choose an --out that can be written"):
+            with disk_errors(
+                self._folder, "claiming the folder", "choose an --out that can be written"
+            ):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                taken = self._newest()[0] if self._take_over else None
+                taken = None
+                if self._take_over:
+                    taken, _ = self._newest()
                 while not self._claim(taken):
                     pass
         except CheckpointError as error:
@@ -190,7 +219,10 @@ class Lease:
         return self._check()
 
     def _claim(self, taken: Path | None) -> bool:
-        """Claim the next number once the newest lease is free, or is `taken`; return false if another was faster."""
+        """Claim the next number once the newest lease is free, or is `taken`.
+
+        Return false if another run was faster.
+        """
         newest, is_held = self._newest()
         if is_held and newest != taken:
             self._await(newest)
@@ -198,22 +230,30 @@ class Lease:
 
     def _await(self, path: Path) -> None:
         """Return once a lease is free; raise `CheckpointError` if its holder lives."""
-        began, first = time.monotonic(), None
+        began = time.monotonic()
+        first = None
         with contextlib.suppress(FileNotFoundError):  # it was released, or another run was faster
             while True:
-                holder, beat = _read(path), path.stat().st_mtime
+                holder = _read(path)
+                beat = path.stat().st_mtime
                 age = max(self._server_time() - beat, time.monotonic() - began)
+                remaining = EXPIRY - age
                 has_ended = holder.has_ended()
                 if has_ended or age > EXPIRY:
                     return
-                if has_ended is False or first not in (None, beat):
-                    detail = (
-                        f"last heartbeat {age:.0f} s ago; without another its lease expires in {EXPIRY - age:.0f} s"
+                has_beaten = first not in (None, beat)
+                if has_ended is False or has_beaten:
+                    problem = Problem(
+                        self._run,
+                        f"{holder} writes to it",
+                        f"last heartbeat {age:.0f} s ago; "
+                        f"without another its lease expires in {remaining:.0f} s",
+                        "stop that run, or another --out; --take-over takes the folder from it",
                     )
-                    fix = "stop that run, or another --out; --take-over takes the folder from it"
-                    raise CheckpointError("", [Problem(self._run, f"{holder} writes to it", detail, fix)])
+                    raise CheckpointError("", [problem])
                 if first is None:
-                    self._say(f"{self._run} is held by {holder}: waiting up to {EXPIRY - age:.0f} s for a heartbeat")
+                    waiting = f"waiting up to {remaining:.0f} s for a heartbeat"
+                    self._say(f"{self._run} is held by {holder}: {waiting}")
                 first = beat
                 time.sleep(0.5)
 
@@ -229,12 +269,15 @@ class Lease:
             path.unlink(missing_ok=True)
             raise
         others = self._files() - {path}
-        is_late = any(int(other.stem) >= number for other in others)  # others have come, and perhaps gone
-        for lost in {path} if is_late else others:
+        is_late = any(int(other.stem) >= number for other in others)
+        if is_late:  # others have come, and perhaps gone
+            path.unlink(missing_ok=True)
+            return False
+        for lost in others:
             lost.unlink(missing_ok=True)  # its holder has lost it
-        if not is_late:
-            self._held, self.number = path, number
-        return not is_late
+        self._held = path
+        self.number = number
+        return True
 
     def _release(self) -> None:
         if self._held:

@@ -1,7 +1,8 @@
-"""Preemption: on a signal a run finishes its step, saves a checkpoint and exits with a code of its own.
+"""Preemption: a signal makes a run save a checkpoint and exit with a code of its own.
 
-Schedulers send SIGTERM (Slurm, Kubernetes, spot instances); `#SBATCH --signal` is set to SIGUSR1. It suffices to
-signal one of several processes: JAX's coordination service makes all of them stop after the same step.
+It finishes its step first. Schedulers send SIGTERM (Slurm, Kubernetes, spot instances); `#SBATCH
+--signal` is set to SIGUSR1. It suffices to signal one of several processes: JAX's coordination
+service makes all of them stop after the same step.
 """
 
 import os
@@ -28,10 +29,14 @@ class Preemption(Hook):
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        # With several processes JAX's coordination service has its own handler of SIGTERM, which informs the others.
-        several, numbers = jax.process_count() > 1, (signal.SIGUSR1, signal.SIGTERM)
-        handlers = {signal.SIGUSR1: self._to_sigterm} if several else dict.fromkeys(numbers, self._on_signal)
-        self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        # With several processes JAX's coordination service has its own handler of SIGTERM, which
+        # informs the others.
+        if jax.process_count() > 1:
+            handlers = {signal.SIGUSR1: self._to_sigterm}
+        else:
+            handlers = {signal.SIGUSR1: self._on_signal, signal.SIGTERM: self._on_signal}
+        for number, handler in handlers.items():
+            self._before[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -40,7 +45,9 @@ class Preemption(Hook):
 
     def wants_stop(self, step: int) -> bool:
         """Return whether training ends with this step; the same on every process."""
-        stop = multihost_utils.reached_preemption_sync_point(step) if jax.process_count() > 1 else self._signaled
+        stop = self._signaled
+        if jax.process_count() > 1:
+            stop = multihost_utils.reached_preemption_sync_point(step)
         if stop and self.stop_step is None:
             self.stop_step = step
         return stop

@@ -40,8 +40,12 @@ class _Check(Hook, abc.ABC):
 
     title: str
 
-    def __init__(self, plan: ShardingPlan, every: int, around: _Around = contextlib.nullcontext) -> None:
-        self.plan, self.every, self.around = plan, every, around
+    def __init__(
+        self, plan: ShardingPlan, every: int, around: _Around = contextlib.nullcontext
+    ) -> None:
+        self.plan = plan
+        self.every = every
+        self.around = around
 
     @functools.cached_property
     def abstract(self) -> TrainState:
@@ -51,7 +55,10 @@ class _Check(Hook, abc.ABC):
         return bool(self.every) and step % self.every == 0
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Raise `DataCorruptionError` with each array and the devices that differ, the same on every process."""
+        """Raise `DataCorruptionError` with each array and the devices that differ.
+
+        The error is the same on every process.
+        """
         with self.around():
             problems = self.problems(state)
         if problems:
@@ -59,7 +66,7 @@ class _Check(Hook, abc.ABC):
 
     @abc.abstractmethod
     def problems(self, state: TrainState) -> list[Problem]:
-        """Return a problem for each array that differs."""
+        """Return a problem for each different array."""
 
 
 class ReplicaCheck(_Check):
@@ -74,54 +81,70 @@ class ReplicaCheck(_Check):
 
     def problems(self, state: TrainState) -> list[Problem]:
         """Return a problem for each array, with the devices in the minority."""
-        return replica_differences(np.asarray(self.digest(state)), self.abstract, self.plan.mesh)
+        digests = np.asarray(self.digest(state))
+        return replica_differences(digests, self.abstract, self.plan.mesh)
 
 
 class DeterminismCheck(_Check):
     """Compute the gradients of one batch twice and compare them bit for bit.
 
-    A difference is a device that miscomputes, a link that flips bits, or a nondeterministic operation. Nothing is
-    donated and only digests are returned, so it needs the memory of a step without its update. `probe` is the batch, on
-    the devices; it is kept.
+    A difference is a device that miscomputes, a link that flips bits, or a nondeterministic
+    operation. Nothing is donated and only digests are returned, so it needs the memory of a step
+    without its update. `probe` is the batch, on the devices; it is kept.
     """
 
     title = "Gradients are not reproducible"
 
     def __init__(
-        self, plan: ShardingPlan, grad_fn: GradFn, probe: Any, every: int, around: _Around = contextlib.nullcontext
+        self,
+        plan: ShardingPlan,
+        grad_fn: GradFn,
+        probe: Any,
+        every: int,
+        around: _Around = contextlib.nullcontext,
     ) -> None:
         super().__init__(plan, every, around)
-        self.grad_fn, self.probe = grad_fn, probe
+        self.grad_fn = grad_fn
+        self.probe = probe
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """Program `(state, batch) -> uint32[devices, leaves, 2]`, replicated, compiled at the first check."""
+        """Program `(state, batch) -> uint32[devices, leaves, 2]`, replicated.
+
+        It is compiled at the first check.
+        """
         digests = jax.jit(self._digests, out_shardings=NamedSharding(self.plan.mesh, P()))
         with without_faulty_cache(self.plan.mesh.shape["pipe"]):
-            return digests.lower(*abstract_arguments(self.plan, self.probe)).compile()
+            arguments = abstract_arguments(self.plan, self.probe)
+            return digests.lower(*arguments).compile()
 
     def digests(self, state: TrainState) -> jax.Array:
         """Compute the gradients once, and return their digests."""
         return self.compiled(state, self.probe)
 
     def problems(self, state: TrainState) -> list[Problem]:
-        """Return a problem for each array of which a device did not get the same bits twice."""
-        first, second = (np.asarray(self.digests(state)) for _ in range(2))
+        """Return a problem for each array with different bits the second time, and the devices."""
+        first = np.asarray(self.digests(state))
+        second = np.asarray(self.digests(state))
         devices = list(self.plan.mesh.devices.flat)
         fix = "replace the device if it is one; if it is all, look for a nondeterministic operation"
         problems = []
         for number, leaf in enumerate(self.plan.gradients):
-            differs = np.flatnonzero((first[:, number] != second[:, number]).any(axis=-1))
-            if differs.size:
-                names = ", ".join(name_device(devices[i]) for i in differs)
-                where = names if differs.size < len(devices) else f"all {len(devices)} devices"
-                what = f"its gradient differs when it is computed again, on {where}"
-                problems.append(Problem(leaf.path, what, "the same program, parameters and batch", fix))
+            is_different = first[:, number] != second[:, number]  # [device, 2]
+            differs = np.flatnonzero(is_different.any(axis=-1))
+            if differs.size == 0:
+                continue
+            where = ", ".join(name_device(devices[i]) for i in differs)
+            if differs.size == len(devices):
+                where = f"all {len(devices)} devices"
+            what = f"its gradient differs when it is computed again, on {where}"
+            problems.append(Problem(leaf.path, what, "the same program, parameters and batch", fix))
         return problems
 
     def _digests(self, state: TrainState, batch: Any) -> jax.Array:
         with use_plan(self.plan):
             grad_fn = wrap_all(self.grad_fn, self.plan.transforms)
             gradients, _, _ = grad_fn(state.params, state.carry, batch, state.step_key())
-        gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
-        return digest_shards(gradients, self.plan.gradient_shardings)
+        shardings = self.plan.gradient_shardings
+        gradients = jax.lax.with_sharding_constraint(gradients, shardings)
+        return digest_shards(gradients, shardings)

@@ -1,7 +1,8 @@
 """Watchdog: a process that hangs exits, with the stack of every thread.
 
-A collective that one process never reaches, a dead network and a stuck disk all stop progress, so one deadline covers
-them. Every process has its own watchdog; those that wait for the stuck one exit at about the same time.
+A collective that one process never reaches, a dead network and a stuck disk all stop progress, so
+one deadline covers them. Every process has its own watchdog; those that wait for the stuck one exit
+at about the same time.
 """
 
 import faulthandler
@@ -19,14 +20,16 @@ EXIT_HUNG = 70
 """Exit code of a process whose deadline has passed (EX_SOFTWARE of sysexits.h)."""
 
 GRACE = 20.0
-"""Seconds after the deadline until faulthandler ends the process, if a hang holds the interpreter lock."""
+"""Seconds after the deadline until faulthandler ends the process, if a hang holds the interpreter
+lock."""
 
 
 class Watchdog(Hook):
     """Exit the process after too long without progress.
 
     Args:
-        timeout: Seconds between two finished steps, evaluation batches or checkpoints; 0 for no deadline.
+        timeout: Seconds between two finished steps, evaluation batches or checkpoints; 0 for no
+            deadline.
         start_timeout: Seconds until the first step has finished, with compilation.
         log: File for stacks besides standard error; it has a descriptor.
     """
@@ -38,9 +41,14 @@ class Watchdog(Hook):
         log: TextIO | None = None,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
-        self._timeout, self._start_timeout, self._log, self._exit = timeout, start_timeout, log, exit_process
-        self._last, self._activity = "nothing", "starting"
-        self._limit, self._deadline = 0.0, math.inf
+        self._timeout = timeout
+        self._start_timeout = start_timeout
+        self._log = log
+        self._exit = exit_process
+        self._last = "nothing"
+        self._activity = "starting"
+        self._limit = 0.0
+        self._deadline = math.inf
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -57,12 +65,13 @@ class Watchdog(Hook):
             self._thread.join()
 
     def set_activity(self, what: str) -> None:
-        """Record what begins now, for the message; the deadline stays."""
+        """Record the activity that begins now, for the message; the deadline stays."""
         self._activity = what
 
     def reset(self, finished: str) -> None:
         """Restart the deadline, because something has finished."""
-        self._last, self._activity = finished, "training"
+        self._last = finished
+        self._activity = "training"
         self._arm(self._timeout)
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
@@ -70,26 +79,39 @@ class Watchdog(Hook):
         self.reset(f"step {step}")
 
     def _arm(self, seconds: float) -> None:
-        self._limit, self._deadline = seconds, time.monotonic() + (seconds or math.inf)
+        """Set the deadline; 0 seconds: none."""
+        self._limit = seconds
+        self._deadline = time.monotonic() + (seconds or math.inf)
         if seconds:
             # The hang may hold the interpreter lock; faulthandler's thread does not need it.
-            faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=self._log or sys.stderr)
+            faulthandler.dump_traceback_later(
+                seconds + GRACE, exit=True, file=self._log or sys.stderr
+            )
         else:
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(min(1.0, max(self._limit / 20, 0.05))):
+        """Poll the deadline, and end the process after it."""
+        while not self._stopped.wait(self._interval()):
             if time.monotonic() > self._deadline:
-                now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-                message = (
-                    f"{now} spmd: no progress for {self._limit:g} s. Last finished: {self._last}; "
-                    f"since then: {self._activity}.\nThe stack of every thread follows. Exit code {EXIT_HUNG}. "
-                    "If this is not a hang, raise --recovery.deadline.\n"
-                )
-                for file in (self._log, sys.__stderr__):
-                    if file:
-                        file.write(message)
-                        file.flush()
-                        faulthandler.dump_traceback(file=file, all_threads=True)
+                self._report()
                 self._exit(EXIT_HUNG)
                 return
+
+    def _interval(self) -> float:
+        """Return the seconds between two looks at the deadline."""
+        return min(1.0, max(self._limit / 20, 0.05))
+
+    def _report(self) -> None:
+        """Write the message and the stacks to the log and to standard error."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+        message = (
+            f"{now} spmd: no progress for {self._limit:g} s. Last finished: {self._last}; "
+            f"since then: {self._activity}.\nThe stack of every thread follows. "
+            f"Exit code {EXIT_HUNG}. If this is not a hang, raise --recovery.deadline.\n"
+        )
+        for file in (self._log, sys.__stderr__):
+            if file:
+                file.write(message)
+                file.flush()
+                faulthandler.dump_traceback(file=file, all_threads=True)

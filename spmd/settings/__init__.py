@@ -1,5 +1,4 @@
-"""Values that a user names in a config, and what the names stand for: recipes of matmuls,
-compression, host memory.
+"""Values that a user names in a config: recipes of matmuls, compression, host memory.
 
 Here and in `spmd.precision`, and nowhere else in what makes a train step, a name leads to a
 technique: `fp16` to loss scaling, `fp8-delayed` to delayed scaling, `int8` to codes between

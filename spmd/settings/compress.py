@@ -1,4 +1,4 @@
-"""Compression of what devices send to each other: gathered parameters, and summed gradients.
+"""Compression of gathered parameters and summed gradients between devices.
 
 | field | value | what is sent |
 |---|---|---|
@@ -35,7 +35,7 @@ GRADIENTS: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class CompressConfig:
-    """Bits of what devices send to each other."""
+    """Formats of parameters and gradients between devices."""
 
     gather: str = ""
     """Codec of the parameters that layers gather over fsdp: int8, fp8; empty: the compute dtype."""
@@ -67,8 +67,10 @@ class CompressConfig:
 
     @property
     def of_plan(self) -> "CompressConfig":
-        """The config without PowerSGD, which wraps the gradient function: a plan decides the
-        codecs."""
+        """The config without PowerSGD, which wraps the gradient function.
+
+        A plan decides about codecs only.
+        """
         if not powersgd_rank(self.gradients):
             return self
         return dataclasses.replace(self, gradients="")
@@ -96,9 +98,13 @@ class CompressConfig:
             problems.append(problem)
         return problems
 
-    def useless(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> dict[str, Problem]:
-        """Return field → problem for the fields without an effect: over axes of size 1, nothing is
-        sent."""
+    def useless(
+        self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
+    ) -> dict[str, Problem]:
+        """Return field → problem for the fields without an effect.
+
+        Over axes of size 1, nothing is sent.
+        """
         uses = {
             "gather": _useless_gather(sizes, zero),
             "gradients": _useless_gradients(sizes),
@@ -288,9 +294,10 @@ def _gathers_blocks(shape: tuple[int, ...], stored: Dims, used: Dims, sizes: Map
     return block > 0
 
 
-def _hop(stored: Dims, used: Dims, sizes: Mapping[str, int], spans: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the first gathered axis with several devices in each of several slices, and its
-    slices."""
+def _hop(
+    stored: Dims, used: Dims, sizes: Mapping[str, int], spans: Mapping[str, int]
+) -> tuple[str, int] | None:
+    """Return the first gathered axis with several devices in each slice, and its slices."""
     for axes in extra_axes(stored, used):
         for axis in axes:
             slices = spans.get(axis, 1)
@@ -305,7 +312,6 @@ def _width_dim(used: P, ndim: int) -> int:
     The other dimension of a kernel is split over `tensor`: heads, hidden units or a vocabulary.
     """
     last_dims = spec_dims(used, ndim, ("tensor",))[-2:]
-    whole = [dim for dim, axes in enumerate(last_dims) if not axes]
-    if len(whole) != 1:
+    if last_dims.count(()) != 1:
         return 0
-    return whole[0] - len(last_dims)
+    return last_dims.index(()) - len(last_dims)

@@ -62,8 +62,7 @@ class MatmulRecipe:
 
     @property
     def transforms(self) -> tuple[GradTransform, ...]:
-        """The transforms with a state around the gradient for it
-        (`ShardingPlan.with_transforms`)."""
+        """The transforms that the recipe needs (`ShardingPlan.with_transforms`)."""
         if not self.is_delayed:
             return ()
         return (MagnitudeHistory(),)
@@ -91,8 +90,7 @@ class MatmulRecipe:
 
     @property
     def kind(self) -> str:
-        """The dtype in which a chip multiplies: `"float8"`, `"int8"`, or empty for the compute
-        dtype."""
+        """The dtype of a chip's products: `"float8"`, `"int8"`, or empty for the compute dtype."""
         if self.scaling == "block":
             return ""
         if self.inputs == "int8":
