@@ -1,10 +1,11 @@
-"""Stacks of layers: their paths (`layers/kernel` stacked, `layers/0/kernel` unrolled) and dimensions.
+"""Stacks of layers: their paths (`layers/kernel`; `layers/0/kernel` unrolled) and dimensions.
 
-A path component (or several: `encoder/layers`) whose parameters are stacked adds one dimension to every array below it,
-except where a layer number follows it: that layer is unrolled.
+A path component (or several: `encoder/layers`) whose parameters are stacked adds one dimension to
+every array below it, except where a layer number follows it: that layer is unrolled.
 """
 
 import dataclasses
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,14 +14,15 @@ from spmd.errors import Problem, RuleError
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The dimension that stacking adds to each array of one layer, and the mesh axis that splits it.
+    """The added dimension of a stack's arrays, and its mesh axis.
 
     Args:
-        axis: A mesh axis, or None for whole.
+        axis: The mesh axis that splits the dimension, or None for whole.
         dim: The index of the added dimension: that of `nn.scan(variable_axes={"params": dim})`.
 
     Example:
-        >>> stored_dims([Stack(dim=0), Stack(dim=1)])  # (b, c) in the inner stack: (b, inner, c), then (outer, …)
+        >>> # (b, c) in the inner stack: (b, inner, c), then (outer, …)
+        >>> stored_dims([Stack(dim=0), Stack(dim=1)])
         (0, 2)
     """
 
@@ -29,25 +31,41 @@ class Stack:
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or self.dim < 0:
-            what, fix = f"is along dimension {self.dim!r}", "a number from 0 on, as in nn.scan"
-            raise RuleError("A stack cannot be read:", [Problem(f"{self}", what, fix=fix)])
+            what = f"is along dimension {self.dim!r}"
+            problem = Problem(f"{self}", what, fix="a number from 0 on, as in nn.scan")
+            raise RuleError("A stack cannot be read:", [problem])
 
 
 DEFAULT_STACKED = (("layers", "pipe"),)
-"""The stacks of a table that names none, for a model that recorded none: of functions without a module."""
+"""The stacks of a table that names none, for a model that recorded none.
+
+Such a model is one of functions without a module.
+"""
 
 
 def read_stacked(stacked: Any) -> dict[str, Stack]:
-    """Return the stacks by path component, from a sequence of components, or from the form of `Rules.stacked`.
+    """Return the stacks by path component, from the components or the form of `Rules.stacked`.
 
     Example:
-        >>> read_stacked(["layers"]) == read_stacked({"layers": None}) == {"layers": Stack(axis=None, dim=0)}
-        True
+        >>> read_stacked(["layers"])
+        {'layers': Stack(axis=None, dim=0)}
+        >>> read_stacked({"layers": "pipe"})
+        {'layers': Stack(axis='pipe', dim=0)}
     """
-    stacked = DEFAULT_STACKED if stacked is None else stacked
-    pairs = stacked.items() if isinstance(stacked, Mapping) else stacked
-    named = ((pair, None) if isinstance(pair, str) else pair for pair in pairs)
-    return {name: value if isinstance(value, Stack) else Stack(value) for name, value in named}
+    if stacked is None:
+        stacked = DEFAULT_STACKED
+    if isinstance(stacked, Mapping):
+        stacked = stacked.items()
+    stacks = {}
+    for item in stacked:
+        if isinstance(item, str):
+            stacks[item] = Stack()
+            continue
+        name, value = item
+        if not isinstance(value, Stack):
+            value = Stack(value)
+        stacks[name] = value
+    return stacks
 
 
 def stacks_of(path: str, stacked: Collection[str]) -> list[str]:
@@ -57,11 +75,18 @@ def stacks_of(path: str, stacked: Collection[str]) -> list[str]:
         >>> stacks_of("decoder/layers/kernel", ["layers"]), stacks_of("layers/0/kernel", ["layers"])
         (['decoder/layers'], [])
     """
-    return [prefix for prefix, _, child in _find(path, stacked) if not child.isdigit()]
+    return [prefix for prefix, _ in _find_stacked(path, stacked)]
+
+
+def _find_stacked(path: str, stacked: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the path and the name of each stack that holds a parameter, the outermost first."""
+    for prefix, name, child in _find(path, stacked):
+        if not child.isdigit():
+            yield prefix, name
 
 
 def _find(path: str, stacked: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield the path up to each stacked component, its name in `stacked`, and the component after it."""
+    """Yield the path up to each stacked component, its name, and the component after it."""
     parts = path.split("/")
     for end in range(1, len(parts)):
         prefix = "/".join(parts[:end])
@@ -73,7 +98,7 @@ def _find(path: str, stacked: Collection[str]) -> Iterator[tuple[str, str, str]]
 
 def own_stacks(path: str, stacks: Mapping[str, Stack]) -> tuple[Stack, ...]:
     """Return the stacks that hold a parameter, the outermost first."""
-    return tuple(stacks[name] for _, name, child in _find(path, stacks) if not child.isdigit())
+    return tuple(stacks[name] for _, name in _find_stacked(path, stacks))
 
 
 def dims_of(path: str, stacks: Mapping[str, Stack]) -> tuple[int, ...]:
@@ -82,14 +107,22 @@ def dims_of(path: str, stacks: Mapping[str, Stack]) -> tuple[int, ...]:
 
 
 def stored_dims(stacks: Sequence[Stack]) -> tuple[int, ...]:
-    """Return the dimensions that stacks have in a parameter as stored; an outer stack shifts those of inner ones."""
+    """Return the dimensions of stacks in a parameter as stored.
+
+    An outer stack shifts the dimensions of inner ones.
+    """
     dims: list[int] = []
     for stack in reversed(stacks):
-        dims = [stack.dim, *(dim + (dim >= stack.dim) for dim in dims)]
+        for index, dim in enumerate(dims):
+            if dim >= stack.dim:
+                dims[index] = dim + 1
+        dims.insert(0, stack.dim)
     return tuple(dims)
 
 
-def insert_stacked(layer: Iterable[Any], values: Iterable[Any], dims: Iterable[int]) -> tuple[Any, ...]:
+def insert_stacked(
+    layer: Iterable[Any], values: Iterable[Any], dims: Iterable[int]
+) -> tuple[Any, ...]:
     """Insert the values of stacked dimensions between those of one layer; missing ones are None.
 
     Example:
@@ -97,7 +130,8 @@ def insert_stacked(layer: Iterable[Any], values: Iterable[Any], dims: Iterable[i
         (('fsdp', 'pipe', 'tensor'), (None, 'pipe'))
     """
     entries = list(layer)
-    for dim, value in sorted(zip(dims, values, strict=True), key=lambda pair: pair[0]):
+    pairs = zip(dims, values, strict=True)
+    for dim, value in sorted(pairs, key=operator.itemgetter(0)):
         entries += [None] * (dim - len(entries))
         entries.insert(dim, value)
     return tuple(entries)
@@ -109,46 +143,81 @@ def without_dims(values: Iterable[Any], dims: Collection[int]) -> tuple[Any, ...
 
 
 def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack]) -> list[Problem]:
-    """Return a problem for each stack whose arrays do not have one size along its dimension: its number of layers.
+    """Return a problem for each stack with arrays of different sizes along its dimension.
+
+    This size is the number of layers.
 
     Example:
-        >>> print(*audit_stacks({"layers/up": (64, 4, 256), "layers/down": (256, 4, 64)}, {"layers": Stack()}))
-        layers: is stacked along dimension 0, where its arrays have different sizes
-            64 in layers/up (64, 4, 256), 256 in layers/down (256, 4, 64); along dimension 1 all have 4
-            fix: stacked={"layers": spmd.Stack(axis, dim=1)}, or, for what is no stack, without 'layers'
+        >>> shapes = {"h/up": (64, 4, 256), "h/down": (256, 4, 64)}
+        >>> print(*audit_stacks(shapes, {"h": Stack()}))
+        h: is stacked along dimension 0, where its arrays have different sizes
+            64 in h/up (64, 4, 256), 256 in h/down (256, 4, 64); along dimension 1 all have 4
+            fix: stacked={"h": spmd.Stack(axis, dim=1)}, or, for what is no stack, without 'h'
     """
     members: dict[tuple[str, str], dict[str, int]] = {}
     for path in shapes:
-        own = [(stack, name) for stack, name, child in _find(path, stacks) if not child.isdigit()]
-        for key, dim in zip(own, dims_of(path, stacks), strict=True):
+        own_dims = dims_of(path, stacks)
+        for key, dim in zip(_find_stacked(path, stacks), own_dims, strict=True):
             members.setdefault(key, {})[path] = dim
     problems = []
     for (stack, name), dims in members.items():
-        sizes = {path: dict(enumerate(shapes[path])).get(dim) for path, dim in dims.items()}
-        first = {size: path for path, size in reversed(sizes.items())}
+        first = _first_with_each_size(dims, shapes)
         if len(first) == 1 and None not in first:
             continue
-        detail = ", ".join(f"{size} in {path} {tuple(shapes[path])}" for size, path in list(first.items())[:-4:-1])
-        fix = f"name in stacked= what is a stack of equal layers, and nothing else: {name!r} is in it"
-        others = set.intersection(*({*enumerate(shapes[path])} for path in dims))
-        if others:
-            dim, size = min(others)
+        shown = []
+        for size, path in list(first.items())[:3]:
+            shown.append(f"{size} in {path} {tuple(shapes[path])}")
+        detail = ", ".join(shown)
+        fix = (
+            f"name in stacked= what is a stack of equal layers, and nothing else: {name!r} is in it"
+        )
+        common = _common_dims([shapes[path] for path in dims])
+        if common:
+            dim, size = min(common)
             detail += f"; along dimension {dim} all have {size}"
-            fix = f'stacked={{"{name}": spmd.Stack(axis, dim={dim})}}, or, for what is no stack, without {name!r}'
-        what = f"is stacked along dimension {min(dims.values())}, where its arrays have different sizes"
-        problems.append(Problem(stack, what, detail, fix))
+            fix = (
+                f'stacked={{"{name}": spmd.Stack(axis, dim={dim})}}, '
+                f"or, for what is no stack, without {name!r}"
+            )
+        problem = Problem(
+            stack,
+            f"is stacked along dimension {min(dims.values())}, "
+            "where its arrays have different sizes",
+            detail,
+            fix,
+        )
+        problems.append(problem)
     return problems
 
 
-def find_stacks(shapes: Mapping[str, Sequence[int]], created: Mapping[str, Sequence[int | None]]) -> dict[str, Stack]:
-    """Return the stacks of a module from the shapes of its arrays as stored and as they were created.
+def _first_with_each_size(
+    dims: Mapping[str, int], shapes: Mapping[str, Sequence[int]]
+) -> dict[int | None, str]:
+    """Return size along the stacked dimension, None if there is no such one → its first path."""
+    first: dict[int | None, str] = {}
+    for path, dim in reversed(dims.items()):
+        size = dict(enumerate(shapes[path])).get(dim)
+        first[size] = path
+    return dict(reversed(first.items()))
 
-    A stack is the outermost component below which all arrays have one more dimension, of one size. An array of unknown
-    origin belongs to the stack around it, if it has the size there. The outermost stacks are split over `pipe`.
+
+def _common_dims(shapes: Iterable[Sequence[int]]) -> set[tuple[int, int]]:
+    """Return the dimensions of equal size in all shapes, as pairs of index and size."""
+    return set.intersection(*({*enumerate(shape)} for shape in shapes))
+
+
+def find_stacks(
+    shapes: Mapping[str, Sequence[int]], created: Mapping[str, Sequence[int | None]]
+) -> dict[str, Stack]:
+    """Return the stacks of a module, from the shapes of its arrays as stored and as created.
+
+    A stack is the outermost component below which all arrays have one more dimension, of one size.
+    An array of unknown origin belongs to the stack around it, if it has the size there. The
+    outermost stacks are split over `pipe`.
 
     Args:
         shapes: Path → the shape as stored.
-        created: Path → the shape as created, with None for an unknown size, where its rank is known.
+        created: Path → the shape as created, where its rank is known; None for an unknown size.
 
     Example:
         >>> shapes = {"embed/w": (8, 4), "blocks/mlp/w": (3, 4, 4), "blocks/scale": (3, 4)}
@@ -156,7 +225,8 @@ def find_stacks(shapes: Mapping[str, Sequence[int]], created: Mapping[str, Seque
         {'blocks': Stack(axis='pipe', dim=0)}
     """
     found: dict[str, Stack] = {}
-    _find_stacks_below("", {path: tuple(shape) for path, shape in shapes.items()}, created, "pipe", found)
+    as_tuples = {path: tuple(shape) for path, shape in shapes.items()}
+    _find_stacks_below("", as_tuples, created, "pipe", found)
     return found
 
 
@@ -167,7 +237,7 @@ def _find_stacks_below(
     axis: str | None,
     found: dict[str, Stack],
 ) -> None:
-    """Add the stacks below a component; shapes are without the dimensions of the stacks around it."""
+    """Add the stacks below a component; shapes lack the dimensions of the stacks around it."""
     nodes: dict[str, dict[str, tuple[int, ...]]] = {}
     for path, shape in shapes.items():
         name, slash, _ = path.removeprefix(parent).partition("/")
@@ -179,27 +249,46 @@ def _find_stacks_below(
             _find_stacks_below(f"{node}/", members, created, axis, found)
         else:
             found[node] = Stack(axis, dim)
-            layer = {path: without_dims(shape, (dim,)) for path, shape in members.items()}
+            layer = {}
+            for path, shape in members.items():
+                layer[path] = without_dims(shape, (dim,))
             _find_stacks_below(f"{node}/", layer, created, None, found)
 
 
 def _added_dim(
-    node: str, shapes: Mapping[str, tuple[int, ...]], created: Mapping[str, Sequence[int | None]]
+    node: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    created: Mapping[str, Sequence[int | None]],
 ) -> int | None:
-    """Return the dimension that was added to all arrays below a component; None if there is none."""
-    is_numbered = any(path.removeprefix(f"{node}/").partition("/")[0].isdigit() for path in shapes)
-    if is_numbered or not created.keys() & shapes.keys():
+    """Return the added dimension of all arrays below a component; None if there is none."""
+    if not created.keys() & shapes.keys():
         return None
     choices = []
     for path, shape in shapes.items():
-        own = created.get(path)
-        dims = [dim for dim in range(len(shape)) if own is None or _contains(without_dims(shape, (dim,)), own)]
-        choices.append({(dim, shape[dim]) for dim in dims})
-    return min((dim for dim, _ in set.intersection(*choices)), default=None)
+        child = path.removeprefix(f"{node}/").partition("/")[0]
+        if child.isdigit():
+            return None
+        choices.append(_possibly_added(shape, created.get(path)))
+    common = set.intersection(*choices)
+    if not common:
+        return None
+    dim, _ = min(common)
+    return dim
+
+
+def _possibly_added(
+    shape: tuple[int, ...], created: Sequence[int | None] | None
+) -> set[tuple[int, int]]:
+    """Return the index and size of each dimension that may have been added since creation."""
+    found = set()
+    for dim, size in enumerate(shape):
+        if created is None or _contains(without_dims(shape, (dim,)), created):
+            found.add((dim, size))
+    return found
 
 
 def _contains(shape: Iterable[int], created: Sequence[int | None]) -> bool:
-    """Return whether a shape has the dimensions of another one in their order, perhaps with others between them."""
+    """Return whether a shape has the dimensions of another one in order, others between them."""
     left = list(created)
     for size in shape:
         if left and left[0] in (size, None):
@@ -214,11 +303,13 @@ def stacked_text(stacks: Mapping[str, Stack]) -> str:
         >>> stacked_text({"blocks": Stack("pipe"), "blocks/experts": Stack(None, dim=1)})
         'stacked={"blocks": "pipe", "blocks/experts": spmd.Stack(None, dim=1)}'
     """
-
     entries = []
     for name, stack in stacks.items():
-        axis = "None" if stack.axis is None else f'"{stack.axis}"'
-        value = f"spmd.Stack({axis}, dim={stack.dim})" if stack.dim else axis
+        value = "None"
+        if stack.axis is not None:
+            value = f'"{stack.axis}"'
+        if stack.dim:
+            value = f"spmd.Stack({value}, dim={stack.dim})"
         entries.append(f'"{name}": {value}')
     return f"stacked={{{', '.join(entries)}}}"
 
@@ -229,7 +320,7 @@ def audit_recorded(
     recorded: Mapping[str, Stack],
     created: Mapping[str, int],
 ) -> list[Problem]:
-    """Return a problem for each stack of a module that a table does not name, or along another dimension.
+    """Return a problem for each recorded stack that a table lacks or has along another dimension.
 
     Args:
         shapes: Path → the shape as stored.
@@ -244,57 +335,93 @@ def audit_recorded(
             blocks/w was created with 2 dimensions and is stored as (3, 4, 8)
             fix: Rules(…, stacked={"blocks": "pipe"})
     """
+    complete = {**_used_stacks(shapes, stacks), **recorded}
+    fix = f"Rules(…, {stacked_text(complete)})"
     problems = []
-    used = {name for path in shapes for _, name, child in _find(path, stacks) if not child.isdigit()}
-    fix = f"Rules(…, {stacked_text({**{name: stacks[name] for name in stacks if name in used}, **recorded})})"
     for name in recorded:
-        members = [path for path in shapes if path.startswith(f"{name}/")]
-        for path in members:
-            ours, theirs = dims_of(path, stacks), dims_of(path, recorded)
-            if set(theirs) <= set(ours):
-                continue
-            what = "is a stack of layers that the table does not name"
-            if len(ours) >= len(theirs):
-                what = f"is stacked along dimension {recorded[name].dim}, and the table says another"
-            first = next((member for member in members if member in created), path)
-            rank = created.get(first, len(shapes[first]) - len(theirs))
-            detail = f"{first} was created with {rank} dimensions and is stored as {tuple(shapes[first])}"
-            problems.append(Problem(name, what, detail, fix))
-            break
+        problem = _audit_recorded_stack(name, shapes, stacks, recorded, created, fix)
+        if problem is not None:
+            problems.append(problem)
     for path, rank in created.items():
-        is_named = any(path.startswith(f"{problem.where}/") for problem in problems)
-        added = len(shapes[path]) - rank if path in shapes else 0
-        if "/" not in path or is_named or added <= len(dims_of(path, stacks)):
+        if "/" not in path or path not in shapes:
             continue
-        what = f"was created with {rank} dimensions and is stored as {tuple(shapes[path])}, and is in no stack"
-        detail = "arrays beside it have no dimension of that size"
-        problems.append(Problem(path, what, detail, "give what is stacked an attribute of its own"))
+        is_named = any(path.startswith(f"{problem.where}/") for problem in problems)
+        added = len(shapes[path]) - rank
+        if is_named or added <= len(dims_of(path, stacks)):
+            continue
+        shape = tuple(shapes[path])
+        problem = Problem(
+            path,
+            f"was created with {rank} dimensions and is stored as {shape}, and is in no stack",
+            detail="arrays beside it have no dimension of that size",
+            fix="give what is stacked an attribute of its own",
+        )
+        problems.append(problem)
     return problems
 
 
+def _used_stacks(paths: Iterable[str], stacks: Mapping[str, Stack]) -> dict[str, Stack]:
+    """Return the stacks that hold parameters, in the order of the table."""
+    used = set()
+    for path in paths:
+        for _, name in _find_stacked(path, stacks):
+            used.add(name)
+    return {name: stack for name, stack in stacks.items() if name in used}
+
+
+def _audit_recorded_stack(
+    name: str,
+    shapes: Mapping[str, Sequence[int]],
+    stacks: Mapping[str, Stack],
+    recorded: Mapping[str, Stack],
+    created: Mapping[str, int],
+    fix: str,
+) -> Problem | None:
+    """Return the problem of one recorded stack, with a parameter as evidence."""
+    members = [path for path in shapes if path.startswith(f"{name}/")]
+    for path in members:
+        ours = dims_of(path, stacks)
+        theirs = dims_of(path, recorded)
+        if set(theirs) <= set(ours):
+            continue
+        what = "is a stack of layers that the table does not name"
+        if len(ours) >= len(theirs):
+            what = f"is stacked along dimension {recorded[name].dim}, and the table says another"
+        first = next((member for member in members if member in created), path)
+        rank = created.get(first, len(shapes[first]) - len(theirs))
+        shape = tuple(shapes[first])
+        detail = f"{first} was created with {rank} dimensions and is stored as {shape}"
+        return Problem(name, what, detail, fix)
+    return None
+
+
 def strip_layer_numbers(path: str, stacked: Collection[str]) -> str:
-    """Return the path without the numbers of unrolled layers, which is the same for all layers.
+    """Return the path without the numbers of unrolled layers, the same for all layers.
 
     Example:
         >>> strip_layer_numbers("layers/3/experts/0/kernel", ["layers"])
         'layers/experts/0/kernel'
     """
-    numbered = {prefix.count("/") + 1 for prefix, _, child in _find(path, stacked) if child.isdigit()}
+    numbered = set()
+    for prefix, _, child in _find(path, stacked):
+        if child.isdigit():
+            numbered.add(prefix.count("/") + 1)  # the index of the number after the prefix
     return "/".join(without_dims(path.split("/"), numbered))
 
 
 def names_of(path: str, stacked: Collection[str]) -> tuple[str, ...]:
-    """Return the path without the numbers of unrolled layers, and the path itself if it has some."""
+    """Return the path without the numbers of unrolled layers, and the path as it is."""
     return tuple(dict.fromkeys((strip_layer_numbers(path, stacked), path)))
 
 
 def insert_layer_numbers(path: str, numbers: Iterable[int], stacked: Collection[str]) -> str:
-    """Return the path that one layer of a stack has when it is unrolled.
+    """Return the path of one layer of a stack when it is unrolled.
 
     Example:
         >>> insert_layer_numbers("decoder/layers/kernel", [3], ["layers"])
         'decoder/layers/3/kernel'
     """
-    for stack, number in reversed(list(zip(stacks_of(path, stacked), numbers, strict=True))):
+    numbered = list(zip(stacks_of(path, stacked), numbers, strict=True))
+    for stack, number in reversed(numbered):  # the innermost first: outer paths stay as they are
         path = f"{stack}/{number}{path.removeprefix(stack)}"
     return path

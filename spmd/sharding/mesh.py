@@ -1,10 +1,11 @@
-"""Device meshes with six named axes, of size 1 where unused, so that one rule table serves every strategy.
+"""Device meshes with six named axes: one rule table serves every strategy.
 
-A mesh is a plain `jax.sharding.Mesh` (or `AbstractMesh`, without devices) with `AxisType.Auto`.
+Unused axes have size 1. A mesh is a plain `jax.sharding.Mesh` (or `AbstractMesh`, without devices) with `AxisType.Auto`.
 """
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -51,13 +52,15 @@ class MeshShape:
     """Tensor parallelism: splits heads and hidden units."""
 
     def __post_init__(self) -> None:
-        problems = [
-            Problem(axis, f"is {size}", fix="a positive number, or -1 for the remaining devices")
-            for axis, size in self.sizes.items()
-            if size != -1 and size < 1
-        ]
-        if len(inferred := self._inferred) > 1:
-            problems.append(Problem("mesh", f"{' and '.join(inferred)} are both -1", fix="give all but one a size"))
+        problems = []
+        for axis, size in self.sizes.items():
+            if size != -1 and size < 1:
+                fix = "a positive number, or -1 for the remaining devices"
+                problems.append(Problem(axis, f"is {size}", fix=fix))
+        inferred = self._inferred
+        if len(inferred) > 1:
+            what = f"{' and '.join(inferred)} are both -1"
+            problems.append(Problem("mesh", what, fix="give all but one a size"))
         if problems:
             raise MeshError("This mesh cannot be made:", problems)
 
@@ -68,124 +71,190 @@ class MeshShape:
 
     @property
     def _inferred(self) -> list[str]:
+        """The axes of size -1; at most one in a valid shape."""
         return [axis for axis, size in self.sizes.items() if size == -1]
 
     def resolve(self, devices: int) -> "MeshShape":
         """Return the shape with its -1 filled in, for exactly `devices` devices."""
         known = math.prod(size for size in self.sizes.values() if size != -1)
-        product = " × ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size not in (1, -1)) or "1"
-        if self._inferred:
-            (axis,) = self._inferred
-            if devices >= known and devices % known == 0:
-                return dataclasses.replace(self, **{axis: devices // known})
-            detail = f"{devices} devices / ({product} = {known}) = {devices / known:.4g}"
-            fix = f"choose the other axes so that their product divides {devices}"
-            problem = Problem(f"mesh.{axis}=-1", "has no whole size", detail, fix)
-        elif known == devices:
+        if not self._inferred:
+            if known != devices:
+                problem = self._wrong_total(devices, known)
+                raise MeshError("The mesh does not fit the devices:", [problem])
             return self
-        else:
-            what, detail = "too few devices", f"{product} = {known}, and there are {devices} devices"
-            fix = f"change an axis, set one to -1, or use {known} devices (simulated on CPU: --devices {known})"
-            problem = Problem("mesh", what if devices < known else "too many devices", detail, fix)
-        raise MeshError("The mesh does not fit the devices:", [problem])
+        (axis,) = self._inferred
+        if devices < known or devices % known:
+            problem = Problem(
+                f"mesh.{axis}=-1",
+                "has no whole size",
+                detail=f"{devices} devices / ({self._product()} = {known}) = {devices / known:.4g}",
+                fix=f"choose the other axes so that their product divides {devices}",
+            )
+            raise MeshError("The mesh does not fit the devices:", [problem])
+        return dataclasses.replace(self, **{axis: devices // known})
+
+    def _wrong_total(self, devices: int, known: int) -> Problem:
+        """Return the problem of a shape for `known` devices on another number of them."""
+        what = "too many devices"
+        if devices < known:
+            what = "too few devices"
+        return Problem(
+            "mesh",
+            what,
+            detail=f"{self._product()} = {known}, and there are {devices} devices",
+            fix=f"change an axis, set one to -1, or use {known} devices "
+            f"(simulated on CPU: --devices {known})",
+        )
+
+    def _product(self) -> str:
+        """Return the product of the known sizes above 1 as text."""
+        factors = []
+        for axis, size in self.sizes.items():
+            if size not in (1, -1):
+                factors.append(f"{axis}={size}")
+        return " × ".join(factors) or "1"
 
     def total(self) -> int | None:
         """Return the number of devices, or None if an axis is -1."""
-        return None if self._inferred else math.prod(self.sizes.values())
+        if self._inferred:
+            return None
+        return math.prod(self.sizes.values())
 
 
 def make_mesh(
-    *, devices: Sequence[jax.Device] | None = None, slices: Mapping[str, int] | None = None, **sizes: int
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    slices: Mapping[str, int] | None = None,
+    **sizes: int,
 ) -> Mesh:
     """Make a mesh of type `AxisType.Auto` with the axes `AXES`, of all devices by default.
 
     Args:
-        slices: Axis → its number of parts that are connected by the slow network between hosts or pods. With
-            `slices={"data": 2}` and `data=4`, each slice has two data groups. Simulated devices of one process form
-            any number of slices.
+        slices: Axis → its number of parts that are connected by the slow network between hosts or
+            pods. With `slices={"data": 2}` and `data=4`, each slice has two data groups. Simulated
+            devices of one process form any number of slices.
         **sizes: Axis → size; omitted axes have size 1, one may be -1.
 
     Example:
         >>> dict(make_mesh(data=2, fsdp=-1, tensor=2).shape)
         {'pipe': 1, 'data': 2, 'fsdp': 2, 'expert': 1, 'sequence': 1, 'tensor': 2}
     """
-    unknown = [
-        Problem(f"mesh axis {axis!r}", "does not exist", fix=did_you_mean(axis, AXES))
-        for axis in (*sizes, *(slices or {}))
-        if axis not in AXES
-    ]
-    if unknown:
-        raise MeshError("This mesh cannot be made:", unknown)
-    return mesh_of(MeshShape(**sizes), jax.devices() if devices is None else devices, slices)
+    problems = []
+    for axis in (*sizes, *(slices or {})):
+        if axis not in AXES:
+            fix = did_you_mean(axis, AXES)
+            problems.append(Problem(f"mesh axis {axis!r}", "does not exist", fix=fix))
+    if problems:
+        raise MeshError("This mesh cannot be made:", problems)
+    shape = MeshShape(**sizes)
+    if devices is None:
+        devices = jax.devices()
+    return mesh_of(shape, devices, slices)
 
 
-def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str, int] | None = None) -> Mesh:
+def mesh_of(
+    shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str, int] | None = None
+) -> Mesh:
     """Make a mesh from a `MeshShape`, as `make_mesh` does from keyword arguments."""
     grid = arrange_devices(shape.resolve(len(devices)), devices, slices or {})
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def arrange_devices(shape: MeshShape, devices: Sequence[Any], slices: Mapping[str, int]) -> np.ndarray:
-    """Return the devices of a mesh shape without -1, one dimension for each axis; they may be only descriptions."""
+def arrange_devices(
+    shape: MeshShape, devices: Sequence[Any], slices: Mapping[str, int]
+) -> np.ndarray:
+    """Return the devices of a mesh shape without -1, one dimension for each axis.
+
+    They may be only descriptions of devices.
+    """
     check_slices(shape, slices)
+    sizes = tuple(shape.sizes.values())
     outer = tuple(slices.get(axis, 1) for axis in AXES)
-    inner = tuple(size // n for size, n in zip(shape.sizes.values(), outer, strict=True))
-    parts = _split(devices, math.prod(outer))
-    if devices[0].platform == "cpu":
-        grids = [np.array(part, dtype=object).reshape(inner) for part in parts]
-    else:  # on TPUs, neighbours are connected
-        grids = [mesh_utils.create_device_mesh(inner, part, allow_split_physical_axes=True) for part in parts]
-    # [slices of each axis, the axes inside one slice] → each axis with its slices outermost.
-    order = [dim for axis in range(len(AXES)) for dim in (axis, axis + len(AXES))]
-    return np.stack(grids).reshape(*outer, *inner).transpose(order).reshape(tuple(shape.sizes.values()))
+    inner = tuple(map(operator.floordiv, sizes, outer))
+    grids = []
+    for part in _split(devices, math.prod(outer)):
+        if devices[0].platform == "cpu":
+            grids.append(np.array(part, dtype=object).reshape(inner))
+        else:  # on TPUs, neighbours are connected
+            grid = mesh_utils.create_device_mesh(inner, part, allow_split_physical_axes=True)
+            grids.append(grid)
+    by_slice = np.stack(grids).reshape(*outer, *inner)  # [slices of each axis, axes in one slice]
+    order: list[int] = []
+    for axis in range(len(AXES)):
+        order += [axis, axis + len(AXES)]
+    return by_slice.transpose(order).reshape(sizes)  # each axis with its slices outermost
 
 
 def check_slices(shape: MeshShape, slices: Mapping[str, int]) -> None:
-    """Raise an error if an axis of a shape without -1 does not divide over the slices that it crosses."""
-    sizes, problems = shape.sizes, []
+    """Raise an error if an axis of a shape without -1 does not divide over its slices."""
+    problems = []
     for axis, count in slices.items():
+        where = f"slices.{axis}"
+        size = shape.sizes[axis]
         if count < 1:
-            problems.append(Problem(f"slices.{axis}", f"is {count}", fix="a positive number"))
-        elif sizes[axis] % count:
-            arithmetic = f"{sizes[axis]} / {count} = {sizes[axis] / count:.4g}"
-            problems.append(Problem(f"slices.{axis}", f"is {count}, and mesh.{axis} is {sizes[axis]}", arithmetic))
+            problems.append(Problem(where, f"is {count}", fix="a positive number"))
+        elif size % count:
+            arithmetic = f"{size} / {count} = {size / count:.4g}"
+            problems.append(Problem(where, f"is {count}, and mesh.{axis} is {size}", arithmetic))
     if problems:
         raise MeshError("The mesh does not fit the slow network:", problems)
 
 
 def slice_numbers(sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.ndarray:
-    """Return the slice of each device of a mesh with these axis sizes, in the order of `mesh.devices.flat`.
+    """Return the slice of each device of a mesh, in the order of `mesh.devices.flat`.
 
     Example:
         >>> slice_numbers({"data": 4, "fsdp": 2}, {"data": 2}).tolist()
         [0, 0, 0, 0, 1, 1, 1, 1]
     """
     counts = [slices.get(axis, 1) for axis in sizes]
-    inner = [size // count for size, count in zip(sizes.values(), counts, strict=True)]
+    inner = list(map(operator.floordiv, sizes.values(), counts))
     numbers = np.arange(math.prod(counts)).reshape(counts)
     return np.kron(numbers, np.ones(inner, int)).reshape(-1)
 
 
 def _split(devices: Sequence[Any], count: int) -> list[list[Any]]:
-    """Return the devices of each of `count` slices: groups of TPU slices, of hosts, or of one process's devices."""
-    platform, numbers = devices[0].platform, [getattr(device, "slice_index", None) or 0 for device in devices]
-    what = "slices"
-    if len(set(numbers)) == 1 and platform != "tpu":
-        what, numbers = "hosts", [device.process_index for device in devices]
-        if len(set(numbers)) == 1 and platform == "cpu":  # simulated devices form any number of slices
-            what, numbers = "devices", list(range(len(devices)))
+    """Return the devices of each of `count` slices: groups of the devices' units."""
+    kind, numbers = _units(devices)
     units = sorted(set(numbers))
-    if (platform == "tpu" and len(units) != count) or len(units) % count:
-        arithmetic = f"product of slices = {count}, and the devices form {len(units)} {what}"
-        fix = f"make the product {len(units)}" if platform == "tpu" else f"make the product divide {len(units)}"
-        problem = Problem("slices", "do not fit the devices", arithmetic, f"{fix}, such as --slices.data {len(units)}")
+    is_tpu = devices[0].platform == "tpu"
+    if (is_tpu and len(units) != count) or len(units) % count:
+        fix = f"make the product divide {len(units)}"
+        if is_tpu:
+            fix = f"make the product {len(units)}"
+        problem = Problem(
+            "slices",
+            "do not fit the devices",
+            detail=f"product of slices = {count}, and the devices form {len(units)} {kind}",
+            fix=f"{fix}, such as --slices.data {len(units)}",
+        )
         raise MeshError("The mesh does not fit the slow network:", [problem])
-    part = {unit: place * count // len(units) for place, unit in enumerate(units)}
-    parts = [[d for d, n in zip(devices, numbers, strict=True) if part[n] == i] for i in range(count)]
-    if len(sizes := {len(part) for part in parts}) > 1:
-        problem = Problem("slices", "have unequal numbers of devices", ", ".join(map(str, sorted(sizes))))
+    slice_of = {unit: place * count // len(units) for place, unit in enumerate(units)}
+    parts: list[list[Any]] = [[] for _ in range(count)]
+    for device, number in zip(devices, numbers, strict=True):
+        parts[slice_of[number]].append(device)
+    sizes = sorted(set(map(len, parts)))
+    if len(sizes) > 1:
+        detail = ", ".join(map(str, sizes))
+        problem = Problem("slices", "have unequal numbers of devices", detail)
         raise MeshError("The mesh does not fit the slow network:", [problem])
     return parts
+
+
+def _units(devices: Sequence[Any]) -> tuple[str, list[int]]:
+    """Return the kind and the numbers of the units of devices that a slice may consist of.
+
+    They are TPU slices, hosts, or the simulated devices of one process, which form any number of
+    slices.
+    """
+    platform = devices[0].platform
+    slice_numbers = [getattr(device, "slice_index", None) or 0 for device in devices]
+    if len(set(slice_numbers)) > 1 or platform == "tpu":
+        return "slices", slice_numbers
+    hosts = [device.process_index for device in devices]
+    if len(set(hosts)) > 1 or platform != "cpu":
+        return "hosts", hosts
+    return "devices", list(range(len(devices)))
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:
@@ -199,7 +268,7 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
 
 
 def is_kind(mesh: AnyMesh | None, kind: str) -> TypeGuard[Mesh]:
-    """Return whether a mesh has devices whose kind begins with these words, such as "TPU" or "TPU7x"."""
+    """Return whether a mesh has devices of a kind, by its first words, such as "TPU" or "TPU7x"."""
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].device_kind.startswith(kind)
 
 
@@ -209,15 +278,19 @@ def simulate_devices(count: int) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-        if (started := len(jax.local_devices(backend="cpu"))) != count:
-            what = f"JAX has started with {started} CPU devices"
-            fix = "call it before the first use of jax.devices(), jax.numpy or jax.random"
-            problem = Problem(f"simulate_devices({count})", what, fix=fix)
-            raise MeshError("Devices cannot be simulated any more:", [problem]) from None
+        started = len(jax.local_devices(backend="cpu"))
+        if started == count:
+            return
+        problem = Problem(
+            f"simulate_devices({count})",
+            f"JAX has started with {started} CPU devices",
+            fix="call it before the first use of jax.devices(), jax.numpy or jax.random",
+        )
+        raise MeshError("Devices cannot be simulated any more:", [problem]) from None
 
 
 def shards_of(entry: str | tuple[str, ...] | None, axes: Mapping[str, int]) -> int:
-    """Return the number of shards that one entry of a `PartitionSpec` splits its dimension into.
+    """Return the number of shards of a dimension with this entry of a `PartitionSpec`.
 
     Example:
         >>> shards_of(("data", "fsdp"), {"data": 2, "fsdp": 4}), shards_of(None, {})
@@ -233,21 +306,34 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
         >>> entry_axes("data"), entry_axes(("data", "fsdp")), entry_axes(None)
         (('data',), ('data', 'fsdp'), ())
     """
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    if entry is None:
+        return ()
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry)
 
 
 def as_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
     """Return the entry of a `PartitionSpec` for mesh axes: the inverse of `entry_axes`."""
-    return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
+    if not axes:
+        return None
+    if len(axes) == 1:
+        return axes[0]
+    return tuple(axes)
 
 
 def without_host_memory(mesh: AnyMesh, where: str) -> list[Problem]:
-    """Return a problem of a setting if devices cannot keep arrays in host memory; abstract ones can."""
+    """Return a problem if devices cannot keep arrays in host memory; abstract ones can."""
     if isinstance(mesh, AbstractMesh):
         return []
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" in kinds:
         return []
-    what = f"{device.platform} has no memory of the kind pinned_host"
-    return [Problem(where, what, f"it has {', '.join(kinds) or 'none'}", "offload nothing")]
+    problem = Problem(
+        where,
+        f"{device.platform} has no memory of the kind pinned_host",
+        detail=f"it has {', '.join(kinds) or 'none'}",
+        fix="offload nothing",
+    )
+    return [problem]

@@ -1,10 +1,12 @@
 """Specs that follow from the rule table: those of ZeRO stages, and those of any optimizer's state.
 
-Optimizer state is mapped by structure. A subtree of the state with the structure of the parameters (or of some of them)
-follows them: an array of the parameter's shape gets its spec, and a statistic gets the entries of the dimensions it
-has. To find these, the optimizer's `init` is traced again with every dimension of every parameter enlarged by another
-amount. A dimension of the state that grew like a dimension of the parameter is that dimension; one that did not grow is
-the optimizer's own. A second probe grows by whole blocks, for the scales of 8-bit moments. Ambiguous state is an error.
+Optimizer state is mapped by structure. A subtree of the state with the structure of the parameters
+(or of some of them) follows them: an array of the parameter's shape gets its spec, and a statistic
+gets the entries of the dimensions it has. To find these, the optimizer's `init` is traced again
+with every dimension of every parameter enlarged by another amount. A dimension of the state that
+grew like a dimension of the parameter is that dimension; one that did not grow is the optimizer's
+own. A second probe grows by whole blocks, for the scales of 8-bit moments. Ambiguous state is an
+error.
 """
 
 import dataclasses
@@ -26,7 +28,10 @@ ZERO_KEEPS = {
     2: ("optimizer", "gradients"),
     3: ("optimizer", "gradients", "params"),
 }
-"""ZeRO stage → the tables that keep the `fsdp` axis (Rajbhandari et al., arXiv:1910.02054, section 5)."""
+"""ZeRO stage → the tables that keep the `fsdp` axis.
+
+Rajbhandari et al., arXiv:1910.02054, section 5.
+"""
 
 MAX_CONSTANT_BYTES = 64 * 1024
 """Largest array that is replicated without error if it depends on no parameter's shape."""
@@ -46,9 +51,19 @@ class _Dim:
     entry: Any
 
 
+_Dims = tuple[_Dim, ...]
+"""The dimensions of a parameter."""
+
+_Found = tuple[_Dim | None, ...]
+"""For each dimension of a state array, the same dimension of a parameter, or None."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DerivedSpec:
-    """Spec of an array of optimizer state, its origin, and the number of parameter elements per element."""
+    """Spec of an array of optimizer state, and its origin.
+
+    `block` is the number of parameter elements per element.
+    """
 
     shape: Shape
     dtype: Any
@@ -65,7 +80,8 @@ def shard_bytes(shape: Shape, dtype: Any, spec: P, axes: Mapping[str, int]) -> i
         48
     """
     parts = math.prod(shards_of(entry, axes) for entry in spec)
-    itemsize = getattr(dtype, "itemsize", None) or jnp.dtype(dtype).itemsize  # random keys have a dtype of JAX
+    # Random keys have a dtype of JAX, which jnp.dtype does not take.
+    itemsize = getattr(dtype, "itemsize", None) or jnp.dtype(dtype).itemsize
     return math.prod(shape) * itemsize // parts
 
 
@@ -76,11 +92,12 @@ def drop_axis(spec: P, axis: str) -> P:
         >>> drop_axis(P(("data", "fsdp"), "fsdp", "tensor"), "fsdp") == P("data", None, "tensor")
         True
     """
-    return P(*(as_entry([a for a in entry_axes(entry) if a != axis]) for entry in spec))
+    entries = [_entry_without(axis, entry) for entry in spec]
+    return P(*entries)
 
 
 def drop_fsdp(spec: P) -> P:
-    """Return the spec of an array that is whole over `fsdp`, and over `expert` where this continues an `fsdp` split.
+    """Return the spec without `fsdp`, and without `expert` in a dimension that `fsdp` splits too.
 
     Example:
         >>> drop_fsdp(P(("fsdp", "expert"), "tensor")) == P(None, "tensor")
@@ -88,168 +105,364 @@ def drop_fsdp(spec: P) -> P:
         >>> drop_fsdp(P("expert", "fsdp", "tensor")) == P("expert", None, "tensor")
         True
     """
-    split = [as_entry([a for a in entry_axes(e) if a != "expert" or "fsdp" not in entry_axes(e)]) for e in spec]
-    return drop_axis(P(*split), "fsdp")
+    entries = []
+    for entry in spec:
+        if "fsdp" in entry_axes(entry):
+            entry = _entry_without("expert", entry)
+        entries.append(_entry_without("fsdp", entry))
+    return P(*entries)
+
+
+def _entry_without(axis: str, entry: Any) -> Any:
+    """Return an entry of a spec without one mesh axis."""
+    return as_entry([name for name in entry_axes(entry) if name != axis])
 
 
 def is_random_key(leaf: Any) -> bool:
-    """Return whether an array of optimizer state is a random key; raw keys are the only uint32 state in optax."""
-    raw = leaf.dtype == jnp.uint32 and leaf.shape[-1:] == (2,)
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or raw
+    """Return whether an array of optimizer state is a random key.
+
+    Raw keys are the only uint32 state in optax.
+    """
+    is_raw = leaf.dtype == jnp.uint32 and leaf.shape[-1:] == (2,)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or is_raw
 
 
 def optimizer_specs(
-    init: Callable[[Any], Any], params: Any, specs: Mapping[str, P], stacked: Mapping[str, Collection[int]]
+    init: Callable[[Any], Any],
+    params: Any,
+    specs: Mapping[str, P],
+    stacked: Mapping[str, Collection[int]],
 ) -> tuple[dict[str, DerivedSpec], list[Problem]]:
     """Derive the specs of an optimizer's state, from its `init` on abstract parameters.
 
-    `specs` holds the spec of state of each parameter's shape, `stacked` the dimensions that stacking added. Return the
-    spec of each state path, and the problems of arrays that cannot be mapped.
+    `specs` holds the spec of state of each parameter's shape, `stacked` the dimensions that
+    stacking added. Return the spec of each state path, and the problems of arrays that cannot be
+    mapped.
 
     Example:
         >>> params = {"kernel": jax.ShapeDtypeStruct((4, 4), "float32")}
         >>> init = lambda params: {"kernel": params["kernel"].sum(axis=0)}
-        >>> state, problems = optimizer_specs(init, params, {"kernel": P("fsdp", "tensor")}, {"kernel": ()})
+        >>> specs, stacked = {"kernel": P("fsdp", "tensor")}, {"kernel": ()}
+        >>> state, problems = optimizer_specs(init, params, specs, stacked)
         >>> state["kernel"].spec == P("tensor")
         True
     """
-    flat = tree.flatten(params)
-    shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
+    shapes = _shapes_of(params)
     dims = _probe(shapes, specs, stacked)
-    layers = tuple(dict.fromkeys(dims[path][i] for path, own in stacked.items() for i in own))
-    probed = _probed_shapes(init, params, dims)
     dims_by_block = _probe(shapes, specs, stacked, unit=BLOCKS)
-    probed_by_block = _probed_shapes(init, params, dims_by_block)
-
+    matcher = _Matcher(
+        specs=specs,
+        shapes=shapes,
+        dims=dims,
+        dims_by_block=dims_by_block,
+        probed=_probed_shapes(init, params, dims),
+        probed_by_block=_probed_shapes(init, params, dims_by_block),
+        stacked_dims=_stacked_dims(dims, stacked),
+    )
     table: dict[str, DerivedSpec] = {}
     problems: list[Problem] = []
     state = jax.eval_shape(init, params)
     followed = followed_params(state, shapes)
     for path, leaf in tree.flatten(state).items():
-        shape, param = tuple(leaf.shape), followed.get(path)
-        known = layers if param is None else dims[param]
-        found = _find(shape, probed.get(path), known)
-        if found is None and param is not None:
-            blocks = _find(shape, probed_by_block.get(path), dims_by_block[param], in_blocks=True)
-            block = math.prod(d.size // size if d else 0 for d, size in zip(blocks or (), shape, strict=False))
-            if blocks and block > 1:
-                table[path] = DerivedSpec(shape, leaf.dtype, _spec(blocks), f"blocks of {block} of {param}", block)
-                continue
-            found = _find_by_size(shape, known)
-        if param is not None and (found == known or (found is None and shape == shapes[param])):
-            spec, source = specs[param], f"as {param}"
-        elif is_random_key(leaf):
-            spec, source = P(), "a random key"
-        elif not shape:
-            spec, source = P(), "a scalar"
-        elif found is None or (not any(found) and math.prod(shape) * leaf.dtype.itemsize > MAX_CONSTANT_BYTES):
-            what = "has a structure that no parameter explains"
-            why = "it has the structure of no parameter"
-            why = why if param is None else f"the parameter {param} has the shape {shapes[param]}"
-            fix = "keep statistics in a tree like the parameters, or as scalars"
-            problems.append(Problem(f"optimizer state {path}", what, f"its shape is {shape}; {why}", fix))
-            continue
+        param = followed.get(path)
+        derived = matcher.derive(path, leaf, param)
+        if derived is None:
+            problems.append(_unexplained(path, leaf, param, shapes))
         else:
-            spec, source = _spec(found), _source(found, known, param)
-        table[path] = DerivedSpec(shape, leaf.dtype, spec, source)
+            table[path] = derived
     return table, problems
 
 
-def followed_params(state: Any, params: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parameter of each state path in a subtree with the structure of (some of) the parameters.
+@dataclasses.dataclass(frozen=True)
+class _Matcher:
+    """Derivation of specs from the results of both probes.
 
-    A parameter may have several arrays, such as the list of SM3.
+    Attributes:
+        specs: Parameter → the spec of state of its shape.
+        shapes: Parameter → its shape.
+        dims: Parameter → its dimensions in the first probe.
+        dims_by_block: The same in the second probe, which grows by whole blocks.
+        probed: State path → its shape in the first probe.
+        probed_by_block: The same in the second probe.
+        stacked_dims: The stacked dimensions of all parameters, each once.
     """
 
-    def param_of(path: str) -> str:
-        while path and path not in params:
-            path = path.rpartition("/")[0]
-        return path
+    specs: Mapping[str, P]
+    shapes: Mapping[str, Shape]
+    dims: Mapping[str, _Dims]
+    dims_by_block: Mapping[str, _Dims]
+    probed: Mapping[str, Shape]
+    probed_by_block: Mapping[str, Shape]
+    stacked_dims: _Dims
+
+    def derive(self, path: str, leaf: Any, param: str | None) -> DerivedSpec | None:
+        """Return the spec of an array of the state; None if nothing explains it."""
+        shape = tuple(leaf.shape)
+        known = self.stacked_dims
+        if param is not None:
+            known = self.dims[param]
+        found = _find(shape, self.probed.get(path), known)
+        if found is None and param is not None:
+            by_blocks = self._by_blocks(path, leaf, param)
+            if by_blocks is not None:
+                return by_blocks
+            found = _find_by_size(shape, known)
+
+        if param is not None and self._is_like_param(shape, found, param):
+            return DerivedSpec(shape, leaf.dtype, self.specs[param], f"as {param}")
+        if is_random_key(leaf):
+            return DerivedSpec(shape, leaf.dtype, P(), "a random key")
+        if not shape:
+            return DerivedSpec(shape, leaf.dtype, P(), "a scalar")
+        if found is None or _is_large_constant(leaf, found):
+            return None
+        return DerivedSpec(shape, leaf.dtype, _spec(found), _source(found, known, param))
+
+    def _is_like_param(self, shape: Shape, found: _Found | None, param: str) -> bool:
+        """Return whether an array has the dimensions of its parameter, or at least its shape."""
+        if found is None:
+            return shape == self.shapes[param]
+        return found == self.dims[param]
+
+    def _by_blocks(self, path: str, leaf: Any, param: str) -> DerivedSpec | None:
+        """Return the spec of a statistic of blocks of a parameter; None for anything else."""
+        shape = tuple(leaf.shape)
+        found = _find_blocks(shape, self.probed_by_block.get(path), self.dims_by_block[param])
+        if not found:
+            return None
+        block = 1
+        for dim, size in zip(found, shape, strict=True):
+            if dim is None:
+                return None
+            block *= dim.size // size
+        if block <= 1:
+            return None
+        return DerivedSpec(shape, leaf.dtype, _spec(found), f"blocks of {block} of {param}", block)
+
+
+def _stacked_dims(dims: Mapping[str, _Dims], stacked: Mapping[str, Collection[int]]) -> _Dims:
+    """Return the stacked dimensions of all parameters, each once."""
+    found: dict[_Dim, None] = {}
+    for path, own in stacked.items():
+        for index in own:
+            found[dims[path][index]] = None
+    return tuple(found)
+
+
+def _is_large_constant(leaf: Any, found: _Found) -> bool:
+    """Return whether an array depends on no parameter's shape and is too large to be replicated."""
+    nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+    return not any(found) and nbytes > MAX_CONSTANT_BYTES
+
+
+def _unexplained(path: str, leaf: Any, param: str | None, shapes: Mapping[str, Shape]) -> Problem:
+    """Return the problem of an array of the state without a spec."""
+    why = "it has the structure of no parameter"
+    if param is not None:
+        why = f"the parameter {param} has the shape {shapes[param]}"
+    return Problem(
+        f"optimizer state {path}",
+        "has a structure that no parameter explains",
+        detail=f"its shape is {tuple(leaf.shape)}; {why}",
+        fix="keep statistics in a tree like the parameters, or as scalars",
+    )
+
+
+def followed_params(state: Any, params: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parameter of each state path in a subtree like the parameters.
+
+    Such a subtree has the structure of the parameters, or of some of them. A parameter may have
+    several arrays, such as the list of SM3.
+    """
 
     def like_params(node: Any) -> bool:
-        paths = tree.flatten(node).keys() if isinstance(node, Mapping) else ()
-        return bool(paths) and all(map(param_of, paths))
+        if not isinstance(node, Mapping):
+            return False
+        paths = list(tree.flatten(node))
+        return bool(paths) and all(_param_of(path, params) for path in paths)
 
-    return {
-        f"{prefix}/{path}" if prefix else path: param_of(path)
-        for prefix, node in tree.flatten(state, is_leaf=like_params).items()
-        if isinstance(node, Mapping)
-        for path in tree.flatten(node)
-    }
+    followed = {}
+    for prefix, node in tree.flatten(state, is_leaf=like_params).items():
+        if not isinstance(node, Mapping):
+            continue
+        for path in tree.flatten(node):
+            state_path = f"{prefix}/{path}" if prefix else path
+            followed[state_path] = _param_of(path, params)
+    return followed
 
 
-def _probed_shapes(init: Callable[[Any], Any], params: Any, dims: Mapping[str, tuple[_Dim, ...]]) -> dict[str, Shape]:
+def _param_of(path: str, params: Mapping[str, Any]) -> str:
+    """Return the longest beginning of a path that is a parameter's path; empty if none is."""
+    while path and path not in params:
+        path = path.rpartition("/")[0]
+    return path
+
+
+def _probed_shapes(
+    init: Callable[[Any], Any], params: Any, dims: Mapping[str, _Dims]
+) -> dict[str, Shape]:
     """Return the shape of each state path for a probe; nothing if `init` rejects other shapes."""
 
-    def grow(path: str, p: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tuple(d.probed for d in dims[path]), p.dtype)
+    def grow(path: str, param: Any) -> jax.ShapeDtypeStruct:
+        shape = tuple(dim.probed for dim in dims[path])
+        return jax.ShapeDtypeStruct(shape, param.dtype)
 
     try:
         state = jax.eval_shape(init, tree.map_with_path(grow, params))
     except (TypeError, ValueError):
         return {}
-    return {path: tuple(leaf.shape) for path, leaf in tree.flatten(state).items()}
+    return _shapes_of(state)
+
+
+def _shapes_of(arrays: Any) -> dict[str, Shape]:
+    return {path: tuple(leaf.shape) for path, leaf in tree.flatten(arrays).items()}
 
 
 def _probe(
-    shapes: Mapping[str, Shape], specs: Mapping[str, P], stacked: Mapping[str, Collection[int]], unit: int = 1
-) -> dict[str, tuple[_Dim, ...]]:
-    """Return the dimensions of every parameter, each enlarged in the probe by a multiple of `unit`."""
-    # Within a parameter all differ and keep their order, ties included, because optimizers choose dimensions by size.
-    # Stacked dimensions of equal size and spec stay equal.
-    padded = {path: (*specs[path], *(None,) * (len(shape) - len(specs[path]))) for path, shape in shapes.items()}
-    stacks = sorted({(shapes[path][i], i, str(padded[path][i])) for path, own in stacked.items() for i in own})
-    margin = 1 + max(map(len, shapes.values()), default=0)
-    grown = {stack: stack[0] + unit * margin * rank for rank, stack in enumerate(stacks, start=1)}
+    shapes: Mapping[str, Shape],
+    specs: Mapping[str, P],
+    stacked: Mapping[str, Collection[int]],
+    unit: int = 1,
+) -> dict[str, _Dims]:
+    """Return the dimensions of every parameter, each enlarged in the probe by a multiple of `unit`.
 
+    Within a parameter all differ and keep their order, ties included, because optimizers choose
+    dimensions by size. Stacked dimensions of equal size and spec stay equal.
+    """
+    entries = {path: _padded(specs[path], len(shape)) for path, shape in shapes.items()}
+    grown_stacks = _grown_stacks(shapes, entries, stacked, unit)
     dims = {}
     for path, shape in shapes.items():
-        probed, last = [0] * len(shape), 0
-        for i in sorted(range(len(shape)), key=shape.__getitem__):
-            stack = (shape[i], i, str(padded[path][i]))
-            steps = max(1, (last - shape[i]) // unit + 1)
-            last = grown[stack] if i in stacked[path] else shape[i] + unit * steps
-            probed[i] = last
-        dims[path] = tuple(map(_Dim, shape, probed, padded[path]))
+        probed = [0] * len(shape)
+        last = 0
+        for index in sorted(range(len(shape)), key=shape.__getitem__):
+            if index in stacked[path]:
+                last = grown_stacks[_stack_key(shape, entries[path], index)]
+            else:
+                steps = max(1, (last - shape[index]) // unit + 1)
+                last = shape[index] + unit * steps
+            probed[index] = last
+        dims[path] = tuple(map(_Dim, shape, probed, entries[path]))
     return dims
 
 
-def _find(
-    shape: Shape, probed: Shape | None, known: tuple[_Dim, ...], *, in_blocks: bool = False
-) -> tuple[_Dim | None, ...] | None:
-    """Match each dimension of a state array with a parameter's (or its blocks); None for one of the optimizer's own."""
+def _padded(spec: P, rank: int) -> tuple[Any, ...]:
+    """Return the entries of a spec, with None for the dimensions after them."""
+    return (*spec, *(None,) * (rank - len(spec)))
+
+
+_StackKey = tuple[int, int, str]
+"""Size, index and entry of a stacked dimension."""
+
+
+def _stack_key(shape: Shape, entries: tuple[Any, ...], index: int) -> _StackKey:
+    return shape[index], index, str(entries[index])
+
+
+def _grown_stacks(
+    shapes: Mapping[str, Shape],
+    entries: Mapping[str, tuple[Any, ...]],
+    stacked: Mapping[str, Collection[int]],
+    unit: int,
+) -> dict[_StackKey, int]:
+    """Return the size of each stacked dimension in the probe."""
+    keys = set()
+    for path, own in stacked.items():
+        for index in own:
+            keys.add(_stack_key(shapes[path], entries[path], index))
+    margin = 1 + max(map(len, shapes.values()), default=0)
+    grown = {}
+    for rank, key in enumerate(sorted(keys), start=1):
+        size = key[0]
+        grown[key] = size + unit * margin * rank
+    return grown
+
+
+def _find(shape: Shape, probed: Shape | None, known: _Dims) -> _Found | None:
+    """Match each dimension of a state array with a parameter's.
+
+    A dimension of the optimizer's own is None; the result is None if a dimension is neither.
+    """
     if probed is None or len(probed) != len(shape):
         return None
-    found = []
+    found: list[_Dim | None] = []
     for size, after in zip(shape, probed, strict=True):
-        if in_blocks and size:
-            fits = [d for d in known if d.size % size == 0 and d.size * after == d.probed * size]
+        fits = [dim for dim in known if (dim.size, dim.probed) == (size, after)]
+        if fits:
+            found.append(fits[0])
+        elif size == after:
+            found.append(None)
         else:
-            fits = [d for d in known if (d.size, d.probed) == (size, after)]
-        if len(fits) > 1 if in_blocks else not fits and size != after:
+            return None
+    return tuple(found)
+
+
+def _find_blocks(shape: Shape, probed: Shape | None, known: _Dims) -> _Found | None:
+    """Match each dimension of a state array with a parameter's dimension in blocks.
+
+    A dimension of the optimizer's own is None; the result is None if a match is ambiguous.
+    """
+    if probed is None or len(probed) != len(shape):
+        return None
+    found: list[_Dim | None] = []
+    for size, after in zip(shape, probed, strict=True):
+        fits = [dim for dim in known if _is_in_blocks(dim, size, after)]
+        if len(fits) > 1:
             return None
         found.append(fits[0] if fits else None)
     return tuple(found)
 
 
-def _find_by_size(shape: Shape, known: tuple[_Dim, ...]) -> tuple[_Dim | None, ...] | None:
-    """Match dimensions by sizes that occur once, for state whose structure depends on sizes, as that of Adafactor."""
-    sizes = [d.size for d in known]
-    if any(size > 1 and sizes.count(size) != 1 for size in shape):
-        return None
-    return tuple(known[sizes.index(size)] if size > 1 else None for size in shape)
+def _is_in_blocks(dim: _Dim, size: int, probed: int) -> bool:
+    """Return whether sizes, without and with the probe, are a whole fraction of a dimension's."""
+    if size == 0:
+        return (dim.size, dim.probed) == (size, probed)
+    return dim.size % size == 0 and dim.size * probed == dim.probed * size
 
 
-def _spec(found: tuple[_Dim | None, ...]) -> P:
-    """Return the entries of the dimensions; the second occurrence of one, as in Shampoo's squares, is whole."""
+def _find_by_size(shape: Shape, known: _Dims) -> _Found | None:
+    """Match dimensions by sizes that occur once.
+
+    For state with a structure that depends on sizes, such as Adafactor's.
+    """
+    sizes = [dim.size for dim in known]
+    found: list[_Dim | None] = []
+    for size in shape:
+        if size <= 1:
+            found.append(None)
+        elif sizes.count(size) == 1:
+            found.append(known[sizes.index(size)])
+        else:
+            return None
+    return tuple(found)
+
+
+def _spec(found: _Found) -> P:
+    """Return the entries of the dimensions; a dimension's second occurrence is whole.
+
+    Shampoo's squares have each dimension twice.
+    """
     if not any(found):
         return P()
-    return P(*(None if d is None or d in found[:i] else d.entry for i, d in enumerate(found)))
+    entries = []
+    for index, dim in enumerate(found):
+        if dim is None or dim in found[:index]:
+            entries.append(None)
+        else:
+            entries.append(dim.entry)
+    return P(*entries)
 
 
-def _source(found: tuple[_Dim | None, ...], known: tuple[_Dim, ...], param: str | None) -> str:
+def _source(found: _Found, known: _Dims, param: str | None) -> str:
+    """Return the origin of a spec, as the plan prints it."""
     if not any(found):
         return "a constant of the optimizer"
     if param is None:
         return "one for each layer"
-    return f"dimensions {tuple(None if d is None else known.index(d) for d in found)} of {param}"
+    indices: list[int | None] = []
+    for dim in found:
+        if dim is None:
+            indices.append(None)
+        else:
+            indices.append(known.index(dim))
+    return f"dimensions {tuple(indices)} of {param}"

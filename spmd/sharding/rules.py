@@ -3,24 +3,27 @@
 ```python
 rules = Rules(
     params=[
-        ("q_proj/kernel", P("fsdp", "tensor")),                       # matches layers/attention/q_proj/kernel
-        ("norm/scale", replicate("norm scales are a few KiB")),       # replication is explicit, with a reason
+        # Matches layers/attention/q_proj/kernel.
+        ("q_proj/kernel", P("fsdp", "tensor")),
+        # Replication is explicit, with a reason.
+        ("norm/scale", replicate("norm scales are a few KiB")),
     ],
     activations=[("mlp_hidden", P(("data", "fsdp"), "sequence", "tensor"))],
     stacked={"layers": "pipe"},
 )
 ```
 
-A pattern is a regular expression that must match a run of whole path components up to the end of the path:
-`attention/wo/kernel` does not match `cross_attention/wo/kernel`. The first match wins. Catch-all patterns are errors.
-A path is compared without the numbers of unrolled layers, and as it is.
+A pattern is a regular expression that must match a run of whole path components up to the end of
+the path: `attention/wo/kernel` does not match `cross_attention/wo/kernel`. The first match wins.
+Catch-all patterns are errors. A path is compared without the numbers of unrolled layers, and as it
+is.
 """
 
 import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -52,16 +55,20 @@ def matches(pattern: str, path: str, stacked: Collection[str]) -> bool:
     """Return whether a pattern matches a path, with or without the numbers of unrolled layers.
 
     Example:
-        >>> [matches(pattern, "layers/0/kernel", ["layers"]) for pattern in ("layers/kernel", "0/kernel", "1/kernel")]
+        >>> patterns = ("layers/kernel", "0/kernel", "1/kernel")
+        >>> [matches(pattern, "layers/0/kernel", ["layers"]) for pattern in patterns]
         [True, True, False]
     """
-    return any(map(compile_pattern(pattern).fullmatch, names_of(path, stacked)))
+    compiled = compile_pattern(pattern)
+    return any(map(compiled.fullmatch, names_of(path, stacked)))
 
 
 def first_path(pattern: str, tied: Tied, stacked: Collection[str]) -> str:
-    """Return, as a fix, the first path of the array that a pattern matches by another path; empty if there is none."""
-    firsts = (paths[0] for paths in tied if any(matches(pattern, path, stacked) for path in paths[1:]))
-    return next((f"the array's first path, {path}" for path in firsts), "")
+    """Return the fix for a pattern of an array's other path: its first path; else empty."""
+    for paths in tied:
+        if any(matches(pattern, path, stacked) for path in paths[1:]):
+            return f"the array's first path, {paths[0]}"
+    return ""
 
 
 def is_catch_all(pattern: str) -> bool:
@@ -80,7 +87,7 @@ class Replicate:
 
 
 def replicate(reason: str) -> Replicate:
-    """Return the value of a rule that replicates its parameters on purpose; the plan prints the reason.
+    """Return the value of a rule for replication on purpose; the plan prints the reason.
 
     Example:
         >>> print(replicate("norm scales are a few KiB"))
@@ -113,17 +120,20 @@ class Rules:
     """A partition rule table for one family of models.
 
     Args:
-        params: `(pattern, PartitionSpec or replicate(reason))` pairs. The first match wins. A spec is for one layer,
-            without the dimensions that stacking adds.
-        activations: `(name, PartitionSpec)` pairs for the names that the model marks with `annotate`.
-        stacked: Path component → the axis that splits its leading (layer) dimension, or None; `Stack(axis, dim=1)` for
-            layers that are stacked along another dimension. It applies to `layers/attention/…` and not to unrolled
-            layers (`layers/0/…`). A pattern may leave out their numbers, so one table serves both. By default the
-            stacks that the module recorded, split over `pipe`; for a model without a module, `layers`.
-        batch: `(pattern, PartitionSpec or whole(reason))` pairs for the arrays of a batch (`spmd.sharding.batch`). One
-            without a row is split by examples, its first dimension.
-        logical: `(logical name, mesh axis or tuple or None)` pairs for constraints that a Flax model writes by names,
-            such as `nn.with_logical_constraint`. As in Flax, the first whose axes are free applies.
+        params: `(pattern, PartitionSpec or replicate(reason))` pairs. The first match wins. A spec
+            is for one layer, without the dimensions that stacking adds.
+        activations: `(name, PartitionSpec)` pairs for the names that the model marks with
+            `annotate`.
+        stacked: Path component → the axis that splits its leading (layer) dimension, or None;
+            `Stack(axis, dim=1)` for layers that are stacked along another dimension. It applies to
+            `layers/attention/…` and not to unrolled layers (`layers/0/…`). A pattern may leave out
+            their numbers, so one table serves both. By default the stacks that the module
+            recorded, split over `pipe`; for a model without a module, `layers`.
+        batch: `(pattern, PartitionSpec or whole(reason))` pairs for the arrays of a batch
+            (`spmd.sharding.batch`). One without a row is split by examples, its first dimension.
+        logical: `(logical name, mesh axis or tuple or None)` pairs for constraints that a Flax
+            model writes by names, such as `nn.with_logical_constraint`. As in Flax, the first
+            whose axes are free applies.
 
     Example:
         >>> rules = Rules(params=[("wo/kernel", P("tensor", "fsdp"))])
@@ -141,35 +151,14 @@ class Rules:
 
     def __post_init__(self) -> None:
         for field in ("params", "activations", "batch", "logical"):
-            table = getattr(self, field)
-            pairs = table.items() if isinstance(table, Mapping) else table
-            object.__setattr__(self, field, tuple(tuple(pair) for pair in pairs))
+            object.__setattr__(self, field, _as_pairs(getattr(self, field)))
         if self.stacked is not None:
-            stacked = ((name, stack if stack.dim else stack.axis) for name, stack in read_stacked(self.stacked).items())
-            object.__setattr__(self, "stacked", tuple(stacked))
-        problems = []
-        for index, (pattern, value) in enumerate(self.params):
-            where = rule_name(index, pattern)
-            try:
-                if is_catch_all(pattern):
-                    what = "matches every path: there is no catch-all rule"
-                    problems.append(Problem(where, what, fix="name the parameters that it is for"))
-            except PatternError as error:
-                problems.append(Problem(where, f"is not a regular expression: {error}"))
-                continue
-            if not isinstance(value, P | Replicate):
-                problems.append(Problem(where, f"has the value {value!r}", fix='a PartitionSpec, or replicate("why")'))
-            elif isinstance(value, P) and any(entry is P.UNCONSTRAINED for entry in value):
-                problems.append(Problem(where, "leaves a dimension to the compiler", fix="an axis, or None for whole"))
-            elif isinstance(value, P) and not any(entry_axes(entry) for entry in value):
-                problems.append(Problem(where, f"{spec_text(value)} replicates silently", fix='write replicate("why")'))
-        names = [name for name, _ in self.activations]
-        for index, (name, value) in enumerate(self.activations):
-            if not isinstance(value, P):
-                problems.append(Problem(f"activation {name!r}", f"has the value {value!r}", fix="a PartitionSpec"))
-            if name in names[:index]:
-                problems.append(Problem(f"activation {name!r}", "is in the table twice", fix="keep one"))
-        problems += self.batch_table.problems()
+            object.__setattr__(self, "stacked", _as_stacked_pairs(self.stacked))
+        problems = [
+            *_param_problems(self.params),
+            *_activation_problems(self.activations),
+            *self.batch_table.problems(),
+        ]
         if problems:
             raise RuleError("This rule table cannot be made:", problems)
         object.__setattr__(self, "logical", self.logical_rows)
@@ -188,9 +177,12 @@ class Rules:
         """Return the first rule that matches the parameter at `path`."""
         names = names_of(path, self.stacks)
         for index, (pattern, value) in enumerate(self.params):
-            if any(map(compile_pattern(pattern).fullmatch, names)):
-                reason = value.reason if isinstance(value, Replicate) else ""
-                return Match(index, pattern, value, self.stored_spec(path, value), reason)
+            if not any(map(compile_pattern(pattern).fullmatch, names)):
+                continue
+            reason = ""
+            if isinstance(value, Replicate):
+                reason = value.reason
+            return Match(index, pattern, value, self.stored_spec(path, value), reason)
         return None
 
     @functools.cached_property
@@ -199,68 +191,83 @@ class Rules:
         return read_stacked(self.stacked)
 
     def with_recorded(self, stacks: Mapping[str, Stack] | None) -> "Rules":
-        """Return the table with the stacks that a module recorded; as it is, if it names its own."""
+        """Return the table with the stacks of a module; as it is, if it names its own."""
         if self.stacked is not None or stacks is None:
             return self
         return dataclasses.replace(self, stacked=stacks)
 
     def stored_spec(self, path: str, value: P | Replicate) -> P:
-        """Return the spec of a parameter as stored, from a rule's value: with the entries of stacked dimensions."""
+        """Return the spec of a parameter as stored, with the entries of stacked dimensions."""
         layer = value if isinstance(value, P) else ()
         return P(*insert_stacked(layer, self.layer_path(path)[1], dims_of(path, self.stacks)))
 
     def layer_path(self, path: str) -> tuple[str, tuple[str | None, ...]]:
-        """Return the path without layer numbers, and the axes of the dimensions that stacking added.
+        """Return the path without layer numbers, and the axes of its stacked dimensions.
 
         Example:
-            >>> Rules(params=[]).layer_path("layers/3/norm/scale"), Rules(params=[]).layer_path("layers/norm/scale")
+            >>> rules = Rules(params=[])
+            >>> rules.layer_path("layers/3/norm/scale"), rules.layer_path("layers/norm/scale")
             (('layers/norm/scale', ()), ('layers/norm/scale', ('pipe',)))
         """
         axes = tuple(stack.axis for stack in own_stacks(path, self.stacks))
         return strip_layer_numbers(path, self.stacks), axes
 
+    def _layer_paths(self, paths: Iterable[str]) -> dict[str, str]:
+        """Return the path of each parameter without layer numbers."""
+        return {path: self.layer_path(path)[0] for path in paths}
+
     def rule_names(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """Return the path that a rule for a parameter may name: with numbers where layers have different values.
+        """Return the path in a rule for each parameter: with numbers where layers differ in value.
 
         Example:
             >>> Rules(params=[]).rule_names({"layers/0/w": 1, "layers/1/w": 2})
             {'layers/0/w': 'layers/0/w', 'layers/1/w': 'layers/1/w'}
         """
-        names = {path: self.layer_path(path)[0] for path in values}
-        seen: dict[str, set[Any]] = {}
-        for path, name in names.items():
-            seen.setdefault(name, set()).add(None if isinstance(values[path], Replicate) else values[path])
-        return {path: name if len(seen[name]) == 1 else path for path, name in names.items()}
+        layer_paths = self._layer_paths(values)
+        values_by_name: dict[str, set[Any]] = {}
+        for path, name in layer_paths.items():
+            value = values[path]
+            if isinstance(value, Replicate):
+                value = None  # two reasons are no two values
+            values_by_name.setdefault(name, set()).add(value)
+        names = dict(layer_paths)
+        for path, name in layer_paths.items():
+            if len(values_by_name[name]) > 1:
+                names[path] = path
+        return names
 
-    def audit(self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()) -> list[Problem]:
+    def audit(
+        self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()
+    ) -> list[Problem]:
         """Return every mismatch between this table, the parameters and the mesh.
 
-        Shapes are as stored, with stacked dimensions. One path of each tied group is in `shapes`; a rule may match any.
+        Shapes are as stored, with stacked dimensions. One path of each tied group is in `shapes`; a
+        rule may match any.
         """
         tied = tuple(tied)
-        problems = [*self._audit_axes(axes), *self.audit_tied(tied), *audit_stacks(shapes, self.stacks)]
+        problems = self._audit_axes(axes)
+        problems += self.audit_tied(tied)
+        problems += audit_stacks(shapes, self.stacks)
         unusable = {problem.where for problem in problems}
-        aliases = [path for paths in tied for path in paths if path not in shapes]
-        winners = {match.index for match in map(self.match, aliases) if match}
+        aliases = _aliases(tied, shapes)
+        winners = {match.index for match in self._matches_of(aliases).values()}
         names = self.rule_names(shapes)
         for path, shape in shapes.items():
-            if not (match := self.match(path)):
+            match = self.match(path)
+            if match is None:
                 problems.append(self._unmatched(path, names, tied))
                 continue
             winners.add(match.index)
-            used = {axis for entry in match.spec for axis in entry_axes(entry)}
-            if match.rule in unusable or not used <= axes.keys():
-                continue
-            by = f"rule {match.pattern!r}"
-            if twice := repeated_axes(match.spec):
-                what = f"{by} and stacking give {spec_text(match.spec)}, which uses the axis {twice[0]!r} twice"
-                problems.append(Problem(path, what, fix="split the stack or the layer over it"))
-            else:
-                problems += audit_spec(path, shape, match.spec, axes, by)
-        return problems + [self._useless(i, (*shapes, *aliases)) for i in range(len(self.params)) if i not in winners]
+            has_known_axes = axes.keys() >= set(_axes_of(match.spec))
+            if has_known_axes and match.rule not in unusable:
+                problems += _audit_match(path, shape, match, axes)
+        for index in range(len(self.params)):
+            if index not in winners:
+                problems.append(self._useless(index, (*shapes, *aliases)))
+        return problems
 
     def audit_tied(self, tied: Tied) -> list[Problem]:
-        """Return a problem for each array whose paths get different specs.
+        """Return a problem for each array with paths of different specs.
 
         Example:
             >>> rules = Rules([("embed/w", P("fsdp")), ("head/w", P("tensor"))])
@@ -271,72 +278,250 @@ class Rules:
         """
         problems = []
         for paths in tied:
-            matches = {path: match for path in paths if (match := self.match(path))}
-            if (count := len({placement(match.spec) for match in matches.values()})) > 1:
-                said = (f"{path}: {match.rule} says {spec_text(match.spec)}" for path, match in matches.items())
-                what = f"is one array and gets {count} specs"
-                problems.append(Problem(" = ".join(paths), what, "; ".join(said), "give its paths one spec"))
+            matches = self._matches_of(paths)
+            placements = set()
+            said = []
+            for path, match in matches.items():
+                placements.add(placement(match.spec))
+                said.append(f"{path}: {match.rule} says {spec_text(match.spec)}")
+            if len(placements) < 2:
+                continue
+            problem = Problem(
+                " = ".join(paths),
+                f"is one array and gets {len(placements)} specs",
+                detail="; ".join(said),
+                fix="give its paths one spec",
+            )
+            problems.append(problem)
         return problems
 
+    def _matches_of(self, paths: Iterable[str]) -> dict[str, Match]:
+        """Return the matches of the paths that a rule matches."""
+        found = {}
+        for path in paths:
+            match = self.match(path)
+            if match is not None:
+                found[path] = match
+        return found
+
     def _audit_axes(self, axes: Mapping[str, int]) -> list[Problem]:
+        """Return a problem for each axis that is unknown or used twice in the table itself."""
         problems = []
-        tables = [(rule_name(i, pattern), v) for i, (pattern, v) in enumerate(self.params) if isinstance(v, P)]
-        tables += [(f"activation {name!r}", spec) for name, spec in self.activations]
-        tables += [(f"batch row {i} ({pattern!r})", v) for i, (pattern, v) in enumerate(self.batch) if isinstance(v, P)]
-        tables += [(f"logical {name!r}", P(split or None)) for name, split in self.logical_rows]
-        tables += [(f"stacked[{name!r}]", P(stack.axis)) for name, stack in self.stacks.items()]
-        for where, spec in tables:
-            for axis in dict.fromkeys(axis for entry in spec for axis in entry_axes(entry)):
-                if axis not in axes:
-                    what = f"{spec_text(spec)} names the unknown axis {axis!r}"
-                    problems.append(Problem(where, what, fix=did_you_mean(axis, axes)))
-                elif axis in repeated_axes(spec):
-                    what = f"{spec_text(spec)} uses the axis {axis!r} twice"
-                    problems.append(Problem(where, what, fix="keep one of them"))
+        for where, spec in self._named_specs():
+            problems += _axis_problems(where, spec, axes)
         for name, stack in self.stacks.items():
             if stack.dim and stack.axis == "pipe" and axes.get("pipe", 1) > 1:
-                what = f"is along dimension {stack.dim}, and a pipeline divides dimension 0 of its layers"
-                fix = 'pipe=1, or stack along dimension 0: nn.scan(variable_axes={"params": 0})'
-                problems.append(Problem(f"stacked[{name!r}]", what, f"pipe={axes['pipe']}", fix))
+                problem = Problem(
+                    f"stacked[{name!r}]",
+                    f"is along dimension {stack.dim}, "
+                    "and a pipeline divides dimension 0 of its layers",
+                    detail=f"pipe={axes['pipe']}",
+                    fix='pipe=1, or stack along dimension 0: nn.scan(variable_axes={"params": 0})',
+                )
+                problems.append(problem)
         return problems
+
+    def _named_specs(self) -> Iterator[tuple[str, P]]:
+        """Yield the specs of all tables, each with its name in problems."""
+        for index, (pattern, value) in enumerate(self.params):
+            if isinstance(value, P):
+                yield rule_name(index, pattern), value
+        for name, spec in self.activations:
+            yield f"activation {name!r}", spec
+        for index, (pattern, row) in enumerate(self.batch):
+            if isinstance(row, P):
+                yield f"batch row {index} ({pattern!r})", row
+        for name, split in self.logical_rows:
+            yield f"logical {name!r}", P(split or None)
+        for name, stack in self.stacks.items():
+            yield f"stacked[{name!r}]", P(stack.axis)
 
     def _unmatched(self, path: str, names: Mapping[str, str], tied: Tied) -> Problem:
         """Return the problem of a parameter without a rule; `names` are those of all parameters."""
-        for other in (other for paths in tied if path in paths for other in paths):
-            if match := self.match(other):
-                what = f"no rule matches this parameter, and {match.rule} its other path {other}"
-                return Problem(path, what, fix=f"write the rule for {path}")
-        own, parts = names[path], names[path].split("/")
-        # Numbered modules of other shapes are no layers of one stack: no rule for others may match them.
-        if is_numbered := own != self.layer_path(path)[0]:
-            taken = [other for other in names if other != path]
-        else:
-            taken = [f for other, name in names.items() if other == name != own for f in names_of(other, self.stacks)]
-        lengths = range(len(parts) if is_numbered else min(2, len(parts)), len(parts) + 1)
-        ends = ["/".join(parts[-n:]) for n in lengths if not parts[-n].isdigit()]
-        free = (end for end in ends if not any(f"/{form}".endswith(f"/{end}") for form in taken))
-        tail = next((re.escape(end) for end in free), f"^{re.escape(own)}")
-        patterns = [pattern for pattern, _ in self.params]
-        near = max(patterns, key=lambda p: difflib.SequenceMatcher(None, p, tail).ratio(), default=None)
-        nearest = f"the nearest rule is {near!r}; " if near is not None else ""
-        row = f'r"{tail}"' if "\\" in tail else f'"{tail}"'
-        fix = f'{nearest}add ({row}, P(…)) or ({row}, replicate("why"))'
+        for other, match in self._matches_of(_tied_with(path, tied)).items():
+            what = f"no rule matches this parameter, and {match.rule} its other path {other}"
+            return Problem(path, what, fix=f"write the rule for {path}")
+        tail = self._own_pattern(path, names)
+        nearest = ""
+        if self.params:
+            near, _ = max(self.params, key=lambda row: _similarity(row[0], tail))
+            nearest = f"the nearest rule is {near!r}; "
+        literal = f'"{tail}"'
+        if "\\" in tail:
+            literal = f"r{literal}"
+        fix = f'{nearest}add ({literal}, P(…)) or ({literal}, replicate("why"))'
         return Problem(path, "no rule matches this parameter", fix=fix)
 
+    def _own_pattern(self, path: str, names: Mapping[str, str]) -> str:
+        """Return the shortest pattern, of two components or more, for this parameter alone."""
+        own = names[path]
+        parts = own.split("/")
+        is_numbered = own != self.layer_path(path)[0]
+        if is_numbered:
+            # Numbered modules of other shapes are no layers of one stack: no rule for others may
+            # match them.
+            taken = list(names.keys() - {path})
+            shortest = len(parts)
+        else:
+            taken = self._forms_of_others(own, names)
+            shortest = min(2, len(parts))
+        for length in range(shortest, len(parts) + 1):
+            if parts[-length].isdigit():
+                continue
+            end = "/".join(parts[-length:])
+            if not any(f"/{other}".endswith(f"/{end}") for other in taken):
+                return re.escape(end)
+        return f"^{re.escape(own)}"
+
+    def _forms_of_others(self, own: str, names: Mapping[str, str]) -> list[str]:
+        """Return the forms of other parameters' paths, with and without layer numbers."""
+        forms: list[str] = []
+        for other, name in names.items():
+            if other == name != own:
+                forms += names_of(other, self.stacks)
+        return forms
+
     def _useless(self, index: int, paths: Iterable[str]) -> Problem:
+        """Return the problem of a rule that is the first match of no path."""
         pattern = self.params[index][0]
-        where, names = rule_name(index, pattern), {path: self.layer_path(path)[0] for path in paths}
-        if own := [path for path in names if matches(pattern, path, self.stacks)]:
-            shadowers = " and ".join(dict.fromkeys(match.rule for path in own if (match := self.match(path))))
-            what = f"is shadowed by {shadowers}, which takes all it matches"
-            return Problem(where, what, f"e.g. {own[0]}", "put the narrower rule first")
-        near = difflib.get_close_matches(pattern, names.values(), n=1, cutoff=0.3)
-        fix = f"the nearest parameter is {near[0]}; " if near else ""
-        return Problem(where, "matches no parameter", fix=f"{fix}correct it or delete it")
+        where = rule_name(index, pattern)
+        own = [path for path in paths if matches(pattern, path, self.stacks)]
+        if own:
+            shadowing = dict.fromkeys(match.rule for match in self._matches_of(own).values())
+            return Problem(
+                where,
+                f"is shadowed by {' and '.join(shadowing)}, which takes all it matches",
+                detail=f"e.g. {own[0]}",
+                fix="put the narrower rule first",
+            )
+        layer_paths = self._layer_paths(paths).values()
+        fix = "correct it or delete it"
+        near = difflib.get_close_matches(pattern, layer_paths, n=1, cutoff=0.3)
+        if near:
+            fix = f"the nearest parameter is {near[0]}; {fix}"
+        return Problem(where, "matches no parameter", fix=fix)
 
 
-def audit_spec(path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, int], by: str) -> list[Problem]:
-    """Return the problems of splitting an array: a spec that is too long, dimensions that do not divide.
+def _similarity(pattern: str, other: str) -> float:
+    """Return how alike two patterns are, from 0 to 1."""
+    return difflib.SequenceMatcher(None, pattern, other).ratio()
+
+
+def _as_pairs(table: Any) -> tuple[tuple[Any, ...], ...]:
+    """Return the rows of a table, a mapping or a sequence of pairs, as hashable tuples."""
+    if isinstance(table, Mapping):
+        table = table.items()
+    return tuple(tuple(pair) for pair in table)
+
+
+def _as_stacked_pairs(stacked: Any) -> tuple[tuple[str, Any], ...]:
+    """Return hashable pairs of stacks: the axis alone for a stack along dimension 0."""
+    pairs: list[tuple[str, Any]] = []
+    for name, stack in read_stacked(stacked).items():
+        if stack.dim:
+            pairs.append((name, stack))
+        else:
+            pairs.append((name, stack.axis))
+    return tuple(pairs)
+
+
+def _param_problems(params: Iterable[tuple[str, Any]]) -> list[Problem]:
+    """Return the problems of each row for parameters alone."""
+    problems = []
+    for index, (pattern, value) in enumerate(params):
+        where = rule_name(index, pattern)
+        try:
+            matches_every_path = is_catch_all(pattern)
+        except PatternError as error:
+            problems.append(Problem(where, f"is not a regular expression: {error}"))
+            continue
+        if matches_every_path:
+            what = "matches every path: there is no catch-all rule"
+            problems.append(Problem(where, what, fix="name the parameters that it is for"))
+        problems += _value_problems(where, value)
+    return problems
+
+
+def _value_problems(where: str, value: Any) -> list[Problem]:
+    """Return the problem of a rule's value, if it has one."""
+    if isinstance(value, Replicate):
+        return []
+    if not isinstance(value, P):
+        fix = 'a PartitionSpec, or replicate("why")'
+        return [Problem(where, f"has the value {value!r}", fix=fix)]
+    if P.UNCONSTRAINED in value:
+        fix = "an axis, or None for whole"
+        return [Problem(where, "leaves a dimension to the compiler", fix=fix)]
+    if not any(map(entry_axes, value)):
+        what = f"{spec_text(value)} replicates silently"
+        return [Problem(where, what, fix='write replicate("why")')]
+    return []
+
+
+def _activation_problems(activations: Iterable[tuple[str, Any]]) -> list[Problem]:
+    """Return the problems of each row for activations alone."""
+    problems = []
+    seen: list[str] = []
+    for name, value in activations:
+        where = f"activation {name!r}"
+        if not isinstance(value, P):
+            problems.append(Problem(where, f"has the value {value!r}", fix="a PartitionSpec"))
+        if name in seen:
+            problems.append(Problem(where, "is in the table twice", fix="keep one"))
+        seen.append(name)
+    return problems
+
+
+def _aliases(tied: Tied, shapes: Collection[str]) -> list[str]:
+    """Return the tied paths that are not those of the arrays in `shapes`."""
+    aliases = []
+    for paths in tied:
+        for path in paths:
+            if path not in shapes:
+                aliases.append(path)
+    return aliases
+
+
+def _tied_with(path: str, tied: Tied) -> list[str]:
+    """Return all paths of the groups of a path, its own among them."""
+    found: list[str] = []
+    for paths in tied:
+        if path in paths:
+            found += paths
+    return found
+
+
+def _axis_problems(where: str, spec: P, axes: Collection[str]) -> list[Problem]:
+    """Return a problem for each axis of a spec that is unknown or used twice."""
+    problems = []
+    repeated = repeated_axes(spec)
+    for axis in dict.fromkeys(_axes_of(spec)):
+        if axis not in axes:
+            what = f"{spec_text(spec)} names the unknown axis {axis!r}"
+            problems.append(Problem(where, what, fix=did_you_mean(axis, axes)))
+        elif axis in repeated:
+            what = f"{spec_text(spec)} uses the axis {axis!r} twice"
+            problems.append(Problem(where, what, fix="keep one of them"))
+    return problems
+
+
+def _audit_match(
+    path: str, shape: tuple[int, ...], match: Match, axes: Mapping[str, int]
+) -> list[Problem]:
+    """Return the problems of splitting a parameter by the rule that applies to it."""
+    by = f"rule {match.pattern!r}"
+    twice = repeated_axes(match.spec)
+    if not twice:
+        return audit_spec(path, shape, match.spec, axes, by)
+    spec = spec_text(match.spec)
+    what = f"{by} and stacking give {spec}, which uses the axis {twice[0]!r} twice"
+    return [Problem(path, what, fix="split the stack or the layer over it")]
+
+
+def audit_spec(
+    path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, int], by: str
+) -> list[Problem]:
+    """Return the problems of splitting an array: too many entries, dimensions that do not divide.
 
     `spec` must only name axes of `axes`; `by` is its origin, for the message.
 
@@ -347,40 +532,61 @@ def audit_spec(path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, in
             fix: make the dimension a multiple of 2, or leave it whole in the spec
     """
     if len(spec) > len(shape):
-        what = f"{by} gives {spec_text(spec)} for the shape {shape}"
-        fix = "write one entry for each dimension at most (a stacked dimension adds its own)"
-        return [Problem(path, what, f"{len(spec)} entries for {len(shape)} dimensions", fix)]
+        problem = Problem(
+            path,
+            f"{by} gives {spec_text(spec)} for the shape {shape}",
+            detail=f"{len(spec)} entries for {len(shape)} dimensions",
+            fix="write one entry for each dimension at most (a stacked dimension adds its own)",
+        )
+        return [problem]
     problems = []
     for dim, entry in enumerate(spec):
+        size = shape[dim]
         shards = shards_of(entry, axes)
-        if shape[dim] % shards:
-            product = " × ".join(f"{axis}={axes[axis]}" for axis in entry_axes(entry))
-            arithmetic = f"{shape[dim]} / ({product}) = {shape[dim] / shards:.4g}"
-            fix = f"make the dimension a multiple of {shards}, or leave it whole in the spec"
-            problems.append(Problem(path, f"{by} cannot split dimension {dim} of {shape}", arithmetic, fix))
+        if size % shards == 0:
+            continue
+        product = " × ".join(f"{axis}={axes[axis]}" for axis in entry_axes(entry))
+        problem = Problem(
+            path,
+            f"{by} cannot split dimension {dim} of {shape}",
+            detail=f"{size} / ({product}) = {size / shards:.4g}",
+            fix=f"make the dimension a multiple of {shards}, or leave it whole in the spec",
+        )
+        problems.append(problem)
     return problems
 
 
 def spec_text(spec: P) -> str:
-    """Return a spec as short text: `P(fsdp, tensor)`, with `.` for a whole dimension and `a+b` for two axes.
+    """Return a spec as short text, with `.` for a whole dimension and `a+b` for two axes.
 
     Example:
         >>> spec_text(P(None, ("data", "fsdp"), "tensor"))
         'P(., data+fsdp, tensor)'
     """
-    return f"P({', '.join('+'.join(entry_axes(entry)) or '.' for entry in spec)})"
+    words = ["+".join(entry_axes(entry)) or "." for entry in spec]
+    return f"P({', '.join(words)})"
 
 
 def repeated_axes(spec: Iterable[Any]) -> list[str]:
     """Return the mesh axes that a spec names more than once."""
-    used = [axis for entry in spec for axis in entry_axes(entry)]
+    used = _axes_of(spec)
     return [axis for axis in dict.fromkeys(used) if used.count(axis) > 1]
+
+
+def _axes_of(spec: Iterable[Any]) -> list[str]:
+    """Return the mesh axes of all entries, in order, with repetitions."""
+    axes: list[str] = []
+    for entry in spec:
+        axes += entry_axes(entry)
+    return axes
 
 
 def placement(spec: P) -> tuple[tuple[str, ...], ...]:
     """Return the axes of each dimension in a form that is equal for equivalent specs."""
-    last = max((i for i, entry in enumerate(spec) if entry_axes(entry)), default=-1)
-    return tuple(map(entry_axes, spec[: last + 1]))
+    axes = list(map(entry_axes, spec))
+    while axes and not axes[-1]:  # P("fsdp", None) is P("fsdp")
+        axes.pop()
+    return tuple(axes)
 
 
 def rule_name(index: int, pattern: str) -> str:
