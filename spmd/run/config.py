@@ -210,16 +210,18 @@ class TrainConfig(RunConfig, Generic[M]):
 
     field_rules: ClassVar[FieldRules] = {
         **RunConfig.field_rules,
-        **dict.fromkeys(("accumulate", "logits_chunk"), "at least 1"),
+        "accumulate": "at least 1",
+        "logits_chunk": "at least 1",
         "devices": "at least 0",
         "zero": (0, 1, 2, 3),
         "task": ("pretrain", "sft"),
         "exchange_once": ("auto", "none", "data", "data+fsdp"),
-        **dict.fromkeys(
-            ("pipeline.microbatches", "pipeline.chunks"), "at least 0 and at most 65536"
-        ),
+        "pipeline.microbatches": "at least 0 and at most 65536",
+        "pipeline.chunks": "at least 0 and at most 65536",
         "evaluate.tokens": "at least 1",
-        **dict.fromkeys(("sample.tokens", "sample.temperature", "sample.top_k"), "at least 0"),
+        "sample.tokens": "at least 0",
+        "sample.temperature": "at least 0",
+        "sample.top_k": "at least 0",
         "sample.top_p": "above 0 and at most 1",
     }
 
