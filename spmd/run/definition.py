@@ -157,7 +157,7 @@ def _problems_of_items(name: str, items: Iterable[Any], kind: type) -> Iterator[
 
 
 def closing(batches: Iterable[Any]) -> contextlib.AbstractContextManager[Iterable[Any]]:
-    """Return a context to close batches, where they can be closed."""
+    """Return a context to close batches, if they have a `close`."""
     if getattr(batches, "close", None):
         return contextlib.closing(batches)  # type: ignore[type-var]
     return contextlib.nullcontext(batches)

@@ -38,7 +38,7 @@ class EvaluationSet:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Result on one set: sums in nats, of `tokens` targets that stand for `bytes` of text."""
+    """Result on one set: sums in nats, of `tokens` targets for `bytes` of text."""
 
     name: str
     nats: float
@@ -202,7 +202,7 @@ def _shared_counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[Rows, int
 
 
 def _targets(part: Rows, count: int) -> Iterator[np.ndarray]:
-    """Yield the targets of the first rows that have a weight, some rows at a time."""
+    """Yield the targets with a weight of the first rows, some rows at a time."""
     for first in range(0, count, _COUNTED_AT_ONCE):
         rows = part.rows(np.arange(first, min(first + _COUNTED_AT_ONCE, count)))
         yield rows["targets"][rows["weights"] > 0]

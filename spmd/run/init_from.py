@@ -29,7 +29,7 @@ _EXECUTION_FIELDS = ("stacked", "unroll")
 
 
 def check_init(setup: TrainSetup) -> str:
-    """Check from configs and headers alone that the run can start with `init`.
+    """Check `init` for the run, from configs and headers alone.
 
     Return a line about the initial parameters; empty if all parameters are random and trained.
     """
@@ -60,7 +60,7 @@ def _line_of_random_base(config: TrainConfig) -> str:
 
 
 def copy_source_files(setup: TrainSetup, run: Path) -> None:
-    """Copy the files of the `init` folder that an export needs into the run folder."""
+    """Copy the files for an export from the `init` folder into the run folder."""
     if setup.config.init:
         source = Path(setup.config.init)
         config_file = ORIGINAL if is_run(source) else CONFIG

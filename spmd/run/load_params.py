@@ -43,7 +43,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 
 def is_run(path: Path) -> bool:
-    """Return true for a run folder, never for one that may be from Hugging Face.
+    """Return true for a run folder, never for a folder from Hugging Face.
 
     The config.py of a run folder is executed.
     """
@@ -205,7 +205,7 @@ def read_adapters(
 
 
 def _point(config: TrainConfig, params: Any, trained: bool) -> EvaluationPoint:
-    """Return the point of the gradients of a run, or that of its evaluation."""
+    """Return the point of a run's gradients, or the point of its evaluation."""
     if trained:
         return trained_point(params)
     return _evaluation_point(config, params)

@@ -33,7 +33,7 @@ def check_microbatches(setup: TrainSetup) -> None:
 
 
 def check_config(setup: TrainSetup) -> None:
-    """Raise for problems on any mesh: values that cannot be recorded, and a sample without room."""
+    """Raise for problems on every mesh: values without JSON, and a sample without room."""
     config_values(setup.config)
     if setup.config.sample.prompt:
         count_sample_tokens(setup.config, load_tokenizer(setup.config.data.tokenizer))
@@ -46,7 +46,7 @@ def check_step(setup: TrainSetup) -> None:
 
 
 def preflight(setup: TrainSetup) -> None:
-    """Raise for a run that cannot start, before anything is allocated or compiled."""
+    """Raise for an impossible run, before anything is allocated or compiled."""
     check_config(setup)
     check_step(setup)
 
@@ -134,7 +134,7 @@ def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:
 
 
 def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple[str, int]]:
-    """Return flags with which the step fits by the estimate, and the bytes per device.
+    """Return flags to make the step fit by the estimate, and the bytes per device.
 
     The cheapest settings are tried first: ZeRO 3, rematerialization, offloading of optimizer state
     and then of parameters, and smaller microbatches; each alone and together with the previous

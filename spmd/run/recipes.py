@@ -1,4 +1,4 @@
-"""Gains of recipes of matmuls on a kind of chip, and recipes that it does not have."""
+"""Gains of recipes of matmuls on a kind of chip, and recipes foreign to it."""
 
 import collections
 import math

@@ -143,7 +143,7 @@ class RunConfig:
                 yield from check_type(field.name, getattr(self, field.name), kind, fix)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems of the values; a class that extends this one adds its own."""
+        """Yield the problems of the values; subclasses add their own."""
         yield from check_fields(self, self.field_rules)
         names = get_args(WriterName)
         for name in self.metrics_to:

@@ -117,7 +117,7 @@ class RunDir:
             raise CheckpointError("Nothing is written through links:", problems)
 
     def lease(self, resume: bool, take_over: bool) -> Lease:
-        """Return the lease that a writer must hold; `resume` is the result of `check_use`."""
+        """Return the lease for writing here; `resume` is the result of `check_use`."""
         changed = Problem(
             str(self.path),
             "another run has begun or ended here in the meantime",

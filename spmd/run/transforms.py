@@ -1,4 +1,4 @@
-"""The transforms of the gradient that runs know, and their states in checkpoints."""
+"""Transforms of the gradient, and their states in checkpoints."""
 
 from collections.abc import Iterable
 
