@@ -1,4 +1,4 @@
-"""Build what a `TrainConfig` describes: model, optimizer, plan, gradient function and step.
+"""Build the parts of a `TrainConfig`: model, optimizer, plan, gradient function and step.
 
 Each function builds one thing, from the config and from what was built before; `make_setup` builds
 all that a run needs.
@@ -143,7 +143,7 @@ def build_precision(config: TrainConfig) -> Precision:
 
 
 def applicable_compression(config: TrainConfig) -> CompressConfig:
-    """Return the compression that applies on the config's mesh, which has no -1.
+    """Return the applicable compression on the config's mesh, without -1.
 
     Nothing is sent over axes of size 1.
     """
@@ -194,7 +194,7 @@ def build_model(config: TrainConfig) -> Model:
 
 
 def skips_updates(config: TrainConfig) -> bool:
-    """Return true if updates that are not finite, or too large, are skipped and counted."""
+    """Return true if updates are skipped and counted: those not finite, or too large."""
     if "skip" in (config.on_nan, config.recovery.on_spike):
         return True
     return build_precision(config).loss_scale is not None
@@ -289,7 +289,7 @@ def _read_schedule(config: TrainConfig, stages: int) -> Schedule:
 
 
 def _default_microbatches(config: TrainConfig, mesh: AnyMesh) -> int:
-    """Return the largest number of microbatches that divides the batch and splits over the mesh.
+    """Return the largest fitting number of microbatches for the batch and the mesh.
 
     There are at most `MICROBATCHES` for each stage.
     """
@@ -311,7 +311,7 @@ def count_microbatches(config: TrainConfig, schedule: Schedule | None) -> int:
 
 
 def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> list[Problem]:
-    """List the settings that exclude a schedule with microbatches in flight between steps."""
+    """List the settings in conflict with microbatches in flight between steps."""
     if schedule is None or schedule.flush:
         return []
     accumulates = config.accumulate > 1
@@ -337,7 +337,7 @@ def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> l
 
 
 def _problems_once(config: TrainConfig, schedule: Schedule | None) -> list[Problem]:
-    """List the setting that excludes compression: it needs one exchange of gradients a step."""
+    """List the setting in conflict with compression: it needs one exchange of gradients a step."""
     parts = config.accumulate * count_microbatches(config, schedule)
     if not build_powersgd(config) or config.exchange_once != "none" or parts == 1:
         return []
@@ -461,7 +461,7 @@ def _open_chats(config: TrainConfig, data: DataConfig) -> Corpus:
 
 
 def read_source(config: TrainConfig, source: Iterable[str], tokenizer: Tokenizer) -> Corpus:
-    """Return the corpus of some files: text, or conversations where these are trained."""
+    """Return the corpus of some files: text, or conversations for task sft."""
     data = config.data
     cache = data.cache_folder
     if config.task == "pretrain":

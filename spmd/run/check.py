@@ -1,4 +1,4 @@
-"""Comparison of a config's first steps on one device with those on a mesh, or on every product of mesh axes."""
+"""Comparison of a config's first steps on one device with those on other meshes."""
 
 import dataclasses
 import functools
@@ -11,7 +11,13 @@ import numpy as np
 
 from spmd.errors import ConfigError, Problem, SpmdError, check_type, shown
 from spmd.plan.plan import ShardingPlan
-from spmd.run.build import TrainSetup, count_microbatches, make_setup, one_device_mesh, open_training_text
+from spmd.run.build import (
+    TrainSetup,
+    count_microbatches,
+    make_setup,
+    one_device_mesh,
+    open_training_text,
+)
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import initial_state
 from spmd.run.preflight import preflight
@@ -22,15 +28,23 @@ from spmd.training.step import TrainStep
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """First `steps` steps of a config, on text with uneven padding; the config's own mesh is not used."""
+    """First `steps` steps of a config, on text with uneven padding.
+
+    The config's own mesh is not used.
+    """
 
     config: TrainConfig
     steps: int
-    _references: dict[int, Reference] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    _setups: dict[AnyMesh, TrainSetup] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _references: dict[int, Reference] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _setups: dict[AnyMesh, TrainSetup] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def __str__(self) -> str:
-        return f"{_steps_text(self.count)} of {self.precision}, a quarter of the tokens masked as padding"
+        steps = f"{_steps_text(self.count)} of {self.precision}"
+        return f"{steps}, a quarter of the tokens masked as padding"
 
     @property
     def count(self) -> int:
@@ -52,20 +66,25 @@ class Check:
         """Host batches, one for each step."""
         size = self.config.data.batch
         order = open_training_text(self.config).order(self.config.seed)
-        rows = [np.arange(step * size, (step + 1) * size) for step in range(self.steps)]
-        return [pad_unevenly(order.read(chosen), seed=step) for step, chosen in enumerate(rows)]
+        batches = []
+        for step in range(self.steps):
+            rows = np.arange(step * size, (step + 1) * size)
+            batches.append(pad_unevenly(order.read(rows), seed=step))
+        return batches
 
     def reference(self, microbatches: int) -> Reference:
-        """Return the steps on one device with gradient accumulation over the microbatches; compiled once."""
+        """Return the steps on one device with accumulation over microbatches; compiled once."""
         if microbatches not in self._references:
             pipeline = dataclasses.replace(self.config.pipeline, microbatches=microbatches)
-            setup = make_setup(dataclasses.replace(self.config, pipeline=pipeline), self.one_device.mesh)
+            config = dataclasses.replace(self.config, pipeline=pipeline)
+            setup = make_setup(config, self.one_device.mesh)
             state = initial_state(setup)
-            self._references[microbatches] = Reference(setup.plan, setup.grad_fn, self.batches, state=state)
+            reference = Reference(setup.plan, setup.grad_fn, self.batches, state=state)
+            self._references[microbatches] = reference
         return self._references[microbatches]
 
     def setup_on(self, mesh: AnyMesh) -> TrainSetup:
-        """Return the config's setup on a mesh; one that cannot run there is refused before anything compiles."""
+        """Return the config's setup on a mesh; refuse a misfit before anything compiles."""
         if mesh in self._setups:
             return self._setups[mesh]
         setup = make_setup(self.config, mesh)
@@ -75,7 +94,10 @@ class Check:
         return setup
 
     def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
-        """Run the steps on a mesh, with a bug of `spmd.testing.BUGS`, and compare each with one device by leaf."""
+        """Run the steps on a mesh and compare each with one device by leaf.
+
+        `bug` is a bug of `spmd.testing.BUGS` to inject.
+        """
         setup = self.setup_on(mesh)
         grad_fn = BUGS[bug](setup.grad_fn) if bug else setup.grad_fn
         reference = self.reference(count_microbatches(self.config, setup.schedule))
@@ -87,7 +109,8 @@ class StepCheck:
     """First steps of a user's own train step, on its own batches.
 
     Attributes:
-        make: A function of a mesh that returns a `TrainStep` and its batches, those of one mesh as those of another.
+        make: A function of a mesh that returns a `TrainStep` and its batches, the same on all
+            meshes.
         steps: Number of steps; 0 is one for each batch.
     """
 
@@ -119,20 +142,29 @@ class StepCheck:
         """Return the step and the batches of a mesh."""
         if mesh in self._made:
             return self._made[mesh]
-        returned, fix = self.make(mesh), "return step, batches, with step from spmd.make_train_step"
-        name = getattr(self.make, "__name__", "the function")
-        if not (isinstance(returned, tuple) and len(returned) == 2):
-            raise ConfigError("There is no step to check:", [Problem(name, f"returns {shown(returned)}", fix=fix)])
-        step, batches = returned
-        problems = check_type(f"{name}, step", step, TrainStep, fix)
-        problems += check_type(f"{name}, batches", batches, (list, tuple), f"{fix}, and batches a list")
-        if not problems and not max(self.steps, 1) <= len(batches):
-            what = f"are {len(batches)}, fewer than the steps"
-            problems.append(Problem(f"{name}, batches", what, f"check-steps={self.steps}", "one batch for each step"))
+        returned = self.make(mesh)
+        problems = self._problems(returned)
         if problems:
             raise ConfigError("There is no step to check:", problems)
-        self._made[mesh] = step, batches[: self.steps or len(batches)]
+        step, batches = returned
+        self._made[mesh] = (step, batches[: self.steps or len(batches)])
         return self._made[mesh]
+
+    def _problems(self, returned: Any) -> list[Problem]:
+        """Return the problems of the function's result."""
+        name = getattr(self.make, "__name__", "the function")
+        fix = "return step, batches, with step from spmd.make_train_step"
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            return [Problem(name, f"returns {shown(returned)}", fix=fix)]
+        step, batches = returned
+        where = f"{name}, batches"
+        problems = check_type(f"{name}, step", step, TrainStep, fix)
+        problems += check_type(where, batches, (list, tuple), f"{fix}, and batches a list")
+        if not problems and len(batches) < max(self.steps, 1):
+            what = f"are {len(batches)}, fewer than the steps"
+            detail = f"check-steps={self.steps}"
+            problems.append(Problem(where, what, detail, "one batch for each step"))
+        return problems
 
     @functools.cached_property
     def _reference(self) -> Reference:
@@ -140,7 +172,10 @@ class StepCheck:
         return Reference(step.plan, step.grad_fn, batches)
 
     def compare(self, mesh: AnyMesh, bug: str = "") -> Parity:
-        """Run the steps on a mesh, with a bug of `spmd.testing.BUGS`, and compare each with one device by leaf."""
+        """Run the steps on a mesh and compare each with one device by leaf.
+
+        `bug` is a bug of `spmd.testing.BUGS` to inject.
+        """
         step, _ = self.made_on(mesh)
         _check_flush(step.plan)
         grad_fn = BUGS[bug](step.grad_fn) if bug else step.grad_fn
@@ -148,10 +183,11 @@ class StepCheck:
 
 
 def _check_flush(plan: ShardingPlan) -> None:
-    """Raise an error if a pipeline without a flush makes the gradients: they are of the batch before."""
+    """Raise `ConfigError` for a pipeline without a flush: its gradients are of the batch before."""
     if any(transform.overlapping_steps for transform in plan.transforms):
         what = "has gradients that are one update late, unlike one device"
-        problem = Problem("schedule pipedream", what, fix="check the layout with --pipeline.schedule 1f1b")
+        fix = "check the layout with --pipeline.schedule 1f1b"
+        problem = Problem("schedule pipedream", what, fix=fix)
         raise ConfigError("There is nothing to compare:", [problem])
 
 
@@ -162,65 +198,129 @@ def _steps_text(count: int) -> str:
 
 
 class Sweep:
-    """A check on each axis alone, every pair of axes, and so on up to `most` axes of size 2, with a line for each.
+    """A check on each axis alone, every pair of axes, and so on up to `most` axes of size 2.
 
-    If the config is refused on a mesh, meshes with the same axes and more are skipped: the reason would be the same.
+    If the config is refused on a mesh, meshes with the same axes and more are skipped: the reason
+    would be the same.
     """
 
     def __init__(self, check: Check | StepCheck, most: int, bug: str = "") -> None:
-        needed, available = 2**most, len(jax.devices())
+        needed = 2**most
+        available = len(jax.devices())
         if needed > available:
-            detail = f"{' × '.join(['2'] * most)} = {needed} > {available}"
-            fix = f"--devices {needed}, which simulates them on CPU"
-            raise ConfigError("Nothing to check:", [Problem("products", "need more devices", detail, fix)])
-        products = (some for count in range(most) for some in itertools.combinations(AXES, count + 1))
-        self.check, self.bug, self.shapes = check, bug, [MeshShape(**dict.fromkeys(axes, 2)) for axes in products]
+            product = " × ".join(["2"] * most)
+            problem = Problem(
+                "products",
+                "need more devices",
+                f"{product} = {needed} > {available}",
+                f"--devices {needed}, which simulates them on CPU",
+            )
+            raise ConfigError("Nothing to check:", [problem])
+        self.check = check
+        self.bug = bug
+        self.shapes = list[MeshShape]()
+        for count in range(1, most + 1):
+            for axes in itertools.combinations(AXES, count):
+                self.shapes.append(MeshShape(**dict.fromkeys(axes, 2)))
         self.compared: dict[MeshShape, Parity] = {}
         self.refused: dict[MeshShape, SpmdError] = {}
 
     def lines(self) -> Iterator[str]:
-        """Run the sweep and yield a line after each mesh; raise `ConfigError` if the config is refused on all."""
+        """Run the sweep and yield a line after each mesh.
+
+        Raises:
+            ConfigError: The config is refused on all meshes.
+        """
         width = max(len(axes_text(shape.sizes)) for shape in self.shapes)
         for shape in self.shapes:
             if any(_split(other) < _split(shape) for other in self.refused):
                 continue
             name = f"{axes_text(shape.sizes):<{width}}"
             try:
-                parity = self.check.compare(mesh_of(shape, jax.devices()[: shape.total()]), self.bug)
+                mesh = mesh_of(shape, jax.devices()[: shape.total()])
+                parity = self.check.compare(mesh, self.bug)
             except SpmdError as error:
                 self.refused[shape] = error
-                first, *others = error.problems
-                yield f"{name}  refused: {first.where} {first.what}" + (f" (and {len(others)} more)" if others else "")
+                yield f"{name}  refused: {_refusal_text(error)}"
                 continue
             if not self.compared:
-                tightest = {row.what: row.tolerance for row in sorted(parity.rows, key=lambda row: -row.tolerance)}
-                allowed = {row.what: tightest[row.what] for row in parity.worst()}
                 yield f"{self.check};"
-                yield "the largest differences from one device, relative to the largest value of each leaf:"
-                yield " " * width + "".join(f"{kind:>{_column(kind)}}" for kind in allowed)
-                yield f"{'allowed':<{width}}" + "".join(f"{x:>{_column(kind)}.0e}" for kind, x in allowed.items())
+                yield from _table_head(parity, width)
             self.compared[shape] = parity
-            errors = "".join(f"{row.error:>{_column(row.what)}.2e}" for row in parity.worst())
-            yield f"{name}{errors}  {'ok' if parity.ok else 'FAIL'}" + (f" ({parity.ending})" if parity.ending else "")
+            yield f"{name}{_errors_text(parity)}"
         if not self.compared:
-            problems = [problem for error in self.refused.values() for problem in error.problems]
+            problems = list[Problem]()
+            for error in self.refused.values():
+                problems += error.problems
             raise ConfigError("This config runs on no product of axes:", problems)
-        agree, total = sum(parity.ok for parity in self.compared.values()), len(self.compared)
+        yield self._summary()
+
+    def _summary(self) -> str:
+        """Return the last line: the number of layouts in agreement, or with the bug found."""
+        total = len(self.compared)
+        agree = sum(parity.ok for parity in self.compared.values())
         if self.bug:
-            yield f"{self.bug}: the injected bug was found on {total - agree} of {total} meshes"
-        else:
-            yield f"{agree} of {total} layouts agree" + (f", {len(self.refused)} refused" if self.refused else "")
+            found = total - agree
+            return f"{self.bug}: the injected bug was found on {found} of {total} meshes"
+        text = f"{agree} of {total} layouts agree"
+        if self.refused:
+            text += f", {len(self.refused)} refused"
+        return text
 
     @property
     def ok(self) -> bool:
         """True if every layout agrees with one device; with a bug, if any does."""
-        return (any if self.bug else all)(parity.ok for parity in self.compared.values())
+        agreements = [parity.ok for parity in self.compared.values()]
+        if self.bug:
+            return any(agreements)
+        return all(agreements)
 
     def to_json(self) -> dict[str, Any]:
         """Return the results as JSON values, a record per mesh."""
-        compared = [{"mesh": shape.sizes, **parity.to_json()} for shape, parity in self.compared.items()]
-        refused = [{"mesh": s.sizes, "problems": list(map(str, e.problems))} for s, e in self.refused.items()]
+        compared = []
+        for shape, parity in self.compared.items():
+            compared.append({"mesh": shape.sizes, **parity.to_json()})
+        refused = []
+        for shape, error in self.refused.items():
+            problems = [str(problem) for problem in error.problems]
+            refused.append({"mesh": shape.sizes, "problems": problems})
         return {"ok": self.ok, "compared": compared, "refused": refused}
+
+
+def _refusal_text(error: SpmdError) -> str:
+    """Return the first problem of an error, and the number of others."""
+    first, *others = error.problems
+    text = f"{first.where} {first.what}"
+    if others:
+        text += f" (and {len(others)} more)"
+    return text
+
+
+def _table_head(parity: Parity, width: int) -> Iterator[str]:
+    """Yield the lines above the errors: the kinds of leaves, and the tightest tolerance of each."""
+    # Of equal kinds the last, with the smallest tolerance, stays.
+    rows = sorted(parity.rows, key=lambda row: -row.tolerance)
+    tightest = {row.what: row.tolerance for row in rows}
+    heads = " " * width
+    allowed = f"{'allowed':<{width}}"
+    for row in parity.worst():
+        column = _column(row.what)
+        heads += f"{row.what:>{column}}"
+        allowed += f"{tightest[row.what]:>{column}.0e}"
+    yield "the largest differences from one device, relative to the largest value of each leaf:"
+    yield heads
+    yield allowed
+
+
+def _errors_text(parity: Parity) -> str:
+    """Return the largest error of each kind of leaf, and the verdict."""
+    text = ""
+    for row in parity.worst():
+        text += f"{row.error:>{_column(row.what)}.2e}"
+    text += "  ok" if parity.ok else "  FAIL"
+    if parity.ending:
+        text += f" ({parity.ending})"
+    return text
 
 
 def axes_text(sizes: Mapping[str, int]) -> str:
@@ -230,10 +330,12 @@ def axes_text(sizes: Mapping[str, int]) -> str:
         >>> axes_text({"data": 2, "fsdp": 1, "tensor": 4})
         'data=2 tensor=4'
     """
-    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+    split = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    return " ".join(split) or "one device"
 
 
 def _split(shape: MeshShape) -> set[str]:
+    """Return the axes larger than 1."""
     return {axis for axis, size in shape.sizes.items() if size > 1}
 
 

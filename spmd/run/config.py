@@ -43,7 +43,7 @@ from spmd.sharding.rules import Rules
 
 
 class ModelConfig(Protocol):
-    """Interface of `TrainConfig.model`: a frozen dataclass that builds an NNX language model.
+    """Interface of `TrainConfig.model`: a frozen dataclass to build an NNX language model.
 
     Its fields are flags, `--model.FIELD`, and are recorded in checkpoints: numbers, strings, tuples
     and dataclasses. With the properties of `CountsFlops` it has a utilization and a predicted step
@@ -111,7 +111,7 @@ class EvaluationConfig(EvaluationInterval):
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """Text that is generated after the last step."""
+    """Text generated after the last step."""
 
     prompt: str = ""
     """Prompt of the sample; empty for no sample."""
@@ -208,14 +208,18 @@ class TrainConfig(RunConfig, Generic[M]):
 
     field_rules: ClassVar[FieldRules] = {
         **RunConfig.field_rules,
-        **dict.fromkeys(("accumulate", "logits_chunk"), "at least 1"),
+        "accumulate": "at least 1",
+        "logits_chunk": "at least 1",
         "devices": "at least 0",
         "zero": (0, 1, 2, 3),
         "task": ("pretrain", "sft"),
         "exchange_once": ("auto", "none", "data", "data+fsdp"),
-        **dict.fromkeys(("pipeline.microbatches", "pipeline.chunks"), "at least 0 and at most 65536"),
+        "pipeline.microbatches": "at least 0 and at most 65536",
+        "pipeline.chunks": "at least 0 and at most 65536",
         "evaluate.tokens": "at least 1",
-        **dict.fromkeys(("sample.tokens", "sample.temperature", "sample.top_k"), "at least 0"),
+        "sample.tokens": "at least 0",
+        "sample.temperature": "at least 0",
+        "sample.top_k": "at least 0",
         "sample.top_p": "above 0 and at most 1",
     }
 
@@ -281,7 +285,7 @@ class TrainConfig(RunConfig, Generic[M]):
 
 
 def _problems_of_making(make: Callable[[str], Any], name: str) -> Iterator[Problem]:
-    """Yield the problems that `make` has with a name."""
+    """Yield the problems of `make` with a name."""
     try:
         make(name)
     except ConfigError as error:
@@ -289,7 +293,7 @@ def _problems_of_making(make: Callable[[str], Any], name: str) -> Iterator[Probl
 
 
 def _model_problems(model: Any) -> Iterator[Problem]:
-    """Yield what a model's config lacks of `ModelConfig`."""
+    """Yield the members of `ModelConfig` missing from a model's config."""
     kind = type(model)
     missing = list[str]()
     for name in vars(ModelConfig):
@@ -381,7 +385,7 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _restored_value(old: Any, value: Any) -> Any:
-    """Return a field's value from its JSON value and the value that it replaces."""
+    """Return a field's value from its JSON value and its old value."""
     if callable(old) and isinstance(value, str):
         return old
     if isinstance(value, Mapping) and dataclasses.is_dataclass(old):
@@ -392,7 +396,7 @@ def _restored_value(old: Any, value: Any) -> Any:
 
 
 def config_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return dotted path → [before, after] for the values that differ.
+    """Return dotted path → [before, after] for the different values.
 
     Example:
         >>> config_difference({"mesh": {"fsdp": 1}, "steps": 5}, {"mesh": {"fsdp": 4}, "steps": 5})

@@ -1,4 +1,4 @@
-"""What a run is made of: a step, its batches, what it is evaluated on, and what is written about it."""
+"""Definition of a run: a step, its batches, evaluation sets, and the record of it."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,8 @@ from spmd.training.state import TrainState, abstract_state
 from spmd.training.step import TrainStep
 
 Batches = Callable[[int, int], Iterable[Any]]
-"""`(start, steps)` → the batches of the steps `start + 1 … steps`; what it returns is closed where it can be."""
+"""`(start, steps)` → the batches of the steps `start + 1 … steps`; they are closed where they can
+be."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,17 +36,21 @@ class RunDefinition:
         folder: The run folder, made if it does not exist.
         step: The train step, with its plan.
         batches: `(start, steps)` → the batches of those steps.
-        config: When to log, evaluate and save, and how to recover; its fields are recorded in checkpoints.
-        evaluation: Name → a function that returns the batches of an evaluation set, the same at each call. Checkpoints
-            are ranked by the loss on the first.
+        config: When to log, evaluate and save, and how to recover; its fields are recorded in
+            checkpoints.
+        evaluation: Name → a function that returns the batches of an evaluation set, the same at
+            each call. Checkpoints are ranked by the loss on the first.
         evaluation_loss: Loss of these sets, such as that of the step without dropout.
         data: Fingerprint of the data, which a resumed run and all processes must agree on.
         hooks: Further hooks, called after those of the run and before the one that saves.
-        writers: Further writers of metrics, called on the first process; all are closed at the end of the run.
-        throughput: What a step processes; by default, examples: the length of the batch's first array.
+        writers: Further writers of metrics, called on the first process; all are closed at the end
+            of the run.
+        throughput: What a step processes; by default, examples: the length of the batch's first
+            array.
         batch: Arrays or shapes of a batch, for compilation; by default, of the first one.
         reloaded: Part of the state that is not saved, but loaded again.
-        initial_state: Makes the state of a run that is not resumed; by default, `init_state(plan, config.seed)`.
+        initial_state: Makes the state of a run that is not resumed; by default, `init_state(plan,
+            config.seed)`.
         text: What is printed at the start and written to `plan.txt`; by default, the plan.
         notes: What is printed after it.
         source: Config file that is copied into the folder.
@@ -73,30 +78,38 @@ class RunDefinition:
     source: Path | None = None
 
     def __post_init__(self) -> None:
-        if problems := list(self._problems()):
+        problems = list(self._problems())
+        if problems:
             raise ConfigError("There is no such run:", problems)
 
     def _problems(self) -> Iterator[Problem]:
-        """Yield what is wrong with the arguments."""
+        """Yield the problems of the arguments."""
         yield from check_type("config", self.config, RunConfig, "config=spmd.RunConfig(steps=…)")
         yield from check_type("step", self.step, TrainStep, "spmd.make_train_step(plan, loss_fn)")
         example = "def batches(start, steps): return (make_batch(n) for n in range(start, steps))"
         yield from check_call("batches", self.batches, "start, steps", example)
-        sets = self.evaluation if isinstance(self.evaluation, Mapping) else {"": self.evaluation}
-        for name, batches in sets.items():
-            if not callable(batches):
-                fix = '{"val": lambda: held_out_batches}'
-                yield Problem(f"evaluation {name}".strip(), f"is {shown(batches)}", fix=fix)
-        if bool(self.evaluation) != (self.evaluation_loss is not None):
-            yield Problem("evaluation, evaluation_loss", "is there without the other", fix="give both or none")
-        for name, kind in (("hooks", Hook), ("writers", Writer)):
-            wrong = [x for x in getattr(self, name) if not isinstance(x, kind)]
-            yield from (Problem(name, f"has {shown(x)}", fix=f"instances of spmd.{kind.__name__}") for x in wrong)
+        yield from self._problems_of_evaluation()
+        yield from _problems_of_items("hooks", self.hooks, Hook)
+        yield from _problems_of_items("writers", self.writers, Writer)
         if isinstance(self.config, RunConfig) and isinstance(self.step, TrainStep):
             skips = "skip" in (self.config.on_nan, self.config.recovery.on_spike)
             if skips and not counts_skips(abstract_state(self.step.plan).optimizer_state):
-                fix = "make the plan with spmd.skip_bad_updates(optimizer), or on_nan roll-back"
-                yield Problem("on_nan, recovery.on_spike", "is skip, and the optimizer skips no update", fix=fix)
+                yield Problem(
+                    "on_nan, recovery.on_spike",
+                    "is skip, and the optimizer skips no update",
+                    fix="make the plan with spmd.skip_bad_updates(optimizer), or on_nan roll-back",
+                )
+
+    def _problems_of_evaluation(self) -> Iterator[Problem]:
+        sets = self.evaluation if isinstance(self.evaluation, Mapping) else {"": self.evaluation}
+        for name, batches in sets.items():
+            if not callable(batches):
+                where = f"evaluation {name}".strip()
+                fix = '{"val": lambda: held_out_batches}'
+                yield Problem(where, f"is {shown(batches)}", fix=fix)
+        if bool(self.evaluation) != (self.evaluation_loss is not None):
+            what = "is there without the other"
+            yield Problem("evaluation, evaluation_loss", what, fix="give both or none")
 
     @property
     def run_dir(self) -> RunDir:
@@ -111,24 +124,23 @@ class RunDefinition:
 
     @property
     def description(self) -> str:
-        """What is printed at the start, and written to the folder."""
+        """Text to print at the start, and to write to the folder."""
         return self.text or str(self.step.plan)
 
     @functools.cached_property
     def rate(self) -> Throughput:
-        """What a step processes."""
+        """Amount of work of a step."""
         return self.throughput or Throughput(self.examples)
 
     @functools.cached_property
     def examples(self) -> int:
         """Number of examples in a batch."""
         table = self.step.plan.rules.batch_table
-        sizes = [
-            x.shape[dim]
-            for path, x in tree.flatten(self.abstract_batch).items()
-            if (dim := table.examples(path)) is not None and x.ndim > dim
-        ]
-        return int(sizes[0]) if sizes else 1
+        for path, x in tree.flatten(self.abstract_batch).items():
+            dim = table.examples(path)
+            if dim is not None and x.ndim > dim:
+                return int(x.shape[dim])
+        return 1
 
     def read_first(self) -> Any:
         """Return the first batch of training, on the mesh."""
@@ -136,7 +148,16 @@ class RunDefinition:
             return place_batch(self.step.plan, next(iter(batches)))
 
 
+def _problems_of_items(name: str, items: Iterable[Any], kind: type) -> Iterator[Problem]:
+    """Yield a problem for each item of another type."""
+    for item in items:
+        if not isinstance(item, kind):
+            fix = f"instances of spmd.{kind.__name__}"
+            yield Problem(name, f"has {shown(item)}", fix=fix)
+
+
 def closing(batches: Iterable[Any]) -> contextlib.AbstractContextManager[Iterable[Any]]:
-    """Return a context that closes batches that can be closed."""
-    close = getattr(batches, "close", None)
-    return contextlib.closing(batches) if close else contextlib.nullcontext(batches)  # type: ignore[type-var]
+    """Return a context to close batches, if they have a `close`."""
+    if getattr(batches, "close", None):
+        return contextlib.closing(batches)  # type: ignore[type-var]
+    return contextlib.nullcontext(batches)

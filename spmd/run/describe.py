@@ -284,8 +284,10 @@ def _reduced_gradients(plan: ShardingPlan) -> Iterator[tuple[PlanEntry, ParamPla
             yield entry, placed
 
 
-def _reduced_elements(entry: PlanEntry, param: LocalParam, axis: str, sizes: Mapping[str, int]) -> int:
-    """Return the number of elements that a device sends over an axis for the sum of a gradient."""
+def _reduced_elements(
+    entry: PlanEntry, param: LocalParam, axis: str, sizes: Mapping[str, int]
+) -> int:
+    """Return the elements sent by a device over an axis for the sum of a gradient."""
     others = [name for name in itertools.chain(*param.kept) if name != axis]
     count = math.prod(entry.shape) // math.prod(sizes[name] for name in others)
     if axis in itertools.chain(*param.scatters):
@@ -336,7 +338,7 @@ def _powersgd_lines(plan: ShardingPlan, powersgd: PowerSGD) -> list[str]:
 
 
 def _powersgd_heading(plan: ShardingPlan, powersgd: PowerSGD, change: str) -> str:
-    """Return the line above the matrices; `change` is that of the bytes sent."""
+    """Return the line above the matrices; `change` compares the bytes sent."""
     size = plan.mesh.shape[AXIS]
     inside = ""
     wire = "on the wire of a device in a step"

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from spmd.data.corpus import Corpus
 from spmd.data.loader import Batch, Rows, evaluation_batches, make_rows
 from spmd.data.mixture import VALIDATION, name_problems, split_name
 from spmd.data.tokenizer import ByteTokenizer, Tokenizer
@@ -37,7 +38,7 @@ class EvaluationSet:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Result on one set: sums in nats, of `tokens` targets that stand for `bytes` of text."""
+    """Result on one set: sums in nats, of `tokens` targets for `bytes` of text."""
 
     name: str
     nats: float
@@ -57,12 +58,14 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """Loss that tokenizers do not change: bits for each byte of the text."""
-        return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
+        """Loss in bits for each byte of the text, comparable between tokenizers."""
+        if not self.bytes:
+            return math.nan
+        return self.nats / math.log(2) / self.bytes
 
     @property
     def accuracy(self) -> float:
-        """Share of the tokens that are the most likely ones."""
+        """Share of the tokens with the highest probability."""
         return self.correct / self.tokens
 
     def to_json(self) -> dict[str, Any]:
@@ -72,30 +75,42 @@ class Evaluation:
 
 
 def open_sets(
-    config: TrainConfig, named: Sequence[str], tokenizer: Tokenizer, where: str, taken: Collection[str] = ()
+    config: TrainConfig,
+    named: Sequence[str],
+    tokenizer: Tokenizer,
+    where: str,
+    taken: Collection[str] = (),
 ) -> list[EvaluationSet]:
     """Return the texts of `NAME=SOURCE`, whole; raise all problems at once.
 
-    A source is as in `data.source`; without a name, it is its own. No set may have a name that is `taken`. Problems are
-    reported at `where`, the name of the field or flag.
+    A source is as in `data.source`; without a name, it is its own. No set may have a name that is
+    `taken`. Problems are reported at `where`, the name of the field or flag.
     """
-    sets, problems = list[EvaluationSet](), list[Problem]()
+    sets = list[EvaluationSet]()
+    problems = list[Problem]()
     for entry in named:
         name, source = split_name(entry)
         try:
             corpus = read_source(config, (source,), tokenizer)
-            splits = (
-                (corpus.train, corpus.train_ends, corpus.train_mask),
-                (corpus.validation, corpus.validation_ends, corpus.validation_mask),
-            )
-            parts = tuple(make_rows(config.data, *split) for split in splits if len(split[0]) > 1)
-            sets.append(EvaluationSet(name or source, parts))
+            sets.append(EvaluationSet(name or source, _all_rows(config, corpus)))
         except DataError as error:
             problems += error.problems
-    problems += name_problems(where, [each.name for each in sets], taken, "NAME=SOURCE with another name")
+    names = [each.name for each in sets]
+    problems += name_problems(where, names, taken, "NAME=SOURCE with another name")
     if problems:
         raise ConfigError("There is nothing to evaluate on:", problems)
     return sets
+
+
+def _all_rows(config: TrainConfig, corpus: Corpus) -> tuple[Rows, ...]:
+    """Return the rows of both splits of a corpus, without those too short for one."""
+    train = (corpus.train, corpus.train_ends, corpus.train_mask)
+    validation = (corpus.validation, corpus.validation_ends, corpus.validation_mask)
+    parts = list[Rows]()
+    for tokens, ends, mask in (train, validation):
+        if len(tokens) > 1:
+            parts.append(make_rows(config.data, tokens, ends, mask))
+    return tuple(parts)
 
 
 def held_out_sets(text: TrainingText) -> list[EvaluationSet]:
@@ -103,64 +118,104 @@ def held_out_sets(text: TrainingText) -> list[EvaluationSet]:
     parts = tuple(each.validation for each in text.sets)
     if not text.is_mixture:
         return [EvaluationSet(VALIDATION, parts)]
-    return [
-        EvaluationSet(VALIDATION, parts, tuple(text.shares)),
-        *(EvaluationSet(each.name, (each.validation,)) for each in text.sets),
-    ]
+    sets = [EvaluationSet(VALIDATION, parts, tuple(text.shares))]
+    for each in text.sets:
+        sets.append(EvaluationSet(each.name, (each.validation,)))
+    return sets
 
 
 def evaluate(
-    setup: TrainSetup, model: ModelState, sets: Iterable[EvaluationSet], tokenizer: Tokenizer, tokens: int
+    setup: TrainSetup,
+    model: ModelState,
+    sets: Iterable[EvaluationSet],
+    tokenizer: Tokenizer,
+    tokens: int,
 ) -> Iterator[Evaluation]:
     """Yield the result on each set, of at most about `tokens` tokens; 0 for all."""
-    config, step = setup.config, make_eval_step(setup.plan, setup.evaluation_loss_fn)
+    step = make_eval_step(setup.plan, setup.evaluation_loss_fn)
     sharding = setup.plan.batch_sharding("tokens")
     for each in sets:
-        sums, size = dict.fromkeys(("loss", "accuracy", "weight"), 0.0), 0.0
-        for number, batch in enumerate(set_batches(each, config.data.batch, sharding, tokens), 1):
-            found = jax.device_get(step(model.params, model.variables, batch, each.name, number))
-            sums = {name: total + float(found[name]) for name, total in sums.items()}
-        for part, count, weight in _counts(each, tokens):
-            size += weight * sum(count_bytes(targets, tokenizer) for targets in _targets(part, count))
-        yield Evaluation(each.name, sums["loss"], sums["accuracy"], round(sums["weight"]), round(size))
+        sums = dict.fromkeys(("loss", "accuracy", "weight"), 0.0)
+        batches = set_batches(each, setup.config.data.batch, sharding, tokens)
+        for number, batch in enumerate(batches, 1):
+            found = step(model.params, model.variables, batch, each.name, number)
+            found = jax.device_get(found)
+            for name in sums:
+                sums[name] += float(found[name])
+        yield Evaluation(
+            each.name,
+            nats=sums["loss"],
+            correct=sums["accuracy"],
+            tokens=round(sums["weight"]),
+            bytes=round(_size_in_bytes(each, tokens, tokenizer)),
+        )
 
 
-def set_batches(each: EvaluationSet, batch: int, sharding: NamedSharding, tokens: int) -> Iterator[Batch]:
+def _size_in_bytes(each: EvaluationSet, tokens: int, tokenizer: Tokenizer) -> float:
+    """Return the bytes of text of the evaluated targets, weighted as these are."""
+    size = 0.0
+    for part, count, weight in _counts(each, tokens):
+        size += weight * sum(count_bytes(targets, tokenizer) for targets in _targets(part, count))
+    return size
+
+
+def set_batches(
+    each: EvaluationSet, batch: int, sharding: NamedSharding, tokens: int
+) -> Iterator[Batch]:
     """Yield batches of the first `tokens` tokens of a set, rounded up to rows; 0 for all."""
     for part, count, weight in _counts(each, tokens):
-        at_most = count * part.sequence
-        yield from evaluation_batches(part, batch=batch, sharding=sharding, tokens_at_most=at_most, weight=weight)
+        yield from evaluation_batches(
+            part,
+            batch=batch,
+            sharding=sharding,
+            tokens_at_most=count * part.sequence,
+            weight=weight,
+        )
 
 
 def _counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[Rows, int, float]]:
-    """Yield each part of a set with the number of its rows, and the weight of each of their targets."""
+    """Yield each part of a set with the number of its rows, and the weight of each target."""
     if each.shares:
-        wanted = [math.ceil(tokens * share / each.parts[0].sequence) for share in each.shares]
-        counts = [min(len(part), rows or len(part)) for part, rows in zip(each.parts, wanted, strict=True)]
-        sizes = [sum(map(len, _targets(*pair))) for pair in zip(each.parts, counts, strict=True)]
-        weights = [share * sum(sizes) / size for share, size in zip(each.shares, sizes, strict=True)]
-        yield from zip(each.parts, counts, weights, strict=True)
+        yield from _shared_counts(each, tokens)
         return
     left = tokens or sum(len(part) * part.sequence for part in each.parts)
     for part in each.parts:
-        if count := min(len(part), math.ceil(left / part.sequence)):
+        count = min(len(part), math.ceil(left / part.sequence))
+        if count:
             yield part, count, 1.0
         left -= count * part.sequence
 
 
+def _shared_counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[Rows, int, float]]:
+    """Yield the same for a set with shares: weights make up for parts of other sizes."""
+    sequence = each.parts[0].sequence
+    counts = list[int]()
+    sizes = list[int]()  # in targets
+    for part, share in zip(each.parts, each.shares, strict=True):
+        wanted = math.ceil(tokens * share / sequence) or len(part)
+        count = min(len(part), wanted)
+        counts.append(count)
+        sizes.append(sum(len(targets) for targets in _targets(part, count)))
+    total = sum(sizes)
+    weights = [share * total / size for share, size in zip(each.shares, sizes, strict=True)]
+    yield from zip(each.parts, counts, weights, strict=True)
+
+
 def _targets(part: Rows, count: int) -> Iterator[np.ndarray]:
-    """Yield the targets of the first rows that have a weight, some rows at a time."""
+    """Yield the targets with a weight of the first rows, some rows at a time."""
     for first in range(0, count, _COUNTED_AT_ONCE):
         rows = part.rows(np.arange(first, min(first + _COUNTED_AT_ONCE, count)))
         yield rows["targets"][rows["weights"] > 0]
 
 
 def count_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Return the number of bytes of text that token ids stand for; tokens around documents stand for none.
+    """Return the number of bytes of text of token ids; tokens around documents have none.
 
     Example:
         >>> count_bytes(np.array([104, 195, 169, 0]), ByteTokenizer())
         3
     """
     text = ids[~np.isin(ids, [*tokenizer.starts, tokenizer.eos])]
-    return len(text) if isinstance(tokenizer, ByteTokenizer) else len(tokenizer.decode(text).encode("utf-8"))
+    if isinstance(tokenizer, ByteTokenizer):
+        return len(text)
+    return len(tokenizer.decode(text).encode("utf-8"))

@@ -301,7 +301,7 @@ class Save(Hook):
         return step == self.last_step or _is_multiple(step, self.every)
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Start an asynchronous save of all that a resumed run needs."""
+        """Start an asynchronous save of the state and record for a resumed run."""
         position = (step + self.skipped_batches) * self.batch
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}
         with self.telemetry.during("checkpoint", f"saving step {step}, or waiting for the previous save"):

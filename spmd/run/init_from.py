@@ -1,7 +1,8 @@
-"""Initial state of a run: random parameters, or those of another run or of a Hugging Face folder (`--init`).
+"""Initial state of a run: random parameters, or those of another run or a Hugging Face folder.
 
-Loaded parameters are placed directly into the plan's shards, whatever mesh they were saved on; with LoRA they are the
-frozen base parameters. The optimizer state and the data order start from the beginning.
+The folder is that of `--init`. Loaded parameters are placed directly into the plan's shards,
+whatever mesh they were saved on; with LoRA they are the frozen base parameters. The optimizer state
+and the data order start from the beginning.
 """
 
 import contextlib
@@ -17,49 +18,62 @@ from spmd.hf.load import check_published, load_published
 from spmd.hf.sidecar_files import ORIGINAL, copy_origin
 from spmd.lora.adapters import BASE
 from spmd.run.build import TrainSetup
-from spmd.run.config import config_difference, config_values
+from spmd.run.config import TrainConfig, config_difference, config_values
 from spmd.run.load_config import other_config
 from spmd.run.load_params import is_run, read_params
 from spmd.run.run_dir import RunDir
 from spmd.training.state import TrainState, init_state
 
 _EXECUTION_FIELDS = ("stacked", "unroll")
-"""Model fields that do not change the function that a model computes."""
+"""Model fields without an influence on the function of a model."""
 
 
 def check_init(setup: TrainSetup) -> str:
-    """Check from configs and headers alone that the run can start with `init`.
+    """Check `init` for the run, from configs and headers alone.
 
     Return a line about the initial parameters; empty if all parameters are random and trained.
     """
-    path = Path(setup.config.init)
-    if not setup.config.init:
-        random = "LoRA adapters are trained on base parameters that are drawn at random: give --init to load them"
-        return random if setup.config.lora.targets else ""
+    config = setup.config
+    if not config.init:
+        return _line_of_random_base(config)
+    path = Path(config.init)
     if is_run(path):
         with other_config():
-            _check_model(path, RunDir(path).config().model, setup.config.model)
+            _check_model(path, RunDir(path).config().model, config.model)
     else:
         with _open_hf(setup, path):
             pass
     tokenizer = path / TOKENIZER
-    if tokenizer.exists() and setup.config.data.tokenizer == "bytes":
+    if tokenizer.exists() and config.data.tokenizer == "bytes":
         return f"starts with {path}; its tokenizer is not used: --data.tokenizer {tokenizer}"
     return f"starts with {path}"
 
 
+def _line_of_random_base(config: TrainConfig) -> str:
+    """Return a warning about adapters of random parameters; empty without adapters."""
+    if not config.lora.targets:
+        return ""
+    return (
+        "LoRA adapters are trained on base parameters that are drawn at random: "
+        "give --init to load them"
+    )
+
+
 def copy_source_files(setup: TrainSetup, run: Path) -> None:
-    """Copy the files of the `init` folder that an export needs into the run folder."""
+    """Copy the files for an export from the `init` folder into the run folder."""
     if setup.config.init:
         source = Path(setup.config.init)
-        copy_origin(source, source / (ORIGINAL if is_run(source) else CONFIG), run)
+        config_file = ORIGINAL if is_run(source) else CONFIG
+        copy_origin(source, source / config_file, run)
 
 
 def initial_state(setup: TrainSetup) -> TrainState:
     """Return the state before the first step, on the setup's mesh."""
-    config, plan, path = setup.config, setup.plan, Path(setup.config.init)
+    config = setup.config
+    plan = setup.plan
     if not config.init:
         return init_state(plan, config.seed)
+    path = Path(config.init)
     if is_run(path):
         params = read_params(path, _model_params(setup), trained=True)
     else:
@@ -72,12 +86,14 @@ def initial_state(setup: TrainSetup) -> TrainState:
 
 def _model_params(setup: TrainSetup) -> Any:
     """Return the plan's abstract model parameters: the trained ones, or the frozen base of LoRA."""
-    plan = setup.plan
-    return plan.abstract_variables[BASE] if setup.config.lora.targets else plan.abstract_params
+    if setup.config.lora.targets:
+        return setup.plan.abstract_variables[BASE]
+    return setup.plan.abstract_params
 
 
 @contextlib.contextmanager
 def _open_hf(setup: TrainSetup, path: Path) -> Iterator[HFFolder]:
+    """Open a Hugging Face folder with the parameters of the setup's model."""
     with open_folder(path) as found:
         _check_model(path, found.config, setup.config.model)
         check_published(found, _model_params(setup))
@@ -85,13 +101,14 @@ def _open_hf(setup: TrainSetup, path: Path) -> Iterator[HFFolder]:
 
 
 def _check_model(path: Path, theirs: Any, ours: Any) -> None:
-    """Raise if two model configs differ: shapes may agree although a frequency or a window differs."""
-    before, after = ({"class": type(x).__name__, **config_values(x)} for x in (theirs, ours))
-    problems = [
-        Problem(f"model.{name}", f"is {new}, and {path} has {old}", fix=f"--model.{name} {old}")
-        for name, (old, new) in config_difference(before, after).items()
-        if name not in _EXECUTION_FIELDS
-    ]
+    """Raise if two model configs differ: shapes may agree with another frequency or window."""
+    before = {"class": type(theirs).__name__, **config_values(theirs)}
+    after = {"class": type(ours).__name__, **config_values(ours)}
+    problems = list[Problem]()
+    for name, (old, new) in config_difference(before, after).items():
+        if name not in _EXECUTION_FIELDS:
+            what = f"is {new}, and {path} has {old}"
+            problems.append(Problem(f"model.{name}", what, fix=f"--model.{name} {old}"))
     if problems and problems[0].where == "model.class":
         fix = f"model={before['class']}(…), or the config that `spmd import` writes"
         problems = [dataclasses.replace(problems[0], fix=fix)]

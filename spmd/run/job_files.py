@@ -294,7 +294,7 @@ class KubernetesJob(Job):
         }
 
     def _container(self, train: Sequence[str]) -> dict[str, Any]:
-        """Return the container of a pod: a process that trains, with its share of the devices."""
+        """Return the container of a pod: one process, with its share of the devices."""
         limits = dict[str, int]()
         if self.devices:
             kind = "google.com/tpu" if self.tpu else "nvidia.com/gpu"

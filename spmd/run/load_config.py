@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 class ConfigFolder(importlib.abc.MetaPathFinder):
-    """Import hook that finds the modules beside a config, except for names of the standard library.
+    """Import hook for the modules beside a config, except for names of the standard library.
 
     Attributes:
         names: Top-level names that were imported from the folder.
@@ -56,7 +56,7 @@ class ConfigFolder(importlib.abc.MetaPathFinder):
         return spec
 
     def imported(self) -> dict[str, types.ModuleType]:
-        """Return the modules that were imported from the folder, by name."""
+        """Return the modules imported from the folder, by name."""
         found = dict[str, types.ModuleType]()
         for name, module in sys.modules.items():
             if name.partition(".")[0] in self.names:
@@ -64,7 +64,7 @@ class ConfigFolder(importlib.abc.MetaPathFinder):
         return found
 
     def activate(self) -> None:
-        """Make this the only folder of a config in which imports search."""
+        """Make this the only config's folder of imports."""
         for other in _active():
             sys.meta_path.remove(other)
             other.modules = other.imported()
@@ -94,7 +94,7 @@ def other_config() -> Iterator[None]:
 
 
 def shipped() -> dict[str, Path]:
-    """Return the configs that ship with the package, by name."""
+    """Return the configs in the package, by name."""
     found = dict[str, Path]()
     for path in sorted(EXAMPLES.glob("*.py")):
         if "\nconfig = " in path.read_text(encoding="utf-8"):

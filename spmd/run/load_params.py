@@ -1,4 +1,4 @@
-"""Load the parameters of a run without its optimizer state, and frozen ones from where they came from."""
+"""Load the parameters of a run without its optimizer state, and frozen ones from their origin."""
 
 import dataclasses
 import functools
@@ -43,7 +43,10 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 
 def is_run(path: Path) -> bool:
-    """Return true for a run folder, whose config.py is executed: never for one that may be from Hugging Face."""
+    """Return true for a run folder, never for a folder from Hugging Face.
+
+    The config.py of a run folder is executed.
+    """
     if not RunDir(path).checkpoints.is_dir() or any(path.glob("*.safetensors*")):
         return False
     try:
@@ -53,9 +56,10 @@ def is_run(path: Path) -> bool:
 
 
 def frozen_base(config: TrainConfig) -> Reloaded:
-    """Return the frozen parameters of adapters as a part of the state that `init` has, unless checkpoints hold it.
+    """Return the frozen parameters of adapters, as a part of the state to load from `init`.
 
-    They do if the config says so, if it has no `init`, and if `init` is a run with adapters: their sum is in no file.
+    Checkpoints hold it if the config says so, if it has no `init`, and if `init` is a run with
+    adapters: their sum is in no file.
     """
     path = Path(config.init).absolute()
     if not config.init or config.lora.save_base:
@@ -66,8 +70,9 @@ def frozen_base(config: TrainConfig) -> Reloaded:
         has_adapters = bool(RunDir(path).config().lora.targets)
     with CheckpointManager(RunDir(path).checkpoints, read_only=True) as checkpoints:
         step = checkpoints.latest_valid()
-    held = has_adapters or step is None
-    return FROZEN if held else dataclasses.replace(FROZEN, origin={"path": str(path), "step": step})
+    if has_adapters or step is None:
+        return FROZEN
+    return dataclasses.replace(FROZEN, origin={"path": str(path), "step": step})
 
 
 def load_base(origin: Mapping[str, Any], abstract: Any) -> Any:
@@ -90,13 +95,17 @@ FROZEN = Reloaded(f"variables/{BASE}", load_base)
 def restore_model(
     checkpoints: CheckpointManager, step: int | None, plan: ShardingPlan, *, trained: bool = False
 ) -> ModelState:
-    """Restore the parameters and variables of a checkpoint, by default the newest intact one, onto the plan's mesh.
+    """Restore the parameters and variables of a checkpoint onto the plan's mesh.
 
-    The parameters are those that the run evaluates, or with `trained` those that its gradients are taken at.
+    The parameters are those that the run evaluates, or with `trained` those that its gradients are
+    taken at. `step` is None for the newest intact checkpoint.
     """
     point = trained_point(plan.abstract_params) if trained else plan_evaluation_point(plan)
-    optional = [*(OptionalState(f"variables/{each.name}") for each in TRANSFORMS), FROZEN.optional]
-    params, variables = _restore(checkpoints, step, point, plan.abstract_variables, ["variables"], optional)
+    optional = [OptionalState(f"variables/{each.name}") for each in TRANSFORMS]
+    optional.append(FROZEN.optional)
+    params, variables = _restore(
+        checkpoints, step, point, plan.abstract_variables, ["variables"], optional
+    )
     return ModelState(place_params(params, plan.abstract_params), variables)
 
 
@@ -110,18 +119,25 @@ def _restore(
 ) -> tuple[Any, Any]:
     """Return the parameters at a point, as they are computed, and the variables of a checkpoint.
 
-    Other arrays of a checkpoint are an error below `branches`, and where the point takes a tree like the parameters.
+    Other arrays of a checkpoint are an error below `branches`, and where the point takes a tree
+    like the parameters.
     """
     params = tree.flatten(point.like)
     heads = {_without_param(path, params) for path in point.arrays}
     wanted = {**point.arrays, "variables": variables}
-    restored, record = checkpoints.restore(step, wanted, branches=[*sorted(heads), *branches], optional=optional)
+    restored, record = checkpoints.restore(
+        step,
+        wanted,
+        branches=[*sorted(heads), *branches],
+        optional=optional,
+    )
     restored = FROZEN.fill(restored, record)
-    return point.compute({path: restored[path] for path in point.arrays}), restored["variables"]
+    arrays = {path: restored[path] for path in point.arrays}
+    return point.compute(arrays), restored["variables"]
 
 
 def _without_param(path: str, params: Collection[str]) -> str:
-    """Return the path of the tree like the parameters that an array is in; that of the array if there is none."""
+    """Return the path of the tree of an array, if it is like the parameters; else its own."""
     ends = [f"/{param}" for param in params if path.endswith(f"/{param}")]
     return path.removesuffix(max(ends, key=len, default=""))
 
@@ -130,33 +146,48 @@ def read_params(run: Path, abstract: Any, step: int | None = None, *, trained: b
     """Load the model's parameters from a run folder; LoRA adapters are merged into them.
 
     Args:
-        abstract: `jax.ShapeDtypeStruct`s with the shardings and dtypes to load into, such as `plan.abstract_params`.
+        abstract: `jax.ShapeDtypeStruct`s with the shardings and dtypes to load into, such as
+            `plan.abstract_params`.
         step: None for the newest intact checkpoint.
         trained: Load the parameters that gradients are taken at, not those that the run evaluates.
     """
     folder = RunDir(Path(run))
     with other_config():
         config = folder.config()
-        model, stored = build_model(config), build_precision(config).params_dtype
-    lora, key = config.lora, jax.random.key(0, impl=PRNG)
-    if not lora.targets:
-        own, variables = _stored(abstract, stored), dict[str, Any]()
+        model = build_model(config)
+        stored = build_precision(config).params_dtype
+    lora = config.lora
+    variables = dict[str, Any]()
+    if lora.targets:
+        mesh = jax.tree.leaves(abstract)[0].sharding.mesh
+        own = _abstract_adapters(model, stored, mesh)
+        variables[BASE] = _stored(abstract, _base_dtype(model))
     else:
-        base_dtype = jax.tree.leaves(jax.eval_shape(model.init_variables, key)[BASE])[0].dtype
-        own = _abstract_adapters(model, stored, jax.tree.leaves(abstract)[0].sharding.mesh)
-        variables = {BASE: _stored(abstract, base_dtype)}
-    point = trained_point(own) if trained else _evaluation_point(config, own)
+        own = _stored(abstract, stored)
+    point = _point(config, own, trained)
     branches = [f"variables/{name}" for name in variables]
     with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
-        params, variables = _restore(checkpoints, step, point, variables, branches, [FROZEN.optional])
+        params, variables = _restore(
+            checkpoints, step, point, variables, branches, [FROZEN.optional]
+        )
     if lora.targets:
         # Merged in the requested dtype: a narrower one would round the adapters' contribution away.
         base = place_params(variables[BASE], abstract)
-        params = jax.jit(functools.partial(with_adapters, lora=lora), donate_argnums=0)(base, params)
+        merge = jax.jit(functools.partial(with_adapters, lora=lora), donate_argnums=0)
+        params = merge(base, params)
     return place_params(params, abstract)
 
 
-def read_adapters(run: Path, mesh: AnyMesh, step: int | None = None, *, trained: bool = False) -> Any:
+def _base_dtype(model: Model) -> Any:
+    """Return the dtype of a model's frozen parameters."""
+    key = jax.random.key(0, impl=PRNG)
+    variables = jax.eval_shape(model.init_variables, key)
+    return jax.tree.leaves(variables[BASE])[0].dtype
+
+
+def read_adapters(
+    run: Path, mesh: AnyMesh, step: int | None = None, *, trained: bool = False
+) -> Any:
     """Load the adapters of a run alone, on every device of a mesh.
 
     Args:
@@ -165,42 +196,58 @@ def read_adapters(run: Path, mesh: AnyMesh, step: int | None = None, *, trained:
     """
     folder = RunDir(run)
     config = folder.config()
-    adapters = _abstract_adapters(build_model(config), build_precision(config).params_dtype, mesh)
-    point = trained_point(adapters) if trained else _evaluation_point(config, adapters)
+    dtype = build_precision(config).params_dtype
+    adapters = _abstract_adapters(build_model(config), dtype, mesh)
+    point = _point(config, adapters, trained)
     with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
         params, _ = _restore(checkpoints, step, point, {}, [], [])
     return place_params(params, adapters)
 
 
+def _point(config: TrainConfig, params: Any, trained: bool) -> EvaluationPoint:
+    """Return the point of a run's gradients, or the point of its evaluation."""
+    if trained:
+        return trained_point(params)
+    return _evaluation_point(config, params)
+
+
 def _evaluation_point(config: TrainConfig, params: Any) -> EvaluationPoint:
-    """Return the point at which a run is evaluated, with the optimizer's state sharded as the parameters are."""
+    """Return the point of a run's evaluation.
+
+    The optimizer's state is sharded as the parameters are.
+    """
     precision = build_precision(config)
-    optimizer = wrap_optimizer_for_precision(build_optimizer(config, build_model(config)), precision)
-    state, shapes = jax.eval_shape(optimizer.init, params), tree.flatten(params)
+    optimizer = build_optimizer(config, build_model(config))
+    optimizer = wrap_optimizer_for_precision(optimizer, precision)
+    state = jax.eval_shape(optimizer.init, params)
+    shapes = tree.flatten(params)
     followed = followed_params(state, shapes)
     whole = NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, P())
 
     def place(path: str, x: Any) -> jax.ShapeDtypeStruct:
         like = shapes.get(followed.get(path, ""))
-        sharding = like.sharding if like is not None and like.shape == x.shape else whole
+        sharding = whole
+        if like is not None and like.shape == x.shape:
+            sharding = like.sharding
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return evaluation_point(params, tree.map_with_path(place, state), precision)
 
 
 def _abstract_adapters(model: Model, dtype: Any, mesh: AnyMesh) -> Any:
-    """Return the adapters of a model as abstract arrays; they are small, so that each device has them whole."""
+    """Return the adapters of a model as abstract arrays, whole on each device: they are small."""
     shapes = jax.eval_shape(model.init, abstract_key())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, P())), shapes)
+    whole = NamedSharding(mesh, P())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=whole), shapes)
 
 
 def _stored(abstract: Any, dtype: Any) -> Any:
     """Return the arrays to restore: in device memory, in the dtype of the checkpoint."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape,
-            dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype,
-            sharding=NamedSharding(leaf.sharding.mesh, leaf.sharding.spec),
-        ),
-        abstract,
-    )
+    return jax.tree.map(functools.partial(_stored_array, dtype=dtype), abstract)
+
+
+def _stored_array(leaf: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        dtype = leaf.dtype
+    sharding = NamedSharding(leaf.sharding.mesh, leaf.sharding.spec)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)

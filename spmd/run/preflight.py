@@ -1,4 +1,4 @@
-"""Check and measure a run before it starts: its batch, its trace, its memory, and its compiled step."""
+"""Check and measure a run before it starts: batch, trace, memory, and compiled step."""
 
 import dataclasses
 from pathlib import Path
@@ -25,12 +25,15 @@ from spmd.training.compilation_cache import compilation_cache
 
 def check_microbatches(setup: TrainSetup) -> None:
     """Check that the batch divides into microbatches, and a microbatch over the mesh."""
-    data, parts = setup.config.data, setup.config.accumulate * count_microbatches(setup.config, setup.schedule)
-    check_batch_size(data.batch, data.sequence, setup.plan.batch_sharding("tokens"), parts)
+    config = setup.config
+    data = config.data
+    parts = config.accumulate * count_microbatches(config, setup.schedule)
+    sharding = setup.plan.batch_sharding("tokens")
+    check_batch_size(data.batch, data.sequence, sharding, parts)
 
 
 def check_config(setup: TrainSetup) -> None:
-    """Raise for what no mesh changes: values that cannot be recorded, and a sample without room."""
+    """Raise for problems on every mesh: values without JSON, and a sample without room."""
     config_values(setup.config)
     if setup.config.sample.prompt:
         count_sample_tokens(setup.config, load_tokenizer(setup.config.data.tokenizer))
@@ -43,13 +46,16 @@ def check_step(setup: TrainSetup) -> None:
 
 
 def preflight(setup: TrainSetup) -> None:
-    """Raise for what cannot run, before anything is allocated or compiled."""
+    """Raise for an impossible run, before anything is allocated or compiled."""
     check_config(setup)
     check_step(setup)
 
 
 def check_planned_init(setup: TrainSetup) -> str:
-    """Return a line about the initial parameters; a folder that is not on this machine may be on that of the run."""
+    """Return a line about the initial parameters.
+
+    A folder that is not on this machine may be on that of the run.
+    """
     init = setup.config.init
     if init and not Path(init).exists():
         return f"starts with {init}, which is not on this machine and was not checked"
@@ -57,18 +63,23 @@ def check_planned_init(setup: TrainSetup) -> str:
 
 
 def count_sample_tokens(config: TrainConfig, tokenizer: Tokenizer) -> int:
-    """Return how many tokens of the sample fit behind its prompt; raise `ConfigError` if none does."""
-    tokens, window = len(tokenizer.encode_prompt(config.sample.prompt)), config.data.sequence
+    """Return the number of the sample's tokens behind its prompt; raise `ConfigError` for none."""
+    tokens = len(tokenizer.encode_prompt(config.sample.prompt))
+    window = config.data.sequence
     if tokens >= window:
-        detail = f"{tokens} prompt tokens >= data.sequence = {window}"
-        fix = f"--data.sequence {tokens + 1} or more, or a shorter --sample.prompt, or '' for no sample"
-        problem = Problem("sample.prompt", "leaves no room for a token", detail, fix)
+        problem = Problem(
+            "sample.prompt",
+            "leaves no room for a token",
+            f"{tokens} prompt tokens >= data.sequence = {window}",
+            f"--data.sequence {tokens + 1} or more, or a shorter --sample.prompt, "
+            "or '' for no sample",
+        )
         raise ConfigError("The sample cannot be generated:", [problem])
     return min(config.sample.tokens, window - tokens)
 
 
 def estimate_step(setup: TrainSetup, platform: str = "cpu") -> Estimate:
-    """Estimate the memory of the step on each device, from its trace, for one platform's compiler."""
+    """Estimate the memory of the step on each device from its trace, for a platform's compiler."""
     return estimate_memory(setup.step, abstract_batch(setup.config), platform)
 
 
@@ -90,16 +101,24 @@ def compile_step(setup: TrainSetup) -> CompiledStep:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise MemoryError(str(error).partition("\n")[0]) from None
-    program, taken = parse(compiled.as_text() or ""), tabulate(setup.schedule).taken if setup.schedule else {}
+    program = parse(compiled.as_text() or "")
+    taken = tabulate(setup.schedule).taken if setup.schedule else {}
     traced = setup.step.trace(abstract_batch(setup.config))  # JAX still has it
-    slices = setup.config.slices.sizes
     collectives = audit_collectives(
-        program, setup.mesh, log=log, slices=slices, taken=taken, plan=setup.plan, jaxpr=traced.jaxpr
+        program,
+        setup.mesh,
+        log=log,
+        slices=setup.config.slices.sizes,
+        taken=taken,
+        plan=setup.plan,
+        jaxpr=traced.jaxpr,
     )
+    cycles = None
     try:
         cycles = count_cycles(program, taken)
     except ConfigError as error:  # a loop of unknown length is no reason to show nothing
-        cycles, collectives = None, dataclasses.replace(collectives, warnings=(*collectives.warnings, *error.problems))
+        warnings = (*collectives.warnings, *error.problems)
+        collectives = dataclasses.replace(collectives, warnings=warnings)
     return CompiledStep(collectives, read_memory(compiled), cycles, program)
 
 
@@ -115,28 +134,37 @@ def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:
 
 
 def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple[str, int]]:
-    """Return flags with which the step fits by the estimate, and the bytes per device.
+    """Return flags to make the step fit by the estimate, and the bytes per device.
 
-    The cheapest settings are tried first: ZeRO 3, rematerialization, offloading of optimizer state and then of
-    parameters, and smaller microbatches; each alone and together with the previous ones.
+    The cheapest settings are tried first: ZeRO 3, rematerialization, offloading of optimizer state
+    and then of parameters, and smaller microbatches; each alone and together with the previous
+    ones.
     """
-    config, together = setup.config, dict[str, Any]()
-    smaller = [("accumulate", config.accumulate * parts) for parts in (2, 4, 8)]
-    offload = [("offload", ("optimizer_state",)), ("offload", ("optimizer_state", "params"))]
-    for name, value in (("zero", 3), ("remat", "full"), *offload, *smaller):
+    config = setup.config
+    together = dict[str, Any]()
+    choices: list[tuple[str, Any]] = [
+        ("zero", 3),
+        ("remat", "full"),
+        ("offload", ("optimizer_state",)),
+        ("offload", ("optimizer_state", "params")),
+        ("accumulate", config.accumulate * 2),
+        ("accumulate", config.accumulate * 4),
+        ("accumulate", config.accumulate * 8),
+    ]
+    for name, value in choices:
         if getattr(config, name) == value:
             continue
-        found: list[tuple[str, int]] = []
-        alone, combined = {name: value}, {**together, name: value}
-        for settings in [alone] if alone == combined else [alone, combined]:
-            try:
-                other = make_setup(dataclasses.replace(config, **settings), setup.mesh)
-                check_microbatches(other)
-                total = estimate_step(other, topology.platform).total
-            except SpmdError:  # such as a batch that does not divide into so many microbatches
+        found = list[tuple[str, int]]()
+        tried = [{name: value}]
+        combined = {**together, name: value}
+        if combined not in tried:
+            tried.append(combined)
+        for settings in tried:
+            total = _estimate_with(setup, settings, topology)
+            if total is None:
                 continue
             if topology.memory is None or total <= topology.memory:
-                found.append((" ".join(_flag(*setting) for setting in settings.items()), total))
+                found.append((_flags(settings), total))
             if settings.keys() >= together.keys():
                 together = settings
         if found:
@@ -144,5 +172,20 @@ def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple
     return []
 
 
-def _flag(name: str, value: Any) -> str:
-    return f"--{name} {' '.join(value) if isinstance(value, tuple) else value}"
+def _estimate_with(setup: TrainSetup, settings: dict[str, Any], topology: Topology) -> int | None:
+    """Return the bytes of a device with other settings; None if these do not go together."""
+    try:
+        other = make_setup(dataclasses.replace(setup.config, **settings), setup.mesh)
+        check_microbatches(other)
+        return estimate_step(other, topology.platform).total
+    except SpmdError:  # such as a batch that does not divide into so many microbatches
+        return None
+
+
+def _flags(settings: dict[str, Any]) -> str:
+    """Return settings as on a command line."""
+    flags = list[str]()
+    for name, value in settings.items():
+        text = " ".join(value) if isinstance(value, tuple) else value
+        flags.append(f"--{name} {text}")
+    return " ".join(flags)

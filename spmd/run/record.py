@@ -1,4 +1,4 @@
-"""Metadata of a checkpoint, and the values in it that a resumed run must keep."""
+"""Metadata of a checkpoint, and its fixed values for a resumed run."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -99,12 +99,12 @@ def checkpoint_record(config: RunConfig, plan: ShardingPlan, data: str, batch: i
 
 
 def _kind(config: RunConfig) -> str:
-    """Return the class of the model's config, or of the run's where it has none."""
+    """Return the class of the model's config, or of a run's without a model."""
     return type(getattr(config, "model", config)).__name__
 
 
 def changed_fields(record: Mapping[str, Any], config: RunConfig) -> dict[str, list[Any]]:
-    """Return dotted path → [recorded, current] for the config fields that differ."""
+    """Return dotted path → [recorded, current] for the different config fields."""
     return config_difference(_recorded(record, config), config_values(config))
 
 
@@ -152,8 +152,10 @@ def _check_origin(record: Mapping[str, Any], path: Path) -> None:
         raise CheckpointError(f"{path} contains checkpoints of another tool:", problems)
 
 
-def _refused_changes(before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool) -> Iterator[Problem]:
-    """Yield a problem for each change that a resumed run cannot make."""
+def _refused_changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool
+) -> Iterator[Problem]:
+    """Yield a problem for each change forbidden to a resumed run."""
     changed = config_difference(before, after)
     free = set(MAY_CHANGE)
     if {before.get("precision"), after.get("precision")} <= _SAME_STATE:
@@ -171,8 +173,10 @@ def _refused_changes(before: Mapping[str, Any], after: Mapping[str, Any], same_t
         yield Problem(where, what, fix="restore it, or another --out")
 
 
-def _bound_fields(before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool) -> dict[str, str]:
-    """Return field → reason for fields of `MAY_CHANGE` that this run must keep."""
+def _bound_fields(
+    before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool
+) -> dict[str, str]:
+    """Return field → reason for the fields of `MAY_CHANGE` bound in this run."""
     bound = dict[str, str]()
     if _counts_skips(before) != _counts_skips(after):
         reason = "only runs that skip updates keep their count in the training state"
@@ -196,7 +200,7 @@ def _shown(value: Any) -> Any:
 
 
 def _how_to_keep(name: str, old: Any) -> str:
-    """Return the flag of a field's old value, where a command line can have it."""
+    """Return the flag of a field's old value, if a command line has such values."""
     if isinstance(old, int | float | str) and not isinstance(old, bool) and old != "":
         return f"--{name.replace('_', '-')} {old}"
     return "the value that the run was started with"

@@ -1,6 +1,7 @@
-"""Part of the training state that checkpoints leave out, since it is loaded again from where it came from.
+"""Part of the training state outside of checkpoints: it is loaded again from its origin.
 
-A checkpoint records where that is and a digest of the bits, so that a resumed run has the same state or none.
+A checkpoint records the origin and a digest of the bits, so that a resumed run has the same state
+or none.
 """
 
 import dataclasses
@@ -22,11 +23,12 @@ S = TypeVar("S")
 
 @dataclasses.dataclass(frozen=True)
 class Reloaded:
-    """Part of a state that may be loaded again.
+    """Part of a state to load again.
 
     Attributes:
         path: Such as `variables/base`.
-        load: `(origin, abstract)` → the arrays, a tree like `abstract`, which has shapes, dtypes and shardings.
+        load: `(origin, abstract)` → the arrays, a tree like `abstract`, which has shapes, dtypes
+            and shardings.
         origin: JSON, with a `path` for messages; None if checkpoints are to hold this part.
     """
 
@@ -36,7 +38,7 @@ class Reloaded:
 
     @property
     def optional(self) -> OptionalState:
-        """What a checkpoint may lack: its abstract arrays take the place."""
+        """This part as a checkpoint may lack it: abstract arrays take its place."""
         return OptionalState(
             self.path,
             lambda stored, wanted: dict(wanted) if stored else {},
@@ -44,8 +46,10 @@ class Reloaded:
         )
 
     def record(self, state: Any) -> dict[str, Any] | None:
-        """Return what checkpoints of a new run record; None if they hold this part."""
-        return None if self.origin is None else {**self.origin, "digest": digest_arrays(self._below(state))}
+        """Return the origin and a digest, for checkpoints; None if they hold this part."""
+        if self.origin is None:
+            return None
+        return {**self.origin, "digest": digest_arrays(self._below(state))}
 
     def rest(self, state: Any) -> dict[str, Any]:
         """Return the other arrays of a state, by path."""
@@ -65,16 +69,22 @@ class Reloaded:
         if not isinstance(origin, Mapping) or not {"path", "digest"} <= origin.keys():
             problem = Problem(self.path, "is missing, and the checkpoint does not say where it is")
             raise CheckpointError("Nothing was restored:", [problem])
-        prefix = f"{self.path}/"
-        abstract = tree.nested({path.removeprefix(prefix): leaf for path, leaf in below.items()})
-        loaded = {prefix + path: leaf for path, leaf in tree.flatten(self.load(origin, abstract)).items()}
-        if (digest := digest_arrays(loaded)) != origin["digest"]:
+        loaded = self._load(origin, below)
+        digest = digest_arrays(loaded)
+        if digest != origin["digest"]:
             what = "has not the parameters that it had when this run began"
             detail = f"their digest is {digest}, and was {origin['digest']}"
             problem = Problem(str(origin["path"]), what, detail, "restore the folder as it was")
             raise CheckpointError("Nothing was restored:", [problem])
         filled: S = tree.map_with_path(lambda path, leaf: loaded.get(path, leaf), state)
         return filled
+
+    def _load(self, origin: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+        """Load the arrays; `below` has abstract ones, by their paths in the state."""
+        prefix = f"{self.path}/"
+        abstract = tree.nested({path.removeprefix(prefix): leaf for path, leaf in below.items()})
+        loaded = tree.flatten(self.load(origin, abstract))
+        return {prefix + path: leaf for path, leaf in loaded.items()}
 
     def _below(self, state: Any) -> dict[str, Any]:
         return self.optional.below(tree.flatten(state))

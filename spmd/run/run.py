@@ -1,12 +1,15 @@
-"""A training run of any model in one folder: start or resume, train, evaluate, save, roll back on divergence.
+"""A training run of any model in one folder.
+
+It starts or resumes, trains, evaluates, saves, and rolls back on divergence.
 
 ```python
 run = spmd.Run("runs/mine", step, batches, config=spmd.RunConfig(steps=1000, checkpoint_every=100))
 result = run.train(resume="auto")
 ```
 
-`batches(start, steps)` returns the batches of the steps `start + 1 … steps`, the same at each call: a resumed run
-begins with the batch that the interrupted one would have had next, and ends with the same bits.
+`batches(start, steps)` returns the batches of the steps `start + 1 … steps`, the same at each call:
+a resumed run begins with the batch that the interrupted one would have had next, and ends with the
+same bits.
 """
 
 import contextlib
@@ -32,32 +35,39 @@ class Run(RunDefinition):
     """Training run of one step, in one folder; its arguments are those of `RunDefinition`."""
 
     def train(
-        self, resume: Resume = "never", *, take_over: bool = False, profile: str = "", said: Sequence[str] = ()
+        self,
+        resume: Resume = "never",
+        *,
+        take_over: bool = False,
+        profile: str = "",
+        said: Sequence[str] = (),
     ) -> RunResult:
-        """Train until the config's last step or preemption, and print how it went on the first process.
+        """Train until the config's last step or preemption.
+
+        The first process prints how it went.
 
         Args:
-            resume: If the folder contains a run: never (refuse the folder), auto (resume; start a run if there is
-                none), always (resume; refuse a folder without a checkpoint).
+            resume: If the folder contains a run: never (refuse the folder), auto (resume; start a
+                run if there is none), always (resume; refuse a folder without a checkpoint).
             take_over: Take the folder from the process that writes to it.
             profile: Steps to trace, such as `10:15`.
             said: Lines for the log.
 
         Raises:
             CheckpointError: The folder cannot be used, or has a run that this one cannot continue.
-            DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks are used up; or too
-                many steps were skipped.
+            DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks
+                are used up; or too many steps were skipped.
         """
         check_packages(self.config.metrics_to)
-        resumes, traced = self.run_dir.check_use(resume), parse_steps(profile)
+        resumes = self.run_dir.check_use(resume)
+        traced = parse_steps(profile)
         is_first = jax.process_index() == 0
         with self.run_dir.lease(resumes, take_over) as lease, contextlib.ExitStack() as stack:
             console = None
             if is_first:
                 print(fitted("\n".join((self.description, *self.notes))))
-                console = stack.enter_context(
-                    contextlib.closing(Console(self.config.steps, columns=columns_of(self.rate.unit)))
-                )
+                console = Console(self.config.steps, columns=columns_of(self.rate.unit))
+                stack.enter_context(contextlib.closing(console))
             result = train_in_folder(self, lease, console, resumes, traced, said)
         if console:
             self._report(console, result)
@@ -69,7 +79,8 @@ class Run(RunDefinition):
             how = 'continue with --resume auto (in Python: resume="auto")'
             print(f"preempted: checkpoint saved at step {result.preempted}; {how}")
             return
-        rate, folder = self.rate, self.run_dir
+        rate = self.rate
+        folder = self.run_dir
         if result.steps:
             console.summary(
                 steps=result.steps,
@@ -84,8 +95,9 @@ class Run(RunDefinition):
         point = plan_evaluation_point(self.step.plan).name
         evaluated = f", {point}" if point else ""
         for name, weight in result.weights.items():
-            title = f"{'validation' if name == 'val' else name} loss"
-            print(f"{title:<15} {result.evaluation[f'{name}_loss']:.4f} over {weight:,.0f} {rate.unit}{evaluated}")
+            title = "validation loss" if name == "val" else f"{name} loss"
+            loss = result.evaluation[f"{name}_loss"]
+            print(f"{title:<15} {loss:.4f} over {weight:,.0f} {rate.unit}{evaluated}")
         print(f"checkpoint      {folder.checkpoints}/{result.checkpoint}")
         print(f"metrics         {folder.metrics}")
         print(fitted(f"\n{measure_goodput(folder.path)}", indent=16))

@@ -18,8 +18,8 @@ class EvaluationInterval:
     every: int = 0
     """Steps between evaluations; the last step is always evaluated. 0: only the last."""
     patience: int = 0
-    """Stop early: number of evaluations without a lower loss on the first set, after which one more step is taken and
-    training ends. 0: never."""
+    """Stop early: number of evaluations without a lower loss on the first set, after which one more
+    step is taken and training ends. 0: never."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,24 +27,27 @@ class RecoveryConfig:
     """Loss spikes, rollback and the watchdog's deadlines."""
 
     on_spike: Literal["ignore", "stop", "skip", "roll-back"] = "ignore"
-    """Response to a loss spike: stop the run; skip updates whose gradient norm is a spike; roll-back to the last
-    checkpoint and skip the batches since."""
+    """Response to a loss spike: stop the run; skip updates whose gradient norm is a spike;
+    roll-back to the last checkpoint and skip the batches since."""
     spike_factor: float = 3.0
     """A loss (for skip: a gradient norm) above this multiple of its running value is a spike."""
     spike_window: int = 50
-    """Steps in the running median of the loss; for skip: time constant of the running mean of the gradient norm."""
+    """Steps in the running median of the loss; for skip: time constant of the running mean of the
+    gradient norm."""
     skips_in_a_row: int = 20
-    """Maximum number of consecutive skipped steps before the run stops; the search of fp16 for its loss scale skips up
-    to 11."""
+    """Maximum number of consecutive skipped steps before the run stops; the search of fp16 for its
+    loss scale skips up to 11."""
     skipped_share: float = 0.25
-    """Maximum fraction of all steps that are skipped, after the first skips_in_a_row of them, or at a last step that is
-    skipped, before the run stops."""
+    """Maximum fraction of all steps that are skipped, after the first skips_in_a_row of them, or at
+    a last step that is skipped, before the run stops."""
     rollbacks: int = 3
     """Maximum number of rollbacks before the run stops."""
     deadline: float = 1800.0
-    """Seconds in which a step, an evaluation batch or a checkpoint must finish, or the run exits with 70; 0: none."""
+    """Seconds in which a step, an evaluation batch or a checkpoint must finish, or the run exits
+    with 70; 0: none."""
     start_deadline: float = 7200.0
-    """Seconds from the start of the process group to the end of the first step, compilation included; 0: none."""
+    """Seconds from the start of the process group to the end of the first step, compilation
+    included; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +57,17 @@ class SDCConfig:
     replicas_every: int = 0
     """Steps between bitwise comparisons of replicated arrays across devices. 0: never."""
     repeat_every: int = 0
-    """Steps between computing the gradients of one batch twice, which must agree bitwise. 0: never."""
+    """Steps between computing the gradients of one batch twice, which must agree bitwise. 0:
+    never."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Configuration of a run of any model; a frozen dataclass that extends it adds fields of its own.
+    """Configuration of a run of any model.
 
-    All fields are recorded in checkpoints. A resumed run may change those of this class, except for `seed`, and must
-    have the others as they were.
+    A frozen dataclass that extends it adds fields of its own. All fields are recorded in
+    checkpoints. A resumed run may change those of this class, except for `seed`, and must have the
+    others as they were.
 
     Raises:
         ConfigError: Invalid fields, all of them in one error.
@@ -73,8 +78,9 @@ class RunConfig:
     seed: int = 0
     """Seed of parameters, shuffling and sample."""
     on_nan: Literal["stop", "skip", "roll-back"] = "stop"
-    """Response to a non-finite loss or gradient: stop the run; skip the step and count it; roll-back to the last
-    checkpoint and skip the batches since. fp16 always skips; it stops or rolls back only at the minimum loss scale."""
+    """Response to a non-finite loss or gradient: stop the run; skip the step and count it;
+    roll-back to the last checkpoint and skip the batches since. fp16 always skips; it stops or
+    rolls back only at the minimum loss scale."""
     recovery: RecoveryConfig = RecoveryConfig()
     """Loss spikes, rollback, deadlines."""
     sdc_checks: SDCConfig = SDCConfig()
@@ -84,8 +90,8 @@ class RunConfig:
     log_every: int = 10
     """Steps between lines of metrics."""
     metrics_to: tuple[WriterName, ...] = ("tensorboard",)
-    """Writers of metrics beside metrics.jsonl, into the run folder: tensorboard, wandb (offline), mlflow (file store);
-    the latter two are extras, spmd[wandb] and spmd[mlflow]."""
+    """Writers of metrics beside metrics.jsonl, into the run folder: tensorboard, wandb (offline),
+    mlflow (file store); the latter two are extras, spmd[wandb] and spmd[mlflow]."""
     checkpoint_every: int = 0
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
     max_to_keep: int = 3
@@ -97,8 +103,13 @@ class RunConfig:
     ~/.cache/spmd/programs."""
 
     field_rules: ClassVar[FieldRules] = {
-        **dict.fromkeys(("steps", "log_every", "max_to_keep"), "at least 1"),
-        **dict.fromkeys(("checkpoint_every", "keep_best", "evaluate.every", "evaluate.patience"), "at least 0"),
+        "steps": "at least 1",
+        "log_every": "at least 1",
+        "max_to_keep": "at least 1",
+        "checkpoint_every": "at least 0",
+        "keep_best": "at least 0",
+        "evaluate.every": "at least 0",
+        "evaluate.patience": "at least 0",
         "seed": "at least 0 and below 4294967296",
         "on_nan": ("stop", "skip", "roll-back"),
         "recovery.on_spike": ("ignore", "stop", "skip", "roll-back"),
@@ -106,24 +117,33 @@ class RunConfig:
         "recovery.spike_window": "at least 2",
         "recovery.skips_in_a_row": "at least 1",
         "recovery.skipped_share": "above 0 and at most 1",
-        **dict.fromkeys(("recovery.rollbacks", "recovery.deadline", "recovery.start_deadline"), "at least 0"),
-        **dict.fromkeys(("sdc_checks.replicas_every", "sdc_checks.repeat_every"), "at least 0"),
+        "recovery.rollbacks": "at least 0",
+        "recovery.deadline": "at least 0",
+        "recovery.start_deadline": "at least 0",
+        "sdc_checks.replicas_every": "at least 0",
+        "sdc_checks.repeat_every": "at least 0",
     }
 
     def __post_init__(self) -> None:
-        if problems := list(self.wrong_types()) or list(self.problems()):
+        # Values of another type have no fields to check.
+        problems = list(self.wrong_types()) or list(self.problems())
+        if problems:
             raise ConfigError("This configuration cannot be used:", problems)
 
     def wrong_types(self) -> Iterator[Problem]:
-        """Yield a problem for each field that should have fields of its own or be a tuple, and is not."""
-        yield from check_type("metrics_to", self.metrics_to, (tuple, list), f'("{self.metrics_to}",)')
+        """Yield a problem for each field of another type: tuples, and fields with fields."""
+        yield from check_type(
+            "metrics_to", self.metrics_to, (tuple, list), f'("{self.metrics_to}",)'
+        )
         for field in dataclasses.fields(self):
-            if dataclasses.is_dataclass(kind := type(field.default)):
-                fix = f"{'spmd.' * kind.__module__.startswith('spmd.')}{kind.__name__}(…)"
+            kind = type(field.default)
+            if dataclasses.is_dataclass(kind):
+                package = "spmd." if kind.__module__.startswith("spmd.") else ""
+                fix = f"{package}{kind.__name__}(…)"
                 yield from check_type(field.name, getattr(self, field.name), kind, fix)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what is wrong with the values; a class that extends this one yields what it finds besides."""
+        """Yield the problems of the values; subclasses add their own."""
         yield from check_fields(self, self.field_rules)
         names = get_args(WriterName)
         for name in self.metrics_to:

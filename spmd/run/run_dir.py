@@ -22,7 +22,7 @@ import datetime
 import json
 import os
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import jax
 
@@ -67,78 +67,127 @@ class RunDir:
     def check_use(self, resume: Resume) -> bool:
         """Return true if the folder contains a run to resume.
 
-        Nothing is written: the lease is claimed later, when all processes are connected and the config is known to fit.
+        Nothing is written: the lease is claimed later, when all processes are connected and the
+        config is known to fit.
 
         Args:
-            resume: never: start a run, refuse a folder with one; always: resume, refuse a folder without a checkpoint;
-                auto: resume if there is a run, else start one.
+            resume: never: start a run, refuse a folder with one; always: resume, refuse a folder
+                without a checkpoint; auto: resume if there is a run, else start one.
         """
-        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            what = "cannot be written" if there.is_dir() else "is not a folder"
-            raise CheckpointError("Nothing was started:", [Problem(str(there), what, fix="another --out")])
+        self._check_writable()
         exists = self.has_run
-        if resume == "always" and not any(path.name.isdecimal() for path in self.checkpoints.glob("*")):
-            fix = "give the folder of the run, or --resume auto to start a run if there is none"
+        steps = [path for path in self.checkpoints.glob("*") if path.name.isdecimal()]
+        if resume == "always" and not steps:
             what = "contains a run without a checkpoint" if exists else "contains no run"
+            fix = "give the folder of the run, or --resume auto to start a run if there is none"
             raise CheckpointError("Nothing was resumed:", [Problem(str(self.path), what, fix=fix)])
         if resume == "never" and exists:
+            what = "already contains a run"
             fix = "--resume always (or auto) to resume it, or another --out"
-            raise CheckpointError("Nothing was started:", [Problem(str(self.path), "already contains a run", fix=fix)])
-        inside = self.path.resolve()
-        problems = [
-            Problem(str(entry), f"leads out of the run folder, to {entry.resolve()}", fix="replace it with a copy")
-            for entry in sorted(
-                {path for part in ("*", "lease/*", "logs/*", "checkpoints/*") for path in self.path.glob(part)}
-            )
-            if not entry.resolve().is_relative_to(inside)
-        ]
-        if problems:
-            raise CheckpointError("Nothing is written through links:", problems)
+            raise CheckpointError("Nothing was started:", [Problem(str(self.path), what, fix=fix)])
+        self._check_links()
         return exists
 
+    def _check_writable(self) -> None:
+        """Raise if the folder, or the nearest one above it, cannot be written."""
+        there = self.path
+        if not there.exists():
+            there = next(path for path in self.path.absolute().parents if path.exists())
+        if not there.is_dir():
+            what = "is not a folder"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            what = "cannot be written"
+        else:
+            return
+        problem = Problem(str(there), what, fix="another --out")
+        raise CheckpointError("Nothing was started:", [problem])
+
+    def _check_links(self) -> None:
+        """Raise if something in the folder is a link to another place."""
+        inside = self.path.resolve()
+        entries = set[Path]()
+        for pattern in ("*", "lease/*", "logs/*", "checkpoints/*"):
+            entries.update(self.path.glob(pattern))
+        problems = list[Problem]()
+        for entry in sorted(entries):
+            if not entry.resolve().is_relative_to(inside):
+                what = f"leads out of the run folder, to {entry.resolve()}"
+                problems.append(Problem(str(entry), what, fix="replace it with a copy"))
+        if problems:
+            raise CheckpointError("Nothing is written through links:", problems)
+
     def lease(self, resume: bool, take_over: bool) -> Lease:
-        """Return the lease without which nothing is written here; `resume` is the result of `check_use`."""
-        fix = "give the same command again"
-        changed = Problem(str(self.path), "another run has begun or ended here in the meantime", fix=fix)
-        return Lease(self.path, take_over, lambda: [changed] if self.has_run != resume else [])
+        """Return the lease for writing here; `resume` is the result of `check_use`."""
+        changed = Problem(
+            str(self.path),
+            "another run has begun or ended here in the meantime",
+            fix="give the same command again",
+        )
+
+        def problems() -> list[Problem]:
+            if self.has_run != resume:
+                return [changed]
+            return []
+
+        return Lease(self.path, take_over, problems)
 
     def describe(self, config: RunConfig, source: Path | None, plan: str) -> None:
-        """Make the folder, and write the plan and the config: values, and `source` with the modules beside it."""
+        """Make the folder, and write the plan and the config.
+
+        The config is written as values, and as `source` with the modules beside it.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        values = after = config_values(config)
+        values = config_values(config)
+        of_source = values
         if source:
             with other_config():
-                values = config_values(load_config(str(source)))
+                of_source = config_values(load_config(str(source)))
             copy_config(source, self.path)
-        about = {"config": after, "changed": config_difference(values, after)}
-        (self.path / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        about = {"config": values, "changed": config_difference(of_source, values)}
+        text = json.dumps(about, indent=2) + "\n"
+        (self.path / "config.json").write_text(text, encoding="utf-8")
         (self.path / "plan.txt").write_text(plan + "\n", encoding="utf-8")
 
     def config(self) -> TrainConfig:
-        """Return the run's resolved config; the tokenizer is found again if an imported run has been moved."""
+        """Return the run's resolved config.
+
+        The tokenizer is found again if an imported run has been moved.
+        """
+        values = self._read_values()
+        if not (self.path / "config.py").exists():
+            problem = Problem(
+                str(self.path),
+                "has no config file: it was started in Python",
+                fix="spmd.train(config, source=Path(__file__))",
+            )
+            raise CheckpointError("This run cannot be read:", [problem])
+        config = load_config(str(self.path / "config.py"))
+        unknown = sorted(set(values) - set(config_values(config)))
+        if unknown:
+            what = "is no field of this version's TrainConfig"
+            problems = [Problem(f"config.json: {name}", what) for name in unknown]
+            raise CheckpointError(f"The run {self.path} cannot be read:", problems)
+        config = with_values(config, values)
+        recorded = Path(config.data.tokenizer).expanduser()
+        own = self.path / TOKENIZER
+        if recorded.name == TOKENIZER and not recorded.exists() and own.exists():
+            return with_values(config, {"data": {"tokenizer": str(own.absolute())}})
+        return config
+
+    def _read_values(self) -> dict[str, Any]:
+        """Return the recorded values of the config."""
         fix = "give the folder that `spmd train` wrote, such as runs/demo"
         try:
             values = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
             if "architectures" in values:
                 fix = f"spmd import {self.path} --out RUN"
-            values = values["config"]
+            return values["config"]
         except (KeyError, TypeError, OSError, ValueError, RecursionError) as error:
-            is_json = isinstance(error, KeyError | TypeError)
-            what = "has a config.json that is not of a run" if is_json else str(error)
-            raise CheckpointError("There is no run:", [Problem(str(self.path), what, fix=fix)]) from error
-        if not (self.path / "config.py").exists():
-            what, fix = "has no config file: it was started in Python", "spmd.train(config, source=Path(__file__))"
-            raise CheckpointError("This run cannot be read:", [Problem(str(self.path), what, fix=fix)])
-        config = load_config(str(self.path / "config.py"))
-        if unknown := sorted(set(values) - set(config_values(config))):
-            what = "is no field of this version's TrainConfig"
-            problems = [Problem(f"config.json: {name}", what) for name in unknown]
-            raise CheckpointError(f"The run {self.path} cannot be read:", problems)
-        config = with_values(config, values)
-        recorded, own = Path(config.data.tokenizer).expanduser(), self.path / TOKENIZER
-        moved = recorded.name == TOKENIZER and not recorded.exists() and own.exists()
-        return with_values(config, {"data": {"tokenizer": str(own.absolute())}}) if moved else config
+            what = str(error)
+            if isinstance(error, KeyError | TypeError):
+                what = "has a config.json that is not of a run"
+            problem = Problem(str(self.path), what, fix=fix)
+            raise CheckpointError("There is no run:", [problem]) from error
 
 
 class ProcessLog:

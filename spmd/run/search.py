@@ -134,7 +134,7 @@ class Search:
         self.candidates = sorted(self._rank(), key=lambda candidate: candidate.seconds)
 
     def _count(self) -> ModelNumbers:
-        """Count the model's numbers on one device, with a config that can be trained."""
+        """Count the model's numbers on one device, and check the config."""
         alone = dataclasses.replace(
             self.config,
             mesh=MeshShape(),
@@ -245,7 +245,7 @@ class Search:
             yield candidate
 
     def _smaller_refused(self, candidate: Candidate) -> Candidate | None:
-        """Return a candidate with less memory that does not fit; None if there is none."""
+        """Return a candidate of less memory, and yet too large; None if there is none."""
         for other in self.candidates:
             if other.refused.startswith(_TOO_LARGE) and other.holds_less_than(candidate):
                 return other
@@ -255,7 +255,7 @@ class Search:
         return dataclasses.replace(self.config, devices=self.topology.devices, **candidate.settings)
 
     def _ask_ledger(self, candidate: Candidate) -> None:
-        """Estimate the memory of a candidate; refuse one that does not fit or cannot run."""
+        """Estimate the memory of a candidate; refuse a misfit."""
         try:
             config = self._config_of(candidate)
             config = dataclasses.replace(config, compress=applicable_compression(config))
@@ -291,7 +291,7 @@ class Search:
 
     @property
     def best(self) -> Candidate | None:
-        """Fastest of the candidates that fit, by the program if any were compiled."""
+        """Fastest fitting candidate, by the program if any were compiled."""
         fits = [c for c in self.candidates if c.memory is not None and not c.refused]
         confirmed = [c for c in fits if c.compiled is not None]
         return min(confirmed or fits, key=lambda c: c.seconds, default=None)
@@ -304,7 +304,7 @@ class Search:
 
 
 def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator[Settings]:
-    """Yield all settings of a machine that fit a config's batch and model."""
+    """Yield all fitting settings of a machine for a config's batch and model."""
     known = [remat for remat in REMATS if _knows(config, remat)]
     remats = dict.fromkeys((*known, config.remat))
     offloads = dict.fromkeys((config.offload, ("optimizer_state",)))
@@ -326,7 +326,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
 
 
 def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshShape]:
-    """Yield the meshes of a machine with axes that the model and the sequence divide over."""
+    """Yield the meshes of a machine with fitting axes for the model and the sequence."""
     model = config.model
     heads = getattr(model, "heads", 1)
     kv_heads = getattr(model, "kv_heads", heads)
@@ -430,7 +430,7 @@ def slice_sizes(topology: Topology) -> Iterator[Topology]:
 
 
 def largest_batch(config: TrainConfig[Any], topology: Topology, mesh: AnyMesh) -> tuple[int, int]:
-    """Return the largest batch that fits with a config's settings, and its bytes on a device.
+    """Return the largest fitting batch for a config's settings, and its bytes on a device.
 
     It is a multiple of the smallest batch that the mesh and the microbatches divide; 0 if that does
     not fit.

@@ -153,7 +153,7 @@ def _open_checkpoints(run: RunDefinition, lease: Lease) -> CheckpointManager:
 
 
 def _common_to_hosts(run: RunDefinition, resume: bool) -> dict[str, Any]:
-    """Return the values that must be equal on all processes."""
+    """Return the values to compare between processes."""
     config_file = ""
     if run.source:
         config_file = hashlib.sha256(run.source.read_bytes()).hexdigest()
@@ -181,7 +181,7 @@ def _batch_shapes(batch: Any) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Session:
-    """One process of a run: what surrounds the training loop."""
+    """One process of a run, around the training loop."""
 
     run: RunDefinition
     console: Console | None
@@ -229,7 +229,7 @@ class _Session:
         )
 
     def response_to(self, error: DivergenceError) -> str | None:
-        """Return the config's response to a divergence; None for one that always stops the run."""
+        """Return the config's response to a divergence; None to stop the run in any case."""
         config = self.run.config
         responses = {NonFiniteError: config.on_nan, SpikeError: config.recovery.on_spike}
         return responses.get(type(error))
@@ -273,7 +273,7 @@ class _Session:
 
     @contextlib.contextmanager
     def waiting(self, activity: str, doing: str) -> Iterator[None]:
-        """Account the block to an activity, and show that it goes on."""
+        """Account the block to an activity, and show its progress."""
         shown: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.console:
             shown = show_waiting(doing, plain=True)
@@ -342,7 +342,7 @@ class _Session:
         return from_stored(stored, plan), record
 
     def roll_back(self, point: ResumePoint, bad_step: int) -> ResumePoint:
-        """Restore the newest checkpoint and skip the batches up to that of `bad_step`."""
+        """Restore the newest checkpoint and skip the batches through `bad_step`."""
         self.telemetry.lease.renew()
         if jax.process_index() == 0:  # the step that was reached: some of its work is repeated
             self.telemetry.stopwatch.write(self.run.run_dir.path, bad_step)
@@ -386,7 +386,7 @@ class _Session:
         return _Trained(state, save.last_step, log, evaluate)
 
     def open_writers(self, stack: contextlib.ExitStack, start: int) -> Writers:
-        """Open the writers of metrics, which `stack` closes; none but on the first process."""
+        """Open the writers of metrics on the first process; `stack` closes them."""
         if not self.console:
             return Writers([])
         run = self.run
@@ -410,7 +410,7 @@ class _Session:
         )
 
     def make_evaluate(self, writers: Writers, progress: Mapping[str, Any]) -> Evaluate:
-        """Return the evaluation hook; `progress` is that of early stopping so far."""
+        """Return the evaluation hook; `progress` is its early stopping so far."""
         run = self.run
         plan = run.step.plan
         interval = run.config.evaluate
@@ -447,7 +447,7 @@ class _Session:
         return save
 
     def say_why_stopped(self, last_step: int, evaluate: Evaluate) -> None:
-        """Say why training ended before the config's last step, if it did."""
+        """Say the reason for an end before the config's last step, if it is one."""
         if self.preemption.stop_step:
             self.telemetry.note(f"preempted: stopped after step {last_step}")
         elif evaluate.wants_stop(last_step):

@@ -119,8 +119,10 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
     )
 
 
-def _count_kernels(plan: ShardingPlan, router: Any, routed: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Count the parameters of the layers' kernels that a token meets.
+def _count_kernels(
+    plan: ShardingPlan, router: Any, routed: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Count the active parameters for a token in the layers' kernels.
 
     Returns:
         Projection → parameters, and dtype of a recipe → parameters with products in it.
@@ -285,7 +287,7 @@ def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "")
 def time_program(
     setup: TrainSetup, topology: Topology, compiled: CompiledStep, *, keep_spans: bool = False
 ) -> tuple[StepTime, Timeline]:
-    """Return the time of a compiled TPU step with that of its collectives, and its timeline."""
+    """Return the time of a compiled TPU step and its collectives, and its timeline."""
     found, line = _schedule_time(setup, topology, compiled.program, keep_spans)
     collectives = _collective_times(compiled.audit, line)
     memory = compiled.memory.total if compiled.memory else None

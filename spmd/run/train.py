@@ -202,7 +202,7 @@ def _evaluation_batches(checked: CheckedRun) -> dict[str, Callable[[], Iterable[
 
 @dataclasses.dataclass(eq=False)
 class CopySourceFiles(Hook):
-    """Copies files that an export needs from the folder `init` into the run folder."""
+    """Copies the files for an export from the folder `init` into the run folder."""
 
     setup: TrainSetup
     folder: Path
@@ -214,7 +214,7 @@ class CopySourceFiles(Hook):
 
 
 def _compare(config: TrainConfig, text: TrainingText, result: RunResult) -> None:
-    """Print the validation loss of a bigram count model, where the table of pairs is small."""
+    """Print the validation loss of a bigram count model, if its table is small."""
     corpus = text.sets[0].text
     vocab = text.tokenizer.vocab
     if text.is_mixture or not isinstance(corpus, Corpus) or corpus.train_mask is not None:

@@ -1,4 +1,4 @@
-"""The transforms of the gradient that runs know, and their states in checkpoints."""
+"""Transforms of the gradient, and their states in checkpoints."""
 
 from collections.abc import Iterable
 
@@ -10,16 +10,23 @@ from spmd.pipedream.grad_fn import InFlight
 from spmd.powersgd.transform import PowerSGD
 
 TRANSFORMS: tuple[type[GradTransform], ...] = (PowerSGD, InFlight, MagnitudeHistory, LossScale)
-"""All that keep a state. A checkpoint has it among the variables, by its name."""
+"""All of them with a state. A checkpoint has it among the variables, by its name."""
 
 
 def optional_states(transforms: Iterable[GradTransform]) -> list[OptionalState]:
-    """Return what a checkpoint may lack, have for another mesh, or have beside what a resumed run needs."""
+    """Return the optional states of checkpoints.
+
+    A checkpoint may lack them, have them for another mesh, or have more than a resumed run needs.
+    """
     used = {transform.name: transform for transform in transforms}
     states = []
     for kind in TRANSFORMS:
-        if kind.optional and kind.name in used:
-            states.append(OptionalState(f"variables/{kind.name}", used[kind.name].targets, used[kind.name].adapt))
-        elif kind.optional:
-            states.append(OptionalState(f"variables/{kind.name}"))
+        if not kind.optional:
+            continue
+        path = f"variables/{kind.name}"
+        if kind.name in used:
+            transform = used[kind.name]
+            states.append(OptionalState(path, transform.targets, transform.adapt))
+        else:
+            states.append(OptionalState(path))
     return states
