@@ -1,7 +1,7 @@
 """Kinds of charts, drawn by Bokeh in the reader's browser.
 
-Colours of text, axes and grids are CSS variables of the page (`spmd.report.page`), so that one chart serves light and
-dark. Bokeh is imported when the first chart is made.
+Colours of text, axes and grids are CSS variables of the page (`spmd.report.page`), so that one
+chart serves light and dark. Bokeh is imported when the first chart is made.
 """
 
 import dataclasses
@@ -16,13 +16,35 @@ from spmd.analysis.schedule_chart import ink_on
 from spmd.errors import ConfigError, Problem
 
 PALETTE = (
-    *("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#b8a500", "#a0522d", "#7f7f7f"),
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#d55e00",
+    "#56b4e9",
+    "#8c6bb1",
+    "#b8a500",
+    "#a0522d",
+    "#7f7f7f",
     "#5f9ea0",
 )
-"""Colours that are told apart under the common kinds of colour blindness, on light and on dark paper."""
+"""Colours to tell apart with the common kinds of colour blindness, on light and on dark paper."""
 DASHES = ("solid", "dashed", "dotted", "dotdash")
 FONT = "Helvetica, Arial, sans-serif"
-_IN_CELLS = {"text_align": "center", "text_baseline": "middle", "text_font_size": "11px", "text_font": {"value": FONT}}
+_IN_CELLS = {
+    "text_align": "center",
+    "text_baseline": "middle",
+    "text_font_size": "11px",
+    "text_font": {"value": FONT},
+}
+_FEW_POINTS = 30
+"""A curve of fewer points has a dot at each."""
+_MOST_TEXTS = 512
+"""Most cells with a text inside; more have no room for it."""
+_MOST_LABELS = 64
+"""Most panels of cells with a label."""
+_MOST_BORDERS = 64
+"""Most parts of an array with lines between them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +54,7 @@ class Chart:
     Attributes:
         item: JSON of `Bokeh.embed.embed_item`.
         label: Caption; `note` is a line under it.
-        legend: (Colour, dash, name) of what is drawn.
+        legend: (Colour, dash, name) of each thing drawn.
         height: Pixels.
         most: Widest in pixels; 0 for the width of the page.
     """
@@ -61,13 +83,22 @@ def bokeh(module: str) -> Any:
     try:
         return importlib.import_module(f"bokeh.{module}")
     except ModuleNotFoundError as error:
-        problem = Problem("spmd report", "needs Bokeh, which is not installed", fix="pip install 'spmd[report]'")
+        problem = Problem(
+            "spmd report",
+            "needs Bokeh, which is not installed",
+            fix="pip install 'spmd[report]'",
+        )
         raise ConfigError("There is no report:", [problem]) from error
 
 
 def library() -> str:
-    """Return the script that draws charts, as a text."""
-    return "\n".join(bokeh("resources").Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw)
+    """Return Bokeh's script as a text."""
+    resources = bokeh("resources").Resources(
+        mode="inline",
+        components=["bokeh"],
+        log_level="warn",
+    )
+    return "\n".join(resources.js_raw)
 
 
 def lines(
@@ -84,65 +115,134 @@ def lines(
 
     `form` is numbro's format of the values, `most` the widest in pixels.
     """
-    figure = _figure(x, "", form=form, on_y=True, y_axis_type="log" if logarithmic else "linear")
+    axis_type = "linear"
+    if logarithmic:
+        axis_type = "log"
+    figure = _figure(x, "", form=form, on_y=True, y_axis_type=axis_type)
     for curve in curves:
-        data = _source(x=np.array(curve.x, np.int32), y=np.array(curve.y, np.float32))
-        style = {"source": data, "line_color": curve.colour}
-        if len(curve.x) < 30:
-            figure.scatter("x", "y", size=5, fill_color=curve.colour, **style)
-        drawn = figure.line("x", "y", line_width=1.8, line_dash=curve.dash, name=curve.name, **style)
-        shown = f"@y{{{form}}}" if form else "@y{0,0.[000000]}"
-        _hover(figure, [drawn], [("", "$name"), (x, "@x{0,0}"), ("", shown)])
+        _draw_curve(figure, curve, x, form)
     for at in marks:
-        figure.add_layout(bokeh("models").Span(location=at, dimension="height", line_dash="dashed", line_width=1))
-    legend = tuple((curve.colour, curve.dash, curve.name) for curve in curves) if len(curves) > 1 else ()
-    return _chart(figure, label, legend, most=most)
+        mark = bokeh("models").Span(
+            location=at,
+            dimension="height",
+            line_dash="dashed",
+            line_width=1,
+        )
+        figure.add_layout(mark)
+    legend = []
+    if len(curves) > 1:
+        for curve in curves:
+            legend.append((curve.colour, curve.dash, curve.name))
+    return _chart(figure, label, tuple(legend), most=most)
+
+
+def _draw_curve(figure: Any, curve: Line, x: str, form: str) -> None:
+    # Narrow types: the values are written into the page.
+    data = _source(x=np.array(curve.x, np.int32), y=np.array(curve.y, np.float32))
+    style = {"source": data, "line_color": curve.colour}
+    if len(curve.x) < _FEW_POINTS:
+        figure.scatter("x", "y", size=5, fill_color=curve.colour, **style)
+    drawn = figure.line(
+        "x",
+        "y",
+        line_width=1.8,
+        line_dash=curve.dash,
+        name=curve.name,
+        **style,
+    )
+    value_form = form or "0,0.[000000]"
+    tips = [("", "$name"), (x, "@x{0,0}"), ("", f"@y{{{value_form}}}")]
+    _hover(figure, [drawn], tips)
 
 
 def stacked_bars(
-    label: str, bars: Sequence[tuple[str, Mapping[str, float]]], *, x: str, form: str = "0.[00] ib", limit: float = 0
+    label: str,
+    bars: Sequence[tuple[str, Mapping[str, float]]],
+    *,
+    x: str,
+    form: str = "0.[00] ib",
+    limit: float = 0,
 ) -> Chart:
-    """Return horizontal bars of parts; a dashed line marks the limit, if there is one.
+    """Return horizontal bars of parts; a dashed line marks a limit above 0.
 
-    The same part has one colour in all bars. `form` is numbro's format of the values: bytes by default.
+    The same part has one colour in all bars. `form` is numbro's format of the values: bytes by
+    default.
     """
-    names = list(dict.fromkeys(name for _, parts in bars for name in parts))
-    labels = [name for name, _ in bars][::-1]
+    names: dict[str, None] = {}
+    labels = []
+    totals = []
+    for label_of_bar, parts in bars:
+        names |= dict.fromkeys(parts)
+        labels.append(label_of_bar)
+        totals.append(sum(parts.values()))
+    labels.reverse()  # Bokeh counts them from the bottom
     height = 70 + 34 * len(bars)
     figure = _figure(x, "", height=height, y_range=labels, form=form, zooms=False)
-    for name, colour in colours(names).items():
-        rows = [(bar, _before(parts, name), parts[name]) for bar, parts in bars if name in parts]
-        data = _source(
-            bar=[bar for bar, _, _ in rows],
-            left=[left for _, left, _ in rows],
-            right=[left + size for _, left, size in rows],
-            size=[size for _, _, size in rows],
-            name=[name] * len(rows),
+    for name, colour in colours(list(names)).items():
+        drawn = figure.hbar(
+            "bar",
+            left="left",
+            right="right",
+            height=0.68,
+            source=_part_in_bars(bars, name),
+            color=colour,
+            line_width=0,
         )
-        drawn = figure.hbar("bar", left="left", right="right", height=0.68, source=data, color=colour, line_width=0)
         _hover(figure, [drawn], [("", "@bar: @name"), (x, f"@size{{{form}}}")])
     figure.ygrid.visible = False
     figure.x_range.start = 0
     if limit:
         _limit(figure, limit, "height")
-        figure.x_range.end = 1.05 * max(limit, *(sum(parts.values()) for _, parts in bars))
-    return _chart(figure, label, _legend(names), height)
+        figure.x_range.end = 1.05 * max(limit, *totals)
+    return _chart(figure, label, _legend(list(names)), height)
 
 
-def stacked_areas(label: str, x: np.ndarray, parts: Mapping[str, np.ndarray], *, title: str, limit: float = 0) -> Chart:
-    """Return bytes over time: steps that are stacked, with a dashed line at the limit, if there is one."""
+def _part_in_bars(bars: Sequence[tuple[str, Mapping[str, float]]], name: str) -> Any:
+    """Return the columns of one part, with a row for each bar that has it."""
+    with_part, starts, ends, sizes = [], [], [], []
+    for bar, parts in bars:
+        if name not in parts:
+            continue
+        start = _before(parts, name)
+        size = parts[name]
+        with_part.append(bar)
+        starts.append(start)
+        ends.append(start + size)
+        sizes.append(size)
+    return _source(
+        bar=with_part,
+        left=starts,
+        right=ends,
+        size=sizes,
+        name=[name] * len(with_part),
+    )
+
+
+def stacked_areas(
+    label: str,
+    x: np.ndarray,
+    parts: Mapping[str, np.ndarray],
+    *,
+    title: str,
+    limit: float = 0,
+) -> Chart:
+    """Return bytes over time as stacked steps, with a dashed line at a limit above 0."""
     figure = _figure(title, "", form="0.[00] ib", on_y=True)
     ends = np.append(x[1:], x[-1] + 1)
-    at = np.stack([x, ends], axis=1).ravel().astype(float)
+    at = np.stack([x, ends], axis=1).ravel().astype(float)  # both ends of each step
     base = np.zeros(len(at))
     for name, colour in colours(list(parts)).items():
         top = base + np.repeat(parts[name], 2)
         figure.varea(x=at, y1=base, y2=top, fill_color=colour)
         base = top
-    data = _source(x=x, top=base[::2], **{f"part{i}": values for i, values in enumerate(parts.values())})
-    drawn = figure.scatter("x", "top", source=data, size=6, alpha=0)
-    shown = [(name, f"@part{i}{{0.[00] ib}}") for i, name in enumerate(parts)]
-    _hover(figure, [drawn], [("all", "@top{0.[00] ib}"), *shown], mode="vline")
+    columns = {"x": x, "top": base[::2]}
+    tips = [("all", "@top{0.[00] ib}")]
+    for number, (name, values) in enumerate(parts.items()):
+        columns[f"part{number}"] = values
+        tips.append((name, f"@part{number}{{0.[00] ib}}"))
+    # Invisible dots carry the tips: an area has none.
+    drawn = figure.scatter("x", "top", source=_source(**columns), size=6, alpha=0)
+    _hover(figure, [drawn], tips, mode="vline")
     figure.y_range.start = 0
     if limit:
         _limit(figure, limit, "width")
@@ -160,30 +260,53 @@ def spans(
     texts: Sequence[str] = (),
     form: str = "0,0.[000]",
 ) -> Chart:
-    """Return boxes `(row, start, end, kind, name)` over time, each row a lane; `texts` are written on the boxes."""
-    height = 80 + max(24, min(56, 480 // len(rows))) * len(rows)
+    """Return boxes `(row, start, end, kind, name)` over time, each row a lane.
+
+    `texts` are written on the boxes.
+    """
+    lane_height = max(24, min(56, 480 // len(rows)))
+    height = 80 + lane_height * len(rows)
     figure = _figure(x, "", height=height, y_range=list(rows)[::-1])
-    starts, ends = (np.array([box[i] for box in boxes], float) for i in (1, 2))
-    data = _source(
-        row=[row for row, *_ in boxes],
-        left=starts,
-        right=ends,
-        middle=(starts + ends) / 2,
-        kind=[kind for *_, kind, _ in boxes],
-        name=[name for *_, name in boxes],
-        colour=[colours[kind] for *_, kind, _ in boxes],
-        **({"text": list(texts), "ink": [ink_on(colours[kind]) for *_, kind, _ in boxes]} if texts else {}),
+    box_rows, box_starts, box_ends, kinds, names = zip(*boxes, strict=True)
+    starts = np.array(box_starts, float)
+    ends = np.array(box_ends, float)
+    fills = [colours[kind] for kind in kinds]
+    columns: dict[str, Any] = {
+        "row": list(box_rows),
+        "left": starts,
+        "right": ends,
+        "middle": (starts + ends) / 2,
+        "kind": list(kinds),
+        "name": list(names),
+        "colour": fills,
+    }
+    edge: dict[str, Any] = {"line_color": "colour", "line_width": 0.3}
+    if texts:
+        columns["text"] = list(texts)
+        columns["ink"] = [ink_on(colour) for colour in fills]
+        edge = {"line_color": "white", "line_width": 1}
+    data = _source(**columns)
+    drawn = figure.hbar(
+        "row",
+        left="left",
+        right="right",
+        height=0.78,
+        source=data,
+        fill_color="colour",
+        **edge,
     )
-    edge = {"line_color": "white", "line_width": 1} if texts else {"line_color": "colour", "line_width": 0.3}
-    drawn = figure.hbar("row", left="left", right="right", height=0.78, source=data, fill_color="colour", **edge)
-    _hover(figure, [drawn], [("", "@name"), ("", "@kind"), (x, f"@left{{{form}}} to @right{{{form}}}")])
+    time = f"@left{{{form}}} to @right{{{form}}}"
+    _hover(figure, [drawn], [("", "@name"), ("", "@kind"), (x, time)])
     if texts:
         figure.text("middle", "row", text="text", source=data, text_color="ink", **_IN_CELLS)
     figure.ygrid.visible = False
-    figure.x_range.start, figure.x_range.end = 0, max(end for _, _, end, *_ in boxes)
-    found = {kind for *_, kind, _ in boxes}
-    legend = tuple((colour, "", kind) for kind, colour in colours.items() if kind in found)
-    return _chart(figure, label, legend, height)
+    figure.x_range.start = 0
+    figure.x_range.end = max(box_ends)
+    legend = []
+    for kind, colour in colours.items():
+        if kind in kinds:
+            legend.append((colour, "", kind))
+    return _chart(figure, label, tuple(legend), height)
 
 
 def cells(
@@ -195,146 +318,281 @@ def cells(
     links: Sequence[tuple[float, float, float, float]] = (),
     labels: Mapping[str, tuple[float, float]],
 ) -> Chart:
-    """Return square cells at columns `x` and `y` (downwards) in `colour`, a few of them with `text` in `ink`.
+    """Return square cells at columns `x` and `y` (downwards) in `colour`.
+
+    A few of them have their `text` in `ink`.
 
     Args:
         size: Columns and rows of the whole.
         links: Segments under the cells.
-        labels: Text → column and row of the cell over which it is written.
+        labels: Text → column and row of the cell under it.
     """
     width, high = size
     most = round(min(620.0, max(300.0, 45 * width)))
     height = round(min(520.0, max(90.0, most * (high + 0.9) / (width + 0.8))))
     figure = _figure(
-        "", "", height=height, match_aspect=True, x_range=(-0.9, width - 0.1), y_range=(high - 0.1, -0.95), zooms=False
+        "",
+        "",
+        height=height,
+        match_aspect=True,
+        x_range=(-0.9, width - 0.1),
+        y_range=(high - 0.1, -0.95),
+        zooms=False,
     )
-    figure.axis.visible = figure.grid.visible = False
+    figure.axis.visible = False
+    figure.grid.visible = False
     figure.outline_line_alpha = 0
     if links:
-        x0, y0, x1, y1 = (list(column) for column in zip(*links, strict=True))
-        figure.segment(x0, y0, x1, y1, line_color="#8a8f98", line_width=2)
-    has_text = len(columns["x"]) <= 512
-    kept = {name: column for name, column in columns.items() if has_text or name not in ("text", "ink")}
-    data = _source(**{name: x.astype(np.int32) if isinstance(x, np.ndarray) else x for name, x in kept.items()})
+        x0, y0, x1, y1 = zip(*links, strict=True)
+        figure.segment(
+            list(x0),
+            list(y0),
+            list(x1),
+            list(y1),
+            line_color="#8a8f98",
+            line_width=2,
+        )
+    has_text = len(columns["x"]) <= _MOST_TEXTS
+    data = _cell_source(columns, has_text)
     drawn = figure.rect(
-        "x", "y", width=0.82, height=0.82, source=data, fill_color="colour", line_color="colour", line_width=0.5
+        "x",
+        "y",
+        width=0.82,
+        height=0.82,
+        source=data,
+        fill_color="colour",
+        line_color="colour",
+        line_width=0.5,
     )
     if has_text:
         figure.text("x", "y", text="text", source=data, text_color="ink", **_IN_CELLS)
     _hover(figure, [drawn], tips)
-    named = {text: at for text, at in labels.items() if text}
-    if named and len(named) <= 64:
-        for text, (column, row) in named.items():
-            place = {"x": column - 0.45, "y": row - 0.5, "text": text, "text_font_size": "11px"}
-            figure.add_layout(bokeh("models").Label(**place, text_font=FONT))
+    _label_cells(figure, labels)
     return _chart(figure, label, height=height, most=most)
 
 
-def shard(label: str, note: str, rows: tuple[int, int, str], columns: tuple[int, int, str]) -> Chart:
-    """Return an array as a grid of shards, of which the first is filled.
+def _cell_source(columns: Mapping[str, Any], has_text: bool) -> Any:
+    """Return the columns of cells with narrow numbers, and with texts if they are shown."""
+    kept = {}
+    for name, column in columns.items():
+        if name in ("text", "ink") and not has_text:
+            continue
+        if isinstance(column, np.ndarray):
+            kept[name] = column.astype(np.int32)
+        else:
+            kept[name] = column
+    return _source(**kept)
+
+
+def _label_cells(figure: Any, labels: Mapping[str, tuple[float, float]]) -> None:
+    """Write each text over the corner of its cell; nothing if there are too many of them."""
+    named = {text: at for text, at in labels.items() if text}
+    if len(named) > _MOST_LABELS:
+        return
+    for text, (column, row) in named.items():
+        over = bokeh("models").Label(
+            x=column - 0.45,
+            y=row - 0.5,
+            text=text,
+            text_font_size="11px",
+            text_font=FONT,
+        )
+        figure.add_layout(over)
+
+
+def shard(
+    label: str, note: str, rows: tuple[int, int, str], columns: tuple[int, int, str]
+) -> Chart:
+    """Return an array as a grid of shards with the first one filled.
 
     Args:
         rows: Length, parts and text; `columns` the same of the other dimension.
     """
-    figure = _figure(columns[2], rows[2], height=190, x_range=(0, columns[0]), y_range=(rows[0], 0), zooms=False)
+    row_count, row_parts, row_text = rows
+    column_count, column_parts, column_text = columns
+    figure = _figure(
+        column_text,
+        row_text,
+        height=190,
+        x_range=(0, column_count),
+        y_range=(row_count, 0),
+        zooms=False,
+    )
     figure.axis.ticker = []
     figure.axis.major_tick_line_color = None
     figure.grid.visible = False
     figure.axis.axis_label_text_font_size = "12px"
-    tall, wide = rows[0] / rows[1], columns[0] / columns[1]
-    figure.rect([columns[0] / 2], [rows[0] / 2], columns[0], rows[0], fill_color=PALETTE[0], fill_alpha=0.16)
+    figure.rect(
+        [column_count / 2],
+        [row_count / 2],
+        column_count,
+        row_count,
+        fill_color=PALETTE[0],
+        fill_alpha=0.16,
+    )
+    tall = row_count / row_parts
+    wide = column_count / column_parts
     figure.rect([wide / 2], [tall / 2], wide, tall, fill_color=PALETTE[0], line_width=0)
-    shown = [(part * tall, 0, part * tall, columns[0]) for part in range(rows[1] + 1)] if rows[1] <= 64 else []
-    across = [(part * wide, part * wide) for part in range(columns[1] + 1)] if columns[1] <= 64 else []
-    ys, xs = [y for y, *_ in shown], [x for x, _ in across]
+    ys = _borders(tall, row_parts)
+    xs = _borders(wide, column_parts)
     style = {"line_color": PALETTE[0], "line_width": 1}
-    figure.segment([0] * len(ys), ys, [columns[0]] * len(ys), ys, **style)
-    figure.segment(xs, [0] * len(xs), xs, [rows[0]] * len(xs), **style)
-    return dataclasses.replace(_chart(figure, label, height=190, most=300), note=note)
+    figure.segment([0] * len(ys), ys, [column_count] * len(ys), ys, **style)
+    figure.segment(xs, [0] * len(xs), xs, [row_count] * len(xs), **style)
+    chart = _chart(figure, label, height=190, most=300)
+    return dataclasses.replace(chart, note=note)
+
+
+def _borders(size: float, parts: int) -> list[float]:
+    """Return the borders of parts of one size; none if so many lines would run together."""
+    if parts > _MOST_BORDERS:
+        return []
+    return [part * size for part in range(parts + 1)]
 
 
 def scale(index: np.ndarray, count: int) -> list[str]:
     """Return the colour of each index along an axis: distinct ones for a few, a scale for many."""
-    few = PALETTE[:8]
-    palette = few if count <= len(few) else bokeh("palettes").Viridis256
-    step = 1 if count <= len(few) else (len(palette) - 1) / (count - 1)
+    palette: Sequence[str] = PALETTE[:8]
+    step = 1.0
+    if count > len(palette):
+        palette = bokeh("palettes").Viridis256
+        step = (len(palette) - 1) / (count - 1)
     return [palette[int(i * step)] for i in index]
 
 
 def _figure(
-    x: str, y: str, *, height: int = 260, form: str = "", on_y: bool = False, zooms: bool = True, **options: Any
+    x: str,
+    y: str,
+    *,
+    height: int = 260,
+    form: str = "",
+    on_y: bool = False,
+    zooms: bool = True,
+    **options: Any,
 ) -> Any:
-    tools = "xpan,xbox_zoom,xwheel_zoom,reset,save" if zooms else ""
-    options |= {} if zooms else {"toolbar_location": None}
+    """Return an empty figure in the style of the page.
+
+    Args:
+        x: Label of the horizontal axis; `y` that of the vertical one.
+        form: numbro's format of the values, on the vertical axis if `on_y`.
+        zooms: Whether the reader can move and enlarge it.
+        options: Further options of `bokeh.plotting.figure`.
+    """
+    tools = ""
+    if zooms:
+        tools = "xpan,xbox_zoom,xwheel_zoom,reset,save"
+    else:
+        options["toolbar_location"] = None
     figure = bokeh("plotting").figure(
-        height=height, sizing_mode="stretch_width", tools=tools, active_drag=None, active_scroll=None,
-        x_axis_label=x or None, y_axis_label=y or None, min_border_right=16, toolbar_inner=True, **options,
-    )  # fmt: skip
-    figure.toolbar.logo, figure.toolbar.autohide = None, True
-    figure.background_fill_alpha = figure.border_fill_alpha = 0
+        height=height,
+        sizing_mode="stretch_width",
+        tools=tools,
+        active_drag=None,
+        active_scroll=None,
+        x_axis_label=x or None,
+        y_axis_label=y or None,
+        min_border_right=16,
+        toolbar_inner=True,
+        **options,
+    )
+    figure.toolbar.logo = None
+    figure.toolbar.autohide = True
+    figure.background_fill_alpha = 0
+    figure.border_fill_alpha = 0
     figure.axis.axis_label_text_font_style = "normal"
     for axis in figure.axis:
-        axis.axis_label_text_font = axis.major_label_text_font = FONT
-        axis.axis_label_text_font_size, axis.major_label_text_font_size = "12px", "11px"
+        axis.axis_label_text_font = FONT
+        axis.major_label_text_font = FONT
+        axis.axis_label_text_font_size = "12px"
+        axis.major_label_text_font_size = "11px"
         axis.minor_tick_line_color = None
-    if form:
-        axis = figure.yaxis if on_y else figure.xaxis
-        axis.formatter = bokeh("models").NumeralTickFormatter(format=form)
-        if form.endswith("ib"):
-            axis.ticker = bokeh("models").AdaptiveTicker(base=1024, mantissas=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
-            axis.ticker.desired_num_ticks = 5
+    if form and on_y:
+        _format_ticks(figure.yaxis, form)
+    elif form:
+        _format_ticks(figure.xaxis, form)
     return figure
+
+
+def _format_ticks(axis: Any, form: str) -> None:
+    axis.formatter = bokeh("models").NumeralTickFormatter(format=form)
+    if form.endswith("ib"):
+        powers = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+        axis.ticker = bokeh("models").AdaptiveTicker(base=1024, mantissas=powers)
+        axis.ticker.desired_num_ticks = 5
 
 
 def _source(**columns: Any) -> Any:
     return bokeh("models").ColumnDataSource(columns)
 
 
-def _hover(figure: Any, drawn: list[Any], tips: Sequence[tuple[str, str]], mode: str = "mouse") -> None:
-    tool = bokeh("models").HoverTool(renderers=drawn, tooltips=list(tips), mode=mode, visible=False)
+def _hover(
+    figure: Any, drawn: list[Any], tips: Sequence[tuple[str, str]], mode: str = "mouse"
+) -> None:
+    tool = bokeh("models").HoverTool(
+        renderers=drawn,
+        tooltips=list(tips),
+        mode=mode,
+        visible=False,
+    )
     figure.add_tools(tool)
 
 
 def _limit(figure: Any, at: float, dimension: str) -> None:
     span = bokeh("models").Span(
-        location=at, dimension=dimension, line_dash="dashed", line_width=2, line_color="#d62728", tags=["limit"]
+        location=at,
+        dimension=dimension,
+        line_dash="dashed",
+        line_width=2,
+        line_color="#d62728",
+        tags=["limit"],
     )
     figure.add_layout(span)
 
 
 def _before(parts: Mapping[str, float], name: str) -> float:
-    """Return where a part begins: after those before it."""
-    return float(sum(itertools.islice(parts.values(), list(parts).index(name))))
+    """Return the start of a part in its bar: the sum of the parts before it."""
+    place = list(parts).index(name)
+    sizes = list(parts.values())
+    return float(sum(sizes[:place]))
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
     """Return name → colour."""
-    return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    return dict(zip(names, itertools.cycle(PALETTE), strict=False))
 
 
 def _legend(names: Sequence[str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple((colour, "", name) for name, colour in colours(names).items())
+    legend = []
+    for name, colour in colours(names).items():
+        legend.append((colour, "", name))
+    return tuple(legend)
 
 
 def _chart(
-    figure: Any, label: str, legend: tuple[tuple[str, str, str], ...] = (), height: int = 260, most: int = 0
+    figure: Any,
+    label: str,
+    legend: tuple[tuple[str, str, str], ...] = (),
+    height: int = 260,
+    most: int = 0,
 ) -> Chart:
     item = bokeh("embed").json_item(figure, "")
-    return Chart(_renumbered(item), label, legend, height, most)
-
-
-def _renumbered(item: Any) -> Any:
-    """Return the JSON of a chart with ids in the order in which they come: Bokeh counts on from chart to chart."""
     numbers: dict[str, str] = {}
+    return Chart(_renumber(item, numbers), label, legend, height, most)
 
-    def rename(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {
-                key: numbers.setdefault(inner, f"p{len(numbers)}")
-                if key in ("id", "root_id") and isinstance(inner, str)
-                else rename(inner)
-                for key, inner in value.items()
-            }
-        return [rename(inner) for inner in value] if isinstance(value, list) else value
 
-    return rename(item)
+def _renumber(value: Any, numbers: dict[str, str]) -> Any:
+    """Return JSON with ids in their order of appearance: Bokeh counts on from chart to chart.
+
+    Args:
+        numbers: Bokeh's id → the new one; new ids are added.
+    """
+    if isinstance(value, list):
+        return [_renumber(inner, numbers) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    renumbered = {}
+    for key, inner in value.items():
+        if key in ("id", "root_id") and isinstance(inner, str):
+            renumbered[key] = numbers.setdefault(inner, f"p{len(numbers)}")
+        else:
+            renumbered[key] = _renumber(inner, numbers)
+    return renumbered

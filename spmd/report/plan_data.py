@@ -1,4 +1,4 @@
-"""Contents of a plan's report: what is decided, predicted and compiled, as plain values without HTML.
+"""Contents of a plan's report: decisions, predictions and the compiled step, without HTML.
 
 Each figure is one that `spmd plan` prints; nothing is computed a second time here.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from spmd.analysis.collective_audit import CollectiveAudit
+from spmd.analysis.collective_record import Collective
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, missing_extra
 from spmd.distributed.initialize import initialize
@@ -33,12 +34,15 @@ from spmd.step_time.timeline import Span
 from spmd.tree import human_bytes
 
 RESOLUTION = 1500
-"""Parts of a step: of shorter operations in one part, only what takes the most of it is drawn."""
+"""Parts of a step: shorter operations in one part are drawn as the kind with the most time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """Collectives of one kind over some axes for one cause; `bytes` of one device, and `runs`, are of one step."""
+    """Collectives of one kind over some axes for one cause.
+
+    `bytes` of one device, and `runs`, are of one step.
+    """
 
     kind: str
     over: str
@@ -83,157 +87,270 @@ class PlanReport:
         return shard_pictures(self.plan)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return label → value of the figures that come first."""
-        plan, memory = self.plan, self.memory
-        total, limit = human_bytes(memory.total), memory.topology.memory
-        verdict = {True: "fits", False: "DOES NOT FIT", None: ""}[memory.fits]
+        """Return label → value of the figures at the top."""
+        plan = self.plan
+        parameters = sum(math.prod(entry.shape) for entry in plan.params)
         found = [
-            ("parameters", human_count(sum(math.prod(entry.shape) for entry in plan.params))),
+            ("parameters", human_count(parameters)),
             ("devices", f"{plan.mesh.size:,}"),
-            ("mesh", " × ".join(f"{axis} {size}" for axis, size in plan.mesh.shape.items() if size > 1) or "1 device"),
-            ("memory of a device", f"{total} of {human_bytes(limit)}: {verdict}" if limit else total),
+            ("mesh", self._mesh_text()),
+            ("memory of a device", self._memory_text()),
         ]
         if self.time:
             low, high = map(human_duration, self.time.range)
+            seconds = human_duration(self.time.seconds)
             found += [
-                ("predicted step", f"{human_duration(self.time.seconds)} ({low} to {high})"),
+                ("predicted step", f"{seconds} ({low} to {high})"),
                 ("tokens/s on a chip", f"{self.time.tokens_per_second:,.0f}"),
                 ("MFU", f"{self.time.mfu:.1%}"),
             ]
         if self.audit:
-            found.append(("sent by a device", f"{human_bytes(self.audit.bytes())} in a step"))
+            sent = human_bytes(self.audit.bytes())
+            found.append(("sent by a device", f"{sent} in a step"))
         return found
 
+    def _mesh_text(self) -> str:
+        axes = []
+        for axis, size in self.plan.mesh.shape.items():
+            if size > 1:
+                axes.append(f"{axis} {size}")
+        return " × ".join(axes) or "1 device"
+
+    def _memory_text(self) -> str:
+        total = human_bytes(self.memory.total)
+        limit = self.memory.topology.memory
+        if not limit:
+            return total
+        verdict = {True: "fits", False: "DOES NOT FIT", None: ""}[self.memory.fits]
+        return f"{total} of {human_bytes(limit)}: {verdict}"
+
     def decisions(self) -> str:
-        """Return the lines of the plan that are not about one array."""
-        device = self.topology.platform, self.topology.chip.device_kind
+        """Return the heading of the plan, and its lines about the execution."""
+        device = (self.topology.platform, self.topology.chip.device_kind)
         return f"{self.plan.heading}{execution_lines(self.setup, device)}"
 
     def held(self) -> dict[str, int]:
-        """Return table → bytes that each device holds."""
-        return {name.replace("_", " "): size for name, size in self.plan.bytes_per_device().items() if size}
+        """Return table → bytes on each device, without empty tables."""
+        found = {}
+        for name, size in self.plan.bytes_per_device().items():
+            if size:
+                found[name.replace("_", " ")] = size
+        return found
 
     def arrays(self) -> Iterator[tuple[str, PlanEntry]]:
         """Yield (table, entry) for each array of the training state and each gradient."""
         for table in TABLES:
-            yield from ((table, entry) for entry in getattr(self.plan, table))
+            for entry in getattr(self.plan, table):
+                yield table, entry
 
     def memory_rows(self) -> list[tuple[str, dict[str, int]]]:
         """Return the bars of memory: label → bytes of one device by category."""
         estimate = self.memory.estimated
-        once = {name: size for name, size in estimate.held.items() if name not in ("collectives", "temporaries")}
-        bars = [("each array once", once), ("live at the peak", dict(estimate.at_peak))]
-        rows = [(label, {CATEGORIES[name]: size for name, size in bar.items() if size}) for label, bar in bars]
-        if compiled := self.memory.compiled:
-            rows.append(("compiled", {"arguments": compiled.arguments, "temporaries": compiled.temporaries}))
+        once = dict(estimate.held)
+        for name in ("collectives", "temporaries"):  # no arrays of the training state
+            once.pop(name, None)
+        rows = [
+            ("each array once", _labelled(once)),
+            ("live at the peak", _labelled(estimate.at_peak)),
+        ]
+        compiled = self.memory.compiled
+        if compiled:
+            parts = {"arguments": compiled.arguments, "temporaries": compiled.temporaries}
+            rows.append(("compiled", parts))
         return rows
 
     def memory_over_time(self, most: int = 600) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return the times of the traced step, and label → bytes from each of them on.
 
-        Of more times than `most`, those of one part of the step are drawn as the one with the most bytes.
+        Of more times than `most`, those of one part of the step are drawn as the one with the most
+        bytes.
         """
         times, used = self.memory.estimated.over_time()
-        parts = np.linspace(0, len(times), min(most, len(times)) + 1).astype(int)
+        count = min(most, len(times))
+        edges = np.linspace(0, len(times), count + 1).astype(int)
         total = sum(used.values(), np.zeros(len(times), dtype=np.int64))
-        chosen = [low + int(np.argmax(total[low:high])) for low, high in itertools.pairwise(parts)]
-        labelled = {CATEGORIES[name]: values[chosen] for name, values in used.items() if values.any()}
-        return times[parts[:-1]], labelled
+        largest = []
+        for low, high in itertools.pairwise(edges):
+            largest.append(low + int(np.argmax(total[low:high])))
+        labelled = {}
+        for name, values in used.items():
+            if values.any():
+                labelled[CATEGORIES[name]] = values[largest]
+        return times[edges[:-1]], labelled
 
     def collective_bytes(self) -> dict[str, dict[str, int]]:
-        """Return mesh axes → kind → bytes that a device sends in one step."""
+        """Return mesh axes → kind → bytes from one device in one step."""
         found: dict[str, dict[str, int]] = {}
-        for (kind, over), records in self.audit.by_axes().items() if self.audit else ():
-            found.setdefault(over, {})[kind] = sum(record.bytes for record in records)
+        if self.audit is None:
+            return found
+        for (kind, over), records in self.audit.by_axes().items():
+            kinds = found.setdefault(over, {})
+            kinds[kind] = sum(record.bytes for record in records)
         return found
 
     def collective_seconds(self) -> dict[str, dict[str, float]]:
-        """Return mesh axes → predicted seconds of their collectives in one step: exposed, and hidden behind compute."""
+        """Return mesh axes → predicted seconds of their collectives in one step.
+
+        They are divided into exposed ones, and ones hidden behind compute.
+        """
         found: dict[str, dict[str, float]] = {}
-        for took in self.time.collectives if self.time else ():
+        for took in self._collective_times():
             sums = found.setdefault(took.over, {"exposed": 0.0, "hidden": 0.0})
             sums["exposed"] += took.exposed
             sums["hidden"] += took.hidden
         return found
 
+    def _collective_times(self) -> Sequence[CollectiveTime]:
+        if self.time is None:
+            return ()
+        return self.time.collectives
+
     def collectives(self) -> list[CollectiveRow]:
-        """Return one row for each kind, axes and cause of collectives that are executed, the most bytes first."""
-        times = {(c.kind, c.over, c.cause): c for c in (self.time.collectives if self.time else ())}
-        groups = collections.defaultdict(list)
-        for record in self.audit.records if self.audit else ():
-            if record.executions:
-                groups[record.kind, record.over, str(record.cause or "")].append(record)
-        rows = [
-            CollectiveRow(
-                kind,
-                over,
-                ", ".join(sorted({record.dtype for record in records})),
-                sum(record.bytes for record in records),
-                sum(record.executions for record in records),
-                cause,
-                times.get((kind, over, cause)),
+        """Return a row for each kind, axes and cause of executed collectives, most bytes first."""
+        times = {}
+        for took in self._collective_times():
+            times[took.kind, took.over, took.cause] = took
+        rows = []
+        for key, records in self._executed().items():
+            kind, over, cause = key
+            dtypes = {record.dtype for record in records}
+            row = CollectiveRow(
+                kind=kind,
+                over=over,
+                dtypes=", ".join(sorted(dtypes)),
+                bytes=sum(record.bytes for record in records),
+                runs=sum(record.executions for record in records),
+                cause=cause,
+                time=times.get(key),
             )
-            for (kind, over, cause), records in groups.items()
-        ]
-        return sorted(rows, key=lambda row: -row.bytes)
+            rows.append(row)
+        rows.sort(key=lambda row: -row.bytes)
+        return rows
+
+    def _executed(self) -> dict[tuple[str, str, str], list[Collective]]:
+        """Return (kind, axes, cause) → its collectives, without those of branches never taken."""
+        groups = collections.defaultdict(list)
+        if self.audit is None:
+            return groups
+        for record in self.audit.records:
+            if record.executions:
+                key = (record.kind, record.over, str(record.cause or ""))
+                groups[key].append(record)
+        return groups
+
+
+def _labelled(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return label of a category → bytes, without empty categories."""
+    return {CATEGORIES[name]: size for name, size in sizes.items() if size}
 
 
 def collect_plan(name: str, setup: TrainSetup, topology: Topology, *, compiles: bool) -> PlanReport:
-    """Collect the report of a config's plan on a machine; a part that cannot be made is a note."""
+    """Collect the report of a config's plan on a machine; a missing part is a note."""
     preflight(setup)
-    memory, notes = MemoryReport(topology, estimate_step(setup, topology.platform)), list[str]()
-    audit, spans, time = None, tuple[Span, ...](), None
+    memory = MemoryReport(topology, estimate_step(setup, topology.platform))
+    notes: list[str] = []
+    report = PlanReport(
+        name=name,
+        setup=setup,
+        topology=topology,
+        memory=memory,
+        time=_predict(setup, topology, notes),
+        audit=None,
+        spans=(),
+        schedule=_simulate(setup),
+        devices=map_devices(
+            topology,
+            setup.mesh.shape,
+            setup.config.slices.sizes,
+            setup.config.data.batch,
+        ),
+        notes=tuple(notes),
+    )
+    if compiles:
+        return _add_compiled(report)
+    return _add_note(
+        report,
+        "The step was not compiled (--no-compile): there are no collectives, and no timeline.",
+    )
+
+
+def _predict(setup: TrainSetup, topology: Topology, notes: list[str]) -> StepTime | None:
+    """Return the time of a step by closed forms, or add the reason for its absence to the notes."""
     if topology.kind not in HARDWARE:
-        notes.append("No time is predicted of simulated devices: --topology v5p:4x4x8, or another machine.")
+        notes.append(
+            "No time is predicted of simulated devices: --topology v5p:4x4x8, or another machine."
+        )
+        return None
+    try:
+        return estimate_time(setup, topology)
+    except ConfigError as error:
+        notes.append(str(error))
+        return None
+
+
+def _simulate(setup: TrainSetup) -> PipelineTimeline | None:
+    if setup.schedule is None:
+        return None
+    return simulate(setup.schedule)
+
+
+def _add_note(report: PlanReport, note: str) -> PlanReport:
+    return dataclasses.replace(report, notes=(*report.notes, note))
+
+
+def _add_compiled(report: PlanReport) -> PlanReport:
+    """Compile the step for the machine, and add its collectives, its memory and its timeline."""
+    topology = report.topology
+    absent = missing_extra(topology)
+    if absent:
+        error = SpmdError("The step was not compiled, so there are no collectives:", [absent])
+        return _add_note(report, str(error))
+    if topology.platform == "cpu":
+        initialize(topology.devices)
     else:
-        try:
-            time = estimate_time(setup, topology)
-        except ConfigError as error:
-            notes.append(str(error))
-    if not compiles:
-        notes.append("The step was not compiled (--no-compile): there are no collectives, and no timeline.")
-    elif absent := missing_extra(topology):
-        notes.append(str(SpmdError("The step was not compiled, so there are no collectives:", [absent])))
-    else:
-        simulated = topology.devices if topology.platform == "cpu" else 0
-        initialize(simulated, target_platform="" if simulated else topology.platform)
-        there = make_setup(setup.config, topology_mesh(setup.config, topology))
-        try:
-            with show_waiting(f"compiling for {topology}"):
-                step = compile_step(there)
-            audit, memory = step.audit, dataclasses.replace(memory, compiled=step.memory)
-            if topology.platform == "tpu" and time:
-                time, line = time_program(there, topology, step, keep_spans=True)
-                spans = tuple(line.spans)
-        except MemoryError as error:
-            notes.append(f"The compiler refuses the step: {error}")
-    devices = map_devices(topology, setup.mesh.shape, setup.config.slices.sizes, setup.config.data.batch)
-    schedule = simulate(setup.schedule) if setup.schedule else None
-    return PlanReport(name, setup, topology, memory, time, audit, spans, schedule, devices, tuple(notes))
+        initialize(target_platform=topology.platform)
+    config = report.setup.config
+    setup = make_setup(config, topology_mesh(config, topology))
+    try:
+        with show_waiting(f"compiling for {topology}"):
+            step = compile_step(setup)
+        memory = dataclasses.replace(report.memory, compiled=step.memory)
+        report = dataclasses.replace(report, audit=step.audit, memory=memory)
+        if topology.platform == "tpu" and report.time:
+            time, line = time_program(setup, topology, step, keep_spans=True)
+            report = dataclasses.replace(report, time=time, spans=tuple(line.spans))
+    except MemoryError as error:
+        return _add_note(report, f"The compiler refuses the step: {error}")
+    return report
 
 
 def merge_spans(spans: Sequence[Span], seconds: float) -> list[Span]:
-    """Return the spans that can be seen: of those shorter than a part of the step, one for each part and lane.
+    """Return the visible spans: one for the short spans of each lane and part of the step.
 
-    It is named after the operation that takes the most of it. Spans of no length are dropped.
+    It is named after the longest operation in it. Spans of no length are dropped.
     """
     part = seconds / RESOLUTION
-    kept = [span for span in spans if span.seconds >= part]
+    kept = []
     short: dict[tuple[str, int], list[Span]] = collections.defaultdict(list)
     for span in spans:
-        if 0 < span.seconds < part:
+        if span.seconds >= part:
+            kept.append(span)
+        elif span.seconds > 0:
             short[span.lane, int(span.start / part)].append(span)
-    for (lane, _), found in short.items():
-        by_what: Mapping[str, float] = _sums(found)
-        longest = max(found, key=lambda span: span.seconds)
-        name = longest.name if len(found) == 1 else f"{len(found)} operations, the longest {longest.name}"
-        start = found[0].start
-        kept.append(Span(name, lane, max(by_what, key=by_what.__getitem__), start, sum(by_what.values())))
+    for found in short.values():
+        kept.append(_merged(found))
     return sorted(kept, key=lambda span: (span.lane, span.start))
 
 
-def _sums(spans: Sequence[Span]) -> Mapping[str, float]:
-    found = collections.defaultdict[str, float](float)
+def _merged(spans: Sequence[Span]) -> Span:
+    """Return one span for short ones of a lane, as long as all of them together."""
+    first = spans[0]
+    longest = max(spans, key=lambda span: span.seconds)
+    name = longest.name
+    if len(spans) > 1:
+        name = f"{len(spans)} operations, the longest {longest.name}"
+    seconds_of: dict[str, float] = collections.defaultdict(float)
     for span in spans:
-        found[span.what] += span.seconds
-    return found
+        seconds_of[span.what] += span.seconds
+    what = max(seconds_of, key=lambda kind: seconds_of[kind])
+    return Span(name, first.lane, what, first.start, sum(seconds_of.values()))

@@ -1,11 +1,14 @@
 """Page of a plan."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from spmd.analysis.schedule_chart import COLOURS, LIGHTEST, NAMES, describe, ink_on, lighten
 from spmd.observe.metrics import human_duration
+from spmd.pipeline.schedule import Schedule
+from spmd.pipeline.simulate import Slot
+from spmd.plan.records import PlanEntry
 from spmd.report import charts, page
 from spmd.report.charts import Chart
 from spmd.report.page import Cell, Html, Section
@@ -18,6 +21,8 @@ from spmd.tree import human_bytes
 MOST_PICTURES = 12
 MOST_TASKS = 12_000
 """Tasks of a pipeline that are drawn: those of the first part of the step."""
+_MOST_NUMBERED = 400
+"""A chart of more tasks has no room for their microbatches."""
 
 
 def plan_page(report: PlanReport) -> str:
@@ -42,15 +47,8 @@ def _summary(report: PlanReport) -> Iterator[Html]:
 
 
 def _mesh(report: PlanReport) -> Iterator[Html | Chart]:
-    devices, topology = report.devices, report.topology
-    what = "Devices where they are on the machine" if topology.platform != "cpu" else "Simulated devices"
-    links = f"; {topology.links}, as the stubs over an edge show" if any(topology.wrap) else f"; {topology.links}"
-    shown = len(devices.x)
-    part = f" The first {shown:,} of {devices.total:,} devices are drawn." if shown < devices.total else ""
-    held = ", ".join(f"{name} {human_bytes(size)}" for name, size in report.held().items())
-    where = f", with their index along each mesh axis{links if topology.links else ''}."
-    yield page.paragraph(f"{what}{where}{part} Each device holds {held}.")
-    tips = [(axis, f"@{axis}") for axis in devices.indices]
+    devices = report.devices
+    yield page.paragraph(_mesh_text(report))
     columns = {
         "x": devices.x,
         "y": devices.y,
@@ -58,72 +56,153 @@ def _mesh(report: PlanReport) -> Iterator[Html | Chart]:
         "end": devices.batch[:, 1] - 1,
         **devices.indices,
     }
+    tips = []
+    for axis in devices.indices:
+        tips.append((axis, f"@{axis}"))
+    tips.append(("examples of a batch", "@first to @end"))
     for axis, index in devices.indices.items():
         size = report.plan.mesh.shape[axis]
-        colours = charts.scale(np.asarray(index), size)
-        inks = {colour: ink_on(colour) for colour in set(colours)}
-        cells = {"colour": colours, "ink": [inks[colour] for colour in colours], "text": [str(i) for i in index]}
         yield charts.cells(
             f"{axis} {size}",
-            {**columns, **cells},
-            [*tips, ("examples of a batch", "@first to @end")],
+            {**columns, **_index_columns(index, size)},
+            tips,
             size=(devices.width, devices.height),
             links=devices.links,
             labels=devices.panels,
         )
 
 
+def _mesh_text(report: PlanReport) -> str:
+    devices = report.devices
+    topology = report.topology
+    what = "Devices where they are on the machine"
+    if topology.platform == "cpu":
+        what = "Simulated devices"
+    links = ""
+    if topology.links:
+        links = f"; {topology.links}"
+        if any(topology.wrap):
+            links += ", as the stubs over an edge show"
+    shown = len(devices.x)
+    part = ""
+    if shown < devices.total:
+        part = f" The first {shown:,} of {devices.total:,} devices are drawn."
+    held = []
+    for name, size in report.held().items():
+        held.append(f"{name} {human_bytes(size)}")
+    return (
+        f"{what}, with their index along each mesh axis{links}.{part} "
+        f"Each device holds {', '.join(held)}."
+    )
+
+
+def _index_columns(index: np.ndarray, size: int) -> dict[str, list[str]]:
+    """Return the colour of each device by its index on an axis, and the index in a readable ink."""
+    colours = charts.scale(np.asarray(index), size)
+    ink_of: dict[str, str] = {}  # an axis has few colours, and a mesh has many devices
+    inks = []
+    for colour in colours:
+        if colour not in ink_of:
+            ink_of[colour] = ink_on(colour)
+        inks.append(ink_of[colour])
+    return {"colour": colours, "ink": inks, "text": list(map(str, index))}
+
+
 def _shardings(report: PlanReport) -> Iterator[Html | Chart]:
     pictures = report.pictures()
-    more = f" Of {len(pictures)} rules, these have the largest." if len(pictures) > MOST_PICTURES else ""
-    yield page.paragraph(f"The largest parameter of each rule; the shard of the first device is filled.{more}")
+    text = "The largest parameter of each rule; the shard of the first device is filled."
+    if len(pictures) > MOST_PICTURES:
+        text += f" Of {len(pictures)} rules, these have the largest."
+    yield page.paragraph(text)
     for picture in pictures[:MOST_PICTURES]:
-        down = picture.rows, picture.row_parts, _dim(picture.rows, picture.row_axes)
-        across = picture.columns, picture.column_parts, _dim(picture.columns, picture.column_axes)
-        yield charts.shard(picture.entry.path, _describe(picture), down, across)
+        yield _shard_chart(picture)
     head = ["path", "of", "dtype", "shape", "spec", "bytes of a device", "memory", "rule"]
-    rows = [
-        [
-            entry.path,
-            table.replace("_", " "),
-            entry.dtype,
-            Cell("×".join(map(str, entry.shape)) or "scalar", str(entry.shape)),
-            spec_text(entry.spec),
-            Cell(human_bytes(entry.bytes_per_device), entry.bytes_per_device),
-            "host" if entry.on_host else "device",
-            entry.row[4],
-        ]
-        for table, entry in report.arrays()
-    ]
+    rows = []
+    for table, entry in report.arrays():
+        rows.append(_array_row(table, entry))
     yield page.table(head, rows, search=True)
 
 
+def _shard_chart(picture: ShardPicture) -> Chart:
+    row_text = _dim(picture.rows, picture.row_axes)
+    column_text = _dim(picture.columns, picture.column_axes)
+    return charts.shard(
+        picture.entry.path,
+        _describe(picture),
+        (picture.rows, picture.row_parts, row_text),
+        (picture.columns, picture.column_parts, column_text),
+    )
+
+
+def _array_row(table: str, entry: PlanEntry) -> list[str | Cell]:
+    shape = "×".join(map(str, entry.shape)) or "scalar"
+    memory = "device"
+    if entry.on_host:
+        memory = "host"
+    _, _, _, _, rule = entry.row
+    return [
+        entry.path,
+        table.replace("_", " "),
+        entry.dtype,
+        Cell(shape, str(entry.shape)),
+        spec_text(entry.spec),
+        Cell(human_bytes(entry.bytes_per_device), entry.bytes_per_device),
+        memory,
+        rule,
+    ]
+
+
 def _dim(size: int, axes: Mapping[str, int]) -> str:
-    return f"{size:,}" + "".join(f" / {axis} {count}" for axis, count in axes.items())
+    """Return a length with the axes that divide it: `4,096 / fsdp 8`."""
+    text = f"{size:,}"
+    for axis, count in axes.items():
+        text += f" / {axis} {count}"
+    return text
 
 
 def _describe(picture: ShardPicture) -> str:
-    """Return the dimensions that the picture has no room for, and the number of shards."""
+    """Return the number of shards, after the dimensions without room in the picture."""
     size = human_bytes(picture.entry.bytes_per_device)
-    outer = "".join(f"{_dim(length, axes)} × " for length, axes in picture.outer)
-    shards = f"{picture.shards:,} shards of {size}" if picture.shards > 1 else f"whole on each device, {size}"
-    copies = f", each on {picture.copies:,} devices" if picture.shards > 1 < picture.copies else ""
-    return f"{outer}the picture; {shards}{copies}" if outer else f"{shards}{copies}"
+    if picture.shards > 1:
+        shards = f"{picture.shards:,} shards of {size}"
+        if picture.copies > 1:
+            shards += f", each on {picture.copies:,} devices"
+    else:
+        shards = f"whole on each device, {size}"
+    if not picture.outer:
+        return shards
+    outer = [_dim(length, axes) for length, axes in picture.outer]
+    return f"{' × '.join([*outer, 'the picture'])}; {shards}"
 
 
 def _memory(report: PlanReport) -> Iterator[Html | Chart]:
     memory = report.memory
-    limit = memory.topology.memory or 0
-    largest = max(sum(parts.values()) for _, parts in report.memory_rows())
-    marked = limit if limit < 20 * largest else 0
-    line = f" The dashed line is the {human_bytes(limit)} of a {memory.topology.kind}." if marked else ""
-    yield page.paragraph(f"Bytes of one device in a step.{line}")
-    yield charts.stacked_bars("Memory of a device", report.memory_rows(), x="bytes of a device", limit=marked)
+    topology = memory.topology
+    bars = report.memory_rows()
+    totals = [sum(parts.values()) for _, parts in bars]
+    limit = _visible_limit(topology.memory or 0, 20 * max(totals))
+    text = "Bytes of one device in a step."
+    if limit:
+        text += f" The dashed line is the {human_bytes(limit)} of a {topology.kind}."
+    yield page.paragraph(text)
+    yield charts.stacked_bars("Memory of a device", bars, x="bytes of a device", limit=limit)
     times, parts = report.memory_over_time()
-    close = marked if marked < 3 * np.sum(list(parts.values()), axis=0).max() else 0
-    label = "Over the step, by the operations of the traced program"
-    yield charts.stacked_areas(label, times, parts, title="operation", limit=close)
+    peak = np.sum(list(parts.values()), axis=0).max()
+    yield charts.stacked_areas(
+        "Over the step, by the operations of the traced program",
+        times,
+        parts,
+        title="operation",
+        limit=_visible_limit(limit, 3 * peak),
+    )
     yield page.folded("as a table", page.preformatted(str(memory)))
+
+
+def _visible_limit(limit: int, most: int) -> int:
+    """Return a limit to draw, or 0 for none: bars are too short to read beside a far limit."""
+    if limit < most:
+        return limit
+    return 0
 
 
 def _time(report: PlanReport) -> Iterator[Html | Chart]:
@@ -131,22 +210,50 @@ def _time(report: PlanReport) -> Iterator[Html | Chart]:
     if time is None:
         return
     low, high = map(human_duration, time.range)
-    yield page.paragraph(f"Predicted: {human_duration(time.seconds)}, from {low} to {high} ({time.method}).")
-    spent = dict(sorted(time.spent.items(), key=lambda item: -item[1]))
-    parts = {name: seconds * 1e3 for name, seconds in spent.items() if seconds > 0}
-    yield charts.stacked_bars("Milliseconds of a device", [("step", parts)], x="ms", form="0,0.[000]")
+    seconds = human_duration(time.seconds)
+    yield page.paragraph(f"Predicted: {seconds}, from {low} to {high} ({time.method}).")
+    longest_first = sorted(time.spent.items(), key=lambda item: -item[1])
+    parts = {}
+    for name, taken in longest_first:
+        if taken > 0:
+            parts[name] = taken * 1e3
+    bars = [("step", parts)]
+    yield charts.stacked_bars("Milliseconds of a device", bars, x="ms", form="0,0.[000]")
     if report.spans:
-        merged = merge_spans(report.spans, time.seconds)
-        lanes = list(dict.fromkeys(("device", "network", *(span.lane for span in merged))))
-        boxes = [(s.lane, s.start * 1e3, (s.start + s.seconds) * 1e3, _what(s), s.name) for s in merged]
-        colours = charts.colours([*parts, *sorted({kind for *_, kind, _ in boxes} - parts.keys())])
-        label = "Predicted timeline of the compiled step; short operations are drawn together"
-        yield charts.spans(label, lanes, boxes, x="ms", colours=colours)
+        yield _span_chart(merge_spans(report.spans, time.seconds), list(parts))
     yield page.folded("as text", page.preformatted(str(time)))
 
 
+def _span_chart(spans: Sequence[Span], known: Sequence[str]) -> Chart:
+    """Return the timeline of a compiled step.
+
+    Args:
+        known: Kinds of spans with the first colours: those of the bar above.
+    """
+    lanes = dict.fromkeys(("device", "network"))
+    boxes = []
+    kinds = set()
+    for span in spans:
+        lanes[span.lane] = None
+        kind = _what(span)
+        kinds.add(kind)
+        start = span.start * 1e3
+        end = (span.start + span.seconds) * 1e3
+        boxes.append((span.lane, start, end, kind, span.name))
+    others = sorted(kinds.difference(known))
+    return charts.spans(
+        "Predicted timeline of the compiled step; short operations are drawn together",
+        list(lanes),
+        boxes,
+        x="ms",
+        colours=charts.colours([*known, *others]),
+    )
+
+
 def _what(span: Span) -> str:
-    return span.what if span.lane == "device" else f"transfers over {span.what}"
+    if span.lane == "device":
+        return span.what
+    return f"transfers over {span.what}"
 
 
 def _collectives(report: PlanReport) -> Iterator[Html | Chart]:
@@ -156,48 +263,106 @@ def _collectives(report: PlanReport) -> Iterator[Html | Chart]:
     if not bars:
         yield page.paragraph("The compiled step has no collectives.")
         return
-    yield page.paragraph("Bytes that one device sends in a step, by the mesh axes over which it sends them.")
+    yield page.paragraph(
+        "Bytes that one device sends in a step, by the mesh axes over which it sends them."
+    )
     yield charts.stacked_bars("Collectives by mesh axes", bars, x="bytes of a device in a step")
-    if took := report.collective_seconds():
-        waits = [(over, {name: seconds * 1e3 for name, seconds in both.items()}) for over, both in took.items()]
-        yield charts.stacked_bars("Predicted time of collectives", waits, x="ms", form="0,0.[000]")
-    yield page.notes(str(problem) for problem in (*report.audit.warnings, *report.audit.broken))
-    rows = report.collectives()
+    waits = []
+    for over, seconds in report.collective_seconds().items():
+        milliseconds = {name: taken * 1e3 for name, taken in seconds.items()}
+        waits.append((over, milliseconds))
+    if waits:
+        title = "Predicted time of collectives"
+        yield charts.stacked_bars(title, waits, x="ms", form="0,0.[000]")
+    yield page.notes(map(str, (*report.audit.warnings, *report.audit.broken)))
+    yield _collective_table(report.collectives())
+
+
+def _collective_table(rows: Sequence[CollectiveRow]) -> Html:
+    """Return a table of collectives; without times if none is predicted."""
     timed = any(row.time for row in rows)
-    head = ["sent", "kind", "over", "dtypes", "runs", *(["exposed", "hidden"] if timed else []), "cause"]
-    yield page.table(head, [_collective(row, timed) for row in rows], search=True)
+    head = ["sent", "kind", "over", "dtypes", "runs"]
+    if timed:
+        head += ["exposed", "hidden"]
+    head.append("cause")
+    return page.table(head, [_collective(row, timed) for row in rows], search=True)
 
 
 def _collective(row: CollectiveRow, timed: bool) -> list[str | Cell]:
-    seconds = [row.time.exposed if row.time else 0.0, row.time.hidden if row.time else 0.0] if timed else []
-    times = [Cell(human_duration(x) if x else "–", x) for x in seconds]
-    runs = Cell(f"{row.runs:,}", row.runs)
-    return [Cell(human_bytes(row.bytes), row.bytes), row.kind, row.over, row.dtypes, runs, *times, row.cause]
+    cells = [
+        Cell(human_bytes(row.bytes), row.bytes),
+        row.kind,
+        row.over,
+        row.dtypes,
+        Cell(f"{row.runs:,}", row.runs),
+    ]
+    if timed and row.time:
+        cells += [_seconds(row.time.exposed), _seconds(row.time.hidden)]
+    elif timed:
+        cells += [_seconds(0.0), _seconds(0.0)]
+    cells.append(row.cause)
+    return cells
+
+
+def _seconds(seconds: float) -> Cell:
+    text = "–"
+    if seconds:
+        text = human_duration(seconds)
+    return Cell(text, seconds)
 
 
 def _pipeline(report: PlanReport) -> Iterator[Html | Chart]:
     timeline = report.schedule
     if timeline is None:
         return
-    yield page.paragraph(f"{describe(timeline)}. A forward pass of a stage takes 1; boxes have their microbatch.")
-    slots = [(stage, slot) for stage, order in enumerate(timeline.tasks) for slot in order if slot.end > slot.start]
-    shown = sorted(slots, key=lambda item: item[1].start)[:MOST_TASKS]
-    chunks, last = timeline.schedule.chunks, max(timeline.schedule.chunks - 1, 1)
-    colours = {
-        _kind(kind, chunk, chunks): lighten(COLOURS[kind], LIGHTEST * chunk / last)
-        for kind in NAMES
-        for chunk in range(chunks)
-    }
-    boxes = [
-        (f"stage {stage}", slot.start, slot.end, _kind(slot.task.kind, slot.task.chunk, chunks), str(slot.task))
-        for stage, slot in shown
-    ]
-    texts = [str(slot.task.microbatch) for _, slot in shown] if len(shown) <= 400 else ()
-    lanes = [f"stage {stage}" for stage in range(timeline.schedule.stages)]
+    yield page.paragraph(
+        f"{describe(timeline)}. A forward pass of a stage takes 1; boxes have their microbatch."
+    )
+    slots = []
+    for stage, order in enumerate(timeline.tasks):
+        for slot in order:
+            if slot.end > slot.start:
+                slots.append((stage, slot))
+    slots.sort(key=lambda item: item[1].start)
+    shown = slots[:MOST_TASKS]
     if len(shown) < len(slots):
         yield page.paragraph(f"The first {len(shown):,} of {len(slots):,} tasks are drawn.")
-    yield charts.spans("Schedule", lanes, boxes, x="time", colours=colours, texts=texts)
+    yield _schedule_chart(timeline.schedule, shown)
+
+
+def _schedule_chart(schedule: Schedule, slots: Sequence[tuple[int, Slot]]) -> Chart:
+    """Return the tasks of a pipeline, given with their stages."""
+    boxes = []
+    microbatches = []
+    for stage, slot in slots:
+        task = slot.task
+        kind = _kind(task.kind, task.chunk, schedule.chunks)
+        boxes.append((f"stage {stage}", slot.start, slot.end, kind, str(task)))
+        microbatches.append(str(task.microbatch))
+    if len(slots) > _MOST_NUMBERED:
+        microbatches = []
+    return charts.spans(
+        "Schedule",
+        [f"stage {stage}" for stage in range(schedule.stages)],
+        boxes,
+        x="time",
+        colours=_task_colours(schedule.chunks),
+        texts=microbatches,
+    )
+
+
+def _task_colours(chunks: int) -> dict[str, str]:
+    """Return kind of task → colour, lighter from chunk to chunk."""
+    last = max(chunks - 1, 1)
+    colours = {}
+    for kind in NAMES:
+        for chunk in range(chunks):
+            colours[_kind(kind, chunk, chunks)] = lighten(COLOURS[kind], LIGHTEST * chunk / last)
+    return colours
 
 
 def _kind(kind: str, chunk: int, chunks: int) -> str:
-    return NAMES[kind] + (f", chunk {chunk}" if chunks > 1 else "")
+    name = NAMES[kind]
+    if chunks > 1:
+        return f"{name}, chunk {chunk}"
+    return name

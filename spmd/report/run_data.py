@@ -1,4 +1,4 @@
-"""Contents of a run's report, read from its folder; of a run that is not done, or cut short, what there is."""
+"""Contents of a run's report, read from its folder, also of an unfinished or damaged one."""
 
 import collections
 import dataclasses
@@ -15,8 +15,11 @@ from spmd.observe.metrics import human_duration, read_json_lines
 from spmd.run.config import config_difference
 from spmd.run.run_dir import RunDir
 
-MOST_POINTS, ALL_POINTS = 4000, 150_000
-"""Points of one curve, and of all curves of a run; of more, every second, third, … and the last are drawn."""
+MOST_POINTS = 4000
+ALL_POINTS = 150_000
+"""Points of one curve, and of all curves of a run.
+
+Of more, every second, third, … and the last are drawn."""
 MOST_EVENTS = 200
 
 _STEP_LINE = re.compile(r"step \d+   loss ")
@@ -43,7 +46,8 @@ class RunReport:
         goodput: Time by activity; None if it was not recorded.
         config: All fields as resolved; empty if they are not known.
         changed: Dotted path → values in the config file and in the run.
-        events: Time (UTC) and text of each line of the first process's log that is not about a step.
+        events: Time (UTC) and text of each line of the first process's log, without the lines of
+            steps.
         resumed: Steps from which the run was resumed.
         checkpoints: Steps of the checkpoints in the folder.
         plan: Text of the plan.
@@ -68,30 +72,54 @@ class RunReport:
         return max((series.steps[-1] for series in self.series.values()), default=0)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return label → value of the figures that come first."""
-        planned = self.config.get("steps")
-        found = [("step", f"{self.step:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""))]
-        found += [("loss", f"{self.last['loss']:.4f}")] if "loss" in self.last else []
+        """Return label → value of the figures at the top."""
+        found = [("step", self._step_text())]
+        if "loss" in self.last:
+            found.append(("loss", f"{self.last['loss']:.4f}"))
         for name, series in self.series.items():
             if name.endswith("_loss"):
-                best = min(series.values)
-                found.append((f"lowest {name}", f"{best:.4f} at step {series.steps[series.values.index(best)]:,}"))
-        rates = [name for name in self.last if name.endswith("_per_s")]
-        found += [(name.replace("_per_s", "/s"), f"{self.last[name]:,.0f}") for name in rates]
-        found += [("MFU", f"{self.last['mfu']:.1%}")] if "mfu" in self.last else []
+                lowest = min(series.values)
+                step = series.steps[series.values.index(lowest)]
+                found.append((f"lowest {name}", f"{lowest:.4f} at step {step:,}"))
+        for name, value in self.last.items():
+            if name.endswith("_per_s"):
+                found.append((name.replace("_per_s", "/s"), f"{value:,.0f}"))
+        if "mfu" in self.last:
+            found.append(("MFU", f"{self.last['mfu']:.1%}"))
         if self.goodput:
-            sessions = f"{self.goodput.sessions} session{'s' * (self.goodput.sessions > 1)}"
-            found.append(("goodput", f"{self.goodput.goodput:.1%} of {human_duration(self.goodput.total)}, {sessions}"))
-        steps = ", ".join(f"{step:,}" for step in self.checkpoints[-5:])
-        found.append(("checkpoints", ("… " if len(self.checkpoints) > 5 else "") + steps or "none"))
+            found.append(("goodput", _goodput_text(self.goodput)))
+        found.append(("checkpoints", self._checkpoints_text()))
         return found
+
+    def _step_text(self) -> str:
+        planned = self.config.get("steps")
+        if isinstance(planned, int):
+            return f"{self.step:,} of {planned:,}"
+        return f"{self.step:,}"
+
+    def _checkpoints_text(self) -> str:
+        """Return the steps of the last five checkpoints."""
+        if not self.checkpoints:
+            return "none"
+        text = ", ".join(f"{step:,}" for step in self.checkpoints[-5:])
+        if len(self.checkpoints) > 5:
+            return f"… {text}"
+        return text
+
+
+def _goodput_text(goodput: Goodput) -> str:
+    total = human_duration(goodput.total)
+    plural = "s" * (goodput.sessions > 1)
+    return f"{goodput.goodput:.1%} of {total}, {goodput.sessions} session{plural}"
 
 
 def read_runs(paths: Sequence[str]) -> list[RunReport]:
-    """Read run folders, the names of which in the report differ."""
+    """Read run folders; in the report they have their paths as names if their names are equal."""
     runs = [read_run(path) for path in paths]
-    same = len({run.name for run in runs}) < len(runs)
-    return [dataclasses.replace(run, name=path) for run, path in zip(runs, paths, strict=True)] if same else runs
+    names = {run.name for run in runs}
+    if len(names) == len(runs):
+        return runs
+    return [dataclasses.replace(run, name=path) for run, path in zip(runs, paths, strict=True)]
 
 
 def read_run(name: str) -> RunReport:
@@ -101,46 +129,106 @@ def read_run(name: str) -> RunReport:
         CheckpointError: The folder contains no run.
     """
     run_dir = RunDir(Path(name))
-    path, fix = run_dir.path, "give the folder that `spmd train` wrote, such as runs/demo"
-    if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
-        raise CheckpointError("There is no run:", [Problem(name, what, fix=nearest_file(path))])
-    if not run_dir.has_run and not (path / "config.json").exists():
-        raise CheckpointError("There is no run:", [Problem(name, "contains no run", fix=fix)])
-    notes = list[str]()
+    _check_run(name, run_dir)
+    path = run_dir.path
+    notes: list[str] = []
     about = _read_config(path, notes)
-    records = read_json_lines(run_dir.metrics)
-    if not records:
-        notes.append("There are no metrics yet: no step has been logged.")
-    elif (lines := sum(1 for line in run_dir.metrics.read_bytes().split(b"\n") if line.strip())) > len(records):
-        notes.append(f"metrics.jsonl has {lines - len(records)} cut or damaged lines, which are not shown.")
+    config = about.get("config", {})
+    records = _read_metrics(run_dir.metrics, config.get("steps"), notes)
     series = _read_series(records)
-    last = {metric: found.values[-1] for metric, found in series.items()}
-    planned, step = about.get("config", {}).get("steps"), max((r["step"] for r in records), default=0)
-    if records and isinstance(planned, int) and step < planned:
-        notes.append(f"The run is not done: its metrics end at step {step:,} of {planned:,}.")
-    checkpoints = sorted(int(entry.name) for entry in run_dir.checkpoints.glob("*") if entry.name.isdecimal())
-    if not checkpoints:
-        notes.append("There is no checkpoint yet.")
+    checkpoints = _read_checkpoints(run_dir.checkpoints, notes)
+    goodput = _read_goodput(path, notes)
     events = [*_non_finite(records), *_read_events(path / "logs" / "process-0.log")]
-    plan = path / "plan.txt"
     return RunReport(
-        path.resolve().name,
-        {metric: found for metric, found in series.items() if len(set(found.values)) > 1 or len(found.values) == 1},
-        last,
-        _read_goodput(path, notes),
-        about.get("config", {}),
-        about.get("changed", {}),
-        tuple(events[-MOST_EVENTS:]),
-        tuple(int(found[1]) for _, text in events if (found := _RESUMED.match(text))),
-        tuple(checkpoints),
-        plan.read_text(encoding="utf-8", errors="replace") if plan.is_file() else "",
-        tuple(notes),
+        name=path.resolve().name,
+        series=_changing(series),
+        last={metric: found.values[-1] for metric, found in series.items()},
+        goodput=goodput,
+        config=config,
+        changed=about.get("changed", {}),
+        events=tuple(events[-MOST_EVENTS:]),
+        resumed=_resumed_steps(events),
+        checkpoints=checkpoints,
+        plan=_read_text(path / "plan.txt"),
+        notes=tuple(notes),
     )
 
 
+def _check_run(name: str, run_dir: RunDir) -> None:
+    """Raise a `CheckpointError` if there is no run in a folder."""
+    path = run_dir.path
+    if run_dir.has_run or (path / "config.json").exists():
+        return
+    if path.is_dir():
+        problem = Problem(
+            name,
+            "contains no run",
+            fix="give the folder that `spmd train` wrote, such as runs/demo",
+        )
+    elif path.exists():
+        problem = Problem(name, "is not a folder", fix=nearest_file(path))
+    else:
+        problem = Problem(name, "does not exist", fix=nearest_file(path))
+    raise CheckpointError("There is no run:", [problem])
+
+
+def _read_metrics(file: Path, planned: Any, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the lines of metrics, and note which are missing of the planned steps."""
+    records = read_json_lines(file)
+    if not records:
+        notes.append("There are no metrics yet: no step has been logged.")
+        return records
+    lines = 0
+    for line in file.read_bytes().split(b"\n"):
+        if line.strip():
+            lines += 1
+    damaged = lines - len(records)
+    if damaged > 0:
+        notes.append(f"metrics.jsonl has {damaged} cut or damaged lines, which are not shown.")
+    step = max(record["step"] for record in records)
+    if isinstance(planned, int) and step < planned:
+        notes.append(f"The run is not done: its metrics end at step {step:,} of {planned:,}.")
+    return records
+
+
+def _read_checkpoints(folder: Path, notes: list[str]) -> tuple[int, ...]:
+    """Return the steps of the checkpoints in a folder."""
+    steps = []
+    for entry in folder.glob("*"):
+        if entry.name.isdecimal():
+            steps.append(int(entry.name))
+    if not steps:
+        notes.append("There is no checkpoint yet.")
+    return tuple(sorted(steps))
+
+
+def _changing(series: Mapping[str, Series]) -> dict[str, Series]:
+    """Return the metrics with more than one value, and those with a single point."""
+    found = {}
+    for metric, each in series.items():
+        if len(each.values) == 1 or len(set(each.values)) > 1:
+            found[metric] = each
+    return found
+
+
+def _resumed_steps(events: Iterable[tuple[str, str]]) -> tuple[int, ...]:
+    steps = []
+    for _, text in events:
+        found = _RESUMED.match(text)
+        if found:
+            steps.append(int(found[1]))
+    return tuple(steps)
+
+
+def _read_text(file: Path) -> str:
+    """Return the text of a file; empty if there is none."""
+    if not file.is_file():
+        return ""
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
 def differences(runs: Iterable[RunReport]) -> dict[str, list[Any]]:
-    """Return dotted path → values of the first and of the second run, of the fields that differ."""
+    """Return dotted path → values of the first and of the second run, for unequal fields."""
     first, second = runs
     return config_difference(first.config, second.config)
 
@@ -152,12 +240,23 @@ def group_metrics(names: Iterable[str]) -> dict[str, list[str]]:
         >>> group_metrics(["mfu", "val_loss", "step_s", "loss", "data_s"])
         {'loss': ['val_loss', 'loss'], 'MFU': ['mfu'], 'seconds of a step': ['step_s', 'data_s']}
     """
-    groups: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = collections.defaultdict(list)
     for name in names:
-        title = next((title for pattern, title in _GROUPS if re.search(pattern, name)), name.replace("_", " "))
-        groups.setdefault(title, []).append(name)
-    order = [title for _, title in _GROUPS]
-    return dict(sorted(groups.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+        names_of[_chart_title(name)].append(name)
+    groups = {}
+    for _, title in _GROUPS:
+        if title in names_of:
+            groups[title] = names_of.pop(title)
+    groups.update(names_of)
+    return groups
+
+
+def _chart_title(name: str) -> str:
+    """Return the title of the chart of a metric: its own name, if it is in no known chart."""
+    for pattern, title in _GROUPS:
+        if re.search(pattern, name):
+            return title
+    return name.replace("_", " ")
 
 
 _GROUPS = (
@@ -177,36 +276,51 @@ def _read_series(records: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
     points: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
     for record in records:
         for metric, value in record.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if metric != "step" and is_number:
+            if metric != "step" and _is_number(value):
                 points[metric].append((record["step"], float(value)))
-    series, most = {}, min(MOST_POINTS, ALL_POINTS // max(1, len(points)))
+    most = min(MOST_POINTS, ALL_POINTS // max(1, len(points)))
+    series = {}
     for metric, found in points.items():
         every = math.ceil(len(found) / max(1, most))
         kept = [*found[:-1:every], found[-1]]
-        series[metric] = Series(*zip(*kept, strict=True))
+        steps, values = zip(*kept, strict=True)
+        series[metric] = Series(steps, values)
     return series
 
 
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite number; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
+
+
 def _non_finite(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    return [
-        (f"step {record['step']}", f"{metric} is {value}")
-        for record in records
-        if isinstance(bad := record.get("non_finite"), Mapping)
-        for metric, value in bad.items()
-    ]
+    """Return an event for each value that was no finite number."""
+    events = []
+    for record in records:
+        values = record.get("non_finite")
+        if isinstance(values, Mapping):
+            for metric, value in values.items():
+                events.append((f"step {record['step']}", f"{metric} is {value}"))
+    return events
 
 
 def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    """Return the run's config.json: its `config`, and the fields `changed` by flags."""
     try:
         about = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        if isinstance(about, dict) and all(isinstance(about.get(name), dict) for name in ("config", "changed")):
-            return about
-        notes.append("config.json is not of a run: its config is not shown.")
     except FileNotFoundError:
         notes.append("config.json is missing: the run's config is not known.")
+        return {}
     except (ValueError, RecursionError):
         notes.append("config.json is cut or damaged: the run's config is not known.")
+        return {}
+    if isinstance(about, dict):
+        has_config = isinstance(about.get("config"), dict)
+        if has_config and isinstance(about.get("changed"), dict):
+            return about
+    notes.append("config.json is not of a run: its config is not shown.")
     return {}
 
 
@@ -216,10 +330,16 @@ def _read_goodput(path: Path, notes: list[str]) -> Goodput | None:
     except (KeyError, TypeError, AttributeError):
         notes.append("goodput.jsonl is damaged: how the time was spent is not known.")
         return None
-    return found if found.sessions else None
+    if not found.sessions:
+        return None
+    return found
 
 
 def _read_events(log: Path) -> list[tuple[str, str]]:
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    found = filter(None, map(_LOG_LINE.match, text.split("\n")))
-    return [(line[1], line[2]) for line in found if not _STEP_LINE.match(line[2])]
+    """Return the time and the text of each line of a log, without those of steps."""
+    events = []
+    for line in _read_text(log).split("\n"):
+        found = _LOG_LINE.match(line)
+        if found and not _STEP_LINE.match(found[2]):
+            events.append((found[1], found[2]))
+    return events

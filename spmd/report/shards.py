@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +15,11 @@ from spmd.sharding.mesh import AXES, BATCH_AXES, MeshShape
 from spmd.step_time.network import device_places
 
 MOST_DEVICES = 4096
-"""Devices of a mesh that are drawn; those of further slices or hosts are left to the text."""
-_GAP, _ASPECT = 1, 1.6
+"""Devices of a mesh in a chart; those of further slices or hosts are left to the text."""
+_GAP = 1
+"""Columns or rows between two panels."""
+_ASPECT = 1.6
+"""Width of a pleasant picture in units of its height."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +30,10 @@ class DeviceMap:
         indices: Mesh axis larger than 1 → index of each device along it.
         x: Column of each drawn device; `y` is its row, from the top.
         batch: `[device, 2]`, its first example of a batch, and the one after its last.
-        panels: Label of each block of devices (a plane of a torus, a host) → column and row of its corner.
-        links: Segments `(x0, y0, x1, y1)` between neighbours in a plane, and over its edge where links wrap around.
+        panels: Label of each block of devices (a plane of a torus, a host) → column and row of its
+            corner.
+        links: Segments `(x0, y0, x1, y1)` between neighbours in a plane, and over its edge where
+            links wrap around.
         total: Devices of the mesh, drawn or not.
     """
 
@@ -55,7 +61,7 @@ class ShardPicture:
     """An array and the shard of the first device.
 
     Attributes:
-        rows: Length of the last dimension but one, 1 for a vector; `columns` is that of the last.
+        rows: Length of the last dimension but one, 1 for a vector; `columns` of the last.
         row_axes: Mesh axes that split the rows, with sizes; `column_axes` those of the columns.
         outer: The dimensions before these two: length → axes.
         shards: Different shards; each is on `copies` devices.
@@ -81,71 +87,147 @@ class ShardPicture:
         return math.prod(self.column_axes.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class _Panels:
+    """Blocks of devices, `columns` of them side by side, with a gap between any two.
+
+    Attributes:
+        width: Devices in a row of a block; `height` in a column of it.
+    """
+
+    columns: int
+    width: int
+    height: int
+
+    def corner(self, number: Any) -> tuple[Any, Any]:
+        """Return the column and the row of the first device of a block, or of each in an array."""
+        x = number % self.columns * (self.width + _GAP)
+        y = number // self.columns * (self.height + _GAP)
+        return x, y
+
+
 def shard_pictures(plan: ShardingPlan) -> tuple[ShardPicture, ...]:
     """Return a picture of the largest parameter of each rule, the largest first."""
+    by_size = sorted(plan.params, key=lambda entry: (-math.prod(entry.shape), entry.path))
     largest: dict[str, PlanEntry] = {}
-    for entry in sorted(plan.params, key=lambda e: (-math.prod(e.shape), e.path)):
+    for entry in by_size:
         largest.setdefault(entry.rule, entry)
     return tuple(_picture(entry, plan.mesh.shape) for entry in largest.values())
 
 
 def _picture(entry: PlanEntry, sizes: Mapping[str, int]) -> ShardPicture:
-    axes = tuple(axis for axis in AXES if sizes[axis] > 1)
-    dims = spec_dims(entry.spec, len(entry.shape), axes)
-    split = [{axis: sizes[axis] for axis in dim} for dim in dims]
-    padding = [(1, dict[str, int]())] * max(0, 2 - len(entry.shape))
-    *outer, rows, columns = [*padding, *zip(entry.shape, split, strict=True)]
-    shards = math.prod(size for dim in split for size in dim.values())
-    copies = math.prod(sizes.values()) // shards
-    return ShardPicture(entry, rows[0], columns[0], rows[1], columns[1], tuple(outer), shards, copies)
-
-
-def map_devices(topology: Topology, sizes: Mapping[str, int], slices: Mapping[str, int], batch: int) -> DeviceMap:
-    """Return where the devices of a mesh are on a machine, with their indices and their examples of a batch."""
-    shape = MeshShape(**sizes)
-    places = device_places(topology, shape, slices)
-    indices = dict(zip(AXES, np.indices(tuple(shape.sizes.values())).reshape(len(AXES), -1), strict=True))
-    part, core, x, y, z = places.T
-    if topology.platform == "cpu":  # simulated devices have no places: as a block
-        y, x = divmod(x, max(8, math.ceil(math.sqrt(_ASPECT * len(x)))))
-    cores, depth = int(core.max()) + 1, int(z.max()) + 1
-    width, height = (int(x.max()) + 1) * cores, int(y.max()) + 1
-    panel = part * depth + z
-    each = width * height
-    drawn = (panel < max(1, MOST_DEVICES // each)) & (y < max(1, MOST_DEVICES // width))
-    count = int(panel[drawn].max()) + 1
-    columns = _columns(count, width, height)
-    corner_x, corner_y = panel % columns * (width + _GAP), panel // columns * (height + _GAP)
-    parts = math.prod(sizes[axis] for axis in BATCH_AXES)
-    row = np.ravel_multi_index([indices[axis] for axis in BATCH_AXES], [sizes[axis] for axis in BATCH_AXES])
-    corners = [(n % columns * (width + _GAP), n // columns * (height + _GAP)) for n in range(count)]
-    labels = [_label(topology, n // depth, n % depth, depth) for n in range(count)]
-    links = [link for at in corners for link in _links(topology, width, height, *at)] if topology.chip.dims else []
-    return DeviceMap(
-        {axis: indices[axis][drawn] for axis in AXES if sizes[axis] > 1},
-        (corner_x + x * cores + core)[drawn],
-        (corner_y + y)[drawn],
-        np.stack([row * batch // parts, (row + 1) * batch // parts], axis=1)[drawn],
-        dict(zip(labels, corners, strict=True)),
-        tuple(links),
-        len(places),
+    used = tuple(axis for axis in AXES if sizes[axis] > 1)
+    axes_of_dims = spec_dims(entry.spec, len(entry.shape), used)
+    dims: list[tuple[int, dict[str, int]]] = []
+    shards = 1
+    for length, axes in zip(entry.shape, axes_of_dims, strict=True):
+        split = {axis: sizes[axis] for axis in axes}
+        dims.append((length, split))
+        shards *= math.prod(split.values())
+    while len(dims) < 2:  # a vector is drawn as one row, a scalar as one element
+        dims.insert(0, (1, {}))
+    *outer, (rows, row_axes), (columns, column_axes) = dims
+    return ShardPicture(
+        entry=entry,
+        rows=rows,
+        columns=columns,
+        row_axes=row_axes,
+        column_axes=column_axes,
+        outer=tuple(outer),
+        shards=shards,
+        copies=math.prod(sizes.values()) // shards,
     )
 
 
+def map_devices(
+    topology: Topology, sizes: Mapping[str, int], slices: Mapping[str, int], batch: int
+) -> DeviceMap:
+    """Return the places of a mesh's devices on a machine, their indices and examples of a batch."""
+    places = device_places(topology, MeshShape(**sizes), slices)
+    part, core, x, y, z = places.T
+    if topology.platform == "cpu":  # simulated devices have no places: as a block
+        y, x = divmod(x, max(8, math.ceil(math.sqrt(_ASPECT * len(x)))))
+    cores = int(core.max()) + 1
+    depth = int(z.max()) + 1
+    width = (int(x.max()) + 1) * cores
+    height = int(y.max()) + 1
+
+    panel = part * depth + z  # a plane of a torus, or a host
+    most_panels = max(1, MOST_DEVICES // (width * height))
+    most_rows = max(1, MOST_DEVICES // width)
+    drawn = (panel < most_panels) & (y < most_rows)
+    count = int(panel[drawn].max()) + 1
+    panels = _Panels(_columns(count, width, height), width, height)
+    corner_x, corner_y = panels.corner(panel)
+
+    corners = {}
+    links: list[tuple[float, float, float, float]] = []
+    for number in range(count):
+        corner = panels.corner(number)
+        part_number, plane = divmod(number, depth)
+        corners[_label(topology, part_number, plane, depth)] = corner
+        if topology.chip.dims:
+            links += _links(topology, width, height, *corner)
+
+    indices = _mesh_indices(sizes)
+    drawn_indices = {}
+    for axis in AXES:
+        if sizes[axis] > 1:
+            drawn_indices[axis] = indices[axis][drawn]
+    return DeviceMap(
+        indices=drawn_indices,
+        x=(corner_x + x * cores + core)[drawn],
+        y=(corner_y + y)[drawn],
+        batch=_examples(indices, sizes, batch)[drawn],
+        panels=corners,
+        links=tuple(links),
+        total=len(places),
+    )
+
+
+def _mesh_indices(sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Return mesh axis → index of each device along it."""
+    shape = tuple(MeshShape(**sizes).sizes.values())
+    indices = np.indices(shape).reshape(len(AXES), -1)  # [axis, device]
+    return dict(zip(AXES, indices, strict=True))
+
+
+def _examples(
+    indices: Mapping[str, np.ndarray], sizes: Mapping[str, int], batch: int
+) -> np.ndarray:
+    """Return the first example of each device, and the one after its last: `[device, 2]`."""
+    shape = [sizes[axis] for axis in BATCH_AXES]
+    own = [indices[axis] for axis in BATCH_AXES]
+    row = np.ravel_multi_index(own, shape)
+    parts = math.prod(shape)
+    return np.stack([row * batch // parts, (row + 1) * batch // parts], axis=1)
+
+
 def _columns(count: int, width: int, height: int) -> int:
-    """Return how many panels are in a row, for a picture of a pleasant shape."""
+    """Return the number of panels in a row for a picture of a pleasant shape."""
+    return min(
+        range(1, count + 1),
+        key=lambda columns: _distortion(columns, count, width, height),
+    )
 
-    def shape(columns: int) -> float:
-        rows = math.ceil(count / columns)
-        return abs(math.log(columns * (width + _GAP) / (rows * (height + _GAP)) / _ASPECT))
 
-    return min(range(1, count + 1), key=shape)
+def _distortion(columns: int, count: int, width: int, height: int) -> float:
+    """Return the distance of a picture from the pleasant aspect ratio, 0 for none."""
+    rows = math.ceil(count / columns)
+    aspect = columns * (width + _GAP) / (rows * (height + _GAP))
+    return abs(math.log(aspect / _ASPECT))
 
 
 def _label(topology: Topology, part: int, plane: int, depth: int) -> str:
-    if topology.platform != "tpu":
-        return f"host {part}" if topology.hosts > 1 else ""
-    names = [f"slice {part}"] * (topology.slices > 1) + [f"z = {plane}"] * (depth > 1)
+    """Return the name of a panel; empty if it is the only one of its kind."""
+    names = []
+    if topology.platform == "tpu":
+        if topology.slices > 1:
+            names.append(f"slice {part}")
+        if depth > 1:
+            names.append(f"z = {plane}")
+    elif topology.hosts > 1:
+        names.append(f"host {part}")
     return ", ".join(names)
 
 
@@ -153,8 +235,15 @@ def _links(
     topology: Topology, width: int, height: int, left: float, top: float
 ) -> Iterator[tuple[float, float, float, float]]:
     """Yield the links of one plane; a stub over the edge is half of a link that wraps around."""
-    over_x, over_y = (0.45 if wraps else 0.0 for wraps in topology.wrap[:2])
+    over_x, over_y = map(_stub, topology.wrap[:2])
     for row in range(height):
         yield left - over_x, top + row, left + width - 1 + over_x, top + row
     for column in range(width):
         yield left + column, top - over_y, left + column, top + height - 1 + over_y
+
+
+def _stub(wraps: bool) -> float:
+    """Return the length of a link over the edge of a plane."""
+    if wraps:
+        return 0.45
+    return 0.0
