@@ -1,8 +1,9 @@
-"""Causes of collectives: the rule, the annotation or the source line that makes each of them necessary.
+"""Causes of collectives: the rule, annotation or source line that makes each of them necessary.
 
-Operations of the plan and of layers have name scopes (`spmd.plan.scopes`), so most collectives name their parameter,
-activation or purpose in the metadata of the compiled program. Sums over split dimensions are found by operation and
-source line. What remains is the compiler's choice, and has no rule.
+Operations of the plan and of layers have name scopes (`spmd.plan.scopes`), so most collectives name
+their parameter, activation or purpose in the metadata of the compiled program. Sums over split
+dimensions are found by operation and source line. What remains is the compiler's choice, and has no
+rule.
 """
 
 import dataclasses
@@ -22,13 +23,26 @@ from spmd.sharding.rules import spec_text
 NO_RULE = "no rule"
 """Begins the text of a collective that is the compiler's choice."""
 
-GRADIENT, USED_WHOLE, NEW_VALUE, PRODUCT = "gradient", "used whole", "new value", "sum of products"
+GRADIENT = "gradient"
+USED_WHOLE = "used whole"
+NEW_VALUE = "new value"
+PRODUCT = "sum of products"
 """Uses of a parameter, for which it, its gradient or its products are sent."""
 
 _NOTHING: Annotated = MappingProxyType({})
-EXPLICIT = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter")
+EXPLICIT = (
+    "all_gather",
+    "all_to_all",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "psum",
+    "ragged_all_to_all",
+    "reduce_scatter",
+)
 _CONSTRAINTS = ("sharding_constraint", "shard_map")
-_CONVERSIONS = ("clamp", "convert_element_type", "div", "mul", "round")  # partitioners move them before a gather
+# Partitioners move them before a gather.
+_CONVERSIONS = ("clamp", "convert_element_type", "div", "mul", "round")
 _PRODUCTS = ("add", "dot_general")  # compilers add products before they sum over devices
 _SUMS = ("add", "argmax", "argmin", "conv_general_dilated", "dot_general", "reduce", "scatter")
 _TOKENS = {axis for entry in BATCH_SPEC for axis in entry_axes(entry)}
@@ -39,115 +53,243 @@ def add_causes(
 ) -> tuple[Collective, ...]:
     """Return the records of a step of the plan, each with its cause."""
     search = _Search(plan, annotated)
-    return tuple(dataclasses.replace(record, cause=search.cause(record)) for record in records)
+    found = []
+    for record in records:
+        cause = search.cause(_Origin.read(record))
+        found.append(dataclasses.replace(record, cause=cause))
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """A collective, and its operation in JAX as the program's metadata name it.
+
+    Attributes:
+        op_name: Name of the last operation, of those that a compiler made one of.
+        steps: Scopes of that operation, and itself at the end.
+        scope: `"annotate"` or `"param"`, and in `name` its activation or parameter; else empty.
+    """
+
+    record: Collective
+    op_name: str
+    steps: list[str]
+    scope: str
+    name: str
+
+    @classmethod
+    def read(cls, record: Collective) -> "_Origin":
+        """Read the names of a collective's operations."""
+        names = read_names(record.op_name)
+        scope = name = ""
+        for op_name in reversed(names):
+            scope, name = read_scope(op_name)
+            if scope or name:
+                break
+        return cls(record, names[-1], names[-1].split("/"), scope, name)
+
+    @property
+    def operation(self) -> str:
+        """The primitive."""
+        return self.steps[-1]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes, empty if the groups are no product of axes."""
+        return self.record.axes or ()
+
+    @property
+    def at(self) -> str:
+        """Text for the source line, if it is known."""
+        if not self.record.source:
+            return ""
+        return f" at {self.record.source}"
+
+    @property
+    def is_sum(self) -> bool:
+        """True for a reduction that adds terms of several devices."""
+        is_reduction = self.record.kind in ("all-reduce", "reduce-scatter")
+        return is_reduction and self.record.stands_for != "all-gather"
+
+    @property
+    def is_renamed(self) -> bool:
+        """True for a collective of a layer that XLA:TPU names after a reshape of its result."""
+        return self.operation == "reshape" and "shard_map" in self.steps
+
+    @property
+    def is_explicit(self) -> bool:
+        """True if a layer or a constraint asks for the collective."""
+        return self.is_renamed or self.operation.startswith((*EXPLICIT, *_CONSTRAINTS))
+
+    @property
+    def is_converted(self) -> bool:
+        """True if a parameter is sent in another dtype, or its gradient as codes."""
+        if is_exchange_of_codes(self.record.kind, self.steps):
+            return True
+        return self.record.kind == "all-gather" and self.operation in _CONVERSIONS
+
+    @property
+    def is_windowed(self) -> bool:
+        """True for a permute of a product in windows.
+
+        XLA:TPU multiplies in windows, with permutes between them, in place of a gather or a sum.
+        """
+        return self.record.kind == "collective-permute" and self.operation == "dot_general"
 
 
 class _Search:
     """Search for causes in the tables of one plan."""
 
     def __init__(self, plan: ShardingPlan, annotated: Annotated) -> None:
-        self.plan, self.annotated = plan, annotated
+        self.plan = plan
+        self.annotated = annotated
         self.activations = dict(plan.rules.activations)
         self.entries: dict[str, PlanEntry] = {}
         for table in ("transforms", "variables", "params"):
             for entry in plan.entries(table):
-                self.entries |= {entry.path: entry, plan.rules.layer_path(entry.path)[0]: entry}
+                self.entries[entry.path] = entry
+                self.entries[plan.rules.layer_path(entry.path)[0]] = entry
 
-    def cause(self, record: Collective) -> Cause:
+    def cause(self, origin: _Origin) -> Cause:
         """Return the cause of one collective."""
-        return next(self._candidates(record))
+        return next(self._candidates(origin))
 
-    def _candidates(self, record: Collective) -> Iterator[Cause]:
-        *_, op_name = names = read_names(record.op_name)
-        scope, name = next(filter(any, map(read_scope, reversed(names))), ("", ""))
-        at, axes = f" at {record.source}" if record.source else "", record.axes or ()
-        steps = op_name.split("/")
-        operation = steps[-1]
-        is_sum = _is_sum(record)
-        own, factor = map(_param, (record.array, record.factor))
-        if scope == "annotate" and name in self.activations:
-            yield self._annotation(name, at)
-        # A parameter that is gathered over axes that split it in its use, too, is gathered for something else.
-        if (entry := self.entries.get(own)) and (is_sum or not _axes(drop_fsdp(entry.spec)).intersection(axes)):
-            yield self._rule(entry, self._use(entry, record, steps))
-        if record.array.startswith("optimizer_state/") or OPTIMIZER in steps:
-            yield Cause("step", f"optimizer, ZeRO {self.plan.zero}{at}")
-        if METRICS in steps:
-            yield Cause("step", f"metrics{at}")
-        # XLA:TPU names a collective of a layer after a reshape of its result.
-        is_renamed = operation == "reshape" and "shard_map" in steps
-        is_explicit = is_renamed or operation.startswith((*EXPLICIT, *_CONSTRAINTS))
-        is_converted = record.kind == "all-gather" and operation in _CONVERSIONS
-        is_converted |= is_exchange_of_codes(record.kind, steps)
-        if scope == "param" and (entry := self.entries.get(name)) and (is_sum or is_explicit or is_converted):
-            yield self._rule(entry, self._use(entry, record, steps))
-        if is_explicit:
-            what = record.kind if is_renamed else operation
-            if purpose := read_comm(op_name):
-                what = f"{purpose} ({what})"
-            yield Cause("layer", f"{what}{at}")
-        if entry := self.entries.get(factor):
-            yield self._rule(entry, PRODUCT)
-        # XLA:TPU multiplies in windows, with permutes between them, in place of a gather or a sum.
-        is_windowed = record.kind == "collective-permute" and operation == "dot_general"
-        if (is_windowed or (is_sum and operation.startswith(_SUMS))) and axes:
-            if is_sum and _TOKENS.issuperset(axes):
-                yield Cause("sum", f"sum over the batch{at}")
-            if names := [name for name, spec in self.activations.items() if axes in [entry_axes(e) for e in spec]]:
-                shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
-                what = "product in windows" if is_windowed else "sum"
-                yield Cause("sum", f"{what} over {record.over}{at}, which splits {shown}")
-        if not is_sum and (name := self.annotated.get((operation, record.source), "")):
-            yield self._annotation(name, at)
-        if record.array.startswith("batch/"):  # XLA:TPU moves it before the first operation
-            fewer = (name for name, spec in self.activations.items() if not _axes(spec[:1]).intersection(axes))
-            if name := next(fewer, ""):
-                yield self._annotation(name, f" of {record.array}")
-        if is_sum and not record.op_name:  # XLA:TPU packs what it sends between slices into one array without a name
+    def _candidates(self, origin: _Origin) -> Iterator[Cause]:
+        """Yield possible causes, the strongest evidence first."""
+        record = origin.record
+        if origin.scope == "annotate" and origin.name in self.activations:
+            yield self._annotation(origin.name, origin.at)
+        yield from self._moved_parameter(origin)
+        if record.array.startswith("optimizer_state/") or OPTIMIZER in origin.steps:
+            yield Cause("step", f"optimizer, ZeRO {self.plan.zero}{origin.at}")
+        if METRICS in origin.steps:
+            yield Cause("step", f"metrics{origin.at}")
+        yield from self._scope_of_parameter(origin)
+        if origin.is_explicit:
+            yield self._layer(origin)
+        factor = self.entries.get(_param(record.factor))
+        if factor:
+            yield self._rule(factor, PRODUCT)
+        yield from self._sum(origin)
+        yield from self._activation_after(origin)
+        if origin.is_sum and not record.op_name:
+            # XLA:TPU packs what it sends between slices into one array without a name.
             yield Cause("sum", f"sums over {record.over}, combined by the compiler")
         where = record.source or record.op_name or record.instruction
-        yield Cause("none", f"{NO_RULE}: {where} ({operation}); name the activation with annotate")
+        hint = f"{where} ({origin.operation}); name the activation with annotate"
+        yield Cause("none", f"{NO_RULE}: {hint}")
+
+    def _moved_parameter(self, origin: _Origin) -> Iterator[Cause]:
+        """Yield the rule of the parameter that is moved, or of the one with the gradient moved."""
+        entry = self.entries.get(_param(origin.record.array))
+        if entry is None:
+            return
+        # A parameter that is gathered over axes that split it in its use, too, is gathered for
+        # something else.
+        used = _axes(drop_fsdp(entry.spec))
+        if origin.is_sum or not used.intersection(origin.axes):
+            yield self._rule(entry, self._use(entry, origin))
+
+    def _scope_of_parameter(self, origin: _Origin) -> Iterator[Cause]:
+        """Yield the rule of the parameter that names the scope of the operation."""
+        if origin.scope != "param":
+            return
+        entry = self.entries.get(origin.name)
+        if entry and (origin.is_sum or origin.is_explicit or origin.is_converted):
+            yield self._rule(entry, self._use(entry, origin))
+
+    def _layer(self, origin: _Origin) -> Cause:
+        """Return the collective of a layer, with the purpose that the layer gives it."""
+        what = origin.operation
+        if origin.is_renamed:
+            what = origin.record.kind
+        purpose = read_comm(origin.op_name)
+        if purpose:
+            what = f"{purpose} ({what})"
+        return Cause("layer", f"{what}{origin.at}")
+
+    def _sum(self, origin: _Origin) -> Iterator[Cause]:
+        """Yield the dimension that is split where an operation sums over it."""
+        axes = origin.axes
+        is_sum = origin.is_sum and origin.operation.startswith(_SUMS)
+        if not axes or not (is_sum or origin.is_windowed):
+            return
+        if origin.is_sum and _TOKENS.issuperset(axes):
+            yield Cause("sum", f"sum over the batch{origin.at}")
+        names = []
+        for name, spec in self.activations.items():
+            if axes in [entry_axes(entry) for entry in spec]:
+                names.append(name)
+        if not names:
+            return
+        shown = ", ".join(names[:2])
+        if len(names) > 2:
+            shown += ", …"
+        what = "product in windows" if origin.is_windowed else "sum"
+        yield Cause("sum", f"{what} over {origin.record.over}{origin.at}, which splits {shown}")
+
+    def _activation_after(self, origin: _Origin) -> Iterator[Cause]:
+        """Yield the activation that is computed from the moved array."""
+        record = origin.record
+        if not origin.is_sum:
+            name = self.annotated.get((origin.operation, record.source), "")
+            if name:
+                yield self._annotation(name, origin.at)
+        if record.array.startswith("batch/"):  # XLA:TPU moves it before the first operation
+            for name, spec in self.activations.items():
+                if not _axes(spec[:1]).intersection(origin.axes):
+                    yield self._annotation(name, f" of {record.array}")
 
     def _annotation(self, name: str, at: str) -> Cause:
         return Cause("annotate", f"annotate {name!r}{at} → {spec_text(self.activations[name])}")
 
-    def _use(self, entry: PlanEntry, record: Collective, steps: list[str]) -> str:
-        """Describe what is done with a parameter: its use whole, its product, its gradient, or its new value."""
-        if OPTIMIZER in steps:
+    def _use(self, entry: PlanEntry, origin: _Origin) -> str:
+        """Return the use of a parameter: whole, in a product, for its gradient or its new value."""
+        record = origin.record
+        if OPTIMIZER in origin.steps:
             return NEW_VALUE
-        operation = steps[-1]
-        if SUM in steps or is_exchange_of_codes(record.kind, steps):
+        if SUM in origin.steps or is_exchange_of_codes(record.kind, origin.steps):
             return GRADIENT
-        if _is_sum(record):
-            is_product = set(record.axes or ()) <= _axes(drop_fsdp(entry.spec)) and operation in _PRODUCTS
-            return PRODUCT if is_product else GRADIENT
-        # Outside of the derivative, only what moves a parameter for its use is in its scope.
-        is_forward = "jvp(" in record.op_name or read_scope(record.op_name)[0] == "param"
-        is_use = is_forward and "transpose(" not in record.op_name and operation not in EXPLICIT
-        is_gather = "all-gather" in (record.kind, record.stands_for) and _axes(entry.spec).issuperset(record.axes or ())
-        return USED_WHOLE if is_use or is_gather or operation.startswith("all_gather") else GRADIENT
+        axes = set(origin.axes)
+        if origin.is_sum:
+            if axes <= _axes(drop_fsdp(entry.spec)) and origin.operation in _PRODUCTS:
+                return PRODUCT
+            return GRADIENT
+        is_gather = "all-gather" in (record.kind, record.stands_for) and axes <= _axes(entry.spec)
+        if is_gather or _is_forward(origin) or origin.operation.startswith("all_gather"):
+            return USED_WHOLE
+        return GRADIENT
 
     def _rule(self, entry: PlanEntry, use: str) -> Cause:
-        zero = "" if use == PRODUCT else f", ZeRO {self.plan.zero}"
-        return Cause("rule", f"rule {entry.rule!r} → {entry.requested}: {use}{zero}", entry.path, use)
+        text = f"rule {entry.rule!r} → {entry.requested}: {use}"
+        if use != PRODUCT:
+            text += f", ZeRO {self.plan.zero}"
+        return Cause("rule", text, entry.path, use)
 
 
 def is_exchange_of_codes(kind: str, steps: Iterable[str]) -> bool:
-    """Return whether a collective in a parameter's scope sends codes of its gradient (`spmd.coded_comm.codes`).
+    """Return whether a collective in a parameter's scope sends codes of its gradient.
 
-    Nothing else is exchanged by all-to-all in such a region; XLA:TPU names it after a reshape.
+    The codes are those of `spmd.coded_comm.codes`. Nothing else is exchanged by all-to-all in such
+    a region; XLA:TPU names it after a reshape.
     """
     return kind == "all-to-all" and "shard_map" in steps
 
 
-def _is_sum(record: Collective) -> bool:
-    return record.kind in ("all-reduce", "reduce-scatter") and record.stands_for != "all-gather"
+def _is_forward(origin: _Origin) -> bool:
+    """Return whether a collective moves a parameter for its use, in the forward pass."""
+    op_name = origin.record.op_name
+    if "transpose(" in op_name or origin.operation in EXPLICIT:
+        return False
+    # Outside of the derivative, only what moves a parameter for its use is in its scope.
+    return "jvp(" in op_name or read_scope(op_name)[0] == "param"
 
 
 def _param(array: str) -> str:
     """Return the path of a parameter or variable, or an empty string for another array."""
     table, _, path = array.partition("/")
-    return path if table in ("params", "variables", "transforms") else ""
+    if table not in ("params", "variables", "transforms"):
+        return ""
+    return path
 
 
 def _axes(spec: Iterable) -> set[str]:

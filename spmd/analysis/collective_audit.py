@@ -156,7 +156,10 @@ class CollectiveAudit:
         yield "\n".join(_lines(by_dtype, ("sent", "dtype", "over", "runs", "buffer")))
         by_source = _grouped(executed, lambda r: (r.kind, r.over, r.array or r.op_name, r.source))
         yield "\n".join(_lines(by_source, (*heading, "of", "at")))
-        known = [record for record in executed if record.cause]
+        known = []
+        for record in executed:
+            if record.cause:
+                known.append(record)
         by_cause = _grouped(known, lambda r: (r.kind, r.over, str(r.cause)))
         if by_cause:
             yield "\n".join(_lines(by_cause, (*heading, "cause")))
@@ -180,7 +183,9 @@ class CollectiveAudit:
 
     def to_json(self) -> dict[str, Any]:
         """Return records and warnings as JSON values."""
-        dtypes = sorted({record.dtype for record in self.records})
+        dtype_bytes = {}
+        for dtype in sorted({record.dtype for record in self.records}):
+            dtype_bytes[dtype] = self.bytes(dtype=dtype)
         collectives = []
         for record in self.records:
             collectives.append({**dataclasses.asdict(record), "bytes": record.bytes})
@@ -191,7 +196,7 @@ class CollectiveAudit:
             "slices": dict(self.slices),
             "crossing_bytes": self.bytes(crossing=True),
             "slice_bytes": self.slice_bytes(),
-            "dtype_bytes": {dtype: self.bytes(dtype=dtype) for dtype in dtypes},
+            "dtype_bytes": dtype_bytes,
             "collectives": collectives,
             "warnings": _problems_json(self.warnings),
             "broken_promises": _problems_json(self.broken),
@@ -227,7 +232,8 @@ def audit_collectives(
     module = _parsed(program)
     slices = slices or {}
     _check_devices(module, mesh, slices)
-    backend = backend or _backend_of(mesh)
+    if backend is None:
+        backend = _backend_of(mesh)
     records = find_collectives(
         module,
         mesh.shape,
@@ -281,7 +287,7 @@ def _backend_of(mesh: AnyMesh) -> str:
 
 
 def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -> Iterator[Problem]:
-    """Yield warnings of collectives that are larger than need be, and of what the compiler logged."""
+    """Yield warnings of collectives that are larger than need be, and of the compiler's log."""
     total = _total(records)
     for record in records:
         if record.kind == "all-gather" and record.bytes >= MIN_SHARE * total:
@@ -308,7 +314,8 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
                 "the partitioner",
                 "copies an array whole to every device",
                 line.partition(_REMATERIALIZATION)[2].strip(" ."),
-                "give the array in between a sharding that leads from the first to the second in steps",
+                "give the array in between a sharding that leads from the first to the second "
+                "in steps",
             )
 
 
@@ -415,10 +422,7 @@ def _audit_of(step: CollectiveAudit | TrainStep, batch: Any) -> CollectiveAudit:
     if isinstance(step, CollectiveAudit):
         return step
     assert batch is not None or step.programs, "the step is not compiled yet: give a batch"
-    if batch is None:
-        program = step.programs[-1]
-    else:
-        program = step.compile(batch)
+    program = step.programs[-1] if batch is None else step.compile(batch)
     return audit_collectives(program, step.plan.mesh, plan=step.plan)
 
 
@@ -430,7 +434,6 @@ def _differences(
     tolerance: float,
 ) -> Iterator[str]:
     """Yield a line for each difference between the records of one kind and their expectation."""
-    is_total = isinstance(wanted, int)
     named: dict[str, Amount | Mapping[str, Amount]] = {}
     if isinstance(wanted, int):
         named[_ALL_AXES] = wanted
@@ -438,12 +441,7 @@ def _differences(
         for axes, amounts in wanted.items():
             named[_in_order(axes, mesh)] = amounts
     limits = _limits(named)
-    found = collections.Counter[str]()
-    for record in records:
-        over = _ALL_AXES if is_total else record.over
-        if isinstance(named.get(over), Mapping):
-            over = f"{over} in {record.dtype}"
-        found[over] += record.bytes
+    found = _sent(records, named)
     for over in {**limits, **found}:
         amount = found[over]
         limit = limits.get(over, 0)
@@ -457,6 +455,21 @@ def _differences(
         for record in records:
             if not record.is_counted:
                 yield f"{kind}: {record.instruction} runs in a loop of unknown length"
+
+
+def _sent(
+    records: Iterable[Collective], named: Mapping[str, Amount | Mapping[str, Amount]]
+) -> collections.Counter[str]:
+    """Return axes, or axes and dtype as text → bytes that are sent; `named` has expectations."""
+    found = collections.Counter[str]()
+    for record in records:
+        over = record.over
+        if _ALL_AXES in named:
+            over = _ALL_AXES
+        if isinstance(named.get(over), Mapping):
+            over = f"{over} in {record.dtype}"
+        found[over] += record.bytes
+    return found
 
 
 def _limits(named: Mapping[str, Amount | Mapping[str, Amount]]) -> dict[str, Amount]:
@@ -497,7 +510,10 @@ def _doubled(records: Iterable[Collective]) -> Iterator[str]:
 
 def _overlaps(records: Iterable[Collective]) -> Iterator[str]:
     """Yield notes on large collectives of each kind: how many of them run beside compute."""
-    large = [record for record in records if record.payload >= LARGE]
+    large = []
+    for record in records:
+        if record.payload >= LARGE:
+            large.append(record)
     for (kind,), group in _grouped(large, lambda r: (r.kind,)).items():
         runs = beside = cycles = 0
         for record in group:
@@ -551,11 +567,14 @@ def _row(records: list[Collective], kind: str, over: str, *rest: str) -> tuple[s
         mark += "≥ "
     if any(record.is_conditional for record in records):
         mark += "? "
-    sizes = sorted({record.payload for record in records})
-    each = human_bytes(sizes[0])
+    runs = 0
+    sizes = set()
+    for record in records:
+        runs += record.executions
+        sizes.add(record.payload)
+    each = human_bytes(min(sizes))
     if len(sizes) > 1:
-        each += f" to {human_bytes(sizes[-1])}"
-    runs = sum(record.executions for record in records)
+        each += f" to {human_bytes(max(sizes))}"
     return (mark + human_bytes(_total(records)), kind, over, str(runs), each, *rest)
 
 

@@ -1,4 +1,7 @@
-"""Shardings of an operation's results under Explicit axes: by JAX's own rules, or by constraints that they reach."""
+"""Shardings of an operation's results under Explicit axes.
+
+They follow JAX's own rules, or constraints that the results reach.
+"""
 
 import functools
 import math
@@ -16,15 +19,19 @@ from spmd.sharding.dims import dims_spec
 from spmd.sharding.mesh import entry_axes
 
 _LIKE_ADD = ("add_any", "select_n")
-"""Element-wise operations that follow the rule of `add`; JAX's own has none, or refuses a mask of fewer axes."""
+"""Element-wise operations that follow the rule of `add`.
+
+JAX's own has none, or refuses a mask of fewer axes.
+"""
 
 _REFUSALS = ("DuplicateSpecError", "NotImplementedError", "ShardingTypeError")
 """Errors of JAX's rules; those of its own have no public name."""
 
 
 def explicit_mesh(axes: Mapping[str, int]) -> AbstractMesh:
-    """Return a mesh without devices whose axes are all Explicit."""
-    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+    """Return a mesh without devices, with axes that are all Explicit."""
+    types = (AxisType.Explicit,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
 
 
 def unsharded(value: Any) -> Dims:
@@ -32,30 +39,42 @@ def unsharded(value: Any) -> Dims:
     return ((),) * len(value.shape)
 
 
-def mesh_dims(spec: P, value: Any, axes: Mapping[str, int], unconstrained: Dims | None = None) -> Dims:
-    """Return the axes of each dimension of an array, restricted to `axes`; unconstrained ones are given."""
-    entries = [*spec, *((None,) * (len(value.shape) - len(spec)))]
-    return tuple(
-        (unconstrained or unsharded(value))[dim]
-        if entry is P.UNCONSTRAINED
-        else tuple(axis for axis in entry_axes(entry) if axis in axes)
-        for dim, entry in enumerate(entries)
-    )
+def mesh_dims(
+    spec: P, value: Any, axes: Mapping[str, int], unconstrained: Dims | None = None
+) -> Dims:
+    """Return the axes of each dimension of an array, of those in `axes`.
+
+    `unconstrained` has the axes of dimensions that the spec leaves open.
+    """
+    rank = len(value.shape)
+    entries = [*spec, *((None,) * (rank - len(spec)))]
+    left_open = unconstrained or unsharded(value)
+    dims = []
+    for dim, entry in enumerate(entries):
+        if entry is P.UNCONSTRAINED:
+            dims.append(left_open[dim])
+        else:
+            dims.append(tuple(axis for axis in entry_axes(entry) if axis in axes))
+    return tuple(dims)
 
 
-def result_dims(operation: Operation, given: Sequence[Dims], mesh: AbstractMesh) -> list[Dims] | str:
-    """Return the shardings of the results for operands with the given ones, or JAX's reason why there are none."""
+def result_dims(
+    operation: Operation, given: Sequence[Dims], mesh: AbstractMesh
+) -> list[Dims] | str:
+    """Return the shardings of the results for operands with given ones.
+
+    If JAX finds none, return its reason.
+    """
     equation = operation.equations[0]
-    arrays = [
-        jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, sharding=NamedSharding(mesh, dims_spec(dims)))
-        for atom, dims in zip(equation.invars, given, strict=True)
-    ]
-    # Under Auto axes JAX itself notes shardings of results, on a mesh of that type.
-    params = {key: None if isinstance(x, NamedSharding) else x for key, x in equation.params.items()}
-    bind: Any = functools.partial(equation.primitive.bind, **params)
+    arrays = []
+    for atom, dims in zip(equation.invars, given, strict=True):
+        sharding = NamedSharding(mesh, dims_spec(dims))
+        array = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, sharding=sharding)
+        arrays.append(array)
+    bind = _bind(operation)
     if operation.primitive in _LIKE_ADD:
-        arrays = [jax.ShapeDtypeStruct(x.shape, "float32", sharding=x.sharding) for x in arrays if x.shape]
         bind = _sum
+        arrays = _without_scalars(arrays)
     try:
         with jax.sharding.use_abstract_mesh(mesh):
             results = jax.eval_shape(bind, *arrays)
@@ -64,98 +83,225 @@ def result_dims(operation: Operation, given: Sequence[Dims], mesh: AbstractMesh)
             raise
         if operation.primitive == "reshape" and _keeps_dims(operation, given[0]):
             return propagated_dims(operation, mesh)
-        return re.split(r"[.,]? Got |, got |\. ", re.sub("^Use .* as (?=out sharding)", "", str(error)))[0].rstrip(".")
-    return [mesh_dims(x.sharding.spec if x.sharding else P(), x, mesh.shape) for x in jax.tree.leaves(results)]
+        return _reason(error)
+    found = []
+    for result in jax.tree.leaves(results):
+        spec = result.sharding.spec if result.sharding else P()
+        found.append(mesh_dims(spec, result, mesh.shape))
+    return found
+
+
+def _bind(operation: Operation) -> Any:
+    """Return a function that applies an operation to its operands."""
+    equation = operation.equations[0]
+    params = {}
+    for key, value in equation.params.items():
+        params[key] = value
+        # Under Auto axes JAX itself notes shardings of results, on a mesh of that type.
+        if isinstance(value, NamedSharding):
+            params[key] = None
+    return functools.partial(equation.primitive.bind, **params)
+
+
+def _without_scalars(arrays: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+    """Return arrays of one dtype and without scalars, so that they can be added."""
+    kept = []
+    for array in arrays:
+        if array.shape:
+            kept.append(jax.ShapeDtypeStruct(array.shape, "float32", sharding=array.sharding))
+    return kept
 
 
 def _sum(*arrays: jax.Array) -> jax.Array:
     return functools.reduce(jax.lax.add, arrays)
 
 
+def _reason(error: Exception) -> str:
+    """Return the first sentence of an error of JAX, without the values that it got."""
+    text = re.sub("^Use .* as (?=out sharding)", "", str(error))
+    first = re.split(r"[.,]? Got |, got |\. ", text)[0]
+    return first.rstrip(".")
+
+
 def _keeps_dims(reshape: Operation, dims: Dims) -> bool:
-    """Return whether all sharded dimensions are among those of the result; JAX refuses to reshape several others."""
-    before, after = reshape.inputs[0].shape, reshape.outputs[0].shape
-    kept = {(math.prod(after[:dim]), size) for dim, size in enumerate(after)}
-    return all((math.prod(before[:dim]), before[dim]) in kept for dim, axes in enumerate(dims) if axes)
+    """Return whether the result has all dimensions that are sharded.
+
+    JAX refuses to reshape several others.
+    """
+    before = reshape.inputs[0].shape
+    after = reshape.outputs[0].shape
+    kept = set()  # elements before a dimension, and its size
+    for dim, size in enumerate(after):
+        kept.add((math.prod(after[:dim]), size))
+    for dim, axes in enumerate(dims):
+        place = (math.prod(before[:dim]), before[dim])
+        if axes and place not in kept:
+            return False
+    return True
 
 
 def propagated_dims(operation: Operation, mesh: AbstractMesh) -> list[Dims]:
-    """Return the shardings of the results as XLA's partitioner propagates them, where they divide the results."""
-    inputs = [TracedValue(value.shape, value.itemsize, value.dims) for value in operation.inputs]
-    outputs = [TracedValue(value.shape, value.itemsize) for value in operation.outputs]
+    """Return the shardings of the results by the propagation of XLA's partitioner.
+
+    Axes that do not divide a dimension of a result are left out.
+    """
+    inputs = []
+    for value in operation.inputs:
+        inputs.append(TracedValue(value.shape, value.itemsize, value.dims))
+    outputs = []
+    for value in operation.outputs:
+        outputs.append(TracedValue(value.shape, value.itemsize))
     copied = Operation(operation.primitive, inputs, outputs, operation.params)
     propagate(TracedProgram(inputs, outputs, [copied]))
-    return [
-        tuple(
-            axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
-            for axes, size in zip(output.dims or unsharded(output), output.shape, strict=True)
-        )
-        for output in outputs
-    ]
+    found = []
+    for output in outputs:
+        dims = []
+        for axes, size in zip(output.dims or unsharded(output), output.shape, strict=True):
+            parts = 1
+            for axis in axes:
+                parts *= mesh.shape[axis]
+            dims.append(axes if size % parts == 0 else ())
+        found.append(tuple(dims))
+    return found
 
 
 def dims_with_constants(operation: Operation, mesh: AbstractMesh) -> list[Dims]:
     """Return the operands' shardings, with constants sharded like the result or another operand."""
-    results = zip(operation.outputs, propagated_dims(operation, mesh), strict=True)
-    arrays = [*results, *((v, v.dims) for v in operation.inputs if v.dims and any(v.dims))]
-    shardings = []
+    arrays = []
+    for output, dims in zip(operation.outputs, propagated_dims(operation, mesh), strict=True):
+        arrays.append((output.shape, dims))
     for value in operation.inputs:
-        alike = [(other.shape, dims) for other, dims in arrays if len(other.shape) == len(value.shape)]
-        shape, dims = next((x for x in alike if x[0] == value.shape), alike[-1] if alike else (value.shape, ()))
-        sizes = zip(value.shape, shape, dims or unsharded(value), strict=True)
-        shardings.append(value.dims or tuple(axes if size % other == 0 else () for size, other, axes in sizes))
-    return shardings
+        if value.dims and any(value.dims):
+            arrays.append((value.shape, value.dims))
+    return [value.dims or _constant_dims(value, arrays) for value in operation.inputs]
+
+
+def _constant_dims(constant: TracedValue, arrays: Sequence[tuple[tuple[int, ...], Dims]]) -> Dims:
+    """Return the sharding of the array that is most like a constant, where dimensions are equal.
+
+    The first array of the same shape, else the last one with as many dimensions.
+    """
+    shape = constant.shape
+    dims = unsharded(constant)
+    for other, other_dims in arrays:
+        if other == constant.shape:
+            shape, dims = other, other_dims
+            break
+        if len(other) == len(constant.shape):
+            shape, dims = other, other_dims
+    found = []
+    for size, other_size, axes in zip(
+        constant.shape, shape, dims or unsharded(constant), strict=True
+    ):
+        found.append(axes if size % other_size == 0 else ())
+    return tuple(found)
 
 
 def decided_dims(
     program: TracedProgram, mesh: AbstractMesh, returned: Mapping[TracedValue, Dims]
 ) -> dict[TracedValue, Dims]:
-    """Return the shardings of values whose uses reach one sharding constraint, through element-wise operations alone.
+    """Return the shardings of values with uses that reach one sharding constraint.
 
-    A sum of a whole array does not count, as it takes any layout, and neither does what the backward pass does with a
-    value of the forward pass. Of values that the program returns, `returned` has those that its caller decides.
+    They reach it through element-wise operations alone. A sum of a whole array does not count, as
+    it takes any layout, and neither does what the backward pass does with a value of the forward
+    pass. Of values that the program returns, `returned` has those that its caller decides.
     """
-    backward = {value for o in program.operations if phase_of(o) == "backward" for value in o.outputs}
-    wanted: dict[TracedValue, set[Dims | None]] = {value: {dims} for value, dims in returned.items()}
+    backward = _backward_values(program)
+    wanted: dict[TracedValue, set[Dims | None]] = {}
+    for value, dims in returned.items():
+        wanted[value] = {dims}
     for operation in reversed(program.operations):
         if operation.outputs and not any(output.shape for output in operation.outputs):
             continue
-        spec, is_counted = constraint_spec(operation), phase_of(operation) != "backward"
-        after = wanted.get(operation.outputs[0], set()) if operation.outputs else set()
-        for i, value in enumerate(operation.inputs):
-            dims: set[Dims | None] = {None}
-            if spec is not None:
-                dims = {mesh_dims(spec, value, mesh.shape)}
-            elif operation.primitive == "shard_map":
-                if operation.params["newly_manual_axes"].issuperset(mesh.axis_names):
-                    dims = {mesh_dims(operation.params["in_specs"][i], value, mesh.shape)}
-            elif operation.primitive in ELEMENTWISE and value.shape == operation.outputs[0].shape:
-                dims = after
-            elif operation.primitive == "transpose":
-                order = operation.params["permutation"]
-                dims = {known and tuple(known[order.index(dim)] for dim in range(len(order))) for known in after}
-            if is_counted or value in backward:
-                wanted.setdefault(value, set()).update(dims)
-    agreed = {value: next(iter(found)) for value, found in wanted.items() if len(found) == 1}
-    return {value: dims for value, dims in agreed.items() if dims is not None}
+        is_backward = phase_of(operation) == "backward"
+        for number, value in enumerate(operation.inputs):
+            if not is_backward or value in backward:
+                found = _wanted_dims(operation, number, mesh, wanted)
+                wanted.setdefault(value, set()).update(found)
+    decided = {}
+    for value, found in wanted.items():
+        if len(found) == 1:
+            (dims,) = found
+            if dims is not None:
+                decided[value] = dims
+    return decided
+
+
+def _backward_values(program: TracedProgram) -> set[TracedValue]:
+    values = set[TracedValue]()
+    for operation in program.operations:
+        if phase_of(operation) == "backward":
+            values.update(operation.outputs)
+    return values
+
+
+def _wanted_dims(
+    operation: Operation,
+    number: int,
+    mesh: AbstractMesh,
+    wanted: Mapping[TracedValue, set[Dims | None]],
+) -> set[Dims | None]:
+    """Return the shardings that an operation wants of an operand, None for one of any layout.
+
+    `wanted` has those of its results.
+    """
+    value = operation.inputs[number]
+    spec = constraint_spec(operation)
+    if spec is not None:
+        return {mesh_dims(spec, value, mesh.shape)}
+    if operation.primitive == "shard_map":
+        if operation.params["newly_manual_axes"].issuperset(mesh.axis_names):
+            return {mesh_dims(operation.params["in_specs"][number], value, mesh.shape)}
+        return {None}
+    after: set[Dims | None] = set()
+    if operation.outputs:
+        after = wanted.get(operation.outputs[0], set())
+    if operation.primitive in ELEMENTWISE and value.shape == operation.outputs[0].shape:
+        return after
+    if operation.primitive == "transpose":
+        return {_before_transpose(dims, operation.params["permutation"]) for dims in after}
+    return {None}
+
+
+def _before_transpose(dims: Dims | None, permutation: Sequence[int]) -> Dims | None:
+    """Return the sharding of an operand from the sharding of its transpose."""
+    if not dims:
+        return dims
+    return tuple(dims[permutation.index(dim)] for dim in range(len(permutation)))
+
+
+_TARGETS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
+"""Sharding constraint → name of its sharding among its parameters."""
 
 
 def constraint_spec(operation: Operation) -> P | None:
     """Return the spec of a sharding constraint; None of another operation."""
-    names = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
-    target = operation.params.get(names.get(operation.primitive, ""))
-    return target.spec if isinstance(target, NamedSharding) else None
+    target = operation.params.get(_TARGETS.get(operation.primitive, ""))
+    if not isinstance(target, NamedSharding):
+        return None
+    return target.spec
 
 
 def is_collective(operation: Operation) -> bool:
     """Return whether an operation communicates over axes that are manual around it."""
-    names = [operation.params.get(name, ()) for name in ("axes", "axis_name")]
-    return any(isinstance(name, str) for axes in names for name in (axes if isinstance(axes, tuple) else (axes,)))
+    for parameter in ("axes", "axis_name"):
+        axes = operation.params.get(parameter, ())
+        if not isinstance(axes, tuple):
+            axes = (axes,)
+        for axis in axes:
+            if isinstance(axis, str):  # reductions on one device have numbers of dimensions
+                return True
+    return False
 
 
 def phase_of(operation: Operation) -> str:
-    """Return the phase of the step that an operation is part of; recomputation is part of the forward pass."""
+    """Return the phase of the step that an operation is part of.
+
+    Recomputation is part of the forward pass.
+    """
     names = "/".join(str(equation.source_info.name_stack) for equation in operation.equations)
     if "transpose(" in names and "rematted_computation" not in names:
         return "backward"
-    return "forward" if "jvp(" in names else "rest of the step"
+    if "jvp(" in names:
+        return "forward"
+    return "rest of the step"

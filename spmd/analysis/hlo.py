@@ -1,4 +1,9 @@
-"""Parser of compiled programs as XLA's CPU, GPU and TPU compilers print them: `parse(compiled.as_text())`."""
+"""Parser of compiled programs as XLA's CPU, GPU and TPU compilers print them.
+
+```python
+program = parse(compiled.as_text())
+```
+"""
 
 import collections
 import dataclasses
@@ -8,18 +13,32 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "reduce-precision", "reshape", "transpose"}
+_MOVES = {
+    "bitcast",
+    "convert",
+    "copy",
+    "copy-done",
+    "copy-start",
+    "reduce-precision",
+    "reshape",
+    "transpose",
+}
 _MOVING_CALLS = re.compile(r'custom_call_target="(ConcatBitcast|AsyncCollective\w+)"')
 _CALLS = ("fusion", "call", "async-start", "call-start")
+_NO_OPERANDS = ("constant", "parameter", "iota")
 _FORWARDS = ("opt-barrier", "async-done", "async-update", "call-done", "call-update")
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY\s+)?%?(?P<name>[\w.~-]+)\s*(?:\(.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT\s+)?%?(?P<name>[\w.~-]+) = ")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{[^{}]*?(?:S\((\d+)\))?\})?")
 _HOST_SPACE = "5"
-_CALLEES = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.~-]+)")
+_CALLEES = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.~-]+)"
+)
 _CALLEE_LISTS = re.compile(r"\b(branch_computations|called_computations|calls)=\{([^}]*)\}")
 _NOT_NAMES = re.compile(r"/\*.*?\*/|\{[^{}]*\}|\[[^\]]*\]")
+_NAME = re.compile(r"[\w.~-]+")
+_BITS = re.compile(r"[a-z]+(\d+)")
 _TABLE_ROW = re.compile(r"(\d+) (?:\"(.*)\"|\{(.*)\})$")
 
 
@@ -38,11 +57,18 @@ class HloArray(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes without padding; types narrower than a byte are packed."""
-        bits = re.match(r"[a-z]+(\d+)", self.dtype)
-        return -(-self.size * (8 if self.dtype == "pred" else int(bits[1]) if bits else 0) // 8)
+        return (self.size * _bits(self.dtype) + 7) // 8
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def _bits(dtype: str) -> int:
+    """Return the width of an element; 0 for types without data, such as tokens."""
+    if dtype == "pred":
+        return 8
+    found = _BITS.match(dtype)
+    return int(found[1]) if found else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,8 +84,13 @@ class Instruction:
 
     @property
     def is_move(self) -> bool:
-        """True if the result has the values of the first operand, in another place, layout or precision."""
-        return self.opcode in _MOVES or (self.opcode == "custom-call" and bool(_MOVING_CALLS.search(self.attributes)))
+        """True if the result has the values of the first operand.
+
+        It may have them in another place, layout or precision.
+        """
+        if self.opcode == "custom-call":
+            return bool(_MOVING_CALLS.search(self.attributes))
+        return self.opcode in _MOVES
 
     @property
     def index(self) -> int:
@@ -74,13 +105,19 @@ class Instruction:
     def attribute(self, pattern: str) -> str:
         """Return the first group of a regular expression in the attributes, or an empty string."""
         found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+        if found is None:
+            return ""
+        return found[1]
 
     def callees(self) -> list[tuple[str, str]]:
-        """Return (role, computation) for each computation that this instruction names; roles as XLA spells them."""
+        """Return (role, computation) for each computation that this instruction names.
+
+        Roles are as XLA spells them.
+        """
         found = _CALLEES.findall(self.attributes)
         for role, names in _CALLEE_LISTS.findall(self.attributes):
-            found += [(role, name) for name in re.findall(r"[\w.~-]+", names)]
+            for name in _NAME.findall(names):
+                found.append((role, name))
         return found
 
 
@@ -95,7 +132,11 @@ class Computation:
     @functools.cached_property
     def parameters(self) -> dict[int, str]:
         """Number → name of the parameter."""
-        return {int(i.literal): i.name for i in self.instructions.values() if i.opcode == "parameter"}
+        parameters = {}
+        for instruction in self.instructions.values():
+            if instruction.opcode == "parameter":
+                parameters[int(instruction.literal)] = instruction.name
+        return parameters
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
@@ -121,7 +162,8 @@ class HloModule:
 
     Attributes:
         aliases: Output → entry parameter whose buffer it overwrites, both by number.
-        tables: Sections that some versions print above the computations, such as `FileNames`: id → text.
+        tables: Sections that some versions print above the computations, such as `FileNames`: id →
+            text.
     """
 
     computations: dict[str, Computation]
@@ -146,64 +188,91 @@ class HloModule:
         return self.computations[value.computation].instructions[value.name]
 
     def frames(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """Return the (file, line) pairs of an instruction, innermost first; empty if none are recorded."""
-        frames, stack = self.tables.get("StackFrames", {}), []
+        """Return the (file, line) pairs of an instruction, innermost first; empty if unknown."""
+        frames = self.tables.get("StackFrames", {})
+        stack = []
         number = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
         # Parents' ids are printed one too high: the outermost frame, number 1, is its own parent.
         shift = 1 if _field(frames.get(1, ""), "parent_frame_id") == 1 else 0
         while number in frames:
-            location = self.tables["FileLocations"].get(_field(frames[number], "file_location_id"), "")
+            frame = frames[number]
+            location = self.tables["FileLocations"].get(_field(frame, "file_location_id"), "")
             file = self.tables["FileNames"].get(_field(location, "file_name_id"), "")
             stack.append((file, _field(location, "line")))
-            parent = _field(frames[number], "parent_frame_id") - shift
-            number = parent if parent < number else 0
+            parent = _field(frame, "parent_frame_id") - shift
+            if parent >= number:
+                break
+            number = parent
         return stack
 
     def producer(self, value: HloValue) -> HloValue:
-        """Return the origin of a value, through tuples, calls, fusions and loops that forward it unchanged."""
+        """Return the origin of a value.
+
+        Tuples, calls, fusions and loops that forward it unchanged do not count.
+        """
         for _ in range(1000):
-            instruction, (computation, _, index) = self.at(value), value
-            opcode, operands = instruction.opcode, instruction.operands
-            before: HloValue | None = None
-            if opcode == "get-tuple-element":
-                before = HloValue(computation, operands[0], instruction.index)
-            elif opcode == "tuple" and index is not None:
-                before = HloValue(computation, operands[index])
-            elif opcode in _FORWARDS:
-                before = HloValue(computation, operands[0], index)
-            elif opcode in _CALLS:
-                callee = next((name for _, name in instruction.callees() if name in self.computations), None)
-                before = HloValue(callee, self.computations[callee].root, index) if callee else None
-            elif opcode == "while" and index is not None and self._is_invariant(instruction, index):
-                before = HloValue(computation, operands[0], index)
-            elif opcode == "parameter" and computation != self.entry:
-                before = self._argument(value, int(instruction.literal))
+            before = self._source(value)
             if before is None:
                 break
             value = before
         return value
 
+    def _source(self, value: HloValue) -> HloValue | None:
+        """Return the value that an instruction forwards as this one; None if it computes it."""
+        computation, _, index = value
+        instruction = self.at(value)
+        opcode = instruction.opcode
+        operands = instruction.operands
+        if opcode == "get-tuple-element":
+            return HloValue(computation, operands[0], instruction.index)
+        if opcode in _FORWARDS:
+            return HloValue(computation, operands[0], index)
+        if opcode in _CALLS:
+            for _, callee in self._callees(instruction):
+                return HloValue(callee, self.computations[callee].root, index)
+        elif opcode == "parameter" and computation != self.entry:
+            return self._argument(value, int(instruction.literal))
+        elif opcode == "tuple" and index is not None:
+            return HloValue(computation, operands[index])
+        elif opcode == "while" and index is not None and self._is_invariant(instruction, index):
+            return HloValue(computation, operands[0], index)
+        return None
+
     def settled(self, value: HloValue) -> HloValue:
         """Return the origin of a value, through moves too."""
         value = self.producer(value)
-        while (instruction := self.at(value)).is_move:
+        instruction = self.at(value)
+        while instruction.is_move:
             value = self.producer(HloValue(value.computation, instruction.operands[0]))
+            instruction = self.at(value)
         return value
 
     def _argument(self, value: HloValue, number: int) -> HloValue | None:
         """Return the operand of the calling instruction that a parameter stands for."""
-        for caller, call, role in self.callers[value.computation][:1]:
-            if call.opcode == "while":
-                if value.element is not None and self._is_invariant(call, value.element):
-                    return HloValue(caller, call.operands[0], value.element)
-            elif call.opcode == "conditional":
-                branches = [name for _, name in call.callees()]
-                return HloValue(caller, call.operands[1 + branches.index(value.computation)], value.element)
-            elif role in ("calls", "to_apply", "called_computations") and call.opcode in _CALLS:
-                later = [user for user, _ in self.computations[caller].users[call.name] if not call.operands]
-                operands = later[0].operands[1:] if later else call.operands  # those of an asynchronous call may follow
-                return HloValue(caller, operands[number], value.element)
+        callers = self.callers[value.computation]
+        if not callers:
+            return None
+        caller, call, role = callers[0]
+        if call.opcode == "while":
+            if value.element is None or not self._is_invariant(call, value.element):
+                return None
+            return HloValue(caller, call.operands[0], value.element)
+        if call.opcode == "conditional":
+            branches = [name for _, name in call.callees()]
+            operand = call.operands[1 + branches.index(value.computation)]
+            return HloValue(caller, operand, value.element)
+        if role in ("calls", "to_apply", "called_computations") and call.opcode in _CALLS:
+            operands = self._operands(caller, call)
+            return HloValue(caller, operands[number], value.element)
         return None
+
+    def _operands(self, computation: str, call: Instruction) -> tuple[str, ...]:
+        """Return the operands of a call; an asynchronous one may get them after its start."""
+        users = self.computations[computation].users[call.name]
+        if call.operands or not users:
+            return call.operands
+        later, _ = users[0]
+        return later.operands[1:]
 
     def _is_invariant(self, loop: Instruction, index: int) -> bool:
         """Tell whether a loop forwards this element of its tuple unchanged."""
@@ -212,13 +281,17 @@ class HloModule:
         if root.opcode != "tuple":
             return False
         source = body.instructions[root.operands[index]]
-        is_element = source.opcode == "get-tuple-element" and source.operands[0] == body.parameters[0]
-        return is_element and source.index == index
+        if source.opcode != "get-tuple-element" or source.operands[0] != body.parameters[0]:
+            return False
+        return source.index == index
 
-    def uses(self, value: HloValue, *, moves: bool = False) -> Iterator[tuple[str, Instruction | None, int]]:
-        """Yield (computation, user, operand's position) for every use of a value, or (entry, None, output's number).
+    def uses(
+        self, value: HloValue, *, moves: bool = False
+    ) -> Iterator[tuple[str, Instruction | None, int]]:
+        """Yield (computation, user, operand's position) for every use of a value.
 
-        Uses are found through tuples, calls, fusions and loops, and with `moves` through moves too.
+        For a result of the program (entry, None, output's number). Uses are found through tuples,
+        calls, fusions and loops, and with `moves` through moves too.
         """
         seen: set[HloValue] = set()
         todo = [value]
@@ -231,113 +304,212 @@ class HloModule:
             if computation.root == here.name:
                 if computation.name == self.entry:
                     yield self.entry, None, here.element or 0
-                for caller, call, role in self.callers[computation.name]:
-                    returns = role in ("calls", "to_apply", "body") and call.opcode in (*_CALLS, "while")
-                    if returns or call.opcode == "conditional":
-                        todo.append(HloValue(caller, call.name, here.element))
-                    if role == "body":
-                        todo.append(HloValue(computation.name, computation.parameters[0], here.element))
+                todo += self._returned(here)
             for user, position in computation.users[here.name]:
-                moved = [HloValue(computation.name, user.name)] if moves and user.is_move else []
-                following = moved or self._forwarded(here, user, position)
+                if moves and user.is_move:
+                    todo.append(HloValue(computation.name, user.name))
+                    continue
+                following = self._forwarded(here, user, position)
                 todo += following
                 if not following and user.opcode != "get-tuple-element":
                     yield computation.name, user, position
 
+    def _returned(self, root: HloValue) -> Iterator[HloValue]:
+        """Yield the results of callers that have the value of a root."""
+        name, _, element = root
+        for caller, call, role in self.callers[name]:
+            is_result = role in ("calls", "to_apply", "body") and call.opcode in (*_CALLS, "while")
+            if is_result or call.opcode == "conditional":
+                yield HloValue(caller, call.name, element)
+            if role == "body":  # of the next iteration
+                yield HloValue(name, self.computations[name].parameters[0], element)
+
     def _forwarded(self, value: HloValue, user: Instruction, position: int) -> list[HloValue]:
-        """Return the same value as the result of a user, or as the parameters of what that calls."""
+        """Return the same value as the result of a user, or as parameters of its callees."""
         computation, _, index = value
         if user.opcode == "get-tuple-element":
-            return [HloValue(computation, user.name)] if user.index == index else []
+            if user.index != index:
+                return []
+            return [HloValue(computation, user.name)]
         if user.opcode == "tuple":
-            return [HloValue(computation, user.name, position)] if index is None else []
+            if index is not None:
+                return []
+            return [HloValue(computation, user.name, position)]
         if user.opcode in _FORWARDS:
-            return [] if position else [HloValue(computation, user.name, index)]
-        callees = [(role, name) for role, name in user.callees() if name in self.computations]
-        if user.opcode == "while":
+            if position:
+                return []
+            return [HloValue(computation, user.name, index)]
+        return self._passed(user, position, index)
+
+    def _passed(self, user: Instruction, position: int, element: int | None) -> list[HloValue]:
+        """Return the parameters of callees that get an operand."""
+        callees = self._callees(user)
+        if user.opcode == "conditional":
+            if not position:  # the predicate
+                return []
+            # Each branch has one operand.
+            callees = callees[position - 1 : position]
+            position = 0
+        elif user.opcode == "while":
             callees = [(role, name) for role, name in callees if role == "body"]
-        elif user.opcode == "conditional":
-            callees, position = callees[position - 1 : position] if position else [], 0
         elif user.opcode not in _CALLS:
             return []
-        return [HloValue(name, self.computations[name].parameters[position], index) for _, name in callees]
+        found = []
+        for _, name in callees:
+            parameter = self.computations[name].parameters[position]
+            found.append(HloValue(name, parameter, element))
+        return found
+
+    def _callees(self, user: Instruction) -> list[tuple[str, str]]:
+        """Return (role, computation) for callees that the program has."""
+        return [(role, name) for role, name in user.callees() if name in self.computations]
 
 
 def _field(text: str, name: str) -> int:
+    """Return the number of a field in a row of a table; 0 without it."""
     found = re.search(rf"\b{name}=(\d+)", text)
-    return int(found[1]) if found else 0
+    if found is None:
+        return 0
+    return int(found[1])
 
 
 def parse(text: str) -> HloModule:
     """Parse `compiled.as_text()`.
 
     Example:
-        >>> program = parse("HloModule m\\n\\nENTRY main {\\n  ROOT %x = f32[2,3]{1,0} parameter(0)\\n}\\n")
+        >>> text = "HloModule m\\n\\nENTRY main {\\n  ROOT %x = f32[2,3]{1,0} parameter(0)\\n}\\n"
+        >>> program = parse(text)
         >>> program.entry, program.at(HloValue("main", "x")).arrays[0].bytes
         ('main', 24)
     """
     lines = text.splitlines()
     header = lines[0] if lines else ""
-    computations: dict[str, Computation] = {}
-    tables: dict[str, dict[int, str]] = {}
-    entry, name, root, last, written = "", "", "", "", ""
-    table: dict[int, str] = {}
-    body: dict[str, Instruction] | None = None
-    for line in lines[1:] if header.startswith("HloModule") else lines:
-        if body is None:
-            if found := _COMPUTATION.match(line):
-                name, root, body = found["name"], "", {}
-                entry = name if found["entry"] else entry
-            elif row := _TABLE_ROW.match(line):
-                table[int(row[1])] = row[2] if row[2] is not None else row[3]
-            elif line.isalpha():
-                table = tables.setdefault(line, {})
-        elif line.startswith("}") and not line.startswith("}}"):
-            computations[name] = Computation(name, body, root or next(reversed(body), ""))
-            body = None
-        else:
-            if found := _INSTRUCTION.match(line):
-                last, written = found["name"], line[found.end() :]
-                root = last if found["root"] else root
-            else:
-                written += line  # the metadata of a Pallas kernel may take several lines
-            body[last] = _instruction(last, written)
-    aliased = re.search(r"input_output_alias=\{(.*?)\}, \w+=", header)
-    pairs = re.findall(r"\{(\d*)\}: \((\d+)", aliased[1]) if aliased else []
+    parser = _Parser()
+    if header.startswith("HloModule"):
+        lines = lines[1:]
+    for line in lines:
+        parser.read(line)
+    computations = parser.computations
     return HloModule(
         computations,
-        entry or next(reversed(computations), ""),
-        {int(output or 0): int(parameter) for output, parameter in pairs},
-        tables,
+        parser.entry or next(reversed(computations), ""),
+        _aliases(header),
+        parser.tables,
         _field(header, "num_partitions") or 1,
         _field(header, "replica_count") or 1,
     )
 
 
+def _aliases(header: str) -> dict[int, int]:
+    """Return output → parameter that it overwrites, by a module's first line."""
+    aliases: dict[int, int] = {}
+    found = re.search(r"input_output_alias=\{(.*?)\}, \w+=", header)
+    if found is None:
+        return aliases
+    for output, parameter in re.findall(r"\{(\d*)\}: \((\d+)", found[1]):
+        aliases[int(output or 0)] = int(parameter)
+    return aliases
+
+
+class _Parser:
+    """Reader of the lines of a module after its header, one by one."""
+
+    def __init__(self) -> None:
+        self.computations: dict[str, Computation] = {}
+        self.tables: dict[str, dict[int, str]] = {}
+        self.entry = ""
+        self._table: dict[int, str] = {}
+        self._name = ""
+        self._root = ""
+        self._body: dict[str, Instruction] | None = None
+        self._last = ""
+        self._written = ""
+
+    def read(self, line: str) -> None:
+        """Read the next line."""
+        if self._body is None:
+            self._read_outside(line)
+        elif line.startswith("}") and not line.startswith("}}"):
+            root = self._root or next(reversed(self._body), "")
+            self.computations[self._name] = Computation(self._name, self._body, root)
+            self._body = None
+        else:
+            instruction = self._read_instruction(line)
+            self._body[instruction.name] = instruction
+
+    def _read_outside(self, line: str) -> None:
+        """Read a line between computations: the start of one, or a part of a table."""
+        computation = _COMPUTATION.match(line)
+        if computation:
+            self._name = computation["name"]
+            self._root = ""
+            self._body = {}
+            if computation["entry"]:
+                self.entry = self._name
+            return
+        row = _TABLE_ROW.match(line)
+        if row:
+            quoted, braced = row[2], row[3]
+            self._table[int(row[1])] = braced if quoted is None else quoted
+        elif line.isalpha():
+            self._table = self.tables.setdefault(line, {})
+
+    def _read_instruction(self, line: str) -> Instruction:
+        """Read an instruction, or a further line of the last one."""
+        found = _INSTRUCTION.match(line)
+        if found:
+            self._last = found["name"]
+            self._written = line[found.end() :]
+            if found["root"]:
+                self._root = self._last
+        else:
+            self._written += line  # the metadata of a Pallas kernel may take several lines
+        return _instruction(self._last, self._written)
+
+
 def _instruction(name: str, text: str) -> Instruction:
+    """Parse an instruction from the text after its name: `f32[2]{0} add(%a, %b), metadata={…}`."""
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
-    shape, rest = text[:end], text[end:].lstrip()
+    shape = text[:end]
+    rest = text[end:].lstrip()
     start = rest.index("(")
     stop = _closing(rest, start)
-    opcode, literal = rest[:start], rest[start + 1 : stop - 1]
+    opcode = rest[:start]
+    literal = rest[start + 1 : stop - 1]
     operands: tuple[str, ...] = ()
-    if opcode not in ("constant", "parameter", "iota") and literal:
-        bare = _NOT_NAMES.sub("", literal)
-        while "(" in bare:
-            bare = re.sub(r"\([^()]*\)", "", bare)
-        operands = tuple(part.split()[-1].lstrip("%") for part in bare.split(","))
-    arrays = tuple(
-        HloArray(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), space == _HOST_SPACE)
-        for dtype, dims, space in _ARRAY.findall(shape)
-    )
-    return Instruction(name, opcode, arrays, operands, literal, rest[stop:])
+    if opcode not in _NO_OPERANDS and literal:
+        operands = _operand_names(literal)
+    return Instruction(name, opcode, _arrays(shape), operands, literal, rest[stop:])
+
+
+def _operand_names(text: str) -> tuple[str, ...]:
+    """Return the names in a list of operands, with or without types before them."""
+    bare = _NOT_NAMES.sub("", text)
+    while "(" in bare:  # types of nested tuples
+        bare = re.sub(r"\([^()]*\)", "", bare)
+    return tuple(part.split()[-1].lstrip("%") for part in bare.split(","))
+
+
+def _arrays(shape: str) -> tuple[HloArray, ...]:
+    """Return the arrays of a shape, or of all elements of a tuple's shape."""
+    arrays = []
+    for dtype, dims, space in _ARRAY.findall(shape):
+        sizes = []
+        for size in dims.split(","):
+            if size:
+                sizes.append(int(size.lstrip("<=")))  # a dynamic size is printed with its bound
+        arrays.append(HloArray(dtype, tuple(sizes), space == _HOST_SPACE))
+    return tuple(arrays)
 
 
 def _closing(text: str, start: int) -> int:
     """Return the position after the parenthesis that closes the one at `start`."""
     depth = 0
     for found in re.finditer(r"[()]", text[start:]):
-        depth += 1 if found[0] == "(" else -1
-        if not depth:
+        if found[0] == "(":
+            depth += 1
+        else:
+            depth -= 1
+        if depth == 0:
             return start + found.end()
     return len(text)

@@ -1,8 +1,9 @@
 """Buffers of a traced step and their lifetimes, without compiling it.
 
-XLA fuses element-wise operations into their neighbours, so most values are never written to memory. Written are results
-of matmuls, collectives and loops, and whatever enters a matmul or crosses the boundary of a loop. A buffer lives from
-the operation that writes it to the last that reads it, directly or through fused operations.
+XLA fuses element-wise operations into their neighbours, so most values are never written to memory.
+Written are results of matmuls, collectives and loops, and whatever enters a matmul or crosses the
+boundary of a loop. A buffer lives from the operation that writes it to the last that reads it,
+directly or through fused operations.
 """
 
 import collections
@@ -12,14 +13,40 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue
 
-_READS_MEMORY = ("dot_general", "ragged_dot", "pallas_call", "scatter-add", "scatter", "gather", "sort", "top_k")
+_READS_MEMORY = (
+    "dot_general",
+    "ragged_dot",
+    "pallas_call",
+    "scatter-add",
+    "scatter",
+    "gather",
+    "sort",
+    "top_k",
+)
 """Operations that read their operands from memory: nothing is fused into them."""
 
 _WRITTEN = (*_READS_MEMORY, "all_gather", "concatenate", "cumsum", "ppermute")
 """Operations whose results are written to memory, besides loops and transfers between devices."""
 
-_EXPENSIVE = ("exp", "exp2", "log", "log1p", "tanh", "logistic", "erf", "div", "pow", "rsqrt", "sqrt", "sin", "cos")
-"""Element-wise operations that XLA:CPU does not repeat: their results are written if they have several readers."""
+_EXPENSIVE = (
+    "exp",
+    "exp2",
+    "log",
+    "log1p",
+    "tanh",
+    "logistic",
+    "erf",
+    "div",
+    "pow",
+    "rsqrt",
+    "sqrt",
+    "sin",
+    "cos",
+)
+"""Element-wise operations that XLA:CPU does not repeat.
+
+Their results are written if they have several readers.
+"""
 
 
 _Values = frozenset[TracedValue]
@@ -30,9 +57,9 @@ class Buffer:
     """One array in memory, and its lifetime.
 
     Attributes:
-        kind: `"saved"` if a loop writes a slice of it in each iteration, `"stacked"` if a reversed loop does,
-            `"gathered"` for the larger result of a collective, `"converted"` for a stack that is converted to a
-            narrower dtype before its loop, else `"value"`.
+        kind: `"saved"` if a loop writes a slice of it in each iteration, `"stacked"` if a reversed
+            loop does, `"gathered"` for the larger result of a collective, `"converted"` for a stack
+            that is converted to a narrower dtype before its loop, else `"value"`.
         shape: Global shape; `bytes` are of one device.
         start: Time of the write; `end` is that of the last read.
     """
@@ -47,9 +74,15 @@ class Buffer:
 
 
 def find_buffers(
-    program: TracedProgram, axes: Mapping[str, int], aliased: Iterable[TracedValue] = (), platform: str = "tpu"
+    program: TracedProgram,
+    axes: Mapping[str, int],
+    aliased: Iterable[TracedValue] = (),
+    platform: str = "tpu",
 ) -> list[Buffer]:
-    """Return the buffers of a propagated program, without its arguments and the results that `aliased` donated ones."""
+    """Return the buffers of a propagated program.
+
+    Left out are its arguments, and the results in `aliased`, which overwrite donated ones.
+    """
     repeated = _EXPENSIVE if platform == "cpu" else ()
     return _Lifetimes(program, axes, frozenset(aliased), repeated, start=0).buffers
 
@@ -58,187 +91,339 @@ def saved_activations(program: TracedProgram, axes: Mapping[str, int]) -> list[B
     """Return the buffers that forward loops save for loops that run backwards."""
     saved = []
     for operation in program.walk():
-        if operation.primitive in ("scan", "stack_iterations") and not operation.params["reverse"]:
-            stacks = operation.outputs[operation.params.get("num_carry", 0) :]
-            saved += [_buffer(value, operation, axes, saved=True) for value in stacks]
+        is_loop = operation.primitive in ("scan", "stack_iterations")
+        if not is_loop or operation.params["reverse"]:
+            continue
+        stacks = operation.outputs[operation.params.get("num_carry", 0) :]
+        for value in stacks:
+            saved.append(_buffer(value, operation, axes, saved=True))
     return saved
 
 
 def peak_buffers(buffers: Sequence[Buffer]) -> list[Buffer]:
     """Return the buffers that are live when most bytes of the device are in use."""
-    starts = sorted({buffer.start for buffer in buffers})
-    live = ([b for b in buffers if b.start <= start <= b.end] for start in starts)
-    return max(live, key=lambda found: sum(b.bytes for b in found if not b.on_host), default=[])
+    peak: list[Buffer] = []
+    most = -1
+    for now in sorted({buffer.start for buffer in buffers}):
+        live = []
+        used = 0
+        for buffer in buffers:
+            if buffer.start <= now <= buffer.end:
+                live.append(buffer)
+                if not buffer.on_host:
+                    used += buffer.bytes
+        if used > most:
+            peak, most = live, used
+    return peak
 
 
 def heap_bytes(buffers: Iterable[Buffer]) -> int:
-    """Return the size of a heap in which every buffer keeps one place for its lifetime.
+    """Return the size of a heap where every buffer keeps one place for its lifetime.
 
-    As in XLA, each buffer goes into the smallest hole that is free for its lifetime, once in order of lifetime and once
-    in order of size; the smaller heap of the two counts.
+    As in XLA, each buffer goes into the smallest hole that is free for its lifetime, once in order
+    of lifetime and once in order of size; the smaller heap of the two counts.
     """
-    buffers = [buffer for buffer in buffers if buffer.bytes and not buffer.on_host]
-    return min(
-        _pack(sorted(buffers, key=lambda b: (b.start - b.end, -b.bytes, b.start))),
-        _pack(sorted(buffers, key=lambda b: (-b.bytes, b.start - b.end, b.start))),
-    )
+    placed = []
+    for buffer in buffers:
+        if buffer.bytes and not buffer.on_host:
+            placed.append(buffer)
+    longest_first = sorted(placed, key=lambda b: (b.start - b.end, -b.bytes, b.start))
+    largest_first = sorted(placed, key=lambda b: (-b.bytes, b.start - b.end, b.start))
+    return min(_pack(longest_first), _pack(largest_first))
 
 
 def _pack(buffers: Iterable[Buffer]) -> int:
-    placed: list[tuple[int, int, int, int]] = []
+    """Return the size of a heap after buffers are placed in this order."""
+    placed: list[
+        tuple[int, int, int, int]
+    ] = []  # first and last byte, start and end of the lifetime
     top = 0
     for buffer in buffers:
-        taken = sorted((low, high) for low, high, start, end in placed if start <= buffer.end and buffer.start <= end)
-        best, smallest, free = 0, math.inf, 0
-        for low, high in taken:
-            if buffer.bytes <= low - free < smallest:
-                best, smallest = free, low - free
-            free = max(free, high)
-        offset = best if smallest < math.inf else free
-        placed.append((offset, offset + buffer.bytes, buffer.start, buffer.end))
-        top = max(top, offset + buffer.bytes)
+        taken = []
+        for low, high, start, end in placed:
+            if start <= buffer.end and buffer.start <= end:
+                taken.append((low, high))
+        low = _smallest_hole(sorted(taken), buffer.bytes)
+        high = low + buffer.bytes
+        placed.append((low, high, buffer.start, buffer.end))
+        top = max(top, high)
     return top
+
+
+def _smallest_hole(taken: Iterable[tuple[int, int]], size: int) -> int:
+    """Return the start of the smallest hole between sorted ranges, or the end of them all."""
+    hole = None
+    smallest = 0
+    free = 0
+    for low, high in taken:
+        room = low - free
+        if room >= size and (hole is None or room < smallest):
+            hole = free
+            smallest = room
+        free = max(free, high)
+    if hole is None:
+        return free
+    return hole
 
 
 class _Lifetimes:
     """Buffers of a program and of its bodies; `end` is the time after its last operation.
 
-    `roots` maps a value to the buffers that are read in its place, through fused operations; `free` holds the values
-    that have no buffer of their own.
+    `roots` maps a value to the buffers that are read in its place, through fused operations; `free`
+    holds the values that have no buffer of their own.
     """
 
     def __init__(
-        self, program: TracedProgram, axes: Mapping[str, int], free: _Values, repeated: Sequence[str], start: int
+        self,
+        program: TracedProgram,
+        axes: Mapping[str, int],
+        free: _Values,
+        repeated: Sequence[str],
+        start: int,
     ) -> None:
-        self.program, self.axes, self.repeated = program, axes, repeated
+        self.program = program
+        self.axes = axes
+        self.repeated = repeated
         self.free = free | set(program.inputs)
-        self.roots: dict[TracedValue, _Values] = {value: frozenset([value]) for value in program.inputs}
+        self.roots: dict[TracedValue, _Values] = {}
+        for value in program.inputs:
+            self.roots[value] = frozenset([value])
         self.written: dict[TracedValue, tuple[Operation | None, int]] = {}
         self.last: dict[TracedValue, int] = {}
         self.saved: set[TracedValue] = set()
         self.buffers: list[Buffer] = []
-        self.readers = collections.Counter(value for o in program.operations for value in set(o.inputs))
-        self.times: list[int] = []
-        now, self.end = start, start
+        self.readers = collections.Counter[TracedValue]()
         for operation in program.operations:
-            self.times.append(now)
-            self._read(operation, now)
-            inside = [_Lifetimes(body, axes, frozenset(body.outputs), repeated, now + 1) for body in operation.bodies]
-            self._write(operation, now, inside)
-            for inner in inside:
-                self.buffers += inner.buffers
-                now = max(now, inner.end)
-            if inside:
-                for value in operation.inputs + operation.outputs:
-                    self.last.update(dict.fromkeys(self._roots(value), now))
-            now += 1
-        self.end = now
-        for value in program.outputs:
+            self.readers.update(set(operation.inputs))
+        self.times: list[int] = []
+        self.end = start
+        for operation in program.operations:
+            self.times.append(self.end)
+            self.end = self._run(operation, self.end)
+        self._return(free)
+        self._add_written()
+        self.buffers += self._converted()
+
+    def _run(self, operation: Operation, now: int) -> int:
+        """Follow an operation that starts now, and return the time of the next one."""
+        self._read(operation, now)
+        inside = []
+        for body in operation.bodies:
+            free = frozenset(body.outputs)
+            inside.append(_Lifetimes(body, self.axes, free, self.repeated, now + 1))
+        self._write(operation, now, inside)
+        for inner in inside:
+            self.buffers += inner.buffers
+            now = max(now, inner.end)
+        if inside:
+            for value in operation.inputs + operation.outputs:
+                self._keep(self._roots(value), now)
+        return now + 1
+
+    def _return(self, free: _Values) -> None:
+        """Read the results at the end; `free` has those with a buffer outside."""
+        for value in self.program.outputs:
             roots = self._roots(value)
-            self.last.update(dict.fromkeys(roots, now))
+            self._keep(roots, self.end)
             if value in free and roots and _is_reshaped(value, roots):
                 self.free |= roots  # a view of a result, whose buffer is outside
-        for value, (writer, when) in self.written.items():
-            if value not in self.free:
-                buffer = _buffer(value, writer, axes, saved=value in self.saved)
-                self.buffers.append(dataclasses.replace(buffer, start=when, end=self.last.get(value, when)))
-        self.buffers += self._converted()
+
+    def _add_written(self) -> None:
+        """Add the buffers of all values that are written, with their lifetimes."""
+        for value, (writer, start) in self.written.items():
+            if value in self.free:
+                continue
+            buffer = _buffer(value, writer, self.axes, saved=value in self.saved)
+            end = self.last.get(value, start)
+            self.buffers.append(dataclasses.replace(buffer, start=start, end=end))
 
     def _roots(self, value: TracedValue) -> _Values:
         return self.roots.get(value, frozenset())
 
+    def _keep(self, roots: _Values, until: int) -> None:
+        for root in roots:
+            self.last[root] = until
+
     def _read(self, operation: Operation, now: int) -> None:
+        """Note the buffers that an operation reads now."""
+        from_memory = (
+            bool(operation.bodies)
+            or operation.primitive in _READS_MEMORY
+            or _moves(operation, self.axes)
+        )
+        saves = operation.primitive == "stack_iterations" and not operation.params["reverse"]
         for value in operation.inputs:
             roots = self._roots(value)
-            reads = operation.bodies or operation.primitive in _READS_MEMORY or _moves(operation, self.axes)
-            if reads and roots and roots != {value} and not _is_view(value, roots):
-                self.written[value] = (None, now)  # the fused operations are written here to be read
-                self.last.update(dict.fromkeys(roots, now))
-                self.roots[value] = roots = frozenset([value])
-            if operation.primitive == "stack_iterations" and not operation.params["reverse"]:
+            if from_memory and _is_fused(value, roots):
+                self.written[value] = (
+                    None,
+                    now,
+                )  # the fused operations are written here to be read
+                self._keep(roots, now)
+                roots = frozenset([value])
+                self.roots[value] = roots
+            if saves:
                 self.saved |= roots
-            self.last.update(dict.fromkeys(roots, now))
+            self._keep(roots, now)
 
     def _write(self, operation: Operation, now: int, inside: "Sequence[_Lifetimes]") -> None:
+        """Note the results that an operation writes; `inside` are the lifetimes of its bodies."""
+        is_written = (
+            bool(operation.bodies)
+            or operation.primitive in _WRITTEN
+            or _moves(operation, self.axes)
+        )
         for i, value in enumerate(operation.outputs):
-            kept = operation.primitive in self.repeated and self.readers[value] > 1
-            if operation.primitive == "cond" and (given := _returned_operand(operation, i)):
-                self.roots[value] = self._roots(given)
-            elif operation.bodies or operation.primitive in _WRITTEN or kept or _moves(operation, self.axes):
-                once = operation.primitive in ("cond", "shard_map")
-                when = min(inner.written_at(i) for inner in inside) if once and inside else now
-                self.written[value] = (operation, when)
+            operand = _returned_operand(operation, i)
+            is_kept = operation.primitive in self.repeated and self.readers[value] > 1
+            if operand is not None:
+                self.roots[value] = self._roots(operand)
+            elif is_written or is_kept:
+                self.written[value] = (operation, _written_at(operation, i, now, inside))
                 self.roots[value] = frozenset([value])
             else:
                 self.roots[value] = frozenset().union(*map(self._roots, operation.inputs))
 
     def written_at(self, i: int) -> int:
-        """Return the time at which a result, or the buffer that it is a view of, is written."""
+        """Return the time of the write of a result, or of the buffer that it is a view of."""
         value = self.program.outputs[i]
         roots = self._roots(value)
         times = [self.written[root][1] for root in roots if root in self.written]
-        return times[0] if times and _is_view(value, roots) else self.end
+        if times and _is_view(value, roots):
+            return times[0]
+        return self.end
 
     def _converted(self) -> Iterator[Buffer]:
-        """Yield the narrower copies that XLA makes of what a loop reads in a narrower dtype, whole or in slices."""
-        lifetimes: dict[_Values, tuple[int, int, int]] = {}
+        """Yield the narrower copies that XLA makes for loops.
+
+        They are of arrays that a loop reads in a narrower dtype, whole or in slices.
+        """
+        lifetimes: dict[_Values, tuple[int, int, int]] = {}  # bytes, start, end
         ends = [*self.times, self.end][1:]
         for operation, now, after in zip(self.program.operations, self.times, ends, strict=True):
-            if operation.primitive != "scan" or operation.params["length"] == operation.params["unroll"]:
+            if operation.primitive != "scan":
                 continue
-            (body,) = operation.bodies
-            for i, (value, inner) in enumerate(zip(operation.inputs, body.inputs, strict=True)):
-                readers = [o for o in body.operations if inner in o.inputs]
-                is_slice = i >= operation.params["num_consts"] + operation.params["num_carry"]
-                before = width = value.kept or value.itemsize
-                if inner.kept:
-                    width = inner.kept
-                elif is_slice and readers and all(o.primitive == "convert_element_type" for o in readers):
-                    width = max(o.outputs[0].itemsize for o in readers)
-                if width < before:
-                    source = self.roots.get(value, frozenset([value]))
-                    size = value.bytes(self.axes) // before * width
-                    lifetimes[source] = (size, lifetimes.get(source, (0, now, 0))[1], after)
+            if operation.params["length"] == operation.params["unroll"]:
+                continue
+            for i, value in enumerate(operation.inputs):
+                before = value.kept or value.itemsize
+                width = _read_width(operation, i, before)
+                if width >= before:
+                    continue
+                source = self.roots.get(value, frozenset([value]))
+                start = now
+                if source in lifetimes:
+                    _, start, _ = lifetimes[source]
+                lifetimes[source] = (value.bytes(self.axes) // before * width, start, after)
         for size, start, end in lifetimes.values():
             yield Buffer("converted", "", (), size, False, start, end)
 
 
-def _returned_operand(condition: Operation, i: int) -> TracedValue | None:
-    """Return the operand that some branch returns unchanged as result `i`: the other branches overwrite it."""
-    for body in condition.bodies:
-        operands = dict(zip(body.inputs, condition.inputs[-len(body.inputs) :], strict=False))
-        if given := operands.get(body.outputs[i]):
-            return given
+def _written_at(operation: Operation, i: int, now: int, inside: Sequence[_Lifetimes]) -> int:
+    """Return the time of the write of a result of an operation that starts now."""
+    if operation.primitive in ("cond", "shard_map") and inside:  # which run their bodies once
+        return min(inner.written_at(i) for inner in inside)
+    return now
+
+
+def _read_width(scan: Operation, i: int, width: int) -> int:
+    """Return the bytes of an element of an operand of some width, as a loop reads it."""
+    (body,) = scan.bodies
+    inner = body.inputs[i]
+    if inner.kept:
+        return inner.kept
+    is_slice = i >= scan.params["num_consts"] + scan.params["num_carry"]
+    if not is_slice:
+        return width
+    widths = []
+    for operation in body.operations:
+        if inner not in operation.inputs:
+            continue
+        if operation.primitive != "convert_element_type":
+            return width
+        widths.append(operation.outputs[0].itemsize)
+    return max(widths, default=width)
+
+
+def _returned_operand(operation: Operation, i: int) -> TracedValue | None:
+    """Return the operand that some branch of a condition returns unchanged as result `i`.
+
+    The other branches overwrite it. None for other operations.
+    """
+    if operation.primitive != "cond":
+        return None
+    for body in operation.bodies:
+        operands = operation.inputs[-len(body.inputs) :]
+        for inner, operand in zip(body.inputs, operands, strict=False):
+            if inner is body.outputs[i]:
+                return operand
     return None
 
 
 def _is_view(value: TracedValue, roots: _Values) -> bool:
-    """Tell whether a value is a view of one buffer or can overwrite it, so that it needs none of its own."""
+    """Tell whether a value needs no buffer: it is a view of one, or can overwrite it."""
     (root, *rest) = roots
-    return not rest and root.itemsize == value.itemsize and math.prod(root.shape) == math.prod(value.shape)
+    if rest or root.itemsize != value.itemsize:
+        return False
+    return math.prod(root.shape) == math.prod(value.shape)
+
+
+def _is_fused(value: TracedValue, roots: _Values) -> bool:
+    """Tell whether a value is not in memory, but computed from values that are."""
+    return bool(roots) and roots != {value} and not _is_view(value, roots)
 
 
 def _is_reshaped(value: TracedValue, roots: _Values) -> bool:
     """Tell whether a value is one buffer with other dimensions of size 1."""
     (root, *_) = roots
-    return _is_view(value, roots) and [n for n in root.shape if n > 1] == [n for n in value.shape if n > 1]
+    return _is_view(value, roots) and _without_ones(root.shape) == _without_ones(value.shape)
+
+
+def _without_ones(shape: Iterable[int]) -> list[int]:
+    return [size for size in shape if size > 1]
 
 
 def _moves(operation: Operation, axes: Mapping[str, int]) -> bool:
-    """Tell whether an operation sends data between devices or memories, so that its result needs a buffer."""
+    """Tell whether an operation sends data between devices or memories.
+
+    Its result needs a buffer then.
+    """
     if operation.primitive == "device_put":
-        return any(a.on_host != b.on_host for a, b in zip(operation.inputs, operation.outputs, strict=True))
+        pairs = zip(operation.inputs, operation.outputs, strict=True)
+        return any(before.on_host != after.on_host for before, after in pairs)
     if operation.primitive != "sharding_constraint":
         return False
-    value, output = operation.inputs[0], operation.outputs[0]
-    return value.dims is not None and value.bytes(axes) != output.bytes(axes)
+    value = operation.inputs[0]
+    if value.dims is None:
+        return False
+    return value.bytes(axes) != operation.outputs[0].bytes(axes)
 
 
-def _buffer(value: TracedValue, operation: Operation | None, axes: Mapping[str, int], *, saved: bool = False) -> Buffer:
-    size, primitive = value.bytes(axes), operation.primitive if operation else ""
-    kind = "saved" if saved else "value"
-    if operation and primitive == "scan" and not saved and value in operation.outputs[operation.params["num_carry"] :]:
-        kind = "stacked" if operation.params["reverse"] else "saved"
-    elif operation and primitive in ("all_gather", "sharding_constraint") and not saved:
-        kind = "gathered" if size > operation.inputs[0].bytes(axes) else kind
+def _buffer(
+    value: TracedValue,
+    operation: Operation | None,
+    axes: Mapping[str, int],
+    *,
+    saved: bool = False,
+) -> Buffer:
+    """Return the buffer of a value that an operation writes, without its lifetime."""
+    size = value.bytes(axes)
+    kind = "value"
+    if saved:
+        kind = "saved"
+    elif operation is not None:
+        kind = _kind(value, operation, size, axes)
     return Buffer(kind, value.name, value.shape, size, value.on_host)
+
+
+def _kind(value: TracedValue, operation: Operation, size: int, axes: Mapping[str, int]) -> str:
+    """Return the kind of the buffer of a result, of so many bytes on one device."""
+    if operation.primitive == "scan":
+        stacks = operation.outputs[operation.params["num_carry"] :]
+        if value not in stacks:
+            return "value"
+        return "stacked" if operation.params["reverse"] else "saved"
+    if operation.primitive in ("all_gather", "sharding_constraint"):
+        grows = size > operation.inputs[0].bytes(axes)
+        return "gathered" if grows else "value"
+    return "value"
