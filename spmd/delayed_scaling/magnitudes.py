@@ -114,9 +114,7 @@ class MagnitudeHistory(GradTransform):
     def wrap(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a gradient function that ends with each step's magnitudes in the histories."""
 
-        def remembered(
-            params: Any, carry: Carry, batch: Any, key: jax.Array
-        ) -> tuple[Any, Any, Carry]:
+        def remembered(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Any, Carry]:
             gradients, sums, after = grad_fn(params, carry, batch, key)
             shifted = _shifted(after.transforms[self.name])
             return gradients, sums, after.with_state(self.name, shifted)
@@ -141,9 +139,6 @@ class MagnitudeHistory(GradTransform):
             problems.append(Problem(f"transform {self.name}", "remembers no matmul", fix=fix))
         if any(other.exchanges for other in plan.transforms):
             what = f"is {plan.quantize}, which scales by earlier steps"
-            why = (
-                "gradients that are exchanged once a step are sums of each device, "
-                "and what it sees would be lost"
-            )
+            why = "gradients that are exchanged once a step are sums of each device, and what it sees would be lost"
             problems.append(Problem("quantize", what, why, fix))
         return problems

@@ -140,9 +140,7 @@ class GradTransform:
         del seen
         return state
 
-    def targets(
-        self, stored: Mapping[str, Any], wanted: Mapping[str, Any]
-    ) -> dict[str, jax.ShapeDtypeStruct]:
+    def targets(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the arrays to restore from a checkpoint, with shardings: all of equal shape.
 
         Args:

@@ -219,9 +219,7 @@ class _Tracer:
             return False
         return any(part.is_total for part in inputs)
 
-    def mixed_stacks(
-        self, equation: Any, operand: Any, dependencies: _Seen, shape: tuple[int, ...]
-    ) -> set[str]:
+    def mixed_stacks(self, equation: Any, operand: Any, dependencies: _Seen, shape: tuple[int, ...]) -> set[str]:
         """Return the stacks of an operand with layers that an operation mixes."""
         before = _shape(operand)
         mixed = set()
@@ -233,9 +231,7 @@ class _Tracer:
                     mixed.add(path)
         return mixed
 
-    def reduction(
-        self, equation: Any, operand: Any, dependencies: _Seen
-    ) -> tuple[str, tuple[int, ...]]:
+    def reduction(self, equation: Any, operand: Any, dependencies: _Seen) -> tuple[str, tuple[int, ...]]:
         """Return the name of a reduction, and its dimensions in a layer, counted from the last."""
         stacked_sizes = set[int]()
         for path in dependencies.params:

@@ -115,9 +115,7 @@ def _chunk(x: jax.Array) -> UpdateChunk | None:
     return chunk_large_array("", x, P(), {})
 
 
-def _sums(
-    x: jax.Array, shape: tuple[int, ...], dim: int = 0, start: int | jax.Array = 0
-) -> jax.Array:
+def _sums(x: jax.Array, shape: tuple[int, ...], dim: int = 0, start: int | jax.Array = 0) -> jax.Array:
     """Return uint32[2] of a piece of a shard of `shape`; the piece begins at `start` of `dim`."""
     words = _words(x)
     # A last dimension may hold the words of an element.
@@ -201,9 +199,7 @@ def _blocks(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
     return np.array(numbers)
 
 
-def _bounds(
-    sharding: NamedSharding, shape: tuple[int, ...], device: jax.Device
-) -> tuple[tuple[int, int], ...]:
+def _bounds(sharding: NamedSharding, shape: tuple[int, ...], device: jax.Device) -> tuple[tuple[int, int], ...]:
     """Return the first index and the end of a device's block in each dimension."""
     slices = sharding.devices_indices_map(shape)[device]
     bounds = []
@@ -213,19 +209,14 @@ def _bounds(
     return tuple(bounds)
 
 
-def _of_block(
-    path: str, devices: list[jax.Device], values: list[int], leaf: jax.ShapeDtypeStruct
-) -> Problem:
+def _of_block(path: str, devices: list[jax.Device], values: list[int], leaf: jax.ShapeDtypeStruct) -> Problem:
     """Return the problem of a block: its devices, and their different values."""
     majority = _majority(values)
     odd = [device for device, value in zip(devices, values, strict=True) if value != majority]
     named = ", ".join(map(name_device, odd))
     if majority is None:
         what = f"{named} hold the same block and differ, and no value has a majority"
-        fix = (
-            "restore a checkpoint from before; "
-            "run spmd check on each device to find the one that miscomputes"
-        )
+        fix = "restore a checkpoint from before; run spmd check on each device to find the one that miscomputes"
     else:
         holds = "holds" if len(odd) == 1 else "hold"
         what = f"{named} {holds} other bits than the other replicas"

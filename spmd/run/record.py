@@ -152,9 +152,7 @@ def _check_origin(record: Mapping[str, Any], path: Path) -> None:
         raise CheckpointError(f"{path} contains checkpoints of another tool:", problems)
 
 
-def _refused_changes(
-    before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool
-) -> Iterator[Problem]:
+def _refused_changes(before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool) -> Iterator[Problem]:
     """Yield a problem for each change forbidden to a resumed run."""
     changed = config_difference(before, after)
     free = set(MAY_CHANGE)
@@ -173,9 +171,7 @@ def _refused_changes(
         yield Problem(where, what, fix="restore it, or another --out")
 
 
-def _bound_fields(
-    before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool
-) -> dict[str, str]:
+def _bound_fields(before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool) -> dict[str, str]:
     """Return field → reason for the fields of `MAY_CHANGE` bound in this run."""
     bound = dict[str, str]()
     if _counts_skips(before) != _counts_skips(after):

@@ -119,9 +119,7 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
     )
 
 
-def _count_kernels(
-    plan: ShardingPlan, router: Any, routed: int
-) -> tuple[dict[str, float], dict[str, float]]:
+def _count_kernels(plan: ShardingPlan, router: Any, routed: int) -> tuple[dict[str, float], dict[str, float]]:
     """Count the active parameters for a token in the layers' kernels.
 
     Returns:

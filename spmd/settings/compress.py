@@ -98,9 +98,7 @@ class CompressConfig:
             problems.append(problem)
         return problems
 
-    def useless(
-        self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
-    ) -> dict[str, Problem]:
+    def useless(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> dict[str, Problem]:
         """Return field → problem for the fields without an effect.
 
         Over axes of size 1, nothing is sent.
@@ -294,9 +292,7 @@ def _gathers_blocks(shape: tuple[int, ...], stored: Dims, used: Dims, sizes: Map
     return block > 0
 
 
-def _hop(
-    stored: Dims, used: Dims, sizes: Mapping[str, int], spans: Mapping[str, int]
-) -> tuple[str, int] | None:
+def _hop(stored: Dims, used: Dims, sizes: Mapping[str, int], spans: Mapping[str, int]) -> tuple[str, int] | None:
     """Return the first gathered axis with several devices in each slice, and its slices."""
     for axes in extra_axes(stored, used):
         for axis in axes:

@@ -120,9 +120,7 @@ def stored_dims(stacks: Sequence[Stack]) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def insert_stacked(
-    layer: Iterable[Any], values: Iterable[Any], dims: Iterable[int]
-) -> tuple[Any, ...]:
+def insert_stacked(layer: Iterable[Any], values: Iterable[Any], dims: Iterable[int]) -> tuple[Any, ...]:
     """Insert the values of stacked dimensions between those of one layer; missing ones are None.
 
     Example:
@@ -168,21 +166,15 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
         for size, path in list(first.items())[:3]:
             shown.append(f"{size} in {path} {tuple(shapes[path])}")
         detail = ", ".join(shown)
-        fix = (
-            f"name in stacked= what is a stack of equal layers, and nothing else: {name!r} is in it"
-        )
+        fix = f"name in stacked= what is a stack of equal layers, and nothing else: {name!r} is in it"
         common = _common_dims([shapes[path] for path in dims])
         if common:
             dim, size = min(common)
             detail += f"; along dimension {dim} all have {size}"
-            fix = (
-                f'stacked={{"{name}": spmd.Stack(axis, dim={dim})}}, '
-                f"or, for what is no stack, without {name!r}"
-            )
+            fix = f'stacked={{"{name}": spmd.Stack(axis, dim={dim})}}, or, for what is no stack, without {name!r}'
         problem = Problem(
             stack,
-            f"is stacked along dimension {min(dims.values())}, "
-            "where its arrays have different sizes",
+            f"is stacked along dimension {min(dims.values())}, where its arrays have different sizes",
             detail,
             fix,
         )
@@ -190,9 +182,7 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
     return problems
 
 
-def _first_with_each_size(
-    dims: Mapping[str, int], shapes: Mapping[str, Sequence[int]]
-) -> dict[int | None, str]:
+def _first_with_each_size(dims: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> dict[int | None, str]:
     """Return size along the stacked dimension, None if there is no such one → its first path."""
     first: dict[int | None, str] = {}
     for path, dim in reversed(dims.items()):
@@ -206,9 +196,7 @@ def _common_dims(shapes: Iterable[Sequence[int]]) -> set[tuple[int, int]]:
     return set.intersection(*({*enumerate(shape)} for shape in shapes))
 
 
-def find_stacks(
-    shapes: Mapping[str, Sequence[int]], created: Mapping[str, Sequence[int | None]]
-) -> dict[str, Stack]:
+def find_stacks(shapes: Mapping[str, Sequence[int]], created: Mapping[str, Sequence[int | None]]) -> dict[str, Stack]:
     """Return the stacks of a module, from the shapes of its arrays as stored and as created.
 
     A stack is the outermost component below which all arrays have one more dimension, of one size.
@@ -276,9 +264,7 @@ def _added_dim(
     return dim
 
 
-def _possibly_added(
-    shape: tuple[int, ...], created: Sequence[int | None] | None
-) -> set[tuple[int, int]]:
+def _possibly_added(shape: tuple[int, ...], created: Sequence[int | None] | None) -> set[tuple[int, int]]:
     """Return the index and size of each dimension that may have been added since creation."""
     found = set()
     for dim, size in enumerate(shape):

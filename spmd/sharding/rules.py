@@ -236,9 +236,7 @@ class Rules:
                 names[path] = path
         return names
 
-    def audit(
-        self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()
-    ) -> list[Problem]:
+    def audit(self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()) -> list[Problem]:
         """Return every mismatch between this table, the parameters and the mesh.
 
         Shapes are as stored, with stacked dimensions. One path of each tied group is in `shapes`; a
@@ -313,8 +311,7 @@ class Rules:
             if stack.dim and stack.axis == "pipe" and axes.get("pipe", 1) > 1:
                 problem = Problem(
                     f"stacked[{name!r}]",
-                    f"is along dimension {stack.dim}, "
-                    "and a pipeline divides dimension 0 of its layers",
+                    f"is along dimension {stack.dim}, and a pipeline divides dimension 0 of its layers",
                     detail=f"pipe={axes['pipe']}",
                     fix='pipe=1, or stack along dimension 0: nn.scan(variable_axes={"params": 0})',
                 )
@@ -505,9 +502,7 @@ def _axis_problems(where: str, spec: P, axes: Collection[str]) -> list[Problem]:
     return problems
 
 
-def _audit_match(
-    path: str, shape: tuple[int, ...], match: Match, axes: Mapping[str, int]
-) -> list[Problem]:
+def _audit_match(path: str, shape: tuple[int, ...], match: Match, axes: Mapping[str, int]) -> list[Problem]:
     """Return the problems of splitting a parameter by the rule that applies to it."""
     by = f"rule {match.pattern!r}"
     twice = repeated_axes(match.spec)
@@ -518,9 +513,7 @@ def _audit_match(
     return [Problem(path, what, fix="split the stack or the layer over it")]
 
 
-def audit_spec(
-    path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, int], by: str
-) -> list[Problem]:
+def audit_spec(path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, int], by: str) -> list[Problem]:
     """Return the problems of splitting an array: too many entries, dimensions that do not divide.
 
     `spec` must only name axes of `axes`; `by` is its origin, for the message.
