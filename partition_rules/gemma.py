@@ -6,5 +6,7 @@ from spmd.partition_rules.llama import LLAMA_TIED
 from spmd.sharding.rules import replicate
 
 GEMMA = LLAMA_TIED
-_POST_NORMS = ("(attention|mlp)_post_norm/scale", replicate("norm scales are a few KiB"))
-GEMMA2 = dataclasses.replace(LLAMA_TIED, params=(*LLAMA_TIED.params, _POST_NORMS))
+GEMMA2 = dataclasses.replace(
+    LLAMA_TIED,
+    params=(*LLAMA_TIED.params, ("(attention|mlp)_post_norm/scale", replicate("norm scales are a few KiB"))),
+)

@@ -1,4 +1,4 @@
-"""Vision transformer: GPT-2's layers; patches, which are few, are not split over `sequence`."""
+"""Vision transformer: GPT-2's layers; patches are not split over `sequence`, as an image has few of them."""
 
 from jax.sharding import PartitionSpec as P
 
@@ -6,8 +6,8 @@ from spmd.partition_rules.gpt2 import LAYERS
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate
 
-_WHOLE = P(BATCH_AXES)
-_SPLIT = P(BATCH_AXES, None, "tensor")
+_SPLIT = ("attention_query", "attention_key", "attention_value", "attention_out", "mlp_up", "mlp_hidden")
+_WHOLE = ("attention_input", "mlp_input")
 
 VIT = Rules(
     params=(
@@ -18,18 +18,12 @@ VIT = Rules(
         *LAYERS,
     ),
     activations=(
-        ("patches", _WHOLE),  # [batch, patches, patch, patch, channels]
-        ("residual", _SPLIT),  # [batch, patches + 1, d], as are the next two
-        ("attention_input", _WHOLE),
-        ("mlp_input", _WHOLE),
-        ("attention_query", _SPLIT),  # [batch, patches + 1, heads, head_dim], as are the next two
-        ("attention_key", _SPLIT),
-        ("attention_value", _SPLIT),
-        ("attention_out", _SPLIT),  # [batch, patches + 1, d]
-        ("mlp_up", _SPLIT),  # [batch, patches + 1, d_ff], as is the next one
-        ("mlp_hidden", _SPLIT),
-        ("head_input", _WHOLE),  # [batch, 1, d]
-        ("class_logits", _WHOLE),  # [batch, classes]
+        ("patches", P(BATCH_AXES)),  # [batch, patches, patch, patch, channels]
+        ("residual", P(BATCH_AXES, None, "tensor")),  # [batch, patches + 1, d], as are the next two
+        *((name, P(BATCH_AXES)) for name in _WHOLE),
+        *((name, P(BATCH_AXES, None, "tensor")) for name in _SPLIT),
+        ("head_input", P(BATCH_AXES)),  # [batch, 1, d]
+        ("class_logits", P(BATCH_AXES)),  # [batch, classes]
     ),
     stacked={"layers": "pipe"},
 )

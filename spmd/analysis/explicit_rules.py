@@ -215,9 +215,9 @@ def decided_dims(
     decided = {}
     for value, found in wanted.items():
         if len(found) == 1:
-            (dims,) = found
-            if dims is not None:
-                decided[value] = dims
+            (only,) = found
+            if only is not None:
+                decided[value] = only
     return decided
 
 

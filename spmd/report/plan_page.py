@@ -284,7 +284,7 @@ def _collective_table(rows: Sequence[CollectiveRow]) -> Html:
 
 
 def _collective(row: CollectiveRow, timed: bool) -> list[str | Cell]:
-    cells = [
+    cells: list[str | Cell] = [
         Cell(human_bytes(row.bytes), row.bytes),
         row.kind,
         row.over,

@@ -185,10 +185,10 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
 def _first_with_each_size(dims: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> dict[int | None, str]:
     """Return size along the stacked dimension, None if there is no such one → its first path."""
     first: dict[int | None, str] = {}
-    for path, dim in reversed(dims.items()):
+    for path, dim in reversed(list(dims.items())):
         size = dict(enumerate(shapes[path])).get(dim)
         first[size] = path
-    return dict(reversed(first.items()))
+    return dict(reversed(list(first.items())))
 
 
 def _common_dims(shapes: Iterable[Sequence[int]]) -> set[tuple[int, int]]:
