@@ -139,7 +139,7 @@ def _keeps_dims(reshape: Operation, dims: Dims) -> bool:
 def propagated_dims(operation: Operation, mesh: AbstractMesh) -> list[Dims]:
     """Return the shardings of the results by the propagation of XLA's partitioner.
 
-    Axes that do not divide a dimension of a result are left out.
+    They have no axes that do not divide a dimension of a result.
     """
     inputs = []
     for value in operation.inputs:
