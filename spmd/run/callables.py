@@ -26,9 +26,8 @@ def describe_callable(f: Callable[..., Any]) -> str:
 
     Example:
         >>> import optax
-        >>> describe_callable(optax.linear_schedule(1e-3, 0.0, 100))
-        'optax.polynomial_schedule(end_value=0.0, init_value=0.001, power=1, transition_begin=0,
-            transition_steps=100)'
+        >>> describe_callable(optax.constant_schedule(1e-3))
+        'optax.constant_schedule(value=0.001)'
     """
     return _text(f, ())
 

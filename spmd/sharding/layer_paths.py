@@ -21,7 +21,6 @@ class Stack:
         dim: The index of the added dimension: that of `nn.scan(variable_axes={"params": dim})`.
 
     Example:
-        >>> # (b, c) in the inner stack: (b, inner, c), then (outer, …)
         >>> stored_dims([Stack(dim=0), Stack(dim=1)])
         (0, 2)
     """
