@@ -20,6 +20,8 @@ class Stack:
         axis: The mesh axis that splits the dimension, or None for whole.
         dim: The index of the added dimension: that of `nn.scan(variable_axes={"params": dim})`.
 
+    An array (b, c) is (b, inner, c) in the inner stack of the example, and then (outer, …).
+
     Example:
         >>> stored_dims([Stack(dim=0), Stack(dim=1)])
         (0, 2)
