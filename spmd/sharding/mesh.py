@@ -1,6 +1,7 @@
 """Device meshes with six named axes: one rule table serves every strategy.
 
-Unused axes have size 1. A mesh is a plain `jax.sharding.Mesh` (or `AbstractMesh`, without devices) with `AxisType.Auto`.
+Unused axes have size 1. A mesh is a plain `jax.sharding.Mesh` (or `AbstractMesh`, without devices)
+with `AxisType.Auto`.
 """
 
 import dataclasses
