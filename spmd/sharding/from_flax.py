@@ -122,8 +122,7 @@ def _unused_names(rules: LogicalRules, annotations: Mapping[str, Annotation]) ->
     used: set[Any] = set()
     for annotation in annotations.values():
         used.update(annotation.names)
-    unused = [name for name, _ in rules if name not in used]
-    return list(dict.fromkeys(unused))
+    return [name for name in dict(rules) if name not in used]
 
 
 def named_stacks(
@@ -162,8 +161,7 @@ def audit_stack_names(
         )
         problems.append(problem)
     for (name, dim), paths in _unknown_stacks(annotations, stacks):
-        folders = [posixpath.dirname(path) for path in paths]
-        component = posixpath.commonpath(folders) or "NAME"
+        component = posixpath.commonpath(map(posixpath.dirname, paths)) or "NAME"
         detail = f"{annotations[paths[0]].names}{_and_more(len(paths) - 1)}"
         problem = Problem(
             paths[0],
@@ -264,7 +262,7 @@ def _renamed_axes(entry: Any, axes: Mapping[str, Any]) -> tuple[str, ...]:
 def _renamed(annotation: Annotation, rules: LogicalRules, axes: Mapping[str, Any]) -> Annotation:
     """Return the annotation with the mesh's axes, in its own rules and its names of axes."""
     own = _rename(annotation.rules, axes)
-    logical = {name for name, _ in (*rules, *own)}
+    logical = dict((*rules, *own))
     names = []
     for name in annotation.names:
         is_axis = name in axes and name not in logical and not annotation.is_logical
@@ -305,7 +303,7 @@ class _Resolver:
 
     def _add_unknown(self, name: Any, is_logical: bool, paths: Sequence[str]) -> None:
         """Add the problem of a name that is neither logical nor an axis, with its parameters."""
-        choices = [rule for rule, _ in self.rules]
+        choices = list(dict(self.rules))
         what = "has no logical rule"
         if not is_logical:
             choices += AXES
@@ -382,7 +380,7 @@ class _Resolver:
 
     def _rules_of(self, path: str, annotation: Annotation) -> LogicalRules:
         """Return the parameter's own rules, then the common rules for other names."""
-        own = {name for name, _ in annotation.rules}
+        own = dict(annotation.rules)
         for name in dict.fromkeys(annotation.names):
             if name not in own:
                 continue
@@ -432,7 +430,7 @@ def _axes_of_name(name: Any, rules: LogicalRules) -> list[tuple[str, ...]]:
 
 def _explicit_entries(names: Iterable[Any], table: LogicalRules) -> list[tuple[str, ...] | None]:
     """Return the axes of the names that are axes; None for logical names."""
-    logical = {rule for rule, _ in table}
+    logical = dict(table)
     entries: list[tuple[str, ...] | None] = []
     for name in names:
         if isinstance(name, str) and name in logical:

@@ -73,7 +73,11 @@ class ParamComm:
         return collectives.gather_dims(prepared.astype(dtype), layout.mesh, layout.gathers)
 
     def sent(
-        self, shape: Sequence[int], layout: LocalLayout, axes: Sequence[str], sizes: Mapping[str, int]
+        self,
+        shape: Sequence[int],
+        layout: LocalLayout,
+        axes: Sequence[str],
+        sizes: Mapping[str, int],
     ) -> dict[str, str]:
         """Return axis → dtype or codec of a gradient's terms, empty for its own dtype; in the order of the sums.
 
@@ -98,11 +102,17 @@ class ParamComm:
             gradient = self.sum_terms(gradient, layout, axes, name)
         return gradient
 
-    def scatter_terms(self, gradient: Array, layout: LocalLayout, axis: str, dim: int, name: str) -> Array:
+    def scatter_terms(
+        self, gradient: Array, layout: LocalLayout, axis: str, dim: int, name: str
+    ) -> Array:
         """Sum over an axis and scatter a dimension over it; terms are sent in the dtype of this name."""
-        return collectives.psum_scatter(gradient.astype(name), layout.mesh, axis, dim, gradient.dtype)
+        return collectives.psum_scatter(
+            gradient.astype(name), layout.mesh, axis, dim, gradient.dtype
+        )
 
-    def sum_terms(self, gradient: Array, layout: LocalLayout, axes: tuple[str, ...], name: str) -> Array:
+    def sum_terms(
+        self, gradient: Array, layout: LocalLayout, axes: tuple[str, ...], name: str
+    ) -> Array:
         """Sum over axes; terms are sent in the dtype of this name."""
         del layout
         return jax.lax.psum(gradient.astype(name), axes).astype(gradient.dtype)
