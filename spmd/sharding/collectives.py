@@ -105,7 +105,7 @@ def _is_small(x: Array, count: int) -> bool:
 
 def _halves(count: int) -> _Groups:
     """Return the groups of even and of odd indices."""
-    return [list(range(first, count, 2)) for first in range(2)]
+    return [list(range(0, count, 2)), list(range(1, count, 2))]
 
 
 def _pairs(count: int) -> _Groups:

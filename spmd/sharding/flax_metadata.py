@@ -19,7 +19,7 @@ from spmd.errors import Problem, RuleError
 from spmd.sharding.mesh import entry_axes
 
 LogicalRules = tuple[tuple[str, tuple[str, ...]], ...]
-"""Pairs of logical name and mesh axes, in order of precedence. A dimension without axes is whole."""
+"""Pairs of logical name and mesh axes, by precedence. A dimension without axes is whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +172,7 @@ def nnx_annotations(state: Any) -> dict[str, Annotation]:
 
 
 PARAMS_AXES = "params_axes"
-"""The collection for names of dimensions of `flax.linen.partitioning.param_with_axes`, as of T5X."""
+"""The collection of T5X's names of dimensions, by `flax.linen.partitioning.param_with_axes`."""
 
 
 def linen_annotations(variables: Any, params_axes: Any = None) -> dict[str, Annotation]:

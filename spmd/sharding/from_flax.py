@@ -57,7 +57,9 @@ def rules_from_annotations(
 
     axes = axes or {}
     rules = _rename(logical_rules(logical), axes)
-    renamed = {path: _renamed(own, rules, axes) for path, own in annotations.items()}
+    renamed = {}
+    for path, annotation in annotations.items():
+        renamed[path] = _renamed(annotation, rules, axes)
     resolver = _Resolver(rules, renamed)
     values = resolver.resolve(stack)
     own_rows, disputed = _own_rows(annotations, values, stack, base)
@@ -122,7 +124,11 @@ def _unused_names(rules: LogicalRules, annotations: Mapping[str, Annotation]) ->
     used: set[Any] = set()
     for annotation in annotations.values():
         used.update(annotation.names)
-    return [name for name in dict(rules) if name not in used]
+    unused = []
+    for name in dict(rules):
+        if name not in used:
+            unused.append(name)
+    return unused
 
 
 def named_stacks(
@@ -289,10 +295,12 @@ class _Resolver:
             leading = stack.layer_path(path)[1]
             names = self._layer_names(path, annotation, leading, dims_of(path, stack.stacks))
             table = self._rules_of(path, annotation)
-            missing = [name for name in names if _is_unknown(name, annotation, table)]
-            for name in missing:
-                unknown.setdefault((name, annotation.is_logical), []).append(path)
-            if missing or len(self.problems) > problems_before:
+            has_unknown = False
+            for name in names:
+                if _is_unknown(name, annotation, table):
+                    has_unknown = True
+                    unknown.setdefault((name, annotation.is_logical), []).append(path)
+            if has_unknown or len(self.problems) > problems_before:
                 continue
             value = self._value(path, names, table, leading)
             if value is not None:
@@ -389,8 +397,11 @@ class _Resolver:
             if theirs and mine != theirs:
                 what = f"its metadata says {name!r} → {mine}, and the logical rules say {theirs}"
                 self._add(path, what, fix="keep one of them")
-        common = [rule for rule in self.rules if rule[0] not in own]
-        return (*annotation.rules, *common)
+        rules = list(annotation.rules)
+        for rule in self.rules:
+            if rule[0] not in own:
+                rules.append(rule)
+        return tuple(rules)
 
     def _value(
         self,
@@ -408,9 +419,10 @@ class _Resolver:
         if twice:
             return None
         _apply_rules(names, entries, table, leading)
-        taken = dict.fromkeys(
-            name for name, entry in zip(names, entries, strict=True) if entry is None
-        )
+        taken = {}
+        for name, entry in zip(names, entries, strict=True):
+            if entry is None:
+                taken[name] = None
         for name in taken:
             what = f"{said}: every rule for {name!r} names an axis that is taken"
             self._add(
@@ -464,4 +476,4 @@ def _is_unknown(name: Any, annotation: Annotation, table: LogicalRules) -> bool:
             return False
         if annotation.is_logical:
             return True
-    return any(axis not in AXES for axis in entry_axes(name))
+    return not set(AXES).issuperset(entry_axes(name))

@@ -127,7 +127,9 @@ def rules_from_search(
     strict = list(_strict_rules(found, values, stack))
     lines = (*_report(found, strict, rules), "", *_as_python(strict, stack.stacks))
     report("\n".join(lines))
-    rows = [(rule.pattern, rule.value) for rule in strict]
+    rows = []
+    for rule in strict:
+        rows.append((rule.pattern, rule.value))
     return Rules(rows, activations, stacked, batch)
 
 
@@ -170,7 +172,7 @@ def _match_params(
     found: list[_Param] = []
     problems: list[Problem] = []
     for path, leaf in leaves.items():
-        hits = tuple(rule for rule in rules if compile_search(rule.pattern).search(path))
+        hits = _hits(path, rules)
         size = math.prod(leaf.shape)
         if size != 1 and not hits:
             fix = "add a rule for it"
@@ -188,10 +190,22 @@ def _match_params(
     return found, problems
 
 
-def _rules_in_use(rules: Iterable[_SearchRule], params: Iterable[_Param]) -> list[_SearchRule]:
+def _hits(path: str, rules: Iterable[_SearchRule]) -> tuple[_SearchRule, ...]:
+    """Return the rules that match a path, in the order of the table."""
+    hits = []
+    for rule in rules:
+        if compile_search(rule.pattern).search(path):
+            hits.append(rule)
+    return tuple(hits)
+
+
+def _rules_in_use(rules: Iterable[_SearchRule], params: Sequence[_Param]) -> list[_SearchRule]:
     """Return the rules that are the first match of a parameter, in the order of the table."""
-    used = [param.rule for param in params]
-    return [rule for rule in rules if rule in used]
+    used = []
+    for rule in rules:
+        if any(param.rule is rule for param in params):
+            used.append(rule)
+    return used
 
 
 def _audit_axes(rules: Iterable[_SearchRule]) -> Iterator[Problem]:
@@ -355,9 +369,16 @@ def _as_written(rule: _SearchRule | None, names: Iterable[str]) -> Iterator[str]
     """
     if rule is None or rule.is_catch_all:
         return
-    last = sorted({re.escape(name.rsplit("/", 1)[-1]) for name in names})
-    tail = last[0] if len(last) == 1 else f"({'|'.join(last)})"
-    yield from (rule.pattern, f"{rule.pattern}/{tail}", f"({rule.pattern})/{tail}")
+    components = set()
+    for name in names:
+        last = name.rsplit("/", 1)[-1]
+        components.add(re.escape(last))
+    tail = "|".join(sorted(components))
+    if len(components) > 1:
+        tail = f"({tail})"
+    yield rule.pattern
+    yield f"{rule.pattern}/{tail}"
+    yield f"({rule.pattern})/{tail}"
 
 
 def _separates(pattern: str, names: Iterable[str], others: Iterable[str], layers: _Layers) -> bool:
@@ -393,8 +414,12 @@ def _shortest_end(name: str, others: Collection[str]) -> str:
 
 def _ends(name: str) -> Iterator[str]:
     """Yield patterns for a path, from the widest to one that matches nothing else."""
-    parts = [re.escape(part) for part in name.split("/")]
-    any_number = [re.sub(r"(^|_)\d+$", r"\1\\d+", part) for part in parts]
+    parts: list[str] = []
+    any_number: list[str] = []
+    for component in name.split("/"):
+        part = re.escape(component)
+        parts.append(part)
+        any_number.append(re.sub(r"(^|_)\d+$", r"\1\\d+", part))
     for words in (any_number, parts):
         for length in range(min(2, len(words)), len(words) + 1):
             yield "/".join(words[-length:])
@@ -413,15 +438,19 @@ def _report(
     yield f"{len(rules)} rules for re.search over {len(params)} parameters, {total}"
     yield "  rule  leaves       bytes"
     width = max((len(repr(rule.pattern)) for rule in rules), default=0)
+    by_rule: dict[int | None, list[_Param]] = {}
+    for param in params:
+        index = None if param.rule is None else param.rule.index
+        by_rule.setdefault(index, []).append(param)
     for rule in rules:
-        won = [param for param in params if param.rule is rule]
+        won = by_rule.get(rule.index, [])
         spec = _source_text(rule.spec)
         yield f"{rule.index:>6}  {_row(won)}  {rule.pattern!r:<{width}}  {spec}"
         if rule.is_catch_all:
             yield from _caught(rule, strict)
         else:
             yield from _losses(rule, params, len(won))
-    small = [param for param in params if param.rule is None]
+    small = by_rule.get(None, [])
     if small:
         yield f"        {_row(small)}  one element, always replicated"
 
@@ -436,10 +465,13 @@ def _caught(rule: _SearchRule, strict: Iterable[_StrictRule]) -> Iterator[str]:
 
 def _losses(rule: _SearchRule, params: Iterable[_Param], won: int) -> Iterator[str]:
     """Yield a line about a rule that others shadow or that matches nothing."""
-    matched = [param for param in params if rule in param.hits]
+    is_matched = False
     lost = 0
     takers = set()
-    for param in matched:
+    for param in params:
+        if rule not in param.hits:
+            continue
+        is_matched = True
         if param.rule is not None and param.rule is not rule:
             lost += 1
             takers.add(param.rule.index)
@@ -451,7 +483,7 @@ def _losses(rule: _SearchRule, params: Iterable[_Param], won: int) -> Iterator[s
         yield f"{'':28}{part} leaves that it matches are shadowed by {shadowers}"
     elif not won:
         of_which = ""
-        if matched:
+        if is_matched:
             of_which = " of more than one element"
         yield f"{'':28}dead: it matches no parameter{of_which}"
 

@@ -98,7 +98,10 @@ def _find(path: str, stacked: Collection[str]) -> Iterator[tuple[str, str, str]]
 
 def own_stacks(path: str, stacks: Mapping[str, Stack]) -> tuple[Stack, ...]:
     """Return the stacks that hold a parameter, the outermost first."""
-    return tuple(stacks[name] for _, name in _find_stacked(path, stacks))
+    own = []
+    for _, name in _find_stacked(path, stacks):
+        own.append(stacks[name])
+    return tuple(own)
 
 
 def dims_of(path: str, stacks: Mapping[str, Stack]) -> tuple[int, ...]:
@@ -171,7 +174,7 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
         fix = (
             f"name in stacked= what is a stack of equal layers, and nothing else: {name!r} is in it"
         )
-        common = _common_dims([shapes[path] for path in dims])
+        common = _common_dims(dims, shapes)
         if common:
             dim, size = min(common)
             detail += f"; along dimension {dim} all have {size}"
@@ -201,9 +204,10 @@ def _first_with_each_size(
     return dict(reversed(first.items()))
 
 
-def _common_dims(shapes: Iterable[Sequence[int]]) -> set[tuple[int, int]]:
-    """Return the dimensions of equal size in all shapes, as pairs of index and size."""
-    return set.intersection(*({*enumerate(shape)} for shape in shapes))
+def _common_dims(paths: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> set[tuple[int, int]]:
+    """Return the dimensions of equal size in all arrays, as pairs of index and size."""
+    dims = [set(enumerate(shapes[path])) for path in paths]
+    return set.intersection(*dims)
 
 
 def find_stacks(
@@ -225,20 +229,19 @@ def find_stacks(
         {'blocks': Stack(axis='pipe', dim=0)}
     """
     found: dict[str, Stack] = {}
-    as_tuples = {path: tuple(shape) for path, shape in shapes.items()}
-    _find_stacks_below("", as_tuples, created, "pipe", found)
+    _find_stacks_below("", shapes, created, "pipe", found)
     return found
 
 
 def _find_stacks_below(
     parent: str,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Sequence[int]],
     created: Mapping[str, Sequence[int | None]],
     axis: str | None,
     found: dict[str, Stack],
 ) -> None:
     """Add the stacks below a component; shapes lack the dimensions of the stacks around it."""
-    nodes: dict[str, dict[str, tuple[int, ...]]] = {}
+    nodes: dict[str, dict[str, Sequence[int]]] = {}
     for path, shape in shapes.items():
         name, slash, _ = path.removeprefix(parent).partition("/")
         if slash:
@@ -257,7 +260,7 @@ def _find_stacks_below(
 
 def _added_dim(
     node: str,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Sequence[int]],
     created: Mapping[str, Sequence[int | None]],
 ) -> int | None:
     """Return the added dimension of all arrays below a component; None if there is none."""
@@ -277,7 +280,7 @@ def _added_dim(
 
 
 def _possibly_added(
-    shape: tuple[int, ...], created: Sequence[int | None] | None
+    shape: Sequence[int], created: Sequence[int | None] | None
 ) -> set[tuple[int, int]]:
     """Return the index and size of each dimension that may have been added since creation."""
     found = set()
@@ -366,7 +369,11 @@ def _used_stacks(paths: Iterable[str], stacks: Mapping[str, Stack]) -> dict[str,
     for path in paths:
         for _, name in _find_stacked(path, stacks):
             used.add(name)
-    return {name: stack for name, stack in stacks.items() if name in used}
+    found = {}
+    for name, stack in stacks.items():
+        if name in used:
+            found[name] = stack
+    return found
 
 
 def _audit_recorded_stack(

@@ -250,7 +250,9 @@ class Rules:
         problems += audit_stacks(shapes, self.stacks)
         unusable = {problem.where for problem in problems}
         aliases = _aliases(tied, shapes)
-        winners = {match.index for match in self._matches_of(aliases).values()}
+        winners = set()
+        for match_of_alias in self._matches_of(aliases).values():
+            winners.add(match_of_alias.index)
         names = self.rule_names(shapes)
         for path, shape in shapes.items():
             match = self.match(path)
@@ -411,7 +413,7 @@ def _as_pairs(table: Any) -> tuple[tuple[Any, ...], ...]:
     """Return the rows of a table, a mapping or a sequence of pairs, as hashable tuples."""
     if isinstance(table, Mapping):
         table = table.items()
-    return tuple(tuple(pair) for pair in table)
+    return tuple(map(tuple, table))
 
 
 def _as_stacked_pairs(stacked: Any) -> tuple[tuple[str, Any], ...]:
@@ -563,7 +565,10 @@ def spec_text(spec: P) -> str:
         >>> spec_text(P(None, ("data", "fsdp"), "tensor"))
         'P(., data+fsdp, tensor)'
     """
-    words = ["+".join(entry_axes(entry)) or "." for entry in spec]
+    words = []
+    for entry in spec:
+        axes = "+".join(entry_axes(entry))
+        words.append(axes or ".")
     return f"P({', '.join(words)})"
 
 
