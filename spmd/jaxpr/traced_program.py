@@ -104,8 +104,8 @@ class TracedProgram:
 def read_program(jaxpr: Any, *, eager: bool = False) -> TracedProgram:
     """Convert a jaxpr, closed or not.
 
-    With `eager`, operations run as early as possible, as in XLA:CPU: all layers of an unrolled model
-    are then recomputed before the first is differentiated.
+    With `eager`, operations run as early as possible, as in XLA:CPU: all layers of an unrolled
+    model are then recomputed before the first is differentiated.
     """
     return _read(jaxpr, None, {}, eager, ())
 
