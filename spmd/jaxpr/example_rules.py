@@ -800,9 +800,10 @@ def _gather(operations: Operations, labels: Sequence[Label], setting: Setting) -
     table, index = labels[:2]
     if Kind.MIXED in (table.kind, index.kind):
         return [Label(Kind.MIXED, degree=None, mixes=all_mixes(labels))]
-    if _dim_of(table) is None:
+    dim = _dim_of(table)
+    if dim is None:
         return [_gathered_from_one(operations, labels)]
-    gathered = _gathered_from_examples(operations, labels)
+    gathered = _gathered_from_examples(operations, labels, dim)
     if gathered is None:
         return [_mixed(operations, labels, "takes parts of other examples")]
     return [gathered]
@@ -834,12 +835,16 @@ def _index_dims(operation: Operation) -> list[int]:
     return _others(len(operation.outputs[0].shape), numbers.offset_dims)
 
 
-def _gathered_from_examples(operations: Operations, labels: Sequence[Label]) -> Label | None:
-    """Return the label of parts of a table, each of one example; None if they may be of others."""
+def _gathered_from_examples(
+    operations: Operations, labels: Sequence[Label], dim: int
+) -> Label | None:
+    """Return the label of parts of a table, each of one example; None if they may be of others.
+
+    The table has its examples in a dimension.
+    """
     table, index = labels[:2]
     operand, indices = operations[0].inputs[:2]
     numbers = operations[0].params["dimension_numbers"]
-    dim = table.dim
     result = table.replace(mixes=all_mixes(labels), value=None, columns=None)
     if dim in numbers.operand_batching_dims:
         number = numbers.operand_batching_dims.index(dim)

@@ -419,7 +419,7 @@ class _Resolver:
         if twice:
             return None
         _apply_rules(names, entries, table, leading)
-        taken = {}
+        taken: dict[Any, None] = {}
         for name, entry in zip(names, entries, strict=True):
             if entry is None:
                 taken[name] = None

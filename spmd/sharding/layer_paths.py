@@ -21,7 +21,8 @@ class Stack:
         dim: The index of the added dimension: that of `nn.scan(variable_axes={"params": dim})`.
 
     Example:
-        >>> # (b, c) in the inner stack: (b, inner, c), then (outer, …)
+        An array (b, c) is (b, inner, c) in the inner stack, then (outer, b, inner, c):
+
         >>> stored_dims([Stack(dim=0), Stack(dim=1)])
         (0, 2)
     """
@@ -194,7 +195,7 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
 
 
 def _first_with_each_size(
-    dims: Mapping[str, int], shapes: Mapping[str, Sequence[int]]
+    dims: dict[str, int], shapes: Mapping[str, Sequence[int]]
 ) -> dict[int | None, str]:
     """Return size along the stacked dimension, None if there is no such one → its first path."""
     first: dict[int | None, str] = {}

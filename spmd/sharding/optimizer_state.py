@@ -451,7 +451,7 @@ def _spec(found: _Found) -> P:
     """
     if not any(found):
         return P()
-    entries = []
+    entries: list[Any] = []
     for index, dim in enumerate(found):
         if dim is None or dim in found[:index]:
             entries.append(None)
