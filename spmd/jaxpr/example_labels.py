@@ -33,7 +33,7 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """An operation after which a value is no sum over the examples.
+    """An operation that makes a value no sum over the examples.
 
     Attributes:
         what: What the operation does, as the end of a sentence about it.

@@ -830,7 +830,7 @@ def _gathered_from_one(operations: Operations, labels: Sequence[Label]) -> Label
 
 
 def _index_dims(operation: Operation) -> list[int]:
-    """Return the dimensions of a gather's result that are those of its index, in order."""
+    """Return the dimensions of the index in a gather's result, in order."""
     numbers = operation.params["dimension_numbers"]
     return _others(len(operation.outputs[0].shape), numbers.offset_dims)
 
@@ -950,7 +950,7 @@ def _scattered_to_examples(operations: Operations, labels: Sequence[Label], dim:
 
 
 def _drawn(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label random numbers: those of an example are its own, wherever they come from."""
+    """Label random numbers: each example has its own, wherever they come from."""
     results = []
     for pair in zip(operations[0].outputs, operations[1].outputs, strict=True):
         dims = varying_dims(pair)

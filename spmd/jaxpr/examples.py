@@ -354,7 +354,7 @@ class _Step:
         return mixed.with_mix(self.loop, NUMBER)
 
     def _summed(self, adding: Operation) -> Label:
-        """Return the label of a value to which each iteration adds; `adding` is no mix."""
+        """Return the label of a running sum; the operation `adding` is no mix."""
         mixes = set(self.before.mixes)
         for mix in self.after.mixes:
             if mix.operation is not adding:
@@ -367,7 +367,7 @@ class _Step:
 
 
 def _chosen(operation: Operation, index: Label, result: Label) -> Label:
-    """Return the label of a condition's result, from that of its index and of its branches."""
+    """Return the label of a condition's result, from its index and the label of its branches."""
     if index.kind is Kind.SHARED and not index.mixes:
         return result
     result = result.replace(mixes=result.mixes | index.mixes, value=None)

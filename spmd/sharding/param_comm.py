@@ -38,7 +38,7 @@ class ParamComm:
 
     @property
     def param_codec(self) -> str:
-        """Codec in which parameters are gathered, by name; empty for the dtype of their use."""
+        """Name of the codec of gathered parameters; empty for the dtype of their use."""
         return ""
 
     @property

@@ -405,7 +405,7 @@ class Rules:
 
 
 def _similarity(pattern: str, other: str) -> float:
-    """Return how alike two patterns are, from 0 to 1."""
+    """Return the similarity of two patterns, from 0 to 1."""
     return difflib.SequenceMatcher(None, pattern, other).ratio()
 
 
@@ -475,7 +475,7 @@ def _activation_problems(activations: Iterable[tuple[str, Any]]) -> list[Problem
 
 
 def _aliases(tied: Tied, shapes: Collection[str]) -> list[str]:
-    """Return the tied paths that are not those of the arrays in `shapes`."""
+    """Return the tied paths that `shapes` does not have."""
     aliases = []
     for paths in tied:
         for path in paths:
