@@ -1,7 +1,7 @@
 """Errors that a user can cause, and their format.
 
-All of them are `SpmdError`s, which are `ValueError`s. A function that finds several problems reports all of them in one
-error.
+All of them are `SpmdError`s, which are `ValueError`s. A function that finds several problems
+reports all of them in one error.
 """
 
 import dataclasses
@@ -20,15 +20,27 @@ from typing import Any, Self
 _LONGEST = 2000
 _ABOUT_FRAMES = "JAX_TRACEBACK_FILTERING"
 _INDENTED = "\n        "  # a continuation line must not look like a problem of its own
-_BOUNDS = {"above": operator.gt, "below": operator.lt, "at least": operator.ge, "at most": operator.le}
+_BOUNDS = {
+    "above": operator.gt,
+    "below": operator.lt,
+    "at least": operator.ge,
+    "at most": operator.le,
+}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """One problem of an input: its parameter path, field or file; a clause; the arithmetic; what the user can do.
+    """One problem of an input.
+
+    Attributes:
+        where: The parameter path, field or file.
+        what: A clause about it.
+        detail: The arithmetic, or other evidence.
+        fix: What the user can do.
 
     Example:
-        >>> print(Problem("mlp/kernel", "dimension 0 does not divide", "7 / (fsdp=2) = 3.5", "drop fsdp"))
+        >>> detail, fix = "7 / (fsdp=2) = 3.5", "drop fsdp"
+        >>> print(Problem("mlp/kernel", "dimension 0 does not divide", detail, fix))
         mlp/kernel: dimension 0 does not divide
             7 / (fsdp=2) = 3.5
             fix: drop fsdp
@@ -50,18 +62,32 @@ class Problem:
 
 def _escape(text: str, line_break: str = r"\n") -> str:
     """Escape control characters and cut the length: names may come from untrusted files."""
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return "".join(line_break if c == r"\n" else c for c in escaped)
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}…"
+    parts = []
+    for character in text:
+        if character == "\n":
+            parts.append(line_break)
+        elif character.isprintable():
+            parts.append(character)
+        else:
+            parts.append(character.encode("unicode_escape").decode())
+    return "".join(parts)
 
 
 class SpmdError(ValueError):
-    """Invalid input; `title` is one line about the operation that failed, `problems` has every reason, sorted."""
+    """Invalid input.
+
+    `title` is one line about the operation that failed, `problems` has every reason, sorted.
+    """
 
     def __init__(self, title: str, problems: Iterable[Problem] = ()) -> None:
         self.title = title
         self.problems = tuple(sorted({*problems}))
-        super().__init__("\n".join([title, *(f"  {line}" for p in self.problems for line in str(p).split("\n"))]))
+        lines = [title]
+        for problem in self.problems:
+            lines += [f"  {line}" for line in str(problem).split("\n")]
+        super().__init__("\n".join(lines))
 
 
 class Together:
@@ -91,14 +117,18 @@ class Together:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, SpmdError):
             if not self.errors:
                 return
             self.errors.append(error)
         elif error is not None or not self.errors:
             return
-        problems = {problem for each in self.errors for problem in each.problems}
+        problems = set[Problem]()
+        for each in self.errors:
+            problems.update(each.problems)
         for each in self.errors:
             if len(each.problems) == len(problems):
                 raise each from None
@@ -169,12 +199,15 @@ class DataCorruptionError(SpmdError):
     """A device computed or stored wrong bits: silent data corruption."""
 
 
-def check_fields(config: Any, rules: Mapping[str, str | Sequence[Any]], prefix: str = "") -> list[Problem]:
+def check_fields(
+    config: Any, rules: Mapping[str, str | Sequence[Any]], prefix: str = ""
+) -> list[Problem]:
     """Return a problem for each field of a dataclass that breaks its rule.
 
     Args:
-        rules: Field or dotted path → the values it may have, or bounds as text, which is also the fix: terms `above 0`,
-            `below 1`, `at least 1`, `at most 1` and `finite`, joined by `and`. None is within all bounds.
+        rules: Field or dotted path → the values it may have, or bounds as text, which is also the
+            fix: terms `above 0`, `below 1`, `at least 1`, `at most 1` and `finite`, joined by
+            `and`. None is within all bounds.
 
     Example:
         >>> print(*check_fields(Problem("a", "b"), {"where": ("data", "fsdp")}, prefix="problem."))
@@ -184,16 +217,25 @@ def check_fields(config: Any, rules: Mapping[str, str | Sequence[Any]], prefix: 
     problems = []
     for field, rule in rules.items():
         value = operator.attrgetter(field)(config)
-        if not isinstance(rule, str):
-            if value not in rule:
-                fix = did_you_mean(str(value), map(str, rule))
-                problems.append(Problem(prefix + field, f"is {value!r}", fix=fix))
-        elif value is not None and not all(_holds(value, term) for term in rule.split(" and ")):
-            problems.append(Problem(prefix + field, f"is {shown(value)}", fix=rule))
+        where = prefix + field
+        if isinstance(rule, str):
+            if not _is_within(value, rule):
+                problems.append(Problem(where, f"is {shown(value)}", fix=rule))
+        elif value not in rule:
+            fix = did_you_mean(str(value), map(str, rule))
+            problems.append(Problem(where, f"is {value!r}", fix=fix))
     return problems
 
 
+def _is_within(value: Any, bounds: str) -> bool:
+    """Return whether a value keeps to all terms of its bounds; None does."""
+    if value is None:
+        return True
+    return all(_holds(value, term) for term in bounds.split(" and "))
+
+
 def _holds(value: Any, term: str) -> bool:
+    """Return whether a value keeps to one term of its bounds, such as `at least 1`."""
     if not isinstance(value, numbers.Real):
         return False
     if term == "finite":
@@ -208,16 +250,22 @@ def reason_of(error: BaseException) -> str:
     The first line alone would often be no reason: JAX names what differs in the lines after it.
 
     Example:
-        >>> reason_of(KeyError("w")), reason_of(TypeError("carry types differ:\\n  float32[] and float32[3]"))
-        ("KeyError: 'w'", 'carry types differ:\\n  float32[] and float32[3]')
+        >>> reason_of(KeyError("w"))
+        "KeyError: 'w'"
+        >>> reason_of(TypeError("carry types differ:\\n  float32[] and float32[3]"))
+        'carry types differ:\\n  float32[] and float32[3]'
     """
     text = str(error).strip()
     if not text:
         return type(error).__name__
-    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) else text
+    if isinstance(error, KeyError):  # its text is the key alone
+        return f"{type(error).__name__}: {text}"
+    return text
 
 
-def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def print_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print an exception as Python does, to be `sys.excepthook`, with the reason as its last lines.
 
     A note of JAX, that its own frames are not shown, would follow it and is printed first.
@@ -236,11 +284,13 @@ def print_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 
 def check_type(where: str, value: Any, kinds: type | tuple[type, ...], fix: str) -> list[Problem]:
     """Return a problem if an argument is of none of these types."""
-    return [] if isinstance(value, kinds) else [Problem(where, f"is {shown(value)}", fix=fix)]
+    if isinstance(value, kinds):
+        return []
+    return [Problem(where, f"is {shown(value)}", fix=fix)]
 
 
 def check_call(where: str, function: Any, parameters: str, fix: str = "") -> list[Problem]:
-    """Return a problem if an argument is no function of these parameters, such as `"params, batch"`."""
+    """Return a problem if an argument is no function of parameters such as `"params, batch"`."""
     what = f"is {shown(function)}"
     try:
         if callable(function):
@@ -249,24 +299,34 @@ def check_call(where: str, function: Any, parameters: str, fix: str = "") -> lis
     except ValueError:  # a builtin without a signature
         return []
     except TypeError:
-        what = f"takes {', '.join(inspect.signature(function).parameters) or 'nothing'}"
+        taken = ", ".join(inspect.signature(function).parameters)
+        what = f"takes {taken or 'nothing'}"
     return [Problem(where, what, fix=fix or f"a function of ({parameters})")]
 
 
 def shown(value: Any) -> str:
-    """Return a value in a few words: numbers and texts as they are written, shapes of arrays, types of the rest."""
-    if value is None or isinstance(value, str | numbers.Number):
-        return repr(value) if isinstance(value, str) else str(value)
+    """Return a value in a few words.
+
+    They are numbers and texts as they are written, shapes of arrays, and types of the rest.
+    """
+    if isinstance(value, str):
+        return repr(value)
+    if value is None or isinstance(value, numbers.Number):
+        return str(value)
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     kind = type(value).__name__
-    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
+    if kind[0] in "AEIOU":
+        return f"an {kind}"
+    return f"a {kind}"
 
 
 def first_of(problems: Iterable[Problem], at_most: int = 100) -> list[Problem]:
-    """Return the first problems and the number of the others: an untrusted file must not determine the length.
+    """Return the first problems and the number of the others.
+
+    An untrusted file must not determine the length.
 
     Example:
         >>> print(*first_of([Problem(name, "is missing") for name in "cab"], at_most=2))
@@ -274,7 +334,9 @@ def first_of(problems: Iterable[Problem], at_most: int = 100) -> list[Problem]:
     """
     found = sorted(problems)
     more = len(found) - at_most
-    return found if more <= 0 else [*found[:at_most], Problem("…", f"and {more:,} more")]
+    if more <= 0:
+        return found
+    return [*found[:at_most], Problem("…", f"and {more:,} more")]
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
@@ -290,11 +352,21 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     if near:
         return f'did you mean "{near[0]}"?'
-    return f"one of: {', '.join(choices)}" if choices else "there are none"
+    if not choices:
+        return "there are none"
+    return f"one of: {', '.join(choices)}"
 
 
 def nearest_file(path: Path, also: Iterable[str] = ()) -> str:
-    """Return the sibling nearest to a path that does not exist, or one of `also`, as a question; else its folder."""
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    question = did_you_mean(path.name, [*also, *siblings])
-    return question if question.endswith("?") else f"look in {path.parent}"
+    """Return the sibling nearest to a missing path, or one of `also`, as a question.
+
+    Without a near one, return its folder.
+    """
+    names = list(also)
+    if path.parent.is_dir():
+        for sibling in path.parent.iterdir():
+            names.append(sibling.name)
+    question = did_you_mean(path.name, names)
+    if question.endswith("?"):
+        return question
+    return f"look in {path.parent}"

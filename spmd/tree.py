@@ -36,22 +36,31 @@ def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[
         >>> flatten({"b": {"x": 1}, "a": [2, 3]})
         {'a/0': 2, 'a/1': 3, 'b/x': 1}
     """
-    return {path_of(k): leaf for k, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return {path_of(key_path): leaf for key_path, leaf in leaves}
 
 
 def check_like(tree: PyTree, wanted: PyTree, where: str) -> list[Problem]:
-    """Return how the paths, shapes and dtypes of a tree differ from those of `wanted`.
+    """Return the differences of a tree from `wanted` in paths, shapes and dtypes.
 
     Example:
         >>> print(*check_like({"a": jax.ShapeDtypeStruct((2,), "int32")}, {}, "params"))
         params/a: is int32[2], and nothing is needed
     """
-    found, needed = ({path: shown(x) for path, x in flatten(each).items()} for each in (tree, wanted))
-    return [
-        Problem(f"{where}/{path}", f"is {found.get(path, 'missing')}, and {needed.get(path, 'nothing')} is needed")
-        for path in {**needed, **found}
-        if found.get(path) != needed.get(path)
-    ]
+    found = _shown_leaves(tree)
+    needed = _shown_leaves(wanted)
+    problems = []
+    for path in {**needed, **found}:
+        here = found.get(path, "missing")
+        there = needed.get(path, "nothing")
+        if here != there:
+            problems.append(Problem(f"{where}/{path}", f"is {here}, and {there} is needed"))
+    return problems
+
+
+def _shown_leaves(tree: PyTree) -> dict[str, str]:
+    """Return path → the leaf in a few words."""
+    return {path: shown(leaf) for path, leaf in flatten(tree).items()}
 
 
 def map_with_path(
@@ -63,15 +72,21 @@ def map_with_path(
         >>> map_with_path(lambda path, x: f"{path}={x}", {"a": {"b": 1}})
         {'a': {'b': 'a/b=1'}}
     """
-    return jax.tree_util.tree_map_with_path(lambda k, *leaves: f(path_of(k), *leaves), tree, *rest, is_leaf=is_leaf)
+
+    def of_key_path(key_path: tuple[Any, ...], *leaves: Any) -> Any:
+        return f(path_of(key_path), *leaves)
+
+    return jax.tree_util.tree_map_with_path(of_key_path, tree, *rest, is_leaf=is_leaf)
 
 
 def key_implementation(leaf: Any) -> Any:
     """Return the PRNG implementation of a random key, which may be abstract; None for other arrays.
 
     Example:
-        >>> key_implementation(jax.random.key(0, impl="threefry2x32")), key_implementation(jax.numpy.ones(2))
-        ('threefry2x32', None)
+        >>> key_implementation(jax.random.key(0, impl="threefry2x32"))
+        'threefry2x32'
+        >>> key_implementation(jax.numpy.ones(2)) is None
+        True
     """
     if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return None
@@ -81,7 +96,9 @@ def key_implementation(leaf: Any) -> Any:
 
 
 def select(tree: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the nested dictionary of the leaves whose path passes `keep`, without empty branches.
+    """Return the nested dictionary of the leaves with a path that passes `keep`.
+
+    It has no empty branches.
 
     Example:
         >>> select({"a": {"x": 1, "y": 2}, "b": {"x": 3}}, lambda path: path.endswith("y"))
@@ -89,12 +106,19 @@ def select(tree: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, An
     """
     out: dict[str, Any] = {}
     for key, child in tree.items():
-        if isinstance(child, Mapping):
-            if inner := select(child, lambda path, key=key: keep(f"{key}/{path}")):  # type: ignore[misc]
-                out[key] = inner
-        elif keep(str(key)):
-            out[key] = child
+        if not isinstance(child, Mapping):
+            if keep(str(key)):
+                out[key] = child
+            continue
+        inner = select(child, functools.partial(_keeps_below, keep, key))
+        if inner:
+            out[key] = inner
     return out
+
+
+def _keeps_below(keep: Callable[[str], bool], key: str, path: str) -> bool:
+    """Return whether `keep` passes a path below a key."""
+    return keep(f"{key}/{path}")
 
 
 def merge(*trees: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -108,7 +132,9 @@ def merge(*trees: Mapping[Any, Any]) -> dict[Any, Any]:
     for tree in trees:
         for key, child in tree.items():
             known = out.get(key)
-            out[key] = merge(known, child) if isinstance(known, Mapping) else child
+            if isinstance(known, Mapping):
+                child = merge(known, child)
+            out[key] = child
     return out
 
 
@@ -139,14 +165,16 @@ def at_path(path: str, tree: PyTree) -> dict[str, Any]:
         >>> at_path("a/b", {"x": 1})
         {'a': {'b': {'x': 1}}}
     """
-    return functools.reduce(lambda inner, name: {name: inner}, reversed(path.split("/")), tree)
+    for name in reversed(path.split("/")):
+        tree = {name: tree}
+    return tree
 
 
 def size(tree: PyTree) -> int:
     """Return the number of elements in all leaves.
 
     Example:
-        >>> size({"a": jax.ShapeDtypeStruct((2, 3), "float32"), "b": jax.ShapeDtypeStruct((4,), "float32")})
+        >>> size({"a": jnp.ones((2, 3)), "b": jax.ShapeDtypeStruct((4,), "float32")})
         10
     """
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
@@ -161,7 +189,8 @@ def human_bytes(n: float) -> str:
     """
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(n) < 1024 or unit == "TiB":
-            return f"{n:.4g} {unit}" if abs(n) >= 999.5 else f"{n:.3g} {unit}"
+            digits = 4 if abs(n) >= 999.5 else 3  # with three, 1000 would be 1e+03
+            return f"{n:.{digits}g} {unit}"
         n /= 1024
     raise AssertionError("unreachable")
 

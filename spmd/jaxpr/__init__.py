@@ -1,1 +1,1 @@
-"""Traced programs: their equations, plain values and operations, and the shardings of all values."""
+"""Traced programs: their equations, plain values and operations, and all shardings."""

@@ -7,7 +7,7 @@ from spmd.jaxpr.equations import inner_jaxprs, open_jaxpr
 
 
 def dependent_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Return for each output of a jaxpr whether it depends on the values of the marked inputs.
+    """Return a flag for each output of a jaxpr: dependence on the values of the marked inputs.
 
     An output of a `while` loop counts as dependent if any operand of the loop is.
 
@@ -18,53 +18,88 @@ def dependent_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         [True, False, False]
     """
     jaxpr = open_jaxpr(jaxpr)
-    marked = {id(x) for x, is_marked in zip(jaxpr.invars, inputs, strict=True) if is_marked}
+    marked = _Marked()
+    marked.add(jaxpr.invars, inputs)
     for equation in jaxpr.eqns:
-        outputs = _equation_outputs(equation, [id(x) in marked for x in equation.invars])
-        marked |= {id(x) for x, is_marked in zip(equation.outvars, outputs, strict=True) if is_marked}
-    return [id(x) in marked for x in jaxpr.outvars]
+        outputs = _equation_outputs(equation, marked.flags(equation.invars))
+        marked.add(equation.outvars, outputs)
+    return marked.flags(jaxpr.outvars)
+
+
+class _Marked:
+    """A set of variables and literals of a jaxpr, by identity."""
+
+    def __init__(self) -> None:
+        self.ids = set[int]()
+
+    def add(self, variables: Sequence[Any], flags: Sequence[bool]) -> None:
+        """Add the variables with a flag."""
+        for variable, is_marked in zip(variables, flags, strict=True):
+            if is_marked:
+                self.ids.add(id(variable))
+
+    def flags(self, variables: Sequence[Any]) -> list[bool]:
+        """Return a flag for each variable: whether it is in the set."""
+        return [id(variable) in self.ids for variable in variables]
 
 
 def _equation_outputs(equation: Any, given: list[bool]) -> list[bool]:
-    """Return which outputs of an equation depend on the marked operands."""
-    name, inner = equation.primitive.name, inner_jaxprs(equation)
+    """Return a flag for each output of an equation: dependence on the marked operands."""
+    name = equation.primitive.name
+    inner = inner_jaxprs(equation)
     if name == "scan":
         return _scan_outputs(equation, given)
     if name == "cond":
-        branches = [dependent_outputs(branch, given[1:]) for branch in inner]
-        return [given[0] or any(outputs) for outputs in zip(*branches, strict=True)]
+        is_chosen, *operands = given
+        branches = [dependent_outputs(branch, operands) for branch in inner]
+        outputs = list(map(any, zip(*branches, strict=True)))
+        if is_chosen:
+            return [True] * len(outputs)
+        return outputs
     if name != "while" and len(inner) == 1 and _has_arity(inner[0], equation):
         return dependent_outputs(inner[0], given)  # a call
     return [any(given)] * len(equation.outvars)
 
 
 def _scan_outputs(equation: Any, given: list[bool]) -> list[bool]:
+    """Return a flag for each output of a `scan`: dependence on the marked operands."""
     body: Any = open_jaxpr(equation.params["jaxpr"])
-    is_carry = [not is_stacked for is_stacked in stacked_outputs(equation)]
-    stacks = sum(len(a.aval.shape) > len(b.aval.shape) for a, b in zip(equation.invars, body.invars, strict=True))
-    carries = sum(is_carry)
+    stacks = sum(_are_stacked(equation.invars, body.invars))
+    carries = stacked_outputs(equation).count(False)
     consts = len(given) - stacks - carries
+    # A carry that one step makes dependent may make others so in the next: repeat to a fixed point.
     while True:
         outputs = dependent_outputs(body, given)
-        carried = [a or b for a, b in zip(given[consts : consts + carries], outputs[:carries], strict=True)]
-        after = [*given[:consts], *carried, *given[consts + carries :]]
+        after = list(given)
+        for number in range(carries):
+            after[consts + number] = given[consts + number] or outputs[number]
         if after == given:
             return outputs
         given = after
 
 
 def _has_arity(jaxpr: Any, equation: Any) -> bool:
-    return len(jaxpr.invars) == len(equation.invars) and len(jaxpr.outvars) == len(equation.outvars)
+    """Return whether a jaxpr takes and returns as many values as an equation."""
+    takes_as_many = len(jaxpr.invars) == len(equation.invars)
+    return takes_as_many and len(jaxpr.outvars) == len(equation.outvars)
 
 
 def stacked_outputs(equation: Any) -> list[bool]:
-    """Return which outputs of a `scan` have a value for each of its steps; the others are carried."""
+    """Return a flag for each output of a `scan`: one value for each step; others are carried."""
     body: Any = open_jaxpr(equation.params["jaxpr"])
-    return [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(equation.outvars, body.outvars, strict=True)]
+    return _are_stacked(equation.outvars, body.outvars)
+
+
+def _are_stacked(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
+    """Return a flag for each value of a `scan`: more dimensions outside of its body than inside."""
+    flags = []
+    for outer, inner in zip(outside, inside, strict=True):
+        flags.append(len(outer.aval.shape) > len(inner.aval.shape))
+    return flags
 
 
 def made_by_scan(jaxpr: Any) -> list[bool]:
-    """Return for each output of a jaxpr whether a scan, here or in a call, has stacked it.
+    """Return a flag for each output of a jaxpr: a scan, here or in a call, has stacked it.
 
     Example:
         >>> import jax
@@ -73,12 +108,13 @@ def made_by_scan(jaxpr: Any) -> list[bool]:
         [False, True]
     """
     jaxpr = open_jaxpr(jaxpr)
-    stacked = set[int]()
+    stacked = _Marked()
     for equation in jaxpr.eqns:
-        inner, outputs = inner_jaxprs(equation), [False] * len(equation.outvars)
+        inner = inner_jaxprs(equation)
+        outputs = [False] * len(equation.outvars)
         if equation.primitive.name == "scan":
             outputs = stacked_outputs(equation)
         elif len(inner) == 1 and _has_arity(inner[0], equation):
             outputs = made_by_scan(inner[0])
-        stacked |= {id(x) for x, is_stacked in zip(equation.outvars, outputs, strict=True) if is_stacked}
-    return [id(x) in stacked for x in jaxpr.outvars]
+        stacked.add(equation.outvars, outputs)
+    return stacked.flags(jaxpr.outvars)

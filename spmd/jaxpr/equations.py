@@ -1,8 +1,9 @@
-"""The equations of a jaxpr and of the jaxprs inside them: what they are, iteration and replacement.
+"""Equations of a jaxpr and of the jaxprs inside them: their form, iteration and replacement.
 
-JAX writes checkpoints, checkpoint names and custom derivatives in two forms: as primitives, and, under its upgrade
-flags (`spmd.jaxpr.upgrades`), as objects that one primitive of hijax applies. `name_of` and `params_of` give both in
-the first form; all code that reads jaxprs asks them. A new form is an entry here.
+JAX writes checkpoints, checkpoint names and custom derivatives in two forms: as primitives, and,
+under its upgrade flags (`spmd.jaxpr.upgrades`), as objects that one primitive of hijax applies.
+`name_of` and `params_of` give both in the first form; all code that reads jaxprs asks them. A new
+form is an entry here.
 """
 
 import copy
@@ -27,7 +28,10 @@ _HIJAX_NAMES = {
     "CustomVJPTraced": primitives.custom_vjp_call_p.name,
     "StoredActivation": "stored",
 }
-"""Class of what hijax applies → the primitive of the same meaning. Any other is a call of its expansion."""
+"""Class of an object of hijax → the primitive of the same meaning.
+
+Any other object is a call of its expansion.
+"""
 
 
 def name_of(equation: JaxprEqn) -> str:
@@ -47,7 +51,10 @@ def name_of(equation: JaxprEqn) -> str:
 
 
 def params_of(equation: JaxprEqn) -> Mapping[str, Any]:
-    """Return an equation's parameters, in their form without upgrade flags as far as this package reads them."""
+    """Return an equation's parameters, in their form without upgrade flags.
+
+    This is so as far as this package reads them.
+    """
     applied = _applied(equation)
     if applied is None:
         return equation.params
@@ -64,32 +71,46 @@ def is_hijax(equation: JaxprEqn) -> bool:
 
 
 def has_own_rules(equation: JaxprEqn) -> bool:
-    """Return whether an equation has a derivative of its own: JAX does not differentiate the jaxpr inside it."""
+    """Return whether an equation has a derivative of its own.
+
+    JAX does not differentiate the jaxpr inside it.
+    """
     name = name_of(equation)
-    return name in _CUSTOM or (_applied(equation) is not None and name not in _HIJAX_NAMES.values())
+    if name in _CUSTOM:
+        return True
+    return is_hijax(equation) and name not in _HIJAX_NAMES.values()
 
 
 def _applied(equation: JaxprEqn) -> Any:
     """Return the object that an equation of hijax applies; None for any other equation."""
-    return equation.params["_prim"] if is_hijax(equation) else None
+    if not is_hijax(equation):
+        return None
+    return equation.params["_prim"]
 
 
 def _expansion(equation: JaxprEqn, applied: Any) -> Mapping[str, Any]:
-    """Return the jaxpr that an object of hijax stands for; none if its operands are not all arrays."""
-    if not all(hasattr(aval, "shape") and hasattr(aval, "dtype") for aval in applied.in_avals_flat):
-        return applied.params
+    """Return the jaxpr of an object of hijax; its parameters if an operand is no array."""
+    for aval in applied.in_avals_flat:
+        if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+            return applied.params
     with use_abstract_mesh(equation.ctx.cur_abstract_mesh):
-        arrays = jax.tree.map(lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype), applied.in_avals)
+        arrays = jax.tree.map(_array_of, applied.in_avals)
         return {"call_jaxpr": jax.make_jaxpr(applied.expand)(*arrays)}
+
+
+def _array_of(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """Return the jaxpr itself, without the constants of a closed one."""
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.jaxpr
+    return jaxpr
 
 
 def inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
-    """Return the jaxprs among an equation's parameters, such as a loop's body or the branches of a condition.
+    """Return the jaxprs among an equation's parameters: a loop's body, a condition's branches.
 
     Example:
         >>> import jax
@@ -104,7 +125,7 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr, *, outside: str = "") -> Iterator[Jaxp
     """Yield every equation of a jaxpr, each followed by those of the jaxprs inside it.
 
     Args:
-        outside: A name scope whose equations are skipped, with all that is inside them.
+        outside: A name scope to skip, with all that is inside its equations.
     """
     for equation in open_jaxpr(jaxpr).eqns:
         if outside and outside in str(equation.source_info.name_stack).split("/"):
@@ -117,13 +138,16 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr, *, outside: str = "") -> Iterator[Jaxp
 def _jaxprs(value: Any) -> Iterator[Jaxpr]:
     if isinstance(value, Jaxpr | ClosedJaxpr):
         yield open_jaxpr(value)
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _jaxprs(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
             yield from _jaxprs(part)
 
 
 def replace_equations(jaxpr: ClosedJaxpr, replacements: Mapping[int, ClosedJaxpr]) -> ClosedJaxpr:
-    """Return a jaxpr in which some equations, here or in the jaxprs inside, are calls of other jaxprs.
+    """Replace some equations of a jaxpr, here or in the jaxprs inside, by calls of other jaxprs.
 
     Args:
         replacements: `id` of an equation → the jaxpr to call with its operands, without constants.
@@ -140,7 +164,7 @@ def _replaced(jaxpr: Jaxpr, replacements: Mapping[int, ClosedJaxpr]) -> Jaxpr:
             params = {"call_jaxpr": replacements[id(equation)]}
             replaced.append(equation.replace(primitive=primitives.closed_call_p, params=params))
         elif _has_inside(equation, replacements):
-            params = {name: _replaced_inside(value, replacements) for name, value in equation.params.items()}
+            params = _replaced_params(equation.params, replacements)
             replaced.append(equation.replace(params=params))
         else:
             replaced.append(equation)
@@ -151,6 +175,13 @@ def _has_inside(equation: JaxprEqn, replacements: Mapping[int, ClosedJaxpr]) -> 
     """Return whether an equation to replace is in the jaxprs inside an equation."""
     inside = itertools.chain.from_iterable(map(equations, inner_jaxprs(equation)))
     return any(id(inner) in replacements for inner in inside)
+
+
+def _replaced_params(
+    params: Mapping[str, Any], replacements: Mapping[int, ClosedJaxpr]
+) -> dict[str, Any]:
+    """Return the parameters of an equation with the jaxprs in them replaced."""
+    return {name: _replaced_inside(value, replacements) for name, value in params.items()}
 
 
 def _replaced_inside(value: Any, replacements: Mapping[int, ClosedJaxpr]) -> Any:
@@ -167,8 +198,11 @@ def _replaced_inside(value: Any, replacements: Mapping[int, ClosedJaxpr]) -> Any
 
 
 def _replaced_in_hijax(applied: Any, replacements: Mapping[int, ClosedJaxpr]) -> Any:
-    """Return an object of hijax with the jaxprs among its parameters replaced; its attributes are its parameters."""
+    """Return an object of hijax with the jaxprs among its parameters replaced.
+
+    Its attributes are its parameters.
+    """
     changed = copy.copy(applied)
-    changed.params = {name: _replaced_inside(value, replacements) for name, value in applied.params.items()}
+    changed.params = _replaced_params(applied.params, replacements)
     vars(changed).update(changed.params)
     return changed

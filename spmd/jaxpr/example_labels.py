@@ -1,7 +1,7 @@
 """Labels of values by how they depend on the examples of a batch.
 
-A program is read at two batch sizes, side by side (`spmd.jaxpr.examples`). A dimension whose size differs is one of
-examples, and a constant whose value differs is a count of them.
+A program is read at two batch sizes, side by side (`spmd.jaxpr.examples`). A dimension whose size
+differs is one of examples, and a constant whose value differs is a count of them.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """An operation after which a value is no sum over the examples.
+    """An operation that makes a value no sum over the examples.
 
     Attributes:
         what: What the operation does, as the end of a sentence about it.
@@ -50,12 +50,14 @@ class Label:
     """Dependence of one value on the examples.
 
     Attributes:
-        dim: The dimension of the examples; None in a loop over examples, where a value is of the iteration's example.
+        dim: The dimension of the examples; None in a loop over examples, where a value is of the
+            iteration's example.
         inner: Positions of an example that follow each other in that dimension; None if unknown.
-        degree: The power of the number of examples with which the value grows when a batch is repeated: 1 for a sum,
-            0 for a mean; None if unknown.
+        degree: The power of the number of examples with which the value grows when a batch is
+            repeated: 1 for a sum, 0 for a mean; None if unknown.
         value: The value of all elements of a constant, at both sizes.
-        sums: The operations that summed over examples what the value is made of, element by element.
+        sums: The operations that summed over examples what the value is made of, element by
+            element.
         mixes: The operations before it after which a value is no sum over examples.
         columns: The labels of the last dimension's entries, if they are of different kinds.
     """
@@ -72,7 +74,7 @@ class Label:
     @property
     def is_zero(self) -> bool:
         """Whether the value is zero at both sizes."""
-        return self.value is not None and self.value[0] == 0 == self.value[1]
+        return self.value is not None and self.value == (0, 0)
 
     @property
     def has_examples(self) -> bool:
@@ -85,8 +87,8 @@ class Label:
 
     def with_mix(self, operation: Operation, what: str, used: Iterable["Label"] = ()) -> "Label":
         """Return the label after an operation that mixes what it uses."""
-        sums = frozenset[Operation]().union(*(label.sums for label in used))
-        return self.replace(mixes=self.mixes | {Mix(operation, what, sums)})
+        mix = Mix(operation, what, all_sums(used))
+        return self.replace(mixes=self.mixes | {mix})
 
 
 SHARED = Label()
@@ -96,13 +98,20 @@ def constant(first: Any, second: Any) -> Label:
     """Return the label of a constant with one value for all of its elements, at both sizes."""
     if first == second or (first != first and second != second):  # NaN is not equal to itself
         return Label(value=(first, second))
-    is_power = first and second and second / first > 0
-    return Label(value=(first, second), degree=math.log2(second / first) if is_power else None)
+    degree = None
+    if first and second and second / first > 0:
+        degree = math.log2(second / first)
+    return Label(value=(first, second), degree=degree)
 
 
 def varying_dims(values: tuple[TracedValue, TracedValue]) -> list[int]:
     """Return the dimensions of examples: those with another size at another batch size."""
-    return [dim for dim, (a, b) in enumerate(zip(values[0].shape, values[1].shape, strict=True)) if a != b]
+    dims = []
+    sizes = zip(values[0].shape, values[1].shape, strict=True)
+    for dim, (first, second) in enumerate(sizes):
+        if first != second:
+            dims.append(dim)
+    return dims
 
 
 def all_mixes(labels: Iterable[Label]) -> frozenset[Mix]:
@@ -117,22 +126,32 @@ def all_sums(labels: Iterable[Label]) -> frozenset[Operation]:
 
 def same_layout(labels: Sequence[Label]) -> bool:
     """Return whether the examples of several values are in the same places."""
-    found = [label for label in labels if label.has_examples]
-    inner = {label.inner for label in found} - {None}
-    return len({label.dim for label in found}) <= 1 and len(inner) <= 1
+    dims = set()
+    inner = set()
+    for label in labels:
+        if label.has_examples:
+            dims.add(label.dim)
+            inner.add(label.inner)
+    inner.discard(None)  # unknown, so it contradicts no other
+    return len(dims) <= 1 and len(inner) <= 1
 
 
 def strongest(labels: Sequence[Label]) -> Label:
-    """Return a label with the kind of several values together, their layout, sums and mixes, and degree 0."""
+    """Return a label with the kind of several values together, and of degree 0.
+
+    It has their layout, sums and mixes.
+    """
     kind = max((label.kind for label in labels), default=Kind.SHARED)
-    if kind is Kind.PLACES:
-        kind = Kind.EXAMPLES
-    layout = max((label for label in labels if label.has_examples), key=lambda label: label.inner or 0, default=SHARED)
-    is_parted = kind is Kind.EXAMPLES
-    return Label(
-        kind=kind,
-        dim=layout.dim if is_parted else None,
-        inner=layout.inner if is_parted else None,
-        sums=frozenset() if is_parted or kind is Kind.MIXED else all_sums(labels),
-        mixes=all_mixes(labels),
-    )
+    mixes = all_mixes(labels)
+    if kind in (Kind.EXAMPLES, Kind.PLACES):
+        layout = _layout(labels)
+        return Label(Kind.EXAMPLES, layout.dim, layout.inner, mixes=mixes)
+    if kind is Kind.MIXED:
+        return Label(kind, mixes=mixes)
+    return Label(kind, sums=all_sums(labels), mixes=mixes)
+
+
+def _layout(labels: Iterable[Label]) -> Label:
+    """Return the first label with the largest known `inner`, of those with examples."""
+    parted = [label for label in labels if label.has_examples]
+    return max(parted, key=lambda label: label.inner or 0)

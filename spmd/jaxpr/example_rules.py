@@ -1,9 +1,10 @@
 """Rules of primitives: the labels of an operation's results from those of its operands."""
 
 import dataclasses
+import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from spmd.jaxpr.example_labels import (
@@ -18,7 +19,7 @@ from spmd.jaxpr.example_labels import (
     varying_dims,
 )
 from spmd.jaxpr.propagation import ELEMENTWISE
-from spmd.jaxpr.traced_program import Operation
+from spmd.jaxpr.traced_program import Operation, TracedValue
 from spmd.sharding.mesh import BATCH_AXES
 
 ORDER = "combines parts of different examples"
@@ -36,26 +37,78 @@ Rule = Callable[[Operations, Sequence[Label], "Setting"], list[Label]]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The numbers of examples of a program, and the mesh axes around it that split them and are manual."""
+    """Where a program is read.
+
+    Attributes:
+        counts: The numbers of examples.
+        around: The mesh axes around the program that split examples and are manual.
+    """
 
     counts: tuple[int, int]
     around: frozenset[str]
+
+
+# Questions about labels and operations.
+
+
+def _has_kind(labels: Iterable[Label], kind: Kind) -> bool:
+    return any(label.kind is kind for label in labels)
+
+
+def _is_plain(label: Label) -> bool:
+    """Return whether a value is the same for all examples, without a mix before it."""
+    return label.kind is Kind.SHARED and not label.mixes
+
+
+def _have_one_value(labels: Iterable[Label]) -> bool:
+    """Return whether several values are constants of one value."""
+    values = {label.value for label in labels}
+    return len(values) == 1 and None not in values
+
+
+def _dim_of(label: Label) -> int | None:
+    """Return the dimension of the examples; None for a value without one."""
+    if not label.has_examples:
+        return None
+    return label.dim
+
+
+def _input_pair(operations: Operations, number: int) -> tuple[TracedValue, TracedValue]:
+    """Return an operand at both batch sizes."""
+    return operations[0].inputs[number], operations[1].inputs[number]
+
+
+def _output_pair(operations: Operations, number: int) -> tuple[TracedValue, TracedValue]:
+    """Return a result at both batch sizes."""
+    return operations[0].outputs[number], operations[1].outputs[number]
+
+
+def _sizes(pair: tuple[TracedValue, TracedValue], dim: int) -> tuple[int, int]:
+    """Return the sizes of a dimension at both batch sizes."""
+    return pair[0].shape[dim], pair[1].shape[dim]
+
+
+def _others(rank: int, removed: Container[int]) -> list[int]:
+    """Return the dimensions of an array, without some."""
+    return [dim for dim in range(rank) if dim not in removed]
 
 
 # Results of mixing.
 
 
 def _mixed(operations: Operations, labels: Sequence[Label], what: str) -> Label:
-    """Return the label of a value whose parts depend on several examples."""
-    return Label(Kind.MIXED, degree=None, mixes=all_mixes(labels)).with_mix(operations[0], what, labels)
+    """Return the label of a value with parts that depend on several examples."""
+    mixed = Label(Kind.MIXED, degree=None, mixes=all_mixes(labels))
+    return mixed.with_mix(operations[0], what, labels)
 
 
 def _together(operations: Operations, labels: Sequence[Label]) -> Label:
     """Return the label of several operands together, element by element, without regard to sums."""
-    result, first = strongest(labels), operations[0]
+    result = strongest(labels)
+    first = operations[0]
     if result.kind is Kind.MIXED:
         return result
-    if any(label.kind is Kind.PLACES for label in labels):
+    if _has_kind(labels, Kind.PLACES):
         result = result.with_mix(first, PLACE, labels)
     if not same_layout(labels):
         return Label(Kind.MIXED, mixes=result.mixes).with_mix(first, ORDER, labels)
@@ -65,13 +118,19 @@ def _together(operations: Operations, labels: Sequence[Label]) -> Label:
 def _nonlinear(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
     """Label any function, element by element."""
     result = _together(operations, labels)
-    if any(label.kind is Kind.SUM for label in labels):
-        kind = Kind.SHARED if result.kind is Kind.SUM else result.kind
-        result = result.replace(kind=kind).with_mix(operations[0], NONLINEAR, labels)
+    if _has_kind(labels, Kind.SUM):
+        result = _nonlinear_in_sum(operations, result, labels)
     result = result.replace(degree=_degree_of(operations[0], labels))
     if result.degree is None and all(label.degree is not None for label in labels):
         result = result.with_mix(operations[0], NUMBER, labels)
     return [result] * len(operations[0].outputs)
+
+
+def _nonlinear_in_sum(operations: Operations, result: Label, labels: Sequence[Label]) -> Label:
+    """Return the label of a result after a nonlinear function of a sum over examples."""
+    if result.kind is Kind.SUM:
+        result = result.replace(kind=Kind.SHARED)
+    return result.with_mix(operations[0], NONLINEAR, labels)
 
 
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0, "abs": 1.0, "cbrt": 1 / 3}
@@ -80,21 +139,27 @@ _SIGNS = ("sign", "lt", "gt", "le", "ge", "eq", "ne", "is_finite")
 
 def _degree_of(operation: Operation, labels: Sequence[Label]) -> float | None:
     """Return the degree of an element-wise function of values."""
-    degrees = [label.degree for label in labels if not label.is_zero]
-    if any(degree is None for degree in degrees):
-        return None
-    known = [degree for degree in degrees if degree is not None]
-    if not any(known):
+    degrees = []
+    for label in labels:
+        if label.is_zero:
+            continue
+        if label.degree is None:
+            return None
+        degrees.append(label.degree)
+    if not any(degrees):
         return 0.0
     name = operation.primitive
     if name in ("max", "min", "clamp"):  # a guard, such as max(count, 1), is one for small batches
-        return max(known)
+        return max(degrees)
     if name in _SIGNS:
         return 0.0
-    if len(known) == 1 and name in _POWERS:
-        return known[0] * _POWERS[name]
-    if len(known) == 1 and name == "integer_pow":
-        return known[0] * operation.params["y"]
+    if len(degrees) > 1:
+        return None
+    (degree,) = degrees
+    if name in _POWERS:
+        return degree * _POWERS[name]
+    if name == "integer_pow":
+        return degree * operation.params["y"]
     return None
 
 
@@ -103,14 +168,45 @@ def _linear(operations: Operations, labels: Sequence[Label], setting: Setting) -
     return [labels[0]] * len(operations[0].outputs)
 
 
+def _same(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label results that are the operands."""
+    return list(labels)
+
+
 def _convert(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a conversion of dtypes; one from floats to integers rounds."""
     (label,) = labels
     rounds = operations[0].inputs[0].is_float and not operations[0].outputs[0].is_float
     if rounds and label.kind is Kind.SUM:
         return _nonlinear(operations, labels, setting)
     if label.value is not None and not rounds:
-        return [constant(*(value * 1 for value in label.value))]
+        first, second = label.value
+        return [constant(first * 1, second * 1)]  # a flag becomes a number
     return [label]
+
+
+def _divided(a: Any, b: Any) -> Any:
+    if not b:
+        return math.nan
+    return a / b
+
+
+def _integer_power(a: Any, y: int) -> Any:
+    if not a and y <= 0:
+        return math.nan
+    return a**y
+
+
+def _square_root(a: Any) -> Any:
+    if a >= 0:
+        return math.sqrt(a)
+    return math.nan
+
+
+def _inverse_square_root(a: Any) -> Any:
+    if a > 0:
+        return 1 / math.sqrt(a)
+    return math.nan
 
 
 _FOLDED: dict[str, Callable[..., Any]] = {
@@ -120,10 +216,10 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "neg": operator.neg,
     "max": max,
     "min": min,
-    "div": lambda a, b: a / b if b else math.nan,
-    "integer_pow": lambda a, y: a**y if a or y > 0 else math.nan,
-    "sqrt": lambda a: math.sqrt(a) if a >= 0 else math.nan,
-    "rsqrt": lambda a: 1 / math.sqrt(a) if a > 0 else math.nan,
+    "div": _divided,
+    "integer_pow": _integer_power,
+    "sqrt": _square_root,
+    "rsqrt": _inverse_square_root,
     "lt": operator.lt,
     "gt": operator.gt,
     "le": operator.le,
@@ -136,13 +232,21 @@ _FOLDED: dict[str, Callable[..., Any]] = {
 
 def _fold(operations: Operations, labels: Sequence[Label]) -> Label | None:
     """Return the label of a function of constants; None if it is another."""
-    name, params = operations[0].primitive, operations[0].params
-    if name not in _FOLDED or any(label.value is None for label in labels):
+    name = operations[0].primitive
+    if name not in _FOLDED:
         return None
-    more = {"y": params["y"]} if name == "integer_pow" else {}
-    values = [[label.value[size] for label in labels if label.value] for size in (0, 1)]
-    first, second = (_FOLDED[name](*arguments, **more) for arguments in values)
-    return constant(first, second)
+    firsts = []
+    seconds = []
+    for label in labels:
+        if label.value is None:
+            return None
+        first, second = label.value
+        firsts.append(first)
+        seconds.append(second)
+    function = _FOLDED[name]
+    if name == "integer_pow":
+        function = functools.partial(function, y=operations[0].params["y"])
+    return constant(function(*firsts), function(*seconds))
 
 
 def _add(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
@@ -158,8 +262,9 @@ def _as_sum(label: Label) -> Label:
 
 
 def _added(operations: Operations, labels: Sequence[Label]) -> Label:
+    """Return the label of a sum of several operands, element by element."""
     counted = [label for label in labels if not label.is_zero]
-    if any(label.kind is Kind.SUM for label in counted):
+    if _has_kind(counted, Kind.SUM):
         counted = list(map(_as_sum, counted))
     if not counted:
         return constant(0, 0)
@@ -169,16 +274,18 @@ def _added(operations: Operations, labels: Sequence[Label]) -> Label:
     kinds = {label.kind for label in counted}
     if Kind.SUM in kinds and len(kinds) > 1:
         result = result.with_mix(operations[0], ADDED, counted)
-    degrees = {label.degree for label in counted}
-    if None in degrees:
-        return result.replace(degree=None)
-    known = [degree for degree in degrees if degree is not None]
-    if len(known) > 1 and result.kind is Kind.EXAMPLES:
+    degrees = set[float]()
+    for label in counted:
+        if label.degree is None:
+            return result.replace(degree=None)
+        degrees.add(label.degree)
+    if len(degrees) > 1 and result.kind is Kind.EXAMPLES:
         return result.replace(degree=None).with_mix(operations[0], NUMBER, counted)
-    return result.replace(degree=max(known))
+    return result.replace(degree=max(degrees))
 
 
 def _mul(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a product, element by element."""
     left, right = labels
     if left.is_zero or right.is_zero:
         return [constant(0, 0)]
@@ -186,35 +293,45 @@ def _mul(operations: Operations, labels: Sequence[Label], setting: Setting) -> l
 
 
 def _div(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a quotient, element by element."""
     left, right = labels
-    return [left if left.is_zero else _product(operations, left, right, -1)]
+    if left.is_zero:
+        return [left]
+    return [_product(operations, left, right, -1)]
 
 
 def _product(operations: Operations, left: Label, right: Label, power: int) -> Label:
     """Return the label of a product (`power` 1) or of a quotient (−1), element by element."""
     if power == 1 and left.kind is right.kind is Kind.SHARED:
-        left, right = (_as_sum(left), right) if left.degree else (left, _as_sum(right))
+        if left.degree:
+            left = _as_sum(left)
+        else:
+            right = _as_sum(right)
     labels = (left, right)
     result = _together(operations, labels)
-    others = [label for label in labels if label.kind is not Kind.SHARED]
     is_divisor = power == -1 and right.kind is Kind.SUM
-    if any(label.kind is Kind.SUM for label in labels) and (is_divisor or len(others) > 1):
-        kind = Kind.SHARED if result.kind is Kind.SUM else result.kind
-        result = result.replace(kind=kind).with_mix(operations[0], NONLINEAR, labels)
-    known = left.degree is not None and right.degree is not None
-    return result.replace(degree=left.degree + power * right.degree if known else None)  # type: ignore[operator]
+    if _has_kind(labels, Kind.SUM) and (is_divisor or not _has_kind(labels, Kind.SHARED)):
+        result = _nonlinear_in_sum(operations, result, labels)
+    return result.replace(degree=_degree_of_product(left, right, power))
+
+
+def _degree_of_product(left: Label, right: Label, power: int = 1) -> float | None:
+    """Return the degree of a product (`power` 1) or of a quotient (−1)."""
+    if left.degree is None or right.degree is None:
+        return None
+    return left.degree + power * right.degree
 
 
 def _select(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a choice between cases, element by element."""
     which, *cases = labels
     if which.value is not None and which.value[0] == which.value[1]:
         return [cases[int(which.value[0])]]
-    values = {case.value for case in cases}
-    if len(values) == 1 and None not in values and which.kind is Kind.SHARED:
+    if _have_one_value(cases) and which.kind is Kind.SHARED:
         return [cases[0]]
-    if which.kind is Kind.SHARED and not which.mixes:
+    if _is_plain(which):
         return _add(operations, cases, setting)
-    if any(case.kind is Kind.SUM for case in cases) or which.kind is Kind.SUM:
+    if _has_kind(labels, Kind.SUM):
         return _nonlinear(operations, labels, setting)
     added = _added(operations, [case.replace(value=None) for case in cases])
     result = _together(operations, [which, *cases])
@@ -225,69 +342,99 @@ def _select(operations: Operations, labels: Sequence[Label], setting: Setting) -
 
 
 def _moved(label: Label, dim: int | None) -> Label:
+    """Return the label with the examples in another dimension."""
     return label.replace(dim=dim, columns=None)
 
 
 def _broadcast(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a broadcast: the dimension of the examples is moved."""
     label = labels[0]
-    if label.has_examples and label.dim is not None:
-        return [_moved(label, operations[0].params["broadcast_dimensions"][label.dim])]
-    return [label]
+    dim = _dim_of(label)
+    if dim is None:
+        return [label]
+    return [_moved(label, operations[0].params["broadcast_dimensions"][dim])]
 
 
 def _transpose(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a transpose: the dimension of the examples is moved."""
     (label,) = labels
-    if label.has_examples and label.dim is not None:
-        return [_moved(label, operations[0].params["permutation"].index(label.dim))]
-    return [label]
+    dim = _dim_of(label)
+    if dim is None:
+        return [label]
+    return [_moved(label, operations[0].params["permutation"].index(dim))]
 
 
 def _dropped(label: Label, axes: Sequence[int]) -> Label:
     """Return the label of a value without some dimensions, none of which has the examples."""
-    if not label.has_examples or label.dim is None:
+    dim = _dim_of(label)
+    if dim is None:
         return label
-    return _moved(label, label.dim - sum(axis < label.dim for axis in axes))
+    return _moved(label, dim - _count_below(dim, axes))
+
+
+def _count_below(dim: int, dims: Iterable[int]) -> int:
+    """Return the number of dimensions before one."""
+    return sum(other < dim for other in dims)
 
 
 def _squeeze(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label an array without some dimensions of size 1."""
     return [_dropped(labels[0], operations[0].params["dimensions"])]
 
 
 def _reshape(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
     """Follow the stride of an example: the number of elements from one to the next."""
     (label, *_) = labels
-    if not label.has_examples or label.dim is None:
+    if _dim_of(label) is None:
         return [label]
-    output = operations[0].outputs[0], operations[1].outputs[0]
-    dims = varying_dims(output)
+    dims = varying_dims(_output_pair(operations, 0))
     if len(dims) == 1:
         (dim,) = dims
-        found = set[int | None]()
-        for operation, count in zip(operations, setting.counts, strict=True):
-            old, new = operation.inputs[0].shape, operation.outputs[0].shape
-            after = math.prod(new[dim + 1 :])
-            if label.inner is None:
-                found.add(None)
-                continue
-            stride = label.inner * math.prod(old[label.dim + 1 :])
-            is_whole = stride % after == 0 and new[dim] % (count * (stride // after)) == 0
-            found.add(stride // after if is_whole else 0)
-        (inner, *others) = found
-        if inner != 0 and not others:
-            kind = label.kind if inner == label.inner == 1 else Kind.EXAMPLES
-            moved = label.replace(dim=dim, inner=inner, kind=kind, columns=None)
-            return [moved if kind is label.kind else moved.with_mix(operations[0], PLACE)]
+        first = _inner_after(operations[0], label, dim, setting.counts[0])
+        second = _inner_after(operations[1], label, dim, setting.counts[1])
+        if first == second and first != 0:
+            return [_reshaped(operations, label, dim, first)]
     return [_mixed(operations, labels, "splits the dimension of examples into groups")]
 
 
+def _inner_after(operation: Operation, label: Label, dim: int, count: int) -> int | None:
+    """Return `inner` after a reshape, with the examples in a dimension.
+
+    It is None if unknown, and 0 if the dimension does not have each example again.
+    """
+    if label.inner is None or label.dim is None:
+        return None
+    old = operation.inputs[0].shape
+    new = operation.outputs[0].shape
+    stride = label.inner * math.prod(old[label.dim + 1 :])
+    inner, rest = divmod(stride, math.prod(new[dim + 1 :]))
+    if rest or new[dim] % (count * inner):
+        return 0
+    return inner
+
+
+def _reshaped(operations: Operations, label: Label, dim: int, inner: int | None) -> Label:
+    """Return the label after a reshape, with the examples in a dimension.
+
+    Places are kept where each example is one position; elsewhere they are values of examples.
+    """
+    moved = label.replace(dim=dim, inner=inner, columns=None)
+    if label.kind is Kind.EXAMPLES or inner == label.inner == 1:
+        return moved
+    return moved.replace(kind=Kind.EXAMPLES).with_mix(operations[0], PLACE)
+
+
 def _along(name: str) -> Rule:
-    """Return the rule of an operation that goes along one dimension, whose number is in a parameter."""
+    """Return the rule of an operation along one dimension; `name` is the parameter with it."""
 
     def rule(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-        axis = operations[0].params[name]
-        axes = axis if isinstance(axis, tuple) else (axis,)
+        axes = operations[0].params[name]
+        if not isinstance(axes, tuple):
+            axes = (axes,)
+        result = labels[0]
         is_linear = operations[0].primitive in ("cumsum", "rev")
-        result = labels[0] if is_linear else _nonlinear(operations, labels, setting)[0]
+        if not is_linear:
+            result = _nonlinear(operations, labels, setting)[0]
         if result.kind is Kind.EXAMPLES and result.dim in axes:
             result = _mixed(operations, [result], "goes along the dimension of examples")
         return [result] * len(operations[0].outputs)
@@ -299,7 +446,9 @@ def _last(operations: Operations, labels: Sequence[Label], setting: Setting) -> 
     """Label operations along the last dimension or the last two: top-k, FFT, linear algebra."""
     (result, *_) = _nonlinear(operations, labels, setting)
     rank = len(operations[0].inputs[0].shape)
-    along = 1 if operations[0].primitive.endswith(("top_k", "fft")) else 2
+    along = 2
+    if operations[0].primitive.endswith(("top_k", "fft")):
+        along = 1
     if result.kind is Kind.EXAMPLES and result.dim is not None and result.dim >= rank - along:
         result = _mixed(operations, [result], "goes along the dimension of examples")
     return [result] * len(operations[0].outputs)
@@ -309,102 +458,142 @@ def _is_block(label: Label, start: Sequence[int], size: Sequence[int], setting: 
     """Return whether a part of the dimension of examples has each example again, at both sizes."""
     if label.inner is None:
         return False
-    sizes = zip(start, size, setting.counts, strict=True)
-    return all(a % (count * label.inner) == 0 == n % (count * label.inner) and n > 0 for a, n, count in sizes)
+    for first, length, count in zip(start, size, setting.counts, strict=True):
+        period = count * label.inner
+        if first % period or length % period or length <= 0:
+            return False
+    return True
 
 
 def _slice(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a slice: it must have each example again."""
     (label,) = labels
-    if label.has_examples and label.dim is not None:
-        dim = label.dim
-        start = [operation.params["start_indices"][dim] for operation in operations]
-        size = [operation.outputs[0].shape[dim] for operation in operations]
-        whole = all(operation.inputs[0].shape[dim] == n for operation, n in zip(operations, size, strict=True))
-        strides = operations[0].params["strides"]
-        is_dense = strides is None or strides[dim] == 1
-        if not whole and not (is_dense and _is_block(label, start, size, setting)):
-            return [_mixed(operations, labels, "takes some of the examples")]
+    dim = _dim_of(label)
+    if dim is not None and not _slices_blocks(operations, label, dim, setting):
+        return [_mixed(operations, labels, "takes some of the examples")]
     return [label.replace(columns=None)]
 
 
+def _slices_blocks(operations: Operations, label: Label, dim: int, setting: Setting) -> bool:
+    """Return whether a slice takes all of the dimension of examples, or each example again."""
+    size = _sizes(_output_pair(operations, 0), dim)
+    if size == _sizes(_input_pair(operations, 0), dim):
+        return True
+    strides = operations[0].params["strides"]
+    if strides is not None and strides[dim] != 1:
+        return False
+    first, second = operations
+    start = (first.params["start_indices"][dim], second.params["start_indices"][dim])
+    return _is_block(label, start, size, setting)
+
+
 def _split(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label the parts of an array: each must have each example again."""
     (label,) = labels
-    axis, results = operations[0].params["axis"], []
-    start = [0, 0]
-    for number, _ in enumerate(operations[0].outputs):
-        size = [operation.outputs[number].shape[axis] for operation in operations]
-        is_part = label.has_examples and label.dim == axis
-        if is_part and not _is_block(label, start, size, setting):
+    axis = operations[0].params["axis"]
+    is_along_examples = label.has_examples and label.dim == axis
+    results = []
+    start = (0, 0)
+    for number in range(len(operations[0].outputs)):
+        size = _sizes(_output_pair(operations, number), axis)
+        if is_along_examples and not _is_block(label, start, size, setting):
             results.append(_mixed(operations, labels, "takes some of the examples"))
         else:
             results.append(label.replace(columns=None))
-        start = [a + n for a, n in zip(start, size, strict=True)]
+        start = (start[0] + size[0], start[1] + size[1])
     return results
 
 
 def _concatenate(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a concatenation: parts along the dimension of examples must have each of them again."""
     dim = operations[0].params["dimension"]
-    values = {label.value for label in labels}
-    if len(values) == 1 and None not in values:
+    if _have_one_value(labels):
         return [labels[0]]
-    along = [label for label in labels if label.has_examples and label.dim == dim]
-    if along:
-        sizes = [[operation.inputs[i].shape[dim] for operation in operations] for i in range(len(labels))]
-        if not all(_is_block(along[0], (0, 0), size, setting) for size in sizes):
+    along = [label for label in labels if _dim_of(label) == dim]
+    for number in range(len(labels)):
+        size = _sizes(_input_pair(operations, number), dim)
+        if along and not _is_block(along[0], (0, 0), size, setting):
             return [_mixed(operations, labels, "joins examples with what is none")]
-    if any(label.kind is Kind.PLACES for label in labels) and same_layout(labels):
-        places = next(label for label in labels if label.kind is Kind.PLACES)
-        is_last = dim == len(operations[0].outputs[0].shape) - 1
-        if is_last and all(value.shape[dim] == 1 for value in operations[0].inputs):
-            return [places.replace(columns=tuple(labels), mixes=all_mixes(labels))]
-    return [_added(operations, [label.replace(columns=None) for label in labels]).replace(value=None)]
+    if _are_columns(operations[0], dim) and same_layout(labels):
+        for label in labels:
+            if label.kind is Kind.PLACES:
+                return [label.replace(columns=tuple(labels), mixes=all_mixes(labels))]
+    return [_joined(operations, labels)]
+
+
+def _are_columns(operation: Operation, dim: int) -> bool:
+    """Return whether a concatenation is of columns: of size 1, along the last dimension."""
+    if dim != len(operation.outputs[0].shape) - 1:
+        return False
+    return all(value.shape[dim] == 1 for value in operation.inputs)
+
+
+def _joined(operations: Operations, labels: Sequence[Label]) -> Label:
+    """Return the label of an array made of several ones."""
+    parts = [label.replace(columns=None) for label in labels]
+    return _added(operations, parts).replace(value=None)
 
 
 def _stack(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a stack along a new dimension."""
     axis = operations[0].params["axis"]
-    result = _added(operations, [label.replace(columns=None) for label in labels]).replace(value=None)
-    if result.has_examples and result.dim is not None:
-        return [_moved(result, result.dim + (axis <= result.dim))]
-    return [result]
+    result = _joined(operations, labels)
+    dim = _dim_of(result)
+    if dim is None:
+        return [result]
+    if axis <= dim:
+        dim += 1
+    return [_moved(result, dim)]
 
 
 def _pad(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    label, _ = labels
-    if label.has_examples and label.dim is not None and any(operations[0].params["padding_config"][label.dim]):
+    """Label a padded array: the dimension of examples must have no padding."""
+    label, filler = labels
+    dim = _dim_of(label)
+    if dim is not None and any(operations[0].params["padding_config"][dim]):
         return [_mixed(operations, labels, "joins examples with what is none")]
-    if labels[0].value is not None and labels[0].value == labels[1].value:
+    if label.value is not None and label.value == filler.value:
         return [label]
     return [_added(operations, labels).replace(value=None)]
 
 
-def _dynamic_slice(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+def _dynamic_slice(
+    operations: Operations, labels: Sequence[Label], setting: Setting
+) -> list[Label]:
+    """Label a slice at places that the program computes."""
     label, *starts = labels
-    if label.has_examples and label.dim is not None:
-        dim = label.dim
-        if operations[0].params["slice_sizes"][dim] != operations[0].inputs[0].shape[dim]:
+    dim = _dim_of(label)
+    if dim is not None:
+        size = operations[0].params["slice_sizes"][dim]
+        if size != operations[0].inputs[0].shape[dim]:
             return [_mixed(operations, labels, "takes some of the examples")]
-    if all(start.kind is Kind.SHARED and not start.mixes for start in starts):
+    if all(map(_is_plain, starts)):
         return [label.replace(columns=None)]
     return _nonlinear(operations, labels, setting)
 
 
-def _dynamic_update_slice(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+def _dynamic_update_slice(
+    operations: Operations, labels: Sequence[Label], setting: Setting
+) -> list[Label]:
+    """Label an array with a part replaced at places that the program computes."""
     label, update, *starts = labels
-    whole, part = (value.shape for value in operations[0].inputs[:2])
-    dims = {one.dim for one in (label, update) if one.has_examples and one.dim is not None}
-    if any(whole[dim] != part[dim] for dim in dims):
-        return [_mixed(operations, labels, "replaces some of the examples")]
-    if any(start.kind is not Kind.SHARED or start.mixes for start in starts):
+    whole, part = operations[0].inputs[:2]
+    for one in (label, update):
+        dim = _dim_of(one)
+        if dim is not None and whole.shape[dim] != part.shape[dim]:
+            return [_mixed(operations, labels, "replaces some of the examples")]
+    if not all(map(_is_plain, starts)):
         return _nonlinear(operations, labels, setting)
     return [_added(operations, (label, update)).replace(value=None)]
 
 
 def _iota(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    dims, dim = varying_dims((operations[0].outputs[0], operations[1].outputs[0])), operations[0].params["dimension"]
-    if dim not in dims:
+    """Label the places along a dimension."""
+    dim = operations[0].params["dimension"]
+    output = _output_pair(operations, 0)
+    if dim not in varying_dims(output):
         return [SHARED]
-    sizes = tuple(operation.outputs[0].shape[dim] for operation in operations)
-    if sizes == setting.counts:
+    if _sizes(output, dim) == setting.counts:
         return [Label(Kind.PLACES, dim, 1)]
     return [_mixed(operations, (), PLACE)]
 
@@ -413,33 +602,48 @@ def _iota(operations: Operations, labels: Sequence[Label], setting: Setting) -> 
 
 
 def _reduce_sum(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a sum over dimensions."""
     (label,) = labels
     axes = operations[0].params["axes"]
-    over = [dim for dim in varying_dims((operations[0].inputs[0], operations[1].inputs[0])) if dim in axes]
+    pair = _input_pair(operations, 0)
     if label.value is not None:
-        sizes = [math.prod(operation.inputs[0].shape[axis] for axis in axes) for operation in operations]
-        return [constant(*(value * size for value, size in zip(label.value, sizes, strict=True)))]
-    if label.has_examples and label.dim is not None and label.dim not in axes:
-        return [_grown(_dropped(label, axes), len(over))]
-    return [_summed(operations, _dropped(label, axes), len(over))]
+        first, second = label.value
+        return [constant(first * _size_of(pair[0], axes), second * _size_of(pair[1], axes))]
+    times = len(set(axes).intersection(varying_dims(pair)))
+    dim = _dim_of(label)
+    if dim is not None and dim not in axes:
+        return [_grown(_dropped(label, axes), times)]
+    return [_summed(operations, _dropped(label, axes), times)]
+
+
+def _size_of(value: TracedValue, dims: Iterable[int]) -> int:
+    """Return the number of elements along some dimensions."""
+    return math.prod(value.shape[dim] for dim in dims)
+
+
+def _raised(degree: float | None, times: int) -> float | None:
+    """Return a degree after sums over some number of dimensions of examples."""
+    if degree is None:
+        return None
+    return degree + times
 
 
 def _grown(label: Label, times: int) -> Label:
     """Return the label of parts of examples, each times the number of examples."""
-    return label if label.degree is None else label.replace(degree=label.degree + times)
+    return label.replace(degree=_raised(label.degree, times))
 
 
 def _summed(operations: Operations, label: Label, times: int) -> Label:
     """Return the label of a sum over some number of dimensions of examples."""
     if not times:
         return label
-    degree = None if label.degree is None else label.degree + times
-    result = label.replace(degree=degree, dim=None, inner=None, columns=None, value=None)
-    sums = frozenset({operations[0]})
+    result = _grown(label, times).replace(dim=None, inner=None, columns=None, value=None)
     if label.kind is Kind.MIXED:
         return result
     if label.kind is Kind.SUM or times > 1:
-        return result.replace(kind=Kind.SHARED).with_mix(operations[0], "sums a sum for each example", [label])
+        what = "sums a sum for each example"
+        return result.replace(kind=Kind.SHARED).with_mix(operations[0], what, [label])
+    sums = frozenset({operations[0]})
     if label.kind is Kind.PLACES:
         return result.replace(kind=Kind.SHARED, sums=sums).with_mix(operations[0], PLACE)
     return result.replace(kind=Kind.SUM, sums=sums)
@@ -448,79 +652,114 @@ def _summed(operations: Operations, label: Label, times: int) -> Label:
 def _reduce(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
     """Label reductions that are no sums."""
     label = labels[0]
+    count = len(operations[0].outputs)
     axes = operations[0].params["axes"]
-    if label.value is not None and operations[0].primitive in ("reduce_max", "reduce_min"):
+    is_homogeneous = operations[0].primitive in ("reduce_max", "reduce_min")
+    if label.value is not None and is_homogeneous:
         return [label]
     (result, *_) = _nonlinear(operations, [label.replace(degree=0.0)], setting)
-    is_homogeneous = operations[0].primitive in ("reduce_max", "reduce_min")
-    degree = label.degree if is_homogeneous or label.degree == 0 else None
+    degree = None
+    if is_homogeneous or label.degree == 0:
+        degree = label.degree
     if label.has_examples and label.dim in axes:
-        shared = Label(degree=degree, mixes=label.mixes).with_mix(operations[0], ACROSS, labels)
-        return [shared] * len(operations[0].outputs)
-    return [_dropped(result, axes).replace(degree=degree)] * len(operations[0].outputs)
+        shared = Label(degree=degree, mixes=label.mixes)
+        return [shared.with_mix(operations[0], ACROSS, labels)] * count
+    return [_dropped(result, axes).replace(degree=degree)] * count
 
 
 def _dot(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a product of matrices."""
     left, right = labels
     if left.is_zero or right.is_zero:
         return [constant(0, 0)]
     contracted, batched = operations[0].params["dimension_numbers"]
-    varying = varying_dims((operations[0].inputs[0], operations[1].inputs[0]))
-    times = len([dim for dim in contracted[0] if dim in varying])
-    known = left.degree is not None and right.degree is not None
-    degree = left.degree + right.degree if known else None  # type: ignore[operator]
+    varying = varying_dims(_input_pair(operations, 0))
+    times = len(set(contracted[0]).intersection(varying))
+    degree = _degree_of_product(left, right)
     if Kind.MIXED in (left.kind, right.kind):
-        grown = None if degree is None else degree + times
-        return [Label(Kind.MIXED, degree=grown, mixes=all_mixes(labels))]
-    where = [_role(label, side, contracted, batched) for side, label in enumerate(labels)]
-    parted = [label for label in labels if label.has_examples]
-    layouts = {label.inner for label in parted} - {None}
-    is_aligned = len(parted) < 2 or (where[0] == where[1] and where[0][0] != "free" and len(layouts) <= 1)
-    others = [label for label in labels if label.kind is not Kind.SHARED]
-    if any(label.kind is Kind.SUM for label in labels) and len(others) > 1:
+        degree = _raised(degree, times)
+        return [Label(Kind.MIXED, degree=degree, mixes=all_mixes(labels))]
+    if _has_kind(labels, Kind.SUM) and not _has_kind(labels, Kind.SHARED):
         return [_mixed(operations, labels, NONLINEAR)]
-    if not is_aligned:
-        grown = None if degree is None else degree + times
-        return [_mixed(operations, labels, ORDER).replace(degree=grown)]
+    roles = (
+        _role(left, contracted[0], batched[0]),
+        _role(right, contracted[1], batched[1]),
+    )
+    if not _are_aligned(left, right, roles):
+        return [_mixed(operations, labels, ORDER).replace(degree=_raised(degree, times))]
     result = strongest(labels)
-    if any(label.kind is Kind.PLACES for label in parted):
+    if _has_kind(labels, Kind.PLACES):
         result = result.with_mix(operations[0], PLACE)
     result = result.replace(degree=degree)
-    if parted:
-        label = parted[0]
-        side = 0 if left.has_examples else 1
-        role, number = where[side]
-        if role == "loop":
-            return [result]
-        if role != "contracted":
-            ranks = [len(value.shape) for value in operations[0].inputs]
-            dim = _position(side, role, number, contracted, batched, ranks)
-            return [_grown(result.replace(dim=dim, inner=label.inner), times)]
-    return [_summed(operations, result, times)]
+    return [_dot_of_parts(operations, labels, roles, result, times)]
 
 
-def _role(label: Label, side: int, contracted: Any, batched: Any) -> tuple[str, int]:
-    """Return what a product does with the dimension of the examples, and its number among those of that role."""
+_Role = tuple[str, int]
+"""Use of the examples' dimension in a product, and its number among the dimensions of this use."""
+
+
+def _role(label: Label, contracted: Sequence[int], batched: Sequence[int]) -> _Role:
+    """Return the role of an operand's dimension of examples in a product."""
     if not label.has_examples:
         return "", 0
     if label.dim is None:
         return "loop", 0
-    for role, dims in (("contracted", contracted[side]), ("batched", batched[side])):
-        if label.dim in dims:
-            return role, tuple(dims).index(label.dim)
-    others = {*contracted[side], *batched[side]}
-    return "free", label.dim - sum(dim < label.dim for dim in others)
+    if label.dim in contracted:
+        return "contracted", tuple(contracted).index(label.dim)
+    if label.dim in batched:
+        return "batched", tuple(batched).index(label.dim)
+    return "free", label.dim - _count_below(label.dim, {*contracted, *batched})
 
 
-def _position(side: int, role: str, number: int, contracted: Any, batched: Any, ranks: Sequence[int]) -> int:
-    """Return the dimension of a product that is a batch dimension or a free one of an operand."""
-    if role == "batched":
-        return number
-    free = ranks[0] - len(contracted[0]) - len(batched[0])
-    return len(batched[0]) + (free if side else 0) + number
+def _are_aligned(left: Label, right: Label, roles: tuple[_Role, _Role]) -> bool:
+    """Return whether a product combines each example with itself."""
+    if not left.has_examples or not right.has_examples:
+        return True
+    if roles[0] != roles[1] or roles[0][0] == "free":
+        return False
+    return left.inner == right.inner or None in (left.inner, right.inner)
+
+
+def _dot_of_parts(
+    operations: Operations,
+    labels: Sequence[Label],
+    roles: tuple[_Role, _Role],
+    result: Label,
+    times: int,
+) -> Label:
+    """Return the label of a product of matrices with its examples in their dimension.
+
+    Args:
+        result: The label of both operands together.
+        times: The number of dimensions of examples that the product sums over.
+    """
+    side = 0 if labels[0].has_examples else 1
+    role, number = roles[side]
+    if role == "loop":
+        return result
+    if role in ("batched", "free"):
+        dim = number
+        if role == "free":
+            dim += _first_free(operations[0], side)
+        return _grown(result.replace(dim=dim, inner=labels[side].inner), times)
+    return _summed(operations, result, times)
+
+
+def _first_free(operation: Operation, side: int) -> int:
+    """Return the dimension of a product that is the first free one of an operand.
+
+    The product has the batch dimensions first, then the free ones of the left operand.
+    """
+    contracted, batched = operation.params["dimension_numbers"]
+    of_batch = len(batched[0])
+    if side == 0:
+        return of_batch
+    of_left = len(operation.inputs[0].shape) - len(contracted[0]) - of_batch
+    return of_batch + of_left
 
 
 def _conv(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a convolution with a kernel that is the same for all examples."""
     x, kernel = labels
     params = operations[0].params
     numbers = params["dimension_numbers"]
@@ -528,14 +767,20 @@ def _conv(operations: Operations, labels: Sequence[Label], setting: Setting) -> 
     if kernel.kind is not Kind.SHARED or not is_batch:
         return [_mixed(operations, labels, ORDER)]
     result = x.replace(mixes=all_mixes(labels), value=None, columns=None)
-    return [_moved(result, numbers.out_spec[0]) if x.has_examples and x.dim is not None else result]
+    if _dim_of(x) is None:
+        return [result]
+    return [_moved(result, numbers.out_spec[0])]
 
 
 def _window(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    label, params = labels[0], operations[0].params
-    if label.has_examples and label.dim is not None:
-        sizes, strides = params["window_dimensions"], params["window_strides"]
-        if sizes[label.dim] != 1 or strides[label.dim] != 1:
+    """Label a reduction of windows: each must be of one example."""
+    label = labels[0]
+    params = operations[0].params
+    dim = _dim_of(label)
+    if dim is not None:
+        size = params["window_dimensions"][dim]
+        stride = params["window_strides"][dim]
+        if size != 1 or stride != 1:
             return [_mixed(operations, labels, ORDER)]
     if operations[0].primitive == "reduce_window_sum":
         return [label.replace(value=None)]
@@ -546,172 +791,321 @@ def _window(operations: Operations, labels: Sequence[Label], setting: Setting) -
 
 
 def _columns(label: Label, count: int) -> Sequence[Label]:
+    """Return the labels of the entries of an index's last dimension."""
     return label.columns or (label,) * count
 
 
 def _gather(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label parts of a table at places that the program computes."""
     table, index = labels[:2]
-    operand, indices = operations[0].inputs[:2]
-    numbers, sizes = operations[0].params["dimension_numbers"], operations[0].params["slice_sizes"]
     if Kind.MIXED in (table.kind, index.kind):
         return [Label(Kind.MIXED, degree=None, mixes=all_mixes(labels))]
-    taken = [dim for dim in range(len(operations[0].outputs[0].shape)) if dim not in numbers.offset_dims]
-    dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    kept = [dim for dim in range(len(operand.shape)) if dim not in dropped]
+    dim = _dim_of(table)
+    if dim is None:
+        return [_gathered_from_one(operations, labels)]
+    gathered = _gathered_from_examples(operations, labels, dim)
+    if gathered is None:
+        return [_mixed(operations, labels, "takes parts of other examples")]
+    return [gathered]
+
+
+def _gathered_from_one(operations: Operations, labels: Sequence[Label]) -> Label:
+    """Return the label of parts of a table without a dimension of examples."""
+    table, index = labels[:2]
     result = table.replace(mixes=all_mixes(labels), value=None, columns=None)
-    if not table.has_examples or table.dim is None:
-        if index.kind is Kind.SHARED and not index.mixes:
-            return [result]
-        if index.kind is Kind.PLACES or table.kind is Kind.SUM or index.kind is Kind.SUM:
-            return [_mixed(operations, labels, PLACE if index.kind is Kind.PLACES else NONLINEAR)]
-        if index.kind is Kind.SHARED:
-            return [result]
-        if table.has_examples and index.dim is not None:
-            return [_mixed(operations, labels, "takes parts of other examples")]
-        dim = None if index.dim is None else taken[index.dim]
-        return [result.replace(kind=Kind.EXAMPLES, dim=dim, inner=index.inner, sums=frozenset())]
-    own = table.dim
-    if own in numbers.operand_batching_dims:
-        paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(own)]
-        if index.kind is Kind.SHARED or (index.kind is Kind.EXAMPLES and index.dim == paired):
-            return [_moved(result, taken[paired])]
-    elif own in kept and sizes[own] == operand.shape[own] and index.kind is Kind.SHARED:
-        return [_moved(result, numbers.offset_dims[kept.index(own)])]
-    elif own in numbers.collapsed_slice_dims and own in numbers.start_index_map and index.kind is Kind.PLACES:
+    if _is_plain(index):
+        return result
+    if index.kind is Kind.PLACES:
+        return _mixed(operations, labels, PLACE)
+    if Kind.SUM in (table.kind, index.kind):
+        return _mixed(operations, labels, NONLINEAR)
+    if index.kind is Kind.SHARED:
+        return result
+    if table.has_examples and index.dim is not None:
+        return _mixed(operations, labels, "takes parts of other examples")
+    dim = None
+    if index.dim is not None:
+        dim = _index_dims(operations[0])[index.dim]
+    return result.replace(kind=Kind.EXAMPLES, dim=dim, inner=index.inner, sums=frozenset())
+
+
+def _index_dims(operation: Operation) -> list[int]:
+    """Return the dimensions of the index in a gather's result, in order."""
+    numbers = operation.params["dimension_numbers"]
+    return _others(len(operation.outputs[0].shape), numbers.offset_dims)
+
+
+def _gathered_from_examples(
+    operations: Operations, labels: Sequence[Label], dim: int
+) -> Label | None:
+    """Return the label of parts of a table, each of one example; None if they may be of others.
+
+    The table has its examples in a dimension.
+    """
+    table, index = labels[:2]
+    operand, indices = operations[0].inputs[:2]
+    numbers = operations[0].params["dimension_numbers"]
+    result = table.replace(mixes=all_mixes(labels), value=None, columns=None)
+    if dim in numbers.operand_batching_dims:
+        number = numbers.operand_batching_dims.index(dim)
+        paired = numbers.start_indices_batching_dims[number]
+        is_of_example = index.kind is Kind.EXAMPLES and index.dim == paired
+        if index.kind is not Kind.SHARED and not is_of_example:
+            return None
+        return _moved(result, _index_dims(operations[0])[paired])
+    if dim in numbers.collapsed_slice_dims:
+        if dim not in numbers.start_index_map or index.kind is not Kind.PLACES:
+            return None
         columns = _columns(index, indices.shape[-1])
-        places = columns[numbers.start_index_map.index(own)]
-        if places.kind is Kind.PLACES and places.dim is not None and table.inner == 1:
-            return [_moved(result.replace(mixes=all_mixes([table, *columns])), taken[places.dim])]
-    return [_mixed(operations, labels, "takes parts of other examples")]
+        places = columns[numbers.start_index_map.index(dim)]
+        if places.kind is not Kind.PLACES or places.dim is None or table.inner != 1:
+            return None
+        result = result.replace(mixes=all_mixes([table, *columns]))
+        return _moved(result, _index_dims(operations[0])[places.dim])
+    is_whole = operations[0].params["slice_sizes"][dim] == operand.shape[dim]
+    if not is_whole or index.kind is not Kind.SHARED:
+        return None
+    dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    kept = _others(len(operand.shape), dropped)
+    return _moved(result, numbers.offset_dims[kept.index(dim)])
 
 
 def _scatter(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
+    """Label a table after rows were written or added at places that the program computes."""
     table, index, rows = labels
-    operand, indices, updates = operations[0].inputs
-    numbers = operations[0].params["dimension_numbers"]
-    if Kind.MIXED in (table.kind, index.kind, rows.kind):
+    kinds = (table.kind, index.kind, rows.kind)
+    if Kind.MIXED in kinds:
         return [Label(Kind.MIXED, degree=None, mixes=all_mixes(labels))]
-    varying = varying_dims((operand, operations[1].inputs[0]))
-    is_added = operations[0].primitive == "scatter-add"
-    parted = [label for label in labels if label.has_examples]
-    if not varying and parted and all(label.dim is None for label in parted):
+    varying = varying_dims(_input_pair(operations, 0))
+    if not varying and _is_inside_loop(labels):
         return _nonlinear(operations, labels, setting)
     if not varying and not table.has_examples:
-        if index.kind is Kind.SHARED and rows.kind in (Kind.SHARED, Kind.SUM):
-            return [_added(operations, (table, rows)).replace(value=None, mixes=all_mixes(labels))]
-        if is_added and index.kind in (Kind.SHARED, Kind.EXAMPLES) and rows.kind in (Kind.SHARED, Kind.EXAMPLES):
-            part = rows.replace(mixes=all_mixes((index, rows)), kind=Kind.EXAMPLES)
-            return [_added(operations, (table, _summed(operations, part, 1))).replace(value=None)]
-        return [_mixed(operations, labels, ORDER)]
-    if len(varying) == 1 and Kind.SUM not in (table.kind, index.kind, rows.kind):
+        return [_scattered_to_one(operations, labels)]
+    if len(varying) == 1 and Kind.SUM not in kinds:
         (dim,) = varying
-        result = strongest([table, rows.replace(dim=dim), index.replace(dim=dim)])
-        result = result.replace(kind=Kind.EXAMPLES, dim=dim, inner=table.inner or rows.inner or index.inner or 1)
-        windows = [d for d in range(len(operand.shape)) if d not in numbers.inserted_window_dims]
-        windows = [d for d in windows if d not in numbers.operand_batching_dims]
-        result = result.replace(degree=_added(operations, (table, rows.replace(dim=table.dim))).degree)
-        if dim in numbers.operand_batching_dims:
-            return [result]
-        if dim in windows and index.kind is Kind.SHARED:
-            position = numbers.update_window_dims[windows.index(dim)]
-            if updates.shape[position] == operand.shape[dim]:
-                return [result]
-        if dim in numbers.inserted_window_dims and dim in numbers.scatter_dims_to_operand_dims:
-            columns = _columns(index, indices.shape[-1])
-            places = columns[numbers.scatter_dims_to_operand_dims.index(dim)]
-            if index.kind is Kind.PLACES and places.kind is Kind.PLACES:
-                return [result]
-    return [_mixed(operations, labels, "adds to parts of other examples" if is_added else ORDER)]
+        if _scatters_to_own(operations[0], index, dim):
+            return [_scattered_to_examples(operations, labels, dim)]
+    what = ORDER
+    if operations[0].primitive == "scatter-add":
+        what = "adds to parts of other examples"
+    return [_mixed(operations, labels, what)]
+
+
+def _is_inside_loop(labels: Sequence[Label]) -> bool:
+    """Return whether all values of examples, and at least one, are of an iteration's example."""
+    parted = [label for label in labels if label.has_examples]
+    return bool(parted) and all(label.dim is None for label in parted)
+
+
+def _scattered_to_one(operations: Operations, labels: Sequence[Label]) -> Label:
+    """Return the label of a table without examples after rows were written or added."""
+    table, index, rows = labels
+    if index.kind is Kind.SHARED and rows.kind in (Kind.SHARED, Kind.SUM):
+        added = _added(operations, (table, rows))
+        return added.replace(value=None, mixes=all_mixes(labels))
+    is_added = operations[0].primitive == "scatter-add"
+    of_examples = (Kind.SHARED, Kind.EXAMPLES)
+    if is_added and index.kind in of_examples and rows.kind in of_examples:
+        part = rows.replace(mixes=all_mixes((index, rows)), kind=Kind.EXAMPLES)
+        total = _summed(operations, part, 1)
+        return _added(operations, (table, total)).replace(value=None)
+    return _mixed(operations, labels, ORDER)
+
+
+def _scatters_to_own(operation: Operation, index: Label, dim: int) -> bool:
+    """Return whether the rows of an example go to its own part of a table.
+
+    Args:
+        index: The label of the places.
+        dim: The table's dimension of examples.
+    """
+    operand, indices, updates = operation.inputs
+    numbers = operation.params["dimension_numbers"]
+    if dim in numbers.operand_batching_dims:
+        return True
+    if dim in numbers.inserted_window_dims:
+        if dim not in numbers.scatter_dims_to_operand_dims or index.kind is not Kind.PLACES:
+            return False
+        columns = _columns(index, indices.shape[-1])
+        places = columns[numbers.scatter_dims_to_operand_dims.index(dim)]
+        return places.kind is Kind.PLACES
+    if index.kind is not Kind.SHARED:
+        return False
+    dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    windows = _others(len(operand.shape), dropped)
+    position = numbers.update_window_dims[windows.index(dim)]
+    return updates.shape[position] == operand.shape[dim]
+
+
+def _scattered_to_examples(operations: Operations, labels: Sequence[Label], dim: int) -> Label:
+    """Return the label of a table of examples after each got its own rows."""
+    table, index, rows = labels
+    result = strongest([table, rows.replace(dim=dim), index.replace(dim=dim)])
+    added = _added(operations, (table, rows.replace(dim=table.dim)))
+    inner = table.inner or rows.inner or index.inner or 1
+    return result.replace(kind=Kind.EXAMPLES, dim=dim, inner=inner, degree=added.degree)
 
 
 # Random numbers and collectives.
 
 
 def _drawn(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label random numbers: those of an example are its own, wherever they come from."""
+    """Label random numbers: each example has its own, wherever they come from."""
     results = []
     for pair in zip(operations[0].outputs, operations[1].outputs, strict=True):
         dims = varying_dims(pair)
-        if dims:
-            size = pair[0].shape[dims[0]]
-            inner = 1 if size == setting.counts[0] else None
-            results.append(Label(Kind.EXAMPLES, dims[0], inner, mixes=all_mixes(labels)))
-        else:
+        if not dims:
             results.append(strongest(labels).replace(degree=0.0))
+            continue
+        inner = None
+        if pair[0].shape[dims[0]] == setting.counts[0]:
+            inner = 1
+        results.append(Label(Kind.EXAMPLES, dims[0], inner, mixes=all_mixes(labels)))
     return results
 
 
 def _axes(operation: Operation) -> frozenset[str]:
+    """Return the mesh axes of a collective."""
     names = operation.params.get("axes", operation.params.get("axis_name", ()))
-    return frozenset(names if isinstance(names, tuple | list) else (names,))
+    if not isinstance(names, tuple | list):
+        names = (names,)
+    return frozenset(names)
 
 
 def _psum(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    axes, is_sum = _axes(operations[0]), operations[0].primitive.startswith("psum")
+    """Label sums and maxima over devices."""
     results = []
     for label in labels:
-        (other,) = [label] if is_sum else _nonlinear((operations[0], operations[1]), [label], setting)[:1]
-        if not axes & set(BATCH_AXES):
-            results.append(other)
-        elif label.has_examples and label.dim is not None:
-            results.append(_mixed(operations, [label], "joins examples of several devices"))
-        elif setting.around and axes >= setting.around:
-            kind = Kind.SHARED if label.kind is Kind.SUM else label.kind  # of all devices, and the same on each
-            results.append((label if is_sum else other).replace(kind=kind, value=None))
-        elif axes & setting.around:
-            results.append(other.with_mix(operations[0], "sums over some of the devices", [label]))
-        else:
-            results.append(other.replace(value=None))
+        other = label
+        if not operations[0].primitive.startswith("psum"):
+            other = _nonlinear(operations, [label], setting)[0]
+        results.append(_over_devices(operations, label, other, setting))
     return results
 
 
+def _over_devices(operations: Operations, label: Label, other: Label, setting: Setting) -> Label:
+    """Return the label of a sum or a maximum over devices; `other` is that of one device's part."""
+    axes = _axes(operations[0])
+    if axes.isdisjoint(BATCH_AXES):
+        return other
+    if _dim_of(label) is not None:
+        return _mixed(operations, [label], "joins examples of several devices")
+    if setting.around and axes >= setting.around:
+        kind = label.kind
+        if kind is Kind.SUM:
+            kind = Kind.SHARED  # of all devices, and the same on each
+        return other.replace(kind=kind, value=None)
+    if axes & setting.around:
+        return other.with_mix(operations[0], "sums over some of the devices", [label])
+    return other.replace(value=None)
+
+
 def _exchanged(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label what moves parts of arrays between devices."""
-    label, params = labels[0], operations[0].params
+    """Label parts of arrays that move between devices."""
+    return [_exchanged_part(operations, labels)] * len(operations[0].outputs)
+
+
+_EXCHANGED_DIMS = ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")
+"""Parameters of collectives with a dimension that they split or join."""
+
+
+def _exchanged_part(operations: Operations, labels: Sequence[Label]) -> Label:
+    """Return the label of an array with parts that move between devices."""
+    label = labels[0]
+    params = operations[0].params
     if label.kind is Kind.SHARED:
-        return [label] * len(operations[0].outputs)
-    if _axes(operations[0]) & set(BATCH_AXES):
-        return [_mixed(operations, labels, "moves examples between devices")] * len(operations[0].outputs)
-    along = {params.get(name) for name in ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")}
-    is_whole = params.get("tiled", True) and label.dim not in along - {None}
+        return label
+    if not _axes(operations[0]).isdisjoint(BATCH_AXES):
+        return _mixed(operations, labels, "moves examples between devices")
+    is_whole = params.get("tiled", True)
+    for name in _EXCHANGED_DIMS:
+        dim = params.get(name)
+        if dim is not None and dim == label.dim:
+            is_whole = False
     if label.has_examples and not is_whole:
-        return [_mixed(operations, labels, ORDER)] * len(operations[0].outputs)
-    return [label.replace(columns=None, value=None)] * len(operations[0].outputs)
+        return _mixed(operations, labels, ORDER)
+    return label.replace(columns=None, value=None)
 
 
 def _axis_index(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    if _axes(operations[0]) & set(BATCH_AXES):
-        return [SHARED.with_mix(operations[0], PLACE)]
-    return [SHARED]
+    """Label the place of a device along a mesh axis."""
+    if _axes(operations[0]).isdisjoint(BATCH_AXES):
+        return [SHARED]
+    return [SHARED.with_mix(operations[0], PLACE)]
 
 
-_LINEAR = ("neg", "copy", "copy_p", "name", "reduce_precision", "real", "imag", "conj", "stored", "pvary", "pbroadcast")
+_LINEAR = (
+    *("neg", "copy", "copy_p", "name", "reduce_precision", "real", "imag", "conj"),
+    *("stored", "pvary", "pbroadcast"),
+)
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _nonlinear),
     **dict.fromkeys(("random_fold_in", "random_wrap", "random_unwrap", "threefry2x32"), _nonlinear),
-    **dict.fromkeys(("eq_to", "le_to", "lt_to", "log2", "one_minus_square", "polynomial"), _nonlinear),
+    **dict.fromkeys(
+        ("eq_to", "le_to", "lt_to", "log2", "one_minus_square", "polynomial"), _nonlinear
+    ),
     **dict.fromkeys(_LINEAR, _linear),
-    **dict.fromkeys(("sharding_constraint", "reshard", "layout_constraint", "stop_gradient"), _linear),
-    **dict.fromkeys(("device_put", "optimization_barrier"), lambda operations, labels, setting: list(labels)),
+    **dict.fromkeys(
+        ("sharding_constraint", "reshard", "layout_constraint", "stop_gradient"), _linear
+    ),
+    **dict.fromkeys(("device_put", "optimization_barrier"), _same),
     **dict.fromkeys(("add", "add_any", "sub"), _add),
     **dict.fromkeys(
-        ("random_bits", "random_split", "random_gamma", "rng_bit_generator", "random_seed", "rng_uniform"), _drawn
+        (
+            "random_bits",
+            "random_split",
+            "random_gamma",
+            "rng_bit_generator",
+            "random_seed",
+            "rng_uniform",
+        ),
+        _drawn,
     ),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
-    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduce),
+    **dict.fromkeys(
+        ("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"),
+        _reduce,
+    ),
     **dict.fromkeys(("argmax", "argmin"), _reduce),
     **dict.fromkeys(
-        ("top_k", "approx_top_k", "fft", "cholesky", "lu", "qr", "eigh", "svd", "householder_product"), _last
+        (
+            "top_k",
+            "approx_top_k",
+            "fft",
+            "cholesky",
+            "lu",
+            "qr",
+            "eigh",
+            "svd",
+            "householder_product",
+        ),
+        _last,
     ),
     **dict.fromkeys(
-        ("triangular_solve", "eig", "schur", "tridiagonal_solve", "geqrf", "hessenberg", "tridiagonal"), _last
+        (
+            "triangular_solve",
+            "eig",
+            "schur",
+            "tridiagonal_solve",
+            "geqrf",
+            "hessenberg",
+            "tridiagonal",
+        ),
+        _last,
     ),
-    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add"), _window),
+    **dict.fromkeys(
+        ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add"),
+        _window,
+    ),
     **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), _psum),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "reduce_scatter", "psum_scatter"), _exchanged),
+    **dict.fromkeys(
+        ("all_gather", "all_gather_invariant", "reduce_scatter", "psum_scatter"), _exchanged
+    ),
     **dict.fromkeys(("ppermute", "all_to_all"), _exchanged),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min"), _scatter),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min"), _scatter
+    ),
     "axis_index": _axis_index,
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
@@ -741,7 +1135,8 @@ RULES: Mapping[str, Rule] = {
 
 def results_of(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
     """Return the labels of the results of an operation without bodies."""
-    name, count = operations[0].primitive, len(operations[0].outputs)
+    name = operations[0].primitive
+    count = len(operations[0].outputs)
     folded = _fold(operations, labels)
     if folded is not None:
         return [folded]
@@ -750,18 +1145,25 @@ def results_of(operations: Operations, labels: Sequence[Label], setting: Setting
     rule = RULES.get(name)
     if rule is not None:
         return rule(operations, labels, setting)
-    varies = any(varying_dims(pair) for pair in zip(operations[0].outputs, operations[1].outputs, strict=True))
-    if not varies and all(label.kind is Kind.SHARED for label in labels):
-        result = Label(degree=_degree_of(operations[0], labels), mixes=all_mixes(labels), sums=all_sums(labels))
-        return [result] * count
-    return [_mixed(operations, labels, UNKNOWN)] * count
+    outputs = zip(operations[0].outputs, operations[1].outputs, strict=True)
+    varies = any(map(varying_dims, outputs))
+    if varies or not _are_shared(labels):
+        return [_mixed(operations, labels, UNKNOWN)] * count
+    degree = _degree_of(operations[0], labels)
+    result = Label(degree=degree, mixes=all_mixes(labels), sums=all_sums(labels))
+    return [result] * count
+
+
+def _are_shared(labels: Sequence[Label]) -> bool:
+    return all(label.kind is Kind.SHARED for label in labels)
 
 
 def trusted_result(output: tuple[Any, Any], labels: Sequence[Label]) -> Label:
-    """Return the label of a result of a function that is declared to treat each example by itself."""
-    dims, mixes = varying_dims(output), all_mixes(labels)
+    """Return the label of a result of a function that is declared to treat examples separately."""
+    dims = varying_dims(output)
+    mixes = all_mixes(labels)
     if dims:
         return Label(Kind.EXAMPLES, dims[0], None, mixes=mixes)
-    if all(label.kind is Kind.SHARED for label in labels):
+    if _are_shared(labels):
         return Label(mixes=mixes, sums=all_sums(labels))
     return Label(Kind.SUM, degree=1.0, mixes=mixes)

@@ -1,4 +1,6 @@
-"""Dependence of a traced program's results on the examples of a batch, read from its operations.
+"""Dependence of a traced program's results on the examples of a batch.
+
+It is read from the program's operations:
 
 ```python
 sizes = read_program(jaxpr_of_4), read_program(jaxpr_of_8)
@@ -6,13 +8,14 @@ labels = label_examples(sizes, inputs, counts=(4, 8))
 labels[0].kind is Kind.SUM and not labels[0].mixes     # the first result is a sum over the examples
 ```
 
-Loops, conditions and manual regions are read like any code; a loop over the examples may add up what each of them
-gives. A function that is declared to treat each example by itself (`per_example`) is not read.
+Loops, conditions and manual regions are read like any code; a loop over the examples may add up
+what each of them gives. A function that is declared to treat each example by itself
+(`per_example`) is not read.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -28,7 +31,15 @@ from spmd.jaxpr.example_labels import (
     strongest,
     varying_dims,
 )
-from spmd.jaxpr.example_rules import ACROSS, ADDED, NUMBER, Operations, Setting, results_of, trusted_result
+from spmd.jaxpr.example_rules import (
+    ACROSS,
+    ADDED,
+    NUMBER,
+    Operations,
+    Setting,
+    results_of,
+    trusted_result,
+)
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
 
 # The operations of a declared function belong to its own lines, and to the line that calls it.
@@ -45,16 +56,19 @@ _SMALL = 1 << 16
 
 
 def declared_scope(name: str) -> str:
-    """Return the scope of what adds a value of a whole microbatch, such as a balance loss, to the sums of a loss."""
+    """Return the scope for adding a value of a whole microbatch to the sums of a loss.
+
+    A balance loss is such a value.
+    """
     return f"{_DECLARED}{name})"
 
 
 def per_example(function: F) -> F:
-    """Declare that a function treats each example of a batch by itself, so that its code is not read.
+    """Declare that a function treats each example of a batch by itself: its code is not read.
 
-    Results with a dimension of examples then depend, for each example, on its own part of the arguments; results
-    without one are sums over the examples. Needed where the structure does not tell, such as for a primitive of one's
-    own, or for experts that sort the tokens of all examples.
+    Results with a dimension of examples then depend, for each example, on its own part of the
+    arguments; results without one are sums over the examples. Needed where the structure does not
+    tell, such as for a primitive of one's own, or for experts that sort the tokens of all examples.
 
     Example:
         >>> squares = per_example(lambda x: (x**2).sum())
@@ -71,7 +85,7 @@ def per_example(function: F) -> F:
 
 
 class UnlikeProgramsError(ValueError):
-    """The program of one batch size has other operations than that of another; the text is where."""
+    """The programs of two batch sizes have different operations; the text is where."""
 
 
 @dataclasses.dataclass
@@ -80,7 +94,8 @@ class ExampleLabels:
 
     Attributes:
         results: The labels, in order.
-        declared: Names of the values of a microbatch that are declared as such → the operation that adds each to a sum.
+        declared: Names of the values of a microbatch that are declared as such → the operation that
+            adds each to a sum.
     """
 
     results: list[Label]
@@ -98,8 +113,8 @@ def label_examples(
     Args:
         inputs: The labels of the program's inputs.
         counts: The numbers of examples.
-        around: The mesh axes that split the examples and are manual around the program; a sum over all of them is the
-            same on each device.
+        around: The mesh axes that split the examples and are manual around the program; a sum over
+            all of them is the same on each device.
 
     Raises:
         UnlikeProgramsError: The two programs have different operations.
@@ -131,43 +146,52 @@ def _declared_name(scopes: str) -> str:
 
 @dataclasses.dataclass
 class _Reader:
+    """The reading of a program and of the bodies in it."""
+
     setting: Setting
     declared: dict[str, Operation]
 
-    def read(self, programs: tuple[TracedProgram, TracedProgram], inputs: Sequence[Label]) -> list[Label]:
+    def read(
+        self, programs: tuple[TracedProgram, TracedProgram], inputs: Sequence[Label]
+    ) -> list[Label]:
         """Return the labels of the results of a program, or of a body."""
         labels = dict(zip(programs[0].inputs, inputs, strict=True))
-
-        def label(pair: tuple[TracedValue, TracedValue]) -> Label:
-            known = labels.get(pair[0])
-            return _of_constant(pair) if known is None else known
-
         for operations in _pairs(programs):
             if isinstance(operations, _Trusted):
-                given = [label(pair) for pair in operations.inputs]
-                labels.update((pair[0], trusted_result(pair, given)) for pair in operations.outputs)
+                given = _labels_of(operations.inputs, labels)
+                for pair in operations.outputs:
+                    labels[pair[0]] = trusted_result(pair, given)
                 continue
-            given = list(map(label, zip(operations[0].inputs, operations[1].inputs, strict=True)))
+            operands = zip(operations[0].inputs, operations[1].inputs, strict=True)
+            given = _labels_of(operands, labels)
             results = self._results(operations, given)
             labels.update(zip(operations[0].outputs, results, strict=True))
-        return list(map(label, zip(programs[0].outputs, programs[1].outputs, strict=True)))
+        outputs = zip(programs[0].outputs, programs[1].outputs, strict=True)
+        return _labels_of(outputs, labels)
 
     def _results(self, operations: Operations, given: list[Label]) -> list[Label]:
-        loops: Mapping[str, Callable[[Operations, list[Label]], list[Label]]] = {
-            "scan": self._scan,
-            "while": self._while,
-            "cond": self._cond,
-            "shard_map": self._shard_map,
-        }
-        name = operations[0].primitive
-        results = loops[name](operations, given) if name in loops else results_of(operations, given, self.setting)
+        """Return the labels of an operation's results, in a declared scope or not."""
+        results = self._undeclared_results(operations, given)
         declared = _declared_name(names_of_scopes(operations[0]))
         if not declared:
             return results
         return [self._as_declared(declared, operations[0], result) for result in results]
 
+    def _undeclared_results(self, operations: Operations, given: list[Label]) -> list[Label]:
+        """Return the labels of an operation's results, by what it does."""
+        name = operations[0].primitive
+        if name == "scan":
+            return self._scan(operations, given)
+        if name == "while":
+            return self._while(operations, given)
+        if name == "cond":
+            return self._cond(operations, given)
+        if name == "shard_map":
+            return self._shard_map(operations, given)
+        return results_of(operations, given, self.setting)
+
     def _as_declared(self, name: str, operation: Operation, label: Label) -> Label:
-        """Return the label of a value of the microbatch, which its author has declared, times a sum."""
+        """Return the label of a declared value of the microbatch, times a sum."""
         if label.mixes:
             self.declared.setdefault(name, operation)
         if not label.mixes or (label.kind is Kind.SHARED and not label.sums):
@@ -175,17 +199,22 @@ class _Reader:
         return Label(Kind.SUM, degree=1.0, sums=frozenset({operation}))
 
     def _bodies(self, operations: Operations) -> list[tuple[TracedProgram, TracedProgram]]:
+        """Return the bodies of an operation at both batch sizes."""
         if len(operations[0].bodies) != len(operations[1].bodies):
             raise UnlikeProgramsError(operations[0].primitive)
         return list(zip(operations[0].bodies, operations[1].bodies, strict=True))
 
     def _scan(self, operations: Operations, given: list[Label]) -> list[Label]:
+        """Return the labels of the results of a `scan`."""
         (bodies,) = self._bodies(operations)
-        consts, count = operations[0].params["num_consts"], operations[0].params["num_carry"]
-        lengths = [operation.params["length"] for operation in operations]
-        slices = [_iteration(label) for label in given[consts + count :]]
-        carry, results = self._carried(operations, bodies, given[:consts], given[consts : consts + count], slices)
-        ys = [_stacked(label, lengths, self.setting) for label in results[count:]]
+        first = operations[0].params["num_consts"]
+        count = operations[0].params["num_carry"]
+        consts = given[:first]
+        start = given[first : first + count]
+        slices = list(map(_iteration, given[first + count :]))
+        carry, results = self._carried(operations, bodies, consts, start, slices)
+        is_over_examples = operations[0].params["length"] == self.setting.counts[0]
+        ys = [_stacked(label, is_over_examples) for label in results[count:]]
         return [*carry, *ys]
 
     def _carried(
@@ -196,67 +225,53 @@ class _Reader:
         carry: Sequence[Label],
         slices: Sequence[Label],
     ) -> tuple[list[Label], list[Label]]:
-        """Return the labels of what a loop carries at its end, and of the results of an iteration."""
-        loop, first = operations[0], list(carry)
+        """Return the labels of a loop's carried values at its end, and of one iteration."""
+        loop = operations[0]
         varies = loop.params.get("length") != operations[1].params.get("length")
+        first = list(carry)
         carry = list(carry)
+        # Labels may change in each iteration: repeat to a fixed point.
         for _ in range(_ROUNDS):
             results = self.read(bodies, [*consts, *carry, *slices])
             after = []
             for number, (old, new) in enumerate(loop.carried):
-                label = self._after(operations, first[number], carry[number], results[number], old, new, varies)
-                after.append(label)
+                if old is new:
+                    after.append(carry[number])
+                    continue
+                step = _Step(loop, old, new, first[number], carry[number], results[number])
+                after.append(step.label(varies))
             if after == carry:
                 break
             carry = after
         return carry, results
 
-    def _after(
-        self,
-        operations: Operations,
-        first: Label,
-        before: Label,
-        after: Label,
-        old: TracedValue,
-        new: TracedValue,
-        varies: bool,
-    ) -> Label:
-        """Return the label of a carried value after one more iteration."""
-        loop = operations[0]
-        if old is new:
-            return before
-        is_of_iteration = after.has_examples and after.dim is None
-        if is_of_iteration or varies:
-            if not old.is_float and not after.has_examples:
-                return Label(after.kind, after.dim, after.inner, mixes=after.mixes, sums=after.sums)
-            adding = adding_operation(loop, old, new)
-            if adding is not None and first.kind in (Kind.SHARED, Kind.SUM):
-                mixes = frozenset(mix for mix in after.mixes if mix.operation is not adding)
-                summed = Label(Kind.SUM, degree=1.0, sums=frozenset({loop}), mixes=before.mixes | mixes)
-                return summed if first.is_zero or first.kind is Kind.SUM else summed.with_mix(loop, ADDED)
-            what = _ORDERED if is_of_iteration else NUMBER
-            mixed = Label(Kind.MIXED, degree=None, mixes=after.mixes)
-            return mixed.with_mix(loop, what)
-        return _either(loop, before, after)
-
     def _while(self, operations: Operations, given: list[Label]) -> list[Label]:
+        """Return the labels of the results of a `while` loop."""
         (bodies,) = self._bodies(operations)
-        body, condition = (operations[0].params[name] for name in ("body_nconsts", "cond_nconsts"))
-        of_condition, consts, start = given[:condition], given[condition : condition + body], given[condition + body :]
+        of_condition = operations[0].params["cond_nconsts"]
+        of_body = operations[0].params["body_nconsts"]
+        consts = given[of_condition : of_condition + of_body]
+        start = given[of_condition + of_body :]
         carry, _ = self._carried(operations, bodies, consts, start, [])
-        conditions = tuple(read_program(operation.params["cond_jaxpr"]) for operation in operations)
-        (goes_on,) = self.read(conditions, [*of_condition, *carry])  # type: ignore[arg-type]
+        first, second = operations
+        conditions = (
+            read_program(first.params["cond_jaxpr"]),
+            read_program(second.params["cond_jaxpr"]),
+        )
+        (goes_on,) = self.read(conditions, [*given[:of_condition], *carry])
         if goes_on.kind is Kind.SHARED and not goes_on.mixes:
             return carry
-        mixed = []
-        for old, label, (entered, left) in zip(start, carry, operations[0].carried, strict=True):
+        results = []
+        for old, label, (entered, left) in zip(start, carry, first.carried, strict=True):
             if entered is left:
-                mixed.append(old)
+                results.append(old)
                 continue
-            mixed.append(label.replace(mixes=label.mixes | goes_on.mixes).with_mix(operations[0], ACROSS, [goes_on]))
-        return mixed
+            mixed = label.replace(mixes=label.mixes | goes_on.mixes)
+            results.append(mixed.with_mix(first, ACROSS, [goes_on]))
+        return results
 
     def _cond(self, operations: Operations, given: list[Label]) -> list[Label]:
+        """Return the labels of the results of a condition."""
         index, *operands = given
         branches = [self.read(pair, operands) for pair in self._bodies(operations)]
         results = []
@@ -264,35 +279,109 @@ class _Reader:
             result = labels[0]
             for label in labels[1:]:
                 result = _either(operations[0], result, label)
-            if index.kind is not Kind.SHARED or index.mixes:
-                result = result.replace(mixes=result.mixes | index.mixes, value=None)
-                if index.has_examples and result.kind is Kind.SHARED:
-                    result = result.replace(kind=Kind.EXAMPLES, dim=None, inner=index.inner)
-                elif not index.has_examples:
-                    result = result.with_mix(operations[0], "chooses by a sum over examples", [index])
-            results.append(result)
+            results.append(_chosen(operations[0], index, result))
         return results
 
     def _shard_map(self, operations: Operations, given: list[Label]) -> list[Label]:
+        """Return the labels of the results of a manual region: examples are split over devices."""
         (bodies,) = self._bodies(operations)
         parts = 1
         for label, outer, inner in zip(given, operations[0].inputs, bodies[0].inputs, strict=True):
             if label.has_examples and label.dim is not None:
                 parts = max(parts, outer.shape[label.dim] // inner.shape[label.dim])
         first, second = self.setting.counts
-        inside = _Reader(Setting((first // parts, second // parts), self.setting.around), self.declared)
-        labels = inside.read(bodies, given)
+        setting = Setting((first // parts, second // parts), self.setting.around)
+        labels = _Reader(setting, self.declared).read(bodies, given)
         results = []
-        for label, pair in zip(labels, zip(operations[0].outputs, operations[1].outputs, strict=True), strict=True):
-            is_lost = label.has_examples and label.dim not in varying_dims(pair)
-            results.append(label.replace(kind=Kind.MIXED).with_mix(operations[0], ACROSS) if is_lost else label)
+        outputs = zip(operations[0].outputs, operations[1].outputs, strict=True)
+        for label, pair in zip(labels, outputs, strict=True):
+            if label.has_examples and label.dim not in varying_dims(pair):
+                label = label.replace(kind=Kind.MIXED).with_mix(operations[0], ACROSS)
+            results.append(label)
         return results
+
+
+def _labels_of(
+    pairs: Iterable[tuple[TracedValue, TracedValue]], labels: Mapping[TracedValue, Label]
+) -> list[Label]:
+    """Return the labels of values; those without one are constants."""
+    found = []
+    for pair in pairs:
+        label = labels.get(pair[0])
+        if label is None:
+            label = _of_constant(pair)
+        found.append(label)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One more iteration for a value that a loop carries.
+
+    Attributes:
+        old: The value at the start of an iteration.
+        new: The value at its end.
+        first: The label before the loop.
+        before: The label at the start of this iteration.
+        after: The label of the body's result.
+    """
+
+    loop: Operation
+    old: TracedValue
+    new: TracedValue
+    first: Label
+    before: Label
+    after: Label
+
+    def label(self, varies: bool) -> Label:
+        """Return the label of the value after the iteration.
+
+        Args:
+            varies: Whether the number of iterations depends on that of examples.
+        """
+        after = self.after
+        is_of_iteration = after.has_examples and after.dim is None
+        if not is_of_iteration and not varies:
+            return _either(self.loop, self.before, after)
+        if not self.old.is_float and not after.has_examples:
+            return Label(after.kind, after.dim, after.inner, mixes=after.mixes, sums=after.sums)
+        adding = adding_operation(self.loop, self.old, self.new)
+        if adding is not None and self.first.kind in (Kind.SHARED, Kind.SUM):
+            return self._summed(adding)
+        mixed = Label(Kind.MIXED, degree=None, mixes=after.mixes)
+        if is_of_iteration:
+            return mixed.with_mix(self.loop, _ORDERED)
+        return mixed.with_mix(self.loop, NUMBER)
+
+    def _summed(self, adding: Operation) -> Label:
+        """Return the label of a running sum; the operation `adding` is no mix."""
+        mixes = set(self.before.mixes)
+        for mix in self.after.mixes:
+            if mix.operation is not adding:
+                mixes.add(mix)
+        sums = frozenset({self.loop})
+        summed = Label(Kind.SUM, degree=1.0, sums=sums, mixes=frozenset(mixes))
+        if self.first.is_zero or self.first.kind is Kind.SUM:
+            return summed
+        return summed.with_mix(self.loop, ADDED)
+
+
+def _chosen(operation: Operation, index: Label, result: Label) -> Label:
+    """Return the label of a condition's result, from its index and the label of its branches."""
+    if index.kind is Kind.SHARED and not index.mixes:
+        return result
+    result = result.replace(mixes=result.mixes | index.mixes, value=None)
+    if not index.has_examples:
+        return result.with_mix(operation, "chooses by a sum over examples", [index])
+    if result.kind is Kind.SHARED:
+        return result.replace(kind=Kind.EXAMPLES, dim=None, inner=index.inner)
+    return result
 
 
 def adding_operation(
     loop: Operation, old: TracedValue, new: TracedValue, adding: Sequence[str] = ADDING
 ) -> Operation | None:
-    """Return the operation by which a loop adds to a value that it carries, if that is all it does with the value.
+    """Return the operation of a loop that adds to a carried value, if it is the value's only use.
 
     Then the order of the iterations makes no difference.
     """
@@ -303,7 +392,9 @@ def adding_operation(
     (user,) = users
     if user.primitive == "convert_element_type":
         return adding_operation(loop, user.outputs[0], new, adding)
-    return user if user.primitive in adding and new in user.outputs else None
+    if user.primitive in adding and new in user.outputs:
+        return user
+    return None
 
 
 def _either(operation: Operation, one: Label, other: Label) -> Label:
@@ -315,7 +406,10 @@ def _either(operation: Operation, one: Label, other: Label) -> Label:
         return labels[0].replace(value=None)
     result = strongest(labels)
     degrees = {label.degree for label in labels}
-    result = result.replace(degree=degrees.pop() if len(degrees) == 1 else None)
+    degree = None
+    if len(degrees) == 1:
+        (degree,) = degrees
+    result = result.replace(degree=degree)
     if not same_layout(labels):
         return Label(Kind.MIXED, degree=None, mixes=result.mixes).with_mix(operation, ACROSS)
     if result.kind is Kind.SUM and any(label.kind is not Kind.SUM for label in labels):
@@ -324,48 +418,64 @@ def _either(operation: Operation, one: Label, other: Label) -> Label:
 
 
 def _iteration(label: Label) -> Label:
-    """Return the label of the part of an array that an iteration of a loop has."""
+    """Return the label of one iteration's part of an array."""
     if not label.has_examples or label.dim is None:
         return label
-    return label.replace(dim=label.dim - 1 if label.dim else None, columns=None)
+    if label.dim == 0:  # a loop over examples
+        return label.replace(dim=None, columns=None)
+    return label.replace(dim=label.dim - 1, columns=None)
 
 
-def _stacked(label: Label, lengths: Sequence[int], setting: Setting) -> Label:
-    """Return the label of what the iterations of a loop return, stacked."""
+def _stacked(label: Label, is_over_examples: bool) -> Label:
+    """Return the label of the stacked results of a loop's iterations."""
     if not label.has_examples:
         return label
     if label.dim is not None:
         return label.replace(dim=label.dim + 1, columns=None)
-    return label.replace(dim=0, inner=1 if lengths[0] == setting.counts[0] else label.inner, columns=None)
+    if is_over_examples:
+        return label.replace(dim=0, inner=1, columns=None)
+    return label.replace(dim=0, columns=None)
 
 
 def _of_constant(pair: tuple[TracedValue, TracedValue]) -> Label:
     """Return the label of a literal, or of an array from outside of the program."""
-    values = [value.constant for value in pair]
-    if any(value is None for value in values):
+    one, other = (pair[0].constant, pair[1].constant)
+    if one is None or other is None:
         return SHARED
     dims = varying_dims(pair)
-    sizes = [np.size(value) for value in values]
-    if max(sizes) == 1:
-        first, second = (np.asarray(value).reshape(-1)[0].item() for value in values)
-        return constant(first, second)
+    size = max(np.size(one), np.size(other))
+    if size == 1:
+        return constant(_first_element(one), _first_element(other))
     if not dims:
-        return SHARED if max(sizes) > _SMALL or _are_equal(*values) else Label(degree=None)
-    if max(sizes) <= _SMALL:
-        arrays = [np.asarray(value) for value in values]
-        if all((array == array.flat[0]).all() for array in arrays):
-            return constant(*(array.flat[0].item() for array in arrays))
+        if size > _SMALL or _are_equal(one, other):
+            return SHARED
+        return Label(degree=None)
+    if size <= _SMALL and _is_uniform(one) and _is_uniform(other):
+        return constant(_first_element(one), _first_element(other))
     return Label(Kind.PLACES, dims[0], 1)
 
 
+def _first_element(value: Any) -> Any:
+    """Return the first element of an array as a Python number."""
+    return np.asarray(value).flat[0].item()
+
+
+def _is_uniform(value: Any) -> bool:
+    """Return whether all elements of an array are equal."""
+    array = np.asarray(value)
+    return bool((array == array.flat[0]).all())
+
+
 def _are_equal(one: Any, other: Any) -> bool:
-    a, b = np.asarray(one), np.asarray(other)
-    return np.array_equal(a, b, equal_nan=bool(np.issubdtype(a.dtype, np.inexact)))
+    """Return whether two arrays are equal; NaN is equal to itself."""
+    first = np.asarray(one)
+    is_inexact = bool(np.issubdtype(first.dtype, np.inexact))
+    return np.array_equal(first, np.asarray(other), equal_nan=is_inexact)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Trusted:
-    """A run of operations that are declared to treat each example by itself, as one operation."""
+    """A run of operations that are declared to treat each example by itself, as one."""
 
     inputs: list[tuple[TracedValue, TracedValue]]
     outputs: list[tuple[TracedValue, TracedValue]]
@@ -381,18 +491,29 @@ def _pairs(programs: tuple[TracedProgram, TracedProgram]) -> Iterator[Operations
             if one.primitive != other.primitive or len(one.inputs) != len(other.inputs):
                 raise UnlikeProgramsError(f"{one.primitive} and {other.primitive}")
             yield one, other
-            continue
-        if isinstance(one, Operation) or isinstance(other, Operation):
+        elif isinstance(one, Operation) or isinstance(other, Operation):
             raise UnlikeProgramsError(_where(programs))
-        outputs = [_used_after(run, program) for run, program in zip((one, other), programs, strict=True)]
-        if len(outputs[0]) != len(outputs[1]):
-            raise UnlikeProgramsError(_where(programs))
-        inputs = [_from_before(run) for run in (one, other)]
-        known = list(zip(*inputs, strict=False))
-        yield _Trusted(known, list(zip(*outputs, strict=True)))
+        else:
+            yield _trusted(programs, one, other)
+
+
+def _trusted(
+    programs: tuple[TracedProgram, TracedProgram],
+    one: Sequence[Operation],
+    other: Sequence[Operation],
+) -> _Trusted:
+    """Return a run of declared operations of two programs as one operation."""
+    first_outputs = _used_after(one, programs[0])
+    second_outputs = _used_after(other, programs[1])
+    if len(first_outputs) != len(second_outputs):
+        raise UnlikeProgramsError(_where(programs))
+    inputs = list(zip(_from_before(one), _from_before(other), strict=False))
+    outputs = list(zip(first_outputs, second_outputs, strict=True))
+    return _Trusted(inputs, outputs)
 
 
 def _where(programs: tuple[TracedProgram, TracedProgram]) -> str:
+    """Return the first difference of two programs as a text."""
     for one, other in zip(programs[0].operations, programs[1].operations, strict=False):
         if one.primitive != other.primitive:
             return f"{one.primitive} and {other.primitive}"
@@ -413,15 +534,34 @@ def _runs(program: TracedProgram) -> list[Operation | list[Operation]]:
 
 
 def _from_before(run: Sequence[Operation]) -> list[TracedValue]:
-    """Return the values that a run of operations takes, in the order of their first use, without literals."""
-    made = {value for operation in run for value in operation.outputs}
-    taken = [value for operation in run for value in operation.inputs if value not in made and value.constant is None]
-    return list(dict.fromkeys(taken))
+    """Return the operands of a run of operations, in the order of their first use.
+
+    They have no literals.
+    """
+    made = _made_in(run)
+    taken: dict[TracedValue, None] = {}
+    for operation in run:
+        for value in operation.inputs:
+            if value not in made and value.constant is None:
+                taken[value] = None
+    return list(taken)
 
 
 def _used_after(run: Sequence[Operation], program: TracedProgram) -> list[TracedValue]:
     """Return the results of a run that are used after it, in the order of their first use."""
-    made, inside = {value for operation in run for value in operation.outputs}, set(map(id, run))
-    others = [operation for operation in program.operations if id(operation) not in inside]
-    used = [value for operation in others for value in operation.inputs] + program.outputs
+    inside = set(map(id, run))
+    used: list[TracedValue] = []
+    for operation in program.operations:
+        if id(operation) not in inside:
+            used += operation.inputs
+    used += program.outputs
+    made = _made_in(run)
     return list(dict.fromkeys(value for value in used if value in made))
+
+
+def _made_in(run: Iterable[Operation]) -> set[TracedValue]:
+    """Return the results of all operations of a run."""
+    made = set[TracedValue]()
+    for operation in run:
+        made.update(operation.outputs)
+    return made

@@ -1,9 +1,11 @@
-"""Products of a narrow parameter and a wider array: JAX promotes the parameter, and multiplies in the wide dtype.
+"""Products of a narrow parameter and a wider array, in the narrow dtype.
 
-One constant in float32, such as a table of positions, makes every product after it one in float32. Here the wide
-operand is rounded to the parameter's dtype instead. The result keeps its dtype, so the rest of the program is the same.
+JAX promotes the parameter, and multiplies in the wide dtype. One constant in float32, such as a
+table of positions, makes every product after it one in float32. Here the wide operand is rounded to
+the parameter's dtype instead. The result keeps its dtype, so the rest of the program is the same.
 
-A product of two promoted arrays was asked for in the wide dtype, and so was one with a precision of its own: they stay.
+A product of two promoted arrays was asked for in the wide dtype, and so was one with a precision of
+its own: they stay.
 """
 
 import dataclasses
@@ -21,17 +23,17 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 """Primitives that multiply matrices."""
 
 _FORMS = (
-    *("transpose", "reshape", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "slice", "dynamic_slice", "split"),
-    *("concatenate", "rev", "name", "sharding_constraint"),
+    *("transpose", "reshape", "squeeze", "expand_dims", "copy", "broadcast_in_dim"),
+    *("slice", "dynamic_slice", "split", "concatenate", "rev", "name", "sharding_constraint"),
 )
-"""Operations whose results have the elements of their first operand, or of all operands."""
+"""Operations that only move elements: those of their first operand, or of all operands."""
 
 _LOWEST = jax.lax.Precision.DEFAULT
 _NO_PRECISION = (None, _LOWEST, (_LOWEST, _LOWEST))
 
 
 def multiply_narrow(jaxpr: ClosedJaxpr, params: int, dtype: Any) -> ClosedJaxpr:
-    """Return a jaxpr in which a product of a promoted parameter and a wider array is one in the parameter's dtype.
+    """Compute products of a promoted parameter and a wider array in the parameter's dtype.
 
     Args:
         params: The number of inputs that are parameters, the first ones.
@@ -39,41 +41,54 @@ def multiply_narrow(jaxpr: ClosedJaxpr, params: int, dtype: Any) -> ClosedJaxpr:
     """
     program = read_program(jaxpr)
     promoted = _Promoted(jnp.dtype(dtype), set(program.inputs[params:]))
-    narrow, stays = dict[int, Any](), set[int]()
+    narrow = dict[int, Any]()
+    stays = set[int]()
     for operation in promoted.products(program):
         equation = operation.equations[0]  # equal calls of a function share it
         if promoted.is_mixed(operation):
             narrow[id(equation)] = equation
         else:
             stays.add(id(equation))
-    bodies = {key: _narrow(equation, promoted.dtype) for key, equation in narrow.items() if key not in stays}
+    bodies = {}
+    for key, equation in narrow.items():
+        if key not in stays:
+            bodies[key] = _narrow(equation, promoted.dtype)
     return replace_equations(jaxpr, bodies)
 
 
-def split_products(jaxpr: Any, dtype: Any, *, outside: str = "") -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """Return the products of a jaxpr with an operand of `dtype` or a narrower one, and those with wider floats alone.
+def split_products(
+    jaxpr: Any, dtype: Any, *, outside: str = ""
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Return the products of a jaxpr with a narrow operand, and those of wider floats alone.
 
-    Products in the rules of derivatives count as well, and those of integers do not.
+    An operand is narrow in `dtype` or one of fewer bytes. Products in the rules of derivatives
+    count as well, and those of integers do not.
 
     Args:
-        outside: A name scope whose products do not count.
+        outside: A name scope to skip.
     """
-    narrow, wide = list[JaxprEqn](), list[JaxprEqn]()
+    narrow = list[JaxprEqn]()
+    wide = list[JaxprEqn]()
     for equation in equations(jaxpr, outside=outside):
         if equation.primitive.name not in PRODUCTS:
             continue
-        operands: list[Any] = [atom.aval for atom in equation.invars]
-        kinds = [operand.dtype for operand in operands]
-        if not all(jnp.issubdtype(kind, jnp.floating) for kind in kinds):
+        dtypes: list[Any] = []
+        for atom in equation.invars:
+            aval: Any = atom.aval
+            dtypes.append(aval.dtype)
+        if not all(jnp.issubdtype(kind, jnp.floating) for kind in dtypes):
             continue
-        is_wide = all(kind.itemsize > jnp.dtype(dtype).itemsize for kind in kinds)
-        (wide if is_wide else narrow).append(equation)
+        if min(kind.itemsize for kind in dtypes) > jnp.dtype(dtype).itemsize:
+            wide.append(equation)
+        else:
+            narrow.append(equation)
     return narrow, wide
 
 
 def used_dtype(program: TracedProgram, number: int) -> jnp.dtype | None:
-    """Return the narrower dtype to which each use of an input casts it; None if there is no such dtype."""
-    value, found = program.inputs[number], set[jnp.dtype]()
+    """Return the narrower dtype of an input in all of its uses; None if they do not all cast it."""
+    value = program.inputs[number]
+    found = set[jnp.dtype]()
     if value in program.outputs:
         return None
     for operation in program.operations:
@@ -86,23 +101,29 @@ def used_dtype(program: TracedProgram, number: int) -> jnp.dtype | None:
         return None
     (dtype,) = found
     is_narrower = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < value.itemsize
-    return dtype if value.is_float and is_narrower else None
+    if not value.is_float or not is_narrower:
+        return None
+    return dtype
 
 
 def _narrow(equation: Any, dtype: jnp.dtype) -> ClosedJaxpr:
+    """Return a product in a dtype, with operands and a result in those of an equation."""
     params = {**equation.params, "preferred_element_type": dtype}
 
     def product(*operands: jax.Array) -> jax.Array:
-        narrow = [x.astype(dtype) for x in operands]
-        return equation.primitive.bind(*narrow, **params).astype(equation.outvars[0].aval.dtype)
+        narrow = [operand.astype(dtype) for operand in operands]
+        result = equation.primitive.bind(*narrow, **params)
+        return result.astype(equation.outvars[0].aval.dtype)
 
-    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
-    return jax.make_jaxpr(product)(*shapes)
+    operands = []
+    for atom in equation.invars:
+        operands.append(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype))
+    return jax.make_jaxpr(product)(*operands)
 
 
 @dataclasses.dataclass
 class _Promoted:
-    """Arrays of a program that were cast from a narrow dtype to a wider one, and what they were made of.
+    """Arrays of a program that were cast from a narrow dtype to a wider one, and their origin.
 
     Attributes:
         dynamic: Values that depend on anything but parameters.
@@ -116,7 +137,7 @@ class _Promoted:
     def products(self, program: TracedProgram) -> Iterator[Operation]:
         """Yield the products of a program in order, each when everything before it is known."""
         for operation in program.operations:
-            if any(value in self.dynamic for value in operation.inputs):
+            if not self.dynamic.isdisjoint(operation.inputs):
                 self.dynamic.update(operation.outputs)
             if operation.primitive in PRODUCTS:
                 yield operation
@@ -125,8 +146,9 @@ class _Promoted:
             for body in operation.bodies:
                 self._enter(operation, body)
                 yield from self.products(body)
-                after = dict(zip(operation.outputs, body.outputs, strict=False))
-                self.dynamic.update(outer for outer, inner in after.items() if inner in self.dynamic)
+                for outer, inner in zip(operation.outputs, body.outputs, strict=False):
+                    if inner in self.dynamic:
+                        self.dynamic.add(outer)
 
     def is_mixed(self, operation: Operation) -> bool:
         """Return whether one operand is a promoted parameter and the other is wide by itself."""
@@ -151,8 +173,14 @@ class _Promoted:
         return operation.primitive in _FORMS and operation.inputs[0] in self.values
 
     def _enter(self, operation: Operation, body: TracedProgram) -> None:
-        """Take what is known of operands into a body; what a loop carries changes, so it counts as dynamic."""
-        carried = {old for old, new in operation.carried if new is not old}
+        """Copy the properties of operands to the inputs of a body.
+
+        What a loop carries changes, so it counts as dynamic.
+        """
+        carried = set[TracedValue]()
+        for old, new in operation.carried:
+            if new is not old:
+                carried.add(old)
         operands = operation.inputs[len(operation.inputs) - len(body.inputs) :]
         for value, inner in zip(operands, body.inputs, strict=True):
             if value in self.dynamic or inner in carried:

@@ -1,11 +1,11 @@
 """Shardings of all values of a traced program, derived from those of its arguments.
 
-JAX knows the shardings of a step's arguments and of constrained activations. The others follow from the operations, as
-in XLA's partitioner: a matmul keeps the axes of its rows and columns, a transpose permutes them, a sum drops those that
-it sums over.
+JAX knows the shardings of a step's arguments and of constrained activations. The others follow from
+the operations, as in XLA's partitioner: a matmul keeps the axes of its rows and columns, a
+transpose permutes them, a sum drops those that it sums over.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -15,18 +15,22 @@ from spmd.sharding.mesh import entry_axes
 
 ELEMENTWISE = {
     *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh"),
-    *("bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj"),
-    *("convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc"),
-    *("exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow"),
-    *("is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg"),
-    *("nextafter", "not", "or", "polygamma", "population_count", "pow", "random_gamma_grad", "real"),
-    *("reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left"),
-    *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient"),
-    *("stored", "sub", "tan", "tanh", "xor", "zeta"),
+    *("bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz"),
+    *("complex", "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma"),
+    *("div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt"),
+    *("igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma"),
+    *("log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter"),
+    *("not", "or", "polygamma", "population_count", "pow", "random_gamma_grad", "real"),
+    *("reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n"),
+    *("shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh"),
+    *("sqrt", "square", "stop_gradient", "stored", "sub", "tan", "tanh", "xor", "zeta"),
 }
 """Operations on arrays of one shape, element by element."""
 
-VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy", "reduce_precision", "stored")
+VIEWS = (
+    *("transpose", "reshape", "squeeze", "convert_element_type", "copy"),
+    *("reduce_precision", "stored"),
+)
 """Operations that change only the form of an array; its name is kept."""
 
 
@@ -39,12 +43,18 @@ def place(value: TracedValue, sharding: Any) -> None:
 
 def _dims(spec: Iterable[Any], rank: int) -> Dims:
     """Convert a `PartitionSpec` to the axes of every dimension."""
-    entries = tuple(entry_axes(entry) for entry in spec)
+    entries = tuple(map(entry_axes, spec))
     return entries + _whole(rank - len(entries))
 
 
 def _whole(rank: int) -> Dims:
+    """Return the axes of dimensions that are not split."""
     return ((),) * rank
+
+
+def _known(value: TracedValue) -> Dims:
+    """Return the axes of a value's dimensions; none if they are unknown."""
+    return value.dims or _whole(len(value.shape))
 
 
 def propagate(program: TracedProgram) -> None:
@@ -59,65 +69,137 @@ def propagate(program: TracedProgram) -> None:
 
 
 def _propagate_operation(operation: Operation) -> None:
-    name, outputs = operation.primitive, operation.outputs
-    if name in _UNARY_RULES:
-        dims = operation.inputs[0].dims
-        results = [None if dims is None else _UNARY_RULES[name](operation, dims)] * len(outputs)
-    else:
-        results = _RULES.get(name, _like_operands)(operation)
-    for output, dims in zip(outputs, results, strict=True):
+    """Set the shardings of the results of an operation without bodies."""
+    name = operation.primitive
+    for output, dims in zip(operation.outputs, _results(operation), strict=True):
         output.dims = output.dims or dims
         if name in VIEWS:
             output.name = output.name or operation.inputs[0].name
-    if name not in (*_UNARY_RULES, *_RULES) and outputs and outputs[0].dims:
-        for value in operation.inputs:  # zeros and masks are split like the arrays they are combined with
-            if value.dims is None and value.shape == outputs[0].shape:
-                value.dims = outputs[0].dims
+    if name not in _UNARY_RULES and name not in _RULES:
+        _split_operands_alike(operation)
+
+
+def _results(operation: Operation) -> list[Dims | None]:
+    """Return the shardings of an operation's results by the rule of its primitive."""
+    unary = _UNARY_RULES.get(operation.primitive)
+    if unary is None:
+        rule = _RULES.get(operation.primitive, _like_operands)
+        return rule(operation)
+    dims = operation.inputs[0].dims
+    if dims is None:
+        return [None] * len(operation.outputs)
+    return [unary(operation, dims)] * len(operation.outputs)
+
+
+def _split_operands_alike(operation: Operation) -> None:
+    """Split zeros and masks like the arrays they are combined with."""
+    if not operation.outputs:
+        return
+    output = operation.outputs[0]
+    if not output.dims:
+        return
+    for value in operation.inputs:
+        if value.dims is None and value.shape == output.shape:
+            value.dims = output.dims
 
 
 def _propagate_scan(operation: Operation) -> None:
-    (body,), consts, carry = operation.bodies, operation.params["num_consts"], operation.params["num_carry"]
+    """Set the shardings inside of a loop and of its results."""
+    (body,) = operation.bodies
     for value, inner in zip(operation.inputs, body.inputs, strict=True):
-        if value.dims is not None:
-            inner.dims = value.dims if len(value.dims) == len(inner.shape) else value.dims[1:]
+        if value.dims is None:
+            continue
+        inner.dims = value.dims
+        if len(value.dims) != len(inner.shape):  # a slice of a stacked operand
+            inner.dims = value.dims[1:]
     propagate(body)
-    carried = list(zip(body.inputs[consts : consts + carry], body.outputs[:carry], strict=True))
-    while unknown := [(old, new) for old, new in carried if old.dims is None and new.dims is not None]:
+    unknown = _known_at_end(operation)
+    while unknown:
         for old, new in unknown:
             old.dims = new.dims
         propagate(body)
+        unknown = _known_at_end(operation)
     for value, inner in zip(operation.inputs, body.inputs, strict=True):
         if value.dims is None and inner.dims is not None:
-            value.dims = _whole(len(value.shape) - len(inner.dims)) + inner.dims
+            value.dims = _stacked(inner.dims, len(value.shape))
     for output, inner in zip(operation.outputs, body.outputs, strict=True):
         if inner.dims is not None:
-            output.dims = _whole(len(output.shape) - len(inner.dims)) + inner.dims
-        output.name, output.on_host = inner.name, inner.on_host
+            output.dims = _stacked(inner.dims, len(output.shape))
+        output.name = inner.name
+        output.on_host = inner.on_host
+
+
+def _known_at_end(loop: Operation) -> list[tuple[TracedValue, TracedValue]]:
+    """Return the carried values of known sharding only at the end of an iteration."""
+    found = []
+    for old, new in loop.carried:
+        if old.dims is None and new.dims is not None:
+            found.append((old, new))
+    return found
+
+
+def _stacked(dims: Dims, rank: int) -> Dims:
+    """Return the axes of a value outside of a loop; the dimension of the steps is whole."""
+    return _whole(rank - len(dims)) + dims
 
 
 def _propagate_bodies(operation: Operation) -> None:
-    manual = operation.params.get("newly_manual_axes", frozenset())
+    """Set the shardings inside of a condition, a `while` loop or a manual region, and after it."""
     for body in operation.bodies:
-        for value, inner in zip(operation.inputs[-len(body.inputs) :], body.inputs, strict=False):
-            if value.dims is not None and len(value.shape) == len(inner.shape):
-                inner.dims = tuple(tuple(a for a in entry if a not in manual) for entry in value.dims)
-            inner.on_host = inner.on_host or value.on_host
+        _enter(operation, body)
         propagate(body)
     specs = operation.params.get("out_specs")
     for i, output in enumerate(operation.outputs):
-        ends = [body.outputs[i] for body in operation.bodies]
-        end = next((end for end in ends if end.dims is not None), ends[0])  # a branch of unknown sharding returns zeros
-        output.dims, output.name, output.on_host = end.dims, end.name, end.on_host
+        end = _first_known([body.outputs[i] for body in operation.bodies])
+        output.dims = end.dims
+        output.name = end.name
+        output.on_host = end.on_host
         if specs is not None:
-            inside, outside = end.dims or _whole(len(output.shape)), _dims(specs[i], len(output.shape))
-            output.dims = _once((*a, *b) for a, b in zip(outside, inside, strict=True))
+            outside = _dims(specs[i], len(output.shape))
+            output.dims = _joined(outside, _known(output))
+
+
+def _enter(operation: Operation, body: TracedProgram) -> None:
+    """Set the shardings of a body's inputs; manual axes do not split values inside."""
+    manual = operation.params.get("newly_manual_axes", frozenset())
+    operands = operation.inputs[-len(body.inputs) :]
+    for value, inner in zip(operands, body.inputs, strict=False):
+        if value.dims is not None and len(value.shape) == len(inner.shape):
+            inner.dims = _without_axes(value.dims, manual)
+        inner.on_host = inner.on_host or value.on_host
+
+
+def _without_axes(dims: Dims, removed: Container[str]) -> Dims:
+    """Return the axes of each dimension without some of them."""
+    kept = []
+    for entry in dims:
+        kept.append(tuple(axis for axis in entry if axis not in removed))
+    return tuple(kept)
+
+
+def _first_known(ends: Sequence[TracedValue]) -> TracedValue:
+    """Return a branch's result of known sharding: a branch of unknown sharding returns zeros."""
+    for end in ends:
+        if end.dims is not None:
+            return end
+    return ends[0]
+
+
+def _joined(outside: Dims, inside: Dims) -> Dims:
+    """Return the axes of each dimension: those of a region's specs, then those inside of it."""
+    joined = []
+    for manual, rest in zip(outside, inside, strict=True):
+        joined.append((*manual, *rest))
+    return _once(joined)
 
 
 def _once(dims: Iterable[tuple[str, ...]]) -> Dims:
     """Keep the first occurrence of each axis: it can split an array only once."""
     result: list[tuple[str, ...]] = []
+    used = set[str]()
     for entry in dims:
-        result.append(tuple(axis for axis in entry if all(axis not in earlier for earlier in result)))
+        result.append(tuple(axis for axis in entry if axis not in used))
+        used.update(entry)
     return tuple(result)
 
 
@@ -125,13 +207,25 @@ def _like_operands(operation: Operation) -> list[Dims | None]:
     """Split each dimension like the first operand of that rank and size that is split there."""
     results: list[Dims | None] = []
     for output in operation.outputs:
-        near = [v for v in operation.inputs if v.dims is not None and len(v.shape) == len(output.shape)]
-        dims = [
-            next((v.dims[i] for v in near if v.dims and v.dims[i] and v.shape[i] == size), ())
-            for i, size in enumerate(output.shape)
-        ]
-        results.append(_once(dims) if near else None)
+        rank = len(output.shape)
+        near = []
+        for value in operation.inputs:
+            if value.dims is not None and len(value.shape) == rank:
+                near.append(value)
+        if not near:
+            results.append(None)
+            continue
+        dims = [_first_split(near, dim, size) for dim, size in enumerate(output.shape)]
+        results.append(_once(dims))
     return results
+
+
+def _first_split(values: Iterable[TracedValue], dim: int, size: int) -> tuple[str, ...]:
+    """Return the axes of a dimension in the first value that is split there and has this size."""
+    for value in values:
+        if value.dims and value.dims[dim] and value.shape[dim] == size:
+            return value.dims[dim]
+    return ()
 
 
 def _constraint(operation: Operation) -> list[Dims | None]:
@@ -143,10 +237,14 @@ def _constraint(operation: Operation) -> list[Dims | None]:
 
 def _device_put(operation: Operation) -> list[Dims | None]:
     """Keep the sharding; the target names the memory, or is a sharding with a memory kind."""
-    for value, output, target in zip(operation.inputs, operation.outputs, operation.params["devices"], strict=True):
+    results = []
+    targets = operation.params["devices"]
+    for value, output, target in zip(operation.inputs, operation.outputs, targets, strict=True):
         space = str(getattr(target, "memory_kind", target)).lower()
-        output.on_host, output.name = "host" in space, value.name
-    return [value.dims for value in operation.inputs]
+        output.on_host = "host" in space
+        output.name = value.name
+        results.append(value.dims)
+    return results
 
 
 def _name(operation: Operation) -> list[Dims | None]:
@@ -156,84 +254,141 @@ def _name(operation: Operation) -> list[Dims | None]:
 
 
 def _dot(operation: Operation) -> list[Dims | None]:
+    """Keep the axes of batch dimensions, of rows and of columns, in this order."""
     left, right = operation.inputs
     (left_sum, right_sum), (left_batch, right_batch) = operation.params["dimension_numbers"]
-    rows, columns = left.dims or _whole(len(left.shape)), right.dims or _whole(len(right.shape))
-    batch = [rows[i] or columns[j] for i, j in zip(left_batch, right_batch, strict=True)]
-    free = [rows[i] for i in range(len(rows)) if i not in (*left_sum, *left_batch)]
-    free += [columns[i] for i in range(len(columns)) if i not in (*right_sum, *right_batch)]
-    return [_once([*batch, *free])]
+    rows = _known(left)
+    columns = _known(right)
+    batch = []
+    for i, j in zip(left_batch, right_batch, strict=True):
+        batch.append(rows[i] or columns[j])
+    free_rows = _without(rows, (*left_sum, *left_batch))
+    free_columns = _without(columns, (*right_sum, *right_batch))
+    return [_once([*batch, *free_rows, *free_columns])]
 
 
 def _broadcast(operation: Operation, dims: Dims) -> Dims:
-    value, output = operation.inputs[0], operation.outputs[0]
+    """Keep the axes of dimensions that are not repeated."""
+    value = operation.inputs[0]
+    output = operation.outputs[0]
     result = list(_whole(len(output.shape)))
     for i, j in enumerate(operation.params["broadcast_dimensions"]):
-        result[j] = dims[i] if value.shape[i] == output.shape[j] else ()
+        if value.shape[i] == output.shape[j]:
+            result[j] = dims[i]
     return tuple(result)
 
 
 def _without(dims: Dims, removed: Container[int]) -> Dims:
-    return tuple(entry for i, entry in enumerate(dims) if i not in removed)
+    """Return the axes of each dimension, without some dimensions."""
+    return tuple(entry for dim, entry in enumerate(dims) if dim not in removed)
 
 
 def _reshape(operation: Operation, dims: Dims) -> Dims:
     """Split the outermost of each group of merged or divided dimensions."""
-    value, output = operation.inputs[0], operation.outputs[0]
-    result = list(_whole(len(output.shape)))
+    before = operation.inputs[0].shape
+    after = operation.outputs[0].shape
+    result = list(_whole(len(after)))
     i = j = 0
-    while i < len(value.shape) and j < len(output.shape):
-        first, last, old, new = i, j, value.shape[i], output.shape[j]
-        while old != new:
+    while i < len(before) and j < len(after):
+        first_old = i
+        first_new = j
+        old = before[i]
+        new = after[j]
+        while old != new:  # the group ends where both have as many elements
             if old < new:
                 i += 1
-                old *= value.shape[i]
+                old *= before[i]
             else:
                 j += 1
-                new *= output.shape[j]
-        split = [entry for entry in dims[first : i + 1] if entry]
-        target = next((k for k in range(last, j + 1) if output.shape[k] > 1), last)
-        result[target] = split[0] if split else ()
-        i, j = i + 1, j + 1
+                new *= after[j]
+        target = _first_above_one(after, first_new, j)
+        result[target] = _first_of(dims[first_old : i + 1])
+        i += 1
+        j += 1
     return tuple(result)
 
 
+def _first_above_one(shape: Sequence[int], first: int, last: int) -> int:
+    """Return the first of some dimensions with a size above 1; the very first if there is none."""
+    for dim in range(first, last + 1):
+        if shape[dim] > 1:
+            return dim
+    return first
+
+
+def _first_of(entries: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the first entry with axes; an empty one if there is none."""
+    for entry in entries:
+        if entry:
+            return entry
+    return ()
+
+
+def _others(rank: int, removed: Container[int]) -> list[int]:
+    """Return the dimensions of an array, without some."""
+    return [dim for dim in range(rank) if dim not in removed]
+
+
 def _gather(operation: Operation) -> list[Dims | None]:
-    """Split looked-up rows like the indices, and like the table along dimensions that are taken whole."""
+    """Split looked-up rows like the indices, and like the table along whole dimensions."""
     table, indices = operation.inputs[:2]
-    numbers, sizes = operation.params["dimension_numbers"], operation.params["slice_sizes"]
-    kept = [i for i in range(len(table.shape)) if i not in numbers.collapsed_slice_dims]
-    dims = list(_whole(len(operation.outputs[0].shape)))
-    rest = [i for i in range(len(dims)) if i not in numbers.offset_dims]
+    numbers = operation.params["dimension_numbers"]
+    sizes = operation.params["slice_sizes"]
+    rank = len(operation.outputs[0].shape)
+    dims = list(_whole(rank))
+    kept = _others(len(table.shape), numbers.collapsed_slice_dims)
     for i, j in zip(numbers.offset_dims, kept, strict=False):
-        dims[i] = table.dims[j] if table.dims and sizes[j] == table.shape[j] else ()
+        if table.dims and sizes[j] == table.shape[j]:
+            dims[i] = table.dims[j]
+    rest = _others(rank, numbers.offset_dims)
     for i, entry in zip(rest, indices.dims or (), strict=False):
         dims[i] = entry
     return [_once(dims)]
 
 
 def _scatter(operation: Operation) -> list[Dims | None]:
-    """Keep the table's sharding; if unknown, split it like the rows along dimensions that are taken whole."""
+    """Keep the table's sharding; if unknown, split it like the rows along whole dimensions."""
     table, _, rows = operation.inputs
     if table.dims is not None:
         return [table.dims]
     numbers = operation.params["dimension_numbers"]
-    kept = [i for i in range(len(table.shape)) if i not in numbers.inserted_window_dims]
     dims = list(_whole(len(table.shape)))
+    kept = _others(len(table.shape), numbers.inserted_window_dims)
     for i, j in zip(kept, numbers.update_window_dims, strict=False):
-        dims[i] = rows.dims[j] if rows.dims else ()
+        if rows.dims:
+            dims[i] = rows.dims[j]
     return [tuple(dims)]
 
 
-REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin")
+def _squeeze(operation: Operation, dims: Dims) -> Dims:
+    return _without(dims, operation.params["dimensions"])
+
+
+def _reduced(operation: Operation, dims: Dims) -> Dims:
+    return _without(dims, operation.params["axes"])
+
+
+def _transpose(operation: Operation, dims: Dims) -> Dims:
+    return tuple(dims[dim] for dim in operation.params["permutation"])
+
+
+def _stack_iterations(operation: Operation, dims: Dims) -> Dims:
+    del operation
+    return ((), *dims)
+
+
+REDUCTIONS = (
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"),
+    *("argmax", "argmin"),
+)
 
 _UNARY_RULES: dict[str, Callable[[Operation, Dims], Dims]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "squeeze": lambda operation, dims: _without(dims, operation.params["dimensions"]),
-    "stack_iterations": lambda _, dims: ((), *dims),
-    "transpose": lambda operation, dims: tuple(dims[i] for i in operation.params["permutation"]),
-    **dict.fromkeys(REDUCTIONS, lambda operation, dims: _without(dims, operation.params["axes"])),
+    "squeeze": _squeeze,
+    "stack_iterations": _stack_iterations,
+    "transpose": _transpose,
+    **dict.fromkeys(REDUCTIONS, _reduced),
 }
 """Rules for the results of an operation whose first operand has a known sharding."""
 

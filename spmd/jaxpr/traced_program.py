@@ -47,8 +47,10 @@ class TracedValue:
     def bytes(self, axes: Mapping[str, int]) -> int:
         """Return the bytes of one device's shard; uneven shards are padded."""
         dims = self.dims or ((),) * len(self.shape)
-        parts = (math.prod(axes[axis] for axis in entry) for entry in dims)
-        count = math.prod(-(-size // part) for size, part in zip(self.shape, parts, strict=True))
+        count = 1
+        for size, entry in zip(self.shape, dims, strict=True):
+            shards = math.prod(axes[axis] for axis in entry)
+            count *= -(-size // shards)  # rounded up
         return count * (self.kept or self.itemsize)
 
 
@@ -57,7 +59,8 @@ class Operation:
     """One operation, with its bodies: the body of a loop, the branches of a condition.
 
     Attributes:
-        equations: Its equation and those around it, innermost first; empty for slices and stacks of unrolled loops.
+        equations: Its equation and those around it, innermost first; empty for slices and stacks of
+            unrolled loops.
     """
 
     primitive: str
@@ -69,13 +72,16 @@ class Operation:
 
     @property
     def carried(self) -> "list[tuple[TracedValue, TracedValue]]":
-        """The values that a loop carries: those that enter an iteration, with those that leave it."""
+        """The values that a loop carries, at the start and at the end of an iteration."""
         if self.primitive not in ("scan", "while"):
             return []
         (body,) = self.bodies
-        first, count = len(body.inputs) - len(body.outputs), len(body.outputs)
         if self.primitive == "scan":
-            first, count = self.params["num_consts"], self.params["num_carry"]
+            first = self.params["num_consts"]
+            count = self.params["num_carry"]
+        else:
+            count = len(body.outputs)
+            first = len(body.inputs) - count
         return list(zip(body.inputs[first : first + count], body.outputs[:count], strict=True))
 
 
@@ -98,8 +104,8 @@ class TracedProgram:
 def read_program(jaxpr: Any, *, eager: bool = False) -> TracedProgram:
     """Convert a jaxpr, closed or not.
 
-    With `eager`, operations run as early as possible, as in XLA:CPU: all layers of an unrolled model are then
-    recomputed before the first is differentiated.
+    With `eager`, operations run as early as possible, as in XLA:CPU: all layers of an unrolled
+    model are then recomputed before the first is differentiated.
     """
     return _read(jaxpr, None, {}, eager, ())
 
@@ -107,12 +113,12 @@ def read_program(jaxpr: Any, *, eager: bool = False) -> TracedProgram:
 def matmul_flops(program: TracedProgram) -> int:
     """Count the FLOPs of all matmuls on all devices together, two for each multiply-add.
 
-    `scan` bodies count once per iteration, `while` bodies once; a condition counts as its most expensive branch. Pallas
-    kernels are not counted.
+    `scan` bodies count once per iteration, `while` bodies once; a condition counts as its most
+    expensive branch. Pallas kernels are not counted.
 
     Example:
         >>> import jax
-        >>> x, ws = jax.ShapeDtypeStruct((2, 3), "float32"), jax.ShapeDtypeStruct((5, 3, 3), "float32")
+        >>> x, ws = jnp.ones((2, 3)), jnp.ones((5, 3, 3))
         >>> loop = jax.make_jaxpr(lambda x, ws: jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0])
         >>> matmul_flops(read_program(loop(x, ws))) == 5 * 2 * 2 * 3 * 3
         True
@@ -124,12 +130,19 @@ def matmul_flops(program: TracedProgram) -> int:
             depth = math.prod(operation.inputs[0].shape[i] for i in contracted)
             total += 2 * depth * math.prod(operation.outputs[0].shape)
         elif operation.bodies:
-            times = operation.params["length"] if operation.primitive == "scan" else 1
-            if operation.primitive == "shard_map":  # shapes inside are of one device along the manual axes
-                mesh, manual = operation.params["mesh"], operation.params["newly_manual_axes"]
-                times = math.prod(mesh.shape[axis] for axis in manual)
-            total += times * max(matmul_flops(body) for body in operation.bodies)
+            total += _times(operation) * max(map(matmul_flops, operation.bodies))
     return total
+
+
+def _times(operation: Operation) -> int:
+    """Return the number of runs of an operation's body, in iterations or devices."""
+    if operation.primitive == "scan":
+        return operation.params["length"]
+    if operation.primitive == "shard_map":  # shapes inside are of one device along the manual axes
+        mesh = operation.params["mesh"]
+        manual = operation.params["newly_manual_axes"]
+        return math.prod(mesh.shape[axis] for axis in manual)
+    return 1
 
 
 _Stacks = dict[TracedValue, list[TracedValue]]
@@ -137,91 +150,192 @@ _Stacks = dict[TracedValue, list[TracedValue]]
 
 
 def _read(
-    jaxpr: Any, inputs: Sequence[TracedValue] | None, stacks: _Stacks, eager: bool, around: tuple[Any, ...]
+    jaxpr: Any,
+    inputs: Sequence[TracedValue] | None,
+    stacks: _Stacks,
+    eager: bool,
+    around: tuple[Any, ...],
 ) -> TracedProgram:
+    """Convert a jaxpr with these inputs, or with new ones; `around` are the equations around it."""
     consts = getattr(jaxpr, "consts", ())
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    program = TracedProgram(list(map(_value, jaxpr.invars) if inputs is None else inputs), [], [])
+    if inputs is None:
+        inputs = list(map(_value, jaxpr.invars))
+    program = TracedProgram(list(inputs), [], [])
     env: dict[Any, TracedValue] = dict(zip(jaxpr.invars, program.inputs, strict=True))
     for variable, array in itertools.zip_longest(jaxpr.constvars, consts):
         env[variable] = dataclasses.replace(_value(variable), constant=array)
-
-    def read(atom: Any) -> TracedValue:
-        return _value(atom) if hasattr(atom, "val") else env[atom]
-
     for equation in jaxpr.eqns:
-        name, inside = name_of(equation), (equation, *around)
-        params = _scan_params(equation) if name == "scan" else params_of(equation)
-        operands = [read(atom) for atom in equation.invars]
-        called, inlined = next((params[key] for key in _CALLS if key in params), None), None
-        if name == "optimization_barrier":  # an ordering constraint: its results are its operands
-            inlined = TracedProgram(operands, operands, [])
-        elif called is not None and name not in (*_BODIES, *_NO_CALLS):
-            own = operands[len(operands) - len(getattr(called, "jaxpr", called).invars) :]
-            inlined = _read(called, own, stacks, eager, inside)
-        elif name == "scan" and 1 < params["length"] <= params["unroll"]:
-            inlined = _unroll(params, operands, stacks, eager, inside)
+        operands = [_look_up(atom, env) for atom in equation.invars]
+        inside = (equation, *around)
+        operation = Operation(name_of(equation), operands, [], _params(equation), [], inside)
+        inlined = _inlined(operation, stacks, eager)
         if inlined is not None:
             program.operations += inlined.operations
             env.update(zip(equation.outvars, inlined.outputs, strict=True))
             continue
-        found = params[_BODIES[name]] if name in _BODIES else ()
-        bodies = [_read(body, None, {}, eager, inside) for body in (found if isinstance(found, tuple) else (found,))]
-        outputs = list(map(_value, equation.outvars))
-        env.update(zip(equation.outvars, outputs, strict=True))
-        program.operations.append(Operation(name, operands, outputs, params, bodies, inside))
-    program.outputs = [read(atom) for atom in jaxpr.outvars]
+        for body in _bodies(operation):
+            operation.bodies.append(_read(body, None, {}, eager, inside))
+        operation.outputs += map(_value, equation.outvars)
+        env.update(zip(equation.outvars, operation.outputs, strict=True))
+        program.operations.append(operation)
+    program.outputs = [_look_up(atom, env) for atom in jaxpr.outvars]
     return program
+
+
+def _look_up(atom: Any, env: Mapping[Any, TracedValue]) -> TracedValue:
+    """Return the value of a variable, or a new one of a literal."""
+    if hasattr(atom, "val"):
+        return _value(atom)
+    return env[atom]
+
+
+def _params(equation: Any) -> Mapping[str, Any]:
+    """Return the parameters of an equation in one form for all versions of JAX."""
+    if name_of(equation) == "scan":
+        return _scan_params(equation)
+    return params_of(equation)
+
+
+def _inlined(operation: Operation, stacks: _Stacks, eager: bool) -> TracedProgram | None:
+    """Return the operations of a call or an unrolled loop; None for any other operation."""
+    name = operation.primitive
+    params = operation.params
+    operands = operation.inputs
+    if name == "optimization_barrier":  # an ordering constraint: its results are its operands
+        return TracedProgram(operands, operands, [])
+    called = _called(params)
+    if called is not None and name not in _BODIES and name not in _NO_CALLS:
+        taken = len(getattr(called, "jaxpr", called).invars)
+        own = operands[len(operands) - taken :]
+        return _read(called, own, stacks, eager, operation.equations)
+    if name == "scan" and 1 < params["length"] <= params["unroll"]:
+        return _unroll(operation, stacks, eager)
+    return None
+
+
+def _called(params: Mapping[str, Any]) -> Any:
+    """Return the jaxpr that an operation calls with its own operands; None if there is none."""
+    for key in _CALLS:
+        if key in params:
+            return params[key]
+    return None
+
+
+def _bodies(operation: Operation) -> tuple[Any, ...]:
+    """Return the jaxprs of an operation's bodies."""
+    if operation.primitive not in _BODIES:
+        return ()
+    found = operation.params[_BODIES[operation.primitive]]
+    if isinstance(found, tuple):
+        return found
+    return (found,)
 
 
 def _scan_params(equation: Any) -> dict[str, Any]:
     """Return the parameters of a `scan` in one form: JAX versions count its operands differently.
 
-    A stacked operand has one dimension more outside of the body than inside; all others are constants or carried.
+    A stacked operand has one dimension more outside of the body than inside; all others are
+    constants or carried.
     """
     body = equation.params["jaxpr"].jaxpr
-    stacks = [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(equation.invars, body.invars, strict=True)]
-    made = [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(equation.outvars, body.outvars, strict=True)]
-    counts = {"num_carry": made.count(False), "num_consts": stacks.count(False) - made.count(False)}
-    return {key: equation.params[key] for key in ("jaxpr", "length", "reverse", "unroll")} | counts
+    carry = _count_unstacked(equation.outvars, body.outvars)
+    consts = _count_unstacked(equation.invars, body.invars) - carry
+    params = {key: equation.params[key] for key in ("jaxpr", "length", "reverse", "unroll")}
+    return {**params, "num_carry": carry, "num_consts": consts}
 
 
-def _unroll(
-    params: Mapping[str, Any], operands: list[TracedValue], stacks: _Stacks, eager: bool, inside: tuple[Any, ...]
-) -> TracedProgram:
+def _count_unstacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """Return the number of values with as many dimensions outside of a body as inside."""
+    count = 0
+    for outer, inner in zip(outside, inside, strict=True):
+        if len(outer.aval.shape) <= len(inner.aval.shape):
+            count += 1
+    return count
+
+
+def _unroll(loop: Operation, stacks: _Stacks, eager: bool) -> TracedProgram:
     """Convert a fully unrolled loop into a straight program."""
-    count, consts, length = params["num_carry"], operands[: params["num_consts"]], params["length"]
-    carry, xs = operands[len(consts) :][:count], operands[len(consts) + count :]
-    program = TracedProgram(operands, [], [])
+    params = loop.params
+    first = params["num_consts"]
+    count = params["num_carry"]
+    consts = loop.inputs[:first]
+    carry = loop.inputs[first : first + count]
+    xs = loop.inputs[first + count :]
+    program = TracedProgram(loop.inputs, [], [])
     for stack in xs:
         if stack not in stacks:
-            stacks[stack] = [TracedValue(stack.shape[1:], stack.itemsize, name=stack.name) for _ in range(length)]
-            drop = {"dimensions": (0,)}
-            program.operations += [Operation("squeeze", [stack], [part], drop) for part in stacks[stack]]
-    iterations: list[list[TracedValue]] = []
+            stacks[stack] = _new_slices(stack, params["length"])
+            program.operations += _slicing(stack, stacks[stack])
+    steps = list(range(params["length"]))
+    if params["reverse"]:
+        steps.reverse()
+    results: list[list[TracedValue]] = [[] for _ in steps]
     late: list[Operation] = []
-    for i in reversed(range(length)) if params["reverse"] else range(length):
-        body = _read(params["jaxpr"], [*consts, *carry, *(stacks[stack][i] for stack in xs)], stacks, eager, inside)
-        waiting = set(carry)
-        for operation in body.operations:
-            waits = not eager or not waiting.isdisjoint(operation.inputs)
-            waiting.update(operation.outputs if waits else ())
-            (late if waits else program.operations).append(operation)
-        carry, slices = body.outputs[:count], body.outputs[count:]
-        iterations.append(slices)
+    for step in steps:
+        slices = [stacks[stack][step] for stack in xs]
+        inputs = [*consts, *carry, *slices]
+        body = _read(params["jaxpr"], inputs, stacks, eager, loop.equations)
+        early, waiting = _split_waiting(body.operations, carry, eager)
+        program.operations += early
+        late += waiting
+        carry = body.outputs[:count]
+        results[step] = body.outputs[count:]
     program.operations += late
-    for slices in map(list, zip(*(reversed(iterations) if params["reverse"] else iterations), strict=True)):
-        stack = TracedValue((length, *slices[0].shape), slices[0].itemsize, name=slices[0].name)
-        stacks[stack] = slices
-        program.operations.append(Operation("stack_iterations", slices, [stack], {"reverse": params["reverse"]}))
-        program.outputs.append(stack)
-    program.outputs = [*carry, *program.outputs]
+    ys = []
+    for parts in map(list, zip(*results, strict=True)):
+        shape = (params["length"], *parts[0].shape)
+        stack = TracedValue(shape, parts[0].itemsize, name=parts[0].name)
+        stacks[stack] = parts
+        reverse = {"reverse": params["reverse"]}
+        program.operations.append(Operation("stack_iterations", parts, [stack], reverse))
+        ys.append(stack)
+    program.outputs = [*carry, *ys]
     return program
 
 
+def _new_slices(stack: TracedValue, length: int) -> list[TracedValue]:
+    """Return values for the slices of a stacked operand."""
+    slices = []
+    for _ in range(length):
+        slices.append(TracedValue(stack.shape[1:], stack.itemsize, name=stack.name))
+    return slices
+
+
+def _slicing(stack: TracedValue, slices: Sequence[TracedValue]) -> list[Operation]:
+    """Return the operations that make the slices of a stacked operand."""
+    operations = []
+    for part in slices:
+        operations.append(Operation("squeeze", [stack], [part], {"dimensions": (0,)}))
+    return operations
+
+
+def _split_waiting(
+    operations: Sequence[Operation], carry: Sequence[TracedValue], eager: bool
+) -> tuple[list[Operation], list[Operation]]:
+    """Return the operations of an iteration that run at once, and those that wait for its carry.
+
+    Without `eager`, all wait.
+    """
+    early: list[Operation] = []
+    late: list[Operation] = []
+    waiting = set(carry)
+    for operation in operations:
+        if eager and waiting.isdisjoint(operation.inputs):
+            early.append(operation)
+        else:
+            waiting.update(operation.outputs)
+            late.append(operation)
+    return early, late
+
+
 def _value(atom: Any) -> TracedValue:
+    """Return a new value for a variable or a literal of a jaxpr."""
     aval = atom.aval
     dtype = getattr(aval, "dtype", None)
-    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-    shape, itemsize = tuple(getattr(aval, "shape", ())), getattr(dtype, "itemsize", 0)
-    return TracedValue(shape, itemsize, is_float=is_float, constant=getattr(atom, "val", None))
+    return TracedValue(
+        shape=tuple(getattr(aval, "shape", ())),
+        itemsize=getattr(dtype, "itemsize", 0),
+        is_float=dtype is not None and jnp.issubdtype(dtype, jnp.inexact),
+        constant=getattr(atom, "val", None),
+    )

@@ -1,4 +1,4 @@
-"""How the arrays of a batch are split: which dimension of each holds examples, and which holds tokens.
+"""Split of the arrays of a batch: a dimension of each holds examples, and one may hold tokens.
 
 Examples are the first dimension of an array, unless the batch table of the rules says otherwise:
 
@@ -7,7 +7,7 @@ rules = Rules(
     params=[…],
     batch=[
         ("tokens|targets|weights", P(("data", "fsdp", "expert"), "sequence")),  # [batch, sequence]
-        ("observations", P(None, ("data", "fsdp", "expert"))),                  # [time, batch, feature]
+        ("observations", P(None, ("data", "fsdp", "expert"))),  # [time, batch, feature]
         ("adjacency", whole("one graph for all examples")),
     ],
 )
@@ -29,7 +29,10 @@ TOKENS = (("tokens|targets|weights|segments|valid", BATCH_SPEC),)
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Value of a row for an array without examples: every device and every microbatch has it whole, for a reason."""
+    """Value of a row for an array without examples, with the reason.
+
+    Every device and every microbatch has it whole.
+    """
 
     reason: str
 
@@ -38,7 +41,7 @@ class Whole:
 
 
 def whole(reason: str) -> Whole:
-    """Return the value of a row for an array of a batch that holds no examples.
+    """Return the value of a row for an array without examples.
 
     Example:
         >>> print(whole("one graph for all examples"))
@@ -52,10 +55,13 @@ def whole(reason: str) -> Whole:
 
 @dataclasses.dataclass(frozen=True)
 class BatchTable:
-    """Rows from a pattern of paths in a batch to a `PartitionSpec` or `whole(reason)`; the first match wins.
+    """Rows from a pattern of paths in a batch to a `PartitionSpec` or `whole(reason)`.
+
+    The first match wins.
 
     Example:
-        >>> table = BatchTable((("observations", P(None, BATCH_AXES)), ("graph", whole("one for all"))))
+        >>> rows = (("observations", P(None, BATCH_AXES)), ("graph", whole("one for all")))
+        >>> table = BatchTable(rows)
         >>> [table.examples(path) for path in ("observations", "graph", "labels")]
         [1, None, 0]
     """
@@ -65,30 +71,38 @@ class BatchTable:
     def value(self, path: str) -> P | Whole | None:
         """Return the value of the first row that matches a path; None without one."""
         row = self._row(path)
-        return None if row is None else row[1]
+        if row is None:
+            return None
+        return row[1]
 
     def spec(self, path: str, ndim: int) -> P:
-        """Return the spec of an array; one of no dimensions is whole, unless a row gives it a spec."""
+        """Return the spec of an array; a scalar is whole, unless a row gives it a spec."""
         value = self.value(path)
         if isinstance(value, Whole):
             return P()
-        if value is None:
-            return P(BATCH_AXES) if ndim else P()
-        return value
+        if value is not None:
+            return value
+        if ndim == 0:
+            return P()
+        return P(BATCH_AXES)
 
     def examples(self, path: str) -> int | None:
-        """Return the dimension of an array that holds examples; None if it is whole."""
+        """Return the examples' dimension of an array; None if it is whole."""
         value = self.value(path)
         if isinstance(value, Whole):
             return None
-        return 0 if value is None else _dims_of_examples(value)[0]
+        if value is None:
+            return 0
+        return _dims_of_examples(value)[0]
 
     def problems(self) -> list[Problem]:
-        """Return what is wrong with the rows alone."""
+        """Return the problems of the rows alone."""
         problems = []
+        fix = (
+            f"P({BATCH_AXES}, …) with these axes in the dimension of the examples, or whole('why')"
+        )
         for index, (pattern, value) in enumerate(self.rows):
             where = f"batch row {index} ({pattern!r})"
-            fix = f"P({BATCH_AXES}, …) with these axes in the dimension of the examples, or whole('why')"
             try:
                 compile_pattern(pattern)
             except PatternError as error:
@@ -96,35 +110,50 @@ class BatchTable:
             if not isinstance(value, P | Whole):
                 problems.append(Problem(where, f"has the value {value!r}", fix=fix))
             elif isinstance(value, P) and not _has_examples_once(value):
-                problems.append(Problem(where, f"does not split one dimension over {BATCH_AXES}", fix=fix))
+                what = f"does not split one dimension over {BATCH_AXES}"
+                problems.append(Problem(where, what, fix=fix))
         return problems
 
     def unused(self, paths: list[str], axes: Mapping[str, int]) -> list[Problem]:
-        """Return a problem for each row that would split tokens on a mesh, and matches none of a batch's arrays."""
-        used = {self._row(path) for path in paths}
+        """Return a problem for each row that splits tokens on this mesh and matches no array."""
+        used = set(map(self._row, paths))
         problems = []
         for index, row in enumerate(self.rows):
             pattern, value = row
-            splits = [axis for axis in _other_axes(value) if axes[axis] > 1]
-            if splits and row not in used:
-                where, known = f"batch row {index} ({pattern!r})", f"it has {', '.join(paths)}"
-                problems.append(Problem(where, "matches no array of the batch", known, "correct the pattern"))
+            splits_tokens = any(axes[axis] > 1 for axis in _other_axes(value))
+            if splits_tokens and row not in used:
+                problem = Problem(
+                    f"batch row {index} ({pattern!r})",
+                    "matches no array of the batch",
+                    detail=f"it has {', '.join(paths)}",
+                    fix="correct the pattern",
+                )
+                problems.append(problem)
         return problems
 
     def _row(self, path: str) -> tuple[str, P | Whole] | None:
-        return next((row for row in self.rows if compile_pattern(row[0]).fullmatch(path)), None)
+        """Return the first row that matches a path."""
+        for row in self.rows:
+            if compile_pattern(row[0]).fullmatch(path):
+                return row
+        return None
 
 
 def _other_axes(value: P | Whole) -> list[str]:
     """Return the axes of a row that split something else than examples."""
     if isinstance(value, Whole):
         return []
-    named = [axis for entry in value for axis in entry_axes(entry)]
-    return [axis for axis in named if axis not in BATCH_AXES]
+    axes: list[str] = []
+    for entry in value:
+        axes += entry_axes(entry)
+    return [axis for axis in axes if axis not in BATCH_AXES]
 
 
 def _has_examples_once(spec: P) -> bool:
-    """Return whether one dimension is split over all axes of the batch, in their order: so is every other array."""
+    """Return whether one dimension is split over all axes of the batch, in their order.
+
+    Examples of every other array are split so too.
+    """
     dims = _dims_of_examples(spec)
     if len(dims) != 1:
         return False
@@ -133,4 +162,9 @@ def _has_examples_once(spec: P) -> bool:
 
 
 def _dims_of_examples(spec: P) -> list[int]:
-    return [dim for dim, entry in enumerate(spec) if set(entry_axes(entry)) & set(BATCH_AXES)]
+    """Return the dimensions with an axis that splits examples."""
+    dims = []
+    for dim, entry in enumerate(spec):
+        if not set(BATCH_AXES).isdisjoint(entry_axes(entry)):
+            dims.append(dim)
+    return dims

@@ -1,8 +1,10 @@
-"""Collectives over axes that are manual here; over a whole TPU slice in two steps: half of its devices, and pairs.
+"""Collectives over axes that are manual here.
 
-XLA:TPU makes an all-reduce, with twice the bytes on the wire, of a reduce-scatter over all devices of a slice, and on
-v5e of a small all-gather over 64 devices or more; over a part of a slice it does not. Device `i` along the axis is in
-the half of its parity and in the pair `{i, i ^ 1}`, so shards are in the order of a single collective (decision 0036).
+Over a whole TPU slice they take two steps: half of its devices, and pairs. XLA:TPU makes an
+all-reduce, with twice the bytes on the wire, of a reduce-scatter over all devices of a slice, and
+on v5e of a small all-gather over 64 devices or more; over a part of a slice it does not. Device `i`
+along the axis is in the half of its parity and in the pair `{i, i ^ 1}`, so shards are in the order
+of a single collective (decision 0036).
 """
 
 import math
@@ -15,8 +17,14 @@ from jaxtyping import Array
 from spmd.sharding.dims import Dims
 from spmd.sharding.mesh import AnyMesh, is_kind
 
-_SMALL, _MANY = 32 * 2**20, 64
-"""Bytes of a gathered array below which XLA makes an all-reduce on v5e, and devices from which on it does."""
+_SMALL = 32 * 2**20
+"""Bytes of a gathered array below which XLA makes an all-reduce on v5e."""
+
+_MANY = 64
+"""Devices from which on it does."""
+
+_Groups = list[list[int]]
+"""Indices along an axis of the devices of each group."""
 
 
 def gather_dims(x: Array, mesh: AnyMesh | None, dims: Dims) -> Array:
@@ -29,7 +37,7 @@ def gather_dims(x: Array, mesh: AnyMesh | None, dims: Dims) -> Array:
 
 def all_gather(x: Array, mesh: AnyMesh | None, axis: str, dim: int) -> Array:
     """Gather a dimension over an axis."""
-    steps: tuple[list[list[int]] | None, ...] = (None,)
+    steps: tuple[_Groups | None, ...] = (None,)
     count = jax.lax.axis_size(axis)
     if _is_small(x, count) and _spans_slice(mesh, axis, "TPU v5 lite"):
         steps = (_pairs(count), _halves(count))
@@ -39,14 +47,20 @@ def all_gather(x: Array, mesh: AnyMesh | None, axis: str, dim: int) -> Array:
 
 
 def gather_within(x: Array, mesh: AnyMesh | None, axis: str, slices: int) -> Array:
-    """Gather the arrays of a slice along a new first dimension, over an axis that spans some slices."""
+    """Gather the arrays of each slice along a new first dimension, over an axis of some slices."""
     whole = jax.lax.axis_size(axis)
     count = whole // slices
-    starts = range(0, whole, count)
-    steps: tuple[list[list[int]], ...] = ([list(range(start, start + count)) for start in starts],)
+    by_slice: _Groups = []
+    halves: _Groups = []
+    for start in range(0, whole, count):
+        stop = start + count
+        by_slice.append(list(range(start, stop)))
+        for first in (start, start + 1):
+            halves.append(list(range(first, stop, 2)))
+    steps: tuple[_Groups, ...] = (by_slice,)
     if _is_small(x, count) and _spans_slice(mesh, axis, "TPU v5 lite", slices):
-        steps = (_pairs(whole), [[start + i for i in half] for start in starts for half in _halves(count)])
-    x = x[None]
+        steps = (_pairs(whole), halves)
+    x = x[None]  # [device of the slice, …]
     for groups in steps:
         x = jax.lax.all_gather(x, axis, axis=0, tiled=True, axis_index_groups=groups)
     return x
@@ -57,30 +71,45 @@ def psum_scatter(x: Array, mesh: AnyMesh | None, axis: str, dim: int, dtype: jnp
 
     The sum has a dtype of its own; terms are sent in that of `x`.
     """
-    count, is_whole = jax.lax.axis_size(axis), _spans_slice(mesh, axis, "TPU")
+    count = jax.lax.axis_size(axis)
+    is_whole = _spans_slice(mesh, axis, "TPU")
     if not is_whole and not is_kind(mesh, "TPU"):
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True).astype(dtype)
     x = jnp.moveaxis(x, dim, 0)  # of other dimensions XLA:TPU scatters none, or a copy
-    if not is_whole:
-        return jnp.moveaxis(jax.lax.psum_scatter(x, axis, tiled=True).astype(dtype), 0, dim)
+    if is_whole:
+        total = _psum_scatter_in_two_steps(x, axis, count, dtype)
+    else:
+        total = jax.lax.psum_scatter(x, axis, tiled=True).astype(dtype)
+    return jnp.moveaxis(total, 0, dim)
+
+
+def _psum_scatter_in_two_steps(x: Array, axis: str, count: int, dtype: jnp.dtype) -> Array:
+    """Sum over an axis and scatter the first dimension: over half of the devices, then in pairs."""
     if count > 2:
-        x = jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True, axis_index_groups=_halves(count))
+        halves = _halves(count)
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True, axis_index_groups=halves)
     first, second = jnp.split(x, 2)
     is_second = jax.lax.axis_index(axis) % 2 == 1
-    there_and_back = [pair[::step] for pair in _pairs(count) for step in (1, -1)]
+    there_and_back = []
+    for one, other in _pairs(count):
+        there_and_back += [[one, other], [other, one]]
     received = jax.lax.ppermute(jnp.where(is_second, first, second), axis, there_and_back)
-    return jnp.moveaxis(jnp.where(is_second, second, first).astype(dtype) + received.astype(dtype), 0, dim)
+    own = jnp.where(is_second, second, first)
+    return own.astype(dtype) + received.astype(dtype)
 
 
 def _is_small(x: Array, count: int) -> bool:
+    """Return whether XLA makes an all-reduce on v5e of a gather of this shard."""
     return count >= _MANY and count * math.prod(x.shape) * x.dtype.itemsize < _SMALL
 
 
-def _halves(count: int) -> list[list[int]]:
-    return [list(range(first, count, 2)) for first in range(2)]
+def _halves(count: int) -> _Groups:
+    """Return the groups of even and of odd indices."""
+    return [list(range(0, count, 2)), list(range(1, count, 2))]
 
 
-def _pairs(count: int) -> list[list[int]]:
+def _pairs(count: int) -> _Groups:
+    """Return the groups of an even index and the next one."""
     return [[first, first + 1] for first in range(0, count, 2)]
 
 
@@ -88,6 +117,10 @@ def _spans_slice(mesh: AnyMesh | None, axis: str, kind: str, slices: int = 1) ->
     """Return whether the devices along an axis are all those of some slices, of a kind of TPU."""
     if not is_kind(mesh, kind):
         return False
-    count, numbers = mesh.shape[axis] // slices, [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
-    lines = np.moveaxis(np.reshape(numbers, mesh.devices.shape), mesh.axis_names.index(axis), -1).reshape(-1, count)
-    return count % 2 == 0 and count == numbers.count(numbers[0]) and bool((lines == lines[..., :1]).all())
+    count = mesh.shape[axis] // slices
+    numbers = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+    if count % 2 or count != numbers.count(numbers[0]):
+        return False
+    by_axis = np.reshape(numbers, mesh.devices.shape)
+    lines = np.moveaxis(by_axis, mesh.axis_names.index(axis), -1).reshape(-1, count)
+    return bool((lines == lines[:, :1]).all())

@@ -17,25 +17,39 @@ def spec_dims(spec: P, ndim: int, axes: tuple[str, ...]) -> list[tuple[str, ...]
         >>> spec_dims(P(("data", "fsdp"), "tensor"), 3, ("fsdp", "tensor"))
         [('fsdp',), ('tensor',), ()]
     """
-    entries = [tuple(axis for axis in entry_axes(entry) if axis in axes) for entry in spec]
-    return [*entries, *((),) * ndim][:ndim]
+    dims: list[tuple[str, ...]] = []
+    for entry in spec[:ndim]:
+        kept = [axis for axis in entry_axes(entry) if axis in axes]
+        dims.append(tuple(kept))
+    missing = ndim - len(dims)
+    return dims + [()] * missing
 
 
 def dims_spec(dims: Dims) -> P:
     """Return the spec of the axes of each dimension."""
-    return P(*(axes or None for axes in dims))
+    entries = [axes or None for axes in dims]
+    return P(*entries)
 
 
 def local_shape(shape: Sequence[int], dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of a shard; `sizes` is axis → size."""
-    return tuple(size // shards_of(axes, sizes) for size, axes in zip(shape, dims, strict=True))
+    local = []
+    for size, axes in zip(shape, dims, strict=True):
+        local.append(size // shards_of(axes, sizes))
+    return tuple(local)
 
 
 def extra_axes(dims: Dims, fewer: Dims) -> tuple[tuple[str, ...], ...]:
     """Return the axes of each dimension that `fewer` does not have."""
-    return tuple(tuple(a for a in axes if a not in kept) for axes, kept in zip(dims, fewer, strict=True))
+    extra = []
+    for axes, kept in zip(dims, fewer, strict=True):
+        extra.append(tuple(axis for axis in axes if axis not in kept))
+    return tuple(extra)
 
 
 def is_prefix(dims: Dims, more: Dims) -> bool:
-    """Return whether `more` splits each shard of `dims` further, so that shards of a shard are contiguous."""
-    return all(names[: len(first)] == tuple(first) for first, names in zip(dims, more, strict=True))
+    """Return whether `more` splits each shard of `dims` further.
+
+    Shards of a shard are then contiguous.
+    """
+    return all(axes[: len(first)] == tuple(first) for first, axes in zip(dims, more, strict=True))

@@ -1,7 +1,8 @@
 """Conversion of partition tables for `re.search`, as in EasyLM, scalax and t5x, to `spmd.Rules`.
 
-Such a pattern matches anywhere in the path, a spec without axes replicates silently, and the last rule hides every typo
-above it. The converted table has a rule for each parameter and a reason for each replication.
+Such a pattern matches anywhere in the path, a spec without axes replicates silently, and the last
+rule hides every typo above it. The converted table has a rule for each parameter and a reason for
+each replication.
 """
 
 import dataclasses
@@ -32,13 +33,12 @@ from spmd.sharding.rules import (
     Rules,
     is_catch_all,
     matches,
+    repeated_axes,
     replicate,
     rule_name,
 )
 
 Value = P | Replicate
-_Covers = Callable[[str, str], bool]
-"""Whether a pattern matches every parameter that a rule's path stands for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,190 +94,398 @@ def rules_from_search(
     """Convert a table written for `re.search` (EasyLM, scalax) to strict rules with the same specs.
 
     Args:
-        table: `(pattern, PartitionSpec)` pairs. The first whose pattern `re.search` finds in the path wins. Arrays of
-            one element are always replicated.
-        params: A tree of arrays or `jax.ShapeDtypeStruct`s: a model's parameters, an `nnx.State`, or Linen variables,
-            also in boxes. Paths are those of `from_nnx` and `from_linen`.
-        axes: The table's axis → the mesh's axis, a tuple of them, or None: `{"dp": "data", "mp": "tensor"}`.
+        table: `(pattern, PartitionSpec)` pairs. The first whose pattern `re.search` finds in the
+            path wins. Arrays of one element are always replicated.
+        params: A tree of arrays or `jax.ShapeDtypeStruct`s: a model's parameters, an `nnx.State`,
+            or Linen variables, also in boxes. Paths are those of `from_nnx` and `from_linen`.
+        axes: The table's axis → the mesh's axis, a tuple of them, or None: `{"dp": "data", "mp":
+            "tensor"}`.
         activations: As in `Rules`.
         batch: As in `Rules`.
-        stacked: As in `Rules`. The table's entry for a stacked dimension must be None or that axis.
+        stacked: As in `Rules`. The table's entry for a stacked dimension must be None or that
+            axis.
         one_layer: Whether the table's specs have no entries for stacked dimensions.
-        report: Called with a text: the parameters of each rule, dead and shadowed rules, what catch-alls match, and
-            the new table.
+        report: Called with a text: the parameters of each rule, dead and shadowed rules, what
+            catch-alls match, and the new table.
     """
-    stack, rules = Rules((), (), stacked), _read(table, axes or {})
-    found: list[_Param] = []
-    problems: list[Problem] = []
+    stack = Rules((), (), stacked)
+    rules = _read(table, axes or {})
     leaves = flatten_module(params)
-    for path, leaf in leaves.items():
-        hits = tuple(rule for rule in rules if compile_search(rule.pattern).search(path))
-        size = math.prod(leaf.shape)
-        if size == 1 or hits:
-            rule = None if size == 1 else hits[0]
-            nbytes = size * leaf.dtype.itemsize
-            stacks = own_stacks(path, stack.stacks)
-            found.append(_Param(path, tuple(leaf.shape), nbytes, stacks, rule, hits))
-        else:
-            problems.append(Problem(path, "no rule of the search table matches it", fix="add a rule for it"))
-    problems += _audit_axes([rule for rule in rules if any(param.rule is rule for param in found)])
+    found, problems = _match_params(leaves, rules, stack)
+    problems += _audit_axes(_rules_in_use(rules, found))
     values: dict[str, Value] = {}
     for param in found:
-        if isinstance(value := _value(param, one_layer), Problem):
+        value = _value(param, one_layer)
+        if isinstance(value, Problem):
             problems.append(value)
         else:
             values[param.path] = value
-    problems += audit_stacks({path: leaf.shape for path, leaf in leaves.items()}, stack.stacks)
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    problems += audit_stacks(shapes, stack.stacks)
     if problems:
         raise RuleError("This search table cannot be made strict:", problems)
     strict = list(_strict_rules(found, values, stack))
-    report("\n".join((*_report(found, strict, rules), "", *_as_python(strict, stack.stacks))))
-    return Rules([(rule.pattern, rule.value) for rule in strict], activations, stacked, batch)
+    lines = (*_report(found, strict, rules), "", *_as_python(strict, stack.stacks))
+    report("\n".join(lines))
+    rows = []
+    for rule in strict:
+        rows.append((rule.pattern, rule.value))
+    return Rules(rows, activations, stacked, batch)
 
 
 def _read(table: Iterable[tuple[str, Any]], axes: Mapping[str, Any]) -> list[_SearchRule]:
+    """Return the rules of a search table, with the axes of the mesh."""
     rules, problems = [], []
     for index, (pattern, spec) in enumerate(table):
-        spec, where = P(*spec or ()) if isinstance(spec, tuple | list | None) else spec, rule_name(index, pattern)
+        where = rule_name(index, pattern)
+        if spec is None or isinstance(spec, tuple | list):
+            spec = P(*(spec or ()))
         try:
             compile_search(pattern)
         except PatternError as error:
             problems.append(Problem(where, f"is not a regular expression: {error}"))
         if not isinstance(spec, P):
             problems.append(Problem(where, f"has the value {spec!r}", fix="a PartitionSpec"))
-        elif any(entry is P.UNCONSTRAINED for entry in spec):
-            problems.append(Problem(where, "leaves a dimension to the compiler", fix="an axis, or None for whole"))
+        elif P.UNCONSTRAINED in spec:
+            fix = "an axis, or None for whole"
+            problems.append(Problem(where, "leaves a dimension to the compiler", fix=fix))
         else:
-            renamed = ([new for old in entry_axes(entry) for new in entry_axes(axes.get(old, old))] for entry in spec)
-            rules.append(_SearchRule(index, pattern, spec, tuple(map(as_entry, renamed))))
+            entries = tuple(_renamed(entry, axes) for entry in spec)
+            rules.append(_SearchRule(index, pattern, spec, entries))
     if problems:
         raise RuleError("This search table cannot be read:", problems)
     return rules
+
+
+def _renamed(entry: Any, axes: Mapping[str, Any]) -> Any:
+    """Return an entry of a spec with the axes of the mesh."""
+    renamed: list[str] = []
+    for axis in entry_axes(entry):
+        renamed += entry_axes(axes.get(axis, axis))
+    return as_entry(renamed)
+
+
+def _match_params(
+    leaves: Mapping[str, Any], rules: Sequence[_SearchRule], stack: Rules
+) -> tuple[list[_Param], list[Problem]]:
+    """Return the parameters with the rules that match them, and the problems of those without."""
+    found: list[_Param] = []
+    problems: list[Problem] = []
+    for path, leaf in leaves.items():
+        hits = _hits(path, rules)
+        size = math.prod(leaf.shape)
+        if size != 1 and not hits:
+            fix = "add a rule for it"
+            problems.append(Problem(path, "no rule of the search table matches it", fix=fix))
+            continue
+        param = _Param(
+            path,
+            shape=tuple(leaf.shape),
+            nbytes=size * leaf.dtype.itemsize,
+            stacks=own_stacks(path, stack.stacks),
+            rule=None if size == 1 else hits[0],
+            hits=hits,
+        )
+        found.append(param)
+    return found, problems
+
+
+def _hits(path: str, rules: Iterable[_SearchRule]) -> tuple[_SearchRule, ...]:
+    """Return the rules that match a path, in the order of the table."""
+    hits = []
+    for rule in rules:
+        if compile_search(rule.pattern).search(path):
+            hits.append(rule)
+    return tuple(hits)
+
+
+def _rules_in_use(rules: Iterable[_SearchRule], params: Sequence[_Param]) -> list[_SearchRule]:
+    """Return the rules that are the first match of a parameter, in the order of the table."""
+    used = []
+    for rule in rules:
+        if any(param.rule is rule for param in params):
+            used.append(rule)
+    return used
 
 
 def _audit_axes(rules: Iterable[_SearchRule]) -> Iterator[Problem]:
     """Yield the problems of the axes of rules that apply to a parameter."""
     unknown: dict[str, list[int]] = {}
     for rule in rules:
-        used = [axis for entry in rule.entries for axis in entry_axes(entry)]
-        for axis in dict.fromkeys(used):
+        repeated = repeated_axes(rule.entries)
+        for axis in dict.fromkeys(_axes_of(rule.entries)):
             if axis not in AXES:
                 unknown.setdefault(axis, []).append(rule.index)
-            elif used.count(axis) > 1:
+            elif axis in repeated:
                 what = f"{_source_text(rule.spec)} uses the axis {axis!r} twice"
                 yield Problem(str(rule), what, fix="keep one of them")
     for axis, users in unknown.items():
+        what = f"is no axis of a mesh, and is used by {_numbers(users)}"
         fix = f"rename it, axes={{{_quote(axis)}: …}}: {did_you_mean(axis, AXES)}"
-        yield Problem(f"axis {axis!r}", f"is no axis of a mesh, and is used by {_numbers(users)}", fix=fix)
+        yield Problem(f"axis {axis!r}", what, fix=fix)
+
+
+def _axes_of(entries: Iterable[Any]) -> list[str]:
+    """Return the axes of all entries, in order, with repetitions."""
+    axes: list[str] = []
+    for entry in entries:
+        axes += entry_axes(entry)
+    return axes
 
 
 def _value(param: _Param, one_layer: bool) -> Value | Problem:
     """Return the value of the rule that applies to a parameter, for one layer."""
-    if (rule := param.rule) is None:
+    rule = param.rule
+    if rule is None:
         return replicate("one element")
-    text, dims = _source_text(rule.spec), () if one_layer else stored_dims(param.stacks)
-    by, rank = f"{rule} gives {text}", len(param.shape) - len(param.stacks) + len(dims)
+    text = _source_text(rule.spec)
+    by = f"{rule} gives {text}"
+    dims: tuple[int, ...] = ()
+    if not one_layer:
+        dims = stored_dims(param.stacks)
+    rank = len(param.shape) - len(param.stacks) + len(dims)
     if len(rule.entries) > rank:
         detail = f"{len(rule.entries)} entries for {rank} dimensions"
         return Problem(param.path, f"{by} for the shape {param.shape}", detail)
+    entries = dict(enumerate(rule.entries))
     for dim, stack in zip(dims, param.stacks, strict=False):
-        if (entry := dict(enumerate(rule.entries)).get(dim)) not in (None, stack.axis):
-            what = f"{by}, which splits the stacked dimension over {entry!r}; stacked= says {stack.axis!r}"
-            fix = "make stacked= agree, or say one_layer=True if the table's specs are for one layer"
-            return Problem(param.path, what, fix=fix)
-    if any(map(entry_axes, layer := without_dims(rule.entries, dims))):
+        entry = entries.get(dim)
+        if entry not in (None, stack.axis):
+            return Problem(
+                param.path,
+                f"{by}, which splits the stacked dimension over {entry!r}; "
+                f"stacked= says {stack.axis!r}",
+                fix="make stacked= agree, "
+                "or say one_layer=True if the table's specs are for one layer",
+            )
+    layer = without_dims(rule.entries, dims)
+    if any(map(entry_axes, layer)):
         return P(*layer)
-    return replicate(f"left to the catch-all {rule.pattern!r}" if rule.is_catch_all else f"{text} in the search table")
+    if rule.is_catch_all:
+        return replicate(f"left to the catch-all {rule.pattern!r}")
+    return replicate(f"{text} in the search table")
 
 
-def _strict_rules(params: Sequence[_Param], values: Mapping[str, Value], stack: Rules) -> Iterator[_StrictRule]:
-    """Yield rules, all of them used and in the table's order, whose first match gives each parameter its value."""
-    layers: dict[str, list[_Param]] = {}
+@dataclasses.dataclass(frozen=True)
+class _Layers:
+    """The parameters by the path that a rule for them has.
+
+    Attributes:
+        params: Path → the parameters of all layers with it.
+        stacks: The stacks of the table.
+        forms: Path → the paths of its parameters, with and without the numbers of layers.
+    """
+
+    params: Mapping[str, Sequence[_Param]]
+    stacks: Mapping[str, Stack]
+    forms: Mapping[str, set[str]]
+
+    def covers(self, pattern: str, name: str) -> bool:
+        """Return whether a pattern matches every parameter of a path."""
+        return all(matches(pattern, param.path, self.stacks) for param in self.params[name])
+
+    def forms_of(self, names: Iterable[str]) -> list[str]:
+        """Return the forms of several paths."""
+        forms: list[str] = []
+        for name in names:
+            forms += self.forms[name]
+        return forms
+
+
+def _strict_rules(
+    params: Sequence[_Param], values: Mapping[str, Value], stack: Rules
+) -> Iterator[_StrictRule]:
+    """Yield rules with a first match that gives each parameter its value.
+
+    All of them are used. They are in the order of the search table.
+    """
+    by_name: dict[str, list[_Param]] = {}
+    forms: dict[str, set[str]] = {}
     names = stack.rule_names(values)
     for param in params:
-        layers.setdefault(names[param.path], []).append(param)
-    forms = {
-        name: {form for param in members for form in names_of(param.path, stack.stacks)}
-        for name, members in layers.items()
-    }
+        name = names[param.path]
+        by_name.setdefault(name, []).append(param)
+        forms.setdefault(name, set()).update(names_of(param.path, stack.stacks))
+    layers = _Layers(by_name, stack.stacks, forms)
+    left = dict(by_name)
+    for (rule, value), members in _groups(by_name, values):
+        others = layers.forms_of(left.keys() - members)
+        all_others = layers.forms_of(by_name.keys() - members)
+        for pattern in _patterns(rule, members, others, all_others, layers):
+            won: list[_Param] = []
+            for name in members:
+                if name in left and layers.covers(pattern, name):
+                    won += left.pop(name)
+            yield _StrictRule(pattern, value, rule, tuple(won))
 
-    def covers(pattern: str, name: str) -> bool:
-        return all(matches(pattern, param.path, stack.stacks) for param in layers[name])
 
-    groups: dict[tuple[_SearchRule | None, Value], list[str]] = {}
-    for name, (first, *_) in layers.items():
+_Group = tuple[_SearchRule | None, Value]
+
+
+def _groups(
+    by_name: Mapping[str, Sequence[_Param]], values: Mapping[str, Value]
+) -> list[tuple[_Group, list[str]]]:
+    """Return the paths of each pair of rule and value, in the order of the rules.
+
+    Parameters of one element, which have no rule, come first.
+    """
+    groups: dict[_Group, list[str]] = {}
+    for name, members in by_name.items():
+        first = members[0]
         groups.setdefault((first.rule, values[first.path]), []).append(name)
-    left = dict(layers)
-    for (rule, value), members in sorted(groups.items(), key=lambda group: group[0][0].index if group[0][0] else -1):
-        others = [form for name in left.keys() - members for form in forms[name]]
-        as_written = [p for p in _as_written(rule, members) if _separates(p, members, others, covers)]
-        all_others = [form for name in layers.keys() - members for form in forms[name]]
-        for pattern in as_written[:1] or _by_name(members, all_others, covers):
-            won = [name for name in members if name in left and covers(pattern, name)]
-            yield _StrictRule(pattern, value, rule, tuple(param for name in won for param in left.pop(name)))
+    return sorted(groups.items(), key=_index_of)
+
+
+def _index_of(item: tuple[_Group, object]) -> int:
+    (rule, _), _ = item
+    if rule is None:
+        return -1
+    return rule.index
+
+
+def _patterns(
+    rule: _SearchRule | None,
+    members: Sequence[str],
+    others: Collection[str],
+    all_others: Collection[str],
+    layers: _Layers,
+) -> list[str]:
+    """Return patterns for the paths of a group: the rule's own if it separates them, else by name.
+
+    Args:
+        others: Paths of later groups, of which the rule's pattern may match none.
+        all_others: Paths of all other groups.
+    """
+    for pattern in _as_written(rule, members):
+        if _separates(pattern, members, others, layers):
+            return [pattern]
+    return _by_name(members, all_others, layers)
 
 
 def _as_written(rule: _SearchRule | None, names: Iterable[str]) -> Iterator[str]:
-    """Yield forms of a rule's pattern: as written, or with the last path component, which `re.search` does not need."""
+    """Yield forms of a rule's pattern: as written, or with the last path component.
+
+    `re.search` does not need this component.
+    """
     if rule is None or rule.is_catch_all:
         return
-    last = sorted({re.escape(name.rsplit("/", 1)[-1]) for name in names})
-    tail = last[0] if len(last) == 1 else f"({'|'.join(last)})"
-    yield from (rule.pattern, f"{rule.pattern}/{tail}", f"({rule.pattern})/{tail}")
+    components = set()
+    for name in names:
+        last = name.rsplit("/", 1)[-1]
+        components.add(re.escape(last))
+    tail = "|".join(sorted(components))
+    if len(components) > 1:
+        tail = f"({tail})"
+    yield rule.pattern
+    yield f"{rule.pattern}/{tail}"
+    yield f"({rule.pattern})/{tail}"
 
 
-def _separates(pattern: str, names: Iterable[str], others: Iterable[str], covers: _Covers) -> bool:
+def _separates(pattern: str, names: Iterable[str], others: Iterable[str], layers: _Layers) -> bool:
     """Return whether a pattern of `Rules` covers all of `names` and matches none of `others`."""
     try:
-        hits = map(_matches(pattern), others)
-    except PatternError:  # a flag such as (?i) is only valid at the start of the compiled expression
+        compiled = compile_pattern(pattern)
+    except PatternError:  # a flag such as (?i) is only valid at the start of the expression
         return False
-    return all(covers(pattern, name) for name in names) and not any(hits) and not is_catch_all(pattern)
+    if not all(layers.covers(pattern, name) for name in names):
+        return False
+    return not any(map(compiled.fullmatch, others)) and not is_catch_all(pattern)
 
 
-def _matches(pattern: str) -> Callable[[str], object]:
-    return compile_pattern(pattern).fullmatch
+def _by_name(names: Iterable[str], others: Collection[str], layers: _Layers) -> list[str]:
+    """Return the shortest path suffixes that cover all `names` and match no `others`.
 
-
-def _by_name(names: Iterable[str], others: Collection[str], covers: _Covers) -> list[str]:
-    """Return the shortest path suffixes, of two components or more, that cover all `names` and match no `others`."""
+    They have two components or more.
+    """
     patterns: list[str] = []
     for name in names:
-        if not any(covers(pattern, name) for pattern in patterns):
-            patterns.append(next(p for p in _ends(name) if not any(map(_matches(p), others))))
+        if not any(layers.covers(pattern, name) for pattern in patterns):
+            patterns.append(_shortest_end(name, others))
     return patterns
+
+
+def _shortest_end(name: str, others: Collection[str]) -> str:
+    """Return the widest pattern for a path that matches no `others`."""
+    for pattern in _ends(name):
+        if not any(map(compile_pattern(pattern).fullmatch, others)):
+            return pattern
+    raise AssertionError("unreachable: the last pattern matches one path")
 
 
 def _ends(name: str) -> Iterator[str]:
     """Yield patterns for a path, from the widest to one that matches nothing else."""
-    parts = [re.escape(part) for part in name.split("/")]
-    any_number = [re.sub(r"(^|_)\d+$", r"\1\\d+", part) for part in parts]
+    parts: list[str] = []
+    any_number: list[str] = []
+    for component in name.split("/"):
+        part = re.escape(component)
+        parts.append(part)
+        any_number.append(re.sub(r"(^|_)\d+$", r"\1\\d+", part))
     for words in (any_number, parts):
-        yield from ("/".join(words[-n:]) for n in range(min(2, len(words)), len(words) + 1))
+        for length in range(min(2, len(words)), len(words) + 1):
+            yield "/".join(words[-length:])
     yield "^" + "/".join(parts)
 
 
-def _report(params: Sequence[_Param], strict: Sequence[_StrictRule], rules: Sequence[_SearchRule]) -> Iterator[str]:
-    """Yield lines with the bytes of each rule's parameters, dead and shadowed rules, and the matches of catch-alls."""
-    yield f"{len(rules)} rules for re.search over {len(params)} parameters, {tree.human_bytes(_nbytes(params))}"
+def _report(
+    params: Sequence[_Param], strict: Sequence[_StrictRule], rules: Sequence[_SearchRule]
+) -> Iterator[str]:
+    """Yield lines about the rules of a search table.
+
+    They have the bytes of each rule's parameters, dead and shadowed rules, and the matches of
+    catch-alls.
+    """
+    total = tree.human_bytes(_nbytes(params))
+    yield f"{len(rules)} rules for re.search over {len(params)} parameters, {total}"
     yield "  rule  leaves       bytes"
     width = max((len(repr(rule.pattern)) for rule in rules), default=0)
+    by_rule: dict[int | None, list[_Param]] = {}
+    for param in params:
+        index = None if param.rule is None else param.rule.index
+        by_rule.setdefault(index, []).append(param)
     for rule in rules:
-        won = [param for param in params if param.rule is rule]
-        lost = [param for param in params if param.rule not in (rule, None) and rule in param.hits]
-        takers = {param.rule.index for param in lost if param.rule}
-        yield f"{rule.index:>6}  {_row(won)}  {rule.pattern!r:<{width}}  {_source_text(rule.spec)}"
+        won = by_rule.get(rule.index, [])
+        spec = _source_text(rule.spec)
+        yield f"{rule.index:>6}  {_row(won)}  {rule.pattern!r:<{width}}  {spec}"
         if rule.is_catch_all:
-            caught = sorted((new for new in strict if new.origin is rule), key=lambda new: -_nbytes(new.params))
-            yield from (f"        {_row(new.params)}  catch-all: {new.pattern}" for new in caught)
-        elif takers:
-            part = f"{len(lost)} of the {len(lost) + len(won)}" if won else "dead: all"
-            yield f"{'':28}{part} leaves that it matches are shadowed by {_numbers(sorted(takers))}"
-        elif not won:
-            is_found = any(rule in param.hits for param in params)
-            yield f"{'':28}dead: it matches no parameter" + (" of more than one element" if is_found else "")
-    if small := [param for param in params if param.rule is None]:
+            yield from _caught(rule, strict)
+        else:
+            yield from _losses(rule, params, len(won))
+    small = by_rule.get(None, [])
+    if small:
         yield f"        {_row(small)}  one element, always replicated"
+
+
+def _caught(rule: _SearchRule, strict: Iterable[_StrictRule]) -> Iterator[str]:
+    """Yield a line for each new rule that a catch-all becomes, the largest first."""
+    caught = [new for new in strict if new.origin is rule]
+    caught.sort(key=lambda new: -_nbytes(new.params))
+    for new in caught:
+        yield f"        {_row(new.params)}  catch-all: {new.pattern}"
+
+
+def _losses(rule: _SearchRule, params: Iterable[_Param], won: int) -> Iterator[str]:
+    """Yield a line about a rule that others shadow or that matches nothing."""
+    is_matched = False
+    lost = 0
+    takers = set()
+    for param in params:
+        if rule not in param.hits:
+            continue
+        is_matched = True
+        if param.rule is not None and param.rule is not rule:
+            lost += 1
+            takers.add(param.rule.index)
+    if takers:
+        part = "dead: all"
+        if won:
+            part = f"{lost} of the {lost + won}"
+        shadowers = _numbers(sorted(takers))
+        yield f"{'':28}{part} leaves that it matches are shadowed by {shadowers}"
+    elif not won:
+        of_which = ""
+        if is_matched:
+            of_which = " of more than one element"
+        yield f"{'':28}dead: it matches no parameter{of_which}"
 
 
 def _as_python(rules: Iterable[_StrictRule], stacks: Mapping[str, Stack]) -> Iterator[str]:
@@ -285,24 +493,39 @@ def _as_python(rules: Iterable[_StrictRule], stacks: Mapping[str, Stack]) -> Ite
     yield "rules = spmd.Rules("
     yield "    params=["
     for rule in rules:
-        value = rule.value
-        text = f"spmd.replicate({_quote(value.reason)})" if isinstance(value, Replicate) else _source_text(value)
-        yield f"        ({_quote(rule.pattern)}, {text}),"
+        yield f"        ({_quote(rule.pattern)}, {_value_text(rule.value)}),"
     yield "    ],"
     yield f"    {stacked_text(stacks)},"
     yield ")"
 
 
+def _value_text(value: Value) -> str:
+    """Return a rule's value as Python source."""
+    if isinstance(value, Replicate):
+        return f"spmd.replicate({_quote(value.reason)})"
+    return _source_text(value)
+
+
 def _source_text(spec: P) -> str:
-    words = [f"({', '.join(map(_quote, entry))})" if isinstance(entry, tuple) else _quote(entry) for entry in spec]
+    """Return a spec as Python source."""
+    words = []
+    for entry in spec:
+        if isinstance(entry, tuple):
+            words.append(f"({', '.join(map(_quote, entry))})")
+        else:
+            words.append(_quote(entry))
     return f"P({', '.join(words)})"
 
 
 def _quote(value: str | None) -> str:
     """Return a Python literal in double quotes, raw if it has backslashes."""
-    if not isinstance(value, str) or '"' in value or value.endswith("\\") or not value.isprintable():
+    if not isinstance(value, str) or '"' in value or value.endswith("\\"):
         return repr(value)
-    return f'r"{value}"' if "\\" in value else f'"{value}"'
+    if not value.isprintable():
+        return repr(value)
+    if "\\" in value:
+        return f'r"{value}"'
+    return f'"{value}"'
 
 
 def _nbytes(params: Iterable[_Param]) -> int:
@@ -310,9 +533,13 @@ def _nbytes(params: Iterable[_Param]) -> int:
 
 
 def _row(params: Sequence[_Param]) -> str:
+    """Return the number and the bytes of parameters, as two columns."""
     return f"{len(params):>6}  {tree.human_bytes(_nbytes(params)):>10}"
 
 
 def _numbers(indices: Sequence[int]) -> str:
+    """Return the numbers of rules as a text, such as `rules 0, 1 and 4`."""
     *most, last = map(str, indices)
-    return f"rules {', '.join(most)} and {last}" if most else f"rule {last}"
+    if not most:
+        return f"rule {last}"
+    return f"rules {', '.join(most)} and {last}"

@@ -23,6 +23,8 @@ class Stack:
     An array (b, c) is (b, inner, c) in the inner stack of the example, and then (outer, …).
 
     Example:
+        An array (b, c) is (b, inner, c) in the inner stack, then (outer, b, inner, c):
+
         >>> stored_dims([Stack(dim=0), Stack(dim=1)])
         (0, 2)
     """
@@ -99,7 +101,10 @@ def _find(path: str, stacked: Collection[str]) -> Iterator[tuple[str, str, str]]
 
 def own_stacks(path: str, stacks: Mapping[str, Stack]) -> tuple[Stack, ...]:
     """Return the stacks that hold a parameter, the outermost first."""
-    return tuple(stacks[name] for _, name in _find_stacked(path, stacks))
+    own = []
+    for _, name in _find_stacked(path, stacks):
+        own.append(stacks[name])
+    return tuple(own)
 
 
 def dims_of(path: str, stacks: Mapping[str, Stack]) -> tuple[int, ...]:
@@ -167,8 +172,10 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
         for size, path in list(first.items())[:3]:
             shown.append(f"{size} in {path} {tuple(shapes[path])}")
         detail = ", ".join(shown)
-        fix = f"name in stacked= what is a stack of equal layers, and nothing else: {name!r} is in it"
-        common = _common_dims([shapes[path] for path in dims])
+        fix = (
+            f"name in stacked= what is a stack of equal layers, and nothing else: {name!r} is in it"
+        )
+        common = _common_dims(dims, shapes)
         if common:
             dim, size = min(common)
             detail += f"; along dimension {dim} all have {size}"
@@ -183,7 +190,9 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
     return problems
 
 
-def _first_with_each_size(dims: Mapping[str, int], shapes: Mapping[str, Sequence[int]]) -> dict[int | None, str]:
+def _first_with_each_size(
+    dims: dict[str, int], shapes: Mapping[str, Sequence[int]]
+) -> dict[int | None, str]:
     """Return size along the stacked dimension, None if there is no such one → its first path."""
     first: dict[int | None, str] = {}
     for path, dim in reversed(list(dims.items())):
@@ -192,9 +201,10 @@ def _first_with_each_size(dims: Mapping[str, int], shapes: Mapping[str, Sequence
     return dict(reversed(list(first.items())))
 
 
-def _common_dims(shapes: Iterable[Sequence[int]]) -> set[tuple[int, int]]:
-    """Return the dimensions of equal size in all shapes, as pairs of index and size."""
-    return set.intersection(*({*enumerate(shape)} for shape in shapes))
+def _common_dims(paths: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> set[tuple[int, int]]:
+    """Return the dimensions of equal size in all arrays, as pairs of index and size."""
+    dims = [set(enumerate(shapes[path])) for path in paths]
+    return set.intersection(*dims)
 
 
 def find_stacks(shapes: Mapping[str, Sequence[int]], created: Mapping[str, Sequence[int | None]]) -> dict[str, Stack]:
@@ -214,20 +224,19 @@ def find_stacks(shapes: Mapping[str, Sequence[int]], created: Mapping[str, Seque
         {'blocks': Stack(axis='pipe', dim=0)}
     """
     found: dict[str, Stack] = {}
-    as_tuples = {path: tuple(shape) for path, shape in shapes.items()}
-    _find_stacks_below("", as_tuples, created, "pipe", found)
+    _find_stacks_below("", shapes, created, "pipe", found)
     return found
 
 
 def _find_stacks_below(
     parent: str,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Sequence[int]],
     created: Mapping[str, Sequence[int | None]],
     axis: str | None,
     found: dict[str, Stack],
 ) -> None:
     """Add the stacks below a component; shapes lack the dimensions of the stacks around it."""
-    nodes: dict[str, dict[str, tuple[int, ...]]] = {}
+    nodes: dict[str, dict[str, Sequence[int]]] = {}
     for path, shape in shapes.items():
         name, slash, _ = path.removeprefix(parent).partition("/")
         if slash:
@@ -246,7 +255,7 @@ def _find_stacks_below(
 
 def _added_dim(
     node: str,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Sequence[int]],
     created: Mapping[str, Sequence[int | None]],
 ) -> int | None:
     """Return the added dimension of all arrays below a component; None if there is none."""
@@ -265,7 +274,9 @@ def _added_dim(
     return dim
 
 
-def _possibly_added(shape: tuple[int, ...], created: Sequence[int | None] | None) -> set[tuple[int, int]]:
+def _possibly_added(
+    shape: Sequence[int], created: Sequence[int | None] | None
+) -> set[tuple[int, int]]:
     """Return the index and size of each dimension that may have been added since creation."""
     found = set()
     for dim, size in enumerate(shape):
@@ -353,7 +364,11 @@ def _used_stacks(paths: Iterable[str], stacks: Mapping[str, Stack]) -> dict[str,
     for path in paths:
         for _, name in _find_stacked(path, stacks):
             used.add(name)
-    return {name: stack for name, stack in stacks.items() if name in used}
+    found = {}
+    for name, stack in stacks.items():
+        if name in used:
+            found[name] = stack
+    return found
 
 
 def _audit_recorded_stack(

@@ -44,7 +44,11 @@ class LocalLayout:
     @property
     def scattered(self) -> dict[str, int]:
         """Axis → the dimension of the gradient that is scattered over it, in order."""
-        return {axis: dim for dim, axes in enumerate(self.scatters) for axis in axes}
+        dims = {}
+        for dim, axes in enumerate(self.scatters):
+            for axis in axes:
+                dims[axis] = dim
+        return dims
 
     @property
     def is_gathered(self) -> bool:
@@ -57,5 +61,5 @@ class LocalLayout:
         return tuple(itertools.chain(*self.used))
 
     def with_whole_gradient(self) -> Self:
-        """Return the layout whose gradient is summed, and not scattered."""
+        """Return the layout with a gradient that is summed, and not scattered."""
         return dataclasses.replace(self, kept=self.used)

@@ -1,13 +1,13 @@
 """Device meshes with six named axes: one rule table serves every strategy.
 
-Unused axes have size 1. A mesh is a plain `jax.sharding.Mesh` (or `AbstractMesh`, without
-devices) with `AxisType.Auto`.
+Unused axes have size 1. A mesh is a plain `jax.sharding.Mesh` (or `AbstractMesh`, without devices)
+with `AxisType.Auto`.
 """
 
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -165,7 +165,7 @@ def arrange_devices(shape: MeshShape, devices: Sequence[Any], slices: Mapping[st
     """
     check_slices(shape, slices)
     sizes = tuple(shape.sizes.values())
-    outer = tuple(slices.get(axis, 1) for axis in AXES)
+    outer = _slice_counts(AXES, slices)
     inner = tuple(map(operator.floordiv, sizes, outer))
     grids = []
     for part in _split(devices, math.prod(outer)):
@@ -203,10 +203,15 @@ def slice_numbers(sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.nda
         >>> slice_numbers({"data": 4, "fsdp": 2}, {"data": 2}).tolist()
         [0, 0, 0, 0, 1, 1, 1, 1]
     """
-    counts = [slices.get(axis, 1) for axis in sizes]
+    counts = _slice_counts(sizes, slices)
     inner = list(map(operator.floordiv, sizes.values(), counts))
     numbers = np.arange(math.prod(counts)).reshape(counts)
     return np.kron(numbers, np.ones(inner, int)).reshape(-1)
+
+
+def _slice_counts(axes: Iterable[str], slices: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the number of slices along each axis."""
+    return tuple(slices.get(axis, 1) for axis in axes)
 
 
 def _split(devices: Sequence[Any], count: int) -> list[list[Any]]:

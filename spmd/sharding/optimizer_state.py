@@ -92,7 +92,9 @@ def drop_axis(spec: P, axis: str) -> P:
         >>> drop_axis(P(("data", "fsdp"), "fsdp", "tensor"), "fsdp") == P("data", None, "tensor")
         True
     """
-    entries = [_entry_without(axis, entry) for entry in spec]
+    entries = []
+    for entry in spec:
+        entries.append(_entry_without(axis, entry))
     return P(*entries)
 
 
@@ -385,14 +387,19 @@ def _find(shape: Shape, probed: Shape | None, known: _Dims) -> _Found | None:
         return None
     found: list[_Dim | None] = []
     for size, after in zip(shape, probed, strict=True):
-        fits = [dim for dim in known if (dim.size, dim.probed) == (size, after)]
-        if fits:
-            found.append(fits[0])
-        elif size == after:
-            found.append(None)
-        else:
+        dim = _grown_alike(size, after, known)
+        if dim is None and size != after:
             return None
+        found.append(dim)
     return tuple(found)
+
+
+def _grown_alike(size: int, probed: int, known: _Dims) -> _Dim | None:
+    """Return the first dimension with these sizes, without and with the probe."""
+    for dim in known:
+        if (dim.size, dim.probed) == (size, probed):
+            return dim
+    return None
 
 
 def _find_blocks(shape: Shape, probed: Shape | None, known: _Dims) -> _Found | None:

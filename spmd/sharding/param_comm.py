@@ -1,7 +1,8 @@
-"""How a layer's parameter travels to where it is used, and its gradient back: as they are, unless a technique differs.
+"""Communication of a layer's parameter to its use, and of its gradient back.
 
-`ParamComm` is the contract and its plain form. A technique that sends something else is a subclass, made where a user's
-setting is read (`spmd.settings.compress`); layers and the plan call these methods and know none of them.
+Both are sent as they are, unless a technique differs. `ParamComm` is the contract and its plain
+form. A technique that sends something else is a subclass, made where a user's setting is read
+(`spmd.settings.compress`); layers and the plan call these methods and know none of them.
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ from spmd.sharding.local_layout import LocalLayout
 class ParamComm:
     """The collectives of one parameter: a frozen value, hashable, compared by value.
 
-    Every method runs in a region that is manual over the mesh. The layout is an argument, because the head and the
-    exchange once a step have layouts of their own.
+    Every method runs in a region that is manual over the mesh. The layout is an argument, because
+    the head and the exchange once a step have layouts of their own.
 
     Attributes:
         gradients: Axis → dtype of the gradient's terms; its own dtype over other axes.
@@ -32,12 +33,12 @@ class ParamComm:
 
     @property
     def takes_uncast(self) -> bool:
-        """Whether `gather` takes the parameter as it is stored, and not cast to the dtype in which it is used."""
+        """Whether `gather` takes the parameter as stored, not cast to the dtype of its use."""
         return False
 
     @property
     def param_codec(self) -> str:
-        """Name of the codec in which parameters are gathered; empty for the dtype in which they are used."""
+        """Name of the codec of gathered parameters; empty for the dtype of their use."""
         return ""
 
     @property
@@ -47,20 +48,26 @@ class ParamComm:
 
     @property
     def checkpoint_name(self) -> str:
-        """Checkpoint name of what `prepare` returns, which every remat policy saves; empty if it returns the shard."""
+        """Checkpoint name of the result of `prepare`; empty if it is the shard.
+
+        Every remat policy saves it.
+        """
         return ""
 
     def without_codec(self) -> "ParamComm":
-        """Return what gathers the parameter in the dtype in which it is used."""
+        """Return the comm that gathers the parameter in the dtype of its use."""
         return self
 
     def prepares(self, layout: LocalLayout) -> bool:
-        """Return whether `prepare` does anything: the forward and the backward pass then gather from its result."""
+        """Return whether `prepare` does anything.
+
+        The forward and the backward pass then gather from its result.
+        """
         del layout
         return False
 
     def prepare(self, shard: Array, layout: LocalLayout) -> Any:
-        """Return a tree that `gather` takes: what both passes of a layer have in common."""
+        """Return the argument of `gather`, a tree that both passes of a layer share."""
         del layout
         return shard
 
@@ -73,9 +80,15 @@ class ParamComm:
         return collectives.gather_dims(prepared.astype(dtype), layout.mesh, layout.gathers)
 
     def sent(
-        self, shape: Sequence[int], layout: LocalLayout, axes: Sequence[str], sizes: Mapping[str, int]
+        self,
+        shape: Sequence[int],
+        layout: LocalLayout,
+        axes: Sequence[str],
+        sizes: Mapping[str, int],
     ) -> dict[str, str]:
-        """Return axis → dtype or codec of a gradient's terms, empty for its own dtype; in the order of the sums.
+        """Return axis → dtype or codec of a gradient's terms, in the order of the sums.
+
+        The name is empty for the gradient's own dtype.
 
         Args:
             shape: Of each device's terms.
@@ -87,23 +100,35 @@ class ParamComm:
         return {axis: named.get(axis, "") for axis in (*layout.scattered, *axes)}
 
     def reduce(self, gradient: Array, layout: LocalLayout, axes: Sequence[str]) -> Array:
-        """Sum a gradient over axes, and scatter it as it is kept; it has its own dtype between the sums."""
+        """Sum a gradient over axes, and scatter it as it is kept.
+
+        It has its own dtype between the sums.
+        """
         sizes = {axis: jax.lax.axis_size(axis) for axis in axes}
-        names = self.sent(gradient.shape, layout, axes, sizes)
-        sent = {axis: name or gradient.dtype.name for axis, name in names.items()}
+        sent = {}
+        for axis, name in self.sent(gradient.shape, layout, axes, sizes).items():
+            sent[axis] = name or gradient.dtype.name
         for axis, dim in layout.scattered.items():
             gradient = self.scatter_terms(gradient, layout, axis, dim, sent.pop(axis))
-        for name in dict.fromkeys(sent.values()):
-            axes = tuple(axis for axis in sent if sent[axis] == name)
-            gradient = self.sum_terms(gradient, layout, axes, name)
+        axes_of: dict[str, list[str]] = {}
+        for axis, name in sent.items():
+            axes_of.setdefault(name, []).append(axis)
+        for name, summed in axes_of.items():
+            gradient = self.sum_terms(gradient, layout, tuple(summed), name)
         return gradient
 
-    def scatter_terms(self, gradient: Array, layout: LocalLayout, axis: str, dim: int, name: str) -> Array:
-        """Sum over an axis and scatter a dimension over it; terms are sent in the dtype of this name."""
-        return collectives.psum_scatter(gradient.astype(name), layout.mesh, axis, dim, gradient.dtype)
+    def scatter_terms(
+        self, gradient: Array, layout: LocalLayout, axis: str, dim: int, name: str
+    ) -> Array:
+        """Sum over an axis and scatter a dimension over it, with terms in the dtype `name`."""
+        return collectives.psum_scatter(
+            gradient.astype(name), layout.mesh, axis, dim, gradient.dtype
+        )
 
-    def sum_terms(self, gradient: Array, layout: LocalLayout, axes: tuple[str, ...], name: str) -> Array:
-        """Sum over axes; terms are sent in the dtype of this name."""
+    def sum_terms(
+        self, gradient: Array, layout: LocalLayout, axes: tuple[str, ...], name: str
+    ) -> Array:
+        """Sum over axes, with terms in the dtype `name`."""
         del layout
         return jax.lax.psum(gradient.astype(name), axes).astype(gradient.dtype)
 

@@ -51,7 +51,9 @@ def compile_search(pattern: str) -> PathPattern:
 
 @functools.cache
 def compile_pattern(pattern: str) -> PathPattern:
-    """Compile a rule's pattern into an expression for `fullmatch` on whole paths; raise `PatternError` if it is none.
+    """Compile a rule's pattern into an expression for `fullmatch` on whole paths.
+
+    Raise `PatternError` if it is none.
 
     Example:
         >>> compile_pattern("wo/kernel").fullmatch("attention/wo/kernel")

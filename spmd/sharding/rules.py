@@ -248,7 +248,9 @@ class Rules:
         problems += audit_stacks(shapes, self.stacks)
         unusable = {problem.where for problem in problems}
         aliases = _aliases(tied, shapes)
-        winners = {match.index for match in self._matches_of(aliases).values()}
+        winners = set()
+        for match_of_alias in self._matches_of(aliases).values():
+            winners.add(match_of_alias.index)
         names = self.rule_names(shapes)
         for path, shape in shapes.items():
             match = self.match(path)
@@ -400,7 +402,7 @@ class Rules:
 
 
 def _similarity(pattern: str, other: str) -> float:
-    """Return how alike two patterns are, from 0 to 1."""
+    """Return the similarity of two patterns, from 0 to 1."""
     return difflib.SequenceMatcher(None, pattern, other).ratio()
 
 
@@ -408,7 +410,7 @@ def _as_pairs(table: Any) -> tuple[tuple[Any, ...], ...]:
     """Return the rows of a table, a mapping or a sequence of pairs, as hashable tuples."""
     if isinstance(table, Mapping):
         table = table.items()
-    return tuple(tuple(pair) for pair in table)
+    return tuple(map(tuple, table))
 
 
 def _as_stacked_pairs(stacked: Any) -> tuple[tuple[str, Any], ...]:
@@ -470,7 +472,7 @@ def _activation_problems(activations: Iterable[tuple[str, Any]]) -> list[Problem
 
 
 def _aliases(tied: Tied, shapes: Collection[str]) -> list[str]:
-    """Return the tied paths that are not those of the arrays in `shapes`."""
+    """Return the tied paths that `shapes` does not have."""
     aliases = []
     for paths in tied:
         for path in paths:
@@ -556,7 +558,10 @@ def spec_text(spec: P) -> str:
         >>> spec_text(P(None, ("data", "fsdp"), "tensor"))
         'P(., data+fsdp, tensor)'
     """
-    words = ["+".join(entry_axes(entry)) or "." for entry in spec]
+    words = []
+    for entry in spec:
+        axes = "+".join(entry_axes(entry))
+        words.append(axes or ".")
     return f"P({', '.join(words)})"
 
 
