@@ -1,4 +1,4 @@
-"""Vision transformer: GPT-2's layers; patches, which are few, are not split over `sequence`."""
+"""Vision transformer: GPT-2's layers; patches are few, and not split over `sequence`."""
 
 from jax.sharding import PartitionSpec as P
 

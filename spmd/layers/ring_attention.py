@@ -133,7 +133,8 @@ def blockwise_attention(
     # Heads first: [batch, kv_heads, seq, group, dim] and [batch, kv_heads, seq, dim].
     arrays = [jnp.moveaxis(x, 1, 2) for x in (grouped, key, value)]
     out = _attend(*arrays, segments, ring)
-    return jnp.moveaxis(out, 2, 1).reshape(batch, seq, heads, dim)
+    out = jnp.moveaxis(out, 2, 1)
+    return out.reshape(batch, seq, heads, dim)
 
 
 def _check_sequence(seq: int, ring: Ring) -> None:
@@ -195,7 +196,8 @@ def _forward_on_device(
         # Without a barrier, XLA may send all blocks before the first is used and hold them all at
         # once.
         block, softmax = jax.lax.optimization_barrier((next_block, softmax))
-    out, log_total = finalize_softmax(update(last, softmax, block))
+    softmax = update(last, softmax, block)
+    out, log_total = finalize_softmax(softmax)
     return out.astype(query.dtype), log_total
 
 
