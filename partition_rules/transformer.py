@@ -32,4 +32,4 @@ def transformer_rules(*, gated: bool = True, tied: bool = False, qk_norm: bool =
     if not gated:
         del activations["mlp_gate"]
     activations["layer_input"] = activations["residual"]
-    return dataclasses.replace(rules, params=params, activations=activations)
+    return dataclasses.replace(rules, params=params, activations=tuple(activations.items()))

@@ -43,7 +43,8 @@ def kernel_gradient(
     if not _is_local(param, summed):
         with named_after(placed):
             return scatter(product(x, dy), placed)  # the compiler finds the collectives
-    into, out = [], []
+    into: list[tuple[str, ...]] = []
+    out: list[tuple[str, ...]] = []
     for dim, names in zip(axes, param.used, strict=True):
         dims = out if dim in outs else into
         dims.append(names)

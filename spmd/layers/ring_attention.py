@@ -264,7 +264,10 @@ def ulysses_attention(
     Heads are split instead.
     """
     split = split_axes(mesh)
-    parts = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if axis in split}
+    parts: dict[str, int] = {}
+    for axis in ("tensor", "sequence"):
+        if axis in split:
+            parts[axis] = mesh.shape[axis]
     problems = _division_problems(query, key, parts)
     if problems:
         raise ConfigError("Heads cannot be split over devices:", problems)
