@@ -1,13 +1,16 @@
-"""Gemma: GeGLU, wide heads and a scaled, tied embedding (arXiv:2403.08295); Gemma 2: alternating local and global
-attention, soft caps, and norms after attention and MLP (arXiv:2408.00118).
+"""Gemma: GeGLU, wide heads and a scaled, tied embedding (arXiv:2403.08295), and Gemma 2.
+
+Gemma 2 (arXiv:2408.00118) has alternating local and global attention, soft caps, and norms after
+attention and MLP.
 
 ```python
 config = dataclasses.replace(PRESETS["gemma2-2b"], layers=4)
 model = spmd.from_nnx(config.build)
 ```
 
-A scanned layer of Gemma 2 is a pair: `layers/local_block/…` with a window and `layers/global_block/…` without. Pipeline
-stages hold whole pairs, and for a remat policy a pair is one layer.
+A scanned layer of Gemma 2 is a pair: `layers/local_block/…` with a window and
+`layers/global_block/…` without. Pipeline stages hold whole pairs, and for a remat policy a pair is
+one layer.
 """
 
 import dataclasses
@@ -41,7 +44,8 @@ class GemmaConfig(LlamaConfig):
         """Return a problem for each invalid field."""
         problems = super().problems()
         if not self.tied:
-            problems.append(Problem("model.tied", "is False", fix="True: a Gemma has one table for embedding and head"))
+            fix = "True: a Gemma has one table for embedding and head"
+            problems.append(Problem("model.tied", "is False", fix=fix))
         return problems
 
     def build(self, rngs: nnx.Rngs) -> "Gemma":
@@ -56,7 +60,8 @@ class Gemma2Config(GemmaConfig):
     window: int = 4096
     """Tokens that each one attends to in every other layer, itself included."""
     query_scale: int = 256
-    """Products of queries and keys are divided by the square root of this (`query_pre_attn_scalar`)."""
+    """Products of queries and keys are divided by the square root of this
+    (`query_pre_attn_scalar`)."""
     attention_soft_cap: float = 50.0
     """Soft cap of attention scores."""
     logits_soft_cap: float = 30.0
@@ -71,17 +76,35 @@ class Gemma2Config(GemmaConfig):
         """Return a problem for each invalid field."""
         problems = [p for p in super().problems() if p.where != "model.window"]
         positive = ("window", "query_scale", "attention_soft_cap", "logits_soft_cap")
-        problems += check_fields(self, dict.fromkeys(positive, "above 0"), prefix="model.")
+        rules = dict.fromkeys(positive, "above 0")
+        problems += check_fields(self, rules, prefix="model.")
         if self.layers % 2:
-            arithmetic = f"{self.layers} / 2 = {self.layers / 2}"
-            problems.append(Problem("model.layers", "is odd, and layers are pairs", arithmetic, "an even number"))
+            problem = Problem(
+                "model.layers",
+                "is odd, and layers are pairs",
+                f"{self.layers} / 2 = {self.layers / 2}",
+                "an even number",
+            )
+            problems.append(problem)
         return problems
 
 
 PRESETS = {
-    "test-gemma": GemmaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64, head_dim=16),
+    "test-gemma": GemmaConfig(
+        vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64, head_dim=16
+    ),
     "test-gemma2": Gemma2Config(
-        *(64, 32, 4, 4, 2, 64), head_dim=16, window=5, query_scale=9, attention_soft_cap=2.0, logits_soft_cap=3.0
+        vocab=64,
+        d_model=32,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        d_ff=64,
+        head_dim=16,
+        window=5,
+        query_scale=9,
+        attention_soft_cap=2.0,
+        logits_soft_cap=3.0,
     ),
     "gemma-2b": GemmaConfig(256_000, 2048, 18, 8, 1, 16_384, head_dim=256),
     "gemma-7b": GemmaConfig(256_000, 3072, 28, 16, 16, 24_576, head_dim=256),
@@ -129,13 +152,18 @@ class Block(nnx.Module):
         self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
     ) -> Float[Array, "batch seq d"]:
         """Return the residual stream after this layer."""
-
-        def add(x: Array, y: Array, norm: RMSNorm | None) -> Array:
-            return annotate(x + (y if norm is None else norm(y)), "residual")
-
         x = annotate(x, "residual")
-        x = add(x, self.attention(self.attention_norm(x), angles, segments), self.attention_post_norm)
-        return add(x, self.mlp(self.mlp_norm(x)), self.mlp_post_norm)
+        y = self.attention(self.attention_norm(x), angles, segments)
+        x = _add(x, y, self.attention_post_norm)
+        y = self.mlp(self.mlp_norm(x))
+        return _add(x, y, self.mlp_post_norm)
+
+
+def _add(x: Array, y: Array, norm: RMSNorm | None) -> Array:
+    """Add a result to the residual stream, after a norm, if any."""
+    if norm is not None:
+        y = norm(y)
+    return annotate(x + y, "residual")
 
 
 class Pair(nnx.Module):
@@ -143,16 +171,22 @@ class Pair(nnx.Module):
 
     def __init__(self, config: Gemma2Config, *, rngs: nnx.Rngs) -> None:
         make = functools.partial(
-            Block, config, scale=config.query_scale**-0.5, soft_cap=config.attention_soft_cap, post_norms=True
+            Block,
+            config,
+            scale=config.query_scale**-0.5,
+            soft_cap=config.attention_soft_cap,
+            post_norms=True,
+            rngs=rngs,
         )
-        self.local_block = make(window=config.window, rngs=rngs)
-        self.global_block = make(window=0, rngs=rngs)
+        self.local_block = make(window=config.window)
+        self.global_block = make(window=0)
 
     def __call__(
         self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
     ) -> Float[Array, "batch seq d"]:
         """Return the residual stream after both layers."""
-        return self.global_block(self.local_block(x, angles, segments), angles, segments)
+        x = self.local_block(x, angles, segments)
+        return self.global_block(x, angles, segments)
 
 
 class Gemma(nnx.Module):
@@ -165,31 +199,46 @@ class Gemma(nnx.Module):
         count = config.layers
         self.soft_cap: float | None = None
         if isinstance(config, Gemma2Config):
-            make, count, self.soft_cap = functools.partial(Pair, config), config.layers // 2, config.logits_soft_cap
+            make = functools.partial(Pair, config)
+            count = config.layers // 2
+            self.soft_cap = config.logits_soft_cap
         self.config = config
-        self.embed = Embedding(config.vocab, config.d_model, rngs=rngs)
-        self.layers = make_layers(lambda rngs: make(rngs=rngs), count, rngs.params(), stacked=config.stacked)
+        width = config.d_model
+        self.embed = Embedding(config.vocab, width, rngs=rngs)
+        self.layers = make_layers(
+            lambda rngs: make(rngs=rngs), count, rngs.params(), stacked=config.stacked
+        )
         self.norm = _norm(config)
 
     def __call__(
         self, tokens: Int[Array, "batch seq"], segments: Segments = None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
-        """Return next-token logits or `LazyLogits`; `segments` is the document of each token of a packed sequence."""
-        x, context = self.embed_inputs(tokens, segments)
-        return self.compute_outputs(*self.apply_layers(x, context))
+        """Return next-token logits or `LazyLogits`.
 
-    def embed_inputs(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> tuple[Array, Any]:
-        """Return the residual stream before the first layer, and the other inputs of every layer."""
+        `segments` is the document of each token of a packed sequence.
+        """
+        x, context = self.embed_inputs(tokens, segments)
+        x, values = self.apply_layers(x, context)
+        return self.compute_outputs(x, values)
+
+    def embed_inputs(
+        self, tokens: Int[Array, "batch seq"], segments: Segments = None
+    ) -> tuple[Array, Any]:
+        """Return the residual stream before the first layer, and other inputs of every layer."""
         x = self.embed(tokens)
-        x = annotate(x * jnp.asarray(self.config.d_model**0.5, x.dtype), "residual")
-        return x, (self.config.angles(tokens.shape[1]), segments)
+        scale = jnp.asarray(self.config.d_model**0.5, x.dtype)
+        x = annotate(x * scale, "residual")
+        angles = self.config.angles(tokens.shape[1])
+        return x, (angles, segments)
 
     def apply_layers(self, x: Float[Array, "batch seq d"], context: Any) -> tuple[Array, None]:
         """Return the residual stream after the layers."""
-        return run_layers(self.layers, x, *context, unroll=self.config.unroll), None
+        x = run_layers(self.layers, x, *context, unroll=self.config.unroll)
+        return x, None
 
     def compute_outputs(
         self, x: Float[Array, "batch seq d"], values: None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """Return the logits, from the residual stream after the last layer."""
-        return self.embed.attend(self.norm(x), self.soft_cap)
+        x = self.norm(x)
+        return self.embed.attend(x, self.soft_cap)

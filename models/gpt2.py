@@ -1,4 +1,4 @@
-"""GPT-2: pre-norm decoder layers with learned positions, biases and a tied head (Radford et al., 2019).
+"""GPT-2: pre-norm decoder with learned positions, biases and a tied head (Radford et al., 2019).
 
 ```python
 config = dataclasses.replace(PRESETS["gpt2"], layers=4)
@@ -51,12 +51,20 @@ class TransformerConfig(Protocol):
 
 
 def transformer_problems(config: TransformerConfig, *sizes: str) -> list[Problem]:
-    """Return a problem for each invalid field of a model of such layers; `sizes` are its other positive fields."""
+    """Return a problem for each invalid field of a model of such layers.
+
+    `sizes` are its other positive fields.
+    """
     rules = dict.fromkeys(("d_model", "layers", "heads", "d_ff", *sizes), "at least 1")
     problems = check_fields(config, rules, prefix="model.")
     if config.heads > 0 and config.d_model % config.heads:
-        arithmetic = f"{config.d_model} / {config.heads} = {config.d_model / config.heads:.4g}"
-        problems.append(Problem("model.heads", "does not divide model.d_model", arithmetic, "change one of them"))
+        problem = Problem(
+            "model.heads",
+            "does not divide model.d_model",
+            f"{config.d_model} / {config.heads} = {config.d_model / config.heads:.4g}",
+            "change one of them",
+        )
+        problems.append(problem)
     return problems
 
 
@@ -84,7 +92,8 @@ class GPT2Config:
     """Stacked layers per iteration of the scan: more is faster and compiles longer."""
 
     def __post_init__(self) -> None:
-        if problems := transformer_problems(self, "vocab", "context", "unroll"):
+        problems = transformer_problems(self, "vocab", "context", "unroll")
+        if problems:
             raise ConfigError("The GPT2 is invalid:", problems)
 
     @property
@@ -95,7 +104,11 @@ class GPT2Config:
     @property
     def matmul_params(self) -> int:
         """Parameters in matmuls: kernels and the output head, not the embedding lookup."""
-        return self.layers * (4 * self.d_model**2 + 2 * self.d_model * self.d_ff) + self.d_model * self.vocab
+        width = self.d_model
+        attention = 4 * width**2
+        mlp = 2 * width * self.d_ff
+        head = width * self.vocab
+        return self.layers * (attention + mlp) + head
 
     def build(self, rngs: nnx.Rngs) -> "GPT2":
         """Build the model."""
@@ -111,7 +124,8 @@ PRESETS = {
 }
 """Published shapes by name, and a small one for tests.
 
-The published vocabulary, 50,257 words, divides over no `tensor` above 1; see `spmd.partition_rules.gpt2`.
+The published vocabulary, 50,257 words, divides over no `tensor` above 1; see
+`spmd.partition_rules.gpt2`.
 """
 
 
@@ -120,40 +134,58 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
         width = config.d_model
-        self.heads, self.causal = config.heads, causal
+        scale = (2 * config.layers) ** -0.5
+        self.heads = config.heads
+        self.causal = causal
         self.q_proj = Dense(width, width, bias=True, rngs=rngs)
         self.k_proj = Dense(width, width, bias=True, rngs=rngs)
         self.v_proj = Dense(width, width, bias=True, rngs=rngs)
-        self.o_proj = Dense(width, width, scale=(2 * config.layers) ** -0.5, bias=True, rngs=rngs)
+        self.o_proj = Dense(width, width, scale=scale, bias=True, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "batch seq d"], segments: Segments = None) -> Float[Array, "batch seq d"]:
+    def __call__(
+        self, x: Float[Array, "batch seq d"], segments: Segments = None
+    ) -> Float[Array, "batch seq d"]:
         """Apply attention."""
-        batch, seq, _ = x.shape
-        projs = self.q_proj, self.k_proj, self.v_proj
-        products = columns(x, [proj.kernel for proj in projs], "attention_input", x.shape[-1] // self.heads)
-        query, key, value = (
-            annotate(proj.with_bias(y).reshape(batch, seq, self.heads, -1), f"attention_{name}")
-            for proj, y, name in zip(projs, products, ("query", "key", "value"), strict=True)
-        )
+        batch, seq, width = x.shape
+        head = width // self.heads
+        kernels = (self.q_proj.kernel, self.k_proj.kernel, self.v_proj.kernel)
+        query, key, value = columns(x, kernels, "attention_input", head)
+        query = annotate(self._heads(self.q_proj.with_bias(query)), "attention_query")
+        key = annotate(self._heads(self.k_proj.with_bias(key)), "attention_key")
+        value = annotate(self._heads(self.v_proj.with_bias(value)), "attention_value")
         out = attend(query, key, value, segments=segments, causal=self.causal)
         out = annotate(out.reshape(batch, seq, -1), "attention_out")
-        return self.o_proj.with_bias(rows(out, self.o_proj.kernel, "attention_input", x.shape[-1] // self.heads))
+        y = rows(out, self.o_proj.kernel, "attention_input", head)
+        return self.o_proj.with_bias(y)
+
+    def _heads(self, y: Float[Array, "batch seq d"]) -> Float[Array, "batch seq heads dim"]:
+        batch, seq, _ = y.shape
+        return y.reshape(batch, seq, self.heads, -1)
 
 
 class MLP(nnx.Module):
-    """`down(gelu(up(x)))`, with biases (Hendrycks & Gimpel, arXiv:1606.08415); `approximate` is gelu by tanh."""
+    """`down(gelu(up(x)))`, with biases (Hendrycks & Gimpel, arXiv:1606.08415).
 
-    def __init__(self, config: TransformerConfig, *, approximate: bool = True, rngs: nnx.Rngs) -> None:
+    `approximate` is gelu by tanh.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, approximate: bool = True, rngs: nnx.Rngs
+    ) -> None:
+        width = config.d_model
+        hidden = config.d_ff
+        scale = (2 * config.layers) ** -0.5
         self.approximate = approximate
-        self.up_proj = Dense(config.d_model, config.d_ff, bias=True, rngs=rngs)
-        self.down_proj = Dense(config.d_ff, config.d_model, scale=(2 * config.layers) ** -0.5, bias=True, rngs=rngs)
+        self.up_proj = Dense(width, hidden, bias=True, rngs=rngs)
+        self.down_proj = Dense(hidden, width, scale=scale, bias=True, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
         """Apply the MLP."""
         (up,) = columns(x, (self.up_proj.kernel,), "mlp_input")
         up = annotate(self.up_proj.with_bias(up), "mlp_up")
         hidden = annotate(gelu(up, self.approximate), "mlp_hidden")
-        return self.down_proj.with_bias(rows(hidden, self.down_proj.kernel, "mlp_input"))
+        y = rows(hidden, self.down_proj.kernel, "mlp_input")
+        return self.down_proj.with_bias(y)
 
 
 class Block(nnx.Module):
@@ -167,18 +199,29 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, *, causal: bool = True, approximate: bool = True, rngs: nnx.Rngs
+        self,
+        config: TransformerConfig,
+        *,
+        causal: bool = True,
+        approximate: bool = True,
+        rngs: nnx.Rngs,
     ) -> None:
-        self.attention_norm = LayerNorm(config.d_model, eps=config.norm_eps)
+        width = config.d_model
+        eps = config.norm_eps
+        self.attention_norm = LayerNorm(width, eps=eps)
         self.attention = Attention(config, causal=causal, rngs=rngs)
-        self.mlp_norm = LayerNorm(config.d_model, eps=config.norm_eps)
+        self.mlp_norm = LayerNorm(width, eps=eps)
         self.mlp = MLP(config, approximate=approximate, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "batch seq d"], segments: Segments = None) -> Float[Array, "batch seq d"]:
+    def __call__(
+        self, x: Float[Array, "batch seq d"], segments: Segments = None
+    ) -> Float[Array, "batch seq d"]:
         """Return the residual stream after this layer."""
         x = annotate(x, "residual")
-        x = annotate(x + self.attention(self.attention_norm(x), segments), "residual")
-        return annotate(x + self.mlp(self.mlp_norm(x)), "residual")
+        y = self.attention(self.attention_norm(x), segments)
+        x = annotate(x + y, "residual")
+        y = self.mlp(self.mlp_norm(x))
+        return annotate(x + y, "residual")
 
 
 class GPT2(nnx.Module):
@@ -187,14 +230,19 @@ class GPT2(nnx.Module):
     position_aware = True
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
+        width = config.d_model
         self.config = config
-        self.embed = Embedding(config.vocab, config.d_model, rngs=rngs)
-        table = nnx.initializers.normal(0.01)(rngs.params(), (config.context, config.d_model), jnp.float32)
+        self.embed = Embedding(config.vocab, width, rngs=rngs)
+        init = nnx.initializers.normal(0.01)
+        table = init(rngs.params(), (config.context, width), jnp.float32)
         self.positions = nnx.Param(table, role="lookup", cast_by_layer=True)
         self.layers = make_layers(
-            lambda rngs: Block(config, rngs=rngs), config.layers, rngs.params(), stacked=config.stacked
+            lambda rngs: Block(config, rngs=rngs),
+            config.layers,
+            rngs.params(),
+            stacked=config.stacked,
         )
-        self.norm = LayerNorm(config.d_model, eps=config.norm_eps)
+        self.norm = LayerNorm(width, eps=config.norm_eps)
 
     def __call__(
         self, tokens: Int[Array, "batch seq"], segments: Segments = None
@@ -209,33 +257,47 @@ class GPT2(nnx.Module):
             ConfigError: The sequence, or the cache in decoding, is longer than `context`.
         """
         x, context = self.embed_inputs(tokens, segments)
-        return self.compute_outputs(*self.apply_layers(x, context))
+        x, values = self.apply_layers(x, context)
+        return self.compute_outputs(x, values)
 
-    def embed_inputs(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> tuple[Array, Any]:
-        """Return the residual stream before the first layer, and what every layer takes.
+    def embed_inputs(
+        self, tokens: Int[Array, "batch seq"], segments: Segments = None
+    ) -> tuple[Array, Any]:
+        """Return the residual stream before the first layer, and the other inputs of every layer.
 
         Raises:
             ConfigError: The sequence is longer than there are positions, or may become so.
         """
         seq = tokens.shape[1]
         at = positions(seq)
-        longest = (
-            cache_length() if isinstance(at, jax.Array) else seq
-        )  # one token of a text that may become as long as that
+        longest = seq
+        if isinstance(at, jax.Array):
+            longest = cache_length()  # one token of a text that may become as long as that
         if longest > self.config.context:
-            arithmetic = f"{longest} tokens > {self.config.context} positions"
-            problem = Problem("sequence", "is longer than the model", arithmetic, "a shorter one, or model.context")
+            problem = Problem(
+                "sequence",
+                "is longer than the model",
+                f"{longest} tokens > {self.config.context} positions",
+                "a shorter one, or model.context",
+            )
             raise ConfigError("There are no positions for these tokens:", [problem])
         x = self.embed(tokens)
-        learned = self.positions[...][at if segments is None else at - segments].astype(x.dtype)
-        return annotate(x + learned.reshape(-1, seq, learned.shape[-1]), "residual"), (segments,)
+        table = self.positions[...]
+        if segments is not None:
+            at = at - segments
+        learned = table[at].astype(x.dtype)
+        learned = learned.reshape(-1, seq, learned.shape[-1])
+        x = x + learned
+        return annotate(x, "residual"), (segments,)
 
     def apply_layers(self, x: Float[Array, "batch seq d"], context: Any) -> tuple[Array, None]:
         """Return the residual stream after the layers."""
-        return run_layers(self.layers, x, *context, unroll=self.config.unroll), None
+        x = run_layers(self.layers, x, *context, unroll=self.config.unroll)
+        return x, None
 
     def compute_outputs(
         self, x: Float[Array, "batch seq d"], values: None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """Return the logits, from the residual stream after the last layer."""
-        return self.embed.attend(self.norm(x))
+        x = self.norm(x)
+        return self.embed.attend(x)

@@ -25,7 +25,8 @@ class RMSNorm(nnx.Module):
     """Root-mean-square normalisation in float32 (Zhang & Sennrich, arXiv:1910.07467)."""
 
     def __init__(self, width: int, *, eps: float, offset: float = 0.0) -> None:
-        self.scale = nnx.Param(jnp.full((width,), 1.0 - offset, jnp.float32), gathered_by_layer=True)
+        scale = jnp.full((width,), 1.0 - offset, jnp.float32)
+        self.scale = nnx.Param(scale, gathered_by_layer=True)
         self.eps = eps
         self.offset = offset
 
@@ -41,7 +42,8 @@ def _rms_norm(x: Array, scale: Array, eps: float, offset: float) -> Array:
     wide = wide * jax.lax.rsqrt(square + eps)
     if offset:
         scale = scale + offset
-    return (wide * _for_tokens(scale, x)).astype(x.dtype)
+    wide = wide * _for_tokens(scale, x)
+    return wide.astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -97,7 +99,8 @@ def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, 
     """
     keys = jax.random.split(key, count)
     if not stacked:
-        return nnx.List([make(nnx.Rngs(k)) for k in keys])
+        layers = [make(nnx.Rngs(k)) for k in keys]
+        return nnx.List(layers)
     abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, _ = nnx.split(abstract)
     states = jax.vmap(lambda k: nnx.state(make(nnx.Rngs(k))))(keys)
@@ -177,7 +180,8 @@ def _run_each(
         layer = remat_layer(_call(graph), scanned=scanned, number=number)
         x, value = step(layer, x, state, own)
         values.append(value)
-    return x, jax.tree.map(lambda *values: jnp.stack(values), *values)
+    stacked = jax.tree.map(lambda *values: jnp.stack(values), *values)
+    return x, stacked
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -215,12 +219,14 @@ class _LayerStack:
             return x, values
         last = jax.tree.map(lambda w: w[turns * size :], stack)
         x, rest = self._run_group(x, last, left, scanned=False)
-        return x, jax.tree.map(lambda v, r: jnp.concatenate([v, r]), values, rest)
+        values = jax.tree.map(lambda v, r: jnp.concatenate([v, r]), values, rest)
+        return x, values
 
     def _group_size(self, count: int) -> tuple[int, int]:
         """Return the layers of a group, and the groups per iteration of the scan."""
         if not is_partly_manual():
-            return self.interval, max(1, self.unroll // self.interval)
+            turn = max(1, self.unroll // self.interval)
+            return self.interval, turn
         # libtpu aborts for the slices of a stack that an unrolled scan makes there: equal groups in
         # place of it.
         size = self.interval
@@ -244,11 +250,14 @@ class _LayerStack:
             return self._run_group(x, group, size, scanned=scanned)
 
         x, values = jax.lax.scan(body, x, groups, unroll=turn)
-        return x, jax.tree.map(lambda v: v.reshape(v.shape[0] * size, *v.shape[2:]), values)
+        values = jax.tree.map(lambda v: v.reshape(v.shape[0] * size, *v.shape[2:]), values)
+        return x, values
 
     def _run_group(self, x: Array, group: Any, size: int, *, scanned: bool) -> tuple[Array, Any]:
         """Run a group of layers one after the other."""
-        return _run_each((self.graph,) * size, x, _unstack(group), self.step, scanned=scanned)
+        graphs = [self.graph] * size
+        layers = _unstack(group)
+        return _run_each(graphs, x, layers, self.step, scanned=scanned)
 
 
 def _unstack(group: Any) -> list[Any]:
@@ -260,8 +269,9 @@ def _unstack(group: Any) -> list[Any]:
     parts = [jax.lax.split(w, [1] * w.shape[0]) for w in leaves]
     layers = []
     for slices in zip(*parts, strict=True):
-        layer = [w.reshape(w.shape[1:]) for w in slices]
-        layers.append(jax.tree.unflatten(structure, layer))
+        arrays = [w.reshape(w.shape[1:]) for w in slices]
+        layer = jax.tree.unflatten(structure, arrays)
+        layers.append(layer)
     return layers
 
 

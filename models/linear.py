@@ -160,7 +160,8 @@ class _Products:
 
         They are the outputs of a kernel that takes tokens `into` it, else the inputs.
         """
-        return self.axes.index("o" if self.into else "i")
+        letter = "o" if self.into else "i"
+        return self.axes.index(letter)
 
     def has_whole_heads(self, kernels: Sequence[Array], head: int) -> bool:
         """Whether no shard of a kernel has a part of a head of this width."""
@@ -298,8 +299,9 @@ def _products_forward(
     for index, placed in enumerate(how.placed):
         scale = scales[index]
         with named_after(placed):
-            ys.append(how.multiplied(form, tokens, used[index], index, scales=scale, dtype=dtype))
+            y = how.multiplied(form, tokens, used[index], index, scales=scale, dtype=dtype)
             seen.append(seen_before(tokens, kernels[index], scale))
+        ys.append(y)
         kept.append(used[index] if saves_gathered(placed) else shards[index])
     like = [jnp.zeros((0,), kernel.dtype) for kernel in kernels]
     inputs = tokens if how.recomputed else x
@@ -329,8 +331,10 @@ def _products_backward(
         if how.out:
             dy = annotate(dy, how.out)
         dy = dy.astype(x.dtype)
-        dkernels.append(how.kernel_gradient(x, dy, index, scale, likes[index].dtype))
-        factors.append(_Factors(dy, used, how.outs, how.axes, scale))
+        dtype = likes[index].dtype
+        dkernels.append(how.kernel_gradient(x, dy, index, scale, dtype))
+        factor = _Factors(dy, used, how.outs, how.axes, scale)
+        factors.append(factor)
         with named_after(how.placed[index]):
             histories.append(as_history(seen[index], dy))
     dxs = []
@@ -378,8 +382,9 @@ def _joined(factors: list[_Factors], how: _Products, sent: int) -> list[_Factors
     kernels = [factor.kernel for factor in factors]
     dy = _join_shards(dys, dys[0].ndim - len(how.outs), count)
     kernel = _join_shards(kernels, dim, count)
-    outs = how.outs.replace(first, f"z{first}")
-    axes = how.axes.replace(first, f"z{first}")
+    split = f"z{first}"
+    outs = how.outs.replace(first, split)
+    axes = how.axes.replace(first, split)
     return [_Factors(dy, kernel, outs, axes, None)]
 
 

@@ -1,4 +1,6 @@
-"""Llama: pre-norm decoder layers with rotary grouped-query attention and SwiGLU (Touvron et al., arXiv:2302.13971).
+"""Llama: pre-norm decoder layers with rotary grouped-query attention and SwiGLU.
+
+Source: Touvron et al., arXiv:2302.13971.
 
 ```python
 config = dataclasses.replace(PRESETS["tinyllama-1b"], layers=4)
@@ -53,7 +55,8 @@ class LlamaConfig:
     unroll: int = 1
     """Stacked layers per iteration of the scan: more is faster and compiles longer."""
     window: int = 0
-    """Sliding window: tokens that each one attends to, itself included; 0 for all preceding ones."""
+    """Sliding window: tokens that each one attends to, itself included; 0 for all preceding
+    ones."""
     head_dim: int = 0
     """Width of a head; 0 for d_model / heads."""
     rope_scaling: RopeScaling = RopeScaling()
@@ -64,30 +67,44 @@ class LlamaConfig:
     """Normalise each head's queries and keys (Qwen 3)."""
 
     def __post_init__(self) -> None:
-        if problems := self.problems():
-            raise ConfigError(f"The {type(self).__name__.removesuffix('Config')} is invalid:", problems)
+        problems = self.problems()
+        if problems:
+            name = type(self).__name__.removesuffix("Config")
+            raise ConfigError(f"The {name} is invalid:", problems)
 
     def problems(self) -> list[Problem]:
         """Return a problem for each invalid field."""
         sizes = ("vocab", "d_model", "layers", "heads", "kv_heads", "d_ff", "unroll")
-        optional = dict.fromkeys(("window", "head_dim"), "at least 0")
-        problems = check_fields(self, {**dict.fromkeys(sizes, "at least 1"), **optional}, prefix="model.")
-        problems += [
-            Problem(f"model.{name}", f"does not divide model.{of}", f"{whole} / {part} = {whole / part:.4g}", fix)
-            for of, whole, name, part, fix in (
-                *([("d_model", self.d_model, "heads", self.heads, "change one of them")] if not self.head_dim else []),
-                ("heads", self.heads, "kv_heads", self.kv_heads, "equally many query heads for each key/value head"),
+        rules = dict.fromkeys(sizes, "at least 1")
+        rules |= dict.fromkeys(("window", "head_dim"), "at least 0")
+        problems = check_fields(self, rules, prefix="model.")
+        if not self.head_dim and not _divides(self.heads, self.d_model):
+            problem = Problem(
+                "model.heads",
+                "does not divide model.d_model",
+                f"{self.d_model} / {self.heads} = {self.d_model / self.heads:.4g}",
+                "change one of them",
             )
-            if part > 0 and whole % part
-        ]
+            problems.append(problem)
+        if not _divides(self.kv_heads, self.heads):
+            problem = Problem(
+                "model.kv_heads",
+                "does not divide model.heads",
+                f"{self.heads} / {self.kv_heads} = {self.heads / self.kv_heads:.4g}",
+                "equally many query heads for each key/value head",
+            )
+            problems.append(problem)
         if not problems and self.head_width % 2:
-            pairs = "an even width, for rotary embeddings"
-            if self.head_dim:
-                problems.append(Problem("model.head_dim", "is odd", f"head_dim = {self.head_dim}", pairs))
-            else:
-                arithmetic = f"d_model / heads = {self.head_width}"
-                problems.append(Problem("model.heads", "gives heads of odd width", arithmetic, pairs))
+            problems.append(self._odd_width())
         return problems
+
+    def _odd_width(self) -> Problem:
+        """Return the problem of heads of odd width, by the field that gives it."""
+        fix = "an even width, for rotary embeddings"
+        if self.head_dim:
+            return Problem("model.head_dim", "is odd", f"head_dim = {self.head_dim}", fix)
+        arithmetic = f"d_model / heads = {self.head_width}"
+        return Problem("model.heads", "gives heads of odd width", arithmetic, fix)
 
     @property
     def head_width(self) -> int:
@@ -107,17 +124,29 @@ class LlamaConfig:
     @property
     def matmul_params(self) -> int:
         """Parameters in matmuls: kernels and the output head, not the embedding lookup."""
-        attention = 2 * self.d_model * (self.attention_width + self.kv_width)
-        return self.layers * (attention + 3 * self.d_model * self.d_ff) + self.d_model * self.vocab
+        width = self.d_model
+        attention = 2 * width * (self.attention_width + self.kv_width)
+        mlp = 3 * width * self.d_ff
+        head = width * self.vocab
+        return self.layers * (attention + mlp) + head
 
     def angles(self, seq: int) -> Angles:
         """Return the rotary angles of `seq` tokens."""
-        return rotary_angles(positions(seq), self.head_width, self.rope_theta, self.rope_scaling)
+        at = positions(seq)
+        return rotary_angles(at, self.head_width, self.rope_theta, self.rope_scaling)
 
     def build(self, rngs: nnx.Rngs) -> "Llama":
         """Build the model."""
         return Llama(self, rngs=rngs)
 
+
+def _divides(part: int, whole: int) -> bool:
+    """Return whether a number divides another; one that is not positive is another problem."""
+    return part <= 0 or whole % part == 0
+
+
+_LLAMA3_8B = LlamaConfig(128_256, 4096, 32, 32, 8, 14_336, rope_theta=500_000.0)
+_LLAMA3_1B = LlamaConfig(128_256, 2048, 16, 32, 8, 8192, rope_theta=500_000.0, tied=True)
 
 PRESETS = {
     "test": LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64),
@@ -126,15 +155,11 @@ PRESETS = {
     "llama2-7b": LlamaConfig(32_000, 4096, 32, 32, 32, 11_008),
     "llama2-13b": LlamaConfig(32_000, 5120, 40, 40, 40, 13_824),
     "llama2-70b": LlamaConfig(32_000, 8192, 80, 64, 8, 28_672),
-    "llama3-8b": LlamaConfig(128_256, 4096, 32, 32, 8, 14_336, rope_theta=500_000.0),
+    "llama3-8b": _LLAMA3_8B,
     "llama3-70b": LlamaConfig(128_256, 8192, 80, 64, 8, 28_672, rope_theta=500_000.0),
     "llama3-405b": LlamaConfig(128_256, 16_384, 126, 128, 8, 53_248, rope_theta=500_000.0),
-    "llama3.1-8b": LlamaConfig(
-        *(128_256, 4096, 32, 32, 8, 14_336), rope_theta=500_000.0, rope_scaling=RopeScaling(factor=8.0)
-    ),
-    "llama3.2-1b": LlamaConfig(
-        *(128_256, 2048, 16, 32, 8, 8192), rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0), tied=True
-    ),
+    "llama3.1-8b": dataclasses.replace(_LLAMA3_8B, rope_scaling=RopeScaling(factor=8.0)),
+    "llama3.2-1b": dataclasses.replace(_LLAMA3_1B, rope_scaling=RopeScaling(factor=32.0)),
 }
 """Published shapes by name, and small ones for tests and the demo."""
 
@@ -159,58 +184,89 @@ class Attention(nnx.Module):
         soft_cap: float | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        width, bias = config.attention_width, config.qkv_bias
-        self.config, self.scale, self.soft_cap = config, scale, soft_cap
+        width = config.d_model
+        bias = config.qkv_bias
+        out_scale = (2 * config.layers) ** -0.5
+        self.config = config
+        self.scale = scale
+        self.soft_cap = soft_cap
         self.window = config.window if window is None else window
-        self.q_proj = Dense(config.d_model, width, bias=bias, rngs=rngs)
-        self.k_proj = Dense(config.d_model, config.kv_width, bias=bias, rngs=rngs)
-        self.v_proj = Dense(config.d_model, config.kv_width, bias=bias, rngs=rngs)
-        self.o_proj = Dense(width, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
+        self.q_proj = Dense(width, config.attention_width, bias=bias, rngs=rngs)
+        self.k_proj = Dense(width, config.kv_width, bias=bias, rngs=rngs)
+        self.v_proj = Dense(width, config.kv_width, bias=bias, rngs=rngs)
+        self.o_proj = Dense(config.attention_width, width, scale=out_scale, rngs=rngs)
         self.q_norm = RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
 
     def __call__(
         self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
     ) -> Float[Array, "batch seq d"]:
-        """Attend from each token to itself and preceding ones of its document, within the window."""
+        """Attend from each token to itself and preceding ones of its document, in the window."""
         batch, seq, _ = x.shape
-
-        def heads(y: Array, count: int) -> Float[Array, "batch seq heads dim"]:
-            return y.reshape(batch, seq, count, self.config.head_width)
-
-        def rotated(y: Array, norm: RMSNorm | None) -> Float[Array, "batch seq heads dim"]:
-            return rotate(y if norm is None else norm(y), angles)
-
-        projs = self.q_proj, self.k_proj, self.v_proj
-        products = columns(x, [proj.kernel for proj in projs], "attention_input", self.config.head_width)
-        query, key, value = (proj.with_bias(y) for proj, y in zip(projs, products, strict=True))
-        query = annotate(rotated(heads(query, self.config.heads), self.q_norm), "attention_query")
-        key = annotate(rotated(heads(key, self.config.kv_heads), self.k_norm), "attention_key")
-        value = annotate(heads(value, self.config.kv_heads), "attention_value")
+        config = self.config
+        kernels = (self.q_proj.kernel, self.k_proj.kernel, self.v_proj.kernel)
+        query, key, value = columns(x, kernels, "attention_input", config.head_width)
+        query = self.q_proj.with_bias(query)
+        key = self.k_proj.with_bias(key)
+        value = self.v_proj.with_bias(value)
+        query = self._heads(query, config.heads)
+        query = annotate(_rotated(query, angles, self.q_norm), "attention_query")
+        key = self._heads(key, config.kv_heads)
+        key = annotate(_rotated(key, angles, self.k_norm), "attention_key")
+        value = annotate(self._heads(value, config.kv_heads), "attention_value")
         out = attend(
-            *(query, key, value),
+            query,
+            key,
+            value,
             window=self.window or None,
             segments=segments,
             scale=self.scale,
             soft_cap=self.soft_cap,
         )
         out = annotate(out.reshape(batch, seq, -1), "attention_out")
-        return rows(out, self.o_proj.kernel, "attention_input", self.config.head_width)
+        return rows(out, self.o_proj.kernel, "attention_input", config.head_width)
+
+    def _heads(
+        self, y: Float[Array, "batch seq hidden"], count: int
+    ) -> Float[Array, "batch seq heads dim"]:
+        batch, seq, _ = y.shape
+        return y.reshape(batch, seq, count, self.config.head_width)
+
+
+def _rotated(
+    y: Float[Array, "batch seq heads dim"], angles: Angles, norm: RMSNorm | None
+) -> Float[Array, "batch seq heads dim"]:
+    """Rotate heads by their positions, after a norm, if any."""
+    if norm is not None:
+        y = norm(y)
+    return rotate(y, angles)
 
 
 class MLP(nnx.Module):
-    """SwiGLU MLP: `down(silu(gate(x)) · up(x))` (Shazeer, arXiv:2002.05202), or with another gate."""
+    """SwiGLU MLP: `down(silu(gate(x)) · up(x))` (Shazeer, arXiv:2002.05202), or another gate."""
 
-    def __init__(self, config: LlamaConfig, *, gate: Callable[[Array, Array], Array] = gated, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        gate: Callable[[Array, Array], Array] = gated,
+        rngs: nnx.Rngs,
+    ) -> None:
+        width = config.d_model
+        hidden = config.d_ff
+        scale = (2 * config.layers) ** -0.5
         self.gate = gate
-        self.gate_proj = Dense(config.d_model, config.d_ff, rngs=rngs)
-        self.up_proj = Dense(config.d_model, config.d_ff, rngs=rngs)
-        self.down_proj = Dense(config.d_ff, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
+        self.gate_proj = Dense(width, hidden, rngs=rngs)
+        self.up_proj = Dense(width, hidden, rngs=rngs)
+        self.down_proj = Dense(hidden, width, scale=scale, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
         """Apply the MLP."""
-        gate, up = columns(x, (self.gate_proj.kernel, self.up_proj.kernel), "mlp_input")
-        hidden = annotate(self.gate(annotate(gate, "mlp_gate"), annotate(up, "mlp_up")), "mlp_hidden")
+        kernels = (self.gate_proj.kernel, self.up_proj.kernel)
+        gate, up = columns(x, kernels, "mlp_input")
+        gate = annotate(gate, "mlp_gate")
+        up = annotate(up, "mlp_up")
+        hidden = annotate(self.gate(gate, up), "mlp_hidden")
         return rows(hidden, self.down_proj.kernel, "mlp_input")
 
 
@@ -218,9 +274,11 @@ class Block(nnx.Module):
     """Decoder layer: attention and MLP, each on a normalised copy of the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        width = config.d_model
+        eps = config.norm_eps
+        self.attention_norm = RMSNorm(width, eps=eps)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp_norm = RMSNorm(width, eps=eps)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
@@ -232,21 +290,24 @@ class Block(nnx.Module):
         """
         x = annotate(x, "residual")
         x = annotate(x + self.attention(self.attention_norm(x), angles, segments), "residual")
-        return annotate(x + self.mlp(self.mlp_norm(x)), "residual")
+        y = self.mlp(self.mlp_norm(x))
+        return annotate(x + y, "residual")
 
 
 class Embedding(nnx.Module):
     """Token embedding `[vocab, d]`."""
 
     def __init__(self, vocab: int, width: int, *, rngs: nnx.Rngs) -> None:
-        table = nnx.initializers.normal(0.02)(rngs.params(), (vocab, width), jnp.float32)
+        init = nnx.initializers.normal(0.02)
+        table = init(rngs.params(), (vocab, width), jnp.float32)
         self.embedding = nnx.Param(table, gathered_by_layer=True, sent_exactly=True, role="lookup")
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d"]:
-        """Look up one row for each token; annotations let a table shard the lookup and its result."""
+        """Look up one row for each token; a table may shard the lookup and its result."""
         tokens = annotate(tokens, "embed_tokens")
-        rows = cast_to_compute(self.embedding.at[tokens].get(mode="clip"))
-        return annotate(annotate(rows, "embed_rows"), "embed_exchange")
+        rows = self.embedding.at[tokens].get(mode="clip")
+        rows = annotate(cast_to_compute(rows), "embed_rows")
+        return annotate(rows, "embed_exchange")
 
     def attend(
         self, x: Float[Array, "batch seq d"], soft_cap: float | None = None
@@ -263,32 +324,47 @@ class Llama(nnx.Module):
     position_aware = True
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        width = config.d_model
         self.config = config
-        self.embed = Embedding(config.vocab, config.d_model, rngs=rngs)
+        self.embed = Embedding(config.vocab, width, rngs=rngs)
         self.layers = make_layers(
-            lambda rngs: Block(config, rngs=rngs), config.layers, rngs.params(), stacked=config.stacked
+            lambda rngs: Block(config, rngs=rngs),
+            config.layers,
+            rngs.params(),
+            stacked=config.stacked,
         )
-        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
-        self.lm_head = None if config.tied else Head(config.d_model, config.vocab, rngs=rngs)
+        self.norm = RMSNorm(width, eps=config.norm_eps)
+        self.lm_head = None if config.tied else Head(width, config.vocab, rngs=rngs)
 
     def __call__(
         self, tokens: Int[Array, "batch seq"], segments: Segments = None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
-        """Return next-token logits or `LazyLogits`; `segments` is the document of each token of a packed sequence."""
-        x, context = self.embed_inputs(tokens, segments)
-        return self.compute_outputs(*self.apply_layers(x, context))
+        """Return next-token logits or `LazyLogits`.
 
-    def embed_inputs(self, tokens: Int[Array, "batch seq"], segments: Segments = None) -> tuple[Array, Any]:
-        """Return the residual stream before the first layer, and the other inputs of every layer."""
-        return annotate(self.embed(tokens), "residual"), (self.config.angles(tokens.shape[1]), segments)
+        `segments` is the document of each token of a packed sequence.
+        """
+        x, context = self.embed_inputs(tokens, segments)
+        x, values = self.apply_layers(x, context)
+        return self.compute_outputs(x, values)
+
+    def embed_inputs(
+        self, tokens: Int[Array, "batch seq"], segments: Segments = None
+    ) -> tuple[Array, Any]:
+        """Return the residual stream before the first layer, and other inputs of every layer."""
+        x = annotate(self.embed(tokens), "residual")
+        angles = self.config.angles(tokens.shape[1])
+        return x, (angles, segments)
 
     def apply_layers(self, x: Float[Array, "batch seq d"], context: Any) -> tuple[Array, None]:
         """Return the residual stream after the layers."""
-        return run_layers(self.layers, x, *context, unroll=self.config.unroll), None
+        x = run_layers(self.layers, x, *context, unroll=self.config.unroll)
+        return x, None
 
     def compute_outputs(
         self, x: Float[Array, "batch seq d"], values: None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """Return the logits, from the residual stream after the last layer."""
         x = self.norm(x)
-        return self.lm_head(x) if self.lm_head else self.embed.attend(x)
+        if self.lm_head is None:
+            return self.embed.attend(x)
+        return self.lm_head(x)

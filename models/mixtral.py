@@ -1,16 +1,20 @@
-"""Mixtral: a Llama whose MLPs are mixtures of experts (Jiang et al., arXiv:2401.04088), and its relatives.
+"""Mixtral and its relatives: a Llama with mixtures of experts for MLPs.
+
+Source: Jiang et al., arXiv:2401.04088.
 
 ```python
 config = dataclasses.replace(PRESETS["mixtral-8x7b"], layers=4)
-model = spmd.from_nnx(config.build)       # returns spmd.model_api.model.Outputs: logits, auxiliary losses, metrics
+model = spmd.from_nnx(config.build)
 ```
 
-The router is a field, so Switch, GShard, Qwen and DeepSeek-V3 are presets of the same model. Not implemented: the
-encoders of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert, DeepSeek's latent
-attention and multi-token prediction.
+It returns `spmd.model_api.model.Outputs`: logits, auxiliary losses, metrics. The router is a field,
+so Switch, GShard, Qwen and DeepSeek-V3 are presets of the same model. Not implemented: the encoders
+of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert, DeepSeek's
+latent attention and multi-token prediction.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -21,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from spmd.errors import Problem, check_fields
 from spmd.layers.expert_layout import ExpertKernel
-from spmd.layers.moe import mixture_of_experts
+from spmd.layers.moe import Activation, mixture_of_experts
 from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, Valid, balanced_bias, jittered, route
 from spmd.model_api.model import Outputs
@@ -52,23 +56,40 @@ class MixtralConfig(LlamaConfig):
 
     def problems(self) -> list[Problem]:
         """Return a problem for each invalid field."""
-        rules = {**dict.fromkeys(("shared_d_ff", "dense_layers", "dense_d_ff"), "at least 0"), "init_scale": "above 0"}
+        rules = dict.fromkeys(("shared_d_ff", "dense_layers", "dense_d_ff"), "at least 0")
+        rules["init_scale"] = "above 0"
         problems = super().problems() + check_fields(self, rules, prefix="model.")
         if self.dense_layers >= self.layers >= 1:
-            arithmetic = f"dense_layers {self.dense_layers} ≥ layers {self.layers}"
-            problems.append(Problem("model.dense_layers", "leaves no layer with experts", arithmetic, "fewer of them"))
+            problem = Problem(
+                "model.dense_layers",
+                "leaves no layer with experts",
+                f"dense_layers {self.dense_layers} ≥ layers {self.layers}",
+                "fewer of them",
+            )
+            problems.append(problem)
         if (self.dense_layers > 0) != (self.dense_d_ff > 0):
-            arithmetic = f"dense_layers {self.dense_layers}, dense_d_ff {self.dense_d_ff}"
-            problems.append(Problem("model.dense_d_ff", "goes with dense_layers", arithmetic, "give both or neither"))
+            problem = Problem(
+                "model.dense_d_ff",
+                "goes with dense_layers",
+                f"dense_layers {self.dense_layers}, dense_d_ff {self.dense_d_ff}",
+                "give both or neither",
+            )
+            problems.append(problem)
         return problems
 
     def _params(self, experts: int) -> int:
-        """Return the parameters with this many experts in each layer, without norms and embedding."""
-        attention = 2 * self.d_model * (self.attention_width + self.kv_width)
-        one = (3 if self.gated else 2) * self.d_model * self.d_ff
-        mixture = experts * one + self.d_model * (self.router.experts + 3 * self.shared_d_ff)
-        mlps = 3 * self.d_model * self.dense_d_ff * self.dense_layers
-        return self.layers * attention + mlps + (self.layers - self.dense_layers) * mixture + self.d_model * self.vocab
+        """Return the parameters with so many experts in each layer, without norms and embedding."""
+        width = self.d_model
+        attention = 2 * width * (self.attention_width + self.kv_width)
+        kernels = 3 if self.gated else 2
+        expert = kernels * width * self.d_ff
+        router = width * self.router.experts
+        shared = 3 * width * self.shared_d_ff
+        mixture = experts * expert + router + shared
+        mlp = 3 * width * self.dense_d_ff
+        mixtures = (self.layers - self.dense_layers) * mixture
+        head = width * self.vocab
+        return self.layers * attention + self.dense_layers * mlp + mixtures + head
 
     @property
     def matmul_params(self) -> int:
@@ -78,29 +99,45 @@ class MixtralConfig(LlamaConfig):
     @property
     def total_params(self) -> int:
         """All parameters."""
-        return self._params(self.router.experts) + self._rest
+        params = self._params(self.router.experts)
+        return params + self._rest
 
     @property
     def active_params(self) -> int:
         """Parameters that one token uses: of experts, only those that it chooses."""
-        return self._params(self.router.top_k) + self._rest
+        params = self._params(self.router.top_k)
+        return params + self._rest
 
     @property
     def _rest(self) -> int:
         """Norms, biases, and the embedding if it is not tied."""
-        attention = self.qkv_bias * (self.attention_width + 2 * self.kv_width) + self.qk_norm * 2 * self.head_width
+        attention = 0
+        if self.qkv_bias:
+            attention += self.attention_width + 2 * self.kv_width
+        if self.qk_norm:
+            attention += 2 * self.head_width
         norms = (2 * self.layers + 1) * self.d_model
-        return self.layers * attention + norms + (0 if self.tied else self.vocab * self.d_model)
+        total = self.layers * attention + norms
+        if not self.tied:
+            total += self.vocab * self.d_model
+        return total
 
     def build(self, rngs: nnx.Rngs) -> "Mixtral":
         """Build the model."""
         return Mixtral(self, rngs=rngs)
 
 
-SWITCH = RouterConfig(experts=8, top_k=1, normalise=False, jitter=0.01, balance=0.01, dispatch="capacity")
+SWITCH = RouterConfig(
+    experts=8, top_k=1, normalise=False, jitter=0.01, balance=0.01, dispatch="capacity"
+)
 """Switch Transformers, section 2: one expert, capacity factor 1.25, α = 0.01."""
 GSHARD = RouterConfig(
-    experts=8, top_k=2, random_second=True, balance_form="gshard", dispatch="capacity", capacity_factor=1.0
+    experts=8,
+    top_k=2,
+    random_second=True,
+    balance_form="gshard",
+    dispatch="capacity",
+    capacity_factor=1.0,
 )
 """GShard, section 2.2: two experts, the second one at random, capacity 2N / E tokens."""
 DEEPSEEK_V3 = RouterConfig(
@@ -116,9 +153,17 @@ DEEPSEEK_V3 = RouterConfig(
 )
 """DeepSeek-V3, section 2.1.2 and 4.2: balanced by biases, with a small loss for each sequence."""
 
+_MIXTRAL_ROUTER = RouterConfig(balance=0.02)
+
 PRESETS = {
     "test": MixtralConfig(
-        vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=16, router=RouterConfig(experts=8, z_loss=1e-3)
+        vocab=64,
+        d_model=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        d_ff=16,
+        router=RouterConfig(experts=8, z_loss=1e-3),
     ),
     "mixtral-tiny": MixtralConfig(
         vocab=256,
@@ -130,26 +175,66 @@ PRESETS = {
         unroll=4,
         router=RouterConfig(experts=8, dispatch="capacity", z_loss=1e-3),
     ),
-    "mixtral-8x7b": MixtralConfig(32_000, 4096, 32, 32, 8, 14_336, rope_theta=1e6, router=RouterConfig(balance=0.02)),
-    "mixtral-8x22b": MixtralConfig(32_000, 6144, 56, 48, 8, 16_384, rope_theta=1e6, router=RouterConfig(balance=0.02)),
+    "mixtral-8x7b": MixtralConfig(
+        vocab=32_000,
+        d_model=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        d_ff=14_336,
+        rope_theta=1e6,
+        router=_MIXTRAL_ROUTER,
+    ),
+    "mixtral-8x22b": MixtralConfig(
+        vocab=32_000,
+        d_model=6144,
+        layers=56,
+        heads=48,
+        kv_heads=8,
+        d_ff=16_384,
+        rope_theta=1e6,
+        router=_MIXTRAL_ROUTER,
+    ),
     "switch-c": MixtralConfig(
-        *(32_128, 2080, 30, 40, 40, 6144),
+        vocab=32_128,
+        d_model=2080,
+        layers=30,
+        heads=40,
+        kv_heads=40,
+        d_ff=6144,
         gated=False,
         init_scale=0.1,
         router=dataclasses.replace(SWITCH, experts=2048),
     ),
     "gshard-600b": MixtralConfig(
-        32_000, 1024, 18, 16, 16, 8192, gated=False, router=dataclasses.replace(GSHARD, experts=2048)
+        vocab=32_000,
+        d_model=1024,
+        layers=18,
+        heads=16,
+        kv_heads=16,
+        d_ff=8192,
+        gated=False,
+        router=dataclasses.replace(GSHARD, experts=2048),
     ),
     "qwen1.5-moe": MixtralConfig(
-        *(151_936, 2048, 24, 16, 16, 1408),
+        vocab=151_936,
+        d_model=2048,
+        layers=24,
+        heads=16,
+        kv_heads=16,
+        d_ff=1408,
         rope_theta=1e6,
         norm_eps=1e-6,
         shared_d_ff=5632,
         router=RouterConfig(experts=60, top_k=4, normalise=False, balance=0.001),
     ),
     "deepseek-v3": MixtralConfig(
-        *(129_280, 7168, 61, 64, 32, 2048),
+        vocab=129_280,
+        d_model=7168,
+        layers=61,
+        heads=64,
+        kv_heads=32,
+        d_ff=2048,
         norm_eps=1e-6,
         shared_d_ff=2048,
         dense_layers=3,
@@ -159,8 +244,9 @@ PRESETS = {
 }
 """Published shapes by name, and small ones for tests and the demo.
 
-`switch-c` and `gshard-600b` are decoders with the experts of these models: all 30 layers of the first, and the 18
-layers of the second that have experts. `deepseek-v3` has grouped-query attention instead of latent attention.
+`switch-c` and `gshard-600b` are decoders with the experts of these models: all 30 layers of the
+first, and the 18 layers of the second that have experts. `deepseek-v3` has grouped-query attention
+instead of latent attention.
 """
 
 
@@ -173,44 +259,59 @@ class Router(nnx.Module):
 
     def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config.router
-        width, experts = config.d_model, config.router.experts
+        width = config.d_model
+        experts = config.router.experts
         init = nnx.initializers.normal(math.sqrt(config.init_scale / width))
         kernel = init(rngs.params(), (width, experts), jnp.float32)
         self.kernel = nnx.Param(kernel, gathered_by_layer=True, sent_exactly=True, matrix="io")
-        self.bias = RouterBias(jnp.zeros((experts,), jnp.float32)) if self.config.bias_rate else None
+        has_bias = config.router.bias_rate > 0
+        self.bias = RouterBias(jnp.zeros((experts,), jnp.float32)) if has_bias else None
 
-    def __call__(self, x: Float[Array, "batch seq d"], key: Array | None) -> Float[Array, "batch seq expert"]:
+    def __call__(
+        self, x: Float[Array, "batch seq d"], key: Array | None
+    ) -> Float[Array, "batch seq expert"]:
         """Return logits; with a key and jitter, the input has noise."""
         x = x.astype(jnp.float32)
-        if key is not None and self.config.jitter:
-            x = jittered(x, self.config.jitter, key)
-        return annotate(dense(x, self.kernel, precision="highest"), "router_logits")
+        jitter = self.config.jitter
+        if key is not None and jitter:
+            x = jittered(x, jitter, key)
+        logits = dense(x, self.kernel, precision="highest")
+        return annotate(logits, "router_logits")
 
 
 class ExpertDense(nnx.Module):
-    """Linear layer of each expert; its `kernel` is `[expert, in, out]`, initialised with variance scale² / in."""
+    """Linear layer of each expert.
 
-    def __init__(self, experts: int, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
+    Its `kernel` is `[expert, in, out]`, initialised with variance scale² / in.
+    """
+
+    def __init__(
+        self, experts: int, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs
+    ) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
         table = init(rngs.params(), (experts, inputs, outputs), jnp.float32)
         self.kernel = nnx.Param(table, gathered_by_layer=True, linear=True, matrix="bio")
 
     def placed(self) -> ExpertKernel:
         """Return the kernels with their placement under the plan in scope."""
-        return ExpertKernel(self.kernel[...], placement_of(self.kernel.get_metadata("path", None)))
+        kernel = self.kernel[...]
+        path = self.kernel.get_metadata("path", None)
+        return ExpertKernel(kernel, placement_of(path))
 
 
 class Experts(nnx.Module):
     """The MLPs of all experts."""
 
     def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
-        shape = (config.router.experts, config.d_model, config.d_ff)
+        experts = config.router.experts
+        width = config.d_model
+        hidden = config.d_ff
         scale = math.sqrt(config.init_scale)
-        self.gate_proj = ExpertDense(*shape, scale=scale, rngs=rngs) if config.gated else None
-        self.up_proj = ExpertDense(*shape, scale=scale, rngs=rngs)
-        self.down_proj = ExpertDense(
-            *(shape[0], shape[2], shape[1]), scale=scale * (2 * config.layers) ** -0.5, rngs=rngs
-        )
+        out_scale = scale * (2 * config.layers) ** -0.5
+        into = functools.partial(ExpertDense, experts, width, hidden, scale=scale)
+        self.gate_proj = into(rngs=rngs) if config.gated else None
+        self.up_proj = into(rngs=rngs)
+        self.down_proj = ExpertDense(experts, hidden, width, scale=out_scale, rngs=rngs)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -220,23 +321,30 @@ class MixtureOfExperts(nnx.Module):
         self.config = config.router
         self.router = Router(config, rngs=rngs)
         self.experts = Experts(config, rngs=rngs)
-        shared = dataclasses.replace(config, d_ff=config.shared_d_ff or 1)
-        self.shared = MLP(shared, rngs=rngs) if config.shared_d_ff else None
+        self.shared = _shared_expert(config, rngs)
 
     def __call__(
         self, x: Float[Array, "batch seq d"], key: Array | None, valid: Valid = None
     ) -> tuple[Float[Array, "batch seq d"], dict[str, Array]]:
         """Return the experts' output, and the router's losses, load and dropped fraction."""
-        noise, second = jax.random.split(key) if key is not None else (None, None)
+        noise, second = None, None
+        if key is not None:
+            noise, second = jax.random.split(key)
         tokens = annotate(constrain_like(x, "residual"), "expert_tokens")
         logits = self.router(tokens, noise)
-        bias = self.router.bias[...] if self.router.bias is not None else None
+        bias = None
+        if self.router.bias is not None:
+            bias = self.router.bias[...]
         routing, report = route(logits, self.config, key=second, bias=bias, valid=valid)
         experts = self.experts
-        into = [proj.placed() for proj in (experts.gate_proj, experts.up_proj) if proj is not None]
-        y, counts = mixture_of_experts(
-            tokens, routing, self.config, into, experts.down_proj.placed(), gated if experts.gate_proj else jax.nn.relu
-        )
+        into = []
+        activation: Activation = jax.nn.relu
+        if experts.gate_proj is not None:
+            into.append(experts.gate_proj.placed())
+            activation = gated
+        into.append(experts.up_proj.placed())
+        out = experts.down_proj.placed()
+        y, counts = mixture_of_experts(tokens, routing, self.config, into, out, activation)
         if self.shared is not None:
             y = y + self.shared(x)
         return y, {
@@ -248,13 +356,22 @@ class MixtureOfExperts(nnx.Module):
         }
 
 
+def _shared_expert(config: MixtralConfig, rngs: nnx.Rngs) -> MLP | None:
+    if not config.shared_d_ff:
+        return None
+    shape = dataclasses.replace(config, d_ff=config.shared_d_ff)
+    return MLP(shape, rngs=rngs)
+
+
 class ExpertBlock(nnx.Module):
     """Decoder layer: attention and a mixture of experts."""
 
     def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        width = config.d_model
+        eps = config.norm_eps
+        self.attention_norm = RMSNorm(width, eps=eps)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp_norm = RMSNorm(width, eps=eps)
         self.moe = MixtureOfExperts(config, rngs=rngs)
 
     def __call__(
@@ -267,70 +384,78 @@ class ExpertBlock(nnx.Module):
     ) -> tuple[Float[Array, "batch seq d"], dict[str, Array]]:
         """Return the residual stream after this layer, and its router's report."""
         x = annotate(x, "residual")
-        x = annotate(x + self.attention(self.attention_norm(x), angles, segments), "residual")
+        y = self.attention(self.attention_norm(x), angles, segments)
+        x = annotate(x + y, "residual")
         y, report = self.moe(self.mlp_norm(x), key, valid)
         return annotate(x + y, "residual"), report
 
 
 class Mixtral(nnx.Module):
-    """Causal language model from tokens to next-token logits and the routers' losses and metrics."""
+    """Causal language model from tokens to next-token logits, losses and metrics of routers."""
 
     def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs) -> None:
+        width = config.d_model
         self.config = config
         self.deterministic = False  # set by Flax's `train()` and `eval()`
-        self.embed = Embedding(config.vocab, config.d_model, rngs=rngs)
-        first = dataclasses.replace(config, d_ff=config.dense_d_ff or 1)
-        self.dense_layers = (
-            make_layers(
-                lambda rngs: Block(first, rngs=rngs), config.dense_layers, rngs.params(), stacked=config.stacked
-            )
-            if config.dense_layers
-            else None
-        )
-        count = config.layers - config.dense_layers
+        self.embed = Embedding(config.vocab, width, rngs=rngs)
+        self.dense_layers = _make_dense_layers(config, rngs)
         self.layers = make_layers(
-            lambda rngs: ExpertBlock(config, rngs=rngs), count, rngs.params(), stacked=config.stacked
+            lambda rngs: ExpertBlock(config, rngs=rngs),
+            config.layers - config.dense_layers,
+            rngs.params(),
+            stacked=config.stacked,
         )
-        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
-        self.lm_head = None if config.tied else Head(config.d_model, config.vocab, rngs=rngs)
+        self.norm = RMSNorm(width, eps=config.norm_eps)
+        self.lm_head = None if config.tied else Head(width, config.vocab, rngs=rngs)
         self.noise = nnx.Rngs(rngs.params()) if config.router.is_random else None
 
     @property
     def position_aware(self) -> bool:
-        """True without capacities and random routing, which depend on a token's index in the sequence."""
-        return self.config.router.dispatch == "dropless" and not self.config.router.is_random
+        """True without capacities and random routing: these depend on a token's index."""
+        router = self.config.router
+        return router.dispatch == "dropless" and not router.is_random
 
     @property
     def supports_kv_cache(self) -> bool:
         """True unless experts choose tokens. With capacities, a decoded token is never dropped."""
         return self.config.router.choice == "token"
 
-    def __call__(self, tokens: Int[Array, "batch seq"], segments: Segments = None, valid: Valid = None) -> Outputs:
+    def __call__(
+        self, tokens: Int[Array, "batch seq"], segments: Segments = None, valid: Valid = None
+    ) -> Outputs:
         """Return next-token logits, losses and metrics.
 
-        `segments` is the document of each token of a packed sequence, `valid` the mask of tokens that are no padding.
-        The array `expert_load`, `[layer, expert]`, is the number of tokens that chose an expert, relative to even load.
-        Losses are sums over layers, as are the metrics `idle_experts` (those without a token) and `extra_passes`. Means
-        over layers are `load_spread`, the load of the busiest expert, and `dropped`, the fraction of dropped choices.
+        `segments` is the document of each token of a packed sequence, `valid` the mask of tokens
+        that are no padding. The array `expert_load`, `[layer, expert]`, is the number of tokens
+        that chose an expert, relative to even load. Losses are sums over layers, as are the metrics
+        `idle_experts` (those without a token) and `extra_passes`. Means over layers are
+        `load_spread`, the load of the busiest expert, and `dropped`, the fraction of dropped
+        choices.
         """
         x, context = self.embed_inputs(tokens, segments, valid)
-        return self.compute_outputs(*self.apply_layers(x, context))
+        x, values = self.apply_layers(x, context)
+        return self.compute_outputs(x, values)
 
     def embed_inputs(
         self, tokens: Int[Array, "batch seq"], segments: Segments = None, valid: Valid = None
     ) -> tuple[Array, Any]:
-        """Return the residual stream before the first layer with experts, and what every layer takes."""
+        """Return the residual stream before the first layer with experts, and other inputs."""
         x = annotate(self.embed(tokens), "residual")
         angles = self.config.angles(tokens.shape[1])
         if self.dense_layers is not None:
             x = run_layers(self.dense_layers, x, angles, segments, unroll=self.config.unroll)
         return x, (angles, segments, valid)
 
-    def apply_layers(self, x: Float[Array, "batch seq d"], context: Any) -> tuple[Array, dict[str, Array]]:
-        """Return the residual stream after the layers with experts, and what their routers report."""
-        config, training = self.config, not self.deterministic
-        count = config.layers - config.dense_layers
-        keys = jax.random.split(self.noise(), count) if self.noise is not None and training else None
+    def apply_layers(
+        self, x: Float[Array, "batch seq d"], context: Any
+    ) -> tuple[Array, dict[str, Array]]:
+        """Return the residual stream after the layers with experts, and reports of routers."""
+        config = self.config
+        training = not self.deterministic
+        keys = None
+        if self.noise is not None and training:
+            count = config.layers - config.dense_layers
+            keys = jax.random.split(self.noise(), count)
         x, reports = collect_layers(self.layers, x, keys, *context, unroll=config.unroll)
         if config.router.bias_rate and training:
             self._move_biases(reports["load"])
@@ -338,18 +463,25 @@ class Mixtral(nnx.Module):
 
     def compute_outputs(self, x: Float[Array, "batch seq d"], values: dict[str, Array]) -> Outputs:
         """Return the logits, and the routers' losses and metrics."""
-        config, reports = self.config, values
+        router = self.config.router
         x = self.norm(x)
         logits = self.lm_head(x) if self.lm_head else self.embed.attend(x)
-        weights = {"balance_loss": config.router.balance, "z_loss": config.router.z_loss}
-        load = reports["load"]
-        even = jnp.maximum(load.mean(axis=-1, keepdims=True), 1 / config.router.experts)  # without tokens, load is 0
+        load = values["load"]
+        even = load.mean(axis=-1, keepdims=True)
+        even = jnp.maximum(even, 1 / router.experts)  # without tokens, load is 0
         load = load / even
-        metrics = {"load_spread": load.max(axis=-1).mean(), "idle_experts": (load == 0).sum(dtype=jnp.float32)}
-        metrics["extra_passes"] = reports["extra_passes"].sum()
-        if config.router.dispatch == "capacity":
-            metrics["dropped"] = reports["dropped"].mean()
-        losses = {name: reports[name].sum() for name, weight in weights.items() if weight}
+        metrics = {
+            "load_spread": load.max(axis=-1).mean(),
+            "idle_experts": (load == 0).sum(dtype=jnp.float32),
+            "extra_passes": values["extra_passes"].sum(),
+        }
+        if router.dispatch == "capacity":
+            metrics["dropped"] = values["dropped"].mean()
+        losses = {}
+        if router.balance:
+            losses["balance_loss"] = values["balance_loss"].sum()
+        if router.z_loss:
+            losses["z_loss"] = values["z_loss"].sum()
         return Outputs(logits, losses, metrics, {"expert_load": load}, of_all_devices=True)
 
     def _move_biases(self, load: Float[Array, "layer expert"]) -> None:
@@ -362,3 +494,16 @@ class Mixtral(nnx.Module):
         else:
             bias = self.layers.moe.router.bias
             bias[...] = balanced_bias(bias[...], load, rate)
+
+
+def _make_dense_layers(config: MixtralConfig, rngs: nnx.Rngs) -> nnx.Module | None:
+    """Return the first layers, with an MLP instead of experts; None if there are none."""
+    if not config.dense_layers:
+        return None
+    shape = dataclasses.replace(config, d_ff=config.dense_d_ff)
+    return make_layers(
+        lambda rngs: Block(shape, rngs=rngs),
+        config.dense_layers,
+        rngs.params(),
+        stacked=config.stacked,
+    )

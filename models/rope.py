@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., arXiv:2104.09864) and their scaling for longer contexts."""
+"""Rotary position embeddings (Su et al., arXiv:2104.09864), also for longer contexts."""
 
 import dataclasses
 
@@ -12,16 +12,18 @@ from spmd.layers.kv_cache import cache_length
 from spmd.plan.annotate import attention_config
 
 Angles = tuple[np.ndarray | Array, np.ndarray | Array]
-"""Cosines and sines of each position, `[batch, seq, head_dim / 2]` each; a batch of 1 if all rows are equal."""
+"""Cosines and sines of each position, `[batch, seq, head_dim / 2]` each; a batch of 1 if all rows
+are equal."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of rotary frequencies for contexts longer than those of pretraining (Llama 3.1).
+    """Scaling of rotary frequencies for contexts longer than in pretraining (Llama 3.1).
 
-    Source: Grattafiori et al., arXiv:2407.21783, section 3.4.2 and the published code of the model. A frequency with
-    fewer than `low_frequency_factor` turns in the original context is divided by `factor`, one with more than
-    `high_frequency_factor` turns is unchanged, and between them the two are interpolated.
+    Source: Grattafiori et al., arXiv:2407.21783, section 3.4.2 and the published code of the model.
+        A frequency with
+    fewer than `low_frequency_factor` turns in the original context is divided by `factor`, one with
+    more than `high_frequency_factor` turns is unchanged, and between them the two are interpolated.
     """
 
     factor: float = 1.0
@@ -36,10 +38,16 @@ class RopeScaling:
     def __post_init__(self) -> None:
         rules = {"factor": "at least 1", "original_context": "at least 1"}
         problems = check_fields(self, rules, prefix="rope_scaling.")
-        low, high = self.low_frequency_factor, self.high_frequency_factor
+        low = self.low_frequency_factor
+        high = self.high_frequency_factor
         if not 0 < low < high:
-            fix = "0 < low_frequency_factor < high_frequency_factor"
-            problems.append(Problem("rope_scaling", "has factors out of order", f"low {low}, high {high}", fix))
+            problem = Problem(
+                "rope_scaling",
+                "has factors out of order",
+                f"low {low}, high {high}",
+                "0 < low_frequency_factor < high_frequency_factor",
+            )
+            problems.append(problem)
         if problems:
             raise ConfigError("The RoPE scaling is invalid:", problems)
 
@@ -53,9 +61,11 @@ class RopeScaling:
         if self.factor == 1:
             return frequencies
         turns = self.original_context * frequencies / (2 * np.pi)
-        low, high = self.low_frequency_factor, self.high_frequency_factor
+        low = self.low_frequency_factor
+        high = self.high_frequency_factor
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        factors = kept + (1 - kept) / self.factor
+        return frequencies * factors
 
 
 def rotary_angles(
@@ -63,27 +73,35 @@ def rotary_angles(
 ) -> Angles:
     """Return cosines and sines `[batch, seq, head_dim / 2]`, in float32.
 
-    They are constants of the program: XLA would fuse their computation into every use and repeat it in each layer,
-    forward and backward (2 % of a step of a small model on XLA:CPU). Traced positions, as in decoding, index rows of
-    the same constants.
+    They are constants of the program: XLA would fuse their computation into every use and repeat it
+    in each layer, forward and backward (2 % of a step of a small model on XLA:CPU). Traced
+    positions, as in decoding, index rows of the same constants.
     """
     if isinstance(positions, jax.Array):
-        table = rotary_angles(np.arange(cache_length())[None], head_dim, theta, scaling)
+        every = np.arange(cache_length())[None]
+        table = rotary_angles(every, head_dim, theta, scaling)
         cos, sin = (jnp.asarray(a)[0, positions] for a in table)
         return cos, sin
-    frequencies = scaling.scaled(theta ** (-np.arange(0, head_dim, 2) / head_dim))
+    exponents = -np.arange(0, head_dim, 2) / head_dim
+    frequencies = scaling.scaled(theta**exponents)
     angles = positions[..., None] * frequencies
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    return cos.astype(np.float32), sin.astype(np.float32)
 
 
-def rotate(x: Float[Array, "batch seq heads dim"], angles: Angles) -> Float[Array, "batch seq heads dim"]:
+def rotate(
+    x: Float[Array, "batch seq heads dim"], angles: Angles
+) -> Float[Array, "batch seq heads dim"]:
     """Rotate each head's pairs `(i, i + dim/2)` by their position's angle, in float32."""
-    return _rotate(x, *(jnp.asarray(a)[:, :, None] for a in angles))
+    cos, sin = (jnp.asarray(a)[:, :, None] for a in angles)
+    return _rotate(x, cos, sin)
 
 
 @jax.custom_vjp
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    return (_by_matmul if attention_config().platform == "tpu" else _by_halves)(x, cos, sin)
+    if attention_config().platform == "tpu":
+        return _by_matmul(x, cos, sin)
+    return _by_halves(x, cos, sin)
 
 
 # The derivative is the rotation back.
@@ -95,18 +113,27 @@ _rotate.defvjp(
 
 def _by_halves(x: Array, cos: Array, sin: Array) -> Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    turned_first = first * cos - second * sin
+    turned_second = second * cos + first * sin
+    return jnp.concatenate([turned_first, turned_second], axis=-1).astype(x.dtype)
 
 
 def _by_matmul(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate with `(-second, first)` from a product with a matrix of 0, 1 and -1, which is exact.
+    """Rotate with `(-second, first)` from a product with a matrix of 0, 1 and -1: it is exact.
 
-    Half a head is half a row of a TPU's registers, and to move it takes longer than the product: 3.1 ms and 0.9 ms of
-    estimated cycles in a layer of Llama-3 8B, forward and backward, for 8192 tokens on v5e.
+    Half a head is half a row of a TPU's registers, and to move it takes longer than the product:
+    3.1 ms and 0.9 ms of estimated cycles in a layer of Llama-3 8B, forward and backward, for 8192
+    tokens on v5e.
     """
     half = np.eye(x.shape[-1] // 2, dtype=np.float32)
-    turn = jnp.asarray(np.block([[0 * half, half], [-half, 0 * half]]), x.dtype)
-    highest = jax.lax.Precision.HIGHEST
-    turned = jnp.einsum("bshd,de->bshe", x, turn, precision=highest, preferred_element_type=jnp.float32)
+    matrix = np.block([[0 * half, half], [-half, 0 * half]])
+    turned = jnp.einsum(
+        "bshd,de->bshe",
+        x,
+        jnp.asarray(matrix, x.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
     cos, sin = (jnp.concatenate([a, a], axis=-1) for a in (cos, sin))
-    return (x.astype(jnp.float32) * cos + turned * sin).astype(x.dtype)
+    rotated = x.astype(jnp.float32) * cos + turned * sin
+    return rotated.astype(x.dtype)

@@ -1,11 +1,13 @@
-"""Decoder of any published shape: a Llama whose MLP and attention windows are a choice, for plans and benchmarks.
+"""Decoder of any published shape, for plans and benchmarks.
+
+It is a Llama with a choice of MLP and attention windows.
 
 ```python
 config = TransformerConfig(32_768, 5120, 32, 32, 32, 32_768, head_dim=256, mlp="relu", tied=True)
 ```
 
-Where windows differ, a scanned layer is a group with one of each: `layers/block_0/…`, `layers/block_1/…`. Pipeline
-stages hold whole groups, and for a remat policy a group is one layer.
+Where windows differ, a scanned layer is a group with one of each: `layers/block_0/…`,
+`layers/block_1/…`. Pipeline stages hold whole groups, and for a remat policy a group is one layer.
 """
 
 import dataclasses
@@ -42,23 +44,33 @@ class TransformerConfig(LlamaConfig):
     mlp: Literal["swiglu", "geglu", "gelu", "relu"] = "swiglu"
     """MLP: swiglu and geglu have three matrices (Shazeer, arXiv:2002.05202), gelu and relu two."""
     windows: tuple[int, ...] = ()
-    """Sliding windows of consecutive layers, repeated; 0 for all preceding tokens, empty for `window` everywhere."""
+    """Sliding windows of consecutive layers, repeated; 0 for all preceding tokens, empty for
+    `window` everywhere."""
 
     def problems(self) -> list[Problem]:
         """Return a problem for each invalid field."""
         problems = super().problems()
         if any(window < 0 for window in self.windows):
             problems.append(Problem("model.windows", f"is {self.windows}", fix="at least 0 each"))
-        if self.windows and self.layers % len(self.windows):
-            detail = f"{self.layers} / {len(self.windows)} = {self.layers / len(self.windows):.4g}"
-            problems.append(Problem("model.layers", "is no multiple of the windows", detail, "change one of them"))
+        count = len(self.windows)
+        if count and self.layers % count:
+            problem = Problem(
+                "model.layers",
+                "is no multiple of the windows",
+                f"{self.layers} / {count} = {self.layers / count:.4g}",
+                "change one of them",
+            )
+            problems.append(problem)
         return problems
 
     @property
     def matmul_params(self) -> int:
         """Parameters in matmuls: kernels and the output head, not the embedding lookup."""
-        unused = 0 if self.mlp in _GATES else self.layers * self.d_model * self.d_ff
-        return super().matmul_params - unused
+        params = super().matmul_params
+        if self.mlp in _GATES:
+            return params
+        gates = self.layers * self.d_model * self.d_ff
+        return params - gates
 
     def build(self, rngs: nnx.Rngs) -> "Transformer":
         """Build the model."""
@@ -66,7 +78,9 @@ class TransformerConfig(LlamaConfig):
 
 
 PRESETS = {
-    "test": TransformerConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64, mlp="relu", tied=True),
+    "test": TransformerConfig(
+        vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64, mlp="relu", tied=True
+    ),
     "test-windows": TransformerConfig(64, 32, 4, 4, 2, 64, mlp="geglu", windows=(5, 0)),
 }
 """Small shapes for tests."""
@@ -76,14 +90,19 @@ class MLP(nnx.Module):
     """`down(f(up(x)))` without biases."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        width = config.d_model
+        hidden = config.d_ff
+        scale = (2 * config.layers) ** -0.5
         self.kind = config.mlp
-        self.up_proj = Dense(config.d_model, config.d_ff, rngs=rngs)
-        self.down_proj = Dense(config.d_ff, config.d_model, scale=(2 * config.layers) ** -0.5, rngs=rngs)
+        self.up_proj = Dense(width, hidden, rngs=rngs)
+        self.down_proj = Dense(hidden, width, scale=scale, rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
         """Apply the MLP."""
         (up,) = columns(x, (self.up_proj.kernel,), "mlp_input")
-        hidden = annotate(_ACTIVATIONS[self.kind](annotate(up, "mlp_up")), "mlp_hidden")
+        up = annotate(up, "mlp_up")
+        activation = _ACTIVATIONS[self.kind]
+        hidden = annotate(activation(up), "mlp_hidden")
         return rows(hidden, self.down_proj.kernel, "mlp_input")
 
 
@@ -94,9 +113,11 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, window: int, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        width = config.d_model
+        eps = config.norm_eps
+        self.attention_norm = RMSNorm(width, eps=eps)
         self.attention = Attention(config, window=window, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp_norm = RMSNorm(width, eps=eps)
         gate = _GATES.get(config.mlp)
         self.mlp = GatedMLP(config, gate=gate, rngs=rngs) if gate else MLP(config, rngs=rngs)
 
@@ -105,8 +126,10 @@ class Block(nnx.Module):
     ) -> Float[Array, "batch seq d"]:
         """Return the residual stream after this layer."""
         x = annotate(x, "layer_input")
-        x = annotate(x + self.attention(self.attention_norm(x), angles, segments), "residual")
-        return annotate(x + self.mlp(self.mlp_norm(x)), "residual")
+        attended = self.attention(self.attention_norm(x), angles, segments)
+        x = annotate(x + attended, "residual")
+        y = self.mlp(self.mlp_norm(x))
+        return annotate(x + y, "residual")
 
 
 class Group(nnx.Module):
@@ -114,7 +137,8 @@ class Group(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         for number, window in enumerate(config.windows):
-            setattr(self, f"block_{number}", Block(config, window=window, rngs=rngs))
+            block = Block(config, window=window, rngs=rngs)
+            setattr(self, f"block_{number}", block)
         self.count = len(config.windows)
 
     def __call__(
@@ -122,7 +146,8 @@ class Group(nnx.Module):
     ) -> Float[Array, "batch seq d"]:
         """Return the residual stream after all of them."""
         for number in range(self.count):
-            x = getattr(self, f"block_{number}")(x, angles, segments)
+            block = getattr(self, f"block_{number}")
+            x = block(x, angles, segments)
         return x
 
 
@@ -131,11 +156,15 @@ class Transformer(Llama):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         def make(rngs: nnx.Rngs) -> nnx.Module:
-            return Group(config, rngs=rngs) if config.windows else Block(config, window=config.window, rngs=rngs)
+            if config.windows:
+                return Group(config, rngs=rngs)
+            return Block(config, window=config.window, rngs=rngs)
 
+        width = config.d_model
         self.config = config
-        self.embed = Embedding(config.vocab, config.d_model, rngs=rngs)
-        count = config.layers // max(1, len(config.windows))
+        self.embed = Embedding(config.vocab, width, rngs=rngs)
+        group = max(1, len(config.windows))
+        count = config.layers // group
         self.layers = make_layers(make, count, rngs.params(), stacked=config.stacked)
-        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
-        self.lm_head = None if config.tied else Head(config.d_model, config.vocab, rngs=rngs)
+        self.norm = RMSNorm(width, eps=config.norm_eps)
+        self.lm_head = None if config.tied else Head(width, config.vocab, rngs=rngs)

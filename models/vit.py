@@ -1,7 +1,9 @@
-"""Vision transformer: an image as a sequence of patches and a class token (Dosovitskiy et al., arXiv:2010.11929).
+"""Vision transformer: an image as a sequence of patches and a class token.
+
+Source: Dosovitskiy et al., arXiv:2010.11929.
 
 ```python
-config = ViTConfig(image=8, patch=2, channels=1, d_model=64, layers=4, heads=4, d_ff=128, classes=10)
+config = dataclasses.replace(PRESETS["vit-b16"], layers=4, classes=10)
 loss_fn = spmd.classification_loss(spmd.from_nnx(config.build))
 ```
 """
@@ -50,15 +52,21 @@ class ViTConfig:
     def __post_init__(self) -> None:
         problems = transformer_problems(self, "image", "patch", "channels", "classes", "unroll")
         if self.patch > 0 and self.image % self.patch:
-            arithmetic = f"{self.image} / {self.patch} = {self.image / self.patch:.4g}"
-            problems.append(Problem("model.patch", "does not divide model.image", arithmetic, "change one of them"))
+            problem = Problem(
+                "model.patch",
+                "does not divide model.image",
+                f"{self.image} / {self.patch} = {self.image / self.patch:.4g}",
+                "change one of them",
+            )
+            problems.append(problem)
         if problems:
             raise ConfigError("The ViT is invalid:", problems)
 
     @property
     def patches(self) -> int:
         """Number of patches of an image."""
-        return (self.image // self.patch) ** 2
+        side = self.image // self.patch
+        return side**2
 
     def build(self, rngs: nnx.Rngs) -> "ViT":
         """Build the model."""
@@ -66,11 +74,14 @@ class ViTConfig:
 
 
 PRESETS = {
-    "test": ViTConfig(image=8, patch=4, channels=1, d_model=32, layers=2, heads=4, d_ff=64, classes=10),
+    "test": ViTConfig(
+        image=8, patch=4, channels=1, d_model=32, layers=2, heads=4, d_ff=64, classes=10
+    ),
     "vit-b16": ViTConfig(),
     "vit-l16": ViTConfig(d_model=1024, layers=24, heads=16, d_ff=4096),
 }
-"""Published shapes by name, for images of 224 × 224 and 1,000 classes, and a small one for tests."""
+"""Published shapes by name, for images of 224 × 224 and 1,000 classes, and a small one for
+tests."""
 
 
 class PatchProjection(nnx.Module):
@@ -86,13 +97,19 @@ class PatchProjection(nnx.Module):
         self.kernel = nnx.Param(table, gathered_by_layer=True, matrix="iiio")
         self.bias = nnx.Param(jnp.zeros((config.d_model,), jnp.float32), gathered_by_layer=True)
 
-    def __call__(self, images: Float[Array, "batch height width channel"]) -> Float[Array, "batch patch d"]:
+    def __call__(
+        self, images: Float[Array, "batch height width channel"]
+    ) -> Float[Array, "batch patch d"]:
         """Project patches, from left to right, row by row."""
         batch, _, side, channels = images.shape
         patch = self.kernel.shape[0]
-        rows = images.reshape(batch, side // patch, patch, side // patch, patch, channels)
-        patches = rows.transpose(0, 1, 3, 4, 2, 5).reshape(batch, -1, patch, patch, channels)
-        return biased(dense(annotate(patches, "patches"), self.kernel, axes="xyco"), self.bias)
+        count = side // patch
+        rows = images.reshape(batch, count, patch, count, patch, channels)
+        # [batch, row of patches, patch of a row, column, row, channel]
+        patches = rows.transpose(0, 1, 3, 4, 2, 5)
+        patches = patches.reshape(batch, -1, patch, patch, channels)
+        patches = annotate(patches, "patches")
+        return biased(dense(patches, self.kernel, axes="xyco"), self.bias)
 
 
 class ViT(nnx.Module):
@@ -100,52 +117,73 @@ class ViT(nnx.Module):
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        width, init = config.d_model, nnx.initializers.normal(0.02)
+        width = config.d_model
+        init = nnx.initializers.normal(0.02)
         self.patch_proj = PatchProjection(config, rngs=rngs)
         self.class_token = nnx.Param(jnp.zeros((1, 1, width), jnp.float32), cast_by_layer=True)
         table = init(rngs.params(), (1, config.patches + 1, width), jnp.float32)
         self.positions = nnx.Param(table, role="lookup", cast_by_layer=True)
         self.layers = make_layers(
             lambda rngs: Block(config, causal=False, approximate=False, rngs=rngs),
-            *(config.layers, rngs.params()),
+            config.layers,
+            rngs.params(),
             stacked=config.stacked,
         )
         self.norm = LayerNorm(width, eps=config.norm_eps)
         self.head = Dense(width, config.classes, bias=True, rngs=rngs)
         self.head.kernel.set_metadata(linear=False, role="logits")
 
-    def __call__(self, images: Float[Array, "batch height width channel"]) -> Float[Array, "batch class"]:
+    def __call__(
+        self, images: Float[Array, "batch height width channel"]
+    ) -> Float[Array, "batch class"]:
         """Return class logits in float32.
 
         Raises:
             ConfigError: The images have another shape.
         """
         x, context = self.embed_inputs(images)
-        return self.compute_outputs(*self.apply_layers(x, context))
+        x, values = self.apply_layers(x, context)
+        return self.compute_outputs(x, values)
 
-    def embed_inputs(self, images: Float[Array, "batch height width channel"]) -> tuple[Array, None]:
+    def embed_inputs(
+        self, images: Float[Array, "batch height width channel"]
+    ) -> tuple[Array, None]:
         """Return the residual stream before the first layer, of the class token and each patch.
 
         Raises:
             ConfigError: The images have another shape.
         """
-        side, channels = self.config.image, self.config.channels
+        side = self.config.image
+        channels = self.config.channels
         batch, *shape = images.shape
         if shape != [side, side, channels]:
-            arithmetic = f"{' × '.join(map(str, shape))} ≠ {side} × {side} × {channels}"
-            fix = "cut or scale them, or change model.image and model.channels"
-            raise ConfigError("This ViT cannot see:", [Problem("images", "have another shape", arithmetic, fix)])
-        x = annotate(self.patch_proj(cast_to_compute(images)), "residual")
-        first = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (batch, 1, x.shape[-1]))
-        x = jnp.concatenate([first, x], axis=1) + self.positions[...].astype(x.dtype)
+            given = " × ".join(map(str, shape))
+            problem = Problem(
+                "images",
+                "have another shape",
+                f"{given} ≠ {side} × {side} × {channels}",
+                "cut or scale them, or change model.image and model.channels",
+            )
+            raise ConfigError("This ViT cannot see:", [problem])
+        x = self.patch_proj(cast_to_compute(images))
+        x = annotate(x, "residual")
+        first = self.class_token[...].astype(x.dtype)
+        first = jnp.broadcast_to(first, (batch, 1, x.shape[-1]))
+        x = jnp.concatenate([first, x], axis=1)
+        x = x + self.positions[...].astype(x.dtype)
         return annotate(x, "residual"), None
 
     def apply_layers(self, x: Float[Array, "batch token d"], context: None) -> tuple[Array, None]:
         """Return the residual stream after the layers."""
-        return run_layers(self.layers, x, unroll=self.config.unroll), None
+        x = run_layers(self.layers, x, unroll=self.config.unroll)
+        return x, None
 
-    def compute_outputs(self, x: Float[Array, "batch token d"], values: None) -> Float[Array, "batch class"]:
+    def compute_outputs(
+        self, x: Float[Array, "batch token d"], values: None
+    ) -> Float[Array, "batch class"]:
         """Return the score of each class, from the class token after the last layer."""
-        x = self.norm(annotate(x[:, :1], "head_input"))
+        class_token = annotate(x[:, :1], "head_input")
+        x = self.norm(class_token)
         logits = dense(x, self.head.kernel, dtype=jnp.float32)
-        return annotate(self.head.with_bias(logits)[:, 0], "class_logits")
+        logits = self.head.with_bias(logits)[:, 0]
+        return annotate(logits, "class_logits")

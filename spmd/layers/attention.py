@@ -85,7 +85,8 @@ def attend(
 def _rescaled(query: Array, scale: float) -> Array:
     """Scale queries for a kernel: kernels always scale by dim ** -0.5 themselves."""
     factor = scale * query.shape[-1] ** 0.5
-    return (query.astype(jnp.float32) * factor).astype(query.dtype)
+    scaled = query.astype(jnp.float32) * factor
+    return scaled.astype(query.dtype)
 
 
 def _bind(config: AttentionConfig, kernel: str, options: AttentionOptions) -> Callable[..., Array]:
@@ -140,13 +141,15 @@ def xla_attention(
         attention = functools.partial(_capped_attention, soft_cap=options.soft_cap)
     blocks = []
     for start in range(0, seq, block):
-        queries = range(start, min(start + block, seq))
+        end = min(start + block, seq)
+        queries = range(start, end)
         keys = _attended_keys(queries, seq, options)
         bias = _bias(queries, keys, segments, options)
         own = query[:, queries.start : queries.stop]
         attended = slice(keys.start, keys.stop)
         blocks.append(attention(own, key[:, attended], value[:, attended], bias=bias))
-    return jnp.concatenate(blocks, axis=1).astype(dtype)
+    out = jnp.concatenate(blocks, axis=1)
+    return out.astype(dtype)
 
 
 def _attended_keys(queries: range, seq: int, options: AttentionOptions) -> range:
@@ -197,7 +200,8 @@ def _capped_attention(query: Array, key: Array, value: Array, bias: Array | None
     if bias is not None:
         scores = scores + bias[:, :, None]
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("bhgqk,bkhd->bqhgd", weights, value).reshape(query.shape)
+    out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, value)
+    return out.reshape(query.shape)
 
 
 def chunked_attention(
@@ -227,7 +231,8 @@ def _pad_tokens(x: Array, padding: int) -> Array:
 def _blockwise(query: Array, key: Array, value: Array, segments: Segments, *, ring: Ring) -> Array:
     dtype = query.dtype
     query, key, value = _upcast_float16(query, key, value)
-    return blockwise_attention(query, key, value, segments, ring).astype(dtype)
+    out = blockwise_attention(query, key, value, segments, ring)
+    return out.astype(dtype)
 
 
 def cudnn_attention(
@@ -282,7 +287,8 @@ def splash_attention_tpu(
         ids = splash_attention.SegmentIds(segments, segments)
     arrays = [jnp.moveaxis(x, 1, 2) for x in (scaled, key, value)]
     out = jax.vmap(kernel)(*arrays, ids)
-    return jnp.moveaxis(out, 1, 2).astype(dtype)
+    out = jnp.moveaxis(out, 1, 2)
+    return out.astype(dtype)
 
 
 def _splash_mask(seq: int, options: AttentionOptions) -> Any:

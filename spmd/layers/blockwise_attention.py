@@ -60,7 +60,8 @@ def unmasked_pairs(
             last_key = key + chunk - 1
             if last_query >= key and query - last_key < limit:
                 pairs.append((i, j, query - key))
-    return np.array(pairs, np.int32).reshape(-1, 3)
+    table = np.array(pairs, np.int32)
+    return table.reshape(-1, 3)
 
 
 class OnlineSoftmax(NamedTuple):
@@ -149,7 +150,8 @@ def update_softmax(pairs: BlockPairs, softmax: OnlineSoftmax, query: Array, key:
         parts = (out, new, total)
         return tuple(_write(x, part, start) for x, part in zip(softmax, parts, strict=True))
 
-    return OnlineSoftmax(*pairs.fold(update, tuple(softmax)))
+    state = pairs.fold(update, tuple(softmax))
+    return OnlineSoftmax(*state)
 
 
 def finalize_softmax(softmax: OnlineSoftmax) -> tuple[Array, Array]:
@@ -196,7 +198,8 @@ def backward_block(
         parts = (dquery, dkey, dvalue)
         sums = []
         for total, part, first in zip(gradients, parts, (start, at, at), strict=True):
-            sums.append(_write(total, _slice(total, first, chunk) + part, first))
+            before = _slice(total, first, chunk)
+            sums.append(_write(total, before + part, first))
         return tuple(sums)
 
     return pairs.fold(update, gradients)
@@ -205,7 +208,8 @@ def backward_block(
 def _capped_scores(queries: Array, keys: Array, options: AttentionOptions) -> Array:
     """Return scaled scores with the soft cap, if any."""
     scale = queries.shape[-1] ** -0.5
-    return soft_capped(_scores(queries, keys) * scale, options.soft_cap)
+    scores = _scores(queries, keys) * scale
+    return soft_capped(scores, options.soft_cap)
 
 
 def _slice(x: Array, start: Array, size: int, axis: int = 2) -> Array:

@@ -65,7 +65,8 @@ class Capacity:
 
     def rows(self, tokens: Array) -> Array:
         """Return the token of each row, in order of experts."""
-        return _take(tokens, self._source // self._k)
+        token = self._source // self._k
+        return _take(tokens, token)
 
     def choices(self, values: Array) -> Array:
         """Return the value of each row's choice."""
@@ -77,7 +78,8 @@ class Capacity:
         own = self._parts[2]
         slots = rows.reshape(*self._parts, *width)  # [example, part, own, slot, d]
         parts = self._exchange(slots.swapaxes(0, 1))
-        return jnp.moveaxis(parts, 2, 0).reshape(own, -1, *width)
+        parts = jnp.moveaxis(parts, 2, 0)
+        return parts.reshape(own, -1, *width)
 
     def sizes(self, turn: Any) -> None:
         """Return None: the expert is a dimension of received rows."""
@@ -88,12 +90,14 @@ class Capacity:
         width = own.shape[2:]
         slots = own.reshape(experts, parts, examples, capacity, *width)
         rows = self._exchange(jnp.moveaxis(slots, 0, 2))
-        return rows.swapaxes(0, 1).reshape(-1, *width)
+        rows = rows.swapaxes(0, 1)
+        return rows.reshape(-1, *width)
 
     def combine(self, rows: Array) -> Array:
         """Return the sum of each token's rows, in float32."""
         if not self._scatters:
-            return _take(rows, self._slot).sum(axis=1, dtype=jnp.float32)
+            chosen = _take(rows, self._slot)
+            return chosen.sum(axis=1, dtype=jnp.float32)
         sums = jnp.zeros((self._tokens, rows.shape[1]), jnp.float32)
         return sums.at[self._source // self._k].add(rows.astype(jnp.float32), mode="drop")
 
@@ -145,7 +149,8 @@ class Dropless:
 
     def choices(self, values: Array) -> Array:
         """Return the value of each row's choice."""
-        return values.reshape(-1).at[self._order].get(mode="promise_in_bounds")
+        values = values.reshape(-1)
+        return values.at[self._order].get(mode="promise_in_bounds")
 
     def receive(self, rows: Array, turn: Any) -> Array:
         """Return the rows that this device's experts get in a pass, sorted by expert.
@@ -179,7 +184,8 @@ class Dropless:
 
     def combine(self, rows: Array) -> Array:
         """Return the sum of each token's rows, in float32."""
-        return _take(rows, self._slot).sum(axis=1, dtype=jnp.float32)
+        chosen = _take(rows, self._slot)
+        return chosen.sum(axis=1, dtype=jnp.float32)
 
     def uncombined(self, rows: Array) -> Array:
         """Return the value of each choice: the transpose of `choices`."""

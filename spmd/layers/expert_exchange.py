@@ -125,7 +125,8 @@ class Ragged:
 
     def __init__(self, every: Int[Array, "sender receiver own"], axes: ExpertAxes, rows: int, factor: float) -> None:
         most = axes.size * rows
-        self.buffer = min(most, _round_up(math.ceil(factor * rows), _TILE))
+        wanted = math.ceil(factor * rows)
+        self.buffer = min(most, _round_up(wanted, _TILE))
         self._axes = axes
         self._rows = rows
         self._me = jax.lax.axis_index(axes.names)
@@ -158,7 +159,8 @@ class Ragged:
     def sizes(self, turn: Any) -> Int[Array, "own"]:
         """Return the number of received rows of each own expert."""
         first, last = self._segments(turn)
-        return (last - first).reshape(-1, self._own).sum(axis=0)
+        counts = last - first
+        return counts.reshape(-1, self._own).sum(axis=0)
 
     def experts(self, turn: Any) -> Int[Array, "buffer"] | None:
         """Return the own expert of each received row; None if rows are sorted.
@@ -211,7 +213,8 @@ class Ragged:
         @jax.checkpoint
         def allocate(after: Array) -> Array:
             buffer = jax.lax.empty((rows, *like.shape[1:]), like.dtype)
-            return jax.lax.optimization_barrier((buffer, after))[0]
+            buffer, _ = jax.lax.optimization_barrier((buffer, after))
+            return buffer
 
         return allocate(like)
 
@@ -234,8 +237,9 @@ class Blocks:
         self._axes = axes
         self._rows = rows
         self._own = every.shape[2]
-        even = factor * rows / (axes.size * self._own)
-        self._block = min(rows, _round_up(math.ceil(even), _SUBLANES))
+        blocks = axes.size * self._own
+        wanted = math.ceil(factor * rows / blocks)
+        self._block = min(rows, _round_up(wanted, _SUBLANES))
         mine = every
         if axes.names:
             mine = every[jax.lax.axis_index(axes.names)]
@@ -256,7 +260,8 @@ class Blocks:
         blocks = rows.at[source].get(mode="fill", fill_value=0)
         blocks = blocks.reshape(self._axes.size, self._own, self._block, *width)
         blocks = self._swap(blocks)
-        return blocks.swapaxes(0, 1).reshape(self._own, -1, *width)
+        blocks = blocks.swapaxes(0, 1)
+        return blocks.reshape(self._own, -1, *width)
 
     def back(self, received: Float[Array, "own row *d"], turn: Any, onto: Array | None) -> Float[Array, "row *d"]:
         """Return received rows to their senders, `onto` the rows of other passes."""
@@ -273,7 +278,8 @@ class Blocks:
         if onto is None:
             onto = jnp.zeros_like(found)
         ones = (1,) * len(width)
-        return jnp.where(is_here.reshape(-1, *ones), found, onto)
+        is_here = is_here.reshape(-1, *ones)
+        return jnp.where(is_here, found, onto)
 
     def sizes(self, turn: Any) -> None:
         """Return None: the expert is a dimension of received rows."""

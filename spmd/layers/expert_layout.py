@@ -136,7 +136,8 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
     problems = _kernel_problems(params) + _token_problems(tokens, params, mesh)
     if problems:
         raise AnnotationError("The expert layer has no collectives for this rule table:", problems)
-    batch, seq, _ = spec_dims(tokens, 3, split_axes(mesh))
+    split = split_axes(mesh)
+    batch, seq, _ = spec_dims(tokens, 3, split)
     expert, tensor, _ = params[-1].used
     return ExpertLayout(
         mesh=mesh,
@@ -176,7 +177,8 @@ def _kernel_problems(params: Sequence[LocalParam]) -> list[Problem]:
 def _token_problems(tokens: P, params: Sequence[LocalParam], mesh: AnyMesh) -> list[Problem]:
     """Return a problem for each reason why tokens cannot be sent to their experts."""
     problems = []
-    batch, seq, width = spec_dims(tokens, 3, split_axes(mesh))
+    split = split_axes(mesh)
+    batch, seq, width = spec_dims(tokens, 3, split)
     expert, tensor, _ = params[-1].used
     over = {*batch, *seq}
     gathered = set[str]()

@@ -116,7 +116,8 @@ def prefill(run: Callable[[], T], length: int) -> tuple[T, Cache]:
         widths[-3] = (0, length - x.shape[-3])
         return jnp.pad(x, widths)
 
-    return result, _split(jax.tree.map(pad, added))
+    cache = jax.tree.map(pad, added)
+    return result, _split(cache)
 
 
 def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -> tuple[T, Cache]:
@@ -129,7 +130,8 @@ def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -
     with single_token():
         result, added = _trace(run, _Trace(cache, positions, length))
     write = functools.partial(_write, positions=positions)
-    return result, _split(jax.tree.map(write, cache, added))
+    cache = jax.tree.map(write, cache, added)
+    return result, _split(cache)
 
 
 def _trace(run: Callable[[], T], trace: _Trace) -> tuple[T, Cache]:
@@ -217,7 +219,9 @@ def _attend(query: Array, own: KVCache, past: KVCache, positions: Array, options
     out = jnp.einsum(form, weights, past.value, preferred_element_type=jnp.float32)
     out = out + itself * own.value.astype(jnp.float32).swapaxes(1, 2)
     total = before.sum(axis=-1, keepdims=True) + itself
-    return (out / total).reshape(batch, 1, heads, dim).astype(query.dtype)
+    out = out / total
+    out = out.reshape(batch, 1, heads, dim)
+    return out.astype(query.dtype)
 
 
 def _write(whole: Array, new: Array, positions: Array) -> Array:

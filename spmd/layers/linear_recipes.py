@@ -98,7 +98,8 @@ def gradient_by_recipe(
     gradient = kernel_gradient(local, a.array, b.array, placed, axes, outs)
     if a.scale is None or b.scale is None:
         return gradient
-    return gradient * (a.scale.reshape(()) * b.scale.reshape(()))
+    scale = a.scale.reshape(()) * b.scale.reshape(())
+    return gradient * scale
 
 
 def seen_before(x: Array, kernel: Array, scales: Scales) -> tuple[Array, ...]:

@@ -147,7 +147,8 @@ def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
     """
     kernel = gather(head.kernel, head.placed, head.x.dtype)
     logits = _logits(head.x, kernel, head.axes)
-    return annotate(soft_capped(logits, head.soft_cap), head.logits)
+    logits = soft_capped(logits, head.soft_cap)
+    return annotate(logits, head.logits)
 
 
 def _logits(x: Array, kernel: Array, axes: str) -> Array:
@@ -325,7 +326,8 @@ def _in_chunks(a: Float[Array, "batch seq *d"], chunks: int) -> Float[Array, "ch
     padding = -count % chunks
     flat = a.reshape(count, *rest)
     widths = ((0, padding), *((0, 0),) * len(rest))
-    return jnp.pad(flat, widths).reshape(chunks, 1, -1, *rest)
+    padded = jnp.pad(flat, widths)
+    return padded.reshape(chunks, 1, -1, *rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -408,7 +410,8 @@ class _Head:
     def logits(self, x: Array, kernel: Array) -> Array:
         """Return the logits of some words."""
         logits = _logits(x, kernel, self.layout.axes)
-        return annotate(soft_capped(logits, self.layout.soft_cap), self.layout.logits)
+        logits = soft_capped(logits, self.layout.soft_cap)
+        return annotate(logits, self.layout.logits)
 
     def dlogits(self, logits: Array, probabilities: Array, is_target: Array, weights: Array) -> Array:
         """Return the gradient of logits."""
@@ -504,7 +507,8 @@ class _Head:
         chunk, *others = self.bytes_of_word
         fewest = -(-max(others) // chunk)
         tiles = -(-own // (fewest * _TILE))
-        return _Turns(words // own, own, min(own, tiles * _TILE))
+        some = min(own, tiles * _TILE)
+        return _Turns(words // own, own, some)
 
     def _dlogits_again(
         self,

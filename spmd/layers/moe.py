@@ -270,7 +270,8 @@ def _forward_on_device(
         ys.append(y)
         extra.append(passes - 1)
         got.append(received)
-    y = psum(jnp.concatenate(ys), layout.tensor).reshape(x.shape)
+    y = psum(jnp.concatenate(ys), layout.tensor)
+    y = y.reshape(x.shape)
     gathered = (*into, out) if layout.save_gathered else ()
     return y, jnp.float32(sum(extra)), tuple(got), gathered
 
@@ -403,7 +404,8 @@ def _scaled(x: Float[Array, "*row d"], scales: Float[Array, "*row"]) -> Float[Ar
     """Multiply rows by their weights, in float32."""
     wide = x.astype(jnp.float32)
     factors = scales[..., None].astype(jnp.float32)
-    return (wide * factors).astype(x.dtype)
+    scaled = wide * factors
+    return scaled.astype(x.dtype)
 
 
 def _flat(x: Float[Array, "batch seq d"]) -> Float[Array, "token d"]:

@@ -42,7 +42,8 @@ def quantize(
             now.
     """
     if recipe.scaling == "block":
-        return Operand(rounded_in_blocks(x, summed, recipe, dtype, is_kernel=is_kernel))
+        rounded = rounded_in_blocks(x, summed, recipe, dtype, is_kernel=is_kernel)
+        return Operand(rounded)
     is_bound = largest is None
     if largest is None:
         largest = _largest_now(x, summed, recipe, is_kernel=is_kernel)
@@ -139,7 +140,8 @@ def rounded_in_blocks(
     largest = jnp.max(jnp.abs(blocks), axis=tuple(inner), keepdims=True)
     codes, scale = scaled(blocks, largest, dtype)
     rounded = codes.astype(jnp.float32) * scale
-    return rounded.astype(x.dtype).reshape(x.shape)
+    rounded = rounded.astype(x.dtype)
+    return rounded.reshape(x.shape)
 
 
 def product(form: str, a: Operand, b: Operand, dtype: Any) -> Array:
@@ -159,7 +161,8 @@ def product(form: str, a: Operand, b: Operand, dtype: Any) -> Array:
         y = _scaled_sums(y, scale, dtype)
     found = [letter for letter in left + right if letter not in both]
     order = [found.index(letter) for letter in out]
-    return jnp.transpose(y, order).astype(dtype)
+    y = jnp.transpose(y, order)
+    return y.astype(dtype)
 
 
 def _dtype_of_sums(a: Operand, dtype: Any) -> Any:

@@ -131,7 +131,8 @@ def blockwise_attention(
     # Heads first: [batch, kv_heads, seq, group, dim] and [batch, kv_heads, seq, dim].
     arrays = [jnp.moveaxis(x, 1, 2) for x in (grouped, key, value)]
     out = _attend(*arrays, segments, ring)
-    return jnp.moveaxis(out, 2, 1).reshape(batch, seq, heads, dim)
+    out = jnp.moveaxis(out, 2, 1)
+    return out.reshape(batch, seq, heads, dim)
 
 
 def _check_sequence(seq: int, ring: Ring) -> None:
@@ -189,7 +190,8 @@ def _forward_on_device(ring: Ring, query: Array, key: Array, value: Array, segme
         # Without a barrier, XLA may send all blocks before the first is used and hold them all at
         # once.
         block, softmax = jax.lax.optimization_barrier((next_block, softmax))
-    out, log_total = finalize_softmax(update(last, softmax, block))
+    softmax = update(last, softmax, block)
+    out, log_total = finalize_softmax(softmax)
     return out.astype(query.dtype), log_total
 
 
@@ -256,7 +258,10 @@ def ulysses_attention(
     Heads are split instead.
     """
     split = split_axes(mesh)
-    parts: dict[str, int] = {axis: mesh.shape[axis] for axis in ("tensor", "sequence") if axis in split}
+    parts: dict[str, int] = {}
+    for axis in ("tensor", "sequence"):
+        if axis in split:
+            parts[axis] = mesh.shape[axis]
     problems = _division_problems(query, key, parts)
     if problems:
         raise ConfigError("Heads cannot be split over devices:", problems)

@@ -253,11 +253,13 @@ def route(
         routing = _experts_choose(scores, config, valid)
         load = _load(routing.experts, config.experts)
         balance = jnp.zeros((), jnp.float32)
-        return routing, RouterReport(balance, z_loss(logits, config, valid), load)
+        z = z_loss(logits, config, valid)
+        return routing, RouterReport(balance, z, load)
     experts, weights = _tokens_choose(scores, config, valid, bias)
     balance = balance_loss(scores, experts, config, valid)
     z = z_loss(logits, config, valid)
-    report = RouterReport(balance, z, _load(experts, config.experts))
+    load = _load(experts, config.experts)
+    report = RouterReport(balance, z, load)
     if config.random_second and key is not None:
         experts, weights = _follow_second_at_random(experts, weights, config, key)
     capacities = None
@@ -346,7 +348,8 @@ def balance_loss(
     tokens = valid.sum(axis=1, dtype=jnp.float32)
     fractions = _example_means(chosen, valid, tokens)
     means = _example_means(shares, valid, tokens)
-    return batch_mean(weighted_balance(fractions, means, config), tokens > 0)
+    losses = weighted_balance(fractions, means, config)
+    return batch_mean(losses, tokens > 0)
 
 
 def _example_means(
