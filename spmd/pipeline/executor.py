@@ -245,9 +245,12 @@ def shift(stream: Stream, stages: int, by: int, *, chunks: int = 1) -> Stream:
 
     The last stage sends to the first, or back, only if stages have several chunks.
     """
-    pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
-    if chunks == 1:
-        pairs = [(source, target) for source, target in pairs if target - source == by]
+    pairs = list[tuple[int, int]]()
+    for source in range(stages):
+        target = (source + by) % stages
+        is_neighbour = target - source == by
+        if is_neighbour or chunks > 1:
+            pairs.append((source, target))
     with in_scope(comm_scope("pipeline, from stage to stage")):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), stream)
 

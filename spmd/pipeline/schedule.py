@@ -180,8 +180,13 @@ def _repeat_order(schedule: Schedule, order: tuple[Task, ...], batches: int) -> 
             tasks.append(dataclasses.replace(task, microbatch=first + task.microbatch))
     if schedule.flush:
         return tasks
-    forwards = [task for task in tasks if task.kind == "F"]
-    backwards = [task for task in tasks if task.kind != "F"]
+    forwards = list[Task]()
+    backwards = list[Task]()
+    for task in tasks:
+        if task.kind == "F":
+            forwards.append(task)
+        else:
+            backwards.append(task)
     return alternate(forwards, backwards, warmup=order.index(backwards[0]) - 1)
 
 
