@@ -187,7 +187,7 @@ class InFlight(GradTransform):
     @classmethod
     def of(cls, loss_fn: LossFn, table: TickTable, batch: Mapping[str, Any]) -> "InFlight":
         """Return the state for batches of these shapes, arrays or abstract ones."""
-        shapes = list[tuple[str, jax.ShapeDtypeStruct]]()
+        shapes = []
         for name, x in batch.items():
             shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
             shapes.append((name, shape))
@@ -219,7 +219,7 @@ class InFlight(GradTransform):
             if part == "params":
                 spec = params[rest]
             elif part == "data":
-                spec = _data_spec(plan, rest, x.ndim)
+                spec = _data_spec(plan, rest, x)
             else:
                 spec = _stage_spec(rest, gradients)
             if plan.zero < 3:
@@ -250,11 +250,12 @@ class InFlight(GradTransform):
         return jax.eval_shape(empty_carry, *abstract, abstract_key())
 
 
-def _data_spec(plan: ShardingPlan, path: str, ndim: int) -> P:
+def _data_spec(plan: ShardingPlan, path: str, x: jax.ShapeDtypeStruct) -> P:
     """Return the spec of the key or of an array of the batch in flight."""
     if path == "key":
         return P()
-    return plan.rules.batch_table.spec(path.removeprefix("batch/"), ndim)
+    name = path.removeprefix("batch/")
+    return plan.rules.batch_table.spec(name, x.ndim)
 
 
 def _stage_spec(path: str, gradients: Mapping[str, P]) -> P:
