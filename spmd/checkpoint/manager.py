@@ -11,10 +11,8 @@ A checkpoint of step 100 is a folder that is complete or does not exist:
 
 It is written as `100.saving` (of the run with lease 3 as `100.3.saving`), gets its manifest, and is
 then renamed. A checkpoint that is no longer kept is renamed to `100.pruned` before it is removed.
-So a folder named by a step was
-complete once, and the manifest shows whether it still is. A damaged checkpoint is never used and
-    never removed: the
-next save renames it to `damaged-100`.
+So a folder named by a step was complete once, and the manifest shows whether it still is. A damaged
+checkpoint is never used and never removed: the next save renames it to `damaged-100`.
 """
 
 import contextlib
@@ -55,10 +53,9 @@ class CheckpointManager:
     """Checkpoint manager of one run.
 
     It keeps the newest `max_to_keep` checkpoints and the `keep_best` with the lowest `best`. Only
-        one run may write to a directory at a time (`spmd.resilience.lease`): opening it removes
-        what an interrupted
-    save left. With several processes, each opens the same directory and makes every call; only
-    process 0 reads the file listing.
+    one run may write to a directory at a time (`spmd.resilience.lease`): opening it removes what an
+    interrupted save left. With several processes, each opens the same directory and makes every
+    call; only process 0 reads the file listing.
 
     Args:
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never
@@ -138,8 +135,7 @@ class CheckpointManager:
         """Copy the state to the host and write it in the background.
 
         Returns once the copies are made: `state` may then be donated and `record` changed. Waits
-            for the previous
-        save and raises its error; an error of this one is raised by `wait`.
+        for the previous save and raises its error; an error of this one is raised by `wait`.
 
         Args:
             step: The step of the state, later than all existing checkpoints.

@@ -73,10 +73,10 @@ def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> loss_fn = lambda w, none, x, key: ({"loss": (w * x).sum(), "weight":
-            jnp.float32(x.size)}, none)
-        >>> grads, sums, _ = value_and_grad(loss_fn)(jnp.float32(2), Carry(), jnp.ones(3),
-            jax.random.key(0))
+        >>> def loss_fn(w, variables, x, key):
+        ...     return {"loss": (w * x).sum(), "weight": jnp.float32(x.size)}, variables
+        >>> grad_fn = value_and_grad(loss_fn)
+        >>> grads, sums, _ = grad_fn(jnp.float32(2), Carry(), jnp.ones(3), jax.random.key(0))
         >>> float(grads), float(sums["loss"])
         (3.0, 6.0)
     """

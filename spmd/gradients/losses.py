@@ -254,8 +254,8 @@ def valid_tokens(batch: Any) -> Bool[Array, "batch seq"] | None:
     `[batch, sequence]` do not tell.
 
     Example:
-        >>> valid_tokens({"weights": jnp.array([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0,
-            0.0]])}).astype(int).tolist()
+        >>> weights = jnp.array([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+        >>> valid_tokens({"weights": weights}).astype(int).tolist()
         [[1, 1, 1, 0], [0, 0, 0, 0]]
     """
     if not isinstance(batch, Mapping):

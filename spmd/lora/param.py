@@ -1,8 +1,8 @@
 """A frozen parameter with a trained low-rank update: `W + scale · A · B`.
 
 LoRA: Hu et al., arXiv:2106.09685. It replaces `W` in a tree of parameters. A layer that supports it
-    computes `x·W + scale · (x·A)·B`,
-without the sum of the matrices or its gradient; other layers get the sum.
+computes `x·W + scale · (x·A)·B`, without the sum of the matrices or its gradient; other layers get
+the sum.
 """
 
 import dataclasses

@@ -120,7 +120,7 @@ class _Stage:
         """Write the stream that enters the first layer into the slots of the first stage.
 
         All stages look up the embedding at the same time: no stage waits for it, and it has no
-            matmul.
+        matmul.
         """
         i = rows["forward"][0]
         is_first = (i >= 0) & (rows["forward_chunk"][0] == 0)

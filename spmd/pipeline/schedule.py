@@ -33,9 +33,8 @@ class Task:
     """One microbatch through one chunk of layers, in one direction.
 
     Its kind is `"F"` forward; `"B"` gradient of the input only; `"W"` gradients of the weights
-    only; or `"BW"`, the
-    whole backward pass. Its text is the kind and the microbatch, and the chunk unless it is 0:
-        `F3`, `BW0c1`.
+    only; or `"BW"`, the whole backward pass. Its text is the kind and the microbatch, and the chunk
+    unless it is 0: `F3`, `BW0c1`.
 
     Example:
         >>> str(Task("F", 3)), str(Task("BW", 0, chunk=1))

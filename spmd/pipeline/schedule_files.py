@@ -6,8 +6,7 @@ F0,F1,,BW0,,BW1
 ```
 
 A row is an order; cells may be empty. Columns are for the reader and for error messages: a task
-    starts when its dependencies are done.
-Stages and ticks count from 0.
+starts when its dependencies are done. Stages and ticks count from 0.
 """
 
 import csv

@@ -3,22 +3,18 @@
 | name | order of one stage | source |
 |---|---|---|
 | `gpipe` | all forwards, then all backwards | Huang et al., arXiv:1811.06965 |
-| `1f1b` | warmup forwards, then one forward and one backward in turn | Narayanan et al., PipeDream,
-    SOSP 2019 |
-| `interleaved` | 1F1B over several chunks of layers per stage | Narayanan et al., arXiv:2104.04473,
-    section 2.2 |
-| `zero-bubble` | 1F1B whose weight gradients fill the bubble: ZB-H1 | Qi et al., arXiv:2401.10241,
-    section 2.1 |
-| `pipedream` | 1F1B without a flush between batches | Narayanan et al., PipeDream-2BW,
-    arXiv:2006.09503 |
-| `zb-h2` | 1F1B with twice the activations, and no bubble but the skew of the stages | Qi et al.,
-    section 2.2 |
-| `zb-v` | V-shaped, two chunks: the bubble of `zb-h2` with the memory of 1F1B | Qi et al., section
-    6 |
-| `v-half` | V-shaped, with about half of the memory and half of the bubble of 1F1B | Qi et al.,
-    arXiv:2405.15362 |
-| `v-min` | V-shaped, with about a third of the memory and two thirds of the bubble | Qi et al.,
-    arXiv:2405.15362 |
+| `1f1b` | warmup forwards, then one forward and one backward in turn | PipeDream |
+| `interleaved` | 1F1B over several chunks of layers per stage | arXiv:2104.04473, section 2.2 |
+| `zero-bubble` | 1F1B with weight gradients in the bubble: ZB-H1 | Qi et al., section 2.1 |
+| `pipedream` | 1F1B without a flush between batches | PipeDream-2BW, arXiv:2006.09503 |
+| `zb-h2` | 1F1B with twice the activations, no bubble but the skew | Qi et al., section 2.2 |
+| `zb-v` | V-shaped, two chunks: bubble of `zb-h2`, memory of 1F1B | Qi et al., section 6 |
+| `v-half` | V-shaped: about half of the memory and of the bubble of 1F1B | arXiv:2405.15362 |
+| `v-min` | V-shaped: about a third of the memory, two thirds of the bubble | arXiv:2405.15362 |
+
+The skew is that of the stages, which start one after the other. Sources in full: Narayanan et al.,
+PipeDream, SOSP 2019; PipeDream-2BW, arXiv:2006.09503; and arXiv:2104.04473 (interleaved). Qi et
+al., arXiv:2401.10241 (zero bubble), and arXiv:2405.15362 (`v-half`, `v-min`).
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """A pipeline schedule as tables that one SPMD program steps through.
 
 Stages run in lock step: the output of a tick reaches the next stage in the following tick. Each
-    tick has one forward
-task, then one backward task.
+tick has one forward task, then one backward task.
 
 ```
 tick        0      1      2      3

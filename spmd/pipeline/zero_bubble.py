@@ -6,8 +6,7 @@ V placement in two chunks the memory of 1F1B is enough for that (ZB-V); V-Half a
 a half and a third of it.
 
 Sources: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, and Pipeline Parallelism
-    with Controllable
-Memory, arXiv:2405.15362. F, B and W are taken as equally long.
+with Controllable Memory, arXiv:2405.15362. F, B and W are taken as equally long.
 """
 
 import dataclasses

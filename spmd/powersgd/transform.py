@@ -345,8 +345,7 @@ def orthonormal(x: Float[Array, "*batch r n"]) -> Float[Array, "*batch r n"]:
     Each row is projected again.
 
     A row that depends on those before it, such as a row of zeros, becomes a cosine without their
-        parts: otherwise a
-    matrix whose gradient was zero once would stay zero.
+    parts: otherwise a matrix whose gradient was zero once would stay zero.
 
     Example:
         >>> rows = orthonormal(jnp.array([[2.0, 0.0, 0.0], [1.0, 1.0, 0.0]]))
