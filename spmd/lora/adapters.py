@@ -4,8 +4,8 @@ Regexes over parameter paths select the parameters that get one.
 
 ```python
 lora = LoRAConfig(targets=("attention/(q|v)_proj/kernel",), rank=8)
-adapted = with_lora(model, lora, rules)          # its parameters are the adapters
-table = lora_rules(model, lora, rules)           # the model's own table, with a row for each adapter
+adapted = with_lora(model, lora, rules)      # its parameters are the adapters
+table = lora_rules(model, lora, rules)       # the model's own table, with a row for each adapter
 ```
 
 The model's own parameters become variables of the adapted model, under `base/`: sharded by the same

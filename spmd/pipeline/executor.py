@@ -1,11 +1,13 @@
 """The scan over the ticks of a `TickTable`: the work of one stage in each tick.
 
 ```
-input from the previous stage ──▶ slots ──▶ forward task ──▶ to the next stage, while the backward task computes
-                                    │
-                                    ▼
-to the previous stage ◀────── backward task (recomputes the forward) ◀── gradient from the next stage, in its slot
-while the forward task computes        └──▶ accumulated into the stage's gradients
+input from the ──▶ slots ──▶ forward task ──▶ to the next stage,
+previous stage       │                        while the backward task computes
+                     ▼
+to the previous ◀── backward task ◀── gradient from the next stage, in its slot
+stage, while the    (recomputes the forward)
+forward task            │
+computes                └──▶ accumulated into the stage's gradients
 ```
 """
 

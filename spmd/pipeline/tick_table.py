@@ -4,9 +4,9 @@ Stages run in lock step: the output of a tick reaches the next stage in the foll
 tick has one forward task, then one backward task.
 
 ```
-tick        0      1      2      3
-stage 0   F0 ·   F1 ·   F2 B0  F3 B1      the last stage runs a microbatch forward and backward in one tick:
-stage 1    · ·   F0 B0  F1 B1  F2 B2      its forward task is the first half of its backward task
+tick        0      1      2      3        the last stage runs a microbatch
+stage 0   F0 ·   F1 ·   F2 B0  F3 B1      forward and backward in one tick: its forward
+stage 1    · ·   F0 B0  F1 B1  F2 B2      task is the first half of its backward task
 ```
 
 A backward task waits for everything that the schedule lists before it, a forward task only for its
