@@ -218,9 +218,11 @@ def describe_execution(schedule: Schedule) -> str:
 
     Example:
         >>> from spmd.pipeline.schedules import make_schedule
-        >>> describe_execution(make_schedule("1f1b", stages=2, microbatches=8))
-        'executed in lock step: 10 ticks of a forward and a backward task; a stage holds the inputs
-        of at most 3 tasks'
+        >>> text = describe_execution(make_schedule("1f1b", stages=2, microbatches=8))
+        >>> for part in text.split("; "):
+        ...     print(part)
+        executed in lock step: 10 ticks of a forward and a backward task
+        a stage holds the inputs of at most 3 tasks
     """
     problems = _unsupported(schedule)
     if problems:
