@@ -23,7 +23,8 @@ _READ_AT_ONCE = 32 << 20
 
 def save_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
     """Write arrays by path, and wait until all processes have written their shards."""
-    with contextlib.closing(_make_checkpointer(arrays.values(), _WRITTEN_AT_ONCE)) as checkpointer:
+    made = _make_checkpointer(arrays.values(), _WRITTEN_AT_ONCE)
+    with contextlib.closing(made) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays))
 
 
@@ -35,53 +36,83 @@ def restore_arrays(
 ) -> dict[str, jax.Array]:
     """Restore arrays by path, in their serialized form, each directly into its sharding.
 
-    A CheckpointError lists all differences in paths, shapes and dtypes. For `branches` and `optional` see
-    `CheckpointManager.restore`.
+    A CheckpointError lists all differences in paths, shapes and dtypes. For `branches` and
+    `optional` see `CheckpointManager.restore`.
     """
-    if problems := layout_problems(folder):
+    problems = layout_problems(folder)
+    if problems:
         raise CheckpointError(f"checkpoint {folder.parent} was not written by spmd", problems)
-    with contextlib.closing(_make_checkpointer(wanted.values(), _READ_AT_ONCE)) as checkpointer:
+    made = _make_checkpointer(wanted.values(), _READ_AT_ONCE)
+    with contextlib.closing(made) as checkpointer:
         with read_errors(folder):
             stored = tree.flatten(checkpointer.handler.metadata(folder).tree)
-        asked, wanted = wanted, dict(wanted)
-        for part in optional:
-            held, needed = part.below(stored), part.below(wanted)
-            targets = part.targets(held, needed)
-            stored = {path: leaf for path, leaf in stored.items() if path not in held or path in targets}
-            wanted = {path: leaf for path, leaf in wanted.items() if path not in needed} | targets
-        if problems := structure_mismatches(stored, wanted, branches):
+        present, targets = _with_optional(stored, wanted, optional)
+        problems = structure_mismatches(present, targets, branches)
+        if problems:
             raise CheckpointError(f"checkpoint {folder.parent} does not fit the state", problems)
         with read_errors(folder):
-            targets = {path: serialized(leaf).update(sharding=leaf.sharding) for path, leaf in wanted.items()}
-            restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
-            args = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True)
-            restored: dict[str, jax.Array] = checkpointer.restore(folder, args=args)
+            restored = _restore(checkpointer, folder, targets)
     for part in optional:
-        restored |= part.complete(part.below(restored), part.below(asked))
+        restored |= part.complete(part.below(restored), part.below(wanted))
+    return restored
+
+
+def _with_optional(
+    stored: Mapping[str, Any],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    optional: Sequence[OptionalState],
+) -> tuple[dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
+    """Return stored arrays, without unread ones of optional state, and the arrays to restore."""
+    present = dict(stored)
+    targets = dict(wanted)
+    for part in optional:
+        held = part.below(present)
+        needed = part.below(targets)
+        own = part.targets(held, needed)
+        for path in held.keys() - own.keys():
+            del present[path]
+        for path in needed:
+            del targets[path]
+        targets |= own
+    return present, targets
+
+
+def _restore(
+    checkpointer: Any, folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Restore arrays by path, in their serialized form, each into its sharding."""
+    targets = dict[str, jax.ShapeDtypeStruct]()
+    for path, leaf in wanted.items():
+        targets[path] = serialized(leaf).update(sharding=leaf.sharding)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
+    args = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=True)
+    restored: dict[str, jax.Array] = checkpointer.restore(folder, args=args)
     return restored
 
 
 def bytes_read() -> int:
     """Return the bytes that TensorStore has read in this process, from any storage."""
     metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/")
-    return sum(
-        value["value"]
-        for metric in metrics
-        if metric["name"].endswith("/bytes_read") and "/ocdbt/" not in metric["name"]  # which reads from the others
-        for value in metric["values"]
-    )
+    count = 0
+    for metric in metrics:
+        name = metric["name"]
+        if name.endswith("/bytes_read") and "/ocdbt/" not in name:  # OCDBT reads from the others
+            count += sum(value["value"] for value in metric["values"])
+    return count
 
 
 def _make_checkpointer(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct], in_flight: int) -> Any:
-    # Orbax would let each replica write a part of an array and slice it on the device, which runs beside training.
+    # Orbax would let each replica write a part of an array and slice it on the device, which runs
+    # beside training.
     array = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, array))
-    # With explicit process indices, barriers use the coordinator. Otherwise they are collectives over all devices,
-    # whose order relative to those of training would differ between processes.
+    # With explicit process indices, barriers use the coordinator. Otherwise they are collectives
+    # over all devices, whose order relative to those of training would differ between processes.
     everyone = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
-    shards = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays if x.sharding)
-    gb = max(in_flight, *(size + 1 for size in shards)) / 10**9  # Orbax rejects shards of at least this size
-    # Compression saves a twelfth of random floats, and costs a processor beside training and 300 MiB.
+    most = max(in_flight, 1 + _largest_shard(arrays))  # Orbax rejects shards of at least this size
+    gb = most / 10**9
+    # Compression saves a twelfth of random floats, and costs a processor beside training and 300
+    # MiB.
     handler = ocp.PyTreeCheckpointHandler(
         type_handler_registry=registry,
         multiprocessing_options=everyone,
@@ -90,6 +121,16 @@ def _make_checkpointer(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct], in_fl
         use_compression=False,
     )
     return ocp.Checkpointer(handler, multiprocessing_options=everyone)
+
+
+def _largest_shard(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> int:
+    """Return the bytes of the largest shard."""
+    most = 0
+    for x in arrays:
+        if x.sharding:
+            shard = x.sharding.shard_shape(x.shape)
+            most = max(most, math.prod(shard) * x.dtype.itemsize)
+    return most
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Checkpoint manager: saves everything that must resume together in the background, and restores it onto any mesh.
+"""Checkpoint manager: saves in the background all that must resume together, for any mesh.
 
 A checkpoint of step 100 is a folder that is complete or does not exist:
 
@@ -9,17 +9,17 @@ A checkpoint of step 100 is a folder that is complete or does not exist:
 100/seal.json       the manifest: size and checksum of each of these files
 ```
 
-It is written as `100.saving` (of the run with lease 3 as `100.3.saving`), gets its manifest, and is then renamed. A
-checkpoint that is no longer kept is renamed to `100.pruned` before it is removed. So a folder named by a step was
-complete once, and the manifest shows whether it still is. A damaged checkpoint is never used and never removed: the
-next save renames it to `damaged-100`.
+It is written as `100.saving` (of the run with lease 3 as `100.3.saving`), gets its manifest, and is
+then renamed. A checkpoint that is no longer kept is renamed to `100.pruned` before it is removed.
+So a folder named by a step was complete once, and the manifest shows whether it still is. A damaged
+checkpoint is never used and never removed: the next save renames it to `damaged-100`.
 """
 
 import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -33,7 +33,12 @@ from spmd.checkpoint.arrays import disk_errors, read_errors, restore_arrays, sav
 from spmd.checkpoint.manifest import read_object, sync, verify_manifest, write_manifest
 from spmd.checkpoint.retention import Metrics, RetentionPolicy, quarantine, scan
 from spmd.checkpoint.tree import OptionalState, from_serialized, host_copies, storable
-from spmd.distributed.hosts import broadcast_from_first, broadcast_problems, plain_problems, read_problems
+from spmd.distributed.hosts import (
+    broadcast_from_first,
+    broadcast_problems,
+    plain_problems,
+    read_problems,
+)
 from spmd.errors import CheckpointError, Problem, check_fields
 from spmd.tree import human_bytes
 
@@ -45,22 +50,26 @@ _EXIT_SECONDS = 20
 
 
 class CheckpointManager:
-    """Checkpoint manager of one run: keeps the newest `max_to_keep` and the `keep_best` with the lowest `best`.
+    """Checkpoint manager of one run.
 
-    Only one run may write to a directory at a time (`spmd.resilience.lease`): opening it removes what an interrupted
-    save left. With several processes, each opens the same directory and makes every call; only process 0 reads the file
-    listing.
+    It keeps the newest `max_to_keep` checkpoints and the `keep_best` with the lowest `best`. Only
+    one run may write to a directory at a time (`spmd.resilience.lease`): opening it removes what an
+    interrupted save left. With several processes, each opens the same directory and makes every
+    call; only process 0 reads the file listing.
 
     Args:
-        best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never among the best.
+        best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never
+            among the best.
         read_only: Nothing is created, saved or removed, so the directory may be in use by a run.
         before_write: Called before each change of the directory; raises if it must not be made.
-        owner: Number in the names of unfinished saves, so that those of a run that has lost the directory are its own.
+        owner: Number in the names of unfinished saves, so that those of a run that has lost the
+            directory are its own.
 
     Attributes:
         leftovers: Names of interrupted saves that were removed on opening.
-        damaged: Step → problems of each checkpoint that differs from its manifest. Opening checks for missing files,
-            wrong sizes and changed small files; restoring reads all files of a checkpoint.
+        damaged: Step → problems of each checkpoint that differs from its manifest. Opening checks
+            for missing files, wrong sizes and changed small files; restoring reads all files of a
+            checkpoint.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -82,27 +91,37 @@ class CheckpointManager:
         owner: int = 0,
     ) -> None:
         self._policy = RetentionPolicy(max_to_keep, keep_best, best)
-        if problems := check_fields(self._policy, {"max_to_keep": "at least 1", "keep_best": "at least 0"}):
+        rules = {"max_to_keep": "at least 1", "keep_best": "at least 0"}
+        problems = check_fields(self._policy, rules)
+        if problems:
             raise CheckpointError("invalid retention policy", problems)
-        self.directory, self._before_write = Path(directory).absolute(), before_write
-        self._unfinished_suffix = f".{owner}.saving" if owner else ".saving"
+        self.directory = Path(directory).absolute()
+        self._before_write = before_write
+        self._unfinished_suffix = ".saving"
+        if owner:
+            self._unfinished_suffix = f".{owner}.saving"
         self._saving: tuple[int, Metrics, Future[None]] | None = None
         self._metrics: dict[int, Metrics] = {}
         self.damaged: dict[int, tuple[Problem, ...]] = {}
         self._to_quarantine: set[int] = set()
         leftovers = self._scan(create=not read_only)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self.leftovers: tuple[str, ...] = () if read_only else leftovers
+        self.leftovers: tuple[str, ...] = ()
+        if not read_only:
+            self.leftovers = leftovers
         self._remove(self.leftovers)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is None or jax.process_count() == 1:
             self.close()
         elif self._saving:
-            # Other processes may not have this error, so do not wait for them; let the save write its shards.
+            # Other processes may not have this error, so do not wait for them; let the save write
+            # its shards.
             wait_for([self._saving[2]], _EXIT_SECONDS)
 
     def save(
@@ -115,8 +134,8 @@ class CheckpointManager:
     ) -> None:
         """Copy the state to the host and write it in the background.
 
-        Returns once the copies are made: `state` may then be donated and `record` changed. Waits for the previous
-        save and raises its error; an error of this one is raised by `wait`.
+        Returns once the copies are made: `state` may then be donated and `record` changed. Waits
+        for the previous save and raises its error; an error of this one is raised by `wait`.
 
         Args:
             step: The step of the state, later than all existing checkpoints.
@@ -124,31 +143,40 @@ class CheckpointManager:
             record: JSON to restore with the state; tuples become lists.
             copied: If False, no copy is made, and `state` must not change until `wait` returns.
         """
-        latest = self.latest()
-        if latest is not None and step <= latest:
-            what = "exists already" if step in self.steps() else f"is earlier than the latest, {latest}"
-            fix = f"save a step after {latest}, or use another directory"
-            raise CheckpointError("nothing was saved", [Problem(str(self.directory / str(step)), what, fix=fix)])
-        arrays = storable(state)
-        try:
-            text = json.dumps(dict(record))  # now, because the caller may change the record after this returns
-        except (TypeError, ValueError) as error:
-            fix = "use only numbers, strings, lists and dictionaries in the record"
-            raise CheckpointError("nothing was saved", [Problem("record", str(error), fix=fix)]) from error
+        self._check_new(step)
+        arrays: Mapping[str, jax.Array] = storable(state)
+        text = _json_of(record)  # now, because the caller may change the record after this returns
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        copies = host_copies(arrays) if copied else arrays
-        self._check_disk_space(copies)
+        if copied:
+            arrays = host_copies(arrays)
+        self._check_disk_space(arrays)
         files = {"record.json": text, "metrics.json": json.dumps(numbers)}
         kept = self._policy.kept({**self._metrics, step: numbers})
         self._before_write()
         with self._write_errors(step):
             self._unfinished(step).mkdir(exist_ok=jax.process_count() > 1)
-        pruned, damaged = self._metrics.keys() - kept, set(self._to_quarantine)
+        pruned = self._metrics.keys() - kept
+        damaged = set(self._to_quarantine)
         write = self._write_errors(step)(self._write)
-        self._saving = step, numbers, self._pool.submit(write, step, copies, files, pruned, damaged)
+        future = self._pool.submit(write, step, arrays, files, pruned, damaged)
+        self._saving = step, numbers, future
 
-    def _write(self, step: int, copies: Any, files: Mapping[str, str], pruned: set[int], damaged: set[int]) -> None:
-        """Write the arrays on each process; on process 0, commit the checkpoint and prune old ones."""
+    def _check_new(self, step: int) -> None:
+        """Raise a `CheckpointError` unless a step is later than all checkpoints."""
+        latest = self.latest()
+        if latest is None or step > latest:
+            return
+        what = f"is earlier than the latest, {latest}"
+        if step in self.steps():
+            what = "exists already"
+        fix = f"save a step after {latest}, or use another directory"
+        problem = Problem(str(self.directory / str(step)), what, fix=fix)
+        raise CheckpointError("nothing was saved", [problem])
+
+    def _write(
+        self, step: int, copies: Any, files: Mapping[str, str], pruned: set[int], damaged: set[int]
+    ) -> None:
+        """Write arrays on each process; on process 0, commit the checkpoint and prune old ones."""
         unfinished = self._unfinished(step)
         save_arrays(unfinished / "state", copies)
         if jax.process_index() != 0:
@@ -170,29 +198,43 @@ class CheckpointManager:
         return self.directory / f"{step}{self._unfinished_suffix}"
 
     def _check_disk_space(self, arrays: Mapping[str, jax.Array]) -> None:
-        shards = [shard for array in arrays.values() for shard in array.addressable_shards if not shard.replica_id]
-        needed, free = sum(shard.data.nbytes for shard in shards), shutil.disk_usage(self.directory).free
+        needed = 0
+        for array in arrays.values():
+            for shard in array.addressable_shards:
+                if shard.replica_id == 0:
+                    needed += shard.data.nbytes
+        free = shutil.disk_usage(self.directory).free
         if free < needed:
-            detail = f"{human_bytes(needed)} to write, {human_bytes(free)} free"
-            fix = "free disk space, or keep fewer checkpoints; existing ones are unchanged"
-            problem = Problem(str(self.directory), "has not enough disk space for another checkpoint", detail, fix)
+            problem = Problem(
+                str(self.directory),
+                "has not enough disk space for another checkpoint",
+                f"{human_bytes(needed)} to write, {human_bytes(free)} free",
+                "free disk space, or keep fewer checkpoints; existing ones are unchanged",
+            )
             raise CheckpointError("nothing was saved", [problem])
 
     def wait(self) -> None:
-        """Wait until the save in progress is on disk; raise its error, with earlier checkpoints unchanged."""
+        """Wait until the save in progress is on disk; raise its error.
+
+        Earlier checkpoints are unchanged then.
+        """
         if self._saving is None:
             return
-        (step, numbers, future), self._saving = self._saving, None
+        step, numbers, future = self._saving
+        self._saving = None
         error = future.exception()
-        problems = error.problems if isinstance(error, CheckpointError) else ()
+        problems: tuple[Problem, ...] = ()
+        if isinstance(error, CheckpointError):
+            problems = error.problems
         if error and (jax.process_index() != 0 or not problems):
             raise error
-        if failed := broadcast_problems(lambda: problems):
+        failed = broadcast_problems(lambda: problems)
+        if failed:
             self._scan(create=False)
             raise CheckpointError("writing the checkpoint failed", failed)
         self._metrics[step] = numbers
-        kept = self._policy.kept(self._metrics)
-        self._metrics = {step: numbers for step, numbers in self._metrics.items() if step in kept}
+        for pruned in self._metrics.keys() - self._policy.kept(self._metrics):
+            del self._metrics[pruned]
         self._to_quarantine.clear()
 
     def close(self) -> None:
@@ -212,13 +254,19 @@ class CheckpointManager:
         return max(self.steps(), default=None)
 
     def latest_valid(self) -> int | None:
-        """Return the last step whose files all match the manifest; later ones are added to `damaged`."""
-        return next((step for step in reversed(self.steps()) if not self._verify(step)), None)
+        """Return the last step with all files as in the manifest; add later ones to `damaged`."""
+        for step in reversed(self.steps()):
+            if not self._verify(step):
+                return step
+        return None
 
     def best(self) -> int | None:
-        """Return the step with the lowest finite metric, the later of two equal ones; None if there is none."""
+        """Return the step with the lowest finite metric, the later of equal ones; None if none."""
         self.wait()
-        return next(iter(self._policy.best(self._metrics)), None)
+        steps = self._policy.best(self._metrics)
+        if not steps:
+            return None
+        return steps[0]
 
     def record(self, step: int) -> dict[str, Any]:
         """Return the record of an undamaged checkpoint without reading arrays."""
@@ -232,37 +280,56 @@ class CheckpointManager:
         branches: Sequence[str] = ("",),
         optional: Sequence[OptionalState] = (),
     ) -> tuple[PyTree, dict[str, Any]]:
-        """Restore the state and the record of a checkpoint, each array directly into the requested sharding.
+        """Restore the state and the record of a checkpoint, each array directly into its sharding.
 
         A CheckpointError lists all paths, shapes and dtypes that differ; dtypes are not cast.
 
         Args:
             step: The checkpoint, None for the newest valid one; all its files are verified first.
             abstract_state: Tree of `jax.ShapeDtypeStruct`s with shardings on any mesh.
-            branches: Paths below which the checkpoint must have no other arrays; by default everywhere.
+            branches: Paths below which the checkpoint must have no other arrays; by default
+                everywhere.
             optional: What the checkpoint may lack, or have in other shapes.
         """
         step = self._verified(step)
         wanted = tree.flatten(abstract_state)
-        restored = restore_arrays(self.directory / str(step) / "state", wanted, branches, optional)
+        folder = self.directory / str(step)
+        restored = restore_arrays(folder / "state", wanted, branches, optional)
         leaves = [from_serialized(restored[path], leaf) for path, leaf in wanted.items()]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), self._read_record(step)
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+        return state, self._read_record(step)
 
     def _verified(self, step: int | None, *, contents: bool = True) -> int:
         """Return the step, or the newest valid one, once its files are verified."""
         steps = self.steps()
-        if step is None and (step := self.latest_valid()) is not None:
-            return step
-        if step in steps and not self._verify(step, contents=contents):
-            return step
-        if damaged := self.damaged if step is None else {step} & self.damaged.keys():
-            title = "none of the checkpoints is valid" if step is None else f"checkpoint {step} is damaged"
-            found = [(self.directory / str(s) / problem.where, problem) for s in damaged for problem in self.damaged[s]]
-            located = [dataclasses.replace(problem, where=str(where)) for where, problem in found]
-            raise CheckpointError(f"nothing was restored: {title}", located)
-        existing = f"there are the steps {', '.join(map(str, steps))}" if steps else "there are none"
-        what = "there is no checkpoint" if step is None else f"there is no checkpoint of step {step}"
-        raise CheckpointError("nothing was restored", [Problem(str(self.directory), what, existing)])
+        if step is None:
+            newest = self.latest_valid()
+            if newest is not None:
+                return newest
+            damaged = list(self.damaged)
+            title = "none of the checkpoints is valid"
+            what = "there is no checkpoint"
+        else:
+            if step in steps and not self._verify(step, contents=contents):
+                return step
+            damaged = [each for each in self.damaged if each == step]
+            title = f"checkpoint {step} is damaged"
+            what = f"there is no checkpoint of step {step}"
+        if damaged:
+            problems = self._located_problems(damaged)
+            raise CheckpointError(f"nothing was restored: {title}", problems)
+        existing = "there are none"
+        if steps:
+            existing = f"there are the steps {', '.join(map(str, steps))}"
+        problem = Problem(str(self.directory), what, existing)
+        raise CheckpointError("nothing was restored", [problem])
+
+    def _located_problems(self, steps: Iterable[int]) -> Iterator[Problem]:
+        """Yield the problems of damaged checkpoints, with whole paths."""
+        for step in steps:
+            for problem in self.damaged[step]:
+                where = self.directory / str(step) / problem.where
+                yield dataclasses.replace(problem, where=str(where))
 
     def _verify(self, step: int, *, contents: bool = True) -> tuple[Problem, ...]:
         folder = self.directory / str(step)
@@ -280,26 +347,31 @@ class CheckpointManager:
 
     def _scan(self, *, create: bool) -> tuple[str, ...]:
         """Scan the directory on process 0 and share the result; return the names of leftovers."""
-
-        def on_first() -> dict[str, Any]:
-            try:
-                with disk_errors(self.directory, "opening the checkpoints", "choose a writable directory"):
-                    if create:
-                        self.directory.mkdir(parents=True, exist_ok=True)
-                    leftovers, metrics, damaged = scan(self.directory)
-            except CheckpointError as error:
-                return {"failed": plain_problems(error.problems)}
-            plain = [(step, plain_problems(problems)) for step, problems in damaged.items()]
-            return {"leftovers": leftovers, "metrics": list(metrics.items()), "damaged": plain}
-
-        found = broadcast_from_first(on_first)
+        found = broadcast_from_first(lambda: self._scan_alone(create=create))
         if "failed" in found:
-            raise CheckpointError("opening the checkpoints failed", read_problems(found["failed"]))
+            problems = read_problems(found["failed"])
+            raise CheckpointError("opening the checkpoints failed", problems)
         # Keep damage found earlier by a full read, which a scan does not repeat.
-        self.damaged |= {step: read_problems(problems) for step, problems in found["damaged"]}
-        self._to_quarantine |= {step for step, _ in found["damaged"]}
-        self._metrics = {step: numbers for step, numbers in found["metrics"] if step not in self._to_quarantine}
+        for step, plain in found["damaged"]:
+            self.damaged[step] = read_problems(plain)
+            self._to_quarantine.add(step)
+        self._metrics = dict(found["metrics"])
+        for step in self._to_quarantine & self._metrics.keys():
+            del self._metrics[step]
         return tuple(found["leftovers"])
+
+    def _scan_alone(self, *, create: bool) -> dict[str, Any]:
+        """Scan the directory in this process, and return plain values."""
+        fix = "choose a writable directory"
+        try:
+            with disk_errors(self.directory, "opening the checkpoints", fix):
+                if create:
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                leftovers, metrics, damaged = scan(self.directory)
+        except CheckpointError as error:
+            return {"failed": plain_problems(error.problems)}
+        plain = [(step, plain_problems(problems)) for step, problems in damaged.items()]
+        return {"leftovers": leftovers, "metrics": list(metrics.items()), "damaged": plain}
 
     @contextlib.contextmanager
     def _write_errors(self, step: int) -> Iterator[None]:
@@ -315,3 +387,13 @@ class CheckpointManager:
             self._before_write()
             for name in names:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
+
+
+def _json_of(record: Mapping[str, Any]) -> str:
+    """Return the text of a record; a `CheckpointError` if it is no JSON."""
+    try:
+        return json.dumps(dict(record))
+    except (TypeError, ValueError) as error:
+        fix = "use only numbers, strings, lists and dictionaries in the record"
+        problem = Problem("record", str(error), fix=fix)
+        raise CheckpointError("nothing was saved", [problem]) from error

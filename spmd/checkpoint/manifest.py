@@ -4,7 +4,8 @@
 100/seal.json     {"files": {"state/d/4f1c…": [1048576, "9b2e…"], …}, "sha256": "…", "version": 1}
 ```
 
-It is written once, when all files are on disk, and verified before any of them is used. It detects accidents, not
+It is written once, when all files are on disk, and verified before any of them is used. It detects
+accidents, not
 attacks: it is not signed.
 """
 
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -48,61 +50,94 @@ def write_manifest(folder: Path) -> None:
     if problems:
         raise CheckpointError(f"{folder} cannot have a manifest", problems)
     with ThreadPoolExecutor(_THREADS) as pool:
-        files = dict(zip(sizes, pool.map(lambda name: _checksum(folder / name, sync=True), sizes), strict=True))
+        checksums = pool.map(lambda name: _checksum(folder / name, sync=True), sizes)
+        files = dict(zip(sizes, checksums, strict=True))
     unfinished = folder / f"{MANIFEST}.unfinished"
     unfinished.write_bytes(_serialize(files))
     sync(unfinished)
     unfinished.replace(folder / MANIFEST)
-    for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        sync(place)
+    sync(folder)
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync(path)
 
 
 def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
     """Return all differences between a folder and its manifest, by file.
 
-    If `contents` is False, checksums are verified only of files of at most `SMALL` bytes; of others, the size.
+    If `contents` is False, checksums are verified only of files of at most `SMALL` bytes; of
+    others, the size.
     """
     try:
         if stat.S_ISLNK(folder.lstat().st_mode):
             return [Problem(".", "is a symbolic link")]
         entries = _parse(read_bounded(folder / MANIFEST, _MAX_BYTES))
     except FileNotFoundError:
-        fix = "if it is complete: from spmd.checkpoint.manifest import write_manifest; write_manifest(folder)"
-        return [Problem(MANIFEST, "is missing: the checkpoint was not finished, or not fully copied", fix=fix)]
+        problem = Problem(
+            MANIFEST,
+            "is missing: the checkpoint was not finished, or not fully copied",
+            fix="if it is complete: "
+            "from spmd.checkpoint.manifest import write_manifest; write_manifest(folder)",
+        )
+        return [problem]
     except (OSError, ValueError) as error:
         return [Problem(MANIFEST, f"cannot be read: {_reason(error)}")]
     sizes, problems = _files(folder)
-    reported = {problem.where for problem in problems}
-    for name, (size, _) in entries.items():
-        path = PurePosixPath(name)
-        if not path.parts or path.is_absolute() or ".." in path.parts:
-            problems.append(Problem(name, "is not a path inside the checkpoint"))
-        elif name not in sizes and name not in reported:
-            problems.append(Problem(name, "is missing", f"{_bytes(size)} in the manifest"))
-        elif name in sizes and sizes[name] != size:
-            by = f"{_bytes(abs(sizes[name] - size))} {'shorter' if sizes[name] < size else 'longer'}"
-            detail = f"{_bytes(sizes[name])}, {size} in the manifest"
-            problems.append(Problem(name, f"is {by} than in the manifest", detail))
-    problems += [Problem(name, "is not in the manifest") for name in sizes if name not in entries]
-    to_read = [name for name, size in sizes.items() if name in entries and entries[name][0] == size]
-    if not contents:
-        to_read = [name for name in to_read if sizes[name] <= SMALL]
+    problems += _size_problems(entries, sizes, reported={problem.where for problem in problems})
+    to_read = list[str]()
+    for name, size in sizes.items():
+        if name not in entries:
+            problems.append(Problem(name, "is not in the manifest"))
+        elif size == entries[name][0] and (contents or size <= SMALL):
+            to_read.append(name)
     with ThreadPoolExecutor(_THREADS) as pool:
         for found in pool.map(lambda name: _content_problems(folder, name, entries[name]), to_read):
             problems += found
     return sorted(problems)
 
 
+def _size_problems(
+    entries: _Entries, sizes: Mapping[str, int], reported: Container[str]
+) -> Iterator[Problem]:
+    """Yield a problem for each entry of a manifest without a file of its size.
+
+    Args:
+        sizes: Path → size of each file.
+        reported: Paths with a problem that is known.
+    """
+    for name, (size, _) in entries.items():
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts:
+            yield Problem(name, "is not a path inside the checkpoint")
+        elif name in sizes and sizes[name] != size:
+            yield _size_problem(name, sizes[name], size)
+        elif name not in sizes and name not in reported:
+            yield Problem(name, "is missing", f"{_bytes(size)} in the manifest")
+
+
+def _size_problem(name: str, found: int, size: int) -> Problem:
+    """Return the problem of a file with another size than in the manifest."""
+    word = "longer"
+    if found < size:
+        word = "shorter"
+    what = f"is {_bytes(abs(found - size))} {word} than in the manifest"
+    return Problem(name, what, f"{_bytes(found)}, {size} in the manifest")
+
+
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Read a regular file; a ValueError, and nothing is read, if it is another kind or larger than `max_bytes`."""
+    """Read a regular file.
+
+    A ValueError, and nothing is read, if it is another kind or larger than `max_bytes`.
+    """
     with open_regular(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
             raise ValueError(f"{_bytes(size)}, above the limit of {max_bytes}")
         return file.read(max_bytes)
 
 
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read the JSON object in a file; a ValueError if it is none, or is rejected by `read_bounded`."""
+    """Read the JSON object in a file; a ValueError if it is none, or `read_bounded` refuses it."""
     try:
         found = json.loads(read_bounded(path, max_bytes))
     except RecursionError as error:
@@ -122,7 +157,10 @@ def sync(path: Path) -> None:
 
 
 def open_regular(path: Path) -> Any:
-    """Open a regular file for reading, without following a link (OSError) or blocking on a pipe (ValueError)."""
+    """Open a regular file for reading.
+
+    A link is not followed (OSError), and a pipe does not block (ValueError).
+    """
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -131,7 +169,7 @@ def open_regular(path: Path) -> Any:
 
 
 def _files(folder: Path) -> tuple[dict[str, int], list[Problem]]:
-    """Return path → size of every regular file but the manifest, and problems for everything else."""
+    """Return path → size of every regular file but the manifest, and problems of all others."""
     sizes: dict[str, int] = {}
     problems: list[Problem] = []
 
@@ -140,8 +178,10 @@ def _files(folder: Path) -> tuple[dict[str, int], list[Problem]]:
         problems.append(Problem(str(where), f"cannot be read: {_reason(error)}"))
 
     for place, folders, files in os.walk(folder, onerror=on_error):
-        for path in (Path(place, name) for name in (*folders, *files)):
-            name, status = path.relative_to(folder).as_posix(), path.lstat()
+        for own_name in (*folders, *files):
+            path = Path(place, own_name)
+            name = path.relative_to(folder).as_posix()
+            status = path.lstat()
             if stat.S_ISREG(status.st_mode):
                 sizes[name] = status.st_size
             elif stat.S_ISLNK(status.st_mode):
@@ -167,7 +207,9 @@ def _content_problems(folder: Path, name: str, entry: tuple[int, str]) -> list[P
         return [Problem(name, f"cannot be read: {_reason(error)}")]
     if found == entry:
         return []
-    detail = f"sha256 {found[1][:12]}…, {entry[1][:12]}… in the manifest"
+    _, digest = found
+    _, expected = entry
+    detail = f"sha256 {digest[:12]}…, {expected[:12]}… in the manifest"
     return [Problem(name, "has changed since the manifest was written", detail)]
 
 
@@ -180,10 +222,19 @@ def _serialize(files: _Entries) -> bytes:
 
 def _parse(text: bytes) -> _Entries:
     """Parse a manifest; a ValueError if it differs from what `_serialize` writes."""
+    files: _Entries = {}
     try:
-        files = {str(name): (int(size), str(digest)) for name, (size, digest) in json.loads(text)["files"].items()}
+        for name, (size, digest) in json.loads(text)["files"].items():
+            files[str(name)] = int(size), str(digest)
         canonical = _serialize(files) == text
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise ValueError("it is not a manifest") from error
     if not canonical:
         raise ValueError("it was modified")
@@ -191,8 +242,13 @@ def _parse(text: bytes) -> _Entries:
 
 
 def _reason(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    """Return the reason of an error, without the file's name."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
 
 
 def _bytes(n: int) -> str:
-    return f"{n} byte{'' if n == 1 else 's'}"
+    if n == 1:
+        return "1 byte"
+    return f"{n} bytes"

@@ -18,51 +18,80 @@ _METRICS_MAX_BYTES = 1 << 20
 
 
 def scan(directory: Path) -> tuple[list[str], dict[int, Metrics], dict[int, list[Problem]]]:
-    """Return the names that interrupted saves left, the metrics of undamaged steps and the problems of damaged ones.
+    """Return leftovers of interrupted saves, metrics of undamaged steps, problems of damaged ones.
 
     Of large files, only the size is verified.
     """
-    names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    leftovers = list[str]()
     valid: dict[int, Metrics] = {}
     damaged: dict[int, list[Problem]] = {}
-    for name in names:
-        if _STEP.fullmatch(name):
-            folder = directory / name
-            problems = verify_manifest(folder, contents=False)
-            try:
-                numbers = {} if problems else read_object(folder / "metrics.json", _METRICS_MAX_BYTES)
-                metrics = {key: float(number) for key, number in numbers.items()}
-            except (OSError, ValueError, TypeError, OverflowError) as error:
-                problems = [Problem("metrics.json", f"cannot be read: {error}")]
-            if not problems:
-                valid[int(name)] = metrics
-            elif os.path.lexists(folder):  # the run that owns it may be removing it
-                damaged[int(name)] = problems
-    return [name for name in names if _LEFTOVER.fullmatch(name)], valid, damaged
+    for name in _names(directory):
+        if _LEFTOVER.fullmatch(name):
+            leftovers.append(name)
+        if not _STEP.fullmatch(name):
+            continue
+        folder = directory / name
+        metrics, problems = _read_metrics(folder)
+        if not problems:
+            valid[int(name)] = metrics
+        elif os.path.lexists(folder):  # the run that owns it may be removing it
+            damaged[int(name)] = problems
+    return leftovers, valid, damaged
+
+
+def _names(directory: Path) -> list[str]:
+    if not directory.exists():
+        return []
+    return sorted(path.name for path in directory.iterdir())
+
+
+def _read_metrics(folder: Path) -> tuple[dict[str, float], list[Problem]]:
+    """Return the metrics of a checkpoint, or its problems."""
+    problems = verify_manifest(folder, contents=False)
+    if problems:
+        return {}, problems
+    metrics = dict[str, float]()
+    try:
+        for name, number in read_object(folder / "metrics.json", _METRICS_MAX_BYTES).items():
+            metrics[name] = float(number)
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        return {}, [Problem("metrics.json", f"cannot be read: {error}")]
+    return metrics, []
 
 
 def quarantine(folder: Path) -> None:
     """Rename a damaged checkpoint to a name that is not a step, if it still exists."""
-    names = [f"damaged-{folder.name}", *(f"damaged-{folder.name}.{n}" for n in range(2, 1000))]
-    free = next(name for name in names if not os.path.lexists(folder.with_name(name)))
+    target = folder.with_name(f"damaged-{folder.name}")
+    number = 1
+    while os.path.lexists(target):
+        number += 1
+        target = folder.with_name(f"damaged-{folder.name}.{number}")
     if os.path.lexists(folder):
-        folder.rename(folder.with_name(free))
+        folder.rename(target)
 
 
 @dataclasses.dataclass(frozen=True)
 class RetentionPolicy:
-    """Policy that keeps the `max_to_keep` newest checkpoints and the `keep_best` with the lowest finite `metric`."""
+    """The checkpoints to keep: the `max_to_keep` newest, the `keep_best` with the lowest `metric`.
+
+    A metric that is not finite does not count.
+    """
 
     max_to_keep: int
     keep_best: int
     metric: str
 
     def best(self, metrics: Mapping[int, Metrics]) -> list[int]:
-        """Return the steps with a finite metric, the lowest first; of equal ones, the later first."""
-        values = {step: numbers.get(self.metric, math.inf) for step, numbers in metrics.items()}
-        finite = [step for step, value in values.items() if math.isfinite(value)]
-        return sorted(finite, key=lambda step: (values[step], -step))
+        """Return the steps with a finite metric, the lowest first; of equal ones, the later one."""
+        finite = dict[int, float]()
+        for step, numbers in metrics.items():
+            value = numbers.get(self.metric, math.inf)
+            if math.isfinite(value):
+                finite[step] = value
+        return sorted(finite, key=lambda step: (finite[step], -step))
 
     def kept(self, metrics: Mapping[int, Metrics]) -> set[int]:
         """Return the steps to keep."""
-        return {*sorted(metrics)[-self.max_to_keep :], *self.best(metrics)[: self.keep_best]}
+        newest = sorted(metrics)[-self.max_to_keep :]
+        best = self.best(metrics)[: self.keep_best]
+        return {*newest, *best}

@@ -1,9 +1,10 @@
-"""State trees as flat tables of arrays: conversion for storage, and comparison of a stored state with a wanted one."""
+"""State trees as flat tables of arrays: conversion for storage, comparison with stored ones."""
 
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +23,62 @@ _METADATA_MAX_BYTES = 64 << 20
 
 
 def storable(state: PyTree) -> dict[str, jax.Array]:
-    """Flatten a state by path, with PRNG keys as their integers; an error lists all leaves that cannot be stored."""
+    """Flatten a state by path, with PRNG keys as their integers.
+
+    Raises:
+        CheckpointError: All leaves that cannot be stored.
+    """
     table = tree.flatten(state)
-    problems = []
+    problems = list[Problem]()
     for path, leaf in table.items():
         if not isinstance(leaf, jax.Array):
             fix = "store it as a jax.Array, or in the record"
             problems.append(Problem(path, f"is a {type(leaf).__name__}", fix=fix))
         elif leaf.size == 0:
-            problems.append(Problem(path, "has no elements and cannot be stored", f"shape {leaf.shape}", "remove it"))
-    if (clash := len(jax.tree.leaves(state)) - len(table)) > 0:
-        problems.append(Problem("state", f"{clash} arrays share a path", fix='remove "/" from the keys'))
+            what = "has no elements and cannot be stored"
+            problems.append(Problem(path, what, f"shape {leaf.shape}", "remove it"))
+    clash = len(jax.tree.leaves(state)) - len(table)
+    if clash > 0:
+        fix = 'remove "/" from the keys'
+        problems.append(Problem("state", f"{clash} arrays share a path", fix=fix))
     if not table:
         problems.append(Problem("state", "holds no array", fix="save at least the parameters"))
     if problems:
         raise CheckpointError("nothing was saved", problems)
-    return {path: jax.random.key_data(leaf) if _is_key(leaf) else leaf for path, leaf in table.items()}
+    arrays = dict[str, jax.Array]()
+    for path, leaf in table.items():
+        arrays[path] = leaf
+        if _is_key(leaf):
+            arrays[path] = jax.random.key_data(leaf)
+    return arrays
 
 
 def host_copies(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Copy arrays to host memory, one copy of each distinct shard per process; done on return.
 
-    Replicas within a process are not copied, so state replicated over the devices of a machine takes its memory once.
+    Replicas within a process are not copied, so state replicated over the devices of a machine
+    takes its memory once.
     """
-    shardings = {path: _one_replica_per_process(array.sharding) for path, array in arrays.items()}
-    shards = [
-        (path, shard.device, shard.data)
-        for path, array in arrays.items()
-        for shard in array.addressable_shards
-        if shard.device in shardings[path].device_set
-    ]
-    on_host = [SingleDeviceSharding(device, memory_kind="pinned_host") for _, device, _ in shards]
-    copies = jax.block_until_ready(jax.device_put([data for *_, data in shards], on_host, may_alias=False))
+    shardings = {path: _one_replica_per_process(x.sharding) for path, x in arrays.items()}
+    paths = list[str]()  # of each shard to copy, as the two lists after it
+    data = list[jax.Array]()
+    on_host = list[SingleDeviceSharding]()
+    for path, array in arrays.items():
+        devices = shardings[path].device_set
+        for shard in array.addressable_shards:
+            if shard.device in devices:
+                paths.append(path)
+                data.append(shard.data)
+                on_host.append(SingleDeviceSharding(shard.device, memory_kind="pinned_host"))
+    copies = jax.block_until_ready(jax.device_put(data, on_host, may_alias=False))
     parts: dict[str, list[jax.Array]] = {path: [] for path in arrays}
-    for (path, *_), copy in zip(shards, copies, strict=True):
+    for path, copy in zip(paths, copies, strict=True):
         parts[path].append(copy)
-    return {
-        path: jax.make_array_from_single_device_arrays(
-            array.shape, shardings[path].with_memory_kind("pinned_host"), parts[path]
-        )
-        for path, array in arrays.items()
-    }
+    copied = dict[str, jax.Array]()
+    for path, array in arrays.items():
+        sharding = shardings[path].with_memory_kind("pinned_host")
+        copied[path] = jax.make_array_from_single_device_arrays(array.shape, sharding, parts[path])
+    return copied
 
 
 @functools.cache
@@ -70,14 +86,17 @@ def _one_replica_per_process(sharding: jax.sharding.Sharding) -> jax.sharding.Sh
     """Remove devices whose shards are replicas of another device of the same process."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    mesh, used = sharding.mesh, set(jax.tree.leaves(tuple(sharding.spec)))
+    mesh = sharding.mesh
+    used = set(jax.tree.leaves(tuple(sharding.spec)))
+    process_of = np.vectorize(operator.attrgetter("process_index"), otypes=[int])
     devices = mesh.devices
     for axis, name in enumerate(mesh.axis_names):
         if name not in used:
             rows = np.moveaxis(devices, axis, 0).reshape(devices.shape[axis], -1)
-            owners = np.array([[device.process_index for device in row] for row in rows])
-            devices = np.take(devices, sorted(np.unique(owners, axis=0, return_index=True)[1]), axis)
-    return NamedSharding(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), sharding.spec)
+            _, first = np.unique(process_of(rows), axis=0, return_index=True)
+            devices = np.take(devices, sorted(first), axis)
+    kept = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    return NamedSharding(kept, sharding.spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +105,18 @@ class OptionalState:
 
     Attributes:
         path: Such as `variables/compression`.
-        targets: `(stored, wanted)` → what to restore of it, with shardings; other stored arrays are not read.
+        targets: `(stored, wanted)` → what to restore of it, with shardings; other stored arrays are
+            not read.
         complete: `(restored, wanted)` → the wanted arrays.
     """
 
     path: str
-    targets: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, jax.ShapeDtypeStruct]] = lambda *_: {}
-    complete: Callable[[Mapping[str, jax.Array], Mapping[str, Any]], dict[str, jax.Array]] = lambda *_: {}
+    targets: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, jax.ShapeDtypeStruct]] = (
+        lambda *_: {}
+    )
+    complete: Callable[[Mapping[str, jax.Array], Mapping[str, Any]], dict[str, jax.Array]] = (
+        lambda *_: {}
+    )
 
     def below(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a table that is below the path."""
@@ -102,36 +126,54 @@ class OptionalState:
 def structure_mismatches(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], branches: Sequence[str] = ("",)
 ) -> list[Problem]:
-    """Return all differences between stored and wanted arrays; arrays that are not wanted only count in `branches`."""
+    """Return all differences between stored and wanted arrays; extra ones count in `branches`."""
     missing = [path for path in wanted if path not in stored]
-    heads = tuple(f"{branch}/" if branch else "" for branch in branches)
-    extra = [path for path in stored if path not in wanted and path.startswith(heads)]
-    problems = []
+    extra = list[str]()
+    for path in stored:
+        if path not in wanted and _is_below(path, branches):
+            extra.append(path)
+    problems = list[Problem]()
     for path in missing:
-        detail, fix = f"state {_describe(wanted[path])}", _rename_hint(path, extra, "the checkpoint")
-        problems.append(Problem(path, "missing: the state has it, the checkpoint does not", detail, fix))
+        what = "missing: the state has it, the checkpoint does not"
+        fix = _rename_hint(path, extra, "the checkpoint")
+        problems.append(Problem(path, what, f"state {_describe(wanted[path])}", fix))
     for path in extra:
-        detail, fix = f"checkpoint {_describe(stored[path])}", _rename_hint(path, missing, "the state")
-        problems.append(Problem(path, "extra: the checkpoint has it, the state does not", detail, fix))
+        what = "extra: the checkpoint has it, the state does not"
+        fix = _rename_hint(path, missing, "the state")
+        problems.append(Problem(path, what, f"checkpoint {_describe(stored[path])}", fix))
     for path, leaf in wanted.items():
         if getattr(leaf, "sharding", None) is None:
             fix = "jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
             problems.append(Problem(path, "sharding: the state has none", fix=fix))
-        if path not in stored:
-            continue
-        theirs, ours = serialized(stored[path]), serialized(leaf)
-        if theirs.shape != ours.shape:
-            detail = f"checkpoint {theirs.shape}, state {ours.shape}"
-            problems.append(Problem(path, "shape differs", detail, "restore with the configuration that wrote it"))
-        if theirs.dtype != ours.dtype:
-            detail = f"checkpoint {theirs.dtype}, state {ours.dtype}"
-            problems.append(Problem(path, "dtype differs", detail, f"restore as {theirs.dtype} and cast it afterwards"))
+        if path in stored:
+            problems += _type_mismatches(path, stored[path], leaf)
     return problems
+
+
+def _is_below(path: str, branches: Sequence[str]) -> bool:
+    """Return whether a path is in one of the branches; in an empty one is every path."""
+    return any(branch == "" or path.startswith(f"{branch}/") for branch in branches)
+
+
+def _type_mismatches(path: str, stored: Any, wanted: Any) -> Iterator[Problem]:
+    """Yield the differences of an array's shape and dtype."""
+    theirs = serialized(stored)
+    ours = serialized(wanted)
+    if theirs.shape != ours.shape:
+        detail = f"checkpoint {theirs.shape}, state {ours.shape}"
+        fix = "restore with the configuration that wrote it"
+        yield Problem(path, "shape differs", detail, fix)
+    if theirs.dtype != ours.dtype:
+        detail = f"checkpoint {theirs.dtype}, state {ours.dtype}"
+        fix = f"restore as {theirs.dtype} and cast it afterwards"
+        yield Problem(path, "dtype differs", detail, fix)
 
 
 def from_serialized(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Convert a restored array to the leaf's dtype: the inverse of the conversion in `storable`."""
-    return jax.random.wrap_key_data(array, impl=tree.key_implementation(leaf)) if _is_key(leaf) else array
+    if not _is_key(leaf):
+        return array
+    return jax.random.wrap_key_data(array, impl=tree.key_implementation(leaf))
 
 
 def _is_key(leaf: Any) -> bool:
@@ -152,25 +194,35 @@ def _describe(leaf: Any) -> str:
 
 def _rename_hint(path: str, others: Sequence[str], owner: str) -> str:
     near = difflib.get_close_matches(path, others, n=1)
-    return f'{owner} has "{near[0]}": was it renamed?' if near else "restore with the model and optimizer that wrote it"
+    if near:
+        return f'{owner} has "{near[0]}": was it renamed?'
+    return "restore with the model and optimizer that wrote it"
 
 
 def layout_problems(folder: Path) -> list[Problem]:
     """Return problems of an Orbax folder that could make Orbax read files outside of it.
 
-    In an OCDBT store the name of an array is a key. Without one it is a path, which Orbax would follow.
+    In an OCDBT store the name of an array is a key. Without one it is a path, which Orbax would
+    follow.
     """
+    where = "state/_METADATA"
     try:
         found = read_object(folder / "_METADATA", _METADATA_MAX_BYTES)
-        names = ["/".join(str(key["key"]) for key in leaf["key_metadata"]) for leaf in found["tree_metadata"].values()]
+        names = [_stored_name(leaf) for leaf in found["tree_metadata"].values()]
         in_one_store = found["use_ocdbt"] is True and (folder / "manifest.ocdbt").is_file()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [Problem("state/_METADATA", f"is not a list of arrays: {type(error).__name__}: {error}")]
-    problems = [
-        Problem("state/_METADATA", f"names an array {name!r}, which is outside of the checkpoint")
-        for name in names
-        if name.startswith("/") or ".." in name.split("/")
-    ]
+        what = f"is not a list of arrays: {type(error).__name__}: {error}"
+        return [Problem(where, what)]
+    problems = list[Problem]()
+    for name in names:
+        if name.startswith("/") or ".." in name.split("/"):
+            what = f"names an array {name!r}, which is outside of the checkpoint"
+            problems.append(Problem(where, what))
     if not in_one_store:
         problems.append(Problem("state/manifest.ocdbt", "is not an OCDBT store of all arrays"))
     return problems
+
+
+def _stored_name(leaf: Any) -> str:
+    """Return the name of an array in Orbax's metadata."""
+    return "/".join(str(key["key"]) for key in leaf["key_metadata"])

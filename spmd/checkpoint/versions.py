@@ -10,13 +10,14 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sp
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of Python, of libraries that affect checkpoints, and of the backend's runtime.
+    """Return the versions of Python, of libraries of checkpoints, and of the backend's runtime.
 
-    `runtime` is the build of libtpu on a TPU and that of CUDA on a GPU. Reading it initializes the backend, so
-    `jax.distributed` must be initialized before.
+    `runtime` is the build of libtpu on a TPU and that of CUDA on a GPU. Reading it initializes the
+    backend, so `jax.distributed` must be initialized before.
     """
     libraries = {name: library_version(name) for name in _LIBRARIES}
-    return {"python": platform.python_version(), **libraries, "runtime": jax.devices()[0].client.platform_version}
+    runtime = jax.devices()[0].client.platform_version
+    return {"python": platform.python_version(), **libraries, "runtime": runtime}
 
 
 @functools.cache  # avoids reading package metadata at each save

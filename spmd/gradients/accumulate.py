@@ -291,7 +291,7 @@ def _check_no_order(program: TracedProgram, before: int, batch: Any) -> None:
     """Raise a `ConfigError` if the model goes through the examples in order, so that they are time.
 
     Arrays with a row in the batch table are not checked: their author has said which dimension is
-        the examples.
+    the examples.
 
     Args:
         program: The traced gradient function.

@@ -128,8 +128,8 @@ class LossReader:
         """Raise a `ConfigError` as `check_mean` does, from the numbers of an unknown structure.
 
         Half of a batch is evaluated alone and twice over, or all of it where devices do not divide
-            a half: two forward
-        passes in one program, which is compiled. A loss whose structure is known costs nothing.
+        a half: two forward passes in one program, which is compiled. A loss whose structure is
+        known costs nothing.
 
         Args:
             batch: Arrays of a real batch, in the plan in scope.

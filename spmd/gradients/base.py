@@ -73,8 +73,8 @@ def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
         >>> import jax.numpy as jnp
         >>> def loss_fn(w, variables, x, key):
         ...     return {"loss": (w * x).sum(), "weight": jnp.float32(x.size)}, variables
-        >>> inputs = jnp.float32(2), Carry(), jnp.ones(3), jax.random.key(0)
-        >>> grads, sums, _ = value_and_grad(loss_fn)(*inputs)
+        >>> grad_fn = value_and_grad(loss_fn)
+        >>> grads, sums, _ = grad_fn(jnp.float32(2), Carry(), jnp.ones(3), jax.random.key(0))
         >>> float(grads), float(sums["loss"])
         (3.0, 6.0)
     """

@@ -1,7 +1,8 @@
-"""A frozen parameter with a trained low-rank update: `W + scale · A · B` (LoRA, Hu et al., arXiv:2106.09685).
+"""A frozen parameter with a trained low-rank update: `W + scale · A · B`.
 
-It replaces `W` in a tree of parameters. A layer that supports it computes `x·W + scale · (x·A)·B`, without the sum of
-the matrices or its gradient; other layers get the sum.
+LoRA: Hu et al., arXiv:2106.09685. It replaces `W` in a tree of parameters. A layer that supports it
+computes `x·W + scale · (x·A)·B`, without the sum of the matrices or its gradient; other layers get
+the sum.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from spmd.model_api.wrapped_param import WrappedParam, has_fetched, operand_of, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoRAParam(WrappedParam):
-    """A parameter `W` `[..., in, out]` and its adapter `A` `[..., in, rank]`, `B` `[..., rank, out]`."""
+    """A parameter `W` `[..., in, out]` with `A` `[..., in, rank]` and `B` `[..., rank, out]`."""
 
     base: Any
     a: Any
@@ -26,7 +27,9 @@ class LoRAParam(WrappedParam):
 
     def merged(self) -> jax.Array:
         """Return the sum, computed in float32, in the dtype of the base."""
-        change = jnp.einsum("...ir,...ro->...io", self.a, self.b, preferred_element_type=jnp.float32)
+        change = jnp.einsum(
+            "...ir,...ro->...io", self.a, self.b, preferred_element_type=jnp.float32
+        )
         return (self.base.astype(jnp.float32) + self.scale * change).astype(self.base.dtype)
 
     @property

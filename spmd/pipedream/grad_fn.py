@@ -1,13 +1,14 @@
 """PipeDream: a pipeline without a flush, whose gradients are one update behind their weights.
 
-The next batch starts while the last microbatches of the batch before are in flight, so no stage is idle. Those keep the
-weights with which they started (weight stashing, Narayanan et al., PipeDream, SOSP 2019). Two versions of the weights
-suffice (PipeDream-2BW, arXiv:2006.09503, section 3.1), with the update
+The next batch starts while the last microbatches of the batch before are in flight, so no stage is
+idle. Those keep the weights with which they started (weight stashing, Narayanan et al., PipeDream,
+SOSP 2019). Two versions of the weights suffice (PipeDream-2BW, arXiv:2006.09503, section 3.1), with
+the update
 
     W(t + 1) = W(t) − ν · ∇f(W(t − 1))
 
-A step takes batch *t* and returns the gradients and sums of batch *t* − 1; those of the first step are zero. The state
-in flight between steps is part of the training state, as that of a transform.
+A step takes batch *t* and returns the gradients and sums of batch *t* − 1; those of the first step
+are zero. The state in flight between steps is part of the training state, as that of a transform.
 """
 
 import dataclasses
@@ -42,29 +43,34 @@ _STREAMS = ("inputs", "arrived", "sent_back")
 
 
 def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
-    """Return a gradient function of the batch before, whose pipeline stays full between steps.
+    """Return a gradient function of the batch before; its pipeline stays full between steps.
 
-    The plan must have the state `InFlight(loss_fn, table, …)` among its transforms, the table be of a schedule without
-    a flush.
+    The plan must have the state `InFlight(loss_fn, table, …)` among its transforms, the table be of
+    a schedule without a flush.
     """
 
     def grad_fn(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
-        if InFlight.name not in carry.transforms:
+        states = carry.transforms
+        if InFlight.name not in states:
             fix = "plan.with_transforms(InFlight.of(loss_fn, table, batch))"
-            raise ConfigError(TITLE, [Problem(InFlight.name, "is no transform of the plan", fix=fix)])
-        own, flight = carry.variables, carry.transforms[InFlight.name]
+            problem = Problem(InFlight.name, "is no transform of the plan", fix=fix)
+            raise ConfigError(TITLE, [problem])
+        flight = states[InFlight.name]
         data = {"batch": batch, "key": jax.random.key_data(key)}
 
-        def arrays(params: Any, data: Any) -> tuple[Any, Any, Any]:
+        def split(params: Any, data: Any) -> tuple[Any, Any, Any]:
             key = jax.random.wrap_key_data(data["key"], impl=PRNG)
-            counts = table.stages, 1, table.microbatches
-            return partition(loss_fn, grad_targets(params), own, data["batch"], key, *counts)
+            targets = grad_targets(params)
+            return _partition(loss_fn, table, targets, carry.variables, data["batch"], key)
 
-        now, before = arrays(params, data), arrays(flight["params"], flight["data"])
+        layers, *others = split(params, data)
+        layers_before, *others_before = split(flight["params"], flight["data"])
         local = functools.partial(_run_batch, loss_fn=loss_fn, table=table)
         out_specs = P(AXIS), P(AXIS), P(), P(AXIS)
-        layers = now[0], before[0], flight["stages"]
-        d_layers, d_shared, sums, stages = shard_over_stages(local, out_specs, layers, now[1:], before[1:])
+        staged = layers, layers_before, flight["stages"]
+        d_layers, d_shared, sums, stages = shard_over_stages(
+            local, out_specs, staged, tuple(others), tuple(others_before)
+        )
         after = {"params": params, "data": data, "stages": stages}
         gradients = merge_like(params, d_layers, sum_over_stages(d_shared))
         return gradients, sums, carry.with_state(InFlight.name, after)
@@ -72,52 +78,100 @@ def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
     return grad_fn
 
 
+def _partition(
+    loss_fn: LossFn, table: TickTable, params: Any, variables: Any, batch: Any, key: Any
+) -> tuple[Any, Any, Any]:
+    """Split arrays as `partition` does, with one chunk on each stage."""
+    return partition(
+        loss_fn,
+        params,
+        variables,
+        batch,
+        key,
+        stages=table.stages,
+        chunks=1,
+        microbatches=table.microbatches,
+    )
+
+
 def _run_batch(layers: Any, now: Any, before: Any, *, loss_fn: LossFn, table: TickTable) -> Any:
     """Run the ticks of one batch on one stage."""
     (layers, frozen), (layers_before, _), saved = layers
-    (shared, others), (shared_before, _) = now[0], before[0]
-    chunks, shared = jax.tree.map(lambda x, y: jnp.stack([x, y]), (layers, shared), (layers_before, shared_before))
-    parts = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), now[1], before[1])
-    model = StageModel(loss_fn, parts, layers, table.stages, (jax.tree.map(lambda w: w[None], frozen), others))
-    carry = _restore_carry(first_carry(model, chunks, shared, table), saved)
+    (shared, others), microbatches = now
+    (shared_before, _), microbatches_before = before
+    versions = (layers, shared), (layers_before, shared_before)
+    chunks, shared = jax.tree.map(lambda x, y: jnp.stack([x, y]), *versions)  # [version, …]
+    parts = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), microbatches, microbatches_before)
+    frozen = _with_dim(frozen)  # [chunk, layer, …] of the only chunk
+    model = StageModel(loss_fn, parts, layers, table.stages, (frozen, others))
+    empty = first_carry(model, chunks, shared, table)
+    carry = _restore_carry(empty, saved)
     carry = run_ticks(model, chunks, shared, jnp.float32(1), table, carry)
-    d_layers, d_shared, sums = jax.tree.map(lambda x: x[1], carry["totals"])
-    d_shared = jax.tree.map(lambda x: x[None], d_shared)
-    return d_layers, d_shared, sum_of_stages(sums), _save_carry(carry, table)
+    totals = carry["totals"]
+    d_layers, d_shared, sums = _at(1, totals)  # of the batch before
+    d_shared = _with_dim(d_shared)
+    sums = sum_of_stages(sums)
+    after = _save_carry(carry, table)
+    return d_layers, d_shared, sums, after
+
+
+def _at(index: int, arrays: Any) -> Any:
+    """Return one index of the first dimension of each array."""
+    return jax.tree.map(lambda x: x[index], arrays)
+
+
+def _with_dim(arrays: Any) -> Any:
+    """Return arrays with one more dimension, the first."""
+    return jax.tree.map(lambda x: x[None], arrays)
 
 
 def _save_carry(carry: TickCarry, table: TickTable) -> dict[str, Any]:
-    """Return the carry between steps as nested dictionaries, each array with a leading dimension for stages."""
-    d_layers, d_shared, sums = jax.tree.map(lambda x: x[0], carry["totals"])
-    # The slot of a microbatch is its number modulo the slots, and the next batch numbers it lower by a batch.
-    inputs = jax.tree.map(lambda x: jnp.roll(x, -(table.microbatches % table.depth), axis=0), carry["inputs"])
+    """Return the carry between steps as nested dictionaries, of arrays `[stage, …]`."""
+    totals = carry["totals"]
+    d_layers, d_shared, sums = _at(0, totals)
+    # The slot of a microbatch is its number modulo the slots, and the next batch numbers it lower
+    # by a batch.
+    turn = -(table.microbatches % table.depth)
+    inputs = jax.tree.map(lambda x: jnp.roll(x, turn, axis=0), carry["inputs"])
+    own = dict[str, Any]()
+    own["arrived"] = _numbered_leaves(carry["arrived"])
+    own["sent_back"] = _numbered_leaves(carry["sent_back"])
+    if d_shared:  # a state has no empty dictionaries
+        own["of_others"] = d_shared
+    own["sums"] = sums
+    inputs = _numbered_leaves(inputs)
+    return {"inputs": inputs, "of_layers": d_layers, **_with_dim(own)}
 
-    def leaves(stream: Stream) -> dict[str, Any]:
-        return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(stream))}
 
-    streams = {name: leaves(carry[name]) for name in ("arrived", "sent_back")}
-    of_others = {"of_others": d_shared} if d_shared else {}  # a state has no empty dictionaries
-    per_stage = jax.tree.map(lambda x: x[None], {**streams, **of_others, "sums": sums})
-    return {"inputs": leaves(inputs), "of_layers": d_layers, **per_stage}
+def _numbered_leaves(stream: Stream) -> dict[str, Any]:
+    """Return the arrays of a stream by their numbers, as text."""
+    numbered = dict[str, Any]()
+    for number, leaf in enumerate(jax.tree.leaves(stream)):
+        numbered[str(number)] = leaf
+    return numbered
 
 
 def _restore_carry(carry: TickCarry, saved: dict[str, Any]) -> TickCarry:
-    """Return an empty carry with what `_save_carry` saved."""
-    first = jax.tree.map(lambda x: x[0], {name: saved[name] for name in saved if name not in ("inputs", "of_layers")})
-    leaves = {**first, "inputs": saved["inputs"]}
-
-    def stream(name: str) -> Stream:
-        arrays = [leaves[name][str(number)] for number in range(len(leaves[name]))]
-        return jax.tree.unflatten(jax.tree.structure(carry[name]), arrays)
-
-    added = saved["of_layers"], first.get("of_others", {}), first["sums"]
-    totals = jax.tree.map(lambda x, y: x.at[1].set(y), carry["totals"], added)
-    return {**carry, **{name: stream(name) for name in _STREAMS}, "totals": totals}
+    """Fill an empty carry from the result of `_save_carry`."""
+    per_stage = dict(saved)
+    inputs = per_stage.pop("inputs")
+    d_layers = per_stage.pop("of_layers")
+    own = _at(0, per_stage)
+    leaves = {**own, "inputs": inputs}
+    restored = dict(carry)
+    added = d_layers, own.get("of_others", {}), own["sums"]
+    restored["totals"] = jax.tree.map(lambda x, y: x.at[1].set(y), carry["totals"], added)
+    for name in _STREAMS:
+        numbered = leaves[name]
+        arrays = [numbered[str(number)] for number in range(len(numbered))]
+        structure = jax.tree.structure(carry[name])
+        restored[name] = jax.tree.unflatten(structure, arrays)
+    return restored
 
 
 @dataclasses.dataclass(frozen=True)
 class InFlight(GradTransform):
-    """What is in flight between the steps of `pipedream`: a batch, the weights it started with, and streams of stages.
+    """The state between steps of `pipedream`: a batch, its first weights, and streams of stages.
 
     Attributes:
         batch: Name of each array of a batch → its `jax.ShapeDtypeStruct`, as pairs.
@@ -133,8 +187,11 @@ class InFlight(GradTransform):
     @classmethod
     def of(cls, loss_fn: LossFn, table: TickTable, batch: Mapping[str, Any]) -> "InFlight":
         """Return the state for batches of these shapes, arrays or abstract ones."""
-        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
-        return cls(loss_fn, table, tuple(shapes.items()))
+        shapes = []
+        for name, x in batch.items():
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            shapes.append((name, shape))
+        return cls(loss_fn, table, tuple(shapes))
 
     def init(self, plan: ShardingPlan, key: jax.Array, params: Any) -> Any:
         """Return the state before the first step: nothing is in flight."""
@@ -154,36 +211,59 @@ class InFlight(GradTransform):
         """Return the state's arrays; none is split over `fsdp` unless parameters are."""
         params = {leaf.path: leaf.spec for leaf in plan.params}
         gradients = {leaf.path: drop_axis(leaf.spec, AXIS) for leaf in plan.gradients}
-        made = tree.flatten(jax.eval_shape(functools.partial(self.init, plan), abstract_key(), plan.abstract_params))
+        init = functools.partial(self.init, plan)
+        made = jax.eval_shape(init, abstract_key(), plan.abstract_params)
         state = dict[str, StateArray]()
-        for path, x in made.items():
+        for path, x in tree.flatten(made).items():
             part, _, rest = path.partition("/")
             if part == "params":
                 spec = params[rest]
             elif part == "data":
-                spec = plan.rules.batch_table.spec(rest.removeprefix("batch/"), x.ndim) if rest != "key" else P()
+                spec = _data_spec(plan, rest, x)
             else:
-                name, _, leaf = rest.partition("/")
-                is_activation = name in _STREAMS and leaf == "0"
-                inner = gradients[leaf] if name == "of_others" else BATCH_SPEC if is_activation else P()
-                spec = P(AXIS, *inner)
-            state[path] = StateArray(x.shape, x.dtype, drop_fsdp(spec) if plan.zero < 3 else spec)
+                spec = _stage_spec(rest, gradients)
+            if plan.zero < 3:
+                spec = drop_fsdp(spec)
+            state[path] = StateArray(x.shape, x.dtype, spec)
         return state
 
     def _stages(self, plan: ShardingPlan) -> Any:
-        """Return what one stage carries between steps, abstract."""
-        loss_fn, table = self.loss_fn, self.table
+        """Return the abstract carry of one stage between steps."""
+        loss_fn = self.loss_fn
+        table = self.table
 
         def empty_carry(params: Any, variables: Any, batch: Any, key: Any) -> Any:
             with use_plan(plan):
-                counts = table.stages, 1, table.microbatches
-                arrays = partition(loss_fn, grad_targets(params), variables, batch, key, *counts)
+                targets = grad_targets(params)
+                arrays = _partition(loss_fn, table, targets, variables, batch, key)
                 (layers, frozen), (shared, others), parts = arrays
-                layers, frozen = jax.tree.map(lambda w: w[: w.shape[0] // table.stages], (layers, frozen))
+                layers, frozen = jax.tree.map(
+                    lambda w: w[: w.shape[0] // table.stages], (layers, frozen)
+                )
                 chunks, shared = jax.tree.map(lambda w: jnp.stack([w, w]), (layers, shared))
-                frozen = jax.tree.map(lambda w: w[None], frozen)
+                frozen = _with_dim(frozen)
                 stage = StageModel(loss_fn, parts, layers, table.stages, (frozen, others))
-                return _save_carry(first_carry(stage, chunks, shared, table), table)
+                carry = first_carry(stage, chunks, shared, table)
+                return _save_carry(carry, table)
 
         abstract = plan.abstract_params, plan.abstract_variables, dict(self.batch)
         return jax.eval_shape(empty_carry, *abstract, abstract_key())
+
+
+def _data_spec(plan: ShardingPlan, path: str, x: jax.ShapeDtypeStruct) -> P:
+    """Return the spec of the key or of an array of the batch in flight."""
+    if path == "key":
+        return P()
+    name = path.removeprefix("batch/")
+    return plan.rules.batch_table.spec(name, x.ndim)
+
+
+def _stage_spec(path: str, gradients: Mapping[str, P]) -> P:
+    """Return the spec of an array `[stage, …]`, given those of gradients by path."""
+    name, _, leaf = path.partition("/")
+    inner = P()
+    if name == "of_others":
+        inner = gradients[leaf]
+    elif name in _STREAMS and leaf == "0":  # activations
+        inner = BATCH_SPEC
+    return P(AXIS, *inner)

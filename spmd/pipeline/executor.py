@@ -1,11 +1,13 @@
 """The scan over the ticks of a `TickTable`: the work of one stage in each tick.
 
 ```
-input from the previous stage ──▶ slots ──▶ forward task ──▶ to the next stage, while the backward task computes
-                                    │
-                                    ▼
-to the previous stage ◀────── backward task (recomputes the forward) ◀── gradient from the next stage, in its slot
-while the forward task computes        └──▶ accumulated into the stage's gradients
+input from the ──▶ slots ──▶ forward task ──▶ to the next stage,
+previous stage       │                        while the backward task computes
+                     ▼
+to the previous ◀── backward task ◀── gradient from the next stage, in its slot
+stage, while the    (recomputes the forward)
+forward task            │
+computes                └──▶ accumulated into the stage's gradients
 ```
 """
 
@@ -116,7 +118,7 @@ class _Stage:
         """Write the stream that enters the first layer into the slots of the first stage.
 
         All stages look up the embedding at the same time: no stage waits for it, and it has no
-            matmul.
+        matmul.
         """
         i = rows["forward"][0]
         is_first = (i >= 0) & (rows["forward_chunk"][0] == 0)
@@ -229,9 +231,12 @@ def shift(stream: Stream, stages: int, by: int, *, chunks: int = 1) -> Stream:
 
     The last stage sends to the first, or back, only if stages have several chunks.
     """
-    pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
-    if chunks == 1:
-        pairs = [(source, target) for source, target in pairs if target - source == by]
+    pairs = list[tuple[int, int]]()
+    for source in range(stages):
+        target = (source + by) % stages
+        is_neighbour = target - source == by
+        if is_neighbour or chunks > 1:
+            pairs.append((source, target))
     with in_scope(comm_scope("pipeline, from stage to stage")):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), stream)
 

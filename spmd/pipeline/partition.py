@@ -10,7 +10,7 @@ leave    compute_outputs, then the loss     sums over the microbatch
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -122,8 +122,8 @@ class StageModel:
         jaxpr, (stream, sums) = jax.make_jaxpr(outside, return_shape=True)(*of_layers)
         _, is_used = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))
         paths = [*tree.flatten(of_layers[0]), *tree.flatten(of_layers[1])]
-        problems = [_used_outside(path) for path in itertools.compress(paths, is_used)]
-        problems += _stream_problems(stream)
+        used = itertools.compress(paths, is_used)
+        problems = [*_use_problems(used), *_stream_problems(stream)]
         if problems:
             raise ConfigError(TITLE, problems)
         return stream, sums
@@ -184,9 +184,11 @@ class StageModel:
         return params, variables
 
 
-def _used_outside(path: str) -> Problem:
-    what = "is used outside of apply_layers, where a stage has only some of the layers"
-    return Problem(path, what, fix="inside")
+def _use_problems(used: Iterable[str]) -> Iterator[Problem]:
+    """Yield a problem for each parameter or variable of layers with a use outside of them."""
+    for path in used:
+        what = "is used outside of apply_layers, where a stage has only some of the layers"
+        yield Problem(path, what, fix="inside")
 
 
 def _stream_problems(stream: Stream) -> Iterator[Problem]:

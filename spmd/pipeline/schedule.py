@@ -33,9 +33,8 @@ class Task:
     """One microbatch through one chunk of layers, in one direction.
 
     Its kind is `"F"` forward; `"B"` gradient of the input only; `"W"` gradients of the weights
-    only; or `"BW"`, the
-    whole backward pass. Its text is the kind and the microbatch, and the chunk unless it is 0:
-        `F3`, `BW0c1`.
+    only; or `"BW"`, the whole backward pass. Its text is the kind and the microbatch, and the chunk
+    unless it is 0: `F3`, `BW0c1`.
 
     Example:
         >>> str(Task("F", 3)), str(Task("BW", 0, chunk=1))
@@ -180,8 +179,13 @@ def _repeat_order(schedule: Schedule, order: tuple[Task, ...], batches: int) -> 
             tasks.append(dataclasses.replace(task, microbatch=first + task.microbatch))
     if schedule.flush:
         return tasks
-    forwards = [task for task in tasks if task.kind == "F"]
-    backwards = [task for task in tasks if task.kind != "F"]
+    forwards = list[Task]()
+    backwards = list[Task]()
+    for task in tasks:
+        if task.kind == "F":
+            forwards.append(task)
+        else:
+            backwards.append(task)
     return alternate(forwards, backwards, warmup=order.index(backwards[0]) - 1)
 
 

@@ -1,16 +1,18 @@
-"""Pipeline schedules as CSV files: a row for each stage, a column for each tick, a task or nothing in each cell.
+"""Pipeline schedules as CSV files: a row for each stage, a column for each tick, a task in a cell.
 
 ```text
 F0,F1,,BW0,,BW1
 ,F0,BW0,F1,BW1,
 ```
 
-A row is an order. Columns are for the reader and for error messages: a task starts when its dependencies are done.
-Stages and ticks count from 0.
+A row is an order; cells may be empty. Columns are for the reader and for error messages: a task
+starts when its dependencies are done. Stages and ticks count from 0.
 """
 
 import csv
 import io
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from spmd.errors import Problem, ScheduleError
@@ -18,8 +20,12 @@ from spmd.pipeline.schedule import Schedule, Task, check_schedule, parse_task
 from spmd.pipeline.simulate import tick_grid
 
 
-def read_schedule(path: str | Path, *, microbatches: int | None = None, chunks: int | None = None) -> Schedule:
-    """Read a schedule from a CSV file (UTF-8), named after the file, with the microbatches and chunks in it by default.
+def read_schedule(
+    path: str | Path, *, microbatches: int | None = None, chunks: int | None = None
+) -> Schedule:
+    """Read a schedule from a CSV file (UTF-8), named after the file.
+
+    By default it has the microbatches and chunks of the tasks in the file.
 
     Raises:
         ScheduleError: The file cannot be read, or all its problems, by stage and tick.
@@ -27,46 +33,66 @@ def read_schedule(path: str | Path, *, microbatches: int | None = None, chunks: 
     path = Path(path)
     title = f"{path} is not a valid schedule:"
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        rows = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row]
+        rows = _read_rows(path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(title, [Problem("file", f"cannot be read: {error}")]) from error
 
-    problems: list[Problem] = []
-    orders: list[dict[int, Task]] = [{} for _ in rows]  # tick → task
+    problems = list[Problem]()
+    orders = list[tuple[Task, ...]]()
+    ticks = list[list[int]]()
     for stage, row in enumerate(rows):
-        for tick, cell in enumerate(row):
-            where, words = f"stage {stage}, tick {tick}", cell.split()
-            try:
-                tasks = [parse_task(word) for word in words]
-            except ScheduleError as error:
-                problems.extend(Problem(where, p.what, fix=p.fix) for p in error.problems)
-                continue
-            if len(tasks) > 1:
-                detail = f"{' '.join(words)}: {len(tasks)} tasks"
-                problems.append(Problem(where, "a tick has one task", detail, "move one"))
-            orders[stage].update((tick, task) for task in tasks)
-    tasks = [task for order in orders for task in order.values()]
+        order, found = _parse_row(stage, row)
+        orders.append(tuple(order.values()))
+        ticks.append(list(order))
+        problems += found
+    tasks = list(itertools.chain.from_iterable(orders))
     if not tasks:
         raise ScheduleError(title, [*problems, Problem("file", "has no tasks")])
 
+    if microbatches is None:
+        microbatches = 1 + max(task.microbatch for task in tasks)
+    if chunks is None:
+        chunks = 1 + max(task.chunk for task in tasks)
     try:
-        schedule = Schedule(
-            name=path.stem,
-            microbatches=1 + max(task.microbatch for task in tasks) if microbatches is None else microbatches,
-            chunks=1 + max(task.chunk for task in tasks) if chunks is None else chunks,
-            orders=tuple(tuple(order.values()) for order in orders),
-        )
+        schedule = Schedule(path.stem, microbatches, chunks, tuple(orders))
     except ScheduleError as error:
         raise ScheduleError(title, [*problems, *error.problems]) from error
-    problems.extend(check_schedule(schedule, [list(order) for order in orders]))
+    problems += check_schedule(schedule, ticks)
     if problems:
         raise ScheduleError(title, problems)
     return schedule
 
 
+def _read_rows(path: Path) -> list[list[str]]:
+    """Return the rows of a file that are not empty."""
+    text = path.read_text(encoding="utf-8-sig")
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    return [row for row in reader if row]
+
+
+def _parse_row(stage: int, row: Sequence[str]) -> tuple[dict[int, Task], list[Problem]]:
+    """Return tick → task of a stage, and the problems of its cells."""
+    order = dict[int, Task]()
+    problems = list[Problem]()
+    for tick, cell in enumerate(row):
+        where = f"stage {stage}, tick {tick}"
+        words = cell.split()
+        try:
+            tasks = [parse_task(word) for word in words]
+        except ScheduleError as error:
+            for problem in error.problems:
+                problems.append(Problem(where, problem.what, fix=problem.fix))
+            continue
+        if len(tasks) > 1:
+            detail = f"{' '.join(words)}: {len(tasks)} tasks"
+            problems.append(Problem(where, "a tick has one task", detail, "move one"))
+        if tasks:
+            order[tick] = tasks[-1]
+    return order, problems
+
+
 def to_csv(schedule: Schedule) -> str:
-    """Format a schedule as a CSV file for `read_schedule`, with every task at its tick of `tick_grid`.
+    """Format a schedule as a CSV file for `read_schedule`, every task at its tick of `tick_grid`.
 
     Example:
         >>> from spmd.pipeline.schedules import make_schedule
@@ -74,4 +100,8 @@ def to_csv(schedule: Schedule) -> str:
         F0,F1,,BW0,,BW1
         ,F0,BW0,F1,BW1,
     """
-    return "".join(",".join(str(task or "") for task in row) + "\n" for row in tick_grid(schedule))
+    lines = list[str]()
+    for row in tick_grid(schedule):
+        cells = [str(task or "") for task in row]
+        lines.append(",".join(cells) + "\n")
+    return "".join(lines)

@@ -3,17 +3,22 @@
 | name | order of one stage | source |
 |---|---|---|
 | `gpipe` | all forwards, then all backwards | Huang et al., arXiv:1811.06965 |
-| `1f1b` | warmup forwards, then one forward and one backward in turn | Narayanan et al., PipeDream, SOSP 2019 |
-| `interleaved` | 1F1B over several chunks of layers per stage | Narayanan et al., arXiv:2104.04473, section 2.2 |
-| `zero-bubble` | 1F1B whose weight gradients fill the bubble: ZB-H1 | Qi et al., arXiv:2401.10241, section 2.1 |
-| `pipedream` | 1F1B without a flush between batches | Narayanan et al., PipeDream-2BW, arXiv:2006.09503 |
-| `zb-h2` | 1F1B with twice the activations, and no bubble but the skew of the stages | Qi et al., section 2.2 |
-| `zb-v` | V-shaped, two chunks: the bubble of `zb-h2` with the memory of 1F1B | Qi et al., section 6 |
-| `v-half` | V-shaped, with about half of the memory and half of the bubble of 1F1B | Qi et al., arXiv:2405.15362 |
-| `v-min` | V-shaped, with about a third of the memory and two thirds of the bubble | Qi et al., arXiv:2405.15362 |
+| `1f1b` | warmup forwards, then one forward and one backward in turn | PipeDream |
+| `interleaved` | 1F1B over several chunks of layers per stage | arXiv:2104.04473, section 2.2 |
+| `zero-bubble` | 1F1B with weight gradients in the bubble: ZB-H1 | Qi et al., section 2.1 |
+| `pipedream` | 1F1B without a flush between batches | PipeDream-2BW, arXiv:2006.09503 |
+| `zb-h2` | 1F1B with twice the activations, no bubble but the skew | Qi et al., section 2.2 |
+| `zb-v` | V-shaped, two chunks: bubble of `zb-h2`, memory of 1F1B | Qi et al., section 6 |
+| `v-half` | V-shaped: about half of the memory and of the bubble of 1F1B | arXiv:2405.15362 |
+| `v-min` | V-shaped: about a third of the memory, two thirds of the bubble | arXiv:2405.15362 |
+
+The skew is that of the stages, which start one after the other. Sources in full: Narayanan et al.,
+PipeDream, SOSP 2019; PipeDream-2BW, arXiv:2006.09503; and arXiv:2104.04473 (interleaved). Qi et
+al., arXiv:2401.10241 (zero bubble), and arXiv:2405.15362 (`v-half`, `v-min`).
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 from spmd.errors import Problem, ScheduleError, did_you_mean
@@ -26,8 +31,8 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
 
     Args:
         name: One of `SCHEDULES`.
-        microbatches: Microbatches of one batch (m): a multiple of the stages for `interleaved`, at least as many as
-            stages for `zero-bubble` and `pipedream`.
+        microbatches: Microbatches of one batch (m): a multiple of the stages for `interleaved`, at
+            least as many as stages for `zero-bubble` and `pipedream`.
         chunks: Chunks of layers per stage (v): 2 or more for `interleaved`, 1 for the others.
 
     Raises:
@@ -41,60 +46,91 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
     """
     problems = check_values("at least 1", stages=stages, microbatches=microbatches, chunks=chunks)
     if name not in SCHEDULES:
-        problems.append(Problem("schedule", f"there is no {name!r}", fix=did_you_mean(name, SCHEDULES)))
+        problems.append(
+            Problem("schedule", f"there is no {name!r}", fix=did_you_mean(name, SCHEDULES))
+        )
     elif not problems:
         problems.extend(_size_problems(name, stages, microbatches, chunks))
     if problems:
         raise ScheduleError("The schedule cannot be built:", problems)
     if name in _LIST_SCHEDULED:
         placement, limit = _LIST_SCHEDULED[name]
-        return dataclasses.replace(fill_bubbles(stages, microbatches, limit(stages), placement=placement), name=name)
-    orders = tuple(tuple(_BUILDERS[name](stage, stages, microbatches, chunks)) for stage in range(stages))
+        filled = fill_bubbles(stages, microbatches, limit(stages), placement=placement)
+        return dataclasses.replace(filled, name=name)
+    build = _BUILDERS[name]
+    orders = tuple(tuple(build(stage, stages, microbatches, chunks)) for stage in range(stages))
     return Schedule(name, microbatches, chunks, orders, flush=name != "pipedream")
 
 
 def _size_problems(name: str, stages: int, microbatches: int, chunks: int) -> Iterator[Problem]:
+    """Yield the problems of the numbers for a schedule; each of them is at least 1."""
     if name == "interleaved":
-        if chunks < 2:
-            yield Problem("chunks", "interleaved runs several chunks of layers per stage", f"chunks = {chunks}", "2")
-        if microbatches % stages:
-            detail = f"{microbatches} / (stages={stages}) = {microbatches / stages:.4g}"
-            fix = f"{-(-microbatches // stages) * stages} microbatches"
-            yield Problem("microbatches", "interleaved runs them in groups of as many as stages", detail, fix)
+        yield from _interleaved_problems(stages, microbatches, chunks)
         return
     if chunks > 1:
         fix = '1, or schedule = "interleaved"'
-        yield Problem("chunks", f"{name} has one chunk of layers per stage", f"chunks = {chunks}", fix)
+        yield Problem(
+            "chunks", f"{name} has one chunk of layers per stage", f"chunks = {chunks}", fix
+        )
     if name in ("zero-bubble", "pipedream") and microbatches < stages:
         detail = f"{microbatches} < stages = {stages}"
-        yield Problem("microbatches", f"{name} needs one for each stage", detail, f"{stages} or more")
+        fix = f"{stages} or more"
+        yield Problem("microbatches", f"{name} needs one for each stage", detail, fix)
+
+
+def _interleaved_problems(stages: int, microbatches: int, chunks: int) -> Iterator[Problem]:
+    if chunks < 2:
+        what = "interleaved runs several chunks of layers per stage"
+        yield Problem("chunks", what, f"chunks = {chunks}", "2")
+    if microbatches % stages:
+        what = "interleaved runs them in groups of as many as stages"
+        detail = f"{microbatches} / (stages={stages}) = {microbatches / stages:.4g}"
+        groups = -(-microbatches // stages)  # rounded up
+        yield Problem("microbatches", what, detail, f"{groups * stages} microbatches")
+
+
+def _tasks(kind: str, microbatches: int) -> list[Task]:
+    """Return one task for each microbatch."""
+    return [Task(kind, i) for i in range(microbatches)]
 
 
 def _gpipe(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
-    """Yield all forwards, then all backwards from the first microbatch on, so that all schedules sum in one order."""
-    yield from (Task(kind, i) for kind in ("F", "BW") for i in range(microbatches))
+    """Yield all forwards, then all backwards.
+
+    Backwards are from the first microbatch on, so that all schedules sum in one order.
+    """
+    yield from _tasks("F", microbatches)
+    yield from _tasks("BW", microbatches)
 
 
 def _one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
-    forwards, backwards = ([Task(kind, i) for i in range(microbatches)] for kind in ("F", "BW"))
+    forwards = _tasks("F", microbatches)
+    backwards = _tasks("BW", microbatches)
     yield from alternate(forwards, backwards, warmup=stages - 1 - stage)
 
 
 def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
-    """Yield 1F1B over chunks: groups of as many microbatches as stages run through one chunk after the other."""
-    groups = range(0, microbatches, stages)
-    steps = [(first + i, chunk) for first in groups for chunk in range(chunks) for i in range(stages)]
-    forwards = [Task("F", microbatch, chunk) for microbatch, chunk in steps]
-    backwards = [Task("BW", microbatch, chunks - 1 - chunk) for microbatch, chunk in steps]
-    yield from alternate(forwards, backwards, warmup=2 * (stages - 1 - stage) + (chunks - 1) * stages)
+    """Yield 1F1B over chunks.
+
+    Groups of as many microbatches as stages run through one chunk after the other.
+    """
+    forwards = list[Task]()
+    backwards = list[Task]()
+    for first in range(0, microbatches, stages):
+        group = range(first, first + stages)
+        for chunk, microbatch in itertools.product(range(chunks), group):
+            forwards.append(Task("F", microbatch, chunk))
+            backwards.append(Task("BW", microbatch, chunks - 1 - chunk))
+    warmup = 2 * (stages - 1 - stage) + (chunks - 1) * stages
+    yield from alternate(forwards, backwards, warmup)
 
 
 def _zero_bubble(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
-    """Yield 1F1B whose weight gradients are delayed by `stage` microbatches.
+    """Yield 1F1B with weight gradients delayed by `stage` microbatches.
 
-    Every stage holds at most as many activations as the first stage of 1F1B, and still has weight gradients to compute
-    after its last input gradient. The bubble is (p-1) max(F + B - W, F, B): the paper's (p-1) (F + B - W) unless W is
-    the largest.
+    Every stage holds at most as many activations as the first stage of 1F1B, and still has weight
+    gradients to compute after its last input gradient. The bubble is (p-1) max(F + B - W, F, B):
+    the paper's (p-1) (F + B - W) unless W is the largest.
     """
     for task in _one_f_one_b(stage, stages, microbatches, chunks):
         if task.kind == "F":
@@ -103,7 +139,8 @@ def _zero_bubble(stage: int, stages: int, microbatches: int, chunks: int) -> Ite
         yield Task("B", task.microbatch)
         if task.microbatch >= stage:
             yield Task("W", task.microbatch - stage)
-    yield from (Task("W", i) for i in range(microbatches - stage, microbatches))
+    for i in range(microbatches - stage, microbatches):
+        yield Task("W", i)
 
 
 _BUILDERS: dict[str, Callable[[int, int, int, int], Iterator[Task]]] = {
@@ -113,7 +150,9 @@ _BUILDERS: dict[str, Callable[[int, int, int, int], Iterator[Task]]] = {
     "zero-bubble": _zero_bubble,
     "pipedream": _one_f_one_b,
 }
-_LIST_SCHEDULED: dict[str, tuple[str, Callable[[int], int]]] = {  # name → placement, limit for so many stages
+_LIST_SCHEDULED: dict[
+    str, tuple[str, Callable[[int], int]]
+] = {  # name → placement, limit for so many stages
     "zb-h2": ("loop", lambda stages: 2 * stages),
     "zb-v": ("v", lambda stages: 2 * stages),
     "v-half": ("v", lambda stages: stages // 2 * 2 + 2),

@@ -1,13 +1,13 @@
-"""Simulation of a schedule: the start of every task, the makespan, the bubble and the activations that a stage holds.
+"""Simulation of a schedule: starts of tasks, the makespan, the bubble and activations of stages.
 
-A task starts as soon as its stage is free and its dependencies have arrived. Times are exact fractions internally, so
-an empty bubble is exactly 0.0.
+A task starts as soon as its stage is free and its dependencies have arrived. Times are exact
+fractions internally, so an empty bubble is exactly 0.0.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from spmd.errors import Problem, ScheduleError
 from spmd.pipeline.schedule import (
@@ -23,7 +23,11 @@ from spmd.pipeline.schedule import (
     repeat_schedule,
 )
 
-_BATCHES = 4  # without a flush: the first fills the pipeline, the last drains it, the others are the steady state
+_BATCHES = 4
+"""Batches to simulate without a flush.
+
+The first fills the pipeline, the last drains it, the others are the steady state.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +44,15 @@ class Timeline:
     """A schedule with times, in the unit of the simulated costs.
 
     Attributes:
-        tasks: For each stage its tasks in order. Without a flush, those of `batches` consecutive batches with
-            consecutive microbatch numbers.
+        tasks: For each stage its tasks in order. Without a flush, those of `batches` consecutive
+            batches with consecutive microbatch numbers.
         makespan: Time from the start of the first task to the end of the last.
         span: Time from a stage's first task to its last, the maximum over stages.
-        period: Time of one batch: the makespan with a flush; without one, the time between the ends of two batches in
-            the steady state.
+        period: Time of one batch: the makespan with a flush; without one, the time between the ends
+            of two batches in the steady state.
         ideal: Time of one batch on a stage that is never idle: m (F + B + W).
-        staleness: Updates by which a batch's weights are out of date when its gradients arrive; 0 with a flush.
+        staleness: Updates by which a batch's weights are out of date when its gradients arrive; 0
+            with a flush.
     """
 
     schedule: Schedule
@@ -61,43 +66,64 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time relative to the ideal time, as in Narayanan et al., arXiv:2104.04473: (p-1)/m for 1F1B."""
+        """Idle time relative to the ideal time: (p-1)/m for 1F1B.
+
+        As in Narayanan et al., arXiv:2104.04473.
+        """
         return (self.period - self.ideal) / self.ideal
 
     @property
     def bubble_share(self) -> float:
-        """Idle time relative to the whole time, as in Huang et al., arXiv:1811.06965: (p-1)/(m+p-1) for 1F1B."""
+        """Idle time relative to the whole time: (p-1)/(m+p-1) for 1F1B.
+
+        As in Huang et al., arXiv:1811.06965.
+        """
         return (self.period - self.ideal) / self.period
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Most microbatches (times chunks) of each stage between their forward and the end of their backward."""
+        """Most microbatches (times chunks) of each stage, from forward to the end of backward."""
         return tuple(map(int, self._peaks(IN_FLIGHT)))
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """Most activations that each stage holds, in units of one microbatch (and chunk), by `ACTIVATIONS`."""
+        """Most activations of each stage, in microbatches (and chunks), by `ACTIVATIONS`."""
         return self._peaks(ACTIVATIONS)
 
     def _peaks(self, changes: Mapping[str, float]) -> tuple[float, ...]:
-        held = (itertools.accumulate((changes[slot.task.kind] for slot in order), initial=0.0) for order in self.tasks)
-        return tuple(map(max, held))
+        return tuple(_peak(order, changes) for order in self.tasks)
+
+
+def _peak(order: Sequence[Slot], changes: Mapping[str, float]) -> float:
+    """Return the most that a stage holds."""
+    peak = held = 0.0
+    for slot in order:
+        held += changes[slot.task.kind]
+        peak = max(peak, held)
+    return peak
 
 
 def simulate(
-    schedule: Schedule, *, forward: float = 1, backward: float = 1, weight: float = 1, transfer: float = 0
+    schedule: Schedule,
+    *,
+    forward: float = 1,
+    backward: float = 1,
+    weight: float = 1,
+    transfer: float = 0,
 ) -> Timeline:
     """Compute the times of all tasks; without a flush, of several consecutive batches.
 
     Args:
-        forward: Time of the forward pass of a stage's layers for one microbatch (F); a chunk takes its share.
+        forward: Time of the forward pass of a stage's layers for one microbatch (F); a chunk takes
+            its share.
         backward: The same for the gradient of the input (B).
         weight: The same for the gradients of the weights (W). A whole backward pass takes B + W.
-        transfer: Time between the end of a task and the arrival of its output at another stage, during which both
-            stages may compute.
+        transfer: Time between the end of a task and the arrival of its output at another stage,
+            during which both stages may compute.
 
     Raises:
-        ScheduleError: A cost that is negative or not finite, or the problems that `check_schedule` finds.
+        ScheduleError: A cost that is negative or not finite, or the problems that `check_schedule`
+            finds.
 
     Example:
         >>> from spmd.pipeline.schedules import make_schedule
@@ -108,47 +134,90 @@ def simulate(
     costs = {"forward": forward, "backward": backward, "weight": weight, "transfer": transfer}
     problems = check_values("at least 0 and finite", **costs)
     if not problems and forward + backward + weight == 0:
-        problems.append(Problem("costs", "the work takes no time", "forward + backward + weight = 0", "more than 0"))
-    problems.extend(check_schedule(schedule))
+        detail = "forward + backward + weight = 0"
+        problems.append(Problem("costs", "the work takes no time", detail, "more than 0"))
+    problems += check_schedule(schedule)
     if problems:
         raise ScheduleError(f"The schedule {schedule.name} cannot be simulated:", problems)
 
     times = {"F": Fraction(forward), "B": Fraction(backward), "W": Fraction(weight)}
-    durations = {kind: sum((times[p] for p in passes), Fraction()) / schedule.chunks for kind, passes in PASSES.items()}
-    batches = 1 if schedule.flush else _BATCHES
+    durations = dict[str, Fraction]()
+    for kind, passes in PASSES.items():
+        whole = Fraction()
+        for each in passes:
+            whole += times[each]
+        durations[kind] = whole / schedule.chunks
+    batches = 1
+    if not schedule.flush:
+        batches = _BATCHES
     repeated = repeat_schedule(schedule, batches)
     tasks = _task_times(repeated, durations, Fraction(transfer))
-    ends = [Fraction()] * batches
-    for task, _, end in (timed for order in tasks for timed in order):
-        batch = task.microbatch // schedule.microbatches
-        ends[batch] = max(ends[batch], end)
+    ends = _batch_ends(tasks, schedule.microbatches, batches)
+    period = ends[0]
+    if not schedule.flush:
+        period = ends[-2] - ends[-3]
+    slots = list[tuple[Slot, ...]]()
+    span = Fraction()
+    for order in tasks:
+        slots.append(_slots(order))
+        span = max(span, order[-1].end - order[0].start)
     return Timeline(
         schedule=schedule,
-        tasks=tuple(tuple(Slot(task, float(start), float(end)) for task, start, end in order) for order in tasks),
+        tasks=tuple(slots),
         batches=batches,
         makespan=float(ends[-1]),
-        span=float(max(order[-1][2] - order[0][1] for order in tasks)),
-        period=float(ends[0] if schedule.flush else ends[-2] - ends[-3]),
+        span=float(span),
+        period=float(period),
         ideal=float(schedule.microbatches * sum(times.values())),
         staleness=max(_staleness(order, schedule.microbatches) for order in repeated.orders),
     )
 
 
+class _Timed(NamedTuple):
+    """A task with its exact times."""
+
+    task: Task
+    start: Fraction
+    end: Fraction
+
+
+def _slots(order: Sequence[_Timed]) -> tuple[Slot, ...]:
+    return tuple(Slot(timed.task, float(timed.start), float(timed.end)) for timed in order)
+
+
+def _batch_ends(
+    tasks: Sequence[Sequence[_Timed]], microbatches: int, batches: int
+) -> list[Fraction]:
+    """Return the end of the last task of each batch."""
+    ends = [Fraction()] * batches
+    for order in tasks:
+        for timed in order:
+            batch = timed.task.microbatch // microbatches
+            ends[batch] = max(ends[batch], timed.end)
+    return ends
+
+
 def _task_times(
     schedule: Schedule, durations: Mapping[str, Fraction], transfer: Fraction
-) -> list[list[tuple[Task, Fraction, Fraction]]]:
+) -> list[list[_Timed]]:
     """Return for each stage its tasks in order, each with its start and end."""
-    ended: dict[Pass, tuple[int, Fraction]] = {}
-    times: list[list[tuple[Task, Fraction, Fraction]]] = [[] for _ in schedule.orders]
-    for stage, index in execution_order(schedule)[0]:
+    ended: dict[Pass, tuple[int, Fraction]] = {}  # stage and time
+    times: list[list[_Timed]] = [[] for _ in schedule.orders]
+    ran, _ = execution_order(schedule)
+    for stage, index in ran:
         task = schedule.orders[stage][index]
-        start = times[stage][-1][2] if index else Fraction()
+        start = Fraction()
+        if index > 0:
+            start = times[stage][-1].end
         for dependency in schedule.dependencies(stage, task):
-            source, end = ended[dependency]
-            start = max(start, end if source == stage else end + transfer)
+            source, arrival = ended[dependency]
+            if source != stage:
+                arrival += transfer
+            start = max(start, arrival)
         end = start + durations[task.kind]
-        ended.update((item, (stage, end)) for item in schedule.passes(stage, task))
-        times[stage].append((task, start, end))
+        for item in schedule.passes(stage, task):
+            ended[item] = stage, end
+        times[stage].append(_Timed(task, start, end))
     return times
 
 
@@ -162,16 +231,24 @@ def tick_grid(schedule: Schedule) -> tuple[tuple[Task | None, ...], ...]:
         F0 F1 -- BW0 -- BW1
         -- F0 BW0 F1 BW1 --
     """
-    if problems := check_schedule(schedule):
+    problems = check_schedule(schedule)
+    if problems:
         raise ScheduleError(f"The schedule {schedule.name} cannot be run:", problems)
     times = _task_times(schedule, dict.fromkeys(PASSES, Fraction(1)), Fraction())
-    starts = [{int(start): task for task, start, _ in order} for order in times]
-    ticks = 1 + max(max(row) for row in starts)
-    return tuple(tuple(row.get(tick) for tick in range(ticks)) for row in starts)
+    last = max(int(order[-1].start) for order in times)
+    return tuple(_grid_row(order, last + 1) for order in times)
+
+
+def _grid_row(order: Sequence[_Timed], ticks: int) -> tuple[Task | None, ...]:
+    """Return the task of a stage in each tick, or None."""
+    row: list[Task | None] = [None] * ticks
+    for timed in order:
+        row[int(timed.start)] = timed.task
+    return tuple(row)
 
 
 def _staleness(order: tuple[Task, ...], microbatches: int) -> int:
-    """Return the most updates of earlier batches that a stage lacks when a batch's first forward reads its weights."""
+    """Return the most updates of earlier batches that a forward of a stage lacks."""
     most = updates = backwards = 0
     for task in order:
         if task.kind == "F":

@@ -1,21 +1,23 @@
 """A pipeline schedule as tables that one SPMD program steps through.
 
-Stages run in lock step: the output of a tick reaches the next stage in the following tick. Each tick has one forward
-task, then one backward task.
+Stages run in lock step: the output of a tick reaches the next stage in the following tick. Each
+tick has one forward task, then one backward task.
 
 ```
-tick        0      1      2      3
-stage 0   F0 ·   F1 ·   F2 B0  F3 B1      the last stage runs a microbatch forward and backward in one tick:
-stage 1    · ·   F0 B0  F1 B1  F2 B2      its forward task is the first half of its backward task
+tick        0      1      2      3        the last stage runs a microbatch
+stage 0   F0 ·   F1 ·   F2 B0  F3 B1      forward and backward in one tick: its forward
+stage 1    · ·   F0 B0  F1 B1  F2 B2      task is the first half of its backward task
 ```
 
-A backward task waits for everything that the schedule lists before it, a forward task only for its input. So GPipe is
-unchanged, and 1F1B holds up to 2(p − s) − 1 microbatches at stage s instead of p − s; that many keep all stages busy if
-a transfer takes a tick (eager 1F1B, Zhuang et al., arXiv:2211.05322). The length is the published one.
+A backward task waits for everything that the schedule lists before it, a forward task only for its
+input. So GPipe is unchanged, and 1F1B holds up to 2(p − s) − 1 microbatches at stage s instead of p
+− s; that many keep all stages busy if a transfer takes a tick (eager 1F1B, Zhuang et al.,
+arXiv:2211.05322). The length is the published one.
 """
 
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
@@ -29,20 +31,22 @@ IDLE = -1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TickTable:
-    """The tasks and the slots of every stage in every tick: `[tick, stage]` arrays of int32, -1 for none.
+    """The tasks and slots of every stage in every tick: int32 arrays `[tick, stage]`, -1 for none.
 
-    A stage keeps the inputs of its tasks, from their arrival until the backward task, in `depth` slots, and gradients
-    that have arrived in `gradient_depth` slots.
+    A stage keeps the inputs of its tasks, from their arrival until the backward task, in `depth`
+    slots, and gradients that have arrived in `gradient_depth` slots.
 
     Attributes:
-        versions: Batches in flight, 1 or 2. Microbatches of the batch before have the numbers `microbatches`, ….
+        versions: Batches in flight, 1 or 2. Microbatches of the batch before have the numbers
+            `microbatches`, ….
         receive_slot: Slot for the input that the previous stage sent in the tick before.
         forward: Microbatch of the forward task.
         forward_slot: Slot of its input; the first virtual stage writes it in this tick.
         gradient_receive_slot: Slot for the gradient that the next stage sent in the tick before.
         backward: Microbatch of the backward task.
         backward_slot: Slot of the input of its forward task.
-        gradient_slot: Slot of its gradient; -1 on the last virtual stage, which starts from the loss.
+        gradient_slot: Slot of its gradient; -1 on the last virtual stage, which starts from the
+            loss.
     """
 
     microbatches: int
@@ -77,32 +81,44 @@ class TickTable:
 
     @property
     def taken(self) -> dict[str, Fraction]:
-        """Share of ticks in which the busiest stage takes a branch, by its scope; of `from_loss`, of backward tasks."""
+        """Share of ticks with a branch on the busiest stage, by scope.
+
+        The share of `from_loss` is of backward tasks.
+        """
         return self._shares(lambda tasks: int(tasks.sum(axis=0).max()))
 
     @property
     def waited(self) -> dict[str, Fraction]:
-        """Share of ticks in which any stage takes a branch, so that all wait for it; keys as of `taken`."""
+        """Share of ticks with a branch on any stage, so that all wait; keys as of `taken`."""
         return self._shares(lambda tasks: int(tasks.any(axis=1).sum()))
 
     def _shares(self, count: Callable[[np.ndarray], int]) -> dict[str, Fraction]:
-        forward, backward = self.forward >= 0, self.backward >= 0
+        forward = self.forward >= 0
+        backward = self.backward >= 0
         branches = {
             "pipeline_forward": forward,
             "pipeline_backward": backward,
             "pipeline_embedding": (forward & (self.forward_chunk == 0))[:, :1],
             "pipeline_embedding_backward": (backward & (self.backward_chunk == 0))[:, :1],
         }
-        shares = {name: Fraction(count(tasks), self.ticks) for name, tasks in branches.items()}
-        return shares | {"pipeline_from_loss": Fraction(1, self.chunks)}
+        shares = dict[str, Fraction]()
+        for name, tasks in branches.items():
+            shares[name] = Fraction(count(tasks), self.ticks)
+        shares["pipeline_from_loss"] = Fraction(1, self.chunks)
+        return shares
 
     def time(self, forward: float, backward: float) -> float:
-        """Return the duration, given that of a forward and of a backward task (with recomputation) of a whole stage.
+        """Return the duration.
 
         In each half of a tick, every stage waits for the slowest.
+
+        Args:
+            forward: Time of a forward task of a whole stage.
+            backward: Time of a backward task of a whole stage, with recomputation.
         """
-        halves = ((self.forward, forward), (self.backward, backward))
-        return sum((tasks >= 0).any(axis=1).sum() * time / self.chunks for tasks, time in halves)
+        forward_ticks = (self.forward >= 0).any(axis=1).sum()
+        backward_ticks = (self.backward >= 0).any(axis=1).sum()
+        return forward_ticks * forward / self.chunks + backward_ticks * backward / self.chunks
 
 
 _COLUMNS = [field.name for field in dataclasses.fields(TickTable) if field.type is np.ndarray]
@@ -114,40 +130,87 @@ def tabulate(schedule: Schedule) -> TickTable:
     Raises:
         ScheduleError: The reasons why the schedule cannot be executed.
     """
-    if problems := _unsupported(schedule):
+    problems = _unsupported(schedule)
+    if problems:
         raise ScheduleError("This schedule can be simulated but not executed:", problems)
     if not schedule.flush:
         return _steady_state(schedule.stages, schedule.microbatches)
-    stages, last = schedule.stages, schedule.stages * schedule.chunks - 1
     ticks = _assign_ticks(schedule)
-    columns = {name: np.full((1 + max(ticks.values()), stages), IDLE, np.int32) for name in _COLUMNS}
-    inputs: list[dict[Pass, tuple[int, int]]] = [{} for _ in range(stages)]  # first and last tick in which it is held
-    gradients: list[dict[Pass, tuple[int, int]]] = [{} for _ in range(stages)]
+    shape = (1 + max(ticks.values()), schedule.stages)
+    columns = {name: np.full(shape, IDLE, np.int32) for name in _COLUMNS}
+    _fill_tasks(columns, schedule, ticks)
+    for stage in range(schedule.stages):
+        _fill_input_slots(columns, schedule, ticks, stage)
+        _fill_gradient_slots(columns, schedule, ticks, stage)
+    return TickTable(
+        schedule.microbatches,
+        schedule.chunks,
+        depth=1 + int(columns["backward_slot"].max()),
+        gradient_depth=1 + int(columns["gradient_slot"].max()),
+        versions=1,
+        **columns,
+    )
+
+
+def _last_virtual_stage(schedule: Schedule) -> int:
+    return schedule.stages * schedule.chunks - 1
+
+
+def _fill_tasks(
+    columns: Mapping[str, np.ndarray], schedule: Schedule, ticks: Mapping[Pass, int]
+) -> None:
+    """Write the microbatches and the chunks of all tasks."""
+    last = _last_virtual_stage(schedule)
+    for (kind, virtual_stage, i), tick in ticks.items():
+        chunk, stage = divmod(virtual_stage, schedule.stages)
+        if kind == "B":
+            columns["backward"][tick, stage] = i
+            columns["backward_chunk"][tick, stage] = chunk
+        elif virtual_stage < last:  # the last forward task is the first half of its backward task
+            columns["forward"][tick, stage] = i
+            columns["forward_chunk"][tick, stage] = chunk
+
+
+def _fill_input_slots(
+    columns: Mapping[str, np.ndarray], schedule: Schedule, ticks: Mapping[Pass, int], stage: int
+) -> None:
+    """Write the slots of the inputs of a stage, each held until its backward task."""
+    last = _last_virtual_stage(schedule)
+    held: dict[Pass, tuple[int, int]] = {}  # first and last tick
     for task, tick in ticks.items():
         kind, virtual_stage, i = task
-        chunk, stage = divmod(virtual_stage, stages)
-        if kind == "B":
-            columns["backward"][tick, stage], columns["backward_chunk"][tick, stage] = i, chunk
-            arrival = ticks["F", virtual_stage - 1, i] + 1 if virtual_stage else ticks["F", 0, i]
-            inputs[stage][task] = arrival, tick
-            if virtual_stage < last:
-                gradients[stage][task] = ticks["B", virtual_stage + 1, i] + 1, tick
-        elif virtual_stage < last:  # the last forward task is the first half of its backward task
-            columns["forward"][tick, stage], columns["forward_chunk"][tick, stage] = i, chunk
-    for stage in range(stages):
-        slots, gradient_slots = _allocate_slots(inputs[stage]), _allocate_slots(gradients[stage])
-        for task, (arrival, tick) in inputs[stage].items():
-            _, virtual_stage, i = task
-            columns["backward_slot"][tick, stage] = slots[task]
-            if virtual_stage:
-                columns["receive_slot"][arrival, stage] = slots[task]
-            if virtual_stage < last:
-                columns["forward_slot"][ticks["F", virtual_stage, i], stage] = slots[task]
-        for task, (arrival, tick) in gradients[stage].items():
-            columns["gradient_slot"][tick, stage] = gradient_slots[task]
-            columns["gradient_receive_slot"][arrival, stage] = gradient_slots[task]
-    depth, gradient_depth = (1 + int(columns[name].max()) for name in ("backward_slot", "gradient_slot"))
-    return TickTable(schedule.microbatches, schedule.chunks, depth, gradient_depth, versions=1, **columns)
+        if kind != "B" or virtual_stage % schedule.stages != stage:
+            continue
+        if virtual_stage == 0:  # it is written in the tick of its forward task
+            held[task] = ticks["F", 0, i], tick
+        else:
+            held[task] = ticks["F", virtual_stage - 1, i] + 1, tick
+    slots = _allocate_slots(held)
+    for task, (arrival, tick) in held.items():
+        _, virtual_stage, i = task
+        columns["backward_slot"][tick, stage] = slots[task]
+        if virtual_stage > 0:
+            columns["receive_slot"][arrival, stage] = slots[task]
+        if virtual_stage < last:
+            forward_tick = ticks["F", virtual_stage, i]
+            columns["forward_slot"][forward_tick, stage] = slots[task]
+
+
+def _fill_gradient_slots(
+    columns: Mapping[str, np.ndarray], schedule: Schedule, ticks: Mapping[Pass, int], stage: int
+) -> None:
+    """Write the slots of the gradients that a stage receives."""
+    last = _last_virtual_stage(schedule)
+    held: dict[Pass, tuple[int, int]] = {}  # first and last tick
+    for task, tick in ticks.items():
+        kind, virtual_stage, i = task
+        is_own = virtual_stage % schedule.stages == stage
+        if kind == "B" and is_own and virtual_stage < last:
+            held[task] = ticks["B", virtual_stage + 1, i] + 1, tick
+    slots = _allocate_slots(held)
+    for task, (arrival, tick) in held.items():
+        columns["gradient_slot"][tick, stage] = slots[task]
+        columns["gradient_receive_slot"][arrival, stage] = slots[task]
 
 
 def describe_execution(schedule: Schedule) -> str:
@@ -155,10 +218,14 @@ def describe_execution(schedule: Schedule) -> str:
 
     Example:
         >>> from spmd.pipeline.schedules import make_schedule
-        >>> describe_execution(make_schedule("1f1b", stages=2, microbatches=8))
-        'executed in lock step: 10 ticks of a forward and a backward task; a stage holds the inputs of at most 3 tasks'
+        >>> text = describe_execution(make_schedule("1f1b", stages=2, microbatches=8))
+        >>> for part in text.split("; "):
+        ...     print(part)
+        executed in lock step: 10 ticks of a forward and a backward task
+        a stage holds the inputs of at most 3 tasks
     """
-    if problems := _unsupported(schedule):
+    problems = _unsupported(schedule)
+    if problems:
         return f"simulated, not executed: it {problems[0].what}; {problems[0].fix}"
     table = tabulate(schedule)
     ticks = f"{table.ticks} ticks of a forward and a backward task"
@@ -169,15 +236,20 @@ def describe_execution(schedule: Schedule) -> str:
 
 
 def _unsupported(schedule: Schedule) -> list[Problem]:
-    where, problems = f"schedule {schedule.name}", []
-    kinds = {task.kind for order in schedule.orders for task in order}
-    if split := sorted(kinds & {"B", "W"}):
+    """Return the reasons why a schedule cannot be executed."""
+    where = f"schedule {schedule.name}"
+    problems = list[Problem]()
+    kinds = {task.kind for task in itertools.chain.from_iterable(schedule.orders)}
+    split = sorted(kinds & {"B", "W"})
+    if split:
         what = f"splits the backward pass into {' and '.join(split)}"
         problems.append(Problem(where, what, fix="gpipe, 1f1b, interleaved, or a file of F and BW"))
     if schedule.placement != "loop":
-        problems.append(Problem(where, f"has the placement {schedule.placement!r}", fix='placement "loop"'))
+        what = f"has the placement {schedule.placement!r}"
+        problems.append(Problem(where, what, fix='placement "loop"'))
     if schedule.stages == 1:
-        problems.append(Problem(where, "has one stage", fix="2 stages or more, or gradient accumulation"))
+        fix = "2 stages or more, or gradient accumulation"
+        problems.append(Problem(where, "has one stage", fix=fix))
     least = 2 * (schedule.stages - 1)
     if not schedule.flush and schedule.microbatches < least:
         detail = f"{schedule.microbatches} < 2 × (stages={schedule.stages} - 1)"
@@ -187,59 +259,103 @@ def _unsupported(schedule: Schedule) -> list[Problem]:
 
 
 def _assign_ticks(schedule: Schedule) -> dict[Pass, int]:
-    """Return the tick of each pass, `"F"` or `"B"`; the last virtual stage's F shares its tick with others."""
-    stages, last = schedule.stages, schedule.stages * schedule.chunks - 1
-    forwards = [[task for task in order if task.kind == "F"] for order in schedule.orders]
-    listed = [itertools.accumulate(task.kind == "F" for task in order) for order in schedule.orders]
-    backwards = [  # each with the number of forward tasks that are listed before it
-        [(task, count) for task, count in zip(order, counts, strict=True) if task.kind != "F"]
-        for order, counts in zip(schedule.orders, listed, strict=True)
-    ]
+    """Return the tick of each pass, `"F"` or `"B"`.
+
+    The last virtual stage's F shares its tick with others.
+    """
+    waiting = [_WaitingTasks(schedule, stage) for stage in range(schedule.stages)]
+    count = sum(map(len, schedule.orders))
     ticks: dict[Pass, int] = {}
-    next_forward, next_backward = [0] * stages, [0] * stages
     for tick in itertools.count():
         before = len(ticks)
-        for stage in range(stages):
-            is_free = True
-            while next_forward[stage] < len(forwards[stage]):
-                task = forwards[stage][next_forward[stage]]
-                virtual_stage, i = task.chunk * stages + stage, task.microbatch
-                has_input = virtual_stage == 0 or ticks.get(("F", virtual_stage - 1, i), tick) < tick
-                if not has_input or (virtual_stage < last and not is_free):
-                    break
-                is_free = is_free and virtual_stage == last
-                ticks["F", virtual_stage, i] = tick
-                next_forward[stage] += 1
-        for stage in range(stages):
-            if next_backward[stage] == len(backwards[stage]):
-                continue
-            task, count = backwards[stage][next_backward[stage]]
-            virtual_stage, i = task.chunk * stages + stage, task.microbatch
-            has_gradient = virtual_stage == last or ticks.get(("B", virtual_stage + 1, i), tick) < tick
-            if has_gradient and next_forward[stage] >= count:
-                ticks["B", virtual_stage, i] = tick
-                next_backward[stage] += 1
-        if len(ticks) == sum(map(len, schedule.orders)):
+        for stage in waiting:
+            stage.run_forwards(ticks, tick)
+        for stage in waiting:
+            stage.run_backward(ticks, tick)
+        if len(ticks) == count:
             break
         assert len(ticks) > before, "a schedule that was checked has no deadlock"
     return ticks
 
 
-def _steady_state(stages: int, microbatches: int) -> TickTable:
-    """Return 1F1B in its steady state: every stage has a forward and a backward task in every tick of a batch.
+class _WaitingTasks:
+    """The tasks of a stage that have no tick yet.
 
-    At the start of a batch the last microbatches of the batch before are in flight, numbered `microbatches`, …. The
-    slot of a microbatch is its number modulo `depth`, counted from the start of this batch (negative for the last).
+    Attributes:
+        forwards: Virtual stage and microbatch of each forward task.
+        backwards: The same of each backward task, with the number of forward tasks listed before
+            it.
+        last: The last virtual stage.
+        ran: Forward tasks that have a tick.
+    """
+
+    def __init__(self, schedule: Schedule, stage: int) -> None:
+        self.forwards = deque[tuple[int, int]]()
+        self.backwards = deque[tuple[int, int, int]]()
+        self.last = _last_virtual_stage(schedule)
+        self.ran = 0
+        for task in schedule.orders[stage]:
+            virtual_stage = schedule.virtual_stage(stage, task.chunk)
+            if task.kind == "F":
+                self.forwards.append((virtual_stage, task.microbatch))
+            else:
+                listed = len(self.forwards)
+                self.backwards.append((virtual_stage, task.microbatch, listed))
+
+    def run_forwards(self, ticks: dict[Pass, int], tick: int) -> None:
+        """Run the next forward task in this tick, with others of the last virtual stage.
+
+        Each needs its input.
+        """
+        is_free = True
+        while self.forwards:
+            virtual_stage, i = self.forwards[0]
+            is_last = virtual_stage == self.last
+            sent = ticks.get(("F", virtual_stage - 1, i), tick)
+            has_input = virtual_stage == 0 or sent < tick
+            if not has_input or not (is_last or is_free):
+                return
+            if not is_last:
+                is_free = False
+            ticks["F", virtual_stage, i] = tick
+            self.forwards.popleft()
+            self.ran += 1
+
+    def run_backward(self, ticks: dict[Pass, int], tick: int) -> None:
+        """Run the next backward task in this tick, if it has its gradient.
+
+        All forward tasks listed before it must be done.
+        """
+        if not self.backwards:
+            return
+        virtual_stage, i, listed = self.backwards[0]
+        sent = ticks.get(("B", virtual_stage + 1, i), tick)
+        has_gradient = virtual_stage == self.last or sent < tick
+        if has_gradient and self.ran >= listed:
+            ticks["B", virtual_stage, i] = tick
+            self.backwards.popleft()
+
+
+def _steady_state(stages: int, microbatches: int) -> TickTable:
+    """Return 1F1B in its steady state.
+
+    Every stage has a forward and a backward task in every tick of a batch. At the start of a batch
+    the last microbatches of the batch before are in flight, numbered `microbatches`, …. The slot of
+    a microbatch is its number modulo `depth`, counted from the start of this batch (negative for
+    the last).
     """
     depth = 2 * stages - 1
-    tick, stage = np.arange(microbatches)[:, None], np.arange(stages)[None]
-    forward, backward = tick - stage, tick - (2 * (stages - 1) - stage)
+    tick = np.arange(microbatches)[:, None]
+    stage = np.arange(stages)[None]
+    forward = tick - stage  # [tick, stage]
+    backward = tick - (2 * (stages - 1) - stage)
     zeros = np.zeros_like(forward)
 
     def number(i: np.ndarray) -> np.ndarray:
         return np.where(i < 0, i + 2 * microbatches, i)
 
-    receives, sends = zeros + stage > 0, zeros + stage < stages - 1
+    receives = zeros + stage > 0
+    sends = zeros + stage < stages - 1
     columns = {
         "receive_slot": np.where(receives, forward % depth, IDLE),
         "forward": np.where(sends, number(forward), IDLE),
@@ -257,11 +373,21 @@ def _steady_state(stages: int, microbatches: int) -> TickTable:
 
 def _allocate_slots(lifetimes: Mapping[Pass, tuple[int, int]]) -> dict[Pass, int]:
     """Assign a slot to each array, given the first and the last tick in which it is held."""
+
+    def order(task: Pass) -> tuple[tuple[int, int], int, int]:
+        _, virtual_stage, i = task
+        return lifetimes[task], i, virtual_stage
+
     until: list[int] = []  # the last tick in which each slot is used
-    slots = {}
-    for name, (first, last) in sorted(lifetimes.items(), key=lambda item: (item[1], item[0][2], item[0][1])):
+    slots = dict[Pass, int]()
+    for task in sorted(lifetimes, key=order):
+        first, last = lifetimes[task]
         free = [slot for slot, end in enumerate(until) if end < first]
-        slot = free[0] if free else len(until)
-        until[slot : slot + 1] = [last]
-        slots[name] = slot
+        if free:
+            slot = free[0]
+            until[slot] = last
+        else:
+            slot = len(until)
+            until.append(last)
+        slots[task] = slot
     return slots

@@ -1,4 +1,4 @@
-"""The gradients that PowerSGD compresses, as matrices, and the layout of its state (`spmd.powersgd.transform`).
+"""Gradients for PowerSGD, as matrices, and the layout of its state (`spmd.powersgd.transform`).
 
 A plan decides which gradients are compressed, and the state is placed as they are.
 """
@@ -6,6 +6,7 @@ A plan decides which gradients are compressed, and the state is placed as they a
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
@@ -71,29 +72,40 @@ class Matrix:
     @property
     def q_spec(self) -> P:
         """The spec of Q, `[shard of rows, *batch, rank, m]`."""
-        rows, columns = (self.spec[dim] for dim in self.dims)
-        return dims_spec([rows, *(self.spec[dim] for dim in self.batch), (), columns])
+        row_dim, column_dim = self.dims
+        batch = self._of_batch(self.spec)
+        return dims_spec([self.spec[row_dim], *batch, (), self.spec[column_dim]])
 
     def q_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of Q on all devices."""
-        shards = self.shape[self.dims[0]] // self.rows
-        return (shards, *(self.shape[dim] for dim in self.batch), rank, self.shape[self.dims[1]])
+        row_dim, column_dim = self.dims
+        shards = self.shape[row_dim] // self.rows
+        batch = self._of_batch(self.shape)
+        return (shards, *batch, rank, self.shape[column_dim])
+
+    def _of_batch(self, entries: Sequence[Any]) -> list[Any]:
+        """Return the entries of the dimensions that count matrices."""
+        return [entries[dim] for dim in self.batch]
 
 
-def find_matrices(plan: ShardingPlan, rank: int, rate: float) -> tuple[dict[str, Matrix], dict[str, str]]:
-    """Return path → matrices that are compressed, and path → the reason why a gradient is sent as it is.
+def find_matrices(
+    plan: ShardingPlan, rank: int, rate: float
+) -> tuple[dict[str, Matrix], dict[str, str]]:
+    """Return path → matrices to compress, and path → the reason to send a gradient as it is.
 
     Args:
         rate: A matrix is compressed if (n + m) · rank · rate < n · m.
     """
-    matrices, plain = dict[str, Matrix](), dict[str, str]()
+    matrices = dict[str, Matrix]()
+    plain = dict[str, str]()
     for entry in plan.gradients:
         stacked = dims_of(entry.path, plan.rules.stacks)
         if len(entry.shape) - len(stacked) < 2:
             plain[entry.path] = "no matrix"
             continue
         matrix = make_matrix(entry.shape, entry.spec, stacked, plan.mesh)
-        if reason := _not_compressed(matrix, rank, rate):
+        reason = _not_compressed(matrix, rank, rate)
+        if reason:
             plain[entry.path] = reason
         else:
             matrices[entry.path] = matrix
@@ -102,30 +114,40 @@ def find_matrices(plan: ShardingPlan, rank: int, rate: float) -> tuple[dict[str,
 
 def make_matrix(shape: tuple[int, ...], spec: P, stacked: Sequence[int], mesh: AnyMesh) -> Matrix:
     """Return the matrices of a gradient: its last two dimensions that are not stacked."""
-    dims = spec_dims(spec, len(shape), tuple(axis for axis, size in mesh.shape.items() if size > 1))
+    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
+    dims = spec_dims(spec, len(shape), axes)
     *_, rows, columns = (dim for dim in range(len(shape)) if dim not in stacked)
-    return Matrix(shape, tuple(dims), (rows, columns), local_shape(shape, dims, mesh.shape))
+    local = local_shape(shape, dims, mesh.shape)
+    return Matrix(shape, tuple(dims), (rows, columns), local)
 
 
 def _not_compressed(matrix: Matrix, rank: int, rate: float) -> str:
-    """Return why a matrix is sent as it is, empty if it is compressed."""
-    n, m = matrix.rows, matrix.columns
+    """Return the reason to send a matrix as it is, empty if it is compressed."""
+    n = matrix.rows
+    m = matrix.columns
     if any(AXIS in axes for axes in matrix.spec):
         return f"split over {AXIS}"
     if rank > min(n, m):
         return f"rank {rank} > min({n}, {m})"
-    if (n + m) * rank * rate >= n * m:
-        return f"({n} + {m}) · {rank} · {rate:g} = {(n + m) * rank * rate:g} ≥ {n} · {m} = {n * m}"
+    sent = (n + m) * rank * rate
+    if sent >= n * m:
+        return f"({n} + {m}) · {rank} · {rate:g} = {sent:g} ≥ {n} · {m} = {n * m}"
     return ""
 
 
 def compressed_bytes(plan: ShardingPlan) -> dict[str, tuple[int, int]]:
-    """Return path → the bytes of P and of Q that a device sends, for the gradients whose state the plan has."""
-    gradients, found = {entry.path: entry for entry in plan.gradients}, dict[str, tuple[int, int]]()
+    """Return path → the bytes of P and of Q of a device, for gradients with a state in the plan."""
+    gradients = {entry.path: entry for entry in plan.gradients}
+    prefix = f"{NAME}/{Q}/"
+    found = dict[str, tuple[int, int]]()
     for entry in plan.transform_states:
-        if entry.path.startswith(prefix := f"{NAME}/{Q}/"):
-            path, rank = entry.path.removeprefix(prefix), entry.shape[-2]
-            shape, spec = gradients[path].shape, gradients[path].spec
-            matrix = make_matrix(shape, spec, dims_of(path, plan.rules.stacks), plan.mesh)
-            found[path] = (4 * rank * matrix.rows * matrix.count, 4 * rank * matrix.columns * matrix.count)
+        if not entry.path.startswith(prefix):
+            continue
+        path = entry.path.removeprefix(prefix)
+        gradient = gradients[path]
+        stacked = dims_of(path, plan.rules.stacks)
+        matrix = make_matrix(gradient.shape, gradient.spec, stacked, plan.mesh)
+        rank = entry.shape[-2]
+        row_bytes = 4 * rank * matrix.count
+        found[path] = row_bytes * matrix.rows, row_bytes * matrix.columns
     return found

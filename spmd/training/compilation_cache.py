@@ -16,10 +16,8 @@ def cache_dir(configured: str) -> Path | None:
     """Return the cache's folder, None for no cache.
 
     `configured` is a folder, "none", or empty for JAX's own setting if there is one, else
-    `~/.cache/spmd/programs`. The
-    last has a folder for each kind of processor: machines may share a home folder, and programs for
-        simulated devices
-    run on one kind of processor.
+    `~/.cache/spmd/programs`. The last has a folder for each kind of processor: machines may share a
+    home folder, and programs for simulated devices run on one kind of processor.
     """
     if configured == "none":
         return None

@@ -98,9 +98,8 @@ def evaluated_params(plan: ShardingPlan, state: TrainState) -> Any:
     """Return the parameters for the evaluation of a run, stored as the plan's parameters are.
 
     They are those of the state, unless its optimizer is evaluated at others: averaged ones
-        (`with_ema`, schedule-free),
-    the slow ones of a lookahead, or what the plan's `evaluation_params` returns. Generate and
-    export with the same.
+    (`with_ema`, schedule-free), the slow ones of a lookahead, or what the plan's
+    `evaluation_params` returns. Generate and export with the same.
     """
     point = plan_evaluation_point(plan)
     if not point.name:
