@@ -435,7 +435,7 @@ def _scale_by_path(
     scales: Sequence[str], stacks: Mapping[str, Stack]
 ) -> optax.GradientTransformation:
     """Multiply the update of each parameter by the factor of the first matching row."""
-    factors = {}
+    factors = dict[str, float]()
     for row in scales:
         factors.setdefault(_pattern_of(row), _factor_of(row))
 

@@ -79,7 +79,7 @@ def check_update(
             is given.
     """
     fix = "an optimizer that needs no other arguments"
-    given = NAMES
+    given: tuple[str, ...] = NAMES
     if not whole:
         fix = f"offload nothing, or {fix}"
         given = OF_PARTS
