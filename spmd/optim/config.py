@@ -433,7 +433,7 @@ def _weight_decay(weight_decay: float, treatment: Treatment) -> optax.GradientTr
 
 def _scale_by_path(scales: Sequence[str], stacks: Mapping[str, Stack]) -> optax.GradientTransformation:
     """Multiply the update of each parameter by the factor of the first matching row."""
-    factors: dict[str, float] = {}
+    factors = dict[str, float]()
     for row in scales:
         factors.setdefault(_pattern_of(row), _factor_of(row))
 

@@ -285,6 +285,7 @@ def trace_update(
         inputs.append(_seen_state(leaf, followed.get(path, ""), lengths))
     for path in paths:
         inputs.append(_Seen(frozenset({("parameter", path)})))
+    states = _state_shapes(state_leaves, followed, dims, lengths)
 
     def update(gradients: Any, state: Any, params: Any) -> Any:
         return example_update(optimizer, gradients, state, params)[0]
@@ -294,13 +295,6 @@ def trace_update(
     if totals:
         total = min(2, len(paths))
     outputs = _Tracer(lengths, total).run(closed.jaxpr, inputs)
-
-    states = dict[str, Counter[tuple[str, tuple[int, ...]]]]()
-    for path, param in followed.items():
-        name = _PER_LAYER.sub("", path.rpartition(param)[0])
-        shape = state_leaves[path].shape
-        layer = _layer_shape(shape, dims.get(param, ()), lengths.get(param, ()))
-        states.setdefault(param, Counter())[name, layer] += 1
 
     traced = {}
     for param, output in zip(paths, outputs, strict=True):
@@ -325,6 +319,22 @@ def _stacked_lengths(params: Any, dims: Mapping[str, Sequence[int]]) -> dict[str
             shape = flat[path].shape
             lengths[path] = tuple(shape[dim] for dim in own)
     return lengths
+
+
+def _state_shapes(
+    leaves: Mapping[str, Any],
+    followed: Mapping[str, str],
+    dims: Mapping[str, Sequence[int]],
+    lengths: Mapping[str, tuple[int, ...]],
+) -> dict[str, Counter[tuple[str, tuple[int, ...]]]]:
+    """Return parameter → the names and layer shapes of its arrays of the state."""
+    states = dict[str, Counter[tuple[str, tuple[int, ...]]]]()
+    for path, param in followed.items():
+        name = _PER_LAYER.sub("", path.rpartition(param)[0])
+        shape = leaves[path].shape
+        layer = _layer_shape(shape, dims.get(param, ()), lengths.get(param, ()))
+        states.setdefault(param, Counter())[name, layer] += 1
+    return states
 
 
 def _seen_state(leaf: Any, param: str, lengths: Mapping[str, tuple[int, ...]]) -> _Seen:

@@ -267,7 +267,7 @@ def _spans(slices: Mapping[str, int]) -> dict[str, int]:
 
 def _batch_axes() -> list[str]:
     """Return the axes that split tokens."""
-    axes: list[str] = []
+    axes = list[str]()
     for entry in BATCH_SPEC:
         axes += entry_axes(entry)
     return axes
