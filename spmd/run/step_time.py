@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -32,6 +33,7 @@ from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.describe import sent_bytes
 from spmd.run.preflight import CompiledStep, compile_step, topology_mesh
 from spmd.settings.compress import powersgd_rank
+from spmd.settings.quantize import MatmulRecipe
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
 from spmd.step_time.calibration import CLOSED, COMPILED
 from spmd.step_time.closed_form import Workload, closed_form
