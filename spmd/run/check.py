@@ -250,8 +250,8 @@ class Sweep:
             yield f"{name}{_errors_text(parity)}"
         if not self.compared:
             problems = list[Problem]()
-            for error in self.refused.values():
-                problems += error.problems
+            for refusal in self.refused.values():
+                problems += refusal.problems
             raise ConfigError("This config runs on no product of axes:", problems)
         yield self._summary()
 
