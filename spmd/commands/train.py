@@ -17,19 +17,23 @@ from spmd.sharding.mesh import AnyMesh
 class TrainCommand(Generic[M]):
     """Train a model, with everything about the run in one folder.
 
-    Metrics go to the terminal and to DIR/metrics.jsonl, checkpoints to DIR/checkpoints. A folder that contains a run is
-    refused without --resume; a resumed run is bitwise identical to one that was never interrupted. On SIGTERM or
-    SIGUSR1 the run finishes its step, saves a checkpoint and exits with 75: continue with --resume auto.
+    Metrics go to the terminal and to DIR/metrics.jsonl, checkpoints to DIR/checkpoints. A folder
+    that contains a run is refused without --resume; a resumed run is bitwise identical to one that
+    was never interrupted. On SIGTERM or SIGUSR1 the run finishes its step, saves a checkpoint and
+    exits with 75: continue with --resume auto.
     """
 
     config: ConfigFields
     resume: Resume = "never"
-    """If the folder contains a run: never (refuse the folder), auto (resume; start a run if there is none), always
-    (resume; refuse a folder without a checkpoint). Resumes from the newest intact checkpoint."""
+    """If the folder contains a run: never (refuse the folder), auto (resume; start a run if there
+    is none), always (resume; refuse a folder without a checkpoint). Resumes from the newest intact
+    checkpoint."""
     take_over: bool = False
-    """Take the folder from the process that writes to it; that process ends before it writes again."""
+    """Take the folder from the process that writes to it; that process ends before it writes
+    again."""
     profile: str = ""
-    """Trace these steps, such as 10:15, into DIR/profile; SIGUSR2 traces the next five at any time."""
+    """Trace these steps, such as 10:15, into DIR/profile; SIGUSR2 traces the next five at any
+    time."""
     launch_args: LaunchFields = LaunchArgs()
 
 
@@ -48,5 +52,8 @@ def run_train(arguments: list[str]) -> int:
 
 def check_command(command: TrainCommand[Any], source: Path, mesh: AnyMesh) -> None:
     """Raise what `run_train` would refuse, without the devices of the mesh."""
-    resume, _ = run_dir(command.config, source).check_use(command.resume), parse_steps(command.profile)
+    resume, _ = (
+        run_dir(command.config, source).check_use(command.resume),
+        parse_steps(command.profile),
+    )
     check(command.config, mesh, resume)
