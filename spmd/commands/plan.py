@@ -74,8 +74,8 @@ class PlanCommand(Generic[M]):
     topology: str = ""
     """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
     diff: str = ""
-    """Print the difference from another config's plan: lines of this plan with -, of the other with
-    +."""
+    """Print the difference from another config's plan: lines of this plan with -, of the other
+    with +."""
     schedule: bool = False
     """Print a chart of the pipeline schedule, and write it to a file."""
     svg: str = "schedule.svg"

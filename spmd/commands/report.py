@@ -29,8 +29,8 @@ _TITLE = "There is no report:"
 class ReportCommand(Generic[M]):
     """Write a report of a config's plan, with charts: one HTML file, --out, that opens offline.
 
-    The step is compiled for its collectives and their time; nothing is trained. `spmd report RUN
-    [RUN]` is of runs.
+    The step is compiled for its collectives and their time; nothing is trained. `spmd report
+    RUN [RUN]` is of runs.
     """
 
     config: ConfigFields

@@ -26,8 +26,8 @@ class TrainCommand(Generic[M]):
     config: ConfigFields
     resume: Resume = "never"
     """If the folder contains a run: never (refuse the folder), auto (resume; start a run if there
-    is none), always (resume; refuse a folder without a checkpoint). Resumes from the newest intact
-    checkpoint."""
+    is none), always
+    (resume; refuse a folder without a checkpoint). Resumes from the newest intact checkpoint."""
     take_over: bool = False
     """Take the folder from the process that writes to it; that process ends before it writes
     again."""
@@ -40,14 +40,15 @@ class TrainCommand(Generic[M]):
 def run_train(arguments: list[str]) -> int:
     """Run `spmd train`; return the exit code."""
     command, source = parse_command(TrainCommand, arguments, "train")
-    return train(
+    result = train(
         command.config,
         resume=command.resume,
         take_over=command.take_over,
         profile=command.profile,
         source=source,
         launch_args=command.launch_args,
-    ).exit_code
+    )
+    return result.exit_code
 
 
 def check_command(command: TrainCommand[Any], source: Path, mesh: AnyMesh) -> None:
