@@ -25,15 +25,12 @@ class TrainCommand(Generic[M]):
 
     config: ConfigFields
     resume: Resume = "never"
-    """If the folder contains a run: never (refuse the folder), auto (resume; start a run if there
-    is none), always
+    """If the folder contains a run: never (refuse the folder), auto (resume; start a run if there is none), always
     (resume; refuse a folder without a checkpoint). Resumes from the newest intact checkpoint."""
     take_over: bool = False
-    """Take the folder from the process that writes to it; that process ends before it writes
-    again."""
+    """Take the folder from the process that writes to it; that process ends before it writes again."""
     profile: str = ""
-    """Trace these steps, such as 10:15, into DIR/profile; SIGUSR2 traces the next five at any
-    time."""
+    """Trace these steps, such as 10:15, into DIR/profile; SIGUSR2 traces the next five at any time."""
     launch_args: LaunchFields = LaunchArgs()
 
 
@@ -52,9 +49,7 @@ def run_train(arguments: list[str]) -> int:
 
 
 def check_command(command: TrainCommand[Any], source: Path, mesh: AnyMesh) -> None:
-    """Raise what `run_train` would refuse, without the devices of the mesh."""
-    resume, _ = (
-        run_dir(command.config, source).check_use(command.resume),
-        parse_steps(command.profile),
-    )
-    check(command.config, mesh, resume)
+    """Raise the problems of `run_train`, without the devices of the mesh."""
+    resumes = run_dir(command.config, source).check_use(command.resume)
+    parse_steps(command.profile)
+    check(command.config, mesh, resumes)
