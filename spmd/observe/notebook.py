@@ -12,12 +12,14 @@ _WIDTH = 100
 def in_notebook() -> bool:
     """Return whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")  # a kernel has imported it
-    shell = ipython.get_ipython() if ipython else None
-    return shell is not None and getattr(shell, "kernel", None) is not None
+    if not ipython:
+        return False
+    shell = ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
 
 
 class NotebookLive:
-    """Output below the cell that is running, shown when it is first updated; as `rich.live.Live` for a terminal."""
+    """Output below the running cell, shown at its first update: `rich.live.Live` of a notebook."""
 
     def __init__(self) -> None:
         self._handle: Any = None
