@@ -380,10 +380,11 @@ def _resolution(x: np.ndarray) -> float:
 
 
 def _all_finite(leaves: Leaves) -> bool:
-    for x in leaves.values():
-        if not np.isfinite(x.astype(np.float64)).all():
-            return False
-    return True
+    return all(map(_is_finite, leaves.values()))
+
+
+def _is_finite(x: np.ndarray) -> bool:
+    return bool(np.isfinite(x.astype(np.float64)).all())
 
 
 def _shape_text(leaves: Mapping[str, Any], path: str) -> str:
