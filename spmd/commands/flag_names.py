@@ -1,4 +1,4 @@
-"""Names of flags in errors: a problem of a config's field ends with the flag that sets it."""
+"""Names of flags in errors: a problem of a config's field ends with its flag."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ def name_flags(
         b1: is 2.0
             fix: below 1 (--optimizer.b1)
     """
-    fields = []
+    fields: list[str] = []
     for command in commands:
         fields += _fields(command)
     given = _given_flags(arguments)
@@ -55,7 +55,7 @@ def _given_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def _meant(problem: Problem, fields: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return the dotted paths that a problem can be about; none if it is about no field."""
+    """Return the dotted paths of the fields in a problem; none if it is about no field."""
     where = problem.where.removeprefix("--").replace("-", "_")
     if where in fields or re.fullmatch(r"model(\.\w+)+", where):
         return [where]

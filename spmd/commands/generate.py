@@ -70,39 +70,25 @@ def run_generate(arguments: list[str]) -> int:
     initialize(config.devices)
     prompts, tokens, sampling, tokenizer = _check_request(command, config)
     plain = dataclasses.replace(config, compress=NO_COMPRESSION, quantize="")
-    setup = make_setup(plain, config_mesh(config))
-    generator = make_generator(setup.plan, tokenizer, config.data.sequence, sampling)
+    plan = make_setup(plain, config_mesh(config)).plan
+    generator = make_generator(plan, tokenizer, config.data.sequence, sampling)
     with (
         show_waiting("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
-        model = restore_model(checkpoints, command.step, setup.plan, trained=command.trained)
+        model = restore_model(checkpoints, command.step, plan, trained=command.trained)
     if generator.whole_window and _is_first():
         print(
             f"spmd: each token takes the whole window: {generator.whole_window}",
             file=sys.stderr,
         )
+    options = {"tokens": tokens, "seed": command.seed}
     if len(prompts) == 1:
         (prompt,) = prompts
-        pieces = stream_text(
-            generator,
-            tokenizer,
-            model,
-            prompt,
-            tokens=tokens,
-            seed=command.seed,
-        )
-        _show_stream(prompt, pieces)
+        _show_stream(prompt, stream_text(generator, tokenizer, model, prompt, **options))
     else:
         with show_waiting(f"generating {len(prompts)} texts"):
-            texts = generate_texts(
-                generator,
-                tokenizer,
-                model,
-                prompts,
-                tokens=tokens,
-                seed=command.seed,
-            )
+            texts = generate_texts(generator, tokenizer, model, prompts, **options)
         _show("\n\n".join(texts) + "\n")
     return 0
 

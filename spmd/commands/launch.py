@@ -28,7 +28,7 @@ class LaunchCommand:
 
 
 def run_launch(arguments: list[str]) -> int:
-    """Run the processes; return the exit code of the first that fails, or 0."""
+    """Run the processes; return the exit code of the first failure, or 0."""
     own, train = split_arguments(arguments)
     command: LaunchCommand = parse_flags(LaunchCommand, own, "spmd launch")
     _check_verb(train)

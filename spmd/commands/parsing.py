@@ -20,7 +20,7 @@ LaunchFields = Annotated[LaunchArgs, tyro.conf.arg(name="")]
 
 
 def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, Path]:
-    """Parse a command that takes a config; return it with the config's file.
+    """Parse a command with a config; return it with the config's file.
 
     `command` is a dataclass, generic in the model's config, with a field `config`; `arguments`
     follow the verb.
@@ -53,7 +53,7 @@ def _check_asks_for_help(arguments: list[str], verb: str) -> None:
 
 
 def parse_flags(command: Any, arguments: list[str], usage: str) -> Any:
-    """Parse a command that takes flags alone: a dataclass.
+    """Parse a command with flags alone: a dataclass.
 
     `usage` comes before the flags, such as `spmd launch`.
     """
@@ -61,7 +61,7 @@ def parse_flags(command: Any, arguments: list[str], usage: str) -> Any:
 
 
 def _parse(command: Any, arguments: list[str], usage: str, **default: Any) -> Any:
-    """Parse with tyro; raise a config's own error, which tyro would print within its usage."""
+    """Parse with tyro; raise a config's own error, instead of printing it within the usage."""
     settings = {
         "args": arguments,
         "prog": usage,
@@ -84,7 +84,7 @@ def _parse(command: Any, arguments: list[str], usage: str, **default: Any) -> An
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments at `--`, which is in neither part.
+    """Split arguments at `--`, and leave it out.
 
     Example:
         >>> split_arguments(["--nodes", "2", "--", "--steps", "9"])

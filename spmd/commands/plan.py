@@ -137,7 +137,7 @@ def run_plan(arguments: list[str]) -> int:
 
 
 def _check_views(command: PlanCommand) -> None:
-    """Raise if more than one view is asked for, or one that lacks a flag."""
+    """Raise if more than one view is asked for, or one without its flags."""
     views = []
     for name in ("all", "diff", "compile", "schedule", "estimate", "time"):
         if getattr(command, name):
@@ -229,7 +229,7 @@ def _print_figures(command: PlanCommand, setup: TrainSetup, topology: Topology, 
 
 
 def _compile(config: TrainConfig, topology: Topology, memory: MemoryReport) -> _Figures:
-    """Compile the step for a machine; a step that finds no room has a refusal."""
+    """Compile the step for a machine; without room for it there, return a refusal."""
     if topology.platform == "cpu":
         initialize(topology.devices)
     else:
@@ -352,7 +352,7 @@ def _print_plan(command: PlanCommand, setup: TrainSetup, figures: _Figures, init
 
 
 def _print_excess(memory: MemoryReport, settings: list[tuple[str, int]]) -> None:
-    """Print what takes the memory of a step that does not fit, and settings that do."""
+    """Print the largest part of a step without room on the chip, and settings with less."""
     print(f"\nDOES NOT FIT: most of it is {CATEGORIES[memory.largest]}")
     for flags, total in settings:
         print(f"  {human_bytes(total)} with {flags}")

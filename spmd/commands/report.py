@@ -129,7 +129,7 @@ def _report_runs(arguments: list[str]) -> int:
 
 
 def _check_file(file: str) -> None:
-    """Raise for what would fail after minutes: no file, no folder, no library."""
+    """Raise for mistakes before minutes of work: no file, no folder, no library."""
     problems = page.check_file(file)
     if problems:
         raise ConfigError(_TITLE, problems)

@@ -67,7 +67,7 @@ def _cluster(arguments: list[str]) -> str:
 
 
 def _flag_problems(parsed: TrainCommand[Any]) -> list[Problem]:
-    """Return problems of flags of `spmd train` that the job file sets itself."""
+    """Return problems of flags of `spmd train` with a value from the job file."""
     own = {"launch_args": LaunchArgs(), "resume": "never"}
     problems = []
     for field, default in own.items():

@@ -131,7 +131,7 @@ def _write_problems(command: SearchCommand) -> Iterator[Problem]:
 def _search(
     command: SearchCommand, config: TrainConfig[Any], topology: Topology, path: Path
 ) -> Search:
-    """Rank all settings, with the figures that an earlier search has found."""
+    """Rank all settings, with the figures of an earlier search."""
     machine = str(topology).replace(":", "-")
     default = Path("runs", "search", f"{path.stem}-{machine}.json")
     with show_waiting("ranking settings"):
@@ -197,7 +197,7 @@ def _fewest(
 
 
 def _fewest_days(search: Search, steps: int) -> float | None:
-    """Return the days of all steps with the fastest settings that fit; None if nothing fits."""
+    """Return the days of all steps with the fastest fitting settings; None if nothing fits."""
     for candidate in search.fitting(1):
         if not candidate.refused:
             return candidate.seconds * steps / 86_400
@@ -244,7 +244,7 @@ def _print_table(search: Search, best: Candidate) -> None:
 
 
 def _shown(search: Search) -> list[Candidate]:
-    """Return all candidates that fit, and some of the others."""
+    """Return all fitting candidates, and some of the others."""
     fitting, refused, unknown = [], [], []
     for candidate in search.candidates:
         if candidate.refused:
@@ -331,7 +331,7 @@ def _config_name(path: Path) -> str:
 
 
 def _code(value: Any, old: Any, expression: str) -> str:
-    """Return code for a value; of a dataclass, code for the fields that differ from an old one.
+    """Return code for a value; of a dataclass, code for the fields unlike an old one.
 
     Args:
         expression: Code for the old one; `base` is written over several lines.

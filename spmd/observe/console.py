@@ -273,7 +273,7 @@ class Console(Writer):
 
 
 def _reported(value: float | None, form: str) -> str:
-    """Return a number in a format, or that it is not reported."""
+    """Return a number in a format, or `NOT_REPORTED`."""
     if value is None:
         return NOT_REPORTED
     return f"{value:{form}}"

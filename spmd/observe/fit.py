@@ -1,4 +1,4 @@
-"""Texts and tables that fit the width of the terminal."""
+"""Texts and tables in the width of the terminal."""
 
 import re
 import shutil
@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 def fitted(text: str, stream: TextIO | None = None, *, indent: int = 4) -> str:
-    """Return a text with lines that fit the terminal; the same text if there is no terminal."""
+    """Return a text in the width of the terminal; the same text if there is no terminal."""
     if stream is None:
         stream = sys.stdout
     if not stream.isatty():

@@ -1,4 +1,4 @@
-"""Goodput: the share of training steps that count in a run's time, over all restarts.
+"""Goodput: the share of useful training steps in a run's time, over all restarts.
 
 A run folder's `goodput.jsonl` has a line for each logged step of each session (one `spmd train`),
 with the session's seconds by activity so far. The time of a killed session after its last line
@@ -153,7 +153,7 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """Fraction of the time that went into steps that count."""
+        """Fraction of the time in useful steps: those that are not repeated later."""
         if not self.total:
             return 0.0
         return self.seconds["step"] / self.total
@@ -195,7 +195,7 @@ def measure_goodput(folder: Path) -> Goodput:
 
 
 def _rework(lines: list[dict[str, Any]]) -> float:
-    """Return the seconds of steps that a later line repeats.
+    """Return the seconds of steps before their repetition by a later line.
 
     The steps between two lines share their time evenly.
     """

@@ -1,4 +1,4 @@
-"""Experts that no token chooses."""
+"""Experts without tokens."""
 
 from collections.abc import Callable
 from typing import Any

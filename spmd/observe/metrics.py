@@ -156,7 +156,7 @@ class StepClock:
         self._last: float | None = None
 
     def finished(self) -> None:
-        """Record that a step has finished: its results are available, not only dispatched."""
+        """Record the end of a step: its results are available, not only dispatched."""
         now = self._now()
         if self._last is not None:
             self._seconds.append(now - self._last)

@@ -1,4 +1,4 @@
-"""An output of a notebook that changes in place, as text."""
+"""A changing output of a notebook, as text."""
 
 import html
 import sys
@@ -25,7 +25,7 @@ class NotebookLive:
         self._handle: Any = None
 
     def update(self, shown: rich.console.RenderableType, *, refresh: bool = True) -> None:
-        """Replace what is shown."""
+        """Replace the output."""
         import IPython.display  # a kernel has it; elsewhere it need not be installed
 
         console = rich.console.Console(width=_WIDTH, force_jupyter=False, color_system=None)
@@ -40,4 +40,4 @@ class NotebookLive:
             self._handle.update(bundle, raw=True)
 
     def stop(self) -> None:
-        """Leave what is shown."""
+        """Leave the output as it is."""

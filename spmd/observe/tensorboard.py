@@ -18,7 +18,7 @@ _FLUSH_SECONDS = 30
 
 @contextlib.contextmanager
 def _hidden(package: str) -> Iterator[None]:
-    """Make a package that is not imported yet look as if it were not installed."""
+    """Let a package look as if it were not installed, unless it is imported already."""
     is_new = package not in sys.modules
     if is_new:
         sys.modules[package] = None  # type: ignore[assignment]  # `import` then raises ImportError

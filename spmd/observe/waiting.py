@@ -1,4 +1,4 @@
-"""A line that moves while something takes long, such as a compilation."""
+"""A moving line during long work, such as a compilation."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def show_waiting(doing: str, *, plain: bool = False) -> Iterator[None]:
-    """Show what is done and since when, inside the block, on a terminal.
+    """Show the work of a block and its time so far, on a terminal.
 
     The line is on standard error and vanishes with the block. Elsewhere nothing is written, or with
     `plain` one line on standard output.

@@ -58,7 +58,7 @@ class WandB(Writer):
         self._note(Path(self._run.dir).parent.name)
 
     def _note(self, part: str) -> None:
-        """Record the id, the last step of closed parts, and the part that is open."""
+        """Record the id, the last step of closed parts, and the open part."""
         new = self._record.with_suffix(".tmp")
         record = {"id": self._id, "step": self._written, "open": part}
         new.write_text(json.dumps(record), encoding="utf-8")

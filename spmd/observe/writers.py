@@ -1,4 +1,4 @@
-"""Writers of metrics by name, some of them by packages that are extras of this one."""
+"""Writers of metrics by name, some of them by packages of extras."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ def _is_installed(package: str) -> bool:
 def open_writers(
     names: Sequence[str], folder: Path, metrics: Path, keep_through: int, config: Mapping[str, Any]
 ) -> list[Writer]:
-    """Open writers in a run folder, for a run that continues after step `keep_through`.
+    """Open writers in a run folder, for a run from the step after `keep_through` on.
 
     Those of extras get the missing lines of `metrics`, a file of `JsonLines`: a kill may have lost
     them, or the run did not write to them before.
@@ -72,7 +72,7 @@ def open_writers(
 
 
 def _write_again(records: Iterable[Mapping[str, Any]], writers: Sequence[Writer]) -> None:
-    """Write the lines of a file of `JsonLines`; a writer skips the steps that it has."""
+    """Write the lines of a file of `JsonLines`; a writer skips steps already in it."""
     for record in records:
         values = {}
         for name, value in record.items():

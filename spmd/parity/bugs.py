@@ -1,4 +1,4 @@
-"""Bugs of a gradient function, injected to prove that a check detects them."""
+"""Bugs of a gradient function, injected as controls of a check."""
 
 import functools
 from collections.abc import Callable, Mapping

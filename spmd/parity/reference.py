@@ -86,6 +86,16 @@ class _Comparison:
         )
         raise ConfigError("There is nothing to compare:", [problem])
 
+    def parity(self, tolerance: Tolerance) -> Parity:
+        """Return the results, with one row for each leaf."""
+        return Parity(
+            losses=tuple(self.losses),
+            reference_losses=tuple(self.reference_losses),
+            rows=worst_of_each(self.rows),
+            tolerance=tolerance,
+            stopped=self.stopped,
+        )
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reference:
@@ -139,37 +149,27 @@ class Reference:
         for number, batch in enumerate(self.batches, 1):
             state, metrics = step(state, _placed(plan, batch))
             after = _on_host(state)
-            gradients = _on_host(metrics["gradients"])
-            ours = {"loss": {"": np.asarray(metrics["loss"])}, "gradients": gradients}
-            for what, field in _FIELDS.items():
-                ours[what] = _part(after, field)
+            ours = _results(after, metrics)
             if number == 1 and starts_equal:
                 expected = self._first
             else:
                 expected = self._gradients(before, batch)
-            updates = self._updates(before, batch, gradients, metrics["loss"])
+            updates = self._updates(before, batch, ours["gradients"], metrics["loss"])
             expected = {**expected, **updates}
             found.rows += _compare(number, ours, expected, before, tolerance, plan.precision)
-            loss = float(metrics["loss"])
-            found.losses.append(loss)
+            found.losses.append(float(metrics["loss"]))
             found.reference_losses.append(float(expected["loss"][""][0]))
             if not _all_finite(ours["updates"]):
                 found.stopped = number
                 break
-            if math.isfinite(loss):
+            if math.isfinite(found.losses[-1]):
                 found.compared += 1
             before = after
         found.check()
-        return Parity(
-            losses=tuple(found.losses),
-            reference_losses=tuple(found.reference_losses),
-            rows=worst_of_each(found.rows),
-            tolerance=tolerance,
-            stopped=found.stopped,
-        )
+        return found.parity(tolerance)
 
     def _compare_initial(self, found: Leaves) -> list[Row]:
-        """Return a row for each leaf of the initial state, which must be equal bit by bit."""
+        """Return a row for each leaf of the initial state, with no difference allowed."""
         rows = []
         for path, expected in self._initial.items():
             row = Row("initial state", path, error=0.0, tolerance=0.0)
@@ -200,7 +200,7 @@ class Reference:
         )
 
     def _check_state(self, found: Leaves) -> None:
-        """Raise if a state has other leaves or shapes than that of the reference."""
+        """Raise if a state has other leaves or shapes than the reference."""
         abstract = tree.flatten(abstract_state(self.plan))
         problems = []
         for path in sorted({**found, **abstract}):
@@ -273,6 +273,17 @@ _FIELDS = {
 """Kind of row → field of the state after a step."""
 
 
+def _results(after: Leaves, metrics: Mapping[str, Any]) -> dict[str, Leaves]:
+    """Return kind of row → path → array of a step on the mesh, from its state and its metrics."""
+    results = {
+        "loss": {"": np.asarray(metrics["loss"])},
+        "gradients": _on_host(metrics["gradients"]),
+    }
+    for what, field in _FIELDS.items():
+        results[what] = _part(after, field)
+    return results
+
+
 def _compare(
     step: int,
     found: dict[str, Leaves],
@@ -281,12 +292,7 @@ def _compare(
     tolerance: Tolerance,
     precision: Precision,
 ) -> Iterator[Row]:
-    """Compare all leaves of a step.
-
-    Args:
-        found: Kind → path → array of the mesh; `expected` of the reference.
-        before: The state before the step.
-    """
+    """Compare all leaves of a step of the mesh with those of the reference."""
     gradients = {path: x for path, (x, _) in expected["gradients"].items()}
     largest_gradient = max(map(largest, gradients.values()), default=0.0)
     bases = {
@@ -300,15 +306,8 @@ def _compare(
         if overflows:
             expected = dict(expected)
             del expected["gradients"]
-            yield Row(
-                "gradients",
-                "",
-                error=0.0,
-                tolerance=0.0,
-                why="overflow on both sides: the step is skipped",
-                step=step,
-                nan=len(gradients),
-            )
+            why = "overflow on both sides: the step is skipped"
+            yield Row("gradients", "", 0.0, 0.0, why, step, nan=len(gradients))
     for what, leaves in expected.items():
         for path, (x, noise) in leaves.items():
             scale = largest(x)
@@ -388,7 +387,7 @@ def _is_finite(x: np.ndarray) -> bool:
 
 
 def _shape_text(leaves: Mapping[str, Any], path: str) -> str:
-    """Return the shape of a leaf, or that there is none."""
+    """Return the shape of a leaf, or `not there`."""
     if path not in leaves:
         return "not there"
     return str(leaves[path].shape)

@@ -1,4 +1,4 @@
-"""Result of a parity test: for each leaf its difference, what is allowed, and why."""
+"""Result of a parity test: for each leaf its difference, its tolerance, and the reason."""
 
 import dataclasses
 import math
@@ -110,7 +110,7 @@ class Parity:
 
     @property
     def ending(self) -> str:
-        """Say that the comparison ended before its last step; empty if it did not."""
+        """Sentence about an end before the last step; empty if all steps were compared."""
         if not self.stopped or not self.ok:
             return ""
         return (
@@ -184,7 +184,7 @@ def _json_row(row: Row) -> dict[str, Any]:
 
 
 def _json_number(x: float) -> float | str:
-    """Return a number; one that is not finite, which JSON has not, as a string."""
+    """Return a number for JSON, or a string for NaN and infinity."""
     if math.isfinite(x):
         return x
     return str(x)
@@ -223,7 +223,7 @@ def largest(x: np.ndarray) -> float:
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the largest difference of two arrays; infinite where only one of them is finite."""
+    """Return the largest difference of two arrays; infinite if only one is finite somewhere."""
     x = x.astype(np.float64)
     y = y.astype(np.float64)
     finite = np.isfinite(x)

@@ -153,7 +153,7 @@ def _array_row(table: str, entry: PlanEntry) -> list[str | Cell]:
 
 
 def _dim(size: int, axes: Mapping[str, int]) -> str:
-    """Return a length with the axes that divide it: `4,096 / fsdp 8`."""
+    """Return a length with the mesh axes over it: `4,096 / fsdp 8`."""
     text = f"{size:,}"
     for axis, count in axes.items():
         text += f" / {axis} {count}"
@@ -289,7 +289,7 @@ def _collective_table(rows: Sequence[CollectiveRow]) -> Html:
 
 
 def _collective(row: CollectiveRow, timed: bool) -> list[str | Cell]:
-    cells = [
+    cells: list[str | Cell] = [
         Cell(human_bytes(row.bytes), row.bytes),
         row.kind,
         row.over,
