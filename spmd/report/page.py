@@ -96,7 +96,7 @@ def _cell(value: str | Cell) -> str:
 
 
 def render(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """Return the page; sections without blocks are left out."""
+    """Return the page, without sections that are empty."""
     charts: list[Chart] = []
     links = []
     parts = []
