@@ -1,8 +1,9 @@
-"""Command line: `spmd train | launch | script | plan | report | search | check | eval | generate | import | export`.
+"""Command line: `spmd train`, `spmd plan` and the other commands of `USAGE`.
 
-Every field of a `TrainConfig` is a flag by its dotted path. User errors are printed without a traceback and exit with
-2, as do errors of the operating system, such as a full disk; a check that fails exits with 1, a plan that exceeds the
-memory of its chips with 3. `spmd_command` runs this as a process.
+Every field of a `TrainConfig` is a flag by its dotted path. User errors are printed without a
+traceback and exit with 2, as do errors of the operating system, such as a full disk; a check that
+fails exits with 1, a plan that exceeds the memory of its chips with 3. `spmd_command` runs this as
+a process.
 """
 
 import contextlib
@@ -88,31 +89,24 @@ _LONGEST_ERROR = 100
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+    arguments = list(arguments)
     sys.excepthook = print_traceback
     end: Callable[[int], NoReturn] = exit_process
     try:
-        code, end = _dispatch(arguments), sys.exit
+        code = _dispatch(arguments)
+        end = sys.exit
         sys.stdout.flush()
-    except SpmdError as error:
-        _, commands = COMMANDS.get(arguments[0] if arguments else "", (None, ()))
-        _say(f"spmd: {SpmdError(error.title, name_flags(error.problems, commands, arguments))}")
-        code = 2
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the reader, such as `head`, has exited
         code = 141
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (SpmdError, jax.errors.JaxRuntimeError, OSError) as error:
+        shown = _users_error(error, arguments)
+        if shown is None:
             raise
-        fix = "spmd plan CONFIG says what takes the memory, and which settings take less"
-        _say(f"spmd: {SpmdError('Out of memory:', [Problem('device', str(error).splitlines()[0], fix=fix)])}")
-        code = 2
-    except OSError as error:
-        if error.errno is None:  # not of the operating system
-            raise
-        problem = Problem(str(error.filename or "the system"), error.strerror or str(error))
-        _say(f"spmd: {SpmdError('A file cannot be read or written:', [problem])}")
+        _say(f"spmd: {shown}")
         code = 2
     try:
         sys.stdout.flush()
@@ -121,38 +115,80 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end(code)
 
 
+def _users_error(error: Exception, arguments: list[str]) -> SpmdError | None:
+    """Return an error as the user reads it; None if it is a bug, with a traceback."""
+    if isinstance(error, SpmdError):
+        name = ""
+        if arguments:
+            name = arguments[0]
+        _, commands = COMMANDS.get(name, (None, ()))
+        return SpmdError(error.title, name_flags(error.problems, commands, arguments))
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            return None
+        first_line = str(error).splitlines()[0]
+        fix = "spmd plan CONFIG says what takes the memory, and which settings take less"
+        return SpmdError("Out of memory:", [Problem("device", first_line, fix=fix)])
+    if isinstance(error, OSError) and error.errno is not None:
+        file = str(error.filename or "the system")
+        problem = Problem(file, error.strerror or str(error))
+        return SpmdError("A file cannot be read or written:", [problem])
+    return None  # an `OSError` without a number is not of the operating system
+
+
 def _say(text: str) -> None:
     """Write an error to standard error: its first lines, and all of a long one to a file."""
     lines = text.split("\n")
     with contextlib.suppress(OSError):
         if len(lines) > _LONGEST_ERROR:
             more = f"… and {len(lines) - _LONGEST_ERROR:,} more lines"
-            with (
-                contextlib.suppress(OSError),
-                tempfile.NamedTemporaryFile(
-                    "w", prefix="spmd-error-", suffix=".txt", delete=False, encoding="utf-8"
-                ) as file,
-            ):
-                file.write(f"{text}\n")
-                more += f": see {file.name}"
+            with contextlib.suppress(OSError):
+                more += f": see {_write_error(text)}"
             text = "\n".join([*lines[:_LONGEST_ERROR], more])
         print(text, file=sys.stderr, flush=True)
 
 
+def _write_error(text: str) -> str:
+    """Write an error to a new file, and return the file's name."""
+    with tempfile.NamedTemporaryFile(
+        "w",
+        prefix="spmd-error-",
+        suffix=".txt",
+        delete=False,
+        encoding="utf-8",
+    ) as file:
+        file.write(f"{text}\n")
+    return file.name
+
+
 def _dispatch(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE.format(names=", ".join(shipped())), end="")
-        return 0 if arguments else 2
+    if not arguments:
+        _print_usage()
+        return 2
     command = arguments[0]
+    if command in ("-h", "--help"):
+        _print_usage()
+        return 0
     if command == "--version":
-        versions = [f"{name} {library_version(name)}" for name in ("spmd", "jax", "jaxlib", "flax", "optax")]
-        print(*versions, f"Python {platform.python_version()}", sep=", ")
+        _print_versions()
         return 0
     if command not in COMMANDS:
         problem = Problem(command, "is an unknown command", fix=did_you_mean(command, COMMANDS))
         raise ConfigError("There is no such command:", [problem])
     run, _ = COMMANDS[command]
     return run(arguments[1:])
+
+
+def _print_usage() -> None:
+    print(USAGE.format(names=", ".join(shipped())), end="")
+
+
+def _print_versions() -> None:
+    versions = []
+    for name in ("spmd", "jax", "jaxlib", "flax", "optax"):
+        versions.append(f"{name} {library_version(name)}")
+    versions.append(f"Python {platform.python_version()}")
+    print(", ".join(versions))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What a user's own tests need: parity of layouts, decided layouts, bugs, expected collectives, and test batches."""
+"""Parity of layouts, decided layouts, bugs, expected collectives and batches, for a user's
+tests.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,13 +36,16 @@ def assert_parity(
     seed: int = 0,
     tolerance: Tolerance | None = None,
 ) -> Parity:
-    """Train under `plan` on the batches and assert that each step is that of `reference`, usually of one device.
+    """Train under `plan` on the batches and assert that each step is that of `reference`.
+
+    The reference is usually a plan for one device.
 
     Raises:
         AssertionError: A leaf exceeds its tolerance; the message lists every such leaf.
         ConfigError: There is nothing to compare.
     """
-    parity = Reference(reference, grad_fn, batches, seed).compare(plan, tolerance=tolerance)
+    steps = Reference(reference, grad_fn, batches, seed)
+    parity = steps.compare(plan, tolerance=tolerance)
     if not parity.ok:
         raise AssertionError(f"The two layouts differ:\n{parity}")
     return parity
@@ -49,25 +54,41 @@ def assert_parity(
 def token_batches(
     shape: tuple[int, int], vocab: int, steps: int, *, padding: float = 0.25, seed: int = 0
 ) -> list[dict[str, np.ndarray]]:
-    """Make one random host batch of shape `(batch, sequence)` for each step, a fraction of its weights 0 (padding).
+    """Make one random host batch of shape `(batch, sequence)` for each step.
 
-    Padding is uneven over the examples, so that a mean of means is detected.
+    A fraction of its weights is 0 (padding). Padding is uneven over the examples, so that a mean of
+    means is detected.
     """
     rng = np.random.default_rng(seed)
-    out = []
+    examples, length = shape
+    batches = []
     for _ in range(steps):
-        ids = rng.integers(0, vocab, (shape[0], shape[1] + 1), dtype=np.int32)
-        out.append({"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": _uneven(shape, padding, rng)})
-    return out
+        # One more token than the sequence: each is the target of the one before it.
+        ids = rng.integers(0, vocab, (examples, length + 1), dtype=np.int32)
+        batch = {
+            "tokens": ids[:, :-1],
+            "targets": ids[:, 1:],
+            "weights": _uneven(shape, padding, rng),
+        }
+        batches.append(batch)
+    return batches
 
 
-def pad_unevenly(batch: dict[str, np.ndarray], *, padding: float = 0.25, seed: int = 0) -> dict[str, np.ndarray]:
-    """Set a fraction of the weights of a host batch to 0: few in the first example, many in the last."""
-    kept = _uneven(batch["weights"].shape, padding, np.random.default_rng(seed))
-    return {**batch, "weights": batch["weights"] * kept}
+def pad_unevenly(
+    batch: dict[str, np.ndarray], *, padding: float = 0.25, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Set a fraction of the weights of a host batch to 0.
+
+    They are few in the first example, and many in the last.
+    """
+    weights = batch["weights"]
+    kept = _uneven(weights.shape, padding, np.random.default_rng(seed))
+    return {**batch, "weights": weights * kept}
 
 
 def _uneven(shape: tuple[int, ...], padding: float, rng: np.random.Generator) -> np.ndarray:
     """Return 0 or 1 for each position; 0 more often from example to example."""
-    rows = np.arange(shape[0])[:, None] / max(shape[0] - 1, 1)
-    return (rng.random(shape) >= padding * 2 * rows).astype(np.float32)
+    last = max(shape[0] - 1, 1)
+    rows = np.arange(shape[0])[:, None] / last  # from 0 to 1: [example, 1]
+    kept = rng.random(shape) >= padding * 2 * rows
+    return kept.astype(np.float32)

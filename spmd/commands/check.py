@@ -13,6 +13,7 @@ from spmd.commands.parsing import ConfigFields, parse_command, parse_flags
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.observe.waiting import show_waiting, show_waiting_for
+from spmd.parity.result import Parity
 from spmd.run.build import abstract_batch, config_mesh, make_setup, planned_mesh
 from spmd.run.check import Check, StepCheck, Sweep, axes_text
 from spmd.run.config import M, TrainConfig
@@ -33,7 +34,9 @@ class _CheckOptions:
     products: int = 0
     """Instead of one mesh, check each axis alone, each pair, and so on up to products of this many axes of size 2.
     Prints a line per mesh, with the reason if it cannot be used."""
-    inject: Literal["", "reduction", "token-weight", "gradient-scale", "leaf-scale", "stale-microbatch"] = ""
+    inject: Literal[
+        "", "reduction", "token-weight", "gradient-scale", "leaf-scale", "stale-microbatch"
+    ] = ""
     """Inject a bug into the run on the mesh, which the check must find: gradients summed over half of the examples,
     padding with weight, all gradients or those of one parameter 1 % too large, a microbatch that counts twice."""
     explicit: bool = False
@@ -43,10 +46,11 @@ class _CheckOptions:
 
 @dataclasses.dataclass(frozen=True)
 class CheckCommand(_CheckOptions, Generic[M]):
-    """Compare the first steps on the config's mesh with one device: the initial state, and of each step the loss,
-    gradients and updates, leaf by leaf. Exit with 1 if any differs by more than its tolerance. Both start with --init,
-    if given. One device takes each step from the mesh's own state. Before that, list the operations that XLA computes
-    wrongly where it splits them, and what is computed instead.
+    """Compare the first steps on the config's mesh with one device: the initial state, and of each
+    step the loss, gradients and updates, leaf by leaf. Exit with 1 if any differs by more than its
+    tolerance. Both start with --init, if given. One device takes each step from the mesh's own
+    state. Before that, list the operations that XLA computes wrongly where it splits them, and what
+    is computed instead.
     """
 
     config: ConfigFields
@@ -58,7 +62,8 @@ class CheckCommand(_CheckOptions, Generic[M]):
 class CheckStepCommand(_CheckOptions):
     """Compare the first steps of your own train step on a mesh with one device, as for a config.
 
-    FUNCTION takes a mesh and returns `(step, batches)`: a step from spmd.make_train_step, and a list of batches.
+    FUNCTION takes a mesh and returns `(step, batches)`: a step from spmd.make_train_step, and a
+    list of batches.
     """
 
     function: tyro.conf.Positional[str]
@@ -73,31 +78,46 @@ class CheckStepCommand(_CheckOptions):
 
 def run_check(arguments: list[str]) -> int:
     """Run `spmd check`; return the exit code."""
-    if any(".py:" in argument for argument in arguments if not argument.startswith("-")):
-        return _check_step(parse_flags(CheckStepCommand, arguments, "spmd check FILE.py:FUNCTION"))
+    for argument in arguments:
+        if ".py:" in argument and not argument.startswith("-"):
+            usage = "spmd check FILE.py:FUNCTION"
+            return _check_step(parse_flags(CheckStepCommand, arguments, usage))
     command, _ = parse_command(CheckCommand, arguments, "check")
     config: TrainConfig = command.config
     _check_flags(command, at_least=1)
     if command.explicit:
         return _check_explicit(command)
     initialize(config.devices)
-    if (config.compress != NO_COMPRESSION or config.quantize) and not command.json:
-        print("fewer bits change numbers by design: compression and recipes are off in this comparison")
+    fewer_bits = config.compress != NO_COMPRESSION or config.quantize
+    if fewer_bits and not command.json:
+        print(
+            "fewer bits change numbers by design: compression and recipes are off in this "
+            "comparison"
+        )
     plain = dataclasses.replace(config, compress=NO_COMPRESSION, quantize="")
     check = Check(plain, command.check_steps)
-    if (init := check_init(check.one_device)) and not command.json:
+    init = check_init(check.one_device)
+    if init and not command.json:
         print(init)
-    mesh = None if command.products else config_mesh(plain)
-    setup = check.setup_on(mesh) if mesh else check.one_device
-    return _run(command, check, mesh, find_faults(setup.step, abstract_batch(plain)))
+    mesh = None
+    setup = check.one_device
+    if not command.products:
+        mesh = config_mesh(plain)
+        setup = check.setup_on(mesh)
+    faults = find_faults(setup.step, abstract_batch(plain))
+    return _run(command, check, mesh, faults)
 
 
 def _check_step(command: CheckStepCommand) -> int:
     _check_flags(command, at_least=0)
     initialize(command.devices)
     check = StepCheck(load_function(command.function), command.check_steps)
-    mesh = None if command.products else mesh_of(command.mesh, jax.devices())
-    step, batches = check.made_on(mesh) if mesh else check.one_device
+    mesh = None
+    if command.products:
+        step, batches = check.one_device
+    else:
+        mesh = mesh_of(command.mesh, jax.devices())
+        step, batches = check.made_on(mesh)
     if command.explicit:
         return _print_explicit(command, step, batches[0])
     return _run(command, check, mesh, find_faults(step, batches[0]))
@@ -106,43 +126,92 @@ def _check_step(command: CheckStepCommand) -> int:
 def _check_flags(command: CheckCommand | CheckStepCommand, at_least: int) -> None:
     problems = []
     if command.check_steps < at_least:
-        problems.append(Problem("check-steps", f"is {command.check_steps}", fix=f"at least {at_least}"))
+        problems.append(
+            Problem("check-steps", f"is {command.check_steps}", fix=f"at least {at_least}")
+        )
     if command.products < 0:
-        problems.append(Problem("products", f"is {command.products}", fix="the number of axes to combine, such as 2"))
+        problems.append(
+            Problem(
+                "products",
+                f"is {command.products}",
+                fix="the number of axes to combine, such as 2",
+            )
+        )
     if command.products and command.leaves:
-        problems.append(Problem("leaves", "shows one mesh", fix="--mesh.AXIS sizes instead of --products"))
+        problems.append(
+            Problem(
+                "leaves",
+                "shows one mesh",
+                fix="--mesh.AXIS sizes instead of --products",
+            )
+        )
     for name in ("products", "leaves", "inject"):
         if command.explicit and getattr(command, name):
-            problems.append(Problem(name, "compares steps, and --explicit takes none", fix="ask for one of them"))
+            problems.append(
+                Problem(
+                    name,
+                    "compares steps, and --explicit takes none",
+                    fix="ask for one of them",
+                )
+            )
     if problems:
         raise ConfigError("Nothing to check:", problems)
 
 
-def _run(command: _CheckOptions, check: Check | StepCheck, mesh: AnyMesh | None, faults: FaultReport) -> int:
+def _run(
+    command: _CheckOptions,
+    check: Check | StepCheck,
+    mesh: AnyMesh | None,
+    faults: FaultReport,
+) -> int:
+    """Compare one mesh with one device, or without a mesh all products of axes."""
     if not command.json:
         print(faults, flush=True)
-    return _check_mesh(command, check, mesh, faults) if mesh else _check_products(command, check, faults)
+    if mesh is None:
+        return _check_products(command, check, faults)
+    return _check_mesh(command, check, mesh, faults)
 
 
-def _check_mesh(command: _CheckOptions, check: Check | StepCheck, mesh: AnyMesh, faults: FaultReport) -> int:
+def _check_mesh(
+    command: _CheckOptions, check: Check | StepCheck, mesh: AnyMesh, faults: FaultReport
+) -> int:
     with show_waiting(f"comparing {axes_text(mesh.shape)} with one device"):
         parity = check.compare(mesh, command.inject)
     if command.json:
-        _print_json(command, check, faults, {"mesh": dict(mesh.shape), **parity.to_json()})
-        return 0 if parity.ok else 1
-    print(f"{axes_text(mesh.shape)} against one device, {check};")
-    print("differences relative to the largest value of each leaf:")
-    print(parity.lines(parity.rows) if command.leaves else parity)
-    print(f"allowed because {parity.tolerance.why}")
-    for number, (loss, alone) in enumerate(zip(parity.losses, parity.reference_losses, strict=True), 1):
-        print(f"step {number}: loss {loss:.7f} on the mesh, {alone:.7f} on one device")
-    if command.inject:
-        found = "THE INJECTED BUG WENT UNNOTICED" if parity.ok else "the layouts differ: the injected bug was found"
-        print(f"{command.inject}: {found}")
+        results = {"mesh": dict(mesh.shape), **parity.to_json()}
+        _print_json(command, check, faults, results)
     else:
-        agree = "; ".join(filter(None, ["the layouts agree", parity.ending]))
-        print(agree if parity.ok else "THE LAYOUTS DIFFER")
-    return 0 if parity.ok else 1
+        print(f"{axes_text(mesh.shape)} against one device, {check};")
+        _print_parity(command, parity)
+    return _exit_code(parity.ok)
+
+
+def _print_parity(command: _CheckOptions, parity: Parity) -> None:
+    print("differences relative to the largest value of each leaf:")
+    if command.leaves:
+        print(parity.lines(parity.rows))
+    else:
+        print(parity)
+    print(f"allowed because {parity.tolerance.why}")
+    losses = zip(parity.losses, parity.reference_losses, strict=True)
+    for number, (loss, alone) in enumerate(losses, 1):
+        print(f"step {number}: loss {loss:.7f} on the mesh, {alone:.7f} on one device")
+    if command.inject and parity.ok:
+        print(f"{command.inject}: THE INJECTED BUG WENT UNNOTICED")
+    elif command.inject:
+        print(f"{command.inject}: the layouts differ: the injected bug was found")
+    elif not parity.ok:
+        print("THE LAYOUTS DIFFER")
+    elif parity.ending:
+        print(f"the layouts agree; {parity.ending}")
+    else:
+        print("the layouts agree")
+
+
+def _exit_code(ok: bool) -> int:
+    if ok:
+        return 0
+    return 1
 
 
 def _check_explicit(command: CheckCommand[Any]) -> int:
@@ -154,8 +223,11 @@ def _check_explicit(command: CheckCommand[Any]) -> int:
 def _print_explicit(command: _CheckOptions, step: TrainStep, batch: Any) -> int:
     with show_waiting("checking the layout of each operation"):
         result = check_explicit(step, batch)
-    print(json.dumps(result.to_json(), indent=2) if command.json else result)
-    return 0 if result.ok else 1
+    if command.json:
+        print(json.dumps(result.to_json(), indent=2))
+    else:
+        print(result)
+    return _exit_code(result.ok)
 
 
 def _check_products(command: _CheckOptions, check: Check | StepCheck, faults: FaultReport) -> int:
@@ -165,9 +237,20 @@ def _check_products(command: _CheckOptions, check: Check | StepCheck, faults: Fa
             print(line, flush=True)
     if command.json:
         _print_json(command, check, faults, sweep.to_json())
-    return 0 if sweep.ok else 1
+    return _exit_code(sweep.ok)
 
 
-def _print_json(command: _CheckOptions, check: Check | StepCheck, faults: FaultReport, results: dict[str, Any]) -> None:
-    about = {"steps": check.count, "precision": check.precision, "injected": command.inject or None}
-    print(json.dumps(about | {"xla_faults": faults.to_json()} | results, indent=2))
+def _print_json(
+    command: _CheckOptions,
+    check: Check | StepCheck,
+    faults: FaultReport,
+    results: dict[str, Any],
+) -> None:
+    record = {
+        "steps": check.count,
+        "precision": check.precision,
+        "injected": command.inject or None,
+        "xla_faults": faults.to_json(),
+        **results,
+    }
+    print(json.dumps(record, indent=2))

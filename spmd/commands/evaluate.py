@@ -14,7 +14,8 @@ from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, check_fields
 from spmd.observe.fit import fitted
 from spmd.observe.waiting import show_waiting, show_waiting_for
-from spmd.run.build import config_mesh, make_setup, open_training_text
+from spmd.run.build import TrainSetup, config_mesh, make_setup, open_training_text
+from spmd.run.config import TrainConfig
 from spmd.run.evaluate import Evaluation, evaluate, held_out_sets, open_sets
 from spmd.run.load_params import restore_model
 from spmd.run.preflight import check_microbatches
@@ -55,10 +56,43 @@ class EvalCommand:
 def run_eval(arguments: list[str]) -> int:
     """Print the figures and return the exit code."""
     command: EvalCommand = parse_flags(EvalCommand, arguments, "spmd eval")
-    if problems := check_fields(command, {"tokens": "at least 0", "batch": "at least 1"}):
+    problems = check_fields(command, {"tokens": "at least 0", "batch": "at least 1"})
+    if problems:
         raise ConfigError("Nothing can be evaluated:", problems)
     run_dir = RunDir(Path(command.run))
-    config = run_dir.config()
+    config = _override(command, run_dir.config())
+    initialize(config.devices)
+    plain = dataclasses.replace(config, compress=NO_COMPRESSION, quantize="")
+    setup = make_setup(plain, config_mesh(config))
+    check_microbatches(setup)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    with show_waiting("reading the text"):
+        if command.data:
+            sets = open_sets(config, command.data, tokenizer, "--data")
+        else:
+            sets = held_out_sets(open_training_text(config))
+    with (
+        show_waiting("restoring a checkpoint"),
+        CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
+    ):
+        model = restore_model(checkpoints, command.step, setup.plan, trained=command.trained)
+        step = command.step
+        if step is None:
+            step = checkpoints.latest()
+    results = evaluate(setup, model, sets, tokenizer, command.tokens)
+    found = list(show_waiting_for(results, "evaluating"))
+    if jax.process_index() != 0:
+        return 0
+    if command.json:
+        lines = [json.dumps(each.to_json()) for each in found]
+        print("\n".join(lines))
+    else:
+        print(fitted(_table(_title(command, step, setup), found)))
+    return 0
+
+
+def _override(command: EvalCommand, config: TrainConfig) -> TrainConfig:
+    """Return the run's config on the mesh and with the batch of the command."""
     if command.devices is not None:
         config = dataclasses.replace(config, devices=command.devices)
     if command.mesh != MeshShape():
@@ -66,40 +100,38 @@ def run_eval(arguments: list[str]) -> int:
     if command.batch is not None:
         data = dataclasses.replace(config.data, batch=command.batch)
         config = dataclasses.replace(config, data=data, accumulate=1)
-    initialize(config.devices)
-    setup = make_setup(dataclasses.replace(config, compress=NO_COMPRESSION, quantize=""), config_mesh(config))
-    check_microbatches(setup)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    with show_waiting("reading the text"):
-        sets = (
-            open_sets(config, command.data, tokenizer, "--data")
-            if command.data
-            else held_out_sets(open_training_text(config))
-        )
-    with (
-        show_waiting("restoring a checkpoint"),
-        CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
-    ):
-        model = restore_model(checkpoints, command.step, setup.plan, trained=command.trained)
-        step = checkpoints.latest() if command.step is None else command.step
-    point = "" if command.trained else plan_evaluation_point(setup.plan).name
-    results = evaluate(setup, model, sets, tokenizer, command.tokens)
-    found = list(show_waiting_for(results, "evaluating"))
-    if jax.process_index() == 0:
-        title = ", ".join(filter(None, [command.run, f"step {step}", point])) + "; losses in nats per token"
-        print("\n".join(json.dumps(x.to_json()) for x in found) if command.json else fitted(_table(title, found)))
-    return 0
+    return config
+
+
+def _title(command: EvalCommand, step: int | None, setup: TrainSetup) -> str:
+    parts = [command.run, f"step {step}"]
+    if not command.trained:
+        point = plan_evaluation_point(setup.plan).name
+        if point:
+            parts.append(point)
+    return f"{', '.join(parts)}; losses in nats per token"
 
 
 def _table(title: str, found: list[Evaluation]) -> str:
-    """Return one line for each set; columns are as wide as what is in them."""
+    """Return one line for each set; columns are as wide as their longest cell."""
     rows = [("set", "loss", "perplexity", "bits/byte", "accuracy", "tokens")]
-    for x in found:
-        figures = f"{x.loss:.4f}", f"{x.perplexity:.4g}", f"{x.bits_per_byte:.4f}", f"{x.accuracy:.2%}", f"{x.tokens:,}"
-        rows.append((x.name, *figures))
-    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = [
-        "  ".join([f"{name:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))])
-        for name, *cells in rows
-    ]
-    return "\n".join([f"{title}\n", *lines])
+    for each in found:
+        row = (
+            each.name,
+            f"{each.loss:.4f}",
+            f"{each.perplexity:.4g}",
+            f"{each.bits_per_byte:.4f}",
+            f"{each.accuracy:.2%}",
+            f"{each.tokens:,}",
+        )
+        rows.append(row)
+    widths = []
+    for column in zip(*rows, strict=True):
+        widths.append(max(map(len, column)))
+    lines = [f"{title}\n"]
+    for name, *figures in rows:
+        cells = [name.ljust(widths[0])]
+        for figure, width in zip(figures, widths[1:], strict=True):
+            cells.append(figure.rjust(width))
+        lines.append("  ".join(cells))
+    return "\n".join(lines)

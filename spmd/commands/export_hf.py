@@ -35,8 +35,8 @@ _DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 class ExportCommand:
     """Export a run's parameters as a Hugging Face folder: safetensors, config.json and tokenizer.
 
-    Parameters are loaded into host memory, so no accelerator is needed. LoRA adapters are merged, or written alone as
-    a folder that `peft` loads.
+    Parameters are loaded into host memory, so no accelerator is needed. LoRA adapters are merged,
+    or written alone as a folder that `peft` loads.
     """
 
     run: tyro.conf.Positional[str]
@@ -58,57 +58,96 @@ class ExportCommand:
 def run_export(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
     command: ExportCommand = parse_flags(ExportCommand, arguments, "spmd export")
-    began, run, out = time.perf_counter(), Path(command.run), Path(command.out)
-    size, config = parse_size(command.shard_size), RunDir(run).config()
+    began = time.perf_counter()
+    run = Path(command.run)
+    out = Path(command.out)
+    size = parse_size(command.shard_size)
+    config = RunDir(run).config()
     if command.adapter:
         return _export_adapter(command, config)
     files, values = sidecar_files(run, config.data.tokenizer, config.model)
     family = family_for(config.model, architectures_of(values))
     initialize(config.devices or 1)  # simulated devices
     params = read_params(run, _abstract(config), command.step, trained=command.trained)
-    dtype = _DTYPES.get(command.dtype)
-    values = values or _values(config, family)
-    save_params(out, params, family, config.model, dtype=dtype, shard_size=size, files=files, values=values)
-    print(
-        f"{family.architectures[0]}: {tree.size(params):,} parameters in {time.perf_counter() - began:.3g} s\n"
-        f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
+    save_params(
+        out,
+        params,
+        family,
+        config.model,
+        dtype=_DTYPES.get(command.dtype),
+        shard_size=size,
+        files=files,
+        values=values or _values(config, family),
     )
+    took = time.perf_counter() - began
+    print(f"{family.architectures[0]}: {tree.size(params):,} parameters in {took:.3g} s")
+    print(_written(out))
     return 0
+
+
+def _written(out: Path) -> str:
+    """Return a folder with the names of its files."""
+    names = sorted(path.name for path in out.iterdir())
+    return f"{out}: {', '.join(names)}"
 
 
 def _export_adapter(command: ExportCommand, config: TrainConfig) -> int:
     """Write the adapters of a run; return the exit code."""
-    run, out = Path(command.run), Path(command.out)
+    run = Path(command.run)
+    out = Path(command.out)
     if not config.lora.targets:
-        problem = Problem(str(run), "has no adapters: all parameters were trained", fix="export it without --adapter")
+        problem = Problem(
+            str(run),
+            "has no adapters: all parameters were trained",
+            fix="export it without --adapter",
+        )
         raise ConfigError("Nothing was exported:", [problem])
     initialize(config.devices or 1)  # simulated devices
     adapters = read_adapters(run, one_device_mesh(), command.step, trained=command.trained)
-    shapes = {path: leaf.shape for path, leaf in tree.flatten(_abstract(config)).items()}
-    family, dtype, start = family_for(config.model), _DTYPES.get(command.dtype), Path(config.init)
-    base = "" if not config.init or is_run(start) else str(start.absolute())
-    save_adapter(out, adapters, config.lora, family, config.model, shapes=shapes, dtype=dtype, base=base)
-    print(
-        f"adapters of rank {config.lora.rank}: {tree.size(adapters):,} parameters\n"
-        f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
+    params = tree.flatten(_abstract(config))
+    base = ""
+    if config.init and not is_run(Path(config.init)):
+        base = str(Path(config.init).absolute())
+    save_adapter(
+        out,
+        adapters,
+        config.lora,
+        family_for(config.model),
+        config.model,
+        shapes={path: leaf.shape for path, leaf in params.items()},
+        dtype=_DTYPES.get(command.dtype),
+        base=base,
     )
+    print(f"adapters of rank {config.lora.rank}: {tree.size(adapters):,} parameters")
+    print(_written(out))
     return 0
 
 
 def _values(config: TrainConfig, family: Family) -> dict[str, Any]:
-    """Return fields of config.json that do not follow from the model: start and end tokens, and sequence length."""
+    """Return fields of config.json beyond the model: start and end tokens, and sequence length."""
     tokenizer = load_tokenizer(config.data.tokenizer)
-    ends = [token for token in tokenizer.ends if token < config.model.vocab]
-    starts = [token for token in tokenizer.starts if token < config.model.vocab]
-    values: dict[str, Any] = {"bos_token_id": starts[0] if starts else None}
-    values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
-    rotary = "rope_theta" in family.write_config(config.model)
-    return {**values, "max_position_embeddings": config.data.sequence} if rotary else values
+    vocab = config.model.vocab
+    starts = [token for token in tokenizer.starts if token < vocab]
+    ends = [token for token in tokenizer.ends if token < vocab]
+    values: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    if starts:
+        values["bos_token_id"] = starts[0]
+    if len(ends) == 1:
+        values["eos_token_id"] = ends[0]
+    elif ends:
+        values["eos_token_id"] = ends
+    if "rope_theta" in family.write_config(config.model):
+        values["max_position_embeddings"] = config.data.sequence
+    return values
 
 
 def _abstract(config: TrainConfig) -> Any:
     """Return the model's parameters without adapters, unsharded, in the run's parameter dtype."""
     sharding = NamedSharding(one_device_mesh(), P())
-    model, dtype = build_base_model(config), build_precision(config).params_dtype
+    model = build_base_model(config)
+    dtype = build_precision(config).params_dtype
     shapes = jax.eval_shape(lambda: cast_floats(model.init(jax.random.key(0, impl=PRNG)), dtype))
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+    )

@@ -1,4 +1,4 @@
-"""Names of flags in errors: a problem of a config's field ends with the flag that sets it."""
+"""Names of flags in errors: a problem of a config's field ends with its flag."""
 
 import dataclasses
 import itertools
@@ -11,38 +11,71 @@ from spmd.errors import Problem
 from spmd.run.config import TrainConfig
 
 
-def name_flags(problems: Sequence[Problem], commands: Sequence[Any], arguments: Sequence[str]) -> list[Problem]:
-    """Return the problems with the flag of each field in its fix, where that names no flag yet.
+def name_flags(
+    problems: Sequence[Problem], commands: Sequence[Any], arguments: Sequence[str]
+) -> list[Problem]:
+    """Return the problems with the flag of each field in its fix, unless it names a flag already.
 
-    A library function that has a part of the config calls a field by its last name. `commands` are the dataclasses
-    whose fields are flags; of several flags with that name, the one in `arguments` is meant. A problem that is about
-    the value of a flag, such as a file, is one of that flag.
+    A library function that has a part of the config calls a field by its last name. `commands` are
+    the dataclasses with flags as fields; of several flags with that name, the one in `arguments` is
+    meant. A problem that is about the value of a flag, such as a file, is one of that flag.
 
     Example:
         >>> print(*name_flags([Problem("b1", "is 2.0", fix="below 1")], [TrainConfig], []))
         b1: is 2.0
             fix: below 1 (--optimizer.b1)
     """
-    fields = [path for command in commands for path in _fields(command)]
-    flags = [argument.partition("=")[0][2:] for argument in arguments if argument.startswith("--")]
-    given = [flag.replace("-", "_") for flag in flags]
-    by_value = {value: flag[2:] for flag, value in itertools.pairwise(arguments) if flag.startswith("--")}
+    fields: list[str] = []
+    for command in commands:
+        fields += _fields(command)
+    given = _given_flags(arguments)
+    flag_of_value = {}
+    for flag, value in itertools.pairwise(arguments):
+        if flag.startswith("--"):
+            flag_of_value[value] = flag[2:]
     named = []
     for problem in problems:
-        where = problem.where.removeprefix("--").replace("-", "_")
-        ending = [path for path in (*fields, *given) if path == where or path.endswith(f".{where}")]
-        exact = [where] if where in fields or re.fullmatch(r"model(\.\w+)+", where) else []
-        meant = exact or sorted({path for path in ending if path in given}) or sorted(set(ending))
-        meant = meant or [by_value[value] for value in (problem.where,) if value in by_value]
+        meant = _meant(problem, fields, given)
+        if not meant and problem.where in flag_of_value:
+            meant = [flag_of_value[problem.where]]
         if len(meant) == 1 and "--" not in problem.fix:
-            flag = f"--{meant[0].replace('_', '-')}"
-            problem = dataclasses.replace(problem, fix=f"{problem.fix} ({flag})" if problem.fix else f"another {flag}")
+            problem = _with_flag(problem, meant[0])
         named.append(problem)
     return named
 
 
+def _given_flags(arguments: Sequence[str]) -> list[str]:
+    """Return the flags on a command line as dotted paths of fields."""
+    given = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag = argument.partition("=")[0][2:]
+            given.append(flag.replace("-", "_"))
+    return given
+
+
+def _meant(problem: Problem, fields: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return the dotted paths of the fields in a problem; none if it is about no field."""
+    where = problem.where.removeprefix("--").replace("-", "_")
+    if where in fields or re.fullmatch(r"model(\.\w+)+", where):
+        return [where]
+    ending = set()
+    for path in (*fields, *given):
+        if path == where or path.endswith(f".{where}"):
+            ending.add(path)
+    return sorted(ending.intersection(given)) or sorted(ending)
+
+
+def _with_flag(problem: Problem, path: str) -> Problem:
+    """Return a problem with a flag in its fix."""
+    flag = f"--{path.replace('_', '-')}"
+    if problem.fix:
+        return dataclasses.replace(problem, fix=f"{problem.fix} ({flag})")
+    return dataclasses.replace(problem, fix=f"another {flag}")
+
+
 def _fields(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of each flag; a command's config and launch arguments have no prefix."""
+    """Yield the dotted path of each flag, without a prefix for those of the config."""
     without_prefix = {"config": TrainConfig, "launch_args": LaunchArgs}
     for field in dataclasses.fields(kind):
         if field.name in without_prefix:

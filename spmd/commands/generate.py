@@ -1,9 +1,8 @@
 """`spmd generate`."""
 
 import dataclasses
-import functools
-import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -33,7 +32,8 @@ DEFAULT_TOKENS = 200
 class GenerateCommand:
     """Generate text with a trained model, on the mesh of the run or on another one.
 
-    The text of one prompt is streamed. The texts of several prompts are printed when all are complete.
+    The text of one prompt is streamed. The texts of several prompts are printed when all are
+    complete.
     """
 
     run: tyro.conf.Positional[str]
@@ -69,29 +69,49 @@ def run_generate(arguments: list[str]) -> int:
     config = _override_mesh(command, run_dir.config())
     initialize(config.devices)
     prompts, tokens, sampling, tokenizer = _check_request(command, config)
-    setup = make_setup(dataclasses.replace(config, compress=NO_COMPRESSION, quantize=""), config_mesh(config))
-    generator = make_generator(setup.plan, tokenizer, config.data.sequence, sampling)
+    plain = dataclasses.replace(config, compress=NO_COMPRESSION, quantize="")
+    plan = make_setup(plain, config_mesh(config)).plan
+    generator = make_generator(plan, tokenizer, config.data.sequence, sampling)
     with (
         show_waiting("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
-        model = restore_model(checkpoints, command.step, setup.plan, trained=command.trained)
-    is_first = jax.process_index() == 0
-    show = functools.partial(print, end="", flush=True) if is_first else lambda text: None
-    if is_first and generator.whole_window:
-        print(f"spmd: each token takes the whole window: {generator.whole_window}", file=sys.stderr)
+        model = restore_model(checkpoints, command.step, plan, trained=command.trained)
+    if generator.whole_window and _is_first():
+        print(
+            f"spmd: each token takes the whole window: {generator.whole_window}",
+            file=sys.stderr,
+        )
+    options = {"tokens": tokens, "seed": command.seed}
     if len(prompts) == 1:
-        pieces = stream_text(generator, tokenizer, model, prompts[0], tokens=tokens, seed=command.seed)
-        with show_waiting("compiling the model"):
-            first = next(pieces, "")
-        for piece in itertools.chain((prompts[0], first), pieces):
-            show(piece)
-        show("\n")
+        (prompt,) = prompts
+        _show_stream(prompt, stream_text(generator, tokenizer, model, prompt, **options))
     else:
         with show_waiting(f"generating {len(prompts)} texts"):
-            texts = generate_texts(generator, tokenizer, model, prompts, tokens=tokens, seed=command.seed)
-        show("\n\n".join(texts) + "\n")
+            texts = generate_texts(generator, tokenizer, model, prompts, **options)
+        _show("\n\n".join(texts) + "\n")
     return 0
+
+
+def _is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def _show(text: str) -> None:
+    """Print a text at once, in the first process."""
+    if _is_first():
+        print(text, end="", flush=True)
+
+
+def _show_stream(prompt: str, pieces: Iterator[str]) -> None:
+    """Print a prompt and the pieces of its text as they come; the first waits for the compiler."""
+    with show_waiting("compiling the model"):
+        first = next(pieces, "")
+    _show(prompt)
+    _show(first)
+    for piece in pieces:
+        _show(piece)
+    _show("\n")
 
 
 def _override_mesh(command: GenerateCommand, config: TrainConfig) -> TrainConfig:
@@ -102,27 +122,53 @@ def _override_mesh(command: GenerateCommand, config: TrainConfig) -> TrainConfig
     return dataclasses.replace(config, mesh=command.mesh, slices=MeshShape())
 
 
-def _check_request(command: GenerateCommand, config: TrainConfig) -> tuple[list[str], int, Sampling, Tokenizer]:
-    """Return the prompts, the number of tokens to generate, the sampling and the tokenizer; raise all problems."""
+def _check_request(
+    command: GenerateCommand, config: TrainConfig
+) -> tuple[list[str], int, Sampling, Tokenizer]:
+    """Return the prompts, the number of tokens to generate, the sampling and the tokenizer.
+
+    Raises:
+        ConfigError: All problems of the request.
+    """
     problems = check_fields(command, {"seed": "at least 0"})
-    prompts, sampling = list(command.prompt), Sampling()
-    if command.prompts:
-        try:
-            prompts += filter(None, Path(command.prompts).read_text(encoding="utf-8").splitlines())
-        except (OSError, UnicodeDecodeError) as error:
-            problems.append(Problem("prompts", f"{command.prompts} cannot be read: {error}"))
+    prompts = _read_prompts(command, problems)
+    sampling = Sampling()
     with collect_errors(problems):
         sampling = Sampling(command.temperature, command.top_k, command.top_p)
-    tokens, window = command.tokens or 0, config.data.sequence
+    tokens = command.tokens or 0
+    window = config.data.sequence
     with collect_errors(problems):  # the tokenizer may fail to load
         tokenizer = load_tokenizer(config.data.tokenizer)
-        if (size := tokenizer.vocab) > (vocab := config.model.vocab):
-            what, detail = f"{config.data.tokenizer} has more tokens than the model", f"{size} > model.vocab = {vocab}"
-            problems.append(Problem("data.tokenizer", what, detail, "the tokenizer that the model was trained with"))
+        if tokenizer.vocab > config.model.vocab:
+            problems.append(_vocab_problem(tokenizer, config))
         ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
-        left = window - max(map(len, ids), default=0)
-        tokens = max(min(DEFAULT_TOKENS, left), 0) if command.tokens is None else command.tokens
+        if command.tokens is None:
+            left = window - max(map(len, ids), default=0)
+            tokens = max(min(DEFAULT_TOKENS, left), 0)
         problems += window_problems(ids, tokens, window)
     if problems:
         raise ConfigError("Nothing can be generated:", problems)
     return prompts, tokens, sampling, tokenizer
+
+
+def _read_prompts(command: GenerateCommand, problems: list[Problem]) -> list[str]:
+    """Return the prompts of the command and of its file; add a problem of the file."""
+    prompts = list(command.prompt)
+    if command.prompts:
+        try:
+            text = Path(command.prompts).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            what = f"{command.prompts} cannot be read: {error}"
+            problems.append(Problem("prompts", what))
+            return prompts
+        prompts += filter(None, text.splitlines())
+    return prompts
+
+
+def _vocab_problem(tokenizer: Tokenizer, config: TrainConfig) -> Problem:
+    return Problem(
+        "data.tokenizer",
+        f"{config.data.tokenizer} has more tokens than the model",
+        detail=f"{tokenizer.vocab} > model.vocab = {config.model.vocab}",
+        fix="the tokenizer that the model was trained with",
+    )

@@ -39,7 +39,8 @@ _DEFAULT_SEQUENCE = 2048
 class ImportCommand:
     """Create a run folder from a Hugging Face folder: sharded parameters, tokenizer and config.
 
-    Only safetensors are read. All files are checked first: an error lists all problems, and nothing is written.
+    Only safetensors are read. All files are checked first: an error lists all problems, and nothing
+    is written.
     """
 
     folder: tyro.conf.Positional[str]
@@ -61,24 +62,20 @@ class ImportCommand:
 def run_import(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
     command: ImportCommand = parse_flags(ImportCommand, arguments, "spmd import")
-    began, source, out = time.perf_counter(), Path(command.folder), Path(command.out)
+    began = time.perf_counter()
+    source = Path(command.folder)
+    out = Path(command.out)
     initialize(command.devices)
     with _checked(command, source, out) as (found, setup):
         params = load_published(found, setup.plan.abstract_params)
         state = {"params": params, "variables": _variables(setup)}
         with whole_folder(out) as folder:
-            config_file = folder / "config.py"
-            config_file.write_text(config_source(setup.config, found), encoding="utf-8")
-            for name, file in {**files_of(found.path), ORIGINAL: inside(found.path, CONFIG)}.items():
-                shutil.copyfile(file, folder / name)
-            RunDir(folder).describe(setup.config, config_file, str(setup.plan))
-            record = {"step": 0, IMPORTED: str(source.absolute()), "config": config_values(setup.config)}
-            with CheckpointManager(folder / "checkpoints") as checkpoints:
-                checkpoints.save(0, state, {**record, "versions": library_versions()}, copied=False)
+            _write_run(folder, source, found, setup, state)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    took = time.perf_counter() - began
     print(
-        f"{found.family.architectures[0]}: {tree.size(params):,} parameters, {tree.human_bytes(size)}, "
-        f"in {time.perf_counter() - began:.3g} s\n"
+        f"{found.family.architectures[0]}: {tree.size(params):,} parameters, "
+        f"{tree.human_bytes(size)}, in {took:.3g} s\n"
         f"generate         spmd generate {out} --prompt …\n"
         f"fine-tune        spmd train {out / 'config.py'} --init {out} --data.source FILES --out …"
     )
@@ -87,17 +84,49 @@ def run_import(arguments: list[str]) -> int:
     return 0
 
 
+def _write_run(
+    folder: Path, source: Path, found: HFFolder, setup: TrainSetup, state: dict[str, Any]
+) -> None:
+    """Write the config, the published files and a checkpoint of step 0 into a folder."""
+    config_file = folder / "config.py"
+    config_file.write_text(config_source(setup.config, found), encoding="utf-8")
+    files = files_of(found.path)
+    files[ORIGINAL] = inside(found.path, CONFIG)
+    for name, file in files.items():
+        shutil.copyfile(file, folder / name)
+    RunDir(folder).describe(setup.config, config_file, str(setup.plan))
+    record = {
+        "step": 0,
+        IMPORTED: str(source.absolute()),
+        "config": config_values(setup.config),
+        "versions": library_versions(),
+    }
+    with CheckpointManager(folder / "checkpoints") as checkpoints:
+        checkpoints.save(0, state, record, copied=False)
+
+
 @contextlib.contextmanager
-def _checked(command: ImportCommand, source: Path, out: Path) -> Iterator[tuple[HFFolder, TrainSetup]]:
-    """Open the folder and build its model; raise all problems of the folder, the tokenizer, the mesh and `out`."""
-    problems = [Problem(str(out), "exists", fix="choose another --out")] if out.exists() else []
+def _checked(
+    command: ImportCommand, source: Path, out: Path
+) -> Iterator[tuple[HFFolder, TrainSetup]]:
+    """Open the folder and build its model.
+
+    Raises:
+        CheckpointError: All problems of the folder, the tokenizer, the mesh and `out`.
+    """
+    problems = []
+    if out.exists():
+        problems.append(Problem(str(out), "exists", fix="choose another --out"))
     with contextlib.ExitStack() as stack:
         found: HFFolder | None = None
         setup: TrainSetup | None = None
         with collect_errors(problems):
             found = stack.enter_context(open_folder(source))
         if source.is_dir():
-            problems += tokenizer_problems(source, getattr(found and found.config, "vocab", None))
+            vocab = None
+            if found is not None:
+                vocab = getattr(found.config, "vocab", None)
+            problems += tokenizer_problems(source, vocab)
         with collect_errors(problems):
             if found is not None:
                 config = _config(command, found, out)
@@ -109,11 +138,10 @@ def _checked(command: ImportCommand, source: Path, out: Path) -> Iterator[tuple[
 
 
 def _config(command: ImportCommand, found: HFFolder, out: Path) -> TrainConfig:
-    context = getattr(found.config, "context", found.values.get("max_position_embeddings"))
-    context = context if isinstance(context, int) and context > 0 else _DEFAULT_SEQUENCE
-    has_tokenizer = (found.path / TOKENIZER).exists()
-    tokenizer = str(out.absolute() / TOKENIZER) if has_tokenizer else DataConfig.tokenizer
-    sequence = command.sequence or min(context, _DEFAULT_SEQUENCE)
+    tokenizer = DataConfig.tokenizer
+    if (found.path / TOKENIZER).exists():
+        tokenizer = str(out.absolute() / TOKENIZER)
+    sequence = command.sequence or min(_context(found), _DEFAULT_SEQUENCE)
     return TrainConfig(
         model=found.config,
         rules=found.family.rules(found.config),
@@ -125,53 +153,84 @@ def _config(command: ImportCommand, found: HFFolder, out: Path) -> TrainConfig:
     )
 
 
+def _context(found: HFFolder) -> int:
+    """Return the context length of a model, or a default if it has none."""
+    published = found.values.get("max_position_embeddings")
+    context = getattr(found.config, "context", published)
+    if isinstance(context, int) and context > 0:
+        return context
+    return _DEFAULT_SEQUENCE
+
+
 def _variables(setup: TrainSetup) -> Any:
     """Return the model's initial variables besides its parameters; most models have none."""
     abstract = setup.plan.abstract_variables
+    if not jax.tree.leaves(abstract):
+        return {}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    make = setup.plan.model.init_variables
-    return jax.jit(make, out_shardings=shardings)(jax.random.key(0, impl=PRNG)) if jax.tree.leaves(abstract) else {}
+    make = jax.jit(setup.plan.model.init_variables, out_shardings=shardings)
+    return make(jax.random.key(0, impl=PRNG))
 
 
 def config_source(config: TrainConfig, found: HFFolder) -> str:
-    """Return the source of an imported model's config.py, with all fields that differ from the defaults."""
-    family = next(name for name, family in families().items() if family is found.family)
-    imports = sorted({f"from {kind.__module__} import {kind.__qualname__}" for kind in _classes(config.model)})
-    ours = [line for line in imports if line.startswith("from spmd.")]
-    fields = {name: value for name, value in _changed(config).items() if name not in ("model", "rules")}
+    """Return the source of an imported model's config.py, with all fields unlike the defaults."""
+    architecture = found.values["architectures"][0]
+    docstring = json.dumps(f"{architecture}, imported from {found.path.absolute()}.")
     lines = [
-        json.dumps(f"{found.values['architectures'][0]}, imported from {found.path.absolute()}."),
+        docstring,
         "",
         "import spmd",
-        *(line for line in imports if line not in ours),
-        *sorted([*ours, "from spmd.hf.family import families"]),
+        *_import_lines(config.model),
         "",
         f"model = {_source(config.model)}",
         "config = spmd.TrainConfig(",
         "    model=model,",
-        f"    rules=families()[{json.dumps(family)}].rules(model),",
-        *(f"    {name}={_source(value, 'spmd.')}," for name, value in fields.items()),
-        ")",
+        f"    rules=families()[{json.dumps(_family_name(found))}].rules(model),",
     ]
+    for name, value in _changed(config).items():
+        if name not in ("model", "rules"):
+            lines.append(f"    {name}={_source(value, 'spmd.')},")
+    lines.append(")")
     return "\n".join(lines) + "\n"
 
 
+def _family_name(found: HFFolder) -> str:
+    return next(name for name, family in families().items() if family is found.family)
+
+
+def _import_lines(model: Any) -> list[str]:
+    """Return the imports of a model's classes and of `families`, other packages first."""
+    ours = {"from spmd.hf.family import families"}
+    others = set()
+    for kind in _classes(model):
+        line = f"from {kind.__module__} import {kind.__qualname__}"
+        if line.startswith("from spmd."):
+            ours.add(line)
+        else:
+            others.add(line)
+    return [*sorted(others), *sorted(ours)]
+
+
 def _changed(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults."""
-    fields = {field.name: field.default for field in dataclasses.fields(value)}
-    return {name: found for name, default in fields.items() if (found := getattr(value, name)) != default}
+    """Return the fields of a dataclass with other values than their defaults."""
+    changed = {}
+    for field in dataclasses.fields(value):
+        found = getattr(value, field.name)
+        if found != field.default:
+            changed[field.name] = found
+    return changed
 
 
 def _source(value: Any, prefix: str = "") -> str:
     """Return a Python expression for a value; dataclasses are called by their class names."""
     if not dataclasses.is_dataclass(value):
         return repr(value)
-    inner = ", ".join(f"{name}={_source(part, prefix)}" for name, part in _changed(value).items())
-    return f"{prefix}{type(value).__qualname__}({inner})"
+    fields = [f"{name}={_source(part, prefix)}" for name, part in _changed(value).items()]
+    return f"{prefix}{type(value).__qualname__}({', '.join(fields)})"
 
 
 def _classes(value: Any) -> Iterator[type]:
-    """Yield the classes that `_source` refers to."""
+    """Yield the classes in the expression of `_source`."""
     if dataclasses.is_dataclass(value):
         yield type(value)
         for part in _changed(value).values():

@@ -1,6 +1,7 @@
 """`spmd launch`."""
 
 import dataclasses
+from typing import Any
 
 from spmd.commands.parsing import parse_command, parse_flags, split_arguments
 from spmd.commands.train import TrainCommand, check_command
@@ -14,8 +15,8 @@ from spmd.run.build import planned_mesh
 class LaunchCommand:
     """Run N processes with simulated devices on this machine, as a cluster would start them.
 
-    The command line of `spmd train` follows after `--`. Signals are forwarded to all processes. When one fails, the
-    others are stopped, and the exit code is that of the first that failed.
+    The command line of `spmd train` follows after `--`. Signals are forwarded to all processes.
+    When one fails, the others are stopped, and the exit code is that of the first that failed.
     """
 
     processes: int
@@ -27,28 +28,62 @@ class LaunchCommand:
 
 
 def run_launch(arguments: list[str]) -> int:
-    """Run the processes; return the exit code of the first that fails, or 0."""
+    """Run the processes; return the exit code of the first failure, or 0."""
     own, train = split_arguments(arguments)
     command: LaunchCommand = parse_flags(LaunchCommand, own, "spmd launch")
-    if train[:1] != ["train"]:
-        what = f"{train[0]!r} cannot be launched" if train else "there is no command"
-        fix = "spmd launch --processes 2 -- train CONFIG …"
-        raise ConfigError("spmd launch runs spmd train:", [Problem("after --", what, fix=fix)])
+    _check_verb(train)
     parsed, source = parse_command(TrainCommand, train[1:], "train")
-    rules = {"processes": "at least 2 and at most 256", "devices_per_process": "at least 0", "grace": "at least 0"}
+    problems = _problems(command, parsed)
+    if problems:
+        raise ConfigError("The processes cannot be launched:", problems)
+    processes = command.processes
+    each = command.devices_per_process or max(parsed.config.devices // processes, 1)
+    # Whatever all processes would refuse is refused here, once.
+    config = dataclasses.replace(parsed.config, devices=each * processes)
+    check_command(dataclasses.replace(parsed, config=config), source, planned_mesh(config))
+    commands = process_commands(train, processes, each, free_port())
+    return launch_local(commands, grace=command.grace)
+
+
+def _check_verb(train: list[str]) -> None:
+    """Raise if another command than `train` comes after `--`, or none."""
+    if train[:1] == ["train"]:
+        return
+    what = "there is no command"
+    if train:
+        what = f"{train[0]!r} cannot be launched"
+    problem = Problem("after --", what, fix="spmd launch --processes 2 -- train CONFIG …")
+    raise ConfigError("spmd launch runs spmd train:", [problem])
+
+
+def _problems(command: LaunchCommand, parsed: TrainCommand[Any]) -> list[Problem]:
+    rules = {
+        "processes": "at least 2 and at most 256",
+        "devices_per_process": "at least 0",
+        "grace": "at least 0",
+    }
     problems = check_fields(command, rules)
     for name in ("coordinator", "processes", "process_id"):
         if getattr(parsed.launch_args, name) != getattr(LaunchArgs(), name):
             flag = name.replace("_", "-")
-            problems.append(Problem(f"train --{flag}", "is set by spmd launch for each process", fix="remove it"))
-    devices, processes = parsed.config.devices, command.processes
-    if not problems and not command.devices_per_process and devices % processes:
-        detail = f"{devices} / {processes} = {devices / processes:g}"
-        problems.append(Problem("devices", "do not divide over the processes", detail, "--devices-per-process D"))
-    if problems:
-        raise ConfigError("The processes cannot be launched:", problems)
-    each = command.devices_per_process or max(devices // processes, 1)
-    # Whatever all processes would refuse is refused here, once.
-    config = dataclasses.replace(parsed.config, devices=each * processes)
-    check_command(dataclasses.replace(parsed, config=config), source, planned_mesh(config))
-    return launch_local(process_commands(train, processes, each, free_port()), grace=command.grace)
+            problems.append(
+                Problem(
+                    f"train --{flag}",
+                    "is set by spmd launch for each process",
+                    fix="remove it",
+                )
+            )
+    if problems or command.devices_per_process:
+        return problems
+    devices = parsed.config.devices
+    processes = command.processes
+    if devices % processes:
+        problems.append(
+            Problem(
+                "devices",
+                "do not divide over the processes",
+                detail=f"{devices} / {processes} = {devices / processes:g}",
+                fix="--devices-per-process D",
+            )
+        )
+    return problems

@@ -20,32 +20,48 @@ LaunchFields = Annotated[LaunchArgs, tyro.conf.arg(name="")]
 
 
 def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, Path]:
-    """Parse a command that takes a config; return it with the config's file.
+    """Parse a command with a config; return it with the config's file.
 
-    `command` is a dataclass, generic in the model's config, with a field `config`; `arguments` follow the verb.
+    `command` is a dataclass, generic in the model's config, with a field `config`; `arguments`
+    follow the verb.
     """
-    named = bool(arguments) and not arguments[0].startswith("-")
-    if not named and not {"-h", "--help"} & set(arguments):
-        problem = Problem("CONFIG", "comes first", fix=f"a Python file, or one of: {', '.join(shipped())}")
-        raise ConfigError(f"spmd {verb} CONFIG needs a config:", [problem])
-    name = arguments[0] if named else "demo"
+    if arguments and not arguments[0].startswith("-"):
+        name, *flags = arguments
+        usage = f"spmd {verb} {name}"
+    else:
+        _check_asks_for_help(arguments, verb)
+        name = "demo"  # help needs some config for the fields of its model
+        flags = arguments
+        usage = f"spmd {verb} CONFIG"
     config = load_config(name)
-    kind, flags = command[type(config.model)], arguments[1:] if named else arguments
+    model = type(config.model)
     try:
-        parsed = _parse(kind, flags, f"spmd {verb} {name if named else 'CONFIG'}", default=command(config))
+        parsed = _parse(command[model], flags, usage, default=command(config))
     except NameError as error:  # of `typing.get_type_hints`
-        problem = Problem("model", f"an annotation of {type(config.model).__name__} does not resolve: {error}")
-        raise ConfigError("The config cannot be read:", [problem]) from error
+        what = f"an annotation of {model.__name__} does not resolve: {error}"
+        raise ConfigError("The config cannot be read:", [Problem("model", what)]) from error
     return parsed, shipped().get(name, Path(name))
 
 
+def _check_asks_for_help(arguments: list[str], verb: str) -> None:
+    """Raise if neither a config is named nor help is asked for."""
+    if "-h" in arguments or "--help" in arguments:
+        return
+    names = ", ".join(shipped())
+    problem = Problem("CONFIG", "comes first", fix=f"a Python file, or one of: {names}")
+    raise ConfigError(f"spmd {verb} CONFIG needs a config:", [problem])
+
+
 def parse_flags(command: Any, arguments: list[str], usage: str) -> Any:
-    """Parse a command that takes flags alone: a dataclass; `usage` comes before the flags, such as `spmd launch`."""
+    """Parse a command with flags alone: a dataclass.
+
+    `usage` comes before the flags, such as `spmd launch`.
+    """
     return _parse(command, arguments, usage)
 
 
 def _parse(command: Any, arguments: list[str], usage: str, **default: Any) -> Any:
-    """Parse with tyro; raise a config's own error, which tyro would print within its usage."""
+    """Parse with tyro; raise a config's own error, instead of printing it within the usage."""
     settings = {
         "args": arguments,
         "prog": usage,
@@ -53,7 +69,10 @@ def _parse(command: Any, arguments: list[str], usage: str, **default: Any) -> An
         **default,
     }
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             return tyro.cli(command, **settings)
     except SystemExit as done:
         error: BaseException | None = done.__context__
@@ -65,11 +84,13 @@ def _parse(command: Any, arguments: list[str], usage: str, **default: Any) -> An
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split arguments at `--`, which is in neither part.
+    """Split arguments at `--`, and leave it out.
 
     Example:
         >>> split_arguments(["--nodes", "2", "--", "--steps", "9"])
         (['--nodes', '2'], ['--steps', '9'])
     """
-    index = arguments.index("--") if "--" in arguments else len(arguments)
+    if "--" not in arguments:
+        return list(arguments), []
+    index = arguments.index("--")
     return arguments[:index], arguments[index + 1 :]

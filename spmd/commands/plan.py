@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Generic
 
 from spmd.analysis.collective_audit import CollectiveAudit
+from spmd.analysis.cycles import Cycles
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.schedule_chart import chart, to_json, write_svg
-from spmd.analysis.topology import missing_extra, parse_topology
+from spmd.analysis.topology import Topology, missing_extra, parse_topology
 from spmd.analysis.wide_products import find_wide_products, is_listed
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
@@ -32,7 +33,14 @@ from spmd.run.build import (
     planned_mesh,
 )
 from spmd.run.config import M, TrainConfig
-from spmd.run.describe import compression_lines, exchange_line, execution_lines, experts_line, flags_text, pipeline_line
+from spmd.run.describe import (
+    compression_lines,
+    exchange_line,
+    execution_lines,
+    experts_line,
+    flags_text,
+    pipeline_line,
+)
 from spmd.run.load_config import load_config, other_config
 from spmd.run.preflight import (
     check_planned_init,
@@ -51,7 +59,8 @@ from spmd.tree import human_bytes
 
 @dataclasses.dataclass(frozen=True)
 class PlanCommand(Generic[M]):
-    """Print the sharding of every parameter, one line per parameter, and the memory per device during a step.
+    """Print the sharding of every parameter, one line per parameter, and the memory per device
+    during a step.
 
     Nothing is allocated and no device is needed: a plan for 16,384 chips takes seconds on a laptop.
     """
@@ -79,18 +88,38 @@ class PlanCommand(Generic[M]):
     """With --time: file for the schedule in Chrome's trace format."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Figures:
+    """Figures of a plan on a machine, with those of the compiled step if it was compiled.
+
+    Attributes:
+        refusal: Why the compiler refuses the step; empty if it does not.
+    """
+
+    memory: MemoryReport
+    audit: CollectiveAudit | None = None
+    cycles: Cycles | None = None
+    refusal: str = ""
+
+    @property
+    def fits(self) -> bool | None:
+        """True if the step fits the chip; None for simulated devices."""
+        if self.refusal:
+            return False
+        return self.memory.fits
+
+
 def run_plan(arguments: list[str]) -> int:
-    """Run `spmd plan`; return 3 if the plan exceeds the memory of the chips, 4 if the step breaks its promises."""
+    """Run `spmd plan` and return its exit code.
+
+    It is 3 if the plan exceeds the memory of the chips, 4 if the step breaks its promises.
+    """
     command, _ = parse_command(PlanCommand, arguments, "plan")
-    views = [name for name in ("all", "diff", "compile", "schedule", "estimate", "time") if getattr(command, name)]
-    if len(views) > 1:
-        problems = [Problem(f"--{name}", "is one of several views", fix="ask for one of them") for name in views]
-        raise ConfigError("A plan has one view at a time:", problems)
-    if problems := list(_time_problems(command)):
-        raise ConfigError("The time of a step cannot be predicted:", problems)
+    _check_views(command)
     config = command.config
     if command.topology:
-        config = dataclasses.replace(config, devices=parse_topology(command.topology).devices)
+        devices = parse_topology(command.topology).devices
+        config = dataclasses.replace(config, devices=devices)
     mesh = mesh_on(command.topology, config)
     if command.schedule:  # before the step, which some schedules cannot run
         return _print_schedule(command, build_schedule(config, mesh))
@@ -103,76 +132,133 @@ def run_plan(arguments: list[str]) -> int:
     if command.time:
         return _print_time(command, time_compiled_step(config, topology, command.trace))
     if command.diff:
-        with other_config():
-            other = load_config(command.diff)
-            difference = setup.plan.diff(make_setup(other, planned_mesh(other)).plan)
-        lines = difference.split("\n") if difference else []
-        print(json.dumps(lines, indent=2) if command.json else difference or "the plans are the same")
-        return 0
-    report, refusal = MemoryReport(topology, estimate_step(setup, topology.platform)), ""
-    audit = cycles = None
-    absent = missing_extra(topology) if command.compile else None
-    if command.compile and not absent:
-        simulated = topology.devices if topology.platform == "cpu" else 0
-        initialize(simulated, target_platform="" if simulated else topology.platform)
-        try:
-            with show_waiting(f"compiling for {topology}"):
-                audit, compiled, cycles, _ = compile_step(make_setup(config, topology_mesh(config, topology)))
-            report = dataclasses.replace(report, compiled=compiled)
-        except MemoryError as error:
-            refusal = str(error)
-    fits = False if refusal else report.fits
-    settings = suggest_memory_settings(setup, topology) if fits is False else []
-    if command.json:
-        record = _to_json(setup, report, fits, settings) | {"start": init or None}
-        record |= {"compute": cycles.to_json(topology.chip.clock)} if cycles else {}
-        print(json.dumps(record | (audit.to_json() if audit else {}), indent=2))
-    else:
-        _print_plan(command, setup, report, audit, init)
-        if cycles:
-            print(cycles.text(topology.chip.clock))
-        if refusal:
-            print(f"\nthe compiler refuses the step: {refusal}")
-        if fits is False:
-            print(f"\nDOES NOT FIT: most of it is {CATEGORIES[report.largest]}")
-            for flags, total in settings:
-                print(f"  {human_bytes(total)} with {flags}")
-            if not settings:
-                print("  no settings were found that fit: use more devices, or a smaller batch")
-    if absent:
-        print(SpmdError("The step was not compiled:", [absent]), file=sys.stderr)
-        return 2
-    if fits is False:
-        return 3
-    return 4 if audit and audit.broken else 0
+        return _print_difference(command, setup)
+    return _print_figures(command, setup, topology, init)
+
+
+def _check_views(command: PlanCommand) -> None:
+    """Raise if more than one view is asked for, or one without its flags."""
+    views = []
+    for name in ("all", "diff", "compile", "schedule", "estimate", "time"):
+        if getattr(command, name):
+            views.append(name)
+    if len(views) > 1:
+        problems = []
+        for name in views:
+            problem = Problem(
+                f"--{name}",
+                "is one of several views",
+                fix="ask for one of them",
+            )
+            problems.append(problem)
+        raise ConfigError("A plan has one view at a time:", problems)
+    problems = list(_time_problems(command))
+    if problems:
+        raise ConfigError("The time of a step cannot be predicted:", problems)
 
 
 def _time_problems(command: PlanCommand) -> Iterator[Problem]:
-    asked = next((f"--{name}" for name in ("estimate", "time") if getattr(command, name)), "")
-    if asked and not command.topology:
-        yield Problem(asked, "needs a machine", fix="--topology v5p:4x4x8")
-    if command.trace and not command.time:
+    for name in ("estimate", "time"):
+        if getattr(command, name) and not command.topology:
+            yield Problem(f"--{name}", "needs a machine", fix="--topology v5p:4x4x8")
+    if not command.trace:
+        return
+    if not command.time:
         yield Problem("--trace", "is the schedule of a compiled program", fix="add --time")
-    if command.trace and not Path(command.trace).absolute().parent.is_dir():  # before minutes of compilation
-        yield Problem("--trace", f"{command.trace} is in no folder that exists", fix="--trace FILE in one that does")
+    if not Path(command.trace).absolute().parent.is_dir():  # before minutes of compilation
+        yield Problem(
+            "--trace",
+            f"{command.trace} is in no folder that exists",
+            fix="--trace FILE in one that does",
+        )
 
 
 def _print_time(command: PlanCommand, found: StepTime) -> int:
-    print(json.dumps(found.to_json(), indent=2) if command.json else fitted(str(found)))
-    if command.trace and not command.json:
-        print(f"written to {command.trace}")
-    return 3 if found.fits is False else 0
+    if command.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        print(fitted(str(found)))
+        if command.trace:
+            print(f"written to {command.trace}")
+    if found.fits is False:
+        return 3
+    return 0
+
+
+def _print_difference(command: PlanCommand, setup: TrainSetup) -> int:
+    with other_config():
+        other = load_config(command.diff)
+        other_plan = make_setup(other, planned_mesh(other)).plan
+        difference = setup.plan.diff(other_plan)
+    if not command.json:
+        print(difference or "the plans are the same")
+        return 0
+    lines = []
+    if difference:
+        lines = difference.split("\n")
+    print(json.dumps(lines, indent=2))
+    return 0
+
+
+def _print_figures(command: PlanCommand, setup: TrainSetup, topology: Topology, init: str) -> int:
+    """Print the plan and its memory, of the compiled step if asked for; return the exit code."""
+    absent = None
+    figures = _Figures(MemoryReport(topology, estimate_step(setup, topology.platform)))
+    if command.compile:
+        absent = missing_extra(topology)
+        if not absent:
+            figures = _compile(setup.config, topology, figures.memory)
+    settings: list[tuple[str, int]] = []
+    if figures.fits is False:
+        settings = suggest_memory_settings(setup, topology)
+    if command.json:
+        record = _to_json(setup, figures, settings, init)
+        print(json.dumps(record, indent=2))
+    else:
+        _print_plan(command, setup, figures, init)
+        if figures.fits is False:
+            _print_excess(figures.memory, settings)
+    if absent:
+        print(SpmdError("The step was not compiled:", [absent]), file=sys.stderr)
+        return 2
+    if figures.fits is False:
+        return 3
+    if figures.audit and figures.audit.broken:
+        return 4
+    return 0
+
+
+def _compile(config: TrainConfig, topology: Topology, memory: MemoryReport) -> _Figures:
+    """Compile the step for a machine; without room for it there, return a refusal."""
+    if topology.platform == "cpu":
+        initialize(topology.devices)
+    else:
+        initialize(target_platform=topology.platform)
+    try:
+        with show_waiting(f"compiling for {topology}"):
+            setup = make_setup(config, topology_mesh(config, topology))
+            audit, compiled, cycles, _ = compile_step(setup)
+    except MemoryError as error:
+        return _Figures(memory, refusal=str(error))
+    return _Figures(dataclasses.replace(memory, compiled=compiled), audit, cycles)
 
 
 def mesh_on(topology: str, config: TrainConfig) -> AnyMesh:
-    """Return the planned mesh; on a named machine nothing is simulated, so no error proposes that."""
+    """Return the planned mesh; no error proposes to simulate devices of a named machine."""
     try:
         return planned_mesh(config)
     except MeshError as error:
         if not topology:
             raise
-        fix = f"--mesh sizes whose product is {config.devices}, one of them may be -1; or another --topology"
-        problems = [dataclasses.replace(p, fix=fix) if "--devices" in p.fix else p for p in error.problems]
+        fix = (
+            f"--mesh sizes whose product is {config.devices}, one of them may be -1; "
+            "or another --topology"
+        )
+        problems = []
+        for problem in error.problems:
+            if "--devices" in problem.fix:
+                problem = dataclasses.replace(problem, fix=fix)
+            problems.append(problem)
         raise MeshError(f"The mesh does not fit {topology}:", problems) from None
 
 
@@ -180,50 +266,95 @@ def _print_schedule(command: PlanCommand, schedule: Schedule | None) -> int:
     if schedule is None:
         problem = Problem("mesh.pipe", "is 1: there are no stages", fix="--mesh.pipe 4")
         raise ConfigError("There is no schedule to draw:", [problem])
-    timeline, execution = simulate(schedule), describe_execution(schedule)
+    timeline = simulate(schedule)
+    execution = describe_execution(schedule)
     if command.svg:
         write_svg(timeline, command.svg)
     if command.json:
-        print(json.dumps({**to_json(timeline), "execution": execution, "svg": command.svg or None}, indent=2))
-    else:
-        print(chart(timeline), execution, *([f"written to {command.svg}"] if command.svg else []), sep="\n")
+        record = {**to_json(timeline), "execution": execution, "svg": command.svg or None}
+        print(json.dumps(record, indent=2))
+        return 0
+    print(chart(timeline))
+    print(execution)
+    if command.svg:
+        print(f"written to {command.svg}")
     return 0
 
 
 def _to_json(
-    setup: TrainSetup, report: MemoryReport, fits: bool | None, settings: list[tuple[str, int]]
+    setup: TrainSetup, figures: _Figures, settings: list[tuple[str, int]], init: str
 ) -> dict[str, Any]:
-    platform, kind = report.topology.platform, report.topology.chip.device_kind
-    memory = {**report.to_json(), "fits": fits}
-    if fits is False:
-        memory |= {"largest": report.largest, "would_fit": [{"flags": f, "total": n} for f, n in settings]}
-    flags = {"flags": build_flags(setup.config, platform, kind), "environment": START_UP[platform]}
-    return {
+    """Return everything about a plan as JSON values.
+
+    Args:
+        settings: Flags with which the step would fit, each with the bytes of a device.
+        init: What the run starts from; empty for a seed.
+    """
+    topology = figures.memory.topology
+    platform = topology.platform
+    kind = topology.chip.device_kind
+    record = {
         **setup.plan.to_json(),
         "pipeline": pipeline_line(setup).strip() or None,
         "experts": experts_line(setup, (platform, kind)).strip() or None,
         "exchange": exchange_line(setup).strip() or None,
         "quantization": recipe_lines(setup.plan, kind),
         "compression": compression_lines(setup.plan, build_powersgd(setup.config)),
-        "topology": str(report.topology),
-        "wrap": report.topology.wrap,
-        "xla": {name: [dataclasses.asdict(flag) for flag in some] for name, some in flags.items()},
-        "memory": memory,
-        "fits": fits,
+        "topology": str(topology),
+        "wrap": topology.wrap,
+        "xla": {
+            "flags": list(map(dataclasses.asdict, build_flags(setup.config, platform, kind))),
+            "environment": list(map(dataclasses.asdict, START_UP[platform])),
+        },
+        "memory": _memory_json(figures, settings),
+        "fits": figures.fits,
+        "start": init or None,
     }
+    if figures.cycles:
+        record["compute"] = figures.cycles.to_json(topology.chip.clock)
+    if figures.audit:
+        record |= figures.audit.to_json()
+    return record
 
 
-def _print_plan(
-    command: PlanCommand, setup: TrainSetup, report: MemoryReport, audit: CollectiveAudit | None, init: str
-) -> None:
-    platform, kind = report.topology.platform, report.topology.chip.device_kind
-    plan = setup.plan.text(*TABLES) if command.all else str(setup.plan)
-    shown = str(audit) if audit else plan
+def _memory_json(figures: _Figures, settings: list[tuple[str, int]]) -> dict[str, Any]:
+    memory = {**figures.memory.to_json(), "fits": figures.fits}
+    if figures.fits is False:
+        memory["largest"] = figures.memory.largest
+        memory["would_fit"] = [{"flags": flags, "total": total} for flags, total in settings]
+    return memory
+
+
+def _print_plan(command: PlanCommand, setup: TrainSetup, figures: _Figures, init: str) -> None:
+    topology = figures.memory.topology
+    platform = topology.platform
+    kind = topology.chip.device_kind
+    if figures.audit:
+        shown = str(figures.audit)
+    elif command.all:
+        shown = setup.plan.text(*TABLES)
+    else:
+        shown = str(setup.plan)
     print(fitted(f"{shown}{execution_lines(setup, (platform, kind))}"))
     if is_listed(setup.step):
         print(find_wide_products(setup.step, abstract_batch(setup.config)))
     if init:
         print(init)
     print(flags_text(setup, platform, kind), exports(platform), sep="", end="")
-    links = f" ({report.topology.links})" if report.topology.links else ""
-    print(fitted(f"\nmemory of one device, {report.topology}{links}\n{report}"))
+    links = ""
+    if topology.links:
+        links = f" ({topology.links})"
+    print(fitted(f"\nmemory of one device, {topology}{links}\n{figures.memory}"))
+    if figures.cycles:
+        print(figures.cycles.text(topology.chip.clock))
+    if figures.refusal:
+        print(f"\nthe compiler refuses the step: {figures.refusal}")
+
+
+def _print_excess(memory: MemoryReport, settings: list[tuple[str, int]]) -> None:
+    """Print the largest part of a step without room on the chip, and settings with less."""
+    print(f"\nDOES NOT FIT: most of it is {CATEGORIES[memory.largest]}")
+    for flags, total in settings:
+        print(f"  {human_bytes(total)} with {flags}")
+    if not settings:
+        print("  no settings were found that fit: use more devices, or a smaller batch")

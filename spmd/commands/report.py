@@ -1,6 +1,7 @@
 """`spmd report`."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic
 
@@ -28,7 +29,8 @@ _TITLE = "There is no report:"
 class ReportCommand(Generic[M]):
     """Write a report of a config's plan, with charts: one HTML file, --out, that opens offline.
 
-    The step is compiled for its collectives and their time; nothing is trained. `spmd report RUN [RUN]` is of runs.
+    The step is compiled for its collectives and their time; nothing is trained. `spmd report
+    RUN [RUN]` is of runs.
     """
 
     config: ConfigFields
@@ -40,7 +42,9 @@ class ReportCommand(Generic[M]):
 
 @dataclasses.dataclass(frozen=True)
 class ReportRunCommand:
-    """Write a report of a run, or of two side by side, with charts: one HTML file that opens offline."""
+    """Write a report of a run, or of two side by side, with charts: one HTML file that opens
+    offline.
+    """
 
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run directory, such as runs/demo, or two of them."""
@@ -50,17 +54,36 @@ class ReportRunCommand:
 
 def run_report(arguments: list[str]) -> int:
     """Write a report of a config or of runs, and return the exit code."""
-    name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    if not name and not {"-h", "--help"} & set(arguments):
-        fix = f"a run folder, a Python file, or one of: {', '.join(shipped())}"
-        problem = Problem("CONFIG|RUN", "comes first", fix=fix)
-        raise ConfigError("spmd report needs a config or a run:", [problem])
-    is_config = not name or name in shipped() or name.endswith(".py")
-    if not is_config and not Path(name).is_dir():
-        fix = f"{did_you_mean(name, shipped())} (a shipped config); or a run folder, such as runs/demo"
-        problem = Problem(name, "is neither a config nor a run folder", fix=fix)
+    name = ""
+    if arguments and not arguments[0].startswith("-"):
+        name = arguments[0]
+    if not name:
+        _check_asks_for_help(arguments)
+        return _report_plan(arguments, "demo")
+    if name in shipped() or name.endswith(".py"):
+        return _report_plan(arguments, name)
+    if not Path(name).is_dir():
+        meant = did_you_mean(name, shipped())
+        problem = Problem(
+            name,
+            "is neither a config nor a run folder",
+            fix=f"{meant} (a shipped config); or a run folder, such as runs/demo",
+        )
         raise ConfigError(_TITLE, [problem])
-    return _report_plan(arguments, name or "demo") if is_config else _report_runs(arguments)
+    return _report_runs(arguments)
+
+
+def _check_asks_for_help(arguments: list[str]) -> None:
+    """Raise if neither a config or a run is named nor help is asked for."""
+    if "-h" in arguments or "--help" in arguments:
+        return
+    names = ", ".join(shipped())
+    problem = Problem(
+        "CONFIG|RUN",
+        "comes first",
+        fix=f"a run folder, a Python file, or one of: {names}",
+    )
+    raise ConfigError("spmd report needs a config or a run:", [problem])
 
 
 def _report_plan(arguments: list[str], name: str) -> int:
@@ -68,7 +91,8 @@ def _report_plan(arguments: list[str], name: str) -> int:
     config = command.config
     _check_file(config.out)
     if command.topology:
-        config = dataclasses.replace(config, devices=parse_topology(command.topology).devices)
+        devices = parse_topology(command.topology).devices
+        config = dataclasses.replace(config, devices=devices)
     mesh = mesh_on(command.topology, config)
     topology = parse_topology(command.topology or f"cpu:{mesh.size}")
     setup = make_setup(config, mesh, topology.chip.device_kind)
@@ -78,10 +102,14 @@ def _report_plan(arguments: list[str], name: str) -> int:
 
 
 def _report_runs(arguments: list[str]) -> int:
-    if any(argument.partition("=")[0] == "--topology" for argument in arguments):
-        what, fix = "is for a plan, and a run has its machine", "spmd report CONFIG --topology …"
-        problem = Problem("--topology", what, fix=fix)
-        raise ConfigError(_TITLE, [problem])
+    for argument in arguments:
+        if argument.partition("=")[0] == "--topology":
+            problem = Problem(
+                "--topology",
+                "is for a plan, and a run has its machine",
+                fix="spmd report CONFIG --topology …",
+            )
+            raise ConfigError(_TITLE, [problem])
     command: ReportRunCommand = parse_flags(ReportRunCommand, arguments, "spmd report")
     _check_file(command.out)
     if len(command.runs) > 2:
@@ -90,19 +118,25 @@ def _report_runs(arguments: list[str]) -> int:
     with show_waiting("reading the metrics"):
         runs = read_runs(command.runs)
         text = run_page(runs)
-    several = len(runs) > 1
-    _write(text, command.out, [f"{run.name}: {note}" if several else note for run in runs for note in run.notes])
+    notes = []
+    for run in runs:
+        for note in run.notes:
+            if len(runs) > 1:
+                note = f"{run.name}: {note}"
+            notes.append(note)
+    _write(text, command.out, notes)
     return 0
 
 
 def _check_file(file: str) -> None:
-    """Raise for what would fail after minutes: no file, no folder, no library."""
-    if problems := page.check_file(file):
+    """Raise for mistakes before minutes of work: no file, no folder, no library."""
+    problems = page.check_file(file)
+    if problems:
         raise ConfigError(_TITLE, problems)
     charts.library()
 
 
-def _write(text: str, file: str, notes: list[str] | tuple[str, ...]) -> None:
+def _write(text: str, file: str, notes: Sequence[str]) -> None:
     page.write(text, file)
     for note in notes:
         print(f"note: {note}")

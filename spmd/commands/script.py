@@ -1,7 +1,9 @@
 """`spmd script`."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from spmd.commands.parsing import parse_command, parse_flags, split_arguments
 from spmd.commands.train import TrainCommand
@@ -11,30 +13,35 @@ from spmd.run.build import make_setup, planned_mesh
 from spmd.run.job_files import KubernetesJob, SlurmJob
 from spmd.run.preflight import preflight
 
+_KINDS: Mapping[str, type[SlurmJob | KubernetesJob]] = {
+    "slurm": SlurmJob,
+    "kubernetes": KubernetesJob,
+}
+
 
 def run_script(arguments: list[str]) -> int:
     """Write a job file, if the config can run on all devices; return the exit code."""
-    kinds: dict[str, type[SlurmJob | KubernetesJob]] = {"slurm": SlurmJob, "kubernetes": KubernetesJob}
-    kind = arguments[0] if arguments else ""
-    if kind not in kinds:
-        problem = Problem(kind or "spmd script", "unknown cluster" if kind else "needs a cluster")
-        raise ConfigError("There is no such script:", [dataclasses.replace(problem, fix=did_you_mean(kind, kinds))])
+    kind = _cluster(arguments)
     own, further = split_arguments(arguments[1:])
-    config, flags = own[:1], own[1:]
-    if {"-h", "--help"} & set(own):
-        config, flags = [], ["--help"]
-    job: SlurmJob | KubernetesJob = parse_flags(kinds[kind], flags, f"spmd script {kind} {[*config, 'CONFIG'][0]}")
+    config = own[:1]
+    flags = own[1:]
+    if "-h" in own or "--help" in own:
+        config = []
+        flags = ["--help"]
+    usage = f"spmd script {kind} CONFIG"
+    if config:
+        usage = f"spmd script {kind} {config[0]}"
+    job: SlurmJob | KubernetesJob = parse_flags(_KINDS[kind], flags, usage)
     train = [*config, *further]
     parsed, source = parse_command(TrainCommand, train, "train")
     name = job.name or source.stem.replace("_", "-")
-    job = dataclasses.replace(job, name=name, out=job.out or parsed.config.out or f"runs/{name}")
-    problems = job.problems()
-    for field, default in (("launch_args", LaunchArgs()), ("resume", "never")):
-        if getattr(parsed, field) != default:
-            problems.append(Problem(f"flags after -- ({field})", "are set by the job file", fix="remove them"))
+    out = job.out or parsed.config.out or f"runs/{name}"
+    job = dataclasses.replace(job, name=name, out=out)
+    problems = job.problems() + _flag_problems(parsed)
     if problems:
         raise ConfigError("The script cannot be written:", problems)
-    if devices := job.devices or job.processes * parsed.config.devices:
+    devices = job.devices or job.processes * parsed.config.devices
+    if devices:
         planned = dataclasses.replace(parsed.config, devices=devices)
         preflight(make_setup(planned, planned_mesh(planned)))
     text = job.render(train)
@@ -43,3 +50,33 @@ def run_script(arguments: list[str]) -> int:
     else:
         print(text, end="")
     return 0
+
+
+def _cluster(arguments: list[str]) -> str:
+    """Return the kind of cluster, or raise if it is not known."""
+    kind = ""
+    if arguments:
+        kind = arguments[0]
+    if kind in _KINDS:
+        return kind
+    fix = did_you_mean(kind, _KINDS)
+    problem = Problem("spmd script", "needs a cluster", fix=fix)
+    if kind:
+        problem = Problem(kind, "unknown cluster", fix=fix)
+    raise ConfigError("There is no such script:", [problem])
+
+
+def _flag_problems(parsed: TrainCommand[Any]) -> list[Problem]:
+    """Return problems of flags of `spmd train` with a value from the job file."""
+    own = {"launch_args": LaunchArgs(), "resume": "never"}
+    problems = []
+    for field, default in own.items():
+        if getattr(parsed, field) != default:
+            problems.append(
+                Problem(
+                    f"flags after -- ({field})",
+                    "are set by the job file",
+                    fix="remove them",
+                )
+            )
+    return problems

@@ -24,11 +24,13 @@ _ROWS = 10
 
 @dataclasses.dataclass(frozen=True)
 class SearchCommand(Generic[M]):
-    """Search for the fastest layout of a config on a machine: mesh, ZeRO stage, remat, microbatches, pipeline.
+    """Search for the fastest layout of a config on a machine: mesh, ZeRO stage, remat,
+    microbatches, pipeline.
 
-    All settings are ranked by closed forms; from the fastest on their memory is estimated, and the best are compiled.
-    The machine need not exist. An interrupted search resumes. Of the fields that are searched (mesh, slices, zero,
-    remat, accumulate, pipeline, offload) only remat, offload and pipeline.chunks of the config are tried too.
+    All settings are ranked by closed forms; from the fastest on their memory is estimated, and the
+    best are compiled. The machine need not exist. An interrupted search resumes. Of the fields that
+    are searched (mesh, slices, zero, remat, accumulate, pipeline, offload) only remat, offload and
+    pipeline.chunks of the config are tried too.
     """
 
     config: ConfigFields
@@ -51,9 +53,11 @@ class SearchCommand(Generic[M]):
 def run_search(arguments: list[str]) -> int:
     """Run `spmd search`; return 3 if nothing fits."""
     command, path = parse_command(SearchCommand, arguments, "search")
-    if problems := list(_problems(command)):
+    problems = list(_problems(command))
+    if problems:
         raise ConfigError("Nothing to search for:", problems)
-    topology, config = parse_topology(command.topology), command.config
+    topology = parse_topology(command.topology)
+    config = command.config
     if command.largest_batch:
         return _print_largest(command, config, topology)
     if command.days:
@@ -74,153 +78,279 @@ def run_search(arguments: list[str]) -> int:
         _print_table(search, best)
         if command.write:
             print(f"written to {command.write}")
-    return 0 if best else 3
+    if best is None:
+        return 3
+    return 0
 
 
 def _problems(command: SearchCommand) -> Iterator[Problem]:
     if not command.topology:
-        yield Problem("--topology", "is not given", fix=f"a machine, such as {EXAMPLES.split(', ')[2]}")
+        machine = EXAMPLES.split(", ")[2]
+        yield Problem("--topology", "is not given", fix=f"a machine, such as {machine}")
         return
     if command.confirm < 0:
         yield Problem("--confirm", f"is {command.confirm}", fix="at least 0")
     if command.days < 0:
         yield Problem("--days", f"is {command.days}", fix="above 0")
-    if command.write and command.largest_batch:
-        yield Problem("--write", "has no settings to write with --largest-batch", fix="ask for one of them")
-    if command.write and not Path(command.write).absolute().parent.is_dir():  # before minutes of compilation
-        yield Problem("--write", f"{command.write} is in no folder that exists", fix="--write FILE in one that does")
+    if command.write:
+        yield from _write_problems(command)
     if command.days and command.largest_batch:
-        yield Problem("--days", "is another search than --largest-batch", fix="ask for one of them")
+        yield Problem(
+            "--days",
+            "is another search than --largest-batch",
+            fix="ask for one of them",
+        )
     topology = parse_topology(command.topology)
     if command.largest_batch and topology.memory is None:
         yield Problem(
-            "--largest-batch", f"{topology} has no memory of its own", fix="a TPU or a GPU, such as v5e:16x16"
+            "--largest-batch",
+            f"{topology} has no memory of its own",
+            fix="a TPU or a GPU, such as v5e:16x16",
         )
-    if command.confirm and topology.platform == "tpu" and (absent := missing_extra(topology)):
-        yield dataclasses.replace(absent, fix=f"{absent.fix}, or --confirm 0")
+    if command.confirm and topology.platform == "tpu":
+        absent = missing_extra(topology)
+        if absent:
+            yield dataclasses.replace(absent, fix=f"{absent.fix}, or --confirm 0")
 
 
-def _search(command: SearchCommand, config: TrainConfig[Any], topology: Topology, path: Path) -> Search:
-    name = f"{path.stem}-{str(topology).replace(':', '-')}.json"
+def _write_problems(command: SearchCommand) -> Iterator[Problem]:
+    if command.largest_batch:
+        yield Problem(
+            "--write",
+            "has no settings to write with --largest-batch",
+            fix="ask for one of them",
+        )
+    if not Path(command.write).absolute().parent.is_dir():  # before minutes of compilation
+        yield Problem(
+            "--write",
+            f"{command.write} is in no folder that exists",
+            fix="--write FILE in one that does",
+        )
+
+
+def _search(
+    command: SearchCommand, config: TrainConfig[Any], topology: Topology, path: Path
+) -> Search:
+    """Rank all settings, with the figures of an earlier search."""
+    machine = str(topology).replace(":", "-")
+    default = Path("runs", "search", f"{path.stem}-{machine}.json")
     with show_waiting("ranking settings"):
-        return Search(config, topology, Path(command.state or Path("runs", "search", name)))
+        return Search(config, topology, Path(command.state or default))
 
 
 def _examine(command: SearchCommand, search: Search) -> None:
-    """Estimate and compile settings from the fastest on, until as many as asked for are compiled, or one fits."""
-    wanted, compiled, known = command.confirm if search.topology.platform == "tpu" else 0, 0, len(search.known)
+    """Estimate and compile settings from the fastest on.
+
+    It ends when as many as asked for are compiled, or without compilation when one fits.
+    """
+    wanted = 0
+    if search.topology.platform == "tpu":
+        wanted = command.confirm
     if not command.json:
-        resumed = f"; {known} are known from {search.file}" if known else ""
-        print(f"{len(search.candidates)} settings, whose memory is estimated from the fastest on{resumed}", flush=True)
-    for candidate in show_waiting_for(search.fitting(len(search.candidates)), "estimating memory"):
+        _print_start(search)
+    compiled = 0
+    fitting = search.fitting(len(search.candidates))
+    for candidate in show_waiting_for(fitting, "estimating memory"):
         if candidate.refused:
             continue
-        if wanted and candidate.compiled is None and not command.json:
-            print(f"compiling {compiled + 1} of {wanted}: {candidate.flags}", flush=True)
         if wanted:
+            if candidate.compiled is None and not command.json:
+                print(f"compiling {compiled + 1} of {wanted}: {candidate.flags}", flush=True)
             search.confirm(candidate)
-        compiled += candidate.compiled is not None
+        if candidate.compiled is not None:
+            compiled += 1
         if compiled >= wanted:
             return
 
 
-def _fewest(command: SearchCommand, config: TrainConfig[Any], topology: Topology, path: Path) -> Topology | None:
-    """Return the smallest machine of a kind that trains all steps in time, or None."""
+def _print_start(search: Search) -> None:
+    count = len(search.candidates)
+    text = f"{count} settings, whose memory is estimated from the fastest on"
+    known = len(search.known)
+    if known:
+        text += f"; {known} are known from {search.file}"
+    print(text, flush=True)
+
+
+def _fewest(
+    command: SearchCommand, config: TrainConfig[Any], topology: Topology, path: Path
+) -> Topology | None:
+    """Return the smallest machine of a kind with time for all steps, or None."""
+    command_for_each = dataclasses.replace(command, state="")
     for machine in slice_sizes(topology):
-        search = _search(dataclasses.replace(command, state=""), config, machine, path)
-        fitting = next((c for c in search.fitting(1) if not c.refused), None)
-        days = fitting and fitting.seconds * config.steps / 86_400
+        days = _fewest_days(_search(command_for_each, config, machine, path), config.steps)
         if not command.json:
-            found = f"{days:.3g} days" if days else "nothing fits"
+            found = "nothing fits"
+            if days is not None:
+                found = f"{days:.3g} days"
             print(f"{machine}: {machine.chips} chips: {found}", flush=True)
-        if days and days <= command.days:
+        if days is not None and days <= command.days:
             return machine
     if command.json:
         print(json.dumps({"best": None}))
     else:
-        print(f"no machine of up to {machine.chips} chips trains {config.steps} steps in {command.days:g} days")
+        print(
+            f"no machine of up to {machine.chips} chips trains {config.steps} steps "
+            f"in {command.days:g} days"
+        )
+    return None
+
+
+def _fewest_days(search: Search, steps: int) -> float | None:
+    """Return the days of all steps with the fastest fitting settings; None if nothing fits."""
+    for candidate in search.fitting(1):
+        if not candidate.refused:
+            return candidate.seconds * steps / 86_400
     return None
 
 
 def _print_largest(command: SearchCommand, config: TrainConfig[Any], topology: Topology) -> int:
     with show_waiting("estimating memory of larger and larger batches"):
-        devices = dataclasses.replace(config, devices=topology.devices)
-        batch, memory = largest_batch(devices, topology, mesh_on(str(topology), devices))
+        config = dataclasses.replace(config, devices=topology.devices)
+        mesh = mesh_on(str(topology), config)
+        batch, memory = largest_batch(config, topology, mesh)
+    used = human_bytes(memory)
     if command.json:
         print(json.dumps({"batch": batch or None, "memory": memory}))
     elif batch:
-        print(f"--data.batch {batch} fits {topology}: {human_bytes(memory)} on each device")
+        print(f"--data.batch {batch} fits {topology}: {used} on each device")
     else:
-        print(f"no batch fits {topology}: {human_bytes(memory)} with one example on each device")
-    return 0 if batch else 3
+        print(f"no batch fits {topology}: {used} with one example on each device")
+    if not batch:
+        return 3
+    return 0
 
 
 def _print_table(search: Search, best: Candidate) -> None:
-    examined = [c for c in search.candidates if c.memory is not None or c.refused]
-    shown = [c for c in examined if not c.refused] + [c for c in examined if c.refused][:_ROWS]
-    shown += [c for c in search.candidates if c.memory is None and not c.refused][: max(0, _ROWS - len(shown))]
     print(f"\n{'closed form':>12}{'compiled':>12}{'memory':>10}  settings")
-    for candidate in sorted(shown, key=lambda c: (bool(c.refused), c.seconds)):
-        compiled = human_duration(candidate.compiled) if candidate.compiled else ""
-        memory = human_bytes(candidate.memory) if candidate.memory else ""
+    shown = _shown(search)
+    shown.sort(key=lambda candidate: (bool(candidate.refused), candidate.seconds))
+    for candidate in shown:
         closed = human_duration(sum(candidate.spent.values()))
-        print(fitted(f"{closed:>12}{compiled:>12}{memory:>10}  {candidate.flags}", indent=24))
+        compiled = ""
+        if candidate.compiled:
+            compiled = human_duration(candidate.compiled)
+        memory = ""
+        if candidate.memory:
+            memory = human_bytes(candidate.memory)
+        row = f"{closed:>12}{compiled:>12}{memory:>10}  {candidate.flags}"
+        print(fitted(row, indent=24))
         if candidate is not best:
             print(fitted(f"{'':36}{candidate.loses(best)}", indent=0))
-    how = "its compiled program" if best.compiled else "closed forms"
+    how = "closed forms"
+    if best.compiled:
+        how = "its compiled program"
     print(f"\nbest, {human_duration(best.seconds)} by {how}:\n{best.flags}")
 
 
+def _shown(search: Search) -> list[Candidate]:
+    """Return all fitting candidates, and some of the others."""
+    fitting, refused, unknown = [], [], []
+    for candidate in search.candidates:
+        if candidate.refused:
+            refused.append(candidate)
+        elif candidate.memory is None:
+            unknown.append(candidate)
+        else:
+            fitting.append(candidate)
+    shown = fitting + refused[:_ROWS]
+    room = max(0, _ROWS - len(shown))
+    return shown + unknown[:room]
+
+
 def _print_nothing(search: Search) -> None:
-    print(f"nothing fits {search.topology}: {human_bytes(search.topology.memory or 0)} on each device")
-    if (nearest := search.nearest) is not None:
-        print(f"nearest: {human_bytes(nearest.memory or 0)} with {nearest.flags}")
-    else:
+    limit = human_bytes(search.topology.memory or 0)
+    print(f"nothing fits {search.topology}: {limit} on each device")
+    nearest = search.nearest
+    if nearest is None:
         print("no mesh divides batch and model, or none of them can run")
+    else:
+        print(f"nearest: {human_bytes(nearest.memory or 0)} with {nearest.flags}")
     print("try more chips, a smaller --data.batch, or --offload optimizer_state params")
 
 
 def _to_json(search: Search, best: Candidate | None) -> dict[str, Any]:
-    def one(candidate: Candidate) -> dict[str, Any]:
-        return {
-            "flags": candidate.flags,
-            "seconds": candidate.seconds,
-            "closed_form": sum(candidate.spent.values()),
-            "compiled": candidate.compiled,
-            "memory": candidate.memory,
-            "loses": None if candidate is best else candidate.loses(best) if best else candidate.refused,
-        }
+    examined = []
+    for candidate in search.candidates:
+        if candidate.memory is not None or candidate.compiled is not None:
+            examined.append(_candidate_json(candidate, best))
+    best_json = None
+    if best is not None:
+        best_json = _candidate_json(best, best)
+    return {
+        "topology": str(search.topology),
+        "settings": len(search.candidates),
+        "best": best_json,
+        "examined": examined,
+    }
 
-    examined = [one(c) for c in search.candidates if c.memory is not None or c.compiled is not None]
-    counts = {"topology": str(search.topology), "settings": len(search.candidates)}
-    return counts | {"best": one(best) if best else None, "examined": examined}
+
+def _candidate_json(candidate: Candidate, best: Candidate | None) -> dict[str, Any]:
+    loses: str | None = None
+    if best is None:
+        loses = candidate.refused
+    elif candidate is not best:
+        loses = candidate.loses(best)
+    return {
+        "flags": candidate.flags,
+        "seconds": candidate.seconds,
+        "closed_form": sum(candidate.spent.values()),
+        "compiled": candidate.compiled,
+        "memory": candidate.memory,
+        "loses": loses,
+    }
 
 
 def _write(command: SearchCommand, topology: Topology, path: Path, best: Candidate) -> None:
-    name = next((name for name, file in shipped().items() if file == path), str(path))
     # A number of simulated devices would contradict the mesh.
     found = dataclasses.replace(command.config, **best.settings, devices=0)
+    code = _code(found, load_config(str(path)), "base")
+    about = f"{path.stem} on {topology}, as found by `spmd search`: {best.seconds:.4g} s a step."
     text = (
-        f'"""{path.stem} on {topology}, as found by `spmd search`: {best.seconds:.4g} s a step."""\n\n'
+        f'"""{about}"""\n\n'
         "import dataclasses\n\nfrom spmd.run.load_config import load_config\n\n"
-        f"base = load_config({json.dumps(name)})\nconfig = {_code(found, load_config(str(path)), 'base')}\n"
+        f"base = load_config({json.dumps(_config_name(path))})\nconfig = {code}\n"
     )
     try:
         Path(command.write).write_text(text, encoding="utf-8")
     except OSError as error:
-        problem = Problem("--write", f"{command.write}: {error.strerror}", fix="a file in a folder that exists")
+        problem = Problem(
+            "--write",
+            f"{command.write}: {error.strerror}",
+            fix="a file in a folder that exists",
+        )
         raise ConfigError("The config cannot be written:", [problem]) from None
 
 
+def _config_name(path: Path) -> str:
+    """Return the name of a shipped config by its file, or the path of another one."""
+    for name, file in shipped().items():
+        if file == path:
+            return name
+    return str(path)
+
+
 def _code(value: Any, old: Any, expression: str) -> str:
-    """Return code for a value; of a dataclass, code that replaces what differs from an old one."""
+    """Return code for a value; of a dataclass, code for the fields unlike an old one.
+
+    Args:
+        expression: Code for the old one; `base` is written over several lines.
+    """
     if isinstance(value, tuple):
-        return f"({' '.join(_code(item, None, '') + ',' for item in value)})"
+        items = [f"{_code(item, None, '')}," for item in value]
+        return f"({' '.join(items)})"
+    if isinstance(value, str):
+        return json.dumps(value)
     if not dataclasses.is_dataclass(value):
-        return json.dumps(value) if isinstance(value, str) else repr(value)
-    names = [field.name for field in dataclasses.fields(value)]
-    changed = [name for name in names if getattr(value, name) != getattr(old, name)]
-    given = [f"{n}={_code(getattr(value, n), getattr(old, n), f'{expression}.{n}')}" for n in changed]
+        return repr(value)
+    given = [expression]
+    for field in dataclasses.fields(value):
+        new_part = getattr(value, field.name)
+        old_part = getattr(old, field.name)
+        if new_part != old_part:
+            code = _code(new_part, old_part, f"{expression}.{field.name}")
+            given.append(f"{field.name}={code}")
     if expression == "base":
-        return "dataclasses.replace(\n" + "".join(f"    {line},\n" for line in (expression, *given)) + ")"
-    return f"dataclasses.replace({', '.join([expression, *given])})"
+        lines = "".join(f"    {line},\n" for line in given)
+        return f"dataclasses.replace(\n{lines})"
+    return f"dataclasses.replace({', '.join(given)})"

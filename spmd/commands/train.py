@@ -17,9 +17,10 @@ from spmd.sharding.mesh import AnyMesh
 class TrainCommand(Generic[M]):
     """Train a model, with everything about the run in one folder.
 
-    Metrics go to the terminal and to DIR/metrics.jsonl, checkpoints to DIR/checkpoints. A folder that contains a run is
-    refused without --resume; a resumed run is bitwise identical to one that was never interrupted. On SIGTERM or
-    SIGUSR1 the run finishes its step, saves a checkpoint and exits with 75: continue with --resume auto.
+    Metrics go to the terminal and to DIR/metrics.jsonl, checkpoints to DIR/checkpoints. A folder
+    that contains a run is refused without --resume; a resumed run is bitwise identical to one that
+    was never interrupted. On SIGTERM or SIGUSR1 the run finishes its step, saves a checkpoint and
+    exits with 75: continue with --resume auto.
     """
 
     config: ConfigFields
@@ -36,17 +37,19 @@ class TrainCommand(Generic[M]):
 def run_train(arguments: list[str]) -> int:
     """Run `spmd train`; return the exit code."""
     command, source = parse_command(TrainCommand, arguments, "train")
-    return train(
+    result = train(
         command.config,
         resume=command.resume,
         take_over=command.take_over,
         profile=command.profile,
         source=source,
         launch_args=command.launch_args,
-    ).exit_code
+    )
+    return result.exit_code
 
 
 def check_command(command: TrainCommand[Any], source: Path, mesh: AnyMesh) -> None:
-    """Raise what `run_train` would refuse, without the devices of the mesh."""
-    resume, _ = run_dir(command.config, source).check_use(command.resume), parse_steps(command.profile)
-    check(command.config, mesh, resume)
+    """Raise the problems of `run_train`, without the devices of the mesh."""
+    resumes = run_dir(command.config, source).check_use(command.resume)
+    parse_steps(command.profile)
+    check(command.config, mesh, resumes)

@@ -1,6 +1,8 @@
-"""Metrics of a run on the console: a bar, values and the curve of the loss on a terminal or in a notebook, or lines."""
+"""Metrics of a run on the console.
 
-import itertools
+On a terminal or in a notebook they are a bar, values and the curve of the loss; elsewhere, lines.
+"""
+
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,21 +43,28 @@ COLUMNS: Mapping[str, Callable[[Any], str]] = {
 
 def columns_of(unit: str) -> Mapping[str, Callable[[Any], str]]:
     """Return `COLUMNS` with a throughput in another unit than tokens."""
+    columns: dict[str, Callable[[Any], str]] = {}
+    for name, show in COLUMNS.items():
+        if name == "tokens_per_s":
+            columns[f"{unit}_per_s"] = lambda x: f"{human_count(x):>5} {unit}/s"
+        else:
+            columns[name] = show
+    return columns
 
-    def rate(x: Any) -> str:
-        return f"{human_count(x):>5} {unit}/s"
 
-    own = {"tokens_per_s": (f"{unit}_per_s", rate)}
-    return dict(own.get(name, (name, show)) for name, show in COLUMNS.items())
-
-
-_BARS, _NOT_FINITE = "▁▂▃▄▅▆▇█", "×"
+_BARS = "▁▂▃▄▅▆▇█"
+_NOT_FINITE = "×"
 _MOST_POINTS = 4096
+"""Losses that are kept for the curve; of more, two neighbours become one."""
+_MOST_COLUMNS = 60
+"""Widest curve, in characters."""
+_LONGEST_BAR = 40
+_SHORTEST_BAR = 4
 _GAP = "   "
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve in one line, of at most `width` characters that each show the mean of as many values.
+    """Return a curve in one line of at most `width` characters, each the mean of as many values.
 
     Example:
         >>> sparkline([4.0, 3.0, 2.0, 2.0, 1.0, math.nan], width=3)
@@ -64,23 +73,30 @@ def sparkline(values: Sequence[float], width: int) -> str:
         '█▁'
     """
     count = min(width, len(values))
-    edges = [len(values) * n // count for n in range(count + 1)] if count else []
-    means = [sum(values[i:j]) / (j - i) for i, j in itertools.pairwise(edges)]
-    finite = [x for x in means if math.isfinite(x)]
-    low, height = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
-
-    def bar(x: float) -> str:
-        return _BARS[round((x - low) / (height or 1.0) * (len(_BARS) - 1))] if math.isfinite(x) else _NOT_FINITE
-
-    return "".join(map(bar, means))
+    means = []
+    for number in range(count):
+        start = len(values) * number // count
+        end = len(values) * (number + 1) // count
+        means.append(sum(values[start:end]) / (end - start))
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low = min(finite, default=0.0)
+    height = max(finite, default=0.0) - low
+    line = ""
+    for mean in means:
+        if math.isfinite(mean):
+            share = (mean - low) / (height or 1.0)
+            line += _BARS[round(share * (len(_BARS) - 1))]
+        else:
+            line += _NOT_FINITE
+    return line
 
 
 class Console(Writer):
-    """Console output: a progress bar on a terminal or in a notebook, one line per logged step elsewhere.
+    """Console output: a bar on a terminal or in a notebook, one line per logged step elsewhere.
 
-    With the bar it also draws the curve of the loss and the newest event, in the width there is. Add a value with
-    `columns=COLUMNS | {"accuracy": "accuracy {:.3f}".format}`. `interactive` says whether to draw on `stream`; by
-    default, if it (standard output) is a terminal.
+    With the bar it also draws the curve of the loss and the newest event, in the width there is.
+    Add a value with `columns=COLUMNS | {"accuracy": "accuracy {:.3f}".format}`. `interactive` says
+    whether to draw on `stream`; by default, if it (standard output) is a terminal.
 
     Example:
         >>> console = Console(total_steps=200, interactive=False)
@@ -95,13 +111,21 @@ class Console(Writer):
         interactive: bool | None = None,
         columns: Mapping[str, Callable[[Any], str]] = COLUMNS,
     ) -> None:
-        self._total, self._columns = total_steps, columns
-        self._stream = sys.stdout if stream is None else stream
+        self._total = total_steps
+        self._columns = columns
+        output = stream
+        if output is None:
+            output = sys.stdout
+        self._stream = output
         self._live: Live | NotebookLive | None = None
-        self._step, self._event = 0, ""
+        self._step = 0
+        self._event = ""
         self._shown: Values = {}
         self._losses: list[float] = []
-        if self._stream.isatty() if interactive is None else interactive:
+        draws = interactive
+        if interactive is None:
+            draws = self._stream.isatty()
+        if draws:
             terminal = rich.console.Console(file=self._stream, force_terminal=True)
             # A thread that refreshes would take time from a busy host.
             self._live = Live(console=terminal, auto_refresh=False)
@@ -117,9 +141,9 @@ class Console(Writer):
             print(text, file=self._stream, flush=True)
 
     def note(self, event: str) -> None:
-        """Show an event below the bar, in place of the one before, or as a line until there is a bar.
+        """Show an event below the bar, in place of the one before.
 
-        Elsewhere than on a terminal, show nothing.
+        Until there is a bar, print it as a line. Elsewhere than on a terminal, show nothing.
         """
         if self._live and not self._shown:
             self.say(event)
@@ -130,25 +154,39 @@ class Console(Writer):
     def write(self, step: int, values: Values) -> None:
         """Show one step, and the remaining time by its `step_s`."""
         if not self._live:
+            cells = [self._done(step), *self._cells(values)]
             left = self._left(step, values)
-            self.say(_GAP.join([self._done(step), *self._cells(values), *([f"{left:>12}"] if left else [])]))
+            if left:
+                cells.append(f"{left:>12}")
+            self.say(_GAP.join(cells))
             return
-        if (loss := values.get("loss")) is not None:
+        loss = values.get("loss")
+        if loss is not None:
             self._losses.append(float(loss))
         if len(self._losses) > _MOST_POINTS:
-            self._losses = [(a + b) / 2 for a, b in zip(self._losses[::2], self._losses[1::2], strict=False)]
-        self._step, self._shown = step, {**self._shown, **values}  # an evaluation adds values to those shown
+            self._losses = _halved(self._losses)
+        self._step = step
+        self._shown = {**self._shown, **values}  # an evaluation adds values to those shown
         self._live.update(self, refresh=True)
 
     def _done(self, step: int) -> str:
-        return f"step {step:>{len(str(self._total))}}/{self._total}"
+        digits = len(str(self._total))
+        return f"step {step:>{digits}}/{self._total}"
 
     def _cells(self, values: Values) -> list[str]:
-        return [show(values[name]) for name, show in self._columns.items() if values.get(name) is not None]
+        cells = []
+        for name, show in self._columns.items():
+            value = values.get(name)
+            if value is not None:
+                cells.append(show(value))
+        return cells
 
     def _left(self, step: int, values: Values) -> str:
+        """Return the remaining time; empty if it is not known."""
         seconds = values.get("step_s")
-        return "" if seconds is None else f"{human_duration((self._total - step) * float(seconds))} left"
+        if seconds is None:
+            return ""
+        return f"{human_duration((self._total - step) * float(seconds))} left"
 
     def __rich_console__(
         self, console: rich.console.Console, options: rich.console.ConsoleOptions
@@ -156,22 +194,40 @@ class Console(Writer):
         """Yield the lines of the display, none longer than the terminal is wide."""
         width = options.max_width
         if self._shown:
-            done, percent = self._done(self._step), f"{100 * self._step // self._total}%"
-            rest = _GAP.join(filter(None, [percent, self._left(self._step, self._shown)]))
-            if (room := width - len(done) - len(rest) - 2 * len(_GAP)) >= 4:
-                yield Segment(done + _GAP)
-                bar = ProgressBar(self._total, self._step, width=min(room, 40))
-                yield from (s for s in console.render(bar, options.update(width=min(room, 40))) if s.text != "\n")
-                yield Segment(_GAP + rest)
-                yield Segment.line()
-            else:
-                yield _line(f"{done} {rest}", width)
-            yield from (_line(line, width) for line in _rows(self._cells(self._shown), width))
+            yield from self._progress(console, options)
+            for line in _rows(self._cells(self._shown), width):
+                yield _line(line, width)
         if len(self._losses) > 1 and not options.ascii_only:
-            first, last = (f"{x:.4f}" for x in (self._losses[0], self._losses[-1]))
-            yield _line(f"loss {first} {sparkline(self._losses, min(width - len(first + last) - 7, 60))} {last}", width)
+            first = f"{self._losses[0]:.4f}"
+            last = f"{self._losses[-1]:.4f}"
+            room = width - len(first) - len(last) - len("loss   ")
+            curve = sparkline(self._losses, min(room, _MOST_COLUMNS))
+            yield _line(f"loss {first} {curve} {last}", width)
         if self._event:
             yield _line(self._event, width)
+
+    def _progress(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> rich.console.RenderResult:
+        """Yield the line of the step and the remaining time, with a bar if there is room."""
+        width = options.max_width
+        done = self._done(self._step)
+        rest = f"{100 * self._step // self._total}%"
+        left = self._left(self._step, self._shown)
+        if left:
+            rest += _GAP + left
+        room = width - len(done) - len(rest) - 2 * len(_GAP)
+        if room < _SHORTEST_BAR:
+            yield _line(f"{done} {rest}", width)
+            return
+        length = min(room, _LONGEST_BAR)
+        bar = ProgressBar(self._total, self._step, width=length)
+        yield Segment(done + _GAP)
+        for segment in console.render(bar, options.update(width=length)):
+            if segment.text != "\n":  # the line goes on
+                yield segment
+        yield Segment(_GAP + rest)
+        yield Segment.line()
 
     def summary(
         self,
@@ -185,18 +241,28 @@ class Console(Writer):
         mfu: float | None = None,
         memory: int | None = None,
     ) -> None:
-        """End the bar and print a summary; None is printed as "not reported", and no MFU without `flops`.
+        """End the bar and print a summary.
 
-        `seconds` and `count` of the `unit` are of the `steps` of this process, `loss` is the last one, `mfu` in [0, 1]
-        is computed from `flops`, and `memory` is the peak bytes of a device.
+        None is printed as "not reported", and no MFU without `flops`. `seconds` and `count` of the
+        `unit` are of the `steps` of this process, `loss` is the last one, `mfu` in [0, 1] is
+        computed from `flops`, and `memory` is the peak bytes of a device.
         """
         self.close()
-        cells = [f"done: {steps:,} steps in {human_duration(seconds)}", f"{human_count(count)} {unit}"]
-        cells += [f"{human_count(count / seconds)} {unit}/s"] if seconds > 0 else []
-        last, used = (NOT_REPORTED if x is None else f"{x:{form}}" for x, form in ((loss, ".4f"), (mfu, ".1%")))
-        peak = NOT_REPORTED if memory is None else human_bytes(memory)
-        lines = [_GAP.join([*cells, f"loss {last}"]), *([f"MFU {used}: {flops.formula}"] if flops else [])]
-        lines.append(f"peak memory: device {peak}, host process {human_bytes(process_peak_rss())}")
+        cells = [
+            f"done: {steps:,} steps in {human_duration(seconds)}",
+            f"{human_count(count)} {unit}",
+        ]
+        if seconds > 0:
+            cells.append(f"{human_count(count / seconds)} {unit}/s")
+        cells.append(f"loss {_reported(loss, '.4f')}")
+        lines = [_GAP.join(cells)]
+        if flops:
+            lines.append(f"MFU {_reported(mfu, '.1%')}: {flops.formula}")
+        peak = NOT_REPORTED
+        if memory is not None:
+            peak = human_bytes(memory)
+        host = human_bytes(process_peak_rss())
+        lines.append(f"peak memory: device {peak}, host process {host}")
         self.say(fitted("\n".join(lines), self._stream))
 
     def close(self) -> None:
@@ -204,6 +270,19 @@ class Console(Writer):
         if self._live:
             self._live.stop()
             self._live = None
+
+
+def _reported(value: float | None, form: str) -> str:
+    """Return a number in a format, or `NOT_REPORTED`."""
+    if value is None:
+        return NOT_REPORTED
+    return f"{value:{form}}"
+
+
+def _halved(values: list[float]) -> list[float]:
+    """Return the mean of each two neighbours, without a last odd one."""
+    pairs = zip(values[::2], values[1::2], strict=False)
+    return [(first + second) / 2 for first, second in pairs]
 
 
 def _line(text: str, width: int) -> Text:
@@ -214,6 +293,11 @@ def _rows(cells: Sequence[str], width: int) -> list[str]:
     """Return cells side by side, in as many lines as the width needs."""
     rows = [""]
     for cell in cells:
-        longer = f"{rows[-1]}{_GAP}{cell}" if rows[-1] else cell
-        rows = [*rows[:-1], longer] if len(longer) <= width else [*rows, cell]
+        longer = cell
+        if rows[-1]:
+            longer = f"{rows[-1]}{_GAP}{cell}"
+        if len(longer) <= width:
+            rows[-1] = longer
+        else:
+            rows.append(cell)
     return rows

@@ -1,7 +1,8 @@
-"""Goodput: the fraction of a run's time, over all restarts, that went into training steps that count.
+"""Goodput: the share of useful training steps in a run's time, over all restarts.
 
-A run folder's `goodput.jsonl` has a line for each logged step of each session (one `spmd train`), with the session's
-seconds by activity so far. The time of a killed session after its last line counts as time between sessions.
+A run folder's `goodput.jsonl` has a line for each logged step of each session (one `spmd train`),
+with the session's seconds by activity so far. The time of a killed session after its last line
+counts as time between sessions.
 """
 
 import contextlib
@@ -34,7 +35,9 @@ _FILE = "goodput.jsonl"
 
 
 class Stopwatch:
-    """Seconds by activity; every moment belongs to exactly one, from `began` (default: `session_start()`) on.
+    """Seconds by activity; every moment belongs to exactly one.
+
+    The first begins at `began`, by default at `session_start()`.
 
     Example:
         >>> times = iter([0.0, 3.0, 4.0, 9.0])
@@ -47,8 +50,11 @@ class Stopwatch:
     """
 
     def __init__(self, now: Callable[[], float] = time.time, began: float | None = None) -> None:
+        if began is None:
+            began = session_start()
         self._now = now
-        self.began = self._since = session_start() if began is None else began
+        self.began = began
+        self._since = began
         self._activity = "start"
         self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
 
@@ -56,7 +62,8 @@ class Stopwatch:
         """Begin an activity, and end the one before."""
         now = self._now()
         self.seconds[self._activity] += now - self._since
-        self._activity, self._since = activity, now
+        self._activity = activity
+        self._since = now
 
     @contextlib.contextmanager
     def measure(self, activity: str) -> Iterator[None]:
@@ -82,7 +89,12 @@ class Stopwatch:
     def write(self, folder: Path, step: int) -> None:
         """Append the seconds up to now, after `step` finished steps, to the run folder."""
         self.switch_to(self._activity)
-        record = {"session": self.began, "step": step, "now": self._now(), "seconds": self.seconds}
+        record = {
+            "session": self.began,
+            "step": step,
+            "now": self._now(),
+            "seconds": self.seconds,
+        }
         with (folder / _FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -91,34 +103,44 @@ _SESSIONS = itertools.count()
 
 
 def session_start() -> float:
-    """Return the start of a new session: that of the process for its first one, now for others."""
-    return process_start() if next(_SESSIONS) == 0 else time.time()
+    """Return the start of a new session: of the process for its first one, now for others."""
+    if next(_SESSIONS) == 0:
+        return process_start()
+    return time.time()
 
 
 def process_start() -> float:
-    """Return the start of this process in seconds since the epoch; now, if the system does not report it."""
+    """Return the start of this process in seconds since the epoch; now, if it is not reported."""
     try:
-        ticks = float(start_ticks("self"))
-        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        since_boot = float(start_ticks("self")) / os.sysconf("SC_CLK_TCK")
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
+        return time.time() - age
     except (OSError, AttributeError, ValueError):
         return time.time()
 
 
 def start_ticks(pid: int | str) -> str:
-    """Return the start of a process in ticks since the boot; empty if it has ended, also if nobody waited for it."""
+    """Return the start of a process in ticks since the boot; empty if it has ended.
+
+    A process has also ended if nobody waited for it.
+    """
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        after_name = line.rpartition(")")[2]  # proc(5): the name may contain spaces and brackets
+        state, *rest = after_name.split()
     except (OSError, ValueError):
         return ""
-    return "" if state in "ZX" else rest[18]
+    if state in "ZX":
+        return ""
+    return rest[18]
 
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
     """Wall-clock time of a run by activity.
 
-    Besides `ACTIVITIES`, `seconds` has `rework`, the steps repeated after a kill or a roll-back, and `between`, from
-    the last line of one session to the start of the next.
+    Besides `ACTIVITIES`, `seconds` has `rework`, the steps repeated after a kill or a roll-back,
+    and `between`, from the last line of one session to the start of the next.
     """
 
     seconds: dict[str, float]
@@ -131,16 +153,25 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """Fraction of the time that went into steps that count."""
-        return self.seconds["step"] / self.total if self.total else 0.0
+        """Fraction of the time in useful steps: those that are not repeated later."""
+        if not self.total:
+            return 0.0
+        return self.seconds["step"] / self.total
 
     def __str__(self) -> str:
-        more = {"rework": "repeated steps", "between": "between sessions, and lost by kills"}
-        spent = {name: text for name, text in {**ACTIVITIES, **more}.items() if self.seconds[name] >= 0.05}
-        total, plural = self.total, "s" * (self.sessions > 1)
-        head = f"goodput {self.goodput:.1%} of {total:,.1f} s in {self.sessions} session{plural}"
-        rows = [(self.seconds[name], text) for name, text in spent.items()]
-        return "\n".join([head, *(f"  {n:>10,.1f} s  {n / total:>6.1%}  {text}" for n, text in rows)])
+        total = self.total
+        plural = "s" * (self.sessions > 1)
+        lines = [f"goodput {self.goodput:.1%} of {total:,.1f} s in {self.sessions} session{plural}"]
+        activities = {
+            **ACTIVITIES,
+            "rework": "repeated steps",
+            "between": "between sessions, and lost by kills",
+        }
+        for name, text in activities.items():
+            seconds = self.seconds[name]
+            if seconds >= 0.05:
+                lines.append(f"  {seconds:>10,.1f} s  {seconds / total:>6.1%}  {text}")
+        return "\n".join(lines)
 
 
 def measure_goodput(folder: Path) -> Goodput:
@@ -149,23 +180,34 @@ def measure_goodput(folder: Path) -> Goodput:
     for line in read_json_lines(folder / _FILE):
         sessions.setdefault(line["session"], []).append(line)
     ordered = [sessions[began] for began in sorted(sessions)]
-    seconds = {name: sum(session[-1]["seconds"].get(name, 0.0) for session in ordered) for name in ACTIVITIES}
-    rework = _rework([line for session in ordered for line in session])
-    seconds |= {"step": seconds["step"] - rework, "rework": rework}
-    gaps = (later[0]["session"] - earlier[-1]["now"] for earlier, later in itertools.pairwise(ordered))
-    seconds["between"] = sum(max(gap, 0.0) for gap in gaps)
+    seconds = {}
+    for name in ACTIVITIES:
+        seconds[name] = sum(session[-1]["seconds"].get(name, 0.0) for session in ordered)
+    rework = _rework(list(itertools.chain(*ordered)))
+    seconds["step"] -= rework
+    seconds["rework"] = rework
+    gaps = []
+    for earlier, later in itertools.pairwise(ordered):
+        gap = later[0]["session"] - earlier[-1]["now"]
+        gaps.append(max(gap, 0.0))
+    seconds["between"] = sum(gaps)
     return Goodput(seconds, len(ordered))
 
 
 def _rework(lines: list[dict[str, Any]]) -> float:
-    """Return the seconds of steps that a later line repeats; the steps between two lines share their time evenly."""
+    """Return the seconds of steps before their repetition by a later line.
+
+    The steps between two lines share their time evenly.
+    """
     seconds: dict[int, float] = {}
     rework = 0.0
     for before, line in zip([None, *lines], lines, strict=False):
         step = line["step"]
         if before and before["session"] == line["session"] and before["step"] <= step:
             spent = line["seconds"]["step"] - before["seconds"]["step"]
-            seconds |= dict.fromkeys(range(before["step"] + 1, step + 1), spent / max(step - before["step"], 1))
+            new_steps = range(before["step"] + 1, step + 1)
+            seconds |= dict.fromkeys(new_steps, spent / max(len(new_steps), 1))
         else:
-            rework += sum(seconds.pop(repeated) for repeated in [n for n in seconds if n > step])
+            repeated = [known for known in seconds if known > step]
+            rework += sum(seconds.pop(known) for known in repeated)
     return rework

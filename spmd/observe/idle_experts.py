@@ -1,4 +1,4 @@
-"""Experts that no token chooses."""
+"""Experts without tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,14 @@ NAMED = 8
 
 
 class IdleExperts(Hook):
-    """Says which experts no token has chosen for `steps` steps, each once until a token does.
+    """Name the experts without a token for `steps` steps, each once until a token chooses it.
 
     It reads the array `expert_load`, `[layer, expert]`, of a step's metrics.
     """
 
     def __init__(self, say: Callable[[str], None], steps: int = 100) -> None:
-        self._say, self._steps = say, steps
+        self._say = say
+        self._steps = steps
         self._idle: Any = 0
 
     def on_metrics(self, step: int, metrics: dict[str, Any]) -> None:
@@ -27,10 +28,15 @@ class IdleExperts(Hook):
         if load is None:
             return
         self._idle = np.where(load > 0, 0, self._idle + 1)
-        found = [f"{expert} of layer {layer}" for layer, expert in np.argwhere(self._idle == self._steps)]
-        if found:
-            more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-            self._say(
-                f"step {step}   no token in {self._steps} steps for expert {', '.join(found[:NAMED])}{more}: "
-                "raise --model.router.balance or --model.router.bias-rate"
-            )
+        found = []
+        for layer, expert in np.argwhere(self._idle == self._steps):
+            found.append(f"{expert} of layer {layer}")
+        if not found:
+            return
+        named = ", ".join(found[:NAMED])
+        if len(found) > NAMED:
+            named += f" and {len(found) - NAMED} more"
+        self._say(
+            f"step {step}   no token in {self._steps} steps for expert {named}: "
+            "raise --model.router.balance or --model.router.bias-rate"
+        )

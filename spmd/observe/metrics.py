@@ -1,13 +1,11 @@
 """Metrics of a run: throughput, utilization, memory, and the writers of their values.
 
-```python
-clock = StepClock()
-writers = Writers([JsonLines(folder / "metrics.jsonl", keep_through=resumed_step), TensorBoard(folder)])
-writers.write(step, {"loss": loss, "step_s": clock.median})
-```
+```python clock = StepClock() writers = Writers([JsonLines(folder / "metrics.jsonl",
+keep_through=resumed_step), TensorBoard(folder)]) writers.write(step, {"loss": loss, "step_s":
+clock.median}) ```
 
-A number that a backend does not report is None, printed as "not reported", and never 0. A FLOP count carries its
-formula, because utilizations by different formulas cannot be compared.
+A number that a backend does not report is None, printed as "not reported", and never 0. A FLOP
+count carries its formula, because utilizations by different formulas cannot be compared.
 """
 
 import collections
@@ -31,25 +29,28 @@ import numpy as np
 from spmd.errors import ConfigError, Problem
 
 Values = Mapping[str, float | int | str | np.ndarray | None]
-"""Values of one step by name; None is null in JSON, and skipped by the other writers, as are arrays on the console."""
+"""Values of one step by name.
+
+None is null in JSON, and skipped by the other writers, as are arrays on the console."""
 
 NOT_REPORTED = "not reported"
 
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Model FLOPs to train on one token, without recomputation, and the formula that counts them."""
+    """Model FLOPs to train on one token, without recomputation, and their formula."""
 
     per_token: float
     formula: str
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.per_token) and self.per_token > 0):
-            raise ConfigError("No FLOP count:", [Problem("per_token", f"is {self.per_token}", fix="above 0")])
+        if not math.isfinite(self.per_token) or self.per_token <= 0:
+            problem = Problem("per_token", f"is {self.per_token}", fix="above 0")
+            raise ConfigError("No FLOP count:", [problem])
 
 
 def mean_keys(sequence: int, windows: Sequence[int] = ()) -> float:
-    """Return the keys that a query of causal attention sees, on average over positions and layers.
+    """Return the keys in sight of a query of causal attention, averaged over positions and layers.
 
     Args:
         windows: Sliding windows of consecutive layers, repeated; 0 for all preceding tokens.
@@ -58,35 +59,55 @@ def mean_keys(sequence: int, windows: Sequence[int] = ()) -> float:
         >>> mean_keys(128), mean_keys(128, windows=(16, 0))
         (64.0, 39.5)
     """
-    seen = [min(window or sequence, sequence) for window in windows or (0,)]
-    return sum(w - w * w / (2 * sequence) for w in seen) / len(seen)
+    means = []
+    for window in windows or (0,):
+        width = min(window or sequence, sequence)
+        # The first `width` queries see fewer keys: half as many on average.
+        means.append(width - width * width / (2 * sequence))
+    return sum(means) / len(means)
 
 
-def transformer_flops(params_in_matmuls: float, layers: int, attention_width: int, keys: float) -> Flops:
-    """Count the model FLOPs of a transformer, as in appendix B of PaLM (Chowdhery et al., arXiv:2204.02311).
+def transformer_flops(
+    params_in_matmuls: float, layers: int, attention_width: int, keys: float
+) -> Flops:
+    """Count the model FLOPs of a transformer, as in appendix B of PaLM.
 
-    Each parameter of a matmul costs 2 operations forward and 4 backward. Attention adds two matmuls of
-    `keys × attention_width` per token and layer; `attention_width` is query heads × width of a head. PaLM counts all
-    keys of a sequence; a query of causal attention sees half of them (`mean_keys`). `params_in_matmuls` counts the
-    output head, also a tied one, no embedding lookup, and the active experts only.
+    Each parameter of a matmul costs 2 operations forward and 4 backward. Attention adds two matmuls
+    of `keys × attention_width` per token and layer; `attention_width` is query heads × width of a
+    head. PaLM (Chowdhery et al., arXiv:2204.02311) counts all keys of a sequence; a query of causal
+    attention sees half of them (`mean_keys`). `params_in_matmuls` counts the output head, also a
+    tied one, no embedding lookup, and the active experts only.
     """
     formula = (
-        f"6·N + 12·L·A·K with N={human_count(params_in_matmuls)} matmul parameters, L={layers}, A={attention_width}, "
-        f"K={keys:g} keys on average (no recompute)"
+        f"6·N + 12·L·A·K with N={human_count(params_in_matmuls)} matmul parameters, "
+        f"L={layers}, A={attention_width}, K={keys:g} keys on average (no recompute)"
     )
-    return Flops(6 * params_in_matmuls + 12 * layers * attention_width * keys, formula)
+    per_token = 6 * params_in_matmuls + 12 * layers * attention_width * keys
+    return Flops(per_token, formula)
 
 
 PEAK_FLOPS: dict[str, float] = {
-    # Google Cloud's pages of TPU system architecture, bf16 per chip. JAX has one device for each chip ...
-    **{"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12},
+    # Google Cloud's pages of TPU system architecture, bf16 per chip. JAX has one device for each
+    # chip ...
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
     # ... except here, where it has one for each of two TensorCores.
     "TPU7x": 2307e12 / 2,
-    # NVIDIA's data sheets, bf16 tensor cores without sparsity, which they print as half of the figure with it.
-    **{"A100": 312e12, "L4": 121e12, "L40S": 362e12},
-    **{"H100": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12},
-    **{"H200": 989e12, "H200 NVL": 835e12, "GH200": 989e12},
-    **{"B200": 2250e12, "GB200": 2500e12},
+    # NVIDIA's data sheets, bf16 tensor cores without sparsity, which they print as half of the
+    # figure with it.
+    "A100": 312e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
 }
 """Peak dense bf16 FLOP/s of one JAX device, by words of its `device_kind`."""
 
@@ -98,22 +119,36 @@ def peak_flops(device_kind: str) -> float | None:
         >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe"), peak_flops("cpu")
         (989000000000000.0, 756000000000000.0, None)
     """
-    known = [words for words in PEAK_FLOPS if re.search(rf"\b{words}\b", device_kind, re.IGNORECASE)]
-    return PEAK_FLOPS[max(known, key=len)] if known else None
+    known = []
+    for words in PEAK_FLOPS:
+        if re.search(rf"\b{words}\b", device_kind, re.IGNORECASE):
+            known.append(words)
+    if not known:
+        return None
+    most_exact = max(known, key=len)  # "H100 PCIe" before "H100"
+    return PEAK_FLOPS[most_exact]
 
 
-def utilization(flops: Flops, tokens_per_second: float, devices: Iterable[jax.Device]) -> float | None:
-    """Return the model FLOPs utilization (MFU) in [0, 1]; None if the peak of a device is not known.
+def utilization(
+    flops: Flops, tokens_per_second: float, devices: Iterable[jax.Device]
+) -> float | None:
+    """Return the model FLOPs utilization (MFU) in [0, 1]; None if a device's peak is not known.
 
     `tokens_per_second` is of all `devices` together. Print the formula of `flops` with the result.
     """
-    peaks = [peak_flops(device.device_kind) for device in devices]
-    total = sum(peak for peak in peaks if peak)
-    return flops.per_token * tokens_per_second / total if peaks and None not in peaks else None
+    peaks = []
+    for device in devices:
+        peak = peak_flops(device.device_kind)
+        if peak is None:
+            return None
+        peaks.append(peak)
+    if not peaks:
+        return None
+    return flops.per_token * tokens_per_second / sum(peaks)
 
 
 class StepClock:
-    """Wall-clock seconds between finished steps on the host, with statistics over the last `window` steps."""
+    """Wall-clock seconds between finished steps on the host, of the last `window` steps."""
 
     def __init__(self, window: int = 50, now: Callable[[], float] = time.perf_counter) -> None:
         self._seconds: collections.deque[float] = collections.deque(maxlen=window)
@@ -121,37 +156,56 @@ class StepClock:
         self._last: float | None = None
 
     def finished(self) -> None:
-        """Record that a step has finished: its results are available, not only dispatched."""
+        """Record the end of a step: its results are available, not only dispatched."""
         now = self._now()
         if self._last is not None:
             self._seconds.append(now - self._last)
         self._last = now
 
     def restart(self) -> None:
-        """Skip the time to the next finished step: after an evaluation, a checkpoint or a compilation."""
+        """Skip the time to the next finished step.
+
+        Call it after an evaluation, a checkpoint or a compilation.
+        """
         self._last = None
 
     @property
     def median(self) -> float | None:
         """Median seconds of a step; None before two steps have finished."""
-        return statistics.median(self._seconds) if self._seconds else None
+        if not self._seconds:
+            return None
+        return statistics.median(self._seconds)
 
     @property
     def p95(self) -> float | None:
         """95th percentile of a step's seconds (nearest rank); None as for `median`."""
         ranked = sorted(self._seconds)
-        return ranked[math.ceil(0.95 * len(ranked)) - 1] if ranked else None
+        if not ranked:
+            return None
+        rank = math.ceil(0.95 * len(ranked))
+        return ranked[rank - 1]
 
 
 def device_memory(devices: Sequence[jax.Device] | None = None) -> int | None:
-    """Return the largest peak of bytes in use of `devices` (default: of this process); None on CPUs."""
-    stats = [device.memory_stats() or {} for device in (jax.local_devices() if devices is None else devices)]
-    return max((int(s["peak_bytes_in_use"]) for s in stats if "peak_bytes_in_use" in s), default=None)
+    """Return the largest peak of bytes in use of `devices`; None on CPUs.
+
+    The default is the devices of this process.
+    """
+    if devices is None:
+        devices = jax.local_devices()
+    peaks = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "peak_bytes_in_use" in stats:
+            peaks.append(int(stats["peak_bytes_in_use"]))
+    return max(peaks, default=None)
 
 
 def process_peak_rss() -> int:
     """Return the peak bytes of host memory of this process."""
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB on Linux
+    unit = 1024  # getrusage(2): bytes on macOS, KiB on Linux
+    if sys.platform == "darwin":
+        unit = 1
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
@@ -185,32 +239,34 @@ class Writers(Writer):
 class JsonLines(Writer):
     """One JSON object a line, `step` first; each line is handed to the system at once.
 
-    A killed run loses at most the line it was writing, which the next open drops, with all lines of steps after
-    `keep_through`, such as the step that the run resumes from. JSON has no NaN: an infinite loss is
-    `{"step": 7, "loss": null, "non_finite": {"loss": "inf"}}`. Arrays are lists of four digits, null where not finite.
+    A killed run loses at most the line it was writing, which the next open drops, with all lines of
+    steps after `keep_through`, such as the step that the run resumes from. JSON has no NaN: an
+    infinite loss is `{"step": 7, "loss": null, "non_finite": {"loss": "inf"}}`. Arrays are lists of
+    four digits, null where not finite.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep_through: int | None = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            rest = path.with_name(f"{path.name}.tmp")
-            with rest.open("w", encoding="utf-8") as file:
-                for record in read_json_lines(path):
-                    if keep_through is None or record["step"] <= keep_through:
-                        file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            rest.replace(path)
+            _drop_later_lines(path, keep_through)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Values) -> None:
         """Append one line."""
         record: dict[str, Any] = {"step": int(step)}
-        record |= {n: v if isinstance(v, int | str | None) else _listed(v) for n, v in values.items()}
-        bad = {n: str(v) for n, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
-        if bad:
-            record |= {**dict.fromkeys(bad), "non_finite": bad}
+        for name, value in values.items():
+            if isinstance(value, int | str | None):
+                record[name] = value
+            else:
+                record[name] = _listed(value)
+        non_finite = {}
+        for name, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                non_finite[name] = str(value)
+        if non_finite:
+            record |= dict.fromkeys(non_finite)
+            record["non_finite"] = non_finite
         self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
         self._file.flush()
 
@@ -219,21 +275,41 @@ class JsonLines(Writer):
         self._file.close()
 
 
+def _drop_later_lines(path: Path, keep_through: int | None) -> None:
+    """Drop cut lines of a file of `JsonLines`, and those of steps after `keep_through`."""
+    rest = path.with_name(f"{path.name}.tmp")
+    with rest.open("w", encoding="utf-8") as file:
+        for record in read_json_lines(path):
+            if keep_through is None or record["step"] <= keep_through:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    rest.replace(path)
+
+
 def _listed(value: Any) -> Any:
     """Return a number as a float, and an array as lists."""
     if not np.ndim(value):
         return float(value)
-    return (
-        [_listed(x) for x in value]
-        if np.ndim(value) > 1
-        else [float(f"{x:.4g}") if math.isfinite(x) else None for x in value]
-    )
+    if np.ndim(value) == 1:
+        return list(map(_rounded, value))
+    return list(map(_listed, value))
+
+
+def _rounded(element: Any) -> float | None:
+    """Return an element of an array with four digits; None if it is not finite."""
+    if not math.isfinite(element):
+        return None
+    return float(f"{element:.4g}")
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the records of a file of `JsonLines`, without lines that a kill has cut; no file has no records."""
-    path, records = Path(path), []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+    """Read the records of a file of `JsonLines`, without cut lines; no file has no records."""
+    path = Path(path)
+    records: list[dict[str, Any]] = []
+    if not path.exists():
+        return records
+    for line in path.read_bytes().split(b"\n"):
         with contextlib.suppress(ValueError):  # of JSON and of UTF-8
             record = json.loads(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
@@ -268,4 +344,6 @@ def human_duration(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes, whole = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+    if not hours:
+        return f"{minutes}:{whole:02}"
+    return f"{hours}:{minutes:02}:{whole:02}"

@@ -1,4 +1,4 @@
-"""An output of a notebook that changes in place, as text."""
+"""A changing output of a notebook, as text."""
 
 import html
 import sys
@@ -12,18 +12,20 @@ _WIDTH = 100
 def in_notebook() -> bool:
     """Return whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")  # a kernel has imported it
-    shell = ipython.get_ipython() if ipython else None
-    return shell is not None and getattr(shell, "kernel", None) is not None
+    if not ipython:
+        return False
+    shell = ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
 
 
 class NotebookLive:
-    """Output below the cell that is running, shown when it is first updated; as `rich.live.Live` for a terminal."""
+    """Output below the running cell, shown at its first update: `rich.live.Live` of a notebook."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
     def update(self, shown: rich.console.RenderableType, *, refresh: bool = True) -> None:
-        """Replace what is shown."""
+        """Replace the output."""
         import IPython.display  # a kernel has it; elsewhere it need not be installed
 
         console = rich.console.Console(width=_WIDTH, force_jupyter=False, color_system=None)
@@ -38,4 +40,4 @@ class NotebookLive:
             self._handle.update(bundle, raw=True)
 
     def stop(self) -> None:
-        """Leave what is shown."""
+        """Leave the output as it is."""

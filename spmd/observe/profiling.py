@@ -25,22 +25,32 @@ def parse_steps(text: str) -> tuple[int, int] | None:
     if not text:
         return None
     first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        fix = "the first step and the last, from 1: --profile 10:15"
-        raise ConfigError("Nothing can be profiled:", [Problem("profile", f"is {text!r}", fix=fix)])
-    return int(first), int(last)
+    if first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last):
+        return int(first), int(last)
+    problem = Problem(
+        "profile",
+        f"is {text!r}",
+        fix="the first step and the last, from 1: --profile 10:15",
+    )
+    raise ConfigError("Nothing can be profiled:", [problem])
 
 
 class Profile(Hook):
     """Trace the steps `first … last`, and the next `ON_DEMAND` at SIGUSR2, inside a `with` block.
 
-    A trace also has parts of the neighbouring steps: nothing here waits for a device, because a process may trace
-    without the others. Each process writes its own trace into `folder`; `log` is called when one begins and ends.
+    A trace also has parts of the neighbouring steps: nothing here waits for a device, because a
+    process may trace without the others. Each process writes its own trace into `folder`; `log` is
+    called when one begins and ends.
     """
 
-    def __init__(self, folder: Path, steps: tuple[int, int] | None, log: Callable[[str], None]) -> None:
-        self.folder, self._log = folder, log
-        self._steps, self._requested, self._tracing = steps, False, False
+    def __init__(
+        self, folder: Path, steps: tuple[int, int] | None, log: Callable[[str], None]
+    ) -> None:
+        self.folder = folder
+        self._log = log
+        self._steps = steps
+        self._requested = False
+        self._tracing = False
         self._before: Any = None
 
     def __enter__(self) -> Self:
@@ -58,7 +68,8 @@ class Profile(Hook):
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Start or stop the trace; the step after this one is already running."""
         if self._requested and self._steps is None:
-            self._requested, self._steps = False, (step + 2, step + 1 + ON_DEMAND)
+            self._requested = False
+            self._steps = (step + 2, step + 1 + ON_DEMAND)
         self._update(step)
 
     def _update(self, finished: int) -> None:

@@ -18,7 +18,7 @@ _FLUSH_SECONDS = 30
 
 @contextlib.contextmanager
 def _hidden(package: str) -> Iterator[None]:
-    """Make a package that is not imported yet look as if it were not installed."""
+    """Let a package look as if it were not installed, unless it is imported already."""
     is_new = package not in sys.modules
     if is_new:
         sys.modules[package] = None  # type: ignore[assignment]  # `import` then raises ImportError
@@ -32,23 +32,30 @@ def _hidden(package: str) -> Iterator[None]:
 class TensorBoard(Writer):
     """Event files in `folder`: finite numbers as scalars, texts as texts, arrays as histograms.
 
-    `keep_through` hides later steps of an earlier process, as in `JsonLines`. Events are written by the caller's
-    thread: tensorboardX's own `SummaryWriter` waits forever at its end if Ctrl-C has come while its queue was started.
+    `keep_through` hides later steps of an earlier process, as in `JsonLines`. Events are written by
+    the caller's thread: tensorboardX's own `SummaryWriter` waits forever at its end if Ctrl-C has
+    come while its queue was started.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep_through: int | None = None) -> None:
-        # Imported here, because it sets an environment variable, which importing spmd must not. It would also import
-        # PyTorch if that is installed, which takes seconds and is not needed.
+        # Imported here, because it sets an environment variable, which importing spmd must not. It
+        # would also import PyTorch if that is installed, which takes seconds and is not needed.
         with _hidden("torch"):
             import tensorboardX
 
-        self._summary, self._proto = tensorboardX.summary, tensorboardX.proto.event_pb2
+        self._summary = tensorboardX.summary
+        self._proto = tensorboardX.proto.event_pb2
         self._flushed = time.monotonic()
-        first = None if keep_through is None else keep_through + 1
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        first = 0
+        if keep_through is not None:
+            first = keep_through + 1
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         # An event file's name has seconds only: without a suffix a quick resume would overwrite it.
-        self._file = tensorboardX.event_file_writer.EventsWriter(str(Path(folder) / "events"), f".from_{first or 0}")
-        if first is not None:
+        self._file = tensorboardX.event_file_writer.EventsWriter(
+            str(folder / "events"), f".from_{first}"
+        )
+        if keep_through is not None:
             start = self._proto.SessionLog(status=self._proto.SessionLog.START)
             self._add(step=first, file_version="brain.Event:2")
             self._add(step=first, session_log=start)
@@ -57,7 +64,8 @@ class TensorBoard(Writer):
         self._file.write_event(self._proto.Event(wall_time=time.time(), **fields))
 
     def write(self, step: int, values: Values) -> None:
-        """Add a scalar for each finite number, a text for each text, and a histogram for each array."""
+        """Add a scalar for each finite number, a text for each text, and a histogram for each
+        array."""
         for name, value in values.items():
             if isinstance(value, str):
                 self._add(step=step, summary=self._summary.text(name, value))

@@ -1,4 +1,4 @@
-"""A line that moves while something takes long, such as a compilation."""
+"""A moving line during long work, such as a compilation."""
 
 import contextlib
 import os
@@ -14,21 +14,29 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def show_waiting(doing: str, *, plain: bool = False) -> Iterator[None]:
-    """Show what is done and since when, inside the block, on a terminal.
+    """Show the work of a block and its time so far, on a terminal.
 
-    The line is on standard error and vanishes with the block. Elsewhere nothing is written, or with `plain` one line
-    on standard output.
+    The line is on standard error and vanishes with the block. Elsewhere nothing is written, or with
+    `plain` one line on standard output.
     """
     if not sys.stderr.isatty():
         if plain:
             print(f"{doing} …", flush=True)
         yield
         return
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with os.fdopen(os.dup(sys.stderr.fileno()), "w") as terminal:  # descriptor 2 may be redirected inside the block
-        console = Console(file=terminal, force_terminal=True)
-        with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as shown:
-            shown.add_task(doing, total=None)
+    # Descriptor 2 may be redirected inside the block.
+    with os.fdopen(os.dup(sys.stderr.fileno()), "w") as terminal:
+        progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=Console(file=terminal, force_terminal=True),
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        with progress:
+            progress.add_task(doing, total=None)
             yield
 
 

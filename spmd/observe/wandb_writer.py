@@ -16,9 +16,10 @@ from spmd.observe.metrics import Values, Writer
 class WandB(Writer):
     """One W&B run in `folder/wandb`: numbers, texts, and arrays as histograms; no network is used.
 
-    `wandb sync folder/wandb/offline-run-*` uploads it. A later process, or a roll-back, continues the run by its id, in
-    a part of its own. Steps of earlier parts are not written again, as W&B takes steps in ascending order only. W&B
-    loses what a killed process wrote last, so a part that was not closed is removed: write its steps again.
+    `wandb sync folder/wandb/offline-run-*` uploads it. A later process, or a roll-back, continues
+    the run by its id, in a part of its own. Steps of earlier parts are not written again, as W&B
+    takes steps in ascending order only. W&B loses what a killed process wrote last, so a part that
+    was not closed is removed: write its steps again.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -27,11 +28,15 @@ class WandB(Writer):
         self._histogram = wandb.Histogram
         self._record = folder / "wandb" / "spmd.json"
         self._record.parent.mkdir(parents=True, exist_ok=True)
-        known = json.loads(self._record.read_text(encoding="utf-8")) if self._record.exists() else {}
-        self._id, self._written = known.get("id", uuid.uuid4().hex[:8]), known.get("step", -1)
+        known = {}
+        if self._record.exists():
+            known = json.loads(self._record.read_text(encoding="utf-8"))
+        self._id = known.get("id", uuid.uuid4().hex[:8])
+        self._written = known.get("step", -1)
         self._step = self._written
-        if part := Path(known.get("open", "")).name:
-            shutil.rmtree(self._record.with_name(part), ignore_errors=True)
+        open_part = Path(known.get("open", "")).name
+        if open_part:
+            shutil.rmtree(self._record.with_name(open_part), ignore_errors=True)
         settings = wandb.Settings(
             mode="offline",
             reinit="create_new",  # beside a run of the user's own
@@ -53,25 +58,37 @@ class WandB(Writer):
         self._note(Path(self._run.dir).parent.name)
 
     def _note(self, part: str) -> None:
-        """Record the id, the last step of closed parts, and the part that is open."""
+        """Record the id, the last step of closed parts, and the open part."""
         new = self._record.with_suffix(".tmp")
-        new.write_text(json.dumps({"id": self._id, "step": self._written, "open": part}), encoding="utf-8")
+        record = {"id": self._id, "step": self._written, "open": part}
+        new.write_text(json.dumps(record), encoding="utf-8")
         new.replace(self._record)
 
     def write(self, step: int, values: Values) -> None:
-        """Log the values; W&B keeps those of one step together and writes them when the next begins."""
+        """Log the values; W&B keeps those of one step together and writes them when the next
+        begins."""
         if step <= self._written:
             return
         self._step = step
-        shown = {name: self._shown(value) for name, value in values.items()}
-        self._run.log({name: value for name, value in shown.items() if value is not None}, step=step)
+        shown = {}
+        for name, value in values.items():
+            found = self._shown(value)
+            if found is not None:
+                shown[name] = found
+        self._run.log(shown, step=step)
 
     def _shown(self, value: Any) -> Any:
         """Return a value as W&B takes it; None if there is nothing to show."""
         if isinstance(value, np.ndarray):
             finite = value[np.isfinite(value)]
-            return self._histogram(finite) if finite.size else None
-        return value if value is None or isinstance(value, str) or math.isfinite(value) else None
+            if not finite.size:
+                return None
+            return self._histogram(finite)
+        if value is None or isinstance(value, str):
+            return value
+        if not math.isfinite(value):
+            return None
+        return value
 
     def close(self) -> None:
         """Write the last step and close this part of the run."""

@@ -1,7 +1,7 @@
-"""Writers of metrics by name, some of them by packages that are extras of this one."""
+"""Writers of metrics by name, some of them by packages of extras."""
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,16 +19,20 @@ EXTRAS = ("wandb", "mlflow")
 """Writers whose package is an extra of the same name."""
 
 _OWN = ("step", "non_finite")
-"""What is no value in a line of `JsonLines`."""
+"""Keys without a value of a step in a line of `JsonLines`."""
 
 
 def check_packages(names: Sequence[str]) -> None:
     """Raise a `ConfigError` if the package of a writer is not installed."""
-    missing = [name for name in EXTRAS if name in names and not _is_installed(name)]
-    problems = [
-        Problem("metrics_to", f"needs the package {name}, which is not installed", fix=f"pip install 'spmd[{name}]'")
-        for name in missing
-    ]
+    problems = []
+    for name in EXTRAS:
+        if name in names and not _is_installed(name):
+            problem = Problem(
+                "metrics_to",
+                f"needs the package {name}, which is not installed",
+                fix=f"pip install 'spmd[{name}]'",
+            )
+            problems.append(problem)
     if problems:
         raise ConfigError("Metrics cannot be written:", problems)
 
@@ -42,24 +46,40 @@ def _is_installed(package: str) -> bool:
 def open_writers(
     names: Sequence[str], folder: Path, metrics: Path, keep_through: int, config: Mapping[str, Any]
 ) -> list[Writer]:
-    """Open writers in a run folder, for a run that continues after step `keep_through`; `config` are its values.
+    """Open writers in a run folder, for a run from the step after `keep_through` on.
 
-    Those of extras get what they lack of the lines in `metrics`, a file of `JsonLines`: a kill may have lost it, or the
-    run did not write to them before.
+    Those of extras get the missing lines of `metrics`, a file of `JsonLines`: a kill may have lost
+    them, or the run did not write to them before.
+
+    Args:
+        config: Values of the run's config.
     """
     makers: Mapping[str, Callable[[], Writer]] = {
         "tensorboard": lambda: TensorBoard(folder / "tensorboard", keep_through),
         "wandb": lambda: WandB(folder, config),
         "mlflow": lambda: MLflow(folder, config),
     }
-    opened = {name: makers[name]() for name in dict.fromkeys(names)}
-    extras = [writer for name, writer in opened.items() if name in EXTRAS]
-    for record in read_json_lines(metrics) if extras else ():
-        values = {
-            name: np.asarray(x, np.float64) if isinstance(x, list) else x  # null is NaN
-            for name, x in record.items()
-            if name not in _OWN
-        }
-        for writer in extras:
+    opened = []
+    extras = []
+    for name in dict.fromkeys(names):
+        writer = makers[name]()
+        opened.append(writer)
+        if name in EXTRAS:
+            extras.append(writer)
+    if extras:
+        _write_again(read_json_lines(metrics), extras)
+    return opened
+
+
+def _write_again(records: Iterable[Mapping[str, Any]], writers: Sequence[Writer]) -> None:
+    """Write the lines of a file of `JsonLines`; a writer skips steps already in it."""
+    for record in records:
+        values = {}
+        for name, value in record.items():
+            if name in _OWN:
+                continue
+            if isinstance(value, list):
+                value = np.asarray(value, np.float64)  # null is NaN
+            values[name] = value
+        for writer in writers:
             writer.write(record["step"], values)
-    return list(opened.values())

@@ -1,1 +1,1 @@
-"""Parity of layouts: every step of a mesh against one device, and bugs that the comparison must find."""
+"""Parity of layouts: every step of a mesh against one device, and bugs to find."""

@@ -1,5 +1,6 @@
-"""Bugs of a gradient function, injected to prove that a check detects them."""
+"""Bugs of a gradient function, injected as controls of a check."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,11 +16,18 @@ from spmd.model_api.grad_transform import Carry
 def drop_weights(grad_fn: GradFn) -> GradFn:
     """Inject a bug: every token counts, padding included."""
 
-    def every_token(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+    def every_token(
+        params: Any, carry: Carry, batch: Any, key: jax.Array
+    ) -> tuple[Any, Sums, Carry]:
         if not isinstance(batch, Mapping) or "weights" not in batch:
-            problem = Problem("token-weight", "needs padding, and the batch has no weights", fix="another bug")
+            problem = Problem(
+                "token-weight",
+                "needs padding, and the batch has no weights",
+                fix="another bug",
+            )
             raise ConfigError("The bug cannot be injected:", [problem])
-        return grad_fn(params, carry, {**batch, "weights": jnp.ones_like(batch["weights"])}, key)
+        whole = {**batch, "weights": jnp.ones_like(batch["weights"])}
+        return grad_fn(params, carry, whole, key)
 
     return every_token
 
@@ -30,50 +38,71 @@ def scale_gradients(grad_fn: GradFn, factor: float) -> GradFn:
 
 
 def scale_one_leaf(grad_fn: GradFn, factor: float) -> GradFn:
-    """Inject a bug: the gradient of one parameter is off by a factor, as if it alone were reduced another time.
+    """Inject a bug: the gradient of one parameter is off by a factor.
 
-    It is the parameter whose largest gradient is the median of all, so that it is not rounding noise.
+    So it is if it alone is reduced another time. The largest gradient of the parameter is the
+    median of all parameters, so that it is not rounding noise.
     """
+    return _changed(grad_fn, functools.partial(_scale_median, factor=factor))
 
-    def change(gradients: Any) -> Any:
-        leaves, structure = jax.tree.flatten(gradients)
-        order = jnp.argsort(jnp.stack([jnp.abs(g).max().astype(jnp.float32) for g in leaves]))
-        chosen = order[len(leaves) // 2]
-        scaled = [jnp.where(chosen == i, g * factor, g).astype(g.dtype) for i, g in enumerate(leaves)]
-        return jax.tree.unflatten(structure, scaled)
 
-    return _changed(grad_fn, change)
+def _scale_median(gradients: Any, factor: float) -> Any:
+    """Scale the gradient in the middle, by the largest value of each."""
+    leaves, structure = jax.tree.flatten(gradients)
+    largest = [jnp.abs(leaf).max().astype(jnp.float32) for leaf in leaves]
+    order = jnp.argsort(jnp.stack(largest))
+    chosen = order[len(leaves) // 2]
+    scaled = []
+    for number, leaf in enumerate(leaves):
+        # The choice depends on values, so every leaf is selected from two.
+        changed = jnp.where(chosen == number, leaf * factor, leaf)
+        scaled.append(changed.astype(leaf.dtype))
+    return jax.tree.unflatten(structure, scaled)
 
 
 def drop_reduction(grad_fn: GradFn) -> GradFn:
-    """Inject a bug: gradients are summed over half of the examples, as if a reduction skipped a batch axis."""
+    """Inject a bug: gradients are summed over half of the examples.
+
+    So they are if a reduction skips a batch axis.
+    """
     return _gradients_of(grad_fn, lambda x: _repeat(x, every=2))
 
 
 def repeat_microbatch(grad_fn: GradFn) -> GradFn:
-    """Inject a bug: of four microbatches one counts twice and another not at all, as if a buffer were stale."""
+    """Inject a bug: of four microbatches one counts twice and another not at all.
+
+    So it is if a buffer is stale.
+    """
     return _gradients_of(grad_fn, lambda x: _repeat(x, every=4))
 
 
 def _repeat(x: jax.Array, every: int) -> jax.Array:
     """Replace example 1 of each `every` by the one before it."""
     rows = jnp.arange(x.shape[0])
-    return x[jnp.where(rows % every == 1, rows - 1, rows)]
+    taken = jnp.where(rows % every == 1, rows - 1, rows)
+    return x[taken]
 
 
 def _gradients_of(grad_fn: GradFn, change: Callable[[jax.Array], jax.Array]) -> GradFn:
-    """Return the gradients of a changed batch of the same weight, beside the sums and carry of the true one."""
+    """Return the gradient function of a changed batch.
+
+    The gradients are scaled to the weight of the true batch; sums and carry are of the true one.
+    """
 
     def changed(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
         _, sums, after = grad_fn(params, carry, batch, key)
-        gradients, other_sums, _ = grad_fn(params, carry, jax.tree.map(change, batch), key)
+        other = jax.tree.map(change, batch)
+        gradients, other_sums, _ = grad_fn(params, carry, other, key)
         scale = sums["weight"] / other_sums["weight"]
-        return jax.tree.map(lambda g: g * scale, gradients), sums, after
+        scaled = jax.tree.map(lambda gradient: gradient * scale, gradients)
+        return scaled, sums, after
 
     return changed
 
 
 def _changed(grad_fn: GradFn, change: Callable[[Any], Any]) -> GradFn:
+    """Return a gradient function with changed gradients."""
+
     def changed(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
         gradients, sums, carry = grad_fn(params, carry, batch, key)
         return change(gradients), sums, carry
@@ -88,5 +117,5 @@ BUGS: dict[str, Callable[[GradFn], GradFn]] = {
     "leaf-scale": lambda grad_fn: scale_one_leaf(grad_fn, 1.01),
     "stale-microbatch": repeat_microbatch,
 }
-"""Bugs that a check must detect, by name: half of a reduction missing, padding that counts, all gradients or those of
-one parameter 1 % off, a microbatch that counts twice."""
+"""Bugs that a check must detect, by name: half of a reduction missing, padding that counts, all
+gradients or those of one parameter 1 % off, a microbatch that counts twice."""

@@ -1,4 +1,4 @@
-"""Result of a parity test: for each leaf its difference, what is allowed, and why."""
+"""Result of a parity test: for each leaf its difference, its tolerance, and the reason."""
 
 import dataclasses
 import math
@@ -10,7 +10,9 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """Allowed difference relative to the largest value of a leaf, and why; initial values must be bitwise equal.
+    """Allowed difference relative to the largest value of a leaf, and its reason.
+
+    Initial values must be bitwise equal.
 
     Attributes:
         loss: Of the mean loss.
@@ -24,22 +26,41 @@ class Tolerance:
     why: str = ""
 
 
-_ORDER = "sums over devices are taken in another order: a float32 rounding is 6e-8, and n terms gather about √n"
+_ORDER = (
+    "sums over devices are taken in another order: a float32 rounding is 6e-8, and n terms gather "
+    "about √n"
+)
 _NARROW = "this shows gross errors of gradients only; check a layout in float32"
 TOLERANCES = {
-    "float32": Tolerance(loss=1e-5, gradients=1e-4, updates=1e-4, why=_ORDER),
-    "bfloat16": Tolerance(loss=1e-2, gradients=1e-1, updates=1e-4, why=f"a bfloat16 rounding is 4e-3: {_NARROW}"),
-    "float16": Tolerance(loss=1e-2, gradients=1e-1, updates=1e-4, why=f"a float16 rounding is 5e-4: {_NARROW}"),
+    "float32": Tolerance(
+        loss=1e-5,
+        gradients=1e-4,
+        updates=1e-4,
+        why=_ORDER,
+    ),
+    "bfloat16": Tolerance(
+        loss=1e-2,
+        gradients=1e-1,
+        updates=1e-4,
+        why=f"a bfloat16 rounding is 4e-3: {_NARROW}",
+    ),
+    "float16": Tolerance(
+        loss=1e-2,
+        gradients=1e-1,
+        updates=1e-4,
+        why=f"a float16 rounding is 5e-4: {_NARROW}",
+    ),
 }
 """Tolerances by the dtype of computation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One comparison: the largest difference relative to the largest value, the tolerance, and why it is special.
+    """One comparison: the largest difference relative to the largest value, and its tolerance.
 
     Attributes:
-        step: The step, from 1; 0 for what is before the first.
+        why: A reason for the tolerance, or for elements that are not compared.
+        step: The step, from 1; 0 for the state before the first.
         error: Infinite if one side alone has a value that is not finite.
         nan: Number of elements that are not finite on both sides, which are not compared.
     """
@@ -60,12 +81,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """Comparison of a layout with one device, with a row for each leaf: that of the step where it differs most.
+    """Comparison of a layout with one device, with a row for each leaf of its worst step.
 
     Attributes:
         losses: Mean loss of each compared step on the mesh.
         reference_losses: That of the same steps on one device, each from the mesh's own state.
-        stopped: The step that left parameters which are not finite on both sides, where the comparison ended; or 0.
+        stopped: The last step of a comparison that ended because no parameters were finite after
+            it, on both sides; or 0.
     """
 
     losses: tuple[float, ...]
@@ -81,47 +103,91 @@ class Parity:
 
     def worst(self) -> list[Row]:
         """Return the row of each kind with the largest error relative to its tolerance."""
-        kinds = dict.fromkeys(row.what for row in self.rows)
-        return [max((row for row in self.rows if row.what == kind), key=badness) for kind in kinds]
+        rows_of: dict[str, list[Row]] = {}
+        for row in self.rows:
+            rows_of.setdefault(row.what, []).append(row)
+        return [max(rows, key=badness) for rows in rows_of.values()]
 
     @property
     def ending(self) -> str:
-        """Say that the comparison ended before its last step; empty if it did not."""
-        what = "leaves parameters that are nan on both sides: nothing can be compared from there"
-        return f"step {self.stopped} {what}" if self.stopped and self.ok else ""
+        """Sentence about an end before the last step; empty if all steps were compared."""
+        if not self.stopped or not self.ok:
+            return ""
+        return (
+            f"step {self.stopped} leaves parameters that are nan on both sides: "
+            "nothing can be compared from there"
+        )
 
     def __str__(self) -> str:
         shown = self.worst()
-        shown += [row for row in self.rows if not row.ok and row not in shown]
-        blunt = [row for row in self.rows if row.why and row.tolerance > BLUNT and row not in shown]
-        others = f"\n{len(blunt)} more with a tolerance above {BLUNT:.0e}: {_names(blunt)}" if blunt else ""
-        return self.lines(shown) + others
+        failed = []
+        for row in self.rows:
+            if not row.ok and row not in shown:
+                failed.append(row)
+        shown += failed
+        text = self.lines(shown)
+        blunt = []
+        for row in self.rows:
+            if row.why and row.tolerance > BLUNT and row not in shown:
+                blunt.append(row)
+        if blunt:
+            text += f"\n{len(blunt)} more with a tolerance above {BLUNT:.0e}: {_names(blunt)}"
+        return text
 
     def lines(self, rows: Sequence[Row]) -> str:
         """Return one line for each of `rows`."""
         width = max(len(row.path) for row in rows)
-        return "\n".join(
-            f"{row.what:<18} {row.path:<{width}}  {f'step {row.step}' if row.step else '':<7}  {row.error:9.2e}  "
-            + f"allowed {row.tolerance:7.0e}  {'ok' if row.ok else 'FAIL'}"
-            + (f"  ({row.why})" if row.why else "")
-            for row in rows
-        )
+        lines = []
+        for row in rows:
+            lines.append(_line(row, width))
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values; a NaN or infinite error is a string."""
+        return {
+            "ok": self.ok,
+            "stopped": self.stopped or None,
+            "losses": list(map(_json_number, self.losses)),
+            "reference": list(map(_json_number, self.reference_losses)),
+            "tolerance": dataclasses.asdict(self.tolerance),
+            "rows": list(map(_json_row, self.rows)),
+        }
 
-        def number(x: float) -> float | str:
-            return x if math.isfinite(x) else str(x)
 
-        rows = [
-            {"what": r.what, "path": r.path, "step": r.step, "error": number(r.error)}
-            | {"tolerance": number(r.tolerance), "ok": r.ok}
-            | ({"why": r.why} if r.why else {})
-            for r in self.rows
-        ]
-        losses = {"losses": list(map(number, self.losses)), "reference": list(map(number, self.reference_losses))}
-        tolerance = dataclasses.asdict(self.tolerance)
-        return {"ok": self.ok, "stopped": self.stopped or None, **losses, "tolerance": tolerance, "rows": rows}
+def _line(row: Row, width: int) -> str:
+    """Return the line of a row; `width` is the longest path."""
+    step = ""
+    if row.step:
+        step = f"step {row.step}"
+    verdict = "FAIL"
+    if row.ok:
+        verdict = "ok"
+    text = f"{row.what:<18} {row.path:<{width}}  {step:<7}  {row.error:9.2e}  "
+    text += f"allowed {row.tolerance:7.0e}  {verdict}"
+    if row.why:
+        text += f"  ({row.why})"
+    return text
+
+
+def _json_row(row: Row) -> dict[str, Any]:
+    values = {
+        "what": row.what,
+        "path": row.path,
+        "step": row.step,
+        "error": _json_number(row.error),
+        "tolerance": _json_number(row.tolerance),
+        "ok": row.ok,
+    }
+    if row.why:
+        values["why"] = row.why
+    return values
+
+
+def _json_number(x: float) -> float | str:
+    """Return a number for JSON, or a string for NaN and infinity."""
+    if math.isfinite(x):
+        return x
+    return str(x)
 
 
 BLUNT = 1e-2
@@ -129,12 +195,18 @@ BLUNT = 1e-2
 
 
 def badness(row: Row) -> tuple[bool, int, float, float]:
-    """Return the order of rows: failures, then NaN, then the error in units of the tolerance, then the tightest."""
-    return not row.ok, row.nan, row.error / row.tolerance if row.tolerance else row.error * 1e12, -row.tolerance
+    """Return the order of rows.
+
+    Failures come last, then NaN, then the error in units of the tolerance, then the tightest.
+    """
+    error = row.error * 1e12
+    if row.tolerance:
+        error = row.error / row.tolerance
+    return not row.ok, row.nan, error, -row.tolerance
 
 
 def worst_of_each(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return of each kind and path the row with the largest error relative to its tolerance."""
+    """Return the row of each kind and path with the largest error relative to its tolerance."""
     worst: dict[tuple[str, str], Row] = {}
     for row in rows:
         before = worst.setdefault((row.what, row.path), row)
@@ -145,20 +217,29 @@ def worst_of_each(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 def largest(x: np.ndarray) -> float:
     """Return the largest finite magnitude of an array, 0 of an empty one."""
-    x = np.abs(x.astype(np.float64))
-    return float(np.where(np.isfinite(x), x, 0.0).max(initial=0.0))
+    sizes = np.abs(x.astype(np.float64))
+    finite = np.where(np.isfinite(sizes), sizes, 0.0)
+    return float(finite.max(initial=0.0))
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the largest difference of two arrays; infinite if one alone is not finite in some place."""
-    x, y = x.astype(np.float64), y.astype(np.float64)
+    """Return the largest difference of two arrays; infinite if only one is finite somewhere."""
+    x = x.astype(np.float64)
+    y = y.astype(np.float64)
     finite = np.isfinite(x)
     if (finite != np.isfinite(y)).any():
         return math.inf
-    return float(np.abs(np.where(finite, x, 0.0) - np.where(finite, y, 0.0)).max(initial=0.0))
+    differences = np.where(finite, x, 0.0) - np.where(finite, y, 0.0)
+    return float(np.abs(differences).max(initial=0.0))
 
 
-def compare_leaf(row: Row, found: np.ndarray, expected: np.ndarray, scale: float, allowed: dict[str, float]) -> Row:
+def compare_leaf(
+    row: Row,
+    found: np.ndarray,
+    expected: np.ndarray,
+    scale: float,
+    allowed: dict[str, float],
+) -> Row:
     """Return the row with its error and tolerance, both relative to `scale`.
 
     Args:
@@ -168,18 +249,33 @@ def compare_leaf(row: Row, found: np.ndarray, expected: np.ndarray, scale: float
     """
     scale = scale or 1.0
     error = distance(found, expected) / scale
-    ours, theirs = (int((~np.isfinite(x.astype(np.float64))).sum()) for x in (found, expected))
+    ours = _count_non_finite(found)
     if math.isinf(error):
+        theirs = _count_non_finite(expected)
         why = f"not finite: {ours} of {found.size} on the mesh, {theirs} on one device"
         return dataclasses.replace(row, error=error, why=why)
-    why, most = max(allowed.items(), key=lambda item: item[1], default=("", 0.0))
+    nan = row.nan
+    why = row.why
+    tolerance = row.tolerance
     if ours:
-        row = dataclasses.replace(row, nan=ours, why=f"nan on both sides, in {ours} of {found.size}")
-    if most / scale > row.tolerance:
-        row = dataclasses.replace(row, tolerance=most / scale, why=", ".join(filter(None, [row.why, why])))
-    return dataclasses.replace(row, error=error)
+        nan = ours
+        why = f"nan on both sides, in {ours} of {found.size}"
+    reason, most = max(allowed.items(), key=lambda item: item[1], default=("", 0.0))
+    if most / scale > tolerance:
+        tolerance = most / scale
+        why = ", ".join(filter(None, [why, reason]))
+    return dataclasses.replace(row, error=error, tolerance=tolerance, why=why, nan=nan)
+
+
+def _count_non_finite(x: np.ndarray) -> int:
+    finite = np.isfinite(x.astype(np.float64))
+    return int((~finite).sum())
 
 
 def _names(rows: list[Row]) -> str:
+    """Return the kinds and paths of the first three rows, and the number of others."""
     shown = [f"{row.what} of {row.path}" for row in rows[:3]]
-    return ", ".join(shown) + (f" and {len(rows) - 3} others" if len(rows) > 3 else "")
+    text = ", ".join(shown)
+    if len(rows) > 3:
+        text += f" and {len(rows) - 3} others"
+    return text

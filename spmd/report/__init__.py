@@ -1,1 +1,1 @@
-"""Reports of plans and runs: one HTML file with charts, which needs nothing else to open."""
+"""Reports of plans and runs: one HTML file with charts, which opens offline."""

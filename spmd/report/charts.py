@@ -79,7 +79,7 @@ class Line:
 
 
 def bokeh(module: str) -> Any:
-    """Import a module of Bokeh, or raise `ConfigError` where it is not installed."""
+    """Import a module of Bokeh, or raise `ConfigError` without an installed one."""
     try:
         return importlib.import_module(f"bokeh.{module}")
     except ModuleNotFoundError as error:
@@ -198,7 +198,7 @@ def stacked_bars(
 
 
 def _part_in_bars(bars: Sequence[tuple[str, Mapping[str, float]]], name: str) -> Any:
-    """Return the columns of one part, with a row for each bar that has it."""
+    """Return the columns of one part, without rows for bars that lack it."""
     with_part, starts, ends, sizes = [], [], [], []
     for bar, parts in bars:
         if name not in parts:
@@ -267,23 +267,11 @@ def spans(
     lane_height = max(24, min(56, 480 // len(rows)))
     height = 80 + lane_height * len(rows)
     figure = _figure(x, "", height=height, y_range=list(rows)[::-1])
-    box_rows, box_starts, box_ends, kinds, names = zip(*boxes, strict=True)
-    starts = np.array(box_starts, float)
-    ends = np.array(box_ends, float)
-    fills = [colours[kind] for kind in kinds]
-    columns: dict[str, Any] = {
-        "row": list(box_rows),
-        "left": starts,
-        "right": ends,
-        "middle": (starts + ends) / 2,
-        "kind": list(kinds),
-        "name": list(names),
-        "colour": fills,
-    }
+    columns = _box_columns(boxes, colours)
     edge: dict[str, Any] = {"line_color": "colour", "line_width": 0.3}
     if texts:
         columns["text"] = list(texts)
-        columns["ink"] = [ink_on(colour) for colour in fills]
+        columns["ink"] = list(map(ink_on, columns["colour"]))
         edge = {"line_color": "white", "line_width": 1}
     data = _source(**columns)
     drawn = figure.hbar(
@@ -301,12 +289,29 @@ def spans(
         figure.text("middle", "row", text="text", source=data, text_color="ink", **_IN_CELLS)
     figure.ygrid.visible = False
     figure.x_range.start = 0
-    figure.x_range.end = max(box_ends)
+    figure.x_range.end = max(end for _, _, end, _, _ in boxes)
     legend = []
     for kind, colour in colours.items():
-        if kind in kinds:
+        if kind in columns["kind"]:
             legend.append((colour, "", kind))
     return _chart(figure, label, tuple(legend), height)
+
+
+def _box_columns(
+    boxes: Sequence[tuple[str, float, float, str, str]], colours: Mapping[str, str]
+) -> dict[str, Any]:
+    rows, box_starts, box_ends, kinds, names = zip(*boxes, strict=True)
+    starts = np.array(box_starts, float)
+    ends = np.array(box_ends, float)
+    return {
+        "row": list(rows),
+        "left": starts,
+        "right": ends,
+        "middle": (starts + ends) / 2,
+        "kind": list(kinds),
+        "name": list(names),
+        "colour": [colours[kind] for kind in kinds],
+    }
 
 
 def cells(
@@ -343,15 +348,8 @@ def cells(
     figure.grid.visible = False
     figure.outline_line_alpha = 0
     if links:
-        x0, y0, x1, y1 = zip(*links, strict=True)
-        figure.segment(
-            list(x0),
-            list(y0),
-            list(x1),
-            list(y1),
-            line_color="#8a8f98",
-            line_width=2,
-        )
+        x0, y0, x1, y1 = map(list, zip(*links, strict=True))
+        figure.segment(x0, y0, x1, y1, line_color="#8a8f98", line_width=2)
     has_text = len(columns["x"]) <= _MOST_TEXTS
     data = _cell_source(columns, has_text)
     drawn = figure.rect(
@@ -492,6 +490,16 @@ def _figure(
         toolbar_inner=True,
         **options,
     )
+    _style(figure)
+    if form and on_y:
+        _format_ticks(figure.yaxis, form)
+    elif form:
+        _format_ticks(figure.xaxis, form)
+    return figure
+
+
+def _style(figure: Any) -> None:
+    """Leave the colours to the page, and make texts as small as its captions."""
     figure.toolbar.logo = None
     figure.toolbar.autohide = True
     figure.background_fill_alpha = 0
@@ -503,11 +511,6 @@ def _figure(
         axis.axis_label_text_font_size = "12px"
         axis.major_label_text_font_size = "11px"
         axis.minor_tick_line_color = None
-    if form and on_y:
-        _format_ticks(figure.yaxis, form)
-    elif form:
-        _format_ticks(figure.xaxis, form)
-    return figure
 
 
 def _format_ticks(axis: Any, form: str) -> None:

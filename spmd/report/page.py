@@ -16,7 +16,7 @@ Html = NewType("Html", str)
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Section of a page; charts in a row stand side by side where there is room."""
+    """Section of a page; consecutive charts stand side by side if there is room."""
 
     title: str
     blocks: Sequence[Html | Chart]
@@ -36,12 +36,12 @@ def paragraph(text: str) -> Html:
 
 
 def preformatted(text: str) -> Html:
-    """Return lines that keep their spaces."""
+    """Return lines with all their spaces."""
     return Html(f"<pre>{html.escape(text)}</pre>")
 
 
 def folded(summary: str, inner: Html) -> Html:
-    """Return a block that a click opens."""
+    """Return a block to open by a click."""
     return Html(f"<details><summary>{html.escape(summary)}</summary>{inner}</details>")
 
 
@@ -91,7 +91,7 @@ def _cell(value: str | Cell) -> str:
 
 
 def render(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """Return the page, without the sections that have no blocks."""
+    """Return the page, without sections that are empty."""
     charts: list[Chart] = []
     links = []
     parts = []

@@ -229,7 +229,7 @@ class PlanReport:
 
     def _executed(self) -> dict[tuple[str, str, str], list[Collective]]:
         """Return (kind, axes, cause) → its collectives, without those of branches never taken."""
-        groups = collections.defaultdict[tuple[str, str, str], list[Collective]](list)
+        groups: dict[tuple[str, str, str], list[Collective]] = collections.defaultdict(list)
         if self.audit is None:
             return groups
         for record in self.audit.records:

@@ -150,7 +150,7 @@ def _array_row(table: str, entry: PlanEntry) -> list[str | Cell]:
 
 
 def _dim(size: int, axes: Mapping[str, int]) -> str:
-    """Return a length with the axes that divide it: `4,096 / fsdp 8`."""
+    """Return a length with the mesh axes over it: `4,096 / fsdp 8`."""
     text = f"{size:,}"
     for axis, count in axes.items():
         text += f" / {axis} {count}"

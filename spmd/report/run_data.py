@@ -173,7 +173,7 @@ def _check_run(name: str, run_dir: RunDir) -> None:
 
 
 def _read_metrics(file: Path, planned: Any, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the lines of metrics, and note which are missing of the planned steps."""
+    """Return the lines of metrics, and note damaged ones and missing steps."""
     records = read_json_lines(file)
     if not records:
         notes.append("There are no metrics yet: no step has been logged.")
@@ -296,7 +296,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _non_finite(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return an event for each value that was no finite number."""
+    """Return an event for each value of NaN or infinity."""
     events = []
     for record in records:
         values = record.get("non_finite")

@@ -154,7 +154,7 @@ def _time(runs: Sequence[RunReport]) -> list[Html | Chart]:
 
 
 def _spent(goodput: Goodput) -> dict[str, float]:
-    """Return activity → seconds, without activities that took no time."""
+    """Return activity → seconds, without activities of no time."""
     spent = {}
     for name, seconds in goodput.seconds.items():
         if seconds > 0:
@@ -178,7 +178,7 @@ def _config(runs: Sequence[RunReport]) -> list[Html]:
 
 
 def _changed(run: RunReport, runs: Sequence[RunReport]) -> list[Html]:
-    """Return the fields that differ from the config file of a run."""
+    """Return the fields of a run unlike its config file."""
     title = "Fields"
     if len(runs) > 1:
         title = f"{run.name}: fields"

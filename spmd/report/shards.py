@@ -24,7 +24,7 @@ _ASPECT = 1.6
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMap:
-    """Devices of a mesh where they are on the machine.
+    """Devices of a mesh at their places on the machine.
 
     Attributes:
         indices: Mesh axis larger than 1 → index of each device along it.
@@ -151,9 +151,7 @@ def map_devices(topology: Topology, sizes: Mapping[str, int], slices: Mapping[st
     height = int(y.max()) + 1
 
     panel = part * depth + z  # a plane of a torus, or a host
-    most_panels = max(1, MOST_DEVICES // (width * height))
-    most_rows = max(1, MOST_DEVICES // width)
-    drawn = (panel < most_panels) & (y < most_rows)
+    drawn = _are_drawn(panel, y, width, height)
     count = int(panel[drawn].max()) + 1
     panels = _Panels(_columns(count, width, height), width, height)
     corner_x, corner_y = panels.corner(panel)
@@ -181,6 +179,13 @@ def map_devices(topology: Topology, sizes: Mapping[str, int], slices: Mapping[st
         links=tuple(links),
         total=len(places),
     )
+
+
+def _are_drawn(panel: np.ndarray, row: np.ndarray, width: int, height: int) -> np.ndarray:
+    """Return whether each device is one of the first panels and rows, of at most `MOST_DEVICES`."""
+    most_panels = max(1, MOST_DEVICES // (width * height))
+    most_rows = max(1, MOST_DEVICES // width)
+    return (panel < most_panels) & (row < most_rows)
 
 
 def _mesh_indices(sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
@@ -230,7 +235,7 @@ def _label(topology: Topology, part: int, plane: int, depth: int) -> str:
 def _links(
     topology: Topology, width: int, height: int, left: float, top: float
 ) -> Iterator[tuple[float, float, float, float]]:
-    """Yield the links of one plane; a stub over the edge is half of a link that wraps around."""
+    """Yield the links of one plane; a stub over the edge is half of a link around the torus."""
     over_x, over_y = map(_stub, topology.wrap[:2])
     for row in range(height):
         yield left - over_x, top + row, left + width - 1 + over_x, top + row
