@@ -221,9 +221,9 @@ def decided_dims(
     decided = {}
     for value, found in wanted.items():
         if len(found) == 1:
-            (dims,) = found
-            if dims is not None:
-                decided[value] = dims
+            (agreed,) = found
+            if agreed is not None:
+                decided[value] = agreed
     return decided
 
 

@@ -246,7 +246,7 @@ class _Reader:
     def _kernel(self, name: str, instruction: Instruction) -> Operation:
         """Return the operation of a Pallas kernel."""
         instructions = self.program.computations[name].instructions
-        inputs = []
+        inputs: list[HloArray] = []
         for operand in instruction.operands:
             inputs += instructions[operand].arrays[:1]
         size = sum(array.bytes for array in (*inputs, *instruction.arrays))
@@ -326,7 +326,7 @@ class _Reader:
         return places
 
     def _computation_of(self, instruction: Instruction) -> Computation:
-        """Return the computation that has an instruction; names are not unique in a program."""
+        """Return the computation that has an instruction."""
         computations = self.program.computations.values()
         return next(c for c in computations if c.instructions.get(instruction.name) is instruction)
 
