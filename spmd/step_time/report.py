@@ -40,7 +40,7 @@ class CollectiveTime:
 
     @property
     def hidden(self) -> float:
-        """Seconds in which data is moved while something is computed, to a nanosecond."""
+        """Seconds of transfers beside compute, to a nanosecond."""
         return round(max(0.0, self.seconds - self.exposed), 9)
 
 
