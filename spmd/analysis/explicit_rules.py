@@ -143,7 +143,7 @@ def _keeps_dims(reshape: Operation, dims: Dims) -> bool:
 def propagated_dims(operation: Operation, mesh: AbstractMesh) -> list[Dims]:
     """Return the shardings of the results by the propagation of XLA's partitioner.
 
-    Axes that do not divide a dimension of a result are left out.
+    Axes that do not divide a dimension of a result do not split it.
     """
     inputs = []
     for value in operation.inputs:
