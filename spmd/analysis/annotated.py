@@ -1,7 +1,8 @@
 """Operations that compute annotated activations, in a traced step.
 
-XLA's partitioner propagates the sharding of an annotation to the element-wise operations before it, and then moves
-their operands: the collective has the line of such an operation, and not that of the annotation.
+XLA's partitioner propagates the sharding of an annotation to the element-wise operations before it,
+and then moves their operands: the collective has the line of such an operation, and not that of the
+annotation.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,40 +18,72 @@ Annotated = Mapping[tuple[str, str], str]
 """Operation and source line → the activation that it computes."""
 
 _MAX_OPERATIONS = 16
-_MIXES = ("conv_general_dilated", "cum", "dot_general", "reduce", "scatter", "sharding_constraint", "sort")
+_MIXES = (
+    "conv_general_dilated",
+    "cum",
+    "dot_general",
+    "reduce",
+    "scatter",
+    "sharding_constraint",
+    "sort",
+)
 _BODIES = ("cond", "pallas_call", "scan", "shard_map", "while")
 
 
 def find_annotated(jaxpr: Any) -> Annotated:
-    """Return the element-wise operations right before each annotation of a jaxpr, with calls inlined."""
+    """Return the element-wise operations before each annotation of a jaxpr, with calls inlined."""
     outer = open_jaxpr(jaxpr)
+    bodies = [outer]
+    for equation in equations(outer):
+        bodies += inner_jaxprs(equation)
     found: dict[tuple[str, str], str] = {}
-    for inner in (outer, *(body for equation in equations(outer) for body in inner_jaxprs(equation))):
-        made = _producers(inner)
-        for equation in inner.eqns:
+    for body in bodies:
+        made = _producers(body)
+        for equation in body.eqns:
             scope, name = read_scope(str(equation.source_info.name_stack))
-            if scope == "annotate" and name_of(equation) == "sharding_constraint":
-                for operation in _before(made, equation.invars[0]):
-                    found.setdefault((name_of(operation), equation_line([operation])), name)
+            if scope != "annotate" or name_of(equation) != "sharding_constraint":
+                continue
+            for operation in _before(made, equation.invars[0]):
+                found.setdefault((name_of(operation), equation_line([operation])), name)
     return found
 
 
 def _before(made: dict[Any, JaxprEqn], value: Any) -> Iterator[JaxprEqn]:
-    """Yield the nearest element-wise operations that a value is computed by."""
+    """Yield the nearest element-wise operations before a value; `made` has value → producer."""
     todo = [(made, value)]
     for _ in range(_MAX_OPERATIONS):
         if not todo:
             return
         made, value = todo.pop(0)
-        equation = None if isinstance(value, Literal) else made.get(value)
-        if equation is None or name_of(equation) in _BODIES or name_of(equation).startswith(_MIXES):
+        equation = _producer(made, value)
+        if equation is None or _ends_search(equation):
             continue
-        if bodies := inner_jaxprs(equation):
-            todo.append((_producers(bodies[0]), bodies[0].outvars[equation.outvars.index(value)]))
+        bodies = inner_jaxprs(equation)
+        if bodies:
+            result = bodies[0].outvars[equation.outvars.index(value)]
+            todo.append((_producers(bodies[0]), result))
         else:
             yield equation
-            todo += [(made, operand) for operand in equation.invars]
+            for operand in equation.invars:
+                todo.append((made, operand))
+
+
+def _producer(made: dict[Any, JaxprEqn], value: Any) -> JaxprEqn | None:
+    if isinstance(value, Literal):
+        return None
+    return made.get(value)
+
+
+def _ends_search(equation: JaxprEqn) -> bool:
+    """Return whether a partitioner does not move a sharding across an operation."""
+    name = name_of(equation)
+    return name in _BODIES or name.startswith(_MIXES)
 
 
 def _producers(jaxpr: Jaxpr) -> dict[Any, JaxprEqn]:
-    return {value: equation for equation in jaxpr.eqns for value in equation.outvars}
+    """Return value → the equation that makes it."""
+    made = {}
+    for equation in jaxpr.eqns:
+        for value in equation.outvars:
+            made[value] = equation
+    return made

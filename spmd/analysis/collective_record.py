@@ -1,6 +1,7 @@
 """Records of collectives: their kinds, and how many bytes they count.
 
-**Payload** is the array of one execution on one device. **Bytes** are what goes over the wire for it, of one device:
+**Payload** is the array of one execution on one device. **Bytes** are what goes over the wire for
+it, of one device:
 
 | kind | payload | bytes |
 |---|---|---|
@@ -10,8 +11,9 @@
 | all-to-all, collective-permute, collective-broadcast | the operand | payload |
 | ragged-all-to-all | the operand | payload: an upper bound |
 
-These are the figures of the ZeRO paper (arXiv:1910.02054, section 7). Of a group of n devices each sends (n − 1)/n of
-them, except for permutes; the factor is not counted anywhere, so that figures do not depend on the number of devices.
+These are the figures of the ZeRO paper (arXiv:1910.02054, section 7). Of a group of n devices each
+sends (n − 1)/n of them, except for permutes; the factor is not counted anywhere, so that figures do
+not depend on the number of devices.
 """
 
 import dataclasses
@@ -20,8 +22,13 @@ MIN_BYTES = 1024
 """Payloads below it are ignored: the loss and other scalars."""
 
 KINDS = (
-    *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
-    *("collective-permute", "collective-broadcast"),
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
 )
 
 
@@ -30,10 +37,12 @@ class Cause:
     """The decision that makes a collective necessary (`spmd.analysis.causes`).
 
     Attributes:
-        kind: `"rule"` of a parameter, `"annotate"` of an activation, `"layer"` with a collective of its own, `"sum"`
-            over a dimension that is split, `"step"` for the optimizer and metrics, or `"none"`: the compiler's choice.
+        kind: `"rule"` of a parameter, `"annotate"` of an activation, `"layer"` with a collective of
+            its own, `"sum"` over a dimension that is split, `"step"` for the optimizer and metrics,
+            or `"none"`: the compiler's choice.
         param: The parameter or variable of a rule.
-        use: What it is sent for: `"used whole"`, `"gradient"`, `"new value"` or `"sum of products"`.
+        use: What it is sent for: `"used whole"`, `"gradient"`, `"new value"` or `"sum of
+            products"`.
         text: Such as `rule 'mlp/(gate|up)_proj/kernel' → P(fsdp, tensor): used whole, ZeRO 3`.
     """
 
@@ -48,25 +57,32 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One array that a collective instruction moves; an instruction that combines several arrays has several records.
+    """One array that a collective instruction moves.
+
+    An instruction that combines several arrays has several records.
 
     Attributes:
-        axes: Mesh axes, in the mesh's order; None if the groups are neither a product of axes nor a part of one.
+        axes: Mesh axes, in the mesh's order; None if the groups are neither a product of axes nor a
+            part of one.
         is_counted: False in a loop of unknown length, which is counted once.
         is_conditional: In a branch of unknown share, which is counted as always taken.
         written_as: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
-        stands_for: What would do in place of an all-reduce: `"reduce-scatter"` where each device keeps only its own
-            part, `"all-gather"` where each adds its own part to zeros; else empty.
+        stands_for: What would do in place of an all-reduce: `"reduce-scatter"` where each device
+            keeps only its own part, `"all-gather"` where each adds its own part to zeros; else
+            empty.
         dtype: Element type as XLA names it: `"bf16"`, `"s8"`.
         entering: How many payloads one run sends into a slice, over the slow network.
         operand: Element type and dimensions of the operand on one device.
-        array: The argument of the step that is moved, or whose gradient or new value is made, if known:
-            `params/layers/mlp/up_proj/kernel`.
+        array: The argument of the step that is moved, or whose gradient or new value is made, if
+            known: `params/layers/mlp/up_proj/kernel`.
         factor: The parameter whose products are summed, if known.
-        source: `file:line`, the innermost line outside of libraries and of the wrappers of this package.
+        source: `file:line`, the innermost line outside of libraries and of the wrappers of this
+            package.
         crosses: Whether a group has devices in several slices, so that the slow network is used.
-        is_overlapped: Whether it is asynchronous, and something is computed between its start and its end.
-        overlapped_cycles: Cycles of that, by a TPU compiler's estimate, in one execution (`spmd.analysis.overlap`).
+        is_overlapped: Whether it is asynchronous, and something is computed between its start and
+            its end.
+        overlapped_cycles: Cycles of that, by a TPU compiler's estimate, in one execution
+            (`spmd.analysis.overlap`).
         cause: None if the audit has no plan.
     """
 
@@ -95,7 +111,10 @@ class Collective:
     @property
     def bytes(self) -> int:
         """Bytes that one device sends in one step."""
-        return self.payload * self.executions * (2 if self.kind == "all-reduce" else 1)
+        sent = self.payload * self.executions
+        if self.kind == "all-reduce":
+            return 2 * sent
+        return sent
 
     @property
     def slice_bytes(self) -> int:
@@ -105,4 +124,6 @@ class Collective:
     @property
     def over(self) -> str:
         """Axes as text, `data+fsdp`."""
-        return "no product of axes" if self.axes is None else "+".join(self.axes)
+        if self.axes is None:
+            return "no product of axes"
+        return "+".join(self.axes)

@@ -1,7 +1,8 @@
-"""Compute time of a compiled TPU program: the cycles that its compiler estimates for each operation, times executions.
+"""Compute time of a compiled TPU program, by its compiler's cycles.
 
-Pallas kernels, collectives, asynchronous copies and the work of SparseCores have no estimate, and waiting has none:
-what is not counted is listed. Programs of other compilers have no cycles at all.
+The compiler estimates the cycles of each operation; a program's are those times the executions.
+Pallas kernels, collectives, asynchronous copies and the work of SparseCores have no estimate, and
+waiting has none: what is not counted is listed. Programs of other compilers have no cycles at all.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from spmd.analysis.hlo import HloModule, Instruction
 from spmd.analysis.replica_groups import kind_of
 from spmd.errors import ConfigError, Problem
 
+_CYCLES = r'"estimated_cycles":"(\d+)"'
 _FREE = (
     "bitcast",
     "call",
@@ -44,16 +46,24 @@ class Cycles:
 
     def text(self, clock: float | None) -> str:
         """Return one line, with the time at a clock in Hz, if that is known."""
-        total, bound = sum(self.cycles.values()), "at most " * self.is_bound
-        at = (
-            f"{total / clock:.4g} s by the compiler's cycles at {clock / 1e9:.4g} GHz" if clock else f"{total:,} cycles"
-        )
-        without = ", ".join(["waiting", *(f"{times:,} {kind}" for kind, times in self.uncounted.items())])
-        return f"compute of a step: {bound}{at}; without {without}"
+        total = sum(self.cycles.values())
+        amount = f"{total:,} cycles"
+        if clock:
+            frequency = f"{clock / 1e9:.4g} GHz"
+            amount = f"{total / clock:.4g} s by the compiler's cycles at {frequency}"
+        if self.is_bound:
+            amount = f"at most {amount}"
+        without = ["waiting"]
+        for kind, times in self.uncounted.items():
+            without.append(f"{times:,} {kind}")
+        return f"compute of a step: {amount}; without {', '.join(without)}"
 
     def to_json(self, clock: float | None) -> dict[str, Any]:
         """Return everything as JSON values."""
-        return {"seconds": clock and sum(self.cycles.values()) / clock, **dataclasses.asdict(self)}
+        seconds = clock
+        if clock:
+            seconds = sum(self.cycles.values()) / clock
+        return {"seconds": seconds, **dataclasses.asdict(self)}
 
 
 def count_cycles(program: HloModule, taken: Mapping[str, Fraction]) -> Cycles | None:
@@ -61,39 +71,73 @@ def count_cycles(program: HloModule, taken: Mapping[str, Fraction]) -> Cycles | 
 
     `taken` is for `executions`. A loop of unknown length raises `ConfigError`.
     """
-    found: dict[bool, dict[str, Fraction]] = {True: {}, False: {}}
-    unknown, is_bound = dict[str, Problem](), False
-    for _, instruction, times, loop, is_conditional, is_part in executions(program, taken):
-        cycles = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
-        if is_part or not (kind := instruction.opcode if cycles else _without_cycles(program, instruction)):
+    counted: dict[str, Fraction] = {}
+    uncounted: dict[str, Fraction] = {}
+    unknown: dict[str, Problem] = {}
+    is_bound = False
+    for here in executions(program, taken):
+        instruction = here.instruction
+        if here.is_part:
             continue
-        kinds = found[cycles > 0]
-        kinds[kind] = kinds.get(kind, Fraction()) + times * (cycles or 1)
-        is_bound |= is_conditional
-        if loop:
-            where, fix = f"{loop.name} ({loop.op_name})", "jax.lax.scan, or bounds that do not depend on data"
-            unknown[where] = Problem(where, "is a loop of unknown length", "cycles cannot be counted", fix)
-    if found[True] and unknown:
+        cycles = int(instruction.attribute(_CYCLES) or 0)
+        if cycles:
+            kind = instruction.opcode
+            counted[kind] = counted.get(kind, Fraction()) + here.times * cycles
+        else:
+            kind = _without_cycles(program, instruction)
+            if not kind:
+                continue
+            uncounted[kind] = uncounted.get(kind, Fraction()) + here.times
+        is_bound |= here.is_conditional
+        if here.unknown:
+            where = f"{here.unknown.name} ({here.unknown.op_name})"
+            unknown[where] = Problem(
+                where,
+                "is a loop of unknown length",
+                "cycles cannot be counted",
+                "jax.lax.scan, or bounds that do not depend on data",
+            )
+    if not counted:
+        return None
+    if unknown:
         raise ConfigError("The program has loops of unknown length:", unknown.values())
-    counted, uncounted = (
-        {kind: round(n) for kind, n in sorted(kinds.items(), key=lambda item: -item[1])} for kinds in found.values()
-    )
-    return Cycles(counted, uncounted, is_bound) if counted else None
+    return Cycles(_rounded(counted), _rounded(uncounted), is_bound)
+
+
+def _rounded(kinds: Mapping[str, Fraction]) -> dict[str, int]:
+    """Return kind → whole number, the largest first."""
+    largest_first = sorted(kinds.items(), key=lambda item: -item[1])
+    return {kind: round(number) for kind, number in largest_first}
 
 
 def _without_cycles(program: HloModule, instruction: Instruction) -> str:
-    """Return the kind of an operation without an estimate; empty if it does nothing, or ends what another started."""
-    name, opcode = instruction.name.partition(".")[0], instruction.opcode
-    is_end = opcode.endswith(("-done", "-update")) or name.endswith("-done")
-    if is_end or opcode in _FREE or all(array.size <= 1 for array in instruction.arrays):
+    """Return the kind of an operation without an estimate.
+
+    Empty if it does nothing, or ends what another started.
+    """
+    opcode = instruction.opcode
+    name, _, _ = instruction.name.partition(".")
+    if opcode.endswith(("-done", "-update")) or name.endswith("-done"):
+        return ""
+    if opcode in _FREE or all(array.size <= 1 for array in instruction.arrays):
         return ""
     if _communicates(program, instruction):
         return "collectives"
-    if opcode == "custom-call":
-        return "Pallas kernels" if "tpu_custom_call" in instruction.attributes else ""
-    return name if opcode == "fusion" else opcode
+    if opcode == "fusion":
+        return name
+    if opcode != "custom-call":
+        return opcode
+    if "tpu_custom_call" in instruction.attributes:
+        return "Pallas kernels"
+    return ""
 
 
 def _communicates(program: HloModule, instruction: Instruction) -> bool:
-    called = (program.computations[name].instructions.values() for _, name in instruction.callees())
-    return kind_of(instruction) in KINDS or any(_communicates(program, inner) for some in called for inner in some)
+    """Return whether an instruction is a collective, or has one inside."""
+    if kind_of(instruction) in KINDS:
+        return True
+    for _, callee in instruction.callees():
+        for inner in program.computations[callee].instructions.values():
+            if _communicates(program, inner):
+                return True
+    return False

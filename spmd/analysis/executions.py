@@ -14,7 +14,8 @@ class Execution(NamedTuple):
 
     Attributes:
         unknown: The innermost loop of unknown length around it, which is counted as one turn.
-        is_conditional: Whether it is in a branch of unknown share, which is counted as always taken.
+        is_conditional: Whether it is in a branch of unknown share, which is counted as always
+            taken.
         is_part: Whether it is inside an instruction whose own figures include it, such as a fusion.
     """
 
@@ -31,31 +32,57 @@ def executions(program: HloModule, taken: Mapping[str, Fraction]) -> Iterator[Ex
 
     Passes of experts after the first are executed no times, as with even load.
 
-    `taken` has the share of times that a `jax.lax.cond` takes its first branch, by the scope around it.
+    `taken` has the share of times that a `jax.lax.cond` takes its first branch, by the scope around
+    it.
     """
     for instruction in program.computations[program.entry].instructions.values():
         yield from _execute(program, taken, Execution(program.entry, instruction, Fraction(1)))
 
 
-def _execute(program: HloModule, taken: Mapping[str, Fraction], here: Execution) -> Iterator[Execution]:
+def _execute(
+    program: HloModule, taken: Mapping[str, Fraction], here: Execution
+) -> Iterator[Execution]:
+    """Yield an execution, and the executions in all computations that it calls."""
     yield here
     computation, instruction, times, *_ = here
-    turns, share = 1, None
+    if instruction.opcode.endswith(("-done", "-update")):  # it names what its start has called
+        return
+    turns = 1
+    share = None
     if instruction.opcode == "while":
-        is_extra = EXTRA_PASSES in instruction.op_name.split("/")
-        trips = 0 if is_extra else trip_count(program, computation, instruction)
-        here, turns = (here._replace(unknown=instruction), 1) if trips is None else (here, trips)
+        trips = _trips(program, computation, instruction)
+        if trips is None:
+            here = here._replace(unknown=instruction)
+        else:
+            turns = trips
     elif instruction.opcode == "conditional":
         share = taken.get(instruction.op_name.removesuffix("/cond").rpartition("/")[2])
         here = here._replace(is_conditional=here.is_conditional or share is None)
     elif instruction.opcode != "call":
         here = here._replace(is_part=True)
-    ends = instruction.opcode.endswith(("-done", "-update"))  # it names what its start has called
-    for number, (role, name) in enumerate(instruction.callees() if not ends else ()):
-        weight = Fraction(turns + (role == "condition"))
-        if share is not None:  # branches without a role of their own are numbered by the predicate
-            weight = share if number == (role == "branch_computations") else 1 - share
+    for number, (role, name) in enumerate(instruction.callees()):
+        weight = Fraction(turns)
+        if role == "condition":  # it is evaluated once more, to end the loop
+            weight += 1
+        if share is not None:
+            weight = share if _is_first_branch(number, role) else 1 - share
         for inner in program.computations[name].instructions.values():
-            yield from _execute(
-                program, taken, here._replace(computation=name, instruction=inner, times=times * weight)
-            )
+            inside = here._replace(computation=name, instruction=inner, times=times * weight)
+            yield from _execute(program, taken, inside)
+
+
+def _trips(program: HloModule, computation: str, loop: Instruction) -> int | None:
+    """Return the number of turns of a loop; None if it is unknown."""
+    if EXTRA_PASSES in loop.op_name.split("/"):
+        return 0
+    return trip_count(program, computation, loop)
+
+
+def _is_first_branch(number: int, role: str) -> bool:
+    """Return whether a computation is the branch of `jax.lax.cond` for True.
+
+    Branches without a role of their own are numbered by the predicate.
+    """
+    if role == "branch_computations":
+        return number == 1
+    return number == 0

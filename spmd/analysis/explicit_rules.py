@@ -139,7 +139,7 @@ def _keeps_dims(reshape: Operation, dims: Dims) -> bool:
 def propagated_dims(operation: Operation, mesh: AbstractMesh) -> list[Dims]:
     """Return the shardings of the results by the propagation of XLA's partitioner.
 
-    They have no axes that do not divide a dimension of a result.
+    Axes that do not divide a dimension of a result do not split it.
     """
     inputs = []
     for value in operation.inputs:
@@ -215,9 +215,9 @@ def decided_dims(
     decided = {}
     for value, found in wanted.items():
         if len(found) == 1:
-            (only,) = found
-            if only is not None:
-                decided[value] = only
+            (agreed,) = found
+            if agreed is not None:
+                decided[value] = agreed
     return decided
 
 

@@ -81,7 +81,7 @@ def find_buffers(
 ) -> list[Buffer]:
     """Return the buffers of a propagated program.
 
-    Left out are its arguments, and the results in `aliased`, which overwrite donated ones.
+    All but its arguments, and the results in `aliased`, which overwrite donated ones.
     """
     repeated = _EXPENSIVE if platform == "cpu" else ()
     return _Lifetimes(program, axes, frozenset(aliased), repeated, start=0).buffers

@@ -120,7 +120,7 @@ class Estimate:
 
 
 def _bytes_in_use(times: np.ndarray, buffers: Sequence[tuple[int, int, int]]) -> np.ndarray:
-    """Return the bytes of buffers (bytes, first time, last time) that are live from each time on."""
+    """Return the bytes in use from each time on, by buffers (bytes, first time, last time)."""
     sizes, starts, ends = np.array(buffers, dtype=np.int64).reshape(-1, 3).T
     change = np.zeros(len(times), dtype=np.int64)
     np.add.at(change, np.searchsorted(times, starts), sizes)
@@ -342,7 +342,7 @@ def _logits(program: TracedProgram) -> list[TracedValue]:
 
 
 def _shapes(plan: ShardingPlan, logits: Iterable[TracedValue]) -> dict[tuple[int, ...], str]:
-    """Return shape → `"params"` or `"logits"`, by which their buffers are known."""
+    """Return shape → `"params"` or `"logits"`, to tell their buffers from others."""
     shapes = {}
     for leaf in plan.params:
         if len(leaf.shape) > 1:

@@ -1,37 +1,89 @@
 """Compute that a compiled program has in its schedule while a collective runs.
 
-A program is printed in the order of its schedule. An asynchronous collective is a start and a done with other
-instructions between them; a SparseCore gets the operands in an `-update` after the start. XLA:TPU for v5e writes a
-chain: fusions that repeat the collective, each but the first and the last with something to compute.
+A program is printed in the order of its schedule. An asynchronous collective is a start and a done
+with other instructions between them; a SparseCore gets the operands in an `-update` after the
+start. XLA:TPU for v5e writes a
+chain: fusions that repeat the collective, each but the first and the last with something to
+    compute.
 """
 
-from spmd.analysis.hlo import HloModule, Instruction
+from spmd.analysis.hlo import Computation, HloModule, Instruction
 
 _COMPUTES = ("fusion", "custom-call", "convolution", "dot", "while")
 
 
 def chain_of(instruction: Instruction) -> tuple[str, str] | None:
-    """Return the channel and the number of the chain that an instruction belongs to, if it does."""
+    """Return the channel and the number of the chain of an instruction, if it belongs to one."""
     chain = instruction.attribute(r'\bchain_id="(\d+)"')
-    return (instruction.attribute(r"channel_id=(\d+)"), chain) if chain else None
+    if not chain:
+        return None
+    return instruction.attribute(r"channel_id=(\d+)"), chain
 
 
 def compute_beside(program: HloModule, name: str, instruction: Instruction) -> tuple[bool, int]:
-    """Return whether anything is computed while a collective of a computation runs, and its cycles on a TPU.
+    """Return whether anything is computed while a collective runs, and its cycles on a TPU.
 
-    These are the compiler's estimate, without Pallas kernels and loops, for which it has none.
+    `name` is the computation of the collective. The cycles are the compiler's estimate, without
+    Pallas kernels and loops, for which it has none.
     """
-    calls, chain = program.callers[name], chain_of(instruction)
-    while not instruction.opcode.endswith("-start") and calls and calls[0][1].opcode not in ("while", "conditional"):
-        name, instruction, _ = calls[0]
+    chain = chain_of(instruction)
+    name, instruction = _outermost(program, name, instruction)
+    if chain is None:
+        between = _before_the_end(program.computations[name], instruction)
+    else:
+        between = _inside_chain(program, program.computations[name], chain)
+    computes = False
+    cycles = 0
+    for beside in between:
+        cycles += int(beside.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+        if beside.opcode in _COMPUTES:
+            computes = True
+    return computes, cycles
+
+
+def _outermost(program: HloModule, name: str, instruction: Instruction) -> tuple[str, Instruction]:
+    """Return the instruction that is scheduled for another one inside it, with its computation.
+
+    That is a start, or an instruction of the program, of a loop's body or of a branch.
+    """
+    while not instruction.opcode.endswith("-start"):
         calls = program.callers[name]
-    order, users = list(program.computations[name].instructions.values()), program.computations[name].users
-    start = last = instruction
-    while later := [user for user, _ in users[last.name] if user.opcode.endswith(("-update", "-done"))]:
-        start, last = start if start.operands else later[0], later[0]
-    between = order[order.index(start) + 1 : order.index(last)]
-    if chain:
-        callees = {c.name for c in program.computations.values() if chain in map(chain_of, c.instructions.values())}
-        between = [i for i in order if any(callee in callees for _, callee in i.callees())][1:-1]
-    cycles = [int(i.attribute(r'"estimated_cycles":"(\d+)"') or 0) for i in between]
-    return any(i.opcode in _COMPUTES for i in between), sum(cycles)
+        if not calls:
+            break
+        caller, call, _ = calls[0]
+        if call.opcode in ("while", "conditional"):
+            break
+        name, instruction = caller, call
+    return name, instruction
+
+
+def _before_the_end(computation: Computation, start: Instruction) -> list[Instruction]:
+    """Return the instructions between a start and its done."""
+    last = start
+    while True:
+        later = []
+        for user, _ in computation.users[last.name]:
+            if user.opcode.endswith(("-update", "-done")):
+                later.append(user)
+        if not later:
+            break
+        last = later[0]
+        if not start.operands:  # a SparseCore gets them in the update
+            start = last
+    order = list(computation.instructions.values())
+    return order[order.index(start) + 1 : order.index(last)]
+
+
+def _inside_chain(
+    program: HloModule, computation: Computation, chain: tuple[str, str]
+) -> list[Instruction]:
+    """Return the fusions of a chain, without the first and the last."""
+    callees = set()
+    for callee in program.computations.values():
+        if chain in map(chain_of, callee.instructions.values()):
+            callees.add(callee.name)
+    links = []
+    for instruction in computation.instructions.values():
+        if any(name in callees for _, name in instruction.callees()):
+            links.append(instruction)
+    return links[1:-1]

@@ -2,7 +2,7 @@
 
 import re
 
-from spmd.analysis.hlo import HloModule, HloValue, Instruction
+from spmd.analysis.hlo import Computation, HloModule, HloValue, Instruction
 
 
 def trip_count(program: HloModule, computation: str, loop: Instruction) -> int | None:
@@ -10,32 +10,67 @@ def trip_count(program: HloModule, computation: str, loop: Instruction) -> int |
 
     It is what the compiler says, or follows from the loop's start, step and condition.
     """
-    if known := loop.attribute(r"known_trip_count\D*(\d+)"):
+    known = loop.attribute(r"known_trip_count\D*(\d+)")
+    if known:
         return int(known)
-    called = dict(loop.callees())
-    test = program.settled(HloValue(called["condition"], program.computations[called["condition"]].root))
+    callees = dict(loop.callees())
+    condition = program.computations[callees["condition"]]
+    test = program.settled(HloValue(condition.name, condition.root))
     compare = program.at(test)
     if compare.opcode != "compare":
         return None
-    counter, limit = (program.settled(HloValue(test.computation, operand)) for operand in compare.operands)
+    left, right = compare.operands
+    counter = program.settled(HloValue(test.computation, left))
+    limit = program.settled(HloValue(test.computation, right))
     if counter.element is None or program.at(counter).opcode != "parameter":
         return None
-    body = program.computations[called["body"]]
-    advance = program.settled(HloValue(body.name, body.root, counter.element))
-    terms = [program.settled(HloValue(advance.computation, operand)) for operand in program.at(advance).operands]
-    steps = [step for term in terms if (step := integer(program, term)) is not None]
-    before = HloValue(body.name, body.parameters[0], counter.element)
-    if program.at(advance).opcode != "add" or len(steps) != 1 or before not in terms:
+    step = _step(program, program.computations[callees["body"]], counter.element)
+    start = integer(program, HloValue(computation, loop.operands[0], counter.element))
+    stop = integer(program, limit)
+    if step is None or start is None or stop is None:
         return None
-    start, stop = integer(program, HloValue(computation, loop.operands[0], counter.element)), integer(program, limit)
-    if start is None or stop is None or steps[0] <= 0:
+    return _count(start, stop, step, compare.attribute(r"direction=(\w+)"))
+
+
+def _step(program: HloModule, body: Computation, element: int) -> int | None:
+    """Return the number that one iteration adds to a carried counter; None if it does not."""
+    advance = program.settled(HloValue(body.name, body.root, element))
+    before = HloValue(body.name, body.parameters[0], element)
+    instruction = program.at(advance)
+    if instruction.opcode != "add":
         return None
-    ahead = {"LT": stop - start, "LE": stop - start + 1}.get(compare.attribute(r"direction=(\w+)"))
-    return None if ahead is None else max(0, -(-ahead // steps[0]))
+    steps = []
+    is_advanced = False
+    for operand in instruction.operands:
+        term = program.settled(HloValue(advance.computation, operand))
+        is_advanced |= term == before
+        step = integer(program, term)
+        if step is not None:
+            steps.append(step)
+    if not is_advanced or len(steps) != 1:
+        return None
+    return steps[0]
+
+
+def _count(start: int, stop: int, step: int, direction: str) -> int | None:
+    """Return the iterations of a counter from start to stop; for `LE` stop counts too."""
+    if step <= 0:
+        return None
+    if direction == "LT":
+        ahead = stop - start
+    elif direction == "LE":
+        ahead = stop - start + 1
+    else:
+        return None
+    return max(0, -(-ahead // step))  # rounded up
 
 
 def integer(program: HloModule, value: HloValue) -> int | None:
     """Return the value of a constant integer scalar; None for any other value."""
     instruction = program.at(program.settled(value))
+    if instruction.opcode != "constant":
+        return None
     number = re.fullmatch(r"-?\d+", instruction.literal.strip())
-    return int(number[0]) if instruction.opcode == "constant" and number else None
+    if number is None:
+        return None
+    return int(number[0])

@@ -1,4 +1,7 @@
-"""Products of a step that stay in float32 under a policy with a narrower compute dtype, each with its source line."""
+"""Products of a step that stay in float32 under a policy with a narrower compute dtype.
+
+Each has its source line.
+"""
 
 import dataclasses
 from collections import Counter
@@ -27,31 +30,45 @@ class WideProducts:
 
     def __str__(self) -> str:
         total = self.narrow + sum(self.wide.values())
-        title = f"{self.narrow} of {total} products of this step are in {self.compute}"
-        lines = [f"{primitive} ×{count} at {line}" for (primitive, line), count in self.wide.items()]
-        return "\n  ".join([f"{title}; wider are:" if lines else title, *lines])
+        lines = [f"{self.narrow} of {total} products of this step are in {self.compute}"]
+        if self.wide:
+            lines[0] += "; wider are:"
+        for (primitive, line), count in self.wide.items():
+            lines.append(f"{primitive} ×{count} at {line}")
+        return "\n  ".join(lines)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the wide products as JSON values."""
-        return [{"primitive": name, "source": line, "count": count} for (name, line), count in self.wide.items()]
+        records = []
+        for (primitive, line), count in self.wide.items():
+            records.append({"primitive": primitive, "source": line, "count": count})
+        return records
 
 
 def find_wide_products(step: TrainStep, batch: Any) -> WideProducts:
-    """List the products of a step that are wider than the plan's compute dtype; nothing is compiled.
+    """List the products of a step that are wider than the plan's compute dtype.
 
-    Those of the optimizer, which works in its own dtype, are no products of the model.
+    Nothing is compiled. Those of the optimizer, which works in its own dtype, are no products of
+    the model.
 
     Args:
         batch: A batch, which may be abstract.
     """
     dtype = step.plan.precision.compute_dtype
     narrow, wide = split_products(step.trace(batch).jaxpr, dtype, outside=OPTIMIZER)
-    counts = Counter((equation.primitive.name, equation_line([equation])) for equation in wide)
+    counts = Counter[tuple[str, str]]()
+    for equation in wide:
+        counts[equation.primitive.name, equation_line([equation])] += 1
     return WideProducts(dtype.name, len(narrow), dict(counts))
 
 
 def is_listed(step: TrainStep) -> bool:
-    """Return whether a plan should list them: it casts parameters of layers that know nothing of it."""
+    """Return whether a plan should list them.
+
+    It should if it casts parameters of layers that know nothing of it.
+    """
     plan = step.plan
-    is_narrow = plan.precision.compute_dtype.itemsize < 4
-    return is_narrow and not plan.model.info().cast_by_layer.issuperset(tree.flatten(plan.abstract_params))
+    if plan.precision.compute_dtype.itemsize >= 4:
+        return False
+    params = tree.flatten(plan.abstract_params)
+    return not plan.model.info().cast_by_layer.issuperset(params)

@@ -71,15 +71,20 @@ class FaultReport:
 
 
 def find_faults(step: TrainStep, batch: Any) -> FaultReport:
-    """List the operations of a step with a fault of XLA; nothing is compiled, and the batch may be abstract."""
+    """List the operations of a step with a fault of XLA.
+
+    Nothing is compiled, and the batch may be abstract.
+    """
     mesh = step.plan.mesh
     axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     program = read_program(step.trace(batch).jaxpr)
     counts = Counter(_faults(program, mesh))
     if len(axes) >= _FEWEST_AXES:
-        products = _outside_of_regions(program, "dot_general")
-        counts.update((PRODUCTS, "dot_general", "", _GATHERED) for _ in products)
-    operations = [FaultyOperation(*key, count) for key, count in counts.items()]
+        for product in _outside_of_regions(program, "dot_general"):
+            counts[PRODUCTS, product.primitive, "", _GATHERED] += 1
+    operations = []
+    for key, count in counts.items():
+        operations.append(FaultyOperation(*key, count))
     return FaultReport(axes, tuple(sorted(operations, key=dataclasses.astuple)))
 
 
@@ -91,7 +96,8 @@ def _faults(program: TracedProgram, mesh: AnyMesh) -> Iterator[tuple[str, str, s
         fault = fault_of(operation, mesh)
         if fault is None:
             continue
-        if replaced := replaced_fault(operation):
+        replaced = replaced_fault(operation)
+        if replaced:
             yield replaced, operation.primitive, _line(operation), instead[replaced]
         elif not is_split:
             yield fault.name, operation.primitive, _line(operation), fault.instead

@@ -1,1 +1,4 @@
-"""Prediction of how long a step takes: hardware, network, closed forms, and the schedule of a compiled program."""
+"""Prediction of the time of a step.
+
+From hardware, network, closed forms, and the schedule of a compiled program.
+"""

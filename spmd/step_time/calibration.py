@@ -1,4 +1,6 @@
-"""Calibration of each kind of chip, fitted to published steps: `python -m benchmarks.backtest --rows FILE --fit`.
+"""Calibration of each kind of chip, fitted to published steps.
+
+Fitted by `python -m benchmarks.backtest --rows FILE --fit`.
 
 Rates of a chip without published rows are those of its kin: b200 and h200 of h100.
 """
@@ -16,7 +18,10 @@ CLOSED = {
     "a100": ClosedRates(0.955, 482, 0.311, 1.67, 0.917, 3.0e-5, 0.07, spread=0.10),
     **dict.fromkeys(("h100", "h200", "b200"), _H100),
 }
-"""Kind of chip → rates of the closed forms. The least spread is 5 %: published tables are not more exact."""
+"""Kind of chip → rates of the closed forms.
+
+The least spread is 5 %: published tables are not more exact.
+"""
 
 COMPILED = {
     "v4": Rates(1.052, 1.058, 0.623, 0.922, 0.0581, spread=0.10),
@@ -25,4 +30,7 @@ COMPILED = {
     "v6e": Rates(1.109, 1.050, 0.682, 0.873, 0.0599, spread=0.10),
     "tpu7x": Rates(1.173, 0.994, 0.638, 0.835, 0.0612, spread=0.10),
 }
-"""Kind of TPU → rates of compiled programs. Published steps are of other programs than ours, with other collectives."""
+"""Kind of TPU → rates of compiled programs.
+
+Published steps are of other programs than ours, with other collectives.
+"""

@@ -5,16 +5,18 @@ For one device and one microbatch of T tokens, with P parameters, N of them in m
 | part | time |
 |---|---|
 | matmuls | T·(6·N + recomputed)/(peak·efficiency), longer for narrow matrices |
-| attention | FLOPs of a kernel that skips masked blocks, 3.5 forward passes for one without recomputation |
+| attention | FLOPs of a kernel that skips masked blocks, 3.5 forward passes without recomputation |
 | memory-bound work | passes over the residual stream, hidden units and logits |
 | collectives | `spmd.step_time.network`, of which a share is exposed |
 
-Once a step: the optimizer, gradients over `data`, the bubble of a pipeline, and waiting for the slowest slice.
+Once a step: the optimizer, gradients over `data`, the bubble of a pipeline, and waiting for the
+slowest slice.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from spmd.observe.metrics import transformer_flops
 from spmd.step_time.network import Network
@@ -35,8 +37,8 @@ class Workload:
         keys: Keys that a query sees, on average over positions and layers.
         layer_params: Parameters in matmuls that a token meets in all layers.
         head_params: Parameters of the output head.
-        matmul_params: Parameters that a token is multiplied with, as the model counts them; 0 for those of layers and
-            head.
+        matmul_params: Parameters that a token is multiplied with, as the model counts them; 0 for
+            those of layers and head.
         params: All parameters.
         mesh: Axis → size.
         microbatches: Of a batch, one after the other or in a pipeline.
@@ -45,8 +47,10 @@ class Workload:
         recomputes_attention: Whether it repeats attention.
         zero: ZeRO stage.
         regathers: Whether ZeRO 3 gathers parameters again for the backward pass.
-        gathered_bytes: Of a parameter when it is gathered; `reduced_bytes` of a gradient when it is reduced.
-        data_share: Share of the bytes of a gradient that is sent over `data`, less than 1 if it is compressed.
+        gathered_bytes: Of a parameter when it is gathered; `reduced_bytes` of a gradient when it is
+            reduced.
+        data_share: Share of the bytes of a gradient that is sent over `data`, less than 1 if it is
+            compressed.
         state_bytes: Bytes of a parameter's state that an update reads and writes.
         routed: Copies of a token that are sent to experts in each layer.
         offloaded: Bytes of a token's activations in each layer that are sent to the host.
@@ -94,18 +98,23 @@ class Workload:
     def model_flops(self) -> float:
         """Model FLOPs of one step, without recomputation, by the formula of a run's MFU."""
         params = self.matmul_params or self.layer_params + self.head_params
-        return self.tokens * transformer_flops(params, self.layers, self.attention_width, self.keys).per_token
+        flops = transformer_flops(params, self.layers, self.attention_width, self.keys)
+        return self.tokens * flops.per_token
 
     @property
     def hardware_flops(self) -> float:
-        """FLOPs of one step with what is recomputed."""
-        attention = 4 * self.layers * self.attention_width * self.keys * (0.5 + self.recomputes_attention)
-        return self.model_flops + self.tokens * (2 * self.recomputed * self.layer_params + attention)
+        """FLOPs of one step with recomputation."""
+        repeats = 0.5 + self.recomputes_attention
+        attention = 4 * self.layers * self.attention_width * self.keys * repeats
+        matmuls = 2 * self.recomputed * self.layer_params
+        return self.model_flops + self.tokens * (matmuls + attention)
 
 
 @dataclasses.dataclass(frozen=True)
 class ClosedRates:
-    """Calibration of the closed forms for one kind of chip; fitted to published steps by `benchmarks.backtest`.
+    """Calibration of the closed forms for one kind of chip.
+
+    Fitted to published steps by `benchmarks.backtest`.
 
     Attributes:
         matmul: Share of the peak that large matmuls reach.
@@ -115,7 +124,8 @@ class ClosedRates:
         exposed: Share of the time of gathers and reductions that is not hidden.
         hop: Seconds that each further host or slice adds to a collective.
         straggling: Standard deviation of the steps of slices, relative; all wait for the slowest.
-        spread: Half of the range of nine predictions of ten, relative; of rows that were not fitted.
+        spread: Half of the range of nine predictions of ten, relative; of rows that were not
+            fitted.
     """
 
     matmul: float = 0.75
@@ -129,74 +139,150 @@ class ClosedRates:
 
 
 _STREAM, _HIDDEN, _LOGITS = 16, 4, 8
-"""Times that the residual stream, hidden units and logits are read or written in a step, without recomputation."""
+"""Times that the residual stream, hidden units and logits are read or written in a step.
+
+Without recomputation.
+"""
 
 _FUSED = 0.4
 """Share of these passes that is left by a compiler which fuses element-wise operations."""
 
 
 def closed_form(work: Workload, network: Network, rates: ClosedRates) -> dict[str, float]:
-    """Return what a device does in one step → seconds."""
-    hardware, mesh = network.hardware, work.mesh
-    tensor, pipe = mesh["tensor"], mesh["pipe"]
-    tokens = work.tokens / math.prod(mesh[axis] for axis in ("data", "fsdp", "expert", "sequence")) / work.microbatches
-    parts = dict[str, float]()
-    shorter = sum(share * (1 - hardware.products.get(dtype, 1.0)) for dtype, share in work.quantized.items())
-    flops = (6 + 2 * work.recomputed) * work.layer_params * (1 - shorter) + 6 * work.head_params
-    slower = 1 + rates.half * (1 / work.width + tensor / work.hidden + 1 / tokens)
-    parts["matmuls"] = tokens * flops / (tensor * pipe) / (hardware.peak * rates.matmul) * slower
-    units = _FORWARD + _BACKWARD + work.recomputes_attention
-    attention = tokens * work.layers * 4 * work.attention_width * work.keys * units
-    parts["attention"] = attention / (tensor * pipe) / (hardware.peak * rates.attention)
-    again = 1 + 0.4 * (work.recomputed > 0)
-    passes = work.layers * (_STREAM * work.width + _HIDDEN * work.hidden) * again * 2 + _LOGITS * work.vocab * 2
-    moved = tokens * passes / (tensor * pipe) * rates.passes * (_FUSED if work.is_fused else 1)
-    parts["memory-bound work"] = moved / hardware.memory_bandwidth
-    parts["host transfers"] = max(
-        0.0, tokens * work.layers * work.offloaded / (tensor * pipe) / hardware.host - parts["matmuls"] / 3
-    )
+    """Return the parts of a device's step → seconds."""
+    parts = {"matmuls": _matmul_seconds(work, network, rates)}
+    parts["attention"] = _attention_seconds(work, network, rates)
+    parts["memory-bound work"] = _memory_seconds(work, network, rates)
+    offloading = _offload_seconds(work, network)
+    parts["host transfers"] = max(0.0, offloading - parts["matmuls"] / 3)
     for axis, seconds in collective_seconds(work, network, rates.hop).items():
         share = rates.exposed if axis in ("fsdp", "data") else 1.0
         parts[f"exposed collectives over {axis}"] = seconds * share
     for name in parts:
-        if name != "exposed collectives over data":
+        if name != "exposed collectives over data":  # once a step
             parts[name] *= work.microbatches
     if work.bubble:
         parts["pipeline bubble"] = work.bubble * sum(parts.values())
-    shards = tensor * pipe * mesh["expert"] * (mesh["fsdp"] if work.zero else 1)
-    bandwidth = hardware.host if work.offloads_state else hardware.memory_bandwidth
-    parts["optimizer"] = work.params / shards * work.state_bytes / bandwidth
-    if waiting := network.waiting(sum(parts.values()), rates.straggling):
+    parts["optimizer"] = _optimizer_seconds(work, network)
+    waiting = network.waiting(sum(parts.values()), rates.straggling)
+    if waiting:
         parts["waiting for the slowest slice"] = waiting
     return parts
 
 
+def _device_tokens(work: Workload) -> float:
+    """Return the tokens of one device in one microbatch."""
+    shards = math.prod(work.mesh[axis] for axis in ("data", "fsdp", "expert", "sequence"))
+    return work.tokens / shards / work.microbatches
+
+
+def _layer_shards(work: Workload) -> int:
+    """Return the devices that share the work on one token."""
+    return work.mesh["tensor"] * work.mesh["pipe"]
+
+
+def _matmul_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
+    """Return the time of matmuls in one microbatch."""
+    products = network.hardware.products
+    tokens = _device_tokens(work)
+    shorter = sum(share * (1 - products.get(dtype, 1.0)) for dtype, share in work.quantized.items())
+    layers = (6 + 2 * work.recomputed) * work.layer_params * (1 - shorter)
+    flops = layers + 6 * work.head_params
+    slower = 1 + rates.half * (1 / work.width + work.mesh["tensor"] / work.hidden + 1 / tokens)
+    speed = network.hardware.peak * rates.matmul
+    return tokens * flops / _layer_shards(work) / speed * slower
+
+
+def _attention_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
+    """Return the time of attention in one microbatch."""
+    units = _FORWARD + _BACKWARD + work.recomputes_attention
+    tokens = _device_tokens(work)
+    flops = tokens * work.layers * 4 * work.attention_width * work.keys * units
+    return flops / _layer_shards(work) / (network.hardware.peak * rates.attention)
+
+
+def _memory_seconds(work: Workload, network: Network, rates: ClosedRates) -> float:
+    """Return the time of memory-bound work in one microbatch."""
+    again = 1 + 0.4 * (work.recomputed > 0)
+    passes_of_layer = _STREAM * work.width + _HIDDEN * work.hidden
+    # Elements have 2 bytes.
+    passes = work.layers * passes_of_layer * again * 2 + _LOGITS * work.vocab * 2
+    left = _FUSED if work.is_fused else 1
+    moved = _device_tokens(work) * passes / _layer_shards(work) * rates.passes * left
+    return moved / network.hardware.memory_bandwidth
+
+
+def _offload_seconds(work: Workload, network: Network) -> float:
+    """Return the time of activations sent to the host in one microbatch."""
+    sent = _device_tokens(work) * work.layers * work.offloaded
+    return sent / _layer_shards(work) / network.hardware.host
+
+
+def _optimizer_seconds(work: Workload, network: Network) -> float:
+    """Return the time of the update of parameters in one step."""
+    shards = _layer_shards(work) * work.mesh["expert"]
+    if work.zero:
+        shards *= work.mesh["fsdp"]
+    bandwidth = network.hardware.memory_bandwidth
+    if work.offloads_state:
+        bandwidth = network.hardware.host
+    return work.params / shards * work.state_bytes / bandwidth
+
+
 def collective_seconds(work: Workload, network: Network, hop: float = 0.0) -> dict[str, float]:
     """Return mesh axis → seconds of its collectives in one microbatch; of `data`, in one step."""
-    mesh, found = work.mesh, dict[str, float]()
-    tensor = mesh["tensor"]
-    split = tensor * mesh["pipe"]
-    tokens = work.tokens / math.prod(mesh[axis] for axis in ("data", "fsdp", "expert", "sequence")) / work.microbatches
-    layers, again = work.layers / mesh["pipe"], work.recomputed > 0
-
-    def add(axis: str, kind: str, payload: float, times: float) -> None:
-        if mesh[axis] > 1:
-            group = network.axis_group((axis,))
-            late = hop * (network.extent(group).parts - 1) * layers
-            found[axis] = found.get(axis, 0.0) + times * network.seconds(kind, payload, group) + late
-
-    own = work.params / split / mesh["expert"]
-    gathers = {3: 1 + work.regathers, 0: 0}.get(work.zero, 1 / work.microbatches)
-    add("fsdp", "all-gather", own * work.gathered_bytes, gathers)
-    reduction = "reduce-scatter" if work.zero >= 2 else "all-reduce"
-    add("fsdp", reduction, own * work.reduced_bytes, 1)
-    shard = own / (mesh["fsdp"] if work.zero >= 2 else 1)
-    add("data", "all-reduce", shard * work.reduced_bytes * work.data_share, 1)
-    stream = tokens * work.width * 2
-    add("tensor", "all-gather", stream, layers * (4 + again))
-    add("tensor", "reduce-scatter", stream, layers * (4 + again))
-    add("expert", "all-to-all", stream * work.routed / tensor, layers * (4 + 2 * again))
-    around = 2 * tokens * work.kv_width * 2 / tensor * (mesh["sequence"] - 1)
-    add("sequence", "collective-permute", around, layers * (3 + again))
-    add("pipe", "collective-permute", stream / tensor, 2)
+    found: dict[str, float] = {}
+    layers = work.layers / work.mesh["pipe"]
+    for sent in (*_parameter_transfers(work), *_activation_transfers(work)):
+        if work.mesh[sent.axis] <= 1:
+            continue
+        group = network.axis_group((sent.axis,))
+        late = hop * (network.extent(group).parts - 1) * layers
+        seconds = sent.times * network.seconds(sent.kind, sent.payload, group)
+        found[sent.axis] = found.get(sent.axis, 0.0) + seconds + late
     return found
+
+
+class _Transfer(NamedTuple):
+    """Collectives over a mesh axis, so many times with a payload in bytes."""
+
+    axis: str
+    kind: str
+    payload: float
+    times: float
+
+
+def _parameter_transfers(work: Workload) -> Iterator[_Transfer]:
+    """Yield the collectives of parameters and their gradients."""
+    own = work.params / _layer_shards(work) / work.mesh["expert"]
+    if work.zero == 3:
+        gathers: float = 1 + work.regathers
+    elif work.zero == 0:
+        gathers = 0
+    else:  # once a step
+        gathers = 1 / work.microbatches
+    yield _Transfer("fsdp", "all-gather", own * work.gathered_bytes, gathers)
+    reduction = "all-reduce"
+    shard = own
+    if work.zero >= 2:
+        reduction = "reduce-scatter"
+        shard = own / work.mesh["fsdp"]
+    yield _Transfer("fsdp", reduction, own * work.reduced_bytes, 1)
+    yield _Transfer("data", "all-reduce", shard * work.reduced_bytes * work.data_share, 1)
+
+
+def _activation_transfers(work: Workload) -> Iterator[_Transfer]:
+    """Yield the collectives of activations and their gradients."""
+    mesh = work.mesh
+    tensor = mesh["tensor"]
+    layers = work.layers / mesh["pipe"]
+    again = work.recomputed > 0
+    tokens = _device_tokens(work)
+    stream = tokens * work.width * 2
+    yield _Transfer("tensor", "all-gather", stream, layers * (4 + again))
+    yield _Transfer("tensor", "reduce-scatter", stream, layers * (4 + again))
+    routed = stream * work.routed / tensor
+    yield _Transfer("expert", "all-to-all", routed, layers * (4 + 2 * again))
+    around = 2 * tokens * work.kv_width * 2 / tensor * (mesh["sequence"] - 1)
+    yield _Transfer("sequence", "collective-permute", around, layers * (3 + again))
+    yield _Transfer("pipe", "collective-permute", stream / tensor, 2)

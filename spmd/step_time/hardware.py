@@ -1,8 +1,9 @@
 """Published speeds of the chips that a topology can name, of one JAX device each.
 
-Sources: Google Cloud's pages on TPU system architecture; for one-way link and network speeds also "How to Scale Your
-Model" (Austin et al., 2025), chapter 2; NVIDIA's data sheets of A100, H100, H200, B200 (dense matmuls, NVLink, and one
-network card of 200 or 400 Gbit/s for each GPU).
+Sources: Google Cloud's pages on TPU system architecture; for one-way link and network speeds also
+    "How to Scale Your
+Model" (Austin et al., 2025), chapter 2; NVIDIA's data sheets of A100, H100, H200, B200 (dense
+matmuls, NVLink, and one network card of 200 or 400 Gbit/s for each GPU).
 """
 
 import dataclasses
@@ -25,8 +26,10 @@ class Hardware:
         host: Bytes/s between the device and its host's memory.
         latency: Seconds of one hop of a collective.
         network_latency: The same, between slices or hosts.
-        matrix_unit: Width of heads with which a TPU's attention is as fast as can be; narrower ones leave a part idle.
-        products: Dtype, `int8` or `float8`, that it has → the time of a large product, relative to bfloat16.
+        matrix_unit: Width of heads with which a TPU's attention is as fast as can be; narrower ones
+            leave a part idle.
+        products: Dtype, `int8` or `float8`, that it has → the time of a large product, relative to
+            bfloat16.
     """
 
     peak: float
@@ -37,11 +40,15 @@ class Hardware:
     latency: float = 1e-6
     network_latency: float = 10e-6
     matrix_unit: int = dataclasses.field(default=0, kw_only=True)
-    products: Mapping[str, float] = dataclasses.field(default_factory=dict, kw_only=True, hash=False)
+    products: Mapping[str, float] = dataclasses.field(
+        default_factory=dict, kw_only=True, hash=False
+    )
 
     def attention_peak(self, width: int) -> float:
         """Return the peak FLOP/s in attention with heads of this width."""
-        return self.peak * min(1.0, width / self.matrix_unit if self.matrix_unit else 1.0)
+        if not self.matrix_unit:
+            return self.peak
+        return self.peak * min(1.0, width / self.matrix_unit)
 
 
 _SPEEDS = {
@@ -49,7 +56,12 @@ _SPEEDS = {
     "v5e": (819e9, 45e9, 3.125e9, 16e9),
     "v5p": (2765e9, 90e9, 6.25e9, 16e9),
     "v6e": (1640e9, 90e9, 12.5e9, 32e9),
-    "tpu7x": (7380e9 / 2, 90e9 / 2, 12.5e9 / 2, 32e9),  # two devices share a chip's memory and links
+    "tpu7x": (
+        7380e9 / 2,
+        90e9 / 2,
+        12.5e9 / 2,
+        32e9,
+    ),  # two devices share a chip's memory and links
     "a100": (2039e9, 300e9, 25e9, 32e9, 5e-6),
     "h100": (3350e9, 450e9, 50e9, 64e9, 5e-6),
     "h200": (4800e9, 450e9, 50e9, 64e9, 5e-6),
@@ -65,18 +77,33 @@ _PRODUCTS = {
     "v6e": {"int8": 0.76, "float8": 1.09},
     "tpu7x": {"int8": 1.00, "float8": 0.46},
     "a100": {"int8": 0.5},
-    **{kind: {"int8": 0.5, "float8": 0.5} for kind in ("h100", "h200", "b200")},
+    "h100": {"int8": 0.5, "float8": 0.5},
+    "h200": {"int8": 0.5, "float8": 0.5},
+    "b200": {"int8": 0.5, "float8": 0.5},
 }
-HARDWARE = {
-    kind: Hardware(peak, *speeds, matrix_unit=_MATRIX_UNITS.get(kind, 0), products=_PRODUCTS[kind])
-    for kind, speeds in _SPEEDS.items()
-    if (peak := peak_flops(CHIPS[kind].device_kind)) is not None
-}
+
+
+def _read_tables() -> dict[str, Hardware]:
+    hardware = {}
+    for kind, speeds in _SPEEDS.items():
+        peak = peak_flops(CHIPS[kind].device_kind)
+        if peak is None:
+            continue
+        hardware[kind] = Hardware(
+            peak,
+            *speeds,
+            matrix_unit=_MATRIX_UNITS.get(kind, 0),
+            products=_PRODUCTS[kind],
+        )
+    return hardware
+
+
+HARDWARE = _read_tables()
 """Kind of chip → speeds."""
 
 
 def hardware_of(topology: Topology) -> Hardware:
-    """Return the speeds of a machine's devices; raise `ConfigError` for simulated ones, which have none."""
+    """Return the speeds of a machine's devices; raise `ConfigError` for simulated ones."""
     if topology.kind not in HARDWARE:
         what = f"is {topology}: no speeds are known of {topology.kind}"
         problem = Problem("topology", what, fix="a TPU or a GPU, such as v5e:16x16 or h100:16x8")

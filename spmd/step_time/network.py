@@ -1,14 +1,16 @@
-"""Time of collectives on a machine's network: the torus of a TPU slice, NVLink inside a host, and what joins them.
+"""Time of collectives on a machine's network.
+
+That is the torus of a TPU slice, NVLink inside a host, and what joins them.
 
 | machine | inside | between |
 |---|---|---|
-| TPU | links to both neighbours in each dimension: a ring where it wraps around, else a line | slices |
+| TPU | links to both neighbours in each dimension: a ring if it wraps, else a line | slices |
 | GPU | all GPUs of a host with each other | hosts |
 
-A gather of V bytes over a ring of n chips takes V·(n − 1)/n over the bandwidth of both directions; over several
-dimensions of a torus, of all of them together. A line has half of that: its ends receive everything over one link.
-Members that are s chips apart share their links with s − 1 other groups ("How to Scale Your Model", Austin et al.,
-2025, chapters 2 and 3).
+A gather of V bytes over a ring of n chips takes V·(n − 1)/n over the bandwidth of both directions;
+over several dimensions of a torus, of all of them together. A line has half of that: its ends
+receive everything over one link. Members that are s chips apart share their links with s − 1 other
+groups ("How to Scale Your Model", Austin et al., 2025, chapters 2 and 3).
 """
 
 import dataclasses
@@ -29,7 +31,10 @@ _ONE_TO_ONE = ("collective-permute", "collective-broadcast")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Position of a device that is absent; has the attributes of a `jax.Device` that meshes are arranged by."""
+    """Position of an absent device.
+
+    It has the attributes of a `jax.Device` by which meshes are arranged.
+    """
 
     id: int
     platform: str
@@ -45,8 +50,8 @@ class Extent:
     """Extent of a group of devices.
 
     Attributes:
-        rings: For each dimension of the torus that the group extends along: chips, the distance between them, and
-            whether it closes to a ring.
+        rings: For each dimension of the torus that the group extends along: chips, the distance
+            between them, and whether it closes to a ring.
         local: Members in one slice or host.
         parts: Slices or hosts.
         cores: Members on one chip.
@@ -65,7 +70,8 @@ class Network:
     """Network under a mesh.
 
     Attributes:
-        places: `[device, (part, core, x, y, z)]` in the order of the mesh; a part is a slice or a host.
+        places: `[device, (part, core, x, y, z)]` in the order of the mesh; a part is a slice or a
+            host.
         efficiency: Share of the published bandwidth that large collectives have.
     """
 
@@ -77,48 +83,72 @@ class Network:
 
     def axis_group(self, axes: Sequence[str]) -> tuple[int, ...]:
         """Return one group of devices that differ along some mesh axes only."""
-        numbers = np.arange(len(self.places)).reshape([self.shape[axis] for axis in AXES])
-        return tuple(numbers[tuple(slice(None) if axis in axes else 0 for axis in AXES)].ravel().tolist())
+        sizes = [self.shape[axis] for axis in AXES]
+        numbers = np.arange(len(self.places)).reshape(sizes)
+        index: list[slice | int] = [0] * len(AXES)
+        for dim, axis in enumerate(AXES):
+            if axis in axes:
+                index[dim] = slice(None)
+        return tuple(numbers[tuple(index)].ravel().tolist())
 
     def extent(self, group: Sequence[int]) -> Extent:
         """Return the extent of a group."""
         return _extent(self, tuple(group))
 
     def links(self, group: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of what a group's collectives occupy: dimensions of the torus, and the slow network."""
+        """Return the names of the links that a group's collectives occupy.
+
+        Dimensions of the torus, and the slow network.
+        """
         extent = self.extent(group)
-        inside = [f"dimension {dim}" for dim in extent.dims] or ["inside"] * (extent.local > 1)
-        return (*inside, *["between"] * (extent.parts > 1))
+        names = [f"dimension {dim}" for dim in extent.dims]
+        if not names and extent.local > 1:
+            names.append("inside")
+        if extent.parts > 1:
+            names.append("between")
+        return tuple(names)
 
     def seconds(self, kind: str, payload: float, group: Sequence[int]) -> float:
-        """Return the time of a collective alone on the network; `payload` is that of the audit's records.
+        """Return the time of a collective alone on the network; `payload` is as in an audit.
 
-        A TPU's hosts get what slices have finished inside; GPUs send to other hosts what they still gather inside.
+        A TPU's hosts get what slices have finished inside; GPUs send to other hosts what they still
+        gather inside.
         """
-        parts = self.inside(kind, payload, group), self.between(kind, payload, group)
-        return sum(parts) if self.topology.platform == "tpu" else max(parts)
+        inside = self.inside(kind, payload, group)
+        between = self.between(kind, payload, group)
+        if self.topology.platform == "tpu":
+            return inside + between
+        return max(inside, between)
 
     def inside(self, kind: str, payload: float, group: Sequence[int]) -> float:
         """Return the time of the part of a collective inside slices or hosts."""
-        extent, hops = self.extent(group), len(group)
+        extent = self.extent(group)
         if extent.local < 2:
             return 0.0
+        if self.topology.platform == "tpu":
+            return self._on_torus(kind, payload, extent, len(group))
+        volume = payload * (extent.local - 1) / extent.local * _passes(kind)
+        latency = self.hardware.latency * math.log2(len(group))
+        return volume / (self.hardware.link * self.efficiency) + latency
+
+    def _on_torus(self, kind: str, payload: float, extent: Extent, hops: int) -> float:
+        """Return the time of a collective inside of TPU slices."""
         latency = self.hardware.latency
-        if self.topology.platform != "tpu":
-            volume = payload * (extent.local - 1) / extent.local * (2 if kind == "all-reduce" else 1)
-            return volume / (self.hardware.link * self.efficiency) + latency * math.log2(hops)
         link = self.hardware.link * self.efficiency
         if not extent.rings:  # the cores of one chip
             return latency
         if kind in _ONE_TO_ONE:
             return payload / link + latency
         if kind in _EXCHANGES:  # each link carries what is sent across the middle of its ring
-            each = (payload * chips * far / (8 if ring else 4) for chips, far, ring in extent.rings)
-            return max(each) / link + latency * hops
+            times = []
+            for chips, far, is_ring in extent.rings:
+                times.append(payload * chips * far / (4 * _directions(is_ring)))
+            return max(times) / link + latency * hops
         chips = extent.local // extent.cores
-        bandwidth = extent.cores * link * sum((2 if ring else 1) / far for _, far, ring in extent.rings)
-        volume = payload * (chips - 1) / chips * (2 if kind == "all-reduce" else 1)
-        return volume / bandwidth + latency * sum(chips for chips, _, _ in extent.rings)
+        rings = sum(_directions(is_ring) / far for _, far, is_ring in extent.rings)
+        bandwidth = extent.cores * link * rings
+        volume = payload * (chips - 1) / chips * _passes(kind)
+        return volume / bandwidth + latency * sum(length for length, _, _ in extent.rings)
 
     def between(self, kind: str, payload: float, group: Sequence[int]) -> float:
         """Return the time of the part of a collective between slices or hosts."""
@@ -126,63 +156,111 @@ class Network:
         if extent.parts < 2:
             return 0.0
         share = (extent.parts - 1) / extent.parts
-        # What is gathered or reduced inside crosses once for all members there; the rest is each member's own.
-        each = payload if kind in (*_EXCHANGES, *_ONE_TO_ONE) else payload / extent.local
-        volume = each * share * (2 if kind == "all-reduce" else 1)
-        rounds = math.log2(extent.parts) + 1
-        return volume / (self.hardware.network * self.efficiency) + rounds * self.hardware.network_latency
+        # What is gathered or reduced inside crosses once for all members there; the rest is each
+        # member's own.
+        each = payload
+        if kind not in (*_EXCHANGES, *_ONE_TO_ONE):
+            each = payload / extent.local
+        volume = each * share * _passes(kind)
+        latency = (math.log2(extent.parts) + 1) * self.hardware.network_latency
+        return volume / (self.hardware.network * self.efficiency) + latency
 
     def waiting(self, seconds: float, straggling: float) -> float:
-        """Return the time in which slices wait for the slowest, whose steps vary by the share `straggling` (σ).
+        """Return the time that slices wait for the slowest.
 
-        The expected maximum of n normal variables is close to σ·Φ⁻¹((n − 3/8)/(n + 1/4)) (Blom, 1958).
+        Their steps vary by the share `straggling` (σ). The expected maximum of n normal variables
+        is close to σ·Φ⁻¹((n − 3/8)/(n + 1/4)) (Blom, 1958).
         """
         slices = self.topology.slices
         return seconds * straggling * NormalDist().inv_cdf((slices - 0.375) / (slices + 0.25))
 
 
+def _passes(kind: str) -> int:
+    """Return how often the bytes of a collective go over the network."""
+    if kind == "all-reduce":  # a reduce-scatter and an all-gather
+        return 2
+    return 1
+
+
+def _directions(is_ring: bool) -> int:
+    """Return the number of links into an end: one of a line, two of a ring."""
+    return 2 if is_ring else 1
+
+
 def make_network(
-    topology: Topology, shape: MeshShape, slices: Mapping[str, int], hardware: Hardware, efficiency: float = 0.8
+    topology: Topology,
+    shape: MeshShape,
+    slices: Mapping[str, int],
+    hardware: Hardware,
+    efficiency: float = 0.8,
 ) -> Network:
-    """Return the network under a mesh on a machine, whose devices need not exist."""
+    """Return the network under a mesh on a machine; its devices need not exist."""
     sizes = shape.resolve(topology.devices)
-    return Network(topology, hardware, device_places(topology, sizes, slices), sizes.sizes, efficiency)
+    places = device_places(topology, sizes, slices)
+    return Network(topology, hardware, places, sizes.sizes, efficiency)
 
 
 def device_places(topology: Topology, sizes: MeshShape, slices: Mapping[str, int]) -> np.ndarray:
-    """Return `[device, (part, core, x, y, z)]` in the order of a mesh shape without -1; a part is a slice or a host."""
+    """Return `[device, (part, core, x, y, z)]` in the order of a mesh shape without -1.
+
+    A part is a slice or a host.
+    """
     places = [_place(topology, number) for number in range(topology.devices)]
-    grid = arrange_devices(sizes, places, slices).ravel()
-    part = "slice_index" if topology.platform == "tpu" else "process_index"
-    return np.array([(getattr(p, part), p.core_on_chip, *p.coords) for p in grid])
+    part = "process_index"
+    if topology.platform == "tpu":
+        part = "slice_index"
+    rows = []
+    for place in arrange_devices(sizes, places, slices).ravel():
+        rows.append((getattr(place, part), place.core_on_chip, *place.coords))
+    return np.array(rows)
 
 
 @functools.lru_cache(1024)
 def _extent(network: Network, group: tuple[int, ...]) -> Extent:
     places = network.places[list(group)]
-    first = places[places[:, 0] == places[0, 0]]
-    parts, cores = len(np.unique(places[:, 0])), len(np.unique(first[:, 1]))
-    rings, dims = [], []
-    wraps, lengths = network.topology.wrap, (*network.topology.shape, 1, 1)
-    for dim in range(3 if network.topology.platform == "tpu" else 0):
-        positions = np.unique(first[:, 2 + dim])
-        if len(positions) > 1:
-            far = int(np.diff(positions).min())
-            closes = wraps[dim] and len(positions) * far == lengths[dim]
-            rings.append((len(positions), far, bool(closes)))
-            dims.append(dim)
-    return Extent(tuple(rings), len(first), parts, cores, tuple(dims))
+    first = places[places[:, 0] == places[0, 0]]  # members in the first part
+    rings: dict[int, tuple[int, int, bool]] = {}
+    if network.topology.platform == "tpu":
+        rings = _rings(network.topology, first[:, 2:])
+    return Extent(
+        rings=tuple(rings.values()),
+        local=len(first),
+        parts=len(np.unique(places[:, 0])),
+        cores=len(np.unique(first[:, 1])),
+        dims=tuple(rings),
+    )
+
+
+def _rings(topology: Topology, places: np.ndarray) -> dict[int, tuple[int, int, bool]]:
+    """Return dimension of the torus → ring of members at `[member, (x, y, z)]`, as in `Extent`."""
+    lengths = (*topology.shape, 1, 1)
+    rings = {}
+    for dim in range(3):
+        positions = np.unique(places[:, dim])
+        if len(positions) == 1:
+            continue
+        far = int(np.diff(positions).min())
+        closes = topology.wrap[dim] and len(positions) * far == lengths[dim]
+        rings[dim] = (len(positions), far, bool(closes))
+    return rings
 
 
 def _place(topology: Topology, number: int) -> Place:
-    chip, kind = topology.chip, topology.chip.device_kind
+    """Return the position of a device by its number."""
+    chip = topology.chip
     if topology.platform != "tpu":
-        host, each = divmod(number, topology.shape[-1])
+        host, inside = divmod(number, topology.shape[-1])
         platform = "gpu" if topology.platform == "cuda" else "cpu"
-        return Place(number, platform, kind, (each, 0, 0), process_index=host)
-    each = math.prod(topology.shape) * chip.devices
-    inside = number % each
-    x, y, z = (*topology.shape, 1, 1)[:3]
+        return Place(number, platform, chip.device_kind, (inside, 0, 0), process_index=host)
+    slice_index, inside = divmod(number, math.prod(topology.shape) * chip.devices)
     at, core = divmod(inside, chip.devices)
-    coords = (at % x, at // x % y, at // (x * y) % z)
-    return Place(number, "tpu", kind, coords, core, number // each, number // 4)
+    x, y, z = (*topology.shape, 1, 1)[:3]
+    return Place(
+        number,
+        "tpu",
+        chip.device_kind,
+        coords=(at % x, at // x % y, at // (x * y) % z),
+        core_on_chip=core,
+        slice_index=slice_index,
+        process_index=number // 4,
+    )

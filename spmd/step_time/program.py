@@ -1,9 +1,10 @@
 """Compiled TPU program as a schedule: its operations in program order, with the compiler's cycles.
 
-A TPU executes its program in the order in which it is printed. Fusions and other operations have the cycles that the
-compiler estimates. What runs beside them has a start and a done: collectives (also those that a SparseCore runs, and
-the chains of fusions of XLA:TPU for v5e), and transfers to and from host memory. Pallas kernels have no cycles; their
-FLOPs follow from the shapes of their operands.
+A TPU executes its program in the order in which it is printed. Fusions and other operations have
+the cycles that the compiler estimates. What runs beside them has a start and a done: collectives
+(also those that a SparseCore runs, and the chains of fusions of XLA:TPU for v5e), and transfers to
+and from host memory. Pallas kernels have no cycles; their FLOPs follow from the shapes of their
+operands.
 """
 
 import dataclasses
@@ -15,9 +16,9 @@ from fractions import Fraction
 import numpy as np
 
 from spmd.analysis.collective_record import KINDS
-from spmd.analysis.hlo import HloArray, HloModule, Instruction
+from spmd.analysis.hlo import Computation, HloArray, HloModule, Instruction
 from spmd.analysis.overlap import chain_of
-from spmd.analysis.replica_groups import kind_of, mesh_axes, read_groups
+from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, read_groups
 from spmd.analysis.trip_count import trip_count
 from spmd.layers.expert_dispatch import EXTRA_PASSES
 
@@ -51,7 +52,9 @@ class Transfer:
         """Axes as text, or the host."""
         if self.kind.endswith(" host"):
             return "host"
-        return "no product of axes" if self.axes is None else "+".join(self.axes)
+        if self.axes is None:
+            return "no product of axes"
+        return "+".join(self.axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Operation:
     """Operation of a program.
 
     Attributes:
-        kind: `"matmul"`, `"attention"`, `"kernel"`, `"memory"`, `"transfer"`, `"start"` or `"done"`.
+        kind: `"matmul"`, `"attention"`, `"kernel"`, `"memory"`, `"transfer"`, `"start"` or
+            `"done"`.
         cycles: Estimated by the compiler; 0 for a transfer or a kernel.
         flops: Of matmuls and attention.
         width: Of a head, of attention.
@@ -84,7 +88,8 @@ class Block:
 
     Attributes:
         times: Trips of a loop, or the share of a branch.
-        is_counted: False for a loop of unknown length, which is counted once, or a branch of unknown share.
+        is_counted: False for a loop of unknown length, which is counted once, or a branch of
+            unknown share.
     """
 
     name: str
@@ -101,75 +106,130 @@ def read_schedule(
 ) -> Schedule:
     """Return the schedule of a parsed program for a mesh with these axes (axis → size).
 
-    `taken` is as for `spmd.analysis.executions.executions`; `slices` has the number of each device's slice.
+    `taken` is as for `spmd.analysis.executions.executions`; `slices` has the number of each
+    device's slice.
     """
     return tuple(_Reader(program, axes, taken, slices).read(program.entry))
 
 
 class _Reader:
+    """Reader of the schedule of one program."""
+
     def __init__(
-        self, program: HloModule, axes: Mapping[str, int], taken: Mapping[str, Fraction], slices: np.ndarray
+        self,
+        program: HloModule,
+        axes: Mapping[str, int],
+        taken: Mapping[str, Fraction],
+        slices: np.ndarray,
     ) -> None:
-        self.program, self.axes, self.taken = program, axes, taken
-        count = program.partitions * program.replicas
-        self.devices = slices.size if count == 1 else count
-        in_order = np.arange(slices.size) if self.devices == slices.size else np.argsort(slices, kind="stable")
-        self.places = in_order.reshape(-1, self.devices)
+        self.program = program
+        self.axes = axes
+        self.taken = taken
+        self.devices = program.partitions * program.replicas
+        if self.devices == 1:
+            self.devices = slices.size
+        in_order = np.arange(slices.size)
+        if self.devices != slices.size:  # a TPU has one program for each slice
+            in_order = np.argsort(slices, kind="stable")
+        self.places = in_order.reshape(-1, self.devices)  # [program, device]
 
     def read(self, name: str) -> Iterator[Operation | Block]:
-        """Yield what a computation executes."""
+        """Yield the operations that a computation executes."""
         for instruction in self.program.computations[name].instructions.values():
             yield from self._read(name, instruction)
 
     def _read(self, name: str, instruction: Instruction) -> Iterator[Operation | Block]:
-        opcode, callees = instruction.opcode, instruction.callees()
-        if opcode == "while":
-            is_extra = EXTRA_PASSES in instruction.op_name.split("/")
-            trips = 0 if is_extra else trip_count(self.program, name, instruction)
-            body = tuple(self.read(dict(callees)["body"]))
-            yield Block(instruction.name, body, Fraction(1 if trips is None else trips), trips is not None)
-        elif opcode == "conditional":
-            share = self.taken.get(instruction.op_name.removesuffix("/cond").rpartition("/")[2])
-            for number, (role, callee) in enumerate(callees):
-                weight = Fraction(1, len(callees)) if share is None else share
-                is_first = number == (role == "branch_computations")
-                part = weight if share is None or is_first else 1 - weight
-                yield Block(f"{instruction.name} {number}", tuple(self.read(callee)), part, share is not None)
-        elif opcode == "call":
-            for _, callee in callees:
+        if instruction.opcode == "while":
+            yield self._loop(name, instruction)
+        elif instruction.opcode == "conditional":
+            yield from self._branches(instruction)
+        elif instruction.opcode == "call":
+            for _, callee in instruction.callees():
                 yield from self.read(callee)
-        elif (operation := self._operation(name, instruction)) is not None:
-            yield operation
+        else:
+            operation = self._operation(name, instruction)
+            if operation is not None:
+                yield operation
+
+    def _loop(self, name: str, loop: Instruction) -> Block:
+        body = tuple(self.read(dict(loop.callees())["body"]))
+        if EXTRA_PASSES in loop.op_name.split("/"):
+            return Block(loop.name, body, Fraction(0))
+        trips = trip_count(self.program, name, loop)
+        if trips is None:
+            return Block(loop.name, body, Fraction(1), is_counted=False)
+        return Block(loop.name, body, Fraction(trips))
+
+    def _branches(self, condition: Instruction) -> Iterator[Block]:
+        """Yield the branches of a condition with their shares; equal ones if these are unknown."""
+        callees = condition.callees()
+        share = self.taken.get(condition.op_name.removesuffix("/cond").rpartition("/")[2])
+        for number, (role, callee) in enumerate(callees):
+            # Branches without a role of their own are numbered by the predicate.
+            is_first = number == (role == "branch_computations")
+            if share is None:
+                part = Fraction(1, len(callees))
+            elif is_first:
+                part = share
+            else:
+                part = 1 - share
+            body = tuple(self.read(callee))
+            yield Block(f"{condition.name} {number}", body, part, share is not None)
 
     def _operation(self, name: str, instruction: Instruction) -> Operation | None:
-        cycles = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
-        found = self._collective(instruction)
-        chain, label = found and chain_of(found), instruction.name
-        if found is not None and chain:
-            # A chain repeats its collective in every fusion: the first and the last have nothing to compute.
-            is_end = label.startswith(("async-collective-start", "async-collective-done"))
-            if is_end:
-                kind = "start" if "start" in label.partition(".")[0] else "done"
-                return Operation(label, kind, transfer=self._transfer(found), key=chain)
-            return self._compute(instruction, cycles)
-        if instruction.opcode.endswith("-update"):
+        """Return the operation of an instruction; None if it takes no time."""
+        collective = self._collective(instruction)
+        if collective is not None:
+            chain = chain_of(collective)
+            if chain is not None:
+                return self._link(instruction, collective, chain)
+        opcode = instruction.opcode
+        if opcode.endswith("-update"):
             return None
-        if instruction.opcode.endswith("-done"):
+        if opcode.endswith("-done"):
             start = self._start(name, instruction)
-            moved = self._moved(start)
-            return Operation(label, "done", transfer=moved, key=(name, start.name)) if moved else None
-        if instruction.opcode.endswith("-start") or instruction.opcode == "send":
-            moved = self._moved(instruction)
-            return Operation(label, "start", transfer=moved, key=(name, label)) if moved else None
-        if found is not None:
-            return Operation(label, "transfer", cycles, transfer=self._transfer(found))
-        if instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes:
+            return self._asynchronous("done", instruction.name, name, start)
+        if opcode.endswith("-start") or opcode == "send":
+            return self._asynchronous("start", instruction.name, name, instruction)
+        cycles = _cycles(instruction)
+        if collective is not None:
+            transfer = self._transfer(collective)
+            return Operation(instruction.name, "transfer", cycles, transfer=transfer)
+        if opcode == "custom-call" and "tpu_custom_call" in instruction.attributes:
             return self._kernel(name, instruction)
-        return self._compute(instruction, cycles) if cycles else None
+        if not cycles:
+            return None
+        return self._compute(instruction, cycles)
+
+    def _link(
+        self, instruction: Instruction, collective: Instruction, chain: tuple[str, str]
+    ) -> Operation:
+        """Return the operation of a link of a chain.
+
+        A chain repeats its collective in every fusion: the first and the last have nothing to
+        compute.
+        """
+        label = instruction.name
+        if not label.startswith(("async-collective-start", "async-collective-done")):
+            return self._compute(instruction, _cycles(instruction))
+        kind = "done"
+        if "start" in label.partition(".")[0]:
+            kind = "start"
+        return Operation(label, kind, transfer=self._transfer(collective), key=chain)
+
+    def _asynchronous(
+        self, kind: str, label: str, name: str, start: Instruction
+    ) -> Operation | None:
+        """Return the start or the end of a transfer; None for copies on the device."""
+        moved = self._moved(start)
+        if moved is None:
+            return None
+        return Operation(label, kind, transfer=moved, key=(name, start.name))
 
     def _compute(self, instruction: Instruction, cycles: int) -> Operation:
         flops = self._matmul_flops(instruction)
-        return Operation(instruction.name, "matmul" if flops else "memory", cycles, flops)
+        kind = "matmul" if flops else "memory"
+        return Operation(instruction.name, kind, cycles, flops)
 
     def _matmul_flops(self, instruction: Instruction) -> float:
         """Return the FLOPs of all matmuls in an instruction."""
@@ -178,37 +238,51 @@ class _Reader:
             computation = self.program.computations[callee]
             for inner in computation.instructions.values():
                 if inner.opcode in ("convolution", "dot"):
-                    operands = [computation.instructions[operand].arrays[0].size for operand in inner.operands[:2]]
-                    # lhs, rhs and result of an M × K × N product have M·K, K·N and M·N elements.
-                    total += 2 * math.sqrt(math.prod(operands) * inner.arrays[0].size)
+                    total += _product_flops(computation, inner)
                 else:
                     total += self._matmul_flops(inner)
         return total
 
     def _kernel(self, name: str, instruction: Instruction) -> Operation:
+        """Return the operation of a Pallas kernel."""
         instructions = self.program.computations[name].instructions
-        inputs = [array for operand in instruction.operands for array in instructions[operand].arrays[:1]]
+        inputs: list[HloArray] = []
+        for operand in instruction.operands:
+            inputs += instructions[operand].arrays[:1]
         size = sum(array.bytes for array in (*inputs, *instruction.arrays))
-        if which := re.search(r"splash_mha_(fwd|dq|dkv)", f"{instruction.attributes} {instruction.name}"):
-            flops, width = _attention(inputs, _PASSES[which[1]])
-            return Operation(instruction.name, "attention", flops=flops, width=width, bytes=size)
-        return Operation(instruction.name, "kernel", bytes=size)
+        found = re.search(
+            r"splash_mha_(fwd|dq|dkv)", f"{instruction.attributes} {instruction.name}"
+        )
+        if found is None:
+            return Operation(instruction.name, "kernel", bytes=size)
+        flops, width = _attention(inputs, _PASSES[found[1]])
+        return Operation(instruction.name, "attention", flops=flops, width=width, bytes=size)
 
     def _start(self, name: str, done: Instruction) -> Instruction:
+        """Return the start of an asynchronous operation from its end."""
         instructions = self.program.computations[name].instructions
         while not done.opcode.endswith("-start") and done.operands and done.opcode != "send":
             done = instructions[done.operands[0]]
         return done
 
     def _moved(self, start: Instruction) -> Transfer | None:
-        """Return what an asynchronous operation moves over a network or to the host; None for copies on the device."""
-        if (collective := self._collective(start)) is not None:
+        """Return the transfer of an asynchronous operation over a network or to the host.
+
+        None for copies on the device.
+        """
+        collective = self._collective(start)
+        if collective is not None:
             return self._transfer(collective)
         if not any(array.on_host for array in start.arrays):
             return None
-        moved = min((a.bytes for a in start.arrays if a.bytes >= _MIN_TRANSFER), default=0)
-        is_written = "update" in start.opcode or start.arrays[0].on_host
-        return Transfer("to host" if is_written else "from host", moved, start.name)
+        sizes = []
+        for array in start.arrays:
+            if array.bytes >= _MIN_TRANSFER:
+                sizes.append(array.bytes)
+        kind = "from host"
+        if "update" in start.opcode or start.arrays[0].on_host:
+            kind = "to host"
+        return Transfer(kind, min(sizes, default=0), start.name)
 
     def _collective(self, instruction: Instruction) -> Instruction | None:
         """Return the collective that an instruction is, starts, or has inside."""
@@ -216,37 +290,82 @@ class _Reader:
             return instruction
         if instruction.opcode.endswith(("-done", "-update")):
             return None
-        inside = (
-            self._collective(inner)
-            for _, callee in instruction.callees()
-            for inner in self.program.computations[callee].instructions.values()
-        )
-        return next((found for found in inside if found is not None), None)
+        for _, callee in instruction.callees():
+            for inner in self.program.computations[callee].instructions.values():
+                found = self._collective(inner)
+                if found is not None:
+                    return found
+        return None
 
     def _transfer(self, instruction: Instruction) -> Transfer:
-        kind, between = kind_of(instruction), instruction.opcode == "send"
+        """Return the transfer of a collective."""
+        kind = kind_of(instruction)
         groups, pairs = read_groups(instruction.attributes, self.devices)
-        places = groups if len(self.places) == 1 else [row[list(g)].tolist() for row in self.places for g in groups]
-        places = self.places.T.tolist() if between else places
-        inside = self.program.computations.values()
-        around = next(c for c in inside if c.instructions.get(instruction.name) is instruction)
+        places = self._places(instruction, groups)
+        around = self._computation_of(instruction)
         if kind == "all-reduce" and around.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # XLA:TPU reduces and keeps each device's part in one fusion
-        payload = sum(around.instructions[name].arrays[0].bytes for name in instruction.operands)
-        payload *= max(map(len, places)) if kind == "all-gather" else 1
-        return Transfer(kind, payload, instruction.name, tuple(places[0]), mesh_axes(places, self.axes, pairs=pairs))
+        payload = 0
+        for name in instruction.operands:
+            payload += around.instructions[name].arrays[0].bytes
+        if kind == "all-gather":
+            payload *= max(map(len, places))
+        axes = mesh_axes(places, self.axes, pairs=pairs)
+        return Transfer(kind, payload, instruction.name, tuple(places[0]), axes)
+
+    def _places(self, instruction: Instruction, groups: Groups) -> Groups:
+        """Return the groups of all programs, with the devices' numbers in the mesh."""
+        if instruction.opcode == "send":
+            return self.places.T.tolist()
+        if len(self.places) == 1:
+            return groups
+        places = []
+        for row in self.places:
+            for group in groups:
+                places.append(row[list(group)].tolist())
+        return places
+
+    def _computation_of(self, instruction: Instruction) -> Computation:
+        """Return the computation that has an instruction."""
+        computations = self.program.computations.values()
+        return next(c for c in computations if c.instructions.get(instruction.name) is instruction)
+
+
+def _cycles(instruction: Instruction) -> int:
+    """Return the cycles that the compiler estimates; 0 if it has no estimate."""
+    return int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+
+
+def _product_flops(computation: Computation, product: Instruction) -> float:
+    """Return the FLOPs of a matmul.
+
+    lhs, rhs and result of an M × K × N product have M·K, K·N and M·N elements.
+    """
+    elements = product.arrays[0].size
+    for operand in product.operands[:2]:
+        elements *= computation.instructions[operand].arrays[0].size
+    return 2 * math.sqrt(elements)
 
 
 def _attention(inputs: list[HloArray], matmuls: int) -> tuple[float, int]:
-    """Return FLOPs and head width of a kernel of causal attention, from its operands: a table of blocks, queries, keys.
+    """Return FLOPs and head width of a kernel of causal attention, from its operands.
 
-    The table is `[heads, query blocks, key blocks]`. Where windows end early it lists only the blocks that a query
-    block meets, or that a key block meets in the kernel of their gradients; blocks of both are equally long.
+    These are a table of blocks, queries, keys. The table is `[heads, query blocks, key blocks]`.
+    Where windows end early it lists only the blocks that a query block meets, or that a key block
+    meets in the kernel of their gradients; blocks of both are equally long.
     """
-    wide = [array for array in inputs if array.dtype in ("bf16", "f32") and len(array.dims) >= 3]
+    wide = []
+    blocks = None
+    for array in inputs:
+        if array.dtype in ("bf16", "f32") and len(array.dims) >= 3:
+            wide.append(array)
+        elif array.dtype == "s8" and len(array.dims) == 3 and blocks is None:
+            blocks = array.dims[-2:]
+    query_blocks, key_blocks = blocks or (1, 1)
     *batch, queries, width = wide[0].dims
     keys = wide[1].dims[-2]
-    blocks = next((array.dims[-2:] for array in inputs if array.dtype == "s8" and len(array.dims) == 3), (1, 1))
-    met, of = sorted((blocks[0] * keys, blocks[1] * queries))
-    share = met / of if met < of else (blocks[0] + 1) / (2 * blocks[0])
+    met, of = sorted((query_blocks * keys, key_blocks * queries))
+    share = met / of
+    if met == of:  # no windows: a causal mask
+        share = (query_blocks + 1) / (2 * query_blocks)
     return matmuls * 2 * math.prod(batch) * queries * keys * width * share, width

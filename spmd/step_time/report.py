@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from spmd.tree import human_bytes
 
 _SHOWN = 0.0005
 """Smallest share of a step that has a line of its own."""
-_MOST_CAUSES, _WIDTH = 12, 120
+
+_MOST_CAUSES = 12
+_WIDTH = 120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,8 @@ class CollectiveTime:
 
     Attributes:
         seconds: In which data is moved.
-        exposed: In which the device only waits, also for other collectives that have the network before it.
+        exposed: In which the device only waits, also for other collectives that have the network
+            before it.
     """
 
     kind: str
@@ -37,7 +40,7 @@ class CollectiveTime:
 
     @property
     def hidden(self) -> float:
-        """Seconds in which data is moved while something is computed, to a nanosecond."""
+        """Seconds of transfers beside compute, to a nanosecond."""
         return round(max(0.0, self.seconds - self.exposed), 9)
 
 
@@ -48,7 +51,8 @@ class StepTime:
     Attributes:
         method: `"closed forms"` or `"compiled program"`.
         spent: What a device does → seconds; they add up to the step.
-        spread: Half of the range that holds nine steps of ten, relative, by the backtest of the chip's rows.
+        spread: Half of the range that holds nine steps of ten, relative, by the backtest of the
+            chip's rows.
         collectives: Of a compiled program, the longest first.
         roofline: Of closed forms.
         memory: Bytes of a device, as compiled.
@@ -75,7 +79,9 @@ class StepTime:
     def fits(self) -> bool | None:
         """Whether the compiled step fits; None if it was not compiled."""
         limit = self.topology.memory
-        return None if self.memory is None or limit is None else self.memory <= limit
+        if self.memory is None or limit is None:
+            return None
+        return self.memory <= limit
 
     @property
     def range(self) -> tuple[float, float]:
@@ -94,41 +100,54 @@ class StepTime:
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilization: with what is recomputed."""
+        """Hardware FLOPs utilization: with recomputation."""
         return self.mfu * self.work.hardware_flops / self.work.model_flops
 
     @property
     def formula(self) -> str:
         """Formula of the MFU, on two lines."""
-        work, peak = self.work, self.hardware.peak
+        work = self.work
+        peak = self.hardware.peak / 1e12
         params = work.matmul_params or work.layer_params + work.head_params
+        sizes = (
+            f"N={params / 1e9:.4g}B matmul parameters, L={work.layers}, A={work.attention_width}"
+        )
         return (
-            f"(6·N + 12·L·A·K) · tokens/s of a device / {peak / 1e12:.4g} TFLOP/s\n"
-            f"      N={params / 1e9:.4g}B matmul parameters, L={work.layers}, A={work.attention_width}, "
-            f"K={work.keys:g} keys on average"
+            f"(6·N + 12·L·A·K) · tokens/s of a device / {peak:.4g} TFLOP/s\n"
+            f"      {sizes}, K={work.keys:g} keys on average"
         )
 
     def __str__(self) -> str:
-        length, low, high = map(human_duration, (self.seconds, *self.range))
-        lines = [
-            f"step on {self.topology}: {length}, from {low} to {high} ({self.method})",
-            f"{self.tokens_per_second:,.0f} tokens/s on each chip; MFU {self.mfu:.1%}, HFU {self.hfu:.1%}",
-            f"MFU = {self.formula}",
-        ]
+        lines = list(self._summary())
         for name, seconds in sorted(self.spent.items(), key=lambda item: -item[1]):
             if seconds >= _SHOWN * self.seconds:
-                lines.append(f"{human_duration(seconds):>10}  {seconds / self.seconds:6.1%}  {name}")
+                share = seconds / self.seconds
+                lines.append(f"{human_duration(seconds):>10}  {share:6.1%}  {name}")
         if self.collectives:
             lines.append(f"\n{'exposed':>10}{'hidden':>12}  {'kind':20}{'over':12}cause")
-        for c in self.collectives[:_MOST_CAUSES]:
-            line = f"{human_duration(c.exposed):>10}{human_duration(c.hidden):>12}  {c.kind:20}{c.over:12}{c.cause}"
-            lines.append(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…")
+        for collective in self.collectives[:_MOST_CAUSES]:
+            lines.append(_collective_line(collective))
         if self.uncounted:
-            lines.append(f"of unknown length or share, counted once or in equal parts: {', '.join(self.uncounted)}")
+            names = ", ".join(self.uncounted)
+            lines.append(f"of unknown length or share, counted once or in equal parts: {names}")
         if self.fits is False:
-            held, limit = human_bytes(self.memory or 0), human_bytes(self.topology.memory or 0)
+            held = human_bytes(self.memory or 0)
+            limit = human_bytes(self.topology.memory or 0)
             lines.append(f"DOES NOT FIT: {held} of {limit} on each device")
-        return "\n".join([*lines, *(self.roofline.lines() if self.roofline else ())])
+        if self.roofline:
+            lines += self.roofline.lines()
+        return "\n".join(lines)
+
+    def _summary(self) -> Iterator[str]:
+        """Yield the time of the step with its range, and the utilization."""
+        shortest, longest = self.range
+        length = human_duration(self.seconds)
+        low = human_duration(shortest)
+        high = human_duration(longest)
+        yield f"step on {self.topology}: {length}, from {low} to {high} ({self.method})"
+        speed = f"{self.tokens_per_second:,.0f} tokens/s on each chip"
+        yield f"{speed}; MFU {self.mfu:.1%}, HFU {self.hfu:.1%}"
+        yield f"MFU = {self.formula}"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values, in seconds."""
@@ -150,29 +169,60 @@ class StepTime:
         }
 
 
+def _collective_line(collective: CollectiveTime) -> str:
+    """Return the line of one cause, at most as wide as the table."""
+    exposed = human_duration(collective.exposed)
+    hidden = human_duration(collective.hidden)
+    line = f"{exposed:>10}{hidden:>12}  {collective.kind:20}{collective.over:12}{collective.cause}"
+    if len(line) > _WIDTH:
+        line = f"{line[: _WIDTH - 1]}…"
+    return line
+
+
 def write_trace(file: str, spans: Sequence[Span], what: str) -> None:
-    """Write spans in Chrome's trace format, which Perfetto and chrome://tracing open.
+    """Write spans in Chrome's trace format, as opened by Perfetto and chrome://tracing.
 
     Raises:
         ConfigError: The file cannot be written.
     """
     lanes = list(dict.fromkeys(("device", "network", *(span.lane for span in spans))))
-    named = [
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": lane}}
-        for number, lane in enumerate(lanes)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": what}}
     ]
-    events = [
-        {
-            **{"ph": "X", "name": span.name, "cat": span.what, "pid": 1, "tid": lanes.index(span.lane)},
-            **{"ts": round(span.start * 1e6, 3), "dur": round(span.seconds * 1e6, 3)},
-        }
-        for span in spans
-    ]
-    process = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": what}}
+    for number, lane in enumerate(lanes):
+        events.append(_lane_event(number, lane))
+    for span in spans:
+        events.append(_span_event(span, lanes.index(span.lane)))
     try:
-        Path(file).write_text(json.dumps({"traceEvents": [process, *named, *events]}), encoding="utf-8")
+        Path(file).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
     except OSError as error:
         problem = Problem(
-            "trace", f"cannot be written: {error.strerror}: {file}", fix="--trace FILE in a folder that exists"
+            "trace",
+            f"cannot be written: {error.strerror}: {file}",
+            fix="--trace FILE in a folder that exists",
         )
         raise ConfigError("There is no trace:", [problem]) from None
+
+
+def _lane_event(number: int, lane: str) -> dict[str, Any]:
+    """Return the event that names a lane."""
+    return {
+        "ph": "M",
+        "name": "thread_name",
+        "pid": 1,
+        "tid": number,
+        "args": {"name": lane},
+    }
+
+
+def _span_event(span: Span, lane: int) -> dict[str, Any]:
+    """Return the event of a span, in microseconds."""
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.what,
+        "pid": 1,
+        "tid": lane,
+        "ts": round(span.start * 1e6, 3),
+        "dur": round(span.seconds * 1e6, 3),
+    }

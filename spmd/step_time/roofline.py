@@ -1,8 +1,9 @@
-"""Rooflines in closed form: which batch and which axes keep a machine busy, and how long training takes.
+"""Rooflines in closed form: the batch and axes that keep a machine busy, and the time of training.
 
-A collective is hidden if the matmuls beside it take longer ("How to Scale Your Model", Austin et al., 2025, chapter 5).
-All follow from two times of one microbatch, at the rates of `spmd.step_time.closed_form`: matmuls, which are in
-proportion to the tokens of a device and inversely to `tensor`, and the collectives of one axis.
+A collective is hidden if the matmuls beside it take longer ("How to Scale Your Model", Austin et
+al., 2025, chapter 5). All follow from two times of one microbatch, at the rates of
+`spmd.step_time.closed_form`: matmuls, which are in proportion to the tokens of a device and
+inversely to `tensor`, and the collectives of one axis.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ class Roofline:
 
     Attributes:
         communication: Axis → seconds of its collectives in one step, hidden or not.
-        critical_batch: Examples in a step from which on gathers and reductions over `fsdp` can be hidden.
+        critical_batch: Examples in a step from which on gathers and reductions over `fsdp` can be
+            hidden.
         largest_tensor: Size of `tensor` up to which matmuls take longer than its collectives.
         largest_fsdp: Size of `fsdp` up to which its collectives can be hidden, with this batch.
         slice_batch: Examples on one slice from which on gradients between slices can be hidden.
@@ -41,40 +43,54 @@ class Roofline:
         times = ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in self.communication.items())
         yield f"collectives of a step, hidden or not: {times or 'none'}"
         if self.critical_batch is not None:
-            yield f"gathers over fsdp can be hidden from a batch of {math.ceil(self.critical_batch):,} on"
+            batch = math.ceil(self.critical_batch)
+            yield f"gathers over fsdp can be hidden from a batch of {batch:,} on"
         if self.largest_fsdp is not None:
             yield f"with this batch, up to fsdp {_power(self.largest_fsdp):,}"
         if self.largest_tensor is not None:
-            yield f"matmuls take longer than collectives over tensor up to tensor {_power(self.largest_tensor):,}"
+            largest = _power(self.largest_tensor)
+            yield f"matmuls take longer than collectives over tensor up to tensor {largest:,}"
         if self.slice_batch is not None:
-            yield f"gradients between slices can be hidden from {math.ceil(self.slice_batch):,} examples on a slice on"
+            batch = math.ceil(self.slice_batch)
+            yield f"gradients between slices can be hidden from {batch:,} examples on a slice on"
         again = self.hardware_flops / self.model_flops
-        yield f"{self.model_flops:.4g} FLOPs in a step, {self.hardware_flops:.4g} with recomputation (× {again:.3g})"
+        recomputed = f"{self.hardware_flops:.4g} with recomputation (× {again:.3g})"
+        yield f"{self.model_flops:.4g} FLOPs in a step, {recomputed}"
         yield f"all steps take {self.days:.3g} days"
 
 
 def roofline(work: Workload, network: Network, rates: ClosedRates, steps: int) -> Roofline:
     """Return the rooflines of a step on a machine, for so many steps."""
     parts = closed_form(work, network, rates)
-    matmuls, parallel = parts["matmuls"], work.microbatches
-    each = collective_seconds(work, network, rates.hop)
-    communication = {axis: seconds * (1 if axis == "data" else parallel) for axis, seconds in each.items()}
-    fsdp, tensor = communication.get("fsdp"), communication.get("tensor")
-    slices = network.topology.slices
-    group = network.axis_group(("data",))
-    shards = math.prod(size for axis, size in work.mesh.items() if axis != "data")
-    sent = work.params / shards * work.reduced_bytes * work.data_share
-    crossing = network.between("all-reduce", sent, group)
+    matmuls = parts["matmuls"]
+    communication = {}
+    for axis, seconds in collective_seconds(work, network, rates.hop).items():
+        times = 1 if axis == "data" else work.microbatches
+        communication[axis] = seconds * times
+    fsdp = communication.get("fsdp")
+    tensor = communication.get("tensor")
+    crossing = _gradients_between_slices(work, network)
+    slice_batch = None
+    if crossing:
+        slice_batch = work.batch / network.topology.slices * crossing / matmuls
     return Roofline(
         communication=communication,
         critical_batch=fsdp and work.batch * fsdp / matmuls,
         largest_tensor=tensor and work.mesh["tensor"] * matmuls / tensor,
         largest_fsdp=fsdp and work.mesh["fsdp"] * matmuls / fsdp,
-        slice_batch=work.batch / slices * crossing / matmuls if crossing else None,
+        slice_batch=slice_batch,
         model_flops=work.model_flops,
         hardware_flops=work.hardware_flops,
         days=steps * sum(parts.values()) / 86_400,
     )
+
+
+def _gradients_between_slices(work: Workload, network: Network) -> float:
+    """Return the time of the gradients of a step between slices; 0 for one slice."""
+    group = network.axis_group(("data",))
+    shards = math.prod(size for axis, size in work.mesh.items() if axis != "data")
+    sent = work.params / shards * work.reduced_bytes * work.data_share
+    return network.between("all-reduce", sent, group)
 
 
 def _power(size: float) -> int:

@@ -1,4 +1,4 @@
-"""Run of a schedule on one device: when each operation starts, what waits, and where the time goes."""
+"""Run of a schedule on one device: the start of each operation, what waits, where the time goes."""
 
 import collections
 import dataclasses
@@ -6,17 +6,20 @@ from typing import NamedTuple
 
 from spmd.step_time.hardware import Hardware
 from spmd.step_time.network import Network
-from spmd.step_time.program import Block, Operation, Schedule
+from spmd.step_time.program import Block, Operation, Schedule, Transfer
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Calibration of compiled programs of one kind of chip; fitted to published steps by `benchmarks.backtest`.
+    """Calibration of compiled programs of one kind of chip.
+
+    Fitted to published steps by `benchmarks.backtest`.
 
     Attributes:
         matmul: Time of matmuls relative to the compiler's cycles.
         memory: The same, of all other operations with cycles.
-        attention: Share of the peak FLOP/s that attention kernels reach, of heads as wide as a matrix unit.
+        attention: Share of the peak FLOP/s that attention kernels reach, of heads as wide as a
+            matrix unit.
         network: Share of the published bandwidth that collectives reach.
         straggling: Standard deviation of the steps of slices, relative; all wait for the slowest.
         spread: As for `ClosedRates`.
@@ -31,7 +34,10 @@ class Rates:
 
 
 class Span(NamedTuple):
-    """Occupation of a lane by one operation, in seconds: of the device, the network, or a link to the host."""
+    """Occupation of a lane by one operation, in seconds.
+
+    A lane is the device, the network, or a link to the host.
+    """
 
     name: str
     lane: str
@@ -53,7 +59,8 @@ class Timeline:
         spent: What the device does → seconds; they add up to the length.
         exposed: Collective → seconds in which the device only waits for it.
         moving: Collective → seconds in which it is moved.
-        uncounted: Loops of unknown length, counted once, and branches of unknown share, counted in equal parts.
+        uncounted: Loops of unknown length, counted once, and branches of unknown share, counted in
+            equal parts.
         spans: In order of their start, if they were asked for.
     """
 
@@ -66,11 +73,17 @@ class Timeline:
 
 
 _PASSES = {"all-gather": 2, "reduce-scatter": 5, "all-reduce": 7, "to host": 1, "from host": 1}
-"""Times that the bytes of a transfer pass through the device's memory. What arrives over a ring is written, and read to
-be sent on; in a reduction it is read, the device's own part too, and the sum is written, and read to be sent on."""
+"""Times that the bytes of a transfer pass through the device's memory.
+
+What arrives over a ring is written, and read to be sent on; in a reduction it is read, the device's
+own part too, and the sum is written, and read to be sent on.
+"""
 
 _STEADY = 4
-"""Turns of a loop after which each takes as long as the last: transfers of one turn may end in the next."""
+"""Turns of a loop after which each takes as long as the last.
+
+Transfers of one turn may end in the next.
+"""
 
 _LABELS = {
     "matmul": "matmuls",
@@ -85,8 +98,10 @@ def run_schedule(
 ) -> Timeline:
     """Run a schedule on a device with a clock in Hz.
 
-    Transfers over the same links wait for each other, but one that the device waits for goes before those in the
-    background: it is alone on its links, and delays them by its length. The bytes of one that is hidden pass through
+    Transfers over the same links wait for each other, but one that the device waits for goes before
+    those in the
+    background: it is alone on its links, and delays them by its length. The bytes of one that is
+        hidden pass through
     the memory, and delay the device as long as that takes.
     """
     run = _Run(network, clock, rates, keep_spans)
@@ -104,15 +119,23 @@ class _Moving(NamedTuple):
 
 
 class _Run:
+    """State of a device: the time now, and until when links are busy in the background."""
+
     def __init__(self, network: Network, clock: float, rates: Rates, keep_spans: bool) -> None:
-        self.network, self.clock, self.rates, self.keep_spans = network, clock, rates, keep_spans
+        self.network = network
+        self.clock = clock
+        self.rates = rates
+        self.keep_spans = keep_spans
         self.hardware: Hardware = network.hardware
-        self.line, self.now = Timeline(), 0.0
-        self.share = 1.0  # of the cases in which the current branch is taken: its operations last that much shorter
+        self.line = Timeline()
+        self.now = 0.0
+        # Of the cases in which the current branch is taken: its operations last that much shorter.
+        self.share = 1.0
         self.free: dict[str, float] = collections.defaultdict(float)
         self.moving: dict[tuple[str, ...], _Moving] = {}
 
     def execute(self, schedule: Schedule, times: float) -> None:
+        """Run a schedule that stands for so many equal runs."""
         for entry in schedule:
             if isinstance(entry, Block):
                 self._block(entry, times)
@@ -120,16 +143,15 @@ class _Run:
                 self._operation(entry, times)
 
     def _block(self, block: Block, times: float) -> None:
+        """Run a loop, or a branch in its share of the cases."""
         turns = float(block.times)
         if not block.is_counted:
             self.line.uncounted[block.name] = None
         if turns < 1:
-            self.share, share = self.share * turns, self.share
-            if turns:
-                self.execute(block.body, times)
-            self.share = share
+            self._branch(block, turns, times)
             return
-        whole, steady = int(turns), _STEADY if not self.keep_spans else int(turns)
+        whole = int(turns)
+        steady = whole if self.keep_spans else _STEADY
         for _ in range(min(whole, steady) - 1):
             self.execute(block.body, times)
         before = self._totals()
@@ -137,19 +159,32 @@ class _Run:
         if whole > steady:
             self._repeat(before, whole - steady)
 
+    def _branch(self, block: Block, share: float, times: float) -> None:
+        around = self.share
+        self.share *= share
+        if share:
+            self.execute(block.body, times)
+        self.share = around
+
+    def _tables(self) -> tuple[dict[str, float], ...]:
+        """Return the sums of seconds that all executions add to."""
+        return self.line.spent, self.line.exposed, self.line.moving
+
     def _totals(self) -> tuple[float, list[dict[str, float]]]:
-        return self.now, [dict(table) for table in (self.line.spent, self.line.exposed, self.line.moving)]
+        return self.now, [dict(table) for table in self._tables()]
 
     def _repeat(self, before: tuple[float, list[dict[str, float]]], turns: int) -> None:
-        """Add what a turn of a loop added, several times."""
+        """Add the increments of a turn of a loop, several times."""
         start, tables = before
-        for table, old in zip((self.line.spent, self.line.exposed, self.line.moving), tables, strict=True):
+        for table, old in zip(self._tables(), tables, strict=True):
             for name, total in table.items():
                 table[name] = total + turns * (total - old.get(name, 0.0))
         later = turns * (self.now - start)
         self.now += later
-        self.free = collections.defaultdict(float, {link: end + later for link, end in self.free.items()})
-        self.moving = {key: moving._replace(end=moving.end + later) for key, moving in self.moving.items()}
+        for link in self.free:
+            self.free[link] += later
+        for key, moving in self.moving.items():
+            self.moving[key] = moving._replace(end=moving.end + later)
 
     def _operation(self, operation: Operation, times: float) -> None:
         if operation.kind == "start":
@@ -163,37 +198,54 @@ class _Run:
             self._spend(operation.name, _LABELS[operation.kind], self._seconds(operation), times)
 
     def _seconds(self, operation: Operation) -> float:
-        rates, hardware = self.rates, self.hardware
+        """Return the time of an operation that computes."""
         if operation.kind in ("attention", "kernel"):
-            moved = operation.bytes / hardware.memory_bandwidth
-            peak = hardware.attention_peak(operation.width) * rates.attention
-            return self.share * max(operation.flops / peak if operation.flops else 0.0, moved)
+            return self.share * self._kernel_seconds(operation)
         seconds = operation.cycles / self.clock * self.share
-        return seconds * (rates.matmul if operation.kind == "matmul" else rates.memory)
+        if operation.kind == "matmul":
+            return seconds * self.rates.matmul
+        return seconds * self.rates.memory
+
+    def _kernel_seconds(self, operation: Operation) -> float:
+        """Return the time of a Pallas kernel, by its bytes and its FLOPs."""
+        moved = operation.bytes / self.hardware.memory_bandwidth
+        if not operation.flops:
+            return max(0.0, moved)
+        peak = self.hardware.attention_peak(operation.width) * self.rates.attention
+        return max(operation.flops / peak, moved)
 
     def _start(self, operation: Operation, times: float, *, at_once: bool = False) -> None:
+        """Start a transfer: at once, or in the background as soon as its links are free."""
         transfer = operation.transfer
         assert transfer is not None
-        links: tuple[str, ...]
-        if transfer.over == "host":
-            lane, links, length = transfer.kind, (transfer.kind,), transfer.payload / self.hardware.host
-        else:
-            lane, links = "network", self.network.links(transfer.group)
-            length = self.network.seconds(transfer.kind, transfer.payload, transfer.group)
+        lane, links, length = self._route(transfer)
         length *= self.share
-        begin = self.now if at_once else max([self.now, *(self.free[link] for link in links)])
-        end = begin + length
+        begin = self.now
         if at_once:
             self._delay(links, length)
+        else:
+            for link in links:
+                begin = max(begin, self.free[link])
+        end = begin + length
         for link in links:
             self.free[link] = max(self.free[link], end)
         self.moving[operation.key] = _Moving(end, length, links)
         self.line.moving[transfer.instruction] += length * times
         if self.keep_spans:
-            self.line.spans.append(Span(f"{transfer.kind} {transfer.instruction}", lane, transfer.over, begin, length))
+            name = f"{transfer.kind} {transfer.instruction}"
+            self.line.spans.append(Span(name, lane, transfer.over, begin, length))
+
+    def _route(self, transfer: Transfer) -> tuple[str, tuple[str, ...], float]:
+        """Return the lane and the links of a transfer, and its seconds alone on them."""
+        if transfer.over == "host":
+            seconds = transfer.payload / self.hardware.host
+            return transfer.kind, (transfer.kind,), seconds
+        links = self.network.links(transfer.group)
+        seconds = self.network.seconds(transfer.kind, transfer.payload, transfer.group)
+        return "network", links, seconds
 
     def _delay(self, links: tuple[str, ...], seconds: float) -> None:
-        """Delay what moves over some links in the background."""
+        """Delay the transfers over some links in the background."""
         for key, moving in self.moving.items():
             if moving.end > self.now and set(links) & set(moving.links):
                 end = moving.end + seconds
@@ -202,18 +254,25 @@ class _Run:
                     self.free[link] = max(self.free[link], end)
 
     def _finish(self, operation: Operation, times: float) -> None:
-        """Wait for the end of a transfer; before that, what ran beside it had less of the memory's bandwidth."""
+        """Wait for the end of a transfer.
+
+        Before that, what ran beside it had less of the memory's bandwidth.
+        """
         transfer = operation.transfer
         assert transfer is not None
         moving = self.moving.pop(operation.key, _Moving(self.now, 0.0, ()))
         wait = max(0.0, moving.end - self.now)
         self.line.exposed[transfer.instruction] += wait * times
-        label = "host transfers" if transfer.over == "host" else f"exposed collectives over {transfer.over}"
+        label = f"exposed collectives over {transfer.over}"
+        if transfer.over == "host":
+            label = "host transfers"
         self._spend(f"wait for {transfer.instruction}", label, wait, times)
         if moving.seconds > wait:
             hidden = self.share * (1 - wait / moving.seconds)
-            passed = _PASSES.get(transfer.kind, 2) * transfer.payload / self.hardware.memory_bandwidth
-            self._spend(f"memory of {transfer.instruction}", "memory of hidden transfers", hidden * passed, times)
+            moved = _PASSES.get(transfer.kind, 2) * transfer.payload
+            passed = moved / self.hardware.memory_bandwidth
+            name = f"memory of {transfer.instruction}"
+            self._spend(name, "memory of hidden transfers", hidden * passed, times)
 
     def _spend(self, name: str, label: str, seconds: float, times: float) -> None:
         if not seconds:
