@@ -1,4 +1,4 @@
-"""Vision transformer: GPT-2's layers; patches are few, and not split over `sequence`."""
+"""Vision transformer: GPT-2's layers; patches are not split over `sequence`, as an image has few of them."""
 
 from jax.sharding import PartitionSpec as P
 
