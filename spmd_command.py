@@ -1,7 +1,8 @@
 """The command `spmd`, as a process of its own.
 
-Python imports a package before any of its modules, and importing `spmd` takes a second or more. This module is outside
-of the package, so that Ctrl-C ends the process at once and without a traceback from the first import on.
+Python imports a package before any of its modules, and importing `spmd` takes a second or more.
+This module is outside of the package, so that Ctrl-C ends the process at once and without a
+traceback from the first import on.
 """
 
 import gc
@@ -18,11 +19,15 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line and exit."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores Ctrl-C
+    # a shell's background job ignores Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         end_at_interrupt()
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    # A process without a terminal may have neither.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     sys.stdout.reconfigure(line_buffering=True)  # `os._exit` flushes nothing
-    gc.set_threshold(50_000)  # imports and traces make many objects and few cycles: an eighth of the imports
+    # imports and traces make many objects and few cycles: an eighth of the imports
+    gc.set_threshold(50_000)
     try:
         importlib.import_module("spmd.cli").main()
     except SystemExit as done:
@@ -40,8 +45,9 @@ def _end_now() -> NoReturn:
 def end_at_interrupt() -> None:
     """End the process at once at SIGINT, also while its main thread is in C++, such as XLA's compiler.
 
-    Python calls a handler only between two instructions of the main thread, which may be minutes away. It writes the
-    signal's number into a pipe at once, and a thread waits for it there. Saves are atomic, so nothing is half-written.
+    Python calls a handler only between two instructions of the main thread, which may be minutes
+    away. It writes the signal's number into a pipe at once, and a thread waits for it there. Saves
+    are atomic, so nothing is half-written.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)

@@ -3,13 +3,15 @@
     python -m benchmarks.backtest --rows FILE
     python -m benchmarks.backtest --rows FILE --compile --json
 
-Each row of FILE (`benchmarks.published_rows`) is rebuilt, and its tokens/s of one chip are predicted by closed forms;
-with `--compile`, those of TPUs by the schedule of the compiled program (`benchmarks.backtest_compile`).
+Each row of FILE (`benchmarks.published_rows`) is rebuilt, and its tokens/s of one chip are
+predicted by closed forms; with `--compile`, those of TPUs by the schedule of the compiled program
+(`benchmarks.backtest_compile`).
 
-Rates are fitted for each chip on the rows of all model families but one, and that one is predicted; a chip with one
-family is fitted on it. The baseline is one constant MFU of each chip, the median of the same folds. Of each chip are
-printed: rows and how many were rebuilt, mean absolute error, the baseline's, and Kendall's rank correlation within
-families of five rows.
+Rates are fitted for each chip on the rows of all model families but one, and that one is predicted;
+a chip with one family is fitted on it. The baseline is one constant MFU of each chip, the median of
+the same folds. Of each chip are
+printed: rows and how many were rebuilt, mean absolute error, the baseline's, and Kendall's rank
+correlation within families of five rows.
 
 `--fit` prints the rates fitted on all rows, as `spmd/step_time/calibration.py` has them.
 """
@@ -40,7 +42,8 @@ CLOSED_PRIORS = {
     "cuda": ClosedRates(matmul=0.8, half=500, attention=0.28, passes=1.6, exposed=1.1, hop=3e-5),
     "tpu": ClosedRates(matmul=0.72, half=300, attention=0.45, passes=1.5, exposed=0.5, hop=1e-5),
 }
-"""Rates before any row of a chip is seen; a fit is drawn to them, so that few rows move what they show."""
+"""Rates before any row of a chip is seen; a fit is drawn to them, so that few rows move what
+they show."""
 
 COMPILED_PRIOR = Rates()
 _PULL = 0.25
@@ -86,12 +89,15 @@ def leave_one_out(
 ) -> tuple[list[float], list[float]]:
     """Return the prediction and the baseline of each row, fitted on the rows of other families.
 
-    With rows of other chips, `kin`, a fit is drawn to that of theirs, without the family, instead of to the prior.
+    With rows of other chips, `kin`, a fit is drawn to that of theirs, without the family, instead
+    of to the prior.
     """
     predicted, baseline = dict[int, float](), dict[int, float]()
     for held in sorted({family(job) for job in jobs}):
         others = [job for job in jobs if family(job) != held] or list(jobs)
-        found = fit(others, predict, fit([job for job in kin if family(job) != held], predict, prior))
+        found = fit(
+            others, predict, fit([job for job in kin if family(job) != held], predict, prior)
+        )
         each = [job.work.model_flops / job.work.tokens for job in others]
         flops = statistics.median(job.published * n for job, n in zip(others, each, strict=True))
         for job in jobs:
@@ -103,7 +109,9 @@ def leave_one_out(
 
 def error(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> float:
     """Return the mean absolute relative error."""
-    return statistics.mean(abs(p / job.published - 1) for job, p in zip(jobs, predicted, strict=True))
+    return statistics.mean(
+        abs(p / job.published - 1) for job, p in zip(jobs, predicted, strict=True)
+    )
 
 
 def rank(jobs: Sequence[Rebuilt], predicted: Sequence[float]) -> dict[str, float]:
@@ -180,7 +188,10 @@ Results = tuple[dict[str, ChipResult], dict[int, str]]
 
 
 def run(rows: Sequence[Row], compiled: Mapping[int, CompiledRow] | None) -> Results:
-    """Backtest the dense rows of all chips; return chip → result, and number of a row → why it is in none."""
+    """Backtest the dense rows of all chips.
+
+    Return chip → result, and number of a row → why it is in none.
+    """
     found = {number: rebuild(row) for number, row in enumerate(rows)}
     reasons = {number: job for number, job in found.items() if isinstance(job, str)}
     experts = (n for n, job in found.items() if isinstance(job, Rebuilt) and not job.is_dense)
@@ -193,13 +204,21 @@ def run(rows: Sequence[Row], compiled: Mapping[int, CompiledRow] | None) -> Resu
     dense = {n: job for n, job in found.items() if isinstance(job, Rebuilt) and job.is_dense}
     results = {}
     for group in dict.fromkeys(job.group for job in dense.values()):
-        jobs = [job for n, job in dense.items() if job.group == group and (compiled is None or n in compiled)]
+        jobs = [
+            job
+            for n, job in dense.items()
+            if job.group == group and (compiled is None or n in compiled)
+        ]
         if not jobs:
             continue
         chip, platform = jobs[0].row["chip"], jobs[0].topology.platform
         total = sum(row["chip"] == chip for row in rows) if chip == group else len(jobs)
         if compiled is None:
-            kin = [job for job in dense.values() if job.topology.kind == jobs[0].topology.kind and job.is_wide]
+            kin = [
+                job
+                for job in dense.values()
+                if job.topology.kind == jobs[0].topology.kind and job.is_wide
+            ]
             kin = [] if jobs[0].is_wide else kin
             results[group] = backtest(jobs, total, predict_closed, CLOSED_PRIORS[platform], kin)
         else:
@@ -214,17 +233,29 @@ def memory_lines(jobs: Iterable[Rebuilt]) -> Iterator[str]:
         if published := job.row.get("memory_gib"):
             config = make_config(describe(job))
             estimate = (
-                estimate_step(make_setup(config, abstract_mesh(config.mesh)), job.topology.platform).total / 2**30
+                estimate_step(
+                    make_setup(config, abstract_mesh(config.mesh)), job.topology.platform
+                ).total
+                / 2**30
             )
             what = f"{job.row['model']} on {job.topology}, {job.row['precision']}"
             yield f"memory of {what}: {published} GiB, estimated {estimate:.1f} GiB ({estimate / published - 1:+.1%})"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", required=True, metavar="FILE", help="published rows, a JSON list")
-    parser.add_argument("--compile", action="store_true", help="compile the rows of TPUs and read their schedules")
-    parser.add_argument("--cache", default="build/backtest", metavar="FOLDER", help="compiled programs, to resume from")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the rows of TPUs and read their schedules"
+    )
+    parser.add_argument(
+        "--cache",
+        default="build/backtest",
+        metavar="FOLDER",
+        help="compiled programs, to resume from",
+    )
     parser.add_argument("--workers", type=int, default=2, help="programs compiled at a time")
     parser.add_argument("--json", action="store_true", help="print one object, chip → figures")
     parser.add_argument("--fit", action="store_true", help="print the rates fitted on all rows")
@@ -238,12 +269,19 @@ def main() -> int:
         print(f"backtest: {problem}", file=sys.stderr)
         return 2
     jobs = {n: job for n, row in enumerate(rows) if isinstance(job := rebuild(row), Rebuilt)}
-    compiled, failed = compile_rows(jobs, options.cache, options.workers) if options.compile else (None, {})
+    compiled, failed = (
+        compile_rows(jobs, options.cache, options.workers) if options.compile else (None, {})
+    )
     results, reasons = run(rows, compiled)
     reasons |= failed
     if options.json:
         figures = ("rows", "built", "mape", "baseline", "tau")
-        print(json.dumps({c: {name: getattr(r, name) for name in figures} for c, r in results.items()}, indent=2))
+        print(
+            json.dumps(
+                {c: {name: getattr(r, name) for name in figures} for c, r in results.items()},
+                indent=2,
+            )
+        )
         return 0
     _print(results, reasons, rows, options.fit, options.verbose)
     for line in memory_lines(jobs.values()):
@@ -252,12 +290,20 @@ def main() -> int:
 
 
 def _print(
-    results: Mapping[str, ChipResult], reasons: Mapping[int, str], rows: Sequence[Row], fitted: bool, verbose: bool
+    results: Mapping[str, ChipResult],
+    reasons: Mapping[int, str],
+    rows: Sequence[Row],
+    fitted: bool,
+    verbose: bool,
 ) -> None:
-    print(f"{'chip':16}{'rows':>6}{'rebuilt':>9}{'error':>8}{'constant MFU':>14}  rank correlation (τ) in families")
+    print(
+        f"{'chip':16}{'rows':>6}{'rebuilt':>9}{'error':>8}{'constant MFU':>14}  rank correlation (τ) in families"
+    )
     for chip, result in results.items():
         taus = ", ".join(f"{name} {tau:.2f}" for name, tau in result.tau.items())
-        print(f"{chip:16}{result.rows:6}{result.built:9}{result.mape:8.1%}{result.baseline:14.1%}  {taus}")
+        print(
+            f"{chip:16}{result.rows:6}{result.built:9}{result.mape:8.1%}{result.baseline:14.1%}  {taus}"
+        )
     for chip, result in results.items():
         for line in result.slopes:
             print(f"{chip}: {line}")
@@ -269,7 +315,9 @@ def _print(
                 print(f"{chip}: {what}: {job.published:.5g}, predicted {predicted:.5g} ({off})")
         if fitted:
             print(f"{chip}: {dataclasses.replace(result.rates, **_spread(result))}")
-    counts = collections.Counter((reason, rows[number]["chip"]) for number, reason in reasons.items())
+    counts = collections.Counter(
+        (reason, rows[number]["chip"]) for number, reason in reasons.items()
+    )
     for (reason, chip), count in counts.items():
         print(f"not rebuilt: {count} of {chip}: {reason}")
 

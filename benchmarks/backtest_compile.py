@@ -1,7 +1,7 @@
 """Compiled programs of published rows, one process each, kept in a folder.
 
-Rows that differ in the number of slices share the program of one slice: between slices a gradient is reduced, whose
-time is added, and slices wait for the slowest.
+Rows that differ in the number of slices share the program of one slice: between slices a gradient
+is reduced, whose time is added, and slices wait for the slowest.
 """
 
 import dataclasses
@@ -36,8 +36,10 @@ from spmd.step_time.network import Network, make_network
 from spmd.step_time.program import Schedule, read_schedule
 from spmd.step_time.timeline import Rates, run_schedule
 
-_STOPS = (signal.SIGINT, signal.SIGKILL, signal.SIGTERM)  # say nothing of the program: it is compiled again
-_READERS = ("analysis", "commands", "observe", "step_time")  # folders that read programs, and change none
+# say nothing of the program: it is compiled again
+_STOPS = (signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
+# folders that read programs, and change none
+_READERS = ("analysis", "commands", "observe", "step_time")
 _MLPS = {"relu": "relu", "gelu": "gelu", "geglu": "geglu", "swiglu": "swiglu"}
 
 
@@ -57,7 +59,9 @@ class CompiledRow:
         if job.topology.slices > 1:
             shards = math.prod(size for axis, size in job.work.mesh.items() if axis != "data")
             group = job.network.axis_group(("data",))
-            reduction = job.network.between("all-reduce", job.work.params / shards * job.work.reduced_bytes, group)
+            reduction = job.network.between(
+                "all-reduce", job.work.params / shards * job.work.reduced_bytes, group
+            )
             seconds += ClosedRates().exposed * reduction  # the rest beside the backward pass
             seconds += job.network.waiting(seconds, rates.straggling)
         return job.tokens_per_second(seconds)
@@ -73,38 +77,64 @@ def describe(job: Rebuilt) -> dict[str, Any]:
     window = extra.get("sliding_window", 0)
     windows = [window] * numbers[0] + [0] * numbers[1] if len(numbers) == 2 else []
     tied = bool(extra.get("tied_embeddings"))
-    mlp = next((name for word, name in _MLPS.items() if extra.get("mlp", "swiglu").startswith(word)), "swiglu")
-    shape = {name: row[name] for name in ("vocab", "d_model", "layers", "heads", "kv_heads", "d_ff", "head_dim")}
-    # Recipes gather the keys of a sequence, and attend with a kernel; ours for whole sequences is behind an all-to-all.
+    mlp = next(
+        (name for word, name in _MLPS.items() if extra.get("mlp", "swiglu").startswith(word)),
+        "swiglu",
+    )
+    shape = {
+        name: row[name]
+        for name in ("vocab", "d_model", "layers", "heads", "kv_heads", "d_ff", "head_dim")
+    }
+    # Recipes gather the keys of a sequence, and attend with a kernel; ours for whole sequences is
+    # behind an all-to-all.
     context = {"context": "all-to-all"} if mesh["sequence"] > 1 else {}
     return {
         **context,
         "topology": f"{topology.kind}:{'x'.join(map(str, topology.shape))}",
-        "model": {**shape, "mlp": mlp, "tied": tied, "windows": windows, "qk_norm": "gemma3" in row["model"]},
+        "model": {
+            **shape,
+            "mlp": mlp,
+            "tied": tied,
+            "windows": windows,
+            "qk_norm": "gemma3" in row["model"],
+        },
         "mesh": mesh,
         "sequence": row["seq"],
         "batch": round(job.work.batch / topology.slices),
         "accumulate": job.work.microbatches,
         "remat": job.remat.policy,
-        "xla": [str(flag) for flag in flags_for([PRESET], "tpu", topology.chip.device_kind, crossing=False)],
+        "xla": [
+            str(flag)
+            for flag in flags_for([PRESET], "tpu", topology.chip.device_kind, crossing=False)
+        ],
     }
 
 
 def compile_rows(
     jobs: Mapping[int, Rebuilt], folder: str, workers: int = 1
 ) -> tuple[dict[int, CompiledRow], dict[int, str]]:
-    """Compile the dense rows of TPUs, several at a time; return number → program, and number → why there is none.
+    """Compile the dense rows of TPUs, several at a time.
+
+    Return number → program, and number → why there is none.
 
     Programs that are in the folder are not compiled again, nor are those that the compiler refused.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     tpus = {n: job for n, job in jobs.items() if job.topology.platform == "tpu" and job.is_dense}
     wanted = {n: job for n, job in tpus.items() if job.is_wide}
-    narrow = dict.fromkeys(tpus.keys() - wanted.keys(), "products of 8 bits: only closed forms predict them")
+    narrow = dict.fromkeys(
+        tpus.keys() - wanted.keys(), "products of 8 bits: only closed forms predict them"
+    )
     names = {n: _file(folder, job) for n, job in wanted.items()}
-    missing = {names[n]: job for n, job in wanted.items() if not names[n].exists() and not _failed(names[n]).exists()}
+    missing = {
+        names[n]: job
+        for n, job in wanted.items()
+        if not names[n].exists() and not _failed(names[n]).exists()
+    }
     with ThreadPoolExecutor(workers) as pool:
-        for what in show_waiting_for(pool.map(_compile, missing, missing.values()), "compiling rows"):
+        for what in show_waiting_for(
+            pool.map(_compile, missing, missing.values()), "compiling rows"
+        ):
             print(f"compiled {what}", file=sys.stderr, flush=True)
     engine = engine_digest()
     if other := sum(file.exists() and _engine(file) != engine for file in set(names.values())):
@@ -121,7 +151,9 @@ def _compile(file: Path, job: Rebuilt) -> str:
     command = [sys.executable, "-m", "benchmarks.backtest_compile", json.dumps(about), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not file.exists() and -done.returncode not in _STOPS:
-        reason = done.stderr.strip().splitlines()[-1:] or [f"the compiler ended with {done.returncode}"]
+        reason = done.stderr.strip().splitlines()[-1:] or [
+            f"the compiler ended with {done.returncode}"
+        ]
         _failed(file).write_text(reason[0], encoding="utf-8")
     what = f"{job.row['model']} for {about['topology']} in {time.perf_counter() - start:.0f} s"
     return what if file.exists() else f"{what}: {_why(file)}"
@@ -130,7 +162,8 @@ def _compile(file: Path, job: Rebuilt) -> str:
 def engine_digest() -> str:
     """Return a digest of this package's sources, of which a program depends on more than its description."""
     digest = hashlib.sha256()
-    for folder in sorted(Path(spmd.__file__).parent.iterdir()):  # some are links, which `rglob` does not follow
+    # some are links, which `rglob` does not follow
+    for folder in sorted(Path(spmd.__file__).parent.iterdir()):
         for source in sorted(folder.rglob("*.py")) if folder.name not in _READERS else ():
             digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
@@ -144,7 +177,11 @@ def _engine(file: Path) -> str:
 
 def _why(file: Path) -> str:
     failed = _failed(file)
-    return failed.read_text(encoding="utf-8") if failed.exists() else "stopped, perhaps for its memory: --workers 1"
+    return (
+        failed.read_text(encoding="utf-8")
+        if failed.exists()
+        else "stopped, perhaps for its memory: --workers 1"
+    )
 
 
 def _file(folder: str, job: Rebuilt) -> Path:

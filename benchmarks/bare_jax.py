@@ -3,10 +3,11 @@
 It is the yardstick of `benchmarks/step.py`. What makes it fast was measured, form by form:
 
 - A kernel is gathered over `fsdp` by a constraint right before its matmul, and its gradient is constrained back to
-  the stored sharding: each kernel crosses the network once a step in each direction (twice forward under remat).
+  the stored sharding: each kernel crosses the network once a step in each direction (twice forward
+  under remat).
 - The embedding keeps its vocabulary whole and splits its columns. Rows are looked up where their columns are and then
-  exchanged for whole rows of the device's own tokens: activations move instead of the table, and over `fsdp` its
-  gradient needs no sum.
+  exchanged for whole rows of the device's own tokens: activations move instead of the table, and
+  over `fsdp` its gradient needs no sum.
 - The scan over layers is unrolled unless it recomputes, and attention skips the blocks above the diagonal.
 - The loss finds the target's logit by comparing with an iota, which fuses into a sum, works on a split vocabulary
   and needs no second copy of the logits.
@@ -31,12 +32,22 @@ Tree = Any
 BATCH = ("data", "fsdp")
 COLUMN = P("fsdp", "tensor")
 ROW = P("tensor", "fsdp")
-KERNELS = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW, "gate": COLUMN, "up": COLUMN, "down": ROW}
+KERNELS = {
+    "q": COLUMN,
+    "k": COLUMN,
+    "v": COLUMN,
+    "o": ROW,
+    "gate": COLUMN,
+    "up": COLUMN,
+    "down": ROW,
+}
 EMBEDDING = P(None, ("fsdp", "tensor"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dense(x: jax.Array, kernel: jax.Array, stored: NamedSharding, out_dtype: jnp.dtype) -> jax.Array:
+def dense(
+    x: jax.Array, kernel: jax.Array, stored: NamedSharding, out_dtype: jnp.dtype
+) -> jax.Array:
     """`x @ kernel` in the dtype of `x`, the kernel cast and gathered over `fsdp` first.
 
     Args:
@@ -54,7 +65,9 @@ def dense(x: jax.Array, kernel: jax.Array, stored: NamedSharding, out_dtype: jnp
 def _dense_forward(
     x: jax.Array, kernel: jax.Array, stored: NamedSharding, out_dtype: jnp.dtype
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    whole = NamedSharding(stored.mesh, P(*(None if entry == "fsdp" else entry for entry in stored.spec)))
+    whole = NamedSharding(
+        stored.mesh, P(*(None if entry == "fsdp" else entry for entry in stored.spec))
+    )
     gathered = jax.lax.with_sharding_constraint(kernel.astype(x.dtype), whole)
     return jnp.matmul(x, gathered, preferred_element_type=out_dtype), (x, gathered)
 
@@ -106,11 +119,15 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, rows: int = 128) -> jax.Arr
     for start in range(0, seq, rows):
         end = min(start + rows, seq)
         visible = np.tril(np.ones((end - start, end), bool), k=start)[None, None]
-        parts.append(jax.nn.dot_product_attention(q[:, start:end], k[:, :end], v[:, :end], mask=visible))
+        parts.append(
+            jax.nn.dot_product_attention(q[:, start:end], k[:, :end], v[:, :end], mask=visible)
+        )
     return jnp.concatenate(parts, axis=1)
 
 
-def make_loss(mesh: Mesh, args: argparse.Namespace) -> Callable[[Tree, Mapping[str, jax.Array]], jax.Array]:
+def make_loss(
+    mesh: Mesh, args: argparse.Namespace
+) -> Callable[[Tree, Mapping[str, jax.Array]], jax.Array]:
     """Return the token-weighted mean cross-entropy of the model, as a function of parameters and batch.
 
     Args:
@@ -143,7 +160,8 @@ def make_loss(mesh: Mesh, args: argparse.Namespace) -> Callable[[Tree, Mapping[s
         hidden = constrain(hidden, BATCH, None, "tensor")
         return x + constrain(project(hidden, layer, "down"), BATCH, None, None), None
 
-    # Unrolled, the compiler does not copy residuals in and out of stacks; a loop is what makes recomputation stick.
+    # Unrolled, the compiler does not copy residuals in and out of stacks; a loop is what makes
+    # recomputation stick.
     unroll = args.layers if args.remat == "none" else 1
     if args.remat == "full":
         block = jax.checkpoint(block, prevent_cse=False)
@@ -161,7 +179,9 @@ def make_loss(mesh: Mesh, args: argparse.Namespace) -> Callable[[Tree, Mapping[s
         h = rms_norm(x, params["norm"])
         logits = dense(h, params["head"], NamedSharding(mesh, COLUMN), jnp.dtype(jnp.float32))
         logits = constrain(logits, BATCH, None, "tensor")
-        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == batch["targets"][..., None]
+        is_target = (
+            jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == batch["targets"][..., None]
+        )
         target = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
         losses = jax.nn.logsumexp(logits, axis=-1) - target
         return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
@@ -170,7 +190,10 @@ def make_loss(mesh: Mesh, args: argparse.Namespace) -> Callable[[Tree, Mapping[s
 
 
 def param_specs() -> Tree:
-    """Return the `PartitionSpec` of every parameter; those of `layers` have the unsplit layer dimension in front."""
+    """Return the `PartitionSpec` of every parameter.
+
+    Those of `layers` have the unsplit layer dimension in front.
+    """
     layer = {name: P(None, *spec) for name, spec in KERNELS.items()}
     return {
         "embedding": EMBEDDING,
@@ -224,7 +247,9 @@ class BareSide:
             params = init_params(key, args)
             return params, optimizer.init(params)
 
-        def step(state: tuple[Tree, Tree], batch: Mapping[str, jax.Array]) -> tuple[tuple[Tree, Tree], jax.Array]:
+        def step(
+            state: tuple[Tree, Tree], batch: Mapping[str, jax.Array]
+        ) -> tuple[tuple[Tree, Tree], jax.Array]:
             params, slots = state
             value, grads = jax.value_and_grad(loss)(params, batch)
             updates, slots = optimizer.update(grads, slots, params)
@@ -259,7 +284,10 @@ class BareSide:
         self.compile_s = time.perf_counter() - start
 
     def run(self, batch: Mapping[str, np.ndarray]) -> jax.Array:
-        """Take one step on a host batch of `[batch, seq]` arrays; the loss is ready when the step is."""
+        """Take one step on a host batch of `[batch, seq]` arrays.
+
+        The loss is ready when the step is.
+        """
         self._state, loss = self.compiled(self._state, jax.device_put(dict(batch), self._split))
         return loss
 

@@ -19,9 +19,14 @@ def describe(program: str, mesh: Mapping[str, int]) -> dict[str, Any]:
     audit = audit_collectives(program, abstract_mesh(MeshShape(**mesh)), backend="cpu")
     rows = {f"{kind} over {over}": records for (kind, over), records in audit.by_axes().items()}
     return {
-        "collectives": {name: len({record.instruction for record in records}) for name, records in rows.items()},
-        "collective_executions": {name: sum(r.executions for r in records) for name, records in rows.items()},
+        "collectives": {
+            name: len({record.instruction for record in records}) for name, records in rows.items()
+        },
+        "collective_executions": {
+            name: sum(r.executions for r in records) for name, records in rows.items()
+        },
         "collective_megabytes": {
-            name: round(sum(r.payload * r.executions for r in records) / 1e6, 3) for name, records in rows.items()
+            name: round(sum(r.payload * r.executions for r in records) / 1e6, 3)
+            for name, records in rows.items()
         },
     }

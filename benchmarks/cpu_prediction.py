@@ -3,11 +3,13 @@
     python -m benchmarks.cpu_prediction
     python -m benchmarks.cpu_prediction --mesh fsdp=8 --mesh data=4,tensor=2 --rounds 9
 
-Small programs, none of them the demo's, give the rates of this machine with all simulated devices at work. The compiled
-step of a mesh is counted (`count`), and its time is the sum of what it counts over the rates (`predict`). Nothing is
-fitted to a measured step. Small programs and steps take turns, so that other work on the machine slows both alike.
+Small programs, none of them the demo's, give the rates of this machine with all simulated devices
+at work. The compiled step of a mesh is counted (`count`), and its time is the sum of what it counts
+over the rates (`predict`). Nothing is fitted to a measured step. Small programs and steps take
+turns, so that other work on the machine slows both alike.
 
-The exit code is 1 if the demo's own mesh is off by more than 20 % or Kendall's τ of the meshes is below 0.7.
+The exit code is 1 if the demo's own mesh is off by more than 20 % or Kendall's τ of the meshes is
+below 0.7.
 """
 
 import argparse
@@ -37,20 +39,37 @@ from spmd.run.preflight import check_microbatches
 from spmd.sharding.mesh import MeshShape, mesh_of
 
 MESHES = (
-    *("data=2,fsdp=2,tensor=2", "data=8", "data=4,fsdp=2", "data=2,fsdp=4", "fsdp=8", "data=4,tensor=2"),
+    *(
+        "data=2,fsdp=2,tensor=2",
+        "data=8",
+        "data=4,fsdp=2",
+        "data=2,fsdp=4",
+        "fsdp=8",
+        "data=4,tensor=2",
+    ),
     *("fsdp=4,tensor=2", "data=1"),
 )
-"""The demo's own mesh first, then all others of `data`, `fsdp` and `tensor` on eight devices that its six heads and two
-key heads divide over, and one device."""
+"""The demo's own mesh first, then all others of `data`, `fsdp` and `tensor` on eight devices
+that its six heads and two key heads divide over, and one device."""
 
 OFF, TAU, CALIBRATION = 0.2, 0.7, 120.0
 """Largest relative error of the demo's mesh, least τ, and most seconds of the calibration."""
 
 ARENA = 32 * 2**20
-"""Largest temporary buffer in bytes that the C library keeps; a larger one is new memory in every step."""
+"""Largest temporary buffer in bytes that the C library keeps; a larger one is new memory in
+every step."""
 
 _AXES = ("data", "fsdp", "tensor")
-_FREE = {"parameter", "constant", "get-tuple-element", "bitcast", "tuple", "partition-id", "while", "call"}
+_FREE = {
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "bitcast",
+    "tuple",
+    "partition-id",
+    "while",
+    "call",
+}
 
 
 @dataclasses.dataclass
@@ -59,18 +78,23 @@ class Work:
 
     Attributes:
         flops: Of dots, on all devices.
-        bytes: Class of other operations → bytes, on all devices: `"memory"` if the step is given them, `"strided"` if
-            the last dimension changes, `"exponential"`, or `"cached"`.
+        bytes: Class of other operations → bytes, on all devices: `"memory"` if the step is given
+            them, `"strided"` if the last dimension changes, `"exponential"`, or `"cached"`.
         operations: On all devices.
-        collectives: (kind, devices of a group) → executions, and bytes of all executions on one device.
+        collectives: (kind, devices of a group) → executions, and bytes of all executions on one
+            device.
         temporaries: Bytes of the temporary buffer of one device, times the devices.
         is_new: Whether these are new memory in every step.
     """
 
     flops: float = 0.0
-    bytes: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
+    bytes: dict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
+    )
     operations: float = 0.0
-    collectives: dict[tuple[str, int], tuple[float, float]] = dataclasses.field(default_factory=dict)
+    collectives: dict[tuple[str, int], tuple[float, float]] = dataclasses.field(
+        default_factory=dict
+    )
     temporaries: float = 0.0
     is_new: bool = False
 
@@ -98,7 +122,9 @@ def count(text: str, temporaries: int = 0) -> Work:
             continue
         result = sum(array.bytes for array in instruction.arrays)
         around = program.computations[run.computation]
-        operands = [sum(a.bytes for a in around.instructions[name].arrays) for name in instruction.operands]
+        operands = [
+            sum(a.bytes for a in around.instructions[name].arrays) for name in instruction.operands
+        ]
         times = int(run.times)
         if (kind := kind_of(instruction)) in KINDS:
             groups, _ = read_groups(instruction.attributes, devices)
@@ -120,17 +146,23 @@ def count(text: str, temporaries: int = 0) -> Work:
         work.bytes[name] += result * times
         for operand, size in zip(instruction.operands, sizes, strict=True):
             origin = program.producer(HloValue(run.computation, operand))
-            is_given = origin.computation == program.entry and program.at(origin).opcode == "parameter"
+            is_given = (
+                origin.computation == program.entry and program.at(origin).opcode == "parameter"
+            )
             work.bytes["memory" if is_given and name == "cached" else name] += size * times
     return work
 
 
-def _inside(program: HloModule, around: Computation, instruction: Instruction) -> list[tuple[Computation, Instruction]]:
+def _inside(
+    program: HloModule, around: Computation, instruction: Instruction
+) -> list[tuple[Computation, Instruction]]:
     """Return the instructions of a fusion with their computations, or the instruction itself."""
     if instruction.opcode != "fusion":
         return [(around, instruction)]
     found = (program.computations[name] for role, name in instruction.callees() if role == "calls")
-    return [(computation, inner) for computation in found for inner in computation.instructions.values()]
+    return [
+        (computation, inner) for computation in found for inner in computation.instructions.values()
+    ]
 
 
 def _dot_flops(computation: Computation, instruction: Instruction) -> float:
@@ -138,19 +170,26 @@ def _dot_flops(computation: Computation, instruction: Instruction) -> float:
         return 0.0
     left = computation.instructions[instruction.operands[0]].arrays[0]
     summed = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}").split(",")
-    return 2.0 * instruction.arrays[0].size * math.prod(left.dims[int(dim)] for dim in summed if dim)
+    return (
+        2.0 * instruction.arrays[0].size * math.prod(left.dims[int(dim)] for dim in summed if dim)
+    )
 
 
 def _minors(text: str) -> dict[str, int]:
     """Return instruction → the dimension along which its elements lie side by side, of arrays with several."""
-    found = re.finditer(r"^\s+(?:ROOT )?%?([\w.~-]+) = \w+\[([\d,]+)\]\{([\d,]+)", text, re.MULTILINE)
+    found = re.finditer(
+        r"^\s+(?:ROOT )?%?([\w.~-]+) = \w+\[([\d,]+)\]\{([\d,]+)", text, re.MULTILINE
+    )
     arrays = ((name[1], name[2].split(","), name[3].split(",")) for name in found)
     return {
-        name: next((int(dim) for dim in order if dims[int(dim)] != "1"), int(order[0])) for name, dims, order in arrays
+        name: next((int(dim) for dim in order if dims[int(dim)] != "1"), int(order[0]))
+        for name, dims, order in arrays
     }
 
 
-def _is_strided(computation: Computation, instruction: Instruction, minors: Mapping[str, int]) -> bool:
+def _is_strided(
+    computation: Computation, instruction: Instruction, minors: Mapping[str, int]
+) -> bool:
     """Tell whether an instruction reads elements that do not lie side by side."""
     if instruction.opcode not in ("copy", "transpose") or instruction.name not in minors:
         return False
@@ -196,9 +235,14 @@ class Step:
         compiled = setup.step.compile(abstract_batch(config))
         memory = compiled.memory_analysis()
         assert memory is not None
-        self.devices, self.work = setup.mesh.size, count(compiled.as_text() or "", memory.temp_size_in_bytes)
+        self.devices, self.work = (
+            setup.mesh.size,
+            count(compiled.as_text() or "", memory.temp_size_in_bytes),
+        )
         self._state = spmd.init_state(setup.plan)
-        tokens = np.random.default_rng(0).integers(0, 256, (config.data.batch, config.data.sequence + 1), np.int32)
+        tokens = np.random.default_rng(0).integers(
+            0, 256, (config.data.batch, config.data.sequence + 1), np.int32
+        )
         weights = np.ones((config.data.batch, config.data.sequence), np.float32)
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
         self._batch = spmd.place_batch(setup, batch)
@@ -231,11 +275,23 @@ def report(rows: Mapping[str, tuple[float, float]]) -> tuple[list[str], bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", action="append", help="such as fsdp=4,tensor=2; may be repeated (default: all eight)")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of all programs and steps (default: 15)")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="that decides on the exit code")
-    parser.add_argument("--verbose", action="store_true", help="print the rates, and what takes the predicted time")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mesh",
+        action="append",
+        help="such as fsdp=4,tensor=2; may be repeated (default: all eight)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="turns of all programs and steps (default: 15)"
+    )
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="that decides on the exit code"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print the rates, and what takes the predicted time"
+    )
     options = parser.parse_args()
     names = tuple(dict.fromkeys((MESHES[0], *(options.mesh or MESHES))))
     spmd.simulate_devices(DEVICES)
@@ -247,7 +303,9 @@ def main() -> int:
         print(f"cpu_prediction: {problem}", file=sys.stderr)
         return 2
     start = time.perf_counter()
-    calibrations = {devices: Calibration(devices) for devices in sorted({step.devices for step in steps})}
+    calibrations = {
+        devices: Calibration(devices) for devices in sorted({step.devices for step in steps})
+    }
     calibrating = time.perf_counter() - start
     for _ in range(max(1, options.rounds)):
         start = time.perf_counter()
@@ -261,7 +319,10 @@ def main() -> int:
     for clock in CLOCKS:
         rates = {devices: calibration.rates(clock) for devices, calibration in calibrations.items()}
         spent = {step.name: predict(step.work, rates[step.devices]) for step in steps}
-        rows = {step.name: (sum(spent[step.name].values()), step.seconds.median(clock)) for step in steps}
+        rows = {
+            step.name: (sum(spent[step.name].values()), step.seconds.median(clock))
+            for step in steps
+        }
         lines, met[clock] = report(rows)
         print("\n".join([f"\nby the {clock} clock:", *lines]))
         if options.verbose:
@@ -274,11 +335,16 @@ def _explain(rates: Mapping[int, CpuRates], spent: Mapping[str, Mapping[str, flo
         speeds = ", ".join(f"{name} {speed / 1e9:.1f} GB/s" for name, speed in found.bytes.items())
         print(f"rates of {devices}: matmuls {found.matmul / 1e9:.0f} GFLOP/s, {speeds}")
         print(f"  an operation {found.operation * 1e6:.1f} µs")
-        print(f"  temporaries {found.kept * 2**30:.3f} s/GiB if kept, {found.new * 2**30:.3f} s/GiB if new memory")
+        print(
+            f"  temporaries {found.kept * 2**30:.3f} s/GiB if kept, {found.new * 2**30:.3f} s/GiB if new memory"
+        )
         for (kind, size), (latency, speed) in sorted(found.collectives.items()):
             print(f"  {kind} of {size}: {latency * 1e6:.0f} µs and {speed / 1e9:.2f} GB/s")
     for name, parts in spent.items():
-        print(f"{name}: " + ", ".join(f"{what} {seconds * 1e3:.1f} ms" for what, seconds in parts.items()))
+        print(
+            f"{name}: "
+            + ", ".join(f"{what} {seconds * 1e3:.1f} ms" for what, seconds in parts.items())
+        )
 
 
 if __name__ == "__main__":

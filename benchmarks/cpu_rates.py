@@ -16,8 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 DEVICES = 8
 
-CLOCKS = {"wall": time.perf_counter, "processor": lambda: time.process_time() / (os.cpu_count() or 1)}
-"""Clocks in seconds. A busy machine's processor time, over its cores, is steadier than the time on the wall."""
+CLOCKS = {
+    "wall": time.perf_counter,
+    "processor": lambda: time.process_time() / (os.cpu_count() or 1),
+}
+"""Clocks in seconds. A busy machine's processor time, over its cores, is steadier than the time
+on the wall."""
 
 _TURNS = 32
 
@@ -30,7 +34,8 @@ class CpuRates:
         matmul: FLOP/s.
         bytes: Class of operations → bytes/s.
         operation: Seconds of an operation with hardly any work.
-        collectives: (kind, devices of a group) → seconds of one that moves hardly anything, and bytes/s of one device.
+        collectives: (kind, devices of a group) → seconds of one that moves hardly anything, and
+            bytes/s of one device.
         kept: Seconds of a byte of temporaries; `new` the same, where they are new memory.
     """
 
@@ -72,7 +77,9 @@ class Timed:
         shapes: Of these arrays.
     """
 
-    def __init__(self, devices: int, turn: Turn, shapes: Sequence[Sequence[int]], turns: int = _TURNS) -> None:
+    def __init__(
+        self, devices: int, turn: Turn, shapes: Sequence[Sequence[int]], turns: int = _TURNS
+    ) -> None:
         mesh = Mesh(np.array(jax.devices()[:devices]), ("d",))
         split, self.turns, self.seconds = NamedSharding(mesh, P("d")), turns, Seconds()
         random = np.random.default_rng(0)
@@ -82,7 +89,10 @@ class Timed:
             first = arrays[0] + 0 * lax.psum(arrays[0].reshape(-1)[0], "d")
             return lax.fori_loop(0, turns, lambda _, found: turn(*found), (first, *arrays[1:]))
 
-        values = [0.05 * random.standard_normal((devices * shape[0], *shape[1:]), np.float32) for shape in shapes]
+        values = [
+            0.05 * random.standard_normal((devices * shape[0], *shape[1:]), np.float32)
+            for shape in shapes
+        ]
         self._arrays = [jax.device_put(value, split) for value in values]
         mapped = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
         self._run = jax.jit(mapped).lower(*self._arrays).compile()
@@ -104,7 +114,9 @@ def _exchange(kind: str, groups: list[list[int]]) -> Turn:
     return {
         "all-reduce": lambda x: (lax.psum(x, "d", **keep) / size,),
         "all-gather": lambda x: (lax.all_gather(x[: len(x) // size], "d", tiled=True, **keep),),
-        "reduce-scatter": lambda x: (jnp.tile(lax.psum_scatter(x, "d", tiled=True, **keep) / size, size),),
+        "reduce-scatter": lambda x: (
+            jnp.tile(lax.psum_scatter(x, "d", tiled=True, **keep) / size, size),
+        ),
         "all-to-all": lambda x: (lax.all_to_all(x, "d", 0, 0, tiled=True, **keep),),
         "collective-permute": lambda x: (
             lax.ppermute(x, "d", [(a, b) for a, b in groups] + [(b, a) for a, b in groups]),
@@ -147,13 +159,21 @@ class Calibration:
         self.devices = devices
         programs = _programs(DEVICES // devices)
         self.programs = {name: Timed(devices, *program) for name, program in programs.items()}
-        for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
+        for kind in (
+            "all-reduce",
+            "all-gather",
+            "reduce-scatter",
+            "all-to-all",
+            "collective-permute",
+        ):
             for size in (2, 4, 8) if devices > 1 else ():
                 if kind == "collective-permute" and size > 2:
                     continue
                 groups = [list(range(first, first + size)) for first in range(0, devices, size)]
                 for elements in (_SMALL, _LARGE):
-                    self.programs[kind, size, elements] = Timed(devices, _exchange(kind, groups), [(elements,)])
+                    self.programs[kind, size, elements] = Timed(
+                        devices, _exchange(kind, groups), [(elements,)]
+                    )
 
     def run(self) -> None:
         """Run each program once."""
@@ -171,7 +191,10 @@ class Calibration:
             collectives[kind, size] = (small, 4 * (_LARGE - _SMALL) / max(large - small, 1e-9))
         return CpuRates(
             matmul=2 * 256**3 * DEVICES / (median["matmul"] - median["operation"]),
-            bytes={name: DEVICES * size / (median[name] - median["operation"]) for name, size in _ARRAYS.items()},
+            bytes={
+                name: DEVICES * size / (median[name] - median["operation"])
+                for name, size in _ARRAYS.items()
+            },
             operation=operation,
             collectives=collectives,
             kept=max(0.0, median["kept"] / _KEPT - part) / mebi,

@@ -2,9 +2,10 @@
 
     python -m benchmarks.exchange --out /tmp/exchange
 
-Trains `demo` with precision `bf16` on `fsdp=8` of simulated devices, from the same seeds, in three ways: gradients are
-sent in float32; in bfloat16, where XLA:CPU adds in float32 and rounds the sum; and in bfloat16 around a ring that
-rounds after every addition, the most that a network may lose. Prints each final validation loss and the differences.
+Trains `demo` with precision `bf16` on `fsdp=8` of simulated devices, from the same seeds, in three
+ways: gradients are sent in float32; in bfloat16, where XLA:CPU adds in float32 and rounds the sum;
+and in bfloat16 around a ring that rounds after every addition, the most that a network may lose.
+Prints each final validation loss and the differences.
 """
 
 import argparse
@@ -43,9 +44,30 @@ def final_loss(way: str, seed: int, out: Path, flags: list[str]) -> float:
     """Train once; return the last validation loss, in nats per byte."""
     patch, exchange = WAYS[way]
     mesh = ("--mesh.data", "1", "--mesh.fsdp", "8", "--mesh.tensor", "1", "--data.batch", "8")
-    run = ("train", "demo", "--precision", "bf16", *exchange, *mesh, "--seed", str(seed), "--sample.prompt", "")
+    run = (
+        "train",
+        "demo",
+        "--precision",
+        "bf16",
+        *exchange,
+        *mesh,
+        "--seed",
+        str(seed),
+        "--sample.prompt",
+        "",
+    )
     folder = out / f"{way.replace(', ', '-')}-{seed}"
-    command = [sys.executable, "-c", patch + _RUN, *run, "--checkpoint-every", "0", "--out", str(folder), *flags]
+    command = [
+        sys.executable,
+        "-c",
+        patch + _RUN,
+        *run,
+        "--checkpoint-every",
+        "0",
+        "--out",
+        str(folder),
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{way}, seed {seed} failed:\n{done.stderr[-2000:]}")
@@ -55,7 +77,9 @@ def final_loss(way: str, seed: int, out: Path, flags: list[str]) -> float:
 
 def main() -> int:
     """Print a line for each seed, and the mean and spread of the differences."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     arguments, flags = parser.parse_known_args()
@@ -63,9 +87,15 @@ def main() -> int:
     for seed in range(arguments.seeds):
         for way, losses in found.items():
             losses.append(final_loss(way, seed, arguments.out, flags))
-        print(f"seed {seed}   " + "   ".join(f"{way} {losses[-1]:.4f}" for way, losses in found.items()), flush=True)
+        print(
+            f"seed {seed}   "
+            + "   ".join(f"{way} {losses[-1]:.4f}" for way, losses in found.items()),
+            flush=True,
+        )
     exact = found.pop("float32")
-    print(f"float32   mean {statistics.mean(exact):.4f}   largest − smallest {max(exact) - min(exact):.4f}")
+    print(
+        f"float32   mean {statistics.mean(exact):.4f}   largest − smallest {max(exact) - min(exact):.4f}"
+    )
     for way, losses in found.items():
         differences = [loss - other for loss, other in zip(losses, exact, strict=True)]
         print(f"{way} − float32   " + "   ".join(f"{d:+.4f}" for d in differences))

@@ -3,12 +3,13 @@
     python -m benchmarks.fewer_bits --results results.jsonl
     python -m benchmarks.fewer_bits --results results.jsonl --config mixtral-tiny --seeds 0
 
-The table in docs/how-to/benchmark.md is made by it. Every run's loss is appended to the results as it ends, and runs
-that are there already are not repeated, so an interrupted table goes on. The last setting is a control: gradients of
-each device as their signs, one scale for each array and no error feedback, with Adam (what 1-bit Adam, Tang et al.,
-arXiv:2102.02888, shows to fail). PowerSGD is also switched on in the middle of a run, as PyTorch's is after its first
-1,000 steps by default. The exit code is 1 if a setting is further off in the mean over seeds than it may be, or the
-control is not.
+The table in docs/how-to/benchmark.md is made by it. Every run's loss is appended to the results as
+it ends, and runs that are there already are not repeated, so an interrupted table goes on. The last
+setting is a control: gradients of each device as their signs, one scale for each array and no error
+feedback, with Adam (what 1-bit Adam, Tang et al., arXiv:2102.02888, shows to fail). PowerSGD is
+also switched on in the middle of a run, as PyTorch's is after its first 1,000 steps by default. The
+exit code is 1 if a setting is further off in the mean over seeds than it may be, or the control is
+not.
 """
 
 import argparse
@@ -63,7 +64,10 @@ STORED = {
     "demo": "store:int8=mlp_gate,mlp_up,attention_out,mlp_input",
     "mixtral-tiny": "store:int8=expert_hidden,attention_out",
 }
-MESHES = {"demo": MeshShape(data=2, fsdp=2, tensor=2), "mixtral-tiny": MeshShape(data=2, fsdp=2, expert=2)}
+MESHES = {
+    "demo": MeshShape(data=2, fsdp=2, tensor=2),
+    "mixtral-tiny": MeshShape(data=2, fsdp=2, expert=2),
+}
 """Meshes on which each setting has something to act on."""
 
 
@@ -74,7 +78,9 @@ def signs(local: LocalGradients, states: dict[str, Any]) -> tuple[Any, dict[str,
         size = jnp.mean(jnp.abs(g), axis=tuple(range(1, g.ndim)), keepdims=True)
         return jnp.where(g < 0, -size, size)
 
-    return sum_exchange(dataclasses.replace(local, gradients=jax.tree.map(signed, local.gradients)), states)
+    return sum_exchange(
+        dataclasses.replace(local, gradients=jax.tree.map(signed, local.gradients)), states
+    )
 
 
 def make_config(name: str, setting: str, seed: int, steps: int) -> TrainConfig:
@@ -82,7 +88,9 @@ def make_config(name: str, setting: str, seed: int, steps: int) -> TrainConfig:
     config, fields = load_config(name), dict(SETTINGS[setting][0])
     if "remat" in fields:
         fields["remat"] = STORED[name]
-    optimizer = dataclasses.replace(config.optimizer, warmup_steps=min(config.optimizer.warmup_steps, steps // 4))
+    optimizer = dataclasses.replace(
+        config.optimizer, warmup_steps=min(config.optimizer.warmup_steps, steps // 4)
+    )
     fields |= {"precision": "bf16", "mesh": MESHES[name], "optimizer": optimizer}
     return dataclasses.replace(config, seed=seed, steps=steps, **fields)
 
@@ -92,7 +100,11 @@ def train(config: TrainConfig, setting: str) -> float:
     corpus, sequence, state = load_corpus(config.data), config.data.sequence, None
     half = config.steps // 2
     plain = dataclasses.replace(config, compress=CompressConfig())
-    parts = [(0, half, plain), (half, config.steps, config)] if setting == LATER else [(0, config.steps, config)]
+    parts = (
+        [(0, half, plain), (half, config.steps, config)]
+        if setting == LATER
+        else [(0, config.steps, config)]
+    )
     for start, end, part in parts:
         setup = make_setup(part, config_mesh(part))
         step: TrainStep = setup.step
@@ -101,9 +113,12 @@ def train(config: TrainConfig, setting: str) -> float:
             step = make_train_step(setup.plan, grad_fn=exchange_once(grad_fn, ("data",), signs))
         state = start_state(setup.plan, config.seed, state)
         placed = {"batch": config.data.batch, "sharding": setup.plan.batch_sharding("tokens")}
-        for batch in batches(Windows(corpus.train, sequence), seed=config.seed, start=start, steps=end, **placed):
+        for batch in batches(
+            Windows(corpus.train, sequence), seed=config.seed, start=start, steps=end, **placed
+        ):
             state, metrics = step(state, batch)
-            jax.block_until_ready(metrics)  # simulated devices wait for each other forever if too many are dispatched
+            # simulated devices wait for each other forever if too many are dispatched
+            jax.block_until_ready(metrics)
     evaluate, total = make_eval_step(setup.plan, setup.evaluation_loss_fn), dict[str, float]()
     windows = Windows(corpus.validation, sequence)
     for batch in evaluation_batches(windows, tokens_at_most=config.evaluate.tokens, **placed):
@@ -123,7 +138,13 @@ def start_state(plan: spmd.ShardingPlan, seed: int, before: TrainState | None) -
 
 def table(rows: list[dict[str, Any]]) -> tuple[str, bool]:
     """Return the table of the settings that have a row, and whether each is within its bar."""
-    lines, is_good = ["| run | setting | seeds | loss | relative to bf16 | may be |", "|---|---|---|---|---|---|"], True
+    lines, is_good = (
+        [
+            "| run | setting | seeds | loss | relative to bf16 | may be |",
+            "|---|---|---|---|---|---|",
+        ],
+        True,
+    )
     losses = {(row["config"], row["setting"], row["seed"]): row["loss"] for row in rows}
     for name in MESHES:
         for setting, (_, bar) in SETTINGS.items():
@@ -134,7 +155,10 @@ def table(rows: list[dict[str, Any]]) -> tuple[str, bool]:
             ]
             if not pairs:
                 continue
-            loss, changes = statistics.mean(loss for loss, _ in pairs), [loss / plain - 1 for loss, plain in pairs]
+            loss, changes = (
+                statistics.mean(loss for loss, _ in pairs),
+                [loss / plain - 1 for loss, plain in pairs],
+            )
             change = statistics.mean(changes)
             is_good &= change > bar if setting == CONTROL else change <= bar
             limit = f"above {bar:.0%}" if setting == CONTROL else f"{bar:.0%}"
@@ -145,7 +169,9 @@ def table(rows: list[dict[str, Any]]) -> tuple[str, bool]:
 
 def main() -> int:
     """Run what is missing, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, required=True, help="file of JSON lines")
     parser.add_argument("--config", choices=MESHES, nargs="+", default=list(MESHES))
     parser.add_argument("--setting", choices=SETTINGS, nargs="+", default=list(SETTINGS))
@@ -164,11 +190,20 @@ def main() -> int:
                     continue
                 began = time.perf_counter()
                 loss = train(make_config(name, setting, seed, arguments.steps), setting)
-                row = {"config": name, "setting": setting, "seed": seed, "steps": arguments.steps, "loss": loss}
+                row = {
+                    "config": name,
+                    "setting": setting,
+                    "seed": seed,
+                    "steps": arguments.steps,
+                    "loss": loss,
+                }
                 rows.append(row)
                 with arguments.results.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
-                print(f"{name}, {setting}, seed {seed}: {loss:.4f} ({time.perf_counter() - began:.0f} s)", flush=True)
+                print(
+                    f"{name}, {setting}, seed {seed}: {loss:.4f} ({time.perf_counter() - began:.0f} s)",
+                    flush=True,
+                )
     text, is_good = table(rows)
     print(text)
     return 0 if is_good else 1

@@ -3,8 +3,9 @@
     python -m benchmarks.generate
     python -m benchmarks.generate --mesh fsdp=2,tensor=2 --batch 8
 
-Both write the same greedy text with the demo's model and initial parameters. They take turns, so that other work on the
-machine slows both alike; the answer is the median of the pairwise ratios. Compilation is not in it.
+Both write the same greedy text with the demo's model and initial parameters. They take turns, so
+that other work on the machine slows both alike; the answer is the median of the pairwise ratios.
+Compilation is not in it.
 """
 
 import argparse
@@ -33,7 +34,10 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     state = init_state(plan)
     prompts = np.random.default_rng(0).integers(0, 256, (args.batch, args.prompt))
     greedy = Sampling(temperature=0.0)
-    ways = {name: Generator(plan, args.window, greedy, cached=name == "cached") for name in ("cached", "window")}
+    ways = {
+        name: Generator(plan, args.window, greedy, cached=name == "cached")
+        for name in ("cached", "window")
+    }
 
     def write(name: str, tokens: int) -> tuple[float, list[np.ndarray]]:
         began = time.perf_counter()
@@ -42,16 +46,25 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
     for name in ways:
         write(name, args.tokens)
-    first = {name: statistics.median(write(name, 1)[0] for _ in range(args.rounds)) for name in ways}
+    first = {
+        name: statistics.median(write(name, 1)[0] for _ in range(args.rounds)) for name in ways
+    }
     rounds = [{name: write(name, args.tokens) for name in ways} for _ in range(args.rounds)]
-    same = all(np.array_equal(*texts) for texts in zip(*(rounds[0][name][1] for name in ways), strict=True))
+    same = all(
+        np.array_equal(*texts) for texts in zip(*(rounds[0][name][1] for name in ways), strict=True)
+    )
     seconds = {name: [r[name][0] for r in rounds] for name in ways}
     count = args.batch * args.tokens
     return {
         "model": "demo",
         "devices": f"{math.prod(args.mesh.values())} simulated {jax.devices()[0].platform}",
-        **{name: getattr(args, name) for name in ("mesh", "batch", "prompt", "tokens", "window", "rounds")},
-        "tokens_per_s": {name: round(count / statistics.median(times), 1) for name, times in seconds.items()},
+        **{
+            name: getattr(args, name)
+            for name in ("mesh", "batch", "prompt", "tokens", "window", "rounds")
+        },
+        "tokens_per_s": {
+            name: round(count / statistics.median(times), 1) for name, times in seconds.items()
+        },
         "ratio": round(statistics.median(w / c for c, w in zip(*seconds.values(), strict=True)), 2),
         "first_token_s": {name: round(value, 4) for name, value in first.items()},
         "same_text": same,
@@ -59,7 +72,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mesh", default="data=1", help="such as fsdp=2,tensor=2")
     parser.add_argument("--batch", type=int, default=1, help="prompts")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each")
@@ -67,7 +82,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256, help="the longest sequence")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    args.mesh = {axis: int(size) for axis, size in (pair.split("=") for pair in args.mesh.split(","))}
+    args.mesh = {
+        axis: int(size) for axis, size in (pair.split("=") for pair in args.mesh.split(","))
+    }
     simulate_devices(math.prod(args.mesh.values()))
     print(json.dumps(measure(args)))
 

@@ -2,11 +2,12 @@
 
     python benchmarks/import_speed.py --gib 2 --repeats 5
 
-Writes a synthetic checkpoint of Llama's shape in several files. Each of the repeats reads it in two processes in turn:
-`load_params` into the shards of four simulated devices, and all tensors by the safetensors library alone, which are
-kept, as parameters are. `time_ratio` is that of the medians, and `over_shards_of_largest_tensor` the highest
-peak of memory beyond what the process had and beyond the shards, as a part of the largest tensor. With `--command`
-there is a third one: `spmd import`, which writes a checkpoint as well.
+Writes a synthetic checkpoint of Llama's shape in several files. Each of the repeats reads it in two
+processes in turn: `load_params` into the shards of four simulated devices, and all tensors by the
+safetensors library alone, which are kept, as parameters are. `time_ratio` is that of the medians,
+and `over_shards_of_largest_tensor` the highest peak of memory beyond what the process had and
+beyond the shards, as a part of the largest tensor. With `--command` there is a third one: `spmd
+import`, which writes a checkpoint as well.
 """
 
 import argparse
@@ -59,7 +60,11 @@ def plan_of(config: LlamaConfig, dtype: str) -> ShardingPlan:
     precision = "float32" if dtype == "float32" else "bf16-params"
     optimizer = make_optimizer(OptimizerConfig(), 1, ("layers",))
     return make_plan(
-        mesh, family_for(config).rules(config), flax.from_nnx(config.build), optimizer, precision=precision
+        mesh,
+        family_for(config).rules(config),
+        flax.from_nnx(config.build),
+        optimizer,
+        precision=precision,
     )
 
 
@@ -77,10 +82,14 @@ def write(folder: Path, config: LlamaConfig, dtype: str) -> int:
         part = {name: kinds[name] for name in names[number::FILES]}
         file = f"model-{number + 1:05}-of-{FILES:05}.safetensors"
         rng = np.random.default_rng(number)
-        values = (rng.standard_normal(kind.shape, np.float32).astype(kind.dtype) for kind in part.values())
+        values = (
+            rng.standard_normal(kind.shape, np.float32).astype(kind.dtype) for kind in part.values()
+        )
         write_safetensors(folder / file, part, values, {"format": "pt"})
         index |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     about = {"architectures": list(family.architectures), **family.write_config(config)}
     (folder / "config.json").write_text(json.dumps(about))
     return max(kind.size * kind.dtype.itemsize for kind in kinds.values())
@@ -98,15 +107,23 @@ def peak() -> int:
 
 
 def measure(folder: Path, config: LlamaConfig, dtype: str, reader: str) -> dict[str, float]:
-    """Read the folder in this process; seconds, and bytes beyond those of before and of what was read."""
+    """Read the folder in this process.
+
+    Seconds, and bytes beyond those of before and of what was read.
+    """
     abstract = plan_of(config, dtype).abstract_params
-    # What belongs to no tensor is there before: the backends, and what NumPy and JAX do for the first time.
-    jax.block_until_ready([jax.device_put(np.ones((1024, 1024), np.float32).T, device) for device in jax.devices()])
+    # What belongs to no tensor is there before: the backends, and what NumPy and JAX do for the
+    # first time.
+    jax.block_until_ready(
+        [jax.device_put(np.ones((1024, 1024), np.float32).T, device) for device in jax.devices()]
+    )
     before, began = memory(), time.perf_counter()
     if reader == "ours":
         kept = jax.block_until_ready(load_params(folder, abstract))
         seconds = time.perf_counter() - began
-        held = sum(shard.data.nbytes for leaf in jax.tree.leaves(kept) for shard in leaf.addressable_shards)
+        held = sum(
+            shard.data.nbytes for leaf in jax.tree.leaves(kept) for shard in leaf.addressable_shards
+        )
     else:
         arrays = []
         for path in sorted(folder.glob("*.safetensors")):
@@ -130,7 +147,9 @@ def measure_command(folder: Path, config: LlamaConfig, dtype: str) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--repeats", type=int, default=5)
@@ -154,10 +173,22 @@ def main() -> None:
         size = sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
         for _ in range(options.repeats):
             for reader, runs in found.items():
-                about = ["--gib", str(options.gib), "--dtype", options.dtype, "--inside", reader, directory]
-                done = subprocess.run([sys.executable, __file__, *about], capture_output=True, text=True, check=True)
+                about = [
+                    "--gib",
+                    str(options.gib),
+                    "--dtype",
+                    options.dtype,
+                    "--inside",
+                    reader,
+                    directory,
+                ]
+                done = subprocess.run(
+                    [sys.executable, __file__, *about], capture_output=True, text=True, check=True
+                )
                 runs.append(json.loads(done.stdout.splitlines()[-1]))
-    seconds = {reader: statistics.median(run["seconds"] for run in runs) for reader, runs in found.items()}
+    seconds = {
+        reader: statistics.median(run["seconds"] for run in runs) for reader, runs in found.items()
+    }
     over = {reader: max(run["over"] for run in runs) for reader, runs in found.items()}
     print(
         json.dumps(
@@ -168,7 +199,9 @@ def main() -> None:
                 "time_ratio": round(seconds["ours"] / seconds["safetensors"], 3),
                 "largest_tensor": human_bytes(largest),
                 "over_shards": {reader: human_bytes(value) for reader, value in over.items()},
-                "over_shards_of_largest_tensor": {reader: round(value / largest, 3) for reader, value in over.items()},
+                "over_shards_of_largest_tensor": {
+                    reader: round(value / largest, 3) for reader, value in over.items()
+                },
             }
         )
     )

@@ -5,10 +5,11 @@ python -m benchmarks.layers
 python -m benchmarks.layers --layer ring --rounds 40
 ```
 
-`ours` is the model's own module under a plan; `bare` is `benchmarks/bare_layers.py`, written by hand with
-`jax.shard_map`; `one` is the module on one device, with the work of all eight. They compute with the same numbers in
-float32, and must agree to 1e-4 before they are timed. Then they take turns in one process, in another order each time,
-so that other work on the machine slows all alike. Each layer prints one JSON line.
+`ours` is the model's own module under a plan; `bare` is `benchmarks/bare_layers.py`, written by
+hand with `jax.shard_map`; `one` is the module on one device, with the work of all eight. They
+compute with the same numbers in float32, and must agree to 1e-4 before they are timed. Then they
+take turns in one process, in another order each time, so that other work on the machine slows all
+alike. Each layer prints one JSON line.
 """
 
 import argparse
@@ -97,13 +98,21 @@ class Program:
         x: How `x`, `y` and their gradients are.
     """
 
-    def __init__(self, apply: Callable[..., jax.Array], arguments: tuple[Tree, Any, Any], params: Tree, x: Any) -> None:
+    def __init__(
+        self,
+        apply: Callable[..., jax.Array],
+        arguments: tuple[Tree, Any, Any],
+        params: Tree,
+        x: Any,
+    ) -> None:
         def both(params: Tree, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
             y, back = jax.vjp(apply, params, x)
             return y, *back(dy)
 
         self._arguments = jax.device_put(arguments, (params, x, x))
-        self.compiled = jax.jit(both, out_shardings=(x, params, x)).lower(*self._arguments).compile()
+        self.compiled = (
+            jax.jit(both, out_shardings=(x, params, x)).lower(*self._arguments).compile()
+        )
 
     def run(self) -> tuple[jax.Array, Tree, jax.Array]:
         return jax.block_until_ready(self.compiled(*self._arguments))
@@ -120,7 +129,9 @@ def ours(case: Case, devices: int, arguments: tuple[Tree, Any, Any]) -> Program:
     model = spmd.from_nnx(lambda rngs: OneLayer(case, rngs))
     matches = map(case.rules.match, tree.flatten(arguments[0]))
     used = {match.index for match in matches if match}
-    rules = Rules([rule for i, rule in enumerate(case.rules.params) if i in used], case.rules.activations)
+    rules = Rules(
+        [rule for i, rule in enumerate(case.rules.params) if i in used], case.rules.activations
+    )
     mesh = spmd.make_mesh(devices=jax.devices()[:devices], **{case.axis: devices})
     plan = spmd.make_plan(mesh, rules, model, optax.identity())
 
@@ -141,7 +152,9 @@ def bare(case: Case, arguments: tuple[Tree, Any, Any]) -> Program:
         return NamedSharding(layer.mesh, spec)
 
     params = jax.tree.map(bind, {case.name: layer.params}, is_leaf=lambda leaf: isinstance(leaf, P))
-    return Program(lambda params, x: layer.apply(params[case.name], x), arguments, params, bind(layer.x))
+    return Program(
+        lambda params, x: layer.apply(params[case.name], x), arguments, params, bind(layer.x)
+    )
 
 
 def tensor_case(quick: bool) -> Case:
@@ -154,7 +167,9 @@ def tensor_case(quick: bool) -> Case:
         axis="tensor",
         name="block",
         make=Block,
-        call=lambda block, x: block(x, rotary_angles(positions(seq), config.head_width, config.rope_theta)),
+        call=lambda block, x: block(
+            x, rotary_angles(positions(seq), config.head_width, config.rope_theta)
+        ),
         rules=LLAMA,
         bare=bare_layers.tensor_layer(DEVICES, config.head_width),
         config=config,
@@ -170,7 +185,9 @@ def ring_case(quick: bool) -> Case:
         axis="sequence",
         name="attention",
         make=Attention,
-        call=lambda layer, x: layer(x, rotary_angles(positions(seq), config.head_width, config.rope_theta)),
+        call=lambda layer, x: layer(
+            x, rotary_angles(positions(seq), config.head_width, config.rope_theta)
+        ),
         rules=LLAMA,
         bare=bare_layers.ring_layer(DEVICES, config.head_width),
         config=config,
@@ -180,7 +197,8 @@ def ring_case(quick: bool) -> Case:
 
 def expert_case(quick: bool, dispatch: str) -> Case:
     """Mixtral's experts over `expert`."""
-    # Without capacities, each device has room for all rows of all: there, fewer tokens are as much work.
+    # Without capacities, each device has room for all rows of all: there, fewer tokens are as much
+    # work.
     batch, seq = 8, 16 if quick else {"capacity": 256, "dropless": 64}[dispatch]
     router = RouterConfig(experts=8, top_k=2, dispatch=dispatch)
     config = MixtralConfig(d_model=64, heads=4, kv_heads=4, d_ff=64, layers=1, router=router)
@@ -228,7 +246,9 @@ def make_programs(case: Case) -> dict[str, Program]:
         for path, expected in reference.items():
             error = float(np.abs(found[path] - expected).max() / np.abs(expected).max())
             if not error <= CLOSE:
-                raise SystemExit(f"{name}: {path} is {error:.2g} of its largest value away from one device's")
+                raise SystemExit(
+                    f"{name}: {path} is {error:.2g} of its largest value away from one device's"
+                )
     return programs
 
 
@@ -237,13 +257,18 @@ def measure(name: str, quick: bool, rounds: int) -> dict[str, Any]:
     case = CASES[name](quick)
     programs = make_programs(case)
     order = random.Random(0)
-    turns = [{k: programs[k].time() for k in order.sample([*programs], len(programs))} for _ in range(rounds)]
+    turns = [
+        {k: programs[k].time() for k in order.sample([*programs], len(programs))}
+        for _ in range(rounds)
+    ]
 
     def median(clock: int) -> dict[str, float]:
         return {k: round(statistics.median(turn[k][clock] for turn in turns), 4) for k in programs}
 
     def compare(other: str) -> dict[str, Any]:
-        wall, cpu = ([turn["ours"][clock] / turn[other][clock] for turn in turns] for clock in (0, 1))
+        wall, cpu = (
+            [turn["ours"][clock] / turn[other][clock] for turn in turns] for clock in (0, 1)
+        )
         low, middle, high = np.quantile(wall, (0.25, 0.5, 0.75)).round(4).tolist()
         return {"s": middle, "s_quartiles": [low, high], "cpu_s": round(statistics.median(cpu), 4)}
 
@@ -261,7 +286,9 @@ def measure(name: str, quick: bool, rounds: int) -> dict[str, Any]:
         "cpu_s": median(1),
         "collective_executions": {k: audit["collective_executions"] for k, audit in audits.items()},
         "collective_megabytes": {k: audit["collective_megabytes"] for k, audit in audits.items()},
-        "temp_bytes_per_device": {k: m.temp_size_in_bytes if m else "not reported" for k, m in memory.items()},
+        "temp_bytes_per_device": {
+            k: m.temp_size_in_bytes if m else "not reported" for k, m in memory.items()
+        },
         "rounds": rounds,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
@@ -270,7 +297,9 @@ def measure(name: str, quick: bool, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layer", choices=CASES, action="append", help="all of them, unless named")
     parser.add_argument("--rounds", type=int, default=12, help="turns that are timed")
     parser.add_argument("--quick", action="store_true", help="small layers, to see that they agree")

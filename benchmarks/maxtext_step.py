@@ -2,8 +2,8 @@
 
     PYTHON benchmarks/maxtext_step.py FILE.json compile_topology=v5e-256 model_name=llama3-8b …
 
-PYTHON is the interpreter of an environment with MaxText and without spmd. `benchmarks/pods.py` starts this and reads
-the file.
+PYTHON is the interpreter of an environment with MaxText and without spmd. `benchmarks/pods.py`
+starts this and reads the file.
 """
 
 import importlib.util
@@ -24,7 +24,10 @@ def main() -> None:
 
     def analyse_and_write(compiled: Any) -> Any:
         memory = analyse(compiled)
-        sizes = {"temporaries": memory.temp_size_in_bytes, "arguments": memory.argument_size_in_bytes}
+        sizes = {
+            "temporaries": memory.temp_size_in_bytes,
+            "arguments": memory.argument_size_in_bytes,
+        }
         found = {"text": compiled.as_text(), "memory": sizes}
         Path(file).write_text(json.dumps(found), encoding="utf-8")
         return memory
@@ -33,7 +36,11 @@ def main() -> None:
     package = importlib.util.find_spec("maxtext")
     if package is None or not package.submodule_search_locations:
         sys.exit(f"MaxText is not installed for {sys.executable}")
-    sys.argv = [MODULE, str(Path(package.submodule_search_locations[0], "configs", "base.yml")), *arguments]
+    sys.argv = [
+        MODULE,
+        str(Path(package.submodule_search_locations[0], "configs", "base.yml")),
+        *arguments,
+    ]
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
 
 

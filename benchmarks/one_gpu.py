@@ -4,10 +4,11 @@
     python -m benchmarks.one_gpu losses --against cpu.json
     python -m benchmarks.one_gpu steps --only tinyllama
 
-`losses` trains each of `RUNS` for 20 steps on one device, several at a time. With `--against`, a run whose losses
-differ from the other device's by more than its tolerance is wrong, and the exit code is 1. `steps` takes each of
-`STEPS` in a process of its own and prints a JSON line: memory as predicted from the trace, as the compiler counts it
-and as the runtime measured it, and the time of a step as predicted by closed forms and as measured.
+`losses` trains each of `RUNS` for 20 steps on one device, several at a time. With `--against`, a
+run whose losses differ from the other device's by more than its tolerance is wrong, and the exit
+code is 1. `steps` takes each of `STEPS` in a process of its own and prints a JSON line: memory as
+predicted from the trace, as the compiler counts it and as the runtime measured it, and the time of
+a step as predicted by closed forms and as measured.
 """
 
 import argparse
@@ -34,16 +35,43 @@ from spmd.commands.train import TrainCommand
 from spmd.data.loader import ordered_batches
 from spmd.distributed.initialize import initialize
 from spmd.observe.metrics import utilization
-from spmd.run.build import TrainSetup, abstract_batch, config_mesh, count_flops, make_setup, open_training_text
+from spmd.run.build import (
+    TrainSetup,
+    abstract_batch,
+    config_mesh,
+    count_flops,
+    make_setup,
+    open_training_text,
+)
 from spmd.run.init_from import initial_state
 from spmd.run.preflight import estimate_step
 from spmd.run.step_time import estimate_time
 from spmd.tree import size
 
 ROOT = Path(__file__).resolve().parents[1]
-ONE_DEVICE = ("--devices", "0", "--mesh.data", "1", "--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.expert", "1")
+ONE_DEVICE = (
+    "--devices",
+    "0",
+    "--mesh.data",
+    "1",
+    "--mesh.fsdp",
+    "1",
+    "--mesh.tensor",
+    "1",
+    "--mesh.expert",
+    "1",
+)
 SHORT = (
-    *("--steps", "20", "--optimizer.warmup-steps", "2", "--model.unroll", "1", "--sample.prompt", ""),
+    *(
+        "--steps",
+        "20",
+        "--optimizer.warmup-steps",
+        "2",
+        "--model.unroll",
+        "1",
+        "--sample.prompt",
+        "",
+    ),
     # Text of this repository: the standard library of another Python is another text.
     *("--data.source", "docs/how-to/*.md"),
 )
@@ -59,7 +87,8 @@ class Run:
     like: str = ""
     """The other device's run to compare with, if not that of the same name."""
     tuned: bool = False
-    """XLA tries the algorithms of each product, which takes minutes where several runs compile at a time."""
+    """XLA tries the algorithms of each product, which takes minutes where several runs compile
+    at a time."""
 
 
 BF16, FP8 = 2e-2, 4e-2
@@ -78,7 +107,9 @@ RUNS = {
     ),
     "full remat": Run(("demo", *SHORT, "--remat", "full")),
     "moments on the host": Run(("demo", *SHORT, "--remat", "full", "--offload", "optimizer_state")),
-    "state on the host": Run(("demo", *SHORT, "--remat", "full", "--offload", "optimizer_state", "params")),
+    "state on the host": Run(
+        ("demo", *SHORT, "--remat", "full", "--offload", "optimizer_state", "params")
+    ),
     "activations on the host": Run(("demo", *SHORT, "--remat", "offload:mlp_hidden,attention_out")),
     "accumulated": Run(("demo", *SHORT, "--accumulate", "4")),
     "chunked attention": Run(("demo", *SHORT, "--attention", "chunked")),
@@ -92,29 +123,59 @@ RUNS = {
         )
     ),
     "bf16": Run(("demo", *SHORT, "--precision", "bf16"), BF16),
-    "bf16, cudnn": Run(("demo", *SHORT, "--precision", "bf16", "--attention", "cudnn"), BF16, like="bf16"),
+    "bf16, cudnn": Run(
+        ("demo", *SHORT, "--precision", "bf16", "--attention", "cudnn"), BF16, like="bf16"
+    ),
     "bf16 parameters": Run(("demo", *SHORT, "--precision", "bf16-params"), BF16),
     "fp16": Run(("demo", *SHORT, "--precision", "fp16"), BF16),
     "fp8": Run(("demo", *SHORT, "--precision", "bf16", "--quantize", "fp8"), FP8),
     "fp8-delayed": Run(("demo", *SHORT, "--precision", "bf16", "--quantize", "fp8-delayed"), FP8),
     "int8": Run(("demo", *SHORT, "--precision", "bf16", "--quantize", "int8"), FP8, tuned=True),
-    "int8 activations": Run(("demo", *SHORT, "--precision", "bf16", "--remat", "store:int8=mlp_gate,mlp_up"), FP8),
+    "int8 activations": Run(
+        ("demo", *SHORT, "--precision", "bf16", "--remat", "store:int8=mlp_gate,mlp_up"), FP8
+    ),
     "experts, bf16": Run(("mixtral-tiny", *SHORT, "--precision", "bf16"), BF16),
 }
 """Name → a run; float32 runs multiply in float32, which GPUs by default do not."""
 
 _TINYLLAMA = ("tinyllama-1b", "--data.batch", "8", "--data.sequence", "2048", "--accumulate", "1")
-_LLAMA3 = ("llama3-8b", "--model.layers", "4", "--data.batch", "2", "--data.sequence", "8192", "--remat", "full")
+_LLAMA3 = (
+    "llama3-8b",
+    "--model.layers",
+    "4",
+    "--data.batch",
+    "2",
+    "--data.sequence",
+    "8192",
+    "--remat",
+    "full",
+)
 STEPS: dict[str, tuple[str, ...]] = {
     "tinyllama": (*_TINYLLAMA, "--remat", "full"),
     "tinyllama, dots": (*_TINYLLAMA, "--remat", "dots", "--data.batch", "4"),
     "tinyllama, none": (*_TINYLLAMA, "--remat", "none", "--data.batch", "4"),
-    "tinyllama, moments on the host": (*_TINYLLAMA, "--remat", "full", "--offload", "optimizer_state"),
+    "tinyllama, moments on the host": (
+        *_TINYLLAMA,
+        "--remat",
+        "full",
+        "--offload",
+        "optimizer_state",
+    ),
     "tinyllama, chunked": (*_TINYLLAMA, "--remat", "full", "--attention", "chunked"),
     "llama3-8b, 4 layers": _LLAMA3,
     "llama3-8b, 4 layers, fp8": (*_LLAMA3, "--quantize", "fp8"),
     "mixtral-8x7b, 1 layer": (
-        *("mixtral-8x7b", "--model.layers", "1", "--data.batch", "4", "--data.sequence", "4096", "--remat", "full"),
+        *(
+            "mixtral-8x7b",
+            "--model.layers",
+            "1",
+            "--data.batch",
+            "4",
+            "--data.sequence",
+            "4096",
+            "--remat",
+            "full",
+        ),
     ),
 }
 """Name → a config and its flags, for a GPU with 80 GB."""
@@ -128,7 +189,9 @@ def train(name: str) -> list[float]:
     sharding = setup.plan.batch_sharding("tokens")
     order = text.order(config.seed)
     losses: list[float] = []
-    with ordered_batches(order, batch=config.data.batch, sharding=sharding, start=0, steps=config.steps) as batches:
+    with ordered_batches(
+        order, batch=config.data.batch, sharding=sharding, start=0, steps=config.steps
+    ) as batches:
         state = initial_state(setup)
         for batch in batches:
             state, metrics = setup.step(state, batch)
@@ -138,7 +201,10 @@ def train(name: str) -> list[float]:
 
 def train_apart(name: str, device: str) -> list[float]:
     """Return the loss of each step of a run in a process of its own, which shares the GPU with others."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    }
     if not RUNS[name].tuned:
         environment["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
     if device:
@@ -153,9 +219,13 @@ def own_process(command: str, name: str, environment: Mapping[str, str], *option
         RuntimeError: It failed.
     """
     arguments = [sys.executable, "-m", "benchmarks.one_gpu", command, *options, "--serve", name]
-    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(
+        arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+    )
     if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-2500:]}")
+        raise RuntimeError(
+            f"exit code {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
+        )
     return done.stdout.strip().splitlines()[-1]
 
 
@@ -167,21 +237,29 @@ def one_device_setup(flags: tuple[str, ...]) -> TrainSetup:
 
 
 def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """Return the largest difference of two runs' losses, relative to the second's; infinite if one is shorter."""
+    """Return the largest difference of two runs' losses, relative to the second's.
+
+    Infinite if one is shorter.
+    """
     if len(found) != len(wanted):
         return float("inf")
-    return float(np.max(np.abs(np.subtract(found, wanted)) / np.abs(wanted)))  # NaN, if there is one
+    # NaN, if there is one
+    return float(np.max(np.abs(np.subtract(found, wanted)) / np.abs(wanted)))
 
 
 def compare_losses(options: argparse.Namespace) -> int:
     """Train all runs; write their losses, or compare them with another device's."""
-    wanted = json.loads(Path(options.against).read_text(encoding="utf-8")) if options.against else {}
+    wanted = (
+        json.loads(Path(options.against).read_text(encoding="utf-8")) if options.against else {}
+    )
     losses: dict[str, list[float]] = {}
     failed = False
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         # A run that is compared with another one's losses needs a GPU.
         known = [name for name, run in RUNS.items() if options.device != "cpu" or not run.like]
-        names = {pool.submit(train_apart, name, options.device): name for name in options.only or known}
+        names = {
+            pool.submit(train_apart, name, options.device): name for name in options.only or known
+        }
         for future in concurrent.futures.as_completed(names):
             name = names[future]
             run = RUNS[name]
@@ -225,7 +303,11 @@ def measure_step(name: str, steps: int) -> dict[str, Any]:
     times, losses = [], []
     for _ in range(steps + 2):
         tokens = rng.integers(0, config.model.vocab, shape, dtype=np.int32)
-        host = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "weights": np.ones(shape, np.float32)}
+        host = {
+            "tokens": tokens,
+            "targets": np.roll(tokens, -1, 1),
+            "weights": np.ones(shape, np.float32),
+        }
         batch = jax.block_until_ready(spmd.place_batch(setup.plan, host))
         began = time.perf_counter()
         state, metrics = jax.block_until_ready(setup.step(state, batch))
@@ -248,7 +330,12 @@ def measure_step(name: str, steps: int) -> dict[str, Any]:
             "at_peak": dict(estimate.at_peak),
             "host": dict(estimate.host),
         },
-        "seconds": {"predicted": predicted.seconds, "measured": measured, "all": times[2:], "compile": compile_s},
+        "seconds": {
+            "predicted": predicted.seconds,
+            "measured": measured,
+            "all": times[2:],
+            "compile": compile_s,
+        },
         "spread": predicted.spread,
         "tokens_per_s": tokens_per_s,
         "mfu": utilization(flops, tokens_per_s, [device]) if flops else None,
@@ -274,17 +361,25 @@ def measure_steps(options: argparse.Namespace) -> int:
 
 def main() -> int:
     """Compare losses or measure steps; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     losses = commands.add_parser("losses")
-    losses.add_argument("--against", default="", metavar="FILE", help="losses of another device, to compare with")
+    losses.add_argument(
+        "--against", default="", metavar="FILE", help="losses of another device, to compare with"
+    )
     losses.add_argument("--device", default="", help="cpu or cuda; JAX's own choice without")
     losses.add_argument("--jobs", type=int, default=4, help="runs at a time")
-    losses.set_defaults(run=compare_losses, known=RUNS, serve_one=lambda options: train(options.serve))
+    losses.set_defaults(
+        run=compare_losses, known=RUNS, serve_one=lambda options: train(options.serve)
+    )
     steps = commands.add_parser("steps")
     steps.add_argument("--steps", type=int, default=10, help="timed steps of each")
     steps.set_defaults(
-        run=measure_steps, known=STEPS, serve_one=lambda options: measure_step(options.serve, options.steps)
+        run=measure_steps,
+        known=STEPS,
+        serve_one=lambda options: measure_step(options.serve, options.steps),
     )
     for command in (losses, steps):
         command.add_argument("--only", nargs="+", default=[], metavar="NAME")

@@ -25,14 +25,21 @@ class Side:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        config = LlamaConfig(args.vocab, args.d_model, args.layers, args.heads, args.kv_heads, args.d_ff)
+        config = LlamaConfig(
+            args.vocab, args.d_model, args.layers, args.heads, args.kv_heads, args.d_ff
+        )
         config = dataclasses.replace(config, unroll=args.layers if args.remat == "none" else 1)
         model = spmd.from_nnx(config.build)
         optimizer = spmd.make_optimizer(
-            spmd.OptimizerConfig(learning_rate=3e-4, schedule="constant", b1=0.9, b2=0.95, weight_decay=0.1), steps=1
+            spmd.OptimizerConfig(
+                learning_rate=3e-4, schedule="constant", b1=0.9, b2=0.95, weight_decay=0.1
+            ),
+            steps=1,
         )
         mesh = spmd.make_mesh(**args.mesh)
-        plan = spmd.make_plan(mesh, LLAMA, model, optimizer, remat=args.remat, precision=PRECISION[args.dtype])
+        plan = spmd.make_plan(
+            mesh, LLAMA, model, optimizer, remat=args.remat, precision=PRECISION[args.dtype]
+        )
         self._state = spmd.init_state(plan)
         self.params = size(self._state.params)
         self._plan = plan
@@ -45,7 +52,10 @@ class Side:
         self.compile_s = time.perf_counter() - start
 
     def run(self, batch: Mapping[str, np.ndarray]) -> jax.Array:
-        """Take one step on a host batch of `[batch, seq]` arrays; the loss is ready when the step is."""
+        """Take one step on a host batch of `[batch, seq]` arrays.
+
+        The loss is ready when the step is.
+        """
         self._state, metrics = self._step(self._state, spmd.place_batch(self._plan, dict(batch)))
         return metrics["loss"]
 

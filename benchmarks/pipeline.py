@@ -5,17 +5,20 @@ python -m benchmarks.pipeline
 python -m benchmarks.pipeline --work matmuls --stages 4 --microbatches 8
 ```
 
-All schedules run the same layers, four on each stage, and must agree on the loss before they are timed; they take
-turns, in another order each time. Times are relative to GPipe's of the same turn, and so are predictions: the makespan
-of `spmd.pipeline.simulate`, where a backward task costs a forward pass more than its derivative, because it computes
-the forward pass again; and the time in step, of `spmd.pipeline.tick_table`.
+All schedules run the same layers, four on each stage, and must agree on the loss before they are
+timed; they take turns, in another order each time. Times are relative to GPipe's of the same turn,
+and so are predictions: the makespan of `spmd.pipeline.simulate`, where a backward task costs a
+forward pass more than its derivative, because it computes the forward pass again; and the time in
+step, of `spmd.pipeline.tick_table`.
 
 Simulated devices share the machine's cores. So there are two kinds of layers:
 
 - `waits`: a layer occupies its device for a fixed time, and no core: it waits in a callback, twice as long in the
-  backward pass. As many devices as there are can do so at once, as real ones compute, and a bubble costs what it would.
+  backward pass. As many devices as there are can do so at once, as real ones compute, and a bubble
+  costs what it would.
 - `matmuls`: a layer multiplies matrices. Where stages are more than cores, a step takes the sum of all work and bubbles
-  cost nothing: every schedule is predicted to take as long as GPipe, and what it takes longer is the cost of a tick.
+  cost nothing: every schedule is predicted to take as long as GPipe, and what it takes longer is
+  the cost of a tick.
 
 Each schedule prints one JSON line, and a table goes to stderr.
 """
@@ -53,7 +56,8 @@ from spmd.plan.context import use_plan
 
 DEVICES = 8
 LAYERS = 4  # of each stage, so that it can have up to four chunks
-CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4))  # the first is what others are relative to
+# the first is what others are relative to
+CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4))
 FORWARD, BACKWARD = 1, 3  # a backward task is the forward pass again, and twice as much
 CLOSE = 1e-5
 
@@ -78,7 +82,10 @@ class Work:
 
 
 def occupy(seconds: float, x: jax.Array) -> jax.Array:
-    """Zero, after so many seconds in which no core works; `x` must be there, and so is different for every call."""
+    """Zero, after so many seconds in which no core works.
+
+    `x` must be there, and so is different for every call.
+    """
 
     def wait(x: Any) -> np.ndarray:
         del x
@@ -123,7 +130,9 @@ class Step:
             kernels = jax.random.normal(key, shape) / work.width**0.5
             return {"layers": {"kernel": kernels}, "head": {"scale": jnp.ones(work.width)}}
 
-        def apply_layers(params: Any, variables: Any, x: jax.Array, context: None, *, train: bool) -> Any:
+        def apply_layers(
+            params: Any, variables: Any, x: jax.Array, context: None, *, train: bool
+        ) -> Any:
             layer = lambda x, kernel: (work.layer(x, kernel), jnp.zeros(()))  # noqa: E731
             return jax.lax.scan(layer, x, params["layers"]["kernel"])
 
@@ -148,7 +157,9 @@ class Step:
             with use_plan(plan):
                 return grad_fn(params, Carry(), batch, key)[:2]
 
-        x = np.random.default_rng(0).standard_normal((schedule.microbatches * work.rows, work.width), np.float32)
+        x = np.random.default_rng(0).standard_normal(
+            (schedule.microbatches * work.rows, work.width), np.float32
+        )
         batch = {"x": jax.device_put(x, jax.NamedSharding(mesh, P()))}
         self._arguments = spmd.init_state(plan, seed=0).params, batch, jax.random.key(0)
         self._compiled = jax.jit(gradients).lower(*self._arguments).compile()
@@ -165,14 +176,22 @@ class Step:
 
 def measure(stages: int, microbatches: int, work: Work, rounds: int) -> list[dict[str, Any]]:
     """Return the lines of one pipeline, one for each schedule."""
-    steps = [Step(make_schedule(name, stages, microbatches, chunks), work) for name, chunks in CASES]
+    steps = [
+        Step(make_schedule(name, stages, microbatches, chunks), work) for name, chunks in CASES
+    ]
     losses = [float(step.run()[1]["loss"]) for step in steps]
     if not np.allclose(losses, losses[0], rtol=CLOSE):
         raise SystemExit(f"the schedules do not agree: losses are {losses}")
     order = random.Random(0)
-    turns = [{i: steps[i].time() for i in order.sample(range(len(steps)), len(steps))} for _ in range(rounds)]
+    turns = [
+        {i: steps[i].time() for i in order.sample(range(len(steps)), len(steps))}
+        for _ in range(rounds)
+    ]
     # Of the simulator's B and W only the sum matters here.
-    makespans = [simulate(step.schedule, forward=FORWARD, backward=BACKWARD, weight=0).makespan for step in steps]
+    makespans = [
+        simulate(step.schedule, forward=FORWARD, backward=BACKWARD, weight=0).makespan
+        for step in steps
+    ]
     in_step = [float(step.table.time(FORWARD, BACKWARD)) for step in steps]
     lines = []
     for i, step in enumerate(steps):
@@ -198,7 +217,13 @@ def measure(stages: int, microbatches: int, work: Work, rounds: int) -> list[dic
             line["makespan_s"] = round(makespans[i] * stage, 4)
         versions = {package: version(package) for package in ("jax", "jaxlib")}
         lines.append(
-            line | {"rounds": rounds, "cores": os.cpu_count(), "python": platform.python_version(), **versions}
+            line
+            | {
+                "rounds": rounds,
+                "cores": os.cpu_count(),
+                "python": platform.python_version(),
+                **versions,
+            }
         )
     return lines
 
@@ -207,24 +232,38 @@ def row(line: dict[str, Any]) -> str:
     """Return a line of the table."""
     name = line["schedule"] + (f" v={line['chunks']}" if line["chunks"] > 1 else "")
     size = f"p={line['stages']} m={line['microbatches']}"
-    numbers = f"{line['predicted']:9.3f} {line['measured']:9.3f} {line['error']:+7.1%} {line['s']:8.3f} s"
+    numbers = (
+        f"{line['predicted']:9.3f} {line['measured']:9.3f} {line['error']:+7.1%} {line['s']:8.3f} s"
+    )
     return f"{size:<9} {name:<16} {numbers}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", choices=("waits", "matmuls"), default="waits", help="what the layers do")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", choices=("waits", "matmuls"), default="waits", help="what the layers do"
+    )
     parser.add_argument("--stages", type=int, action="append", help="4 and 8, unless given")
     parser.add_argument("--microbatches", type=int, action="append", help="8 and 16, unless given")
-    parser.add_argument("--milliseconds", type=float, default=80.0, help="how long a stage waits forward")
+    parser.add_argument(
+        "--milliseconds", type=float, default=80.0, help="how long a stage waits forward"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns that are timed")
     args = parser.parse_args()
     if args.rounds < 1 or args.milliseconds <= 0:
         parser.error("at least one turn is timed, and a stage waits for more than nothing")
     spmd.simulate_devices(DEVICES)
-    works = {"waits": functools.partial(waits, args.milliseconds / 1000 / LAYERS), "matmuls": matmuls}
+    works = {
+        "waits": functools.partial(waits, args.milliseconds / 1000 / LAYERS),
+        "matmuls": matmuls,
+    }
     work = works[args.work]()
-    print(f"{'pipeline':<9} {'schedule':<16} {'predicted':>9} {'measured':>9} {'error':>7}     step", file=sys.stderr)
+    print(
+        f"{'pipeline':<9} {'schedule':<16} {'predicted':>9} {'measured':>9} {'error':>7}     step",
+        file=sys.stderr,
+    )
     for stages in args.stages or (4, 8):
         for microbatches in args.microbatches or (8, 16):
             for line in measure(stages, microbatches, work, args.rounds):

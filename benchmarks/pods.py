@@ -3,13 +3,14 @@
     python -m benchmarks.pods
     python -m benchmarks.pods --only 8b 8b-tensor --json pods.json --maxtext maxtext/bin/python
 
-Each job is compiled by `spmd plan --compile` in a process of its own: bf16, AdamW, full remat. A figure is of one
-device: GiB of temporaries and arguments; GiB on the wire in one step, as `spmd.analysis.collective_record` counts them
-(an all-reduce is twice its buffer); and the seconds of the cycles that the compiler estimates for a step, without
-collectives and Pallas kernels.
+Each job is compiled by `spmd plan --compile` in a process of its own: bf16, AdamW, full remat. A
+figure is of one
+device: GiB of temporaries and arguments; GiB on the wire in one step, as
+`spmd.analysis.collective_record` counts them (an all-reduce is twice its buffer); and the seconds
+of the cycles that the compiler estimates for a step, without collectives and Pallas kernels.
 
-MaxText's figures are stored; `--maxtext` compiles its programs anew and reads them with the same readers. The exit code
-is 1 if a bar is missed, else 2 if a job was not compiled.
+MaxText's figures are stored; `--maxtext` compiles its programs anew and reads them with the same
+readers. The exit code is 1 if a bar is missed, else 2 if a job was not compiled.
 """
 
 import argparse
@@ -42,7 +43,8 @@ class Figures:
         temporaries: GiB.
         gathered: GiB of all-gathers.
         reduced: GiB of all-reduces and reduce-scatters.
-        sent: GiB of all collectives. Permutes of a matmul in windows are gathers and reductions, and only here.
+        sent: GiB of all collectives. Permutes of a matmul in windows are gathers and reductions,
+            and only here.
         compute: Seconds.
         arguments: GiB of the training state and the batch.
         exchanged: GiB of the buffers of all-to-alls, ragged or not.
@@ -57,7 +59,9 @@ class Figures:
     exchanged: float | None = None
 
 
-UNITS = {field.name: "s" if field.name == "compute" else "GiB" for field in dataclasses.fields(Figures)}
+UNITS = {
+    field.name: "s" if field.name == "compute" else "GiB" for field in dataclasses.fields(Figures)
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +70,8 @@ class Job:
 
     Attributes:
         maxtext: MaxText's figures.
-        maxtext_arguments: Of its `train_compile`, besides the common ones; empty where it is not compared.
+        maxtext_arguments: Of its `train_compile`, besides the common ones; empty where it is not
+            compared.
         sequences: For each device.
         tokens: In a sequence.
         model: Fields of the model that differ from the config's.
@@ -94,14 +99,19 @@ class Job:
         sizes = {"data": 1, "tensor": 1, **self.mesh}
         flags = {f"mesh.{axis}": size for axis, size in sizes.items()}
         flags |= {"data.batch": self.sequences * self.machine.devices, "data.sequence": self.tokens}
-        flags |= {"precision": "bf16", "remat": "full", **{f"model.{name}": n for name, n in self.model.items()}}
+        flags |= {
+            "precision": "bf16",
+            "remat": "full",
+            **{f"model.{name}": n for name, n in self.model.items()},
+        }
         given = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
         return ["plan", self.config, "--topology", self.topology, *given, "--compile", "--json"]
 
 
-# MaxText 0.2.5 with JAX and jaxlib 0.12.0.1 and libtpu 0.0.50 (Python 3.12, `pip install 'maxtext[tpu]==0.2.5'
-# 'jax[tpu]==0.12.0.1'`), 22 November 2026: `python -m benchmarks.pods --maxtext PYTHON --json FILE`. It reduces
-# gradients in bfloat16. Its machines are named by their cores, of which a v5p has two.
+# MaxText 0.2.5 with JAX and jaxlib 0.12.0.1 and libtpu 0.0.50 (Python 3.12, `pip install
+# 'maxtext[tpu]==0.2.5' 'jax[tpu]==0.12.0.1'`), 22 November 2026: `python -m benchmarks.pods
+# --maxtext PYTHON --json FILE`. It reduces gradients in bfloat16. Its machines are named by their
+# cores, of which a v5p has two.
 _SPLIT = "allow_split_physical_axes=true"  # without it MaxText refuses two axes on these machines
 JOBS = (
     Job(
@@ -178,42 +188,78 @@ JOBS = (
         sequences=4,
         tokens=4096,
     ),
-    # Of DeepSeek-V3's size, with Mixtral's layers on both sides: 256 experts, 8 a token. With four sequences a device
-    # MaxText needs 250 GiB of temporaries, for it has room for the worst load.
+    # Of DeepSeek-V3's size, with Mixtral's layers on both sides: 256 experts, 8 a token. With four
+    # sequences a device MaxText needs 250 GiB of temporaries, for it has room for the worst load.
     Job(
         "deepseek",
         "mixtral-8x7b",
         "v5p:8x8x16",
         {"fsdp": 16, "expert": 64},
         Figures(
-            temporaries=90.8, gathered=94.9, reduced=65.5, sent=2802, compute=31.7, arguments=7.657, exchanged=2642
+            temporaries=90.8,
+            gathered=94.9,
+            reduced=65.5,
+            sent=2802,
+            compute=31.7,
+            arguments=7.657,
+            exchanged=2642,
         ),
         Figures(90.89, 94.96, 65.59, 2803, 31.76, 7.658, 2642),
         (
-            *("compile_topology=v5p-2048", "ici_fsdp_parallelism=16", "ici_expert_parallelism=64", _SPLIT),
-            *("decoder_block=mixtral", "num_experts=256", "num_experts_per_tok=8", "base_emb_dim=7168"),
-            *("base_num_query_heads=64", "base_num_kv_heads=32", "head_dim=112", "base_mlp_dim=2048"),
+            *(
+                "compile_topology=v5p-2048",
+                "ici_fsdp_parallelism=16",
+                "ici_expert_parallelism=64",
+                _SPLIT,
+            ),
+            *(
+                "decoder_block=mixtral",
+                "num_experts=256",
+                "num_experts_per_tok=8",
+                "base_emb_dim=7168",
+            ),
+            *(
+                "base_num_query_heads=64",
+                "base_num_kv_heads=32",
+                "head_dim=112",
+                "base_mlp_dim=2048",
+            ),
             *("base_moe_mlp_dim=2048", "base_num_decoder_layers=61", "vocab_size=129280"),
             *("enable_dropout=False", "logits_via_embedding=False"),
         ),
         tokens=4096,
         model={
-            **{"vocab": 129_280, "d-model": 7168, "layers": 61, "heads": 64, "kv-heads": 32, "d-ff": 2048},
+            **{
+                "vocab": 129_280,
+                "d-model": 7168,
+                "layers": 61,
+                "heads": 64,
+                "kv-heads": 32,
+                "d-ff": 2048,
+            },
             **{"router.experts": 256, "router.top-k": 8},
         },
     ),
-    # MaxText's ragged all-to-all is refused by the compiler ("limited ICI routing"). Its figures are with capacities of
-    # 1.25, which drop tokens: sparse_matmul=False megablox=False.
+    # MaxText's ragged all-to-all is refused by the compiler ("limited ICI routing"). Its figures
+    # are with capacities of 1.25, which drop tokens: sparse_matmul=False megablox=False.
     Job(
         "mixtral-v5e",
         "mixtral-8x7b",
         "v5e:16x16",
         {"fsdp": 32, "expert": 8},
-        Figures(temporaries=13.44, gathered=197, reduced=108, sent=306, compute=4.26, arguments=2.05),
+        Figures(
+            temporaries=13.44, gathered=197, reduced=108, sent=306, compute=4.26, arguments=2.05
+        ),
         Figures(13.45, 197.7, 108.7, 306.6, 4.263, 2.042, 0.0625),
         (
             *("compile_topology=v5e-256", "model_name=mixtral-8x7b", "ici_fsdp_parallelism=32"),
-            *("ici_expert_parallelism=8", _SPLIT, "sparse_matmul=False", "megablox=False", "capacity_factor=1.25"),
+            *(
+                "ici_expert_parallelism=8",
+                _SPLIT,
+                "sparse_matmul=False",
+                "megablox=False",
+                "capacity_factor=1.25",
+            ),
         ),
         tokens=4096,
     ),
@@ -236,11 +282,18 @@ JOBS = (
 )
 
 
-def figures(memory: Mapping[str, int], records: Sequence[Mapping[str, Any]], seconds: float | None) -> Figures:
-    """Return the figures of a program; records of collectives are those of `CollectiveAudit.to_json`."""
+def figures(
+    memory: Mapping[str, int], records: Sequence[Mapping[str, Any]], seconds: float | None
+) -> Figures:
+    """Return the figures of a program.
+
+    Records of collectives are those of `CollectiveAudit.to_json`.
+    """
 
     def sent(*kinds: str) -> float:
-        return sum(record["bytes"] for record in records if not kinds or record["kind"] in kinds) / GIB
+        return (
+            sum(record["bytes"] for record in records if not kinds or record["kind"] in kinds) / GIB
+        )
 
     return Figures(
         temporaries=memory["temporaries"] / GIB,
@@ -270,7 +323,9 @@ def measure(job: Job) -> Figures:
     plan = json.loads(done.stdout) if done.stdout else {}
     if "collectives" not in plan:
         raise RuntimeError(done.stderr[-2000:] or "the compiler refuses the step")
-    return figures(plan["memory"]["compiled"], plan["collectives"], plan.get("compute", {}).get("seconds"))
+    return figures(
+        plan["memory"]["compiled"], plan["collectives"], plan.get("compute", {}).get("seconds")
+    )
 
 
 def measure_maxtext(job: Job, python: str) -> Figures:
@@ -279,7 +334,12 @@ def measure_maxtext(job: Job, python: str) -> Figures:
         file = Path(folder, "step.json")
         common = ["compile_topology_num_slices=1", f"per_device_batch_size={job.sequences}"]
         common += [f"max_target_length={job.tokens}"]
-        common += ["remat_policy=full", "enable_checkpointing=false", "dataset_type=synthetic", "run_name=pods"]
+        common += [
+            "remat_policy=full",
+            "enable_checkpointing=false",
+            "dataset_type=synthetic",
+            "run_name=pods",
+        ]
         common += [f"base_output_directory={folder}", *job.maxtext_arguments]
         script = [python, str(Path(__file__).with_name("maxtext_step.py")), str(file)]
         done = run([*script, *common], JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", PYTHONPATH="")
@@ -289,7 +349,9 @@ def measure_maxtext(job: Job, python: str) -> Figures:
     program, mesh = parse(found["text"]), abstract_mesh(MeshShape(**job.mesh))
     cycles, clock = count_cycles(program, {}), job.machine.chip.clock
     audit = audit_collectives(program, mesh, backend=job.machine.platform)
-    return figures(found["memory"], audit.to_json()["collectives"], cycles and cycles.to_json(clock)["seconds"])
+    return figures(
+        found["memory"], audit.to_json()["collectives"], cycles and cycles.to_json(clock)["seconds"]
+    )
 
 
 def missed(found: Figures, bars: Figures) -> list[str]:
@@ -303,22 +365,38 @@ def missed(found: Figures, bars: Figures) -> list[str]:
 
 
 def line(label: str, row: Figures) -> str:
-    cells = ("" if value is None else f"{value:.5g} {UNITS[name]}" for name, value in dataclasses.asdict(row).items())
+    cells = (
+        "" if value is None else f"{value:.5g} {UNITS[name]}"
+        for name, value in dataclasses.asdict(row).items()
+    )
     return f"{label:12}" + "".join(f"{cell:>13}" for cell in cells)
 
 
 def versions() -> dict[str, str]:
     """Return the versions of what compiles."""
-    installed = {distribution.metadata["Name"]: distribution.version for distribution in metadata.distributions()}
+    installed = {
+        distribution.metadata["Name"]: distribution.version
+        for distribution in metadata.distributions()
+    }
     compilers = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
     return {name: installed[name] for name in compilers if name in installed}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[job.name for job in JOBS], metavar="NAME", help="of these jobs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[job.name for job in JOBS],
+        metavar="NAME",
+        help="of these jobs",
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    parser.add_argument("--maxtext", metavar="PYTHON", help="interpreter of an environment with MaxText")
+    parser.add_argument(
+        "--maxtext", metavar="PYTHON", help="interpreter of an environment with MaxText"
+    )
     options = parser.parse_args()
     rows, code = [], 0
     print(f"{'of one device':12}" + "".join(f"{name:>13}" for name in UNITS))
@@ -327,7 +405,11 @@ def main() -> int:
             continue
         sizes = " × ".join(f"{axis}={size}" for axis, size in job.mesh.items())
         print(f"\n{job.name}: {job.config} on {job.topology}, {sizes}", flush=True)
-        row: dict[str, Any] = {"job": job.name, "versions": versions(), "bars": dataclasses.asdict(job.bars)}
+        row: dict[str, Any] = {
+            "job": job.name,
+            "versions": versions(),
+            "bars": dataclasses.asdict(job.bars),
+        }
         try:
             if absent := missing_extra(job.machine):
                 raise RuntimeError(str(absent))

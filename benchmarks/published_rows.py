@@ -1,7 +1,8 @@
 """Published training throughput, rebuilt as jobs of this package.
 
-A row is one published measurement: model shape, chip, mesh, batch, remat, precision → tokens/s of one chip. A row that
-publishes only MFU or TFLOP/s has `derived_tokens_per_s_per_chip`, by its source's own convention.
+A row is one published measurement: model shape, chip, mesh, batch, remat, precision → tokens/s of
+one chip. A row that publishes only MFU or TFLOP/s has `derived_tokens_per_s_per_chip`, by its
+source's own convention.
 """
 
 import dataclasses
@@ -21,13 +22,43 @@ from spmd.step_time.network import Network, make_network
 Row = Mapping[str, Any]
 
 REQUIRED = (
-    *("model", "chip", "chips", "mesh", "layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "vocab", "seq"),
+    *(
+        "model",
+        "chip",
+        "chips",
+        "mesh",
+        "layers",
+        "d_model",
+        "d_ff",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "vocab",
+        "seq",
+    ),
     *("remat", "precision"),
 )
-_GPUS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200", "GB200": "b200", "GB300": "b200"}
+_GPUS = {
+    "A100": "a100",
+    "H100": "h100",
+    "H200": "h200",
+    "B200": "b200",
+    "GB200": "b200",
+    "GB300": "b200",
+}
 _GPU_MEMORY = {"A100-SXM-40GB": 1555e9}  # bytes/s, NVIDIA's data sheet
-_RACK_PEAK, _RACK = 2.5e15, 72  # FLOP/s of a GPU of a GB200 or GB300, and the GPUs that NVLink joins; its data sheet
-_SHAPES_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+# FLOP/s of a GPU of a GB200 or GB300, and the GPUs that NVLink joins; its data sheet
+_RACK_PEAK, _RACK = 2.5e15, 72
+_SHAPES_2D = {
+    1: "1x1",
+    4: "2x2",
+    8: "2x4",
+    16: "4x4",
+    32: "4x8",
+    64: "8x8",
+    128: "8x16",
+    256: "16x16",
+}
 _PUBLISHED_AXES = {"dcn_data": "data", "dcn_fsdp": "fsdp", "fsdp_transpose": "fsdp"}
 _PRODUCTS = {"fp8": "float8", "int8": "int8"}
 """What a precision names → dtype of the layers' products."""
@@ -42,7 +73,8 @@ class Recompute:
 
     Attributes:
         policy: The policy of this package that is nearest.
-        again: Projections that are computed again: of `"qkv"`, `"o"`, `"in"` (gate and up) and `"down"`.
+        again: Projections that are computed again: of `"qkv"`, `"o"`, `"in"` (gate and up) and
+            `"down"`.
         attention: Whether attention is.
     """
 
@@ -60,10 +92,22 @@ _REMATS = (  # how a policy's description begins → the policy; the first that 
     ("selective", Recompute("selective", ("half",), False)),
     ("save_dot_except_mlpwi", Recompute(f"save:{_QKV},attention_out", ("o", "in"), False)),
     ("qkv_proj_offloaded", Recompute(f"offload:{_QKV}", ("o", "in"), True)),
-    ("custom: offload decoder_layer_input, q, k, v", Recompute(f"offload:layer_input,{_QKV}", ("o", "in"), True)),
-    ("custom: offload decoder_layer_input, out_proj, q, k, v", Recompute(f"offload:layer_input,{_QKV}", ("in",), True)),
-    ("custom: offload decoder_layer_input and mlpwo", Recompute("offload:layer_input", ("qkv", "o", "in"), True)),
-    ("custom: keep decoder_layer_input, context, q, k, v", Recompute(f"save:{_QKV},attention_out", ("o", "in"), False)),
+    (
+        "custom: offload decoder_layer_input, q, k, v",
+        Recompute(f"offload:layer_input,{_QKV}", ("o", "in"), True),
+    ),
+    (
+        "custom: offload decoder_layer_input, out_proj, q, k, v",
+        Recompute(f"offload:layer_input,{_QKV}", ("in",), True),
+    ),
+    (
+        "custom: offload decoder_layer_input and mlpwo",
+        Recompute("offload:layer_input", ("qkv", "o", "in"), True),
+    ),
+    (
+        "custom: keep decoder_layer_input, context, q, k, v",
+        Recompute(f"save:{_QKV},attention_out", ("o", "in"), False),
+    ),
     ("custom", Recompute("full", ("qkv", "o", "in"), True)),
 )
 
@@ -86,11 +130,16 @@ class Rebuilt:
     @property
     def published(self) -> float:
         """Tokens in a second on one chip."""
-        return float(self.row.get("tokens_per_s_per_chip") or self.row["derived_tokens_per_s_per_chip"])
+        return float(
+            self.row.get("tokens_per_s_per_chip") or self.row["derived_tokens_per_s_per_chip"]
+        )
 
     @property
     def group(self) -> str:
-        """The chip; apart for rows whose products have 8 bits, since they are no test of bfloat16's rates."""
+        """The chip.
+
+        Apart for rows whose products have 8 bits, since they are no test of bfloat16's rates.
+        """
         return str(self.row["chip"]) if self.is_wide else f"{self.row['chip']}, 8 bits"
 
     @property
@@ -120,7 +169,9 @@ def read_rows(file: str) -> list[Row]:
             raise ValueError("no list of objects")
     except (OSError, ValueError) as error:
         fix = "a JSON list of published rows"
-        raise ConfigError("There are no rows:", [Problem("rows", f"{file}: {error}", fix=fix)]) from None
+        raise ConfigError(
+            "There are no rows:", [Problem("rows", f"{file}: {error}", fix=fix)]
+        ) from None
     problems = []
     for number, row in enumerate(rows):
         where = f"row {number} ({row.get('model', 'no model')} on {row.get('chip', 'no chip')})"
@@ -131,7 +182,11 @@ def read_rows(file: str) -> list[Row]:
             missing.append("tokens_per_s_per_chip or derived_tokens_per_s_per_chip")
         if missing:
             problems.append(
-                Problem(where, f"lacks {', '.join(missing)}", fix="add what was published, or drop the row")
+                Problem(
+                    where,
+                    f"lacks {', '.join(missing)}",
+                    fix="add what was published, or drop the row",
+                )
             )
     if problems:
         raise ConfigError("The rows cannot be rebuilt:", problems)
@@ -146,7 +201,9 @@ def rebuild(row: Row) -> Rebuilt | str:
     if " or bf16" in precision:
         return f"precision {row['precision']}: one of two"
     if any(name in extra or name in str(extra.get("attention", "")) for name in _NO_DECODER):
-        return "layers of several kinds: shared experts, latent attention or heads of several widths"
+        return (
+            "layers of several kinds: shared experts, latent attention or heads of several widths"
+        )
     if "not a plain transformer" in (row.get("notes") or ""):
         return "no plain transformer: embeddings of each layer, shared keys and values"
     if problem := _unknown(row):
@@ -216,19 +273,34 @@ def _workload(row: Row, topology: Topology, shape: MeshShape, remat: Recompute) 
     room = 1.25 if "capacity factor 1.25" in (row.get("notes") or "") else 1.0
     kernels = {"qkv": d * (heads + 2 * kv), "o": d * heads}
     kernels |= {"in": (matrices - 1) * d * row["d_ff"], "down": d * row["d_ff"]}
-    stored = layers * (sum(kernels.values()) + (extra.get("experts", 1) - 1) * matrices * d * row["d_ff"])
+    stored = layers * (
+        sum(kernels.values()) + (extra.get("experts", 1) - 1) * matrices * d * row["d_ff"]
+    )
     active = {
-        name: size * layers * (room * max(1, routed) if name in ("in", "down") else 1) for name, size in kernels.items()
+        name: size * layers * (room * max(1, routed) if name in ("in", "down") else 1)
+        for name, size in kernels.items()
     }
     layer_params = sum(active.values())
-    again = ({"half"} & set(remat.again) and 0.5 * layer_params) or sum(active[name] for name in remat.again)
+    again = ({"half"} & set(remat.again) and 0.5 * layer_params) or sum(
+        active[name] for name in remat.again
+    )
     if topology.platform == "cuda" and remat.policy == "full":  # PyTorch repeats a whole layer
         again = layer_params
     wide = {"layer_input": d, "attention_query": heads, "attention_key": kv, "attention_value": kv}
-    offloaded = remat.policy.removeprefix("offload:").split(",") if remat.policy.startswith("offload:") else ()
+    offloaded = (
+        remat.policy.removeprefix("offload:").split(",")
+        if remat.policy.startswith("offload:")
+        else ()
+    )
     parts, is_pure = row.get("grad_accum") or 1, "PURE" in row["precision"]
-    dtype = next((dtype for word, dtype in _PRODUCTS.items() if word in row["precision"].lower()), "")
-    batch = row["per_device_batch"] * topology.devices * parts if row.get("per_device_batch") else row["global_batch"]
+    dtype = next(
+        (dtype for word, dtype in _PRODUCTS.items() if word in row["precision"].lower()), ""
+    )
+    batch = (
+        row["per_device_batch"] * topology.devices * parts
+        if row.get("per_device_batch")
+        else row["global_batch"]
+    )
     return Workload(
         layers=layers,
         width=d,
@@ -260,5 +332,9 @@ def _keys(sequence: int, extra: Mapping[str, Any]) -> float:
     window = min(extra.get("sliding_window", sequence), sequence)
     local = window - window * window / (2 * sequence)
     numbers = [int(word) for word in extra.get("sliding_pattern", "").split() if word.isdigit()]
-    some, all_of = numbers if len(numbers) == 2 else (1 if window < sequence else 0, 0 if window < sequence else 1)
+    some, all_of = (
+        numbers
+        if len(numbers) == 2
+        else (1 if window < sequence else 0, 0 if window < sequence else 1)
+    )
     return (some * local + all_of * sequence / 2) / (some + all_of)

@@ -3,9 +3,9 @@
     python -m benchmarks.restart
     python -m benchmarks.restart --against ../spmd-before --repeats 5
 
-The demo is trained until its first checkpoint is saved and killed (SIGKILL); then it is resumed several times, in turns
-with the other checkout, and killed after its first step. Programs come from a compilation cache of their own, as on
-any machine that has run the config before.
+The demo is trained until its first checkpoint is saved and killed (SIGKILL); then it is resumed
+several times, in turns with the other checkout, and killed after its first step. Programs come from
+a compilation cache of their own, as on any machine that has run the config before.
 """
 
 import argparse
@@ -25,16 +25,45 @@ TIMEOUT = 600.0
 
 
 def train_until(tree: Path, folder: Path, is_done: Callable[[], bool]) -> float:
-    """Train or resume the demo in `folder` until `is_done`, and kill it; return the seconds that it took."""
-    flags = ("--checkpoint-every", "2", "--log-every", "1", "--data.cache", str(folder.parent / "corpus"))
-    command = [sys.executable, "-m", "spmd_command", "train", "demo", "--out", str(folder), "--resume", "auto", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(folder.parent / "cache")}
+    """Train or resume the demo in `folder` until `is_done`, and kill it.
+
+    Return the seconds that it took.
+    """
+    flags = (
+        "--checkpoint-every",
+        "2",
+        "--log-every",
+        "1",
+        "--data.cache",
+        str(folder.parent / "corpus"),
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "spmd_command",
+        "train",
+        "demo",
+        "--out",
+        str(folder),
+        "--resume",
+        "auto",
+        *flags,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "XDG_CACHE_HOME": str(folder.parent / "cache"),
+    }
     began = time.perf_counter()
-    process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         while not is_done():
             if process.poll() is not None or time.perf_counter() - began > TIMEOUT:
-                raise SystemExit(f"{' '.join(command)} ended with {process.poll()} or took too long")
+                raise SystemExit(
+                    f"{' '.join(command)} ended with {process.poll()} or took too long"
+                )
             time.sleep(0.005)
         return time.perf_counter() - began
     finally:
@@ -59,7 +88,9 @@ def restart(tree: Path, folder: Path) -> float:
 
 def main() -> None:
     """Print the median seconds and, with another checkout, their ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--against", type=Path, help="another checkout of this repository")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
@@ -77,7 +108,9 @@ def main() -> None:
                 seconds[name].append(restart(tree, folders[name]))
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     for name, median in medians.items():
-        print(f"{name:<6} {median:6.2f} s   of {', '.join(f'{x:.2f}' for x in sorted(seconds[name]))}")
+        print(
+            f"{name:<6} {median:6.2f} s   of {', '.join(f'{x:.2f}' for x in sorted(seconds[name]))}"
+        )
     if "other" in medians:
         ratios = [a / b for a, b in zip(seconds["this"], seconds["other"], strict=True)]
         print(f"ratio  {statistics.median(ratios):6.2f}")

@@ -2,9 +2,11 @@
 
     python benchmarks/save_stall.py demo --steps 40 --every 8
 
-`blocked` is what a step is late by when it is followed by a save: the wait for the copies to the host. What follows is
-written in the background, and where it shares processors with training, as simulated devices do, it makes those steps
-slower: `beside` is the median of the steps that run while a save is written, `between` that of all others.
+`blocked` is what a step is late by when it is followed by a save: the wait for the copies to the
+host. What follows is written in the background, and where it shares processors with training, as
+simulated devices do, it makes those steps
+slower: `beside` is the median of the steps that run while a save is written, `between` that of all
+others.
 """
 
 import argparse
@@ -27,7 +29,10 @@ from spmd.training.state import TrainState, init_state
 
 
 class TimedSave(Hook):
-    """Saves every so many steps and after the last; takes when each step was finished and how long saves block."""
+    """Saves every so many steps and after the last.
+
+    Takes when each step was finished and how long saves block.
+    """
 
     def __init__(self, checkpoints: CheckpointManager, every: int, steps: int) -> None:
         self.checkpoints, self.every, self.steps = checkpoints, every, steps
@@ -40,7 +45,8 @@ class TimedSave(Hook):
         return step % self.every == 0 or step == self.steps
 
     def on_state(self, step: int, state: TrainState) -> None:
-        jax.block_until_ready(state)  # the step ends here: its metrics are there before its last device is done
+        # the step ends here: its metrics are there before its last device is done
+        jax.block_until_ready(state)
         began = time.perf_counter()
         self.checkpoints.save(step, state, {"step": step}, {})
         self.blocked[step] = time.perf_counter() - began
@@ -48,20 +54,38 @@ class TimedSave(Hook):
 
 def measure(setup: TrainSetup, directory: Path) -> dict[str, object]:
     """Trains and saves; seconds."""
-    config, windows = setup.config, Windows(load_corpus(setup.config.data).train, setup.config.data.sequence)
+    config, windows = (
+        setup.config,
+        Windows(load_corpus(setup.config.data).train, setup.config.data.sequence),
+    )
     written: list[float] = []
     with CheckpointManager(directory, max_to_keep=config.max_to_keep) as checkpoints:
         watch = TimedSave(checkpoints, config.checkpoint_every, config.steps)
         sharding = setup.plan.batch_sharding("tokens")
         stream = batches(
-            windows, batch=config.data.batch, sharding=sharding, seed=config.seed, start=0, steps=config.steps
+            windows,
+            batch=config.data.batch,
+            sharding=sharding,
+            seed=config.seed,
+            start=0,
+            steps=config.steps,
         )
         with stream:
-            fit(init_state(setup.plan, config.seed), setup.step, stream, steps=config.steps, hooks=[watch])
+            fit(
+                init_state(setup.plan, config.seed),
+                setup.step,
+                stream,
+                steps=config.steps,
+                hooks=[watch],
+            )
         began = time.perf_counter()
         checkpoints.wait()
         written.append(time.perf_counter() - began)
-        size = sum(path.stat().st_size for path in (directory / str(config.steps)).rglob("*") if path.is_file())
+        size = sum(
+            path.stat().st_size
+            for path in (directory / str(config.steps)).rglob("*")
+            if path.is_file()
+        )
     # The first steps after the start, with what they compile and load, are not counted.
     taken = {n: watch.finished[n] - watch.finished[n - 1] for n in range(4, config.steps + 1)}
     after = {n: seconds for n, seconds in taken.items() if n - 1 in watch.blocked}
@@ -81,16 +105,24 @@ def measure(setup: TrainSetup, directory: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", nargs="?", default="demo")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=8)
     options = parser.parse_args()
-    config = dataclasses.replace(load_config(options.config), steps=options.steps, checkpoint_every=options.every)
+    config = dataclasses.replace(
+        load_config(options.config), steps=options.steps, checkpoint_every=options.every
+    )
     initialize(config.devices)
     with tempfile.TemporaryDirectory() as directory:
         line = measure(make_setup(config, config_mesh(config)), Path(directory))
-    print(json.dumps({"config": options.config, "steps": options.steps, "every": options.every, **line}))
+    print(
+        json.dumps(
+            {"config": options.config, "steps": options.steps, "every": options.every, **line}
+        )
+    )
 
 
 if __name__ == "__main__":

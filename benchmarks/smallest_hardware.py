@@ -2,10 +2,10 @@
 
     python -m benchmarks.smallest_hardware llama gemma
 
-bf16 with float32 weights and AdamW, everything split over `fsdp`, `--remat full`, one sequence of 2,048 tokens (GPT-2:
-1,024) for each device; where that fits on no machine, over `tensor` 4 as well, or with the optimizer's state in host
-memory. With `--lora`, adapters of rank 16 on all kernels of attention instead. Nothing is allocated or compiled: a row
-is the step's trace.
+bf16 with float32 weights and AdamW, everything split over `fsdp`, `--remat full`, one sequence of
+2,048 tokens (GPT-2: 1,024) for each device; where that fits on no machine, over `tensor` 4 as well,
+or with the optimizer's state in host memory. With `--lora`, adapters of rank 16 on all kernels of
+attention instead. Nothing is allocated or compiled: a row is the step's trace.
 """
 
 import argparse
@@ -26,8 +26,26 @@ from spmd.run.build import make_setup, planned_mesh
 from spmd.run.preflight import estimate_step
 
 MACHINES = {
-    "v5e": ("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16"),
-    "H100": ("h100:1x1", "h100:1x2", "h100:1x4", "h100:1x8", "h100:2x8", "h100:4x8", "h100:8x8", "h100:16x8"),
+    "v5e": (
+        "v5e:1x1",
+        "v5e:2x2",
+        "v5e:2x4",
+        "v5e:4x4",
+        "v5e:4x8",
+        "v5e:8x8",
+        "v5e:8x16",
+        "v5e:16x16",
+    ),
+    "H100": (
+        "h100:1x1",
+        "h100:1x2",
+        "h100:1x4",
+        "h100:1x8",
+        "h100:2x8",
+        "h100:4x8",
+        "h100:8x8",
+        "h100:16x8",
+    ),
 }
 """From the smallest to the largest, for each column."""
 
@@ -96,11 +114,17 @@ def rows(family: str, lora: LoRAConfig) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("families", nargs="+")
     parser.add_argument("--lora", action="store_true")
     options = parser.parse_args()
-    lora = LoRAConfig(targets=("attention/(q|k|v|o)_proj/kernel",), rank=16) if options.lora else LoRAConfig()
+    lora = (
+        LoRAConfig(targets=("attention/(q|k|v|o)_proj/kernel",), rank=16)
+        if options.lora
+        else LoRAConfig()
+    )
     print(f"| preset | parameters | {' | '.join(MACHINES)} |\n|---|---|{'---|' * len(MACHINES)}")
     for family in options.families:
         for row in rows(family, lora):

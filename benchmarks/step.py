@@ -5,10 +5,11 @@ python benchmarks/step.py --quick
 python benchmarks/step.py --mesh data=2,fsdp=2,tensor=2 --steps 16
 ```
 
-Each side lives in its own process with its own simulated CPU devices. The parent lets them take turns, one timed step
-each, so that other work on the machine slows both alike; the answer is the median of the pairwise ratios. Every side
-prints one JSON line, and a last line compares them. Time is wall-clock seconds from a host batch to a ready loss;
-processor seconds over all threads stand beside it, because they suffer less from a busy machine.
+Each side lives in its own process with its own simulated CPU devices. The parent lets them take
+turns, one timed step each, so that other work on the machine slows both alike; the answer is the
+median of the pairwise ratios. Every side prints one JSON line, and a last line compares them. Time
+is wall-clock seconds from a host batch to a ready loss; processor seconds over all threads stand
+beside it, because they suffer less from a busy machine.
 """
 
 import argparse
@@ -27,8 +28,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-# Named and not imported: the hand-written side must run without the framework in its process. The audit is part of the
-# framework, so it comes when all is measured.
+# Named and not imported: the hand-written side must run without the framework in its process. The
+# audit is part of the framework, so it comes when all is measured.
 SIDES = {"bare": "benchmarks.bare_jax", "spmd": "benchmarks.ours"}
 AUDIT = "benchmarks.collectives"
 AXES = ("data", "fsdp", "tensor")
@@ -66,7 +67,8 @@ def make_batches(args: argparse.Namespace) -> Iterator[dict[str, np.ndarray]]:
     """Endless batches of uniform tokens from one seed: the same on every side.
 
     Yields:
-        `tokens` and `targets`, int32, and `weights`, float32, about a tenth of them zero; `[batch, seq]` each.
+        `tokens` and `targets`, int32, and `weights`, float32, about a tenth of them zero; `[batch,
+        seq]` each.
     """
     rng = np.random.default_rng(0)
     while True:
@@ -180,7 +182,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, _, size = part.partition("=")
         if axis not in sizes or not size.isdigit() or int(size) < 1:
-            raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(f'{a}=N' for a in AXES)}")
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not one of {', '.join(f'{a}=N' for a in AXES)}"
+            )
         sizes[axis] = int(size)
     return sizes
 
@@ -197,15 +201,29 @@ def parse_sides(text: str) -> list[str]:
 
 def parse(options: list[str]) -> argparse.Namespace:
     """Read the command line; see `--help`."""
-    parser = argparse.ArgumentParser(description="the framework's train step against hand-written JAX")
-    sizes = {"layers": 4, "d-model": 512, "heads": 8, "kv-heads": 4, "d-ff": 1408, "vocab": 8192, "seq": 256}
+    parser = argparse.ArgumentParser(
+        description="the framework's train step against hand-written JAX"
+    )
+    sizes = {
+        "layers": 4,
+        "d-model": 512,
+        "heads": 8,
+        "kv-heads": 4,
+        "d-ff": 1408,
+        "vocab": 8192,
+        "seq": 256,
+    }
     for option, default in (sizes | {"batch": 16, "steps": 8}).items():
         parser.add_argument(f"--{option}", type=int, default=default)
     parser.add_argument("--mesh", type=parse_mesh, default="data=1,fsdp=8,tensor=1")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation"
+    )
     parser.add_argument("--remat", choices=("none", "full"), default="none")
     parser.add_argument("--sides", type=parse_sides, default="bare,spmd")
-    parser.add_argument("--quick", action="store_true", help=f"a small run; defaults become {QUICK}")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"a small run; defaults become {QUICK}"
+    )
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     if "--quick" in options:
         parser.set_defaults(**QUICK)
@@ -214,9 +232,17 @@ def parse(options: list[str]) -> argparse.Namespace:
         parser.error(f"--steps {args.steps}: at least one step is timed")
     rows = args.mesh["data"] * args.mesh["fsdp"]
     if args.batch % rows:
-        parser.error(f"--batch {args.batch} / (data × fsdp = {rows}) = {args.batch / rows}: not a whole number")
-    if args.d_model % args.heads or args.heads % args.kv_heads or args.kv_heads % args.mesh["tensor"]:
-        parser.error("tensor must divide --kv-heads, --kv-heads must divide --heads, --heads must divide --d-model")
+        parser.error(
+            f"--batch {args.batch} / (data × fsdp = {rows}) = {args.batch / rows}: not a whole number"
+        )
+    if (
+        args.d_model % args.heads
+        or args.heads % args.kv_heads
+        or args.kv_heads % args.mesh["tensor"]
+    ):
+        parser.error(
+            "tensor must divide --kv-heads, --kv-heads must divide --heads, --heads must divide --d-model"
+        )
     return args
 
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.streaming demo --rounds 9 --steps 60
 
-Each round trains the same compiled step twice: on text that was tokenized before, and on text that is tokenized
-meanwhile, into a cache that is empty at the start of the round. Which of the two is first alternates. A round's time
-begins after its first batch, whose wait is printed on its own. The result is the ratio of the medians.
+Each round trains the same compiled step twice: on text that was tokenized before, and on text that
+is tokenized meanwhile, into a cache that is empty at the start of the round. Which of the two is
+first alternates. A round's time begins after its first batch, whose wait is printed on its own. The
+result is the ratio of the medians.
 """
 
 import dataclasses
@@ -41,15 +42,26 @@ class Options:
 
 
 def run_round(
-    config: TrainConfig, step: TrainStep, state: TrainState, folder: Path, *, streaming: bool, steps: int
+    config: TrainConfig,
+    step: TrainStep,
+    state: TrainState,
+    folder: Path,
+    *,
+    streaming: bool,
+    steps: int,
 ) -> tuple[TrainState, float, float]:
-    """Train for some steps; return the state, tokens per second, and seconds until the first batch."""
+    """Train for some steps.
+
+    Return the state, tokens per second, and seconds until the first batch.
+    """
     data = dataclasses.replace(config.data, streaming=streaming, cache=str(folder))
     began = time.perf_counter()
     order = open_text(data).order(config.seed)
     sharding = step.plan.batch_sharding("tokens")
     ahead = {"threads": data.threads, "prefetch": data.prefetch}
-    with ordered_batches(order, batch=data.batch, sharding=sharding, start=0, steps=steps + 1, **ahead) as batches:
+    with ordered_batches(
+        order, batch=data.batch, sharding=sharding, start=0, steps=steps + 1, **ahead
+    ) as batches:
         state, _ = step(state, next(batches))
         jax.block_until_ready(state)
         first = time.perf_counter() - began
@@ -70,7 +82,8 @@ def main(options: Options) -> None:
     state = init_state(setup.plan, config.seed)
     with tempfile.TemporaryDirectory() as memory:
         rates: dict[bool, list[float]] = {False: [], True: []}
-        for number in range(-1, options.rounds):  # the first round compiles, and tokenizes what is in memory
+        # the first round compiles, and tokenizes what is in memory
+        for number in range(-1, options.rounds):
             for streaming in (number % 2 == 0, number % 2 != 0):
                 with tempfile.TemporaryDirectory() as empty:
                     folder = Path(empty if streaming else memory)
@@ -80,7 +93,10 @@ def main(options: Options) -> None:
                 if number >= 0:
                     rates[streaming].append(rate)
                     kind = "streamed " if streaming else "in memory"
-                    print(f"{kind}  {rate:>10,.0f} tokens/s   first step after {first:.2f} s", flush=True)
+                    print(
+                        f"{kind}  {rate:>10,.0f} tokens/s   first step after {first:.2f} s",
+                        flush=True,
+                    )
     streamed, in_memory = statistics.median(rates[True]), statistics.median(rates[False])
     ratio = streamed / in_memory
     verdict = "at least" if ratio >= BAR else "below"

@@ -2,7 +2,8 @@
 
     spmd train demo
 
-Expect a validation loss below 2.0 nats per byte in about three minutes on two cores; a bigram count model reaches 2.5.
+Expect a validation loss below 2.0 nats per byte in about three minutes on two cores; a bigram count
+model reaches 2.5.
 """
 
 import spmd
@@ -15,7 +16,9 @@ config = spmd.TrainConfig(
     mesh=spmd.MeshShape(data=2, fsdp=2, tensor=2),
     devices=8,
     data=spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=256, batch=8),
-    optimizer=spmd.OptimizerConfig(learning_rate=2e-3, schedule="cosine", warmup_steps=30, weight_decay=0.1),
+    optimizer=spmd.OptimizerConfig(
+        learning_rate=2e-3, schedule="cosine", warmup_steps=30, weight_decay=0.1
+    ),
     steps=400,
     log_every=10,
     checkpoint_every=200,

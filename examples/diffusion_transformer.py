@@ -3,10 +3,10 @@
     pip install scikit-learn
     python examples/diffusion_transformer.py --steps 600
 
-Blocks with adaLN-Zero (Peebles & Xie, arXiv:2212.09748) predict the velocity from noise to an image (Lipman et al.,
-arXiv:2210.02747), conditioned on time and on the digit. At the end it draws a digit of each kind, guided by its label
-(Ho & Salimans, arXiv:2207.12598). Expect a loss below 0.3 and legible digits after 600 steps, in two minutes on two
-cores.
+Blocks with adaLN-Zero (Peebles & Xie, arXiv:2212.09748) predict the velocity from noise to an image
+(Lipman et al., arXiv:2210.02747), conditioned on time and on the digit. At the end it draws a digit
+of each kind, guided by its label (Ho & Salimans, arXiv:2207.12598). Expect a loss below 0.3 and
+legible digits after 600 steps, in two minutes on two cores.
 """
 
 import argparse
@@ -33,7 +33,10 @@ UNLABELED = 0.1
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each shifted, scaled and gated by the condition; at first, the identity."""
+    """Attention and an MLP, each shifted, scaled and gated by the condition.
+
+    At first, the identity.
+    """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         linear = functools.partial(nnx.Linear, rngs=rngs)
@@ -54,11 +57,18 @@ class Block(nnx.Module):
 
 
 class DiT(nnx.Module):
-    """Velocity `[batch, SIDE, SIDE]` of noisy images at times in [0, 1]; label `CLASSES` is no label."""
+    """Velocity `[batch, SIDE, SIDE]` of noisy images at times in [0, 1].
+
+    Label `CLASSES` is no label.
+    """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         linear = functools.partial(nnx.Linear, rngs=rngs)
-        self.patches, self.time, self.label = linear(PIXELS, WIDTH), linear(WIDTH, WIDTH), linear(CLASSES + 1, WIDTH)
+        self.patches, self.time, self.label = (
+            linear(PIXELS, WIDTH),
+            linear(WIDTH, WIDTH),
+            linear(CLASSES + 1, WIDTH),
+        )
         self.positions = nnx.Param(jax.random.normal(rngs.params(), (TOKENS, WIDTH)) * 0.02)
         self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
         self.last = linear(WIDTH, PIXELS, kernel_init=nnx.initializers.zeros_init())
@@ -101,8 +111,13 @@ MODEL = spmd.from_nnx(lambda rngs: DiT(rngs))
 OPTIMIZER = optax.adamw(2e-3, weight_decay=0.01)
 
 
-def losses(network: Callable[..., jax.Array], batch: dict[str, jax.Array], key: jax.Array) -> tuple[jax.Array, Any]:
-    """Return the loss of each example, and its weight; times, noise and dropped labels come from the step's key."""
+def losses(
+    network: Callable[..., jax.Array], batch: dict[str, jax.Array], key: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Return the loss of each example, and its weight.
+
+    Times, noise and dropped labels come from the step's key.
+    """
     images, label = batch["images"], batch["label"]
     time_key, noise_key, label_key = jax.random.split(key, 3)
     time = jax.nn.sigmoid(jax.random.normal(time_key, label.shape))
@@ -113,7 +128,9 @@ def losses(network: Callable[..., jax.Array], batch: dict[str, jax.Array], key: 
     return ((velocity - (images - noise)) ** 2).mean(axis=(1, 2)), jnp.ones_like(time)
 
 
-def loss_fn(params: Any, variables: Any, batch: dict[str, jax.Array], key: jax.Array) -> tuple[dict[str, Any], Any]:
+def loss_fn(
+    params: Any, variables: Any, batch: dict[str, jax.Array], key: jax.Array
+) -> tuple[dict[str, Any], Any]:
     """Return the sums over the batch, which the step divides by the weight."""
     values, weights = losses(lambda *inputs: MODEL.apply(params, *inputs), batch, key)
     return {"loss": (values * weights).sum(), "weight": weights.sum()}, variables
@@ -149,7 +166,9 @@ def draw(params: Any, steps: int = 50, guidance: float = 2.0) -> np.ndarray:
 
 def main() -> None:
     """Train in a run folder, and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--out", default="runs/diffusion-transformer")
     parser.add_argument("--resume", choices=("never", "auto", "always"), default="never")
@@ -157,13 +176,21 @@ def main() -> None:
     spmd.simulate_devices(8)
     mesh = spmd.make_mesh(data=2, fsdp=2, tensor=2)
     step = spmd.make_train_step(spmd.make_plan(mesh, RULES, MODEL, OPTIMIZER), loss_fn)
-    config = spmd.RunConfig(steps=options.steps, checkpoint_every=50, log_every=50, on_nan="roll-back")
+    config = spmd.RunConfig(
+        steps=options.steps, checkpoint_every=50, log_every=50, on_nan="roll-back"
+    )
     result = spmd.Run(options.out, step, batches, config=config).train(options.resume)
     if result.preempted is None:
         shades = np.array(list(" .:-=+*#%@"))
         rows = shades[np.clip((draw(result.state.params) + 1) * 5, 0, 9).astype(int)]
         for five in (rows[:5], rows[5:]):
-            print("\n" + "\n".join("   ".join("".join(np.repeat(image[y], 2)) for image in five) for y in range(SIDE)))
+            print(
+                "\n"
+                + "\n".join(
+                    "   ".join("".join(np.repeat(image[y], 2)) for image in five)
+                    for y in range(SIDE)
+                )
+            )
     sys.exit(result.exit_code)
 
 

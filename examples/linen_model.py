@@ -2,8 +2,8 @@
 
     python examples/linen_model.py --steps 200
 
-Attention, norms and layers are Flax's own. Expect a loss near 1.9 nats per byte after 200 steps, in about a minute on
-two cores.
+Attention, norms and layers are Flax's own. Expect a loss near 1.9 nats per byte after 200 steps, in
+about a minute on two cores.
 """
 
 import argparse
@@ -30,7 +30,9 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the residual stream `[batch, sequence, width]` after this layer."""
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
-        x = x + nn.SelfAttention(num_heads=4, use_bias=False, name="attention")(nn.LayerNorm()(x), mask)
+        x = x + nn.SelfAttention(num_heads=4, use_bias=False, name="attention")(
+            nn.LayerNorm()(x), mask
+        )
         hidden = nn.gelu(nn.Dense(4 * WIDTH, name="up")(nn.LayerNorm()(x)))
         return x + nn.Dense(WIDTH, name="down")(spmd.annotate(hidden, "hidden"))
 
@@ -73,7 +75,11 @@ def batches(plan: spmd.ShardingPlan, steps: int) -> Iterator[dict[str, jax.Array
     for _ in range(steps):
         starts = draws.integers(0, len(text) - SEQUENCE - 1, 16)
         rows = text[starts[:, None] + np.arange(SEQUENCE + 1)].astype(np.int32)
-        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "weights": np.ones((16, SEQUENCE), np.float32)}
+        batch = {
+            "tokens": rows[:, :-1],
+            "targets": rows[:, 1:],
+            "weights": np.ones((16, SEQUENCE), np.float32),
+        }
         yield spmd.place_batch(plan, batch)
 
 
@@ -88,7 +94,9 @@ class Show(spmd.Hook):
 
 def main() -> None:
     """Trains on eight simulated devices and prints the plan and the metrics."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     steps = parser.parse_args().steps
     spmd.simulate_devices(8)

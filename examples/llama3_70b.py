@@ -3,8 +3,8 @@
     spmd plan llama3-70b
     spmd train llama3-70b --data.source 'corpus/**/*.jsonl' --data.tokenizer tokenizer.json
 
-The first command needs no accelerator. The second reads your text with your tokenizer, whose vocabulary must not exceed
-the model's.
+The first command needs no accelerator. The second reads your text with your tokenizer, whose
+vocabulary must not exceed the model's.
 """
 
 import spmd
@@ -17,7 +17,9 @@ config = spmd.TrainConfig(
     mesh=spmd.MeshShape(fsdp=64, tensor=4),
     remat="full",
     precision="bf16",
-    data=spmd.DataConfig(source=("corpus/**/*.jsonl",), tokenizer="tokenizer.json", sequence=8192, batch=128),
+    data=spmd.DataConfig(
+        source=("corpus/**/*.jsonl",), tokenizer="tokenizer.json", sequence=8192, batch=128
+    ),
     optimizer=spmd.OptimizerConfig(learning_rate=3e-4, warmup_steps=2000, weight_decay=0.1),
     steps=100_000,
     log_every=10,

@@ -2,7 +2,8 @@
 
     python examples/nnx_model.py --steps 300
 
-Nothing of the module knows of meshes. Expect an accuracy above 0.95 after 300 steps, in a few seconds.
+Nothing of the module knows of meshes. Expect an accuracy above 0.95 after 300 steps, in a few
+seconds.
 """
 
 import argparse
@@ -51,7 +52,10 @@ def points(batch: int, draws: np.random.Generator) -> dict[str, np.ndarray]:
     angle = draws.uniform(0.5, 8, batch)
     turned = angle + np.pi * label
     xy = angle[:, None] * np.stack([np.cos(turned), np.sin(turned)], axis=1) / 4
-    return {"points": (xy + draws.normal(0, 0.02, xy.shape)).astype(np.float32), "label": label.astype(np.int32)}
+    return {
+        "points": (xy + draws.normal(0, 0.02, xy.shape)).astype(np.float32),
+        "label": label.astype(np.int32),
+    }
 
 
 def batches(plan: spmd.ShardingPlan, steps: int) -> Iterator[dict[str, jax.Array]]:
@@ -72,7 +76,9 @@ class Show(spmd.Hook):
 
 def main() -> None:
     """Trains on eight simulated devices and prints the plan and the metrics."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     steps = parser.parse_args().steps
     spmd.simulate_devices(8)
@@ -86,7 +92,11 @@ def main() -> None:
         scores, variables = model.forward(params, variables, key, batch["points"], train=True)
         losses = optax.softmax_cross_entropy_with_integer_labels(scores, batch["label"])
         right = (scores.argmax(axis=-1) == batch["label"]).sum().astype("float32")
-        return {"loss": losses.sum(), "weight": jax.numpy.float32(len(losses)), "accuracy": right}, variables
+        return {
+            "loss": losses.sum(),
+            "weight": jax.numpy.float32(len(losses)),
+            "accuracy": right,
+        }, variables
 
     step = spmd.make_train_step(plan, loss_fn)
     spmd.fit(spmd.init_state(plan, seed=0), step, batches(plan, steps), steps=steps, hooks=[Show()])

@@ -2,10 +2,11 @@
 
     python examples/recommender.py --steps 300
 
-Clicks are drawn from hidden tastes of 200,000 users for 50,000 items; each example has a user, the items that he saw
-last, the item that is offered, and dense features (Naumov et al., arXiv:1906.00091). The tables have 99 % of the
-parameters: a device looks up the ids that fall into its rows, and only rows of 16 numbers are sent. Expect a loss
-around 0.55 (0.69 is a guess) after 300 steps, in a minute on two cores.
+Clicks are drawn from hidden tastes of 200,000 users for 50,000 items; each example has a user, the
+items that he saw last, the item that is offered, and dense features (Naumov et al.,
+arXiv:1906.00091). The tables have 99 % of the
+parameters: a device looks up the ids that fall into its rows, and only rows of 16 numbers are sent.
+Expect a loss around 0.55 (0.69 is a guess) after 300 steps, in a minute on two cores.
 """
 
 import argparse
@@ -28,7 +29,10 @@ ROWS = ("data", "fsdp", "tensor")
 
 
 class Table(nnx.Module):
-    """Embedding table `[count, WIDTH]`; the module looks up without gathering it, so its rows may stay split."""
+    """Embedding table `[count, WIDTH]`.
+
+    The module looks up without gathering it, so its rows may stay split.
+    """
 
     def __init__(self, count: int, rngs: nnx.Rngs) -> None:
         values = jax.random.normal(rngs.params(), (count, WIDTH)) * WIDTH**-0.5
@@ -59,8 +63,13 @@ class Recommender(nnx.Module):
         self.dense = MLP(DENSE, 64, WIDTH, rngs)
         self.top = MLP(WIDTH + 6, 64, 1, rngs)
 
-    def __call__(self, user: jax.Array, item: jax.Array, seen: jax.Array, dense: jax.Array) -> jax.Array:
-        """Combine the embeddings by their products; `seen` is `[batch, SEEN]`, `dense` `[batch, DENSE]`."""
+    def __call__(
+        self, user: jax.Array, item: jax.Array, seen: jax.Array, dense: jax.Array
+    ) -> jax.Array:
+        """Combine the embeddings by their products.
+
+        `seen` is `[batch, SEEN]`, `dense` `[batch, DENSE]`.
+        """
         features = self.dense(dense)
         vectors = [features, self.user(user), self.item(item), self.item(seen).mean(axis=1)]
         stacked = spmd.annotate(jnp.stack(vectors, axis=1), "embeddings")
@@ -76,19 +85,24 @@ RULES = spmd.Rules(
         ("down/kernel", P("tensor", None)),  # [64, last]
         ("down/bias", spmd.replicate("at most 64 bytes")),
     ],
-    activations=[("hidden", P(BATCH, "tensor")), ("embeddings", P(BATCH))],  # [batch, 64], [batch, 4, WIDTH]
+    # [batch, 64], [batch, 4, WIDTH]
+    activations=[("hidden", P(BATCH, "tensor")), ("embeddings", P(BATCH))],
 )
 MODEL = spmd.from_nnx(lambda rngs: Recommender(rngs))
 OPTIMIZER = optax.adam(3e-3)
 
 
-def losses(network: Callable[..., jax.Array], batch: dict[str, jax.Array], key: jax.Array) -> tuple[jax.Array, Any]:
+def losses(
+    network: Callable[..., jax.Array], batch: dict[str, jax.Array], key: jax.Array
+) -> tuple[jax.Array, Any]:
     """Return the loss of each example, and its weight."""
     scores = network(batch["user"], batch["item"], batch["seen"], batch["dense"])
     return optax.sigmoid_binary_cross_entropy(scores, batch["clicked"]), jnp.ones_like(scores)
 
 
-def loss_fn(params: Any, variables: Any, batch: dict[str, jax.Array], key: jax.Array) -> tuple[dict[str, Any], Any]:
+def loss_fn(
+    params: Any, variables: Any, batch: dict[str, jax.Array], key: jax.Array
+) -> tuple[dict[str, Any], Any]:
     """Return the sums over the batch, which the step divides by the weight."""
     values, weights = losses(lambda *inputs: MODEL.apply(params, *inputs), batch, key)
     return {"loss": (values * weights).sum(), "weight": weights.sum()}, variables
@@ -114,7 +128,9 @@ def batches(start: int, steps: int, batch: int = 256) -> Iterator[dict[str, np.n
 
 def main() -> None:
     """Train in a run folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", default="runs/recommender")
     parser.add_argument("--resume", choices=("never", "auto", "always"), default="never")
@@ -124,7 +140,9 @@ def main() -> None:
     step = spmd.make_train_step(spmd.make_plan(mesh, RULES, MODEL, OPTIMIZER), loss_fn)
     config = spmd.RunConfig(steps=options.steps, checkpoint_every=20, log_every=20)
     held_out = {"val": lambda: batches(10**6, 10**6 + 8)}
-    run = spmd.Run(options.out, step, batches, config=config, evaluation=held_out, evaluation_loss=loss_fn)
+    run = spmd.Run(
+        options.out, step, batches, config=config, evaluation=held_out, evaluation_loss=loss_fn
+    )
     sys.exit(run.train(options.resume).exit_code)
 
 

@@ -2,10 +2,11 @@
 
     python examples/t5_encoder_decoder.py --steps 400
 
-The model is T5 1.1 over bytes (Raffel et al., arXiv:1910.10683; Shazeer, arXiv:2002.05202): relative positions, no
-biases, gated GELU, attention without scaling. 15 % of the bytes, in spans of 3 on average, are replaced by sentinels in
-the encoder's input; the decoder writes each sentinel and what it stands for. Expect a loss below 2 nats per byte after
-400 steps, in two minutes on two cores.
+The model is T5 1.1 over bytes (Raffel et al., arXiv:1910.10683; Shazeer, arXiv:2002.05202):
+relative positions, no biases, gated GELU, attention without scaling. 15 % of the bytes, in spans of
+3 on average, are replaced by sentinels in the encoder's input; the decoder writes each sentinel and
+what it stands for. Expect a loss below 2 nats per byte after 400 steps, in two minutes on two
+cores.
 """
 
 import argparse
@@ -75,8 +76,14 @@ class Attention(nnx.Module):
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         inner = HEADS * HEAD_WIDTH
         # Scores are not scaled, so that the first queries are.
-        self.query = linear(WIDTH, inner, kernel_init=nnx.initializers.normal((WIDTH * HEAD_WIDTH) ** -0.5))
-        self.key, self.value, self.out = linear(WIDTH, inner), linear(WIDTH, inner), linear(inner, WIDTH)
+        self.query = linear(
+            WIDTH, inner, kernel_init=nnx.initializers.normal((WIDTH * HEAD_WIDTH) ** -0.5)
+        )
+        self.key, self.value, self.out = (
+            linear(WIDTH, inner),
+            linear(WIDTH, inner),
+            linear(inner, WIDTH),
+        )
 
     def __call__(self, x: jax.Array, other: jax.Array, bias: jax.Array | None) -> jax.Array:
         """Return `[batch, tokens, WIDTH]`."""
@@ -94,11 +101,17 @@ class Layer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, *, is_decoder: bool) -> None:
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         self.norm, self.mlp_norm, self.attention = Norm(), Norm(), Attention(rngs)
-        self.gate, self.up, self.down = linear(WIDTH, HIDDEN), linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
+        self.gate, self.up, self.down = (
+            linear(WIDTH, HIDDEN),
+            linear(WIDTH, HIDDEN),
+            linear(HIDDEN, WIDTH),
+        )
         if is_decoder:
             self.cross_norm, self.cross = Norm(), Attention(rngs)
 
-    def __call__(self, x: jax.Array, bias: jax.Array, encoded: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, bias: jax.Array, encoded: jax.Array | None = None
+    ) -> jax.Array:
         """Return `[batch, tokens, WIDTH]`."""
         normed = self.norm(x)
         x = spmd.annotate(x + self.attention(normed, normed, bias), "residual")
@@ -129,7 +142,9 @@ class T5(nnx.Module):
     """Logits `[batch, TARGETS, VOCAB]` of targets, from inputs `[batch, INPUTS]` and the targets before each."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embedding = nnx.Embed(VOCAB, WIDTH, embedding_init=nnx.initializers.normal(1.0), rngs=rngs)
+        self.embedding = nnx.Embed(
+            VOCAB, WIDTH, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
+        )
         self.encoder, self.decoder = Stack(rngs, is_decoder=False), Stack(rngs, is_decoder=True)
         self.head = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
 
@@ -144,7 +159,8 @@ class T5(nnx.Module):
 RULES = spmd.Rules(
     params=[
         ("embedding/embedding", P("fsdp", "tensor")),  # [VOCAB, WIDTH]
-        ("(query|key|value|gate|up)/kernel", P("fsdp", "tensor")),  # [WIDTH, HEADS · HEAD_WIDTH or HIDDEN]
+        # [WIDTH, HEADS · HEAD_WIDTH or HIDDEN]
+        ("(query|key|value|gate|up)/kernel", P("fsdp", "tensor")),
         ("(out|down)/kernel", P("tensor", "fsdp")),
         ("positions/bias", P(None, "tensor")),  # [BUCKETS, HEADS]
         ("head/kernel", P("fsdp", "tensor")),  # [WIDTH, VOCAB]
@@ -161,14 +177,18 @@ MODEL = spmd.from_nnx(lambda rngs: T5(rngs))
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3, weight_decay=0.01))
 
 
-def losses(network: Callable[..., jax.Array], batch: dict[str, jax.Array], key: jax.Array) -> tuple[jax.Array, Any]:
+def losses(
+    network: Callable[..., jax.Array], batch: dict[str, jax.Array], key: jax.Array
+) -> tuple[jax.Array, Any]:
     """Return the loss of each target, and its weight."""
     logits, targets = network(batch["inputs"], batch["targets"]), batch["targets"]
     values = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return values, batch["weights"]
 
 
-def loss_fn(params: Any, variables: Any, batch: dict[str, jax.Array], key: jax.Array) -> tuple[dict[str, Any], Any]:
+def loss_fn(
+    params: Any, variables: Any, batch: dict[str, jax.Array], key: jax.Array
+) -> tuple[dict[str, Any], Any]:
     """Return the sums over the batch, which the step divides by the weight."""
     values, weights = losses(lambda *inputs: MODEL.apply(params, *inputs), batch, key)
     return {"loss": (values * weights).sum(), "weight": weights.sum()}, variables
@@ -210,7 +230,9 @@ def batches(start: int, steps: int, batch: int = 32) -> Iterator[dict[str, np.nd
 
 def main() -> None:
     """Train in a run folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--out", default="runs/t5-encoder-decoder")
     parser.add_argument("--resume", choices=("never", "auto", "always"), default="never")

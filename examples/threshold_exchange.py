@@ -2,7 +2,8 @@
 
     plan = spmd.make_plan(mesh, rules, model, optimizer, transforms=[ThresholdExchange()])
 
-Of its gradients a device sends the elements above a multiple of their root mean square (after Strom, Interspeech 2015).
+Of its gradients a device sends the elements above a multiple of their root mean square (after
+Strom, Interspeech 2015).
 """
 
 import dataclasses
@@ -22,7 +23,10 @@ from spmd.model_api.grad_transform import StateArray
 
 @dataclasses.dataclass(frozen=True)
 class ThresholdExchange(spmd.GradTransform):
-    """Exchange of large gradients over `data`, once a step; `factor` is the threshold over the root mean square."""
+    """Exchange of large gradients over `data`, once a step.
+
+    `factor` is the threshold over the root mean square.
+    """
 
     name = "threshold_exchange"
     exchanges = True
@@ -32,11 +36,16 @@ class ThresholdExchange(spmd.GradTransform):
     def state(self, plan: spmd.ShardingPlan) -> dict[str, StateArray]:
         """Return what each device of `data` has not sent: an array for each gradient, split as the gradient is."""
         devices = plan.mesh.shape["data"]
-        return {g.path: StateArray((devices, *g.shape), jnp.float32, P("data", *g.spec)) for g in plan.gradients}
+        return {
+            g.path: StateArray((devices, *g.shape), jnp.float32, P("data", *g.spec))
+            for g in plan.gradients
+        }
 
     def init(self, plan: spmd.ShardingPlan, key: jax.Array, params: Any) -> Any:
         """Return zeros."""
-        return tree.nested({path: jnp.zeros(x.shape, x.dtype) for path, x in self.state(plan).items()})
+        return tree.nested(
+            {path: jnp.zeros(x.shape, x.dtype) for path, x in self.state(plan).items()}
+        )
 
     def wrap(self, grad_fn: GradFn) -> GradFn:
         """Return a gradient function whose gradients are exchanged once a step, by `_send_large`."""
@@ -55,6 +64,10 @@ class ThresholdExchange(spmd.GradTransform):
 
     def problems(self, plan: spmd.ShardingPlan) -> list[Problem]:
         """Return why a mesh does not fit: one without replicas, or with a sum over stages besides."""
-        alone = Problem(self.name, "sends nothing", "mesh.data = 1: there are no replicas", "data=2 or more")
-        staged = Problem(self.name, "sums over data alone", "mesh.pipe > 1: stages share parameters", "pipe=1")
+        alone = Problem(
+            self.name, "sends nothing", "mesh.data = 1: there are no replicas", "data=2 or more"
+        )
+        staged = Problem(
+            self.name, "sums over data alone", "mesh.pipe > 1: stages share parameters", "pipe=1"
+        )
         return [alone] * (plan.mesh.shape["data"] == 1) + [staged] * (plan.mesh.shape["pipe"] > 1)

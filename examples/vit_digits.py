@@ -3,8 +3,8 @@
     pip install scikit-learn
     python examples/vit_digits.py --steps 400
 
-Eight simulated devices share the batch, the matrices and the heads. Expect about 90 % of the held-out digits right
-after 400 steps, in half a minute on two cores.
+Eight simulated devices share the batch, the matrices and the heads. Expect about 90 % of the
+held-out digits right after 400 steps, in half a minute on two cores.
 """
 
 import argparse
@@ -18,7 +18,9 @@ import spmd
 from spmd.models.vit import ViTConfig
 from spmd.partition_rules.vit import VIT
 
-CONFIG = ViTConfig(image=8, patch=2, channels=1, d_model=64, layers=4, heads=4, d_ff=128, classes=10)
+CONFIG = ViTConfig(
+    image=8, patch=2, channels=1, d_model=64, layers=4, heads=4, d_ff=128, classes=10
+)
 HELD_OUT = 297
 
 
@@ -26,7 +28,9 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     """Images `[count, 8, 8, 1]` around zero, and what they are, in an order that mixes the writers."""
     found = load_digits()
     order = np.random.default_rng(0).permutation(len(found.target))
-    return found.images[order, :, :, None].astype(np.float32) / 8 - 1, found.target[order].astype(np.int32)
+    return found.images[order, :, :, None].astype(np.float32) / 8 - 1, found.target[order].astype(
+        np.int32
+    )
 
 
 def batches(plan: spmd.ShardingPlan, steps: int, batch: int = 64) -> Iterator[dict[str, jax.Array]]:
@@ -50,12 +54,17 @@ class Show(spmd.Hook):
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Print metrics."""
         if step % 50 == 0:
-            print(f"step {step}   loss {metrics['loss']:.3f}   accuracy {metrics['accuracy']:.3f}", flush=True)
+            print(
+                f"step {step}   loss {metrics['loss']:.3f}   accuracy {metrics['accuracy']:.3f}",
+                flush=True,
+            )
 
 
 def main() -> None:
     """Trains, and prints the plan, the metrics and how many held-out digits are right."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=400)
     steps = parser.parse_args().steps
     spmd.simulate_devices(8)
@@ -67,7 +76,9 @@ def main() -> None:
     plan = spmd.make_plan(mesh, VIT, model, spmd.make_optimizer(optimizer, steps=steps))
     print(plan)
     step = spmd.make_train_step(plan, spmd.classification_loss(model))
-    state = spmd.fit(spmd.init_state(plan, seed=0), step, batches(plan, steps), steps=steps, hooks=[Show()])
+    state = spmd.fit(
+        spmd.init_state(plan, seed=0), step, batches(plan, steps), steps=steps, hooks=[Show()]
+    )
 
     images, labels = (x[:HELD_OUT] for x in digits())
     scores = jax.jit(model.apply)(state.params, images)

@@ -74,13 +74,17 @@ def _for_tokens(values: Float[Array, "d"], x: Array) -> Array:
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
-def gated(gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
+def gated(
+    gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]
+) -> Float[Array, "batch seq d"]:
     """Return `silu(gate) · up`; only the inputs are saved for the backward pass."""
     return jax.nn.silu(gate) * up
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
-def gelu_gated(gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
+def gelu_gated(
+    gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]
+) -> Float[Array, "batch seq d"]:
     """Return `gelu(gate) · up`, with the tanh approximation; only the inputs are saved."""
     return jax.nn.gelu(gate, approximate=True) * up
 
@@ -91,7 +95,9 @@ def gelu(x: Float[Array, "batch seq d"], approximate: bool) -> Float[Array, "bat
     return jax.nn.gelu(x, approximate=approximate)
 
 
-def make_layers(make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, *, stacked: bool) -> nnx.Module:
+def make_layers(
+    make: Callable[[nnx.Rngs], nnx.Module], count: int, key: Array, *, stacked: bool
+) -> nnx.Module:
     """Return `count` equal layers: one module of stacked parameters, or a list of modules.
 
     Stacked parameters have a leading layer dimension. Layer *i* is initialised from
@@ -121,7 +127,9 @@ def run_layers(layers: nnx.Module, x: Array, *context: Any, unroll: int = 1) -> 
     return x
 
 
-def collect_layers(layers: nnx.Module, x: Array, each: Any, *context: Any, unroll: int = 1) -> tuple[Array, Any]:
+def collect_layers(
+    layers: nnx.Module, x: Array, each: Any, *context: Any, unroll: int = 1
+) -> tuple[Array, Any]:
     """Run layers that have their own inputs and return values besides `x`.
 
     Args:
@@ -243,7 +251,9 @@ class _LayerStack:
 
         return jax.lax.scan(body, x, stack, unroll=turn)
 
-    def _scan_groups(self, x: Array, groups: Any, size: int, turn: int, scanned: bool) -> tuple[Array, Any]:
+    def _scan_groups(
+        self, x: Array, groups: Any, size: int, turn: int, scanned: bool
+    ) -> tuple[Array, Any]:
         """Scan groups of `size` layers, `turn` of them per iteration."""
 
         def body(x: Array, group: Any) -> tuple[Array, Any]:

@@ -119,7 +119,9 @@ def unembed(
     return annotate(soft_capped(logits, soft_cap), "logits")
 
 
-def biased(x: Float[Array, "batch seq out"], bias: nnx.Param[Float[Array, "out"]]) -> Float[Array, "batch seq out"]:
+def biased(
+    x: Float[Array, "batch seq out"], bias: nnx.Param[Float[Array, "out"]]
+) -> Float[Array, "batch seq out"]:
     """Return `x + bias` in the dtype of `x`; the sum and the bias's gradient are in float32."""
     whole = gathered(bias[...], _placed(bias))
     y = x.astype(whole.dtype) + whole[None, None]
@@ -227,7 +229,9 @@ class _Products:
         return gradient_by_recipe(exact, form, (x, dy), placed, self.axes, self.outs, scales, dtype)
 
 
-def _multiplied(x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head: int = 0) -> tuple[Array, ...]:
+def _multiplied(
+    x: Array, kernels: Sequence[nnx.Param], how: _Products, *, head: int = 0
+) -> tuple[Array, ...]:
     """Return the product with each kernel, plus the addend of a technique, such as an adapter's.
 
     With a `head`, its width, heads are a dimension of their own on TPUs: XLA can then lay out the
@@ -437,7 +441,9 @@ class Dense(nnx.Module):
     ) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
         table = init(rngs.params(), (inputs, outputs), jnp.float32)
-        self.kernel = nnx.Param(table, gathered_by_layer=True, takes_wrapped=True, linear=True, matrix="io")
+        self.kernel = nnx.Param(
+            table, gathered_by_layer=True, takes_wrapped=True, linear=True, matrix="io"
+        )
         self.bias = _zeros(outputs) if bias else None
 
     def with_bias(self, x: Float[Array, "batch seq out"]) -> Float[Array, "batch seq out"]:
@@ -459,6 +465,8 @@ class Head(nnx.Module):
         # A loss may use it in chunks.
         self.kernel.set_metadata(takes_wrapped=False, linear=False, role="logits")
 
-    def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq vocab"] | LazyLogits:
+    def __call__(
+        self, x: Float[Array, "batch seq d"]
+    ) -> Float[Array, "batch seq vocab"] | LazyLogits:
         """Return logits or `LazyLogits`."""
         return unembed(x, self.kernel[...], _placed(self.kernel), "io")

@@ -58,7 +58,9 @@ def _write(config: GemmaConfig) -> dict[str, Any]:
 
 
 def _write2(config: Gemma2Config) -> dict[str, Any]:
-    shape = {name: value for name, value in llama.write_shape(config).items() if name != "hidden_act"}
+    shape = {
+        name: value for name, value in llama.write_shape(config).items() if name != "hidden_act"
+    }
     return {
         "model_type": "gemma2",
         **shape,
@@ -77,7 +79,9 @@ def _names2(config: Gemma2Config) -> tuple[TensorMapping, ...]:
         for ours, theirs in _NORMS.items()
     ]
     pairs = [
-        dataclasses.replace(name, path=name.path.replace("layers/", f"layers/{kind}_block/"), first=first, step=2)
+        dataclasses.replace(
+            name, path=name.path.replace("layers/", f"layers/{kind}_block/"), first=first, step=2
+        )
         for first, kind in enumerate(("local", "global"))
         for name in (*plain, *norms)
     ]
@@ -88,7 +92,9 @@ GEMMA_FAMILY = Family(
     architectures=("GemmaForCausalLM",),
     read_config=_read,
     write_config=_write,
-    fits=lambda config: type(config) is GemmaConfig and llama.is_plain(config) and not config.window,
+    fits=lambda config: (
+        type(config) is GemmaConfig and llama.is_plain(config) and not config.window
+    ),
     rules=lambda config: GEMMA,
     names=llama.names,
     ignored=llama.ignored,
@@ -97,7 +103,9 @@ GEMMA2_FAMILY = Family(
     architectures=("Gemma2ForCausalLM",),
     read_config=_read2,
     write_config=_write2,
-    fits=lambda config: isinstance(config, Gemma2Config) and llama.is_plain(config) and llama.divides(config),
+    fits=lambda config: (
+        isinstance(config, Gemma2Config) and llama.is_plain(config) and llama.divides(config)
+    ),
     rules=lambda config: GEMMA2,
     names=_names2,
     ignored=llama.ignored,

@@ -11,12 +11,22 @@ from spmd.partition_rules.gpt2 import GPT2, GPT2_WHOLE_VOCABULARY
 _PREFIX = "transformer."
 _LAYER = _PREFIX + "h.{layer}."
 _QKV = tuple(
-    TensorMapping(f"layers/attention/{x}_proj/{ours}", f"{_LAYER}attn.c_attn.{theirs}", part(number, 3))
+    TensorMapping(
+        f"layers/attention/{x}_proj/{ours}", f"{_LAYER}attn.c_attn.{theirs}", part(number, 3)
+    )
     for number, x in enumerate("qkv")
     for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
 )
-_DENSE = {"attention/o_proj": "attn.c_proj", "mlp/up_proj": "mlp.c_fc", "mlp/down_proj": "mlp.c_proj"}
-_NORMS = {"layers/attention_norm": f"{_LAYER}ln_1", "layers/mlp_norm": f"{_LAYER}ln_2", "norm": f"{_PREFIX}ln_f"}
+_DENSE = {
+    "attention/o_proj": "attn.c_proj",
+    "mlp/up_proj": "mlp.c_fc",
+    "mlp/down_proj": "mlp.c_proj",
+}
+_NORMS = {
+    "layers/attention_norm": f"{_LAYER}ln_1",
+    "layers/mlp_norm": f"{_LAYER}ln_2",
+    "norm": f"{_PREFIX}ln_f",
+}
 _NAMES = (
     TensorMapping("embed/embedding", _PREFIX + "wte.weight"),
     TensorMapping("positions", _PREFIX + "wpe.weight"),
@@ -40,7 +50,8 @@ _IGNORED = (
 _OF_TRAINING = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn")
 _OF_OLD_FILES = ("n_ctx", "n_special", "predict_special_tokens", "output_past")
 _OF_OTHER_HEADS = tuple(
-    f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
+    f"summary_{name}"
+    for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 )
 
 

@@ -50,7 +50,11 @@ def names(config: LlamaConfig) -> tuple[TensorMapping, ...]:
 def ignored(config: LlamaConfig) -> tuple[Ignored, ...]:
     """Return other tensors that a checkpoint may contain."""
     rotary = Ignored(_LAYER + "self_attn.rotary_emb.inv_freq", "follows from rope_theta")
-    return (rotary, Ignored(_HEAD.tensor, "is a copy of the embedding", _ENDS[0].tensor)) if config.tied else (rotary,)
+    return (
+        (rotary, Ignored(_HEAD.tensor, "is a copy of the embedding", _ENDS[0].tensor))
+        if config.tied
+        else (rotary,)
+    )
 
 
 def read_shape(
@@ -99,7 +103,11 @@ def _read_scaling(fields: Fields, table: Mapping[str, Any]) -> RopeScaling:
     for name in sorted({*table} ^ {*_SCALING}):
         what = f"is {table[name]!r:.80}, and is unknown" if name in table else "is missing"
         fields.refuse(f"rope_scaling.{name}", what)
-    good = {name: value for name, value in known.items() if fields.is_number(f"rope_scaling.{name}", value)}
+    good = {
+        name: value
+        for name, value in known.items()
+        if fields.is_number(f"rope_scaling.{name}", value)
+    }
     numbers = {_SCALING[name]: value for name, value in good.items()}
     return fields.nested(RopeScaling, **numbers) or RopeScaling()
 
@@ -124,7 +132,10 @@ def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
     matches = isinstance(kinds, list) and len(kinds) == layers
     if not matches or any(kind != pattern[i % len(pattern)] for i, kind in enumerate(kinds)):
         supported = " and ".join(pattern)
-        fields.refuse("layer_types", f"is {kinds!r:.80}, and this model has {layers} layers of alternating {supported}")
+        fields.refuse(
+            "layer_types",
+            f"is {kinds!r:.80}, and this model has {layers} layers of alternating {supported}",
+        )
 
 
 def divides(config: LlamaConfig) -> bool:
@@ -164,7 +175,12 @@ def _read(values: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
-    return {"model_type": "llama", **write_shape(config), "attention_bias": False, "mlp_bias": False}
+    return {
+        "model_type": "llama",
+        **write_shape(config),
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
 
 
 def _rules(config: LlamaConfig) -> Rules:
@@ -172,7 +188,9 @@ def _rules(config: LlamaConfig) -> Rules:
 
 
 def _fits(config: Any) -> bool:
-    return type(config) is LlamaConfig and is_plain(config) and not config.window and divides(config)
+    return (
+        type(config) is LlamaConfig and is_plain(config) and not config.window and divides(config)
+    )
 
 
 FAMILY = Family(

@@ -15,11 +15,17 @@ _SHAPES = (LlamaConfig, MistralConfig)
 
 def _read(values: Mapping[str, Any]) -> MistralConfig:
     fields = Fields(values)
-    return fields.build(MistralConfig, **llama.read_shape(fields), window=llama.read_window(fields, absent=4096))
+    return fields.build(
+        MistralConfig, **llama.read_shape(fields), window=llama.read_window(fields, absent=4096)
+    )
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
-    return {"model_type": "mistral", **llama.write_shape(config), "sliding_window": config.window or None}
+    return {
+        "model_type": "mistral",
+        **llama.write_shape(config),
+        "sliding_window": config.window or None,
+    }
 
 
 def _fits(config: ModelConfig) -> bool:

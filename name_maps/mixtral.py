@@ -54,12 +54,18 @@ def _write(config: MixtralConfig) -> dict[str, Any]:
 
 
 def _fits(config: ModelConfig) -> bool:
-    if type(config) is not MixtralConfig or config.tied or config.shared_d_ff or config.dense_layers:
+    if (
+        type(config) is not MixtralConfig
+        or config.tied
+        or config.shared_d_ff
+        or config.dense_layers
+    ):
         return False
     if not llama.is_plain(config):
         return False
     plain = RouterConfig(experts=config.router.experts, top_k=config.router.top_k)
-    changes_nothing = ("jitter", "balance", "balance_form", "balance_over", "z_loss")  # they affect only training
+    # they affect only training
+    changes_nothing = ("jitter", "balance", "balance_form", "balance_over", "z_loss")
     as_trained = {name: getattr(config.router, name) for name in changes_nothing}
     return config.gated and config.router == dataclasses.replace(plain, **as_trained)
 

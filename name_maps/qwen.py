@@ -13,10 +13,16 @@ from spmd.run.config import ModelConfig
 from spmd.sharding.rules import Rules
 
 _BIASES = tuple(
-    TensorMapping(f"layers/attention/{x}_proj/bias", f"model.layers.{{layer}}.self_attn.{x}_proj.bias") for x in "qkv"
+    TensorMapping(
+        f"layers/attention/{x}_proj/bias", f"model.layers.{{layer}}.self_attn.{x}_proj.bias"
+    )
+    for x in "qkv"
 )
 _NORMS = tuple(
-    TensorMapping(f"layers/attention/{x}_norm/scale", f"model.layers.{{layer}}.self_attn.{x}_norm.weight") for x in "qk"
+    TensorMapping(
+        f"layers/attention/{x}_norm/scale", f"model.layers.{{layer}}.self_attn.{x}_norm.weight"
+    )
+    for x in "qk"
 )
 
 

@@ -40,7 +40,9 @@ _NAMES = (
         for a, b in (("scale", "weight"), ("bias", "bias"))
     ),
 )
-_IGNORED = tuple(Ignored(f"{_PREFIX}pooler.dense.{x}", "belongs to another head") for x in ("weight", "bias"))
+_IGNORED = tuple(
+    Ignored(f"{_PREFIX}pooler.dense.{x}", "belongs to another head") for x in ("weight", "bias")
+)
 _OF_TRAINING = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _OF_OTHER_HEADS = ("encoder_stride", "pooler_act", "pooler_output_size")
 
@@ -61,7 +63,9 @@ def _read(values: Mapping[str, Any]) -> ViTConfig:
         layers=fields.integer("num_hidden_layers", 12),
         heads=fields.integer("num_attention_heads", 12),
         d_ff=fields.integer("intermediate_size", 3072),
-        classes=fields.integer("num_labels", len(labels) if isinstance(labels, Mapping) and labels else 2),
+        classes=fields.integer(
+            "num_labels", len(labels) if isinstance(labels, Mapping) and labels else 2
+        ),
         norm_eps=fields.number("layer_norm_eps", 1e-12, least=0),
     )
 

@@ -8,5 +8,8 @@ from spmd.sharding.rules import replicate
 GEMMA = LLAMA_TIED
 GEMMA2 = dataclasses.replace(
     LLAMA_TIED,
-    params=(*LLAMA_TIED.params, ("(attention|mlp)_post_norm/scale", replicate("norm scales are a few KiB"))),
+    params=(
+        *LLAMA_TIED.params,
+        ("(attention|mlp)_post_norm/scale", replicate("norm scales are a few KiB")),
+    ),
 )

@@ -1,7 +1,9 @@
-"""GPT-2: Llama's kernels without a gate; biases of column-parallel kernels are split like their outputs.
+"""GPT-2: Llama's kernels without a gate.
 
-The published vocabulary, 50,257 words, divides over no `tensor` above 1: use `GPT2_WHOLE_VOCABULARY`, or 50,304 words
-for a model that is not imported.
+Biases of column-parallel kernels are split like their outputs.
+
+The published vocabulary, 50,257 words, divides over no `tensor` above 1: use
+`GPT2_WHOLE_VOCABULARY`, or 50,304 words for a model that is not imported.
 """
 
 import dataclasses
@@ -26,7 +28,11 @@ LAYERS = (
 """Parameters of a layer with LayerNorm, biases and an MLP without a gate."""
 
 GPT2 = Rules(
-    params=(("embed/embedding", P(None, ("fsdp", "tensor", "pipe"))), ("positions", P(None, "fsdp")), *LAYERS),
+    params=(
+        ("embed/embedding", P(None, ("fsdp", "tensor", "pipe"))),
+        ("positions", P(None, "fsdp")),
+        *LAYERS,
+    ),
     activations=tuple(mark for mark in LLAMA_TIED.activations if mark[0] != "mlp_gate"),
     stacked={"layers": "pipe"},
     batch=TOKENS,

@@ -1,12 +1,13 @@
 """Llama, Megatron style: columns then rows over `tensor`, everything large over `fsdp`.
 
-The embedding is split by columns, not by vocabulary. Each device looks up its columns for all tokens of its `fsdp ×
-tensor` group, and then columns are exchanged for tokens: activations are communicated instead of the table, and the
-table's gradient needs no sum over `fsdp`. As a tied head it is split by vocabulary. Over `pipe`, where every stage of a
-pipeline uses embedding and head whole, only what is stored is split.
+The embedding is split by columns, not by vocabulary. Each device looks up its columns for all
+tokens of its `fsdp × tensor` group, and then columns are exchanged for tokens: activations are
+communicated instead of the table, and the table's gradient needs no sum over `fsdp`. As a tied head
+it is split by vocabulary. Over `pipe`, where every stage of a pipeline uses embedding and head
+whole, only what is stored is split.
 
-Between the matrices, the residual stream and its norms are split over `tensor` too: by width, which any number of
-tokens allows (decision 0033).
+Between the matrices, the residual stream and its norms are split over `tensor` too: by width, which
+any number of tokens allows (decision 0033).
 """
 
 import dataclasses
@@ -43,13 +44,16 @@ _ACTIVATIONS = (
 
 _EMBEDDING = ("embed/embedding", P("pipe", ("fsdp", "tensor")))  # [vocab, d]
 _LOOKUP = (
-    ("embed_tokens", P(("data", "expert"), "sequence")),  # [batch, seq]: every column's owner sees all tokens
+    # [batch, seq]: every column's owner sees all tokens
+    ("embed_tokens", P(("data", "expert"), "sequence")),
     ("embed_rows", P(("data", "expert"), "sequence", ("fsdp", "tensor"))),  # [batch, seq, d]
-    ("embed_exchange", P(("data", "expert"), "sequence", "fsdp")),  # two short exchanges instead of a full copy
+    # two short exchanges instead of a full copy
+    ("embed_exchange", P(("data", "expert"), "sequence", "fsdp")),
 )
 
 LLAMA = Rules(
-    params=(_EMBEDDING, *_LAYERS, ("lm_head/kernel", P(("fsdp", "pipe"), "tensor"))),  # the head is [d, vocab]
+    # the head is [d, vocab]
+    params=(_EMBEDDING, *_LAYERS, ("lm_head/kernel", P(("fsdp", "pipe"), "tensor"))),
     activations=(*_LOOKUP, *_ACTIVATIONS),
     stacked={"layers": "pipe"},
     batch=TOKENS,
@@ -60,7 +64,8 @@ LLAMA_TIED = Rules(
     activations=(
         *_LOOKUP,
         *_ACTIVATIONS,
-        ("tied_columns", P(("pipe", "tensor"), "fsdp")),  # [vocab, d]: columns are exchanged for rows, …
+        # [vocab, d]: columns are exchanged for rows, …
+        ("tied_columns", P(("pipe", "tensor"), "fsdp")),
     ),
     stacked={"layers": "pipe"},
     batch=TOKENS,
@@ -70,17 +75,21 @@ LLAMA_TIED = Rules(
 def sequence_parallel(rules: Rules) -> Rules:
     """Split the residual stream and its norms over `tensor` by tokens instead of by width.
 
-    Norms then need no sum over `tensor` (Korthikanti et al., arXiv:2205.05198, section 4.2.2), and tokens must divide.
+    Norms then need no sum over `tensor` (Korthikanti et al., arXiv:2205.05198, section 4.2.2), and
+    tokens must divide.
     """
     assert "residual" in dict(rules.activations), "the table has no row for the residual stream"
     split = P(BATCH_AXES, ("sequence", "tensor"))
-    return dataclasses.replace(rules, activations=[(n, split if n == "residual" else s) for n, s in rules.activations])
+    return dataclasses.replace(
+        rules, activations=[(n, split if n == "residual" else s) for n, s in rules.activations]
+    )
 
 
 def replicated_kv(rules: Rules) -> Rules:
     """Replicate key/value heads over `tensor`, for a `tensor` larger than their number.
 
-    Each device computes all of them, and their gradients are summed over `tensor`; query heads are still split.
+    Each device computes all of them, and their gradients are summed over `tensor`; query heads are
+    still split.
     """
     whole: dict[str, P | Replicate] = {
         "attention/(k|v)_proj/kernel": P("fsdp"),
@@ -91,7 +100,9 @@ def replicated_kv(rules: Rules) -> Rules:
         whole["attention/q_proj/bias"] = P("tensor")
     params = [rule for rule in rules.params if rule[0] not in (_QKV, QKV_BIAS)]
     heads = ("attention_key", "attention_value")
-    activations = [(name, P(*spec[:2]) if name in heads else spec) for name, spec in rules.activations]
+    activations = [
+        (name, P(*spec[:2]) if name in heads else spec) for name, spec in rules.activations
+    ]
     return dataclasses.replace(rules, params=[*whole.items(), *params], activations=activations)
 
 

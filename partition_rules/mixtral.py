@@ -1,8 +1,8 @@
 """Mixtral and its relatives: Llama's table, with experts split over `expert` and each of them like an MLP.
 
-What is no expert is split over `expert` too, wherever Llama's table splits it over `fsdp`, and gathered over both. The
-expert layer is manual over the mesh (`spmd.layers.moe`), so the table has the sharding of its input and output tokens
-and of stored kernels.
+What is no expert is split over `expert` too, wherever Llama's table splits it over `fsdp`, and
+gathered over both. The expert layer is manual over the mesh (`spmd.layers.moe`), so the table has
+the sharding of its input and output tokens and of stored kernels.
 """
 
 import dataclasses
@@ -32,7 +32,10 @@ _PLAIN = (
     ("attention/o_proj/kernel", P("tensor", _BOTH)),  # [heads·head_dim, d]
     ("lm_head/kernel", P((*_BOTH, "pipe"), "tensor")),  # [d, vocab]
     ("router/kernel", P(_BOTH)),  # [d, expert]
-    ("(attention_norm|mlp_norm|norm)/scale|router/bias", replicate("a number for each channel or expert: a few KiB")),
+    (
+        "(attention_norm|mlp_norm|norm)/scale|router/bias",
+        replicate("a number for each channel or expert: a few KiB"),
+    ),
 )
 _LOOKUP = (
     ("embed_tokens", P("data", "sequence")),
@@ -66,8 +69,8 @@ MIXTRAL_SHARED = Rules(
 def folded(rules: Rules) -> Rules:
     """Split experts over `expert` and `tensor` together, and none of them in itself (Liu et al., arXiv:2504.14960).
 
-    Tokens are then split over `tensor`, too, and must divide. Small experts stay whole, and no device computes with the
-    tokens of another but in the experts it has.
+    Tokens are then split over `tensor`, too, and must divide. Small experts stay whole, and no
+    device computes with the tokens of another but in the experts it has.
     """
     assert _OUT in dict(rules.params), "the table has no experts"
     kernels, tokens = P(("expert", "tensor"), "fsdp"), P(BATCH_AXES, ("sequence", "tensor"))

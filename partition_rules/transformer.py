@@ -16,9 +16,17 @@ def transformer_rules(*, gated: bool = True, tied: bool = False, qk_norm: bool =
         False
     """
     rules = LLAMA_TIED if tied else LLAMA
-    # [d_ff, d]: cut in rows. XLA:TPU copies what is gathered from columns that do not fill a tile of its memory.
-    params = [(path, P(("tensor", "fsdp")) if path == "mlp/down_proj/kernel" else spec) for path, spec in rules.params]
+    # [d_ff, d]: cut in rows. XLA:TPU copies what is gathered from columns that do not fill a tile
+    # of its memory.
+    params = [
+        (path, P(("tensor", "fsdp")) if path == "mlp/down_proj/kernel" else spec)
+        for path, spec in rules.params
+    ]
     activations = {name: spec for name, spec in rules.activations if gated or name != "mlp_gate"}
     activations["layer_input"] = activations["residual"]
-    norms = [("attention/(q|k)_norm/scale", replicate("norm scales are a few KiB"))] if qk_norm else []
-    return dataclasses.replace(rules, params=(*params, *norms), activations=tuple(activations.items()))
+    norms = (
+        [("attention/(q|k)_norm/scale", replicate("norm scales are a few KiB"))] if qk_norm else []
+    )
+    return dataclasses.replace(
+        rules, params=(*params, *norms), activations=tuple(activations.items())
+    )

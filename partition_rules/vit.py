@@ -1,4 +1,7 @@
-"""Vision transformer: GPT-2's layers; patches are not split over `sequence`, as an image has few of them."""
+"""Vision transformer: GPT-2's layers.
+
+Patches are not split over `sequence`, as an image has few of them.
+"""
 
 from jax.sharding import PartitionSpec as P
 
@@ -6,7 +9,14 @@ from spmd.partition_rules.gpt2 import LAYERS
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate
 
-_SPLIT = ("attention_query", "attention_key", "attention_value", "attention_out", "mlp_up", "mlp_hidden")
+_SPLIT = (
+    "attention_query",
+    "attention_key",
+    "attention_value",
+    "attention_out",
+    "mlp_up",
+    "mlp_hidden",
+)
 _WHOLE = ("attention_input", "mlp_input")
 
 VIT = Rules(

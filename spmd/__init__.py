@@ -1,15 +1,13 @@
 """Shard any Flax model by regex rules and train it on anything from one CPU to a pod.
 
 ```python
-mesh = spmd.make_mesh(data=2, fsdp=2, tensor=2)
-plan = spmd.make_plan(mesh, LLAMA, model, optimizer)
-print(plan)                                   # one line per parameter: path, shape, spec, bytes per device, rule
-state = spmd.init_state(plan, seed=0)
-step = spmd.make_train_step(plan, loss_fn)
-state = spmd.fit(state, step, batches, steps=1000)
-```
+mesh = spmd.make_mesh(data=2, fsdp=2, tensor=2) plan = spmd.make_plan(mesh, LLAMA, model, optimizer)
+print(plan)                                   # one line per parameter: path, shape, spec, bytes per
+device, rule state = spmd.init_state(plan, seed=0) step = spmd.make_train_step(plan, loss_fn) state
+= spmd.fit(state, step, batches, steps=1000) ```
 
-`Run` trains the step in a folder, with checkpoints, evaluation and recovery; `train` a language model by its config.
+`Run` trains the step in a folder, with checkpoints, evaluation and recovery; `train` a language
+model by its config.
 """
 
 import importlib

@@ -202,7 +202,9 @@ def check_float64(precision: Precision, params: Mapping[str, Any]) -> list[Probl
     has_x64 = jax.dtypes.canonicalize_dtype(jnp.float64) == jnp.float64
     if "float64" in computing and not has_x64:
         what = f"{precision.name} has float64, which JAX is not set to compute in"
-        fix = 'jax.config.update("jax_enable_x64", True) before the first array, or JAX_ENABLE_X64=1'
+        fix = (
+            'jax.config.update("jax_enable_x64", True) before the first array, or JAX_ENABLE_X64=1'
+        )
         return [Problem("precision", what, fix=fix)]
     if precision.params == "float64":
         return []

@@ -20,7 +20,9 @@ def linear(names, din=4, dout=8, **metadata):
     """An NNX layer whose kernel has these names."""
     init = nnx.with_partitioning(INIT, names, **metadata)
     with nnx.use_eager_sharding(False):
-        return nnx.eval_shape(lambda: nnx.Linear(din, dout, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0)))
+        return nnx.eval_shape(
+            lambda: nnx.Linear(din, dout, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+        )
 
 
 def placement(spec):
@@ -52,7 +54,9 @@ class Dense(nn.Module):
     def __call__(self, x):
         mesh_axes = nn.with_partitioning(nn.initializers.ones, ("fsdp", "tensor"))
         x = nn.Dense(8, use_bias=False, kernel_init=mesh_axes, name="axes")(x)
-        logical = nn.with_logical_partitioning(nn.initializers.ones, ("mlp", "embed"), rules=(("mlp", "data"),))
+        logical = nn.with_logical_partitioning(
+            nn.initializers.ones, ("mlp", "embed"), rules=(("mlp", "data"),)
+        )
         return nn.Dense(4, kernel_init=logical, name="names")(x)
 
 
@@ -80,7 +84,9 @@ def stacked(transform_metadata):
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata=transform_metadata)
     def make(rngs):
-        return nnx.Linear(4, 8, kernel_init=nnx.with_partitioning(INIT, ("embed", "mlp")), rngs=rngs)
+        return nnx.Linear(
+            4, 8, kernel_init=nnx.with_partitioning(INIT, ("embed", "mlp")), rngs=rngs
+        )
 
     with nnx.use_eager_sharding(False):
         return nnx.state({"layers": nnx.eval_shape(lambda: make(nnx.Rngs(0)))})

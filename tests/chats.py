@@ -54,7 +54,15 @@ def words() -> tokenizers.Tokenizer:
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     model.decoder = tokenizers.decoders.ByteLevel()
-    special = ["</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    special = [
+        "</s>",
+        "<s>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ]
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
@@ -66,6 +74,10 @@ def words() -> tokenizers.Tokenizer:
 def write_tokenizer(folder: Path) -> Path:
     """Write a tokenizer with the settings that `transformers` reads; return the folder."""
     words().save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **TOKENS, "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **TOKENS,
+        "clean_up_tokenization_spaces": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

@@ -22,7 +22,9 @@ config = spmd.TrainConfig(
     log_every=1,
 )
 """
-TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n" * 60
+TEXT = (
+    "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n" * 60
+)
 
 
 def write_config(folder: Path, text: str = TEXT) -> Path:

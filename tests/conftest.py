@@ -1,10 +1,12 @@
 """Every test sees eight simulated devices, strict rank promotion, and warnings as errors (see pyproject).
 
-Machine code is made as fast as can be, here and in processes that tests start, which makes the suite several times
-faster; XLA's programs are as optimised as ever. Processes that tests start share one folder of compiled programs. Tests
-themselves read none back: XLA:CPU does not keep the order of collectives in such programs, and pipelines hang.
+Machine code is made as fast as can be, here and in processes that tests start, which makes the
+suite several times faster; XLA's programs are as optimised as ever. Processes that tests start
+share one folder of compiled programs. Tests themselves read none back: XLA:CPU does not keep the
+order of collectives in such programs, and pipelines hang.
 
-A test belongs to a tier by the folder it is in, or by its own mark (see pyproject); what a run leaves out is counted.
+A test belongs to a tier by the folder it is in, or by its own mark (see pyproject); what a run
+leaves out is counted.
 """
 
 import gc
@@ -28,7 +30,9 @@ def programs_folder() -> Path:
     information = Path("/proc/cpuinfo")
     if information.exists():
         lines = information.read_text(encoding="utf-8").splitlines()
-        processor += "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+        processor += "".join(
+            sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+        )
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kind = hashlib.sha256(processor.encode()).hexdigest()[:12]
     return caches / "spmd-tests" / f"jax-{version('jax')}-{kind}"
@@ -43,7 +47,8 @@ import pytest  # noqa: E402
 from spmd.parity import reference  # noqa: E402
 from spmd.sharding.mesh import simulate_devices  # noqa: E402
 
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs_folder())  # of the processes that tests start
+# of the processes that tests start
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs_folder())
 reference.TWINS = 2  # of 3: no more is allowed to differ, and a comparison is half a second shorter
 gc.set_threshold(50_000)  # tracing makes many objects and few cycles
 simulate_devices(8)
@@ -84,7 +89,14 @@ LEFT_OUT: Counter[str] = Counter()
 
 def tier_of(item: pytest.Item) -> str:
     """The tier of a test."""
-    return next((tier for tier in ("soak", "architecture", "unit", "compat") if item.get_closest_marker(tier)), "other")
+    return next(
+        (
+            tier
+            for tier in ("soak", "architecture", "unit", "compat")
+            if item.get_closest_marker(tier)
+        ),
+        "other",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -110,7 +122,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["skipped_batches"] = dict(LEFT_OUT)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Says how many tests were not run, and which command runs them."""
     for tier, count in sorted(LEFT_OUT.items()):
         terminalreporter.write_line(f"not run: {count} {tier} tests ({COMMANDS[tier]})")

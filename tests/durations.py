@@ -1,6 +1,7 @@
 """How long each test of `make test` takes, as `make durations` measured it: a file that a test compares with the suite.
 
-The seconds are those of one test on one core of two, its fixtures included: a run takes half of their sum.
+The seconds are those of one test on one core of two, its fixtures included: a run takes half of
+their sum.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,9 @@ MOST = 24 * 60
 def read(path: Path = RECORDED) -> dict[str, float]:
     """Test → seconds; nothing where no file is."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {test: float(seconds) for seconds, _, test in (line.strip().partition(" ") for line in lines)}
+    return {
+        test: float(seconds) for seconds, _, test in (line.strip().partition(" ") for line in lines)
+    }
 
 
 def write(seconds: Mapping[str, float], path: Path) -> None:
@@ -40,7 +43,13 @@ def problems(recorded: Mapping[str, float], collected: Iterable[str]) -> list[st
         collected: The tests of `make test`, or some of them.
     """
     spent = sum(recorded.values())
-    found = [f"{test} is not in tests/durations.txt: run make durations" for test in collected if test not in recorded]
+    found = [
+        f"{test} is not in tests/durations.txt: run make durations"
+        for test in collected
+        if test not in recorded
+    ]
     if spent > MOST:
-        found.append(f"make test takes {spent:.0f} s of one core, and may take {MOST}: {spent - MOST:.0f} too many")
+        found.append(
+            f"make test takes {spent:.0f} s of one core, and may take {MOST}: {spent - MOST:.0f} too many"
+        )
     return found

@@ -2,11 +2,12 @@
 
     python -m tests.earlier COMMIT [--only demo lora] [--programs]
 
-A change that only moves code must print "the same" on every line. Each run of `RUNS` trains 20 steps in both trees, and
-this tree goes on from the earlier tree's checkpoint of step 10: every metric of every step must be equal. With
-`--programs`, each step of `PROGRAMS` is compiled in both trees for absent TPU slices instead: equal text without names
-and metadata, or else the bytes of collectives and of temporaries, and the compiler's cycles, side by side. Exits with 1
-if a run differs.
+A change that only moves code must print "the same" on every line. Each run of `RUNS` trains 20
+steps in both trees, and this tree goes on from the earlier tree's checkpoint of step 10: every
+metric of every step must be equal. With `--programs`, each step of `PROGRAMS` is compiled in both
+trees for absent TPU slices instead: equal text without names and metadata, or else the bytes of
+collectives and of temporaries, and the compiler's cycles, side by side. Exits with 1 if a run
+differs.
 
 Both trees run on this machine, one after the other, so nothing depends on whose processor it is.
 """
@@ -25,7 +26,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = (
-    *("--steps", "20", "--optimizer.warmup-steps", "2", "--log-every", "1", "--checkpoint-every", "10"),
+    *(
+        "--steps",
+        "20",
+        "--optimizer.warmup-steps",
+        "2",
+        "--log-every",
+        "1",
+        "--checkpoint-every",
+        "10",
+    ),
     *("--evaluate.every", "0", "--evaluate.tokens", "4096", "--sample.prompt", ""),
 )
 STAGES = ("--mesh.pipe", "2", "--mesh.data", "1")
@@ -59,8 +69,8 @@ PROGRAMS = {
 }
 """Name → a config and its flags.
 
-None has a region that is manual over one axis: commits before 26 November 2026 do not compile layers that are unrolled
-there, as those of `demo` are.
+None has a region that is manual over one axis: commits before 26 November 2026 do not compile
+layers that are unrolled there, as those of `demo` are.
 """
 TOPOLOGIES = ("v5e:2x4", "v5p:2x2x2")
 COMPILE = """
@@ -86,10 +96,18 @@ finally:
 
 def in_tree(tree: Path, *arguments: str, check: bool = True) -> str:
     """Run Python in a tree and return what it prints; the end of its errors, if it fails, is an exception."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
-    done = subprocess.run([sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True)
+    environment = os.environ | {
+        "PYTHONPATH": str(tree),
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True
+    )
     if check and done.returncode not in (0, 3):  # 3: a plan that does not fit
-        raise RuntimeError(f"{' '.join(arguments[1:])} in {tree}: {done.returncode}\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(arguments[1:])} in {tree}: {done.returncode}\n{done.stderr[-2000:]}"
+        )
     return done.stdout
 
 
@@ -148,9 +166,22 @@ def lines_of(text: str) -> collections.Counter[str]:
     return collections.Counter(line for line in kept if not tables.match(line))
 
 
-def compiled(tree: Path, flags: tuple[str, ...], topology: str, file: Path) -> tuple[collections.Counter[str], Any]:
+def compiled(
+    tree: Path, flags: tuple[str, ...], topology: str, file: Path
+) -> tuple[collections.Counter[str], Any]:
     """Return the lines of a step's program for an absent machine, and the plan's record of it."""
-    printed = in_tree(tree, "-c", COMPILE, str(file), "plan", *flags, "--topology", topology, "--compile", "--json")
+    printed = in_tree(
+        tree,
+        "-c",
+        COMPILE,
+        str(file),
+        "plan",
+        *flags,
+        "--topology",
+        topology,
+        "--compile",
+        "--json",
+    )
     return lines_of(file.read_text(encoding="utf-8")), json.loads(printed)
 
 
@@ -174,10 +205,16 @@ def compare_programs(earlier: Path, names: list[str], folder: Path) -> Iterator[
 
 def main() -> int:
     """Compare, print a line for each, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commit")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names of runs, or of programs")
-    parser.add_argument("--programs", action="store_true", help="compare compiled programs in place of runs")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="names of runs, or of programs"
+    )
+    parser.add_argument(
+        "--programs", action="store_true", help="compare compiled programs in place of runs"
+    )
     asked = parser.parse_args()
     known = PROGRAMS if asked.programs else RUNS
     if unknown := [name for name in asked.only if name not in known]:
@@ -186,7 +223,11 @@ def main() -> int:
     differs = False
     with tempfile.TemporaryDirectory() as folder:
         earlier = Path(folder) / "earlier"
-        subprocess.run(["git", "worktree", "add", "-q", "--detach", earlier, asked.commit], cwd=ROOT, check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "-q", "--detach", earlier, asked.commit],
+            cwd=ROOT,
+            check=True,
+        )
         try:
             for name, difference in compare(earlier, asked.only or list(known), Path(folder)):
                 print(f"{name}: {difference or 'the same'}", flush=True)

@@ -17,7 +17,9 @@ def altered(array, device, change):
             size = values.dtype.itemsize
             new = change(np.frombuffer(values.tobytes(), np.uint8).reshape(-1, size).copy())
             place = SingleDeviceSharding(shard.device, memory_kind=array.sharding.memory_kind)
-            data = jax.device_put(np.frombuffer(new.tobytes(), values.dtype).reshape(values.shape), place)
+            data = jax.device_put(
+                np.frombuffer(new.tobytes(), values.dtype).reshape(values.shape), place
+            )
         shards.append(data)
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 

@@ -1,6 +1,7 @@
 """Processes that cost no import: a server that has imported everything and started no device forks each of them.
 
-A forked process is a real one: it has its own devices, it can be killed, and what it runs is `spmd`'s own `main`.
+A forked process is a real one: it has its own devices, it can be killed, and what it runs is
+`spmd`'s own `main`.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def fork(run: Callable[[], object], log: Path) -> int:
     """The process that runs `run` and exits with 0, or as it says, or with 1 and its traceback in `log`."""
     with warnings.catch_warnings():
-        # Python and JAX warn that threads do not survive a fork; no device has been started, so there are none.
+        # Python and JAX warn that threads do not survive a fork; no device has been started, so
+        # there are none.
         warnings.simplefilter("ignore")
         child = os.fork()
     if child:
@@ -41,7 +43,7 @@ def fork(run: Callable[[], object], log: Path) -> int:
         code = 0
     except SystemExit as done:
         code = done.code
-    except BaseException:  # noqa: BLE001 - a process that was forked from another must not go on as that one
+    except BaseException:  # noqa: BLE001 - the child must not run its parent's code
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -51,7 +53,8 @@ def fork(run: Callable[[], object], log: Path) -> int:
 
 def answer(run: Callable[[list[str]], object]) -> None:
     """Runs each list of arguments that comes in a process of its own; says its process id, and then how it ended."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a background job of a shell starts
+    # ignored in what a background job of a shell starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in sys.stdin:
         log, *arguments = json.loads(line)
         child = fork(lambda arguments=arguments: run(arguments), Path(log))
@@ -67,7 +70,8 @@ def serve_commands(cache: str, config: str) -> None:
         config: What the runs are of.
     """
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        cli.main(["plan", config])  # needs no device; what it traces need not be traced again in each process
+        # needs no device; what it traces need not be traced again in each process
+        cli.main(["plan", config])
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -80,7 +84,8 @@ class Run:
     def __init__(self, output: IO[bytes]) -> None:
         self._output = output
         self.pid = int(output.readline())
-        assert self.pid > 1, "an earlier run of this server was not waited for"  # a signal to 0 is for the whole group
+        # a signal to 0 is for the whole group
+        assert self.pid > 1, "an earlier run of this server was not waited for"
 
     def ended(self) -> bool:
         """Whether it is over; does not wait."""
@@ -121,6 +126,10 @@ def server(program: str, **environment: str) -> Iterator[Callable[[Path, Sequenc
         process.communicate()
 
 
-def command_server(config: Path, cache: Path) -> contextlib.AbstractContextManager[Callable[..., Run]]:
+def command_server(
+    config: Path, cache: Path
+) -> contextlib.AbstractContextManager[Callable[..., Run]]:
     """A server of `spmd` commands about one config, with a folder for programs that are compiled once."""
-    return server(f"from tests import forked; forked.serve_commands({str(cache)!r}, {str(config)!r})")
+    return server(
+        f"from tests import forked; forked.serve_commands({str(cache)!r}, {str(config)!r})"
+    )

@@ -25,7 +25,9 @@ class Networks:
         self._spaces = [f"spmd-{os.getpid()}-{name}" for name in NAMES]
         hosts = folder / "hosts"
         named = zip(ADDRESSES, NAMES, strict=True)
-        hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in named))
+        hosts.write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for address, name in named)
+        )
         # The name of the host is looked up by what connects the processes, so each needs its own.
         inside = f'hostname "$0" && mount --bind {hosts} /etc/hosts && exec "$@"'
         self.prefixes = [
@@ -38,7 +40,20 @@ class Networks:
         one, two = self._spaces
         for space in self._spaces:
             _ip("netns", "add", space)
-        _ip("link", "add", "cable", "netns", one, "type", "veth", "peer", "name", "cable", "netns", two)
+        _ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            one,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            two,
+        )
         for space, address in zip(self._spaces, ADDRESSES, strict=True):
             _ip("-n", space, "addr", "add", f"{address}/24", "dev", "cable")
             _ip("-n", space, "link", "set", "lo", "up")

@@ -72,4 +72,6 @@ class Job:
         self, rules: Rules | None = None, options: tuple[tuple[str, Any], ...] = (), **sizes: int
     ) -> ShardingPlan:
         chosen = dict(self.options + options)
-        return make_plan(tiny.mesh(**sizes), rules or self.rules, self.model, self.optimizer, **chosen)
+        return make_plan(
+            tiny.mesh(**sizes), rules or self.rules, self.model, self.optimizer, **chosen
+        )

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FAST_XLA = "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_collective_call_terminate_timeout_seconds=300"
 """Flags for XLA with which it makes CPU code fastest: they change what it fuses, not what it computes or sends. And a
 machine that stands still for 40 seconds, XLA's default, ends no process."""
-if version("jax").startswith("0.10."):  # later ones have one kind of code; XLA ends the process for a flag that it lost
+# later ones have one kind of code; XLA ends the process for a flag that it lost
+if version("jax").startswith("0.10."):
     FAST_XLA += " --xla_cpu_use_fusion_emitters=false"
 FAST_TO_COMPILE = {
     "XLA_FLAGS": FAST_XLA,
@@ -42,10 +43,17 @@ parameters. Where arrays are kept and what is sent stay as planned; temporaries 
 
 def run_script(script: str, *arguments: str, timeout: float = 1500, **environment: str) -> Any:
     """Runs a script at the root of the repository: the JSON value in the last line it prints, or None."""
-    environment = {**os.environ, "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "10", **environment}  # audits read whole stacks
+    # audits read whole stacks
+    environment = {**os.environ, "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "10", **environment}
     command = [sys.executable, "-c", textwrap.dedent(script), *arguments]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     printed = done.stdout.splitlines()

@@ -1,10 +1,11 @@
 """What float32 loses of a result: the unit in which a test says how far apart two orders of summation may be.
 
-A fixed tolerance holds for one model on one processor, for another vector unit adds in another order. But in whatever
-order it is taken, a sum in float32 is the exact sum of terms that were each moved by a few units in the last place
-(Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, sections 3.1 and 4.2). So two orders are about as
-far apart as a program is from itself where every float that it is given moves to the next one. That is measured, by
-running the program again: its movement tells how many terms are added, how they cancel, and what comes after.
+A fixed tolerance holds for one model on one processor, for another vector unit adds in another
+order. But in whatever order it is taken, a sum in float32 is the exact sum of terms that were each
+moved by a few units in the last place (Higham, Accuracy and Stability of Numerical Algorithms, 2nd
+edition, sections 3.1 and 4.2). So two orders are about as far apart as a program is from itself
+where every float that it is given moves to the next one. That is measured, by running the program
+again: its movement tells how many terms are added, how they cancel, and what comes after.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from spmd import tree
 FACTOR = 16
 """How many times its noise a result may be away from that of another order.
 
-No test here is further away than 3.2 times, whether XLA makes code for SSE4.2, AVX2 or AVX-512, optimised or not; a
-deliberate bug is away by more than a thousand times.
+No test here is further away than 3.2 times, whether XLA makes code for SSE4.2, AVX2 or AVX-512,
+optimised or not; a deliberate bug is away by more than a thousand times.
 """
 
 EPS = float(np.finfo(np.float32).eps)
@@ -38,7 +39,9 @@ def moved(arguments: Any, seed: int) -> Any:
         if getattr(x, "dtype", None) != np.float32:
             return x
         near = np.asarray(x)
-        towards = np.where(near == 0, 0, rng.choice([-np.inf, np.inf], near.shape)).astype(np.float32)
+        towards = np.where(near == 0, 0, rng.choice([-np.inf, np.inf], near.shape)).astype(
+            np.float32
+        )
         near = np.nextafter(near, towards)
         if not isinstance(x, jax.Array):
             return near
@@ -51,17 +54,21 @@ def noise_of(function: Callable[..., Any], *arguments: Any, seeds: int = 3) -> A
     """Measures what float32 loses of each leaf of `function(*arguments)`.
 
     Args:
-        function: Any program of the numbers, compiled or in NumPy; a compiled one is not compiled again.
-        arguments: Trees of arrays; those of float32 are moved, all others are kept. None may be donated.
+        function: Any program of the numbers, compiled or in NumPy; a compiled one is not compiled
+            again.
+        arguments: Trees of arrays; those of float32 are moved, all others are kept. None may be
+            donated.
         seeds: How many times they are moved.
 
     Returns:
-        The tree of the result, with one number for each leaf: the largest movement of an element, and at least one
-        rounding of the largest element.
+        The tree of the result, with one number for each leaf: the largest movement of an element,
+        and at least one rounding of the largest element.
     """
     still = function(*arguments)
     others = [function(*moved(arguments, seed)) for seed in range(seeds)]
-    return jax.tree.map(lambda x, *near: max(EPS * _largest(x), *(_distance(x, y) for y in near)), still, *others)
+    return jax.tree.map(
+        lambda x, *near: max(EPS * _largest(x), *(_distance(x, y) for y in near)), still, *others
+    )
 
 
 def ratios(found: Any, expected: Any, noise: Any) -> dict[str, float]:
@@ -81,7 +88,8 @@ def assert_close(found: Any, expected: Any, noise: Any, factor: float = FACTOR) 
         factor: How many times the noise is allowed.
 
     Raises:
-        AssertionError: A leaf is further away, or is not a number; the message lists every such leaf.
+        AssertionError: A leaf is further away, or is not a number; the message lists every such
+        leaf.
     """
     units = tree.flatten(noise)
     wrong = [

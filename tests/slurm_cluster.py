@@ -12,7 +12,17 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
+PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "munged",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "squeue",
+    "sinfo",
+    "scancel",
+)
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -57,9 +67,12 @@ def slurm_cluster(folder: Path, nodes: int) -> Iterator[Mapping[str, str]]:
     """Runs a cluster of so many nodes inside the block; the environment in which its commands find it."""
     absent = missing_programs(PROGRAMS)
     assert not absent, f"not installed: {', '.join(absent)}; run `make system` as root"
-    assert os.geteuid() == 0, "Slurm's daemons need root here: they start jobs in the name of their owners"
+    assert os.geteuid() == 0, (
+        "Slurm's daemons need root here: they start jobs in the name of their owners"
+    )
     port, *ports = free_ports(nodes + 1)
-    names = [f"127.0.0.{i + 1}" for i in range(nodes)]  # addresses of the loopback interface, so every name resolves
+    # addresses of the loopback interface, so every name resolves
+    names = [f"127.0.0.{i + 1}" for i in range(nodes)]
     host = socket.gethostname()
     lines = [
         f"NodeName={name} NodeAddr={name} NodeHostname={host} Port={its_port} CPUs=1 RealMemory=1000"
@@ -69,11 +82,20 @@ def slurm_cluster(folder: Path, nodes: int) -> Iterator[Mapping[str, str]]:
     for name in names:
         (folder / f"spool-{name}").mkdir()
     configuration = folder / "slurm.conf"
-    configuration.write_text(CONFIGURATION.format(folder=folder, host=host, port=port, nodes="\n".join(lines)))
+    configuration.write_text(
+        CONFIGURATION.format(folder=folder, host=host, port=port, nodes="\n".join(lines))
+    )
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
-    environment = {**os.environ, "SLURM_CONF": str(configuration), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
-    munge = [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("key-file", "socket", "log-file", "pid-file")]
+    environment = {
+        **os.environ,
+        "SLURM_CONF": str(configuration),
+        "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
+    }
+    munge = [
+        f"--{name}={folder}/munge.{name.split('-')[0]}"
+        for name in ("key-file", "socket", "log-file", "pid-file")
+    ]
     commands = [
         ["munged", "--foreground", "--force", *munge, f"--seed-file={folder}/munge.seed"],
         ["slurmctld", "-D", "-f", str(configuration)],
@@ -90,7 +112,13 @@ def slurm_cluster(folder: Path, nodes: int) -> Iterator[Mapping[str, str]]:
         yield environment
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(["scancel", "--user=root"], env=environment, check=False, timeout=10, capture_output=True)
+            subprocess.run(
+                ["scancel", "--user=root"],
+                env=environment,
+                check=False,
+                timeout=10,
+                capture_output=True,
+            )
             time.sleep(1)
         for daemon in reversed(daemons):
             daemon.terminate()

@@ -1,6 +1,7 @@
 """Six models as a stranger writes them: heads, gates and adapters that begin at zero, batch statistics, and a sampler.
 
-Each has a table of rules, a loss and batches. All but the last are Flax's own layers and nothing of this package.
+Each has a table of rules, a loss and batches. All but the last are Flax's own layers and nothing of
+this package.
 """
 
 import dataclasses
@@ -48,7 +49,10 @@ def noised_images(steps: int) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(1)
     pixels = [batch["images"] for batch in images(steps)]
     draw = functools.partial(rng.standard_normal, dtype=np.float32)
-    return [{"images": x, "noise": draw(x.shape), "level": rng.random(BATCH, np.float32)} for x in pixels]
+    return [
+        {"images": x, "noise": draw(x.shape), "level": rng.random(BATCH, np.float32)}
+        for x in pixels
+    ]
 
 
 class ViT(nn.Module):
@@ -76,7 +80,9 @@ class Mixer(nn.Module):
         tokens = x.shape[1]
         for number in range(2):
             y = nn.LayerNorm(name=f"token_norm_{number}")(x).swapaxes(1, 2)
-            y = nn.Dense(tokens, name=f"token_down_{number}")(nn.gelu(nn.Dense(32, name=f"token_up_{number}")(y)))
+            y = nn.Dense(tokens, name=f"token_down_{number}")(
+                nn.gelu(nn.Dense(32, name=f"token_up_{number}")(y))
+            )
             x = x + y.swapaxes(1, 2)
             y = nn.Dense(4 * WIDTH, name=f"up_{number}")(nn.LayerNorm(name=f"mlp_norm_{number}")(x))
             x = x + nn.Dense(WIDTH, name=f"down_{number}")(nn.gelu(y))
@@ -94,8 +100,12 @@ class DenseNet(nn.Module):
 
         x = norm(nn.Conv(8, (3, 3), use_bias=False, name="init")(x), "init_bn")
         for number in range(3):
-            y = nn.Conv(16, (1, 1), use_bias=False, name=f"narrow_{number}")(norm(x, f"bn_{number}"))
-            y = nn.Conv(8, (3, 3), use_bias=False, name=f"grow_{number}")(norm(y, f"grow_bn_{number}"))
+            y = nn.Conv(16, (1, 1), use_bias=False, name=f"narrow_{number}")(
+                norm(x, f"bn_{number}")
+            )
+            y = nn.Conv(8, (3, 3), use_bias=False, name=f"grow_{number}")(
+                norm(y, f"grow_bn_{number}")
+            )
             x = jnp.concatenate([x, y], axis=-1)
         return nn.Dense(CLASSES, name="head")(norm(x, "last_bn").mean(axis=(1, 2)))
 
@@ -107,7 +117,11 @@ class VAE(nn.Module):
     def __call__(self, x):
         x = nn.relu(nn.Dense(32, name="encode")(x.reshape(x.shape[0], -1)))
         mean, spread = nn.Dense(4, name="mean")(x), nn.Dense(4, name="spread")(x)
-        draw = jax.random.normal(self.make_rng("dropout"), mean.shape) if self.has_rng("dropout") else 0.0
+        draw = (
+            jax.random.normal(self.make_rng("dropout"), mean.shape)
+            if self.has_rng("dropout")
+            else 0.0
+        )
         x = nn.relu(nn.Dense(32, name="decode")(mean + jnp.exp(spread / 2) * draw))
         return nn.Dense(SIZE * SIZE, name="pixels")(x).reshape(-1, SIZE, SIZE, 1), mean, spread
 
@@ -122,7 +136,9 @@ class DiTBlock(nnx.Module):
         self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x, level):
-        one, two, three, four, five, six = jnp.split(self.gates(nnx.silu(level))[:, None], 6, axis=-1)
+        one, two, three, four, five, six = jnp.split(
+            self.gates(nnx.silu(level))[:, None], 6, axis=-1
+        )
         x = x + three * self.attention(_standard(x) * (1 + one) + two)
         return x + six * self.down(nnx.gelu(self.up(_standard(x) * (1 + four) + five)))
 
@@ -139,7 +155,11 @@ class DiT(nnx.Module):
 
     def __call__(self, x, level):
         count, half = x.shape[0], SIZE // 2
-        x = x.reshape(count, half, 2, half, 2).transpose(0, 1, 3, 2, 4).reshape(count, half * half, 4)
+        x = (
+            x.reshape(count, half, 2, half, 2)
+            .transpose(0, 1, 3, 2, 4)
+            .reshape(count, half * half, 4)
+        )
         angles = level[:, None] * 2.0 ** jnp.arange(4)[None]
         known = nnx.silu(self.level(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)))
         x = self.patches(x)
@@ -147,11 +167,17 @@ class DiT(nnx.Module):
             x = block(x, known)
         shift, scale = jnp.split(self.last(nnx.silu(known))[:, None], 2, axis=-1)
         x = self.out(_standard(x) * (1 + scale) + shift)
-        return x.reshape(count, half, half, 2, 2).transpose(0, 1, 3, 2, 4).reshape(count, SIZE, SIZE, 1)
+        return (
+            x.reshape(count, half, half, 2, 2)
+            .transpose(0, 1, 3, 2, 4)
+            .reshape(count, SIZE, SIZE, 1)
+        )
 
 
 def _standard(x):
-    return (x - x.mean(axis=-1, keepdims=True)) * jax.lax.rsqrt(x.var(axis=-1, keepdims=True) + 1e-6)
+    return (x - x.mean(axis=-1, keepdims=True)) * jax.lax.rsqrt(
+        x.var(axis=-1, keepdims=True) + 1e-6
+    )
 
 
 def _vae_sums(outputs, batch):
@@ -205,14 +231,23 @@ def _classifier(module: nn.Module, rules: list[tuple[str, Any]], **options: Any)
 
 
 def _densenet() -> Stranger:
-    rules = [("(narrow|grow)_[0-9]/kernel", P(None, None, "fsdp", "tensor")), ("init_bn/(scale|bias)", P("tensor"))]
+    rules = [
+        ("(narrow|grow)_[0-9]/kernel", P(None, None, "fsdp", "tensor")),
+        ("init_bn/(scale|bias)", P("tensor")),
+    ]
     return _classifier(DenseNet(), rules, train={"train": True}, evaluate={"train": False})
 
 
 def _vae() -> Stranger:
     model = from_linen(VAE(), IMAGES)
-    rules = [("(encode|mean|spread)/kernel", LAST), ("(decode|pixels)/kernel", FIRST), ("bias", SMALL)]
-    return Stranger(model, Rules(rules), ModelLoss(model, lambda b: (b["images"],), _vae_sums), unweighted)
+    rules = [
+        ("(encode|mean|spread)/kernel", LAST),
+        ("(decode|pixels)/kernel", FIRST),
+        ("bias", SMALL),
+    ]
+    return Stranger(
+        model, Rules(rules), ModelLoss(model, lambda b: (b["images"],), _vae_sums), unweighted
+    )
 
 
 def _dit() -> Stranger:
@@ -236,7 +271,9 @@ def unweighted(steps: int) -> list[dict[str, np.ndarray]]:
 
 STRANGERS: dict[str, Callable[[], Stranger]] = {
     "vit": lambda: _classifier(ViT(), TRANSFORMER),
-    "mixer": lambda: _classifier(Mixer(), [("(token_)?up.*/kernel", LAST), ("(token_)?down.*/kernel", FIRST)]),
+    "mixer": lambda: _classifier(
+        Mixer(), [("(token_)?up.*/kernel", LAST), ("(token_)?down.*/kernel", FIRST)]
+    ),
     "dit": _dit,
     "densenet": _densenet,
     "vae": _vae,

@@ -16,4 +16,7 @@ def soak_but(choices: Iterable[Any], *in_ci: Any) -> list[Any]:
     unknown = [choice for choice in in_ci if choice not in choices]
     if unknown:
         raise ValueError(f"{unknown} are none of {choices}")
-    return [choice if choice in in_ci else pytest.param(choice, marks=pytest.mark.soak) for choice in choices]
+    return [
+        choice if choice in in_ci else pytest.param(choice, marks=pytest.mark.soak)
+        for choice in choices
+    ]

@@ -14,7 +14,9 @@ from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.mesh import AnyMesh, make_mesh
 
 CONFIG = PRESETS["test"]
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.95, weight_decay=0.1))
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.95, weight_decay=0.1)
+)
 
 
 @functools.cache
@@ -36,7 +38,9 @@ def mesh(**sizes: int) -> AnyMesh:
 
 
 @functools.cache
-def plan(config: LlamaConfig = CONFIG, optimizer=OPTIMIZER, options: tuple = (), **sizes: int) -> ShardingPlan:
+def plan(
+    config: LlamaConfig = CONFIG, optimizer=OPTIMIZER, options: tuple = (), **sizes: int
+) -> ShardingPlan:
     rules = LLAMA_TIED if config.tied else LLAMA
     return make_plan(mesh(**sizes), rules, model(config), optimizer, **dict(options))
 

@@ -66,9 +66,13 @@ a second, because two batches are read at a time."""
 def write_tiny(folder, more=""):
     """Writes a corpus and a config into `folder`, with further lines of Python; the config's path."""
     lines = [f"line {n}: the quick brown fox jumps over {n * n} lazy dogs\n" for n in range(400)]
-    (folder / "corpus.txt").write_text("\n".join("".join(lines[i : i + 20]) for i in range(0, 400, 20)))
+    (folder / "corpus.txt").write_text(
+        "\n".join("".join(lines[i : i + 20]) for i in range(0, 400, 20))
+    )
     path = folder / "tiny.py"
-    path.write_text(TINY.format(corpus=str(folder / "corpus.txt"), cache=str(folder / "cache")) + more)
+    path.write_text(
+        TINY.format(corpus=str(folder / "corpus.txt"), cache=str(folder / "cache")) + more
+    )
     return path
 
 
@@ -78,7 +82,11 @@ def finish_together(*commands, timeout=400):
 
     def finish(command):
         process = subprocess.Popen(
-            list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            list(map(str, command)),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         patience = threading.Timer(timeout, process.kill)
         patience.start()
@@ -119,11 +127,29 @@ class Run:
         prefixes=(),
         environment=SLOWLY,
     ):
-        common = [sys.executable, "-m", "spmd.cli", "train", config, "--out", out, "--devices", devices, *arguments]
+        common = [
+            sys.executable,
+            "-m",
+            "spmd.cli",
+            "train",
+            config,
+            "--out",
+            out,
+            "--devices",
+            devices,
+            *arguments,
+        ]
         port = free_port()
         self.out, self.printed, self.processes = out, [], []
         for i in range(processes):
-            several = ["--coordinator", f"{host}:{port}", "--processes", processes, "--process-id", i]
+            several = [
+                "--coordinator",
+                f"{host}:{port}",
+                "--processes",
+                processes,
+                "--process-id",
+                i,
+            ]
             command = [
                 *(prefixes[i] if prefixes else []),
                 *common,
@@ -133,7 +159,11 @@ class Run:
             self.printed.append(out.with_name(f"{out.name}.{i}.txt"))
             with self.printed[-1].open("a") as file:
                 process = subprocess.Popen(
-                    list(map(str, command)), stdout=file, stderr=file, cwd=ROOT, env={**os.environ, **environment}
+                    list(map(str, command)),
+                    stdout=file,
+                    stderr=file,
+                    cwd=ROOT,
+                    env={**os.environ, **environment},
                 )
             self.processes.append(process)
 
@@ -187,7 +217,9 @@ def losses(out):
 
 def state(config, out, step, **mesh):
     """The training state of a checkpoint as NumPy arrays, restored onto a mesh of this process's devices."""
-    config = with_values(load_config(str(config)), {"mesh": {"data": 1, "fsdp": 1, "tensor": 1, **mesh}})
+    config = with_values(
+        load_config(str(config)), {"mesh": {"data": 1, "fsdp": 1, "tensor": 1, **mesh}}
+    )
     size = int(np.prod(list(mesh.values()) or [1]))
     setup = make_setup(config, mesh_of(config.mesh, jax.devices()[:size]))
     with CheckpointManager(out / "checkpoints", read_only=True) as checkpoints:

@@ -12,7 +12,8 @@ INK, ARROW = "#1b1f24", "#8a8f98"
 CORE, SETTING, TECHNIQUE, SERVICE, FAMILY = "#bcd7f5", "#b4e2e6", "#dccbf3", "#c3e6cb", "#dfe3e8"
 RUN, COMMAND = "#fbe5a3", "#f5cdd3"
 
-# Rows from the top: one folder over the whole width, or up to three, of which the left one is the lowest.
+# Rows from the top: one folder over the whole width, or up to three, of which the left one is the
+# lowest.
 ROWS = [
     [("cli", "dispatch", COMMAND)],
     [("commands", "one module per command", COMMAND)],
@@ -33,7 +34,10 @@ ROWS = [
         ("generate", "decode with a KV cache", SERVICE),
         ("observe", "metrics, goodput, traces", SERVICE),
     ],
-    [("lora", "adapters of frozen parameters", TECHNIQUE), ("checkpoint", "save, verify, restore", SERVICE)],
+    [
+        ("lora", "adapters of frozen parameters", TECHNIQUE),
+        ("checkpoint", "save, verify, restore", SERVICE),
+    ],
     [("training", "state, compiled step, loop", CORE)],
     [
         ("powersgd", "gradients of low rank", TECHNIQUE),
@@ -50,7 +54,10 @@ ROWS = [
         ("host_memory", "state that is fetched in parts", TECHNIQUE),
     ],
     [("optim", "optimizers that see layers; where the state is between steps", CORE)],
-    [("loss_scaling", "the scale of a float16 loss", TECHNIQUE), ("precision", "the dtypes of a run", SETTING)],
+    [
+        ("loss_scaling", "the scale of a float16 loss", TECHNIQUE),
+        ("precision", "the dtypes of a run", SETTING),
+    ],
     [("model_api", "what a model declares; transforms of the gradient", CORE)],
     [
         ("distributed", "processes, XLA flags", SERVICE),
@@ -80,19 +87,33 @@ NOTES = [
 WIDTH, LEFT, GAP, LINE, ROW = 980, 700, 8, 30, 46  # pixels
 
 
-def box(root: ET.Element, x: float, y: float, width: float, height: float, fill: str, radius: int = 5) -> None:
+def box(
+    root: ET.Element, x: float, y: float, width: float, height: float, fill: str, radius: int = 5
+) -> None:
     """Draw one filled box."""
     size = {"x": x, "y": y, "width": width, "height": height, "rx": radius}
-    ET.SubElement(root, "rect", {name: f"{value:g}" for name, value in size.items()} | {"fill": fill})
+    ET.SubElement(
+        root, "rect", {name: f"{value:g}" for name, value in size.items()} | {"fill": fill}
+    )
 
 
-def write(root: ET.Element, x: float, y: float, text: str, *, size: int = 13, weight: str = "normal") -> None:
+def write(
+    root: ET.Element, x: float, y: float, text: str, *, size: int = 13, weight: str = "normal"
+) -> None:
     """Write one line of text."""
-    place = {"x": f"{x:g}", "y": f"{y:g}", "font-size": str(size), "font-weight": weight, "fill": INK}
+    place = {
+        "x": f"{x:g}",
+        "y": f"{y:g}",
+        "font-size": str(size),
+        "font-weight": weight,
+        "fill": INK,
+    }
     ET.SubElement(root, "text", place).text = text
 
 
-def folder(root: ET.Element, x: float, y: float, width: float, name: str, text: str, fill: str) -> float:
+def folder(
+    root: ET.Element, x: float, y: float, width: float, name: str, text: str, fill: str
+) -> float:
     """Draw a folder, its name and what is in it: on one line in a box over the whole width, else on two."""
     one_line = width == LEFT
     height = LINE if one_line else ROW
@@ -104,7 +125,9 @@ def folder(root: ET.Element, x: float, y: float, width: float, name: str, text: 
 
 def draw() -> ET.Element:
     """Draw all floors, the lowest last."""
-    root = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "font-family": "sans-serif"})
+    root = ET.Element(
+        "svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "font-family": "sans-serif"}
+    )
     ET.SubElement(root, "title").text = "Folders of spmd: a folder imports from those below it"
     third, y, tops = (LEFT - 2 * GAP) / 3, 0.0, {}
     for row in ROWS:
@@ -120,7 +143,9 @@ def draw() -> ET.Element:
         top += ROW + GAP
     middle = tops["layers"] + LINE / 2
     points = f"{x - 4:g},{middle:g} {LEFT + 14:g},{middle:g}"
-    ET.SubElement(root, "polyline", {"points": points, "stroke": ARROW, "stroke-width": "3", "fill": "none"})
+    ET.SubElement(
+        root, "polyline", {"points": points, "stroke": ARROW, "stroke-width": "3", "fill": "none"}
+    )
     tip = f"{LEFT + 6:g},{middle:g} {LEFT + 18:g},{middle - 7:g} {LEFT + 18:g},{middle + 7:g}"
     ET.SubElement(root, "polygon", {"points": tip, "fill": ARROW})
     line = 21

@@ -12,4 +12,6 @@ class DoctestSections(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rename the section in the docstring of one object."""
         if obj.docstring:
-            obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M)
+            obj.docstring.value = re.sub(
+                r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M
+            )

@@ -19,10 +19,16 @@ def main() -> None:
     top, bottom = map(int, part or (0, 1500))
     with tempfile.TemporaryDirectory() as folder:
         shot = Path(folder, "page.png")
-        window = (f"--window-size={WIDTH},{HEIGHT}", "--hide-scrollbars", "--virtual-time-budget=20000")
+        window = (
+            f"--window-size={WIDTH},{HEIGHT}",
+            "--hide-scrollbars",
+            "--virtual-time-budget=20000",
+        )
         scheme = ("--blink-settings=preferredColorScheme=1", f"--user-data-dir={folder}/profile")
         command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", *window, *scheme]
-        subprocess.run([*command, f"--screenshot={shot}", Path(report).resolve().as_uri()], check=True)
+        subprocess.run(
+            [*command, f"--screenshot={shot}", Path(report).resolve().as_uri()], check=True
+        )
         with Image.open(shot) as image:
             cut = image.convert("RGB").crop((0, top, WIDTH, bottom))
         cut.quantize(64).save(picture, optimize=True)

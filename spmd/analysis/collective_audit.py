@@ -56,7 +56,9 @@ _WIDTH = 120
 
 _ALL_AXES = "all axes"
 
-_EVEN = "experts have one pass, as with even load; those that follow with uneven load are not counted"
+_EVEN = (
+    "experts have one pass, as with even load; those that follow with uneven load are not counted"
+)
 
 _Groups = Mapping[tuple[str, ...], list[Collective]]
 
@@ -551,7 +553,9 @@ def _total(records: Iterable[Collective]) -> int:
     return sum(record.bytes for record in records)
 
 
-def _grouped(records: Iterable[Collective], key: Callable[[Collective], tuple[str, ...]]) -> _Groups:
+def _grouped(
+    records: Iterable[Collective], key: Callable[[Collective], tuple[str, ...]]
+) -> _Groups:
     """Group records by a key; the group with the most bytes is first."""
     groups = collections.defaultdict(list)
     for record in records:

@@ -78,7 +78,9 @@ _WRAPPER_MODULES = (
     manual,
     param_comm,
 )
-_WRAPPERS = tuple(f"{os.sep}{module.__name__.replace('.', os.sep)}.py" for module in _WRAPPER_MODULES)
+_WRAPPERS = tuple(
+    f"{os.sep}{module.__name__.replace('.', os.sep)}.py" for module in _WRAPPER_MODULES
+)
 _TABLES = ("params", "variables", "transforms", "optimizer_state")
 
 _RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'
@@ -148,7 +150,9 @@ class _Transfer:
         """True if the instruction moves several arrays, each with a record of its own."""
         if self.between or self.kind in _ONE_ARRAY or len(self.instruction.operands) < 2:
             return False
-        in_place = self.kind == "collective-permute" and "slice_sizes=" in self.instruction.attributes
+        in_place = (
+            self.kind == "collective-permute" and "slice_sizes=" in self.instruction.attributes
+        )
         return not in_place
 
     @property
@@ -182,7 +186,9 @@ class _Transfer:
 class _Search:
     """Search through everything that the program executes, with the number of executions."""
 
-    def __init__(self, program: HloModule, axes: Mapping[str, int], cpu: bool, slices: np.ndarray) -> None:
+    def __init__(
+        self, program: HloModule, axes: Mapping[str, int], cpu: bool, slices: np.ndarray
+    ) -> None:
         self.program = program
         self.axes = axes
         self.cpu = cpu
@@ -454,7 +460,9 @@ class _Search:
             received = computation.instructions[instruction.operands[0]]
             yield from _matching(computation, "send", received.attribute(_RENDEZVOUS))
 
-    def _metadata(self, name: str, instruction: Instruction, operand: HloValue, result: HloValue) -> Instruction:
+    def _metadata(
+        self, name: str, instruction: Instruction, operand: HloValue, result: HloValue
+    ) -> Instruction:
         """Return the instruction with the most specific metadata on the origin of a result."""
         candidates = []
         users = [user for user, _ in self.program.computations[name].users[result.name]]

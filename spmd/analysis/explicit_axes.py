@@ -145,9 +145,8 @@ def check_explicit(step: TrainStep, batch: Any) -> ExplicitCheck:
         for value, leaf in zip(program.inputs, jax.tree.leaves((state, batch)), strict=True):
             value.dims = mesh_dims(leaf.sharding.spec, value, axes)
         returned = {}
-        for value, leaf in zip(
-            program.outputs, jax.tree.leaves(state), strict=False
-        ):  # metrics follow
+        # Not strict: metrics follow the state.
+        for value, leaf in zip(program.outputs, jax.tree.leaves(state), strict=False):
             returned[value] = mesh_dims(leaf.sharding.spec, value, axes)
         check.run(program, explicit_mesh(axes), returned)
     return ExplicitCheck(axes, len(check.seen), check.undecided())

@@ -39,7 +39,9 @@ def unsharded(value: Any) -> Dims:
     return ((),) * len(value.shape)
 
 
-def mesh_dims(spec: P, value: Any, axes: Mapping[str, int], unconstrained: Dims | None = None) -> Dims:
+def mesh_dims(
+    spec: P, value: Any, axes: Mapping[str, int], unconstrained: Dims | None = None
+) -> Dims:
     """Return the axes of each dimension of an array, of those in `axes`.
 
     `unconstrained` has the axes of dimensions that the spec leaves open.
@@ -56,7 +58,9 @@ def mesh_dims(spec: P, value: Any, axes: Mapping[str, int], unconstrained: Dims 
     return tuple(dims)
 
 
-def result_dims(operation: Operation, given: Sequence[Dims], mesh: AbstractMesh) -> list[Dims] | str:
+def result_dims(
+    operation: Operation, given: Sequence[Dims], mesh: AbstractMesh
+) -> list[Dims] | str:
     """Return the shardings of the results for operands with given ones.
 
     If JAX finds none, return its reason.
@@ -186,7 +190,9 @@ def _constant_dims(constant: TracedValue, arrays: Sequence[tuple[tuple[int, ...]
         if len(other) == len(constant.shape):
             shape, dims = other, other_dims
     found = []
-    for size, other_size, axes in zip(constant.shape, shape, dims or unsharded(constant), strict=True):
+    for size, other_size, axes in zip(
+        constant.shape, shape, dims or unsharded(constant), strict=True
+    ):
         found.append(axes if size % other_size == 0 else ())
     return tuple(found)
 

@@ -32,7 +32,9 @@ _COMPUTATION = re.compile(r"(?P<entry>ENTRY\s+)?%?(?P<name>[\w.~-]+)\s*(?:\(.*)?
 _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT\s+)?%?(?P<name>[\w.~-]+) = ")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{[^{}]*?(?:S\((\d+)\))?\})?")
 _HOST_SPACE = "5"
-_CALLEES = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.~-]+)")
+_CALLEES = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.~-]+)"
+)
 _CALLEE_LISTS = re.compile(r"\b(branch_computations|called_computations|calls)=\{([^}]*)\}")
 _NOT_NAMES = re.compile(r"/\*.*?\*/|\{[^{}]*\}|\[[^\]]*\]")
 _NAME = re.compile(r"[\w.~-]+")
@@ -283,7 +285,9 @@ class HloModule:
             return False
         return source.index == index
 
-    def uses(self, value: HloValue, *, moves: bool = False) -> Iterator[tuple[str, Instruction | None, int]]:
+    def uses(
+        self, value: HloValue, *, moves: bool = False
+    ) -> Iterator[tuple[str, Instruction | None, int]]:
         """Yield (computation, user, operand's position) for every use of a value.
 
         For a result of the program (entry, None, output's number). Uses are found through tuples,

@@ -134,7 +134,8 @@ def heap_bytes(buffers: Iterable[Buffer]) -> int:
 
 def _pack(buffers: Iterable[Buffer]) -> int:
     """Return the size of a heap after buffers are placed in this order."""
-    placed: list[tuple[int, int, int, int]] = []  # first and last byte, start and end of the lifetime
+    # first and last byte, start and end of the lifetime
+    placed: list[tuple[int, int, int, int]] = []
     top = 0
     for buffer in buffers:
         taken = []
@@ -244,15 +245,17 @@ class _Lifetimes:
 
     def _read(self, operation: Operation, now: int) -> None:
         """Note the buffers that an operation reads now."""
-        from_memory = bool(operation.bodies) or operation.primitive in _READS_MEMORY or _moves(operation, self.axes)
+        from_memory = (
+            bool(operation.bodies)
+            or operation.primitive in _READS_MEMORY
+            or _moves(operation, self.axes)
+        )
         saves = operation.primitive == "stack_iterations" and not operation.params["reverse"]
         for value in operation.inputs:
             roots = self._roots(value)
             if from_memory and _is_fused(value, roots):
-                self.written[value] = (
-                    None,
-                    now,
-                )  # the fused operations are written here to be read
+                # The fused operations are written here to be read.
+                self.written[value] = (None, now)
                 self._keep(roots, now)
                 roots = frozenset([value])
                 self.roots[value] = roots
@@ -262,7 +265,11 @@ class _Lifetimes:
 
     def _write(self, operation: Operation, now: int, inside: "Sequence[_Lifetimes]") -> None:
         """Note the results that an operation writes; `inside` are the lifetimes of its bodies."""
-        is_written = bool(operation.bodies) or operation.primitive in _WRITTEN or _moves(operation, self.axes)
+        is_written = (
+            bool(operation.bodies)
+            or operation.primitive in _WRITTEN
+            or _moves(operation, self.axes)
+        )
         for i, value in enumerate(operation.outputs):
             operand = _returned_operand(operation, i)
             is_kept = operation.primitive in self.repeated and self.readers[value] > 1

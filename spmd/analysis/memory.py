@@ -76,7 +76,9 @@ class Estimate:
     host: Mapping[str, int]
     matmul_flops: int = 0
     copies: Mapping[str, Mapping[tuple[str, int], int]] = dataclasses.field(default_factory=dict)
-    lifetimes: Mapping[str, Sequence[tuple[int, int, int]]] = dataclasses.field(default_factory=dict, repr=False)
+    lifetimes: Mapping[str, Sequence[tuple[int, int, int]]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
 
     @property
     def total(self) -> int:

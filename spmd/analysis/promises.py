@@ -135,7 +135,9 @@ def _batch_axes(sizes: Mapping[str, int]) -> list[str]:
     return axes
 
 
-_SCALES = {name: 4 * codec.packed / codec.least for name, codec in (*GATHERS.items(), *EXCHANGES.items())}
+_SCALES = {
+    name: 4 * codec.packed / codec.least for name, codec in (*GATHERS.items(), *EXCHANGES.items())
+}
 """Bytes of the scales of a codec, relative to those of the codes, at most."""
 
 
@@ -153,7 +155,9 @@ _Made = Mapping[tuple[str, str], Promise]
 """Parameter and use → promise."""
 
 
-def broken_promises(records: Sequence[Collective], promises: Iterable[Promise]) -> Iterator[Problem]:
+def broken_promises(
+    records: Sequence[Collective], promises: Iterable[Promise]
+) -> Iterator[Problem]:
     """Yield a problem for each parameter sent in more bits than promised.
 
     The records have causes.
@@ -169,7 +173,9 @@ def broken_promises(records: Sequence[Collective], promises: Iterable[Promise]) 
         yield from _large_problems(promise, over, on_wire, made)
 
 
-def _promised_records(records: Iterable[Collective], made: _Made) -> dict[tuple[str, str, str], list[Collective]]:
+def _promised_records(
+    records: Iterable[Collective], made: _Made
+) -> dict[tuple[str, str, str], list[Collective]]:
     """Return parameter, use and axes → records with a promise."""
     sent = collections.defaultdict[tuple[str, str, str], list[Collective]](list)
     for record in records:
@@ -224,7 +230,9 @@ def _joined(names: Iterable[str]) -> str:
     return " and ".join(sorted(names))
 
 
-def _large_problems(promise: Promise, over: str, group: Iterable[Collective], made: _Made) -> Iterator[Problem]:
+def _large_problems(
+    promise: Promise, over: str, group: Iterable[Collective], made: _Made
+) -> Iterator[Problem]:
     """Yield a problem if arrays are sent that are larger than compressed ones."""
     limit = promise.largest.get(over, 0)
     if not limit:

@@ -145,7 +145,9 @@ def _mesh_devices(ids: str | None, count: int) -> np.ndarray:
     return np.array(_numbers(ids))
 
 
-def mesh_axes(groups: Groups, axes: Mapping[str, int], *, pairs: bool = False) -> tuple[str, ...] | None:
+def mesh_axes(
+    groups: Groups, axes: Mapping[str, int], *, pairs: bool = False
+) -> tuple[str, ...] | None:
     """Return the mesh axes, larger than 1, that groups span; None if they are no product of axes.
 
     A part of the devices along one axis counts as the axis: one hop of several. For (source,

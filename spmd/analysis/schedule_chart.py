@@ -28,10 +28,8 @@ LIGHTEST = 0.4
 IDLE_COLOUR, INK, PAPER = "#ececec", "#1a1a1a", "#ffffff"
 ROW, GAP, MARGIN, LABEL = 26, 6, 16, 62  # pixels
 LETTER, ENTRY = 7, 44  # pixels: a letter of text, and a legend's entry without its text
-NARROWEST, WIDEST = (
-    20,
-    3600,
-)  # pixels: of the shortest task, unless the chart would be wider than that
+# Pixels: of the shortest task, unless the chart would be wider than that.
+NARROWEST, WIDEST = 20, 3600
 
 
 def _headline(timeline: Timeline) -> str:

@@ -137,7 +137,9 @@ def sum_codes(x: Array, mesh: AnyMesh | None, axis: str, codec: BlockCodec, slic
         return gather.within(gather.across(shard), x.dtype)
 
 
-def _exchanged(parts: Array, axis: str, codec: BlockCodec, leading: int, groups: list[list[int]]) -> Array:
+def _exchanged(
+    parts: Array, axis: str, codec: BlockCodec, leading: int, groups: list[list[int]]
+) -> Array:
     """Send `parts[i]` to device `i` of the group, and sum the received parts.
 
     `leading` is the number of dimensions before those of a part. Blocks stay apart until the sum: a

@@ -123,7 +123,9 @@ class CodedComm(ParamComm):
                 remaining[scattered] //= sizes[axis]
         return found
 
-    def scatter_terms(self, gradient: Array, layout: LocalLayout, axis: str, dim: int, name: str) -> Array:
+    def scatter_terms(
+        self, gradient: Array, layout: LocalLayout, axis: str, dim: int, name: str
+    ) -> Array:
         """Sum over an axis and scatter a dimension over it, in a dtype or in codes."""
         codec = self.gradient_codec(name)
         if codec is None:
@@ -131,7 +133,9 @@ class CodedComm(ParamComm):
         shard = scatter_codes(gradient, axis, dim, codec, self._slices(axis))
         return shard.astype(gradient.dtype)
 
-    def sum_terms(self, gradient: Array, layout: LocalLayout, axes: tuple[str, ...], name: str) -> Array:
+    def sum_terms(
+        self, gradient: Array, layout: LocalLayout, axes: tuple[str, ...], name: str
+    ) -> Array:
         """Sum over axes, in a dtype or in codes."""
         codec = self.gradient_codec(name)
         if codec is None:
@@ -164,7 +168,9 @@ class CodedComm(ParamComm):
         return CodedGather(codec, layout.gathers, self._hop(layout), layout.mesh)
 
 
-def _has_blocks(shape: Sequence[int], scattered: int | None, count: int, codec: GradientCodec) -> bool:
+def _has_blocks(
+    shape: Sequence[int], scattered: int | None, count: int, codec: GradientCodec
+) -> bool:
     """Return whether parts of a gradient for `count` devices have blocks.
 
     They are parts of the scattered dimension; without one, of any dimension, and gathered again.

@@ -32,16 +32,15 @@ class _CheckOptions:
     json: bool = False
     """Print one JSON object with a record for every leaf."""
     products: int = 0
-    """Instead of one mesh, check each axis alone, each pair, and so on up to products of this many axes of size 2.
-    Prints a line per mesh, with the reason if it cannot be used."""
+    """Instead of one mesh, check every product of up to this many axes of size 2, a line each."""
     inject: Literal[
         "", "reduction", "token-weight", "gradient-scale", "leaf-scale", "stale-microbatch"
     ] = ""
-    """Inject a bug into the run on the mesh, which the check must find: gradients summed over half of the examples,
-    padding with weight, all gradients or those of one parameter 1 % too large, a microbatch that counts twice."""
+    """Inject a bug that the check must find: gradients of half of the examples, padding with weight,
+    all gradients or those of one parameter 1 % too large, a microbatch that counts twice."""
     explicit: bool = False
-    """Instead of taking steps, list the operations whose layout nobody decided: those that JAX refuses under Explicit
-    axes, and no sharding constraint follows. Needs no device, and compiles nothing. Exit with 1 if there are any."""
+    """Instead of taking steps, list operations with an ambiguous layout: JAX refuses them under
+    Explicit axes, and no sharding constraint follows. Compiles nothing. Exit code 1 if there are any."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,8 +35,7 @@ class EvalCommand:
     run: tyro.conf.Positional[str]
     """Run directory, such as runs/demo."""
     data: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to evaluate on, NAME=SOURCE or SOURCE: files, folders or globs as in --data.source of a config; may be given
-    several times, for one line each."""
+    """Text to evaluate on, SOURCE or NAME=SOURCE, as in --data.source of a config."""
     tokens: int = 0
     """Evaluate on about this many tokens of each set; 0 for all."""
     batch: int | None = None
@@ -44,9 +43,9 @@ class EvalCommand:
     step: int | None = None
     """Checkpoint to load; the newest by default."""
     trained: bool = False
-    """Evaluate the parameters that gradients were taken at, where the run evaluates others, such as their average."""
+    """Evaluate the trained parameters, where the run evaluates others, such as an average."""
     mesh: MeshShape = MeshShape()
-    """The size of each mesh axis; one may be -1. All 1: that of the run; for one device, --mesh.fsdp -1 --devices 1."""
+    """Size of each mesh axis; by default the run's. For one device: --mesh.fsdp -1 --devices 1."""
     devices: int | None = None
     """Simulate this many CPU devices (0: use the real ones); by default as in the run."""
     json: bool = False

@@ -46,7 +46,7 @@ class ExportCommand:
     step: int | None = None
     """Checkpoint to use; the newest by default."""
     trained: bool = False
-    """Export the parameters that gradients were taken at, where the run evaluates others, such as their average."""
+    """Export the trained parameters, where the run evaluates others, such as an average."""
     adapter: bool = False
     """Write the LoRA adapters alone, for `peft`."""
     dtype: Literal["", "bf16", "float32"] = ""

@@ -55,9 +55,9 @@ class GenerateCommand:
     step: int | None = None
     """Checkpoint to load; the newest by default."""
     trained: bool = False
-    """Use the parameters that gradients were taken at, where the run evaluates others, such as their average."""
+    """Use the trained parameters, where the run evaluates others, such as an average."""
     mesh: MeshShape = MeshShape()
-    """The size of each mesh axis; one may be -1. All 1: that of the run; for one device, --mesh.fsdp -1 --devices 1."""
+    """Size of each mesh axis; by default the run's. For one device: --mesh.fsdp -1 --devices 1."""
     devices: int | None = None
     """Simulate this many CPU devices (0: use the real ones); by default as in the run."""
 

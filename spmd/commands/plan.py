@@ -69,21 +69,21 @@ class PlanCommand(Generic[M]):
     all: bool = False
     """Also print a line for each gradient and each leaf of the optimizer state."""
     json: bool = False
-    """Print one JSON object with a record per parameter, gradient and leaf of the optimizer state."""
+    """Print JSON: a record per parameter, gradient and leaf of the optimizer state."""
     topology: str = ""
     """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
     diff: str = ""
-    """Print the difference from another config's plan: lines of this plan with -, of the other with +."""
+    """Print a diff with another config's plan: lines of this one with -, of that with +."""
     schedule: bool = False
     """Print a chart of the pipeline schedule, and write it to a file."""
     svg: str = "schedule.svg"
     """File of the chart; empty for none."""
     compile: bool = False
-    """Compile the step; print the traffic of its collectives, by axis and by source, its memory and compute time."""
+    """Compile the step; print its memory, compute time, and collectives by axis and source."""
     estimate: bool = False
-    """Print the time of a step by closed forms, with its range and where it goes; nothing is compiled."""
+    """Print a step's time by closed forms, its range and its parts; nothing is compiled."""
     time: bool = False
-    """Compile the step; print its time from the program's schedule, with its range and where it goes."""
+    """Compile the step; print its time from the program's schedule, its range and its parts."""
     trace: str = ""
     """With --time: file for the schedule in Chrome's trace format."""
 

@@ -37,15 +37,15 @@ class SearchCommand(Generic[M]):
     topology: str = ""
     """Target machine, such as v5e:16x16 or h100:16x8."""
     confirm: int = 3
-    """Number of settings that fit and are compiled; 0 for none, as for GPUs, whose programs have no cycles."""
+    """Settings to compile, of those that fit; 0 for none, as for GPUs (no cycles there)."""
     days: float = 0.0
-    """Search for the fewest chips of the machine's kind that train all steps in so many days; its size is not used."""
+    """Find the fewest chips of the machine's kind that train all steps in so many days."""
     largest_batch: bool = False
     """Search for the largest batch that fits with the config's own settings."""
     write: str = ""
     """Write a config with the best settings to this Python file."""
     state: str = ""
-    """What is known of settings, to resume from; empty for runs/search/CONFIG-TOPOLOGY.json, by the file's name."""
+    """File of results to resume from; empty for runs/search/CONFIG-TOPOLOGY.json."""
     json: bool = False
     """Print one JSON object."""
 

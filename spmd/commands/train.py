@@ -25,12 +25,12 @@ class TrainCommand(Generic[M]):
 
     config: ConfigFields
     resume: Resume = "never"
-    """If the folder contains a run: never (refuse the folder), auto (resume; start a run if there is none), always
-    (resume; refuse a folder without a checkpoint). Resumes from the newest intact checkpoint."""
+    """If the folder contains a run: never (refuse it), auto (resume; start a run if there is none),
+    always (resume from the newest intact checkpoint; refuse a folder without one)."""
     take_over: bool = False
-    """Take the folder from the process that writes to it; that process ends before it writes again."""
+    """Take the folder from the process that writes to it, which then ends."""
     profile: str = ""
-    """Trace these steps, such as 10:15, into DIR/profile; SIGUSR2 traces the next five at any time."""
+    """Steps to trace into DIR/profile, such as 10:15; SIGUSR2 traces the next five."""
     launch_args: LaunchFields = LaunchArgs()
 
 

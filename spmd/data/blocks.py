@@ -195,7 +195,9 @@ def tokenize(block: Block, tokenizer: Tokenizer, text_field: str) -> tuple[np.nd
     return ids, np.cumsum([len(each) for each in found], dtype=np.int64)
 
 
-def _texts_of_files(files: list[SourceFile], text_field: str, problems: list[Problem]) -> Iterator[str]:
+def _texts_of_files(
+    files: list[SourceFile], text_field: str, problems: list[Problem]
+) -> Iterator[str]:
     """Yield the documents of whole files, and add problems at the end."""
     documents = Documents(files, text_field)
     for _, text in documents:

@@ -179,7 +179,9 @@ def _listed_messages(line: Mapping[str, Any]) -> list[Any]:
     raise BadConversationError(f"no {needed}; it has {has}")
 
 
-def _message(given: Any, where: str, roles: Callable[[str], bool], problems: list[str]) -> dict[str, Any]:
+def _message(
+    given: Any, where: str, roles: Callable[[str], bool], problems: list[str]
+) -> dict[str, Any]:
     """Return a message with its role and content under these names.
 
     Add what is wrong to `problems`.
@@ -320,7 +322,9 @@ class ChatTemplate:
             spans.append((len(before), len(through)))
         return ChatText(text, tuple(spans), frozenset(read))
 
-    def _write_marked(self, conversation: Conversation, marked: str, read: frozenset[str]) -> ChatText:
+    def _write_marked(
+        self, conversation: Conversation, marked: str, read: frozenset[str]
+    ) -> ChatText:
         """Return the text without marks, and the generation blocks of trained messages.
 
         Which message a block is of is read from another text, in which each message's own texts
@@ -443,14 +447,18 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def find_template(config: ChatConfig, folders: Sequence[Path], tokens: Mapping[str, str]) -> ChatTemplate:
+def find_template(
+    config: ChatConfig, folders: Sequence[Path], tokens: Mapping[str, str]
+) -> ChatTemplate:
     """Return the template of a config, or of the first folder with one.
 
     Args:

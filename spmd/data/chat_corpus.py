@@ -112,7 +112,9 @@ def _find_lines(source: Iterable[str]) -> list[SourceFile]:
 class _Texts:
     """Conversations as tokens, and counts of them."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, longer: str, sequence: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, longer: str, sequence: int
+    ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.longer = longer
@@ -122,7 +124,9 @@ class _Texts:
         self.fields = {of: collections.Counter[str]() for of in _FIELDS}
         self.read = {"message": {*READ_HERE}, "line": {*LINE_FIELDS}}
 
-    def split(self, files: Iterable[SourceFile], fraction: float) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    def split(
+        self, files: Iterable[SourceFile], fraction: float
+    ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """Return the arrays of both splits, and the counts."""
         problems: list[Problem] = []
         found = list(self._read(files, problems))
@@ -150,7 +154,9 @@ class _Texts:
         self._count_unread_fields()
         return arrays, self.about
 
-    def _joined(self, split: str, found: list[tuple[str, np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+    def _joined(
+        self, split: str, found: list[tuple[str, np.ndarray, np.ndarray]]
+    ) -> dict[str, np.ndarray]:
         """Return the ids, the mask and the ends of all conversations of a split, by cached name."""
         dtype = id_dtype(self.tokenizer)
         all_ids = [np.zeros(0, dtype)]
@@ -201,7 +207,9 @@ class _Texts:
             if more > 0:
                 problems.append(Problem(str(file.path), f"has {more} more lines like these"))
             if digest.hexdigest() != file.digest:
-                problems.append(Problem(str(file.path), "changed while it was read", fix="run again"))
+                problems.append(
+                    Problem(str(file.path), "changed while it was read", fix="run again")
+                )
 
     def _encode_line(self, raw: bytes) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the ids and the mask of a line of a file; None for a blank or dropped one."""
@@ -222,7 +230,8 @@ class _Texts:
             self.fields["message"].update(message.keys())
         self.read["message"] |= written.read
         self.about["turned off"] += sum(map(is_turned_off, conversation.messages))
-        written.text.encode("utf-8")  # JSON can contain half of a surrogate pair, which tokenizers reject
+        # JSON can contain half of a surrogate pair, which tokenizers reject
+        written.text.encode("utf-8")
         ids, characters = self.tokenizer.encode_chat(written.text)
         mask = np.zeros(len(ids), bool)
         for begin, end in written.spans:
@@ -293,7 +302,9 @@ def _shortened(about: dict[str, int], config: ChatConfig) -> str:
 def _write(arrays: dict[str, np.ndarray], about: dict[str, int], folder: Path) -> None:
     """Write the arrays into `folder`, atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name[:16]}-") as temporary:
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f".{folder.name[:16]}-"
+    ) as temporary:
         built = Path(temporary, "built")
         built.mkdir()
         for name, array in arrays.items():

@@ -83,7 +83,9 @@ def make_corpus(
             problem = Problem(str(cache), "cannot hold the tokenized text", str(error), fix)
             raise DataError("the corpus cannot be cached:", [problem]) from error
     (train, validation_ids, train_ends, validation_ends), counts = cached
-    return Corpus(tokenizer, train, validation_ids, train_ends, validation_ends, fingerprint, *counts)
+    return Corpus(
+        tokenizer, train, validation_ids, train_ends, validation_ends, fingerprint, *counts
+    )
 
 
 def score(key: str) -> int:
@@ -91,7 +93,9 @@ def score(key: str) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
 
-def _split(documents: Iterable[tuple[str, str]], scores: np.ndarray, fraction: float) -> Iterator[tuple[bool, str]]:
+def _split(
+    documents: Iterable[tuple[str, str]], scores: np.ndarray, fraction: float
+) -> Iterator[tuple[bool, str]]:
     """Yield (is validation, text) of every document; neither split is empty."""
     if len(scores) == 1:
         ((_, text),) = documents
@@ -129,7 +133,9 @@ def _build(
     scores = _scan(documents)
     dtype = id_dtype(tokenizer)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name[:16]}-") as temporary:
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f".{folder.name[:16]}-"
+    ) as temporary:
         built = Path(temporary, "built")
         built.mkdir()
         files = [_token_file(built / f"{split}.npy", dtype) for split in _SPLITS]
@@ -143,7 +149,9 @@ def _build(
         documents.check()
         for split, sizes in zip(_SPLITS, lengths, strict=True):
             np.save(built / f"{split}_ends.npy", np.cumsum(sizes, dtype=np.int64))
-        (built / "corpus.json").write_text(json.dumps({"documents": len(scores), "skipped": documents.skipped}))
+        (built / "corpus.json").write_text(
+            json.dumps({"documents": len(scores), "skipped": documents.skipped})
+        )
         mine = _open_cached(built)
         assert mine is not None
         install(built, folder, is_whole=_open_cached(folder) is not None)

@@ -81,6 +81,10 @@ class Documents:
             report(Problem(str(file.path), "cannot be read", str(error)))
         else:
             if not is_same:
-                self.problems.append(Problem(str(file.path), "changed while it was read", fix="run again"))
+                self.problems.append(
+                    Problem(str(file.path), "changed while it was read", fix="run again")
+                )
         if count > _SHOWN:
-            self.problems.append(Problem(str(file.path), f"has {count - _SHOWN:,} more problems like these"))
+            self.problems.append(
+                Problem(str(file.path), f"has {count - _SHOWN:,} more problems like these")
+            )

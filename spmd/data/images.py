@@ -298,7 +298,9 @@ def _read_image(path: Path) -> "PIL.Image.Image":
     try:
         with PIL.Image.open(path, formats=_FORMATS) as image:
             if image.mode.startswith(("I", "F")):
-                raise ValueError(f"more than 8 bits a channel (mode {image.mode}), which would be clipped")
+                raise ValueError(
+                    f"more than 8 bits a channel (mode {image.mode}), which would be clipped"
+                )
             return PIL.ImageOps.exif_transpose(image).convert("RGB")
     except errors as error:
         raise _UnreadableError(Problem(str(path), "cannot be read", str(error), _FIX)) from error

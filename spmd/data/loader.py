@@ -188,7 +188,9 @@ class Windows:
         }
 
 
-def check_batch_size(batch: int, sequence: int, sharding: NamedSharding, microbatches: int = 1) -> None:
+def check_batch_size(
+    batch: int, sequence: int, sharding: NamedSharding, microbatches: int = 1
+) -> None:
     """Check that microbatches of a batch `[batch, sequence]` divide over the axes of a sharding."""
     spec = sharding.spec
     problems = []
@@ -234,7 +236,9 @@ def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
     return np.flatnonzero(held)
 
 
-def make_rows(config: DataConfig, tokens: np.ndarray, ends: np.ndarray, mask: np.ndarray | None = None) -> Rows:
+def make_rows(
+    config: DataConfig, tokens: np.ndarray, ends: np.ndarray, mask: np.ndarray | None = None
+) -> Rows:
     """Return the rows of one split of a corpus, as the config packs them.
 
     Of conversations, with a mask.
@@ -414,7 +418,9 @@ def bigram_loss(train: np.ndarray, validation: np.ndarray, vocab: int) -> float:
     """
     if vocab > _MAX_BIGRAM_VOCAB:
         detail = f"{vocab} > {_MAX_BIGRAM_VOCAB}"
-        raise ConfigError("no bigram model:", [Problem("vocab", "is too large for a bigram table", detail)])
+        raise ConfigError(
+            "no bigram model:", [Problem("vocab", "is too large for a bigram table", detail)]
+        )
     counts = _pair_counts(train, vocab) + 1
     log_p = np.log(counts) - np.log(counts.sum(axis=1, keepdims=True))
     seen = _pair_counts(validation, vocab)

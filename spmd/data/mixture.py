@@ -27,7 +27,9 @@ def split_name(entry: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def name_problems(where: str, names: Sequence[str], taken: Collection[str], fix: str) -> Iterator[Problem]:
+def name_problems(
+    where: str, names: Sequence[str], taken: Collection[str], fix: str
+) -> Iterator[Problem]:
     """Yield a problem for each evaluation set with a name given twice, or taken by the run."""
     for name in sorted(set(names)):
         if name in taken:

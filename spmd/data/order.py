@@ -58,7 +58,9 @@ class Shuffled:
 
     def __init__(self, rows: Rows, seed: int, name: str = "") -> None:
         self._rows = rows
-        self._order = grain.MapDataset.range(len(rows)).shuffle(seed=hashed_seed(seed, name)).repeat()
+        self._order = (
+            grain.MapDataset.range(len(rows)).shuffle(seed=hashed_seed(seed, name)).repeat()
+        )
         self._order[0]  # grain's first read initializes statistics, which is not thread-safe
 
     @property

@@ -23,7 +23,9 @@ _DATASET_CARD = "README.md"  # of a folder of the Hugging Face Hub
 _EVALUATION_SPLIT = re.compile(r"(test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 
 # Folders of a Python installation that hold tests or differ between machines.
-_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_NOT_STDLIB = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,4 +212,6 @@ def _mixed_splits(entry: str, names: list[Path]) -> list[Problem]:
 
 def _is_built_here(parts: tuple[str, ...]) -> bool:
     """Return whether a file of Python's own source differs between machines with this Python."""
-    return parts[0].startswith("config-") or parts[-1].startswith(("_sysconfigdata", "sitecustomize"))
+    return parts[0].startswith("config-") or parts[-1].startswith(
+        ("_sysconfigdata", "sitecustomize")
+    )

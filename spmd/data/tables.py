@@ -21,11 +21,8 @@ _AS_BYTES = {
     pa.large_string(): pa.large_binary(),
     pa.string_view(): pa.binary_view(),
 }
-_ERRORS = (
-    pa.ArrowException,
-    OSError,
-    ValueError,
-)  # of pyarrow; a column's name that is not UTF-8 is a ValueError
+# Of pyarrow; a column's name that is not UTF-8 is a ValueError.
+_ERRORS = (pa.ArrowException, OSError, ValueError)
 
 Report = Callable[[Problem], None]
 

@@ -15,7 +15,9 @@ from spmd.errors import Problem, did_you_mean
 MAX_LINE_BYTES = 2**28
 
 
-def read_text(path: Path, text_field: str, report: Callable[[Problem], None]) -> Iterator[tuple[str, str | None]]:
+def read_text(
+    path: Path, text_field: str, report: Callable[[Problem], None]
+) -> Iterator[tuple[str, str | None]]:
     """Yield the whole file as one document."""
     del text_field
     try:
@@ -24,7 +26,9 @@ def read_text(path: Path, text_field: str, report: Callable[[Problem], None]) ->
         report(Problem(str(path), "is not UTF-8", str(error)))
 
 
-def read_json_lines(path: Path, text_field: str, report: Callable[[Problem], None]) -> Iterator[tuple[str, str | None]]:
+def read_json_lines(
+    path: Path, text_field: str, report: Callable[[Problem], None]
+) -> Iterator[tuple[str, str | None]]:
     """Yield one field of each line; blank lines are no documents."""
     with path.open("rb") as content:
         lines = enumerate(iter(lambda: content.readline(MAX_LINE_BYTES + 1), b""), start=1)

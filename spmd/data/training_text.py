@@ -159,7 +159,9 @@ class TrainingText:
         return "".join(lines)
 
 
-def open_text(config: DataConfig, load: Callable[[DataConfig], Corpus] = load_corpus) -> TrainingText:
+def open_text(
+    config: DataConfig, load: Callable[[DataConfig], Corpus] = load_corpus
+) -> TrainingText:
     """Return the text of a config, by `load` unless it is streamed.
 
     Raise the problems of all sets at once.
@@ -193,9 +195,13 @@ def _open_corpus(
 
 
 def _open_stream(config: DataConfig, name: str, weight: float, epochs: int) -> TextSet:
-    cache = BlockCache(config.cache_folder / "blocks", load_tokenizer(config.tokenizer), config.text_field)
+    cache = BlockCache(
+        config.cache_folder / "blocks", load_tokenizer(config.tokenizer), config.text_field
+    )
     blocks = tuple(cut_blocks(find_files(config.source)))
-    text = StreamedText(blocks, cache, functools.partial(make_rows, config), config.sequence, config.threads)
+    text = StreamedText(
+        blocks, cache, functools.partial(make_rows, config), config.sequence, config.threads
+    )
     text, validation = text.hold_out(config.validation)
     return TextSet(name, weight, epochs, text, None, validation)
 

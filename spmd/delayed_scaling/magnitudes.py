@@ -114,7 +114,9 @@ class MagnitudeHistory(GradTransform):
     def wrap(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a gradient function that ends with each step's magnitudes in the histories."""
 
-        def remembered(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Any, Carry]:
+        def remembered(
+            params: Any, carry: Carry, batch: Any, key: jax.Array
+        ) -> tuple[Any, Any, Carry]:
             gradients, sums, after = grad_fn(params, carry, batch, key)
             shifted = _shifted(after.transforms[self.name])
             return gradients, sums, after.with_state(self.name, shifted)

@@ -1,7 +1,8 @@
 """JSON values exchanged between processes.
 
-Files can change while several processes read them. Processes that decide differently deadlock in the next collective,
-so process 0 reads, and all act on its result. Every process makes each call, in the same order, from its main thread.
+Files can change while several processes read them. Processes that decide differently deadlock in
+the next collective, so process 0 reads, and all act on its result. Every process makes each call,
+in the same order, from its main thread.
 """
 
 import dataclasses

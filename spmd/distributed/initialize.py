@@ -16,13 +16,19 @@ from typing import NoReturn
 
 import jax
 
-from spmd.distributed.cluster_env import LaunchArgs, ProcessGroup, detect_process_group, split_address
+from spmd.distributed.cluster_env import (
+    LaunchArgs,
+    ProcessGroup,
+    detect_process_group,
+    split_address,
+)
 from spmd.distributed.native_output import compiler_log, separate_stdout
 from spmd.errors import ConfigError, Problem, print_traceback
 from spmd.sharding.mesh import simulate_devices
 
 EXIT_LOST = 69
-"""Exit code of one of several processes whose runtime failed, mostly because another one is gone (EX_UNAVAILABLE)."""
+"""Exit code of one of several processes whose runtime failed, mostly because another one is gone
+(EX_UNAVAILABLE)."""
 
 MOST_SIMULATED = 1024
 """Most simulated devices of a process."""
@@ -46,14 +52,18 @@ _NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 # The name of a Kubernetes pod is published some seconds after the pod starts.
 _DNS_TIMEOUT = 60
-# A process that has finished waits this long for the others: process 0 may still be writing a checkpoint.
+# A process that has finished waits this long for the others: process 0 may still be writing a
+# checkpoint.
 _SHUTDOWN_TIMEOUT = 300
 
 
-def initialize(devices: int = 0, launch_args: LaunchArgs = SINGLE_PROCESS, target_platform: str = "") -> list[str]:
+def initialize(
+    devices: int = 0, launch_args: LaunchArgs = SINGLE_PROCESS, target_platform: str = ""
+) -> list[str]:
     """Configure JAX and connect to the other processes; call it before the first use of a device.
 
-    Return what libtpu writes when it looks for a TPU, for a log: on other machines it reports at length.
+    Return what libtpu writes when it looks for a TPU, for a log: on other machines it reports at
+    length.
 
     Args:
         devices: CPU devices to simulate in this process; 0 uses the real devices.
@@ -61,7 +71,9 @@ def initialize(devices: int = 0, launch_args: LaunchArgs = SINGLE_PROCESS, targe
     """
     if not 0 <= devices <= MOST_SIMULATED:
         fix = f"0 for the real devices, or at most {MOST_SIMULATED}; spmd plan --topology cpu:N is for any number"
-        problem = Problem("devices", f"is {devices}: each simulated device has threads of its own", fix=fix)
+        problem = Problem(
+            "devices", f"is {devices}: each simulated device has threads of its own", fix=fix
+        )
         raise ConfigError("This process cannot be started:", [problem])
     group = detect_process_group(launch_args, os.environ)
     # Orbax logs tracebacks of errors that it also raises.
@@ -93,7 +105,8 @@ def _add_xla_flag(flag: str) -> None:
 def exit_process(code: int) -> NoReturn:
     """Exit after an error.
 
-    One of several processes skips JAX's shutdown barrier, so that the others notice within their heartbeat timeout.
+    One of several processes skips JAX's shutdown barrier, so that the others notice within their
+    heartbeat timeout.
     """
     if jax.distributed.is_initialized():
         sys.stdout.flush()
@@ -135,15 +148,17 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
 def bind_address(group: ProcessGroup) -> str | None:
     """Return the interface and port on which process 0 listens; None for all interfaces.
 
-    That is the coordinator's own address, unless a cluster names a host that resolves to a loopback address on the host
-    itself (Debian writes its own name beside 127.0.1.1), which other machines cannot reach.
+    That is the coordinator's own address, unless a cluster names a host that resolves to a loopback
+    address on the host itself (Debian writes its own name beside 127.0.1.1), which other machines
+    cannot reach.
     """
     host, port = split_address(group.coordinator)
     family, address = _resolve(host, group)
     is_loopback = address.startswith("127.") or address == "::1"
     all_interfaces = is_loopback and group.source != "--coordinator" and not group.is_local
     with socket.socket(family) as probe:
-        # gRPC would share the port with another coordinator, and JAX crashes where it cannot listen.
+        # gRPC would share the port with another coordinator, and JAX crashes where it cannot
+        # listen.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("" if all_interfaces else address, port))
@@ -153,7 +168,9 @@ def bind_address(group: ProcessGroup) -> str | None:
                 errno.EADDRINUSE: "give --coordinator another port, or stop the program that uses this one",
             }
             what = f"process 0 cannot listen at {_named(group)}: {error.strerror}"
-            raise _connection_error(what, f"{host} is {address}", fixes.get(error.errno or 0, "")) from error
+            raise _connection_error(
+                what, f"{host} is {address}", fixes.get(error.errno or 0, "")
+            ) from error
     if all_interfaces:
         return None
     return f"[{address}]:{port}" if family == socket.AF_INET6 else f"{address}:{port}"
@@ -179,20 +196,26 @@ def _connection_error(what: str, detail: str = "", fix: str = "") -> ConfigError
 
 
 def _named(group: ProcessGroup) -> str:
-    return group.coordinator + ("" if group.source == "--coordinator" else f" (as {group.source} says)")
+    return group.coordinator + (
+        "" if group.source == "--coordinator" else f" (as {group.source} says)"
+    )
 
 
 def _exit_at_timeout(group: ProcessGroup, launch_args: LaunchArgs) -> None:
     """Exit from a timer's thread, because the main thread blocks inside of JAX."""
     tried = "listened at" if group.process_id == 0 else "tried"
     what = f"process {group.process_id} {tried} {_named(group)}, and not all {group.processes} processes connected"
-    fix = "check that all were started and can reach that port of process 0; or raise --start-timeout"
+    fix = (
+        "check that all were started and can reach that port of process 0; or raise --start-timeout"
+    )
     error = _connection_error(what, f"{launch_args.start_timeout} s have passed", fix)
     print(f"spmd: {error}", file=sys.stderr, flush=True)
     os._exit(2)
 
 
-def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _excepthook(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     print_traceback(kind, error, trace)
     if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" in str(error):
         exit_process(1)
@@ -206,6 +229,15 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 def compiler_environment() -> dict[str, str]:
     """Return the variables that change compilation; they must be equal on all processes."""
-    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *sorted(name for name in os.environ if name.startswith("JAX_")))
-    own = ("JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COMPILATION_CACHE_DIR")
+    names = (
+        "XLA_FLAGS",
+        "LIBTPU_INIT_ARGS",
+        *sorted(name for name in os.environ if name.startswith("JAX_")),
+    )
+    own = (
+        "JAX_PROCESS_ID",
+        "JAX_LOCAL_DEVICE_IDS",
+        "JAX_COORDINATOR_BIND_ADDRESS",
+        "JAX_COMPILATION_CACHE_DIR",
+    )
     return {name: os.environ[name] for name in names if name in os.environ and name not in own}

@@ -13,7 +13,9 @@ def separate_stdout() -> None:
     """Give `sys.stdout` a descriptor of its own, and drop what C++ writes to descriptor 1: Gloo reports connections."""
     if _stdout_descriptor() == 1:
         sys.stdout.flush()
-        sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+        sys.stdout = os.fdopen(
+            os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors
+        )
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -34,11 +36,12 @@ def _stdout_descriptor() -> int | None:
 def compiler_log(*, pass_on: bool = True) -> Iterator[list[str]]:
     """Collect what XLA writes to the process's standard error inside the block, and write it there at its end.
 
-    The lines are in the list when the block ends. With `pass_on=False` they are written only if the block fails.
+    The lines are in the list when the block ends. With `pass_on=False` they are written only if the
+    block fails.
 
-    The partitioner reports an involuntary full rematerialization only there. JAX 0.10 prints such lines; JAX 0.12 has
-    not been seen to for the same programs, and the copies then show as gathered activations. A program from JAX's
-    compilation cache is not compiled, so nothing is printed.
+    The partitioner reports an involuntary full rematerialization only there. JAX 0.10 prints such
+    lines; JAX 0.12 has not been seen to for the same programs, and the copies then show as gathered
+    activations. A program from JAX's compilation cache is not compiled, so nothing is printed.
 
     Example:
         >>> with compiler_log() as log:

@@ -1,8 +1,9 @@
 """XLA flags of each platform and chip, each with its reason.
 
-They are passed to the compiler with the train step, as compile options, so an unknown name is an error. `START_UP` has
-the environment variables that must be set before JAX starts: `spmd plan` prints the lines to export, and `spmd script`
-writes them. docs/how-to/slow-networks.md shows the effect of each flag.
+They are passed to the compiler with the train step, as compile options, so an unknown name is an
+error. `START_UP` has the environment variables that must be set before JAX starts: `spmd plan`
+prints the lines to export, and `spmd script` writes them. docs/how-to/slow-networks.md shows the
+effect of each flag.
 """
 
 import contextlib
@@ -31,15 +32,25 @@ class Flag:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.name}={str(self.value).lower() if isinstance(self.value, bool) else self.value}"
+        return (
+            f"{self.name}={str(self.value).lower() if isinstance(self.value, bool) else self.value}"
+        )
 
 
-_SCHEDULER = "latency-hiding scheduler: orders the program so that it computes while collectives run"
-_FUSION = "async collective fusion: all-gathers of parameters run during the matmuls of the layer before"
+_SCHEDULER = (
+    "latency-hiding scheduler: orders the program so that it computes while collectives run"
+)
+_FUSION = (
+    "async collective fusion: all-gathers of parameters run during the matmuls of the layer before"
+)
 _GATHERS = "a SparseCore gathers parameters, along one dimension of the torus or several, during the matmuls"
-_SCATTERS = "a SparseCore reduce-scatters gradients during the matmuls; in a 3D torus over whole slices too"
+_SCATTERS = (
+    "a SparseCore reduce-scatters gradients during the matmuls; in a 3D torus over whole slices too"
+)
 _WHOLE = "does not cut the matmuls of tensor parallelism into parts: the cut ones wait for each part's transfer"
-_ON_CHIP = "matmuls have this much of the on-chip memory (VMEM): larger tiles, and longer compilation"
+_ON_CHIP = (
+    "matmuls have this much of the on-chip memory (VMEM): larger tiles, and longer compilation"
+)
 _COMBINE = "combines all-reduces of gradients up to 256 MiB: the slow network has long latencies"
 _MEMORY = "JAX takes this part of a GPU's memory; its default is 0.75"
 
@@ -69,7 +80,8 @@ CHIPS: Mapping[str, tuple[Flag, ...]] = {
     "TPU v6 lite": (*_SPARSE_CORE, _WINDOWED, _on_chip(64)),
     "TPU7x": (*_SPARSE_CORE, _WINDOWED, _on_chip(60)),
 }
-"""Kind of device, as JAX names it → flags added there: asynchronous collectives, and tiles of matmuls."""
+"""Kind of device, as JAX names it → flags added there: asynchronous collectives, and tiles of
+matmuls."""
 
 CROSSING: Mapping[str, tuple[Flag, ...]] = {
     "cpu": (),
@@ -85,10 +97,15 @@ START_UP: Mapping[str, tuple[Flag, ...]] = {
 """Platform → environment variables that must be set before JAX starts."""
 
 
-def flags_for(configured: Iterable[str], platform: str, kind: str = "", *, crossing: bool) -> tuple[Flag, ...]:
-    """Return the flags of a step, from words `"preset"` or `"NAME=VALUE"` of a config; the last value of a name counts.
+def flags_for(
+    configured: Iterable[str], platform: str, kind: str = "", *, crossing: bool
+) -> tuple[Flag, ...]:
+    """Return the flags of a step, from words `"preset"` or `"NAME=VALUE"` of a config.
 
-    `kind` is the device's kind, as JAX names it; `crossing` says that a mesh axis crosses the slow network.
+    The last value of a name counts.
+
+    `kind` is the device's kind, as JAX names it; `crossing` says that a mesh axis crosses the slow
+    network.
 
     Example:
         >>> configured = ["preset", "xla_gpu_enable_pipelined_all_gather=false"]
@@ -122,8 +139,15 @@ def flag_problems(configured: Iterable[str]) -> list[Problem]:
         xla: is 'prset'
             fix: did you mean "preset"?
     """
-    wrong = [text for text in configured if text != PRESET and not (text.startswith("xla_") and "=" in text)]
-    return [Problem("xla", f"is {text!r}", fix=did_you_mean(text, (PRESET, "xla_NAME=VALUE"))) for text in wrong]
+    wrong = [
+        text
+        for text in configured
+        if text != PRESET and not (text.startswith("xla_") and "=" in text)
+    ]
+    return [
+        Problem("xla", f"is {text!r}", fix=did_you_mean(text, (PRESET, "xla_NAME=VALUE")))
+        for text in wrong
+    ]
 
 
 def describe(title: str, flags: Iterable[Flag]) -> str:
@@ -139,7 +163,9 @@ def exports(platform: str) -> str:
         # JAX takes this part of a GPU's memory; its default is 0.75
         export XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
     """
-    return "".join(f"# {flag.reason}\nexport {flag}\n" for flag in START_UP[known_platform(platform)])
+    return "".join(
+        f"# {flag.reason}\nexport {flag}\n" for flag in START_UP[known_platform(platform)]
+    )
 
 
 def _parse_flag(text: str) -> Flag:

@@ -95,7 +95,9 @@ class Generator:
         for remaining in reversed(range(tokens)):
             drawn = token
             if remaining:
-                token, position, carry = self._decode(params, variables, carry, token, position, key)
+                token, position, carry = self._decode(
+                    params, variables, carry, token, position, key
+                )
             row = np.where(has_ended, ENDED, np.asarray(drawn)[: len(prompts)])
             yield row
             has_ended |= np.isin(row, (ENDED, *self.ends))
@@ -165,7 +167,9 @@ class Generator:
         `carry` is the KV cache, or the ids of the whole window.
         """
 
-        def run(params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int) -> Any:
+        def run(
+            params: Any, variables: Any, ids: Any, lengths: Any, key: Any, *, length: int
+        ) -> Any:
             def draw_next(params: Any, variables: Any, ids: Any) -> Any:
                 logits, carry = self._read_prompts(params, variables, ids, lengths, length)
                 last = _logits_at(logits, lengths - 1)
@@ -177,7 +181,9 @@ class Generator:
 
         return jax.jit(run, static_argnames="length")
 
-    def _read_prompts(self, params: Any, variables: Any, ids: Array, lengths: Array, length: int) -> tuple[Any, Any]:
+    def _read_prompts(
+        self, params: Any, variables: Any, ids: Array, lengths: Array, length: int
+    ) -> tuple[Any, Any]:
         """Return the logits of all tokens of prompts, and the carry for `length` tokens."""
         if self.whole_window:
             window = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])))
@@ -190,7 +196,9 @@ class Generator:
     def _decode(self) -> Callable[..., Any]:
         """The compiled program for one token."""
 
-        def run(params: Any, variables: Any, carry: Any, token: Any, position: Any, key: Any) -> Any:
+        def run(
+            params: Any, variables: Any, carry: Any, token: Any, position: Any, key: Any
+        ) -> Any:
             def draw_next(params: Any, variables: Any, none: Any, carry: Any) -> Any:
                 del none
                 logits, carry = self._read_token(params, variables, carry, token, position)
@@ -202,7 +210,9 @@ class Generator:
 
         return jax.jit(run, donate_argnames="carry")
 
-    def _read_token(self, params: Any, variables: Any, carry: Any, token: Array, position: Array) -> tuple[Array, Any]:
+    def _read_token(
+        self, params: Any, variables: Any, carry: Any, token: Array, position: Array
+    ) -> tuple[Array, Any]:
         """Return the logits `[batch, vocab]` after one token of each row, and the carry."""
         if self.whole_window:
             columns = jax.lax.broadcasted_iota(jnp.int32, carry.shape, 1)
@@ -236,7 +246,9 @@ def _before(ids: Int[Array, "batch seq"], lengths: Int[Array, "batch"]) -> Bool[
     return jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1) < lengths[:, None]
 
 
-def _logits_at(logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Array, "batch"]) -> Array:
+def _logits_at(
+    logits: Float[Array, "batch seq vocab"] | LazyLogits, position: Int[Array, "batch"]
+) -> Array:
     """Return the logits `[batch, vocab]` of one position of each row.
 
     Lazy logits compute no others.

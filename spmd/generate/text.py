@@ -60,7 +60,9 @@ class IncrementalDetokenizer:
         return text[len(self._returned) :]
 
 
-def make_generator(plan: ShardingPlan, tokenizer: Tokenizer, window: int, sampling: Sampling) -> Generator:
+def make_generator(
+    plan: ShardingPlan, tokenizer: Tokenizer, window: int, sampling: Sampling
+) -> Generator:
     """Return a generator that stops at the tokenizer's end tokens."""
     return Generator(plan, window, sampling, tokenizer.ends)
 

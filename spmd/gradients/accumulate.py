@@ -55,11 +55,15 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
     if microbatches == 1:
         return grad_fn
 
-    def accumulated(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+    def accumulated(
+        params: Any, carry: Carry, batch: Any, key: jax.Array
+    ) -> tuple[Any, Sums, Carry]:
         split, shared = split_microbatches(batch, microbatches)
         keys = jax.random.split(key, microbatches)
 
-        def add(before: tuple[Any, Carry], part: tuple[Any, jax.Array]) -> tuple[tuple[Any, Carry], Any]:
+        def add(
+            before: tuple[Any, Carry], part: tuple[Any, jax.Array]
+        ) -> tuple[tuple[Any, Carry], Any]:
             total, carry = before
             arrays, key = part
             microbatch = join_microbatch(batch, arrays, shared)
@@ -82,7 +86,9 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
     return with_loss_of(grad_fn, accumulated)
 
 
-def _trace_results(grad_fn: GradFn, params: Any, carry: Carry, microbatch: Any, key: jax.Array) -> tuple[Any, Sums]:
+def _trace_results(
+    grad_fn: GradFn, params: Any, carry: Carry, microbatch: Any, key: jax.Array
+) -> tuple[Any, Sums]:
     """Return the abstract gradients and sums of a microbatch.
 
     Raises:
@@ -122,7 +128,9 @@ def values_of_microbatches(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> l
     return [*structure.declared, *structure.statistics()]
 
 
-def split_microbatches(batch: Any, microbatches: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+def split_microbatches(
+    batch: Any, microbatches: int
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Split a batch: path → array `[microbatches, …]`, and path → array whole in all microbatches.
 
     Microbatch *i* has the examples *i*, *i* + `microbatches`, …, so each stays split over the
@@ -165,7 +173,9 @@ def _join_first(batch: Any, split: Mapping[str, jax.Array], shared: Mapping[str,
     return join_microbatch(batch, first, shared)
 
 
-def join_microbatch(batch: Any, part: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]) -> Any:
+def join_microbatch(
+    batch: Any, part: Mapping[str, jax.Array], shared: Mapping[str, jax.Array]
+) -> Any:
     """Return a microbatch, a tree like the batch, from its own arrays and the shared ones."""
     arrays = {**shared, **part}
     return tree.map_with_path(lambda path, _: arrays[path], batch)
@@ -244,7 +254,9 @@ def _undeclared(arrays: Mapping[str, jax.Array], sizes: Mapping[str, int]) -> st
     return max(sizes, key=sizes.__getitem__)
 
 
-def _ordered_dims(program: TracedProgram, *, in_loop: bool = False) -> Iterator[tuple[Operation, TracedValue, int]]:
+def _ordered_dims(
+    program: TracedProgram, *, in_loop: bool = False
+) -> Iterator[tuple[Operation, TracedValue, int]]:
     """Yield operations over a dimension of an array in order, with the array and the dimension.
 
     These are loops whose iterations depend on those before them, and cumulative sums. `in_loop`
@@ -258,7 +270,9 @@ def _ordered_dims(program: TracedProgram, *, in_loop: bool = False) -> Iterator[
             yield from _ordered_dims(body, in_loop=in_loop or is_ordered)
 
 
-def _own_ordered_dims(operation: Operation, *, is_ordered: bool, in_loop: bool) -> Iterator[tuple[TracedValue, int]]:
+def _own_ordered_dims(
+    operation: Operation, *, is_ordered: bool, in_loop: bool
+) -> Iterator[tuple[TracedValue, int]]:
     """Yield each array and dimension of an operation's own order, without its bodies.
 
     Args:

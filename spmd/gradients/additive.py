@@ -77,7 +77,8 @@ class LossStructure:
         mixes = [mix for mix in label.mixes if statistics or not self._is_statistic(mix)]
 
         def place(mix: Mix) -> tuple[bool, int, str]:
-            is_minor = mix.what == NUMBER  # an index of another example is made from their number, too
+            # an index of another example is made from their number, too
+            is_minor = mix.what == NUMBER
             return is_minor, self.order.get(mix.operation, len(self.order)), mix.what
 
         return min(mixes, key=place, default=None)
@@ -337,7 +338,9 @@ def _mean_error(detail: str) -> ConfigError:
     what = "is a mean over the examples, and the weight is their number"
     detail = f"{detail}; the step divides the loss by the weight"
     fix = f'{_SUMS}; or the mean with "weight": jnp.float32(1)'
-    return ConfigError("The loss would be divided twice:", [Problem("sum 'loss'", what, detail, fix)])
+    return ConfigError(
+        "The loss would be divided twice:", [Problem("sum 'loss'", what, detail, fix)]
+    )
 
 
 def has_part_of_batch() -> bool:
@@ -348,7 +351,9 @@ def has_part_of_batch() -> bool:
 def _split_axes() -> frozenset[str]:
     """Return the axes that split the examples and are manual here."""
     around = get_abstract_mesh()
-    return frozenset(axis for axis in around.manual_axes if axis in BATCH_AXES and around.shape[axis] > 1)
+    return frozenset(
+        axis for axis in around.manual_axes if axis in BATCH_AXES and around.shape[axis] > 1
+    )
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

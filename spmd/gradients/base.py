@@ -41,7 +41,9 @@ class LossGradFn:
     grad_fn: GradFn
     loss: LossReader
 
-    def __call__(self, params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+    def __call__(
+        self, params: Any, carry: Carry, batch: Any, key: jax.Array
+    ) -> tuple[Any, Sums, Carry]:
         """Return the gradients, the sums and the updated carry."""
         return self.grad_fn(params, carry, batch, key)
 
@@ -125,7 +127,9 @@ def _check_not_in_stage() -> None:
     raise ConfigError("A stage has no gradient function of its own:", [problem])
 
 
-def check_first_batch(grad_fn: GradFn, params: Any, variables: Any, batch: Any, key: jax.Array) -> None:
+def check_first_batch(
+    grad_fn: GradFn, params: Any, variables: Any, batch: Any, key: jax.Array
+) -> None:
     """Raise a `ConfigError` if the first batch shows a mean as loss and a count as its weight.
 
     A gradient function that is not made from a loss function is not checked

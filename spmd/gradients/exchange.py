@@ -124,7 +124,9 @@ def _stage_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return split_axes(mesh)[:1]
 
 
-def _problems(grad_fn: GradFn, variables: Any, over: tuple[str, ...], additive: bool) -> Iterator[Problem]:
+def _problems(
+    grad_fn: GradFn, variables: Any, over: tuple[str, ...], additive: bool
+) -> Iterator[Problem]:
     """Yield everything that keeps a device from summing the gradients of its own examples first."""
     context = current()
     placements = context.placements
@@ -198,7 +200,9 @@ class _Region:
         others = tuple(axis for axis in self.mesh.axis_names if axis not in self.over)
         specs = self.specs(stored, others)
         with in_scope(comm_scope("parameters, gathered once a step")):
-            return jax.tree.map(lambda x, spec: constrain(x, self.mesh, spec, "a parameter"), stored, specs)
+            return jax.tree.map(
+                lambda x, spec: constrain(x, self.mesh, spec, "a parameter"), stored, specs
+            )
 
     def summed_axes(self, path: str) -> tuple[str, ...]:
         """Return the axes to sum a gradient over; with stages, if all stages use a parameter."""

@@ -24,7 +24,9 @@ class KeepCarry(GradTransform):
     def wrap(self, grad_fn: GradFn) -> GradFn:
         """Return a gradient function that carries on as before if its gradients are not finite."""
 
-        def wrapped(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
+        def wrapped(
+            params: Any, carry: Carry, batch: Any, key: jax.Array
+        ) -> tuple[Any, Sums, Carry]:
             gradients, sums, after = grad_fn(params, carry, batch, key)
             return gradients, sums, tree.where(tree.all_finite(gradients), after, carry)
 

@@ -240,7 +240,9 @@ class ModelLoss:
         position_aware = self.model.info().position_aware
         with zigzag_batch(batch, position_aware=position_aware) as batch, lazy_logits():
             inputs, keywords = self.arguments(batch)
-            returned, variables = self.model.forward(params, variables, key, *inputs, train=self.train, **keywords)
+            returned, variables = self.model.forward(
+                params, variables, key, *inputs, train=self.train, **keywords
+            )
             return self.sums(as_outputs(returned), batch), variables
 
 

@@ -43,16 +43,22 @@ def save_adapter(
         ConfigError: `peft` has no adapter for such a parameter.
     """
     if out.exists():
-        raise CheckpointError("Nothing was exported:", [Problem(str(out), "exists", fix="choose another --out")])
+        raise CheckpointError(
+            "Nothing was exported:", [Problem(str(out), "exists", fix="choose another --out")]
+        )
     leaves = tree.flatten(adapters)
     paths = [path.removesuffix(LORA_A) for path in leaves if path.endswith(LORA_A)]
     sources = tensor_sources(family.names(config), shapes)
     problems = [problem for path in paths for problem in _problems(sources[path])]
     if problems:
-        raise ConfigError("These adapters cannot be exported; merged, they can (without --adapter):", problems)
+        raise ConfigError(
+            "These adapters cannot be exported; merged, they can (without --adapter):", problems
+        )
     tensors = dict(pair for path in sorted(paths) for pair in _tensors(sources[path]))
     specs = {
-        name: jax.ShapeDtypeStruct(leaves[path].shape[len(index) :][::-1], dtype or leaves[path].dtype)
+        name: jax.ShapeDtypeStruct(
+            leaves[path].shape[len(index) :][::-1], dtype or leaves[path].dtype
+        )
         for name, (path, index) in tensors.items()
     }
     values: dict[str, Any] = {
@@ -64,11 +70,16 @@ def save_adapter(
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": not all(sources[path].mapping.layout.transposed for path in paths),
-        "target_modules": sorted({_module(name) for path in paths for _, name in sources[path].tensors()}),
+        "target_modules": sorted(
+            {_module(name) for path in paths for _, name in sources[path].tensors()}
+        ),
         "inference_mode": True,
     }
     with whole_folder(out) as folder:
-        arrays = (host_slice(leaves[path], index, specs[name].dtype).T for name, (path, index) in tensors.items())
+        arrays = (
+            host_slice(leaves[path], index, specs[name].dtype).T
+            for name, (path, index) in tensors.items()
+        )
         write_safetensors(folder / ADAPTER, specs, arrays, {"format": "pt"})
         write_json(folder / ADAPTER_CONFIG, values)
 
@@ -77,11 +88,17 @@ def _problems(source: TensorSource) -> Iterator[Problem]:
     """Yield why `peft` cannot have an adapter of a parameter."""
     fix = "other --lora.targets"
     if source.mapping.layout.parts > 1:
-        yield Problem(source.path, f"is a part of {source.mapping.tensor}, which `peft` adapts as a whole", fix=fix)
+        yield Problem(
+            source.path,
+            f"is a part of {source.mapping.tensor}, which `peft` adapts as a whole",
+            fix=fix,
+        )
     elif "{expert}" in source.mapping.tensor:
         yield Problem(source.path, "is of experts, which are no modules in `transformers`", fix=fix)
     elif "embed" in source.path.rpartition("/")[2]:
-        yield Problem(source.path, "is an embedding, and an adapter of one is another kind in `peft`", fix=fix)
+        yield Problem(
+            source.path, "is an embedding, and an adapter of one is another kind in `peft`", fix=fix
+        )
 
 
 def _module(tensor: str) -> str:

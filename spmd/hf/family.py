@@ -1,11 +1,12 @@
 """Model families as published on Hugging Face: config.json fields, and a map from parameters to checkpoint tensors.
 
 ```python
-TensorMapping("layers/attention/q_proj/kernel", "model.layers.{layer}.self_attn.q_proj.weight", TRANSPOSED)
-```
+TensorMapping("layers/attention/q_proj/kernel", "model.layers.{layer}.self_attn.q_proj.weight",
+TRANSPOSED) ```
 
-One mapping covers all layers, stacked or not: one tensor per layer, or per layer and expert if the tensor's name has
-both. Families are found by Python entry points in the group `spmd.families`, so any package can add one.
+One mapping covers all layers, stacked or not: one tensor per layer, or per layer and expert if the
+tensor's name has both. Families are found by Python entry points in the group `spmd.families`, so
+any package can add one.
 """
 
 import dataclasses
@@ -54,7 +55,8 @@ def part(index: int, parts: int, *, transposed: bool = False) -> TensorLayout:
 class TensorMapping:
     """A parameter (path without layer numbers) and its tensor (name with placeholders `{layer}` and `{expert}`).
 
-    Our layer `i` is the tensors' layer `first + step * i`; `step` is 2 if layers of two kinds alternate.
+    Our layer `i` is the tensors' layer `first + step * i`; `step` is 2 if layers of two kinds
+    alternate.
     """
 
     path: str
@@ -87,13 +89,13 @@ class Family:
 
     Attributes:
         architectures: Names in config.json; export writes the first.
-        read_config: Parses config.json into a model config. It raises one ConfigError that lists every unsupported
-            feature (see `spmd.hf.fields.Fields`).
+        read_config: Parses config.json into a model config. It raises one ConfigError that lists
+            every unsupported feature (see `spmd.hf.fields.Fields`).
         write_config: Inverse of `read_config`, without `architectures`.
         fits: Returns whether a model config belongs to this family.
         prefix: Prefix of tensor names that some checkpoints omit.
-        harmless: Fields of config.json, besides `spmd.hf.fields.HARMLESS`, that do not change a trained model; export
-            copies them from the original config.json.
+        harmless: Fields of config.json, besides `spmd.hf.fields.HARMLESS`, that do not change a
+            trained model; export copies them from the original config.json.
     """
 
     architectures: tuple[str, ...]
@@ -111,19 +113,25 @@ class Family:
     ) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
         """Return the mappings and ignored tensors of a model config, for a checkpoint with these tensors.
 
-        Names lose the prefix if no tensor has it. A tensor that the checkpoint lacks may be there under another name.
+        Names lose the prefix if no tensor has it. A tensor that the checkpoint lacks may be there
+        under another name.
 
         Args:
-            aliases: Tensor → another name of it. A copy that may be ignored is one of the tensor that it must equal.
+            aliases: Tensor → another name of it. A copy that may be ignored is one of the tensor
+                that it must equal.
         """
         found = set(tensors)
         prefix = self.prefix if not any(tensor.startswith(self.prefix) for tensor in found) else ""
         ignored = [
-            Ignored(entry.tensor.removeprefix(prefix), entry.why, entry.same_as.removeprefix(prefix))
+            Ignored(
+                entry.tensor.removeprefix(prefix), entry.why, entry.same_as.removeprefix(prefix)
+            )
             for entry in self.ignored(config)
         ]
         others = {**aliases, **{entry.same_as: entry.tensor for entry in ignored if entry.same_as}}
-        stored = {name: other for name, other in others.items() if name not in found and other in found}
+        stored = {
+            name: other for name, other in others.items() if name not in found and other in found
+        }
         names = []
         for name in self.names(config):
             tensor = name.tensor.removeprefix(prefix)
@@ -134,7 +142,10 @@ class Family:
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Return all installed families by the name of their entry point; every entry point must be one."""
+    """Return all installed families by the name of their entry point.
+
+    Every entry point must be one.
+    """
     found, problems = {}, []
     for entry in sorted(importlib.metadata.entry_points(group=GROUP)):
         where = f"entry point {entry.name}"
@@ -144,7 +155,11 @@ def families() -> dict[str, Family]:
             problems.append(Problem(where, f"cannot be loaded: {error}"))
             continue
         if entry.name in found:
-            problems.append(Problem(where, "is defined twice", entry.value, "uninstall one of them, or rename it"))
+            problems.append(
+                Problem(
+                    where, "is defined twice", entry.value, "uninstall one of them, or rename it"
+                )
+            )
         elif isinstance(family, Family):
             found[entry.name] = family
         else:
@@ -166,9 +181,14 @@ def family_of(architectures: Iterable[str]) -> Family:
         problems = [Problem(GROUP, "no family is installed", fix=fix)]
     elif wanted:
         fixes = {name: _nearest(name, known) for name in wanted}
-        problems = [Problem(f"architecture {name}", "is not supported", fix=fix) for name, fix in fixes.items()]
+        problems = [
+            Problem(f"architecture {name}", "is not supported", fix=fix)
+            for name, fix in fixes.items()
+        ]
     else:
-        problems = [Problem("config.json", "names no architecture", fix=f"one of: {', '.join(known)}")]
+        problems = [
+            Problem("config.json", "names no architecture", fix=f"one of: {', '.join(known)}")
+        ]
     raise ConfigError("This model is not supported:", problems)
 
 
@@ -180,7 +200,10 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
-    """Return the family that a model config is exported as; one with the given architectures is preferred."""
+    """Return the family that a model config is exported as.
+
+    One with the given architectures is preferred.
+    """
     preferred = set(architectures)
     fitting = [family for family in families().values() if family.fits(config)]
     if not fitting:
@@ -192,7 +215,10 @@ def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
-    """The tensors of one parameter; `indices` are the numbers in its path: the layer, if layers are not stacked."""
+    """The tensors of one parameter.
+
+    `indices` are the numbers in its path: the layer, if layers are not stacked.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -241,20 +267,34 @@ class TensorSource:
         return ((index, self.tensor_name(index)) for index in np.ndindex(*self.stack_shape))
 
 
-def tensor_sources(names: Iterable[TensorMapping], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
-    """Return the tensors of each parameter by path; every parameter needs a mapping, and every mapping a parameter."""
+def tensor_sources(
+    names: Iterable[TensorMapping], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorSource]:
+    """Return the tensors of each parameter by path.
+
+    Every parameter needs a mapping, and every mapping a parameter.
+    """
     mappings = {name.path: name for name in names}
     found, problems, used = {}, [], set()
     for path, shape in shapes.items():
         parts = path.split("/")
-        bare, numbers = "/".join(p for p in parts if not p.isdigit()), tuple(int(p) for p in parts if p.isdigit())
+        bare, numbers = (
+            "/".join(p for p in parts if not p.isdigit()),
+            tuple(int(p) for p in parts if p.isdigit()),
+        )
         if bare in mappings:
             used.add(bare)
             found[path] = TensorSource(path, tuple(shape), mappings[bare], numbers)
         else:
-            problems.append(Problem(path, "is not in the name map", fix=did_you_mean(bare, mappings)))
+            problems.append(
+                Problem(path, "is not in the name map", fix=did_you_mean(bare, mappings))
+            )
     for path in mappings.keys() - used:
-        problems.append(Problem(f"name {path!r}", "is not a parameter of the model", fix=did_you_mean(path, shapes)))
+        problems.append(
+            Problem(
+                f"name {path!r}", "is not a parameter of the model", fix=did_you_mean(path, shapes)
+            )
+        )
     if problems:
         raise ConfigError("The name map does not fit the model:", problems)
     return found

@@ -14,22 +14,74 @@ _MAX_INTEGER = 2**31 - 1
 
 HARMLESS = frozenset(
     {
-        *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id"),
-        *("use_cache", "initializer_range", "attention_dropout", "pretraining_tp", "max_position_embeddings"),
-        *("output_attentions", "output_hidden_states", "return_dict", "task_specific_params", "_attn_implementation"),
-        *("output_router_logits", "is_encoder_decoder", "id2label", "label2id", "auto_map", "max_length"),
-        *("_num_labels", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
+        *(
+            "architectures",
+            "model_type",
+            "transformers_version",
+            "torch_dtype",
+            "dtype",
+            "_name_or_path",
+        ),
+        *(
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "unk_token_id",
+            "sep_token_id",
+            "decoder_start_token_id",
+        ),
+        *(
+            "use_cache",
+            "initializer_range",
+            "attention_dropout",
+            "pretraining_tp",
+            "max_position_embeddings",
+        ),
+        *(
+            "output_attentions",
+            "output_hidden_states",
+            "return_dict",
+            "task_specific_params",
+            "_attn_implementation",
+        ),
+        *(
+            "output_router_logits",
+            "is_encoder_decoder",
+            "id2label",
+            "label2id",
+            "auto_map",
+            "max_length",
+        ),
+        *(
+            "_num_labels",
+            "transformers.js_config",
+            "is_llama_config",
+            "unsloth_fixed",
+            "unsloth_version",
+        ),
     }
 )
-"""Fields that do not change what a trained model computes; export copies them from the original config.json."""
+"""Fields that do not change what a trained model computes; export copies them from the original
+config.json."""
 
 _HARMLESS_IF_OFF = frozenset(
     {
         *("use_mrope", "use_sliding_window", "attention_bias", "mlp_bias", "tie_word_embeddings"),
         *("add_cross_attention", "is_decoder", "tie_encoder_decoder", "chunk_size_feed_forward"),
-        *("torchscript", "use_bfloat16", "tf_legacy_loss", "remove_invalid_values", "return_dict_in_generate"),
-        *("do_sample", "early_stopping", "output_scores", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        *(
+            "torchscript",
+            "use_bfloat16",
+            "tf_legacy_loss",
+            "remove_invalid_values",
+            "return_dict_in_generate",
+        ),
+        *(
+            "do_sample",
+            "early_stopping",
+            "output_scores",
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+        ),
         *("num_beam_groups", "diversity_penalty", "rope_interleaved"),
     }
 )
@@ -59,7 +111,10 @@ class Fields:
         return default if found is None else found
 
     def is_null(self, name: str) -> bool:
-        """Return whether a field is present and null; for some fields this differs from an absent one."""
+        """Return whether a field is present and null.
+
+        For some fields this differs from an absent one.
+        """
         return name in self._values and self._values[name] is None
 
     def integer(self, name: str, default: int | None = None) -> int:
@@ -76,9 +131,16 @@ class Fields:
         return float(found) if self.is_number(name, found, least) else 1.0
 
     def is_number(self, where: str, found: Any, least: float = -math.inf) -> bool:
-        """Return whether a value is a finite number of at least `least`; report a problem at `where` otherwise."""
+        """Return whether a value is a finite number of at least `least`.
+
+        Report a problem at `where` otherwise.
+        """
         lowest, highest = max(least, -sys.float_info.max), sys.float_info.max
-        if isinstance(found, int | float) and not isinstance(found, bool) and lowest <= found <= highest:
+        if (
+            isinstance(found, int | float)
+            and not isinstance(found, bool)
+            and lowest <= found <= highest
+        ):
             return True
         bound = f" of at least {least:g}" if least > -math.inf else ""
         self.refuse(where, _wrong(found, f"not a finite number{bound}"))
@@ -95,7 +157,10 @@ class Fields:
         """Require one of the values that the model supports; an absent field means the first."""
         found = self.value(name, allowed[0])
         if found not in allowed:
-            self.refuse(name, f"is {found!r:.80}, and this model supports only {' or '.join(map(str, allowed))}")
+            self.refuse(
+                name,
+                f"is {found!r:.80}, and this model supports only {' or '.join(map(str, allowed))}",
+            )
 
     def refuse(self, name: str, what: str, fix: str = "") -> None:
         """Report a problem with a field."""
@@ -110,14 +175,22 @@ class Fields:
     def rope(self, default: float, *kinds: str) -> tuple[float, dict[str, Any]]:
         """Return the base of rotary position embeddings, and the fields of a scaling of one of `kinds` but its type."""
         theta, scaling = self.value("rope_theta", default), dict[str, Any]()
-        tables = {name: table for name in ("rope_parameters", "rope_scaling") if (table := self.value(name, {})) != {}}
+        tables = {
+            name: table
+            for name in ("rope_parameters", "rope_scaling")
+            if (table := self.value(name, {})) != {}
+        }
         parsed = []
         for name, table in tables.items():
             if not isinstance(table, Mapping):
                 self.refuse(name, f"is {table!r:.80}, not an object")
                 continue
             kind = table.get("rope_type", table.get("type", "default"))
-            rest = {key: value for key, value in table.items() if key not in ("rope_theta", "rope_type", "type")}
+            rest = {
+                key: value
+                for key, value in table.items()
+                if key not in ("rope_theta", "rope_type", "type")
+            }
             parsed.append((table.get("rope_theta", theta), kind, rest))
             if parsed[0] != parsed[-1]:
                 fix = "keep the one that the model was trained with"
@@ -136,15 +209,24 @@ class Fields:
     def problems(self) -> list[Problem]:
         """Return all problems, including one for each field that was not read and is not harmless."""
         fix = "if it does not change what the model computes, remove it from config.json"
-        unknown = {n: v for n, v in self._values.items() if n not in self._known | HARMLESS and v is not None}
+        unknown = {
+            n: v
+            for n, v in self._values.items()
+            if n not in self._known | HARMLESS and v is not None
+        }
         rest = {n: v for n, v in unknown.items() if not (n in _HARMLESS_IF_OFF and v in (False, 0))}
-        return [*self._problems, *(Problem(n, f"is {v!r:.80}, and is unknown", fix=fix) for n, v in rest.items())]
+        return [
+            *self._problems,
+            *(Problem(n, f"is {v!r:.80}, and is unknown", fix=fix) for n, v in rest.items()),
+        ]
 
     def build(self, make: Callable[..., T], **values: Any) -> T:
         """Construct the model config, or raise a ConfigError with all problems of the file and of the config class."""
         made = self.nested(make, **values)
         if (problems := self.problems()) or made is None:
-            raise ConfigError("This config.json has features that the model does not support:", problems)
+            raise ConfigError(
+                "This config.json has features that the model does not support:", problems
+            )
         return made
 
 

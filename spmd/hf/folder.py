@@ -1,7 +1,8 @@
 """A folder in the layout of `save_pretrained`: config.json, safetensors files, and an index if there are several.
 
-The folder is not trusted. Files are parsed, never executed: pickles are refused. Links are followed only within the
-folder, or to `blobs` of the hub's cache if the folder is a snapshot of it (`…/snapshots/REVISION`).
+The folder is not trusted. Files are parsed, never executed: pickles are refused. Links are followed
+only within the folder, or to `blobs` of the hub's cache if the folder is a snapshot of it
+(`…/snapshots/REVISION`).
 """
 
 import contextlib
@@ -52,7 +53,8 @@ class HFFolder:
     def tables(self) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
         """The family's mappings and ignored tensors, for the tensors of this folder.
 
-        `safetensors.torch.save_model` stores a shared tensor once, and the metadata of the file has its other names.
+        `safetensors.torch.save_model` stores a shared tensor once, and the metadata of the file has
+        its other names.
         """
         aliases = dict[str, str]()
         for file in {file.path: file for file in self.files.values()}.values():
@@ -73,7 +75,9 @@ class HFFolder:
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             detail = f"it is {a.dtype}{list(a.shape)}, {other} is {b.dtype}{list(b.shape)}"
         else:
-            chunks = (self.files[n].chunks(n, np.empty(_COMPARE_BYTES, np.uint8)) for n in (name, other))
+            chunks = (
+                self.files[n].chunks(n, np.empty(_COMPARE_BYTES, np.uint8)) for n in (name, other)
+            )
             if all(np.array_equal(*pair) for pair in zip(*chunks, strict=True)):
                 return None
         what = f"differs from {other}, and this model ties its head to the embedding"
@@ -83,10 +87,15 @@ class HFFolder:
 
 @contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[HFFolder]:
-    """Open a folder; an error lists all problems of config.json, the index and the header of each file."""
+    """Open a folder.
+
+    An error lists all problems of config.json, the index and the header of each file.
+    """
     problems: list[Problem] = []
     if not path.is_dir():
-        problem = Problem(str(path), "is not a folder", fix="give a local folder; nothing is downloaded")
+        problem = Problem(
+            str(path), "is not a folder", fix="give a local folder; nothing is downloaded"
+        )
         raise CheckpointError("Nothing was read:", [problem])
     values: dict[str, Any] = {}
     family, config = None, None
@@ -118,8 +127,15 @@ def _error(folder: Path, *problems: Problem) -> CheckpointError:
 def _size_problems(family: Family, config: Any, tensors: int) -> list[Problem]:
     """Compare layers × experts with the number of tensors, before any table of that size is built."""
     names = [mapping.tensor for mapping in family.names(config)]
-    counts = {"layer": getattr(config, "layers", 1), "expert": getattr(getattr(config, "router", None), "experts", 1)}
-    used = {field: count for field, count in counts.items() if any(f"{{{field}}}" in name for name in names)}
+    counts = {
+        "layer": getattr(config, "layers", 1),
+        "expert": getattr(getattr(config, "router", None), "experts", 1),
+    }
+    used = {
+        field: count
+        for field, count in counts.items()
+        if any(f"{{{field}}}" in name for name in names)
+    }
     if (wanted := math.prod(used.values())) <= tensors:
         return []
     detail = f"{' × '.join(f'{count} {field}s' for field, count in used.items())} = {wanted} > {tensors} tensors"
@@ -127,7 +143,10 @@ def _size_problems(family: Family, config: Any, tensors: int) -> list[Problem]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Resolve a file name in a folder, following permitted links; an OSError if the file does not exist."""
+    """Resolve a file name in a folder, following permitted links.
+
+    An OSError if the file does not exist.
+    """
     if Path(name).name != name:
         raise _error(folder, Problem(name, "is a path, not the name of a file in the folder"))
     try:
@@ -154,7 +173,9 @@ def _read_json(folder: Path, name: str, max_bytes: int) -> dict[str, Any]:
         raise _error(folder, Problem(name, f"cannot be read: {error}")) from error
 
 
-def _open_files(folder: Path, stack: contextlib.ExitStack, problems: list[Problem]) -> dict[str, SafetensorsFile]:
+def _open_files(
+    folder: Path, stack: contextlib.ExitStack, problems: list[Problem]
+) -> dict[str, SafetensorsFile]:
     """Return tensor → the opened file that contains it."""
     if (folder / SINGLE).exists():
         index, names = None, [SINGLE]
@@ -202,7 +223,10 @@ def _no_weights(folder: Path) -> list[Problem]:
 
 
 def tensor_problems(
-    sources: Iterable[TensorSource], floats: Mapping[str, bool], ignored: Iterable[Ignored], found: Mapping[str, Tensor]
+    sources: Iterable[TensorSource],
+    floats: Mapping[str, bool],
+    ignored: Iterable[Ignored],
+    found: Mapping[str, Tensor],
 ) -> list[Problem]:
     """Return all mismatches between the tensors found in a folder and those that parameters need.
 
@@ -218,8 +242,13 @@ def tensor_problems(
         close = difflib.get_close_matches(name, others, n=1) if hints else []
         return f'there is "{close[0]}": was it renamed?' if close else ""
 
-    problems = [Problem(name, f"is missing; {wanted[name].path} needs it", fix=hint(name, extra)) for name in missing]
-    problems += [Problem(name, "is extra: no parameter uses it", fix=hint(name, missing)) for name in extra]
+    problems = [
+        Problem(name, f"is missing; {wanted[name].path} needs it", fix=hint(name, extra))
+        for name in missing
+    ]
+    problems += [
+        Problem(name, "is extra: no parameter uses it", fix=hint(name, missing)) for name in extra
+    ]
     for name, source in wanted.items():
         if name not in found:
             continue
@@ -228,5 +257,7 @@ def tensor_problems(
             detail = f"it is {list(tensor.shape)}, expected {list(source.tensor_shape)} {where}"
             problems.append(Problem(name, "has the wrong shape", detail))
         if jnp.issubdtype(tensor.dtype, jnp.floating) != floats[source.path]:
-            problems.append(Problem(name, "has the wrong kind of dtype", f"it is {tensor.dtype}, {where}"))
+            problems.append(
+                Problem(name, "has the wrong kind of dtype", f"it is {tensor.dtype}, {where}")
+            )
     return first_of(problems)

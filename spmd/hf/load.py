@@ -1,7 +1,7 @@
 """Load parameters of a Hugging Face folder directly into the shards of a plan.
 
-Files are read a few rows at a time; each device gets its part of these rows, transposed and cast. Beside the shards, a
-load takes a few dozen MiB, however large a tensor or a stack is.
+Files are read a few rows at a time; each device gets its part of these rows, transposed and cast.
+Beside the shards, a load takes a few dozen MiB, however large a tensor or a stack is.
 """
 
 import dataclasses
@@ -27,20 +27,23 @@ from spmd.hf.folder import HFFolder, open_folder, tensor_problems
 from spmd.hf.safetensors import SafetensorsFile, Tensor
 
 BUFFER_BYTES = 4 << 20
-"""Bytes that are read before they are copied to the devices; small enough for a processor's cache."""
+"""Bytes that are read before they are copied to the devices; small enough for a processor's
+cache."""
 
 _THREADS = 4
 _ALIGNMENT = 64
 _DEVICE = "device"
-_EXPONENTS = {np.dtype(np.float16): 0x7C00, np.dtype(jnp.bfloat16): 0x7F80}  # in bits NumPy tests them 30 times faster
+# in bits NumPy tests them 30 times faster
+_EXPONENTS = {np.dtype(np.float16): 0x7C00, np.dtype(jnp.bfloat16): 0x7F80}
 _DEVICE_DTYPES = frozenset({np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16)})
 
 
 def load_params(folder: Path, abstract: Any) -> Any:
     """Load the parameters of a Hugging Face folder, each device its own shards.
 
-    `abstract` are the parameters as `jax.ShapeDtypeStruct`s with shardings, such as `plan.abstract_params`; tensors are
-    cast to these dtypes. All mismatches are raised as one CheckpointError, before anything is allocated.
+    `abstract` are the parameters as `jax.ShapeDtypeStruct`s with shardings, such as
+    `plan.abstract_params`; tensors are cast to these dtypes. All mismatches are raised as one
+    CheckpointError, before anything is allocated.
     """
     with open_folder(Path(folder)) as found:
         return load_published(found, abstract)
@@ -52,18 +55,26 @@ def load_published(found: HFFolder, abstract: Any) -> Any:
     buffer, non_finite = _allocate((BUFFER_BYTES,), np.uint8), set[tuple[str, str]]()
     with ThreadPoolExecutor(_THREADS) as pool:
         params = tree.map_with_path(
-            lambda path, leaf: _Loader(sources[path], leaf, found.files, buffer, pool, non_finite).load(),
+            lambda path, leaf: _Loader(
+                sources[path], leaf, found.files, buffer, pool, non_finite
+            ).load(),
             abstract,
         )
     if non_finite:
-        what, fix = "has values that are NaN or infinite", "get the file again: training cannot mend it"
+        what, fix = (
+            "has values that are NaN or infinite",
+            "get the file again: training cannot mend it",
+        )
         problems = [Problem(path, what, f"in the tensor {name}", fix) for path, name in non_finite]
         raise CheckpointError(f"{found.path} cannot be loaded:", first_of(problems))
     return params
 
 
 def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
-    """Return the tensors of each parameter; none may be missing, extra, or of the wrong shape or kind of dtype."""
+    """Return the tensors of each parameter.
+
+    None may be missing, extra, or of the wrong shape or kind of dtype.
+    """
     leaves = tree.flatten(abstract)
     sources: dict[str, TensorSource] = {}
     problems: list[Problem] = []
@@ -72,7 +83,10 @@ def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
         sources = tensor_sources(names, {path: leaf.shape for path, leaf in leaves.items()})
     if not problems:
         floats = {path: jnp.issubdtype(leaf.dtype, jnp.floating) for path, leaf in leaves.items()}
-        problems = [*tensor_problems(sources.values(), floats, ignored, found.tensors), *found.tied_mismatches]
+        problems = [
+            *tensor_problems(sources.values(), floats, ignored, found.tensors),
+            *found.tied_mismatches,
+        ]
     if problems:
         raise CheckpointError(f"{found.path} does not fit the model:", problems)
     return sources
@@ -113,11 +127,13 @@ class _Loader:
         local, depth = leaf.sharding.shard_shape(leaf.shape), len(self.source.stack_shape)
         on_host = all(device.platform == "cpu" for device in boxes)
         shards = (_HostShards if on_host else _DeviceShards)(tuple(boxes), local, leaf.dtype)
-        row_dim = len(local) - 1 if self.source.mapping.layout.transposed else depth  # the tensor's first dimension
+        # the tensor's first dimension
+        row_dim = len(local) - 1 if self.source.mapping.layout.transposed else depth
         for place in np.ndindex(*local[:depth]):
             regions = {device: self._region(box, local, place) for device, box in boxes.items()}
             rows, at_once = local[row_dim], _rows_at_once(regions.values())
-            count = -(-rows // -(-rows // at_once))  # windows of one size, so that one program serves all
+            # windows of one size, so that one program serves all
+            count = -(-rows // -(-rows // at_once))
             for start in range(0, rows, count):
                 offset = min(start, rows - count)  # the last window may overlap
                 index = [*place, *(0 for _ in local[depth:])]
@@ -125,17 +141,33 @@ class _Loader:
                 shards.write(self._read(regions, offset, count), index, self.pool)
         sharding = NamedSharding(leaf.sharding.mesh, leaf.sharding.spec)
         loaded = jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards.arrays())
-        return loaded if leaf.sharding.memory_kind == sharding.memory_kind else jax.device_put(loaded, leaf.sharding)
+        return (
+            loaded
+            if leaf.sharding.memory_kind == sharding.memory_kind
+            else jax.device_put(loaded, leaf.sharding)
+        )
 
-    def _region(self, box: tuple[slice, ...], local: tuple[int, ...], place: tuple[int, ...]) -> _Region:
+    def _region(
+        self, box: tuple[slice, ...], local: tuple[int, ...], place: tuple[int, ...]
+    ) -> _Region:
         """Return what a device with shard `box` needs at `place`, an index into its part of the stack."""
         depth, start = len(place), [side.start or 0 for side in box]
-        name = self.source.tensor_name(tuple(first + i for first, i in zip(start, place, strict=False)))
-        ours = tuple(slice(first, first + size) for first, size in zip(start[depth:], local[depth:], strict=True))
+        name = self.source.tensor_name(
+            tuple(first + i for first, i in zip(start, place, strict=False))
+        )
+        ours = tuple(
+            slice(first, first + size)
+            for first, size in zip(start[depth:], local[depth:], strict=True)
+        )
         return _Region(self.files[name], name, self.source.region(ours))
 
-    def _read(self, regions: Mapping[Any, _Region], offset: int, count: int) -> Iterator[np.ndarray]:
-        """Yield some rows of each device's region in the parameter's layout; views of the buffer where possible."""
+    def _read(
+        self, regions: Mapping[Any, _Region], offset: int, count: int
+    ) -> Iterator[np.ndarray]:
+        """Yield some rows of each device's region in the parameter's layout.
+
+        Views of the buffer where possible.
+        """
         layout, depth = self.source.mapping.layout, len(self.source.stack_shape)
         dtypes = {region.tensor.dtype for region in regions.values()}
         buffer, used = self.buffer, 0
@@ -145,13 +177,19 @@ class _Loader:
                 start, size = region.slices[0].start + offset, count * region.tensor.row_bytes
                 if size > len(buffer) - used:
                     buffer, used = _allocate((size,), np.uint8), 0  # one row exceeds the buffer
-                rows[region.key] = region.file.rows(region.name, start, start + count, buffer[used:])
+                rows[region.key] = region.file.rows(
+                    region.name, start, start + count, buffer[used:]
+                )
                 if not _all_finite(rows[region.key]):
                     self.non_finite.add((self.source.path, region.name))
                 used += -(-size // _ALIGNMENT) * _ALIGNMENT
             piece = rows[region.key][:, *region.slices[1:]]
             piece = piece.T if layout.transposed else piece
-            piece = piece if len(dtypes) == 1 and dtypes <= _DEVICE_DTYPES else piece.astype(self.leaf.dtype)
+            piece = (
+                piece
+                if len(dtypes) == 1 and dtypes <= _DEVICE_DTYPES
+                else piece.astype(self.leaf.dtype)
+            )
             yield piece[(None,) * depth]
 
 
@@ -172,7 +210,9 @@ def _allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def _rows_at_once(regions: Collection[_Region]) -> int:
     """Return the rows per read for which neither the rows read nor the parts that devices get exceed the buffer."""
     read = sum({region.key: region.tensor.row_bytes for region in regions}.values())
-    used = sum(math.prod(s.stop - s.start for s in r.slices[1:]) * r.tensor.dtype.itemsize for r in regions)
+    used = sum(
+        math.prod(s.stop - s.start for s in r.slices[1:]) * r.tensor.dtype.itemsize for r in regions
+    )
     return max(1, BUFFER_BYTES // max(read, used))
 
 
@@ -182,13 +222,18 @@ class _HostShards:
     def __init__(self, devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: Any) -> None:
         self._shards = {device: _allocate(shape, dtype) for device in devices}
 
-    def write(self, pieces: Iterable[np.ndarray], index: Sequence[int], pool: ThreadPoolExecutor) -> None:
+    def write(
+        self, pieces: Iterable[np.ndarray], index: Sequence[int], pool: ThreadPoolExecutor
+    ) -> None:
         """Write one piece per device into its shard, all at the same index."""
 
         def write(device: jax.Device, piece: np.ndarray) -> None:
             if not piece.flags.c_contiguous:
-                piece = np.asarray(jax.device_put(piece, device))  # transposes several times faster than NumPy
-            region = tuple(slice(first, first + size) for first, size in zip(index, piece.shape, strict=True))
+                # transposes several times faster than NumPy
+                piece = np.asarray(jax.device_put(piece, device))
+            region = tuple(
+                slice(first, first + size) for first, size in zip(index, piece.shape, strict=True)
+            )
             np.copyto(self._shards[device][region], piece, casting="unsafe")
 
         for _ in pool.map(write, self._shards, pieces):
@@ -199,16 +244,26 @@ class _HostShards:
 
 
 class _DeviceShards:
-    """Shards of accelerators: pieces are copied to the devices and written in place; the host never holds a shard."""
+    """Shards of accelerators: pieces are copied to the devices and written in place.
+
+    The host never holds a shard.
+    """
 
     def __init__(self, devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: Any) -> None:
         self._devices, self._mesh = devices, Mesh(np.array(devices), (_DEVICE,))
         self._target = _zeros((len(devices) * shape[0], *shape[1:]), dtype, self._mesh)
 
-    def write(self, pieces: Iterable[np.ndarray], index: Sequence[int], pool: ThreadPoolExecutor) -> None:
-        sent = [jax.device_put(piece, device) for piece, device in zip(pieces, self._devices, strict=True)]
+    def write(
+        self, pieces: Iterable[np.ndarray], index: Sequence[int], pool: ThreadPoolExecutor
+    ) -> None:
+        sent = [
+            jax.device_put(piece, device)
+            for piece, device in zip(pieces, self._devices, strict=True)
+        ]
         shape = (len(sent) * sent[0].shape[0], *sent[0].shape[1:])
-        joined = jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, P(_DEVICE)), sent)
+        joined = jax.make_array_from_single_device_arrays(
+            shape, NamedSharding(self._mesh, P(_DEVICE)), sent
+        )
         self._target = _write_pieces(self._target, joined, np.array(index, np.int32), self._mesh)
         jax.block_until_ready(self._target)  # the buffer is reused next
 
@@ -219,7 +274,9 @@ class _DeviceShards:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), NamedSharding(mesh, P(_DEVICE)))
+    return jax.lax.with_sharding_constraint(
+        jnp.zeros(shape, dtype), NamedSharding(mesh, P(_DEVICE))
+    )
 
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
@@ -228,4 +285,6 @@ def _write_pieces(target: jax.Array, pieces: jax.Array, index: jax.Array, mesh: 
         return jax.lax.dynamic_update_slice(shard, piece.astype(shard.dtype), tuple(index))
 
     specs = P(_DEVICE), P(_DEVICE), P()
-    return jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=P(_DEVICE))(target, pieces, index)
+    return jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=P(_DEVICE))(
+        target, pieces, index
+    )

@@ -1,8 +1,8 @@
 """Safetensors files, read a few rows at a time and written a tensor at a time.
 
-The `safetensors` library parses and validates headers. Tensor data is read and written here: slices of the library
-either map the file (whole tensors count as resident memory, and a truncated file kills the process) or read the whole
-tensor each time; its writer needs all tensors at once.
+The `safetensors` library parses and validates headers. Tensor data is read and written here: slices
+of the library either map the file (whole tensors count as resident memory, and a truncated file
+kills the process) or read the whole tensor each time; its writer needs all tensors at once.
 """
 
 import contextlib
@@ -62,7 +62,8 @@ class Tensor:
 class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
     """A safetensors file opened for reading: a regular file, not a symbolic link.
 
-    `tensors` maps names to locations, `metadata` has the pairs of text that the file's writer added.
+    `tensors` maps names to locations, `metadata` has the pairs of text that the file's writer
+    added.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +95,10 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
         return buffer[:size].view(tensor.dtype).reshape(stop - start, *tensor.shape[1:])
 
     def chunks(self, name: str, buffer: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield the bytes of a tensor, chunk by chunk; each is read into `buffer`, uint8 `[bytes]`."""
+        """Yield the bytes of a tensor, chunk by chunk.
+
+        Each is read into `buffer`, uint8 `[bytes]`.
+        """
         tensor = self.tensors[name]
         for start in range(0, tensor.nbytes, len(buffer)):
             chunk = buffer[: tensor.nbytes - start]
@@ -123,7 +127,9 @@ def _read_header(path: Path, file_size: int) -> tuple[dict[str, Tensor], dict[st
             codes = {name: spec.get_dtype() for name, spec in specs.items()}
             shapes = {name: tuple(spec.get_shape()) for name, spec in specs.items()}
     except safetensors.SafetensorError as error:
-        problem = Problem(path.name, f"is not valid: {error}", f"{file_size} bytes", "download the file again")
+        problem = Problem(
+            path.name, f"is not valid: {error}", f"{file_size} bytes", "download the file again"
+        )
         raise _read_error(path, [problem]) from error
     supported = f"one of: {', '.join(DTYPES)}"
     most = f"at most {_MAX_DIMENSIONS} are supported"
@@ -149,12 +155,15 @@ def _read_error(path: Path, problems: list[Problem]) -> CheckpointError:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Any], values: Iterator[np.ndarray], metadata: Mapping[str, str]
+    path: Path,
+    tensors: Mapping[str, Any],
+    values: Iterator[np.ndarray],
+    metadata: Mapping[str, str],
 ) -> None:
     """Write a new file with at most one tensor in memory at a time.
 
-    `tensors` are names → anything with a `shape` and a `dtype`, in the order of the file, and `values` the tensors in
-    that order; each is requested after the one before it is written.
+    `tensors` are names → anything with a `shape` and a `dtype`, in the order of the file, and
+    `values` the tensors in that order; each is requested after the one before it is written.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     problems, end = [], 0
@@ -162,8 +171,16 @@ def write_safetensors(
         dtype = np.dtype(tensor.dtype)
         begin, end = end, end + math.prod(tensor.shape) * dtype.itemsize
         if dtype not in _CODES:
-            problems.append(Problem(name, f"has the unsupported dtype {dtype}", fix=f"one of: {', '.join(DTYPES)}"))
-        header[name] = {"dtype": _CODES.get(dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
+            problems.append(
+                Problem(
+                    name, f"has the unsupported dtype {dtype}", fix=f"one of: {', '.join(DTYPES)}"
+                )
+            )
+        header[name] = {
+            "dtype": _CODES.get(dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     if problems:
         raise CheckpointError(f"{path.name} cannot be written:", problems)
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -51,26 +51,40 @@ def save_params(
         values: The original config.json; its fields that do not change the model are copied.
     """
     if out.exists():
-        raise CheckpointError("Nothing was exported:", [Problem(str(out), "exists", fix="choose another --out")])
+        raise CheckpointError(
+            "Nothing was exported:", [Problem(str(out), "exists", fix="choose another --out")]
+        )
     leaves = tree.flatten(params)
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     tensors = _tensors(tensor_sources(family.names(config), shapes).values())
     specs = {
-        name: jax.ShapeDtypeStruct(parts[0][0].tensor_shape, dtype or leaves[parts[0][0].path].dtype)
+        name: jax.ShapeDtypeStruct(
+            parts[0][0].tensor_shape, dtype or leaves[parts[0][0].path].dtype
+        )
         for name, parts in tensors.items()
     }
     shards, needed = _split_into_files(specs, shard_size), sum(map(_nbytes, specs.values()))
     existing = next(folder for folder in out.absolute().parents if folder.exists())
     if (free := shutil.disk_usage(existing).free) < needed:
         detail = f"{human_bytes(needed)} to write, {human_bytes(free)} free"
-        raise CheckpointError("Nothing was exported:", [Problem(str(out), "does not fit on the disk", detail)])
+        raise CheckpointError(
+            "Nothing was exported:", [Problem(str(out), "does not fit on the disk", detail)]
+        )
     harmless = HARMLESS.union(family.harmless) - {"dtype"}
     copied = {name: value for name, value in (values or {}).items() if name in harmless}
-    main_dtype = collections.Counter(str(spec.dtype) for spec in specs.values()).most_common(1)[0][0]
-    written = {"architectures": [family.architectures[0]], "torch_dtype": main_dtype, **family.write_config(config)}
+    main_dtype = collections.Counter(str(spec.dtype) for spec in specs.values()).most_common(1)[0][
+        0
+    ]
+    written = {
+        "architectures": [family.architectures[0]],
+        "torch_dtype": main_dtype,
+        **family.write_config(config),
+    }
     with whole_folder(out) as folder:
         for name, shard in shards.items():
-            arrays = (_to_host(tensors[tensor], leaves, spec.dtype) for tensor, spec in shard.items())
+            arrays = (
+                _to_host(tensors[tensor], leaves, spec.dtype) for tensor, spec in shard.items()
+            )
             write_safetensors(folder / name, shard, arrays, {"format": "pt"})
         if list(shards) != [SINGLE]:
             index = {tensor: name for name, shard in shards.items() for tensor in shard}
@@ -108,7 +122,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _write_error(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError("Nothing was written:", [Problem(str(path), error.strerror or str(error))])
+    return CheckpointError(
+        "Nothing was written:", [Problem(str(path), error.strerror or str(error))]
+    )
 
 
 def parse_size(text: str) -> int:
@@ -127,7 +143,10 @@ def parse_size(text: str) -> int:
 
 
 def _tensors(sources: Iterable[TensorSource]) -> dict[str, _Parts]:
-    """Return tensor → its parts in order; tensors are in natural order (layer 2 before layer 10)."""
+    """Return tensor → its parts in order.
+
+    Tensors are in natural order (layer 2 before layer 10).
+    """
     found: dict[str, _Parts] = {}
     for source in sources:
         for index, name in source.tensors():
@@ -135,13 +154,18 @@ def _tensors(sources: Iterable[TensorSource]) -> dict[str, _Parts]:
     problems = []
     for name, parts in found.items():
         parts.sort(key=lambda part: part[0].mapping.layout.index)
-        indices, expected = [source.mapping.layout.index for source, _ in parts], parts[0][0].mapping.layout.parts
+        indices, expected = (
+            [source.mapping.layout.index for source, _ in parts],
+            parts[0][0].mapping.layout.parts,
+        )
         if indices != list(range(expected)):
             what = f"has {expected} parts, and the name map has only {indices}"
             problems.append(Problem(name, what, fix="add a mapping for each part"))
     if problems:
         raise ConfigError("The name map cannot be written:", problems)
-    natural = {name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)] for name in found}
+    natural = {
+        name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)] for name in found
+    }
     return {name: found[name] for name in sorted(found, key=lambda name: natural[name])}
 
 
@@ -156,7 +180,9 @@ def _split_into_files(specs: _Specs, max_bytes: int) -> dict[str, _Specs]:
         size += _nbytes(spec)
     if len(shards) == 1:
         return {SINGLE: shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+    return {
+        f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)
+    }
 
 
 def _to_host(parts: _Parts, leaves: Mapping[str, jax.Array], dtype: Any) -> np.ndarray:

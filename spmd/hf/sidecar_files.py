@@ -24,25 +24,34 @@ _MAX_BYTES = 16 << 20
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Return name → path of the sidecar files in a folder; none may be a link that leaves the folder."""
+    """Return name → path of the sidecar files in a folder.
+
+    None may be a link that leaves the folder.
+    """
     return {name: inside(folder, name) for name in SIDECAR_FILES if (folder / name).exists()}
 
 
 def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
-    """Return the problems of a folder's tokenizer, if any; `vocab` is the rows of the embedding, None if unknown."""
+    """Return the problems of a folder's tokenizer, if any.
+
+    `vocab` is the rows of the embedding, None if unknown.
+    """
     bad_links: list[Problem] = []
     for name in sorted({*SIDECAR_FILES, *MODEL_FILES}):
         with collect_errors(bad_links):
             if (folder / name).exists():
                 inside(folder, name)
-    problems = [problem for problem in bad_links if problem.where != CONFIG]  # `open_folder` reports that one
+    # `open_folder` reports that one
+    problems = [problem for problem in bad_links if problem.where != CONFIG]
     if (folder / TOKENIZER).exists():
         if not bad_links:
             with collect_errors(problems):
                 size = load_tokenizer(str(folder / TOKENIZER)).vocab
                 if vocab is not None and size > vocab:
                     detail = f"{size} tokens > {vocab} rows of the embedding"
-                    problems.append(Problem(TOKENIZER, "has more tokens than the embedding has rows", detail))
+                    problems.append(
+                        Problem(TOKENIZER, "has more tokens than the embedding has rows", detail)
+                    )
         return problems
     if others := [name for name in _OTHER_TOKENIZERS if (folder / name).exists()]:
         what = f"is an unsupported tokenizer format, and {TOKENIZER} is missing"
@@ -52,9 +61,12 @@ def tokenizer_problems(folder: Path, vocab: int | None) -> list[Problem]:
 
 
 def sidecar_files(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Return the sidecar files of a run folder and its model's original config.json; empty if it has none.
+    """Return the sidecar files of a run folder and its model's original config.json.
 
-    Files beside `tokenizer`, the run's `data.tokenizer`, are used too, if the run was fine-tuned from that model.
+    Empty if it has none.
+
+    Files beside `tokenizer`, the run's `data.tokenizer`, are used too, if the run was fine-tuned
+    from that model.
     """
     problems: list[Problem] = []
     files, values = dict[str, Path](), dict[str, Any]()
@@ -68,8 +80,13 @@ def sidecar_files(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path
             except (OSError, ValueError) as error:
                 problems.append(Problem(str(folder / ORIGINAL), str(error)))
             else:
-                names, fitting = set(architectures_of(found)), [f for f in families().values() if f.fits(model)]
-                values = found if any(names & set(family.architectures) for family in fitting) else {}
+                names, fitting = (
+                    set(architectures_of(found)),
+                    [f for f in families().values() if f.fits(model)],
+                )
+                values = (
+                    found if any(names & set(family.architectures) for family in fitting) else {}
+                )
     if problems:
         raise CheckpointError("Nothing was exported:", problems)
     return files, values
@@ -78,8 +95,8 @@ def sidecar_files(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path
 def copy_origin(start: Path, config: Path, run: Path) -> None:
     """Copy sidecar files from the folder `start` of a model into that of a run, unless it has them.
 
-    A tokenizer is not copied: the run's config refers to it. `config` is the model's original config.json in `start`,
-    which may be missing.
+    A tokenizer is not copied: the run's config refers to it. `config` is the model's original
+    config.json in `start`, which may be missing.
     """
     if config.exists() and not (run / ORIGINAL).exists():
         files = {} if (start / TOKENIZER).exists() else files_of(start)
@@ -88,10 +105,15 @@ def copy_origin(start: Path, config: Path, run: Path) -> None:
 
 
 def _files(run: Path, tokenizer: Path | None) -> dict[str, Path]:
-    """Return the sidecar files beside a run's tokenizer; those of the run itself if it uses bytes."""
+    """Return the sidecar files beside a run's tokenizer.
+
+    Those of the run itself if it uses bytes.
+    """
     if tokenizer is None:
         return files_of(run)
     if tokenizer.is_file():
         return files_of(tokenizer.parent) if tokenizer.name == TOKENIZER else {TOKENIZER: tokenizer}
     fix = "restore it: the model cannot be used without it"
-    raise CheckpointError("Nothing was exported:", [Problem("data.tokenizer", f"{tokenizer} is missing", fix=fix)])
+    raise CheckpointError(
+        "Nothing was exported:", [Problem("data.tokenizer", f"{tokenizer} is missing", fix=fix)]
+    )

@@ -200,7 +200,9 @@ def _is_elementwise(traced: Traced) -> bool:
     return all(shape == () for _, shape in traced.state)
 
 
-def chunk_large_array(path: str, leaf: Any, spec: Any, axes: Mapping[str, int]) -> UpdateChunk | None:
+def chunk_large_array(
+    path: str, leaf: Any, spec: Any, axes: Mapping[str, int]
+) -> UpdateChunk | None:
     """Split a large array into chunks of whole rows of tiles.
 
     They have at most `CHUNK_BYTES`, or else are as small as possible. Return None for a small
@@ -275,7 +277,9 @@ def _host_state(
     return frozenset(host)
 
 
-def _fits_host(chunk: UpdateChunk, part: tuple[int, ...], whole: DerivedSpec, axes: Mapping[str, int]) -> bool:
+def _fits_host(
+    chunk: UpdateChunk, part: tuple[int, ...], whole: DerivedSpec, axes: Mapping[str, int]
+) -> bool:
     """Return whether an array of the state can be in host memory, and moving it saves memory.
 
     Such are chunks of two or more dimensions, and whole arrays of the size of a chunk. `part` is

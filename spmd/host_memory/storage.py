@@ -82,7 +82,9 @@ class HostMemory(Storage):
             problems.append(problem)
         return problems
 
-    def resolved(self, optimizer: optax.GradientTransformation, state: State) -> tuple[Storage, list[Problem]]:
+    def resolved(
+        self, optimizer: optax.GradientTransformation, state: State
+    ) -> tuple[Storage, list[Problem]]:
         """Return the storage with the chunks of an update.
 
         Beside frozen parameters, the trained ones stay on the device.
@@ -110,7 +112,9 @@ class HostMemory(Storage):
         )
         return dataclasses.replace(self, chunks=chunks, frozen=frozen), problems
 
-    def at_forward(self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding) -> Any:
+    def at_forward(
+        self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding
+    ) -> Any:
         """Return the operand that a layer copies to the device."""
         return HostParam(param, target, sharding, path)
 

@@ -46,7 +46,9 @@ def make_update(plan: Any, chunks: Sequence[UpdateChunk]) -> Update:
 class _ChunkedUpdate:
     """The update of the parameters of an `UpdateChunk`, chunk by chunk."""
 
-    def __init__(self, plan: Any, param_phase: optax.GradientTransformationExtraArgs, chunk: UpdateChunk) -> None:
+    def __init__(
+        self, plan: Any, param_phase: optax.GradientTransformationExtraArgs, chunk: UpdateChunk
+    ) -> None:
         self.chunk = chunk
         self.mesh = plan.mesh
         self.param_phase = param_phase
@@ -88,7 +90,9 @@ class _ChunkedUpdate:
             for path, x in streams.items():
                 held[path] = take(x)
             held |= shared
-            moved, after = self.update_one(jax.tree.map(take, gradients), held, jax.tree.map(take, params), scalars)
+            moved, after = self.update_one(
+                jax.tree.map(take, gradients), held, jax.tree.map(take, params), scalars
+            )
             params = jax.tree.map(lambda x, new: _put(chunk, x, new, index), params, moved)
             written = {}
             for path, x in streams.items():

@@ -191,7 +191,9 @@ def _mask(distance: Array, options: AttentionOptions) -> Array:
     return mask & (distance < options.window)
 
 
-def _capped_attention(query: Array, key: Array, value: Array, bias: Array | None, soft_cap: float) -> Array:
+def _capped_attention(
+    query: Array, key: Array, value: Array, bias: Array | None, soft_cap: float
+) -> Array:
     """Compute `jax.nn.dot_product_attention` with a soft cap: JAX's has none."""
     batch, seq, _, dim = query.shape
     grouped = query.reshape(batch, seq, key.shape[2], -1, dim)

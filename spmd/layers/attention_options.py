@@ -23,7 +23,9 @@ class AttentionOptions:
         rules = {"window": "at least 1", "scale": "above 0", "soft_cap": "above 0"}
         problems = check_fields(self, rules)
         if self.window is not None and not self.causal:
-            problem = Problem("window", "cannot be used with causal=False", fix="causal=True, or None")
+            problem = Problem(
+                "window", "cannot be used with causal=False", fix="causal=True, or None"
+            )
             problems.append(problem)
         if problems:
             raise ConfigError("The attention options are invalid:", problems)

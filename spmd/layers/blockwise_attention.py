@@ -130,7 +130,9 @@ def init_softmax(query: Float[Array, "batch kv_heads seq group dim"]) -> OnlineS
     return OnlineSoftmax(out, largest, total)
 
 
-def update_softmax(pairs: BlockPairs, softmax: OnlineSoftmax, query: Array, key: Array, value: Array) -> OnlineSoftmax:
+def update_softmax(
+    pairs: BlockPairs, softmax: OnlineSoftmax, query: Array, key: Array, value: Array
+) -> OnlineSoftmax:
     """Return the state after a block of keys."""
     chunk = pairs.chunk
 

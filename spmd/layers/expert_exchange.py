@@ -47,7 +47,9 @@ class ExpertAxes:
     kind: "type[Ragged | Blocks] | None"
 
 
-def expert_axes(mesh: AnyMesh, names: tuple[str, ...], device: tuple[str, str] | None = None) -> ExpertAxes:
+def expert_axes(
+    mesh: AnyMesh, names: tuple[str, ...], device: tuple[str, str] | None = None
+) -> ExpertAxes:
     """Return the axes with the exchange for a mesh's devices, or for another `device`.
 
     `device` is a platform and a kind. TPUs have a ragged all-to-all, but for large slices of v5e,
@@ -89,7 +91,9 @@ def describe_exchange(axes: ExpertAxes, config: RouterConfig, *, slots: bool) ->
     return ", ".join(parts)
 
 
-def exchange(counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: float) -> "Ragged | Blocks | None":
+def exchange(
+    counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: float
+) -> "Ragged | Blocks | None":
     """Return the exchange of this device's `rows`, with a buffer of `factor` times as many."""
     if axes.kind is None:
         return None
@@ -123,7 +127,9 @@ class Ragged:
     what nobody writes, nobody reads.
     """
 
-    def __init__(self, every: Int[Array, "sender receiver own"], axes: ExpertAxes, rows: int, factor: float) -> None:
+    def __init__(
+        self, every: Int[Array, "sender receiver own"], axes: ExpertAxes, rows: int, factor: float
+    ) -> None:
         most = axes.size * rows
         wanted = math.ceil(factor * rows)
         self.buffer = min(most, _round_up(wanted, _TILE))
@@ -148,7 +154,9 @@ class Ragged:
         received = self._move(rows, buffer, leaves, arrives, count)
         return _joined(received)
 
-    def back(self, received: Float[Array, "buffer *d"], turn: Any, onto: Array | None) -> Float[Array, "row *d"]:
+    def back(
+        self, received: Float[Array, "buffer *d"], turn: Any, onto: Array | None
+    ) -> Float[Array, "row *d"]:
         """Return received rows to their senders, `onto` the rows of other passes."""
         leaves, arrives, count = (pairs.T for pairs in self._window(turn))
         received = row_by_row(received)
@@ -233,7 +241,9 @@ class Blocks:
     products are batched: CPUs and GPUs have no grouped ones.
     """
 
-    def __init__(self, every: Int[Array, "sender receiver own"], axes: ExpertAxes, rows: int, factor: float) -> None:
+    def __init__(
+        self, every: Int[Array, "sender receiver own"], axes: ExpertAxes, rows: int, factor: float
+    ) -> None:
         self._axes = axes
         self._rows = rows
         self._own = every.shape[2]
@@ -263,7 +273,9 @@ class Blocks:
         blocks = blocks.swapaxes(0, 1)
         return blocks.reshape(self._own, -1, *width)
 
-    def back(self, received: Float[Array, "own row *d"], turn: Any, onto: Array | None) -> Float[Array, "row *d"]:
+    def back(
+        self, received: Float[Array, "own row *d"], turn: Any, onto: Array | None
+    ) -> Float[Array, "row *d"]:
         """Return received rows to their senders, `onto` the rows of other passes."""
         width = received.shape[2:]
         blocks = received.reshape(self._own, self._axes.size, self._block, *width)

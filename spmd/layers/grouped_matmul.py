@@ -68,7 +68,9 @@ def quantized_grouped_matmul(
     return (wide * (by_row * by_group)).astype(x.dtype)
 
 
-def _of_rows(by_group: Float[Array, "group 1 1"], sizes: Int[Array, "group"], count: int) -> Float[Array, "row 1"]:
+def _of_rows(
+    by_group: Float[Array, "group 1 1"], sizes: Int[Array, "group"], count: int
+) -> Float[Array, "row 1"]:
     """Return the scale of each row's group; rows after the last group have its scale."""
     ends = jnp.cumsum(sizes)
     group = jnp.searchsorted(ends, jnp.arange(count), side="right")

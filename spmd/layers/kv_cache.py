@@ -193,7 +193,9 @@ def cached_attention(
     return _attend(query, own, past, trace.positions, options)
 
 
-def _attend(query: Array, own: KVCache, past: KVCache, positions: Array, options: AttentionOptions) -> Array:
+def _attend(
+    query: Array, own: KVCache, past: KVCache, positions: Array, options: AttentionOptions
+) -> Array:
     """Attend from one token of each row to itself and the cached ones; softmax in float32."""
     batch, _, heads, dim = query.shape
     grouped = query.reshape(batch, own.key.shape[2], -1, dim)
@@ -229,7 +231,9 @@ def _write(whole: Array, new: Array, positions: Array) -> Array:
     rows = whole.ndim - 4
 
     def write(row: Array, token: Array, at: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(row, token.astype(row.dtype), at, axis=row.ndim - 3)
+        return jax.lax.dynamic_update_slice_in_dim(
+            row, token.astype(row.dtype), at, axis=row.ndim - 3
+        )
 
     return jax.vmap(write, in_axes=(rows, rows, 0), out_axes=rows)(whole, new, positions)
 
@@ -289,7 +293,9 @@ def isolate_layer(layer: Layer) -> Layer:
     return run
 
 
-def thread_cache(step: Callable[..., tuple[Any, Any]], each: Any) -> tuple[Callable[..., tuple[Any, Any]], Any]:
+def thread_cache(
+    step: Callable[..., tuple[Any, Any]], each: Any
+) -> tuple[Callable[..., tuple[Any, Any]], Any]:
     """Make a step over layers pass each layer its cache entries.
 
     Without a cache, return both unchanged. `step` is `(layer, x, state, own) -> (x, value)`, calls

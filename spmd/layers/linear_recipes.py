@@ -47,7 +47,9 @@ def gather_operand(
         largest = None
         if scales is not None:
             largest = scales[1]
-        codes, scale = quantize(prepared, (), recipe, recipe.inputs, is_kernel=True, largest=largest)
+        codes, scale = quantize(
+            prepared, (), recipe, recipe.inputs, is_kernel=True, largest=largest
+        )
     plain = dataclasses.replace(placed, comm=placed.comm.without_codec())
     sent = gather(jax.lax.bitcast_convert_type(codes, jnp.uint8), plain, jnp.uint8)
     return Operand(jax.lax.bitcast_convert_type(sent, codes.dtype), scale)

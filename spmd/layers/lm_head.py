@@ -253,13 +253,17 @@ def _sums(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layo
     return layout.run(False, x, kernel, targets, weights)
 
 
-def _forward(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout) -> tuple[Any, Any]:
+def _forward(
+    x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout
+) -> tuple[Any, Any]:
     loss, correct, *gradients = layout.run(True, x, kernel, targets, weights)
     likes = [jnp.zeros((0,), a.dtype) for a in (x, kernel)]
     return (loss, correct), (gradients, likes)
 
 
-def _backward(layout: _Layout, saved: tuple[list[Array], list[Array]], cotangents: tuple[Array, ...]) -> Any:
+def _backward(
+    layout: _Layout, saved: tuple[list[Array], list[Array]], cotangents: tuple[Array, ...]
+) -> Any:
     gradients, likes = saved
     scaled = []
     for gradient, like in zip(gradients, likes, strict=True):
@@ -413,7 +417,9 @@ class _Head:
         logits = soft_capped(logits, self.layout.soft_cap)
         return annotate(logits, self.layout.logits)
 
-    def dlogits(self, logits: Array, probabilities: Array, is_target: Array, weights: Array) -> Array:
+    def dlogits(
+        self, logits: Array, probabilities: Array, is_target: Array, weights: Array
+    ) -> Array:
         """Return the gradient of logits."""
         dlogits = (probabilities - is_target) * weights[..., None]
         return before_soft_cap(dlogits, logits, self.layout.soft_cap).astype(self.narrow)

@@ -120,7 +120,9 @@ class _Layer:
         _, tokens_of_example = self.layout.tokens
         return self.config.choice == "token" and bool(tokens_of_example)
 
-    def product(self, index: int, x: Array, kernel: Array, sizes: Sizes, *, transposed: bool = False) -> Array:
+    def product(
+        self, index: int, x: Array, kernel: Array, sizes: Sizes, *, transposed: bool = False
+    ) -> Array:
         """Return the products of rows with kernel `index` of each expert; the last leads out."""
         last = len(self.recipes) - 1
         is_last = index in (last, -1)
@@ -231,7 +233,9 @@ class _Experts:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply(layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]) -> tuple[Array, Array]:
+def _apply(
+    layer: _Layer, x: Array, where: Array, weights: Array, kernels: tuple[Array, ...]
+) -> tuple[Array, Array]:
     return _apply_forward(layer, x, where, weights, kernels)[0]
 
 

@@ -53,7 +53,9 @@ def quantize(
     return Operand(codes, scale)
 
 
-def _largest_now(x: Array, summed: tuple[int, ...], recipe: MatmulRecipe, *, is_kernel: bool) -> Float[Array, "..."]:
+def _largest_now(
+    x: Array, summed: tuple[int, ...], recipe: MatmulRecipe, *, is_kernel: bool
+) -> Float[Array, "..."]:
     """Return the largest magnitude for each scale of an array."""
     if recipe.scaling == "row":  # of one device, as a kernel is
         return magnitude(x, summed, is_whole=True)
@@ -71,7 +73,9 @@ def magnitude(x: Array, over: tuple[int, ...], *, is_whole: bool = False) -> Flo
     return global_max(largest)
 
 
-def largest_magnitude(x: Array, over: tuple[int, ...], axes: tuple[str, ...] = ()) -> Float[Array, "..."]:
+def largest_magnitude(
+    x: Array, over: tuple[int, ...], axes: tuple[str, ...] = ()
+) -> Float[Array, "..."]:
     """Return the largest magnitude over manual axes and dimensions: these stay, with size 1."""
     largest = jnp.max(jnp.abs(x), axis=over, keepdims=True).astype(jnp.float32)
     if not axes:
@@ -234,7 +238,9 @@ def quantized_einsum(
     codes = quantize(a, summed, recipe, codes_dtype, largest=largest)
     if not isinstance(kernel, Operand):
         summed = _shared_dims(right, left)
-        kernel = quantize(kernel, summed, recipe, recipe.inputs, is_kernel=True, largest=largest_of_kernel)
+        kernel = quantize(
+            kernel, summed, recipe, recipe.inputs, is_kernel=True, largest=largest_of_kernel
+        )
     return product(form, codes, kernel, dtype)
 
 

@@ -79,7 +79,9 @@ class Ring:
             return local // 2
         return local
 
-    def block_pairs(self, step: int, query: Array, segments: Segments, key_segments: Segments) -> BlockPairs:
+    def block_pairs(
+        self, step: int, query: Array, segments: Segments, key_segments: Segments
+    ) -> BlockPairs:
         """Return the pairs of each device's queries and its keys after `step` rotations."""
         local = query.shape[2]
         chunk = chunk_size(self.block(local))
@@ -165,7 +167,9 @@ def _attend(query: Array, key: Array, value: Array, segments: Segments, ring: Ri
     return _forward(query, key, value, segments, ring)[0]
 
 
-def _forward(query: Array, key: Array, value: Array, segments: Segments, ring: Ring) -> tuple[Array, tuple[Any, ...]]:
+def _forward(
+    query: Array, key: Array, value: Array, segments: Segments, ring: Ring
+) -> tuple[Array, tuple[Any, ...]]:
     local = functools.partial(_forward_on_device, ring)
     in_specs = (_HEADS_FIRST, _HEADS_FIRST, _HEADS_FIRST, _IDS)
     run = ring.run(local, in_specs, (_HEADS_FIRST, _HEADS_FIRST))
@@ -173,7 +177,9 @@ def _forward(query: Array, key: Array, value: Array, segments: Segments, ring: R
     return out, (query, key, value, segments, out, log_total)
 
 
-def _forward_on_device(ring: Ring, query: Array, key: Array, value: Array, segments: Segments) -> tuple[Array, Array]:
+def _forward_on_device(
+    ring: Ring, query: Array, key: Array, value: Array, segments: Segments
+) -> tuple[Array, Array]:
     """Return the output of a device's queries, and the log-sum-exp of their scores."""
 
     def update(step: int, softmax: OnlineSoftmax, block: tuple[Array, Array, Segments]) -> Any:
@@ -307,7 +313,9 @@ def _division_problems(query: Array, key: Array, parts: Mapping[str, int]) -> li
     return problems
 
 
-def _exchange_heads(kernel: Callable[..., Array], query: Array, key: Array, value: Array, segments: Segments) -> Array:
+def _exchange_heads(
+    kernel: Callable[..., Array], query: Array, key: Array, value: Array, segments: Segments
+) -> Array:
     """Exchange heads for tokens, apply a kernel to whole sequences, and exchange back."""
     exchange = functools.partial(jax.lax.all_to_all, axis_name="sequence", tiled=True)
     whole = [exchange(x, split_axis=2, concat_axis=1) for x in (query, key, value)]

@@ -268,7 +268,9 @@ def route(
     return Routing(experts, weights * config.scale, capacities), report
 
 
-def _scores(logits: Float[Array, "example token expert"], config: RouterConfig) -> Float[Array, "example token expert"]:
+def _scores(
+    logits: Float[Array, "example token expert"], config: RouterConfig
+) -> Float[Array, "example token expert"]:
     if config.score == "softmax":
         return jax.nn.softmax(logits)
     return jax.nn.sigmoid(logits)
@@ -378,7 +380,9 @@ def weighted_balance(
     return config.balance * config.experts * products.sum(axis=-1)
 
 
-def z_loss(logits: Float[Array, "example token expert"], config: RouterConfig, valid: Valid = None) -> Float[Array, ""]:
+def z_loss(
+    logits: Float[Array, "example token expert"], config: RouterConfig, valid: Valid = None
+) -> Float[Array, ""]:
     """Return the router's z-loss (ST-MoE, equation 5): it keeps logits small."""
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     return config.z_loss * batch_mean(squares, _mask(valid, logits))
@@ -442,7 +446,9 @@ def _experts_choose(
     return Routing(experts, weights * config.scale, capacities)
 
 
-def _mask(valid: Valid, tokens: Float[Array, "example token expert"]) -> Bool[Array, "example token"]:
+def _mask(
+    valid: Valid, tokens: Float[Array, "example token expert"]
+) -> Bool[Array, "example token"]:
     if valid is None:
         return jnp.ones(tokens.shape[:2], jnp.bool_)
     return valid
@@ -462,7 +468,9 @@ def _mask_groups(
     return masked.reshape(ranking.shape)
 
 
-def _top_k(scores: Float[Array, "... expert"], count: int) -> tuple[Int[Array, "... count"], Float[Array, "... count"]]:
+def _top_k(
+    scores: Float[Array, "... expert"], count: int
+) -> tuple[Int[Array, "... count"], Float[Array, "... count"]]:
     """Return the positions and values of the largest scores, in descending order."""
     positions, values = [], []
     for _ in range(count):  # with `jax.lax.top_k`, XLA would gather the scores of all devices

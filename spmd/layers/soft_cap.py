@@ -16,7 +16,9 @@ def soft_capped(scores: Float[Array, "..."], cap: float | None) -> Float[Array, 
     return jnp.tanh(scores / cap) * cap
 
 
-def before_soft_cap(gradient: Float[Array, "..."], capped: Float[Array, "..."], cap: float | None) -> Array:
+def before_soft_cap(
+    gradient: Float[Array, "..."], capped: Float[Array, "..."], cap: float | None
+) -> Array:
     """Return the gradient of scores from the capped scores' gradient: times `1 − (capped / cap)²`.
 
     Example:

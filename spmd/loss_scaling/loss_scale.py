@@ -140,7 +140,9 @@ class LossScale(GradTransform):
             2.0
         """
 
-        def unscaled(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Any, Carry]:
+        def unscaled(
+            params: Any, carry: Carry, batch: Any, key: jax.Array
+        ) -> tuple[Any, Any, Carry]:
             state = carry.transforms[self.name]
             gradients, sums, after = grad_fn(params, carry, batch, key)
             gradients = jax.tree.map(lambda g: g / state["scale"], gradients)

@@ -110,7 +110,9 @@ class AttentionConfig:
             raise ConfigError("The attention kernel does not support this call:", problems)
         return kernel
 
-    def _fastest(self, seq: int, head_dim: int, dtype: Any, *, packed: bool, capped: bool, causal: bool) -> str:
+    def _fastest(
+        self, seq: int, head_dim: int, dtype: Any, *, packed: bool, capped: bool, causal: bool
+    ) -> str:
         """Choose the kernel of `"auto"` for one call."""
         fused = _FUSED.get(self.platform)
         if fused and not _unsupported(fused, seq, head_dim, dtype, packed, capped, causal):
@@ -187,7 +189,9 @@ def _unsupported(
     return [Problem(f"attention {kernel}", what, detail, fix) for what, detail in limits]
 
 
-def _cudnn_limits(head_dim: int, dtype: jnp.dtype, *, packed: bool, capped: bool) -> list[tuple[str, str]]:
+def _cudnn_limits(
+    head_dim: int, dtype: jnp.dtype, *, packed: bool, capped: bool
+) -> list[tuple[str, str]]:
     """Return the reasons why cuDNN does not support a call, each with a detail."""
     limits = []
     if dtype.itemsize != 2:

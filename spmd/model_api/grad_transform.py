@@ -140,7 +140,9 @@ class GradTransform:
         del seen
         return state
 
-    def targets(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    def targets(
+        self, stored: Mapping[str, Any], wanted: Mapping[str, Any]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the arrays to restore from a checkpoint, with shardings: all of equal shape.
 
         Args:
@@ -184,7 +186,9 @@ def enter_all(transforms: Sequence[GradTransform], carry: Carry) -> Entered:
     return Entered(seed, riders)
 
 
-def leave_all(transforms: Sequence[GradTransform], carry: Carry, variables: Any, seen: Mapping[str, Array]) -> Carry:
+def leave_all(
+    transforms: Sequence[GradTransform], carry: Carry, variables: Any, seen: Mapping[str, Array]
+) -> Carry:
     """Return the carry after one differentiation: other variables, and states with observations."""
     states = dict(carry.transforms)
     for transform in transforms:
@@ -199,7 +203,9 @@ def observers(transforms: Sequence[GradTransform]) -> str:
     return ", ".join(names)
 
 
-def wrap_all(grad_fn: Callable[..., Any], transforms: Sequence[GradTransform]) -> Callable[..., Any]:
+def wrap_all(
+    grad_fn: Callable[..., Any], transforms: Sequence[GradTransform]
+) -> Callable[..., Any]:
     """Return a gradient function within all transforms, the last of them outside."""
     for transform in transforms:
         grad_fn = transform.wrap(grad_fn)

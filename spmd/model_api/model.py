@@ -231,7 +231,9 @@ def _info_of_function(function: Any) -> Callable[[], ModelInfo]:
 def _without_variables(apply: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     """Return the forward pass of a model without variables."""
 
-    def forward(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> tuple[Any, Any]:
+    def forward(
+        params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
+    ) -> tuple[Any, Any]:
         del key, train
         return apply(params, *inputs, **keywords), variables
 

@@ -431,7 +431,9 @@ def _weight_decay(weight_decay: float, treatment: Treatment) -> optax.GradientTr
     return optax.add_decayed_weights(weight_decay, mask)
 
 
-def _scale_by_path(scales: Sequence[str], stacks: Mapping[str, Stack]) -> optax.GradientTransformation:
+def _scale_by_path(
+    scales: Sequence[str], stacks: Mapping[str, Stack]
+) -> optax.GradientTransformation:
     """Multiply the update of each parameter by the factor of the first matching row."""
     factors = dict[str, float]()
     for row in scales:
@@ -513,7 +515,9 @@ def _standard_promotion(
         with jax.numpy_dtype_promotion("standard"):
             return inner.init(params)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
         with jax.numpy_dtype_promotion("standard"):
             return inner.update(updates, state, params, **extra)
 

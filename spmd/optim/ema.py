@@ -61,7 +61,9 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseO
         ema = jax.tree.map(jnp.array, params)
         return ParamEmaState(averaged, ema, inner)
 
-    def update(updates: Any, state: ParamEmaState, params: Any = None, **extra: Any) -> tuple[Any, ParamEmaState]:
+    def update(
+        updates: Any, state: ParamEmaState, params: Any = None, **extra: Any
+    ) -> tuple[Any, ParamEmaState]:
         updates, inner = param_phase.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.averaged)
         # (1 - decay) / (1 - decay**count)

@@ -86,7 +86,9 @@ def _slow(node: SlowParamsState, params: dict[str, jax.Array]) -> dict[str, jax.
     return tree.flatten(node.slow)
 
 
-def _schedule_free(node: contrib.ScheduleFreeState, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _schedule_free(
+    node: contrib.ScheduleFreeState, params: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
     """Return x of y = b1 * x + (1 - b1) * z, where y are the parameters.
 
     See Defazio et al. (arXiv:2405.15682).

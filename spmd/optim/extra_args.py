@@ -21,7 +21,9 @@ OF_PARTS = ("value",)
 """Those that an update of some of the parameters gets."""
 
 
-def extra_args(value: jax.Array, gradients: Any, value_fn: Callable[[Any], jax.Array]) -> dict[str, Any]:
+def extra_args(
+    value: jax.Array, gradients: Any, value_fn: Callable[[Any], jax.Array]
+) -> dict[str, Any]:
     """Return the extra arguments of one update by name."""
     return {"value": value, "grad": gradients, "value_fn": value_fn}
 
@@ -66,7 +68,9 @@ def example_update(
         return update_with(optimizer, gradients, state, params, taken)
 
 
-def check_update(optimizer: optax.GradientTransformation, params: Any, *, whole: bool = True) -> list[Problem]:
+def check_update(
+    optimizer: optax.GradientTransformation, params: Any, *, whole: bool = True
+) -> list[Problem]:
     """Return a problem if the update cannot be traced: an argument is missing in a step.
 
     Args:

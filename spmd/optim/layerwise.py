@@ -47,7 +47,9 @@ _LINEAR_ALGEBRA = {
 }
 
 
-def check_layerwise(optimizer: optax.GradientTransformation, params: Any, stacked: Any = ("layers",)) -> list[Problem]:
+def check_layerwise(
+    optimizer: optax.GradientTransformation, params: Any, stacked: Any = ("layers",)
+) -> list[Problem]:
     """Return a problem for each stacked parameter with another update than separate layers have.
 
     The jaxpr of the update is searched for numbers computed over all layers of one stack, such as
@@ -137,15 +139,18 @@ class Traced:
     random: bool
     reads: frozenset[str]  # of its own "gradient" and "parameter"
     others: frozenset[str]  # other parameters
-    reduced: frozenset[tuple[str, tuple[int, ...]]]  # dimensions counted from the last, without stacked ones
-    state: Counter[tuple[str, tuple[int, ...]]]  # arrays by name and shape without stacked dimensions
+    # dimensions counted from the last, without stacked ones
+    reduced: frozenset[tuple[str, tuple[int, ...]]]
+    # arrays by name and shape without stacked dimensions
+    state: Counter[tuple[str, tuple[int, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
     """Dependencies of a value."""
 
-    inputs: frozenset[tuple[str, str]] = frozenset()  # of the update: kind, and path of the parameter
+    # of the update: kind, and path of the parameter
+    inputs: frozenset[tuple[str, str]] = frozenset()
     mixed: frozenset[str] = frozenset()  # stacks
     reduced: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
     is_total: bool = False  # a scalar of several parameters, whose inputs are dropped
@@ -219,7 +224,9 @@ class _Tracer:
             return False
         return any(part.is_total for part in inputs)
 
-    def mixed_stacks(self, equation: Any, operand: Any, dependencies: _Seen, shape: tuple[int, ...]) -> set[str]:
+    def mixed_stacks(
+        self, equation: Any, operand: Any, dependencies: _Seen, shape: tuple[int, ...]
+    ) -> set[str]:
         """Return the stacks of an operand with layers that an operation mixes."""
         before = _shape(operand)
         mixed = set()
@@ -231,7 +238,9 @@ class _Tracer:
                     mixed.add(path)
         return mixed
 
-    def reduction(self, equation: Any, operand: Any, dependencies: _Seen) -> tuple[str, tuple[int, ...]]:
+    def reduction(
+        self, equation: Any, operand: Any, dependencies: _Seen
+    ) -> tuple[str, tuple[int, ...]]:
         """Return the name of a reduction, and its dimensions in a layer, counted from the last."""
         stacked_sizes = set[int]()
         for path in dependencies.params:
@@ -347,7 +356,9 @@ def _seen_state(leaf: Any, param: str, lengths: Mapping[str, tuple[int, ...]]) -
     return _Seen(inputs)
 
 
-def _layer_shape(shape: tuple[int, ...], dims: Sequence[int], lengths: tuple[int, ...]) -> tuple[int, ...]:
+def _layer_shape(
+    shape: tuple[int, ...], dims: Sequence[int], lengths: tuple[int, ...]
+) -> tuple[int, ...]:
     """Return the shape of an array of the state without stacked dimensions."""
     in_front = range(len(lengths))  # where `per_layer` has them
     for stacked in (dims, in_front):

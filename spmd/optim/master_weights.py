@@ -91,7 +91,9 @@ def _with_master_weights(
         master = _wide(params)
         return MasterState(master, inner.init(master))
 
-    def update(updates: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
+    def update(
+        updates: Any, state: MasterState, params: Any = None, **extra: Any
+    ) -> tuple[Any, MasterState]:
         updates, after = inner.update(_wide(updates), state.inner, state.master, **extra)
         master = jax.tree.map(jnp.add, state.master, updates)
         rounded = jax.tree.map(_cast_like, master, params)
@@ -112,7 +114,9 @@ def _with_stochastic_rounding(
         steps = jnp.zeros((), jnp.int32)
         return RoundedState(steps, inner.init(_wide(params)))
 
-    def update(updates: Any, state: RoundedState, params: Any = None, **extra: Any) -> tuple[Any, RoundedState]:
+    def update(
+        updates: Any, state: RoundedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, RoundedState]:
         exact = _wide(params)
         updates, after = inner.update(_wide(updates), state.inner, exact, **extra)
 

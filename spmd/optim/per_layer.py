@@ -140,7 +140,9 @@ def _part_of(path: str, stacks: Mapping[str, Stack]) -> _Part:
     return _Part(names[-1].replace("/", "."), dims)
 
 
-def _over_layers(f: Callable[..., Any], part: _Part, leaves: PyTree, axes: Callable[[int], Any]) -> Callable[..., Any]:
+def _over_layers(
+    f: Callable[..., Any], part: _Part, leaves: PyTree, axes: Callable[[int], Any]
+) -> Callable[..., Any]:
     """Map `f` over the stacked dimensions.
 
     `axes` gives the arguments of `jax.vmap` for one of them.

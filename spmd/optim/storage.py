@@ -67,12 +67,16 @@ class Storage:
         del mesh, remat
         return []
 
-    def resolved(self, optimizer: optax.GradientTransformation, state: State) -> tuple["Storage", list[Problem]]:
+    def resolved(
+        self, optimizer: optax.GradientTransformation, state: State
+    ) -> tuple["Storage", list[Problem]]:
         """Return the storage with its decisions about these arrays, and their problems."""
         del optimizer, state
         return self, []
 
-    def at_forward(self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding) -> Any:
+    def at_forward(
+        self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding
+    ) -> Any:
         """Return a model's operand for a parameter outside of the devices.
 
         Args:

@@ -153,10 +153,13 @@ class Treatment:
             return _PLAIN, "", None
         return None, "", self._unexplained(path, rank)
 
-    def _explained_twice(self, path: str, hits: Sequence[str], said: Matrix | str | None) -> Problem | None:
+    def _explained_twice(
+        self, path: str, hits: Sequence[str], said: Matrix | str | None
+    ) -> Problem | None:
         """Return a problem if two rows, or a row and the model, explain one parameter."""
         is_said = isinstance(said, Matrix) or said == LOOKUP
-        is_corrected = bool(hits) and self.rows[hits[0]] is None  # a row may say: no matrix after all
+        # a row may say: no matrix after all
+        is_corrected = bool(hits) and self.rows[hits[0]] is None
         contradicts_model = bool(hits) and is_said and not is_corrected
         if len(hits) < 2 and not contradicts_model:
             return None
@@ -166,7 +169,9 @@ class Treatment:
         what = f"is explained by {' and '.join(sources)}"
         return Problem(path, what, fix="leave out all but one")
 
-    def _from_row(self, pattern: str, path: str, rank: int) -> tuple[Matrix | None, str, Problem | None]:
+    def _from_row(
+        self, pattern: str, path: str, rank: int
+    ) -> tuple[Matrix | None, str, Problem | None]:
         """Return the result of `_explained` for a parameter with one matching row of the user's."""
         where = f"matrices[{pattern!r}]"
         matrix = self.rows[pattern]

@@ -51,7 +51,9 @@ def first_carry(model: StageModel, chunks: Any, shared: Any, table: TickTable) -
     }
 
 
-def run_ticks(model: StageModel, chunks: Any, shared: Any, scale: jax.Array, table: TickTable, carry: Carry) -> Carry:
+def run_ticks(
+    model: StageModel, chunks: Any, shared: Any, scale: jax.Array, table: TickTable, carry: Carry
+) -> Carry:
     """Run all ticks of one stage.
 
     Args:
@@ -114,7 +116,9 @@ class _Stage:
         """Return the batch of a microbatch."""
         return i // self.table.microbatches
 
-    def _write_embedding(self, inputs: Any, rows: dict[str, jax.Array], row: dict[str, jax.Array]) -> Any:
+    def _write_embedding(
+        self, inputs: Any, rows: dict[str, jax.Array], row: dict[str, jax.Array]
+    ) -> Any:
         """Write the stream that enters the first layer into the slots of the first stage.
 
         All stages look up the embedding at the same time: no stage waits for it, and it has no
@@ -143,7 +147,9 @@ class _Stage:
 
         return cond(row["forward"] >= 0, forward, lambda: self.empty)
 
-    def _run_backward(self, carry: Carry, row: dict[str, jax.Array], inputs: Any, gradients: Any) -> tuple[Stream, Any]:
+    def _run_backward(
+        self, carry: Carry, row: dict[str, jax.Array], inputs: Any, gradients: Any
+    ) -> tuple[Stream, Any]:
         """Run the backward task, if any, and return the gradient of its input and the totals."""
         chunks = self.chunks
 
@@ -157,7 +163,9 @@ class _Stage:
                 lambda layers, shared, stream: self.model.inside(layers, shared, stream, i, chunk),
                 *(select_chunk(chunks, group), own, read_slot(inputs, row["backward_slot"])),
             )
-            d_left, d_shared, sums = self._output_gradient(row, gradients, own, left, d_shared, sums)
+            d_left, d_shared, sums = self._output_gradient(
+                row, gradients, own, left, d_shared, sums
+            )
             d_layers, d_own, d_entered = pull(d_left)
             d_chunks = accumulate_at(d_chunks, d_layers, group)
             d_shared = accumulate_at(d_shared, d_own, self._version(i))
@@ -185,7 +193,9 @@ class _Stage:
         i = row["backward"]
 
         def from_loss(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
-            _, pull, found = jax.vjp(lambda shared, x: self.model.leave(shared, x, i), own, left, has_aux=True)
+            _, pull, found = jax.vjp(
+                lambda shared, x: self.model.leave(shared, x, i), own, left, has_aux=True
+            )
             d_own, d_left = pull(self.scale)
             d_shared = accumulate_at(d_shared, d_own, self._version(i))
             sums = accumulate_at(sums, found, self._version(i))
@@ -198,12 +208,16 @@ class _Stage:
         is_last = is_last_stage & (row["backward_chunk"] == self.table.chunks - 1)
         return cond(is_last, from_loss, from_next_stage, d_shared, sums)
 
-    def _run_embedding_backward(self, d_shared: Any, rows: dict[str, jax.Array], sent_back: Stream) -> Any:
+    def _run_embedding_backward(
+        self, d_shared: Any, rows: dict[str, jax.Array], sent_back: Stream
+    ) -> Any:
         """Add the gradient of the embedding to the totals, on all stages in the same tick."""
 
         def embedding_backward(d_shared: Any) -> Any:
             i = rows["backward"][0]
-            d_entered = jax.tree.map(lambda d: jnp.where(self.number == 0, d, jnp.zeros_like(d)), sent_back)
+            d_entered = jax.tree.map(
+                lambda d: jnp.where(self.number == 0, d, jnp.zeros_like(d)), sent_back
+            )
             own = select_chunk(self.shared, self._version(i))
             _, pull = jax.vjp(lambda shared: self.model.enter(shared, i), own)
             (d_own,) = pull(d_entered)
@@ -213,7 +227,9 @@ class _Stage:
         return cond(is_first, embedding_backward, lambda d_shared: d_shared, d_shared)
 
 
-def cond(predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
+def cond(
+    predicate: jax.Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any
+) -> Any:
     """Apply `jax.lax.cond` in a scope of the branch's name, with barriers.
 
     Without barriers, XLA refuses branches with different shardings.

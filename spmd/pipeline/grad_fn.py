@@ -91,7 +91,9 @@ def pipelined(loss_fn: LossFn, stages: int, microbatches: int) -> LossFn:
 
     def pipelined_loss(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Sums, Any]:
         arrays = partition(loss_fn, params, variables, batch, key, stages, 1, microbatches)
-        local = functools.partial(_forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches)
+        local = functools.partial(
+            _forward, loss_fn=loss_fn, stages=stages, microbatches=microbatches
+        )
         return shard_over_stages(local, P(), *arrays), variables
 
     return pipelined_loss
@@ -105,7 +107,9 @@ def shard_over_stages(local: Callable[..., Any], out_specs: Any, layers: Any, *s
     return manual_over(mesh, (AXIS,), local, in_specs, out_specs)(layers, *shared)
 
 
-def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, table: TickTable) -> Any:
+def _backward(
+    layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn: LossFn, table: TickTable
+) -> Any:
     """Return one stage's gradients, `[1, …]` of shared parameters, and the sums of all stages."""
     chunks, frozen = interleave(layers, table.stages, table.chunks)
     params, others = shared
@@ -120,7 +124,9 @@ def _backward(layers: Any, shared: Any, parts: Any, scale: jax.Array, *, loss_fn
     return d_layers, d_shared, sums
 
 
-def _forward(layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: int, microbatches: int) -> Sums:
+def _forward(
+    layers: Any, shared: Any, parts: Any, *, loss_fn: LossFn, stages: int, microbatches: int
+) -> Sums:
     """Return the sums over all stages: stage *s* runs microbatch *t* - *s* in tick *t*."""
     stage = jax.lax.axis_index(AXIS)
     (layers, frozen), (shared, others) = layers, shared

@@ -134,7 +134,9 @@ class StageModel:
 
         def embed(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
             inputs, keywords = loss.arguments(batch)
-            return layered.embed_inputs(params, variables, key, *inputs, train=loss.train, **keywords)
+            return layered.embed_inputs(
+                params, variables, key, *inputs, train=loss.train, **keywords
+            )
 
         arrays = self._arrays(self.some_layers, shared, 0)
         batch, key = read_slot(self.microbatches, i)
@@ -145,13 +147,19 @@ class StageModel:
         all_values = jax.tree.map(lambda v: jnp.zeros((count, *v.shape[1:]), v.dtype), values)
         return Stream(x, all_values)
 
-    def inside(self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0) -> Stream:
+    def inside(
+        self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0
+    ) -> Stream:
         """Return the stream after the layers of one of this stage's chunks."""
         loss, layered = in_parts(self.loss_fn)
 
-        def apply(params: Any, variables: Any, batch: Any, key: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+        def apply(
+            params: Any, variables: Any, batch: Any, key: jax.Array, x: jax.Array
+        ) -> tuple[jax.Array, Any]:
             inputs, keywords = loss.arguments(batch)
-            _, context = layered.embed_inputs(params, variables, key, *inputs, train=loss.train, **keywords)
+            _, context = layered.embed_inputs(
+                params, variables, key, *inputs, train=loss.train, **keywords
+            )
             return layered.apply_layers(params, variables, x, context, train=loss.train)
 
         arrays = self._arrays(layers, shared, chunk)
@@ -168,7 +176,9 @@ class StageModel:
 
         def finish(params: Any, variables: Any, batch: Any, stream: Stream) -> Sums:
             with lazy_logits():
-                outputs = layered.compute_outputs(params, variables, stream.x, stream.values, train=loss.train)
+                outputs = layered.compute_outputs(
+                    params, variables, stream.x, stream.values, train=loss.train
+                )
                 return loss.sums(as_outputs(outputs), batch)
 
         arrays = self._arrays(self.some_layers, shared, 0)

@@ -225,7 +225,9 @@ class _Run:
     task: Task
 
 
-def check_schedule(schedule: Schedule, ticks: Sequence[Sequence[int]] | None = None) -> list[Problem]:
+def check_schedule(
+    schedule: Schedule, ticks: Sequence[Sequence[int]] | None = None
+) -> list[Problem]:
     """Return the problems of a schedule, sorted: missing, repeated or unknown tasks, and deadlocks.
 
     `ticks` has the tick of each task for the messages; by default its index in the order of its
@@ -283,7 +285,9 @@ def _missing(schedule: Schedule, runs: Container[Pass], stage: int) -> Iterator[
                 yield str(Task(kind, microbatch, chunk))
 
 
-def _deadlocks(schedule: Schedule, runs: Mapping[Pass, _Run], ticks: Sequence[Sequence[int]]) -> Iterator[Problem]:
+def _deadlocks(
+    schedule: Schedule, runs: Mapping[Pass, _Run], ticks: Sequence[Sequence[int]]
+) -> Iterator[Problem]:
     """Yield a problem for each stage that waits for a task for ever."""
     ran, stopped = execution_order(schedule)
     done = set[Pass]()

@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping
 from spmd.errors import Problem, ScheduleError
 from spmd.pipeline.schedule import ACTIVATIONS, IN_FLIGHT, Schedule, Task
 
-_Next = tuple[
-    str, int
-]  # kind and chunk of a stage's next task, such as ("F", 0); its next W is ("W", 0)
+# Kind and chunk of a stage's next task, such as ("F", 0); its next W is ("W", 0).
+_Next = tuple[str, int]
 _Choose = Callable[["_Build", int], _Next | None]
 
 _BLOCKS = ((5, 0, 4), *itertools.product((1, 2, 3, 4), (0, 3), (1, 2)))

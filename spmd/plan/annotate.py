@@ -68,7 +68,9 @@ def annotate(x: jax.Array, name: str, *, in_rule: bool = False) -> jax.Array:
     return _store(x, name, codec, mesh, spec, in_rule=in_rule)
 
 
-def _store(x: jax.Array, name: str, codec: Codec, mesh: AnyMesh, spec: P, *, in_rule: bool) -> jax.Array:
+def _store(
+    x: jax.Array, name: str, codec: Codec, mesh: AnyMesh, spec: P, *, in_rule: bool
+) -> jax.Array:
     """Store an activation as codes, split as the activation is."""
 
     def place(part: jax.Array) -> jax.Array:
@@ -110,7 +112,9 @@ def placement(name: str, shape: tuple[int, ...] = ()) -> tuple[AnyMesh, P] | Non
     return context.mesh, _spec_of(context, name, shape)
 
 
-def annotate_param(x: jax.Array, param: ParamPlacement | None, name: str) -> tuple[jax.Array, ParamPlacement | None]:
+def annotate_param(
+    x: jax.Array, param: ParamPlacement | None, name: str
+) -> tuple[jax.Array, ParamPlacement | None]:
     """Mark a parameter as an activation; return its placement as an activation.
 
     That placement is over `fsdp` only where the plan splits the parameter so. The parameter and its
@@ -264,7 +268,9 @@ def _check_names(remat: Remat, layer: Callable, arrays: tuple[Any, ...]) -> None
         raise AnnotationError(title, problems + wrong)
 
 
-def _check_seen(remat: Remat, layer: Callable, arrays: tuple[Any, ...], also: tuple[str, ...]) -> None:
+def _check_seen(
+    remat: Remat, layer: Callable, arrays: tuple[Any, ...], also: tuple[str, ...]
+) -> None:
     """Check that JAX sees all names of the policy; unseen activations are computed again."""
     names = also
     if remat.names:

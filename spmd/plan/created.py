@@ -24,7 +24,9 @@ from spmd.plan.flax_layers import said_of
 def recording(said: dict[str, Said]) -> Iterator[None]:
     """Record each Linen layer's statements about its parameters, at the first call of a method."""
 
-    def record(next_method: Any, args: Any, keywords: Any, context: nn.module.InterceptorContext) -> Any:
+    def record(
+        next_method: Any, args: Any, keywords: Any, context: nn.module.InterceptorContext
+    ) -> Any:
         result = next_method(*args, **keywords)
         layer = context.module
         if layer.scope is not None:
@@ -71,7 +73,9 @@ def drawn_shapes(create: Any, *args: Any) -> dict[str, tuple[int | None, ...]]:
     return created
 
 
-def _shape_of_layer(shape: tuple[int, ...], maps: int, drawn: tuple[int, ...]) -> tuple[int | None, ...]:
+def _shape_of_layer(
+    shape: tuple[int, ...], maps: int, drawn: tuple[int, ...]
+) -> tuple[int | None, ...]:
     """Return an array's shape in its own layer.
 
     Args:

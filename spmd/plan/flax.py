@@ -224,7 +224,9 @@ class _NNXFunctions:
             raise ConfigError(_NO_MODEL, [Problem("embed_inputs", what, fix=fix)])
         embed_inputs = self._part("embed_inputs")
 
-        def embed(params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any) -> Any:
+        def embed(
+            params: Any, variables: Any, key: Any, *inputs: Any, train: bool, **keywords: Any
+        ) -> Any:
             del key  # an NNX module has its own random state
             return embed_inputs(params, variables, *inputs, train=train, **keywords)
 
@@ -300,7 +302,9 @@ class _NNXFunctions:
             module.eval()
         return module
 
-    def _call(self, params: Any, variables: Any, inputs: Any, keywords: Any, train: bool) -> tuple[Any, nnx.State]:
+    def _call(
+        self, params: Any, variables: Any, inputs: Any, keywords: Any, train: bool
+    ) -> tuple[Any, nnx.State]:
         """Return the outputs of a call, and the state of everything but parameters after it."""
         module = self._restore(params, variables, train)
         keywords = dict(keywords)
@@ -509,7 +513,9 @@ class _LinenFunctions:
             if not self._collections.sown.issuperset(sown):
                 # Made in training alone: the module has to do without them.
                 only = list(variables)
-                jax.eval_shape(lambda: self._call(everything, inputs, keywords, rngs=keys, mutable=only)[0])
+                jax.eval_shape(
+                    lambda: self._call(everything, inputs, keywords, rngs=keys, mutable=only)[0]
+                )
             self._check_losses_in(sown)
 
         def sow_again() -> dict[str, Any]:
@@ -590,7 +596,9 @@ def _as_example(x: Any) -> Any:
     return np.asarray(x)
 
 
-def _streams(key: jax.Array | None, names: tuple[str, ...], also: str | None) -> dict[str, jax.Array]:
+def _streams(
+    key: jax.Array | None, names: tuple[str, ...], also: str | None
+) -> dict[str, jax.Array]:
     """Return a key for each random stream, and for one more."""
     if key is None:
         return {}

@@ -45,7 +45,9 @@ def record_own_dtypes() -> Iterator[set[str]]:
     """Yield the paths of the Linen layers inside with a `dtype` of their own."""
     found = set[str]()
 
-    def record(run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext) -> Any:
+    def record(
+        run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext
+    ) -> Any:
         module = context.module
         if getattr(module, "dtype", None) is not None and _is_of(module, _LAYERS_OF_LINEN):
             found.add("/".join(module.path))
@@ -105,7 +107,9 @@ def _with_inferred_dtype(module: nnx.Module) -> list[Any]:
 def narrow_linen_attention() -> Iterator[None]:
     """Make Linen's attention inside compute in the plan's dtype, unless the layer has a `dtype`."""
 
-    def narrow(run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext) -> Any:
+    def narrow(
+        run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext
+    ) -> Any:
         layer = context.module
         is_attention = isinstance(layer, nn.MultiHeadDotProductAttention)
         if not is_attention or context.method_name != "__call__":

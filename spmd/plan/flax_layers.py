@@ -26,7 +26,9 @@ Statement = Callable[[Any, str, Shape | None], Said]
 """From a layer, the name of one of its parameters and its shape, if seen, to its statement."""
 
 
-def said_of(layer: Any, name: str, metadata: Mapping[str, Any], seen: Shape | None = None) -> Said | None:
+def said_of(
+    layer: Any, name: str, metadata: Mapping[str, Any], seen: Shape | None = None
+) -> Said | None:
     """Return a layer's statement about one of its own parameters; None if it has none.
 
     Args:

@@ -68,7 +68,9 @@ def prepare(kernel: jax.Array, placement: ParamPlacement | None) -> Any:
         return param.prepare(kernel, placement.mesh)
 
 
-def gather_prepared(prepared: Any, placement: ParamPlacement | None, dtype: Any, *, ndim: int) -> jax.Array:
+def gather_prepared(
+    prepared: Any, placement: ParamPlacement | None, dtype: Any, *, ndim: int
+) -> jax.Array:
     """Apply `gather` to the result of `prepare` of a parameter of `ndim` dimensions."""
     if placement is None:
         return gather(prepared, placement, dtype)
@@ -167,7 +169,9 @@ def grad_targets(params: Any) -> Any:
     return tree.map_with_path(target, params)
 
 
-def params_for_forward(params: Any, targets: Any = None, riders: Mapping[str, jax.Array] = _NO_RIDERS) -> Any:
+def params_for_forward(
+    params: Any, targets: Any = None, riders: Mapping[str, jax.Array] = _NO_RIDERS
+) -> Any:
     """Return the parameters for a model: each layer itself copies its own from host memory.
 
     Args:

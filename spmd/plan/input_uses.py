@@ -40,7 +40,9 @@ _FOLLOWED = {
 }
 
 
-def unproven_uses(program: TracedProgram, axes: Mapping[int, frozenset[str]], batch: int) -> dict[int, bool]:
+def unproven_uses(
+    program: TracedProgram, axes: Mapping[int, frozenset[str]], batch: int
+) -> dict[int, bool]:
     """Return the number of each input with an unproven use → whether a result is used so.
 
     A result is an element-wise function of the input.

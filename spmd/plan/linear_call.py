@@ -52,9 +52,15 @@ def _call(x: Any, *, call_jaxpr: ClosedJaxpr, transpose: _Transpose) -> Any:
     return jaxpr_as_fun(call_jaxpr)(x)[0]
 
 
-def _transposed(cotangent: Any, x: Any, *, call_jaxpr: ClosedJaxpr, transpose: _Transpose) -> list[Any]:
+def _transposed(
+    cotangent: Any, x: Any, *, call_jaxpr: ClosedJaxpr, transpose: _Transpose
+) -> list[Any]:
     del x
-    return [_linear_call.bind(cotangent, call_jaxpr=transpose.call_jaxpr, transpose=_Transpose(call_jaxpr))]
+    return [
+        _linear_call.bind(
+            cotangent, call_jaxpr=transpose.call_jaxpr, transpose=_Transpose(call_jaxpr)
+        )
+    ]
 
 
 def _batched(arrays: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, transpose: _Transpose) -> Any:

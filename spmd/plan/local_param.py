@@ -63,7 +63,9 @@ class LocalParam(LocalLayout):
         """Gather the result of `prepare` as the parameter is used, in a dtype."""
         return self.comm.gather(prepared, self, dtype)
 
-    def sent(self, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, str]:
+    def sent(
+        self, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]
+    ) -> dict[str, str]:
         """Return axis → dtype or codec of the terms of a gradient of a shape (`ParamComm.sent`)."""
         return self.comm.sent(shape, self, axes, sizes)
 

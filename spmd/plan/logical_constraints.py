@@ -65,7 +65,9 @@ class _Known:
         known = "the table has no logical rows"
         if self.names:
             known = f"the rows are for {', '.join(self.names)}"
-        fix = f"Rules(logical=[({other!r}, axis)]), or ({other!r}, None) to leave the dimension whole"
+        fix = (
+            f"Rules(logical=[({other!r}, axis)]), or ({other!r}, None) to leave the dimension whole"
+        )
         problem = Problem(f"logical name {other!r}", "has no row", known, fix)
         raise AnnotationError(_TITLE, [problem])
 

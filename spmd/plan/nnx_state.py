@@ -167,7 +167,9 @@ def _is_node(x: Any) -> bool:
 def _check_hidden(module: nnx.Module) -> list[Problem]:
     """Return a problem for each attribute with a traced array in a closure or in an object."""
     what = "holds an array that is made in __init__, in a closure or in an object"
-    detail = "the module is built under tracing, and Flax carries arrays of attributes alone out of it"
+    detail = (
+        "the module is built under tracing, and Flax carries arrays of attributes alone out of it"
+    )
     fix = "keep the array as an attribute of the module, or make it where it is used"
     problems = []
     for path, node in _pytree_nodes(module):

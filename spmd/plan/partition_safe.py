@@ -133,7 +133,9 @@ class TracedCall:
         return len(jax.tree.leaves((self.params, self.variables)))
 
 
-def trace_call(function: Callable[..., Any], params: Any, variables: Any, batch: Any, *others: Any) -> TracedCall:
+def trace_call(
+    function: Callable[..., Any], params: Any, variables: Any, batch: Any, *others: Any
+) -> TracedCall:
     """Trace a call of a function of `(params, variables, batch, *others)`.
 
     The batch may be empty.

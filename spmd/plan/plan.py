@@ -396,7 +396,9 @@ def make_plan(
         return _resolve_plan(inputs, transforms, errors)
 
 
-def _resolve_plan(inputs: _Inputs, transforms: Sequence[GradTransform], errors: Together) -> ShardingPlan:
+def _resolve_plan(
+    inputs: _Inputs, transforms: Sequence[GradTransform], errors: Together
+) -> ShardingPlan:
     """Match the rules, derive all specs from them, and make the plan."""
     matches = resolve.matches_without_rules(inputs.info, inputs.rules)
     ruled = {path: tuple(x.shape) for path, x in inputs.arrays.items() if path not in matches}
@@ -428,7 +430,9 @@ def _resolve_plan(inputs: _Inputs, transforms: Sequence[GradTransform], errors: 
         params=params,
         gradients=_entries(inputs, tree.flatten(gradients), matches, gradient_specs),
         variables=_entries(inputs, inputs.variables, matches, param_specs, on_host),
-        optimizer_state=resolve.state_entries(inputs.mesh, state, inputs.zero, storage.off_device_state),
+        optimizer_state=resolve.state_entries(
+            inputs.mesh, state, inputs.zero, storage.off_device_state
+        ),
         storage=storage,
         model=inputs.model,
         optimizer=inputs.optimizer,
@@ -438,7 +442,9 @@ def _resolve_plan(inputs: _Inputs, transforms: Sequence[GradTransform], errors: 
     return plan.with_transforms(*transforms, *of_recipes, *inputs.precision.transforms)
 
 
-def _check_arguments(mesh: Any, rules: Any, model: Any, optimizer: Any, transforms: Any, zero: Any) -> None:
+def _check_arguments(
+    mesh: Any, rules: Any, model: Any, optimizer: Any, transforms: Any, zero: Any
+) -> None:
     """Raise a `ConfigError` with all arguments of a wrong kind."""
     problems = resolve.check_arguments(mesh, rules, model, optimizer, transforms)
     if zero not in ZERO_KEEPS:
@@ -480,7 +486,9 @@ def _check_precision(precision: Precision, made: Any) -> None:
         raise ConfigError(title, first_of(problems, at_most=5))
 
 
-def _check_rules(inputs: _Inputs, ruled: Mapping[str, tuple[int, ...]], errors: Together) -> dict[str, MatmulRecipe]:
+def _check_rules(
+    inputs: _Inputs, ruled: Mapping[str, tuple[int, ...]], errors: Together
+) -> dict[str, MatmulRecipe]:
     """Check the table, the recipes and the names of saved activations; return the usable recipes.
 
     Args:
@@ -492,7 +500,9 @@ def _check_rules(inputs: _Inputs, ruled: Mapping[str, tuple[int, ...]], errors: 
             listed, also those of recipes, of names, and of the optimizer without sharding.
     """
     rules, remat = inputs.rules, inputs.remat
-    recipes, by_name = resolve.resolve_recipes(inputs.quantize, rules, inputs.mesh, inputs.weights, inputs.info)
+    recipes, by_name = resolve.resolve_recipes(
+        inputs.quantize, rules, inputs.mesh, inputs.weights, inputs.info
+    )
     activations = [name for name, _ in rules.activations]
     by_name = [*by_name, *remat.check_names(activations, "is no activation of the rule table")]
     problems = resolve.audit_rules(inputs.mesh, rules, ruled, inputs.info)
@@ -541,9 +551,13 @@ def _specs(table: str, inputs: _Inputs, matches: Mapping[str, Match]) -> dict[st
     return specs | dict(inputs.info.placed)
 
 
-def _resolve_state(inputs: _Inputs, specs: Mapping[str, P]) -> tuple[dict[str, DerivedSpec], Storage]:
+def _resolve_state(
+    inputs: _Inputs, specs: Mapping[str, P]
+) -> tuple[dict[str, DerivedSpec], Storage]:
     """Return the specs of the optimizer's state, and the storage with its decisions."""
-    state, problems = resolve.resolve_optimizer_state(inputs.mesh, inputs.rules, inputs.optimizer, inputs.params, specs)
+    state, problems = resolve.resolve_optimizer_state(
+        inputs.mesh, inputs.rules, inputs.optimizer, inputs.params, specs
+    )
     storage = inputs.storage
     if not problems:
         arrays = State(
@@ -602,7 +616,9 @@ def _placement(
     rules, info = inputs.rules, inputs.info
     stacks = own_stacks(path, rules.stacks)
     scope = param_scope(rules.layer_path(path)[0])  # equal layers have equal placements
-    placed = resolve.resolve_placement(inputs.mesh, match, stacks, inputs.zero, on_host=on_host, scope=scope)
+    placed = resolve.resolve_placement(
+        inputs.mesh, match, stacks, inputs.zero, on_host=on_host, scope=scope
+    )
     in_module = info.frozen.get(path, path)
     comm = inputs.compress.param_comm(
         without_dims(inputs.arrays[path].shape, stored_dims(stacks)),
@@ -615,7 +631,9 @@ def _placement(
     return dataclasses.replace(placed, comm=comm, recipe=recipes.get(in_module))
 
 
-def _compression_problems(inputs: _Inputs, placements: Mapping[str, ParamPlacement]) -> list[Problem]:
+def _compression_problems(
+    inputs: _Inputs, placements: Mapping[str, ParamPlacement]
+) -> list[Problem]:
     """Return the problems of the compression with the model's parameters."""
     reduced = inputs.weights.keys() & inputs.info.gathered_by_layer - inputs.info.sent_exactly
     comms = [placed.comm for placed in placements.values()]
@@ -674,7 +692,9 @@ def _cast(arrays: Any, dtype: jnp.dtype) -> Any:
 
 
 def _abstract_params(model: Model, precision: Precision) -> Any:
-    return jax.eval_shape(lambda key: cast_floats(model.init(key), precision.params_dtype), abstract_key())
+    return jax.eval_shape(
+        lambda key: cast_floats(model.init(key), precision.params_dtype), abstract_key()
+    )
 
 
 def _abstract_variables(model: Model) -> Any:

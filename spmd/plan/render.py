@@ -38,7 +38,9 @@ def format_entries(tables: Mapping[str, Sequence[PlanEntry]]) -> list[str]:
     return lines
 
 
-def format_footer(params: Iterable[PlanEntry], on_device: Mapping[str, int], on_host: Mapping[str, int]) -> str:
+def format_footer(
+    params: Iterable[PlanEntry], on_device: Mapping[str, int], on_host: Mapping[str, int]
+) -> str:
     """Return the last line: the number of parameters, and the bytes on each device and its host."""
     count = sum(math.prod(entry.shape) for entry in params)
     footer = f"{count:,} parameters   on each device: {_list_sizes(on_device)}"

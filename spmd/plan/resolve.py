@@ -41,7 +41,9 @@ _CONSTANT = Match(-1, "plain array", _ATTRIBUTE, P(), _ATTRIBUTE.reason)
 _RANDOM_STATE = Match(-1, "random state", _SAME_DRAWS, P(), _SAME_DRAWS.reason)
 
 
-def check_arguments(mesh: Any, rules: Any, model: Any, optimizer: Any, transforms: Any) -> list[Problem]:
+def check_arguments(
+    mesh: Any, rules: Any, model: Any, optimizer: Any, transforms: Any
+) -> list[Problem]:
     """Check the kinds of the arguments of `make_plan`, and the axes of the mesh."""
     problems = check_type("rules", rules, Rules, "spmd.Rules(params=[…])")
     model_fix = "spmd.from_nnx, spmd.from_linen or spmd.Model(init, apply)"
@@ -141,7 +143,9 @@ def matches_without_rules(info: ModelInfo, rules: Rules) -> dict[str, Match]:
     return matches
 
 
-def audit_rules(mesh: AnyMesh, rules: Rules, shapes: Mapping[str, tuple[int, ...]], info: ModelInfo) -> list[Problem]:
+def audit_rules(
+    mesh: AnyMesh, rules: Rules, shapes: Mapping[str, tuple[int, ...]], info: ModelInfo
+) -> list[Problem]:
     """Return all problems between the table, the arrays under rules and the mesh.
 
     Args:
@@ -160,7 +164,9 @@ def audit_rules(mesh: AnyMesh, rules: Rules, shapes: Mapping[str, tuple[int, ...
     return problems
 
 
-def _audit_names_of_stacks(rules: Rules, shapes: Mapping[str, tuple[int, ...]], info: ModelInfo) -> list[Problem]:
+def _audit_names_of_stacks(
+    rules: Rules, shapes: Mapping[str, tuple[int, ...]], info: ModelInfo
+) -> list[Problem]:
     """Compare the stacks of the table with those in metadata, and with those recorded at creation.
 
     A recorded stack is not reported where another audit reports the same parameter or stack.
@@ -208,7 +214,9 @@ def _audit_sequence_axis(mesh: AnyMesh, specs: Sequence[P]) -> list[Problem]:
     size = mesh.shape["sequence"]
     if size == 1 or _splits("sequence", specs):
         return []
-    what = "splits nothing: no row says which dimension of an activation or of the batch is a sequence"
+    what = (
+        "splits nothing: no row says which dimension of an activation or of the batch is a sequence"
+    )
     fix = f'Rules(batch=[("tokens", P({BATCH_AXES}, "sequence"))]) for tokens [batch, sequence], or sequence=1'
     return [Problem("mesh.sequence", what, f"sequence={size}", fix)]
 
@@ -277,7 +285,9 @@ def resolve_recipes(
     return used, problems
 
 
-def _unused_row(row: str, pattern: str, hits: Sequence[str], names: Mapping[str, str], info: ModelInfo) -> Problem:
+def _unused_row(
+    row: str, pattern: str, hits: Sequence[str], names: Mapping[str, str], info: ModelInfo
+) -> Problem:
     """Return the problem of a row without a matmul of its own.
 
     Args:
@@ -348,7 +358,9 @@ def _audit_state(path: str, derived: DerivedSpec, mesh: AnyMesh) -> list[Problem
     return [dataclasses.replace(problem, fix=fix) for problem in problems]
 
 
-def _is_of_other_stacks(optimizer: optax.GradientTransformation, stacked: Mapping[str, Sequence[int]]) -> bool:
+def _is_of_other_stacks(
+    optimizer: optax.GradientTransformation, stacked: Mapping[str, Sequence[int]]
+) -> bool:
     """Return whether an optimizer of a config was made for other stacks of layers than these."""
     treatment = treatment_of(optimizer)
     if treatment is None:

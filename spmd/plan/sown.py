@@ -60,7 +60,9 @@ def add_sown(returned: Any, sown: Sequence[Sown], is_stacked: Callable[[], Seque
                 layers[name] = jnp.asarray(x, jnp.float32)
             else:
                 others[name] = x
-    return dataclasses.replace(outputs, losses=losses, metrics=metrics, arrays=layers, intermediates=others)
+    return dataclasses.replace(
+        outputs, losses=losses, metrics=metrics, arrays=layers, intermediates=others
+    )
 
 
 def _sum_of_times(sown: Sown) -> jax.Array:

@@ -106,7 +106,9 @@ def _matrices(layer: Shapes, said: Mapping[str, Said]) -> tuple[dict[str, Matrix
     return matrices, no_matrix
 
 
-def _ranks_of_stacked(shapes: Shapes, created: Mapping[str, Sequence[int | None]]) -> dict[str, int]:
+def _ranks_of_stacked(
+    shapes: Shapes, created: Mapping[str, Sequence[int | None]]
+) -> dict[str, int]:
     """Return path → number of dimensions as created, of the parameters stored with more."""
     ranks = {}
     for path, own in created.items():

@@ -356,9 +356,8 @@ def orthonormal(x: Float[Array, "*batch r n"]) -> Float[Array, "*batch r n"]:
     einsum = functools.partial(jnp.einsum, precision="highest")
     angles = jnp.pi / size * jnp.outer(jnp.arange(count), jnp.arange(size) + 0.5)
     cosines = jnp.cos(angles).astype(x.dtype)
-    largest = jnp.abs(x).max(
-        axis=(-2, -1), keepdims=True
-    )  # or the squares of small numbers would be zero
+    # Scaled first: the squares of small numbers would be zero.
+    largest = jnp.abs(x).max(axis=(-2, -1), keepdims=True)
     x = x / jnp.where(largest > 0, largest, 1.0)
 
     def norm(row: Array) -> Array:

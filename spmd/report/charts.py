@@ -398,7 +398,9 @@ def _label_cells(figure: Any, labels: Mapping[str, tuple[float, float]]) -> None
         figure.add_layout(over)
 
 
-def shard(label: str, note: str, rows: tuple[int, int, str], columns: tuple[int, int, str]) -> Chart:
+def shard(
+    label: str, note: str, rows: tuple[int, int, str], columns: tuple[int, int, str]
+) -> Chart:
     """Return an array as a grid of shards with the first one filled.
 
     Args:
@@ -525,7 +527,9 @@ def _source(**columns: Any) -> Any:
     return bokeh("models").ColumnDataSource(columns)
 
 
-def _hover(figure: Any, drawn: list[Any], tips: Sequence[tuple[str, str]], mode: str = "mouse") -> None:
+def _hover(
+    figure: Any, drawn: list[Any], tips: Sequence[tuple[str, str]], mode: str = "mouse"
+) -> None:
     tool = bokeh("models").HoverTool(
         renderers=drawn,
         tooltips=list(tips),

@@ -59,7 +59,9 @@ def facts(pairs: Iterable[tuple[str, str]]) -> Html:
     return Html(f'<dl class="facts">{"".join(tiles)}</dl>')
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str | Cell]], *, search: bool = False) -> Html:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str | Cell]], *, search: bool = False
+) -> Html:
     """Return a table; a click on a heading sorts it, `search` adds a field to search its rows."""
     field = ""
     if search:
@@ -216,7 +218,9 @@ def check_file(file: str) -> list[Problem]:
     return []
 
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
 """A page loads nothing, whatever is in it."""
 
 _STYLE = """

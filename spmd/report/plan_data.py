@@ -277,7 +277,9 @@ def collect_plan(name: str, setup: TrainSetup, topology: Topology, *, compiles: 
 def _predict(setup: TrainSetup, topology: Topology, notes: list[str]) -> StepTime | None:
     """Return the time of a step by closed forms, or add the reason for its absence to the notes."""
     if topology.kind not in HARDWARE:
-        notes.append("No time is predicted of simulated devices: --topology v5p:4x4x8, or another machine.")
+        notes.append(
+            "No time is predicted of simulated devices: --topology v5p:4x4x8, or another machine."
+        )
         return None
     try:
         return estimate_time(setup, topology)

@@ -260,7 +260,9 @@ def _collectives(report: PlanReport) -> Iterator[Html | Chart]:
     if not bars:
         yield page.paragraph("The compiled step has no collectives.")
         return
-    yield page.paragraph("Bytes that one device sends in a step, by the mesh axes over which it sends them.")
+    yield page.paragraph(
+        "Bytes that one device sends in a step, by the mesh axes over which it sends them."
+    )
     yield charts.stacked_bars("Collectives by mesh axes", bars, x="bytes of a device in a step")
     waits = []
     for over, seconds in report.collective_seconds().items():
@@ -310,7 +312,9 @@ def _pipeline(report: PlanReport) -> Iterator[Html | Chart]:
     timeline = report.schedule
     if timeline is None:
         return
-    yield page.paragraph(f"{describe(timeline)}. A forward pass of a stage takes 1; boxes have their microbatch.")
+    yield page.paragraph(
+        f"{describe(timeline)}. A forward pass of a stage takes 1; boxes have their microbatch."
+    )
     slots = []
     for stage, order in enumerate(timeline.tasks):
         for slot in order:

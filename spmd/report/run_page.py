@@ -82,7 +82,9 @@ def _curves(runs: Sequence[RunReport]) -> list[Html | Chart]:
         marks = sorted(set(runs[0].resumed))
     if marks:
         steps = ", ".join(f"{step:,}" for step in marks)
-        found.append(page.paragraph(f"Dashed lines: the run was resumed from a checkpoint of step {steps}."))
+        found.append(
+            page.paragraph(f"Dashed lines: the run was resumed from a checkpoint of step {steps}.")
+        )
     metrics: dict[str, None] = {}
     for run in runs:
         metrics |= dict.fromkeys(run.series)
@@ -91,7 +93,9 @@ def _curves(runs: Sequence[RunReport]) -> list[Html | Chart]:
     return found
 
 
-def _chart(title: str, names: Sequence[str], runs: Sequence[RunReport], marks: Sequence[int]) -> Chart:
+def _chart(
+    title: str, names: Sequence[str], runs: Sequence[RunReport], marks: Sequence[int]
+) -> Chart:
     """Return a chart of metrics, over the whole width for losses.
 
     Args:

@@ -139,7 +139,9 @@ def _picture(entry: PlanEntry, sizes: Mapping[str, int]) -> ShardPicture:
     )
 
 
-def map_devices(topology: Topology, sizes: Mapping[str, int], slices: Mapping[str, int], batch: int) -> DeviceMap:
+def map_devices(
+    topology: Topology, sizes: Mapping[str, int], slices: Mapping[str, int], batch: int
+) -> DeviceMap:
     """Return the places of a mesh's devices on a machine, their indices and examples of a batch."""
     places = device_places(topology, MeshShape(**sizes), slices)
     part, core, x, y, z = places.T
@@ -195,7 +197,9 @@ def _mesh_indices(sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
     return dict(zip(AXES, indices, strict=True))
 
 
-def _examples(indices: Mapping[str, np.ndarray], sizes: Mapping[str, int], batch: int) -> np.ndarray:
+def _examples(
+    indices: Mapping[str, np.ndarray], sizes: Mapping[str, int], batch: int
+) -> np.ndarray:
     """Return the first example of each device, and the one after its last: `[device, 2]`."""
     shape = [sizes[axis] for axis in BATCH_AXES]
     own = [indices[axis] for axis in BATCH_AXES]

@@ -115,7 +115,9 @@ def _chunk(x: jax.Array) -> UpdateChunk | None:
     return chunk_large_array("", x, P(), {})
 
 
-def _sums(x: jax.Array, shape: tuple[int, ...], dim: int = 0, start: int | jax.Array = 0) -> jax.Array:
+def _sums(
+    x: jax.Array, shape: tuple[int, ...], dim: int = 0, start: int | jax.Array = 0
+) -> jax.Array:
     """Return uint32[2] of a piece of a shard of `shape`; the piece begins at `start` of `dim`."""
     words = _words(x)
     # A last dimension may hold the words of an element.
@@ -199,7 +201,9 @@ def _blocks(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
     return np.array(numbers)
 
 
-def _bounds(sharding: NamedSharding, shape: tuple[int, ...], device: jax.Device) -> tuple[tuple[int, int], ...]:
+def _bounds(
+    sharding: NamedSharding, shape: tuple[int, ...], device: jax.Device
+) -> tuple[tuple[int, int], ...]:
     """Return the first index and the end of a device's block in each dimension."""
     slices = sharding.devices_indices_map(shape)[device]
     bounds = []
@@ -209,7 +213,9 @@ def _bounds(sharding: NamedSharding, shape: tuple[int, ...], device: jax.Device)
     return tuple(bounds)
 
 
-def _of_block(path: str, devices: list[jax.Device], values: list[int], leaf: jax.ShapeDtypeStruct) -> Problem:
+def _of_block(
+    path: str, devices: list[jax.Device], values: list[int], leaf: jax.ShapeDtypeStruct
+) -> Problem:
     """Return the problem of a block: its devices, and their different values."""
     majority = _majority(values)
     odd = [device for device, value in zip(devices, values, strict=True) if value != majority]

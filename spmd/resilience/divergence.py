@@ -67,7 +67,9 @@ class DivergenceCheck(Hook):
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Raise a `DivergenceError` with the step, its batch and the newest checkpoint."""
-        bad = [name for name in ("loss", "gradient_norm") if not math.isfinite(metrics.get(name, 0.0))]
+        bad = [
+            name for name in ("loss", "gradient_norm") if not math.isfinite(metrics.get(name, 0.0))
+        ]
         has_lowest_scale = metrics.get("loss_scale", self.floor) <= self.floor
         if bad and self.non_finite and has_lowest_scale:
             what = " and ".join(f"{name} is {metrics[name]}" for name in bad)

@@ -150,7 +150,9 @@ class Lease:
         self._thread = threading.Thread(target=self._keep, name="spmd-lease", daemon=True)
 
     def __enter__(self) -> Self:
-        plain, number = broadcast_from_first(lambda: [plain_problems(self._problems()), self.number])
+        plain, number = broadcast_from_first(
+            lambda: [plain_problems(self._problems()), self.number]
+        )
         problems = read_problems(plain)
         if problems:
             self._release()
@@ -170,7 +172,9 @@ class Lease:
         """Renew the lease: call it before every write. Raise `CheckpointError` if it is lost."""
         if self._held is None:
             return
-        with disk_errors(self._held, "renewing the lease", "--resume auto, once the folder can be written"):
+        with disk_errors(
+            self._held, "renewing the lease", "--resume auto, once the folder can be written"
+        ):
             try:
                 os.utime(self._held)  # to the file server's time
             except OSError as error:
@@ -201,7 +205,9 @@ class Lease:
     def _problems(self) -> Sequence[Problem]:
         """Claim the lease; return the problems of that, or of the folder."""
         try:
-            with disk_errors(self._folder, "claiming the folder", "choose an --out that can be written"):
+            with disk_errors(
+                self._folder, "claiming the folder", "choose an --out that can be written"
+            ):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 taken = None
                 if self._take_over:

@@ -40,7 +40,9 @@ class _Check(Hook, abc.ABC):
 
     title: str
 
-    def __init__(self, plan: ShardingPlan, every: int, around: _Around = contextlib.nullcontext) -> None:
+    def __init__(
+        self, plan: ShardingPlan, every: int, around: _Around = contextlib.nullcontext
+    ) -> None:
         self.plan = plan
         self.every = every
         self.around = around

@@ -84,7 +84,9 @@ class Watchdog(Hook):
         self._deadline = time.monotonic() + (seconds or math.inf)
         if seconds:
             # The hang may hold the interpreter lock; faulthandler's thread does not need it.
-            faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=self._log or sys.stderr)
+            faulthandler.dump_traceback_later(
+                seconds + GRACE, exit=True, file=self._log or sys.stderr
+            )
         else:
             faulthandler.cancel_dump_traceback_later()
 

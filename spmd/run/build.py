@@ -159,7 +159,9 @@ def build_powersgd(config: TrainConfig) -> PowerSGD | None:
     return PowerSGD(rank, config.slices.data, axes=axes)
 
 
-def build_transforms(config: TrainConfig, loss_fn: LossFn, schedule: Schedule | None) -> tuple[GradTransform, ...]:
+def build_transforms(
+    config: TrainConfig, loss_fn: LossFn, schedule: Schedule | None
+) -> tuple[GradTransform, ...]:
     """Return the gradient transforms with a state.
 
     The precision policy and recipes bring others besides.
@@ -385,7 +387,9 @@ def build_watch(config: TrainConfig) -> dict[str, Watch]:
     if not skips_updates(config):
         return {"learning_rate": lambda before, _: learning_rate(before.step)}
     watch: dict[str, Watch] = {
-        "learning_rate": lambda before, _: learning_rate(before.step - skipped_steps(before.optimizer_state)),
+        "learning_rate": lambda before, _: learning_rate(
+            before.step - skipped_steps(before.optimizer_state)
+        ),
         "skipped_steps": lambda _, after: skipped_steps(after.optimizer_state),
     }
     if build_precision(config).loss_scale:
@@ -407,7 +411,9 @@ def count_flops(config: TrainConfig) -> Flops | None:
     model = config.model
     if not isinstance(model, CountsFlops):
         return None
-    return transformer_flops(model.matmul_params, model.layers, model.attention_width, keys_of(config))
+    return transformer_flops(
+        model.matmul_params, model.layers, model.attention_width, keys_of(config)
+    )
 
 
 def keys_of(config: TrainConfig) -> float:

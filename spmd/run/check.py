@@ -35,8 +35,12 @@ class Check:
 
     config: TrainConfig
     steps: int
-    _references: dict[int, Reference] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    _setups: dict[AnyMesh, TrainSetup] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _references: dict[int, Reference] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _setups: dict[AnyMesh, TrainSetup] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def __str__(self) -> str:
         steps = f"{_steps_text(self.count)} of {self.precision}"

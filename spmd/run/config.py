@@ -150,7 +150,9 @@ class TrainConfig(RunConfig, Generic[M]):
     remat: str = "none"
     """Activations that each layer saves for the backward pass: none (all of them), full (its
     input), save:NAME,NAME."""
-    precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = "float32"
+    precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = (
+        "float32"
+    )
     """float32; bf16 or fp16: compute dtype; bf16-params: parameters are also stored in it, with
     float32 master weights or stochastic rounding. Gradients are accumulated in float32. fp16 scales
     the loss."""

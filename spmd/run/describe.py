@@ -284,7 +284,9 @@ def _reduced_gradients(plan: ShardingPlan) -> Iterator[tuple[PlanEntry, ParamPla
             yield entry, placed
 
 
-def _reduced_elements(entry: PlanEntry, param: LocalParam, axis: str, sizes: Mapping[str, int]) -> int:
+def _reduced_elements(
+    entry: PlanEntry, param: LocalParam, axis: str, sizes: Mapping[str, int]
+) -> int:
     """Return the elements sent by a device over an axis for the sum of a gradient."""
     others = [name for name in itertools.chain(*param.kept) if name != axis]
     count = math.prod(entry.shape) // math.prod(sizes[name] for name in others)

@@ -159,7 +159,9 @@ def _size_in_bytes(each: EvaluationSet, tokens: int, tokenizer: Tokenizer) -> fl
     return size
 
 
-def set_batches(each: EvaluationSet, batch: int, sharding: NamedSharding, tokens: int) -> Iterator[Batch]:
+def set_batches(
+    each: EvaluationSet, batch: int, sharding: NamedSharding, tokens: int
+) -> Iterator[Batch]:
     """Yield batches of the first `tokens` tokens of a set, rounded up to rows; 0 for all."""
     for part, count, weight in _counts(each, tokens):
         yield from evaluation_batches(

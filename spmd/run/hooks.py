@@ -250,7 +250,9 @@ class Evaluate(Hook):
         """Return true if the loss has not fallen for too long."""
         return self.since >= self.patience > 0
 
-    def _sums(self, name: str, batches: Iterable[Any], step: int, model: ModelState) -> dict[str, float]:
+    def _sums(
+        self, name: str, batches: Iterable[Any], step: int, model: ModelState
+    ) -> dict[str, float]:
         """Return the sums over the batches of one set."""
         assert self.evaluate is not None, "sets have a loss"
         totals = collections.defaultdict[str, float](float)
@@ -304,7 +306,9 @@ class Save(Hook):
         """Start an asynchronous save of the state and record for a resumed run."""
         position = (step + self.skipped_batches) * self.batch
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}
-        with self.telemetry.during("checkpoint", f"saving step {step}, or waiting for the previous save"):
+        with self.telemetry.during(
+            "checkpoint", f"saving step {step}, or waiting for the previous save"
+        ):
             progress = {"best": self.evaluate.best, "since": self.evaluate.since}
             record = {
                 **self.record,

@@ -37,7 +37,8 @@ nodes."""
 
 _PORT = 7777  # of process 0 in its pod, which has an address of its own
 _CACHE = "compiled"  # in the working folder
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,39}[a-z0-9])?")  # Kubernetes' names, and short enough for names of pods
+# Kubernetes' names, and short enough for names of pods
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,39}[a-z0-9])?")
 _TPU = re.compile(r"[-a-z0-9]+:\d+(x\d+)+")
 
 
@@ -222,7 +223,9 @@ class KubernetesJob(Job):
             problems.append(Problem("gpus_per_node", "and tpu exclude each other"))
         elif self.tpu and self.processes > 0 and self.devices % self.processes:
             detail = f"{self.devices} / {self.processes}"
-            problems.append(Problem("tpu", "does not divide over the processes", detail, "other --nodes"))
+            problems.append(
+                Problem("tpu", "does not divide over the processes", detail, "other --nodes")
+            )
         return problems
 
     def render(self, train: Sequence[str]) -> str:

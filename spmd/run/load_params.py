@@ -103,7 +103,9 @@ def restore_model(
     point = trained_point(plan.abstract_params) if trained else plan_evaluation_point(plan)
     optional = [OptionalState(f"variables/{each.name}") for each in TRANSFORMS]
     optional.append(FROZEN.optional)
-    params, variables = _restore(checkpoints, step, point, plan.abstract_variables, ["variables"], optional)
+    params, variables = _restore(
+        checkpoints, step, point, plan.abstract_variables, ["variables"], optional
+    )
     return ModelState(place_params(params, plan.abstract_params), variables)
 
 
@@ -165,7 +167,9 @@ def read_params(run: Path, abstract: Any, step: int | None = None, *, trained: b
     point = _point(config, own, trained)
     branches = [f"variables/{name}" for name in variables]
     with CheckpointManager(folder.checkpoints, read_only=True) as checkpoints:
-        params, variables = _restore(checkpoints, step, point, variables, branches, [FROZEN.optional])
+        params, variables = _restore(
+            checkpoints, step, point, variables, branches, [FROZEN.optional]
+        )
     if lora.targets:
         # Merged in the requested dtype: a narrower one would round the adapters' contribution away.
         base = place_params(variables[BASE], abstract)
@@ -181,7 +185,9 @@ def _base_dtype(model: Model) -> Any:
     return jax.tree.leaves(variables[BASE])[0].dtype
 
 
-def read_adapters(run: Path, mesh: AnyMesh, step: int | None = None, *, trained: bool = False) -> Any:
+def read_adapters(
+    run: Path, mesh: AnyMesh, step: int | None = None, *, trained: bool = False
+) -> Any:
     """Load the adapters of a run alone, on every device of a mesh.
 
     Args:

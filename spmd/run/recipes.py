@@ -47,7 +47,9 @@ def recipe_problems(recipes: Iterable[MatmulRecipe], device_kind: str) -> list[P
     return problems
 
 
-def untuned_problems(recipes: Iterable[MatmulRecipe], platform: str, flags: Iterable[str]) -> list[Problem]:
+def untuned_problems(
+    recipes: Iterable[MatmulRecipe], platform: str, flags: Iterable[str]
+) -> list[Problem]:
     """Return a problem for each recipe of int8 on a GPU, if the compiler tries no algorithms.
 
     Its products are then zero. Seen on an H100 with JAX 0.11.2 (docs/xla-faults.md).

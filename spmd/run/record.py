@@ -81,7 +81,9 @@ _SAME_STATE = {"float32", "bf16"}
 """Precisions with the same training state."""
 
 
-def checkpoint_record(config: RunConfig, plan: ShardingPlan, data: str, batch: int) -> dict[str, Any]:
+def checkpoint_record(
+    config: RunConfig, plan: ShardingPlan, data: str, batch: int
+) -> dict[str, Any]:
     """Return the metadata of a run for its checkpoints.
 
     `data` is a fingerprint, and `batch` counts examples.
@@ -108,7 +110,9 @@ def changed_fields(record: Mapping[str, Any], config: RunConfig) -> dict[str, li
     return config_difference(_recorded(record, config), config_values(config))
 
 
-def check_resumable(record: Mapping[str, Any], config: RunConfig, data: str, batch: int, path: Path) -> None:
+def check_resumable(
+    record: Mapping[str, Any], config: RunConfig, data: str, batch: int, path: Path
+) -> None:
     """Raise `CheckpointError` if a checkpoint is not of this run.
 
     It may be of another model, other data or another optimizer.
@@ -152,7 +156,9 @@ def _check_origin(record: Mapping[str, Any], path: Path) -> None:
         raise CheckpointError(f"{path} contains checkpoints of another tool:", problems)
 
 
-def _refused_changes(before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool) -> Iterator[Problem]:
+def _refused_changes(
+    before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool
+) -> Iterator[Problem]:
     """Yield a problem for each change forbidden to a resumed run."""
     changed = config_difference(before, after)
     free = set(MAY_CHANGE)
@@ -171,7 +177,9 @@ def _refused_changes(before: Mapping[str, Any], after: Mapping[str, Any], same_t
         yield Problem(where, what, fix="restore it, or another --out")
 
 
-def _bound_fields(before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool) -> dict[str, str]:
+def _bound_fields(
+    before: Mapping[str, Any], after: Mapping[str, Any], same_text: bool
+) -> dict[str, str]:
     """Return field → reason for the fields of `MAY_CHANGE` bound in this run."""
     bound = dict[str, str]()
     if _counts_skips(before) != _counts_skips(after):

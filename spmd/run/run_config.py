@@ -132,7 +132,9 @@ class RunConfig:
 
     def wrong_types(self) -> Iterator[Problem]:
         """Yield a problem for each field of another type: tuples, and fields with fields."""
-        yield from check_type("metrics_to", self.metrics_to, (tuple, list), f'("{self.metrics_to}",)')
+        yield from check_type(
+            "metrics_to", self.metrics_to, (tuple, list), f'("{self.metrics_to}",)'
+        )
         for field in dataclasses.fields(self):
             kind = type(field.default)
             if dataclasses.is_dataclass(kind):

@@ -334,7 +334,11 @@ def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshS
     experts = getattr(getattr(model, "router", None), "experts", 1)
     inside = topology.devices // topology.slices
     sizes = _divisors(inside)
-    tensors = [size for size in sizes if size <= _MOST_TENSOR and heads % size == 0 and kv_heads % size == 0]
+    tensors = [
+        size
+        for size in sizes
+        if size <= _MOST_TENSOR and heads % size == 0 and kv_heads % size == 0
+    ]
     sequences = [1]
     if config.data.sequence >= _LONG:
         sequences = [size for size in sizes if size <= _MOST_SEQUENCE]
@@ -364,7 +368,9 @@ def _takes_microbatches(config: TrainConfig[Any], shape: MeshShape, parts: int) 
     return shape.pipe == 1 or parts >= shape.pipe
 
 
-def _microbatch_settings(config: TrainConfig[Any], shape: MeshShape, schedule: str, parts: int) -> dict[str, Any]:
+def _microbatch_settings(
+    config: TrainConfig[Any], shape: MeshShape, schedule: str, parts: int
+) -> dict[str, Any]:
     """Return the settings of microbatches: of a pipeline if there is one, else of accumulation."""
     chunks = config.pipeline.chunks if schedule == "interleaved" else 0
     if shape.pipe > 1:
@@ -460,7 +466,9 @@ def largest_batch(config: TrainConfig[Any], topology: Topology, mesh: AnyMesh) -
     return least * low, found
 
 
-def _memory_of_batch(config: TrainConfig[Any], topology: Topology, mesh: AnyMesh, batch: int) -> int:
+def _memory_of_batch(
+    config: TrainConfig[Any], topology: Topology, mesh: AnyMesh, batch: int
+) -> int:
     """Return the bytes of a device for a batch by the ledger."""
     data = dataclasses.replace(config.data, batch=batch)
     setup = make_setup(dataclasses.replace(config, data=data), mesh)

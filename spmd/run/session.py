@@ -119,12 +119,16 @@ def train_in_folder(
         log = stack.enter_context(ProcessLog(folder.log))
         if jax.process_count() > 1:
             redirect_native_stdout(log.file)
-        watchdog = stack.enter_context(Watchdog(recovery.deadline, recovery.start_deadline, log.file))
+        watchdog = stack.enter_context(
+            Watchdog(recovery.deadline, recovery.start_deadline, log.file)
+        )
         for line in said:
             log.say(line)
         if fault:
             log.say(fault)
-        log.say(f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices")
+        log.say(
+            f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices"
+        )
         check_hosts_agree(_common_to_hosts(run, resume))
         preemption = stack.enter_context(Preemption())
         for writer in run.writers:
@@ -258,7 +262,9 @@ class _Session:
             run.run_dir.describe(run.config, run.source, run.description)
         self.telemetry.stopwatch.switch_to("step")
         if point.step == run.config.steps:
-            self.say(f"nothing is left to train: step {point.step} of {point.step} is done (--steps for more)")
+            self.say(
+                f"nothing is left to train: step {point.step} of {point.step} is done (--steps for more)"
+            )
         return point
 
     def check_latest_record(self) -> None:
@@ -392,7 +398,9 @@ class _Session:
         run = self.run
         folder = run.run_dir
         lines = stack.enter_context(contextlib.closing(JsonLines(folder.metrics, start)))
-        named = open_writers(run.config.metrics_to, folder.path, folder.metrics, start, config_values(run.config))
+        named = open_writers(
+            run.config.metrics_to, folder.path, folder.metrics, start, config_values(run.config)
+        )
         own = stack.enter_context(contextlib.closing(Writers(named)))
         return Writers([lines, own, *run.writers, self.console])
 
@@ -451,7 +459,9 @@ class _Session:
         if self.preemption.stop_step:
             self.telemetry.note(f"preempted: stopped after step {last_step}")
         elif evaluate.wants_stop(last_step):
-            self.say(f"stopped early: {evaluate.since} evaluations without a loss below {evaluate.best:.6g}")
+            self.say(
+                f"stopped early: {evaluate.since} evaluations without a loss below {evaluate.best:.6g}"
+            )
         elif last_step != self.run.config.steps:
             self.telemetry.say(f"stopped after step {last_step}")
 
@@ -483,7 +493,11 @@ class _Session:
             hooks.append(ReplicaCheck(run.step.plan, every.replicas_every, checking))
         if every.repeat_every:
             probe = run.read_first()
-            hooks.append(DeterminismCheck(run.step.plan, run.step.grad_fn, probe, every.repeat_every, checking))
+            hooks.append(
+                DeterminismCheck(
+                    run.step.plan, run.step.grad_fn, probe, every.repeat_every, checking
+                )
+            )
         return hooks
 
 

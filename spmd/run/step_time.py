@@ -119,7 +119,9 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
     )
 
 
-def _count_kernels(plan: ShardingPlan, router: Any, routed: int) -> tuple[dict[str, float], dict[str, float]]:
+def _count_kernels(
+    plan: ShardingPlan, router: Any, routed: int
+) -> tuple[dict[str, float], dict[str, float]]:
     """Count the active parameters for a token in the layers' kernels.
 
     Returns:
@@ -343,7 +345,9 @@ def _collective_times(audit: CollectiveAudit, line: Timeline) -> tuple[Collectiv
     return tuple(sorted(found, key=lambda each: (-each.exposed, -each.seconds)))
 
 
-def _data_share(config: TrainConfig, model: ModelNumbers, mesh: MeshShape, exchange: float) -> float:
+def _data_share(
+    config: TrainConfig, model: ModelNumbers, mesh: MeshShape, exchange: float
+) -> float:
     """Return the share of a gradient's bytes sent over data, as for an MLP's kernel."""
     rank = powersgd_rank(config.compress.gradients)
     if not rank:

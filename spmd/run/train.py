@@ -175,7 +175,9 @@ def _base_line(frozen: Reloaded | None) -> str:
     return f"\ncheckpoints have the adapters alone: {keep}, or {save}"
 
 
-def _training_batches(setup: TrainSetup, text: TrainingText, order: Order, start: int, steps: int) -> Batches:
+def _training_batches(
+    setup: TrainSetup, text: TrainingText, order: Order, start: int, steps: int
+) -> Batches:
     """Return the batches of the steps `start + 1 … steps`."""
     data = setup.config.data
     text.check_epochs(steps, data.batch)  # again, as roll-backs skip batches
@@ -196,7 +198,9 @@ def _evaluation_batches(checked: CheckedRun) -> dict[str, Callable[[], Iterable[
     sharding = checked.setup.plan.batch_sharding("tokens")
     batches = dict[str, Callable[[], Iterable[Batch]]]()
     for each in checked.sets:
-        batches[each.name] = functools.partial(set_batches, each, config.data.batch, sharding, config.evaluate.tokens)
+        batches[each.name] = functools.partial(
+            set_batches, each, config.data.batch, sharding, config.evaluate.tokens
+        )
     return batches
 
 

@@ -98,7 +98,9 @@ class CompressConfig:
             problems.append(problem)
         return problems
 
-    def useless(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> dict[str, Problem]:
+    def useless(
+        self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
+    ) -> dict[str, Problem]:
         """Return field → problem for the fields without an effect.
 
         Over axes of size 1, nothing is sent.
@@ -120,7 +122,9 @@ class CompressConfig:
                 )
         return problems
 
-    def on(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> "CompressConfig":
+    def on(
+        self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
+    ) -> "CompressConfig":
         """Return the config without the fields that are useless there."""
         useless: dict[str, Any] = dict.fromkeys(self.useless(sizes, slices, zero), "")
         if powersgd_rank(self.gradients) and sizes["data"] == 1:
@@ -137,7 +141,9 @@ class CompressConfig:
             over = dict.fromkeys(spans, over_slices)
         return dataclasses.replace(policy, exchange=exchange, exchange_over=over)
 
-    def problems_of_mesh(self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int) -> list[Problem]:
+    def problems_of_mesh(
+        self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
+    ) -> list[Problem]:
         """Return the problems of the config in a plan for this mesh, whatever the model is."""
         problems = [*self.problems(), *self.useless(sizes, slices, zero).values()]
         if self != self.of_plan:
@@ -187,7 +193,9 @@ class CompressConfig:
         width = _width_dim(specs[1], len(shape))
         return CodedComm(tuple(sent.items()), codec, tuple(spans.items()), hop, width)
 
-    def problems_of_model(self, comms: Iterable[ParamComm], reduced: Collection[str]) -> list[Problem]:
+    def problems_of_model(
+        self, comms: Iterable[ParamComm], reduced: Collection[str]
+    ) -> list[Problem]:
         """Return a problem for each codec without use in a model.
 
         Args:
@@ -282,7 +290,9 @@ def _without_codes(sent: Mapping[str, str]) -> dict[str, str]:
     return exact
 
 
-def _gathers_blocks(shape: tuple[int, ...], stored: Dims, used: Dims, sizes: Mapping[str, int]) -> bool:
+def _gathers_blocks(
+    shape: tuple[int, ...], stored: Dims, used: Dims, sizes: Mapping[str, int]
+) -> bool:
     """Return whether a layer gathers a parameter, in shards with blocks for codes."""
     is_gathered = len(shape) > 1 and stored != used and is_prefix(used, stored)
     if not is_gathered:
@@ -292,7 +302,9 @@ def _gathers_blocks(shape: tuple[int, ...], stored: Dims, used: Dims, sizes: Map
     return block > 0
 
 
-def _hop(stored: Dims, used: Dims, sizes: Mapping[str, int], spans: Mapping[str, int]) -> tuple[str, int] | None:
+def _hop(
+    stored: Dims, used: Dims, sizes: Mapping[str, int], spans: Mapping[str, int]
+) -> tuple[str, int] | None:
     """Return the first gathered axis with several devices in each slice, and its slices."""
     for axes in extra_axes(stored, used):
         for axis in axes:

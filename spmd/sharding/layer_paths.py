@@ -126,7 +126,9 @@ def stored_dims(stacks: Sequence[Stack]) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def insert_stacked(layer: Iterable[Any], values: Iterable[Any], dims: Iterable[int]) -> tuple[Any, ...]:
+def insert_stacked(
+    layer: Iterable[Any], values: Iterable[Any], dims: Iterable[int]
+) -> tuple[Any, ...]:
     """Insert the values of stacked dimensions between those of one layer; missing ones are None.
 
     Example:
@@ -207,7 +209,9 @@ def _common_dims(paths: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> s
     return set.intersection(*dims)
 
 
-def find_stacks(shapes: Mapping[str, Sequence[int]], created: Mapping[str, Sequence[int | None]]) -> dict[str, Stack]:
+def find_stacks(
+    shapes: Mapping[str, Sequence[int]], created: Mapping[str, Sequence[int | None]]
+) -> dict[str, Stack]:
     """Return the stacks of a module, from the shapes of its arrays as stored and as created.
 
     A stack is the outermost component below which all arrays have one more dimension, of one size.

@@ -152,13 +152,17 @@ def make_mesh(
     return mesh_of(shape, devices, slices)
 
 
-def mesh_of(shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str, int] | None = None) -> Mesh:
+def mesh_of(
+    shape: MeshShape, devices: Sequence[jax.Device], slices: Mapping[str, int] | None = None
+) -> Mesh:
     """Make a mesh from a `MeshShape`, as `make_mesh` does from keyword arguments."""
     grid = arrange_devices(shape.resolve(len(devices)), devices, slices or {})
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def arrange_devices(shape: MeshShape, devices: Sequence[Any], slices: Mapping[str, int]) -> np.ndarray:
+def arrange_devices(
+    shape: MeshShape, devices: Sequence[Any], slices: Mapping[str, int]
+) -> np.ndarray:
     """Return the devices of a mesh shape without -1, one dimension for each axis.
 
     They may be only descriptions of devices.

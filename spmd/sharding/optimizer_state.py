@@ -300,7 +300,9 @@ def _param_of(path: str, params: Mapping[str, Any]) -> str:
     return path
 
 
-def _probed_shapes(init: Callable[[Any], Any], params: Any, dims: Mapping[str, _Dims]) -> dict[str, Shape]:
+def _probed_shapes(
+    init: Callable[[Any], Any], params: Any, dims: Mapping[str, _Dims]
+) -> dict[str, Shape]:
     """Return the shape of each state path for a probe; nothing if `init` rejects other shapes."""
 
     def grow(path: str, param: Any) -> jax.ShapeDtypeStruct:

@@ -236,7 +236,9 @@ class Rules:
                 names[path] = path
         return names
 
-    def audit(self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()) -> list[Problem]:
+    def audit(
+        self, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int], tied: Tied = ()
+    ) -> list[Problem]:
         """Return every mismatch between this table, the parameters and the mesh.
 
         Shapes are as stored, with stacked dimensions. One path of each tied group is in `shapes`; a
@@ -504,7 +506,9 @@ def _axis_problems(where: str, spec: P, axes: Collection[str]) -> list[Problem]:
     return problems
 
 
-def _audit_match(path: str, shape: tuple[int, ...], match: Match, axes: Mapping[str, int]) -> list[Problem]:
+def _audit_match(
+    path: str, shape: tuple[int, ...], match: Match, axes: Mapping[str, int]
+) -> list[Problem]:
     """Return the problems of splitting a parameter by the rule that applies to it."""
     by = f"rule {match.pattern!r}"
     twice = repeated_axes(match.spec)
@@ -515,7 +519,9 @@ def _audit_match(path: str, shape: tuple[int, ...], match: Match, axes: Mapping[
     return [Problem(path, what, fix="split the stack or the layer over it")]
 
 
-def audit_spec(path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, int], by: str) -> list[Problem]:
+def audit_spec(
+    path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, int], by: str
+) -> list[Problem]:
     """Return the problems of splitting an array: too many entries, dimensions that do not divide.
 
     `spec` must only name axes of `axes`; `by` is its origin, for the message.

@@ -91,7 +91,9 @@ def trained_point(params: Any) -> EvaluationPoint:
 @functools.lru_cache(maxsize=8)
 def plan_evaluation_point(plan: ShardingPlan) -> EvaluationPoint:
     """Return the point at which a run of this plan is evaluated."""
-    return evaluation_point(plan.abstract_params, plan.abstract_optimizer_state, plan.precision, plan.evaluation_params)
+    return evaluation_point(
+        plan.abstract_params, plan.abstract_optimizer_state, plan.precision, plan.evaluation_params
+    )
 
 
 def evaluated_params(plan: ShardingPlan, state: TrainState) -> Any:

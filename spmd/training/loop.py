@@ -169,7 +169,9 @@ def _stops_after(hooks: Sequence[Hook], number: int) -> bool:
     return True
 
 
-def _check_arguments(state: Any, step: Any, batches: Any, steps: Any, start: Any, hooks: Any) -> None:
+def _check_arguments(
+    state: Any, step: Any, batches: Any, steps: Any, start: Any, hooks: Any
+) -> None:
     """Raise a `ConfigError` that lists all problems of the arguments of `fit`."""
     problems = check_call("step", step, "state, batch", "fit(state, step, batches, steps=…)")
     if not isinstance(steps, int) or not isinstance(start, int) or not 0 <= start <= steps:

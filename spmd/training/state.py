@@ -98,7 +98,9 @@ def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]
 
 def check_state(plan: ShardingPlan, state: Any) -> None:
     """Raise a `ConfigError` if a state was donated, or is not that of the plan."""
-    problems = check_type("state", state, TrainState, "step(state, batch), with state from spmd.init_state")
+    problems = check_type(
+        "state", state, TrainState, "step(state, batch), with state from spmd.init_state"
+    )
     fix = "use what the step returned: state, metrics = step(state, batch)"
     problems = problems or check_alive("state", state, fix)
     problems = problems or tree.check_like(state, abstract_state(plan), "state")

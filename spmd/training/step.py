@@ -189,7 +189,9 @@ class TrainStep:
             metrics["gradients"] = gradients
         return after, metrics
 
-    def update(self, state: TrainState, batch: Any, gradients: Any, loss: jax.Array) -> tuple[Any, Any]:
+    def update(
+        self, state: TrainState, batch: Any, gradients: Any, loss: jax.Array
+    ) -> tuple[Any, Any]:
         """Return parameters and optimizer state after an update with gradients of the mean loss.
 
         Pure and not compiled; `batch` matters only to an optimizer that computes the loss again, as
@@ -201,7 +203,9 @@ class TrainStep:
             update = self.plan.storage.make_update(self.plan)
             return update(gradients, state.optimizer_state, state.params, **extra)
 
-    def _mean_gradients(self, state: TrainState, batch: Any, params: Any) -> tuple[Any, Metrics, jax.Array, Carry]:
+    def _mean_gradients(
+        self, state: TrainState, batch: Any, params: Any
+    ) -> tuple[Any, Metrics, jax.Array, Carry]:
         """Return the gradients of the mean loss, the means, their weight, and the updated carry."""
         with use_plan(self.plan):
             returned = self._transformed(params, state.carry, batch, state.step_key())
@@ -232,7 +236,9 @@ class TrainStep:
             return means["loss"], gradients
 
         def backward(gradients: Any, cotangent: jax.Array) -> tuple[Any]:
-            d_params = jax.tree.map(lambda p, g: (cotangent * g).astype(p.dtype), state.params, gradients)
+            d_params = jax.tree.map(
+                lambda p, g: (cotangent * g).astype(p.dtype), state.params, gradients
+            )
             return (d_params,)
 
         loss_at.defvjp(forward, backward)
@@ -277,7 +283,9 @@ def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
     cache = without_faulty_cache(plan.mesh.shape["pipe"])
     compiled = cache(jax.jit(evaluate))
 
-    def evaluate_batch(params: Any, variables: Any, batch: Any, name: str = "", number: int = 0) -> Sums:
+    def evaluate_batch(
+        params: Any, variables: Any, batch: Any, name: str = "", number: int = 0
+    ) -> Sums:
         place = np.array([zlib.crc32(name.encode()), number], np.uint32)
         return compiled(params, variables, batch, place)
 

@@ -1,6 +1,7 @@
 """The core set of absent hardware: what a step holds and sends, as the compilers of v5e and v5p slices make it.
 
-One program for each chip, a pipeline and an offload among them; everything else about absent machines is soak.
+One program for each chip, a pipeline and an offload among them; everything else about absent
+machines is soak.
 """
 
 import functools
@@ -8,7 +9,12 @@ import importlib.util
 
 import pytest
 
-from tests.absent.test_pipeline import CASES, FEW, assert_branches_are_known, assert_streams_and_shared_gradients
+from tests.absent.test_pipeline import (
+    CASES,
+    FEW,
+    assert_branches_are_known,
+    assert_streams_and_shared_gradients,
+)
 from tests.absent.test_pipeline import compiled as pipelines
 from tests.programs import LITTLE_EFFORT, run_script
 
@@ -64,7 +70,9 @@ FLOAT32, BF16 = 4, 2
 @functools.cache
 def compiled() -> dict[str, dict[str, int]]:
     """Machine and offload → bytes of one chip, from one process for all."""
-    assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    assert importlib.util.find_spec("libtpu"), (
+        "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    )
     return run_script(COMPILE, **LITTLE_EFFORT)
 
 
@@ -77,13 +85,15 @@ TEMPORARIES = {"v5e:2x4": 24.5e6, "v5p:2x2x2": 28.5e6}
 def test_a_step_sends_what_zero_3_sends(topology: str) -> None:
     """Kernels are gathered in bfloat16, those of layers twice; their gradients are scattered in bfloat16, in two hops.
 
-    The second hop swaps halves of what half of the chips left. Norms are all-reduced. In one hop all gradients would be
-    all-reduced: 2 × 2 bytes.
+    The second hop swaps halves of what half of the chips left. Norms are all-reduced. In one hop
+    all gradients would be all-reduced: 2 × 2 bytes.
     """
     found = compiled()[topology]
     head = WIDTH * VOCAB
-    assert found["gathered"] == BF16 * (2 * (KERNELS - head) + head) + 4 * EXAMPLES * LENGTH  # and the tokens
-    assert found["reduced"] == pytest.approx(BF16 * KERNELS + 2 * FLOAT32 * NORMS, abs=128)  # and a few sums
+    # and the tokens
+    assert found["gathered"] == BF16 * (2 * (KERNELS - head) + head) + 4 * EXAMPLES * LENGTH
+    # and a few sums
+    assert found["reduced"] == pytest.approx(BF16 * KERNELS + 2 * FLOAT32 * NORMS, abs=128)
     assert found["permuted"] == BF16 * KERNELS // CHIPS
 
 
@@ -109,7 +119,8 @@ def test_offloaded_moments_leave_the_chip() -> None:
 def test_a_tied_head_sends_what_a_head_sends_and_its_columns() -> None:
     """The head is gathered over fsdp and its gradient scattered, as without ties; columns are exchanged over tensor.
 
-    A newer compiler ends the process if the lookup's table, or the sum of its two gradients, is split like the head.
+    A newer compiler ends the process if the lookup's table, or the sum of its two gradients, is
+    split like the head.
     """
     found = compiled()["tied"]
     head, columns = BF16 * WIDTH * VOCAB // 2, FLOAT32 * WIDTH * VOCAB // CHIPS

@@ -43,7 +43,11 @@ COMPILE = f"""
 """
 TOKENS = 2 * BATCH * SEQ * D  # bytes of a residual stream in bfloat16
 
-ABSENT = [t for t in ("v5e:2x4", "h100:1x8") if t.startswith("v5e") or missing_extra(parse_topology(t)) is None]
+ABSENT = [
+    t
+    for t in ("v5e:2x4", "h100:1x8")
+    if t.startswith("v5e") or missing_extra(parse_topology(t)) is None
+]
 pytestmark = [pytest.mark.soak, pytest.mark.parametrize("topology", ABSENT)]
 
 
@@ -91,7 +95,12 @@ def test_control_a_wrong_table_moves_something_else(topology):
 def test_no_kernel_is_gathered(topology):
     """Over `tensor`, activations travel and never kernels."""
     found = collectives(topology)
-    gathered = [array for name in ("width", "tokens") for kind, _, _, array, *_ in found[name] if kind == "all-gather"]
+    gathered = [
+        array
+        for name in ("width", "tokens")
+        for kind, _, _, array, *_ in found[name]
+        if kind == "all-gather"
+    ]
     assert not [array for array in gathered if "kernel" in array]
 
 

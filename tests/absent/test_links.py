@@ -47,9 +47,14 @@ COMPILE = f"""
 @functools.cache
 def gathers(*names: str) -> dict[str, list[list[tuple[str, str, int, str]]]]:
     """Machine → the collectives that gather a kernel over a whole slice, with its links and without."""
-    assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    assert importlib.util.find_spec("libtpu"), (
+        "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    )
     found = run_script(COMPILE, *names)
-    return {name: [[tuple(record) for record in records] for records in both] for name, both in found.items()}
+    return {
+        name: [[tuple(record) for record in records] for records in both]
+        for name, both in found.items()
+    }
 
 
 ALL_GATHER = [("all-gather", "fsdp", KERNEL, "")]
@@ -70,11 +75,15 @@ def test_control_without_links_a_cube_gathers_by_all_reduces() -> None:
 
 
 @pytest.mark.parametrize(("machine", "wrap"), [("v5e:2x4", [False] * 3), ("cpu:8", [])])
-def test_a_plan_says_which_links_wrap_around(machine: str, wrap: list[bool], capsys: pytest.CaptureFixture) -> None:
+def test_a_plan_says_which_links_wrap_around(
+    machine: str, wrap: list[bool], capsys: pytest.CaptureFixture
+) -> None:
     """In the line about the machine, and as values."""
     run_plan(["demo", "--topology", machine])
     printed = capsys.readouterr().out
-    assert f"memory of one device, {machine}{' (no links wrap around)' if wrap else ''}\n" in printed
+    assert (
+        f"memory of one device, {machine}{' (no links wrap around)' if wrap else ''}\n" in printed
+    )
     run_plan(["demo", "--topology", machine, "--json"])
     assert json.loads(capsys.readouterr().out)["wrap"] == wrap
 

@@ -1,6 +1,7 @@
 """What offload saves, in bytes, as the TPU compiler sees it for eight chips that are not here.
 
-Device bytes are arguments and temporaries. XLA:CPU has host memory by name only, so this cannot be asked there.
+Device bytes are arguments and temporaries. XLA:CPU has host memory by name only, so this cannot be
+asked there.
 """
 
 import functools
@@ -46,7 +47,8 @@ STATE = """
             held[f"{name} {offload}".strip()] = measure(config, (8, 512), optimizer, **options)
     print(json.dumps(held))
 """
-# Layers are most of this model: where a head is, the most that is held is its logits and gradients, and no layer.
+# Layers are most of this model: where a head is, the most that is held is its logits and gradients,
+# and no layer.
 PARAMS = """
     config = LlamaConfig(4096, 1024, 8, 8, 4, 2816)
     adamw = spmd.make_optimizer(spmd.OptimizerConfig(schedule="constant"), steps=10)
@@ -66,7 +68,8 @@ ACTIVATIONS = f"""
     print(json.dumps(held))
 """
 
-# The head, the embedding and a kernel of Llama-3 8B as 256 chips hold them: [128, 16032], [128256, 16], [1376, 128].
+# The head, the embedding and a kernel of Llama-3 8B as 256 chips hold them: [128, 16032], [128256,
+# 16], [1376, 128].
 THIN_SHARDS = """
     from jax.sharding import PartitionSpec as P
 
@@ -89,7 +92,9 @@ pytestmark = pytest.mark.soak
 @functools.cache
 def compiled(script: str, **environment: str) -> dict[str, dict[str, int]]:
     """Setting → bytes of one chip, from one process for all."""
-    assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    assert importlib.util.find_spec("libtpu"), (
+        "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    )
     return run_script(textwrap.dedent(SHARED) + textwrap.dedent(script), **environment)
 
 
@@ -121,12 +126,15 @@ def test_thin_shards_are_cut_where_the_chip_can_cut_them():
     assert held["host_temporaries"] == 0
 
 
-HIDDEN = 2 * LAYERS * SEQUENCES * LENGTH * D_FF // 8  # bytes of all layers' mlp_hidden on one chip, in bfloat16
+# bytes of all layers' mlp_hidden on one chip, in bfloat16
+HIDDEN = 2 * LAYERS * SEQUENCES * LENGTH * D_FF // 8
 
 
 def test_exactly_the_offloaded_activations_are_on_the_host():
     """Of what is named, each layer's on each chip, and nothing else."""
-    assert compiled(ACTIVATIONS, **LITTLE_EFFORT)["offload:mlp_hidden"]["host_temporaries"] == HIDDEN
+    assert (
+        compiled(ACTIVATIONS, **LITTLE_EFFORT)["offload:mlp_hidden"]["host_temporaries"] == HIDDEN
+    )
 
 
 def test_control_a_saved_activation_is_not_on_the_host():

@@ -49,10 +49,13 @@ COMPILE = """
 @functools.cache
 def large_collectives(machine: str) -> list[list[tuple[str, bool]]]:
     """Kind of each large collective and whether it runs beside compute, with the chip's flags and without."""
-    assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    assert importlib.util.find_spec("libtpu"), (
+        "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    )
     kind = parse_topology(machine).chip.device_kind
     both = [compiler_options(flags_for(["preset"], "tpu", kind, crossing=False)), {}]
-    found = run_script(COMPILE, machine, json.dumps(both))  # with little effort nothing is asynchronous
+    # with little effort nothing is asynchronous
+    found = run_script(COMPILE, machine, json.dumps(both))
     return [[tuple(record) for record in records] for records in found]
 
 

@@ -8,7 +8,8 @@ from spmd.analysis.topology import missing_extra, parse_topology
 from tests.programs import run_script
 from tests.published.closed_forms import pipeline_traffic
 
-LAYERS, D, D_FF, VOCAB, SEQ, EXAMPLES = 4, 512, 1024, 512, 320, 4  # no array is as large as the stream
+# no array is as large as the stream
+LAYERS, D, D_FF, VOCAB, SEQ, EXAMPLES = 4, 512, 1024, 512, 320, 4
 COMPILE = f"""
     import json, sys
     import jax, optax, spmd
@@ -98,10 +99,12 @@ def test_the_ledger_knows_how_much_gpipe_grows():
     (predicted, _), (allocated, _) = growth("gpipe", "estimate"), growth("gpipe", "total")
     assert predicted == pytest.approx(allocated, rel=0.15)
     assert growth("gpipe", "stages")[0] == (MANY - FEW) * STREAM
-    assert growth("1f1b", "estimate")[0] < 0.02 * predicted  # control: the other schedule's growth is none
+    # control: the other schedule's growth is none
+    assert growth("1f1b", "estimate")[0] < 0.02 * predicted
 
 
-# Each device has a quarter of a stage's layers, of the embedding and of the head, in float32, and all norms.
+# Each device has a quarter of a stage's layers, of the embedding and of the head, in float32, and
+# all norms.
 STREAM = 4 * EXAMPLES // 2 * SEQ * D // 2  # split over fsdp and, by width, over tensor
 KERNELS = 4 * D**2 + 3 * D * D_FF
 NORMS = 4 * 2 * D
@@ -136,7 +139,9 @@ def assert_streams_and_shared_gradients(found):
     """One stream on and one gradient back in each tick, in no branch; what stages share is gathered and summed once."""
     ticks, counts = found["ticks"], over_pipe(found)
     traffic = pipeline_traffic(ticks, STREAM, shared=SHARED, stored=STORED)
-    assert {key for key in counts if key[0] == "collective-permute"} == {("collective-permute", STREAM, False)}
+    assert {key for key in counts if key[0] == "collective-permute"} == {
+        ("collective-permute", STREAM, False)
+    }
     assert moved(counts, "collective-permute") == traffic.permuted
     assert_shared(counts, traffic)
     assert not any(in_branch for _, _, in_branch in counts)
@@ -175,7 +180,8 @@ def test_over_pipe_go_streams_and_shared_gradients(case):
 def test_interleaved_layers_travel_once(case):
     """To the stage that computes them and back as gradients, in as many permutes as a leaf has chunks that move.
 
-    Of two stages' two groups each, one stays. On the way there, a TPU rounds some kernels to bfloat16 first.
+    Of two stages' two groups each, one stays. On the way there, a TPU rounds some kernels to
+    bfloat16 first.
     """
     found = compiled("v5e:2x4", *CASES)[case]
     ticks, counts = found["ticks"], over_pipe(found)
@@ -183,7 +189,9 @@ def test_interleaved_layers_travel_once(case):
     assert counts[streams] == 2 * ticks
     layers = moved(counts, "collective-permute") - STREAM * counts[streams]
     group = LAYERS // 4 * (KERNELS + NORMS)
-    traffic = pipeline_traffic(ticks, STREAM, layers=group, gradients=group, shared=SHARED, stored=STORED, chunks=2)
+    traffic = pipeline_traffic(
+        ticks, STREAM, layers=group, gradients=group, shared=SHARED, stored=STORED, chunks=2
+    )
     assert traffic.layers - LAYERS // 4 * KERNELS / 2 <= layers <= traffic.layers
     permutes = sum(times for (kind, *_), times in counts.items() if kind == "collective-permute")
     assert permutes == 2 * ticks + 2 * 9  # leaves
@@ -197,7 +205,11 @@ def test_the_ticks_are_as_published():
     assert compiled("v5e:2x4", *CASES)["1f1b 2 32 1"]["ticks"] == 32 + 2 * (2 - 1)
 
 
-LARGER = [t for t in ("v5e:4x4", "h100:2x8") if t.startswith("v5e") or missing_extra(parse_topology(t)) is None]
+LARGER = [
+    t
+    for t in ("v5e:4x4", "h100:2x8")
+    if t.startswith("v5e") or missing_extra(parse_topology(t)) is None
+]
 
 
 @pytest.mark.parametrize("topology", LARGER)
@@ -206,6 +218,9 @@ def test_it_compiles_for_larger_machines(topology):
     (found,) = compiled(topology, "1f1b 4 8 1").values()
     assert found["ticks"] == 8 + 2 * 3
     permutes = [record for record in found["over pipe"] if record[0] == "collective-permute"]
-    assert sum(payload * times for _, _, payload, times, _ in permutes) == pipeline_traffic(14, STREAM).permuted
+    assert (
+        sum(payload * times for _, _, payload, times, _ in permutes)
+        == pipeline_traffic(14, STREAM).permuted
+    )
     assert not any(conditional for *_, conditional in found["over pipe"])
     assert not found["irregular"]

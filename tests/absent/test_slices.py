@@ -76,9 +76,21 @@ def test_the_devices_say_what_their_slices_are():
     ("devices", "slices", "complaint"),
     [
         (hosts(4, 2), {"data": 8}, "product of slices = 8, and the devices form 4 hosts"),
-        (hosts(1, 8, platform="tpu"), {"data": 2}, "product of slices = 2, and the devices form 1 slices"),
-        ([Device(i, 0, "tpu", i // 4) for i in range(8)], None, "product of slices = 1, and the devices form 2 slices"),
-        ([Device(i, i // 3) for i in range(8)], {"data": 3}, "slices.data: is 3, and mesh.data is 8"),
+        (
+            hosts(1, 8, platform="tpu"),
+            {"data": 2},
+            "product of slices = 2, and the devices form 1 slices",
+        ),
+        (
+            [Device(i, 0, "tpu", i // 4) for i in range(8)],
+            None,
+            "product of slices = 1, and the devices form 2 slices",
+        ),
+        (
+            [Device(i, i // 3) for i in range(8)],
+            {"data": 3},
+            "slices.data: is 3, and mesh.data is 8",
+        ),
         ([Device(i, i // 6) for i in range(8)], {"data": 2}, "have unequal numbers of devices"),
     ],
 )
@@ -108,17 +120,24 @@ def test_a_config_names_its_slices(capsys):
         dataclasses.replace(config, slices=MeshShape(fsdp=4))
     with pytest.raises(ConfigError, match=r"slices.data: is -1"):
         dataclasses.replace(config, slices=MeshShape(data=-1))
-    inferred = dataclasses.replace(config, mesh=MeshShape(fsdp=-1, tensor=2), slices=MeshShape(fsdp=3))
+    inferred = dataclasses.replace(
+        config, mesh=MeshShape(fsdp=-1, tensor=2), slices=MeshShape(fsdp=3)
+    )
     with pytest.raises(MeshError, match=r"slices.fsdp: is 3, and mesh.fsdp is 4"):
         planned_mesh(inferred)
     run_plan(["demo", "--slices.data", "2"])
-    assert "slices 2 of 4 devices; over the slow network, × inside: data 2 × 1" in capsys.readouterr().out
+    assert (
+        "slices 2 of 4 devices; over the slow network, × inside: data 2 × 1"
+        in capsys.readouterr().out
+    )
 
 
-VOCAB, D, LAYERS, D_FF, BATCH, SEQ = 512, 512, 2, 512, 16, 32  # a TPU pads rows of less than 128 columns
+# a TPU pads rows of less than 128 columns
+VOCAB, D, LAYERS, D_FF, BATCH, SEQ = 512, 512, 2, 512, 16, 32
 KERNELS = LAYERS * (4 * D * D + 3 * D * D_FF) + D * VOCAB
 EMBEDDING, NORMS = VOCAB * D, (2 * LAYERS + 1) * D
-SHARDS = KERNELS + EMBEDDING  # bytes of one device's shards of the gradients over fsdp=4, in float32
+# bytes of one device's shards of the gradients over fsdp=4, in float32
+SHARDS = KERNELS + EMBEDDING
 SCALES = 4 * NORMS  # those of norms, which go whole, or as shards too
 
 COMPILE = f"""
@@ -170,7 +189,10 @@ def test_hybrid_sharding_sends_gradients_between_slices_and_nothing_else(topolog
     """`data` over slices, `fsdp` inside: each device all-reduces its shard of the gradients, and a few scalars; no
     parameter is gathered and no gradient scattered across."""
     found = crossing(topology)["data"]
-    assert {kind: found[kind] for kind in ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")} == {
+    assert {
+        kind: found[kind]
+        for kind in ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+    } == {
         "all-gather": 0,
         "reduce-scatter": 0,
         "all-to-all": 0,

@@ -50,7 +50,9 @@ COMPILE = """
 @functools.cache
 def compiled() -> dict[str, Any]:
     """Convolution → the groups of devices of each all-reduce in the gradient of its kernel."""
-    assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    assert importlib.util.find_spec("libtpu"), (
+        "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    )
     return run_script(COMPILE, **LITTLE_EFFORT)
 
 

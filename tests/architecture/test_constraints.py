@@ -45,6 +45,12 @@ def test_floors_are_pinned() -> None:
 
 def test_floors_are_pinned_control() -> None:
     """A floor that differs from its pin, a missing pin or floor, and a line with a URL or a hash are found."""
-    pins, strange = read_pins("# why\na==1.2.0\nB_c==3\nd @ https://x.invalid/d.whl\ne==1 --hash=x\nf>=2\n")
+    pins, strange = read_pins(
+        "# why\na==1.2.0\nB_c==3\nd @ https://x.invalid/d.whl\ne==1 --hash=x\nf>=2\n"
+    )
     assert strange == ["d @ https://x.invalid/d.whl", "e==1 --hash=x", "f>=2"]
-    assert untrue_floors(["a>=1.2", "b-c==3", "a>=1.1", "a", "z>=1"], pins) == ["a>=1.1", "a", "z>=1"]
+    assert untrue_floors(["a>=1.2", "b-c==3", "a>=1.1", "a", "z>=1"], pins) == [
+        "a>=1.1",
+        "a",
+        "z>=1",
+    ]

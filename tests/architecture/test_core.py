@@ -9,7 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.architecture.test_floors import CORE, LIBRARIES, SETTINGS, Module, imports, longest_prefix, read_modules
+from tests.architecture.test_floors import (
+    CORE,
+    LIBRARIES,
+    SETTINGS,
+    Module,
+    imports,
+    longest_prefix,
+    read_modules,
+)
 
 WORDS = (
     *("loss_?scal", "power_?sgd", "pipe_?dream", "in_?flight", "lora"),
@@ -21,7 +29,10 @@ WORDS = (
 EXCEPT = {
     ("optim.quantized", "magnitude"): "that of a number",
     ("plan.flax_layers", "lora"): "a layer of Flax, whose matrices an optimizer must know",
-    ("sharding.mesh", "host_memory"): "whether devices have any, which an offloaded activation needs, too",
+    (
+        "sharding.mesh",
+        "host_memory",
+    ): "whether devices have any, which an offloaded activation needs, too",
     ("plan.resolve", "host_memory"): "the same question, asked",
 }
 """Module and word → why it may be there."""
@@ -92,7 +103,11 @@ def test_control_a_core_module_that_names_one(source: str) -> None:
     """Each way to write a name in source is found, and the same in a docstring or a comment is not."""
     assert len(named_techniques(Module("spmd.plan.plan", source))) >= 1
     described = '"""For PowerSGD."""\nx = 1  # of LoRA\n"""As fp8."""\ncolorado = hoping = 0\n'
-    assert not [line for line in named_techniques(Module("spmd.plan.plan", described)) if "hoping" not in line]
+    assert not [
+        line
+        for line in named_techniques(Module("spmd.plan.plan", described))
+        if "hoping" not in line
+    ]
 
 
 def test_every_exception_has_a_use() -> None:
@@ -106,5 +121,10 @@ def test_the_core_imports_the_core() -> None:
     """Besides it the two modules of what a user names, and libraries without a plan; a technique is the control."""
     known = set(read_modules("spmd"))
     assert not [line for module in core_modules() for line in foreign_imports(module, known)]
-    control = Module("spmd.training.step", "from spmd.pipedream.grad_fn import pipedream\nfrom spmd import tree\n")
-    assert foreign_imports(control, known) == ["spmd.training.step imports spmd.pipedream.grad_fn.pipedream"]
+    control = Module(
+        "spmd.training.step",
+        "from spmd.pipedream.grad_fn import pipedream\nfrom spmd import tree\n",
+    )
+    assert foreign_imports(control, known) == [
+        "spmd.training.step imports spmd.pipedream.grad_fn.pipedream"
+    ]

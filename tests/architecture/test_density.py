@@ -1,8 +1,9 @@
 """A statement does one thing: how much each does is measured by logical lines, so no formatter changes a figure.
 
-The bars are what widely read packages of this field keep (optax, kauldron, penzai, equinox, levanter, grain; measured
-on 25 November 2026): medians of 5 to 7 tokens; for 100 statements 0.4 to 2.2 conditional expressions and 0.7 to 2.7
-comprehensions, of which 0.02 to 0.46 are inside of one another.
+The bars are what widely read packages of this field keep (optax, kauldron, penzai, equinox,
+levanter, grain; measured on 25 November 2026): medians of 5 to 7 tokens; for 100 statements 0.4 to
+2.2 conditional expressions and 0.7 to 2.7 comprehensions, of which 0.02 to 0.46 are inside of one
+another.
 """
 
 import ast
@@ -19,7 +20,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BARS = {"median": 7.0, "conditional": 2.0, "assignment": 0.2, "comprehension": 3.0, "nested": 0.3, "long": 0.5}
+BARS = {
+    "median": 7.0,
+    "conditional": 2.0,
+    "assignment": 0.2,
+    "comprehension": 3.0,
+    "nested": 0.3,
+    "long": 0.5,
+}
 """Tokens of the median statement; conditional and assignment expressions, comprehensions, those of the three inside of
 one another, and statements above `LONG` tokens, for 100 statements."""
 LONG = 40
@@ -27,7 +35,7 @@ NOT_YET = {
     "spmd/distributed",
     "spmd/hf",
 }
-"""Folders that were written under a limit on lines, and are not rewritten yet. One within the bars must leave this set."""
+"""Folders that are not rewritten yet; one within the bars must leave this set."""
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _INSIDE = (*_COMPREHENSIONS, ast.IfExp, ast.NamedExpr)
@@ -115,7 +123,13 @@ kept = {path: (x if x.ndim else None) for path, x in found.items() if (shape := 
 
 def test_control_dense_source_is_above_the_bars() -> None:
     """A statement that does five things breaks every bar."""
-    assert set(above(figures([DENSE]))) == {"median", "conditional", "assignment", "comprehension", "nested"}
+    assert set(above(figures([DENSE]))) == {
+        "median",
+        "conditional",
+        "assignment",
+        "comprehension",
+        "nested",
+    }
 
 
 def test_control_a_formatter_changes_no_figure(tmp_path: Path) -> None:
@@ -123,7 +137,16 @@ def test_control_a_formatter_changes_no_figure(tmp_path: Path) -> None:
     paths = folders()["spmd/sharding"]
     before = figures(path.read_text(encoding="utf-8") for path in paths)
     narrow = [Path(shutil.copy(path, tmp_path / path.name)) for path in paths]
-    command = [sys.executable, "-m", "ruff", "format", "-q", "--line-length", "50", *map(str, narrow)]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "format",
+        "-q",
+        "--line-length",
+        "50",
+        *map(str, narrow),
+    ]
     subprocess.run(command, check=True)
     after = figures(path.read_text(encoding="utf-8") for path in narrow)
     for name, value in before.items():

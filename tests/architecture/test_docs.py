@@ -21,7 +21,9 @@ DOCUMENTS = [
     "CHANGELOG.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 ]
-FENCE = re.compile(r"^ *(?P<ticks>`{3,})(?P<language>\w*)[^\n]*\n(?P<code>.*?)^ *(?P=ticks) *$", re.M | re.S)
+FENCE = re.compile(
+    r"^ *(?P<ticks>`{3,})(?P<language>\w*)[^\n]*\n(?P<code>.*?)^ *(?P=ticks) *$", re.M | re.S
+)
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)(?:\s+\"[^\"]*\")?\)")
 HEADING = re.compile(r"^#{1,6} +(?P<title>.+?) *#*$", re.M)
 NOT_RUN = "<!-- not run -->"
@@ -41,13 +43,20 @@ def blocks(text: str) -> Iterator[Block]:
     for match in FENCE.finditer(text):
         before = text[: match.start()]
         marked = before.rstrip().endswith(NOT_RUN)
-        yield Block(match["language"], before.count("\n") + 2, textwrap.dedent(match["code"]), marked)
+        yield Block(
+            match["language"], before.count("\n") + 2, textwrap.dedent(match["code"]), marked
+        )
 
 
 def anchors(text: str) -> set[str]:
     """Return the anchors of a document's headings, as code hosts and as the site spell them."""
-    titles = [re.sub(r"[^\w\s-]", "", match["title"].lower()) for match in HEADING.finditer(FENCE.sub("", text))]
-    return {title.replace(" ", "-") for title in titles} | {re.sub(r"[\s-]+", "-", title) for title in titles}
+    titles = [
+        re.sub(r"[^\w\s-]", "", match["title"].lower())
+        for match in HEADING.finditer(FENCE.sub("", text))
+    ]
+    return {title.replace(" ", "-") for title in titles} | {
+        re.sub(r"[\s-]+", "-", title) for title in titles
+    }
 
 
 def broken_links(path: Path, text: str) -> list[str]:
@@ -58,7 +67,8 @@ def broken_links(path: Path, text: str) -> list[str]:
         if re.match(r"[a-z]+:", target):
             continue
         file = path.parent / target if target else path
-        home = DOCS if DOCS in path.parents else ROOT  # the site has the files of docs/, and no others
+        # the site has the files of docs/, and no others
+        home = DOCS if DOCS in path.parents else ROOT
         if target and (not file.exists() or home not in (file.resolve(), *file.resolve().parents)):
             broken.append(match["target"])
         elif fragment and file.suffix == ".md":
@@ -92,10 +102,14 @@ def test_document(document: str) -> None:
 
 def test_links_control() -> None:
     """A link to a missing file or heading, or out of the repository, is found."""
-    text = "# Two words\n[a](LICENSE) [b](#two-words) [c](https://x.invalid) [d](NO.md) [e](#three)\n"
+    text = (
+        "# Two words\n[a](LICENSE) [b](#two-words) [c](https://x.invalid) [d](NO.md) [e](#three)\n"
+    )
     assert broken_links(ROOT / "README.md", text) == ["NO.md", "#three"]
     assert broken_links(ROOT / "README.md", "[out](../)") == ["../"]
-    assert broken_links(DOCS / "index.md", "[out](../README.md) [in](glossary.md)") == ["../README.md"]
+    assert broken_links(DOCS / "index.md", "[out](../README.md) [in](glossary.md)") == [
+        "../README.md"
+    ]
     assert broken_links(ROOT / "README.md", '```\n[a](NO.md)\n```\n[b](NO.md "title")') == ["NO.md"]
 
 
@@ -122,7 +136,9 @@ def pages_of(nav: object) -> Iterator[str]:
 def test_navigation() -> None:
     """The site's navigation has every page exactly once."""
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    assert sorted(pages_of(nav)) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+    assert sorted(pages_of(nav)) == sorted(
+        path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")
+    )
 
 
 def test_navigation_control() -> None:
@@ -147,7 +163,9 @@ def test_reference() -> None:
     floors = [name for name in FLOORS if name != "cli"]
     assert not [name for name in floors if f"\n::: spmd.{name}\n" not in pages]
     index = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
-    assert not missing([*spmd.__all__, *(f"spmd.{name}" for name in floors if is_folder(f"spmd.{name}"))], index)
+    assert not missing(
+        [*spmd.__all__, *(f"spmd.{name}" for name in floors if is_folder(f"spmd.{name}"))], index
+    )
 
 
 def test_missing_control() -> None:

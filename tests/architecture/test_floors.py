@@ -1,7 +1,7 @@
 """The house stands: imports run downwards, every dependency has its home.
 
-Nothing here runs the framework: each check reads source text, and each has a control, a small piece of source that
-breaks the rule and must be reported.
+Nothing here runs the framework: each check reads source text, and each has a control, a small piece
+of source that breaks the rule and must be reported.
 """
 
 import ast
@@ -32,17 +32,37 @@ NAMED_BY_SETTINGS = ("codecs", "loss_scaling", "delayed_scaling", "coded_comm", 
 LIBRARIES = ("codecs", "layers")
 """What the core uses besides: arrays in fewer bits, and the head of a language model, for its loss."""
 
-# Folders and flat modules of spmd, from the bottom up: a module imports from its own folder and from those before it.
+# Folders and flat modules of spmd, from the bottom up: a module imports from its own folder and
+# from those before it.
 FLOORS = (
     *("errors", "tree", "sharding", "distributed", "jaxpr", "codecs", "model_api"),
-    *("loss_scaling", "precision", "optim", "delayed_scaling", "coded_comm", "host_memory", "settings"),
+    *(
+        "loss_scaling",
+        "precision",
+        "optim",
+        "delayed_scaling",
+        "coded_comm",
+        "host_memory",
+        "settings",
+    ),
     *("plan", "layers", "gradients", "powersgd", "pipeline", "pipedream", "training"),
-    *("lora", "checkpoint", "data", "generate", "observe", "resilience", "analysis", "step_time", "parity", "testing"),
+    *(
+        "lora",
+        "checkpoint",
+        "data",
+        "generate",
+        "observe",
+        "resilience",
+        "analysis",
+        "step_time",
+        "parity",
+        "testing",
+    ),
     *("hf", "run", "report", "commands", "cli"),
 )
 
-# Those that may be imported inside a block.
-# tensorboardX sets a variable of the environment, and would import PyTorch, which takes seconds; the others are extras.
+# Those that may be imported inside a block. tensorboardX sets a variable of the environment, and
+# would import PyTorch, which takes seconds; the others are extras.
 IN_BLOCKS = {
     *("tensorboardX", "PIL.Image", "PIL.ImageOps", "IPython.display"),
     *("wandb", "mlflow", "mlflow.environment_variables"),
@@ -84,7 +104,12 @@ MODELS_MAY_IMPORT = (
     *("spmd.errors", "spmd.layers", "spmd.model_api.model", "spmd.model_api.wrapped_param"),
     *("spmd.plan.annotate", "spmd.plan.fsdp", "spmd.plan.manual"),
 )
-PARTITION_RULES_MAY_IMPORT = ("jax.sharding", "spmd.sharding.batch", "spmd.sharding.mesh", "spmd.sharding.rules")
+PARTITION_RULES_MAY_IMPORT = (
+    "jax.sharding",
+    "spmd.sharding.batch",
+    "spmd.sharding.mesh",
+    "spmd.sharding.rules",
+)
 NAME_MAPS_MAY_IMPORT = (
     *("spmd.models", "spmd.partition_rules", "spmd.run.config", "spmd.hf.family", "spmd.hf.fields"),
     *("spmd.layers.router", "spmd.sharding.rules"),
@@ -128,7 +153,9 @@ def read_modules(*packages: str) -> dict[str, Module]:
     for package in packages:
         for path in sorted((ROOT / package).resolve().rglob("*.py")):
             inner = path.relative_to((ROOT / package).resolve())
-            name = ".".join((*Path(package).parts, *inner.with_suffix("").parts)).removesuffix(".__init__")
+            name = ".".join((*Path(package).parts, *inner.with_suffix("").parts)).removesuffix(
+                ".__init__"
+            )
             modules[name] = Module(name, path.read_text(encoding="utf-8"))
     return modules
 
@@ -142,7 +169,12 @@ def names_of(node: ast.stmt) -> Iterator[str]:
 
 
 def imports(module: Module) -> list[str]:
-    return [name for node in ast.walk(module.tree) if isinstance(node, ast.stmt) for name in names_of(node)]
+    return [
+        name
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.stmt)
+        for name in names_of(node)
+    ]
 
 
 def is_within(name: str, package: str) -> bool:
@@ -165,7 +197,10 @@ def check_floor(module: Module) -> Iterator[str]:
     for name in imports(module):
         if name.startswith("."):
             yield f"{module.name} imports {name} relatively"
-        elif is_within(name, "spmd") and name.removeprefix("spmd").removeprefix(".").partition(".")[0] not in below:
+        elif (
+            is_within(name, "spmd")
+            and name.removeprefix("spmd").removeprefix(".").partition(".")[0] not in below
+        ):
             yield f"{module.name} imports {name}, which is not below it"
 
 
@@ -176,10 +211,16 @@ def check_imports_on_top(module: Module) -> Iterator[str]:
     """
     top = {id(node) for node in module.tree.body}
     if module.name == "spmd":
-        for_types = (n for n in module.tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+        for_types = (
+            n
+            for n in module.tree.body
+            if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+        )
         top |= {id(node) for block in for_types for node in block.body}
     for node in ast.walk(module.tree):
-        is_allowed = isinstance(node, ast.Import) and {alias.name for alias in node.names} <= IN_BLOCKS
+        is_allowed = (
+            isinstance(node, ast.Import) and {alias.name for alias in node.names} <= IN_BLOCKS
+        )
         if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in top and not is_allowed:
             yield f"{module.name}:{node.lineno} imports inside a block"
 
@@ -197,9 +238,17 @@ def check_environment(module: Module) -> Iterator[str]:
     if module.inner in ENVIRONMENT_MODULES:
         return
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES and ast.unparse(node.value) == "os":
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in ENVIRONMENT_NAMES
+            and ast.unparse(node.value) == "os"
+        ):
             yield f"{module.name}:{node.lineno} uses os.{node.attr}"
-    yield from (f"{module.name} imports {n}" for n in imports(module) if n.removeprefix("os.") in ENVIRONMENT_NAMES)
+    yield from (
+        f"{module.name} imports {n}"
+        for n in imports(module)
+        if n.removeprefix("os.") in ENVIRONMENT_NAMES
+    )
 
 
 def check_private(module: Module) -> Iterator[str]:
@@ -218,7 +267,10 @@ def check_excepts(module: Module) -> Iterator[str]:
         node.lineno
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or {"Exception", "BaseException"} & {n.id for n in names_in(node.type)})
+        and (
+            node.type is None
+            or {"Exception", "BaseException"} & {n.id for n in names_in(node.type)}
+        )
     ]
     allowed = 1 if module.inner in ONE_BROAD_EXCEPT else 0
     if len(broad) != allowed:
@@ -231,7 +283,11 @@ def names_in(node: ast.expr) -> Iterator[ast.Name]:
 
 def check_name(module: Module) -> Iterator[str]:
     """A module is named for what it holds."""
-    yield from (f"{module.name} says nothing" for part in module.name.split(".") if part.strip("_") in EMPTY_NAMES)
+    yield from (
+        f"{module.name} says nothing"
+        for part in module.name.split(".")
+        if part.strip("_") in EMPTY_NAMES
+    )
 
 
 def check_models(module: Module) -> Iterator[str]:
@@ -251,14 +307,17 @@ def check_name_maps(module: Module) -> Iterator[str]:
 
 def outside_of(module: Module, allowed: tuple[str, ...]) -> Iterator[str]:
     for name in imports(module):
-        if name.split(".")[0] not in sys.stdlib_module_names and not any(is_within(name, a) for a in allowed):
+        if name.split(".")[0] not in sys.stdlib_module_names and not any(
+            is_within(name, a) for a in allowed
+        ):
             yield f"{module.name} imports {name}"
 
 
 def find_circle(modules: Mapping[str, Module]) -> list[str]:
     """The modules of one import circle, or nothing."""
     graph: dict[str, set[str | None]] = {
-        name: {longest_prefix(n, set(modules)) for n in imports(module)} - {None} for name, module in modules.items()
+        name: {longest_prefix(n, set(modules)) for n in imports(module)} - {None}
+        for name, module in modules.items()
     }
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -273,7 +332,12 @@ GENERAL_CHECKS: tuple[Check, ...] = (check_imports_on_top, check_private, check_
 
 # A check, the module that breaks its rule, and what the report must name.
 CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
-    (check_floor, "spmd.sharding.mesh", "from spmd.plan.plan import make_plan", "spmd.plan.plan.make_plan"),
+    (
+        check_floor,
+        "spmd.sharding.mesh",
+        "from spmd.plan.plan import make_plan",
+        "spmd.plan.plan.make_plan",
+    ),
     (check_floor, "spmd.sharding.mesh", "from spmd import plan", "spmd.plan"),
     (check_floor, "spmd.sharding.mesh", "from spmd import make_plan", "spmd.make_plan"),
     (check_floor, "spmd.sharding.mesh", "import spmd", "imports spmd"),
@@ -283,7 +347,12 @@ CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
     (check_floor, "spmd.attic", "", "no floor"),
     (check_homes, "spmd.run.train", "import orbax.checkpoint as ocp", "orbax.checkpoint"),
     (check_homes, "spmd.run.train", "from rich.text import Text", "rich.text.Text"),
-    (check_environment, "spmd.sharding.mesh", "import os\nos.environ['A'] = '1'", "mesh:2 uses os.environ"),
+    (
+        check_environment,
+        "spmd.sharding.mesh",
+        "import os\nos.environ['A'] = '1'",
+        "mesh:2 uses os.environ",
+    ),
     (check_environment, "spmd.sharding.mesh", "from os import getenv", "os.getenv"),
     (check_imports_on_top, "spmd.plan.plan", "import os\n\ndef f():\n    import json", "plan:4"),
     (check_imports_on_top, "spmd.plan.plan", "if TYPE_CHECKING:\n    import json", "plan:2"),
@@ -292,15 +361,40 @@ CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
     (check_imports_on_top, "spmd.plan.plan", "def f():\n    import tensorboardX, json", "plan:2"),
     (check_private, "spmd.plan.plan", "from flax._src import core", "flax._src.core"),
     (check_private, "spmd.plan.plan", "import flax\nflax._src.core", "plan:2"),
-    (check_private, "spmd.plan.plan", "from spmd.sharding.rules import _match", "spmd.sharding.rules._match"),
+    (
+        check_private,
+        "spmd.plan.plan",
+        "from spmd.sharding.rules import _match",
+        "spmd.sharding.rules._match",
+    ),
     (check_excepts, "spmd.plan.plan", "try:\n    f()\nexcept:\n    pass", "[3]"),
-    (check_excepts, "spmd.plan.plan", "try:\n    f()\nexcept (KeyError, Exception):\n    pass", "[3]"),
+    (
+        check_excepts,
+        "spmd.plan.plan",
+        "try:\n    f()\nexcept (KeyError, Exception):\n    pass",
+        "[3]",
+    ),
     (check_excepts, "spmd.data.tokenizer", "try:\n    f()\nexcept KeyError:\n    pass", "[]"),
     (check_name, "spmd.mesh_utils.utils", "", "says nothing"),
-    (check_models, "spmd.models.llama", "from spmd.sharding.mesh import make_mesh", "spmd.sharding.mesh"),
+    (
+        check_models,
+        "spmd.models.llama",
+        "from spmd.sharding.mesh import make_mesh",
+        "spmd.sharding.mesh",
+    ),
     (check_models, "spmd.models.llama", "import optax", "optax"),
-    (check_partition_rules, "spmd.partition_rules.llama", "from spmd.models.llama import Llama", "spmd.models.llama"),
-    (check_name_maps, "spmd.name_maps.llama", "from spmd.hf.load import load_params", "spmd.hf.load"),
+    (
+        check_partition_rules,
+        "spmd.partition_rules.llama",
+        "from spmd.models.llama import Llama",
+        "spmd.models.llama",
+    ),
+    (
+        check_name_maps,
+        "spmd.name_maps.llama",
+        "from spmd.hf.load import load_params",
+        "spmd.hf.load",
+    ),
 )
 
 
@@ -323,7 +417,9 @@ def test_spmd(check: Check) -> None:
     folders = read_folders("spmd")
     modules = {name: module for name, module in read_modules("spmd").items() if name not in folders}
     assert not report(check, modules)
-    assert {module.folder for module in modules.values()} == set(FLOORS), "FLOORS names what does not exist"
+    assert {module.folder for module in modules.values()} == set(FLOORS), (
+        "FLOORS names what does not exist"
+    )
 
 
 @pytest.mark.parametrize("check", GENERAL_CHECKS, ids=lambda check: check.__name__)

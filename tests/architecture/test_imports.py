@@ -1,7 +1,8 @@
 """Models, rules, name maps and examples are imported as `spmd.models` and so on, never from the top level.
 
-The folders are at the top of the repository, so `import models` works there, and fails in an installed package. And
-tests import at their top only what is installed wherever tests run: pytest imports every file before it chooses.
+The folders are at the top of the repository, so `import models` works there, and fails in an
+installed package. And tests import at their top only what is installed wherever tests run: pytest
+imports every file before it chooses.
 """
 
 import ast
@@ -26,7 +27,10 @@ EXCEPTIONS = ("tests/processes/test_wheel.py", "tests/architecture/test_imports.
 
 def top_level_imports(source: str) -> list[str]:
     """Imports of a family from the top level, in code, docstrings and strings with code."""
-    return [match["module"] or match["package"] for match in IMPORT.finditer(source.replace("\\n", "\n"))]
+    return [
+        match["module"] or match["package"]
+        for match in IMPORT.finditer(source.replace("\\n", "\n"))
+    ]
 
 
 def code_of(path: Path) -> str:
@@ -39,8 +43,14 @@ def code_of(path: Path) -> str:
 
 def test_no_file_imports_a_family_from_the_top_level() -> None:
     """No module, test, benchmark, docstring or code block of a document does."""
-    files = {p.relative_to(ROOT).as_posix(): p for p in repository_files() if p.suffix in (".py", ".md")}
-    found = {name: top_level_imports(code_of(path)) for name, path in files.items() if name not in EXCEPTIONS}
+    files = {
+        p.relative_to(ROOT).as_posix(): p for p in repository_files() if p.suffix in (".py", ".md")
+    }
+    found = {
+        name: top_level_imports(code_of(path))
+        for name, path in files.items()
+        if name not in EXCEPTIONS
+    }
     assert {name: imports for name, imports in found.items() if imports} == {}
     assert len(files) > 300
     assert set(EXCEPTIONS) <= set(files)
@@ -50,18 +60,37 @@ def test_control_such_imports_are_found() -> None:
     """In a block of code, in a string that a test runs, and in a doctest; others are left alone."""
     assert top_level_imports("import models") == ["models"]
     assert top_level_imports("import os, models.llama  # why") == ["models.llama"]
-    assert top_level_imports("def f():\n    from name_maps.llama import FAMILY") == ["name_maps.llama"]
-    assert top_level_imports('"""Text.\n\n>>> import partition_rules.llama\n"""') == ["partition_rules.llama"]
-    assert top_level_imports('RUN = "import spmd\\nfrom examples.demo import config"') == ["examples.demo"]
+    assert top_level_imports("def f():\n    from name_maps.llama import FAMILY") == [
+        "name_maps.llama"
+    ]
+    assert top_level_imports('"""Text.\n\n>>> import partition_rules.llama\n"""') == [
+        "partition_rules.llama"
+    ]
+    assert top_level_imports('RUN = "import spmd\\nfrom examples.demo import config"') == [
+        "examples.demo"
+    ]
     assert top_level_imports('run("import models")') == ["models"]
-    assert top_level_imports("from spmd.models import llama\nfrom . import models\nimport models_of_mine") == []
-    assert top_level_imports('"""Text\nfrom examples is not code, nor are\nimport models that are many."""') == []
+    assert (
+        top_level_imports(
+            "from spmd.models import llama\nfrom . import models\nimport models_of_mine"
+        )
+        == []
+    )
+    assert (
+        top_level_imports(
+            '"""Text\nfrom examples is not code, nor are\nimport models that are many."""'
+        )
+        == []
+    )
 
 
 def test_control_a_document_is_read(tmp_path: Path) -> None:
     """Its blocks of Python, and no others."""
     path = tmp_path / "page.md"
-    path.write_text("import models\n\n```python\nimport models\n```\n\n```text\nimport models\n```\n", encoding="utf-8")
+    path.write_text(
+        "import models\n\n```python\nimport models\n```\n\n```text\nimport models\n```\n",
+        encoding="utf-8",
+    )
     assert top_level_imports(code_of(path)) == ["models"]
 
 
@@ -92,8 +121,13 @@ def foreign_imports(source: str, known: set[str]) -> list[str]:
 def test_every_file_of_tests_is_collected_wherever_tests_run() -> None:
     """Libraries of the extras `parity` and `soak` are imported inside the tests that need them."""
     known = packages_of_tests()
-    files = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in (ROOT / "tests").rglob("*.py")}
-    assert {name: found for name, text in files.items() if (found := foreign_imports(text, known))} == {}
+    files = {
+        p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8")
+        for p in (ROOT / "tests").rglob("*.py")
+    }
+    assert {
+        name: found for name, text in files.items() if (found := foreign_imports(text, known))
+    } == {}
     assert len(files) > 200
 
 

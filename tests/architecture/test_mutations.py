@@ -17,7 +17,9 @@ def test_its_text_is_in_its_file_once(name: str) -> None:
 def test_control_text_that_is_nowhere() -> None:
     """The same count finds nothing of a text that no file has."""
     mutation = next(iter(MUTATIONS.values()))
-    assert (ROOT / mutation.file).read_text(encoding="utf-8").count(f"{mutation.old} no such text") == 0
+    assert (ROOT / mutation.file).read_text(encoding="utf-8").count(
+        f"{mutation.old} no such text"
+    ) == 0
 
 
 def test_what_notices_it_is_of_cis_tier() -> None:

@@ -29,7 +29,10 @@ def repository_files() -> Iterator[Path]:
 
     def walk(folder: Path) -> Iterator[Path]:
         for path in sorted(folder.iterdir()):
-            if any(fnmatch.fnmatch(path.name, pattern) for pattern in ignored) or (path / "pyvenv.cfg").exists():
+            if (
+                any(fnmatch.fnmatch(path.name, pattern) for pattern in ignored)
+                or (path / "pyvenv.cfg").exists()
+            ):
                 continue
             if path.is_dir() and not path.is_symlink():
                 yield from walk(path)
@@ -55,7 +58,9 @@ def test_no_traces() -> None:
     for path in files:
         content = path.read_bytes()
         if b"\0" not in content:
-            found += [f"{path.relative_to(ROOT)}:{trace}" for trace in traces(content.decode("utf-8"))]
+            found += [
+                f"{path.relative_to(ROOT)}:{trace}" for trace in traces(content.decode("utf-8"))
+            ]
     assert not found
     assert {"pyproject.toml", "constraints.txt", "Makefile"} <= {path.name for path in files}
 

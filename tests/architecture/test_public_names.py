@@ -30,7 +30,9 @@ def names_for_types(source: str) -> dict[str, str]:
     """Return public name → module, as type checkers read them."""
     (block,) = (node for node in ast.parse(source).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.asname or alias.name: node.module or "" for node in imports for alias in node.names}
+    return {
+        alias.asname or alias.name: node.module or "" for node in imports for alias in node.names
+    }
 
 
 def test_all_is_what_can_be_imported() -> None:
@@ -52,7 +54,9 @@ def test_has_docstring(name: str) -> None:
     """Every public name says what it is, in words that were written and not generated."""
     text = getattr(spmd, name).__doc__
     assert text, f"spmd.{name} has no docstring"
-    assert not text.startswith(f"{name}("), f"spmd.{name} has only the docstring that dataclasses make"
+    assert not text.startswith(f"{name}("), (
+        f"spmd.{name} has only the docstring that dataclasses make"
+    )
 
 
 def test_is_documented() -> None:
@@ -96,7 +100,10 @@ assert "torch" not in sys.modules
 def test_import_does_nothing(action: str, passes: bool) -> None:
     """Importing spmd starts no JAX backend, changes no environment variable, and waits for no PyTorch where one is."""
     probe = [sys.executable, "-c", PROBE.format(action=action)]
-    # Without this process's variables: one that a library has set here would not be seen to be set there.
+    # Without this process's variables: one that a library has set here would not be seen to be set
+    # there.
     environment = {"PATH": os.environ["PATH"]}
-    result = subprocess.run(probe, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        probe, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert (result.returncode == 0) is passes, result.stderr

@@ -8,7 +8,21 @@ from tests.architecture.test_floors import FAMILIES, Module, is_folder, read_mod
 MAX_FLAT_MODULES = 8
 MAX_RELATIVE_DOCSTRINGS = 0.02
 RELATIVE_WORDS = frozenset(
-    ("what", "whether", "which", "where", "how", "why", "when", "who", "that", "whose", "as", "all", "everything")
+    (
+        "what",
+        "whether",
+        "which",
+        "where",
+        "how",
+        "why",
+        "when",
+        "who",
+        "that",
+        "whose",
+        "as",
+        "all",
+        "everything",
+    )
 )
 
 
@@ -22,10 +36,14 @@ def relative_docstrings(modules: Iterable[Module]) -> tuple[list[str], int]:
     found, count = [], 0
     for module in modules:
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
+                text := ast.get_docstring(node)
+            ):
                 count += 1
                 if text.split()[0].strip("`,.:").lower() in RELATIVE_WORDS:
-                    found.append(f"{module.name}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}")
+                    found.append(
+                        f"{module.name}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}"
+                    )
     return found, count
 
 
@@ -35,7 +53,8 @@ def user_contexts(modules: Iterable[Module]) -> list[str]:
         module.name
         for module in modules
         for node in ast.walk(module.tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "make_user_context"
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] == "make_user_context"
     ]
 
 
@@ -53,7 +72,9 @@ def test_control_flat_modules() -> None:
 
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     """At most 2 % of the docstrings of the package and its families open with a relative word."""
-    found, count = relative_docstrings(read_modules("spmd", *(f"spmd/{name}" for name in FAMILIES)).values())
+    found, count = relative_docstrings(
+        read_modules("spmd", *(f"spmd/{name}" for name in FAMILIES)).values()
+    )
     assert count > 500
     assert len(found) <= MAX_RELATIVE_DOCSTRINGS * count, "\n".join(found)
 

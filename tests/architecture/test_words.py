@@ -1,10 +1,11 @@
 """Old names and phrases stay out of code, docs and messages: each has a standard term today.
 
-These words of the table are not in the lists, because they are ordinary English or terms of others: `added`, `agree`,
-`alone`, `aligned`, `apart`, `at`, `attention`, `balanced`, `blame`, `cells`, `cluster`, `collecting`, `deferred`,
-`either`, `evidence`, `exchange`, `faults`, `fields`, `frozen`, `groups`, `group`, `is_kept`, `keep`, `kept`, `look`,
-`online`, `operands`, `order`, `part`, `pass_on`, `programs`, `put`, `recorded`, `result`, `room`, `rule`, `seal`,
-`see`, `signs`, `staged`, `started`, `threaded`, `traced`, `view`, `weight`, `whole`, `within`. `CHANGELOG.md` is
+These words of the table are not in the lists, because they are ordinary English or terms of others:
+`added`, `agree`, `alone`, `aligned`, `apart`, `at`, `attention`, `balanced`, `blame`, `cells`,
+`cluster`, `collecting`, `deferred`, `either`, `evidence`, `exchange`, `faults`, `fields`, `frozen`,
+`groups`, `group`, `is_kept`, `keep`, `kept`, `look`, `online`, `operands`, `order`, `part`,
+`pass_on`, `programs`, `put`, `recorded`, `result`, `room`, `rule`, `seal`, `see`, `signs`,
+`staged`, `started`, `threaded`, `traced`, `view`, `weight`, `whole`, `within`. `CHANGELOG.md` is
 history and is not read. `usual_norm` is a path in checkpoints, which are read for good.
 """
 
@@ -19,16 +20,72 @@ import spmd
 from tests.architecture.test_no_traces import ROOT, repository_files
 
 IDENTIFIERS = (
-    *("as_annotated", "as_taken", "at_precision", "bad_steps", "by_heads", "check_seal", "checkpoint_core"),
-    *("checkpoint_layer", "cut_large", "describe_start", "FaultsConfig", "give_back", "gradient_view", "is_balanced"),
-    *("left_out", "LoraConfig", "loss_chunk", "low_rank", "make_cuts", "make_program", "nothing_seen"),
-    *("rehearse", "RunFolder", "scope_of", "set_aside", "split_like", "stored_form", "takes_any_order"),
+    *(
+        "as_annotated",
+        "as_taken",
+        "at_precision",
+        "bad_steps",
+        "by_heads",
+        "check_seal",
+        "checkpoint_core",
+    ),
+    *(
+        "checkpoint_layer",
+        "cut_large",
+        "describe_start",
+        "FaultsConfig",
+        "give_back",
+        "gradient_view",
+        "is_balanced",
+    ),
+    *(
+        "left_out",
+        "LoraConfig",
+        "loss_chunk",
+        "low_rank",
+        "make_cuts",
+        "make_program",
+        "nothing_seen",
+    ),
+    *(
+        "rehearse",
+        "RunFolder",
+        "scope_of",
+        "set_aside",
+        "split_like",
+        "stored_form",
+        "takes_any_order",
+    ),
     *("takes_one_token", "through_layers", "Unembedded", "UNSEEN"),
 )
 """Names that are no English words: found anywhere in a file."""
 CLASSES = (
-    *("Adapted", "Answer", "Asked", "Cut", "Facts", "Found", "Hosted", "How", "Instruments", "Keep", "Leaf"),
-    *("Ledger", "Name", "Outcome", "Pieces", "Position", "Published", "Reached", "Recipe", "Scope", "Spread", "Staged"),
+    *(
+        "Adapted",
+        "Answer",
+        "Asked",
+        "Cut",
+        "Facts",
+        "Found",
+        "Hosted",
+        "How",
+        "Instruments",
+        "Keep",
+        "Leaf",
+    ),
+    *(
+        "Ledger",
+        "Name",
+        "Outcome",
+        "Pieces",
+        "Position",
+        "Published",
+        "Reached",
+        "Recipe",
+        "Scope",
+        "Spread",
+        "Staged",
+    ),
     *("Visit", "Weight"),
 )
 """Names of classes that are English words too: found where code of the package defines or imports them."""
@@ -37,7 +94,15 @@ PHRASES = (
     *("stage behind", "this room", "told to go"),
 )
 MODULE_NAMES = (
-    *("spmd.adapted", "spmd.annotate", "spmd.config", "spmd.corpus", "spmd.flax", "spmd.foresight", "spmd.logical"),
+    *(
+        "spmd.adapted",
+        "spmd.annotate",
+        "spmd.config",
+        "spmd.corpus",
+        "spmd.flax",
+        "spmd.foresight",
+        "spmd.logical",
+    ),
     *("spmd.loss", "spmd.mesh", "spmd.model", "spmd.moments", "spmd.parallel", "spmd.per_layer"),
     *("spmd.remat", "spmd.rules", "spmd.search_tables", "spmd.tokenizer", "spmd.xla_flags"),
 )
@@ -47,7 +112,9 @@ PUBLIC = {f"spmd.{name}" for name in spmd.__all__}
 
 def one_of(words: Iterable[str]) -> str:
     """A pattern for any of these words; a space is also the end of a line, of a comment too."""
-    return "(?:" + "|".join(re.escape(word).replace(r"\ ", r"[\s#]+") for word in sorted(words)) + ")"
+    return (
+        "(?:" + "|".join(re.escape(word).replace(r"\ ", r"[\s#]+") for word in sorted(words)) + ")"
+    )
 
 
 WORDS = re.compile(
@@ -59,7 +126,10 @@ NOT_READ = ("CHANGELOG.md", "tests/architecture/test_words.py", "tests/durations
 
 def old_words(text: str) -> list[str]:
     """What a text has of the old words, as `line: word`."""
-    return [f"{text.count(chr(10), 0, m.start()) + 1}: {' '.join(m.group().split())}" for m in WORDS.finditer(text)]
+    return [
+        f"{text.count(chr(10), 0, m.start()) + 1}: {' '.join(m.group().split())}"
+        for m in WORDS.finditer(text)
+    ]
 
 
 def old_classes(source: str) -> list[str]:
@@ -89,7 +159,11 @@ def test_no_old_words() -> None:
 
 def test_no_old_classes() -> None:
     """No class outside of the tests has an old name."""
-    python = [(name, text) for name, text in texts() if name.endswith(".py") and not name.startswith("tests/")]
+    python = [
+        (name, text)
+        for name, text in texts()
+        if name.endswith(".py") and not name.startswith("tests/")
+    ]
     assert {name: classes for name, text in python if (classes := old_classes(text))} == {}
     assert len(python) > 200
 
@@ -112,12 +186,21 @@ def test_control_old_words(text: str, words: list[str] | None) -> None:
 
 def test_control_old_classes() -> None:
     """Definitions and imports of our own are found; words in a text, and names of others, are not."""
-    assert old_classes("class Leaf:\n    pass\nfrom spmd.run.build import Recipe") == ["Leaf", "Recipe"]
+    assert old_classes("class Leaf:\n    pass\nfrom spmd.run.build import Recipe") == [
+        "Leaf",
+        "Recipe",
+    ]
     assert old_classes('"""Leaf."""\nfrom ast import Name\nx = ast.Name()') == []
 
 
 def test_files_are_read() -> None:
     """The documentation, the package and the tests; what is not read exists."""
     names = {name for name, _ in texts()}
-    assert {"README.md", "docs/glossary.md", "spmd/run/train.py", "models/llama.py", "pyproject.toml"} <= names
+    assert {
+        "README.md",
+        "docs/glossary.md",
+        "spmd/run/train.py",
+        "models/llama.py",
+        "pyproject.toml",
+    } <= names
     assert all(Path(ROOT / name).exists() for name in NOT_READ)

@@ -44,7 +44,9 @@ class Graph(nnx.Module):
     def __call__(self, batch):
         h = jnp.tanh(self.a(batch["x"]))
         messages = jnp.tanh(self.b(h[:, batch["senders"]]))
-        return h + jax.vmap(lambda m: jax.ops.segment_sum(m, batch["receivers"], h.shape[1]))(messages)
+        return h + jax.vmap(lambda m: jax.ops.segment_sum(m, batch["receivers"], h.shape[1]))(
+            messages
+        )
 
 
 class BigGraph(Graph):
@@ -131,7 +133,9 @@ class Chunked(Scaled):
         def add(chunk, total):
             return total + (jax.lax.dynamic_slice_in_dim(y, 2 * chunk, 2) ** 2).sum()
 
-        return y * jax.lax.stop_gradient(jax.lax.fori_loop(0, len(y) // 2, add, jnp.float32(0)) * 0 + 1)
+        return y * jax.lax.stop_gradient(
+            jax.lax.fori_loop(0, len(y) // 2, add, jnp.float32(0)) * 0 + 1
+        )
 
 
 EDGES = {"senders": RNG.integers(0, 6, 12), "receivers": RNG.integers(0, 6, 12)}
@@ -139,7 +143,11 @@ CASES = {
     "graph": (Graph, {"x": normal(8, 6, 4), **EDGES}, (("senders|receivers", ONE_GRAPH),)),
     "time": (Recurrent, {"x": normal(6, 8, 4)}, (("x", TIME_MAJOR),)),
     "batch": (BatchMajor, {"x": normal(8, 6, 4)}, ()),
-    "scalar": (Scaled, {"x": normal(8, 4), "temperature": np.float32(0.7)}, (("temperature", whole("one for all")),)),
+    "scalar": (
+        Scaled,
+        {"x": normal(8, 4), "temperature": np.float32(0.7)},
+        (("temperature", whole("one for all")),),
+    ),
     "sum": (Summed, {"x": normal(8, 4)}, ()),
     "chunks": (Chunked, {"x": normal(8, 4)}, ()),
     "loop": (Stepped, {"x": normal(6, 8, 4)}, (("x", TIME_MAJOR),)),
@@ -161,7 +169,10 @@ def step_of(name, microbatches, declared=True):
         y, variables = model.forward(params, variables, key, batch, train=True)
         return {"loss": (y**2).sum(), "weight": jnp.float32(y.size)}, variables
 
-    rules = Rules([(".*kernel", P(None, "tensor")), ("bias", replicate("small"))], batch=rows if declared else ())
+    rules = Rules(
+        [(".*kernel", P(None, "tensor")), ("bias", replicate("small"))],
+        batch=rows if declared else (),
+    )
     plan = spmd.make_plan(tiny.mesh(data=2, tensor=2), rules, model, optax.sgd(0.1))
     grad_fn = accumulate(value_and_grad(loss_fn), microbatches)
     return spmd.make_train_step(plan, grad_fn=grad_fn, keep_gradients=True)
@@ -176,11 +187,16 @@ def metrics_of(name, microbatches):
 
 def error(found, wanted):
     """The largest difference of a gradient, or of the loss."""
-    found, wanted = ({"loss": metrics["loss"], **tree.flatten(metrics["gradients"])} for metrics in (found, wanted))
+    found, wanted = (
+        {"loss": metrics["loss"], **tree.flatten(metrics["gradients"])}
+        for metrics in (found, wanted)
+    )
     return max(float(np.abs(found[path] - x).max() / np.abs(x).max()) for path, x in wanted.items())
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("batch", "one graph", *IN_SOAK)])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in ("batch", "one graph", *IN_SOAK)]
+)
 def test_declared_arrays_have_the_gradients_of_the_whole_batch(name):
     """Loss and gradients in two microbatches agree to 1e-5, whichever dimension the examples are."""
     assert error(metrics_of(name, 2), metrics_of(name, 1)) <= TOLERANCE
@@ -194,7 +210,12 @@ def test_other_declared_arrays_have_them_too(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["graph", "loop", *(pytest.param(name, marks=pytest.mark.soak) for name in ("time", "cumulative"))]
+    "name",
+    [
+        "graph",
+        "loop",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("time", "cumulative")),
+    ],
 )
 def test_control_without_the_table(name, monkeypatch):
     """Where the first dimension of each array is split regardless, gradients are wrong by more than a hundredth."""
@@ -206,14 +227,23 @@ def test_control_without_the_table(name, monkeypatch):
 
 REFUSED = {
     "graph": (
-        ["batch: has arrays with different numbers of examples", "receivers: 12, senders: 12, x: 8"],
+        [
+            "batch: has arrays with different numbers of examples",
+            "receivers: 12, senders: 12, x: 8",
+        ],
         'Rules(batch=[("receivers", ',
     ),
     "time": (
-        ["batch x: is gone through in order along its first dimension at", "no dimension of examples"],
+        [
+            "batch x: is gone through in order along its first dimension at",
+            "no dimension of examples",
+        ],
         'Rules(batch=[("x", P(None, ("data", "fsdp", "expert")))])',
     ),
-    "scalar": (["batch temperature: is a scalar, which has no examples"], '("temperature", spmd.whole("why"))'),
+    "scalar": (
+        ["batch temperature: is a scalar, which has no examples"],
+        '("temperature", spmd.whole("why"))',
+    ),
     "loop": (["batch x: is gone through in order"], '("x", P(None, ("data", "fsdp", "expert")))'),
     "cumulative": (["batch x: is gone through in order"], '("x", P(("data", "fsdp", "expert")))'),
     "steps": (
@@ -242,7 +272,9 @@ def test_a_batch_without_examples_is_refused():
         step_of("one graph", 2).trace(batch)
 
 
-@pytest.mark.parametrize(("name", "microbatches"), [("batch", 2), ("sum", 2), ("chunks", 2), ("graph", 1)])
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [("batch", 2), ("sum", 2), ("chunks", 2), ("graph", 1)]
+)
 def test_what_needs_no_row(name, microbatches):
     """A recurrent layer over steps behind the examples, and a batch that is not split at all, are not refused."""
     step = step_of(name, microbatches, declared=False)
@@ -258,7 +290,9 @@ def test_the_scan_of_a_layer_is_no_time():
         return {"loss": (y**2).sum(), "weight": jnp.float32(y.size)}, variables
 
     x, key = normal(8, 4), jax.random.key(0)
-    one, four = (jax.jit(accumulate(value_and_grad(loss_fn), n))(layers, Carry(), x, key)[0] for n in (1, 4))
+    one, four = (
+        jax.jit(accumulate(value_and_grad(loss_fn), n))(layers, Carry(), x, key)[0] for n in (1, 4)
+    )
     np.testing.assert_allclose(four, one, rtol=1e-5)
 
 
@@ -278,7 +312,11 @@ def test_microbatches_take_turns():
     assert parts["y"].tolist() == [[[0, 3], [6, 9]], [[1, 4], [7, 10]], [[2, 5], [8, 11]]]
     assert shared["graph"].tolist() == [0, 1, 2]
     part = join_microbatch(batch, {path: x[1] for path, x in parts.items()}, shared)
-    assert jax.tree.map(lambda x: x.tolist(), part) == {"x": [1, 4], "y": [[1, 4], [7, 10]], "graph": [0, 1, 2]}
+    assert jax.tree.map(lambda x: x.tolist(), part) == {
+        "x": [1, 4],
+        "y": [[1, 4], [7, 10]],
+        "graph": [0, 1, 2],
+    }
 
 
 @pytest.mark.parametrize(
@@ -301,7 +339,9 @@ def test_numbers_of_examples(batch, rows, words):
 def test_a_batch_that_is_one_array():
     """An array that is the whole batch is split by its first dimension; a pair of arrays by its own paths."""
     parts, shared = split(jnp.arange(4), 2)
-    assert join_microbatch(jnp.arange(4), {path: x[0] for path, x in parts.items()}, shared).tolist() == [0, 2]
+    assert join_microbatch(
+        jnp.arange(4), {path: x[0] for path, x in parts.items()}, shared
+    ).tolist() == [0, 2]
     parts, shared = split((jnp.arange(4), jnp.arange(3)), 2, ("1", ONE_GRAPH))
     assert [*parts] == ["0"]
     assert [*shared] == ["1"]

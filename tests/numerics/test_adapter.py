@@ -27,10 +27,14 @@ from tests import tiny
 def save(out: Path, config: Any, rules: Rules, lora: LoRAConfig) -> tuple[Any, Any]:
     """The parameters of a model and of its adapters, which are saved."""
     model = flax.from_nnx(config.build)
-    base = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(model.init, jax.random.key(0)))
+    base = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(model.init, jax.random.key(0))
+    )
     shapes = jax.eval_shape(with_lora(model, lora, rules).init, jax.random.key(0))
     rng = np.random.default_rng(0)
-    adapters = jax.tree.map(lambda x: jax.numpy.asarray(rng.standard_normal(x.shape), x.dtype), shapes)
+    adapters = jax.tree.map(
+        lambda x: jax.numpy.asarray(rng.standard_normal(x.shape), x.dtype), shapes
+    )
     table = {path: x.shape for path, x in tree.flatten(base).items()}
     save_adapter(out, adapters, lora, family_for(config), config, shapes=table, base="hf")
     return base, adapters
@@ -48,7 +52,9 @@ def test_tensors_are_those_of_the_layers(tmp_path: Path) -> None:
     assert (settings["r"], settings["lora_alpha"], settings["fan_in_fan_out"]) == (3, 6, False)
     assert settings["base_model_name_or_path"] == "hf"
     expected = {
-        f"base_model.model.{module}.lora_{half}.weight" for module in settings["target_modules"] for half in "AB"
+        f"base_model.model.{module}.lora_{half}.weight"
+        for module in settings["target_modules"]
+        for half in "AB"
     }
     assert found.keys() == expected
 
@@ -58,7 +64,9 @@ def test_tensors_are_those_of_the_layers(tmp_path: Path) -> None:
 
     for layer in (0, 1):
         ours = added["layers/attention/q_proj/kernel"][layer].T
-        np.testing.assert_allclose(product(f"model.layers.{layer}.self_attn.q_proj"), ours, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            product(f"model.layers.{layer}.self_attn.q_proj"), ours, rtol=1e-5, atol=1e-5
+        )
     np.testing.assert_allclose(product("lm_head"), added["lm_head/kernel"].T, rtol=1e-5, atol=1e-5)
     with pytest.raises(CheckpointError, match="exists"):
         save(tmp_path / "out", tiny.CONFIG, LLAMA, lora)
@@ -66,7 +74,12 @@ def test_tensors_are_those_of_the_layers(tmp_path: Path) -> None:
 
 def test_layers_that_are_not_turned_are_marked(tmp_path: Path) -> None:
     """GPT-2's kernels are as they are here, which `peft` is told."""
-    save(tmp_path / "out", GPT2["test"], GPT2_RULES, LoRAConfig(targets=("mlp/up_proj/kernel",), rank=2))
+    save(
+        tmp_path / "out",
+        GPT2["test"],
+        GPT2_RULES,
+        LoRAConfig(targets=("mlp/up_proj/kernel",), rank=2),
+    )
     settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert settings["fan_in_fan_out"] is True
     assert settings["target_modules"][0].endswith("mlp.c_fc")

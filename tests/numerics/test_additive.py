@@ -18,7 +18,8 @@ from tests.one_device import REORDERED, SGD
 
 SIZE, OUT = 8, 4
 MODEL = spmd.Model(
-    lambda key: {"kernel": jax.random.normal(key, (SIZE, OUT)) / 2}, lambda params, x: jnp.tanh(x @ params["kernel"])
+    lambda key: {"kernel": jax.random.normal(key, (SIZE, OUT)) / 2},
+    lambda params, x: jnp.tanh(x @ params["kernel"]),
 )
 RULES = spmd.Rules([("kernel", P("fsdp", None))])
 _double = Primitive("double")
@@ -39,7 +40,10 @@ def loss_of(losses):
 
     def loss_fn(params, variables, batch, key):
         found = losses(MODEL.apply(params, batch["x"]))
-        return {"loss": (found * batch["weights"]).sum(), "weight": batch["weights"].sum()}, variables
+        return {
+            "loss": (found * batch["weights"]).sum(),
+            "weight": batch["weights"].sum(),
+        }, variables
 
     return loss_fn
 
@@ -75,7 +79,9 @@ def once(losses, axes=("data",), declared=False, options=(), **sizes):
     return alone(losses, **dict(options)).compare(plan(**sizes), grad_fn, tolerance=REORDERED)
 
 
-@pytest.mark.parametrize(("axes", "sizes"), [(("data",), {"data": 4}), (("data", "fsdp"), {"data": 2, "fsdp": 2})])
+@pytest.mark.parametrize(
+    ("axes", "sizes"), [(("data",), {"data": 4}), (("data", "fsdp"), {"data": 2, "fsdp": 2})]
+)
 def test_a_sum_equals_one_device(axes, sizes):
     """Exchanged once a step, on two meshes."""
     result = once(squares, axes, **sizes)
@@ -84,7 +90,9 @@ def test_a_sum_equals_one_device(axes, sizes):
 
 def test_a_contrastive_loss_is_refused():
     """Each device would have its own, of its examples alone."""
-    with pytest.raises(ConfigError, match=r"Gradients cannot be exchanged once a step(.|\n)*`dot_general` at"):
+    with pytest.raises(
+        ConfigError, match=r"Gradients cannot be exchanged once a step(.|\n)*`dot_general` at"
+    ):
         once(contrastive, data=2)
 
 
@@ -113,7 +121,9 @@ def test_a_gradient_function_of_ones_own_is_declared():
         return sums["loss"], sums["weight"]
 
     def traced(**options):
-        step = spmd.make_train_step(plan(data=2), grad_fn=spmd.exchange_once(own, ("data",), **options))
+        step = spmd.make_train_step(
+            plan(data=2), grad_fn=spmd.exchange_once(own, ("data",), **options)
+        )
         step.trace(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches()[0]))
 
     with pytest.raises(ConfigError, match="grad_fn: is not made from a loss function"):
@@ -126,7 +136,11 @@ def test_values_are_not_divided():
 
     def loss_fn(params, variables, batch, key):
         y = MODEL.apply(params, batch["x"])
-        sums = {"loss": squares(y).sum(), "weight": jnp.float32(len(y)), "ones": jnp.float32(len(y))}
+        sums = {
+            "loss": squares(y).sum(),
+            "weight": jnp.float32(len(y)),
+            "ones": jnp.float32(len(y)),
+        }
         return {**sums, "values": {"largest": y.max(), "columns": y.max(0)}}, variables
 
     layout = plan(data=2)
@@ -140,7 +154,9 @@ def test_values_are_not_divided():
 
 def doubled_step(reduce, **options):
     """A step and its state, for a loss with a primitive that nothing is known of."""
-    plan = spmd.make_plan(tiny.mesh(data=2), spmd.Rules([("kernel", spmd.replicate("small"))]), MODEL, SGD)
+    plan = spmd.make_plan(
+        tiny.mesh(data=2), spmd.Rules([("kernel", spmd.replicate("small"))]), MODEL, SGD
+    )
 
     def loss_fn(params, variables, batch, key):
         losses = primitive(MODEL.apply(params, batch["x"]) ** 2)

@@ -20,7 +20,9 @@ from tests import tiny
 
 pytestmark = pytest.mark.compat
 
-RULES = Rules([("w", P("fsdp"))], activations=[("hidden", P(("data", "fsdp"), "sequence", "tensor"))])
+RULES = Rules(
+    [("w", P("fsdp"))], activations=[("hidden", P(("data", "fsdp"), "sequence", "tensor"))]
+)
 
 EIGHT = Model(lambda key: {"w": jnp.zeros(8)}, lambda params, x: params["w"] * x)
 
@@ -53,7 +55,10 @@ def test_an_unknown_name_is_an_error_with_a_suggestion():
 
 def test_an_indivisible_activation_is_an_error():
     """`with_sharding_constraint` alone would drop the spec."""
-    with use_plan(plan(data=2, fsdp=2, tensor=2)), pytest.raises(AnnotationError, match=r"6 / \(tensor=2\)|7 / "):
+    with (
+        use_plan(plan(data=2, fsdp=2, tensor=2)),
+        pytest.raises(AnnotationError, match=r"6 / \(tensor=2\)|7 / "),
+    ):
         annotate(jnp.ones((8, 4, 7)), "hidden")
 
 
@@ -65,7 +70,9 @@ def test_inside_shard_map_the_manual_axes_are_left_out():
         return annotate(x * 2, "hidden")
 
     with use_plan(plan(data=2, fsdp=2, tensor=2)):
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+        )
         out = jax.jit(mapped)(jnp.ones((8, 4, 4)))
     assert (out == 2).all()
 

@@ -21,7 +21,11 @@ def test_the_name_of_a_stack_is_what_stacked_says():
         (linen_annotations(scanned({nn.meta.PARTITION_NAME: "layers"})), "layers/names/kernel"),
     ):
         assert annotations[path].names[0] == "layers"
-        spec = rules_from_annotations(annotations, logical=[("embed", "fsdp"), ("mlp", "data")]).match(path).spec
+        spec = (
+            rules_from_annotations(annotations, logical=[("embed", "fsdp"), ("mlp", "data")])
+            .match(path)
+            .spec
+        )
         assert spec in (P("pipe", "fsdp", "data"), P("pipe", "data", "fsdp"))
 
 
@@ -46,7 +50,9 @@ def test_a_stack_whose_name_means_another_axis_is_an_error():
     """Both the logical rules and `stacked` speak for the dimension, and must agree."""
     annotations = nnx_annotations(stacked({nnx.PARTITION_NAME: "layers"}))
     (problem,) = problems(annotations, logical=(*LOGICAL, ("layers", "data")))
-    assert "its stacked dimension is 'layers', which means ('data',); stacked= says 'pipe'" in problem
+    assert (
+        "its stacked dimension is 'layers', which means ('data',); stacked= says 'pipe'" in problem
+    )
     for axis in ("pipe", None):
         assert rules_from_annotations(annotations, logical=(*LOGICAL, ("layers", axis)))
     (problem,) = problems({"layers/w": Annotation(("fsdp", None, "tensor"), (2, 4, 4))})
@@ -55,7 +61,9 @@ def test_a_stack_whose_name_means_another_axis_is_an_error():
 
 def test_names_that_fit_neither_the_stack_nor_the_layer_are_an_error():
     """One name on [layers, embed, mlp] could be any dimension's; too many names are a removed dimension's."""
-    found = problems({"layers/w": Annotation(("fsdp",), (2, 4, 4)), "w": Annotation(("fsdp", None), (4,))})
+    found = problems(
+        {"layers/w": Annotation(("fsdp",), (2, 4, 4)), "w": Annotation(("fsdp", None), (4,))}
+    )
     assert "1 names for 3 dimensions" in found[0]
     assert "name all 3, or the 2 of one layer" in found[0]
     assert "2 names for 1 dimensions" in found[1]
@@ -67,14 +75,22 @@ def test_numbered_modules_that_differ_have_a_rule_each():
     alike = {f"layers/{i}/w": Annotation(("fsdp",), (4,)) for i in range(3)}
     assert len(rules_from_annotations(alike).params) == 1
     rules = rules_from_annotations(alike | {"layers/1/w": Annotation(("tensor",), (4,))})
-    assert [rules.match(f"layers/{i}/w").spec for i in range(3)] == [P("fsdp"), P("tensor"), P("fsdp")]
+    assert [rules.match(f"layers/{i}/w").spec for i in range(3)] == [
+        P("fsdp"),
+        P("tensor"),
+        P("fsdp"),
+    ]
     assert rules.audit({path: (4,) for path in alike}, MESH.shape) == []
 
 
 def test_a_table_and_its_annotations_are_stacked_alike():
     """Two meanings of `stacked` are one problem more."""
-    found = problems({"w": Annotation(("fsdp",), (4,))}, table=Rules([]), stacked={"blocks": "pipe"})
-    assert found[0].startswith("stacked: is (('blocks', 'pipe'),), and in the table (('layers', 'pipe'),)")
+    found = problems(
+        {"w": Annotation(("fsdp",), (4,))}, table=Rules([]), stacked={"blocks": "pipe"}
+    )
+    assert found[0].startswith(
+        "stacked: is (('blocks', 'pipe'),), and in the table (('layers', 'pipe'),)"
+    )
 
 
 def test_nnx_names_give_the_dimension_of_a_stack():
@@ -82,7 +98,9 @@ def test_nnx_names_give_the_dimension_of_a_stack():
 
     class Pair(nnx.Module):
         def __init__(self, rngs):
-            up, down = (nnx.with_partitioning(INIT, names) for names in (("embed", "mlp"), ("mlp", "embed")))
+            up, down = (
+                nnx.with_partitioning(INIT, names) for names in (("embed", "mlp"), ("mlp", "embed"))
+            )
             self.up = nnx.Linear(4, 8, use_bias=False, kernel_init=up, rngs=rngs)
             self.down = nnx.Linear(8, 4, use_bias=False, kernel_init=down, rngs=rngs)
 

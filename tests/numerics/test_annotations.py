@@ -34,9 +34,14 @@ def test_every_form_of_nnx_metadata_is_read():
     """A PartitionSpec, a sharding, nested axes and `kernel_metadata` are names too."""
     forms = (P("fsdp", ("data", "tensor")), NamedSharding(MESH, P("fsdp", ("data", "tensor"))))
     for form in forms:
-        assert nnx_annotations(nnx.state(linear(form)))["kernel"].names == ("fsdp", ("data", "tensor"))
+        assert nnx_annotations(nnx.state(linear(form)))["kernel"].names == (
+            "fsdp",
+            ("data", "tensor"),
+        )
     with nnx.use_eager_sharding(False):
-        layer = nnx.Linear(4, 8, kernel_metadata={"out_sharding": ("embed", None)}, rngs=nnx.Rngs(0))
+        layer = nnx.Linear(
+            4, 8, kernel_metadata={"out_sharding": ("embed", None)}, rngs=nnx.Rngs(0)
+        )
     assert nnx_annotations(nnx.state(layer)) == {"kernel": Annotation(("embed", None), (4, 8))}
 
 
@@ -52,10 +57,14 @@ def test_linen_boxes_are_read_with_their_kind():
 def test_a_bridged_nnx_layer_is_read_through_its_box():
     """An NNX layer inside a Linen module keeps its names."""
     init = nnx.with_partitioning(INIT, ("embed", "mlp"))
-    module = nnx.bridge.ToLinen(nnx.Linear, args=(4, 8), kwargs={"kernel_init": init, "use_bias": False})
+    module = nnx.bridge.ToLinen(
+        nnx.Linear, args=(4, 8), kwargs={"kernel_init": init, "use_bias": False}
+    )
     with nnx.use_eager_sharding(False):
         variables = jax.eval_shape(module.init, jax.random.key(0), jnp.ones((1, 4)))
-    assert linen_annotations(variables["params"]) == {"kernel": Annotation(("embed", "mlp"), (4, 8))}
+    assert linen_annotations(variables["params"]) == {
+        "kernel": Annotation(("embed", "mlp"), (4, 8))
+    }
 
 
 def test_metadata_that_is_no_names_is_an_error_that_lists_all():
@@ -77,24 +86,37 @@ MANY = settings(max_examples=200, deadline=None, derandomize=True)
 
 
 @MANY
-@given(st.lists(NAMES, min_size=1, max_size=3), st.lists(st.tuples(st.sampled_from(KEYS), TARGETS), max_size=6))
+@given(
+    st.lists(NAMES, min_size=1, max_size=3),
+    st.lists(st.tuples(st.sampled_from(KEYS), TARGETS), max_size=6),
+)
 def test_logical_names_mean_what_linen_resolves(names, rules):
     """Where each name gets a rule the spec is Linen's; where Linen leaves one whole without a word, it is an error."""
-    names = [name for i, name in enumerate(names) if not isinstance(name, str) or name not in names[:i]]
+    names = [
+        name for i, name in enumerate(names) if not isinstance(name, str) or name not in names[:i]
+    ]
     ours = resolve(names, rules, is_logical=True)
     last = [(name, f"nothing for {name}") for name in names if isinstance(name, str)]
     theirs = nn.logical_to_mesh_axes(names, [*rules, *last])
     silent = any("nothing for" in axis for entry in theirs for axis in entry_axes(entry))
-    twice = len({axis for e in theirs for axis in entry_axes(e)}) < sum(len(entry_axes(e)) for e in theirs)
+    twice = len({axis for e in theirs for axis in entry_axes(e)}) < sum(
+        len(entry_axes(e)) for e in theirs
+    )
     assert (ours is None) == (silent or twice), theirs
     if ours is not None:
         assert placement(ours) == placement(nn.logical_to_mesh_axes(names, rules))
-        (spec,) = jax.tree.leaves(nn.logical_to_mesh({"w": P(*names)}, rules), is_leaf=lambda x: isinstance(x, P))
+        (spec,) = jax.tree.leaves(
+            nn.logical_to_mesh({"w": P(*names)}, rules), is_leaf=lambda x: isinstance(x, P)
+        )
         assert placement(ours) == placement(spec)
 
 
 @MANY
-@given(st.lists(NAMES, min_size=2, max_size=2), st.dictionaries(st.sampled_from(KEYS), TARGETS), st.booleans())
+@given(
+    st.lists(NAMES, min_size=2, max_size=2),
+    st.dictionaries(st.sampled_from(KEYS), TARGETS),
+    st.booleans(),
+)
 def test_names_mean_what_nnx_resolves_if_it_can(names, rules, in_metadata):
     """With one rule a name, our spec is NNX's; what is an error here is a spec that no mesh takes there."""
     rules = tuple(rules.items())
@@ -139,11 +161,15 @@ def test_linen_shards_parameters_as_our_table_says():
     params = jax.eval_shape(Dense().init, jax.random.key(0), jnp.ones((1, 4)))["params"]
     logical = (("mlp", "data"), ("embed", "fsdp"))
     rules = rules_from_annotations(linen_annotations(params), logical=logical)
-    assert nn.get_partition_spec(params["names"])["bias"] == P(), "Linen replicates what has no annotation"
+    assert nn.get_partition_spec(params["names"])["bias"] == P(), (
+        "Linen replicates what has no annotation"
+    )
     assert rules.match("names/bias") is None
     axes = nn.get_sharding(params["axes"], MESH)["kernel"]
     assert axes == NamedSharding(MESH, rules.match("axes/kernel").spec)
-    names = nn.logical_to_mesh_sharding(nn.get_partition_spec(params["names"]), MESH, logical)["kernel"]
+    names = nn.logical_to_mesh_sharding(nn.get_partition_spec(params["names"]), MESH, logical)[
+        "kernel"
+    ]
     assert names == NamedSharding(MESH, rules.match("names/kernel").spec)
 
 
@@ -156,8 +182,20 @@ def nnx_spec(names, rules=(), **metadata):
     ("names", "rules", "linen", "in_nnx", "ours"),
     [
         (("embed",), (("embed", "fsdp"), ("embed", "data")), P("fsdp"), P("data"), P("fsdp")),
-        (("embed", "mlp"), (("embed", "fsdp"), ("mlp", "fsdp")), P("fsdp", None), P("fsdp", "fsdp"), None),
-        (("mlp", "embed"), (("embed", "fsdp"), ("mlp", "fsdp")), P(None, "fsdp"), P("fsdp", "fsdp"), None),
+        (
+            ("embed", "mlp"),
+            (("embed", "fsdp"), ("mlp", "fsdp")),
+            P("fsdp", None),
+            P("fsdp", "fsdp"),
+            None,
+        ),
+        (
+            ("mlp", "embed"),
+            (("embed", "fsdp"), ("mlp", "fsdp")),
+            P(None, "fsdp"),
+            P("fsdp", "fsdp"),
+            None,
+        ),
         (
             ("embed", "mlp"),
             (("embed", "fsdp"), ("mlp", "fsdp"), ("mlp", None)),
@@ -165,11 +203,31 @@ def nnx_spec(names, rules=(), **metadata):
             P("fsdp", None),
             P("fsdp", None),
         ),
-        (("embed", "mpl"), (("embed", "fsdp"), ("mlp", "tensor")), P("fsdp", None), P("fsdp", "mpl"), None),
-        (("fsdp", "mlp"), (("mlp", "tensor"),), P(None, "tensor"), P("fsdp", "tensor"), P("fsdp", "tensor")),
+        (
+            ("embed", "mpl"),
+            (("embed", "fsdp"), ("mlp", "tensor")),
+            P("fsdp", None),
+            P("fsdp", "mpl"),
+            None,
+        ),
+        (
+            ("fsdp", "mlp"),
+            (("mlp", "tensor"),),
+            P(None, "tensor"),
+            P("fsdp", "tensor"),
+            P("fsdp", "tensor"),
+        ),
         (("mlp", "mlp"), (("mlp", None),), ValueError, P(None, None), P()),
     ],
-    ids=["two-rules", "taken", "order-of-rules", "taken-and-said", "unknown", "mesh-axis", "name-twice"],
+    ids=[
+        "two-rules",
+        "taken",
+        "order-of-rules",
+        "taken-and-said",
+        "unknown",
+        "mesh-axis",
+        "name-twice",
+    ],
 )
 def test_where_flax_differs_from_itself(names, rules, linen, in_nnx, ours):
     """Each line of the table in docs/how-to/annotations.md: Linen's answer, NNX's, and ours (None: an error)."""
@@ -199,13 +257,17 @@ def test_rules_of_a_parameter_that_contradict_the_others_are_an_error():
     with jax.set_mesh(make_mesh(data=4, fsdp=2)), flax_spmd.logical_axis_rules(others):
         assert jax.jit(lambda box: box.unbox())(box).sharding.spec == P("fsdp")
     (problem,) = problems({"w": Annotation(("embed",), (4,), own)}, logical=others)
-    assert "its metadata says 'embed' → [('fsdp',)], and the logical rules say [('data',)]" in problem
+    assert (
+        "its metadata says 'embed' → [('fsdp',)], and the logical rules say [('data',)]" in problem
+    )
     assert resolve(("embed", "mlp"), LOGICAL, rules=own) == P("fsdp", "tensor")
 
 
 def test_an_unknown_name_is_named_once_with_its_parameters():
     """Every unknown name is listed, not every parameter that has it."""
-    annotations = {f"{i}/w": Annotation(("embed", "mpl"), (4, 4)) for i in range(3)} | {"v": Annotation(("x",), (4,))}
+    annotations = {f"{i}/w": Annotation(("embed", "mpl"), (4, 4)) for i in range(3)} | {
+        "v": Annotation(("x",), (4,))
+    }
     found = problems(annotations, logical=LOGICAL)
     assert [problem.split(":")[0] for problem in found] == ["name 'mpl'", "name 'x'"]
     assert "0/w ('embed', 'mpl') and 2 more" in found[0]
@@ -230,9 +292,17 @@ def test_names_without_an_axis_are_written_replication():
 
 def test_a_table_speaks_for_what_has_no_annotation():
     """Each parameter has one source, agreement is no problem, and no rule is shadowed by it."""
-    table = Rules([("bias", replicate("small")), ("up/kernel", P("fsdp", "tensor"))], activations=[("h", P("data"))])
-    annotations = {"up/kernel": Annotation(("embed", "mlp"), (4, 8)), "down/kernel": Annotation(("mlp",), (8, 4))}
-    rules = rules_from_annotations(annotations, logical=LOGICAL, table=table, activations=[("logits", P("fsdp"))])
+    table = Rules(
+        [("bias", replicate("small")), ("up/kernel", P("fsdp", "tensor"))],
+        activations=[("h", P("data"))],
+    )
+    annotations = {
+        "up/kernel": Annotation(("embed", "mlp"), (4, 8)),
+        "down/kernel": Annotation(("mlp",), (8, 4)),
+    }
+    rules = rules_from_annotations(
+        annotations, logical=LOGICAL, table=table, activations=[("logits", P("fsdp"))]
+    )
     assert [pattern for pattern, _ in rules.params] == ["bias", "up/kernel", "^down/kernel"]
     assert [name for name, _ in rules.activations] == ["h", "logits"]
     shapes = {"up/kernel": (4, 8), "down/kernel": (8, 4), "up/bias": (8,), "down/bias": (4,)}
@@ -260,7 +330,9 @@ def test_every_disagreement_between_table_and_annotation_names_both():
 
 def test_an_annotation_speaks_for_its_own_parameter_only():
     """A path that ends alike needs its own rule, and an annotation of a parameter that is gone is a useless rule."""
-    rules = rules_from_annotations({"mlp/kernel": Annotation(("fsdp",), (4,)), "gone/w": Annotation(("fsdp",), (4,))})
+    rules = rules_from_annotations(
+        {"mlp/kernel": Annotation(("fsdp",), (4,)), "gone/w": Annotation(("fsdp",), (4,))}
+    )
     assert rules.match("mlp/kernel") is not None
     assert rules.match("x/mlp/kernel") is None
     (problem,) = rules.audit({"mlp/kernel": (4,)}, MESH.shape)
@@ -270,7 +342,9 @@ def test_an_annotation_speaks_for_its_own_parameter_only():
 MAXTEXT_AXES = {
     "stage": "pipe",
     "context": "sequence",
-    **dict.fromkeys(("fsdp_transpose", "tensor_transpose", "tensor_sequence", "context_autoregressive"), None),
+    **dict.fromkeys(
+        ("fsdp_transpose", "tensor_transpose", "tensor_sequence", "context_autoregressive"), None
+    ),
     "autoregressive": None,
 }
 MAXTEXT = [  # the shape of its table: lists of axes, several rules for a name, names of activations
@@ -296,7 +370,9 @@ def test_a_table_with_other_axes_is_taken_with_a_mapping():
         "experts/wi": Annotation(("exp", "embed_no_exp", "mlp"), (4, 8, 16), is_logical=True),
     }
     said = []
-    rules = rules_from_annotations(annotations, logical=MAXTEXT, axes=MAXTEXT_AXES, report=said.append)
+    rules = rules_from_annotations(
+        annotations, logical=MAXTEXT, axes=MAXTEXT_AXES, report=said.append
+    )
     assert {path: rules.match(path).spec for path in annotations} == {
         "layers/mlp/wi": P(("fsdp", "sequence", "expert"), "pipe", "tensor"),
         "layers/mlp/wo": P("tensor", "pipe", ("fsdp", "sequence", "expert")),
@@ -306,7 +382,10 @@ def test_a_table_with_other_axes_is_taken_with_a_mapping():
     (line,) = said
     assert line.endswith(": activation_batch, heads, kv")
     found = problems(annotations, logical=MAXTEXT)
-    assert {problem.split("'")[-2] for problem in found if "unknown axis" in problem} >= {"fsdp_transpose", "stage"}
+    assert {problem.split("'")[-2] for problem in found if "unknown axis" in problem} >= {
+        "fsdp_transpose",
+        "stage",
+    }
 
 
 def test_axes_in_names_and_in_own_rules_are_renamed():

@@ -31,7 +31,9 @@ def plain_losses(example, make, params, key, batches):
 
     optimizer_state, losses = example.OPTIMIZER.init(params), []
     for number, batch in enumerate(batches):
-        params, optimizer_state, loss = step(params, optimizer_state, batch, jax.random.fold_in(key, number))
+        params, optimizer_state, loss = step(
+            params, optimizer_state, batch, jax.random.fold_in(key, number)
+        )
         losses.append(float(loss))
     return losses
 
@@ -58,7 +60,9 @@ def compare(monkeypatch, name, steps, other_key=False):
         tuple(part if not part.isdecimal() else int(part) for part in path.split("/")): x
         for path, x in tree.flatten(params).items()
     }
-    return found, plain_losses(example, make, nnx.traversals.unflatten_mapping(paths), key, example.batches(0, steps))
+    return found, plain_losses(
+        example, make, nnx.traversals.unflatten_mapping(paths), key, example.batches(0, steps)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +73,11 @@ def promotion():
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "recommender" else pytest.param(name, marks=pytest.mark.soak) for name in MODELS]
+    "name",
+    [
+        name if name == "recommender" else pytest.param(name, marks=pytest.mark.soak)
+        for name in MODELS
+    ],
 )
 @pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.soak)])
 def test_losses_are_those_of_a_plain_loop(name, steps, monkeypatch):

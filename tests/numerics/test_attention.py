@@ -13,7 +13,12 @@ from spmd.layers import blockwise_attention as online
 from spmd.layers.attention import attend, chunked_attention, splash_attention_tpu, xla_attention
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import chunk_size, unmasked_pairs
-from spmd.model_api.attention_config import CHUNKED_FROM, KERNELS, AttentionConfig, make_attention_config
+from spmd.model_api.attention_config import (
+    CHUNKED_FROM,
+    KERNELS,
+    AttentionConfig,
+    make_attention_config,
+)
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.context import use_plan
 from spmd.run.config import TrainConfig
@@ -38,7 +43,12 @@ HERE = {
     "splash": with_options(functools.partial(splash_attention_tpu, interpret=True)),
 }
 """The kernels that this machine can run; cuDNN's needs a GPU."""
-MASKS = {"causal": (None, False), "window": (70, False), "documents": (None, True), "both": (70, True)}
+MASKS = {
+    "causal": (None, False),
+    "window": (70, False),
+    "documents": (None, True),
+    "both": (70, True),
+}
 
 
 def drawn(*shape, seed=0):
@@ -107,7 +117,9 @@ def assert_attention(kernel, seq, packed, **options):
 
 def errors(ours, theirs):
     """How far each result is from another, relative to its largest value."""
-    return [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(ours, theirs, strict=True)]
+    return [
+        float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(ours, theirs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -155,9 +167,15 @@ def test_control_a_wrong_mask_is_caught(bug):
 
     def wrong(query, key, value, segments, *, window=None):
         if bug == "grouping":
-            key, value = (jnp.tile(x, (1, 1, query.shape[2] // x.shape[2], 1)) for x in (key, value))
+            key, value = (
+                jnp.tile(x, (1, 1, query.shape[2] // x.shape[2], 1)) for x in (key, value)
+            )
         return HERE["xla"](
-            query, key, value, None if bug == "documents" else segments, window=window + (bug == "window")
+            query,
+            key,
+            value,
+            None if bug == "documents" else segments,
+            window=window + (bug == "window"),
         )
 
     expected = computed(reference, 256, True, window=70)
@@ -168,9 +186,13 @@ def test_control_a_wrong_mask_is_caught(bug):
 def test_softmax_is_taken_in_float32(kernel):
     """From 16-bit floats the output is that of float32 up to its own rounding, and has the dtype of the queries."""
     query, key, value, _, _ = arrays(256, batch=1)
-    exact = reference(*(x.astype(jnp.bfloat16).astype(jnp.float32) for x in (query, key, value)), None)
+    exact = reference(
+        *(x.astype(jnp.bfloat16).astype(jnp.float32) for x in (query, key, value)), None
+    )
     for dtype, rounding in ((jnp.bfloat16, 2**-8), (jnp.float16, 2**-10)):
-        out = HERE[kernel](*(x.astype(jnp.bfloat16).astype(dtype) for x in (query, key, value)), None)
+        out = HERE[kernel](
+            *(x.astype(jnp.bfloat16).astype(dtype) for x in (query, key, value)), None
+        )
         assert out.dtype == dtype
         assert float(jnp.abs(out.astype(jnp.float32) - exact).max()) < 4 * rounding
 
@@ -205,9 +227,11 @@ def test_the_choice_follows_devices_and_shapes():
     assert choose("tpu", 1024) == choose("tpu", 8192, dtype="float32") == "splash"
     assert choose("tpu", 8200) == "chunked"
     assert choose("gpu", 8192) == "cudnn"
-    assert {choose("gpu", 8192, 256), choose("gpu", 8192, packed=True), choose("gpu", 8192, dtype="float32")} == {
-        "chunked"
-    }
+    assert {
+        choose("gpu", 8192, 256),
+        choose("gpu", 8192, packed=True),
+        choose("gpu", 8192, dtype="float32"),
+    } == {"chunked"}
     assert choose("gpu", 8192, capped=True) == "chunked"
     assert choose("gpu", 8192, causal=False) == "cudnn"
     assert choose("tpu", 8192, capped=True) == choose("tpu", 8192, causal=False) == "splash"
@@ -219,12 +243,19 @@ def test_the_choice_is_in_the_heading_of_a_plan():
 
     def heading(**sizes):
         options = {name: sizes.pop(name) for name in ("attention", "context") if name in sizes}
-        return str(tiny.plan(options=tuple(options.items()), **sizes)).splitlines()[0].split("attention ")[1]
+        return (
+            str(tiny.plan(options=tuple(options.items()), **sizes))
+            .splitlines()[0]
+            .split("attention ")[1]
+        )
 
     assert heading() == f"xla, chunked from {CHUNKED_FROM}"
     assert heading(attention="chunked", fsdp=2) == "chunked"
     assert heading(sequence=2) == "chunked   context ring"
-    assert heading(sequence=2, context="all-to-all") == f"xla, chunked from {CHUNKED_FROM}   context all-to-all"
+    assert (
+        heading(sequence=2, context="all-to-all")
+        == f"xla, chunked from {CHUNKED_FROM}   context all-to-all"
+    )
 
 
 def test_the_kernel_that_a_plan_names_is_the_one_that_runs():
@@ -283,7 +314,9 @@ def test_shapes_that_a_named_kernel_cannot_do_are_refused():
 
 def test_who_sees_only_what_is_before_refuses_to_see_everything():
     """Chunks and rings are causal; where a model is not, they say so, with what is to be done."""
-    with pytest.raises(ConfigError, match=r'attention chunked: is causal\n.*fix: attention "auto" or "xla"'):
+    with pytest.raises(
+        ConfigError, match=r'attention chunked: is causal\n.*fix: attention "auto" or "xla"'
+    ):
         AttentionConfig(None, "chunked").choose(256, 64, "bfloat16", packed=False, causal=False)
     ring = make_attention_config(abstract_mesh(MeshShape(sequence=2)), "auto", "ring")
     with pytest.raises(ConfigError, match=r'is a ring, whose .*\n.*fix: "all-to-all"'):

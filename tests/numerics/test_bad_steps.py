@@ -102,7 +102,9 @@ def test_the_window_of_the_config_is_that_of_skipping(tmp_path):
     params = {"w": jnp.ones((2, 3))}
 
     def skipped_batches(window, *norms):
-        recovery = dataclasses.replace(config.recovery, on_spike="skip", spike_factor=4.0, spike_window=window)
+        recovery = dataclasses.replace(
+            config.recovery, on_spike="skip", spike_factor=4.0, spike_window=window
+        )
         chosen = dataclasses.replace(config, recovery=recovery)
         optimizer = build_optimizer(chosen, build_model(chosen))
         opt_state = optimizer.init(params)
@@ -112,14 +114,26 @@ def test_the_window_of_the_config_is_that_of_skipping(tmp_path):
         return int(skipped_steps(opt_state))
 
     assert [skipped_batches(window, *[1.0] * 6, 5.0) for window in (4, 50)] == [1, 0]
-    # once both are past their beginning, a short window has forgotten what was before a rise that was slow enough
+    # once both are past their beginning, a short window has forgotten what was before a rise that
+    # was slow enough
     rise = [*[1.0] * 40, *[3.0] * 10, 9.0]
     assert [skipped_batches(window, *rise) for window in (4, 50)] == [0, 1]
 
 
 def train(*arguments):
     with pytest.raises(SystemExit) as caught:
-        main(["train", *map(str, arguments), "--devices", "8", "--steps", "12", "--checkpoint-every", "4"])
+        main(
+            [
+                "train",
+                *map(str, arguments),
+                "--devices",
+                "8",
+                "--steps",
+                "12",
+                "--checkpoint-every",
+                "4",
+            ]
+        )
     return caught.value.code
 
 
@@ -131,7 +145,9 @@ def expected(path):
     sharding = setup.plan.batch_sharding("tokens")
     at = init_state(setup.plan, config.seed)
     for first, last in ((0, 4), (7, 15)):
-        with batches(windows, batch=8, sharding=sharding, seed=0, start=first, steps=last) as stream:
+        with batches(
+            windows, batch=8, sharding=sharding, seed=0, start=first, steps=last
+        ) as stream:
             for batch in stream:
                 at, _ = setup.step(at, batch)
     return jax.tree.map(np.asarray, at)
@@ -142,32 +158,48 @@ def expected(path):
     [
         ("weights", "np.nan", ("--on-nan", "roll-back")),
         pytest.param(
-            *("targets", "255", ("--recovery.on-spike", "roll-back", "--recovery.spike-window", "4")),
+            *(
+                "targets",
+                "255",
+                ("--recovery.on-spike", "roll-back", "--recovery.spike-window", "4"),
+            ),
             marks=pytest.mark.soak,
         ),
     ],
 )
-def test_a_run_rolls_back_behind_the_batches_that_led_there(tmp_path, capsys, clean, name, value, flags):
+def test_a_run_rolls_back_behind_the_batches_that_led_there(
+    tmp_path, capsys, clean, name, value, flags
+):
     """Step 7's batch is damaged: back to step 4, on with batch 7, bitwise as trained without batches 4 to 6."""
     path = write_tiny(tmp_path)
     config = load_config(str(path))
     setup = make_setup(config, config_mesh(config))
     windows = Windows(load_corpus(setup.config.data).train, 16)
-    with batches(windows, batch=8, sharding=setup.plan.batch_sharding("tokens"), seed=0, start=6, steps=7) as stream:
+    with batches(
+        windows, batch=8, sharding=setup.plan.batch_sharding("tokens"), seed=0, start=6, steps=7
+    ) as stream:
         rows = np.asarray(next(stream)["tokens"])
     every = windows.rows(np.arange(len(windows)))["tokens"]
     damaged = [int(np.flatnonzero((every == row).all(axis=1))[0]) for row in rows]
     flags = (*flags, "--recovery.spike-factor", "1.4")
     out = tmp_path / "run"
-    poisoned = write_tiny(tmp_path, POISON.format(windows=damaged, length=len(windows), name=name, value=value))
+    poisoned = write_tiny(
+        tmp_path, POISON.format(windows=damaged, length=len(windows), name=name, value=value)
+    )
 
-    assert train(poisoned, "--out", tmp_path / "stopped", "--recovery.on-spike", "stop", *flags[2:]) == 2
+    assert (
+        train(poisoned, "--out", tmp_path / "stopped", "--recovery.on-spike", "stop", *flags[2:])
+        == 2
+    )
     assert "step 7: its batch is sequences 48 … 55" in capsys.readouterr().err
 
     if name == "weights":  # a single bad step may be skipped, and is counted with itself
         assert train(poisoned, "--out", tmp_path / "skipped", "--on-nan", "skip") == 0
         printed = capsys.readouterr().out
-        lines = [json.loads(line) for line in (tmp_path / "skipped" / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / "skipped" / "metrics.jsonl").read_text().splitlines()
+        ]
         assert [line["skipped_steps"] for line in lines if "loss" in line] == [0] * 6 + [1] * 6
         assert [line["step"] for line in lines if line.get("loss", 0) is None] == [7]
         assert "skipped 0" in printed
@@ -188,8 +220,14 @@ def test_a_run_rolls_back_behind_the_batches_that_led_there(tmp_path, capsys, cl
 
 def test_a_run_that_fails_again_and_again_stops(tmp_path, capsys, clean):
     """The number of roll-backs is bounded, and the last error is shown."""
-    path = write_tiny(tmp_path, POISON.format(windows="indices", length="len(self)", name="weights", value="np.nan"))
-    assert train(path, "--out", tmp_path / "run", "--on-nan", "roll-back", "--recovery.rollbacks", "2") == 2
+    path = write_tiny(
+        tmp_path,
+        POISON.format(windows="indices", length="len(self)", name="weights", value="np.nan"),
+    )
+    assert (
+        train(path, "--out", tmp_path / "run", "--on-nan", "roll-back", "--recovery.rollbacks", "2")
+        == 2
+    )
     printed = capsys.readouterr()
     assert "rolling back (2 of at most 2 times)" in printed.out
     assert "loss is nan" in printed.err
@@ -198,8 +236,14 @@ def test_a_run_that_fails_again_and_again_stops(tmp_path, capsys, clean):
 @pytest.mark.soak
 def test_a_run_that_skips_every_step_stops_before_its_last_save(tmp_path, capsys, clean):
     """After so many in a row, or at its last step; every line counts its own step; no file has a NaN."""
-    path = write_tiny(tmp_path, POISON.format(windows="indices", length="len(self)", name="weights", value="np.nan"))
-    for more, step, field in ((("--recovery.skips-in-a-row", 5), 6, "skips-in-a-row"), ((), 12, "skipped-share")):
+    path = write_tiny(
+        tmp_path,
+        POISON.format(windows="indices", length="len(self)", name="weights", value="np.nan"),
+    )
+    for more, step, field in (
+        (("--recovery.skips-in-a-row", 5), 6, "skips-in-a-row"),
+        ((), 12, "skipped-share"),
+    ):
         out = tmp_path / field
         assert train(path, "--out", out, "--on-nan", "skip", *more) == 2
         printed = capsys.readouterr()
@@ -218,7 +262,9 @@ def events(folder):
     """The tags of all event files of a folder."""
     data = b"".join(path.read_bytes() for path in folder.iterdir())
     return {
-        tag for tag in ("loss", "gradient_norm", "skipped_steps") if b"\n" + bytes([len(tag)]) + tag.encode() in data
+        tag
+        for tag in ("loss", "gradient_norm", "skipped_steps")
+        if b"\n" + bytes([len(tag)]) + tag.encode() in data
     }
 
 
@@ -229,7 +275,9 @@ def skipping(flags, **options):
     for step, flag in enumerate(flags, 1):
         skipped += flag
         try:
-            check.on_metrics(step, {"loss": 1.0, "gradient_norm": 1.0, "skipped_steps": float(skipped)})
+            check.on_metrics(
+                step, {"loss": 1.0, "gradient_norm": 1.0, "skipped_steps": float(skipped)}
+            )
         except DivergenceError:
             return step
     return None
@@ -254,7 +302,11 @@ def test_the_search_of_fp16_for_its_scale_is_within_the_limits():
     while state["scale"] > scaling.floor:
         state, steps = jax.tree.map(np.asarray, scaling.after(state, jnp.array(False))), steps + 1
     limits = RecoveryConfig()
-    share = {"skips_in_a_row": limits.skips_in_a_row, "skipped_share": limits.skipped_share, "steps": 1000}
+    share = {
+        "skips_in_a_row": limits.skips_in_a_row,
+        "skipped_share": limits.skipped_share,
+        "steps": 1000,
+    }
     assert steps == 11
     assert skipping(steps * [1] + 40 * [0], **share) is None
     assert skipping(21 * [1], **share) == 21

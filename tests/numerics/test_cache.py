@@ -31,7 +31,9 @@ CONFIGS = {
     "unstacked": dataclasses.replace(LLAMA, stacked=False),
     "tied-window": dataclasses.replace(LLAMA, tied=True, window=5, unroll=2),
     "mixtral": mixtral.PRESETS["test"],
-    "mixtral-dense-layer": dataclasses.replace(mixtral.PRESETS["test"], layers=3, dense_layers=1, dense_d_ff=32),
+    "mixtral-dense-layer": dataclasses.replace(
+        mixtral.PRESETS["test"], layers=3, dense_layers=1, dense_d_ff=32
+    ),
     "mistral": mistral.PRESETS["test"],
     "qwen2": qwen.PRESETS["test-qwen2"],
     "qwen3": qwen.PRESETS["test-qwen3"],
@@ -70,7 +72,9 @@ def step_by_step(model, shift, params, variables, tokens):
 
     def one(cache, at):
         token = tokens[rows, at][:, None]
-        logits, cache = decode(functools.partial(logits_of, model, params, variables, token), cache, at + shift)
+        logits, cache = decode(
+            functools.partial(logits_of, model, params, variables, token), cache, at + shift
+        )
         return cache, logits[:, 0]
 
     _, found = jax.lax.scan(one, cache, LENGTHS[None] + jnp.arange(STEPS)[:, None])
@@ -96,10 +100,14 @@ def by_token(rows):
 def lost(name):
     """What float32 loses of the plain model's logits."""
     model, params = made(CONFIGS[name])
-    return noise_of(functools.partial(whole, model), params, model.init_variables(jax.random.key(1)), TOKENS)
+    return noise_of(
+        functools.partial(whole, model), params, model.init_variables(jax.random.key(1)), TOKENS
+    )
 
 
-@pytest.mark.parametrize("name", soak_but(CONFIGS, "llama", "tied-window", "mixtral-dense-layer", "gemma2", "gpt2"))
+@pytest.mark.parametrize(
+    "name", soak_but(CONFIGS, "llama", "tied-window", "mixtral-dense-layer", "gemma2", "gpt2")
+)
 def test_decoded_logits_are_those_of_the_whole_sequence(name):
     """Every family: rows of different lengths, padding behind the shorter one, up to rounding."""
     model, params = made(CONFIGS[name])
@@ -140,7 +148,9 @@ def test_remat_and_bfloat16_change_nothing_else(options):
     if "bf16" in str(options):
         np.testing.assert_allclose(by_token(found), expected, atol=2e-2 * np.abs(expected).max())
     else:
-        assert_close(by_token(found), expected, noise_of(lambda params: at_steps(both(params)[1]), params))
+        assert_close(
+            by_token(found), expected, noise_of(lambda params: at_steps(both(params)[1]), params)
+        )
 
 
 class Pair(nnx.Module):
@@ -183,7 +193,8 @@ def test_calls_are_kept_in_their_order_in_and_out_of_a_scan():
     assert_close(found, whole(model, params, {}, TOKENS), rounding)
     _, cache = prefill(lambda: model.apply(params, TOKENS), ROOM)
     assert [type(kept) for kept in cache] == [KVCache] * 4 + [tuple]
-    assert [kept.key.shape for kept in cache[4]] == [(2, 2, ROOM, 2, 4)] * 2  # two calls, two layers
+    # two calls, two layers
+    assert [kept.key.shape for kept in cache[4]] == [(2, 2, ROOM, 2, 4)] * 2
 
 
 def test_a_decoded_token_is_multiplied_alone():
@@ -196,8 +207,11 @@ def test_a_decoded_token_is_multiplied_alone():
 
     jaxpr = jax.make_jaxpr(step)(cache, jnp.zeros((2, 1), jnp.int32), jnp.array([4, 5]))
     products = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
-    assert sum(ROOM in v.aval.shape for e in products for v in e.invars) == 3  # keys, values and the weights of values
-    carried = [v.aval.shape for e in equations(jaxpr) if e.primitive.name == "scan" for v in e.outvars]
+    # keys, values and the weights of values
+    assert sum(ROOM in v.aval.shape for e in products for v in e.invars) == 3
+    carried = [
+        v.aval.shape for e in equations(jaxpr) if e.primitive.name == "scan" for v in e.outvars
+    ]
     assert all(ROOM not in shape for shape in carried)  # layers hand back one token each
 
 
@@ -210,12 +224,16 @@ def test_training_knows_nothing_of_it():
         return next_token_loss(model)(params, {}, batch, jax.random.key(0))[0]["loss"]
 
     scans = [e for e in equations(jax.make_jaxpr(loss)(params)) if e.primitive.name == "scan"]
-    assert [len(e.outvars) for e in scans] == [1, 2]  # the stream, and nothing of each layer; the sums of the loss
+    # the stream, and nothing of each layer; the sums of the loss
+    assert [len(e.outvars) for e in scans] == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [({"causal": False}, "causal: is False"), ({"segments": jnp.zeros((1, 4), int)}, "segments: are given")],
+    [
+        ({"causal": False}, "causal: is False"),
+        ({"segments": jnp.zeros((1, 4), int)}, "segments: are given"),
+    ],
     ids=["causal", "segments"],
 )
 def test_what_cannot_be_kept_is_an_error(options, complaint):

@@ -38,15 +38,43 @@ def published(folder, config):
 def test_text_of_an_import_without_a_tokenizer(vocab, tmp_path, capsys):
     """Bytes cannot be read by a model of 64 tokens, which is said; one of 300 writes tokens that are no text."""
     out = tmp_path / "run"
-    assert run("import", published(tmp_path / "hf", tiny.replaced(vocab=vocab)), "--out", out, "--devices", "8") == 0
+    assert (
+        run(
+            "import",
+            published(tmp_path / "hf", tiny.replaced(vocab=vocab)),
+            "--out",
+            out,
+            "--devices",
+            "8",
+        )
+        == 0
+    )
     capsys.readouterr()
     if vocab < 256:
         assert run("generate", out, "--prompt", "the", "--seed", "-1") == 2
         error = capsys.readouterr().err
-        for part in ("data.tokenizer: bytes has more tokens than the model", "256 > model.vocab = 64", "seed: is -1"):
+        for part in (
+            "data.tokenizer: bytes has more tokens than the model",
+            "256 > model.vocab = 64",
+            "seed: is -1",
+        ):
             assert part in error
     else:
-        assert run("generate", out, "--prompt", "the", "--tokens", "60", "--temperature", "1", "--top-k", "0") == 0
+        assert (
+            run(
+                "generate",
+                out,
+                "--prompt",
+                "the",
+                "--tokens",
+                "60",
+                "--temperature",
+                "1",
+                "--top-k",
+                "0",
+            )
+            == 0
+        )
         assert "\ufffd" in capsys.readouterr().out
 
 
@@ -59,7 +87,9 @@ def config(tmp_path):
     values = {"architectures": ["LlamaForCausalLM"], "use_cache": False}
     (tmp_path / "imported" / ORIGINAL).write_text(json.dumps(values))
     (tmp_path / "imported" / "chat_template.jinja").write_text("")
-    return dataclasses.replace(load_config(str(write_config(tmp_path))), data=DataConfig(tokenizer=str(tokenizer)))
+    return dataclasses.replace(
+        load_config(str(write_config(tmp_path))), data=DataConfig(tokenizer=str(tokenizer))
+    )
 
 
 def test_the_files_beside_a_tokenizer_go_along(config, tmp_path):
@@ -67,9 +97,13 @@ def test_the_files_beside_a_tokenizer_go_along(config, tmp_path):
     files, values = sidecar_files(tmp_path / "run", *of(config))
     assert set(files) == {TOKENIZER, "chat_template.jinja"}
     assert values["use_cache"] is False
-    other = dataclasses.replace(config, model=dataclasses.replace(GPT2_PRESETS["test"], context=256))
+    other = dataclasses.replace(
+        config, model=dataclasses.replace(GPT2_PRESETS["test"], context=256)
+    )
     assert sidecar_files(tmp_path / "run", *of(other)) == (files, {})
-    (tmp_path / "run" / ORIGINAL).write_text('{"architectures": ["GPT2LMHeadModel"], "use_cache": true}')
+    (tmp_path / "run" / ORIGINAL).write_text(
+        '{"architectures": ["GPT2LMHeadModel"], "use_cache": true}'
+    )
     assert sidecar_files(tmp_path / "run", *of(other))[1]["use_cache"] is True
     assert sidecar_files(tmp_path / "run", *of(config))[1] == values
 
@@ -112,7 +146,8 @@ def test_no_file_beside_a_tokenizer_is_read_through_a_link_that_leads_out(name, 
     (tmp_path / "secret").write_text('{"eos_token_id": "secret"}')
     (tmp_path / "hf" / name).symlink_to(tmp_path / "secret")
     where = [problem.where for problem in tokenizer_problems(tmp_path / "hf", 300)]
-    assert where == ([] if name == "config.json" else [name])  # the model's own is named where it is read
+    # the model's own is named where it is read
+    assert where == ([] if name == "config.json" else [name])
 
 
 @pytest.mark.parametrize("start", soak_but(("hf", "imported")))
@@ -125,7 +160,10 @@ def test_a_run_keeps_what_its_start_had(start, tmp_path):
     (folder / "generation_config.json").write_text("{}")
     assert run("import", folder, "--out", tmp_path / "imported", "--devices", 8) == 0
     tuned = tmp_path / "tuned"
-    assert run("train", path, "--init", tmp_path / start, "--out", tuned, "--steps", 1, "--devices", 8) == 0
+    assert (
+        run("train", path, "--init", tmp_path / start, "--out", tuned, "--steps", 1, "--devices", 8)
+        == 0
+    )
     (tmp_path / start).rename(tmp_path / "gone")
     assert run("export", tuned, "--out", tmp_path / "back") == 0
     assert json.loads((tmp_path / "back" / "config.json").read_text())["initializer_range"] == 0.125
@@ -143,10 +181,16 @@ def test_what_was_trained_here_says_how_it_ends(words, tmp_path):
         (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
         flags, bos, eos = ["--data.tokenizer", path, "--model.vocab", 300], 1, [0, 2]
-    assert run("train", config, "--out", tmp_path / "run", *flags, "--steps", 1, "--devices", 8) == 0
+    assert (
+        run("train", config, "--out", tmp_path / "run", *flags, "--steps", 1, "--devices", 8) == 0
+    )
     assert run("export", tmp_path / "run", "--out", tmp_path / "hf") == 0
     values = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert {"bos_token_id": bos, "eos_token_id": eos, "max_position_embeddings": 16}.items() <= values.items()
+    assert {
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "max_position_embeddings": 16,
+    }.items() <= values.items()
 
 
 def test_positions_that_are_learned_say_how_long_a_text_may_be():

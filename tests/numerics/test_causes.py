@@ -47,7 +47,11 @@ CASES = {  # a config, its mesh, its ZeRO stage → causes that it has, by kind 
         ("reduce-scatter", "tensor", PRODUCT),
         ("all-reduce", "data+fsdp", NORM),
         ("all-gather", "tensor", "annotate 'mlp_input' at spmd/models/linear.py:"),
-        ("reduce-scatter", "tensor", "vocabulary-parallel head (reduce_scatter) at spmd/layers/lm_head.py:"),
+        (
+            "reduce-scatter",
+            "tensor",
+            "vocabulary-parallel head (reduce_scatter) at spmd/layers/lm_head.py:",
+        ),
         ("all-reduce", "tensor", "sum over tensor at spmd/models/layers.py:"),
         ("all-reduce", "data+fsdp", "sum over the batch at spmd/gradients/losses.py:"),
         ("all-reduce", "fsdp", "optimizer, ZeRO 3 at spmd/optim/config.py:"),
@@ -55,11 +59,23 @@ CASES = {  # a config, its mesh, its ZeRO stage → causes that it has, by kind 
     ],
     (demo, MeshShape(sequence=2, fsdp=2), 1): [
         ("all-gather", "fsdp", NEW),
-        ("collective-permute", "sequence", "context-parallel attention (ppermute) at spmd/layers/ring_attention.py:"),
-        ("collective-permute", "sequence", "zigzag order of tokens (ppermute) at spmd/layers/zigzag.py:"),
+        (
+            "collective-permute",
+            "sequence",
+            "context-parallel attention (ppermute) at spmd/layers/ring_attention.py:",
+        ),
+        (
+            "collective-permute",
+            "sequence",
+            "zigzag order of tokens (ppermute) at spmd/layers/zigzag.py:",
+        ),
     ],
     (demo, MeshShape(pipe=2, fsdp=2), 3): [
-        ("collective-permute", "pipe", "pipeline, from stage to stage (ppermute) at spmd/pipeline/executor.py:"),
+        (
+            "collective-permute",
+            "pipe",
+            "pipeline, from stage to stage (ppermute) at spmd/pipeline/executor.py:",
+        ),
         ("all-gather", "pipe", EMBEDDING),
         ("all-reduce", "pipe", "pipeline, sums of all stages (psum) at spmd/pipeline/grad_fn.py:"),
     ],
@@ -97,7 +113,9 @@ def test_every_collective_of_a_shipped_config_has_a_cause(case) -> None:
     shipped, shape, zero = case
     config = dataclasses.replace(
         shipped.config,
-        model=dataclasses.replace(shipped.config.model, layers=shape.pipe, d_model=64, heads=4, d_ff=128),
+        model=dataclasses.replace(
+            shipped.config.model, layers=shape.pipe, d_model=64, heads=4, d_ff=128
+        ),
         data=dataclasses.replace(shipped.config.data, sequence=64),
         mesh=shape,
         zero=zero,
@@ -153,18 +171,26 @@ def compiled(*marks: str):
 def audit(*marks: str, **options):
     """Audit with the plan, by default with the trace, too."""
     step, program, jaxpr = compiled(*marks)
-    return audit_collectives(program, step.plan.mesh, **{"plan": step.plan, "jaxpr": jaxpr} | options)
+    return audit_collectives(
+        program, step.plan.mesh, **{"plan": step.plan, "jaxpr": jaxpr} | options
+    )
 
 
 def moves(audited):
     """Causes of what the forward pass gathers or exchanges over tensor."""
-    moved = (r for r in audited.records if r.kind in ("all-gather", "all-to-all") and r.over == "tensor")
+    moved = (
+        r for r in audited.records if r.kind in ("all-gather", "all-to-all") and r.over == "tensor"
+    )
     return {r.cause for r in moved if "transpose(" not in r.op_name}
 
 
 def line_of(text: str) -> str:
     """The only line of this file with a text, as `file:line`."""
-    (number,) = [i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip() == text]
+    (number,) = [
+        i
+        for i, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if line.strip() == text
+    ]
     return f"{HERE}:{number}"
 
 
@@ -176,7 +202,10 @@ def test_control_a_removed_annotation_is_named_by_its_source_line() -> None:
     removed = audit("hidden")
     (cause,) = moves(removed)
     where = line_of("return jnp.sort(hidden, axis=-1)")
-    assert (cause.kind, cause.text) == ("none", f"no rule: {where} (sort); name the activation with annotate")
+    assert (cause.kind, cause.text) == (
+        "none",
+        f"no rule: {where} (sort); name the activation with annotate",
+    )
     assert f"no rule: {where}" in str(removed)
     assert "the compiler chose" in str(removed)
 
@@ -185,7 +214,10 @@ def test_an_operation_before_an_annotation_has_it_as_its_cause() -> None:
     """The partitioner gathers what is doubled and annotated right after; without the trace that is not known."""
     (cause,) = moves(audit("hidden", "doubled"))
     where = line_of('hidden = self.mark(2 * hidden, "doubled")')
-    assert (cause.kind, cause.text) == ("annotate", f"annotate 'doubled' at {where} → P(data+fsdp+expert)")
+    assert (cause.kind, cause.text) == (
+        "annotate",
+        f"annotate 'doubled' at {where} → P(data+fsdp+expert)",
+    )
     (cause,) = moves(audit("hidden", "doubled", jaxpr=None))
     assert cause.kind == "none"
 
@@ -204,7 +236,9 @@ def test_without_a_plan_there_are_no_causes() -> None:
 def test_a_train_step_is_audited_with_its_plan() -> None:
     """`expect_collectives` of a step names the causes in its message."""
     step, *_ = compiled("hidden")
-    with pytest.raises(AssertionError, match=r"rule 'up/kernel' → P\(fsdp, tensor\): used whole, ZeRO 3"):
+    with pytest.raises(
+        AssertionError, match=r"rule 'up/kernel' → P\(fsdp, tensor\): used whole, ZeRO 3"
+    ):
         expect_collectives(step, all_gather=0, ignore_below=0)
 
 
@@ -221,7 +255,9 @@ def test_replication_has_its_reason() -> None:
     step = make_train_step(plan, loss_fn)
     program = step.compile({"x": jax.ShapeDtypeStruct((8, 32), jnp.float32)})
     audited = audit_collectives(program, plan.mesh, plan=plan)
-    assert "rule 'scale' → replicate('one vector'): gradient, ZeRO 3" in {str(r.cause) for r in audited.records}
+    assert "rule 'scale' → replicate('one vector'): gradient, ZeRO 3" in {
+        str(r.cause) for r in audited.records
+    }
 
 
 def test_a_layer_of_ones_own_says_why_it_sends() -> None:
@@ -237,7 +273,9 @@ def test_a_layer_of_ones_own_says_why_it_sends() -> None:
             named = move(x)
         return named + move(x * 2)
 
-    plan = make_plan(mesh, Rules([("scale", replicate("one vector"))]), from_nnx(Scale), optax.sgd(0.1))
+    plan = make_plan(
+        mesh, Rules([("scale", replicate("one vector"))]), from_nnx(Scale), optax.sgd(0.1)
+    )
     program = jax.jit(exchange).lower(jax.ShapeDtypeStruct((8, 32), jnp.float32)).compile()
     audited = audit_collectives(program, mesh, plan=plan)
     where = line_of('return jax.lax.ppermute(x, "fsdp", [(0, 1), (1, 0)])')
@@ -263,7 +301,9 @@ def test_a_kernel_before_an_annotation_is_no_elementwise_operation() -> None:
         def kernel(x_ref, y_ref) -> None:
             y_ref[...] = 2 * x_ref[...]
 
-        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+        return pl.pallas_call(
+            kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+        )(x)
 
     def marked(x: jax.Array) -> jax.Array:
         with jax.named_scope(annotate_scope("doubled")):

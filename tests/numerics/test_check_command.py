@@ -39,7 +39,10 @@ def test_check_exits_with_1_when_layouts_differ(config, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     "bug",
-    ["reduction", *(pytest.param(bug, marks=pytest.mark.soak) for bug in testing.BUGS if bug != "reduction")],
+    [
+        "reduction",
+        *(pytest.param(bug, marks=pytest.mark.soak) for bug in testing.BUGS if bug != "reduction"),
+    ],
 )
 def test_check_finds_an_injected_bug(config, capsys, bug):
     """Each control makes the same command fail."""
@@ -75,7 +78,10 @@ def test_check_sweeps_over_products_of_axes(config, two_axes, capsys):
     assert run("check", config, "--check-steps", "1", "--products", "2") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.endswith("ok")] == ["data=2"]
-    assert "expert=2         refused: mesh.expert splits no parameter: this model has no experts" in lines
+    assert (
+        "expert=2         refused: mesh.expert splits no parameter: this model has no experts"
+        in lines
+    )
     assert lines[-1] == "1 of 1 layouts agree, 1 refused"
 
 

@@ -70,13 +70,34 @@ def test_a_step_of_ones_own_is_compared_with_one_device(file, capsys):
     """Each operation of the page has its line and what is computed instead; then come the numbers."""
     assert run("check", f"{file}:make_step", *MESH) == 0
     printed = capsys.readouterr().out
-    grouped, plain, pooled = (line_of(f"{name}(x") for name in ("self.grouped", "self.plain", "nnx.max_pool"))
+    grouped, plain, pooled = (
+        line_of(f"{name}(x") for name in ("self.grouped", "self.plain", "nnx.max_pool")
+    )
     for fault, primitive, line, answer in (
-        ("Convolutions with groups", "conv_general_dilated", grouped, "each device convolves its own examples"),
-        ("Convolutions over a split dimension", "conv_general_dilated", plain, "spatial dimensions are kept whole"),
-        ("Windows over a split dimension", "reduce_window_max", pooled, "the dimensions of a window are kept whole"),
+        (
+            "Convolutions with groups",
+            "conv_general_dilated",
+            grouped,
+            "each device convolves its own examples",
+        ),
+        (
+            "Convolutions over a split dimension",
+            "conv_general_dilated",
+            plain,
+            "spatial dimensions are kept whole",
+        ),
+        (
+            "Windows over a split dimension",
+            "reduce_window_max",
+            pooled,
+            "the dimensions of a window are kept whole",
+        ),
     ):
-        found = next(text for text in printed.splitlines() if text.strip().startswith(f"{fault}: {primitive}"))
+        found = next(
+            text
+            for text in printed.splitlines()
+            if text.strip().startswith(f"{fault}: {primitive}")
+        )
         assert found.endswith(f"mine.py:{line}: {answer}")
     assert printed.index("XLA computes wrongly") < printed.index("2 steps of float32")
     assert "the layouts agree" in printed
@@ -98,13 +119,20 @@ def test_control_not_refused_it_is_wrong(file, capsys, monkeypatch):
     report = json.loads(capsys.readouterr().out)
     faults = {record["fault"]: record["answer"] for record in report["xla_faults"]}
     assert faults["Convolutions with groups"].startswith("left to XLA")
-    wrong = {row["path"]: row["error"] for row in report["rows"] if row["what"] == "gradients" and not row["ok"]}
+    wrong = {
+        row["path"]: row["error"]
+        for row in report["rows"]
+        if row["what"] == "gradients" and not row["ok"]
+    }
     assert wrong["grouped/kernel"] == pytest.approx(1.0, rel=1e-3)
 
 
 def test_every_pair_of_axes(file, capsys):
     """The same function makes the step of each mesh."""
-    assert run("check", f"{file}:make_step", "--devices", "8", "--products", "1", "--check-steps", "1") == 0
+    assert (
+        run("check", f"{file}:make_step", "--devices", "8", "--products", "1", "--check-steps", "1")
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "4 of 4 layouts agree, 2 refused" in printed
     assert len(jax.devices()) == 8

@@ -46,7 +46,10 @@ def make_mesh(**axes: int) -> Mesh:
 def make_state(place: Callable[[str, Any], Any], seed: int = 0) -> State:
     rng = np.random.default_rng(seed)
     params = {
-        "mlp": {"kernel": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32), "bias": jnp.arange(4.0)},
+        "mlp": {
+            "kernel": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32),
+            "bias": jnp.arange(4.0),
+        },
         "norm": {"scale": jnp.asarray(rng.normal(size=8), jnp.bfloat16)},
     }
     state = State(params, OPTIMIZER.init(params), jnp.int32(3), jax.random.key(seed))
@@ -54,11 +57,15 @@ def make_state(place: Callable[[str, Any], Any], seed: int = 0) -> State:
 
 
 def sharded(mesh: Mesh, specs: dict[str, P]) -> Callable[[str, Any], Any]:
-    return lambda path, x: jax.device_put(x, NamedSharding(mesh, specs.get(path.split("/")[-1], P())))
+    return lambda path, x: jax.device_put(
+        x, NamedSharding(mesh, specs.get(path.split("/")[-1], P()))
+    )
 
 
 def abstract(state: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
 
 
 def bits(state: Any) -> dict[str, bytes]:
@@ -73,7 +80,9 @@ def filled(value: float) -> dict[str, jax.Array]:
     return {"w": jnp.full((4,), value)}
 
 
-@pytest.mark.parametrize("target", ["fsdp=8", "data=2,fsdp=2,tensor=2", "one device", "host memory"])
+@pytest.mark.parametrize(
+    "target", ["fsdp=8", "data=2,fsdp=2,tensor=2", "one device", "host memory"]
+)
 def test_a_state_comes_back_bitwise_on_any_mesh(tmp_path: Path, target: str) -> None:
     """What was saved on fsdp=8 is restored bit for bit, in the shardings asked for, with its record."""
     saved = make_state(sharded(make_mesh(fsdp=8), FSDP))
@@ -155,11 +164,23 @@ def test_the_record_may_be_changed_at_once(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     """The newest two stay and the one with the lowest metric; NaN and unmeasured ones never count as best."""
-    losses = {0: None, 1: 3.0, 2: float("nan"), 3: 1.0, 4: None, 5: 2.0, 6: float("-inf"), 7: None, 8: 1.5}
+    losses = {
+        0: None,
+        1: 3.0,
+        2: float("nan"),
+        3: 1.0,
+        4: None,
+        5: 2.0,
+        6: float("-inf"),
+        7: None,
+        8: 1.5,
+    }
     with CheckpointManager(tmp_path, max_to_keep=2) as checkpoints:
         assert (checkpoints.steps(), checkpoints.latest(), checkpoints.best()) == ((), None, None)
         for step, loss in losses.items():
-            checkpoints.save(step, filled(step), {}, {"val_loss": loss} if loss is not None else {"lr": 1e-3})
+            checkpoints.save(
+                step, filled(step), {}, {"val_loss": loss} if loss is not None else {"lr": 1e-3}
+            )
             if step == 2:
                 assert checkpoints.steps() == (1, 2)
         assert (checkpoints.steps(), checkpoints.latest(), checkpoints.best()) == ((3, 7, 8), 8, 3)
@@ -195,7 +216,12 @@ def test_a_checkpoint_that_does_not_fit_lists_every_difference(tmp_path: Path) -
     def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=here)
 
-    stored = {"a": jnp.zeros((2, 3)), "c": {"w_in": jnp.zeros(4)}, "d": jnp.zeros(5), "e": jnp.zeros(6)}
+    stored = {
+        "a": jnp.zeros((2, 3)),
+        "c": {"w_in": jnp.zeros(4)},
+        "d": jnp.zeros(5),
+        "e": jnp.zeros(6),
+    }
     wanted = {
         "e": shape(3, 2, dtype=jnp.bfloat16),
         "d": shape(5, dtype=jnp.bfloat16),
@@ -239,7 +265,13 @@ def test_an_existing_or_earlier_step_is_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     """Leaves that are no arrays, empty arrays, shared paths and records that are no JSON are named at once."""
     with CheckpointManager(tmp_path) as checkpoints:
-        state = {"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1), "c": 3, "d": jnp.zeros((0, 4)), "e": np.ones(2)}
+        state = {
+            "a": {"b": jnp.ones(1)},
+            "a/b": jnp.ones(1),
+            "c": 3,
+            "d": jnp.zeros((0, 4)),
+            "e": np.ones(2),
+        }
         with pytest.raises(CheckpointError) as caught:
             checkpoints.save(1, state, {})
         assert [p.where for p in caught.value.problems] == ["c", "d", "e", "state"]
@@ -257,7 +289,9 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"there is no checkpoint\n.*there are none"):
             checkpoints.restore(None, abstract(filled(0)))
         checkpoints.save(1, filled(1), {"seed": 4})
-        with pytest.raises(CheckpointError, match=r"no checkpoint of step 2\n.*there are the steps 1"):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint of step 2\n.*there are the steps 1"
+        ):
             checkpoints.record(2)
         assert checkpoints.record(1) == {"seed": 4}
 
@@ -283,6 +317,16 @@ def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
 def test_versions_name_what_can_change_a_checkpoint() -> None:
     """Python, JAX, the libraries whose state is saved and the runtime each have a version."""
     versions = library_versions()
-    assert {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "spmd", "runtime"} == set(versions)
+    assert {
+        "python",
+        "jax",
+        "jaxlib",
+        "flax",
+        "optax",
+        "orbax-checkpoint",
+        "numpy",
+        "spmd",
+        "runtime",
+    } == set(versions)
     assert versions["jax"] == jax.__version__
     assert versions["runtime"] == jax.devices()[0].client.platform_version == "cpu"

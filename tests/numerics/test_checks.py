@@ -58,7 +58,14 @@ def test_a_run_with_equal_replicas_is_left_alone():
     """The control: checked after each step, it comes to its end."""
     plan = tiny.plan(**SIZES)
     step = make_train_step(plan, tiny.loss_fn())
-    assert int(fit(init_state(plan), step, placed(plan), steps=4, hooks=[ReplicaCheck(plan, every=1)]).step) == 4
+    assert (
+        int(
+            fit(
+                init_state(plan), step, placed(plan), steps=4, hooks=[ReplicaCheck(plan, every=1)]
+            ).step
+        )
+        == 4
+    )
 
 
 def test_a_run_stops_at_the_first_check_after_a_flip():
@@ -101,13 +108,17 @@ def unsteady(grad_fn, mesh, device):
         for axis, size in mesh.shape.items():
             place = place * size + jax.lax.axis_index(axis)
         bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-        odd = jax.pure_callback(noise, jax.ShapeDtypeStruct((), jnp.float32), place).astype(jnp.uint32)
+        odd = jax.pure_callback(noise, jax.ShapeDtypeStruct((), jnp.float32), place).astype(
+            jnp.uint32
+        )
         return jax.lax.bitcast_convert_type(bits.at[0].add(odd), x.dtype)
 
     def wrong(params, carry, batch, key):
         gradients, sums, carry = grad_fn(params, carry, batch, key)
         scale = gradients["norm"]["scale"]
-        spoilt = jax.shard_map(spoil, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(scale)
+        spoilt = jax.shard_map(spoil, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(
+            scale
+        )
         return {**gradients, "norm": {"scale": spoilt}}, sums, carry
 
     return wrong
@@ -132,7 +143,9 @@ class ReadsWrongly(DeterminismCheck):
 
     def digests(self, state):
         if next(self.reads) % 2:
-            state = with_flip(state, "params/norm/scale", self.plan.mesh.devices.flat[5], element=19, bit=22)
+            state = with_flip(
+                state, "params/norm/scale", self.plan.mesh.devices.flat[5], element=19, bit=22
+            )
         return super().digests(state)
 
 
@@ -158,7 +171,20 @@ CHECKED = ("--sdc-checks.replicas-every", "2", "--sdc-checks.repeat-every", "2")
 
 def train(config, out, *flags):
     """The exit code of `spmd train` of 4 steps, and the steps of the checkpoints that it left."""
-    arguments = [config, "--out", out, "--devices", 8, "--mesh.data", 4, "--steps", 4, "--checkpoint-every", 2, *flags]
+    arguments = [
+        config,
+        "--out",
+        out,
+        "--devices",
+        8,
+        "--mesh.data",
+        4,
+        "--steps",
+        4,
+        "--checkpoint-every",
+        2,
+        *flags,
+    ]
     with pytest.raises(SystemExit) as caught:
         main(["train", *map(str, arguments)])
     return caught.value.code, sorted(path.name for path in (out / "checkpoints").iterdir())
@@ -176,7 +202,9 @@ def test_a_healthy_run_is_checked_and_ends(tmp_path):
     assert checking() == 0
 
 
-@pytest.mark.parametrize(("flags", "expected"), [(CHECKED, (2, ["2"])), ((), (0, ["2", "4"]))], ids=["on", "off"])
+@pytest.mark.parametrize(
+    ("flags", "expected"), [(CHECKED, (2, ["2"])), ((), (0, ["2", "4"]))], ids=["on", "off"]
+)
 def test_a_run_with_a_flip_stops_before_it_saves(flags, expected, tmp_path, monkeypatch, capsys):
     """A bit flips after step 3: array and device are named after step 4, which is not saved; unchecked, it is."""
     take, count = TrainStep.__call__, itertools.count(1)
@@ -192,7 +220,9 @@ def test_a_run_with_a_flip_stops_before_it_saves(flags, expected, tmp_path, monk
     assert train(write_tiny(tmp_path), tmp_path / "run", *flags) == expected
     said = capsys.readouterr().err
     assert ("Replicas differ after step 4:" in said) == bool(flags)
-    assert (f"{PATH}: device 5 (process 0) holds other bits than the other replicas" in said) == bool(flags)
+    assert (
+        f"{PATH}: device 5 (process 0) holds other bits than the other replicas" in said
+    ) == bool(flags)
 
 
 TWO_PROCESSES = """
@@ -226,7 +256,9 @@ def test_every_process_comes_to_the_same_verdict():
         coordinator = f"localhost:{bound.getsockname()[1]}"
     command = [sys.executable, "-c", textwrap.dedent(TWO_PROCESSES)]
     running = [
-        subprocess.Popen([*command, str(number), coordinator], cwd=ROOT, stdout=-1, stderr=-1, text=True)
+        subprocess.Popen(
+            [*command, str(number), coordinator], cwd=ROOT, stdout=-1, stderr=-1, text=True
+        )
         for number in range(2)
     ]
     try:
@@ -239,4 +271,6 @@ def test_every_process_comes_to_the_same_verdict():
     assert first == second
     untouched, (problem,), device = first
     assert untouched == []
-    assert problem.startswith(f"w: device {device} (process 1) holds other bits than the other replicas")
+    assert problem.startswith(
+        f"w: device {device} (process 1) holds other bits than the other replicas"
+    )

@@ -92,11 +92,20 @@ def trace_gradients(config: Any, remat: str) -> None:
     """Trace the loss and the gradients of a model on one absent device."""
     model = spmd.from_nnx(config.build)
     plan = spmd.make_plan(
-        abstract_mesh(MeshShape()), RULES, model, spmd.make_optimizer(spmd.OptimizerConfig(), 10), remat=remat
+        abstract_mesh(MeshShape()),
+        RULES,
+        model,
+        spmd.make_optimizer(spmd.OptimizerConfig(), 10),
+        remat=remat,
     )
     tokens = jax.ShapeDtypeStruct((2, 16), np.int32)
-    batch = {"tokens": tokens, "targets": tokens, "weights": jax.ShapeDtypeStruct((2, 16), np.float32)}
-    grad_fn = spmd.value_and_grad(spmd.next_token_loss(model), additive=True)  # declared, so that it is not read
+    batch = {
+        "tokens": tokens,
+        "targets": tokens,
+        "weights": jax.ShapeDtypeStruct((2, 16), np.float32),
+    }
+    # declared, so that it is not read
+    grad_fn = spmd.value_and_grad(spmd.next_token_loss(model), additive=True)
     with use_plan(plan):
         jax.eval_shape(grad_fn, plan.abstract_params, plan.abstract_carry, batch, jax.random.key(0))
 
@@ -105,7 +114,11 @@ def trace_gradients(config: Any, remat: str) -> None:
 @pytest.mark.parametrize(
     "choice",
     [
-        pytest.param(choice, id="-".join(map(str, choice)), marks=[pytest.mark.soak] * is_covered(choice, config))
+        pytest.param(
+            choice,
+            id="-".join(map(str, choice)),
+            marks=[pytest.mark.soak] * is_covered(choice, config),
+        )
         for choice, config in CONFIGS.items()
     ],
 )

@@ -27,7 +27,9 @@ def config(tmp_path):
 def test_train_writes_what_it_says(config, tmp_path, capsys):
     """A run shows the plan and its numbers, and leaves config, plan, metrics and a checkpoint."""
     out = tmp_path / "run"
-    assert run("train", config, "--out", out, "--sample.prompt", "To be", "--sample.tokens", "8") == 0
+    assert (
+        run("train", config, "--out", out, "--sample.prompt", "To be", "--sample.tokens", "8") == 0
+    )
     printed = capsys.readouterr().out
     for expected in (
         "layers/attention/q_proj/kernel",
@@ -44,17 +46,24 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
-    assert {"step", "loss", "tokens_per_s", "step_s", "gradient_norm", "learning_rate"} <= steps[-1].keys()
+    assert {"step", "loss", "tokens_per_s", "step_s", "gradient_norm", "learning_rate"} <= steps[
+        -1
+    ].keys()
     assert [line["step"] for line in lines if "val_loss" in line] == [4]
     assert json.loads((out / "config.json").read_text())["changed"]["out"] == ["", str(out)]
     assert "q_proj" in (out / "plan.txt").read_text()
 
     # it is evaluated on its validation split and on other texts, as in training
     (tmp_path / "other.txt").write_text("or not to be, that is the question. " * 9)
-    assert run("eval", out, "--tokens", "256", "--json", "--data", f"own={tmp_path / 'other.txt'}") == 0
+    assert (
+        run("eval", out, "--tokens", "256", "--json", "--data", f"own={tmp_path / 'other.txt'}")
+        == 0
+    )
     (own,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert own["set"] == "own"
-    assert own["bits_per_byte"] == pytest.approx(own["loss"] * own["tokens"] / own["bytes"] / math.log(2))
+    assert own["bits_per_byte"] == pytest.approx(
+        own["loss"] * own["tokens"] / own["bytes"] / math.log(2)
+    )
     assert run("eval", out, "--tokens", "256", "--mesh.fsdp", "-1", "--mesh.data", "2") == 0
     assert f"{lines[-1]['val_loss']:.4f}" in capsys.readouterr().out
     assert run("eval", out, "--data", "a=nowhere", "--data", "b=neither") == 2
@@ -76,15 +85,44 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     assert both.startswith(text.rstrip("\n") + "\n\nor not")
 
     # on another mesh it is the same text
-    other = ["--prompt", "To be", "--tokens", "6", "--temperature", "0", "--mesh.fsdp", "-1", "--devices", "0"]
+    other = [
+        "--prompt",
+        "To be",
+        "--tokens",
+        "6",
+        "--temperature",
+        "0",
+        "--mesh.fsdp",
+        "-1",
+        "--devices",
+        "0",
+    ]
     assert run("generate", out, *other) == 0
     assert capsys.readouterr().out == text
 
     # all that is wrong with a request is said at once
-    wrong = ["--temperature", "-1", "--top-p", "2", "--tokens", "60", "--seed", "-1", "--prompts", "/no/such/file"]
+    wrong = [
+        "--temperature",
+        "-1",
+        "--top-p",
+        "2",
+        "--tokens",
+        "60",
+        "--seed",
+        "-1",
+        "--prompts",
+        "/no/such/file",
+    ]
     assert run("generate", out, "--prompt", "To be", "--prompt", "", *wrong) == 2
     complaint = capsys.readouterr().err
-    for part in ("temperature", "top_p", "prompt 0", "prompt 1: is empty", "seed", "/no/such/file cannot be read"):
+    for part in (
+        "temperature",
+        "top_p",
+        "prompt 0",
+        "prompt 1: is empty",
+        "seed",
+        "/no/such/file cannot be read",
+    ):
         assert part in complaint
     assert run("generate", out) == 2
     assert "prompt: there is none" in capsys.readouterr().err
@@ -96,10 +134,25 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     assert "seed: was 0 and is 3" in capsys.readouterr().err
 
     # another model is refused, also one of equal shapes, and nothing is compiled before
-    other = ["--model.heads", "2", "--model.kv-heads", "1", "--model.rope-theta", "500", "--mesh.fsdp", "4"]
-    assert run("train", config, "--out", out, "--resume", "always", *other, "--mesh.tensor", "1") == 2
+    other = [
+        "--model.heads",
+        "2",
+        "--model.kv-heads",
+        "1",
+        "--model.rope-theta",
+        "500",
+        "--mesh.fsdp",
+        "4",
+    ]
+    assert (
+        run("train", config, "--out", out, "--resume", "always", *other, "--mesh.tensor", "1") == 2
+    )
     report = capsys.readouterr().err.splitlines()
-    changes = ["heads: was 4 and is 2", "kv_heads: was 2 and is 1", "rope_theta: was 10000.0 and is 500.0"]
+    changes = [
+        "heads: was 4 and is 2",
+        "kv_heads: was 2 and is 1",
+        "rope_theta: was 10000.0 and is 500.0",
+    ]
     assert report[1::2] == [f"  model.{change}" for change in changes]
 
     # and the run is as it was
@@ -108,7 +161,9 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     assert "resuming from step 4" in printed
     assert "steps changes from 4 to 6" in printed
     assert [
-        line["step"] for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "loss" in line
+        line["step"]
+        for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        if "loss" in line
     ] == [
         1,
         2,
@@ -126,7 +181,10 @@ def test_plan_needs_no_devices_and_speaks_json(config, capsys):
     assert run("plan", config, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["devices"] == 8
-    assert plan["parameters"] == 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 2 * 256 * 32 + 32
+    assert (
+        plan["parameters"]
+        == 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 2 * 256 * 32 + 32
+    )
     assert run("plan", "llama3-405b", "--topology", "cpu:16384", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["parameters"] == 405_853_388_800
@@ -143,16 +201,41 @@ def test_plan_has_a_ledger(config, capsys):
     assert run("plan", config, "--compile", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     estimated, compiled = plan["memory"]["estimated"], plan["memory"]["compiled"]
-    assert {"params", "grads", "optimizer", "master", "activations", "logits", "total"} <= estimated.keys()
+    assert {
+        "params",
+        "grads",
+        "optimizer",
+        "master",
+        "activations",
+        "logits",
+        "total",
+    } <= estimated.keys()
     assert sum(estimated["at_peak"].values()) == estimated["total"]
-    assert compiled["arguments"] == sum(estimated[name] for name in ("params", "optimizer", "batch", "variables")) + 12
-    assert compiled["total"] == compiled["arguments"] + compiled["temporaries"] > compiled["aliased"] > 0
+    assert (
+        compiled["arguments"]
+        == sum(estimated[name] for name in ("params", "optimizer", "batch", "variables")) + 12
+    )
+    assert (
+        compiled["total"]
+        == compiled["arguments"] + compiled["temporaries"]
+        > compiled["aliased"]
+        > 0
+    )
     assert (plan["memory"]["limit"], plan["fits"]) == (None, None)
 
 
 def test_plan_that_does_not_fit_exits_with_3(config, capsys):
     """The category to blame is named, and settings that would fit; with those it fits."""
-    large = ["--topology", "v5e:2x4", "--data.batch", "2048", "--data.sequence", "2048", "--attention", "xla"]
+    large = [
+        "--topology",
+        "v5e:2x4",
+        "--data.batch",
+        "2048",
+        "--data.sequence",
+        "2048",
+        "--attention",
+        "xla",
+    ]
     assert run("plan", config, *large, "--json") == 3
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] is False
@@ -196,7 +279,9 @@ def test_plan_shows_what_the_compiled_step_sends(config, capsys):
     assert "mlp/down_proj/kernel" in printed
     assert run("plan", config, "--compile", "--json") == 0
     audit = json.loads(capsys.readouterr().out)
-    assert {"all-gather", "all-reduce", "reduce-scatter"} <= {record["kind"] for record in audit["collectives"]}
+    assert {"all-gather", "all-reduce", "reduce-scatter"} <= {
+        record["kind"] for record in audit["collectives"]
+    }
 
 
 def test_plan_shows_gradients_and_optimizer_state(config, capsys):
@@ -233,7 +318,10 @@ def test_plan_refuses_what_it_cannot_show(config, capsys, flags, complaint):
         (["--data.batch", "6"], "6 / "),
         (["--data.source", "/no/such/corpus.txt"], "/no/such/corpus.txt"),
         (["--data.sequence", "100000"], "fewer tokens than one sequence"),
-        (["--mesh.pipe", "2", "--mesh.tensor", "1", "--pipeline.microbatches", "8"], "8 / (microbatches=8 × data=2"),
+        (
+            ["--mesh.pipe", "2", "--mesh.tensor", "1", "--pipeline.microbatches", "8"],
+            "8 / (microbatches=8 × data=2",
+        ),
         (["--offload", "params"], "needs every layer to be recomputed, and remat is none"),
         (["--offload", "optimiser_state"], 'did you mean "optimizer_state"'),
         (["--pipeline.schedule", "1f2b"], 'did you mean "1f1b"'),
@@ -264,7 +352,16 @@ def test_an_unknown_flag_is_answered_with_the_nearest(config, tmp_path, capsys):
 @pytest.mark.soak
 def test_a_short_sample_is_shortened_and_said(config, tmp_path, capsys):
     """A sample of more tokens than a training sequence holds has as many as fit."""
-    flags = ["--steps", "1", "--sample.prompt", "To be", "--evaluate.tokens", "17", "--mesh.data", "8"]
+    flags = [
+        "--steps",
+        "1",
+        "--sample.prompt",
+        "To be",
+        "--evaluate.tokens",
+        "17",
+        "--mesh.data",
+        "8",
+    ]
     mesh = ["--mesh.fsdp", "1", "--mesh.tensor", "1"]
     assert run("train", config, "--out", tmp_path / "run", *flags, *mesh) == 0
     assert "11 of 200 tokens, because training sequences have 16" in capsys.readouterr().out
@@ -274,7 +371,9 @@ def test_version_names_the_libraries(capsys):
     """That a report of a bug needs."""
     assert run("--version") == 0
     printed = capsys.readouterr().out
-    assert [name for name in ("spmd ", "jax ", "jaxlib ", "flax ", "Python ") if name not in printed] == []
+    assert [
+        name for name in ("spmd ", "jax ", "jaxlib ", "flax ", "Python ") if name not in printed
+    ] == []
 
 
 @pytest.mark.soak
@@ -282,7 +381,9 @@ def test_a_long_error_is_cut_and_kept(config, tmp_path, capsys, monkeypatch):
     """200,001 lines are 101 on the terminal, and all of them in the file that the last one names."""
 
     def fail(arguments):
-        raise ConfigError("Everything is wrong:", [Problem(f"{n:06}", "is wrong") for n in range(200_000)])
+        raise ConfigError(
+            "Everything is wrong:", [Problem(f"{n:06}", "is wrong") for n in range(200_000)]
+        )
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setitem(cli.COMMANDS, "plan", (fail, (PlanCommand,)))
@@ -297,7 +398,10 @@ def test_a_long_error_is_cut_and_kept(config, tmp_path, capsys, monkeypatch):
 def test_a_run_folder_that_cannot_be_made_is_refused(config, tmp_path, capsys, out):
     """Before anything is compiled."""
     (tmp_path / "file").touch()
-    for command in (["train", config], ["launch", "--processes", "2", "--", "train", config, "--devices", "8"]):
+    for command in (
+        ["train", config],
+        ["launch", "--processes", "2", "--", "train", config, "--devices", "8"],
+    ):
         assert run(*command, "--out", tmp_path / out) == 2
         assert f"{tmp_path / 'file'}: is not a folder" in capsys.readouterr().err
 
@@ -311,7 +415,14 @@ def test_every_shipped_config_has_a_plan(name, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["plan", "--help"], ["check", "--help"], ["generate", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["plan", "--help"],
+        ["check", "--help"],
+        ["generate", "--help"],
+    ],
 )
 def test_help_is_there(arguments, capsys):
     """Each verb explains itself."""

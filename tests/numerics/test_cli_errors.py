@@ -49,7 +49,11 @@ def test_what_is_not_there_is_named(arguments, complaint, capsys):
         (["train", "demo", "--steps", "0"], "steps", "(--steps)"),
         (["train", "demo", "--model.heads", "5"], "model.heads", "(--model.heads)"),
         (["train", "demo", "--remat", "ful"], "remat", '"full"? (--remat)'),
-        (["train", "demo", "--pipeline.schedule", "x"], "pipeline.schedule", "(--pipeline.schedule)"),
+        (
+            ["train", "demo", "--pipeline.schedule", "x"],
+            "pipeline.schedule",
+            "(--pipeline.schedule)",
+        ),
         (["train", "demo", "--data.batch", "99999999999999999999"], "data.batch", "(--data.batch)"),
         (["train", "demo", "--steps", "99999999999999999999"], "steps", "(--steps)"),
         (["train", "demo", "--data.sequence", "99999999999"], "data.sequence", "(--data.sequence)"),

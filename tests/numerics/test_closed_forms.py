@@ -1,7 +1,7 @@
 """What a step moves equals what the theory of its layout says, within 1 %, in the optimised program of 8 devices.
 
-Ψ is the number of parameters: Ψ = kernels + embedding + norm scales. Bytes are float32, as one device sees them: an
-all-gather's result, a reduce-scatter's operand, an all-reduce's operand twice.
+Ψ is the number of parameters: Ψ = kernels + embedding + norm scales. Bytes are float32, as one
+device sees them: an all-gather's result, a reduce-scatter's operand, an all-reduce's operand twice.
 
 | layout | source |
 |---|---|
@@ -12,8 +12,9 @@ all-gather's result, a reduce-scatter's operand, an all-reduce's operand twice.
 | tensor parallel | in a layer 2 all-reduces of [batch, seq, d] forward, 2 backward (Shoeybi et al., arXiv:1909.08053) |
 | the same, split | each is an all-gather and a reduce-scatter; 2 gathers more (Korthikanti et al., arXiv:2205.05198) |
 
-Where this framework differs by decision (docs/decisions/0001): the embedding is looked up by columns, so over `fsdp`
-tokens are gathered and rows exchanged, once in each direction, and its gradient needs no sum.
+Where this framework differs by decision (docs/decisions/0001): the embedding is looked up by
+columns, so over `fsdp` tokens are gathered and rows exchanged, once in each direction, and its
+gradient needs no sum.
 """
 
 import json
@@ -50,13 +51,20 @@ LAYOUTS = {
     "tensor, whole stream": ({"tensor": 8}, {"whole": True}),
 }
 
-# Kind → axes → numbers of 4 bytes; what is not named does not occur. Norm scales and the loss are too small to count.
-NOTHING: dict[str, dict[str, int]] = {"all_gather": {}, "all_reduce": {}, "reduce_scatter": {}, "all_to_all": {}}
+# Kind → axes → numbers of 4 bytes; what is not named does not occur. Norm scales and the loss are
+# too small to count.
+NOTHING: dict[str, dict[str, int]] = {
+    "all_gather": {},
+    "all_reduce": {},
+    "reduce_scatter": {},
+    "all_to_all": {},
+}
 FORMS = {
     "data": {"all_reduce": {"data": 2 * PARAMETERS}},
     "zero 1": {
         "all_reduce": {"fsdp": 2 * KERNELS},
-        # Parameters, and the embedding's gradient: the exchange has summed and split it, and stage 1 wants it whole.
+        # Parameters, and the embedding's gradient: the exchange has summed and split it, and stage
+        # 1 wants it whole.
         "all_gather": {"fsdp": KERNELS + EMBEDDING + EMBEDDING + TOKENS},
         "all_to_all": {"fsdp": EXCHANGE},
     },
@@ -67,7 +75,8 @@ FORMS = {
     },
     "zero 3": {
         "reduce_scatter": {"fsdp": KERNELS},
-        "all_gather": {"fsdp": KERNELS + TOKENS},  # what was gathered forward is kept for the backward pass
+        # what was gathered forward is kept for the backward pass
+        "all_gather": {"fsdp": KERNELS + TOKENS},
         "all_to_all": {"fsdp": EXCHANGE},
     },
     "zero 3, remat": {
@@ -78,20 +87,24 @@ FORMS = {
     "hybrid": {
         "reduce_scatter": {"fsdp": KERNELS},
         "all_gather": {"fsdp": KERNELS + TOKENS // 2},
-        "all_reduce": {"data": 2 * (KERNELS + EMBEDDING) // 4},  # each device's shard, across the groups
+        # each device's shard, across the groups
+        "all_reduce": {"data": 2 * (KERNELS + EMBEDDING) // 4},
         "all_to_all": {"fsdp": EXCHANGE},
     },
     "tensor": {
-        # In a layer 2 forward and 2 backward, and what was saved split; the head, for its logits and again for its
-        # gradient; the embedding's columns, both ways.
+        # In a layer 2 forward and 2 backward, and what was saved split; the head, for its logits
+        # and again for its gradient; the embedding's columns, both ways.
         "all_gather": {"tensor": (6 * LAYERS + 2 + 2) * ACTIVATION},
-        # In a layer 2 forward and 2 backward: one behind all kernels that have the same input; the head.
+        # In a layer 2 forward and 2 backward: one behind all kernels that have the same input; the
+        # head.
         "reduce_scatter": {"tensor": ((2 + 2) * LAYERS + 1) * ACTIVATION},
-        # Three numbers of each token for the softmax, and for each norm one forward and two backward.
+        # Three numbers of each token for the softmax, and for each norm one forward and two
+        # backward.
         "all_reduce": {"tensor": 2 * (3 + 3 * (2 * LAYERS + 1)) * TOKENS},
     },
     "tensor, whole stream": {
-        # In a layer 2 forward and 2 backward, once behind the head, and three numbers of each token for the softmax.
+        # In a layer 2 forward and 2 backward, once behind the head, and three numbers of each token
+        # for the softmax.
         "all_reduce": {"tensor": 2 * ((4 * LAYERS + 1) * ACTIVATION + 3 * TOKENS)},
         "all_gather": {"tensor": ACTIVATION},  # columns of the embedding
     },
@@ -132,7 +145,9 @@ def audits(tmp_path_factory) -> dict[str, CollectiveAudit]:
     layouts = json.dumps({files[name]: layout for name, layout in LAYOUTS.items()})
     run_script(SCRIPT, sizes, layouts, XLA_FLAGS="")
     return {
-        name: audit_collectives(Path(file).read_text(), abstract_mesh(MeshShape(**LAYOUTS[name][0])), backend="cpu")
+        name: audit_collectives(
+            Path(file).read_text(), abstract_mesh(MeshShape(**LAYOUTS[name][0])), backend="cpu"
+        )
         for name, file in files.items()
     }
 
@@ -140,7 +155,10 @@ def audits(tmp_path_factory) -> dict[str, CollectiveAudit]:
 def expected(name: str) -> dict[str, dict[str, int]]:
     """The closed form of a layout in bytes."""
     forms = NOTHING | FORMS[name] | {"collective_permute": {}}
-    return {kind: {axes: F32 * numbers for axes, numbers in form.items()} for kind, form in forms.items()}
+    return {
+        kind: {axes: F32 * numbers for axes, numbers in form.items()}
+        for kind, form in forms.items()
+    }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -160,7 +178,9 @@ def test_control_another_layout_is_caught(name: str, audits: dict[str, Collectiv
 
 def test_control_two_percent_are_caught(audits: dict[str, CollectiveAudit]) -> None:
     """A program that moves 2 % more than expected fails."""
-    gathered = {axes: round(bytes_ / 1.02) for axes, bytes_ in expected("zero 3")["all_gather"].items()}
+    gathered = {
+        axes: round(bytes_ / 1.02) for axes, bytes_ in expected("zero 3")["all_gather"].items()
+    }
     with pytest.raises(AssertionError, match="all-gather over fsdp"):
         expect_collectives(audits["zero 3"], all_gather=gathered)
 
@@ -171,7 +191,11 @@ def test_what_cpu_writes_otherwise_is_stated(audits: dict[str, CollectiveAudit])
     Records say so. Of q, k and v there is one sum, so no all-reduces are added.
     """
     assert {r.written_as for r in audits["zero 3"].records if r.kind == "reduce-scatter"} == {""}
-    scattered = [r for r in audits["tensor"].records if r.kind == "reduce-scatter" and "lm_head" not in r.source]
+    scattered = [
+        r
+        for r in audits["tensor"].records
+        if r.kind == "reduce-scatter" and "lm_head" not in r.source
+    ]
     assert scattered
     assert {r.written_as for r in scattered} == {"all-reduce"}
     assert "reduce-scatter is written as all-reduce" in str(audits["tensor"])
@@ -181,11 +205,15 @@ def test_what_cpu_writes_otherwise_is_stated(audits: dict[str, CollectiveAudit])
 
 def test_every_kernel_is_told_by_its_path(audits: dict[str, CollectiveAudit]) -> None:
     """Under ZeRO 3 each gathered and each scattered array is named as the parameter it belongs to."""
-    names = {f"attention/{x}_proj" for x in "qkvo"} | {f"mlp/{x}_proj" for x in ("gate", "up", "down")}
+    names = {f"attention/{x}_proj" for x in "qkvo"} | {
+        f"mlp/{x}_proj" for x in ("gate", "up", "down")
+    }
     kernels = {f"params/layers/{name}/kernel" for name in names} | {"params/lm_head/kernel"}
     records = audits["zero 3"].records
     assert {r.array for r in records if r.kind == "reduce-scatter"} == kernels
     assert {r.array for r in records if r.kind == "all-gather"} == kernels | {"batch/tokens"}
     assert {r.executions for r in records} == {1}
-    assert {r.executions for r in audits["zero 3, remat"].records if "layers/mlp" in r.array} == {LAYERS}
+    assert {r.executions for r in audits["zero 3, remat"].records if "layers/mlp" in r.array} == {
+        LAYERS
+    }
     assert not [warning for audit in audits.values() for warning in audit.warnings]

@@ -26,8 +26,9 @@ MEASURE = """
 def test_the_estimate_is_near_what_is_compiled():
     """The demo model over `data` and `fsdp` as it is compiled with all optimisations, within a quarter.
 
-    With `tensor=2` it is not: there the estimate of ZeRO 3 with remat full was 89 % too high on 22 November 2026, since
-    XLA:CPU holds half as much as before the residual stream was split over `tensor`, and the estimate does not follow.
+    With `tensor=2` it is not: there the estimate of ZeRO 3 with remat full was 89 % too high on 22
+    November 2026, since XLA:CPU holds half as much as before the residual stream was split over
+    `tensor`, and the estimate does not follow.
     """
     for case, (estimated, compiled) in run_script(MEASURE).items():
         assert estimated == pytest.approx(compiled, rel=0.25), case

@@ -69,7 +69,10 @@ class Recurrent(nnx.Module):
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.into, self.again = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.into, self.again = (
+            nnx.Linear(WIDTH, WIDTH, rngs=rngs),
+            nnx.Linear(WIDTH, WIDTH, rngs=rngs),
+        )
         self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
     def __call__(self, tokens):
@@ -111,7 +114,10 @@ def make_by_hand():
     def init(key):
         keys = jax.random.split(key, 3)
         shapes = {"table": (VOCAB, WIDTH), "inner": (WIDTH, WIDTH), "out": (WIDTH, VOCAB)}
-        return {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+        return {
+            name: jax.random.normal(k, shape)
+            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
 
     def apply(params, tokens):
         return jnp.tanh(params["table"][tokens] @ params["inner"]) @ params["out"]
@@ -170,7 +176,9 @@ def loss_and_batch(model, name):
 
 
 def cast(values, dtype):
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, values)
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, values
+    )
 
 
 def with_dtype(make, dtype):
@@ -190,10 +198,14 @@ def by_hand(loss, model, dtype):
     """The gradient function of a loss of a model that is cast by hand, outside of any plan."""
 
     def forward(params, variables, key, *inputs, **keywords):
-        outputs, after = model.forward(cast(params, dtype), variables, key, *cast(inputs, dtype), **keywords)
+        outputs, after = model.forward(
+            cast(params, dtype), variables, key, *cast(inputs, dtype), **keywords
+        )
         return cast(outputs, jnp.float32), after
 
-    grad_fn = spmd.value_and_grad(dataclasses.replace(loss, model=dataclasses.replace(model, forward=forward)))
+    grad_fn = spmd.value_and_grad(
+        dataclasses.replace(loss, model=dataclasses.replace(model, forward=forward))
+    )
 
     def of_variables(params, variables, batch, key):
         found, sums, carry = grad_fn(params, Carry(variables), batch, key)
@@ -211,10 +223,19 @@ def distance(found, wanted):
 SLOW = pytest.mark.soak
 NNX = {"net": Net, "attention": Attention}
 QUICK = ("net",)
-TRACED = ("net", "by hand", "convolution", "attention and a table", "linen and a table", "recurrent")
+TRACED = (
+    "net",
+    "by hand",
+    "convolution",
+    "attention and a table",
+    "linen and a table",
+    "recurrent",
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in MAKERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in MAKERS]
+)
 def test_bf16_equals_a_cast_by_hand(name):
     """Gradients and updated variables equal those of a model that is cast by hand; without the cast, they do not.
 
@@ -248,7 +269,8 @@ def test_bf16_equals_a_cast_by_hand(name):
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=SLOW)])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in TRACED else SLOW) for name in (*MAKERS, *WIDENED)]
+    "name",
+    [pytest.param(name, marks=() if name in TRACED else SLOW) for name in (*MAKERS, *WIDENED)],
 )
 def test_products_are_narrow(name, precision):
     """Every product of a step has a narrow operand, also behind a float32 constant; under float32 none has."""
@@ -284,14 +306,19 @@ def test_own_dtype_of_a_layer_is_honoured():
     assert "test_compute_dtype.py:" in line
     assert line in str(found)
     assert model.info().cast_by_layer == {"head/kernel", "head/bias"}
-    linen = spmd.from_linen(nn.Sequential([nn.Embed(VOCAB, WIDTH), nn.Dense(VOCAB, dtype=jnp.float32)]), SHAPE)
+    linen = spmd.from_linen(
+        nn.Sequential([nn.Embed(VOCAB, WIDTH), nn.Dense(VOCAB, dtype=jnp.float32)]), SHAPE
+    )
     assert linen.info().cast_by_layer == {"layers_1/kernel", "layers_1/bias"}
 
 
 def test_a_precision_that_acts_on_nothing_is_refused():
     """A model whose layers are all float32 by themselves is refused with their lines; under float32 it is not."""
     model = spmd.from_nnx(lambda rngs: Net(rngs, dtype=jnp.float32))
-    with pytest.raises(AnnotationError, match=r"precision: is bf16, and all 6 products(.|\n)*test_compute_dtype.py:"):
+    with pytest.raises(
+        AnnotationError,
+        match=r"precision: is bf16, and all 6 products(.|\n)*test_compute_dtype.py:",
+    ):
         spmd.make_train_step(plan_of(model), spmd.next_token_loss(model)).trace(TEXT)
     spmd.make_train_step(plan_of(model, "float32"), spmd.next_token_loss(model)).trace(TEXT)
 
@@ -302,7 +329,11 @@ def test_parameters_are_gathered_in_the_compute_dtype():
     for precision, dtype in (("bf16", jnp.bfloat16), ("float32", jnp.float32)):
         step = spmd.make_train_step(plan_of(model, precision), spmd.next_token_loss(model))
         jaxpr = step.trace(TEXT).jaxpr
-        gathers = [equation for equation in equations(jaxpr) if equation.primitive.name.startswith("all_gather")]
+        gathers = [
+            equation
+            for equation in equations(jaxpr)
+            if equation.primitive.name.startswith("all_gather")
+        ]
         shards = [equation.invars[0].aval for equation in gathers]
         assert {shard.dtype for shard in shards if shard.ndim > 1} == {jnp.dtype(dtype)}
 
@@ -327,8 +358,14 @@ def test_settings_of_attention_without_attention_are_refused():
     """A kernel or a context for a model without our attention is an error; for one of ours a kernel is not."""
     model = made("net")
     for field, value in (("attention", "chunked"), ("context", "all-to-all")):
-        step = spmd.make_train_step(plan_of(model, "float32", **{field: value}), spmd.next_token_loss(model))
-        with pytest.raises(AnnotationError, match=f"{field}: is {value}, and the model never calls"):
+        step = spmd.make_train_step(
+            plan_of(model, "float32", **{field: value}), spmd.next_token_loss(model)
+        )
+        with pytest.raises(
+            AnnotationError, match=f"{field}: is {value}, and the model never calls"
+        ):
             step.trace(TEXT)
     ours = tiny.plan(options=(("attention", "chunked"),), fsdp=2)
-    spmd.make_train_step(ours, tiny.loss_fn()).trace(token_batches((8, 8), tiny.CONFIG.vocab, steps=1)[0])
+    spmd.make_train_step(ours, tiny.loss_fn()).trace(
+        token_batches((8, 8), tiny.CONFIG.vocab, steps=1)[0]
+    )

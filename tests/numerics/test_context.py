@@ -83,12 +83,16 @@ def split_attention(window, packed, *, is_zigzag, scores, **layout):
     plan = tiny.plan(options=(("context", context),), **layout)
     order = zigzag(128, plan.mesh.shape["sequence"]) if is_zigzag else np.arange(128)
     spec = NamedSharding(plan.mesh, P(BATCH_AXES, "sequence"))
-    query, key, value, weights, segments = (jax.device_put(x[:, order], spec) for x in (*inputs, segments))
+    query, key, value, weights, segments = (
+        jax.device_put(x[:, order], spec) for x in (*inputs, segments)
+    )
 
     def total(query, key, value):
         tokens = {"tokens": jnp.zeros(query.shape[:2], jnp.int32)}
         with use_plan(plan), zigzag_batch(tokens, position_aware=is_zigzag):
-            out = attend(query, key, value, window=window, segments=segments if packed else None, **scores)
+            out = attend(
+                query, key, value, window=window, segments=segments if packed else None, **scores
+            )
         return (out * weights).sum(), out
 
     gradients, out = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(query, key, value)
@@ -114,10 +118,15 @@ def test_attention_runs_inside_of_another_manual_region(context):
         with use_plan(plan):
             return attend(query, key, value)
 
-    nested = jax.shard_map(local, mesh=plan.mesh, in_specs=data, out_specs=data, axis_names={"data"}, check_vma=False)
+    nested = jax.shard_map(
+        local, mesh=plan.mesh, in_specs=data, out_specs=data, axis_names={"data"}, check_vma=False
+    )
     spec = NamedSharding(plan.mesh, P("data", "sequence"))
     out = jax.jit(nested)(*(jax.device_put(x, spec) for x in (query, key, value)))
-    expected, noise = computed(reference, 128, False, window=None)[0], lost(128, False, window=None)[0]
+    expected, noise = (
+        computed(reference, 128, False, window=None)[0],
+        lost(128, False, window=None)[0],
+    )
     assert_close({"out": out}, {"out": expected}, {"out": noise})
 
 
@@ -191,7 +200,11 @@ def test_a_batch_is_put_into_zigzag_order(devices):
 
 @pytest.mark.parametrize(
     ("position_aware", "layout"),
-    [(False, {"sequence": 2}), (True, {"fsdp": 2}), (True, {"sequence": 2, "options": (("context", "all-to-all"),)})],
+    [
+        (False, {"sequence": 2}),
+        (True, {"fsdp": 2}),
+        (True, {"sequence": 2, "options": (("context", "all-to-all"),)}),
+    ],
     ids=str,
 )
 def test_a_batch_stays_as_it_is_where_no_ring_asks_for_more(position_aware, layout):
@@ -239,7 +252,9 @@ def test_zigzag_order_gives_every_device_the_same_work(turn):
 def test_what_cannot_be_split_is_refused_before_anything_compiles(seq, config, context, said):
     """A sequence without two blocks for each device, or in blocks of a prime number of tokens, and key/value heads
     without a device: the arithmetic and the fix."""
-    step = make_train_step(tiny.plan(config, options=(("context", context),), sequence=4), tiny.loss_fn(config))
+    step = make_train_step(
+        tiny.plan(config, options=(("context", context),), sequence=4), tiny.loss_fn(config)
+    )
     ids = jax.ShapeDtypeStruct((4, seq), "int32")
     batch = {"tokens": ids, "targets": ids, "weights": jax.ShapeDtypeStruct((4, seq), "float32")}
     with pytest.raises(ConfigError, match=said) as caught:
@@ -254,7 +269,11 @@ LAYERS, TURNS = AUDITED.layers, 4 - 1
 def compile_step(length, sizes, **options):
     """A plan, and the compiled step of a batch of one example."""
     ids = jax.ShapeDtypeStruct((1, length), "int32")
-    shapes = {"tokens": ids, "targets": ids, "weights": jax.ShapeDtypeStruct((1, length), "float32")}
+    shapes = {
+        "tokens": ids,
+        "targets": ids,
+        "weights": jax.ShapeDtypeStruct((1, length), "float32"),
+    }
     plan = tiny.plan(AUDITED, options=tuple(options.items()), **sizes)
     return plan, make_train_step(plan, tiny.loss_fn(AUDITED)).compile(shapes)
 
@@ -308,7 +327,9 @@ def test_no_buffer_grows_with_the_square_of_the_sequence():
 @pytest.mark.soak
 def test_memory_falls_as_devices_are_added():
     """Temporaries of 32,768 tokens: of 8 devices, each needs less than half of what each of 2 needs."""
-    of_2, of_8 = (compile_step(32768, {"sequence": n})[1].memory_analysis().temp_size_in_bytes for n in (2, 8))
+    of_2, of_8 = (
+        compile_step(32768, {"sequence": n})[1].memory_analysis().temp_size_in_bytes for n in (2, 8)
+    )
     assert of_8 < of_2 / 2
 
 
@@ -350,9 +371,12 @@ ON_TPU = """
 @pytest.mark.soak
 def test_every_form_compiles_for_tpus():
     """Splash attention, alone and on exchanged heads, and the ring, with a window and documents, for eight chips."""
-    assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    assert importlib.util.find_spec("libtpu"), (
+        "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    )
     found = run_script(ON_TPU)
-    assert found["splash"]["tpu_custom_call"] >= 3  # forward, the queries' gradient, the keys' and values'
+    # forward, the queries' gradient, the keys' and values'
+    assert found["splash"]["tpu_custom_call"] >= 3
     assert found["splash"]["all-gather"] == found["splash"]["all-to-all"] == 0
     assert found["splash by heads"]["tpu_custom_call"] >= 3
     assert found["splash by heads"]["all-to-all"] > 0

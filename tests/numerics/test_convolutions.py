@@ -1,7 +1,7 @@
 """Convolutions and windows have the value and the gradients of one device, however channels and images are split.
 
-XLA's partitioner computes some of them wrongly, so they are replaced (`spmd.plan.xla_faults`). Layers of all kinds are
-branches of one model, so a mesh has one program for them.
+XLA's partitioner computes some of them wrongly, so they are replaced (`spmd.plan.xla_faults`).
+Layers of all kinds are branches of one model, so a mesh has one program for them.
 """
 
 import functools
@@ -31,7 +31,9 @@ EXAMPLES, CHANNELS = 8, 8
 SIDES = {1: (16,), 2: (8, 4), 3: (4, 4, 4)}
 """Number of spatial dimensions → their sizes."""
 BATCH = {
-    f"images_{rank}d": np.random.default_rng(rank).normal(size=(EXAMPLES, *sides, CHANNELS)).astype(np.float32)
+    f"images_{rank}d": np.random.default_rng(rank)
+    .normal(size=(EXAMPLES, *sides, CHANNELS))
+    .astype(np.float32)
     for rank, sides in SIDES.items()
 }
 
@@ -54,7 +56,9 @@ LAYERS = {
 def batch_groups(x, kernel):
     """A convolution of examples in two groups, each with kernels of its own."""
     numbers = jax.lax.conv_dimension_numbers(x.shape, kernel.shape, ("NHWC", "HWIO", "NHWC"))
-    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers, batch_group_count=2)
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=numbers, batch_group_count=2
+    )
 
 
 WINDOWS = {
@@ -82,7 +86,9 @@ class NnxLayers(nnx.Module):
     def __init__(self, rngs):
         for name, options in LAYERS.items():
             setattr(self, f"{name}_before", nnx.Linear(CHANNELS, CHANNELS, rngs=rngs))
-            setattr(self, name, getattr(nnx, kind_of(name))(CHANNELS, CHANNELS, rngs=rngs, **options))
+            setattr(
+                self, name, getattr(nnx, kind_of(name))(CHANNELS, CHANNELS, rngs=rngs, **options)
+            )
 
     def __call__(self, batch):
         outputs = {}
@@ -112,21 +118,33 @@ def written_windows():
     def init(key):
         keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
         params = {
-            f"{name}_before": {"kernel": jax.random.normal(key, (CHANNELS, CHANNELS))} for name, key in keys.items()
+            f"{name}_before": {"kernel": jax.random.normal(key, (CHANNELS, CHANNELS))}
+            for name, key in keys.items()
         }
-        return {**params, "batch_2d": {"kernel": jax.random.normal(key, (3, 3, CHANNELS, CHANNELS)) / 4}}
+        return {
+            **params,
+            "batch_2d": {"kernel": jax.random.normal(key, (3, 3, CHANNELS, CHANNELS)) / 4},
+        }
 
     def apply(params, batch):
-        images = {name: jnp.tanh(images_of(name, batch) @ params[f"{name}_before"]["kernel"]) for name in names}
+        images = {
+            name: jnp.tanh(images_of(name, batch) @ params[f"{name}_before"]["kernel"])
+            for name in names
+        }
         outputs = {name: reduce(images[name]) for name, reduce in WINDOWS.items()}
-        return {**outputs, "batch_2d": batch_groups(images["batch_2d"], params["batch_2d"]["kernel"])}
+        return {
+            **outputs,
+            "batch_2d": batch_groups(images["batch_2d"], params["batch_2d"]["kernel"]),
+        }
 
     return Model(init, apply)
 
 
 MODELS = {
     "nnx": from_nnx(NnxLayers),
-    "linen": from_linen(LinenLayers(), {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}),
+    "linen": from_linen(
+        LinenLayers(), {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
+    ),
     "windows": written_windows(),
 }
 
@@ -141,13 +159,23 @@ def make_rules(name, dense, channels, inputs=None, batch=()):
         batch: The rows of the batch's table.
     """
     if name == "windows":
-        return Rules([(".*_before/kernel", dense), ("batch_2d/kernel", P(None, None, None, channels))], batch=batch)
+        return Rules(
+            [(".*_before/kernel", dense), ("batch_2d/kernel", P(None, None, None, channels))],
+            batch=batch,
+        )
     params = [(".*_before/kernel", dense), ("bias", replicate("a few bytes"))]
     for rank in SIDES:
         spatial = (None,) * rank
-        params.append((f"(causal|dilated|plain|patches|transposed)_{rank}d/kernel", P(*spatial, inputs, channels)))
+        params.append(
+            (
+                f"(causal|dilated|plain|patches|transposed)_{rank}d/kernel",
+                P(*spatial, inputs, channels),
+            )
+        )
         if rank < 3:
-            params.append((f"(depthwise|grouped|circular)_{rank}d/kernel", P(*spatial, None, channels)))
+            params.append(
+                (f"(depthwise|grouped|circular)_{rank}d/kernel", P(*spatial, None, channels))
+            )
     return Rules(params, batch=batch)
 
 
@@ -156,7 +184,10 @@ LAYOUTS = {
     "channels": ((P("fsdp", "tensor"), "tensor", "fsdp"), {"data": 2, "fsdp": 2, "tensor": 2}),
     "fsdp-too": ((P(None, "tensor"), ("fsdp", "tensor")), {"data": 2, "fsdp": 2, "tensor": 2}),
     "tensor": ((P(None, "tensor"), "tensor"), {"data": 2, "tensor": 4}),
-    "sequence": ((P(None, "tensor"), "tensor", None, ROWS), {"data": 2, "sequence": 2, "tensor": 2}),
+    "sequence": (
+        (P(None, "tensor"), "tensor", None, ROWS),
+        {"data": 2, "sequence": 2, "tensor": 2},
+    ),
     "long-sequence": ((P("data"), "data", None, ROWS), {"data": 2, "sequence": 4}),
 }
 """Name → the arguments of `make_rules`, and the axes of a mesh."""
@@ -193,8 +224,12 @@ def wanted(name):
 def test_any_layer_has_the_gradients_of_one_device(name, layout):
     """Value and gradients agree to 1e-5, for each layer's own parameters and those before it."""
     table, sizes = LAYOUTS[layout]
-    found = errors(on_mesh(MODELS[name], make_rules(name, *table), loss_of(name), BATCH, **sizes), wanted(name))
-    assert max(found.values()) <= TOLERANCE, {path: error for path, error in found.items() if error > TOLERANCE}
+    found = errors(
+        on_mesh(MODELS[name], make_rules(name, *table), loss_of(name), BATCH, **sizes), wanted(name)
+    )
+    assert max(found.values()) <= TOLERANCE, {
+        path: error for path, error in found.items() if error > TOLERANCE
+    }
 
 
 def without_faults(monkeypatch):
@@ -240,7 +275,8 @@ def stem_errors(kind):
     model = from_nnx(lambda rngs: Stem(kind, rngs))
     loss_fn = classification_loss(model)
     return errors(
-        on_mesh(model, Rules(table, batch=ROWS), loss_fn, PICTURES, **sizes), on_one_device(model, loss_fn, PICTURES)
+        on_mesh(model, Rules(table, batch=ROWS), loss_fn, PICTURES, **sizes),
+        on_one_device(model, loss_fn, PICTURES),
     )
 
 
@@ -325,7 +361,11 @@ def with_custom_jvp(groups):
     def layer(x, kernel):
         return convolve(x, kernel, groups)
 
-    layer.defjvp(lambda primals, tangents: jax.jvp(lambda x, kernel: convolve(x, kernel, groups), primals, tangents))
+    layer.defjvp(
+        lambda primals, tangents: jax.jvp(
+            lambda x, kernel: convolve(x, kernel, groups), primals, tangents
+        )
+    )
     return layer
 
 
@@ -341,11 +381,17 @@ CUSTOM = {"custom_vjp": with_custom_vjp, "custom_jvp": with_custom_jvp, "loop": 
 def convolution_errors(layer, groups, spec, batch=(), **sizes):
     """The differences of a model with one convolution from one device."""
     shape = (3, 3, CHANNELS // groups, CHANNELS)
-    model = Model(lambda key: {"kernel": jax.random.normal(key, shape) / 4}, lambda p, x: layer(x, p["kernel"]))
+    model = Model(
+        lambda key: {"kernel": jax.random.normal(key, shape) / 4},
+        lambda p, x: layer(x, p["kernel"]),
+    )
 
     def loss_fn(params, variables, batch, key):
         outputs = model.apply(params, batch["images_2d"])
-        return {"loss": (outputs**2 * (1 + weights(outputs))).mean(), "weight": jnp.float32(1)}, variables
+        return {
+            "loss": (outputs**2 * (1 + weights(outputs))).mean(),
+            "weight": jnp.float32(1),
+        }, variables
 
     found = on_mesh(model, Rules([("kernel", spec)], batch=batch), loss_fn, BATCH, **sizes)
     return errors(found, on_one_device(model, loss_fn, BATCH))
@@ -358,8 +404,12 @@ def gradient_in_a_loss(x, kernel):
 
 NESTED = {
     "checkpoint": jax.checkpoint(lambda x, kernel: jnp.tanh(convolve(x, kernel, 2))),
-    "loop": lambda x, kernel: jax.lax.scan(lambda x, _: (jnp.tanh(convolve(x, kernel, 2)), None), x, length=2)[0],
-    "branch": lambda x, kernel: jax.lax.cond(x[0, 0, 0, 0] < 9, lambda x: convolve(x, kernel, 2), lambda x: x, x),
+    "loop": lambda x, kernel: jax.lax.scan(
+        lambda x, _: (jnp.tanh(convolve(x, kernel, 2)), None), x, length=2
+    )[0],
+    "branch": lambda x, kernel: jax.lax.cond(
+        x[0, 0, 0, 0] < 9, lambda x: convolve(x, kernel, 2), lambda x: x, x
+    ),
     "vmap": lambda x, kernel: jax.vmap(lambda x: convolve(x[None], kernel, 2)[0])(x),
     "gradient": gradient_in_a_loss,
 }
@@ -401,7 +451,11 @@ def test_other_convolutions_in_a_custom_derivative_stay(kind):
 def with_pool(groups):
     """A pool in the code of a custom derivative, after a product that passes on how images are split."""
     del groups
-    pool = jax.custom_vjp(lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME"))
+    pool = jax.custom_vjp(
+        lambda x: jax.lax.reduce_window(
+            x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME"
+        )
+    )
     pool.defvjp(lambda x: jax.vjp(pool.fun, x), lambda back, g: back(g))
     return lambda x, kernel: pool(x @ kernel[0, 0])
 
@@ -410,27 +464,39 @@ def with_pool(groups):
 @pytest.mark.parametrize("layer", [*CUSTOM.values(), with_pool], ids=[*CUSTOM, "pool"])
 def test_split_images_in_a_custom_derivative_are_refused(layer):
     """XLA would compute them wrongly where they stand; the error says what must be whole."""
-    with pytest.raises(AnnotationError, match="split no other dimension of its operands than the examples"):
+    with pytest.raises(
+        AnnotationError, match="split no other dimension of its operands than the examples"
+    ):
         convolution_errors(layer(1), 1, replicate("small"), ROWS, data=2, sequence=2, tensor=2)
 
 
 def with_rules_alone(groups):
     """A custom derivative whose rules convolve, and whose function does not."""
     layer = jax.custom_vjp(lambda x, kernel: x * kernel.sum())
-    layer.defvjp(lambda *a: jax.vjp(lambda x, kernel: convolve(x, kernel, groups), *a), lambda back, g: back(g))
+    layer.defvjp(
+        lambda *a: jax.vjp(lambda x, kernel: convolve(x, kernel, groups), *a),
+        lambda back, g: back(g),
+    )
     return layer
 
 
 def step_with_rules_alone(groups, batch=(), **sizes):
     """A step of a model with such a layer, traced."""
     shape, layer = (3, 3, CHANNELS // groups, CHANNELS), with_rules_alone(groups)
-    model = Model(lambda key: {"kernel": jax.random.normal(key, shape)}, lambda p, x: layer(x, p["kernel"]))
+    model = Model(
+        lambda key: {"kernel": jax.random.normal(key, shape)}, lambda p, x: layer(x, p["kernel"])
+    )
 
     def loss_fn(params, variables, batch, key):
-        return {"loss": (model.apply(params, batch["x"]) ** 2).mean(), "weight": jnp.float32(1)}, variables
+        return {
+            "loss": (model.apply(params, batch["x"]) ** 2).mean(),
+            "weight": jnp.float32(1),
+        }, variables
 
     rules = Rules([("kernel", replicate("small"))], batch=batch)
-    step = spmd.make_train_step(spmd.make_plan(tiny.mesh(**sizes), rules, model, optax.sgd(0.1)), loss_fn)
+    step = spmd.make_train_step(
+        spmd.make_plan(tiny.mesh(**sizes), rules, model, optax.sgd(0.1)), loss_fn
+    )
     return step.trace({"x": jax.ShapeDtypeStruct((8, 8, 8, CHANNELS), jnp.float32)})
 
 

@@ -45,7 +45,9 @@ def sharding() -> NamedSharding:
 def replicated() -> NamedSharding:
     """Rows over 2 devices, each half on 4 of them."""
     assert jax.device_count() >= 8
-    return NamedSharding(Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "tensor")), P("data"))
+    return NamedSharding(
+        Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "tensor")), P("data")
+    )
 
 
 def make_windows(n: int = 20 * SEQUENCE + 3) -> Windows:
@@ -59,16 +61,30 @@ def first_ids(batch: Batch) -> list[int]:
 
 
 def run(
-    windows: Windows, sharding: NamedSharding, start: int, steps: int, *, seed: int = 0, threads: int = 2
+    windows: Windows,
+    sharding: NamedSharding,
+    start: int,
+    steps: int,
+    *,
+    seed: int = 0,
+    threads: int = 2,
 ) -> list[dict[str, np.ndarray]]:
     """The batches of some steps on the host."""
     with batches(
-        windows, batch=BATCH, sharding=sharding, seed=seed, start=start, steps=steps, threads=threads
+        windows,
+        batch=BATCH,
+        sharding=sharding,
+        seed=seed,
+        start=start,
+        steps=steps,
+        threads=threads,
     ) as found:
         return [{name: np.asarray(value) for name, value in batch.items()} for batch in found]
 
 
-@pytest.mark.parametrize("n", [2, 3, SEQUENCE, SEQUENCE + 1, SEQUENCE + 2, 5 * SEQUENCE, 5 * SEQUENCE + 1, 47])
+@pytest.mark.parametrize(
+    "n", [2, 3, SEQUENCE, SEQUENCE + 1, SEQUENCE + 2, 5 * SEQUENCE, 5 * SEQUENCE + 1, 47]
+)
 def test_every_token_is_predicted_exactly_once(n: int) -> None:
     """Over all windows the weighted targets are the tokens 1 … n-1 in order, each after its own predecessor."""
     tokens = np.arange(100, 100 + n, dtype=np.uint16)
@@ -96,7 +112,9 @@ def test_windows_refuse_what_they_cannot_read() -> None:
         make_windows().rows(np.array([len(make_windows())]))
 
 
-def test_an_epoch_is_every_window_once_and_the_next_in_another_order(sharding: NamedSharding) -> None:
+def test_an_epoch_is_every_window_once_and_the_next_in_another_order(
+    sharding: NamedSharding,
+) -> None:
     """Three epochs read in batches that straddle their ends are three different permutations of all windows."""
     windows = make_windows()
     assert len(windows) % BATCH
@@ -111,7 +129,9 @@ def test_an_epoch_is_every_window_once_and_the_next_in_another_order(sharding: N
 def test_seeds_are_orders_of_their_own(sharding: NamedSharding) -> None:
     """One seed is one order, and another seed is not the first one an epoch later."""
     windows = make_windows(16 * SEQUENCE + 1)
-    epochs = {seed: [first_ids(b) for b in run(windows, sharding, 0, 6, seed=seed)] for seed in (0, 1)}
+    epochs = {
+        seed: [first_ids(b) for b in run(windows, sharding, 0, 6, seed=seed)] for seed in (0, 1)
+    }
     assert epochs[0] == [first_ids(b) for b in run(windows, sharding, 0, 6)]
     assert epochs[0] != epochs[1]
     assert epochs[0][2:4] != epochs[1][0:2]
@@ -119,7 +139,9 @@ def test_seeds_are_orders_of_their_own(sharding: NamedSharding) -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 4, 7])
 @pytest.mark.parametrize("threads", [0, 3])
-def test_a_resumed_run_sees_exactly_the_remaining_batches(start: int, threads: int, sharding: NamedSharding) -> None:
+def test_a_resumed_run_sees_exactly_the_remaining_batches(
+    start: int, threads: int, sharding: NamedSharding
+) -> None:
     """Batches from step k on are those of the uninterrupted run, to the last id, in any number of threads."""
     whole = run(make_windows(), sharding, 0, 7)
     rest = run(make_windows(), sharding, start, 7, threads=threads)
@@ -130,9 +152,13 @@ def test_a_resumed_run_sees_exactly_the_remaining_batches(start: int, threads: i
             np.testing.assert_array_equal(expected[name], found[name])
 
 
-def test_batches_do_not_depend_on_the_mesh(sharding: NamedSharding, replicated: NamedSharding) -> None:
+def test_batches_do_not_depend_on_the_mesh(
+    sharding: NamedSharding, replicated: NamedSharding
+) -> None:
     """Two ways to split a batch hold the same global batch, and each array has the sharding asked for."""
-    for one, other in zip(run(make_windows(), sharding, 0, 3), run(make_windows(), replicated, 0, 3), strict=True):
+    for one, other in zip(
+        run(make_windows(), sharding, 0, 3), run(make_windows(), replicated, 0, 3), strict=True
+    ):
         for name in one:
             np.testing.assert_array_equal(one[name], other[name])
     with batches(make_windows(), batch=BATCH, sharding=sharding, seed=0, start=0, steps=1) as found:
@@ -149,13 +175,21 @@ def test_two_processes_read_disjoint_rows_that_make_the_batch(sharding: NamedSha
     """Rows of two halves of the devices are disjoint and their union is every row, once."""
     blocks = sharding.devices_indices_map((BATCH, SEQUENCE))
     devices = list(sharding.mesh.devices.flat)
-    parts = [local_rows([blocks[d] for d in half], BATCH).tolist() for half in (devices[:4], devices[4:])]
+    parts = [
+        local_rows([blocks[d] for d in half], BATCH).tolist() for half in (devices[:4], devices[4:])
+    ]
     assert parts == [[0, 1, 2, 3], [4, 5, 6, 7]]
     # Interleaved processes hold rows that are not neighbours.
-    parts = [local_rows([blocks[d] for d in half], BATCH).tolist() for half in (devices[::4], devices[2::4])]
+    parts = [
+        local_rows([blocks[d] for d in half], BATCH).tolist()
+        for half in (devices[::4], devices[2::4])
+    ]
     assert parts == [[0, 1, 4, 5], [2, 3, 6, 7]]
     # Processes that split only the columns both read every row.
-    parts = [local_rows([blocks[d] for d in half], BATCH).tolist() for half in (devices[::2], devices[1::2])]
+    parts = [
+        local_rows([blocks[d] for d in half], BATCH).tolist()
+        for half in (devices[::2], devices[1::2])
+    ]
     assert parts == [list(range(BATCH))] * 2
 
 
@@ -163,20 +197,32 @@ class ProcessSharding:
     """What a sharding looks like in a process that has some of the devices only."""
 
     def __init__(self, sharding: NamedSharding, devices: set[jax.Device]) -> None:
-        self.spec, self.mesh, self.whole, self.devices = sharding.spec, sharding.mesh, sharding, devices
+        self.spec, self.mesh, self.whole, self.devices = (
+            sharding.spec,
+            sharding.mesh,
+            sharding,
+            devices,
+        )
 
-    def addressable_devices_indices_map(self, shape: tuple[int, int]) -> dict[jax.Device, tuple[slice, ...]]:
+    def addressable_devices_indices_map(
+        self, shape: tuple[int, int]
+    ) -> dict[jax.Device, tuple[slice, ...]]:
         blocks = self.whole.addressable_devices_indices_map(shape)
         return {device: block for device, block in blocks.items() if device in self.devices}
 
 
 def make_mixture() -> Mixed:
     """Three sets of different lengths, whose ids say which row of which set they are."""
-    sets = [Windows(np.arange(10_000 * n + 1, 10_000 * n + 6 * n * SEQUENCE + 2), SEQUENCE) for n in (1, 2, 3)]
+    sets = [
+        Windows(np.arange(10_000 * n + 1, 10_000 * n + 6 * n * SEQUENCE + 2), SEQUENCE)
+        for n in (1, 2, 3)
+    ]
     return Mixed([Shuffled(each, 5, str(n)) for n, each in enumerate(sets)], [0.5, 0.3, 0.2])
 
 
-def read_as(order: Order, sharding: NamedSharding, processes: int, start: int, steps: int) -> list[list[int]]:
+def read_as(
+    order: Order, sharding: NamedSharding, processes: int, start: int, steps: int
+) -> list[list[int]]:
     """The first ids of the rows of each step, put together from what each of several processes reads."""
     devices, size = list(sharding.mesh.devices.flat), sharding.mesh.size // processes
     whole = [[0] * BATCH for _ in range(start, steps)]
@@ -186,7 +232,11 @@ def read_as(order: Order, sharding: NamedSharding, processes: int, start: int, s
         rows = local_rows(blocks, BATCH)
         found: list[np.ndarray] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jax, "make_array_from_process_local_data", lambda *call, found=found: found.append(call[1]))
+            patch.setattr(
+                jax,
+                "make_array_from_process_local_data",
+                lambda *call, found=found: found.append(call[1]),
+            )
             kind = cast("NamedSharding", mine)
             options = {"batch": BATCH, "start": start, "steps": steps, "threads": 0}
             with ordered_batches(order, sharding=kind, **options) as stream:  # type: ignore[arg-type]
@@ -205,17 +255,25 @@ def make_stream(folder: Path, cache: str) -> Order:
         for number in range(20):
             (folder / name / f"{number}.txt").write_text(f"{name} {number}: {number**9} " * 9)
     sets = (f"a=2:{folder / 'one'}", f"b=1:{folder / 'two'}")
-    return open_text(DataConfig(mixture=sets, sequence=SEQUENCE, streaming=True, cache=str(folder / cache))).order(0)
+    return open_text(
+        DataConfig(mixture=sets, sequence=SEQUENCE, streaming=True, cache=str(folder / cache))
+    ).order(0)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("kind", ["mixture", "stream"])
 def test_an_order_is_the_same_for_any_number_of_processes(
-    kind: str, processes: int, sharding: NamedSharding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    processes: int,
+    sharding: NamedSharding,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows that two or four processes read make the batches of one, which are those of the order."""
     monkeypatch.setattr("spmd.data.blocks.LEAST_BYTES", 500)
-    one, many, plain = (make_mixture() if kind == "mixture" else make_stream(tmp_path, name) for name in "abc")
+    one, many, plain = (
+        make_mixture() if kind == "mixture" else make_stream(tmp_path, name) for name in "abc"
+    )
     expected = plain.read(np.arange(6 * BATCH))["tokens"][:, 0].reshape(6, BATCH).tolist()
     assert read_as(one, sharding, 1, 0, 6) == expected
     assert read_as(many, sharding, processes, 0, 6) == expected
@@ -262,14 +320,21 @@ class CountingWindows(Windows):
         return super().rows(indices)
 
 
-def test_a_process_reads_only_its_rows(sharding: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_reads_only_its_rows(
+    sharding: NamedSharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process with half of the rows reads those windows of the global order, and hands JAX these rows alone."""
     expected = [first_ids(batch) for batch in run(make_windows(), sharding, 0, 3)]
     local: list[tuple[np.ndarray, tuple[int, int]]] = []
     monkeypatch.setattr(
-        jax, "make_array_from_process_local_data", lambda sharding, rows, shape: local.append((rows, shape))
+        jax,
+        "make_array_from_process_local_data",
+        lambda sharding, rows, shape: local.append((rows, shape)),
     )
-    windows, devices = CountingWindows(make_windows().tokens, SEQUENCE), list(sharding.mesh.devices.flat)
+    windows, devices = (
+        CountingWindows(make_windows().tokens, SEQUENCE),
+        list(sharding.mesh.devices.flat),
+    )
     half = ProcessSharding(sharding, {*devices[2:4], *devices[6:]})
     with batches(windows, batch=BATCH, sharding=half, seed=0, start=0, steps=3, threads=0) as found:  # type: ignore[arg-type]
         list(found)
@@ -298,12 +363,20 @@ def test_batches_come_without_implicit_transfers(threads: int, sharding: NamedSh
         with pytest.raises(Exception, match="Disallowed host-to-device"):
             jax.numpy.sin(np.ones(3))
         with batches(
-            make_windows(), batch=BATCH, sharding=sharding, seed=0, start=0, steps=3, threads=threads
+            make_windows(),
+            batch=BATCH,
+            sharding=sharding,
+            seed=0,
+            start=0,
+            steps=3,
+            threads=threads,
         ) as found:
             values = [step(batch) for batch in found]
         values += [
             step(batch)
-            for batch in evaluation_batches(make_windows(), batch=BATCH, sharding=sharding, tokens_at_most=60)
+            for batch in evaluation_batches(
+                make_windows(), batch=BATCH, sharding=sharding, tokens_at_most=60
+            )
         ]
     finally:
         jax.config.update("jax_transfer_guard", before)
@@ -329,7 +402,9 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.usefixtures("no_thread_is_left")
 def test_closing_stops_the_threads(sharding: NamedSharding) -> None:
     """After an early exit from the loop no thread is left, and a closed iterator says that it is closed."""
-    with batches(make_windows(), batch=BATCH, sharding=sharding, seed=0, start=0, steps=10**6) as found:
+    with batches(
+        make_windows(), batch=BATCH, sharding=sharding, seed=0, start=0, steps=10**6
+    ) as found:
         assert iter(found) is found
         next(found)
         assert grain_threads()
@@ -357,14 +432,18 @@ def test_an_error_while_reading_reaches_the_loop(sharding: NamedSharding) -> Non
 def test_no_more_than_the_prefetched_batches_are_read_ahead(sharding: NamedSharding) -> None:
     """With a buffer of two, after one batch at most three have been read."""
     windows = CountingWindows(make_windows().tokens, SEQUENCE)
-    with batches(windows, batch=BATCH, sharding=sharding, seed=0, start=0, steps=50, prefetch=2) as found:
+    with batches(
+        windows, batch=BATCH, sharding=sharding, seed=0, start=0, steps=50, prefetch=2
+    ) as found:
         next(found)
         time.sleep(0.1)
         assert BATCH <= len(windows.read) <= 3 * BATCH
 
 
 @pytest.mark.parametrize(("start", "steps"), [(-1, 3), (4, 3)])
-def test_a_start_outside_the_run_is_refused(start: int, steps: int, sharding: NamedSharding) -> None:
+def test_a_start_outside_the_run_is_refused(
+    start: int, steps: int, sharding: NamedSharding
+) -> None:
     """Resuming before step 0 or past the end is an error, not an empty run."""
     with pytest.raises(ConfigError, match="is outside the run"):
         run(make_windows(), sharding, start, steps)
@@ -384,7 +463,9 @@ def test_evaluation_reads_the_first_windows_in_order(
     n: int, at_most: int, windows_read: int, weight: int, sharding: NamedSharding
 ) -> None:
     """The first tokens come in order, in batches of one shape, rounded up to windows, padded with weight 0."""
-    found = list(evaluation_batches(make_windows(n), batch=BATCH, sharding=sharding, tokens_at_most=at_most))
+    found = list(
+        evaluation_batches(make_windows(n), batch=BATCH, sharding=sharding, tokens_at_most=at_most)
+    )
     assert len(found) == math.ceil(windows_read / BATCH)
     assert {value.shape for batch in found for value in batch.values()} == {(BATCH, SEQUENCE)}
     assert {value.sharding for batch in found for value in batch.values()} == {sharding}
@@ -395,7 +476,9 @@ def test_evaluation_reads_the_first_windows_in_order(
     assert not targets[weights == 0].any()
 
 
-def test_batches_that_do_not_divide_are_refused_with_the_arithmetic(sharding: NamedSharding) -> None:
+def test_batches_that_do_not_divide_are_refused_with_the_arithmetic(
+    sharding: NamedSharding,
+) -> None:
     """Rows and columns that do not split evenly are both reported, before anything is read."""
     with pytest.raises(MeshError) as caught:
         check_batch_size(10, 7, sharding)
@@ -423,7 +506,9 @@ def test_a_loaded_corpus_becomes_batches(tmp_path: Path, sharding: NamedSharding
     """From files to placed batches: the ids of a step decode to text of the training files."""
     for i in range(10):
         (tmp_path / f"{i}.md").write_text(f"text number {i} " * 8)
-    corpus = load_corpus(DataConfig(source=(str(tmp_path),), sequence=SEQUENCE, cache=str(tmp_path / "cache")))
+    corpus = load_corpus(
+        DataConfig(source=(str(tmp_path),), sequence=SEQUENCE, cache=str(tmp_path / "cache"))
+    )
     whole = corpus.tokenizer.decode(corpus.train)
     for batch in run(Windows(corpus.train, SEQUENCE), sharding, 0, 3):
         for tokens, weights in zip(batch["tokens"], batch["weights"], strict=True):

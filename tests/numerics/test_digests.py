@@ -29,7 +29,10 @@ LAYOUTS = {
     "replicated": ({"data": 8}, {}),
     "three axes": ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
     "stages": ({"pipe": 2, "fsdp": 4}, {}),
-    "on the host": ({"data": 2, "fsdp": 4}, {"offload": ("optimizer_state", "params"), "remat": "full"}),
+    "on the host": (
+        {"data": 2, "fsdp": 4},
+        {"offload": ("optimizer_state", "params"), "remat": "full"},
+    ),
     "bf16, zero 1": ({"fsdp": 4, "tensor": 2}, {"precision": "bf16-params", "zero": 1}),
 }
 
@@ -81,17 +84,24 @@ def test_a_flipped_bit_is_found_and_named(name, path, device, where):
 def test_of_two_replicas_no_one_is_in_the_minority(name):
     """Both are named: an array split over all but `data` has two copies of each block, also in host memory."""
     state, _, mesh, _ = layout(name)
-    (path,) = (path for path in tree.flatten(state) if path.endswith("mu/layers/mlp/up_proj/kernel"))
+    (path,) = (
+        path for path in tree.flatten(state) if path.endswith("mu/layers/mlp/up_proj/kernel")
+    )
     (problem,) = found(name, with_flip(state, path, mesh.devices.flat[1], element=3))
     other = mesh.devices.flat[1 + mesh.size // 2].id
     assert problem.where == path
-    assert problem.what.startswith(f"device 1 (process 0), device {other} (process 0) hold the same block and differ")
+    assert problem.what.startswith(
+        f"device 1 (process 0), device {other} (process 0) hold the same block and differ"
+    )
 
 
 def test_what_has_no_replica_cannot_differ():
     """A shard that only one device holds is not compared with anything: the check does not pretend to see it."""
     state, _, mesh, _ = layout("stages")
-    assert found("stages", with_flip(state, "params/layers/mlp/up_proj/kernel", mesh.devices.flat[3])) == []
+    assert (
+        found("stages", with_flip(state, "params/layers/mlp/up_proj/kernel", mesh.devices.flat[3]))
+        == []
+    )
 
 
 MESH = make_mesh(data=2, fsdp=2, tensor=2)
@@ -107,7 +117,9 @@ ARRAYS = {
     "empty": (jnp.zeros((0, 4)), P()),
 }
 PLACED = {name: jax.device_put(x, NamedSharding(MESH, spec)) for name, (x, spec) in ARRAYS.items()}
-ABSTRACT = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in PLACED.items()}
+ABSTRACT = {
+    name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in PLACED.items()
+}
 
 
 @functools.cache
@@ -133,7 +145,9 @@ def test_any_bit_of_any_array_on_any_device(data):
     }
     (problem,) = differences(PLACED | {name: flip(array, device, **where)})
     assert problem.where == name
-    assert problem.what == f"device {device.id} (process 0) holds other bits than the other replicas"
+    assert (
+        problem.what == f"device {device.id} (process 0) holds other bits than the other replicas"
+    )
 
 
 def test_control_untouched_arrays_of_every_dtype_pass():
@@ -143,13 +157,19 @@ def test_control_untouched_arrays_of_every_dtype_pass():
 
 @pytest.mark.parametrize(
     "change",
-    [lambda x: x[::-1], lambda x: np.roll(x, 1, axis=0), lambda x: np.concatenate([x[1:2], x[:1], x[2:]])],
+    [
+        lambda x: x[::-1],
+        lambda x: np.roll(x, 1, axis=0),
+        lambda x: np.concatenate([x[1:2], x[:1], x[2:]]),
+    ],
     ids=["reversed", "shifted", "swapped"],
 )
 def test_the_same_words_in_other_places_are_found(change):
     """A digest depends on where a word is: reversed, shifted and swapped elements differ, of every dtype."""
     for name in ("float32", "bfloat16", "float16", "int8", "uint32", "complex"):
-        (problem,) = differences(PLACED | {name: altered(PLACED[name], MESH.devices.flat[2], change)})
+        (problem,) = differences(
+            PLACED | {name: altered(PLACED[name], MESH.devices.flat[2], change)}
+        )
         assert (problem.where, "device 2 " in problem.what) == (name, True)
 
 
@@ -157,7 +177,9 @@ def test_digests_of_counting_words_do_not_collide():
     """Words and places made of the same small numbers, permuted: all 24 orders of four have digests of their own."""
     orders = np.array(list(itertools.permutations(range(4))), np.uint32)
     whole = NamedSharding(MESH, P())
-    abstract = {str(i): jax.ShapeDtypeStruct((4,), "uint32", sharding=whole) for i in range(len(orders))}
+    abstract = {
+        str(i): jax.ShapeDtypeStruct((4,), "uint32", sharding=whole) for i in range(len(orders))
+    }
     placed = {str(i): jax.device_put(order, whole) for i, order in enumerate(orders)}
     rows = np.asarray(make_digest(abstract, MESH)(placed))[0]
     assert len(np.unique(rows[:, 0])) == len(np.unique(rows[:, 1])) == 24
@@ -166,7 +188,9 @@ def test_digests_of_counting_words_do_not_collide():
 def test_a_random_key_is_digested():
     """A typed key, of which arithmetic knows nothing."""
     keys = jax.device_put(jax.random.split(jax.random.key(0), 2), NamedSharding(MESH, P()))
-    abstract = {"keys": jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(MESH, P()))}
+    abstract = {
+        "keys": jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=NamedSharding(MESH, P()))
+    }
     digests = np.array(make_digest(abstract, MESH)({"keys": keys}))
     assert replica_differences(digests, abstract, MESH) == []
     digests[4, 0, 1] ^= 1
@@ -179,7 +203,9 @@ COLLECTIVE = re.compile(r" = (\S+) (all-\w+|reduce-scatter|collective-\w+|ragged
 
 def test_nothing_is_sent_but_the_digests():
     """One all-gather of eight bytes for each array; the control, a sum over the whole array, sends more."""
-    assert COLLECTIVE.findall(digest().as_text()) == [(f"u32[8,{len(ARRAYS)},2]{{2,1,0}}", "all-gather")]
+    assert COLLECTIVE.findall(digest().as_text()) == [
+        (f"u32[8,{len(ARRAYS)},2]{{2,1,0}}", "all-gather")
+    ]
     total = jax.jit(lambda x: x.sum()).lower(ABSTRACT["float32"]).compile()
     assert [kind for _, kind in COLLECTIVE.findall(total.as_text())] == ["all-reduce"]
 
@@ -212,7 +238,9 @@ ABSENT = """
 @pytest.mark.soak
 def test_no_array_is_copied_on_a_tpu():
     """The device holds next to nothing besides the state; of what is in host memory, about two of eight layers."""
-    assert importlib.util.find_spec("libtpu"), "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    assert importlib.util.find_spec("libtpu"), (
+        "the TPU compiler is missing: pip install 'spmd[tpu]'"
+    )
     held = run_script(ABSENT)
     arguments, temporaries, _, on_host = held[""]
     assert (on_host, arguments > 200e6, temporaries < 0.05 * arguments) == (0, True, True), held

@@ -21,7 +21,9 @@ def run_doctests(module: types.ModuleType, source: str) -> None:
     written = len(re.findall(r"^\s*>>> ", source, re.M))
     results = doctest.testmod(module)
     assert results.failed == 0, "see the captured output"
-    assert results.attempted == written, f"{written} examples are written and {results.attempted} ran"
+    assert results.attempted == written, (
+        f"{written} examples are written and {results.attempted} ran"
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -34,7 +36,11 @@ def test_doctests(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("docstring", "source", "problem"),
-    [(">>> 1 + 1\n2", ">>> 1 + 1", None), (">>> 1 + 1\n3", ">>> 1 + 1", "captured"), ("", ">>> 1 + 1", "1 examples")],
+    [
+        (">>> 1 + 1\n2", ">>> 1 + 1", None),
+        (">>> 1 + 1\n3", ">>> 1 + 1", "captured"),
+        ("", ">>> 1 + 1", "1 examples"),
+    ],
     ids=["right", "wrong", "hidden"],
 )
 def test_doctests_control(docstring: str, source: str, problem: str | None) -> None:

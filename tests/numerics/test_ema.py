@@ -18,9 +18,13 @@ from spmd.run.load_params import restore_model
 
 DECAY, STEPS = 0.9, 6
 RULES = spmd.Rules(params=[("w", P("fsdp", "tensor"))], activations=[])
-MODEL = spmd.Model(lambda key: {"w": jax.random.normal(key, (4, 2))}, lambda params, x: x @ params["w"])
+MODEL = spmd.Model(
+    lambda key: {"w": jax.random.normal(key, (4, 2))}, lambda params, x: x @ params["w"]
+)
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
-CONFIG = spmd.RunConfig(steps=STEPS, checkpoint_every=3, max_to_keep=9, evaluate=spmd.EvaluationInterval(every=3))
+CONFIG = spmd.RunConfig(
+    steps=STEPS, checkpoint_every=3, max_to_keep=9, evaluate=spmd.EvaluationInterval(every=3)
+)
 
 
 def loss_fn(params, variables, batch, key):
@@ -39,7 +43,9 @@ def numbers(start, steps):
 @functools.cache
 def plan(optimizer=None, **options):
     mesh = spmd.make_mesh(data=2, fsdp=2, tensor=2)
-    return spmd.make_plan(mesh, RULES, MODEL, optimizer or spmd.with_ema(OPTIMIZER, DECAY), **options)
+    return spmd.make_plan(
+        mesh, RULES, MODEL, optimizer or spmd.with_ema(OPTIMIZER, DECAY), **options
+    )
 
 
 @functools.cache
@@ -49,7 +55,9 @@ def step():
 
 def run(folder, **fields):
     sets = {"val": lambda: numbers(50, 52)}
-    return spmd.Run(folder, step(), numbers, config=CONFIG, evaluation=sets, evaluation_loss=loss_fn, **fields)
+    return spmd.Run(
+        folder, step(), numbers, config=CONFIG, evaluation=sets, evaluation_loss=loss_fn, **fields
+    )
 
 
 def averages_of_a_plain_loop(params, decay):
@@ -59,7 +67,10 @@ def averages_of_a_plain_loop(params, decay):
         gradients = jax.grad(lambda p, b=batch: loss_fn(p, {}, b, None)[0]["loss"] / 8)(params)
         updates, state = OPTIMIZER.update(gradients, state, params)
         params = optax.apply_updates(params, updates)
-        total, weights = decay * total + (1 - decay) * np.asarray(params["w"]), decay * weights + (1 - decay)
+        total, weights = (
+            decay * total + (1 - decay) * np.asarray(params["w"]),
+            decay * weights + (1 - decay),
+        )
         averages.append(total / weights)
     return averages, params
 
@@ -78,11 +89,15 @@ def test_it_is_the_average_of_a_plain_loop_and_a_resumed_run_has_the_same_bits(t
 
     batches = list(numbers(50, 52))
     for w, is_evaluated in ((found, True), (last["w"], False)):
-        loss = sum(float(loss_fn({"w": np.asarray(w)}, {}, b, None)[0]["loss"]) for b in batches) / 16
+        loss = (
+            sum(float(loss_fn({"w": np.asarray(w)}, {}, b, None)[0]["loss"]) for b in batches) / 16
+        )
         assert np.isclose(loss, result.evaluation["val_loss"], rtol=1e-4) == is_evaluated
     with CheckpointManager(tmp_path / "whole/checkpoints", read_only=True) as checkpoints:
         np.testing.assert_array_equal(restore_model(checkpoints, None, plan()).params["w"], found)
-        np.testing.assert_allclose(restore_model(checkpoints, 3, plan()).params["w"], averages[2], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            restore_model(checkpoints, 3, plan()).params["w"], averages[2], rtol=1e-5, atol=1e-6
+        )
         trained = restore_model(checkpoints, None, plan(), trained=True).params["w"]
         np.testing.assert_array_equal(trained, result.state.params["w"])
 
@@ -90,12 +105,18 @@ def test_it_is_the_average_of_a_plain_loop_and_a_resumed_run_has_the_same_bits(t
     run(tmp_path / "cut", hooks=stops).train()
     again = run(tmp_path / "cut").train("always")
     assert again.steps == 2
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), jax.device_get(result.state))
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(again.state), jax.device_get(result.state)
+    )
     lines = [json.loads(line) for line in (tmp_path / "cut/metrics.jsonl").read_text().splitlines()]
-    assert [line["val_loss"] for line in lines if "val_loss" in line][-1] == result.evaluation["val_loss"]
+    assert [line["val_loss"] for line in lines if "val_loss" in line][-1] == result.evaluation[
+        "val_loss"
+    ]
 
 
-@pytest.mark.parametrize("options", [{"zero": 1}, {"precision": "bf16-params"}, {"precision": "fp16"}])
+@pytest.mark.parametrize(
+    "options", [{"zero": 1}, {"precision": "bf16-params"}, {"precision": "fp16"}]
+)
 def test_it_is_found_and_stored_as_the_parameters_are(options):
     """Sharded over fsdp by ZeRO, in float32 beside master weights and below the count of skipped steps."""
     layout = plan(**options)

@@ -62,7 +62,11 @@ NESTED = {
         lambda s: s.inner_opt_state,
         ("layers", "b"),
     ),
-    "if finite": (optax.apply_if_finite(schedule_free(), 2), lambda s: s.inner_state, ("layers", "b")),
+    "if finite": (
+        optax.apply_if_finite(schedule_free(), 2),
+        lambda s: s.inner_state,
+        ("layers", "b"),
+    ),
     "skip": (spmd.skip_bad_updates(schedule_free()), lambda s: s.inner, ("layers", "b")),
     "per layer": (spmd.per_layer(schedule_free()), lambda s: s.stacked["layers"], ("layers",)),
 }
@@ -92,8 +96,14 @@ def test_a_schedule_free_state_is_found_wherever_it_is(name):
     for part in PARAMS:
         if part in own:
             expected = free(where(state), part, params)
-            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found[part], expected)
-            assert not np.allclose(*(jax.tree.leaves(x[part])[0] for x in (found, params)), rtol=1e-3)
+            jax.tree.map(
+                functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+                found[part],
+                expected,
+            )
+            assert not np.allclose(
+                *(jax.tree.leaves(x[part])[0] for x in (found, params)), rtol=1e-3
+            )
         elif name != "per layer":
             jax.tree.map(np.testing.assert_array_equal, found[part], params[part])
 
@@ -101,7 +111,9 @@ def test_a_schedule_free_state_is_found_wherever_it_is(name):
 @pytest.mark.compat
 def test_a_lookahead_trains_as_in_optax_and_keeps_its_slow_parameters():
     """Inside a chain, too; other optimizers are not touched."""
-    optimizer = optax.chain(optax.clip(1.0), optax.lookahead(optax.adam(0.1), sync_period=3, slow_step_size=0.5))
+    optimizer = optax.chain(
+        optax.clip(1.0), optax.lookahead(optax.adam(0.1), sync_period=3, slow_step_size=0.5)
+    )
     state, params = updated(keep_slow_params(optimizer), steps=5)
     pair = optax.LookaheadParams.init_synced(PARAMS)
     plain = optimizer.init(pair)
@@ -110,7 +122,9 @@ def test_a_lookahead_trains_as_in_optax_and_keeps_its_slow_parameters():
         updates, plain = optimizer.update(gradients, plain, pair)
         pair = optax.apply_updates(pair, updates)
     for ours, theirs in ((params, pair.fast), (find_evaluated_params(state, params), pair.slow)):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, theirs)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, theirs
+        )
     assert evaluated_kinds(state) == ("slow parameters",)
     assert find_evaluated_params(keep_slow_params(optax.adam(0.1)).init(PARAMS), PARAMS) is PARAMS
 
@@ -119,12 +133,16 @@ def test_an_average_is_of_the_evaluated_parameters():
     """After one update it is the parameters of schedule-free, not those of its gradients."""
     state, _ = updated(spmd.with_ema(schedule_free(), 0.9), steps=1)
     alone, same = updated(schedule_free(), steps=1)
-    np.testing.assert_allclose(spmd.ema_params(state)["b"], find_evaluated_params(alone, same)["b"], rtol=1e-6)
+    np.testing.assert_allclose(
+        spmd.ema_params(state)["b"], find_evaluated_params(alone, same)["b"], rtol=1e-6
+    )
     assert evaluated_kinds(state) == ("averaged parameters",)
 
 
 RULES = spmd.Rules([("w", P("fsdp", "tensor"))])
-MODEL = spmd.Model(lambda key: {"w": jax.random.normal(key, (8, 2))}, lambda params, x: x @ params["w"])
+MODEL = spmd.Model(
+    lambda key: {"w": jax.random.normal(key, (8, 2))}, lambda params, x: x @ params["w"]
+)
 
 
 def loss_fn(params, variables, batch, key):
@@ -141,7 +159,9 @@ def numbers(start, steps):
 
 
 def plan(optimizer, **options):
-    return spmd.make_plan(spmd.make_mesh(data=2, fsdp=2, tensor=2), RULES, MODEL, optimizer, **options)
+    return spmd.make_plan(
+        spmd.make_mesh(data=2, fsdp=2, tensor=2), RULES, MODEL, optimizer, **options
+    )
 
 
 def first(optimizer_state, params):
@@ -182,13 +202,17 @@ def test_a_run_its_checkpoint_and_a_restored_model_have_one_point(name, tmp_path
     assert any(entry.on_host for entry in layout.optimizer_state) == (name == "offload")
     config = spmd.RunConfig(steps=3, checkpoint_every=3)
     sets, step = {"val": lambda: numbers(50, 51)}, spmd.make_train_step(layout, loss_fn)
-    result = spmd.Run(tmp_path, step, numbers, config=config, evaluation=sets, evaluation_loss=loss_fn).train()
+    result = spmd.Run(
+        tmp_path, step, numbers, config=config, evaluation=sets, evaluation_loss=loss_fn
+    ).train()
     w = jnp.asarray(expected(name, result.state)).astype(layout.abstract_params["w"].dtype)
     with CheckpointManager(tmp_path / "checkpoints", read_only=True) as checkpoints:
         restored = restore_model(checkpoints, None, layout).params["w"]
         trained = restore_model(checkpoints, None, layout, trained=True).params["w"]
     assert restored.sharding == layout.abstract_params["w"].sharding
-    np.testing.assert_allclose(np.asarray(restored, np.float32), np.asarray(w, np.float32), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(restored, np.float32), np.asarray(w, np.float32), rtol=1e-5, atol=1e-6
+    )
     np.testing.assert_array_equal(trained, result.state.params["w"])
     np.testing.assert_array_equal(spmd.evaluated_params(layout, result.state)["w"], restored)
     generated_with = text._evaluated(SimpleNamespace(plan=layout), result.state)

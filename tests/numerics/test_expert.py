@@ -44,7 +44,10 @@ def random(*shape, seed=0):
 
 
 X, LOGITS = random(2, 12, D), random(2, 12, EXPERTS, seed=1)
-KERNELS = [random(EXPERTS, *shape, seed=2 + i) / 4 for i, shape in enumerate([(D, HIDDEN), (D, HIDDEN), (HIDDEN, D)])]
+KERNELS = [
+    random(EXPERTS, *shape, seed=2 + i) / 4
+    for i, shape in enumerate([(D, HIDDEN), (D, HIDDEN), (HIDDEN, D)])
+]
 
 
 def swiglu(gate, up):
@@ -55,14 +58,18 @@ def mixed(x, logits, kernels, config, key=None):
     """The library's layer, on one device."""
     routing, _ = route(logits, config, key=key)
     into, out = [ExpertKernel(k, None) for k in kernels[:-1]], ExpertKernel(kernels[-1], None)
-    return mixture_of_experts(x, routing, config, into, out, swiglu if len(into) == 2 else jax.nn.relu)
+    return mixture_of_experts(
+        x, routing, config, into, out, swiglu if len(into) == 2 else jax.nn.relu
+    )
 
 
 def dense_sum(x, logits, kernels, config, key=None):
     """Every expert on every token, weighted; a choice that is not followed weighs nothing."""
     routing, _ = route(logits, config, key=key)
     hidden = [jnp.einsum("bsd,edf->bsef", x, kernel) for kernel in kernels[:-1]]
-    y = jnp.einsum("bsef,efd->bsed", (swiglu if len(hidden) == 2 else jax.nn.relu)(*hidden), kernels[-1])
+    y = jnp.einsum(
+        "bsef,efd->bsed", (swiglu if len(hidden) == 2 else jax.nn.relu)(*hidden), kernels[-1]
+    )
     weights = (jax.nn.one_hot(routing.experts, EXPERTS) * routing.weights[..., None]).sum(axis=2)
     return (y * weights[..., None]).sum(axis=2)
 
@@ -105,8 +112,13 @@ def test_capacity_without_limit_equals_dropless_equals_a_dense_sum(name):
 
 def test_expert_choice_equals_a_dense_sum():
     """Of the tokens that experts took, with gradients."""
-    config = RouterConfig(experts=EXPERTS, choice="expert", balance=0, dispatch="capacity", capacity_factor=1.0)
-    arguments, layers = (X, LOGITS, KERNELS), (lambda *a: mixed(*a, config)[0], lambda *a: dense_sum(*a, config))
+    config = RouterConfig(
+        experts=EXPERTS, choice="expert", balance=0, dispatch="capacity", capacity_factor=1.0
+    )
+    arguments, layers = (
+        (X, LOGITS, KERNELS),
+        (lambda *a: mixed(*a, config)[0], lambda *a: dense_sum(*a, config)),
+    )
     ours, reference = (values_and_gradients(layer) for layer in layers)
     assert_close(ours(arguments), reference(arguments), noise_of(reference, arguments))
 
@@ -114,13 +126,17 @@ def test_expert_choice_equals_a_dense_sum():
 @pytest.mark.soak
 def test_a_token_that_finds_no_room_gets_nothing():
     """Of three tokens for one expert with room for two, the last is dropped, counted, and its output is zero."""
-    config = RouterConfig(experts=2, top_k=1, normalise=False, dispatch="capacity", capacity_factor=1.0)
+    config = RouterConfig(
+        experts=2, top_k=1, normalise=False, dispatch="capacity", capacity_factor=1.0
+    )
     routing = Routing(jnp.zeros((1, 4, 1), jnp.int32).at[0, 2].set(1), jnp.ones((1, 4, 1)))
     kernels = [ExpertKernel(jnp.ones((2, D, D)), None)] * 2
     y, counts = mixture_of_experts(X[:1, :4], routing, config, kernels[:1], kernels[1], jax.nn.relu)
     assert float(counts["dropped"]) == 1
     np.testing.assert_array_equal(np.asarray(y[0, 3]), 0.0)
-    np.testing.assert_array_equal(np.asarray((np.abs(y[0, :3]) > 0).any(axis=-1)), np.asarray(X[0, :3].sum(-1) > 0))
+    np.testing.assert_array_equal(
+        np.asarray((np.abs(y[0, :3]) > 0).any(axis=-1)), np.asarray(X[0, :3].sum(-1) > 0)
+    )
     limited, counts = mixed(X, LOGITS, KERNELS, dataclasses.replace(NO_LIMIT, capacity_factor=0.5))
     assert counts["dropped"] > 0
     assert np.abs(limited - mixed(X, LOGITS, KERNELS, NO_LIMIT)[0]).max() > 1e-2  # the control
@@ -155,7 +171,9 @@ CHOSEN = {
 def over_devices(factor, sizes, rules=MIXTRAL, **router):
     """Outputs, gradients and passes of `OnlyExperts` under a plan, and of every expert on every token."""
     router = RouterConfig(experts=8, buffer_factor=factor, **router)
-    config = MixtralConfig(vocab=8, d_model=D, layers=1, heads=1, kv_heads=1, d_ff=HIDDEN, router=router)
+    config = MixtralConfig(
+        vocab=8, d_model=D, layers=1, heads=1, kv_heads=1, d_ff=HIDDEN, router=router
+    )
     model = flax.from_nnx(lambda rngs: OnlyExperts(config, rngs=rngs))
     rules = Rules([rule for rule in rules.params if "experts/" in rule[0]], rules.activations)
     made = make_plan(tiny.mesh(**sizes), rules, model, optax.identity())
@@ -167,10 +185,14 @@ def over_devices(factor, sizes, rules=MIXTRAL, **router):
             return model.apply(params, x, chosen, weights)
 
     def by_hand(params, x, weights, chosen):
-        kernels = [params["experts"][name]["kernel"] for name in ("gate_proj", "up_proj", "down_proj")]
+        kernels = [
+            params["experts"][name]["kernel"] for name in ("gate_proj", "up_proj", "down_proj")
+        ]
         hidden = swiglu(*(jnp.einsum("bsd,edf->bsef", x, kernel) for kernel in kernels[:2]))
         y = jnp.einsum("bsef,efd->bsed", hidden, kernels[2])
-        return (y * (jax.nn.one_hot(chosen, 8) * weights[..., None]).sum(axis=2)[..., None]).sum(axis=2), {}
+        return (y * (jax.nn.one_hot(chosen, 8) * weights[..., None]).sum(axis=2)[..., None]).sum(
+            axis=2
+        ), {}
 
     def both(layer):
         def loss(arrays, chosen):
@@ -182,9 +204,14 @@ def over_devices(factor, sizes, rules=MIXTRAL, **router):
     return [functools.partial(both(layer), arrays) for layer in (ours, by_hand)]
 
 
-def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+def ragged_all_to_all(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+):
     """What XLA:CPU lacks, from the rows of all devices: the interface as `jax.lax` documents it."""
-    parts = [jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)]
+    parts = [
+        jax.lax.all_gather(a, axis_name)
+        for a in (operand, input_offsets, send_sizes, output_offsets)
+    ]
     me, place = jax.lax.axis_index(axis_name), jnp.arange(output.shape[0])
     for number, (rows, starts, sizes, ends) in enumerate(zip(*parts, strict=True)):
         offset = place - ends[me]
@@ -195,7 +222,9 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
 
 
 def axes_of_tpus(mesh, names):
-    return ExpertAxes(names, math.prod(mesh.shape[name] for name in names), Ragged if names else None)
+    return ExpertAxes(
+        names, math.prod(mesh.shape[name] for name in names), Ragged if names else None
+    )
 
 
 CASES = {
@@ -210,7 +239,10 @@ CASES = {
     "chunks": (1.0, {"fsdp": 2, "expert": 4}, (0, 2, 2, 0, 2), MIXTRAL, 2),
 }
 """Factor of the buffer, mesh, and extra passes of each of `CHOSEN` in blocks; a ragged exchange needs no more."""
-RAGGED_IN_CI, BLOCKS_IN_CI = ("fsdp-tensor", "folded-of-all"), ("expert", "sequence", "folded", "no-exchange")
+RAGGED_IN_CI, BLOCKS_IN_CI = (
+    ("fsdp-tensor", "folded-of-all"),
+    ("expert", "sequence", "folded", "no-exchange"),
+)
 
 
 def forms():
@@ -237,7 +269,12 @@ def test_many_passes_equal_a_dense_sum(case, ragged, monkeypatch):
         assert ragged or float(counts["extra_passes"]) == passes, name
         assert float(counts["extra_passes"]) <= passes, name
         scales = [max(np.abs(other).max(), 1e-3) for other in jax.tree.leaves((expected, others))]
-        pairs = zip(jax.tree.leaves((y, gradients)), jax.tree.leaves((expected, others)), scales, strict=True)
+        pairs = zip(
+            jax.tree.leaves((y, gradients)),
+            jax.tree.leaves((expected, others)),
+            scales,
+            strict=True,
+        )
         assert all(np.abs(a - b).max() <= 1e-5 * scale for a, b, scale in pairs), name
 
 
@@ -248,12 +285,20 @@ def test_capacity_of_a_split_example_takes_no_more_room():
         ours, by_hand = over_devices(1.0, sizes, dispatch="capacity", capacity_factor=4.0)
         (_, (y, _)), gradients = ours(CHOSEN["even"])
         (_, (expected, _)), others = by_hand(CHOSEN["even"])
-        pairs = zip(jax.tree.leaves((y, gradients)), jax.tree.leaves((expected, others)), strict=True)
+        pairs = zip(
+            jax.tree.leaves((y, gradients)), jax.tree.leaves((expected, others)), strict=True
+        )
         assert all(np.abs(a - b).max() <= 1e-5 * np.abs(b).max() for a, b in pairs)
-        moves = [e for e in equations(jax.make_jaxpr(ours)(CHOSEN["even"])) if e.primitive.name == "all_to_all"]
+        moves = [
+            e
+            for e in equations(jax.make_jaxpr(ours)(CHOSEN["even"]))
+            if e.primitive.name == "all_to_all"
+        ]
         sent[len(sizes)] = max(e.invars[0].aval.size for e in moves)
     assert sent[2] == 128 * D, "of rows, not of slots"
-    assert sent[1] == 4 * 128 * D, "the control: one example a device, whose slots are four times its rows"
+    assert sent[1] == 4 * 128 * D, (
+        "the control: one example a device, whose slots are four times its rows"
+    )
 
 
 def test_control_a_pass_that_is_lost(monkeypatch):
@@ -296,14 +341,21 @@ def job(dispatch):
 
 @pytest.mark.parametrize(
     ("dispatch", "sizes"),
-    [("capacity", {"data": 2, "expert": 4}), pytest.param("dropless", {"expert": 8}, marks=pytest.mark.soak)],
+    [
+        ("capacity", {"data": 2, "expert": 4}),
+        pytest.param("dropless", {"expert": 8}, marks=pytest.mark.soak),
+    ],
 )
 def test_many_devices_equal_one(dispatch, sizes):
     """As many devices as experts, and tokens that find no room, which the parity suite's table does not have."""
     job(dispatch).assert_parity(**sizes)
 
 
-PAIRS = [(dispatch, axis) for dispatch in CONFIGS for axis in ("data", "fsdp", "sequence", "tensor", "pipe")]
+PAIRS = [
+    (dispatch, axis)
+    for dispatch in CONFIGS
+    for axis in ("data", "fsdp", "sequence", "tensor", "pipe")
+]
 
 
 @pytest.mark.soak
@@ -319,7 +371,8 @@ def test_experts_beside_every_axis_equal_one_device(dispatch, axis):
 def test_control_tokens_that_stay_where_they_are(monkeypatch):
     """An all-to-all that sends nothing is noticed."""
     monkeypatch.setattr(jax.lax, "all_to_all", lambda x, *_, **__: x)
-    own = value_and_grad(next_token_loss(model("capacity")))  # so that nothing compiled before is used
+    # so that nothing compiled before is used
+    own = value_and_grad(next_token_loss(model("capacity")))
     assert not job("capacity").parity(grad_fn=own, expert=2).ok
 
 
@@ -353,10 +406,20 @@ def test_an_expert_axis_on_a_model_without_experts():
         ({"experts/(gate|up)_proj/kernel": P(None, "fsdp", "tensor")}, "the experts' kernels"),
         ({"expert_tokens": P(("data", "fsdp"), "sequence")}, "activation 'expert_tokens'"),
         ({"expert_tokens": P(("data", "fsdp", "expert"), "tensor")}, "activation 'expert_tokens'"),
-        ({"experts/(gate|up)_proj/kernel": P(("fsdp", "expert"), None, "tensor")}, "the experts' kernels"),
+        (
+            {"experts/(gate|up)_proj/kernel": P(("fsdp", "expert"), None, "tensor")},
+            "the experts' kernels",
+        ),
         ({"expert_tokens": P(("data", "expert"), "sequence")}, "activation 'expert_tokens'"),
     ],
-    ids=["down", "into", "tokens-whole", "tokens-over-tensor", "no-neighbours", "tokens-not-over-fsdp"],
+    ids=[
+        "down",
+        "into",
+        "tokens-whole",
+        "tokens-over-tensor",
+        "no-neighbours",
+        "tokens-not-over-fsdp",
+    ],
 )
 def test_tables_that_the_layer_has_no_collectives_for(changed, wrong):
     """Kernels that are split differently, and tokens that are not split over experts: an error when it is traced."""
@@ -375,7 +438,10 @@ def test_tables_that_the_layer_has_no_collectives_for(changed, wrong):
 
 def test_kernels_that_the_table_does_not_know():
     """A hand-written model must say which rules its kernels go by."""
-    with use_plan(plan("dropless")), pytest.raises(AnnotationError, match="not all in the rule table"):
+    with (
+        use_plan(plan("dropless")),
+        pytest.raises(AnnotationError, match="not all in the rule table"),
+    ):
         mixed(X, LOGITS, KERNELS, DROPLESS)
 
 

@@ -45,13 +45,17 @@ def collectives(topology, questions):
 
 def exchanges(records, kind="all-to-all"):
     """How often rows are exchanged between the devices of experts in a step, and how often single numbers of them."""
-    sizes = [(size / n, n) for k, _, source, n, size in records if k == kind and "layers/moe" in source]
+    sizes = [
+        (size / n, n) for k, _, source, n, size in records if k == kind and "layers/moe" in source
+    ]
     most = max(size for size, _ in sizes)
     return sum(n for size, n in sizes if size == most), sum(n for size, n in sizes if size < most)
 
 
 MIXED = {"fsdp": 2, "expert": 2, "tensor": 2}
-ON_CPU = json.dumps([["dropless", "none", MIXED], ["capacity", "none", {"expert": 8}], ["capacity", "full", MIXED]])
+ON_CPU = json.dumps(
+    [["dropless", "none", MIXED], ["capacity", "none", {"expert": 8}], ["capacity", "full", MIXED]]
+)
 
 
 @pytest.mark.soak
@@ -70,9 +74,13 @@ def test_two_all_to_alls_forward_and_two_backward():
 def test_nothing_else_of_tokens_is_gathered():
     """Routing needs no all-gather, and dropless dispatch one of sizes: four bytes for each expert of each device."""
     for name, records in collectives("cpu:8", ON_CPU).items():
-        gathered = [(over, source, size / n) for k, over, source, n, size in records if k == "all-gather"]
+        gathered = [
+            (over, source, size / n) for k, over, source, n, size in records if k == "all-gather"
+        ]
         assert not [source for _, source, _ in gathered if "router" in source], name
-        sizes = [size for over, source, size in gathered if over == "expert" and "layers/moe" in source]
+        sizes = [
+            size for over, source, size in gathered if over == "expert" and "layers/moe" in source
+        ]
         assert all(size <= 4 * 8 * 2 for size in sizes), name
         assert bool(sizes) is name.startswith("dropless")
 
@@ -81,9 +89,14 @@ ABSENT = {"v5e:2x4": "ragged-all-to-all", "h100:1x8": "all-to-all"}
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("topology", [t for t in ABSENT if missing_extra(parse_topology(t)) is None])
+@pytest.mark.parametrize(
+    "topology", [t for t in ABSENT if missing_extra(parse_topology(t)) is None]
+)
 def test_tpus_send_only_rows_that_are_filled(topology):
     """Their exchange is a ragged all-to-all, as often as on CPUs; GPUs exchange blocks."""
     (records,) = collectives(topology, json.dumps([["dropless", "none", MIXED]])).values()
-    assert sum(exchanges(records, ABSENT[topology])) == 3 * (4 + 2)  # on TPUs a number is as wide as these rows
-    assert {k for k, _, source, *_ in records if "all-to-all" in k and "layers/moe" in source} == {ABSENT[topology]}
+    # on TPUs a number is as wide as these rows
+    assert sum(exchanges(records, ABSENT[topology])) == 3 * (4 + 2)
+    assert {k for k, _, source, *_ in records if "all-to-all" in k and "layers/moe" in source} == {
+        ABSENT[topology]
+    }

@@ -25,15 +25,28 @@ from tests import tiny
 STEPS, EXAMPLES = 4, 16
 RULES = Rules([("kernel", P("fsdp", "tensor")), ("bias", replicate("small"))])
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
-PLATEAU = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=0, rtol=0.5))
-BACKTRACKING = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10, store_grad=True))
+PLATEAU = optax.chain(
+    optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=0, rtol=0.5)
+)
+BACKTRACKING = optax.chain(
+    optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10, store_grad=True)
+)
 SOAKED = ("backtracking", "polyak")
-OPTIMIZERS = {"plateau": PLATEAU, "lbfgs": optax.lbfgs(), "backtracking": BACKTRACKING, "polyak": optax.polyak_sgd(1.0)}
+OPTIMIZERS = {
+    "plateau": PLATEAU,
+    "lbfgs": optax.lbfgs(),
+    "backtracking": BACKTRACKING,
+    "polyak": optax.polyak_sgd(1.0),
+}
 
 
 @functools.cache
 def model():
-    return from_nnx(lambda rngs: nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.tanh, nnx.Linear(16, 8, rngs=rngs)))
+    return from_nnx(
+        lambda rngs: nnx.Sequential(
+            nnx.Linear(8, 16, rngs=rngs), nnx.tanh, nnx.Linear(16, 8, rngs=rngs)
+        )
+    )
 
 
 def batch():
@@ -42,7 +55,10 @@ def batch():
 
 def loss_fn(params, variables, batch, key):
     y = model().apply(params, batch["x"])
-    return {"loss": jnp.square(y - jnp.sin(batch["x"])).sum(), "weight": jnp.float32(len(y))}, variables
+    return {
+        "loss": jnp.square(y - jnp.sin(batch["x"])).sum(),
+        "weight": jnp.float32(len(y)),
+    }, variables
 
 
 def plan(optimizer, **options):
@@ -51,7 +67,10 @@ def plan(optimizer, **options):
 
 
 def losses(layout, grad_fn=None):
-    step, state = make_train_step(layout, grad_fn=grad_fn or value_and_grad(loss_fn)), init_state(layout)
+    step, state = (
+        make_train_step(layout, grad_fn=grad_fn or value_and_grad(loss_fn)),
+        init_state(layout),
+    )
     found = []
     for _ in range(STEPS):
         state, metrics = step(state, batch())
@@ -80,17 +99,23 @@ def losses_of_optax(optimizer):
     return np.array(found)
 
 
-@pytest.mark.parametrize("name", ["plateau", "lbfgs", *(pytest.param(name, marks=pytest.mark.soak) for name in SOAKED)])
+@pytest.mark.parametrize(
+    "name", ["plateau", "lbfgs", *(pytest.param(name, marks=pytest.mark.soak) for name in SOAKED)]
+)
 def test_a_mesh_trains_as_plain_optax_does(name):
     """Learning rates and line searches see the mean loss of the batch."""
-    np.testing.assert_allclose(losses(plan(OPTIMIZERS[name])), losses_of_optax(OPTIMIZERS[name]), rtol=1e-5)
+    np.testing.assert_allclose(
+        losses(plan(OPTIMIZERS[name])), losses_of_optax(OPTIMIZERS[name]), rtol=1e-5
+    )
 
 
 @pytest.mark.soak
 def test_a_line_search_sees_the_loss_of_every_microbatch():
     """The loss at another place is that of the gradient function, here the sum of two microbatches."""
     grad_fn = accumulate(value_and_grad(loss_fn), 2)
-    np.testing.assert_allclose(losses(plan(optax.lbfgs()), grad_fn), losses_of_optax(optax.lbfgs()), rtol=1e-5)
+    np.testing.assert_allclose(
+        losses(plan(optax.lbfgs()), grad_fn), losses_of_optax(optax.lbfgs()), rtol=1e-5
+    )
 
 
 @pytest.mark.soak
@@ -116,11 +141,16 @@ def test_offloaded_parts_get_the_value():
     """A learning rate that follows the loss works with state in host memory, of a stack of layers."""
 
     def apply(params, x):
-        return jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, params["layers"]["kernel"])[0]
+        return jax.lax.scan(
+            lambda x, kernel: (jnp.tanh(x @ kernel), None), x, params["layers"]["kernel"]
+        )[0]
 
     def stack_loss(params, variables, batch, key):
         y = apply(params, batch["x"])
-        return {"loss": jnp.square(y - jnp.sin(batch["x"])).sum(), "weight": jnp.float32(len(y))}, variables
+        return {
+            "loss": jnp.square(y - jnp.sin(batch["x"])).sum(),
+            "weight": jnp.float32(len(y)),
+        }, variables
 
     stack = Model(lambda key: {"layers": {"kernel": jax.random.normal(key, (2, 8, 8))}}, apply)
     rules = Rules([("layers/kernel", P("fsdp", "tensor"))])
@@ -134,7 +164,9 @@ def test_offloaded_parts_get_the_value():
 @pytest.mark.compat
 def test_what_a_step_cannot_give_is_refused_in_the_plan():
     """A line search over parts, and arguments that no step has, are named with what there is."""
-    with pytest.raises(RuleError, match="missing 2 required keyword-only arguments: 'grad' and 'value_fn'") as caught:
+    with pytest.raises(
+        RuleError, match="missing 2 required keyword-only arguments: 'grad' and 'value_fn'"
+    ) as caught:
         plan(optax.lbfgs(), offload=("optimizer_state",))
     assert "offload nothing" in str(caught.value)
     sharpness = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +43,14 @@ from tests import tiny
 from tests.one_device import REORDERED, SGD, Job
 from tests.tiers import soak_but
 
-# Number of elements in the published checkpoints' tensors; a head that is the embedding is counted once.
-# GPT-2: huggingface.co/openai-community/{gpt2,gpt2-medium,gpt2-large,gpt2-xl}, without the masks that they store.
-# Gemma: huggingface.co/google/{gemma-2b,gemma-7b,gemma-2-2b,gemma-2-9b,gemma-2-27b}, shapes in their config.json, in
-# arXiv:2403.08295, table 1, and in arXiv:2408.00118, table 1.
-# Mistral: huggingface.co/mistralai/{Mistral-7B-v0.1,Mistral-7B-v0.3,Mistral-Nemo-Base-2407}; arXiv:2310.06825, table 1.
-# Qwen: huggingface.co/Qwen/{Qwen2.5-0.5B,Qwen2.5-1.5B,Qwen2.5-7B,Qwen2.5-72B,Qwen3-0.6B,Qwen3-8B,Qwen3-32B}.
+# Number of elements in the published checkpoints' tensors; a head that is the embedding is counted
+# once. GPT-2: huggingface.co/openai-community/{gpt2,gpt2-medium,gpt2-large,gpt2-xl}, without the
+# masks that they store. Gemma:
+# huggingface.co/google/{gemma-2b,gemma-7b,gemma-2-2b,gemma-2-9b,gemma-2-27b}, shapes in their
+# config.json, in arXiv:2403.08295, table 1, and in arXiv:2408.00118, table 1. Mistral:
+# huggingface.co/mistralai/{Mistral-7B-v0.1,Mistral-7B-v0.3,Mistral-Nemo-Base-2407};
+# arXiv:2310.06825, table 1. Qwen:
+# huggingface.co/Qwen/{Qwen2.5-0.5B,Qwen2.5-1.5B,Qwen2.5-7B,Qwen2.5-72B,Qwen3-0.6B,Qwen3-8B,Qwen3-32B}.
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -69,7 +72,11 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
 }
-ALL = {f"{m.__name__}:{name}": c for m in (gpt2, gemma, mistral, qwen, transformer) for name, c in m.PRESETS.items()}
+ALL = {
+    f"{m.__name__}:{name}": c
+    for m in (gpt2, gemma, mistral, qwen, transformer)
+    for name, c in m.PRESETS.items()
+}
 
 FAMILIES = {
     "mistral": (mistral.PRESETS["test"], MISTRAL),
@@ -100,7 +107,9 @@ def params(config):
     def moved(path, leaf):
         if not path.endswith(("bias", "scale")):
             return leaf
-        return leaf + 0.3 * jnp.asarray(np.random.default_rng(len(path)).standard_normal(leaf.shape), jnp.float32)
+        return leaf + 0.3 * jnp.asarray(
+            np.random.default_rng(len(path)).standard_normal(leaf.shape), jnp.float32
+        )
 
     return tree.map_with_path(moved, model(config).init(jax.random.key(0)))
 
@@ -117,8 +126,12 @@ def test_presets_have_the_published_parameter_counts(name):
     total = sum(int(np.prod(leaf.shape)) for leaf in found.values())
     assert total == PUBLISHED.get(known, total)
     assert known in PUBLISHED or known.startswith("test")
-    kernels = sum(int(np.prod(leaf.shape)) for path, leaf in found.items() if path.endswith("kernel"))
-    assert config.matmul_params == kernels + (config.vocab * config.d_model if "lm_head/kernel" not in found else 0)
+    kernels = sum(
+        int(np.prod(leaf.shape)) for path, leaf in found.items() if path.endswith("kernel")
+    )
+    assert config.matmul_params == kernels + (
+        config.vocab * config.d_model if "lm_head/kernel" not in found else 0
+    )
 
 
 def test_every_published_count_belongs_to_a_preset():
@@ -129,7 +142,9 @@ def test_every_published_count_belongs_to_a_preset():
 @functools.cache
 def job(name):
     config, rules = FAMILIES[name]
-    return Job(model(config), rules, value_and_grad(next_token_loss(model(config), chunk=7)), BATCHES)
+    return Job(
+        model(config), rules, value_and_grad(next_token_loss(model(config), chunk=7)), BATCHES
+    )
 
 
 THREE_AXES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -190,7 +205,9 @@ def test_a_table_fits_every_axis(name):
         loss = next_token_loss(model(config))
         batch = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in BATCHES[0].items()}
         with use_plan(plan):
-            jax.eval_shape(lambda p, b, loss=loss: loss(p, {}, b, jax.random.key(0))[0], shapes(config), batch)
+            jax.eval_shape(
+                lambda p, b, loss=loss: loss(p, {}, b, jax.random.key(0))[0], shapes(config), batch
+            )
 
 
 @pytest.mark.parametrize("name", soak_but(FAMILIES, "qwen3", "gemma2", "gpt2"))
@@ -200,12 +217,16 @@ def test_stacked_layers_are_a_list_of_layers(name):
     listed = dataclasses.replace(config, stacked=False)
     stacked = params(config)
     count = jax.tree.leaves(stacked["layers"])[0].shape[0]
-    unstacked = {**stacked, "layers": {i: jax.tree.map(lambda x: x[i], stacked["layers"]) for i in range(count)}}  # noqa: B023
+    layers = {}
+    for i in range(count):
+        layers[i] = jax.tree.map(operator.itemgetter(i), stacked["layers"])
+    unstacked = {**stacked, "layers": layers}
     initial = model(listed).init(jax.random.key(0))
     assert jax.tree.structure(initial) == jax.tree.structure(unstacked)
     first = model(config).init(jax.random.key(0))["layers"]
     for i in range(count):
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[i], b), first, initial["layers"][i])  # noqa: B023
+        layer = jax.tree.map(operator.itemgetter(i), first)
+        jax.tree.map(np.testing.assert_array_equal, layer, initial["layers"][i])
     np.testing.assert_allclose(logits(listed, unstacked), logits(config), rtol=1e-4, atol=1e-5)
 
 
@@ -221,7 +242,9 @@ def test_a_later_token_changes_no_earlier_logit(name):
 
 
 def scaled(tree_of_params, suffix, factor):
-    return tree.map_with_path(lambda path, x: x * factor if path.endswith(suffix) else x, tree_of_params)
+    return tree.map_with_path(
+        lambda path, x: x * factor if path.endswith(suffix) else x, tree_of_params
+    )
 
 
 def test_normalised_queries_have_no_length():
@@ -240,16 +263,22 @@ def test_local_layers_see_the_window_and_global_ones_everything():
     changed[:, 11 - reach - 1] += 1
     changed %= 64
     silent = tree.map_with_path(
-        lambda path, x: x * 0 if "global_block" in path and path.endswith("_proj/kernel") else x, params(config)
+        lambda path, x: x * 0 if "global_block" in path and path.endswith("_proj/kernel") else x,
+        params(config),
     )
     assert np.abs(logits(config, tokens=changed) - logits(config))[:, 11].max() > 1e-5
-    np.testing.assert_array_equal(logits(config, silent, changed)[:, 11], logits(config, silent)[:, 11])
+    np.testing.assert_array_equal(
+        logits(config, silent, changed)[:, 11], logits(config, silent)[:, 11]
+    )
 
 
 def test_logits_of_a_gemma_2_stay_below_their_cap():
     """However large its final norm gets; a Gemma 1 has no such cap."""
     second, first = FAMILIES["gemma2"][0], FAMILIES["gemma"][0]
-    assert np.abs(logits(second, scaled(params(second), "embedding", 300.0))).max() <= second.logits_soft_cap
+    assert (
+        np.abs(logits(second, scaled(params(second), "embedding", 300.0))).max()
+        <= second.logits_soft_cap
+    )
     assert np.abs(logits(first, scaled(params(first), "embedding", 300.0))).max() > 100
 
 
@@ -270,7 +299,9 @@ def test_norms_are_what_their_formulas_say():
 
 def test_the_gradient_of_a_bias_is_never_rounded_to_bfloat16():
     """From bfloat16 activations it is summed in float32; what autodiff makes of a cast bias is not."""
-    x, weights = (np.random.default_rng(n).normal(size=(4, 64, 6)).astype(jnp.bfloat16) for n in (0, 1))
+    x, weights = (
+        np.random.default_rng(n).normal(size=(4, 64, 6)).astype(jnp.bfloat16) for n in (0, 1)
+    )
     bias = jnp.zeros((6,))
 
     def gradient(add):
@@ -295,7 +326,9 @@ def test_long_wavelengths_are_stretched_and_short_ones_are_not():
     """Llama 3.1's frequencies: as they were above 4 turns in 8,192 tokens, an eighth below 1, between them between."""
     plain = rotary_angles(np.arange(2)[None], 128, 5e5)
     stretched = rotary_angles(np.arange(2)[None], 128, 5e5, RopeScaling(factor=8.0))
-    before, after = (np.arctan2(sin, cos)[0, 1].astype(np.float64) for cos, sin in (plain, stretched))
+    before, after = (
+        np.arctan2(sin, cos)[0, 1].astype(np.float64) for cos, sin in (plain, stretched)
+    )
     turns = 8192 * before / (2 * np.pi)
     np.testing.assert_allclose(after[turns > 4], before[turns > 4])
     np.testing.assert_allclose(after[turns < 1], before[turns < 1] / 8, rtol=1e-5)
@@ -322,14 +355,20 @@ def test_there_are_only_so_many_positions():
     plan = make_plan(tiny.mesh(), GPT2, model(config), SGD)
     with pytest.raises(ConfigError, match="64 tokens > 48 positions"):
         Generator(plan, window=64).write(params(config), {}, [np.arange(30)], tokens=10)
-    assert len(Generator(plan, window=48).write(params(config), {}, [np.arange(30)], tokens=10)[0]) == 10
+    assert (
+        len(Generator(plan, window=48).write(params(config), {}, [np.arange(30)], tokens=10)[0])
+        == 10
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "wrong"),
     [
         (lambda: GPT2Config(heads=3, layers=0, context=0), ["context", "heads", "layers"]),
-        (lambda: Gemma2Config(layers=3, window=0, query_scale=0), ["layers", "query_scale", "window"]),
+        (
+            lambda: Gemma2Config(layers=3, window=0, query_scale=0),
+            ["layers", "query_scale", "window"],
+        ),
         (lambda: GemmaConfig(tied=False, kv_heads=3), ["kv_heads", "tied"]),
         (lambda: QwenConfig(head_dim=7, d_ff=4), ["head_dim"]),
         (lambda: QwenConfig(head_dim=-2, vocab=0), ["head_dim", "vocab"]),
@@ -341,7 +380,9 @@ def test_a_shape_that_cannot_be_built_lists_every_reason(make, wrong):
     """One error with all of them."""
     with pytest.raises(ConfigError) as caught:
         make()
-    assert sorted({problem.where for problem in caught.value.problems}) == [f"model.{field}" for field in wrong]
+    assert sorted({problem.where for problem in caught.value.problems}) == [
+        f"model.{field}" for field in wrong
+    ]
     assert all(problem.fix for problem in caught.value.problems)
 
 

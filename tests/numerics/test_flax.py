@@ -83,9 +83,18 @@ def plan(kind, **sizes):
 def test_both_kinds_have_one_interface():
     """Parameters are nested dictionaries with the same paths, and the same numbers give the same outputs."""
     ours, theirs = (model(kind).init(jax.random.key(0)) for kind in ("nnx", "linen"))
-    shapes = [{path: leaf.shape for path, leaf in tree.flatten(params).items()} for params in (ours, theirs)]
+    shapes = [
+        {path: leaf.shape for path, leaf in tree.flatten(params).items()}
+        for params in (ours, theirs)
+    ]
     assert shapes[0] == shapes[1]
-    assert list(shapes[0]) == ["embed/embedding", "head/bias", "head/kernel", "hidden/bias", "hidden/kernel"]
+    assert list(shapes[0]) == [
+        "embed/embedding",
+        "head/bias",
+        "head/kernel",
+        "hidden/bias",
+        "hidden/kernel",
+    ]
     tokens = BATCHES[0]["tokens"]
     for params in (ours, theirs):
         nnx_logits, linen_logits = (model(kind).apply(params, tokens) for kind in ("nnx", "linen"))
@@ -100,7 +109,9 @@ def test_init_is_a_function_of_the_key(kind):
     jax.tree.map(np.testing.assert_array_equal, one, init(jax.random.key(0)))
     assert not np.array_equal(one["hidden"]["kernel"], init(jax.random.key(1))["hidden"]["kernel"])
     abstract = jax.eval_shape(init, jax.random.key(0))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(lambda x: (x.shape, x.dtype), one)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), one
+    )
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
@@ -120,22 +131,32 @@ def test_a_model_unknown_to_the_framework_trains_sharded(kind):
     assert_parity(sharded, plan(kind), grad_fn(kind), BATCHES)
     specs = {leaf.path: leaf.spec for leaf in sharded.params}
     assert specs["hidden/kernel"] == P("fsdp", "tensor")
-    assert {leaf.path: leaf.bytes_per_device for leaf in sharded.params}["hidden/kernel"] == WIDTH * 4 * WIDTH * 4 // 8
+    assert {leaf.path: leaf.bytes_per_device for leaf in sharded.params}[
+        "hidden/kernel"
+    ] == WIDTH * 4 * WIDTH * 4 // 8
 
 
 def test_control_a_wrong_gradient_of_it_is_caught():
     """The comparison of the test above can fail."""
     reference = Reference(plan("linen"), grad_fn("linen"), BATCHES)
-    assert not reference.compare(plan("linen", fsdp=4, tensor=2), scale_gradients(grad_fn("linen"), 1.01)).ok
+    assert not reference.compare(
+        plan("linen", fsdp=4, tensor=2), scale_gradients(grad_fn("linen"), 1.01)
+    ).ok
 
 
 def test_paths_of_unrolled_layers_are_digits():
     """A list of layers is `layers/0/…`, which the rules read as one layer; a stack has no number."""
     unrolled = tiny.replaced(stacked=False, layers=12)
     paths = tree.flatten(jax.eval_shape(tiny.model(unrolled).init, jax.random.key(0)))
-    assert {path.split("/")[1] for path in paths if path.startswith("layers/")} == set(map(str, range(12)))
+    assert {path.split("/")[1] for path in paths if path.startswith("layers/")} == set(
+        map(str, range(12))
+    )
     stack = tree.flatten(jax.eval_shape(tiny.model().init, jax.random.key(0)))
-    names = {path.replace("layers/7/", "layers/") for path in paths if not path.startswith("layers/") or "/7/" in path}
+    names = {
+        path.replace("layers/7/", "layers/")
+        for path in paths
+        if not path.startswith("layers/") or "/7/" in path
+    }
     assert names == set(stack)
 
 
@@ -145,7 +166,12 @@ def test_a_parameter_knows_its_path():
 
     class Curious(Llama):
         def __call__(self, tokens):
-            seen.append((self.lm_head.kernel.get_metadata("path"), self.layers.mlp.up_proj.kernel.get_metadata("path")))
+            seen.append(
+                (
+                    self.lm_head.kernel.get_metadata("path"),
+                    self.layers.mlp.up_proj.kernel.get_metadata("path"),
+                )
+            )
             return super().__call__(tokens)
 
     curious = flax.from_nnx(lambda rngs: Curious(tiny.CONFIG, rngs=rngs))
@@ -179,7 +205,11 @@ MODES = {"train": {"deterministic": False}, "evaluate": {"deterministic": True}}
 
 def keywords_model(kind: str, **modes: Any) -> spmd.Model:
     x = jax.ShapeDtypeStruct((2, 4), "float32")
-    return spmd.from_nnx(Keywords, **modes) if kind == "nnx" else spmd.from_linen(LinenKeywords(), x, **modes)
+    return (
+        spmd.from_nnx(Keywords, **modes)
+        if kind == "nnx"
+        else spmd.from_linen(LinenKeywords(), x, **modes)
+    )
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
@@ -194,7 +224,9 @@ def test_keyword_arguments_reach_the_module(kind: str) -> None:
     outputs, _ = known.forward(params, variables, jax.random.key(0), x, train=True, mask=mask)
     np.testing.assert_array_equal(outputs, -plain * mask)
     adapted = with_lora(known, LoRAConfig(targets=("kernel",), rank=1), spmd.Rules([]))
-    outputs, _ = adapted.forward(adapted.init(jax.random.key(0)), {"base": params}, None, x, train=False, mask=mask)
+    outputs, _ = adapted.forward(
+        adapted.init(jax.random.key(0)), {"base": params}, None, x, train=False, mask=mask
+    )
     np.testing.assert_array_equal(outputs, plain * mask)
 
 
@@ -203,10 +235,14 @@ def test_a_call_that_the_module_does_not_take_is_told(kind: str) -> None:
     """A mode that is missing, a misspelt keyword, and a missing input; the fix names the arguments."""
     if kind == "nnx":  # Linen calls the module to initialize it
         params = keywords_model(kind).init(jax.random.key(0))
-        with pytest.raises(ConfigError, match=r"'deterministic'\n.*train=\{\"deterministic\": False\}"):
+        with pytest.raises(
+            ConfigError, match=r"'deterministic'\n.*train=\{\"deterministic\": False\}"
+        ):
             keywords_model(kind).apply(params, jnp.ones((2, 4)))
     else:
-        with pytest.raises(ConfigError, match=r"'deterministic'\n.*train=\{\"deterministic\": False\}"):
+        with pytest.raises(
+            ConfigError, match=r"'deterministic'\n.*train=\{\"deterministic\": False\}"
+        ):
             keywords_model(kind).init(jax.random.key(0))
     known = keywords_model(kind, **MODES)
     params = known.init(jax.random.key(0))
@@ -266,7 +302,11 @@ class LinenInside(nn.Module):
 def test_shardings_inside_a_module_are_an_error_with_a_place(way: str) -> None:
     """The line of the model is named, and what to write there; a mesh in scope allows constraints."""
     x = jnp.ones((2, 4))
-    known = spmd.from_linen(LinenInside(), x) if way == "linen" else spmd.from_nnx(lambda rngs: Inside(way, rngs))
+    known = (
+        spmd.from_linen(LinenInside(), x)
+        if way == "linen"
+        else spmd.from_nnx(lambda rngs: Inside(way, rngs))
+    )
     with pytest.raises(AnnotationError) as caught:
         known.apply(known.init(jax.random.key(0)), x)
     (problem,) = caught.value.problems

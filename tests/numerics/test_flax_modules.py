@@ -22,7 +22,9 @@ pytestmark = pytest.mark.compat
 WIDTH, STEPS = 8, 3
 OPTIMIZER = optax.adam(1e-2)
 SMALL = spmd.replicate("a few bytes")
-BATCHES = [np.random.default_rng(n).normal(size=(8, WIDTH)).astype(np.float32) for n in range(STEPS)]
+BATCHES = [
+    np.random.default_rng(n).normal(size=(8, WIDTH)).astype(np.float32) for n in range(STEPS)
+]
 
 
 class Auxiliary(nnx.Variable):
@@ -98,7 +100,10 @@ def ours(kind: str, share: float = 1.0) -> tuple[list[float], Any]:
         outputs = as_outputs(returned)
         (auxiliary,) = outputs.losses.values()
         weight = jnp.float32(batch.shape[0])
-        return {"loss": (outputs.logits**2).sum() + share * auxiliary * weight, "weight": weight}, variables
+        return {
+            "loss": (outputs.logits**2).sum() + share * auxiliary * weight,
+            "weight": weight,
+        }, variables
 
     state, step, losses = spmd.init_state(plan(kind)), spmd.make_train_step(plan(kind), loss_fn), []
     for batch in BATCHES:
@@ -132,13 +137,17 @@ def theirs(kind: str) -> tuple[list[float], Any]:
 
     @jax.jit
     def step(params: Any, variables: Any, state: Any, batch: Any, key: Any) -> Any:
-        (loss, variables), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, variables, batch, key)
+        (loss, variables), gradients = jax.value_and_grad(loss_fn, has_aux=True)(
+            params, variables, batch, key
+        )
         updates, state = OPTIMIZER.update(gradients, state, params)
         return optax.apply_updates(params, updates), variables, state, loss
 
     state, losses = OPTIMIZER.init(params), []
     for number, batch in enumerate(BATCHES):
-        params, variables, state, loss = step(params, variables, state, batch, jax.random.fold_in(steps, number))
+        params, variables, state, loss = step(
+            params, variables, state, batch, jax.random.fold_in(steps, number)
+        )
         losses.append(float(loss))
     return losses, variables
 
@@ -155,7 +164,9 @@ def test_steps_equal_plain_flax_and_optax(kind: str, tmp_path: Any) -> None:
     expected, variables = theirs(kind)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     found = jax.tree.leaves(jax.device_get(state.variables))
-    for ours_after, theirs_after in zip(found, map(as_data, jax.tree.leaves(variables)), strict=True):
+    for ours_after, theirs_after in zip(
+        found, map(as_data, jax.tree.leaves(variables)), strict=True
+    ):
         np.testing.assert_allclose(ours_after, theirs_after, rtol=1e-4, atol=1e-5)
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(STEPS, state, {"step": STEPS}, {})

@@ -39,8 +39,12 @@ class LinenBlock(nn.Module):
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
         attention = nn.MultiHeadDotProductAttention(HEADS, dropout_rate=0.1, name="attention")
         x = x + attention(y, y, mask=mask, deterministic=not train)
-        y = nn.Dense(4 * WIDTH, name="up")(nn.BatchNorm(use_running_average=not train, momentum=0.9, name="bn")(x))
-        return x + nn.Dropout(0.2)(nn.Dense(WIDTH, name="down")(nn.gelu(y)), deterministic=not train)
+        y = nn.Dense(4 * WIDTH, name="up")(
+            nn.BatchNorm(use_running_average=not train, momentum=0.9, name="bn")(x)
+        )
+        return x + nn.Dropout(0.2)(
+            nn.Dense(WIDTH, name="down")(nn.gelu(y)), deterministic=not train
+        )
 
 
 class LinenTransformer(nn.Module):
@@ -104,7 +108,9 @@ def model(kind):
     if kind == "nnx":
         return spmd.from_nnx(NnxTied)
     tokens = jax.ShapeDtypeStruct((8, 8), jnp.int32)
-    return spmd.from_linen(LinenTransformer(), tokens, train={"train": True}, evaluate={"train": False})
+    return spmd.from_linen(
+        LinenTransformer(), tokens, train={"train": True}, evaluate={"train": False}
+    )
 
 
 @functools.cache
@@ -129,7 +135,9 @@ def test_dropout_statistics_and_tied_weights_equal_one_device(kind, sizes):
     """Three steps give the same losses, gradients, updates, batch statistics and random state."""
     result = one_device(kind).compare(plan(kind, **sizes))
     assert result.ok, f"\n{result}"
-    assert {row.path for row in result.rows if row.what == "variables"} == {leaf.path for leaf in plan(kind).variables}
+    assert {row.path for row in result.rows if row.what == "variables"} == {
+        leaf.path for leaf in plan(kind).variables
+    }
 
 
 @pytest.mark.parametrize("kind", [pytest.param("linen", marks=pytest.mark.soak), "nnx"])
@@ -158,7 +166,9 @@ def test_variables_change_as_the_model_says(kind):
     assert sums[0] == sums[1], "dropout is off in evaluation"
     state, _ = make_train_step(layout, grad_fn=grad_fn(kind))(state, batch)
     after = {path: np.asarray(leaf) for path, leaf in tree.flatten(state.variables).items()}
-    changed = {path.rsplit("/", 1)[-1] for path in before if not np.array_equal(before[path], after[path])}
+    changed = {
+        path.rsplit("/", 1)[-1] for path in before if not np.array_equal(before[path], after[path])
+    }
     assert changed == ({"mean", "var", "count"} if kind == "nnx" else {"mean", "var"})
 
 
@@ -171,9 +181,14 @@ def test_dropout_drops(kind):
     run = jax.jit(grad_fn(kind))
     (_, first, after), (_, second, _) = run(*args, jax.random.key(0)), run(*args, jax.random.key(1))
     if kind == "nnx":
-        assert float(first["loss"]) == float(second["loss"]), "an NNX module draws from its own state"
+        assert float(first["loss"]) == float(second["loss"]), (
+            "an NNX module draws from its own state"
+        )
         second = run(
-            args[0], Carry({**state.variables, "dropout": after.variables["dropout"]}), args[2], jax.random.key(0)
+            args[0],
+            Carry({**state.variables, "dropout": after.variables["dropout"]}),
+            args[2],
+            jax.random.key(0),
         )[1]
     assert float(first["loss"]) != float(second["loss"])
 
@@ -183,15 +198,24 @@ def test_variables_pass_from_one_microbatch_to_the_next():
     grads, sharded = spmd.accumulate(grad_fn("nnx"), 2), plan("nnx", fsdp=4, tensor=2)
     assert_parity(sharded, plan("nnx"), grads, BATCHES)
     batch = spmd.place_batch(sharded, BATCHES[0])
-    state, _ = make_train_step(sharded, grad_fn=grads, keep_gradients=True)(init_state(sharded), batch)
-    assert next(value for path, value in tree.flatten(state.variables).items() if path.endswith("count")) == 2
+    state, _ = make_train_step(sharded, grad_fn=grads, keep_gradients=True)(
+        init_state(sharded), batch
+    )
+    assert (
+        next(
+            value for path, value in tree.flatten(state.variables).items() if path.endswith("count")
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize("kind", [pytest.param("linen", marks=pytest.mark.soak), "nnx"])
 def test_variables_resume(kind, tmp_path):
     """A checkpoint holds them, and restores them onto another mesh."""
     layout, other = plan(kind, fsdp=4, tensor=2), plan(kind, data=8)
-    state, _ = make_train_step(layout, grad_fn=grad_fn(kind))(init_state(layout), spmd.place_batch(layout, BATCHES[0]))
+    state, _ = make_train_step(layout, grad_fn=grad_fn(kind))(
+        init_state(layout), spmd.place_batch(layout, BATCHES[0])
+    )
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, state, {"step": 1}, {})
         checkpoints.wait()
@@ -207,7 +231,10 @@ def test_variables_are_in_the_plan():
     lines = {line.split()[0]: line for line in str(layout).split("\n") if line}
     assert "P(tensor)" in lines["norm/mean"]
     assert "random state (every device draws the same numbers)" in lines["dropout/rngs/count"]
-    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(init_state(layout).variables))
+    held = sum(
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in jax.tree.leaves(init_state(layout).variables)
+    )
     assert layout.bytes_per_device()["variables"] == held
 
 
@@ -217,7 +244,9 @@ def test_a_variable_that_no_rule_matches_is_an_error():
     with pytest.raises(RuleError) as caught:
         make_plan(tiny.mesh(fsdp=8), rules, model("linen"), OPTIMIZER)
     named = [problem.where for problem in caught.value.problems]
-    assert named == [f"batch_stats/block_{i}/bn/{name}" for i in range(2) for name in ("mean", "var")]
+    assert named == [
+        f"batch_stats/block_{i}/bn/{name}" for i in range(2) for name in ("mean", "var")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -260,8 +289,18 @@ class NnxPair(nnx.Module):
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_kernels_that_are_all_split_alike_equal_one_device(kind, stage):
     """XLA alone gets this table wrong on this mesh (decision 0011), the embedding by its own size."""
-    pair = spmd.from_nnx(NnxPair) if kind == "nnx" else spmd.from_linen(LinenPair(), jnp.zeros((8, 8), jnp.int32))
-    rules = Rules([("embed/embedding", P("tensor", "fsdp")), ("kernel", P("fsdp", "tensor")), ("bias", P("tensor"))])
+    pair = (
+        spmd.from_nnx(NnxPair)
+        if kind == "nnx"
+        else spmd.from_linen(LinenPair(), jnp.zeros((8, 8), jnp.int32))
+    )
+    rules = Rules(
+        [
+            ("embed/embedding", P("tensor", "fsdp")),
+            ("kernel", P("fsdp", "tensor")),
+            ("bias", P("tensor")),
+        ]
+    )
     sharded, alone = (
         make_plan(tiny.mesh(**sizes), rules, pair, OPTIMIZER, zero=stage)
         for sizes in ({"data": 2, "fsdp": 2, "tensor": 2}, {})
@@ -312,9 +351,13 @@ def test_stacked_layers_with_state_of_their_own_equal_one_device(sizes):
         ]
     )
     sharded, alone = (make_plan(tiny.mesh(**s), rules, stacked, OPTIMIZER) for s in (sizes, {}))
-    parity = assert_parity(sharded, alone, spmd.value_and_grad(spmd.next_token_loss(stacked)), BATCHES[:2])
+    parity = assert_parity(
+        sharded, alone, spmd.value_and_grad(spmd.next_token_loss(stacked)), BATCHES[:2]
+    )
     assert {leaf.path: leaf.shape for leaf in sharded.variables}["layers/norm/mean"] == (3, WIDTH)
-    assert "layers/dropout/rngs/count" in {row.path for row in parity.rows if row.what == "variables"}
+    assert "layers/dropout/rngs/count" in {
+        row.path for row in parity.rows if row.what == "variables"
+    }
 
 
 class Annotated(nnx.Module):
@@ -322,9 +365,15 @@ class Annotated(nnx.Module):
 
     def __init__(self, rngs):
         init = nnx.initializers.lecun_normal()
-        self.embed = nnx.Embed(VOCAB, WIDTH, embedding_init=nnx.with_partitioning(init, ("vocab", "embed")), rngs=rngs)
+        self.embed = nnx.Embed(
+            VOCAB, WIDTH, embedding_init=nnx.with_partitioning(init, ("vocab", "embed")), rngs=rngs
+        )
         self.head = nnx.Linear(
-            WIDTH, VOCAB, use_bias=False, kernel_init=nnx.with_partitioning(init, ("embed", "vocab")), rngs=rngs
+            WIDTH,
+            VOCAB,
+            use_bias=False,
+            kernel_init=nnx.with_partitioning(init, ("embed", "vocab")),
+            rngs=rngs,
         )
 
     def __call__(self, tokens):
@@ -338,7 +387,8 @@ def test_a_model_is_sharded_by_its_own_annotations():
     logical = [("vocab", "tensor"), ("embed", "fsdp")]
     rules = rules_from_annotations(annotated.info().annotations, logical=logical)
     sharded, alone = (
-        make_plan(tiny.mesh(**sizes), rules, annotated, OPTIMIZER) for sizes in ({"fsdp": 4, "tensor": 2}, {})
+        make_plan(tiny.mesh(**sizes), rules, annotated, OPTIMIZER)
+        for sizes in ({"fsdp": 4, "tensor": 2}, {})
     )
     assert {leaf.path: leaf.spec for leaf in sharded.params} == {
         "embed/embedding": P("tensor", "fsdp"),
@@ -349,7 +399,9 @@ def test_a_model_is_sharded_by_its_own_annotations():
 
 def test_tied_paths_with_two_specs_are_an_error():
     """One array cannot be split in two ways; the message names both paths and both rules."""
-    rules = Rules([("embed/embedding", P("tensor")), ("head/embedding", P("fsdp")), *NNX_RULES.params[1:]])
+    rules = Rules(
+        [("embed/embedding", P("tensor")), ("head/embedding", P("fsdp")), *NNX_RULES.params[1:]]
+    )
     with pytest.raises(RuleError, match="head/embedding") as caught:
         make_plan(tiny.mesh(fsdp=8), rules, model("nnx"), OPTIMIZER)
     assert len(caught.value.problems) == 1

@@ -39,7 +39,10 @@ MODELS = {
     "mixtral": (mixtral.PRESETS["test"], MIXTRAL),
     "gemma2": (gemma.PRESETS["test-gemma2"], GEMMA2),
 }
-ROWS = [(name, P("tensor", "fsdp") if name == "tied_columns" else spec) for name, spec in GEMMA2.activations]
+ROWS = [
+    (name, P("tensor", "fsdp") if name == "tied_columns" else spec)
+    for name, spec in GEMMA2.activations
+]
 MODELS["columns"] = (gemma.PRESETS["test-gemma2"], dataclasses.replace(GEMMA2, activations=ROWS))
 SGD = optax.sgd(0.1)
 
@@ -60,10 +63,15 @@ def generator(name="llama", sampling=GREEDY, cached=True, ends=(), **sizes):
     return Generator(plan(name, **sizes), WINDOW, sampling, ends, cached)
 
 
-def write(prompts, name="llama", tokens=TOKENS, seed=0, sampling=GREEDY, cached=True, ends=(), **sizes):
+def write(
+    prompts, name="llama", tokens=TOKENS, seed=0, sampling=GREEDY, cached=True, ends=(), **sizes
+):
     where = state(name, **sizes)
     made = generator(name, sampling, cached, ends, **sizes)
-    return [row.tolist() for row in made.write(where.params, where.variables, prompts, tokens=tokens, seed=seed)]
+    return [
+        row.tolist()
+        for row in made.write(where.params, where.variables, prompts, tokens=tokens, seed=seed)
+    ]
 
 
 @functools.cache
@@ -93,7 +101,8 @@ def test_greedy_is_the_likeliest_token_each_time(name):
     """Kept or not, prompts of three lengths in one batch go on as each does by itself in the plain model."""
     assert write(PROMPTS, name) == by_hand(name)
     assert write(PROMPTS, name, cached=False) == by_hand(name)
-    assert len({token for text in by_hand(name) for token in text}) > 3  # not one token over and over
+    # not one token over and over
+    assert len({token for text in by_hand(name) for token in text}) > 3
     assert not generator(name).whole_window
     assert generator(name, cached=False).whole_window
 
@@ -150,7 +159,11 @@ def test_a_text_ends_with_its_end_token():
     assert write(PROMPTS, ends=(end,)) == expected
     assert {len(text) for text in expected} != {TOKENS}
     where = state()
-    steps = list(generator(ends=tuple(range(64))).stream(where.params, where.variables, PROMPTS, tokens=TOKENS))
+    steps = list(
+        generator(ends=tuple(range(64))).stream(
+            where.params, where.variables, PROMPTS, tokens=TOKENS
+        )
+    )
     assert [step.tolist() for step in steps] == [[text[0] for text in whole]]
 
 
@@ -194,11 +207,20 @@ def test_stages_pass_on_the_stream_and_nothing_else(name):
     made, where = generator(name, pipe=2), state(name, pipe=2)
     ids, lengths = made._batch(PROMPTS)
     key = jax.random.key(0)
-    token, position, kept = made._prefill(where.params, where.variables, ids, lengths, key, length=WINDOW)
+    token, position, kept = made._prefill(
+        where.params, where.variables, ids, lengths, key, length=WINDOW
+    )
     assert all(entry.key.sharding.spec[0] == "pipe" for stack in kept for entry in stack)
-    text = made._decode.lower(where.params, where.variables, kept, token, position, key).compile().as_text()
+    text = (
+        made._decode.lower(where.params, where.variables, kept, token, position, key)
+        .compile()
+        .as_text()
+    )
     assert "collective-permute" in text
-    gathered = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]\S* all-gather\(", text)]
+    gathered = [
+        math.prod(map(int, dims.split(",")))
+        for dims in re.findall(r"\[([\d,]+)\]\S* all-gather\(", text)
+    ]
     assert (
         max(gathered, default=0)
         == {
@@ -280,16 +302,24 @@ def test_a_model_whose_keys_are_kept_control():
     model = flax.from_nnx(lambda rngs: Mixer(_attended, rngs))
     own = make_plan(tiny.mesh(), Rules([("embed/embedding", replicate("small"))]), model, SGD)
     params = init_state(own).params
-    texts = [Generator(own, WINDOW, GREEDY, cached=kept).write(params, {}, PROMPTS, tokens=5) for kept in (True, False)]
+    texts = [
+        Generator(own, WINDOW, GREEDY, cached=kept).write(params, {}, PROMPTS, tokens=5)
+        for kept in (True, False)
+    ]
     assert not Generator(own, WINDOW, GREEDY).whole_window
     np.testing.assert_array_equal(*texts)
 
 
 def test_a_model_of_functions_takes_the_whole_window():
     """`Model(init, apply)` says nothing of itself; one that finds all tokens alike draws other ones in every place."""
-    model = Model(lambda key: {"w": jnp.ones(8)}, lambda params, ids: jnp.zeros((*ids.shape, 64)) * params["w"][0])
+    model = Model(
+        lambda key: {"w": jnp.ones(8)},
+        lambda params, ids: jnp.zeros((*ids.shape, 64)) * params["w"][0],
+    )
     own = make_plan(tiny.mesh(), Rules([("w", P("fsdp"))]), model, SGD)
-    texts = Generator(own, WINDOW, Sampling(1.0, 0)).write({"w": jnp.ones(8)}, {}, [[1]] * 4, tokens=9)
+    texts = Generator(own, WINDOW, Sampling(1.0, 0)).write(
+        {"w": jnp.ones(8)}, {}, [[1]] * 4, tokens=9
+    )
     assert all(len(set(text.tolist())) > 3 for text in texts)
     assert len({tuple(text) for text in texts}) == 4
 
@@ -297,12 +327,17 @@ def test_a_model_of_functions_takes_the_whole_window():
 def test_capacities_are_of_the_token_alone():
     """Where experts have room for so many tokens, a decoded one always finds a place, in a window it may not."""
     config = dataclasses.replace(
-        mixtral.PRESETS["test"], router=dataclasses.replace(mixtral.PRESETS["test"].router, dispatch="capacity")
+        mixtral.PRESETS["test"],
+        router=dataclasses.replace(mixtral.PRESETS["test"].router, dispatch="capacity"),
     )
     assert flax.from_nnx(config.build).info().supports_kv_cache
     assert not flax.from_nnx(config.build).info().position_aware
     choosing = dataclasses.replace(config.router, choice="expert", balance=0, z_loss=0)
-    assert not flax.from_nnx(dataclasses.replace(config, router=choosing).build).info().supports_kv_cache
+    assert (
+        not flax.from_nnx(dataclasses.replace(config, router=choosing).build)
+        .info()
+        .supports_kv_cache
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,7 +346,11 @@ def test_capacities_are_of_the_token_alone():
         ([], 3, ["there is none"]),
         ([[]], 3, ["prompt: is empty"]),
         ([[1, 2, 3]], -1, ["tokens: is -1"]),
-        ([[1], [1] * 9, []], 20, ["prompt 1: ", r"9 prompt tokens \+ 20 new ones = 29 > 24", "prompt 2: is empty"]),
+        (
+            [[1], [1] * 9, []],
+            20,
+            ["prompt 1: ", r"9 prompt tokens \+ 20 new ones = 29 > 24", "prompt 2: is empty"],
+        ),
     ],
     ids=str,
 )

@@ -36,11 +36,18 @@ def plain(sums_fn):
 def quadratic(params, batch, key):
     """Sums over examples of something that uses every leaf of the batch and every parameter, with padding."""
     del key
-    leaves = [jnp.asarray(x, jnp.float32).reshape(x.shape[0], -1).sum(axis=1) for x in jax.tree.leaves(batch)]
+    leaves = [
+        jnp.asarray(x, jnp.float32).reshape(x.shape[0], -1).sum(axis=1)
+        for x in jax.tree.leaves(batch)
+    ]
     weights = (leaves[-1] % 2 == 0).astype(jnp.float32)
     scale = params["w"].sum() + params["deep"][0]["b"] + params["deep"][1][0].sum()
     losses = sum((leaf * scale) ** 2 for leaf in leaves)
-    return {"loss": (losses * weights).sum(), "weight": weights.sum(), "examples": jnp.float32(weights.size)}
+    return {
+        "loss": (losses * weights).sum(),
+        "weight": weights.sum(),
+        "examples": jnp.float32(weights.size),
+    }
 
 
 @functools.cache
@@ -65,7 +72,9 @@ def test_value_and_grad_returns_the_gradient_of_the_sum_and_the_sums():
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 12])
 def test_accumulation_equals_the_whole_batch(batch, microbatches):
     """For any tree of arrays, gradients and every sum are those of the whole batch."""
-    grads, sums, _ = jax.jit(accumulate(value_and_grad(quadratic), microbatches))(PARAMS, Carry(), BATCHES[batch], KEY)
+    grads, sums, _ = jax.jit(accumulate(value_and_grad(quadratic), microbatches))(
+        PARAMS, Carry(), BATCHES[batch], KEY
+    )
     assert jax.tree.structure(grads) == jax.tree.structure(PARAMS)
     assert_close((grads, sums), *whole(batch))
     assert sums["examples"] == 12
@@ -126,10 +135,16 @@ def test_gradients_keep_their_dtypes():
 
     @plain
     def loss_fn(params, x, key):
-        return {"loss": (x @ (params["a"] + params["b"].astype(jnp.float32))).sum(), "weight": jnp.float32(x.size)}
+        return {
+            "loss": (x @ (params["a"] + params["b"].astype(jnp.float32))).sum(),
+            "weight": jnp.float32(x.size),
+        }
 
     grads, sums, _ = accumulate(value_and_grad(loss_fn), 3)(params, Carry(), X, KEY)
-    assert {name: leaf.dtype for name, leaf in grads.items()} == {"a": jnp.float32, "b": jnp.bfloat16}
+    assert {name: leaf.dtype for name, leaf in grads.items()} == {
+        "a": jnp.float32,
+        "b": jnp.bfloat16,
+    }
     assert sums["loss"].dtype == jnp.float32
 
 

@@ -63,7 +63,9 @@ def folder(original, tmp_path):
 
 def equal(ours, theirs):
     """Whether two trees have the same bits."""
-    return all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True))
+    return all(
+        np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True)
+    )
 
 
 def tensors(folder):
@@ -80,13 +82,17 @@ def rewrite(folder, change, **metadata):
     for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
         path.unlink(missing_ok=True)
     kinds = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in table.items()}
-    write_safetensors(folder / "model.safetensors", kinds, iter(table.values()), {"format": "pt", **metadata})
+    write_safetensors(
+        folder / "model.safetensors", kinds, iter(table.values()), {"format": "pt", **metadata}
+    )
 
 
 def edit(path, **fields):
     """A JSON file with other fields; None takes one away."""
     values = {**json.loads(path.read_text()), **fields}
-    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+    path.write_text(
+        json.dumps({name: value for name, value in values.items() if value is not None})
+    )
 
 
 MESHES = [{}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"pipe": 2}]
@@ -108,7 +114,9 @@ def test_a_tensor_is_the_transpose_of_a_layer(original, params):
     kernel = np.asarray(params["layers"]["attention"]["k_proj"]["kernel"])
     found = tensors(original)
     for layer in range(LAYERS):
-        np.testing.assert_array_equal(found[f"model.layers.{layer}.self_attn.k_proj.weight"], kernel[layer].T)
+        np.testing.assert_array_equal(
+            found[f"model.layers.{layer}.self_attn.k_proj.weight"], kernel[layer].T
+        )
 
 
 @pytest.mark.parametrize("sizes", MESHES[:2], ids=str)
@@ -131,7 +139,10 @@ def test_layers_that_are_not_stacked_go_by_the_same_lines(original, params):
 def test_other_floats_are_cast(dtype, folder, params):
     """16 and 64 bits in the files, and several dtypes in one stack, are the plan's dtype in the end."""
     kinds = [np.float32, jnp.bfloat16, np.float64] if dtype == "mixed" else [dtype]
-    rewrite(folder, lambda t: {name: a.astype(kinds[i % len(kinds)]) for i, (name, a) in enumerate(t.items())})
+    rewrite(
+        folder,
+        lambda t: {name: a.astype(kinds[i % len(kinds)]) for i, (name, a) in enumerate(t.items())},
+    )
     loaded = load_params(folder, tiny.plan(CONFIG, fsdp=2, tensor=2).abstract_params)
     for ours, theirs in zip(*map(jax.tree.leaves, (loaded, params)), strict=True):
         assert ours.dtype == np.float32
@@ -145,23 +156,31 @@ def test_parts_of_a_tensor_are_parameters(tmp_path):
     family = family_for(config)
     mesh = tiny.mesh(fsdp=2, tensor=2)
     plan = make_plan(mesh, family.rules(config), flax.from_nnx(config.build), tiny.OPTIMIZER)
-    start = jax.tree.map(lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape), init_state(plan).params)
+    start = jax.tree.map(
+        lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape), init_state(plan).params
+    )
     save_params(tmp_path / "out", start, family, config)
     found, attention = tensors(tmp_path / "out"), start["layers"]["attention"]
     for ours, theirs in (("kernel", "weight"), ("bias", "bias")):
-        joined = np.concatenate([np.asarray(attention[f"{x}_proj"][ours][1]) for x in "qkv"], axis=-1)
+        joined = np.concatenate(
+            [np.asarray(attention[f"{x}_proj"][ours][1]) for x in "qkv"], axis=-1
+        )
         np.testing.assert_array_equal(found[f"transformer.h.1.attn.c_attn.{theirs}"], joined)
     assert equal(load_params(tmp_path / "out", plan.abstract_params), start)
     command = ("import", tmp_path / "out", "--out", tmp_path / "run", "--devices", 8)
     assert run(*command, "--sequence", 49) == 2
     assert run(*command) == 0
-    assert load_config(str(tmp_path / "run" / "config.py")).data.sequence == 48, "as many as there are positions"
+    assert load_config(str(tmp_path / "run" / "config.py")).data.sequence == 48, (
+        "as many as there are positions"
+    )
 
 
 def test_a_stack_may_be_every_other_layer():
     """Numbers of tensors step, and parts of a turned tensor lie along its rows."""
     source = TensorSource(
-        "local/w", (2, 4, 6), TensorMapping("local/w", "h.{layer}.w", part(1, 3, transposed=True), first=1, step=2)
+        "local/w",
+        (2, 4, 6),
+        TensorMapping("local/w", "h.{layer}.w", part(1, 3, transposed=True), first=1, step=2),
     )
     assert [name for _, name in source.tensors()] == ["h.1.w", "h.3.w"]
     assert source.tensor_shape == (18, 4)
@@ -191,7 +210,9 @@ def test_a_run_folder_and_back(original, params, tmp_path, capsys):
         assert (original / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
     assert run("export", out, "--out", tmp_path / "narrow", "--dtype", "bf16") == 0
     assert {a.dtype for a in tensors(tmp_path / "narrow").values()} == {np.dtype(jnp.bfloat16)}
-    assert json.loads((tmp_path / "narrow" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert (
+        json.loads((tmp_path / "narrow" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    )
     assert run("train", out / "config.py", "--out", out, "--resume", "always") == 2
     assert "--init" in capsys.readouterr().err
 
@@ -202,7 +223,11 @@ def test_what_changes_nothing_is_given_back(folder, tmp_path):
     assert run("import", folder, "--out", tmp_path / "run", "--devices", "8") == 0
     assert run("export", tmp_path / "run", "--out", tmp_path / "back") == 0
     values = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert (values["max_position_embeddings"], values["bos_token_id"], values["use_cache"]) == (99, 7, True)
+    assert (values["max_position_embeddings"], values["bos_token_id"], values["use_cache"]) == (
+        99,
+        7,
+        True,
+    )
     assert values["hidden_size"] == CONFIG.d_model
     assert RunDir(tmp_path / "run").config().data.sequence == 99
 
@@ -235,7 +260,10 @@ def only_pickles(folder):
 def index(**files):
     return lambda folder: edit(
         folder / "model.safetensors.index.json",
-        weight_map={**json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"], **files},
+        weight_map={
+            **json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"],
+            **files,
+        },
     )
 
 
@@ -245,7 +273,9 @@ def config(**fields):
 
 def tokenizer(words):
     vocab = {"</s>": 0, **{f"word{i}": i + 1 for i in range(words)}}
-    return lambda folder: edit(folder / "tokenizer.json", model={**TOKENIZER["model"], "vocab": vocab})
+    return lambda folder: edit(
+        folder / "tokenizer.json", model={**TOKENIZER["model"], "vocab": vocab}
+    )
 
 
 def other_tokenizer(folder):
@@ -256,33 +286,62 @@ def other_tokenizer(folder):
 Q = "model.layers.1.self_attn.q_proj.weight"
 BAD = {
     "missing": (drop(Q), f"{Q}: is missing"),
-    "extra": (put("model.layers.1.self_attn.q_proj.bias", np.ones(32, np.float32)), "q_proj.bias: is extra"),
+    "extra": (
+        put("model.layers.1.self_attn.q_proj.bias", np.ones(32, np.float32)),
+        "q_proj.bias: is extra",
+    ),
     "renamed": (
-        lambda folder: rewrite(folder, lambda t: {k.replace("q_proj", "query"): a for k, a in t.items()}),
+        lambda folder: rewrite(
+            folder, lambda t: {k.replace("q_proj", "query"): a for k, a in t.items()}
+        ),
         "was it",
     ),
     "another shape": (put(Q, np.ones((32, 31), np.float32)), "it is [32, 31], expected [32, 32]"),
     "integers": (put(Q, np.ones((32, 32), np.int8)), "it is int8"),
     "truncated": (cut, "file not fully covered"),
     "an index that leads out": (index(extra="../elsewhere.safetensors"), "is a path"),
-    "an index of a file that is not there": (index(extra="none.safetensors"), "none.safetensors: cannot be read"),
-    "an index that is wrong": (index(extra="model-00001-of-00006.safetensors"), "extra: is not in model-00001"),
-    "an index that has it elsewhere": (index(**{Q: "model-00001-of-00006.safetensors"}), f"{Q}: is in model-00004"),
+    "an index of a file that is not there": (
+        index(extra="none.safetensors"),
+        "none.safetensors: cannot be read",
+    ),
+    "an index that is wrong": (
+        index(extra="model-00001-of-00006.safetensors"),
+        "extra: is not in model-00001",
+    ),
+    "an index that has it elsewhere": (
+        index(**{Q: "model-00001-of-00006.safetensors"}),
+        f"{Q}: is in model-00004",
+    ),
     "an index of pickles": (index(extra="pytorch_model.bin"), "is not a safetensors file"),
     "a link that leads out": (lead_out, "leaves the folder"),
     "pickles": (only_pickles, "pytorch_model.bin: is a pickle"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: is missing"),
-    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: cannot be read"),
-    "an unknown architecture": (config(architectures=["LlamaForCausalLN"]), 'did you mean "LlamaForCausalLM"?'),
+    "no JSON": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "config.json: cannot be read",
+    ),
+    "an unknown architecture": (
+        config(architectures=["LlamaForCausalLN"]),
+        'did you mean "LlamaForCausalLM"?',
+    ),
     "a family that no name is near": (config(architectures=["OPTForCausalLM"]), "fix: one of: "),
     "no architecture": (config(architectures=None), "names no architecture"),
-    "a feature": (config(quantization_config={"bits": 4}), "quantization_config: is {'bits': 4}, and is unknown"),
-    "an activation": (config(hidden_act="gelu"), "hidden_act: is 'gelu', and this model supports only silu"),
+    "a feature": (
+        config(quantization_config={"bits": 4}),
+        "quantization_config: is {'bits': 4}, and is unknown",
+    ),
+    "an activation": (
+        config(hidden_act="gelu"),
+        "hidden_act: is 'gelu', and this model supports only silu",
+    ),
     "a scaling": (config(rope_scaling={"rope_type": "yarn"}), "rope_scaling: is of type 'yarn'"),
     "no width": (config(hidden_size=None), "hidden_size: is missing"),
     "a word for a number": (config(num_hidden_layers="two"), "num_hidden_layers: is 'two'"),
     "too many tokens": (tokenizer(64), "65 tokens > 64 rows of the embedding"),
-    "no tokenizer of ours": (other_tokenizer, "tokenizer.model: is an unsupported tokenizer format"),
+    "no tokenizer of ours": (
+        other_tokenizer,
+        "tokenizer.model: is an unsupported tokenizer format",
+    ),
     "a tokenizer that is none": (
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
         "is not a tokenizer.json",
@@ -310,12 +369,19 @@ def test_everything_that_is_wrong_is_said_at_once(folder, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     assert run("import", folder, "--out", tmp_path / "run", "--devices", "8") == 2
     error = capsys.readouterr().err
-    for complaint in (f"{Q}: is missing", "lm_head.weight: has the wrong shape", "100 tokens", "run: exists"):
+    for complaint in (
+        f"{Q}: is missing",
+        "lm_head.weight: has the wrong shape",
+        "100 tokens",
+        "run: exists",
+    ):
         assert complaint in error
     assert list((tmp_path / "run").iterdir()) == []
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float16, jnp.bfloat16], ids=["float32", "float16", "bfloat16"]
+)
 @pytest.mark.parametrize("value", [np.nan, -np.inf], ids=str)
 def test_values_that_are_not_finite_are_named(value, dtype, folder, tmp_path, capsys):
     """One bad value in one layer of a stack names parameter and tensor; the largest finite value is none."""
@@ -345,7 +411,12 @@ def test_what_is_no_folder_is_said(tmp_path, capsys):
 def test_what_is_no_language_model_is_refused(tmp_path, capsys):
     """A run folder is that of a language model; nothing is written for another."""
     config = VIT_PRESETS["test"]
-    save_params(tmp_path / "vit", flax.from_nnx(config.build).init(jax.random.key(0)), family_for(config), config)
+    save_params(
+        tmp_path / "vit",
+        flax.from_nnx(config.build).init(jax.random.key(0)),
+        family_for(config),
+        config,
+    )
     assert run("import", tmp_path / "vit", "--out", tmp_path / "run", "--devices", "8") == 2
     error = capsys.readouterr().err
     assert "ViTConfig has no vocab: TrainConfig is for language models" in error
@@ -366,7 +437,11 @@ def test_a_snapshot_of_the_hub_is_read(original, params, tmp_path):
 def test_a_shared_tensor_is_read_under_the_name_that_its_file_gives(folder, params):
     """The metadata of a file name a tensor that it has once; without them the name is missing."""
     abstract, name = tiny.plan(CONFIG, fsdp=2).abstract_params, "model.embed_tokens.weight"
-    rewrite(folder, lambda table: {k: x for k, x in table.items() if k != name}, **{name: "lm_head.weight"})
+    rewrite(
+        folder,
+        lambda table: {k: x for k, x in table.items() if k != name},
+        **{name: "lm_head.weight"},
+    )
     loaded = load_params(folder, abstract)
     np.testing.assert_array_equal(loaded["embed"]["embedding"], params["lm_head"]["kernel"].T)
     rewrite(folder, lambda table: table)
@@ -379,12 +454,18 @@ def test_known_extras_are_named(folder, params):
     put("model.layers.0.self_attn.rotary_emb.inv_freq", np.ones(4, np.float32))(folder)
     assert equal(load_params(folder, tiny.plan(CONFIG).abstract_params), params)
     line = Ignored("h.{layer}.attn.bias", "is a mask")
-    assert (line.covers("h.12.attn.bias"), line.covers("h.x.attn.bias"), line.covers("h.1.attnxbias")) == (1, 0, 0)
+    assert (
+        line.covers("h.12.attn.bias"),
+        line.covers("h.x.attn.bias"),
+        line.covers("h.1.attnxbias"),
+    ) == (1, 0, 0)
 
 
 def test_an_export_that_fails_leaves_nothing(params, tmp_path, monkeypatch):
     """Neither the folder nor what it is called while it is written."""
-    monkeypatch.setattr("spmd.hf.save.write_json", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    monkeypatch.setattr(
+        "spmd.hf.save.write_json", lambda *_: (_ for _ in ()).throw(OSError("disk"))
+    )
     with pytest.raises(CheckpointError, match="disk"):
         save_params(tmp_path / "out", params, family_for(CONFIG), CONFIG)
     assert list(tmp_path.iterdir()) == []
@@ -392,7 +473,9 @@ def test_an_export_that_fails_leaves_nothing(params, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="Not a directory"):
         save_params(tmp_path / "file" / "out", params, family_for(CONFIG), CONFIG)
     (tmp_path / "out.unfinished").mkdir()
-    with pytest.raises(CheckpointError, match="another process writes it, or an interrupted one left it"):
+    with pytest.raises(
+        CheckpointError, match="another process writes it, or an interrupted one left it"
+    ):
         save_params(tmp_path / "out", params, family_for(CONFIG), CONFIG)
     assert (tmp_path / "out.unfinished").is_dir()
     (tmp_path / "out").mkdir()

@@ -27,7 +27,9 @@ def test_families_are_found_by_entry_points():
         family_of(["LamaForCausalLM"])
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5KB", 1500), ("5", 0), ("0GB", 0), ("GB", 0)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5KB", 1500), ("5", 0), ("0GB", 0), ("GB", 0)]
+)
 def test_sizes(text, size):
     """Of files, in powers of ten; anything else is refused."""
     if size:

@@ -91,7 +91,9 @@ def test_a_head_of_its_own_is_not_lost(name, head, tmp_path, monkeypatch):
         return
     (problem,) = found
     assert problem.where == "lm_head.weight"
-    assert problem.what == f"differs from {embedding}, and this model ties its head to the embedding"
+    assert (
+        problem.what == f"differs from {embedding}, and this model ties its head to the embedding"
+    )
     assert arithmetic in problem.detail
     assert "tie_word_embeddings=false" in problem.fix
 
@@ -101,11 +103,41 @@ SHAPES = {
     **{"mixtral": mixtral.PRESETS["test"], "vit": vit.PRESETS["test"]},
     **{name: qwen.PRESETS[f"test-{name}"] for name in ("qwen2", "qwen3")},
 }
-MORE = {"layer_types": [], "rope_parameters": {}, "rope_scaling": {}, "id2label": {}, "head_dim": 1, "rope_theta": 1}
+MORE = {
+    "layer_types": [],
+    "rope_parameters": {},
+    "rope_scaling": {},
+    "id2label": {},
+    "head_dim": 1,
+    "rope_theta": 1,
+}
 SCALING = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 SCALING["original_max_position_embeddings"] = 16
-NUMBERS = [10**400, -(10**400), 2**31 - 1, -1, 0, 0.5, float("nan"), float("inf"), -float("inf"), True]
-VALUES = [*NUMBERS, None, 5, "x", "\ud800", [], [5], [[]], {}, {"rope_type": []}, {"rope_theta": {}}]
+NUMBERS = [
+    10**400,
+    -(10**400),
+    2**31 - 1,
+    -1,
+    0,
+    0.5,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    True,
+]
+VALUES = [
+    *NUMBERS,
+    None,
+    5,
+    "x",
+    "\ud800",
+    [],
+    [5],
+    [[]],
+    {},
+    {"rope_type": []},
+    {"rope_theta": {}},
+]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -114,7 +146,9 @@ def test_no_value_of_a_field_is_a_traceback(name):
     family = family_for(SHAPES[name])
     values = family.write_config(SHAPES[name])
     changes = [{field: value} for field in (*values, *MORE) for value in VALUES]
-    changes += [{"rope_scaling": {**SCALING, field: value}} for field in SCALING for value in VALUES]
+    changes += [
+        {"rope_scaling": {**SCALING, field: value}} for field in SCALING for value in VALUES
+    ]
     refused = 0
     for change in changes:
         try:
@@ -131,7 +165,11 @@ WRONG = [
     ("vit", "layer_norm_eps", [float("nan"), -1]),
     ("llama", "rope_theta", [0, -1.0, float("inf"), 10**400]),
     ("llama", "num_hidden_layers", [10**400, 2**31]),
-    ("llama", "rope_scaling", [{**SCALING, "factor": float("inf")}, {**SCALING, "low_freq_factor": float("nan")}]),
+    (
+        "llama",
+        "rope_scaling",
+        [{**SCALING, "factor": float("inf")}, {**SCALING, "low_freq_factor": float("nan")}],
+    ),
     ("qwen2", "layer_types", [5, ["full_attention"] * 3, ["full_attention", 5]]),
     ("gemma2", "layer_types", [5, ["sliding_attention", "full_attention"]]),
     ("gemma2", "attn_logit_softcapping", [float("nan"), float("inf"), 10**400]),
@@ -139,7 +177,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("name", "field", "value"), [(n, f, v) for n, f, values in WRONG for v in values], ids="{!s:.30}".format
+    ("name", "field", "value"),
+    [(n, f, v) for n, f, values in WRONG for v in values],
+    ids="{!s:.30}".format,
 )
 def test_a_value_that_means_nothing_is_refused(name, field, value):
     """And what is wrong is that field alone."""
@@ -170,7 +210,9 @@ def test_no_layer_and_no_expert_is_made_for_a_bomb(name, tmp_path):
 def test_an_error_has_no_more_problems_than_anyone_reads(tmp_path):
     """Of tensors that are extra, of headers that are wrong, and of an index that is."""
     config, one = TIED["llama"][0], np.ones(1, np.float32)
-    folder = write(tmp_path / "a", config, lambda tensors: {**tensors, **{f"x{i}": one for i in range(1000)}})
+    folder = write(
+        tmp_path / "a", config, lambda tensors: {**tensors, **{f"x{i}": one for i in range(1000)}}
+    )
     found = problems(folder, config)
     assert (len(found), found[-1].where, found[-1].what) == (101, "…", "and 900 more")
     tensors = load_file(folder / "model.safetensors")
@@ -184,7 +226,9 @@ def test_an_error_has_no_more_problems_than_anyone_reads(tmp_path):
     assert len(problems(folder, config)) == 101
 
 
-@pytest.mark.parametrize("name", ["a\0.safetensors", "\ud800.safetensors"], ids=["a zero byte", "half a character"])
+@pytest.mark.parametrize(
+    "name", ["a\0.safetensors", "\ud800.safetensors"], ids=["a zero byte", "half a character"]
+)
 def test_a_name_that_no_file_can_have_is_a_problem(name, tmp_path):
     """In the index of a folder."""
     config = TIED["llama"][0]
@@ -196,7 +240,12 @@ def test_a_name_that_no_file_can_have_is_a_problem(name, tmp_path):
 
 
 OF_TRAINING = {
-    "gpt2": {"attn_pdrop": 0.2, "embd_pdrop": 0.3, "resid_pdrop": 0.4, "reorder_and_upcast_attn": True},
+    "gpt2": {
+        "attn_pdrop": 0.2,
+        "embd_pdrop": 0.3,
+        "resid_pdrop": 0.4,
+        "reorder_and_upcast_attn": True,
+    },
     "vit": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3, "encoder_stride": 4},
 }
 
@@ -210,7 +259,10 @@ def test_fields_of_training_come_back(name, tmp_path):
         values = {**found.values, "unheard_of": 5}
     save_params(tmp_path / "b", initial(config), family_for(config), config, values=values)
     written = json.loads((tmp_path / "b" / "config.json").read_text())
-    assert {field: written[field] for field in (*fields, "attention_dropout")} == {**fields, "attention_dropout": 0.5}
+    assert {field: written[field] for field in (*fields, "attention_dropout")} == {
+        **fields,
+        "attention_dropout": 0.5,
+    }
     assert "unheard_of" not in written
     assert family_for(config).read_config(written) == family_for(config).read_config(found.values)
 
@@ -241,7 +293,9 @@ def test_a_stranger_s_names_are_printed_as_text(tmp_path, capsys):
     """Of tensors, of fields of config.json, and of architectures."""
     config, name = TIED["llama"][0], EVIL[:-1]
     evil = {"architectures": [name, "LlamaForCausalLM"], name: 5}
-    folder = write(tmp_path / "a", config, lambda tensors: {**tensors, name: np.ones(1, np.float32)}, **evil)
+    folder = write(
+        tmp_path / "a", config, lambda tensors: {**tensors, name: np.ones(1, np.float32)}, **evil
+    )
     for fields in (evil, {"architectures": evil["architectures"], name: None}):
         values = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**values, **fields}))

@@ -25,7 +25,8 @@ from tests import tiny
 pytestmark = pytest.mark.compat
 
 MESHES = ({"fsdp": 8}, {"fsdp": 2}, {"data": 2, "fsdp": 4})
-INTEGERS = np.random.default_rng(0).integers(-8, 9, (8, 16, 24)).astype(np.float32)  # all sums are exact
+# all sums are exact
+INTEGERS = np.random.default_rng(0).integers(-8, 9, (8, 16, 24)).astype(np.float32)
 
 
 @pytest.fixture
@@ -52,7 +53,9 @@ def test_they_give_what_one_collective_gives(sizes, dim, is_whole, whole_slice, 
     monkeypatch.setattr(collectives, "_spans_slice", lambda mesh, axis, kind: is_whole)
     mesh, count = tiny.mesh(**sizes), sizes["fsdp"]
     split = P(*(None,) * dim, "fsdp")
-    gathered = over_fsdp(lambda x: collectives.all_gather(x, mesh, "fsdp", dim), mesh, split, P())(INTEGERS[0])
+    gathered = over_fsdp(lambda x: collectives.all_gather(x, mesh, "fsdp", dim), mesh, split, P())(
+        INTEGERS[0]
+    )
     np.testing.assert_array_equal(gathered, INTEGERS[0])
 
     def scatter(x):
@@ -68,7 +71,9 @@ def test_inside_of_a_slice_they_give_what_one_collective_gives(is_whole, whole_s
     """Of two slices of four devices, each device gets those of its own, in order."""
     monkeypatch.setattr(collectives, "_spans_slice", lambda mesh, axis, kind, slices=1: is_whole)
     mesh, numbers = tiny.mesh(fsdp=8), np.arange(8.0)
-    gathered = over_fsdp(lambda x: collectives.gather_within(x, mesh, "fsdp", 2), mesh, P("fsdp"), P("fsdp"))(numbers)
+    gathered = over_fsdp(
+        lambda x: collectives.gather_within(x, mesh, "fsdp", 2), mesh, P("fsdp"), P("fsdp")
+    )(numbers)
     np.testing.assert_array_equal(gathered.reshape(8, 4), [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4)
 
 
@@ -96,12 +101,16 @@ def test_bfloat16_is_on_the_wire_and_float32_in_the_last_sum(whole_slice):
 def test_a_model_trains_as_one_device_does(config, rules, whole_slice):
     """Two steps of all layers, experts and the head."""
     batches = token_batches((8, 16), config.vocab, steps=2)
-    one, many = (make_plan(tiny.mesh(fsdp=n), rules, tiny.model(config), tiny.OPTIMIZER) for n in (1, 8))
+    one, many = (
+        make_plan(tiny.mesh(fsdp=n), rules, tiny.model(config), tiny.OPTIMIZER) for n in (1, 8)
+    )
     result = Reference(one, value_and_grad(tiny.loss_fn(config)), batches).compare(many)
     assert result.ok, f"\n{result}"
 
 
-@pytest.mark.parametrize(("examples", "stored"), [(8, P("fsdp", "tensor")), (3, P("fsdp")), (8, P(("fsdp", "tensor")))])
+@pytest.mark.parametrize(
+    ("examples", "stored"), [(8, P("fsdp", "tensor")), (3, P("fsdp")), (8, P(("fsdp", "tensor")))]
+)
 def test_a_kernels_gradient_fits_any_batch_and_table(examples, stored):
     """Examples that do not divide over devices, and shards that are not contiguous, are left to the compiler."""
     mesh = tiny.mesh(fsdp=4, tensor=2)
@@ -136,5 +145,7 @@ def test_a_rotation_by_a_product_is_exact(dtype, on_tpus):
 def test_heads_as_a_dimension_change_no_number(on_tpus):
     """As they are on TPUs, over simulated devices: two steps equal those of one device."""
     batches = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
-    result = Reference(tiny.plan(), value_and_grad(tiny.loss_fn()), batches).compare(tiny.plan(fsdp=2, tensor=2))
+    result = Reference(tiny.plan(), value_and_grad(tiny.loss_fn()), batches).compare(
+        tiny.plan(fsdp=2, tensor=2)
+    )
     assert result.ok, f"\n{result}"

@@ -33,7 +33,9 @@ from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 
-OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2, schedule="constant", clip_norm=0.1), steps=3)
+OPTIMIZER = make_optimizer(
+    OptimizerConfig(learning_rate=1e-2, schedule="constant", clip_norm=0.1), steps=3
+)
 BATCHES = token_batches((8, 16), tiny.CONFIG.vocab, steps=2)
 GRAD_FN = value_and_grad(tiny.loss_fn())
 PARAMS, BOTH = ("params",), ("params", "optimizer_state")
@@ -71,7 +73,8 @@ def test_it_goes_with_narrow_parameters(precision):
 @pytest.mark.soak
 def test_stochastic_rounding_draws_the_same_bits(monkeypatch):
     """A piece of an update is rounded as it would be in the whole: parameters in bfloat16 are bitwise the same."""
-    precision = dataclasses.replace(POLICIES["bf16-params-stochastic"], exchange="float32")  # no other rounding
+    # no other rounding
+    precision = dataclasses.replace(POLICIES["bf16-params-stochastic"], exchange="float32")
 
     def errors():
         result = without(3, precision).compare(plan(BOTH, 3, "full", precision))
@@ -85,7 +88,9 @@ def test_stochastic_rounding_draws_the_same_bits(monkeypatch):
 @pytest.mark.soak
 def test_control_a_lost_gradient_is_seen(monkeypatch):
     """The comparison of the tests above can fail: here no gradient comes back to what was fetched."""
-    monkeypatch.setattr(HostParam, "at_layer", lambda self: jax.device_put(self.array, self.sharding))
+    monkeypatch.setattr(
+        HostParam, "at_layer", lambda self: jax.device_put(self.array, self.sharding)
+    )
     assert not without().compare(plan(PARAMS), value_and_grad(tiny.loss_fn())).ok
 
 
@@ -94,7 +99,9 @@ def test_kernels_of_layers_live_in_host_memory():
     layout = plan(BOTH)
     kinds = {leaf.path: leaf.memory_kind for leaf in layout.params}
     hosted = {path for path, kind in kinds.items() if kind == "pinned_host"}
-    assert hosted == {path for path in kinds if path.startswith("layers/") and path.endswith("kernel")}
+    assert hosted == {
+        path for path in kinds if path.startswith("layers/") and path.endswith("kernel")
+    }
     step, state = make_train_step(layout, grad_fn=GRAD_FN), init_state(layout)
     for _ in range(2):
         found = {path: x.sharding.memory_kind for path, x in tree.flatten(state.params).items()}
@@ -108,7 +115,9 @@ def test_the_plan_tells_host_and_device_apart():
     assert {leaf.memory_kind for leaf in offloaded.gradients} == {"device"}
     here, there = offloaded.bytes_per_device(), offloaded.bytes_on_host()
     assert there.keys() == {"params", "optimizer_state"}
-    assert {name: size + there.get(name, 0) for name, size in here.items()} == usual.bytes_per_device()
+    assert {
+        name: size + there.get(name, 0) for name, size in here.items()
+    } == usual.bytes_per_device()
     assert "in host memory for each: params" in str(offloaded)
     assert usual.bytes_on_host() == {}
     assert "host memory" not in str(usual)
@@ -145,7 +154,11 @@ def test_evaluation_and_samples_are_the_same():
     for layout in (plan(PARAMS), plan()):
         params, evaluate = init_state(layout).params, make_eval_step(layout, tiny.loss_fn())
         losses.append(evaluate(params, {}, BATCHES[0])["loss"])
-        samples.append(Generator(layout, 8, Sampling(temperature=0.0)).write(params, {}, [[1, 2]] * 8, tokens=3))
+        samples.append(
+            Generator(layout, 8, Sampling(temperature=0.0)).write(
+                params, {}, [[1, 2]] * 8, tokens=3
+            )
+        )
     assert_close(*losses, noise_of(lambda params: evaluate(params, {}, BATCHES[0])["loss"], params))
     np.testing.assert_array_equal(*samples)
 
@@ -153,14 +166,21 @@ def test_evaluation_and_samples_are_the_same():
 @pytest.mark.parametrize("remat", ["none", "selective", "full/2"])
 def test_a_policy_that_keeps_layers_is_refused(remat):
     """It would keep the fetched parameters too, all layers of them."""
-    with pytest.raises(ConfigError, match=r"needs every layer to be recomputed(.*\n)+.*fix: remat full"):
+    with pytest.raises(
+        ConfigError, match=r"needs every layer to be recomputed(.*\n)+.*fix: remat full"
+    ):
         plan(PARAMS, 3, remat)
 
 
 def test_a_model_without_stacks_is_refused():
     """Layers in a list have no stack to take one from."""
     with pytest.raises(RuleError, match="there is no stack of layers"):
-        tiny.plan(tiny.replaced(stacked=False), OPTIMIZER, (("remat", "full"), ("offload", PARAMS)), fsdp=8)
+        tiny.plan(
+            tiny.replaced(stacked=False),
+            OPTIMIZER,
+            (("remat", "full"), ("offload", PARAMS)),
+            fsdp=8,
+        )
 
 
 def test_a_model_that_takes_all_parameters_at_once_is_refused():
@@ -168,8 +188,13 @@ def test_a_model_that_takes_all_parameters_at_once_is_refused():
 
     class Foreign(nnx.Module):
         def __init__(self, rngs):
-            make = nnx.vmap(lambda key: nnx.Linear(32, 32, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
-            self.embed, self.layers = nnx.Embed(64, 32, rngs=rngs), make(jax.random.split(rngs.params(), 2))
+            make = nnx.vmap(
+                lambda key: nnx.Linear(32, 32, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0
+            )
+            self.embed, self.layers = (
+                nnx.Embed(64, 32, rngs=rngs),
+                make(jax.random.split(rngs.params(), 2)),
+            )
 
         def __call__(self, tokens):
             x = self.embed(tokens)
@@ -177,11 +202,16 @@ def test_a_model_that_takes_all_parameters_at_once_is_refused():
             return self.embed.attend(x)
 
     rules = Rules(
-        [("layers/kernel", P("fsdp")), ("bias|embedding|layers/bias", replicate("small"))], stacked={"layers": None}
+        [("layers/kernel", P("fsdp")), ("bias|embedding|layers/bias", replicate("small"))],
+        stacked={"layers": None},
     )
     model = flax.from_nnx(lambda rngs: Foreign(rngs))
-    layout = make_plan(tiny.mesh(fsdp=8), rules, model, optax.adam(1e-2), remat="full", offload=PARAMS)
-    with pytest.raises(AnnotationError, match=r"all at once:\n  layers/kernel: .*layer by layer\n.*remat_layer"):
+    layout = make_plan(
+        tiny.mesh(fsdp=8), rules, model, optax.adam(1e-2), remat="full", offload=PARAMS
+    )
+    with pytest.raises(
+        AnnotationError, match=r"all at once:\n  layers/kernel: .*layer by layer\n.*remat_layer"
+    ):
         make_train_step(layout, next_token_loss(model)).trace(BATCHES[0])
 
 

@@ -26,7 +26,9 @@ RULES = Rules([("kernel", P("fsdp", "tensor")), ("bias", replicate("small"))])
 
 
 def layers(rngs):
-    return nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs), nnx.Linear(16, 8, rngs=rngs))
+    return nnx.Sequential(
+        nnx.Linear(8, 16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+    )
 
 
 @functools.cache
@@ -75,7 +77,8 @@ def test_steps_in_a_scan_are_the_steps_one_by_one():
     np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-6)
     for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-    after, _ = step()(state, {"x": inputs()[0]})  # XLA chose the layout of what the program returned
+    # XLA chose the layout of what the program returned
+    after, _ = step()(state, {"x": inputs()[0]})
     shardings = jax.tree.map(lambda x: x.sharding.spec, after.params)
     assert shardings == jax.tree.map(lambda x: x.sharding.spec, plan().abstract_params)
 
@@ -87,7 +90,9 @@ def test_a_traced_step_is_checked_as_any_other():
         jax.eval_shape(step(), state, {"x": jnp.zeros((7, 8))})
     with pytest.raises(ConfigError, match="state: is a dict"):
         jax.eval_shape(step(), state.params, {"x": jnp.zeros((8, 8))})
-    with_options = make_train_step(plan(), loss_fn, compiler_options={"xla_cpu_enable_fast_math": False})
+    with_options = make_train_step(
+        plan(), loss_fn, compiler_options={"xla_cpu_enable_fast_math": False}
+    )
     with pytest.raises(ConfigError, match="compiler_options"):
         jax.eval_shape(with_options, state, {"x": jnp.zeros((8, 8))})
 
@@ -106,6 +111,8 @@ def test_fit_takes_batches_that_jax_makes(divisor):
     expected = trained()[0].params
     same = all(
         np.allclose(found, wanted, rtol=1e-5, atol=1e-6)
-        for found, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True)
+        for found, wanted in zip(
+            jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True
+        )
     )
     assert same == (divisor == 1)

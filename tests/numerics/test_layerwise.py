@@ -33,7 +33,9 @@ def stateless(f: Any) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(f, updates))
 
 
-def found(optimizer: optax.GradientTransformation, params: Any = None, **options: Any) -> dict[str, str]:
+def found(
+    optimizer: optax.GradientTransformation, params: Any = None, **options: Any
+) -> dict[str, str]:
     problems = check_layerwise(optimizer, PARAMS if params is None else params, **options)
     return {problem.where: problem.what for problem in problems}
 
@@ -42,7 +44,13 @@ def found(optimizer: optax.GradientTransformation, params: Any = None, **options
 def test_optimizers_of_a_config_are_layerwise(name: Any) -> None:
     """On a real model, behind a clip and the guard against steps that are not finite."""
     params = jax.eval_shape(tiny.model().init, jax.random.key(0))
-    assert found(skip_bad_updates(make_optimizer(OptimizerConfig(name=name), 10, model=tiny.model())), params) == {}
+    assert (
+        found(
+            skip_bad_updates(make_optimizer(OptimizerConfig(name=name), 10, model=tiny.model())),
+            params,
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,9 +66,21 @@ def test_optimizers_of_a_config_are_layerwise(name: Any) -> None:
         stateless(jnp.cbrt),
         stateless(lambda g: g - g.mean(axis=-1, keepdims=True)),
     ],
-    ids=["clip", "norm", "finite steps", "prodigy", "dog", "novograd", "agc", "elementwise", "rows"],
+    ids=[
+        "clip",
+        "norm",
+        "finite steps",
+        "prodigy",
+        "dog",
+        "novograd",
+        "agc",
+        "elementwise",
+        "rows",
+    ],
 )
-def test_numbers_of_the_whole_gradient_and_of_one_layer_pass(optimizer: optax.GradientTransformation) -> None:
+def test_numbers_of_the_whole_gradient_and_of_one_layer_pass(
+    optimizer: optax.GradientTransformation,
+) -> None:
     """What is taken over all parameters, or within a layer, is the same for separate layers."""
     assert found(optimizer) == {}
 
@@ -75,12 +95,36 @@ def test_numbers_of_the_whole_gradient_and_of_one_layer_pass(optimizer: optax.Gr
         (lambda g: jnp.roll(g, 1, axis=0), "takes a number over all layers"),
         (lambda g: jnp.cumsum(g, axis=0), "takes a number over all layers"),
         (lambda g: jnp.sort(g, axis=0), "takes a number over all layers"),
-        (lambda g: jnp.tensordot(g @ g.mT if g.ndim > 2 else g, g, axes=0).sum() * g, "takes a number over all layers"),
-        (lambda g: jnp.linalg.qr(g)[0] @ jnp.linalg.qr(g)[1] if g.shape == (3, 8) else g, "over all layers"),
-        (lambda g: jax.lax.cond(g.sum() > 0, jnp.abs, jnp.negative, g), "takes a number over all layers"),
-        (lambda g: g - g.mean(axis=tuple(range(1, g.ndim)), keepdims=True), "reduces other dimensions"),
+        (
+            lambda g: jnp.tensordot(g @ g.mT if g.ndim > 2 else g, g, axes=0).sum() * g,
+            "takes a number over all layers",
+        ),
+        (
+            lambda g: jnp.linalg.qr(g)[0] @ jnp.linalg.qr(g)[1] if g.shape == (3, 8) else g,
+            "over all layers",
+        ),
+        (
+            lambda g: jax.lax.cond(g.sum() > 0, jnp.abs, jnp.negative, g),
+            "takes a number over all layers",
+        ),
+        (
+            lambda g: g - g.mean(axis=tuple(range(1, g.ndim)), keepdims=True),
+            "reduces other dimensions",
+        ),
     ],
-    ids=["norm", "max", "mean", "first", "roll", "cumsum", "sort", "product", "qr", "branch", "centralize"],
+    ids=[
+        "norm",
+        "max",
+        "mean",
+        "first",
+        "roll",
+        "cumsum",
+        "sort",
+        "product",
+        "qr",
+        "branch",
+        "centralize",
+    ],
 )
 def test_mixing_layers_is_found(transform: Any, what: str) -> None:
     """Each way to let one layer of a stack see another is found on the stack, and nowhere else."""
@@ -93,7 +137,10 @@ def test_mixing_layers_is_found(transform: Any, what: str) -> None:
 def test_mixing_behind_a_clip_and_within_steps_is_found() -> None:
     """A number of the whole gradient does not hide one of a single stack that comes after it."""
     lamb = optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1))
-    assert set(found(optax.MultiSteps(lamb, 2).gradient_transformation())) == {"layers/kernel", "layers/scale"}
+    assert set(found(optax.MultiSteps(lamb, 2).gradient_transformation())) == {
+        "layers/kernel",
+        "layers/scale",
+    }
 
 
 def test_choices_by_rank_are_found() -> None:
@@ -111,8 +158,12 @@ def test_choices_by_rank_are_found() -> None:
 def test_random_numbers_are_refused_for_stacks_only() -> None:
     """A key that draws for a stack is a problem; one that draws for other parameters is none."""
     noise = optax.add_noise(0.1, 0.55, key=0)
-    beside = optax.masked(noise, lambda params: map_with_path(lambda path, _: not path.startswith("layers"), params))
-    assert set(found(noise).values()) == {"the optimizer draws random numbers for the stack as a whole"}
+    beside = optax.masked(
+        noise, lambda params: map_with_path(lambda path, _: not path.startswith("layers"), params)
+    )
+    assert set(found(noise).values()) == {
+        "the optimizer draws random numbers for the stack as a whole"
+    }
     assert found(beside) == {}
     assert found(noise, {"head": PARAMS["head"]}) == {}
 
@@ -126,9 +177,17 @@ def test_a_mask_that_is_a_tree_is_checked_on_the_stack_alone() -> None:
 
 def test_unrolled_layers_and_other_names_are_no_stacks() -> None:
     """Layers by number are parameters of their own, and a stack goes by the name it is given."""
-    assert found(optax.lamb(0.1), {"layers": {"0": {"kernel": PARAMS["head"]}}, "head": PARAMS["head"]}) == {}
+    assert (
+        found(
+            optax.lamb(0.1), {"layers": {"0": {"kernel": PARAMS["head"]}}, "head": PARAMS["head"]}
+        )
+        == {}
+    )
     assert found(optax.lamb(0.1), stacked=("blocks",)) == {}
-    nested = {"groups": {"layers": {"kernel": np.ones((2, 2, 4, 4), np.float32)}}, "head": PARAMS["head"]}
+    nested = {
+        "groups": {"layers": {"kernel": np.ones((2, 2, 4, 4), np.float32)}},
+        "head": PARAMS["head"],
+    }
     both = ("groups", "layers")
     assert set(found(optax.lamb(0.1), nested, stacked=both)) == {"groups/layers/kernel"}
     assert found(per_layer(optax.lamb(0.1), both), nested, stacked=both) == {}
@@ -148,7 +207,10 @@ def test_the_assertion_lists_every_layer_that_differs() -> None:
 
 def test_a_choice_between_optimizers_by_rank_is_found():
     """A stacked scale has two dimensions and would go by the optimizer of matrices."""
-    by_rank = lambda params: jax.tree.map(lambda p: "matrix" if p.ndim >= 2 else "vector", params)  # noqa: E731
+
+    def by_rank(params):
+        return jax.tree.map(lambda p: "matrix" if p.ndim >= 2 else "vector", params)
+
     both = optax.partition({"matrix": optax.adam(1e-3), "vector": optax.adam(1e-5)}, by_rank)
     params = {"layers": {"kernel": jnp.ones((3, 4, 4)), "scale": jnp.ones((3, 4))}}
     assert [problem.where for problem in check_layerwise(both, params)] == ["layers/scale"]
@@ -166,8 +228,12 @@ ALONG_1 = {
 }
 STACKED = {"layers": Stack("pipe", dim=1)}
 WHOLE_ARRAYS = {
-    "muon": lambda stacked: make_optimizer(OptimizerConfig(name="muon"), 10, stacked, matrices={"embed": None}),
-    "lamb": lambda stacked: optax.chain(optax.clip_by_global_norm(1.0), per_layer(optax.lamb(0.1), stacked)),
+    "muon": lambda stacked: make_optimizer(
+        OptimizerConfig(name="muon"), 10, stacked, matrices={"embed": None}
+    ),
+    "lamb": lambda stacked: optax.chain(
+        optax.clip_by_global_norm(1.0), per_layer(optax.lamb(0.1), stacked)
+    ),
     "adafactor": lambda stacked: per_layer(optax.adafactor(0.1, min_dim_size_to_factor=4), stacked),
 }
 
@@ -183,7 +249,8 @@ def test_stacks_along_another_dimension_are_updated_layer_by_layer(make: Any) ->
 def test_control_the_wrong_dimension_is_found_or_refused(make: Any) -> None:
     """Dimension 0 as the stack is refused where sizes tell, and otherwise found by both checks."""
     with pytest.raises(
-        ConfigError, match=r"along dimension 1 all have 3\n.*stacked=\{\"layers\": spmd.Stack\(axis, dim=1\)"
+        ConfigError,
+        match=r"along dimension 1 all have 3\n.*stacked=\{\"layers\": spmd.Stack\(axis, dim=1\)",
     ):
         make(("layers",)).init(ALONG_1)
     square = {"embed": ALONG_1["embed"], "layers": {"kernel": np.ones((4, 4, 4), np.float32)}}
@@ -197,7 +264,12 @@ def test_control_the_wrong_dimension_is_found_or_refused(make: Any) -> None:
 def test_a_stack_within_a_stack_along_other_dimensions() -> None:
     """The dimension of the outer stack shifts that of the inner one."""
     stacked = {"layers": Stack(dim=1), "experts": Stack(dim=0)}
-    params = {"layers": {"experts": {"up": np.ones((2, 3, 4, 8)), "bias": np.ones((2, 3, 8))}, "norm": np.ones((4, 3))}}
+    params = {
+        "layers": {
+            "experts": {"up": np.ones((2, 3, 4, 8)), "bias": np.ones((2, 3, 8))},
+            "norm": np.ones((4, 3)),
+        }
+    }
     with pytest.raises(AssertionError):
         assert_layerwise(optax.lamb(0.1), params, stacked)
     assert_layerwise(per_layer(optax.lamb(0.1), stacked), params, stacked)

@@ -55,7 +55,13 @@ def test_any_function_of_the_step_is_a_schedule() -> None:
     found = make_learning_rate(OptimizerConfig(schedule_fn=rate), 5)
     assert [float(found(step)) for step in range(5)] == [float(rate(step)) for step in range(5)]
     optimizer = make_optimizer(
-        OptimizerConfig(name="sgd", momentum=0.0, weight_decay=0.0, clip_norm=0.0, schedule_fn=lambda step: 1.0 + step),
+        OptimizerConfig(
+            name="sgd",
+            momentum=0.0,
+            weight_decay=0.0,
+            clip_norm=0.0,
+            schedule_fn=lambda step: 1.0 + step,
+        ),
         steps=3,
     )
     ones = {"w": np.ones(2, np.float32)}
@@ -101,7 +107,9 @@ def test_schedule_takes_a_traced_step_under_strict_promotion() -> None:
         ({}, 0, "steps: too few"),
     ],
 )
-def test_schedule_that_does_not_fit_is_refused(fields: dict[str, Any], steps: int, words: str) -> None:
+def test_schedule_that_does_not_fit_is_refused(
+    fields: dict[str, Any], steps: int, words: str
+) -> None:
     """Warmup and decay that are longer than the run are an error with the arithmetic."""
     with pytest.raises(ConfigError) as caught:
         make_learning_rate(OptimizerConfig(**fields), steps)

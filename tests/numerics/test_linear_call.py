@@ -67,7 +67,9 @@ FORWARD = {
     "vmap": lambda f: jax.vmap(f)(ROWS),
     "vmap over columns": lambda f: jax.vmap(f, in_axes=1, out_axes=1)(ROWS.T),
     "jvp": lambda f: jax.jvp(f, (POINT,), (TANGENT,)),
-    "jvp of jvp": lambda f: jax.jvp(lambda x: jax.jvp(f, (x,), (TANGENT,))[1], (POINT,), (TANGENT,)),
+    "jvp of jvp": lambda f: jax.jvp(
+        lambda x: jax.jvp(f, (x,), (TANGENT,))[1], (POINT,), (TANGENT,)
+    ),
     "linearize": lambda f: jax.linearize(f, POINT)[1](TANGENT),
     "jacfwd": lambda f: jax.jacfwd(f)(POINT),
     "jvp of a loop": lambda f: jax.jvp(looped(f), (POINT,), (TANGENT,)),
@@ -83,8 +85,12 @@ MODES = FORWARD | {
     "hessian": lambda f: jax.hessian(total(f))(POINT),
     "jacrev of jacfwd": lambda f: jax.jacrev(jax.jacfwd(f))(POINT),
     "forward over reverse": lambda f: jax.jvp(jax.grad(total(f)), (POINT,), (TANGENT,))[1],
-    "reverse over forward": lambda f: jax.grad(lambda x: jax.jvp(total(f), (x,), (TANGENT,))[1])(POINT),
-    "reverse over jet": lambda f: jax.grad(lambda x: jet(f, (x,), ((TANGENT, jnp.zeros(3)),))[1][1].sum())(POINT),
+    "reverse over forward": lambda f: jax.grad(lambda x: jax.jvp(total(f), (x,), (TANGENT,))[1])(
+        POINT
+    ),
+    "reverse over jet": lambda f: jax.grad(
+        lambda x: jet(f, (x,), ((TANGENT, jnp.zeros(3)),))[1][1].sum()
+    )(POINT),
     "scan": lambda f: jax.grad(total(scanned(f)))(POINT),
     "grad of grad of scan": lambda f: jax.grad(along(scanned(f)))(POINT),
     "branches": lambda f: jax.grad(along(chosen(f)))(POINT),
@@ -102,11 +108,17 @@ def promotion():
 
 def differs(mode, factor=1.0):
     """Return whether a mode has other numbers for the call than for the product itself."""
-    found, wanted = (jax.tree.leaves(MODES[mode](f)) for f in (functools.partial(called, factor=factor), direct))
-    return not all(np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(found, wanted, strict=True))
+    found, wanted = (
+        jax.tree.leaves(MODES[mode](f)) for f in (functools.partial(called, factor=factor), direct)
+    )
+    return not all(
+        np.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(found, wanted, strict=True)
+    )
 
 
-@pytest.mark.parametrize("mode", soak_but(MODES, *FORWARD, "vjp", "grad", "hessian", "checkpoint in scan", "branches"))
+@pytest.mark.parametrize(
+    "mode", soak_but(MODES, *FORWARD, "vjp", "grad", "hessian", "checkpoint in scan", "branches")
+)
 def test_every_mode_differentiates_the_call(mode):
     """Each mode gives what it gives for the product itself."""
     assert not differs(mode)
@@ -127,7 +139,9 @@ def test_shapes_may_change():
 
     np.testing.assert_allclose(jax.jacfwd(product)(POINT), wide, rtol=1e-6)
     np.testing.assert_allclose(jax.jacrev(product)(POINT), wide, rtol=1e-6)
-    np.testing.assert_allclose(jax.vmap(product, in_axes=1, out_axes=1)(ROWS.T), wide @ ROWS.T, rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.vmap(product, in_axes=1, out_axes=1)(ROWS.T), wide @ ROWS.T, rtol=1e-5
+    )
 
 
 def test_the_transpose_of_a_transpose_is_the_function():
@@ -181,12 +195,19 @@ def slopes(params, x):
 
 def curvature(params, x):
     """The second derivative by inputs, of Taylor mode."""
-    return jet(lambda x: MODEL.apply(params, x), (x,), ((jnp.ones_like(x), jnp.zeros_like(x)),))[1][1]
+    return jet(lambda x: MODEL.apply(params, x), (x,), ((jnp.ones_like(x), jnp.zeros_like(x)),))[1][
+        1
+    ]
 
 
 def moved(params, x):
     """Inputs moved along the derivative by parameters."""
-    return jnp.tanh(x + jax.jvp(lambda p: MODEL.apply(p, x), (params,), (ones(params),))[1].mean(-1, keepdims=True))
+    return jnp.tanh(
+        x
+        + jax.jvp(lambda p: MODEL.apply(p, x), (params,), (ones(params),))[1].mean(
+            -1, keepdims=True
+        )
+    )
 
 
 TERMS = {
@@ -195,15 +216,22 @@ TERMS = {
     "jacfwd": slopes,
     "forward over reverse": newton,
     "jet": curvature,
-    "examples one by one": lambda p, x: jax.vmap(lambda x: jax.grad(lambda p: size(p, x[None]))(p)["a"]["bias"])(x),
-    "scan of checkpoints": lambda p, x: jax.lax.scan(jax.checkpoint(lambda x, _: (moved(p, x), None)), x, length=2)[0],
+    "examples one by one": lambda p, x: jax.vmap(
+        lambda x: jax.grad(lambda p: size(p, x[None]))(p)["a"]["bias"]
+    )(x),
+    "scan of checkpoints": lambda p, x: jax.lax.scan(
+        jax.checkpoint(lambda x, _: (moved(p, x), None)), x, length=2
+    )[0],
 }
 """Name → an array that a loss squares and sums, and that needs a derivative over parameters or inputs."""
 
 
 def loss_of(term):
     def loss_fn(params, variables, batch, key):
-        return {"loss": (TERMS[term](params, batch["x"]) ** 2).mean(), "weight": jnp.float32(1)}, variables
+        return {
+            "loss": (TERMS[term](params, batch["x"]) ** 2).mean(),
+            "weight": jnp.float32(1),
+        }, variables
 
     return loss_fn
 
@@ -261,14 +289,20 @@ def by_custom_vjp(function, transpose, x):
 def program_of_gradients():
     """Kind of operation → number of those in the compiled gradients of a plain loss."""
     plan = make_plan(tiny.mesh(**SIZES), RULES, MODEL, optax.sgd(0.1))
-    loss = value_and_grad(lambda p, v, b, k: ({"loss": size(p, b["x"]), "weight": jnp.float32(1)}, v))
+    loss = value_and_grad(
+        lambda p, v, b, k: ({"loss": size(p, b["x"]), "weight": jnp.float32(1)}, v)
+    )
 
     def run(params, batch):
         with use_plan(plan):
             return loss(params, Carry(), batch, jax.random.key(0))[:2]
 
     batch = {"x": jax.ShapeDtypeStruct((16, WIDTH), jnp.float32, sharding=plan.batch_sharding("x"))}
-    compiled = jax.jit(run, out_shardings=(plan.gradient_shardings, None)).lower(plan.abstract_params, batch).compile()
+    compiled = (
+        jax.jit(run, out_shardings=(plan.gradient_shardings, None))
+        .lower(plan.abstract_params, batch)
+        .compile()
+    )
     return Counter(re.findall(r"[]})] ([a-z-]+)\(", compiled.as_text()))
 
 
@@ -286,7 +320,9 @@ def test_control_another_cost(monkeypatch):
     ours = program_of_gradients()
 
     def twice(function, transpose, x):
-        return linear_call(lambda x: function(x) + function(2 * x) - function(x * 2.5) / 2.5, transpose, x)
+        return linear_call(
+            lambda x: function(x) + function(2 * x) - function(x * 2.5) / 2.5, transpose, x
+        )
 
     monkeypatch.setattr(fsdp, "linear_call", twice)
     assert program_of_gradients() != ours

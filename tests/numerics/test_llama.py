@@ -20,12 +20,13 @@ from spmd.plan import flax
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 
-# Number of elements in the published checkpoints' tensors, without the rotary frequencies that some of them store.
-# Llama 2: huggingface.co/meta-llama/Llama-2-{7b,13b,70b}-hf; shapes in their config.json and in arXiv:2307.09288.
-# Llama 3: huggingface.co/meta-llama/Meta-Llama-3-{8B,70B}, Llama-3.1-8B and Llama-3.2-1B, and Llama-3.1-405B, whose
-# count follows from table 3 of arXiv:2407.21783: 126 layers of 2·16384² + 2·16384·1024 + 3·16384·53248 + 2·16384, and
-# 2·128256·16384 + 16384.
-# TinyLlama: huggingface.co/TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T; arXiv:2401.02385.
+# Number of elements in the published checkpoints' tensors, without the rotary frequencies that some
+# of them store. Llama 2: huggingface.co/meta-llama/Llama-2-{7b,13b,70b}-hf; shapes in their
+# config.json and in arXiv:2307.09288. Llama 3: huggingface.co/meta-llama/Meta-Llama-3-{8B,70B},
+# Llama-3.1-8B and Llama-3.2-1B, and Llama-3.1-405B, whose count follows from table 3 of
+# arXiv:2407.21783: 126 layers of 2·16384² + 2·16384·1024 + 3·16384·53248 + 2·16384, and
+# 2·128256·16384 + 16384. TinyLlama:
+# huggingface.co/TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T; arXiv:2401.02385.
 PUBLISHED = {
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
@@ -73,7 +74,10 @@ def test_presets_have_the_published_parameter_counts(name):
     found = count(c)
     attention = 2 * c.d_model**2 * (1 + c.kv_heads / c.heads)
     tables = (2 - c.tied) * c.vocab * c.d_model
-    assert found == c.layers * (attention + 3 * c.d_model * c.d_ff + 2 * c.d_model) + tables + c.d_model
+    assert (
+        found
+        == c.layers * (attention + 3 * c.d_model * c.d_ff + 2 * c.d_model) + tables + c.d_model
+    )
     assert found == PUBLISHED.get(name, found)
 
 
@@ -130,7 +134,11 @@ def naive_attention(query, key, value):
 @pytest.mark.parametrize("block", [1, 4, 10, 128])
 def test_attention_in_blocks_equals_softmax_written_out(block):
     """Whether blocks divide the sequence or not; query heads next to each other share a key/value head."""
-    query, key, value = random(2, 10, 4, 8), random(2, 10, 2, 8, seed=1), random(2, 10, 2, 8, seed=2)
+    query, key, value = (
+        random(2, 10, 4, 8),
+        random(2, 10, 2, 8, seed=1),
+        random(2, 10, 2, 8, seed=2),
+    )
     out = jax.jit(lambda *x: xla_attention(*x, None, block=block))(query, key, value)
     expected = naive_attention(query, key, value)
     assert_close(out, expected, noise_of(naive_attention, query, key, value))
@@ -177,7 +185,8 @@ def test_rotation_keeps_norms_and_sees_only_distances():
     rotated_query, rotated_key = (np.asarray(rotate(x, angles))[0, :, 0] for x in (query, key))
     norms = np.linalg.norm(rotated_query, axis=-1)
     np.testing.assert_allclose(norms, np.linalg.norm(query[0, :, 0], axis=-1), rtol=1e-6)
-    np.testing.assert_allclose(rotated_query[0], query[0, 0, 0], rtol=1e-6)  # position 0 is not turned
+    # position 0 is not turned
+    np.testing.assert_allclose(rotated_query[0], query[0, 0, 0], rtol=1e-6)
     products = rotated_query @ rotated_key.T
     rounding = noise_of(lambda query, key: query @ key.T, rotated_query, rotated_key)
     for distance in range(-11, 12):
@@ -202,9 +211,15 @@ def test_rms_norm_is_computed_in_float32():
     x = (random(2, 3, 64) * 30).astype(jnp.bfloat16)
     out = norm(x)
     wide = np.asarray(x, np.float64)
-    exact = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5) * np.asarray(norm.scale[...], np.float64)
+    exact = (
+        wide
+        / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5)
+        * np.asarray(norm.scale[...], np.float64)
+    )
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(out), np.asarray(exact.astype(jnp.float32).astype(jnp.bfloat16)))
+    np.testing.assert_array_equal(
+        np.asarray(out), np.asarray(exact.astype(jnp.float32).astype(jnp.bfloat16))
+    )
     narrow = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + jnp.bfloat16(1e-5))
     narrow = narrow * norm.scale[...].astype(jnp.bfloat16)[None, None]
     assert (np.asarray(narrow) != np.asarray(out)).any()
@@ -223,7 +238,11 @@ def test_dense_equals_a_matmul_and_its_gradient():
 
 def test_the_gradient_of_a_kernel_is_never_rounded_to_bfloat16():
     """From bfloat16 activations it is float32; what autodiff makes of a cast kernel is bfloat16 in disguise."""
-    x, kernel, weights = random(2, 5, 8).astype(jnp.bfloat16), random(8, 6, seed=1), random(2, 5, 6, seed=2)
+    x, kernel, weights = (
+        random(2, 5, 8).astype(jnp.bfloat16),
+        random(8, 6, seed=1),
+        random(2, 5, 6, seed=2),
+    )
 
     def gradient(product):
         def loss(kernel, x):
@@ -280,7 +299,10 @@ def test_unrolling_the_scan_changes_no_logit():
         ({"d_model": 30, "heads": 4, "kv_heads": 3}, ["heads", "kv_heads"]),
         ({"d_model": 12, "heads": 4, "kv_heads": 2}, ["heads"]),
         ({"heads": 0}, ["heads"]),
-        ({"heads": 0, "kv_heads": 0, "layers": 0, "vocab": -1}, ["heads", "kv_heads", "layers", "vocab"]),
+        (
+            {"heads": 0, "kv_heads": 0, "layers": 0, "vocab": -1},
+            ["heads", "kv_heads", "layers", "vocab"],
+        ),
         ({"d_model": 0, "d_ff": 0, "unroll": 0}, ["d_model", "d_ff", "unroll"]),
     ],
     ids=str,
@@ -289,7 +311,9 @@ def test_a_shape_that_cannot_be_built_lists_every_reason(fields, wrong):
     """Heads that do not divide, heads of odd width, sizes below one: one error with all of them."""
     with pytest.raises(ConfigError) as caught:
         LlamaConfig(**fields)
-    assert {problem.where for problem in caught.value.problems} == {f"model.{field}" for field in wrong}
+    assert {problem.where for problem in caught.value.problems} == {
+        f"model.{field}" for field in wrong
+    }
     assert all(problem.fix for problem in caught.value.problems)
 
 

@@ -16,7 +16,11 @@ from tests import tiny
 
 VOCAB, WIDTH = 32, 16
 BATCH = token_batches((8, 8), VOCAB, steps=1)[0]
-PARAMS = [(".*kernel", P(None, "tensor")), (".*embedding", P("fsdp")), (".*bias", spmd.replicate("small"))]
+PARAMS = [
+    (".*kernel", P(None, "tensor")),
+    (".*embedding", P("fsdp")),
+    (".*bias", spmd.replicate("small")),
+]
 LOGICAL = [("batch", ("data", "fsdp")), ("length", None), ("mlp", "tensor")]
 SPEC = P(("data", "fsdp"), None, "tensor")
 
@@ -35,10 +39,15 @@ class Net(nnx.Module):
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.up, self.head = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs), nnx.Linear(2 * WIDTH, VOCAB, rngs=rngs)
+        self.up, self.head = (
+            nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs),
+            nnx.Linear(2 * WIDTH, VOCAB, rngs=rngs),
+        )
 
     def __call__(self, tokens):
-        return self.head(nn.with_logical_constraint(self.up(self.embed(tokens)), ("batch", "length", "mlp")))
+        return self.head(
+            nn.with_logical_constraint(self.up(self.embed(tokens)), ("batch", "length", "mlp"))
+        )
 
 
 MODELS = {
@@ -53,7 +62,11 @@ def specs(name, logical, microbatches=1):
     plan = spmd.make_plan(mesh, spmd.Rules(PARAMS, logical=logical), model, optax.sgd(0.1))
     grad_fn = accumulate(spmd.value_and_grad(spmd.next_token_loss(model)), microbatches)
     jaxpr = spmd.make_train_step(plan, grad_fn=grad_fn).trace(BATCH).jaxpr
-    return [e.params["sharding"].spec for e in equations(jaxpr) if e.primitive.name == "sharding_constraint"]
+    return [
+        e.params["sharding"].spec
+        for e in equations(jaxpr)
+        if e.primitive.name == "sharding_constraint"
+    ]
 
 
 @pytest.mark.compat
@@ -71,9 +84,13 @@ def test_logical_names_are_read_with_the_rows_of_the_table(name, microbatches):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_name_without_a_row_is_refused(name):
     """A constraint that Flax would skip is an error with its name and the row to add."""
-    with pytest.raises(AnnotationError, match=r"'batch': has no row\n.*no logical rows\n.*Rules\(logical="):
+    with pytest.raises(
+        AnnotationError, match=r"'batch': has no row\n.*no logical rows\n.*Rules\(logical="
+    ):
         specs(name, ())
-    with pytest.raises(AnnotationError, match=r"'mlp': has no row\n.*the rows are for batch, length"):
+    with pytest.raises(
+        AnnotationError, match=r"'mlp': has no row\n.*the rows are for batch, length"
+    ):
         specs(name, LOGICAL[:2])
 
 

@@ -49,7 +49,11 @@ def plan(lora: LoRAConfig = LORA, options: tuple = (), **sizes: int) -> Sharding
 
 def batch(of: ShardingPlan) -> dict[str, jax.Array]:
     tokens = np.random.default_rng(0).integers(0, tiny.CONFIG.vocab, (8, 17)).astype(np.int32)
-    arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 16), np.float32)}
+    arrays = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": np.ones((8, 16), np.float32),
+    }
     return place_batch(of, arrays)
 
 
@@ -62,7 +66,11 @@ def trained(
     of: ShardingPlan, lora: LoRAConfig = LORA, grad_fn: GradFn | None = None, start: Any = None
 ) -> tuple[TrainState, list[float]]:
     """The state after some steps and the losses of them; `start` is what it begins with: parameters and variables."""
-    step, state, losses = make_train_step(of, grad_fn=grad_fn or gradients_of(lora)), init_state(of), []
+    step, state, losses = (
+        make_train_step(of, grad_fn=grad_fn or gradients_of(lora)),
+        init_state(of),
+        [],
+    )
     if start:
         state = dataclasses.replace(state, params=start[0], variables=start[1])
     for _ in range(STEPS):
@@ -71,7 +79,9 @@ def trained(
     return state, losses
 
 
-def lost(of: ShardingPlan, lora: LoRAConfig = LORA, grad_fn: GradFn | None = None) -> tuple[Any, Any]:
+def lost(
+    of: ShardingPlan, lora: LoRAConfig = LORA, grad_fn: GradFn | None = None
+) -> tuple[Any, Any]:
     """What float32 loses of the adapters and the losses after some steps."""
 
     def run(*start: Any) -> tuple[Any, list[float]]:
@@ -191,7 +201,10 @@ def test_frozen_parameters_may_be_in_host_memory() -> None:
     layout = plan(options=(("offload", ("params",)), ("remat", "full")), fsdp=2)
     state, losses = trained(layout)
     assert_close(losses, reference()[1], lost_of_reference()[1])
-    kinds = {path: leaf.sharding.memory_kind for path, leaf in tree.flatten(state.variables[BASE]).items()}
+    kinds = {
+        path: leaf.sharding.memory_kind
+        for path, leaf in tree.flatten(state.variables[BASE]).items()
+    }
     assert {path for path, kind in kinds.items() if kind == "pinned_host"} == {
         path for path in kinds if path.startswith("layers/") and path.endswith("kernel")
     }
@@ -227,8 +240,13 @@ def test_a_module_that_knows_of_no_adapter_can_have_one() -> None:
 def test_targets_that_cannot_be_adapted_are_all_named() -> None:
     """A pattern without a match, one that is no matrix, no regex, a rank of zero."""
     with pytest.raises(ConfigError) as caught:
-        with_lora(tiny.model(), LoRAConfig(targets=("attention/x_proj/kernel", "norm/scale")), LLAMA)
-    assert [problem.where for problem in caught.value.problems] == ["lora.targets[0]", "lora.targets[1]"]
+        with_lora(
+            tiny.model(), LoRAConfig(targets=("attention/x_proj/kernel", "norm/scale")), LLAMA
+        )
+    assert [problem.where for problem in caught.value.problems] == [
+        "lora.targets[0]",
+        "lora.targets[1]",
+    ]
     with pytest.raises(ConfigError) as caught:
         LoRAConfig(targets=("(",), rank=0)
     assert [problem.where for problem in caught.value.problems] == ["lora.rank", "lora.targets[0]"]

@@ -55,26 +55,56 @@ def deepspeed(finite, initial, window):
 @pytest.mark.parametrize(
     ("fields", "finite", "expected"),
     [
-        # Published: the unit tests of DeepSpeed (deepspeedai/DeepSpeed, tests/unit/runtime/half_precision,
-        # test_dynamic_loss_scale.py): no overflow, all overflow, some overflow, with a minimum of 1 and of 0.25.
-        ({"initial": 256, "growth_interval": 2}, [GOOD] * 7, [256, 256, 512, 512, 1024, 1024, 2048]),
+        # Published: the unit tests of DeepSpeed (deepspeedai/DeepSpeed,
+        # tests/unit/runtime/half_precision, test_dynamic_loss_scale.py): no overflow, all overflow,
+        # some overflow, with a minimum of 1 and of 0.25.
+        (
+            {"initial": 256, "growth_interval": 2},
+            [GOOD] * 7,
+            [256, 256, 512, 512, 1024, 1024, 2048],
+        ),
         ({"initial": 16, "growth_interval": 2}, [BAD] * 8, [8, 4, 2, 1, 1, 1, 1, 1]),
-        ({"initial": 16, "growth_interval": 2, "floor": 0.25}, [BAD] * 8, [8, 4, 2, 1, 0.5, 0.25, 0.25, 0.25]),
+        (
+            {"initial": 16, "growth_interval": 2, "floor": 0.25},
+            [BAD] * 8,
+            [8, 4, 2, 1, 0.5, 0.25, 0.25, 0.25],
+        ),
         ({"initial": 256, "growth_interval": 2}, [BAD, BAD], [128, 64]),
-        ({"initial": 256, "growth_interval": 2}, [BAD, BAD, GOOD, GOOD, GOOD], [128, 64, 64, 64, 128]),
-        ({"initial": 256, "growth_interval": 2}, [BAD, BAD, GOOD, GOOD, GOOD, BAD], [128, 64, 64, 64, 128, 64]),
-        # By its rules: hysteresis is used up by steps that need not be in a row, and renewed when the scale grows.
+        (
+            {"initial": 256, "growth_interval": 2},
+            [BAD, BAD, GOOD, GOOD, GOOD],
+            [128, 64, 64, 64, 128],
+        ),
+        (
+            {"initial": 256, "growth_interval": 2},
+            [BAD, BAD, GOOD, GOOD, GOOD, BAD],
+            [128, 64, 64, 64, 128, 64],
+        ),
+        # By its rules: hysteresis is used up by steps that need not be in a row, and renewed when
+        # the scale grows.
         ({"hysteresis": 2}, [BAD, BAD, BAD], [16, 8, 4]),
         ({"hysteresis": 2, "growth_interval": 3}, [BAD, GOOD, BAD], [16, 16, 8]),
-        ({"hysteresis": 2, "growth_interval": 2}, [BAD, GOOD, GOOD, GOOD, BAD, BAD], [16, 16, 16, 32, 32, 16]),
-        ({"growth_interval": 1, "growth_factor": 4.0, "backoff_factor": 0.25}, [GOOD, GOOD, BAD], [16, 64, 16]),
+        (
+            {"hysteresis": 2, "growth_interval": 2},
+            [BAD, GOOD, GOOD, GOOD, BAD, BAD],
+            [16, 16, 16, 32, 32, 16],
+        ),
+        (
+            {"growth_interval": 1, "growth_factor": 4.0, "backoff_factor": 0.25},
+            [GOOD, GOOD, BAD],
+            [16, 64, 16],
+        ),
         ({"floor": 8.0}, [BAD, BAD], [8, 8]),
         # A ceiling, and a minimum gap between divisions, also where the scale grows in between.
         ({"initial": 2.0**99, "growth_interval": 1}, [GOOD] * 3, [2.0**99, 2.0**100, 2.0**100]),
         ({"growth_interval": 1, "ceiling": 24.0}, [GOOD] * 4 + [BAD], [16, 24, 24, 24, 12]),
         ({"backoff_interval": 3}, [BAD] * 7, [8, 8, 8, 4, 4, 4, 2]),
         ({"backoff_interval": 3}, [BAD, GOOD, GOOD, GOOD, BAD, BAD], [8, 8, 8, 8, 4, 4]),
-        ({"backoff_interval": 4, "growth_interval": 1}, [BAD, GOOD, GOOD, BAD, BAD], [8, 8, 16, 16, 8]),
+        (
+            {"backoff_interval": 4, "growth_interval": 1},
+            [BAD, GOOD, GOOD, BAD, BAD],
+            [8, 8, 16, 16, 8],
+        ),
         ({"backoff_interval": 2, "hysteresis": 2}, [BAD] * 5, [16, 8, 8, 4, 4]),
     ],
 )
@@ -94,7 +124,9 @@ def test_the_scale_moves_as_deepspeeds(window):
 
 def test_a_state_of_before_goes_on():
     """The state has the names it always had, so that checkpoints of before this rule are restored."""
-    assert {name: float(x) for name, x in LossScale(initial=16, growth_interval=2).start().items()} == {
+    assert {
+        name: float(x) for name, x in LossScale(initial=16, growth_interval=2).start().items()
+    } == {
         "scale": 16,
         "good_steps": 0,
         "hysteresis": 2,
@@ -104,10 +136,29 @@ def test_a_state_of_before_goes_on():
 def test_what_is_out_of_range_is_listed():
     """One error has every field that cannot be used."""
     with pytest.raises(ConfigError) as caught:
-        LossScale(0.5, growth_interval=0, growth_factor=1.0, backoff_factor=1.0, backoff_interval=0, hysteresis=0)
-    names = ("backoff_factor", "backoff_interval", "growth_factor", "growth_interval", "hysteresis", "initial")
-    assert [problem.where for problem in caught.value.problems] == [f"loss_scale.{name}" for name in names]
-    for fields, wrong in (({"ceiling": 512.0}, "initial"), ({"initial": 2.0, "floor": 2.0, "ceiling": 1.0}, "ceiling")):
+        LossScale(
+            0.5,
+            growth_interval=0,
+            growth_factor=1.0,
+            backoff_factor=1.0,
+            backoff_interval=0,
+            hysteresis=0,
+        )
+    names = (
+        "backoff_factor",
+        "backoff_interval",
+        "growth_factor",
+        "growth_interval",
+        "hysteresis",
+        "initial",
+    )
+    assert [problem.where for problem in caught.value.problems] == [
+        f"loss_scale.{name}" for name in names
+    ]
+    for fields, wrong in (
+        ({"ceiling": 512.0}, "initial"),
+        ({"initial": 2.0, "floor": 2.0, "ceiling": 1.0}, "ceiling"),
+    ):
         with pytest.raises(ConfigError) as caught:
             LossScale(**fields)
         assert f"loss_scale.{wrong}" in [problem.where for problem in caught.value.problems]
@@ -155,7 +206,11 @@ def batch(seed, spoilt=False):
 @functools.cache
 def plan(precision=PRECISION, optimizer=OPTIMIZER, **sizes):
     return make_plan(
-        make_mesh(devices=jax.devices()[: 8 if sizes else 1], **sizes), RULES, MODEL, optimizer, precision=precision
+        make_mesh(devices=jax.devices()[: 8 if sizes else 1], **sizes),
+        RULES,
+        MODEL,
+        optimizer,
+        precision=precision,
     )
 
 
@@ -174,18 +229,25 @@ def test_scaling_changes_no_number_that_fits(microbatches):
     grad_fn, batches = accumulate(GRAD_FN, microbatches), [batch(seed) for seed in range(5)]
     scaled, scaled_metrics = train(plan(), batches, grad_fn)
     plain, metrics = train(plan(POLICIES["float32"]), batches, grad_fn)
+    # Equal but for the order in which the compiler fuses arithmetic.
     for ours, theirs in (
         (scaled.params, plain.params),
         (scaled_metrics, metrics),
         (scaled.variables["mean"], plain.variables["mean"]),
-    ):  # equal but for the order in which the compiler fuses arithmetic
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, theirs)
-    assert float(scaled.transforms["loss_scale"]["scale"]) == 16.0  # grew after 3 and 5 steps, not with each microbatch
+    ):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, theirs
+        )
+    # grew after 3 and 5 steps, not with each microbatch
+    assert float(scaled.transforms["loss_scale"]["scale"]) == 16.0
 
 
 def test_gradients_inside_are_scaled():
     """What is differentiated is the scaled loss, and what is reported is not: the control of the test above."""
-    params, carry = {"kernel": jnp.eye(WIDTH)}, Carry({"mean": jnp.zeros(WIDTH)}, {"loss_scale": SCALING.start()})
+    params, carry = (
+        {"kernel": jnp.eye(WIDTH)},
+        Carry({"mean": jnp.zeros(WIDTH)}, {"loss_scale": SCALING.start()}),
+    )
     key = jax.random.key(0)
     plain, sums, _ = GRAD_FN(params, carry, batch(0), key)
     with use_plan(plan()):
@@ -206,7 +268,9 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(sizes, microbatches
     assert int(skipped_steps(skipped.optimizer_state)) == 1
     assert int(skipped.step) == 2
     jax.tree.map(np.testing.assert_array_equal, before.params, skipped.params)
-    jax.tree.map(np.testing.assert_array_equal, before.optimizer_state.inner, skipped.optimizer_state.inner)
+    jax.tree.map(
+        np.testing.assert_array_equal, before.optimizer_state.inner, skipped.optimizer_state.inner
+    )
     np.testing.assert_array_equal(before.variables["mean"], skipped.variables["mean"])
     assert float(skipped.transforms["loss_scale"]["scale"]) == 2.0
     after, _ = train(layout, [batch(0), batch(1, spoilt=True), batch(2)], grad_fn)
@@ -223,7 +287,9 @@ def test_every_device_holds_the_same_scale():
     step = make_train_step(layout, grad_fn=GRAD_FN)
     one = spmd.place_batch(layout, batch(0, spoilt=True))
     state, _ = step(init_state(layout), one)
-    held = {float(shard.data) for shard in state.transforms["loss_scale"]["scale"].addressable_shards}
+    held = {
+        float(shard.data) for shard in state.transforms["loss_scale"]["scale"].addressable_shards
+    }
     assert held == {2.0}
 
 
@@ -243,7 +309,9 @@ def test_evaluation_and_the_model_do_not_mind_the_scale():
     state = init_state(layout)
     sums = make_eval_step(layout, loss_fn)(state.params, state.variables, batch(0))
     assert np.isfinite(float(sums["loss"]))
-    outputs, after = layout.model.forward(state.params, state.variables, None, batch(0)["x"], train=True)
+    outputs, after = layout.model.forward(
+        state.params, state.variables, None, batch(0)["x"], train=True
+    )
     assert outputs.shape == (8, WIDTH)
     assert sorted(after) == ["mean"]
 
@@ -268,7 +336,10 @@ def test_float16_gradients_vanish_without_a_scale():
 def test_equal_plans_have_equal_optimizers():
     """Wrapping the optimizer for a precision gives the same object again, so equal plans compare equal."""
     ours, again = (
-        make_plan(make_mesh(fsdp=8), RULES, MODEL, OPTIMIZER, precision=dataclasses.replace(PRECISION)) for _ in "ab"
+        make_plan(
+            make_mesh(fsdp=8), RULES, MODEL, OPTIMIZER, precision=dataclasses.replace(PRECISION)
+        )
+        for _ in "ab"
     )
     assert ours == again
     assert ours.optimizer is again.optimizer

@@ -85,7 +85,9 @@ def test_a_method_that_is_not_there_or_takes_other_arguments_is_named(library):
 @pytest.mark.parametrize("library", [*MODELS, "functions"])
 def test_a_number_is_a_parameter(library):
     """It becomes an array of JAX's default dtype, and keeps it."""
-    functions = Model(lambda key: {"temperature": 0.07}, lambda params, x: x / params["temperature"])
+    functions = Model(
+        lambda key: {"temperature": 0.07}, lambda params, x: x / params["temperature"]
+    )
     model = functions if library == "functions" else MODELS[library][0]()
     rules = Rules([("kernel|bias|temperature", replicate("small"))][:1])
     state = init_state(make_plan(tiny.mesh(), rules, model, optax.adam(0.1)))
@@ -99,7 +101,9 @@ def test_an_axis_of_no_map_is_named_with_its_line(library):
     if library == "nnx":
         model = from_nnx(lambda rngs: nnx.BatchNorm(8, axis_name="devices", rngs=rngs))
     else:
-        modes = {name: {"use_running_average": name == "evaluate"} for name in ("train", "evaluate")}
+        modes = {
+            name: {"use_running_average": name == "evaluate"} for name in ("train", "evaluate")
+        }
         model = from_linen(nn.BatchNorm(axis_name="devices"), X, **modes)
     params, variables = model.init(KEY), model.init_variables(KEY)
     with pytest.raises(AnnotationError, match="leave out axis_name='devices'"):

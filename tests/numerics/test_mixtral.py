@@ -35,12 +35,12 @@ from tests.rounding import assert_close, noise_of
 CONFIG = PRESETS["test"]
 BATCH = token_batches((4, 16), CONFIG.vocab, steps=1)[0]
 
-# Number of elements in the published checkpoints' tensors, or the figures of the papers where those are rounded.
-# Mixtral: arXiv:2401.04088 (47B, 13B active) and mistral.ai/news/mixtral-8x22b (141B, 39B active); the elements follow
-# from huggingface.co/mistralai/Mixtral-8x7B-v0.1 and Mixtral-8x22B-v0.1, shapes in their config.json.
-# Qwen1.5-MoE-A2.7B: qwenlm.github.io/blog/qwen-moe (14.3B, 2.7B active).
-# DeepSeek-V3: arXiv:2412.19437 (671B, 37B active). Switch-C: arXiv:2101.03961, table 9 (1571B).
-# GShard MoE(2048E, 36L): arXiv:2006.16668, table 1 (600B).
+# Number of elements in the published checkpoints' tensors, or the figures of the papers where those
+# are rounded. Mixtral: arXiv:2401.04088 (47B, 13B active) and mistral.ai/news/mixtral-8x22b (141B,
+# 39B active); the elements follow from huggingface.co/mistralai/Mixtral-8x7B-v0.1 and
+# Mixtral-8x22B-v0.1, shapes in their config.json. Qwen1.5-MoE-A2.7B: qwenlm.github.io/blog/qwen-moe
+# (14.3B, 2.7B active). DeepSeek-V3: arXiv:2412.19437 (671B, 37B active). Switch-C:
+# arXiv:2101.03961, table 9 (1571B). GShard MoE(2048E, 36L): arXiv:2006.16668, table 1 (600B).
 PUBLISHED = {
     "mixtral-8x7b": (46.7e9, 12.9e9),
     "mixtral-8x22b": (141e9, 39e9),
@@ -49,7 +49,10 @@ PUBLISHED = {
     "switch-c": (1571e9, None),
     "gshard-600b": (600e9, None),
 }
-EXACT = {"mixtral-8x7b": (46_702_792_704, 12_879_925_248), "mixtral-8x22b": (140_620_634_112, 39_152_031_744)}
+EXACT = {
+    "mixtral-8x7b": (46_702_792_704, 12_879_925_248),
+    "mixtral-8x22b": (140_620_634_112, 39_152_031_744),
+}
 
 
 def count(config):
@@ -58,7 +61,9 @@ def count(config):
 
 
 def replaced(router=None, **fields):
-    return dataclasses.replace(CONFIG, router=dataclasses.replace(CONFIG.router, **(router or {})), **fields)
+    return dataclasses.replace(
+        CONFIG, router=dataclasses.replace(CONFIG.router, **(router or {})), **fields
+    )
 
 
 @functools.cache
@@ -83,7 +88,13 @@ def test_presets_have_the_parameters_that_their_properties_say(name):
     """Counted on the model itself; active are all but the experts that a token does not choose."""
     c = PRESETS[name]
     assert c.total_params == count(c)
-    unused = (c.layers - c.dense_layers) * (c.router.experts - c.router.top_k) * (2 + c.gated) * c.d_model * c.d_ff
+    unused = (
+        (c.layers - c.dense_layers)
+        * (c.router.experts - c.router.top_k)
+        * (2 + c.gated)
+        * c.d_model
+        * c.d_ff
+    )
     assert c.active_params == c.total_params - unused
     norms = (2 * c.layers + 1) * c.d_model
     assert c.matmul_params == c.active_params - norms - c.vocab * c.d_model
@@ -97,7 +108,9 @@ def test_presets_have_the_published_parameter_counts(name):
     c = PRESETS[name]
     assert c.total_params == pytest.approx(total, rel=0.035 if name == "gshard-600b" else 0.01)
     if active:
-        assert c.active_params == pytest.approx(active, rel=0.05 if name == "deepseek-v3" else 0.015)
+        assert c.active_params == pytest.approx(
+            active, rel=0.05 if name == "deepseek-v3" else 0.015
+        )
     if name in EXACT:
         assert (c.total_params, c.active_params) == EXACT[name]
 
@@ -106,7 +119,15 @@ def test_deepseek_v3_is_exact_but_for_its_attention():
     """671,026,404,352 elements of the published main model, without biases of routers and what attention has."""
     c = PRESETS["deepseek-v3"]
     ours = c.layers * (2 * c.d_model**2 + 2 * c.d_model * c.kv_heads * c.head_width)
-    latent = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168 + 1536 + 512
+    latent = (
+        7168 * 1536
+        + 1536 * 128 * 192
+        + 7168 * 576
+        + 512 * 128 * 256
+        + 128 * 128 * 7168
+        + 1536
+        + 512
+    )
     assert c.total_params - ours + 61 * latent == 671_026_404_352
 
 
@@ -128,7 +149,9 @@ def test_switch_has_its_published_defaults():
 def test_a_smaller_initial_variance_is_that_of_router_and_experts():
     """A tenth of the variance, in router and expert kernels alone."""
     small, usual = (model(replaced(init_scale=s)).init(jax.random.key(0)) for s in (0.1, 1.0))
-    ratios = jax.tree.map(lambda a, b: float(jnp.var(a) / jnp.maximum(jnp.var(b), 1e-9)), small, usual)
+    ratios = jax.tree.map(
+        lambda a, b: float(jnp.var(a) / jnp.maximum(jnp.var(b), 1e-9)), small, usual
+    )
     moe, attention = ratios["layers"]["moe"], ratios["layers"]["attention"]
     assert jax.tree.leaves(moe) == pytest.approx([0.1] * 4, rel=1e-3)
     assert jax.tree.leaves(attention) == pytest.approx([1.0] * 4)
@@ -139,7 +162,9 @@ def test_outputs_have_the_losses_that_the_router_asks_for():
     outputs, *_ = run(CONFIG)
     assert set(outputs.losses) == {"balance_loss", "z_loss"}
     assert set(outputs.metrics) == {"load_spread", "idle_experts", "extra_passes"}
-    outputs, *_ = run(replaced({"balance": 0.0, "z_loss": 0.0, "dispatch": "capacity", "capacity_factor": 0.5}))
+    outputs, *_ = run(
+        replaced({"balance": 0.0, "z_loss": 0.0, "dispatch": "capacity", "capacity_factor": 0.5})
+    )
     assert (set(outputs.losses), set(outputs.metrics)) == (
         set(),
         {"load_spread", "idle_experts", "extra_passes", "dropped"},
@@ -154,7 +179,9 @@ def test_the_load_of_each_expert_is_relative_to_even_load():
     params, variables = model(config).init(key), model(config).init_variables(key)
     shape = config.layers, config.router.experts
     known = np.arange(config.router.experts) < config.router.experts // 2
-    variables["layers"]["moe"]["router"]["bias"] = jnp.broadcast_to(jnp.where(known, 1e3, -1e3), shape)
+    variables["layers"]["moe"]["router"]["bias"] = jnp.broadcast_to(
+        jnp.where(known, 1e3, -1e3), shape
+    )
     outputs, _ = forward(config, True, params, variables)
     load = np.asarray(outputs.arrays["expert_load"])
     assert load.shape == shape
@@ -185,10 +212,16 @@ def test_a_router_is_float32_in_both_directions():
     """Its products are of the highest precision: scores, and the gradients of tokens and of the kernel."""
     params = model().init(jax.random.key(0))
     loss_fn = next_token_loss(model())
-    jaxpr = jax.make_jaxpr(jax.grad(lambda params: loss_fn(params, {}, BATCH, jax.random.key(0))[0]["loss"]))(params)
+    jaxpr = jax.make_jaxpr(
+        jax.grad(lambda params: loss_fn(params, {}, BATCH, jax.random.key(0))[0]["loss"])
+    )(params)
     highest = jax.lax.Precision.HIGHEST
-    products = [equation for equation in equations(jaxpr) if equation.primitive.name == "dot_general"]
-    precise = [equation for equation in products if equation.params["precision"] == (highest, highest)]
+    products = [
+        equation for equation in equations(jaxpr) if equation.primitive.name == "dot_general"
+    ]
+    precise = [
+        equation for equation in products if equation.params["precision"] == (highest, highest)
+    ]
     assert len(precise) == 3
     assert len(products) > 3
 
@@ -206,9 +239,14 @@ def test_auxiliary_losses_add_up_over_microbatches():
         "targets": np.zeros((2, 2), np.int32),
         "weights": np.array([[1, 1], [1, 0]], np.float32),
     }
-    for weights, expected in ((batch["weights"], 1 * 2 + 3 * 1), (np.array([[1, 1], [0, 0]], np.float32), 1 * 2)):
+    for weights, expected in (
+        (batch["weights"], 1 * 2 + 3 * 1),
+        (np.array([[1, 1], [0, 0]], np.float32), 1 * 2),
+    ):
         grad_fn = accumulate(value_and_grad(next_token_loss(aux)), 2)
-        gradients, sums, _ = grad_fn({"w": jnp.ones(())}, Carry(), {**batch, "weights": weights}, jax.random.key(0))
+        gradients, sums, _ = grad_fn(
+            {"w": jnp.ones(())}, Carry(), {**batch, "weights": weights}, jax.random.key(0)
+        )
         assert float(sums["aux"]) == pytest.approx(expected)
         assert float(gradients["w"]) == pytest.approx(expected)
 
@@ -231,7 +269,8 @@ def test_noise_is_for_training_alone_and_new_in_each_step():
     config = replaced({"jitter": 0.3, "random_second": True})
     trained, after, before = run(config)
     assert any(
-        (np.asarray(a) != np.asarray(b)).any() for a, b in zip(*map(jax.tree.leaves, (after, before)), strict=True)
+        (np.asarray(a) != np.asarray(b)).any()
+        for a, b in zip(*map(jax.tree.leaves, (after, before)), strict=True)
     )
     evaluated, after, before = run(config, train=False)
     jax.tree.map(np.testing.assert_array_equal, after, before)
@@ -241,7 +280,9 @@ def test_noise_is_for_training_alone_and_new_in_each_step():
 STYLES = {
     "deepseek": (
         replaced(
-            dataclasses.asdict(dataclasses.replace(DEEPSEEK_V3, experts=8, top_k=2, groups=4, top_groups=2)),
+            dataclasses.asdict(
+                dataclasses.replace(DEEPSEEK_V3, experts=8, top_k=2, groups=4, top_groups=2)
+            ),
             **{"layers": 3, "shared_d_ff": 16, "dense_layers": 1, "dense_d_ff": 48},
         ),
         MIXTRAL_SHARED,
@@ -291,7 +332,10 @@ def test_stacked_and_unrolled_layers_are_the_same_model():
         ({"dense_layers": 2, "dense_d_ff": 8}, ["dense_layers"]),
         ({"dense_layers": 1}, ["dense_d_ff"]),
         ({"dense_d_ff": 8}, ["dense_d_ff"]),
-        ({"heads": 3, "shared_d_ff": -1, "init_scale": 0.0}, ["heads", "shared_d_ff", "init_scale"]),
+        (
+            {"heads": 3, "shared_d_ff": -1, "init_scale": 0.0},
+            ["heads", "shared_d_ff", "init_scale"],
+        ),
     ],
     ids=str,
 )
@@ -327,10 +371,25 @@ def test_shipped_configs_are_found_and_planned(capsys):
             "dropless",
             "ragged all-to-all, buffers of 1.25 × even load, jax.lax.ragged_dot",
         ),
-        (("expert",), ("tpu", "TPU v5 lite"), "dropless", "all-to-all, buffers of 1.25 × even load, batched products"),
-        (("expert",), ("cuda", "H100"), "capacity", "all-to-all, slots of 1.25 × even load, batched products"),
+        (
+            ("expert",),
+            ("tpu", "TPU v5 lite"),
+            "dropless",
+            "all-to-all, buffers of 1.25 × even load, batched products",
+        ),
+        (
+            ("expert",),
+            ("cuda", "H100"),
+            "capacity",
+            "all-to-all, slots of 1.25 × even load, batched products",
+        ),
         ((), ("tpu", "TPU v5 lite"), "dropless", "no exchange, jax.lax.ragged_dot"),
-        ((), ("cuda", "H100"), "dropless", "no exchange, buffers of 1.25 × even load, batched products"),
+        (
+            (),
+            ("cuda", "H100"),
+            "dropless",
+            "no exchange, buffers of 1.25 × even load, batched products",
+        ),
     ],
     ids=["v5p", "v5e-64", "slots", "v5e-alone", "h100-alone"],
 )

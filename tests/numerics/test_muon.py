@@ -18,7 +18,9 @@ class Layer(nnx.Module):
     """Flax's attention, experts by an einsum, and a convolution over the sequence."""
 
     def __init__(self, rngs):
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, use_bias=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, WIDTH, decode=False, use_bias=False, rngs=rngs
+        )
         self.experts = nnx.Einsum("besd,edf->besf", (EXPERTS, WIDTH, WIDTH), rngs=rngs)
         self.conv = nnx.Conv(WIDTH, WIDTH, (3,), use_bias=False, rngs=rngs)
 
@@ -43,7 +45,9 @@ RULES = spmd.Rules(
 )
 MODEL = spmd.from_nnx(Net)
 MUON = spmd.make_optimizer(
-    spmd.OptimizerConfig(name="muon", learning_rate=0.1, schedule="constant", weight_decay=0.0), 3, model=MODEL
+    spmd.OptimizerConfig(name="muon", learning_rate=0.1, schedule="constant", weight_decay=0.0),
+    3,
+    model=MODEL,
 )
 MATRICES = {
     "tower/attention/query/kernel": (WIDTH, WIDTH),
@@ -65,7 +69,10 @@ def updates(**sizes):
     plan = spmd.make_plan(tiny.mesh(**sizes), RULES, MODEL, MUON)
     shardings = jax.tree.map(lambda x: x.sharding, plan.abstract_params)
     rng = np.random.default_rng(0)
-    draws = [jax.tree.map(lambda x: rng.normal(size=x.shape).astype("float32"), plan.abstract_params) for _ in range(3)]
+    draws = [
+        jax.tree.map(lambda x: rng.normal(size=x.shape).astype("float32"), plan.abstract_params)
+        for _ in range(3)
+    ]
     params, *gradients = (jax.tree.map(jax.device_put, draw, shardings) for draw in draws)
 
     @functools.partial(jax.jit, out_shardings=shardings)

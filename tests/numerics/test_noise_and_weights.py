@@ -44,7 +44,11 @@ def times(params, variables, batch, key):
 def evaluation(**sizes):
     """A function of the place of a batch that returns the loss of an evaluation."""
     layout = plan(**sizes)
-    step, params, batch = make_eval_step(layout, times), spmd.init_state(layout).params, spmd.place_batch(layout, BATCH)
+    step, params, batch = (
+        make_eval_step(layout, times),
+        spmd.init_state(layout).params,
+        spmd.place_batch(layout, BATCH),
+    )
     return lambda *place, **named: float(step(params, {}, batch, *place, **named)["loss"])
 
 
@@ -63,8 +67,13 @@ def test_each_batch_of_an_evaluation_draws_its_own_noise():
 
 def test_another_step_and_another_mesh_draw_the_same_noise():
     """The noise is that of the place alone."""
-    draws = [evaluation(**sizes)("val", 3) for sizes in ({"data": 2, "tensor": 2}, {"data": 8}, {"data": 1})]
-    again = make_eval_step(plan(data=8), times)(spmd.init_state(plan(data=8)).params, {}, BATCH, "val", 3)
+    draws = [
+        evaluation(**sizes)("val", 3)
+        for sizes in ({"data": 2, "tensor": 2}, {"data": 8}, {"data": 1})
+    ]
+    again = make_eval_step(plan(data=8), times)(
+        spmd.init_state(plan(data=8)).params, {}, BATCH, "val", 3
+    )
     assert {*draws, float(again["loss"])} == {draws[0]}
 
 
@@ -90,7 +99,10 @@ def test_a_run_draws_other_noise_for_each_batch(tmp_path, capsys):
         return (BATCH for _ in range(start, steps))
 
     def loss_fn(params, variables, batch, key):
-        return {"loss": (MODEL.apply(params, batch["x"]) ** 2).sum(), "weight": jnp.float32(8)}, variables
+        return {
+            "loss": (MODEL.apply(params, batch["x"]) ** 2).sum(),
+            "weight": jnp.float32(8),
+        }, variables
 
     sets = {name: lambda: batches(0, count) for name in ("val", "test")}
     step = spmd.make_train_step(layout, loss_fn)
@@ -124,7 +136,9 @@ WEIGHTS = {
     "a parameter": lambda p, b: jnp.exp(p["kernel"]).sum(),
     "a mask by its size": lambda p, b: jax.nn.sigmoid(predicted(p, b)).sum(),
     "a softmax": lambda p, b: jax.nn.softmax(predicted(p, b)).max(-1).sum(),
-    "a loop": lambda p, b: jax.lax.scan(lambda c, x: (c + (x @ p["kernel"]).sum(), None), 0.0, b["x"])[0],
+    "a loop": lambda p, b: jax.lax.scan(
+        lambda c, x: (c + (x @ p["kernel"]).sum(), None), 0.0, b["x"]
+    )[0],
     "both": lambda p, b: b["x"].sum() + 1e-9 * p["kernel"].sum(),
 }
 """Name → a weight that is trained with the parameters."""
@@ -143,14 +157,19 @@ CONSTANTS = {
 
 def weighted(weight):
     def loss_fn(params, variables, batch, key):
-        return {"loss": (predicted(params, batch) ** 2).sum(), "weight": weight(params, batch)}, variables
+        return {
+            "loss": (predicted(params, batch) ** 2).sum(),
+            "weight": weight(params, batch),
+        }, variables
 
     return loss_fn
 
 
 def trace(loss_fn):
     layout = plan(data=2, tensor=2)
-    spmd.make_train_step(layout, loss_fn).trace(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH))
+    spmd.make_train_step(layout, loss_fn).trace(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
+    )
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -161,7 +180,9 @@ def test_a_weight_that_is_trained_is_refused(name):
         trace(weighted(WEIGHTS[name]))
     assert "jax.lax.stop_gradient(weight)" in caught.value.problems[0].fix
     with pytest.raises(ConfigError, match=words):
-        value_and_grad(weighted(WEIGHTS[name]))({"kernel": jnp.ones((8, 8))}, Carry(), BATCH, jax.random.key(0))
+        value_and_grad(weighted(WEIGHTS[name]))(
+            {"kernel": jnp.ones((8, 8))}, Carry(), BATCH, jax.random.key(0)
+        )
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
@@ -186,14 +207,18 @@ def test_the_way_out_has_the_gradient_of_the_mean():
     """A loss divided by its weight, with a weight of one, has the gradient of the whole mean."""
 
     def mean(params, batch):
-        return (predicted(params, batch) ** 2).sum() / jax.nn.sigmoid(predicted(params, batch)).sum()
+        return (predicted(params, batch) ** 2).sum() / jax.nn.sigmoid(
+            predicted(params, batch)
+        ).sum()
 
     def loss_fn(params, variables, batch, key):
         return {"loss": mean(params, batch), "weight": jnp.float32(1)}, variables
 
     params = {"kernel": jnp.eye(8) * 0.1}
     gradients, _, _ = jax.jit(value_and_grad(loss_fn))(params, Carry(), BATCH, jax.random.key(0))
-    np.testing.assert_allclose(gradients["kernel"], jax.grad(mean)(params, BATCH)["kernel"], rtol=1e-5)
+    np.testing.assert_allclose(
+        gradients["kernel"], jax.grad(mean)(params, BATCH)["kernel"], rtol=1e-5
+    )
 
 
 # Models in float64.
@@ -219,7 +244,10 @@ def network(dtype):
     model = from_nnx(lambda rngs: Wide(rngs, dtype))
 
     def loss_fn(params, variables, batch, key):
-        return {"loss": (model.apply(params, batch["x"]) ** 2).sum(), "weight": jnp.ones((), dtype)}, variables
+        return {
+            "loss": (model.apply(params, batch["x"]) ** 2).sum(),
+            "weight": jnp.ones((), dtype),
+        }, variables
 
     return model, loss_fn, {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(dtype)}
 
@@ -237,7 +265,12 @@ def test_a_float64_model_needs_the_policy(wide, precision):
     model, _, _ = wide
     with pytest.raises(ConfigError, match="would round it") as caught:
         spmd.make_plan(tiny.mesh(**SIZES), WIDE_RULES, model, optax.sgd(0.1), precision=precision)
-    assert {problem.where for problem in caught.value.problems} == {"a/bias", "a/kernel", "b/bias", "b/kernel"}
+    assert {problem.where for problem in caught.value.problems} == {
+        "a/bias",
+        "a/kernel",
+        "b/bias",
+        "b/kernel",
+    }
     assert {problem.fix for problem in caught.value.problems} == {'precision="float64"'}
 
 
@@ -260,9 +293,15 @@ def test_control_a_float32_model():
 def test_a_float64_model_trains(wide):
     """A step keeps parameters, gradients, the optimizer's state and the loss in float64."""
     model, loss_fn, batch = wide
-    layout = spmd.make_plan(tiny.mesh(data=2), WIDE_RULES, model, optax.adam(1e-3), precision="float64")
-    state, metrics = spmd.make_train_step(layout, loss_fn, keep_gradients=True)(spmd.init_state(layout), batch)
-    arrays = jax.tree.leaves((state.params, state.optimizer_state, metrics["gradients"], metrics["loss"]))
+    layout = spmd.make_plan(
+        tiny.mesh(data=2), WIDE_RULES, model, optax.adam(1e-3), precision="float64"
+    )
+    state, metrics = spmd.make_train_step(layout, loss_fn, keep_gradients=True)(
+        spmd.init_state(layout), batch
+    )
+    arrays = jax.tree.leaves(
+        (state.params, state.optimizer_state, metrics["gradients"], metrics["loss"])
+    )
     assert {x.dtype.name for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)} == {"float64"}
 
 

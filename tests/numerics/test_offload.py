@@ -134,7 +134,9 @@ def test_it_goes_with_every_zero_stage(zero):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["muon", "adamw with a clip", "adafactor, factored", "lamb per layer"])
+@pytest.mark.parametrize(
+    "name", ["muon", "adamw with a clip", "adafactor, factored", "lamb per layer"]
+)
 def test_a_piece_is_a_layer_of_each_stage(name):
     """Layers that are split over stages are updated as those that are not."""
     assert_close(updated(name, pipe=2), updated(name, offload=False, pipe=2), lost(name, pipe=2))
@@ -148,14 +150,20 @@ def test_of_one_gradient_adamw_makes_the_same_moments_bit_for_bit():
 
 def test_control_another_optimizer_is_seen():
     """The comparison of the tests above can fail: here by another weight decay."""
-    found = ratios(updated("adamw with a clip")[0], updated("raw adamw", offload=False)[0], lost("raw adamw")[0])
+    found = ratios(
+        updated("adamw with a clip")[0],
+        updated("raw adamw", offload=False)[0],
+        lost("raw adamw")[0],
+    )
     assert max(found.values()) > 100 * FACTOR
 
 
 @pytest.mark.soak
 def test_training_equals_that_without_offload():
     """The whole step, with accumulation and a clip, and a step that is not finite, which changes nothing."""
-    offloaded, usual = (plan(OPTIMIZERS["skipping"], offload=offload, fsdp=4, tensor=2) for offload in (True, False))
+    offloaded, usual = (
+        plan(OPTIMIZERS["skipping"], offload=offload, fsdp=4, tensor=2) for offload in (True, False)
+    )
     assert_parity(offloaded, usual, accumulate(GRAD_FN, 2), BATCHES)
 
 
@@ -164,8 +172,16 @@ def test_large_state_lives_in_host_memory_and_small_state_does_not():
     layout = plan(OPTIMIZERS["raw adamw"], fsdp=2)
     kinds = {leaf.path: leaf.memory_kind for leaf in layout.optimizer_state}
     assert kinds["0/mu/layers/mlp/up_proj/kernel"] == kinds["0/nu/embed/embedding"] == "pinned_host"
-    assert kinds["0/count"] == kinds["0/mu/layers/mlp_norm/scale"] == kinds["0/mu/norm/scale"] == "device"
-    held = {path: x.sharding.memory_kind for path, x in tree.flatten(init_state(layout).optimizer_state).items()}
+    assert (
+        kinds["0/count"]
+        == kinds["0/mu/layers/mlp_norm/scale"]
+        == kinds["0/mu/norm/scale"]
+        == "device"
+    )
+    held = {
+        path: x.sharding.memory_kind
+        for path, x in tree.flatten(init_state(layout).optimizer_state).items()
+    }
     assert held == kinds
     assert "pinned_host" in layout.text("optimizer_state")
 
@@ -176,7 +192,9 @@ def test_each_parameter_is_in_one_cut():
     assert sorted(path for cut in layout.storage.chunks for path in cut.paths) == sorted(
         leaf.path for leaf in layout.params
     )
-    chunks = {chunk.paths[0]: (chunk.dim, chunk.chunks, chunk.shards) for chunk in layout.storage.chunks}
+    chunks = {
+        chunk.paths[0]: (chunk.dim, chunk.chunks, chunk.shards) for chunk in layout.storage.chunks
+    }
     assert chunks["layers/attention/k_proj/kernel"] == (0, BIG.layers, 1)
     assert chunks["embed/embedding"] == (1, 2, 2)
     assert chunks["norm/scale"] == (0, 1, 1)
@@ -192,11 +210,15 @@ def test_a_split_dimension_is_cut_inside_the_shards():
         optax.adam(1e-2),
         offload=("optimizer_state",),
     )
-    assert [(chunk.dim, chunk.chunks, chunk.shards) for chunk in layout.storage.chunks] == [(0, 4, 4)]
+    assert [(chunk.dim, chunk.chunks, chunk.shards) for chunk in layout.storage.chunks] == [
+        (0, 4, 4)
+    ]
     state = init_state(layout)
     update = jax.jit(layout.storage.make_update(layout))
     program = update.lower(state.params, state.optimizer_state, state.params).compile().as_text()
-    assert not any(kind in program for kind in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
+    assert not any(
+        kind in program for kind in ("all-gather", "all-to-all", "collective-permute", "all-reduce")
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,9 +233,17 @@ def test_thin_shards_are_cut_along_their_rows_of_tiles(shape, spec, dim):
     """[128, 16032] and [128256, 16] pad less the other way round, so a TPU lays them out so; [8192, 8192] does not."""
     model = Model(lambda key: {"w": jnp.ones(shape)}, lambda params: params)
     rules = Rules([("w", spec if spec else replicate("to cut it whole"))])
-    layout = make_plan(abstract_mesh(MeshShape(fsdp=32, tensor=8)), rules, model, optax.adam(1e-2), offload=OFFLOAD[1])
+    layout = make_plan(
+        abstract_mesh(MeshShape(fsdp=32, tensor=8)),
+        rules,
+        model,
+        optax.adam(1e-2),
+        offload=OFFLOAD[1],
+    )
     assert [cut.dim for cut in layout.storage.chunks] == [dim]
-    assert all(leaf.memory_kind == "pinned_host" for leaf in layout.optimizer_state if leaf.shape == shape)
+    assert all(
+        leaf.memory_kind == "pinned_host" for leaf in layout.optimizer_state if leaf.shape == shape
+    )
 
 
 def test_an_optimizer_that_looks_at_all_parameters_is_refused():
@@ -233,4 +263,10 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused():
 def test_what_cannot_be_offloaded_is_refused(mesh, offload, complaint):
     """An unknown name, and parameters of layers that are split over stages."""
     with pytest.raises(ConfigError, match=complaint):
-        make_plan(abstract_mesh(mesh), tiny.plan().rules, tiny.model(BIG), optax.adam(1e-2), offload=offload)
+        make_plan(
+            abstract_mesh(mesh),
+            tiny.plan().rules,
+            tiny.model(BIG),
+            optax.adam(1e-2),
+            offload=offload,
+        )

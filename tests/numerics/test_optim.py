@@ -113,7 +113,9 @@ def test_decay_goes_by_path(name: Any) -> None:
     )
     params = make_params(0)
     after = run(make(config), params, [jax.tree.map(jnp.zeros_like, params)])
-    expected = map_with_path(lambda path, x: x * 0.875 if path == "layers/mlp/kernel" else x, params)
+    expected = map_with_path(
+        lambda path, x: x * 0.875 if path == "layers/mlp/kernel" else x, params
+    )
     for path, value in flatten(after).items():
         np.testing.assert_allclose(value, flatten(expected)[path], rtol=1e-6, err_msg=path)
 
@@ -155,7 +157,12 @@ def test_clip_is_over_the_whole_gradient() -> None:
     """The whole gradient is scaled by one number, across stacks and layers; zero turns it off."""
     params = make_params(0)
     gradients = make_params(1)
-    fields: dict[str, Any] = {"name": "sgd", "learning_rate": 1.0, "schedule": "constant", "momentum": 0.0}
+    fields: dict[str, Any] = {
+        "name": "sgd",
+        "learning_rate": 1.0,
+        "schedule": "constant",
+        "momentum": 0.0,
+    }
     for clip, expected in ((0.5, 0.5 / float(optax.tree.norm(gradients))), (0.0, 1.0)):
         optimizer = make_optimizer(OptimizerConfig(**fields, weight_decay=0.0, clip_norm=clip), 1)
 
@@ -171,7 +178,9 @@ def test_elementwise_optimizers_keep_plain_state(name: Any) -> None:
     """AdamW, Lion and SGD are not wrapped, and still train stacked and unrolled layers alike."""
     config = OptimizerConfig(name=name, learning_rate=0.1)
     optimizer = make_optimizer(config, 3)
-    assert not any("rest" in path for path in flatten(jax.eval_shape(optimizer.init, make_params(0))))
+    assert not any(
+        "rest" in path for path in flatten(jax.eval_shape(optimizer.init, make_params(0)))
+    )
     assert_close(*stacked_and_unrolled(optimizer))
 
 
@@ -180,7 +189,9 @@ def test_adafactor_sees_layers_and_not_stacks() -> None:
     config = OptimizerConfig(name="adafactor", learning_rate=0.1)
     optimizer = make_optimizer(config, 3)
     state = flatten(jax.eval_shape(optimizer.init, make_params(0, width=128)))
-    assert any(leaf.shape == (LAYERS, 128) and "v_row" in path for path, leaf in state.items()), "factored"
+    assert any(leaf.shape == (LAYERS, 128) and "v_row" in path for path, leaf in state.items()), (
+        "factored"
+    )
     assert_close(*stacked_and_unrolled(optimizer, width=128))
 
 
@@ -193,7 +204,9 @@ def test_control_adafactor_on_a_stack_differs() -> None:
 
 def test_muon_is_for_the_matrices_of_layers() -> None:
     """A layer's kernel goes by Muon as optax has it, and everything else by AdamW, stacked or not."""
-    config = OptimizerConfig(name="muon", learning_rate=0.1, schedule="constant", weight_decay=0.0, clip_norm=0.0)
+    config = OptimizerConfig(
+        name="muon", learning_rate=0.1, schedule="constant", weight_decay=0.0, clip_norm=0.0
+    )
     params, gradients = make_params(0), make_params(1)
     for tree, given in ((params, gradients), (unroll(params), unroll(gradients))):
         optimizer = make(config)
@@ -206,7 +219,9 @@ def test_muon_is_for_the_matrices_of_layers() -> None:
     muon = contrib.muon(0.1, beta=config.momentum, consistent_rms=0.2)
 
     def update(kernel: Any) -> Any:
-        return muon.update({"kernel": kernel}, muon.init({"kernel": kernel}), {"kernel": kernel})[0]["kernel"]
+        return muon.update({"kernel": kernel}, muon.init({"kernel": kernel}), {"kernel": kernel})[
+            0
+        ]["kernel"]
 
     for i in range(LAYERS):
         kernel = gradients["layers"]["mlp"]["kernel"][i]
@@ -218,9 +233,13 @@ def test_muon_steps_are_as_long_as_those_of_adamw() -> None:
     rng = np.random.default_rng(0)
     for shape in ((16, 64), (64, 16), (32, 32)):
         params = {"layers": {"0": {"kernel": rng.normal(size=shape).astype(np.float32)}}}
-        config = OptimizerConfig(name="muon", learning_rate=1.0, schedule="constant", weight_decay=0.0)
+        config = OptimizerConfig(
+            name="muon", learning_rate=1.0, schedule="constant", weight_decay=0.0
+        )
         optimizer = make_optimizer(config, 1)
-        update = optimizer.update(params, optimizer.init(params), params)[0]["layers"]["0"]["kernel"]
+        update = optimizer.update(params, optimizer.init(params), params)[0]["layers"]["0"][
+            "kernel"
+        ]
         assert float(jnp.sqrt(jnp.mean(update**2))) == pytest.approx(0.2, rel=0.25)
 
 
@@ -234,7 +253,9 @@ def test_per_layer_may_be_masked() -> None:
 
         clip = optax.masked(per_layer(optax.clip_by_block_rms(0.001)), mask)
         updates, _ = clip.update(params, clip.init(params), params)
-        changed = {p for p, x in flatten(updates).items() if not np.array_equal(x, flatten(params)[p])}
+        changed = {
+            p for p, x in flatten(updates).items() if not np.array_equal(x, flatten(params)[p])
+        }
         assert changed == {kept}
 
 
@@ -253,7 +274,9 @@ def test_stacks_of_different_lengths_and_nested_stacks() -> None:
         np.testing.assert_array_equal(value, np.full(value.shape, 0.5))
     assert sorted(state.stacked) == ["decoder.layers", "encoder.layers", "groups.layers"]
     counted = per_layer(optax.scale_by_schedule(lambda _: 1.0), stacked=("layers", "groups"))
-    counts = {path: leaf.shape for path, leaf in flatten(jax.eval_shape(counted.init, params)).items()}
+    counts = {
+        path: leaf.shape for path, leaf in flatten(jax.eval_shape(counted.init, params)).items()
+    }
     assert counts == {
         "rest/count": (),
         "stacked/decoder.layers/count": (5,),
@@ -271,7 +294,10 @@ def test_layers_of_a_stack_do_not_see_each_other() -> None:
     changed = [
         not np.array_equal(a, b)
         for a, b in zip(
-            *(clip.update(g, clip.init(g))[0]["layers"]["mlp"]["kernel"] for g in (gradients, other)),
+            *(
+                clip.update(g, clip.init(g))[0]["layers"]["mlp"]["kernel"]
+                for g in (gradients, other)
+            ),
             strict=True,
         )
     ]
@@ -346,7 +372,9 @@ def test_stacks_split_over_devices_give_the_same_update() -> None:
     mesh = jax.make_mesh((2, 4), ("pipe", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     config = OptimizerConfig(name="adafactor", learning_rate=0.1, weight_decay=0.0)
     optimizer = make_optimizer(config, 2)
-    params = {"layers": {"kernel": np.random.default_rng(0).normal(size=(2, 128, 128)).astype(np.float32)}}
+    params = {
+        "layers": {"kernel": np.random.default_rng(0).normal(size=(2, 128, 128)).astype(np.float32)}
+    }
     split = jax.device_put(params, NamedSharding(mesh, P("pipe", None, "fsdp")))
     train = functools.partial(run, optimizer)
     many = train(split, [split, split])

@@ -1,7 +1,7 @@
 """One suite that every optimizer passes: its state is split as planned and stays so, and splitting changes no number.
 
-The tree has what makes trouble: stacked layers, a square matrix whose dimensions look alike, an embedding, scales, and
-parameters beside the stack. The mesh is fsdp=4 × tensor=2.
+The tree has what makes trouble: stacked layers, a square matrix whose dimensions look alike, an
+embedding, scales, and parameters beside the stack. The mesh is fsdp=4 × tensor=2.
 """
 
 import functools
@@ -53,7 +53,9 @@ RULES = Rules(
 
 def draw(seed: int) -> Any:
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda shape: rng.normal(size=shape).astype(np.float32), SHAPES, is_leaf=is_shape)
+    return jax.tree.map(
+        lambda shape: rng.normal(size=shape).astype(np.float32), SHAPES, is_leaf=is_shape
+    )
 
 
 def is_shape(node: Any) -> bool:
@@ -79,9 +81,13 @@ def scale_by_row_rms() -> optax.GradientTransformation:
         return RowRmsState(jnp.zeros([], jnp.int32), rows, params)
 
     def update(updates: Any, state: RowRmsState, params: Any = None) -> tuple[Any, RowRmsState]:
-        rows = jax.tree.map(lambda r, g: 0.9 * r + 0.1 * jnp.mean(g**2, axis=-1), state.rows, updates)
+        rows = jax.tree.map(
+            lambda r, g: 0.9 * r + 0.1 * jnp.mean(g**2, axis=-1), state.rows, updates
+        )
         average = jax.tree.map(lambda a, p: 0.99 * a + 0.01 * p, state.average, params)
-        updates = jax.tree.map(lambda g, r: g / jnp.expand_dims(jnp.sqrt(r) + 1e-8, -1), updates, rows)
+        updates = jax.tree.map(
+            lambda g, r: g / jnp.expand_dims(jnp.sqrt(r) + 1e-8, -1), updates, rows
+        )
         return updates, RowRmsState(state.count + 1, rows, average)
 
     return optax.GradientTransformation(init, update)
@@ -98,7 +104,9 @@ def kernels(params: Any) -> Any:
 
 
 def muon_or_adamw(params: Any) -> Any:
-    return map_with_path(lambda path, _: "muon" if "layers" in path and path.endswith("kernel") else "adamw", params)
+    return map_with_path(
+        lambda path, _: "muon" if "layers" in path and path.endswith("kernel") else "adamw", params
+    )
 
 
 def config(name: Any, **fields: Any) -> optax.GradientTransformation:
@@ -116,13 +124,19 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "adafactor with momentum": per_layer(optax.adafactor(**FACTORED, momentum=0.9)),
     "adafactor unfactored": per_layer(optax.adafactor(0.1, factored=False)),
     "muon": per_layer(contrib.muon(0.1)),
-    "muon by dimension numbers": contrib.muon(0.1, muon_weight_dimension_numbers=matrices, consistent_rms=0.2),
+    "muon by dimension numbers": contrib.muon(
+        0.1, muon_weight_dimension_numbers=matrices, consistent_rms=0.2
+    ),
     "sm3": per_layer(optax.sm3(0.1)),
     "lamb": per_layer(optax.lamb(0.1)),
     "multi steps": optax.MultiSteps(optax.adamw(0.1), 2).gradient_transformation(),
     "masked": optax.masked(optax.adamw(0.1), kernels),
-    "muon and adamw": optax.partition({"muon": per_layer(contrib.muon(0.1)), "adamw": optax.adamw(0.1)}, muon_or_adamw),
-    "inject hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(0.1, 0.0, 9)),
+    "muon and adamw": optax.partition(
+        {"muon": per_layer(contrib.muon(0.1)), "adamw": optax.adamw(0.1)}, muon_or_adamw
+    ),
+    "inject hyperparams": optax.inject_hyperparams(optax.adamw)(
+        learning_rate=optax.linear_schedule(0.1, 0.0, 9)
+    ),
     "ema": optax.chain(optax.ema(0.9), optax.scale(-0.1)),
     "schedule free": contrib.schedule_free_adamw(0.1),
     "apply if finite": optax.apply_if_finite(optax.adam(0.1), 3),
@@ -144,7 +158,9 @@ RAW = {
     "sm3": optax.sm3(0.1),
     "block rms": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
     "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
-    "decay by rank": optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
+    "decay by rank": optax.adamw(
+        0.1, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+    ),
 }
 
 
@@ -158,7 +174,9 @@ def plan_of(optimizer: optax.GradientTransformation, zero: int = 3) -> ShardingP
     return make_plan(make_mesh(fsdp=4, tensor=2), RULES, MODEL, optimizer, zero=zero)
 
 
-def move(optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+def move(
+    optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any
+) -> tuple[Any, Any]:
     updates, state = optimizer.update(gradients, state, params)
     return optax.apply_updates(params, updates), state
 
@@ -192,10 +210,13 @@ class Run(NamedTuple):
 @functools.cache
 def on_the_mesh(name: str, zero: int) -> Run:
     plan = plan_of(OPTIMIZERS[name], zero)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, (plan.abstract_params, plan.abstract_optimizer_state))
+    shardings = jax.tree.map(
+        lambda leaf: leaf.sharding, (plan.abstract_params, plan.abstract_optimizer_state)
+    )
     params = jax.device_put(draw(0), shardings[0])
     state = jax.jit(plan.optimizer.init, out_shardings=shardings[1])(params)
-    # Where the state ends up is left to the partitioner, so that staying as it was proves something.
+    # Where the state ends up is left to the partitioner, so that staying as it was proves
+    # something.
     update = jax.jit(functools.partial(move, plan.optimizer), out_shardings=(shardings[0], None))
     before = after = (params, state)
     for gradients in GRADIENTS:
@@ -208,9 +229,16 @@ def wrong_shards(leaves: tuple[PlanEntry, ...], arrays: Any) -> list[str]:
     wrong = []
     for leaf, (path, array) in zip(leaves, flatten(arrays).items(), strict=True):
         assert leaf.path == path
-        held = sum(shard.data.nbytes for shard in array.addressable_shards if shard.device == jax.devices()[0])
+        held = sum(
+            shard.data.nbytes
+            for shard in array.addressable_shards
+            if shard.device == jax.devices()[0]
+        )
         planned = NamedSharding(array.sharding.mesh, leaf.spec)
-        if not array.sharding.is_equivalent_to(planned, array.ndim) or held != leaf.bytes_per_device:
+        if (
+            not array.sharding.is_equivalent_to(planned, array.ndim)
+            or held != leaf.bytes_per_device
+        ):
             wrong.append(path)
     return wrong
 
@@ -231,8 +259,15 @@ def test_state_lies_as_planned_and_stays(name: str, zero: int) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_matrix_of_the_state_is_whole(name: str) -> None:
     """Every array of the state as large as a matrix of parameters is split over all eight devices, in ZeRO-1 too."""
-    matrices = [leaf for leaf in plan_of(OPTIMIZERS[name], zero=1).optimizer_state if np.prod(leaf.shape) >= 64]
-    assert all(leaf.bytes_per_device * 8 == np.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in matrices)
+    matrices = [
+        leaf
+        for leaf in plan_of(OPTIMIZERS[name], zero=1).optimizer_state
+        if np.prod(leaf.shape) >= 64
+    ]
+    assert all(
+        leaf.bytes_per_device * 8 == np.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+        for leaf in matrices
+    )
     assert matrices or "adafactor" in name
 
 
@@ -277,7 +312,9 @@ def test_control_another_update_is_found() -> None:
 def test_noise_on_other_parameters_is_no_problem() -> None:
     """A random key is refused for the stack it draws for, and for no other parameter."""
     noise = optax.add_noise(0.1, 0.55, key=0)
-    beside = optax.masked(noise, lambda params: map_with_path(lambda path, _: not path.startswith("layers"), params))
+    beside = optax.masked(
+        noise, lambda params: map_with_path(lambda path, _: not path.startswith("layers"), params)
+    )
     assert check_layerwise(beside, draw(0)) == []
     assert {problem.what for problem in check_layerwise(noise, draw(0))} == {
         "the optimizer draws random numbers for the stack as a whole"
@@ -289,7 +326,10 @@ def test_every_leaf_of_unknown_structure_is_listed() -> None:
     """One error names all the leaves that cannot be told apart, each with its shape."""
 
     def init(params: Any) -> Any:
-        return {"matrix": jnp.zeros((300, 500)), "flat": jnp.zeros(sum(p.size for p in jax.tree.leaves(params)))}
+        return {
+            "matrix": jnp.zeros((300, 500)),
+            "flat": jnp.zeros(sum(p.size for p in jax.tree.leaves(params))),
+        }
 
     odd = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
     with pytest.raises(RuleError) as caught:

@@ -15,7 +15,9 @@ from spmd.errors import CheckpointError, ConfigError, NonFiniteError
 from spmd.run.run_dir import RunDir
 
 RULES = spmd.Rules(params=[("w", P("fsdp", "tensor"))], activations=[])
-MODEL = spmd.Model(lambda key: {"w": jax.random.normal(key, (4, 2))}, lambda params, x: x @ params["w"])
+MODEL = spmd.Model(
+    lambda key: {"w": jax.random.normal(key, (4, 2))}, lambda params, x: x @ params["w"]
+)
 
 
 def loss_fn(params, variables, batch, key):
@@ -54,19 +56,28 @@ def numbers(start, steps, bad=(), stop=None):
 def metrics(run):
     """Lines of the metrics by step, without times."""
     lines = map(json.loads, run.run_dir.metrics.read_text().splitlines())
-    return [{k: v for k, v in line.items() if k in ("step", "loss", "near_loss", "examples")} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k in ("step", "loss", "near_loss", "examples")}
+        for line in lines
+    ]
 
 
 def same(a, b):
     """Whether two states have the same bits."""
-    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((x == y).all()), jax.device_get(a), jax.device_get(b))))
+    return all(
+        jax.tree.leaves(
+            jax.tree.map(lambda x, y: bool((x == y).all()), jax.device_get(a), jax.device_get(b))
+        )
+    )
 
 
 def test_a_resumed_run_ends_with_the_same_bits(step, tmp_path):
     """After its data failed; the control took one other batch."""
     whole = spmd.Run(tmp_path / "whole", step, numbers, config=CONFIG, data="numbers")
     expected = whole.train()
-    cut = spmd.Run(tmp_path / "cut", step, lambda a, b: numbers(a, b, stop=5), config=CONFIG, data="numbers")
+    cut = spmd.Run(
+        tmp_path / "cut", step, lambda a, b: numbers(a, b, stop=5), config=CONFIG, data="numbers"
+    )
     with pytest.raises(OSError, match="the disk is gone"):
         cut.train()
     again = dataclasses.replace(cut, batches=numbers)
@@ -154,7 +165,10 @@ def test_what_a_resumed_run_cannot_change_is_refused(step, tmp_path):
     for changes, said in (
         ({"config": dataclasses.replace(CONFIG, width=5, steps=8)}, "width: was 4 and is 5"),
         ({"data": "other"}, "data: is not that with which the run was started"),
-        ({"batch": {"x": np.zeros((16, 4)), "y": np.zeros((16, 2))}}, "batch: had 8 examples and has 16"),
+        (
+            {"batch": {"x": np.zeros((16, 4)), "y": np.zeros((16, 2))}},
+            "batch: had 8 examples and has 16",
+        ),
     ):
         with pytest.raises(CheckpointError) as caught:
             dataclasses.replace(run, **changes).train("always")
@@ -180,7 +194,13 @@ def test_mistakes_are_told_at_once(step):
             hooks=[Stop],
         )
     where = [problem.where for problem in caught.value.problems]
-    assert where == ["batches", "evaluation val", "evaluation, evaluation_loss", "hooks", "on_nan, recovery.on_spike"]
+    assert where == [
+        "batches",
+        "evaluation val",
+        "evaluation, evaluation_loss",
+        "hooks",
+        "on_nan, recovery.on_spike",
+    ]
     with pytest.raises(ConfigError, match="log_every"):
         OwnConfig(log_every=0)
 
@@ -189,11 +209,15 @@ def test_a_run_stops_early_and_resumed_it_remembers(step, tmp_path, capsys):
     """After two evaluations without a lower loss, and one step more; a longer patience goes on from the count."""
     sets = {"rising": lambda: ({"x": b["x"], "y": b["y"] + next(later)} for b in numbers(50, 51))}
     later = iter(range(100))
-    config = dataclasses.replace(CONFIG, steps=12, evaluate=spmd.EvaluationInterval(every=1, patience=2))
+    config = dataclasses.replace(
+        CONFIG, steps=12, evaluate=spmd.EvaluationInterval(every=1, patience=2)
+    )
     run = spmd.Run(tmp_path, step, numbers, config=config, evaluation=sets, evaluation_loss=loss_fn)
     result = run.train()
     assert (result.steps, result.checkpoint, result.exit_code) == (4, 4, 0)
     assert "stopped early: 3 evaluations without a loss below" in capsys.readouterr().out
-    more = dataclasses.replace(run, config=dataclasses.replace(config, evaluate=spmd.EvaluationInterval(1, 4)))
+    more = dataclasses.replace(
+        run, config=dataclasses.replace(config, evaluate=spmd.EvaluationInterval(1, 4))
+    )
     result = more.train("auto")
     assert (result.steps, result.checkpoint) == (2, 6)

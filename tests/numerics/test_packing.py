@@ -29,7 +29,9 @@ LENGTHS = (9, 25, 17, 33, 5, 12, 70, 8, 25, 9)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=60).filter(lambda lengths: max(lengths) > 1))
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=60).filter(lambda lengths: max(lengths) > 1)
+)
 def test_every_target_is_there_once(lengths):
     """With the token before it, in a segment that begins at its first token; rows hold no more than they can."""
     ends = np.cumsum(lengths)
@@ -40,11 +42,13 @@ def test_every_target_is_there_once(lengths):
     assert sorted(rows["targets"][real]) == sorted(set(range(ends[-1])) - set(firsts))
     assert (rows["targets"][real] == rows["tokens"][real] + 1).all()
     at = np.broadcast_to(np.arange(16), real.shape)
-    begins = np.take_along_axis(rows["tokens"], rows["segments"], axis=1)  # first token of each token's segment
+    # first token of each token's segment
+    begins = np.take_along_axis(rows["tokens"], rows["segments"], axis=1)
     assert (rows["tokens"][real] - begins[real] == (at - rows["segments"])[real]).all()
     document = np.searchsorted(ends, rows["tokens"], side="right")
     assert (document == np.searchsorted(ends, begins, side="right"))[real].all()
-    assert len(packed) * 16 < sum(max(n - 1, 0) for n in lengths) * 2 + 16  # no two rows are half empty
+    # no two rows are half empty
+    assert len(packed) * 16 < sum(max(n - 1, 0) for n in lengths) * 2 + 16
     assert 0 <= packed.wasted < 1
 
 
@@ -63,7 +67,8 @@ def documents():
 def packed_batch():
     """All documents in four rows or more, a number that four devices share."""
     packed = PackedDocuments(*documents(), SEQ)
-    assert {9, 8, 24} & set(np.unique(packed.rows(np.arange(len(packed)))["segments"]))  # at edges of eight or sixteen
+    # at edges of eight or sixteen
+    assert {9, 8, 24} & set(np.unique(packed.rows(np.arange(len(packed)))["segments"]))
     batch = packed.rows(np.arange(len(packed)))
     return {name: np.pad(x, ((0, -len(packed) % 4), (0, 0))) for name, x in batch.items()}
 
@@ -96,7 +101,11 @@ def separate(name):
     """Model, parameters, and loss and gradients of the documents on their own, on one device."""
     model = spmd.from_nnx(MODELS[name][0].build)
     params = model.init(jax.random.key(0))
-    return model, params, jax.jit(jax.value_and_grad(mean_loss), static_argnums=1)(params, model, separate_batch())
+    return (
+        model,
+        params,
+        jax.jit(jax.value_and_grad(mean_loss), static_argnums=1)(params, model, separate_batch()),
+    )
 
 
 def mean_loss(params, model, batch):
@@ -112,9 +121,15 @@ def differences(name, batch, **options):
     mesh = spmd.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     plan = spmd.make_plan(mesh, MODELS[name][1], model, optax.sgd(0.1), **options)
     with use_plan(plan):
-        found, packed = jax.jit(jax.value_and_grad(mean_loss), static_argnums=1)(params, model, batch)
+        found, packed = jax.jit(jax.value_and_grad(mean_loss), static_argnums=1)(
+            params, model, batch
+        )
     largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradients))
-    pairs = zip(jax.tree.leaves(jax.device_get(packed)), jax.tree.leaves(jax.device_get(gradients)), strict=True)
+    pairs = zip(
+        jax.tree.leaves(jax.device_get(packed)),
+        jax.tree.leaves(jax.device_get(gradients)),
+        strict=True,
+    )
     off = max(float(np.abs(a - b).max()) for a, b in pairs)
     return abs(float(found) - float(loss)) / float(loss), off / largest
 

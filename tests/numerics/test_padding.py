@@ -42,15 +42,34 @@ VALID = np.arange(12)[None] < LENGTHS[:, None]
 LOGITS = np.random.default_rng(0).standard_normal((4, 12, 8)).astype(np.float32) * 2
 ROUTERS = {
     "dropless": RouterConfig(experts=8, top_k=2, z_loss=1e-3),
-    "capacity": RouterConfig(experts=8, top_k=2, z_loss=1e-3, dispatch="capacity", capacity_factor=1.0),
+    "capacity": RouterConfig(
+        experts=8, top_k=2, z_loss=1e-3, dispatch="capacity", capacity_factor=1.0
+    ),
     "expert choice": RouterConfig(
-        experts=8, top_k=2, choice="expert", balance=0, z_loss=1e-3, dispatch="capacity", capacity_factor=1.0
+        experts=8,
+        top_k=2,
+        choice="expert",
+        balance=0,
+        z_loss=1e-3,
+        dispatch="capacity",
+        capacity_factor=1.0,
     ),
     "deepseek": RouterConfig(
-        experts=8, top_k=2, score="sigmoid", bias_rate=1e-3, groups=4, top_groups=2, balance_over="example"
+        experts=8,
+        top_k=2,
+        score="sigmoid",
+        bias_rate=1e-3,
+        groups=4,
+        top_groups=2,
+        balance_over="example",
     ),
     "gshard": RouterConfig(
-        experts=8, top_k=2, balance_form="gshard", dispatch="capacity", capacity_factor=1.0, random_second=True
+        experts=8,
+        top_k=2,
+        balance_form="gshard",
+        dispatch="capacity",
+        capacity_factor=1.0,
+        random_second=True,
     ),
 }
 CHUNKED = {"chunked": RouterConfig(experts=8, top_k=2, z_loss=1e-3, chunks=2, buffer_factor=0.5)}
@@ -63,7 +82,9 @@ def routed(logits, valid, config: RouterConfig) -> dict[str, Any]:
 
     def everything(logits):
         routing, report = route(logits, config, key=key, valid=valid)
-        slots = expert_slots(routing.experts, config.experts, config.capacity(logits.shape[1]), routing.capacities)
+        slots = expert_slots(
+            routing.experts, config.experts, config.capacity(logits.shape[1]), routing.capacities
+        )
         weights = routing.weights * jnp.arange(routing.weights.size).reshape(routing.weights.shape)
         return report.balance + report.z_loss + weights.sum(), (routing, report, slots)
 
@@ -94,7 +115,10 @@ def test_padding_is_as_if_it_were_not_there(name):
     config, length = ROUTERS[name], LENGTHS[2]
     found, _ = routed(LOGITS, VALID & (np.arange(4) == 2)[:, None], config)
     alone, _ = routed(LOGITS[2:3, :length], np.ones((1, length), bool), config)
-    (_, (routing, report, (slots, dropped))), (_, (own, expected, (own_slots, own_dropped))) = found, alone
+    (_, (routing, report, (slots, dropped))), (_, (own, expected, (own_slots, own_dropped))) = (
+        found,
+        alone,
+    )
     np.testing.assert_array_equal(routing.experts[2:3, :length], own.experts)
     assert (np.asarray(routing.experts)[2, length:] == config.experts).all()
     np.testing.assert_allclose(routing.weights[2:3, :length], own.weights, rtol=1e-6)
@@ -109,7 +133,9 @@ def test_nothing_but_padding_has_losses_of_zero():
     """Losses, load and gradients are 0, where a mean over nothing would be no number."""
     for config in ROUTERS.values():
         (_, (routing, report, _)), gradient = routed(LOGITS, np.zeros_like(VALID), config)
-        assert not any(np.asarray(x).any() for x in jax.tree.leaves((report, routing.weights, gradient)))
+        assert not any(
+            np.asarray(x).any() for x in jax.tree.leaves((report, routing.weights, gradient))
+        )
 
 
 def test_padding_follows_the_last_positive_weight_of_a_row():
@@ -120,7 +146,9 @@ def test_padding_follows_the_last_positive_weight_of_a_row():
     np.testing.assert_array_equal(valid_tokens({"weights": weights, "valid": left}), left != 0)
     assert valid_tokens({"weights": weights[0]}) is None
     assert valid_tokens(weights) is None
-    with pytest.raises(ConfigError, match=r"batch valid: has the shape \(1, 6\), and the weights have \(3, 6\)"):
+    with pytest.raises(
+        ConfigError, match=r"batch valid: has the shape \(1, 6\), and the weights have \(3, 6\)"
+    ):
         valid_tokens({"weights": weights, "valid": left[:1]})
 
 
@@ -154,9 +182,17 @@ STRANGERS = {
     "nnx": (lambda: flax.from_nnx(Aware), True),
     "nnx without": (lambda: flax.from_nnx(Unaware), False),
     "linen": (lambda: flax.from_linen(LinenAware(), jax.ShapeDtypeStruct((2, 4), jnp.int32)), True),
-    "functions": (lambda: functions(lambda params, ids, valid: params["w"][ids] * valid[..., None]), True),
+    "functions": (
+        lambda: functions(lambda params, ids, valid: params["w"][ids] * valid[..., None]),
+        True,
+    ),
     "functions without": (lambda: functions(lambda params, ids: params["w"][ids]), False),
-    "adapted": (lambda: with_lora(flax.from_nnx(Aware), LoRAConfig(("embedding",), rank=2), Rules(params=[])), True),
+    "adapted": (
+        lambda: with_lora(
+            flax.from_nnx(Aware), LoRAConfig(("embedding",), rank=2), Rules(params=[])
+        ),
+        True,
+    ),
     "llama": (tiny.model, False),
 }
 
@@ -182,19 +218,26 @@ def test_a_model_in_parts_must_take_the_mask_in_its_first():
         def apply_layers(self, x, context): ...
         def compute_outputs(self, x, values): ...
 
-    with pytest.raises(ConfigError, match=r"embed_inputs: does not take 'valid', which Parts\.__call__ takes"):
+    with pytest.raises(
+        ConfigError, match=r"embed_inputs: does not take 'valid', which Parts\.__call__ takes"
+    ):
         flax.from_nnx(Parts).layered()
 
 
 def counting(params, ids, valid=None):
     """Logits that predict how many tokens a row has."""
-    return jnp.broadcast_to(jax.nn.one_hot(valid.sum(axis=1), 64)[:, None], (*ids.shape, 64)) * params["w"][0]
+    return (
+        jnp.broadcast_to(jax.nn.one_hot(valid.sum(axis=1), 64)[:, None], (*ids.shape, 64))
+        * params["w"][0]
+    )
 
 
 def test_prompts_are_generated_from_without_their_padding():
     """In the first program and in every later one; prompts of two lengths are in one batch."""
     model = Model(lambda key: {"w": jnp.ones(64)}, counting)
-    plan = make_plan(tiny.mesh(), Rules(params=[("w", replicate("it is small"))]), model, optax.sgd(1.0))
+    plan = make_plan(
+        tiny.mesh(), Rules(params=[("w", replicate("it is small"))]), model, optax.sgd(1.0)
+    )
     found = Generator(plan, 32, Sampling(temperature=0.0)).write(
         model.init(jax.random.key(0)), {}, [[1, 2, 3], [4] * 7], tokens=3
     )
@@ -210,9 +253,15 @@ def batch_of(held: int, examples: int = 8) -> dict[str, np.ndarray]:
     lengths = rng.integers(1, SEQ + 1, examples)
     lengths[::2] = 0  # all rows of one of two microbatches
     is_token, is_prompt = (np.arange(SEQ)[None] < n[:, None] for n in (lengths, lengths // 2))
-    ids, padding = (draw.integers(0, VOCAB, (2, examples, SEQ), dtype=np.int32) for draw in (rng, other))
+    ids, padding = (
+        draw.integers(0, VOCAB, (2, examples, SEQ), dtype=np.int32) for draw in (rng, other)
+    )
     tokens, targets = np.where(is_token, ids, padding)
-    return {"tokens": tokens, "targets": targets, "weights": (is_token & ~is_prompt).astype(np.float32)}
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "weights": (is_token & ~is_prompt).astype(np.float32),
+    }
 
 
 Wrapped = Callable[[ModelLoss], GradFn]
@@ -247,13 +296,18 @@ def results(
         batch = place_batch(plan, batch)
         state, metrics = step(init_state(plan, seed=1), batch)
         sums = evaluate(state.params, state.variables, batch)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get((state.params, metrics, sums))))
+        assert all(
+            np.isfinite(leaf).all()
+            for leaf in jax.tree.leaves(jax.device_get((state.params, metrics, sums)))
+        )
         found.append(bits((state, metrics, sums)))
     return found
 
 
 def model_of(name: str, **fields: Any) -> Model:
-    return flax.from_nnx(dataclasses.replace(CONFIG, router=(ROUTERS | CHUNKED)[name], **fields).build)
+    return flax.from_nnx(
+        dataclasses.replace(CONFIG, router=(ROUTERS | CHUNKED)[name], **fields).build
+    )
 
 
 def test_steps_do_not_see_what_padding_holds():
@@ -261,7 +315,9 @@ def test_steps_do_not_see_what_padding_holds():
     batches = [batch_of(1), batch_of(2)]
     masked = [batch | {"valid": np.asarray(valid_tokens(batch))} for batch in batches]
     unmasked = [batch | {"valid": np.ones((8, SEQ), bool)} for batch in batches]
-    one, two, wrong, other = results(model_of("deepseek", layers=1), accumulated, masked + unmasked, data=2, expert=2)
+    one, two, wrong, other = results(
+        model_of("deepseek", layers=1), accumulated, masked + unmasked, data=2, expert=2
+    )
     assert one == two
     assert wrong != other
 
@@ -270,7 +326,12 @@ LAYOUTS: dict[str, tuple[str, Wrapped, dict[str, Any], dict[str, Any]]] = {
     "one device": ("capacity", value_and_grad, {}, {}),
     "data and expert": ("dropless", value_and_grad, {}, {"data": 2, "expert": 2}),
     "three axes": ("gshard", value_and_grad, {}, {"fsdp": 2, "expert": 2, "tensor": 2}),
-    "folded": ("capacity", value_and_grad, {}, {"rules": folded(MIXTRAL), "fsdp": 2, "expert": 2, "tensor": 2}),
+    "folded": (
+        "capacity",
+        value_and_grad,
+        {},
+        {"rules": folded(MIXTRAL), "fsdp": 2, "expert": 2, "tensor": 2},
+    ),
     "shared": (
         "deepseek",
         value_and_grad,
@@ -278,8 +339,18 @@ LAYOUTS: dict[str, tuple[str, Wrapped, dict[str, Any], dict[str, Any]]] = {
         {"rules": MIXTRAL_SHARED, "data": 2, "expert": 2},
     ),
     "chunks": ("chunked", value_and_grad, {}, {"data": 2, "expert": 2}),
-    "bf16": ("dropless", value_and_grad, {}, {"options": (("precision", "bf16"),), "data": 2, "expert": 2}),
-    "ring": ("dropless", value_and_grad, {}, {"options": (("context", "ring"),), "expert": 2, "sequence": 2}),
+    "bf16": (
+        "dropless",
+        value_and_grad,
+        {},
+        {"options": (("precision", "bf16"),), "data": 2, "expert": 2},
+    ),
+    "ring": (
+        "dropless",
+        value_and_grad,
+        {},
+        {"options": (("context", "ring"),), "expert": 2, "sequence": 2},
+    ),
     "all-to-all": (
         "capacity",
         value_and_grad,
@@ -291,7 +362,12 @@ LAYOUTS: dict[str, tuple[str, Wrapped, dict[str, Any], dict[str, Any]]] = {
     "gpipe": ("expert choice", scheduled("gpipe"), {}, {"pipe": 2, "expert": 2}),
     "1f1b": ("capacity", scheduled("1f1b"), {}, {"pipe": 2, "data": 2}),
     "1f1b exchanged once": ("dropless", staged_once, {}, {"pipe": 2, "data": 2}),
-    "interleaved": ("dropless", scheduled("interleaved", 2), {"layers": 4}, {"pipe": 2, "expert": 2}),
+    "interleaved": (
+        "dropless",
+        scheduled("interleaved", 2),
+        {"layers": 4},
+        {"pipe": 2, "expert": 2},
+    ),
 }
 
 
@@ -300,5 +376,7 @@ LAYOUTS: dict[str, tuple[str, Wrapped, dict[str, Any], dict[str, Any]]] = {
 def test_no_layout_sees_what_padding_holds(layout):
     """Bit by bit in training and evaluation, with the mask that weights tell."""
     router, wrapped, fields, options = LAYOUTS[layout]
-    one, two = results(model_of(router, **fields), wrapped, [batch_of(1, 16), batch_of(2, 16)], **options)
+    one, two = results(
+        model_of(router, **fields), wrapped, [batch_of(1, 16), batch_of(2, 16)], **options
+    )
     assert one == two

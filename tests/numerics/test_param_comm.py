@@ -73,8 +73,11 @@ def test_a_comm_of_ones_own_is_used_by_every_layer():
     for path, gradient in plain.items():
         factor = 2 if path.endswith("/kernel") else 1
         if path == "lm_head/kernel":
-            factor = 4  # its sum has two parts: a scatter of each chunk of the vocabulary, and the other axes
-        np.testing.assert_allclose(doubled[path], factor * gradient, rtol=1e-5, atol=1e-9, err_msg=path)
+            # its sum has two parts: a scatter of each chunk of the vocabulary, and the other axes
+            factor = 4
+        np.testing.assert_allclose(
+            doubled[path], factor * gradient, rtol=1e-5, atol=1e-9, err_msg=path
+        )
 
 
 def test_comms_are_compared_by_value():

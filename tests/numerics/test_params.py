@@ -32,17 +32,24 @@ config = spmd.TrainConfig(model=PRESETS["test"], rules=LLAMA)
 
 def equal(ours, theirs):
     """Whether two trees have the same bits."""
-    return all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True))
+    return all(
+        np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True)
+    )
 
 
 def write_run(folder, **fields):
     """A run folder with one checkpoint, and its state."""
     (folder / "config.py").write_text(SOURCE)
-    config = TrainConfig(model=tiny.CONFIG, rules=LLAMA, mesh=MeshShape(fsdp=4, tensor=2), devices=8, **fields)
+    config = TrainConfig(
+        model=tiny.CONFIG, rules=LLAMA, mesh=MeshShape(fsdp=4, tensor=2), devices=8, **fields
+    )
     setup = make_setup(config, config_mesh(config))
     RunDir(folder).describe(config, folder / "config.py", str(setup.plan))
     # No two adapters are zero, as they all begin.
-    state = jax.tree.map(lambda x: x + 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else x, init_state(setup.plan, 3))
+    state = jax.tree.map(
+        lambda x: x + 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        init_state(setup.plan, 3),
+    )
     with CheckpointManager(RunDir(folder).checkpoints) as checkpoints:
         checkpoints.save(5, state, {"step": 5})
     return setup, state
@@ -75,7 +82,9 @@ def test_parameters_are_cast(precision, wanted, tmp_path):
     abstract = tiny.plan(options=(("precision", wanted),), fsdp=2).abstract_params
     read = read_params(tmp_path, abstract)
     assert jax.tree.all(
-        jax.tree.map(lambda x, leaf: (x.dtype, x.sharding) == (leaf.dtype, leaf.sharding), read, abstract)
+        jax.tree.map(
+            lambda x, leaf: (x.dtype, x.sharding) == (leaf.dtype, leaf.sharding), read, abstract
+        )
     )
     assert equal(read, jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), state.params, abstract))
 
@@ -93,7 +102,9 @@ def test_adapters_are_added(tmp_path):
     assert not equal(read, base)
 
 
-@pytest.mark.parametrize("targets", [pytest.param((), marks=pytest.mark.soak), ("attention/(q|v)_proj/kernel",)])
+@pytest.mark.parametrize(
+    "targets", [pytest.param((), marks=pytest.mark.soak), ("attention/(q|v)_proj/kernel",)]
+)
 def test_averaged_parameters_are_read_in_their_place(targets, tmp_path):
     """From below the master weights, with adapters too; the trained ones are others."""
     lora = LoRAConfig(targets=targets)
@@ -119,7 +130,9 @@ def test_small_changes_survive_a_narrow_base(tmp_path):
     _, state = write_run(tmp_path, lora=lora, precision="bf16")
     base = jax.tree.map(lambda x: x.astype(jnp.float32), state.variables["base"])
     assert state.variables["base"]["lm_head"]["kernel"].dtype == jnp.bfloat16
-    read = read_params(tmp_path, tiny.plan().abstract_params)["layers"]["attention"]["q_proj"]["kernel"]
+    read = read_params(tmp_path, tiny.plan().abstract_params)["layers"]["attention"]["q_proj"][
+        "kernel"
+    ]
     expected = with_adapters(base, state.params, lora)["layers"]["attention"]["q_proj"]["kernel"]
     change = expected - base["layers"]["attention"]["q_proj"]["kernel"]
     np.testing.assert_allclose(read, expected, rtol=1e-5, atol=1e-3 * np.abs(change).max())

@@ -1,6 +1,7 @@
 """Parameters and variables are gathered on the way into a loss, whoever wrote the model and however it uses them.
 
-Each kind of model has the value and the gradients of one device on a mesh that splits examples and kernels.
+Each kind of model has the value and the gradients of one device on a mesh that splits examples and
+kernels.
 """
 
 import functools
@@ -65,14 +66,21 @@ def on_mesh(model, rules, loss_fn, batch, options=(), **sizes):
 def on_one_device(model, loss_fn, batch):
     """The same in plain JAX."""
     params, variables, key = make_inputs(model)
-    return jax.device_get(jax.jit(jax.value_and_grad(lambda p: loss_fn(p, variables, batch, key)[0]["loss"]))(params))
+    return jax.device_get(
+        jax.jit(jax.value_and_grad(lambda p: loss_fn(p, variables, batch, key)[0]["loss"]))(params)
+    )
 
 
 def errors(found, wanted):
     """Path → largest difference of an array from another, relative to the largest number of that, if it is not zero."""
-    found, wanted = ({"loss": loss, **tree.flatten(gradients)} for loss, gradients in (found, wanted))
+    found, wanted = (
+        {"loss": loss, **tree.flatten(gradients)} for loss, gradients in (found, wanted)
+    )
     assert found.keys() == wanted.keys()
-    return {path: float(np.abs(found[path] - x).max() / (np.abs(x).max() or 1)) for path, x in wanted.items()}
+    return {
+        path: float(np.abs(found[path] - x).max() / (np.abs(x).max() or 1))
+        for path, x in wanted.items()
+    }
 
 
 # Models.
@@ -81,7 +89,10 @@ def errors(found, wanted):
 def kernels(key, names, shape=(WIDTH, WIDTH)):
     """Random kernels by name."""
     keys = jax.random.split(key, len(names))
-    return {name: {"kernel": jax.random.normal(key, shape) / 4} for name, key in zip(names, keys, strict=True)}
+    return {
+        name: {"kernel": jax.random.normal(key, shape) / 4}
+        for name, key in zip(names, keys, strict=True)
+    }
 
 
 def written(apply, names="abc", shape=(WIDTH, WIDTH)):
@@ -137,7 +148,9 @@ class LinenFrozen(nn.Module):
     def __call__(self, x):
         normal = nn.initializers.normal(0.25)
         frozen = [
-            self.variable("frozen", name, lambda: normal(self.make_rng("params"), (WIDTH, WIDTH))).value
+            self.variable(
+                "frozen", name, lambda: normal(self.make_rng("params"), (WIDTH, WIDTH))
+            ).value
             for name in ("c", "d")
         ]
         x = LinenNet(name="net")(x)
@@ -149,12 +162,16 @@ def pair(one):
     names = ("encoder", "decoder")
 
     def both(make):
-        return lambda key: {name: make(jax.random.fold_in(key, number)) for number, name in enumerate(names)}
+        return lambda key: {
+            name: make(jax.random.fold_in(key, number)) for number, name in enumerate(names)
+        }
 
     def forward(params, variables, key, x, train):
         after = dict(variables)
         for name in names:
-            x, after[name] = one.forward(params[name], variables[name], key, jnp.tanh(x), train=train)
+            x, after[name] = one.forward(
+                params[name], variables[name], key, jnp.tanh(x), train=train
+            )
         return x, after
 
     return Model(both(one.init), None, both(one.init_variables), forward)
@@ -180,7 +197,9 @@ def normed(p, x):
     """Kernels are standardized by columns before they are used."""
     for name in "abc":
         kernel = p[name]["kernel"]
-        x = jnp.tanh(x @ ((kernel - kernel.mean(0, keepdims=True)) / (kernel.std(0, keepdims=True) + 0.1)))
+        x = jnp.tanh(
+            x @ ((kernel - kernel.mean(0, keepdims=True)) / (kernel.std(0, keepdims=True) + 0.1))
+        )
     return x
 
 
@@ -204,7 +223,9 @@ def tied(p, tokens):
 def branches(p, x):
     """Conditions with a kernel in each branch."""
     for condition in (x.sum() > 0, x.sum() <= 0):
-        x = jax.lax.cond(condition, lambda x: x @ p["a"]["kernel"], lambda x: jnp.tanh(x @ p["b"]["kernel"]), x)
+        x = jax.lax.cond(
+            condition, lambda x: x @ p["a"]["kernel"], lambda x: jnp.tanh(x @ p["b"]["kernel"]), x
+        )
     return x
 
 
@@ -227,7 +248,9 @@ def dot(a, b):
 
 def with_trace(model, params, variables, batch, key):
     """Hutchinson's estimate of the trace of the Hessian is a penalty."""
-    signs = jax.tree.map(lambda w: jax.random.rademacher(jax.random.key(1), w.shape, jnp.float32), params)
+    signs = jax.tree.map(
+        lambda w: jax.random.rademacher(jax.random.key(1), w.shape, jnp.float32), params
+    )
 
     def value(params):
         return plain(model, params, variables, batch, key)
@@ -239,9 +262,9 @@ def with_trace(model, params, variables, batch, key):
 
 def with_norm(model, params, variables, batch, key):
     """The squared norm of the gradient is a penalty."""
-    (loss, after), gradients = jax.value_and_grad(lambda p: plain(model, p, variables, batch, key), has_aux=True)(
-        params
-    )
+    (loss, after), gradients = jax.value_and_grad(
+        lambda p: plain(model, p, variables, batch, key), has_aux=True
+    )(params)
     return loss + dot(gradients, gradients), after
 
 
@@ -329,7 +352,9 @@ def wanted(kind):
 def errors_of(kind, spec=None, sizes=SIZES, options=()):
     """The differences of a kind from one device."""
     model, _, own = KINDS[kind]
-    return errors(on_mesh(model, rules_of(spec or own), loss_of(kind), BATCH, options, **sizes), wanted(kind))
+    return errors(
+        on_mesh(model, rules_of(spec or own), loss_of(kind), BATCH, options, **sizes), wanted(kind)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -390,7 +415,9 @@ def gathered_by(monkeypatch, use, spec=BOTH, shape=(WIDTH, WIDTH), sizes=SIZES):
 
     def evaluate(params, batch):
         with use_plan(plan):
-            return partition_safe.partition_safe(lambda p, v, b: use(p["a"]["kernel"], b))(params, {}, batch)
+            return partition_safe.partition_safe(lambda p, v, b: use(p["a"]["kernel"], b))(
+                params, {}, batch
+            )
 
     jax.eval_shape(evaluate, plan.abstract_params, BATCH)
     return len(seen)
@@ -404,7 +431,10 @@ def placed(x, *entries):
 ROWS = ("data", "fsdp")
 USES = {
     "matmul": (lambda w, b: b["x"] @ w, 1),
-    "a view and a matmul": (lambda w, b: b["x"] @ w.T.reshape(WIDTH, WIDTH)[:, :8].astype(jnp.float32), 1),
+    "a view and a matmul": (
+        lambda w, b: b["x"] @ w.T.reshape(WIDTH, WIDTH)[:, :8].astype(jnp.float32),
+        1,
+    ),
     "a matmul of parameters": (lambda w, b: w @ w, 1),
     "decay": (lambda w, b: (w**2).sum() + jnp.abs(w).max(), 0),
     "decay times a mean of the batch": (lambda w, b: (w**2).sum() * b["x"].mean(), 0),
@@ -428,7 +458,12 @@ def test_what_is_gathered(use, monkeypatch):
 
 @pytest.mark.parametrize(
     ("spec", "count"),
-    [(P(None, "tensor"), 0), (P(None, ("fsdp", "tensor")), 1), (P("tensor"), 1), (P("fsdp", "tensor"), 1)],
+    [
+        (P(None, "tensor"), 0),
+        (P(None, ("fsdp", "tensor")), 1),
+        (P("tensor"), 1),
+        (P("fsdp", "tensor"), 1),
+    ],
     ids=["columns over tensor", "columns over fsdp", "rows over tensor", "rows over fsdp"],
 )
 def test_which_lookups_are_gathered(spec, count, monkeypatch):
@@ -450,4 +485,7 @@ def test_outside_of_a_plan_nothing_changes():
 
 def test_a_kernel_that_is_replicated_is_not_gathered(monkeypatch):
     """A parameter that no axis splits needs no gather before an element-wise use."""
-    assert gathered_by(monkeypatch, lambda w, b: w * b["x"], replicate("small"), sizes={"data": 8}) == 0
+    assert (
+        gathered_by(monkeypatch, lambda w, b: w * b["x"], replicate("small"), sizes={"data": 8})
+        == 0
+    )

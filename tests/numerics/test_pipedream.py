@@ -117,7 +117,9 @@ def trained_in_a_pipeline(plan, step):
 
 def difference(params, expected):
     """The largest one, relative to the largest value of each leaf."""
-    apart = jax.tree.map(lambda x, y: float(np.abs(x - y).max() / (np.abs(y).max() or 1)), params, expected)
+    apart = jax.tree.map(
+        lambda x, y: float(np.abs(x - y).max() / (np.abs(y).max() or 1)), params, expected
+    )
     return max(jax.tree.leaves(apart))
 
 
@@ -125,13 +127,17 @@ SLOW = [(4, {"fsdp": 2}), (2, {"data": 2, "tensor": 2})]
 
 
 @pytest.mark.parametrize(
-    ("stages", "axes"), [(2, {}), *(pytest.param(*layout, marks=pytest.mark.soak) for layout in SLOW)], ids=str
+    ("stages", "axes"),
+    [(2, {}), *(pytest.param(*layout, marks=pytest.mark.soak) for layout in SLOW)],
+    ids=str,
 )
 def test_gradients_are_exactly_one_update_behind(stages, axes):
     """Over four steps losses and parameters are those of W(t + 1) = W(t) − ν ∇f(W(t − 1)) on one device."""
     found = trained_in_a_pipeline(*layout(stages, **axes))
     assert_close(found, delayed(1), lost())
-    assert difference(found[-1][1], delayed(0)[-1][1]) > 1e-3, "the control: gradients without delay"
+    assert difference(found[-1][1], delayed(0)[-1][1]) > 1e-3, (
+        "the control: gradients without delay"
+    )
 
 
 @pytest.mark.soak
@@ -142,7 +148,9 @@ def test_adapters_are_one_update_behind_too():
     found = trained_in_a_pipeline(plan, step)
     assert_close(found, delayed(1, lora), lost(lora))
     assert difference(found[-1][1], delayed(0, lora)[-1][1]) > 1e-3, "the control: without delay"
-    assert not any("base" in leaf.path for leaf in plan.transform_states if leaf.path.startswith(InFlight.name))
+    assert not any(
+        "base" in leaf.path for leaf in plan.transform_states if leaf.path.startswith(InFlight.name)
+    )
 
 
 def test_what_is_under_way_is_saved_and_restored(tmp_path):
@@ -155,11 +163,16 @@ def test_what_is_under_way_is_saved_and_restored(tmp_path):
         checkpoints.save(2, state, {"seed": 0})
         checkpoints.wait()
         restored, _ = checkpoints.restore(None, abstract_state(plan))
-    assert np.abs(jax.device_get(restored.transforms[InFlight.name]["stages"]["inputs"]["0"])).max() > 0
+    assert (
+        np.abs(jax.device_get(restored.transforms[InFlight.name]["stages"]["inputs"]["0"])).max()
+        > 0
+    )
     for batch in BATCHES[2:]:
         state, _ = step(state, placed(plan, batch))
         restored, _ = step(restored, placed(plan, batch))
-    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(restored.params), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(restored.params), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -175,7 +188,11 @@ def test_the_layout_of_what_is_under_way():
 
 def setup(**fields) -> TrainSetup:
     data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=64, batch=16)
-    fields = {"mesh": spmd.MeshShape(pipe=2), "pipeline": spmd.PipelineConfig("pipedream", 8), **fields}
+    fields = {
+        "mesh": spmd.MeshShape(pipe=2),
+        "pipeline": spmd.PipelineConfig("pipedream", 8),
+        **fields,
+    }
     config = spmd.TrainConfig(model=PRESETS["demo"], rules=LLAMA, data=data, **fields)
     return make_setup(config, planned_mesh(config))
 
@@ -186,7 +203,10 @@ def setup(**fields) -> TrainSetup:
         ({"accumulate": 2}, "accumulate: is 2: a batch does not end"),
         ({"on_nan": "skip"}, "on_nan: is skip: a step cannot be skipped"),
         ({"precision": "fp16"}, "the scale may change while microbatches are in flight"),
-        ({"mesh": spmd.MeshShape(pipe=4), "pipeline": spmd.PipelineConfig("pipedream", 4)}, "4 < 2 × (stages=4 - 1)"),
+        (
+            {"mesh": spmd.MeshShape(pipe=4), "pipeline": spmd.PipelineConfig("pipedream", 4)},
+            "4 < 2 × (stages=4 - 1)",
+        ),
     ],
     ids=str,
 )

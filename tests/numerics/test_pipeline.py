@@ -62,25 +62,36 @@ def refused(*arguments, **fields) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("axis", "cached"), [("pipe", set()), ("fsdp", {"jit__step", "jit_evaluate"})])
+@pytest.mark.parametrize(
+    ("axis", "cached"), [("pipe", set()), ("fsdp", {"jit__step", "jit_evaluate"})]
+)
 def test_steps_of_a_pipeline_are_not_cached(axis, cached, tmp_path):
     """XLA:CPU loses the order of collectives in programs that it reads back; steps without stages are cached."""
 
     def loss_fn(params, variables, batch, key):
-        return {"loss": jnp.square(batch["weights"] @ params["w"]).sum(), "weight": jnp.ones(())}, variables
+        return {
+            "loss": jnp.square(batch["weights"] @ params["w"]).sum(),
+            "weight": jnp.ones(()),
+        }, variables
 
     model = spmd.Model(lambda key: {"w": jnp.ones((16, 16))}, lambda params, x: x @ params["w"])
-    plan = make_plan(tiny.mesh(**{axis: 2}), Rules(params=[("w", replicate("small"))]), model, optax.sgd(0.1))
+    plan = make_plan(
+        tiny.mesh(**{axis: 2}), Rules(params=[("w", replicate("small"))]), model, optax.sgd(0.1)
+    )
     with compilation_cache(tmp_path):
         state = init_state(plan)
         make_train_step(plan, loss_fn).compile(SHAPES)
-        make_eval_step(plan, loss_fn)(state.params, state.variables, {"weights": jnp.ones((16, 16))})
+        make_eval_step(plan, loss_fn)(
+            state.params, state.variables, {"weights": jnp.ones((16, 16))}
+        )
         assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path)
     found = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
     assert found & {"jit__step", "jit_evaluate"} == cached
 
 
-@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (2, 4), (4, 4), (8, 3), (8, 6), (4, 6)])
+@pytest.mark.parametrize(
+    ("stages", "chunks"), [(2, 2), (4, 2), (2, 4), (4, 4), (8, 3), (8, 6), (4, 6)]
+)
 def test_layers_travel_to_their_stage_and_back(stages, chunks):
     """Group j of all layers comes to stage j mod stages, in order, and back to where it was."""
     mesh = tiny.mesh(pipe=stages)
@@ -94,7 +105,8 @@ def test_layers_travel_to_their_stage_and_back(stages, chunks):
         return interleave(interleave(x, stages, chunks), stages, chunks, back=True)
 
     moved, same = (
-        np.asarray(jax.jit(manual_over(mesh, ("pipe",), f, P("pipe"), P("pipe")))(stack)) for f in (there, and_back)
+        np.asarray(jax.jit(manual_over(mesh, ("pipe",), f, P("pipe"), P("pipe")))(stack))
+        for f in (there, and_back)
     )
     of_stage = moved.reshape(stages, chunks, 3)
     for stage in range(stages):
@@ -117,11 +129,17 @@ def test_the_number_of_microbatches_follows_the_batch():
     ("fields", "said"),
     [
         ({"batch": 15, "pipeline": spmd.PipelineConfig(microbatches=4)}, "15 / (microbatches=4 ×"),
-        ({"mesh": spmd.MeshShape(pipe=8), "pipeline": spmd.PipelineConfig(microbatches=8)}, "4 / (pipe=8) = 0.5"),
+        (
+            {"mesh": spmd.MeshShape(pipe=8), "pipeline": spmd.PipelineConfig(microbatches=8)},
+            "4 / (pipe=8) = 0.5",
+        ),
         ({"pipeline": spmd.PipelineConfig("interleaved", 8, 4)}, "4 / (pipe=2 × 4 chunks) = 0.5"),
         ({"pipeline": spmd.PipelineConfig("interleaved", 5)}, "5 / (stages=2) = 2.5"),
         ({"pipeline": spmd.PipelineConfig("1f1b", 8, 2)}, "chunks = 2"),
-        ({"pipeline": spmd.PipelineConfig("zero-bubble", 8)}, "splits the backward pass into B and W"),
+        (
+            {"pipeline": spmd.PipelineConfig("zero-bubble", 8)},
+            "splits the backward pass into B and W",
+        ),
         ({"pipeline": spmd.PipelineConfig("nowhere.csv")}, "nowhere.csv"),
         ({"mesh": spmd.MeshShape(pipe=2, sequence=2)}, "--context all-to-all"),
     ],
@@ -156,7 +174,9 @@ def test_models_that_cannot_be_cut():
     base = MIXTRALS["test"]
     two = dataclasses.replace(base, layers=6, dense_layers=2, dense_d_ff=64)
     assert "stacks of 2 and 4 layers" in refused(two, MIXTRAL_SHARED)
-    moved = dataclasses.replace(base, layers=4, router=dataclasses.replace(base.router, bias_rate=0.01))
+    moved = dataclasses.replace(
+        base, layers=4, router=dataclasses.replace(base.router, bias_rate=0.01)
+    )
     assert "layers/moe/router/bias: is a variable" in refused(moved, MIXTRAL)
 
 
@@ -198,7 +218,10 @@ class InParts(Whole):
 def test_a_model_of_ones_own():
     """A model that knows nothing of this framework but its three methods is pipelined; without them, the error names
     them."""
-    small = [("embed/embedding", replicate("small")), ("layers/kernel", replicate("small, but for its stages"))]
+    small = [
+        ("embed/embedding", replicate("small")),
+        ("layers/kernel", replicate("small, but for its stages")),
+    ]
     rules = Rules(small, stacked={"layers": "pipe"})  # a stack that is made by hand is named
     table = tabulate(make_schedule("1f1b", 2, 4))
 
@@ -211,7 +234,9 @@ def test_a_model_of_ones_own():
 
     with pytest.raises(SpmdError, match="methods embed_inputs, apply_layers and compute_outputs"):
         trace(Whole)
-    with pytest.raises(SpmdError, match=r"loss: is a function, and a pipeline needs its parts\n.*ModelLoss"):
+    with pytest.raises(
+        SpmdError, match=r"loss: is a function, and a pipeline needs its parts\n.*ModelLoss"
+    ):
         trace(InParts, own_loss=True)
     with pytest.raises(SpmdError, match="layers/kernel: is used outside of apply_layers"):
         trace(InParts, penalty=True)
@@ -224,7 +249,9 @@ def test_the_plan_says_how_many_microbatches(capsys):
     """The number that was chosen, and how the schedule is executed, follow the plan; nothing without a pipeline."""
     with pytest.raises(SystemExit):
         main(["plan", "demo", "--mesh.pipe", "2", "--mesh.data", "1"])
-    assert "pipeline 1f1b, 4 microbatches; executed in lock step: 6 ticks" in capsys.readouterr().out
+    assert (
+        "pipeline 1f1b, 4 microbatches; executed in lock step: 6 ticks" in capsys.readouterr().out
+    )
     with pytest.raises(SystemExit):
         main(["plan", "demo"])
     assert "pipeline" not in capsys.readouterr().out
@@ -241,7 +268,9 @@ def test_a_check_takes_the_same_microbatches():
     """Routers' losses are of a microbatch: one device has those that the mesh has, also where no number is given."""
     config = dataclasses.replace(MIXTRALS["test"], layers=2, stacked=True)
     data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=16, batch=8)
-    config = spmd.TrainConfig(model=dataclasses.replace(config, vocab=256), rules=MIXTRAL, data=data)
+    config = spmd.TrainConfig(
+        model=dataclasses.replace(config, vocab=256), rules=MIXTRAL, data=data
+    )
     check = Check(config, 1)
     assert check.compare(tiny.mesh(pipe=2)).ok
     found = check.reference(4).compare(check.one_device.plan, check.one_device.grad_fn)

@@ -111,11 +111,14 @@ def find_unguarded(text: str, tables: TickTable) -> tuple[list[str], int]:
         name
         for name, guards in inside
         if not any(
-            is_own_row(program, guard, tables) and not any(any(matmuls(program, other)) for other in guard.others)
+            is_own_row(program, guard, tables)
+            and not any(any(matmuls(program, other)) for other in guard.others)
             for guard in guards
         )
     ]
-    assert len(inside) == len(list(matmuls(program, program.entry))), "there are some outside of the loop"
+    assert len(inside) == len(list(matmuls(program, program.entry))), (
+        "there are some outside of the loop"
+    )
     return unguarded, len(inside)
 
 
@@ -140,9 +143,13 @@ print(json.dumps(step.compile(token_batches((2, 16), config.vocab, steps=1)[0]).
 def test_idle_stages_multiply_nothing() -> None:
     """In a Llama's optimised step, every matrix multiplication is in a branch that the stage's row chooses, beside one
     that has none; no others are in the program."""
-    unguarded, count = find_unguarded(run_script(OPTIMISED, json.dumps(SCHEDULE)), tabulate(make_schedule(*SCHEDULE)))
+    unguarded, count = find_unguarded(
+        run_script(OPTIMISED, json.dumps(SCHEDULE)), tabulate(make_schedule(*SCHEDULE))
+    )
     assert not unguarded
-    assert count >= 7 * 4 + 3, "a block has seven kernels: forward, forward again and two backward; then the head"
+    assert count >= 7 * 4 + 3, (
+        "a block has seven kernels: forward, forward again and two backward; then the head"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +167,9 @@ class Toy:
     def compile(self) -> tuple[jax.stages.Compiled, tuple[Any, ...]]:
         """The gradients, and what to call them with."""
         table, count = self.table, self.table.stages * self.table.chunks
-        weights = np.arange(count, dtype=np.float32)[:, None, None] * np.ones((WIDTH, WIDTH), np.float32)
+        weights = np.arange(count, dtype=np.float32)[:, None, None] * np.ones(
+            (WIDTH, WIDTH), np.float32
+        )
         model = Model(
             lambda key: {"scale": jnp.ones(WIDTH), "layers": {"kernel": jnp.asarray(weights)}},
             lambda params, x: None,
@@ -169,7 +178,9 @@ class Toy:
         small = replicate("a toy")
         rules = Rules([("scale", small), ("kernel", small)], [], stacked={"layers": "pipe"})
         plan = make_plan(tiny.mesh(pipe=table.stages), rules, model, optax.identity())
-        grad_fn = pipeline(ModelLoss(model, lambda batch: (batch["x"],), self.sums, additive=True), table)
+        grad_fn = pipeline(
+            ModelLoss(model, lambda batch: (batch["x"],), self.sums, additive=True), table
+        )
 
         def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
             with use_plan(plan):
@@ -182,7 +193,9 @@ class Toy:
     def layered(self) -> LayeredModel:
         """The model in parts."""
 
-        def apply_layers(params: Any, variables: Any, x: jax.Array, context: None, *, train: bool) -> Any:
+        def apply_layers(
+            params: Any, variables: Any, x: jax.Array, context: None, *, train: bool
+        ) -> Any:
             layer = lambda x, kernel: (self.layer(x, kernel), jnp.zeros(()))  # noqa: E731
             return jax.lax.scan(layer, x, params["layers"]["kernel"])
 
@@ -264,7 +277,9 @@ def expected_calls(table: TickTable) -> Counter[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize(
-    "schedule", [("gpipe", 2, 3), ("1f1b", 4, 5), ("interleaved", 2, 4, 2)], ids=lambda schedule: schedule[0]
+    "schedule",
+    [("gpipe", 2, 3), ("1f1b", 4, 5), ("interleaved", 2, 4, 2)],
+    ids=lambda schedule: schedule[0],
 )
 def test_calls(schedule: tuple[Any, ...]) -> None:
     """Every microbatch goes through every layer once forward, once again, and once backward; nothing else runs."""

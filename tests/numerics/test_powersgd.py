@@ -1,6 +1,7 @@
 """PowerSGD: exact where it must be, what is lost comes back, replicas agree, and the bytes are those of the formula.
 
-The model's gradient is known: of each layer, the sum of the outer products of its examples' `x` and `y`.
+The model's gradient is known: of each layer, the sum of the outer products of its examples' `x` and
+`y`.
 """
 
 import dataclasses
@@ -32,7 +33,10 @@ from tests import tiny
 
 LAYERS, N, M, EXAMPLES = 2, 16, 12, 16
 OPTIONAL = [OptionalState("variables/compression", PowerSGD(2).targets, PowerSGD(2).adapt)]
-RULES = spmd.Rules(params=[("kernel", P("fsdp")), ("bias", spmd.replicate("twelve numbers"))], stacked={"layers": None})
+RULES = spmd.Rules(
+    params=[("kernel", P("fsdp")), ("bias", spmd.replicate("twelve numbers"))],
+    stacked={"layers": None},
+)
 SGD = optax.sgd(0.1)
 NEAR = 1e-5
 """Of the largest gradient: float32 sums, and products of matrices whose singular values differ a hundredfold."""
@@ -42,7 +46,9 @@ def init(key: jax.Array) -> Any:
     return {"layers": {"kernel": jax.random.normal(key, (LAYERS, N, M))}, "bias": jnp.ones((M,))}
 
 
-MODEL = spmd.Model(init, lambda params, x, y: jnp.einsum("bln,lnm,blm->b", x, params["layers"]["kernel"], y))
+MODEL = spmd.Model(
+    init, lambda params, x, y: jnp.einsum("bln,lnm,blm->b", x, params["layers"]["kernel"], y)
+)
 
 
 def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
@@ -57,7 +63,9 @@ def step(rank: int, rate: float = 2.0, slices: int = 1, data: int = 4) -> TrainS
     plain = spmd.make_plan(mesh, RULES, MODEL, SGD)
     grad_fn = value_and_grad(loss_fn)
     if not rank:
-        return spmd.make_train_step(plain, grad_fn=exchange_once(grad_fn, ("data",)), keep_gradients=True)
+        return spmd.make_train_step(
+            plain, grad_fn=exchange_once(grad_fn, ("data",)), keep_gradients=True
+        )
     plan = plain.with_transforms(PowerSGD(rank, slices, rate))
     return spmd.make_train_step(plan, grad_fn=grad_fn, keep_gradients=True)
 
@@ -75,7 +83,9 @@ def batch(seed: int, rank: int = EXAMPLES) -> dict[str, np.ndarray]:
 
 
 def mean_gradient(examples: dict[str, np.ndarray]) -> np.ndarray:
-    return np.einsum("bln,blm->lnm", *(examples[name].astype(np.float64) for name in "xy")) / EXAMPLES
+    return (
+        np.einsum("bln,blm->lnm", *(examples[name].astype(np.float64) for name in "xy")) / EXAMPLES
+    )
 
 
 def applied(metrics: Any) -> np.ndarray:
@@ -121,7 +131,9 @@ def test_the_control_loses_something() -> None:
     made, batches = step(2), [batch(seed) for seed in range(2)]
     state, first = run(made, batches[:1])
     transforms = jax.tree.map(lambda x: x, state.transforms)
-    transforms["compression"]["error"] = jax.tree.map(jnp.zeros_like, transforms["compression"]["error"])
+    transforms["compression"]["error"] = jax.tree.map(
+        jnp.zeros_like, transforms["compression"]["error"]
+    )
     state, second = run(made, batches[1:], dataclasses.replace(state, transforms=transforms))
     found = sum(first) + sum(second) + error(state).mean(axis=0)
     assert distance(found, sum(map(mean_gradient, batches))) > 0.1
@@ -132,14 +144,18 @@ def test_full_rank_is_the_plain_exchange(rank: int, is_exact: bool) -> None:
     """Shards are 8 × 12; with fewer than 8 columns, the control, something is lost."""
     batches = [batch(seed) for seed in range(2)]
     found, plain = (run(made, batches)[1] for made in (step(rank, 0.0), step(0)))
-    assert all(distance(x, y) < NEAR for x, y in zip(plain, map(mean_gradient, batches), strict=True))
+    assert all(
+        distance(x, y) < NEAR for x, y in zip(plain, map(mean_gradient, batches), strict=True)
+    )
     assert all((distance(x, y) < NEAR) == is_exact for x, y in zip(found, plain, strict=True))
 
 
 def differing_replicas(state: Any) -> set[str]:
     """Paths of arrays of which two devices hold other bits of one part."""
     found = set()
-    for path, array in tree.flatten({"params": state.params, "q": state.transforms["compression"]["q"]}).items():
+    for path, array in tree.flatten(
+        {"params": state.params, "q": state.transforms["compression"]["q"]}
+    ).items():
         parts: dict[str, set[bytes]] = {}
         for shard in array.addressable_shards:
             parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
@@ -168,7 +184,9 @@ def test_a_zero_gradient_does_not_end_it() -> None:
 
 def abstract(state: Any) -> Any:
     """The state as checkpoints have it, abstract."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), as_stored(state))
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), as_stored(state)
+    )
 
 
 def saved(folder: Path, state: Any) -> CheckpointManager:
@@ -195,7 +213,9 @@ def test_a_checkpoint_resumes_bitwise(tmp_path: Path) -> None:
     state, _ = run(made, [batch(0), batch(1)])
     with saved(tmp_path, state) as manager:
         again = opened(manager, abstract(state))
-    fresh = jax.tree.map(jnp.copy, dataclasses.replace(again, transforms=spmd.init_state(made.plan).transforms))
+    fresh = jax.tree.map(
+        jnp.copy, dataclasses.replace(again, transforms=spmd.init_state(made.plan).transforms)
+    )
     went_on, resumed, differs = (bits(run(made, [last], each)[0]) for each in (state, again, fresh))
     assert resumed == went_on
     assert differs != went_on
@@ -208,7 +228,10 @@ def test_fewer_replicas_keep_the_mean_of_the_errors(tmp_path: Path) -> None:
     few = step(2, data=2)
     wanted = abstract(spmd.init_state(few.plan))
     with saved(tmp_path / "many", state) as manager:
-        with pytest.raises(CheckpointError, match=r"compression/error/layers/kernel: shape differs"):  # the control
+        # the control
+        with pytest.raises(
+            CheckpointError, match=r"compression/error/layers/kernel: shape differs"
+        ):
             manager.restore(None, wanted)
         fewer = opened(manager, wanted)
     assert error(fewer).shape[0] == 2

@@ -29,7 +29,9 @@ from tests.tiers import soak_but
 
 BATCHES = token_batches((8, 10), tiny.CONFIG.vocab, steps=3)
 GRAD_FN = value_and_grad(tiny.loss_fn())
-OPTIMIZER = spmd.make_optimizer(spmd.OptimizerConfig(learning_rate=1e-2, schedule="constant"), steps=10)
+OPTIMIZER = spmd.make_optimizer(
+    spmd.OptimizerConfig(learning_rate=1e-2, schedule="constant"), steps=10
+)
 FP16 = dataclasses.replace(POLICIES["fp16"], loss_scale=LossScale(initial=64.0))
 PRECISIONS = {**POLICIES, "fp16": FP16}
 NARROW = [name for name in POLICIES if name not in ("float32", "float64")]
@@ -64,14 +66,27 @@ def losses(name):
 
 def test_policies_by_name():
     """A policy is found by its name, and is a value like any other."""
-    assert list(POLICIES) == ["float32", "float64", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"]
+    assert list(POLICIES) == [
+        "float32",
+        "float64",
+        "bf16",
+        "bf16-params",
+        "bf16-params-stochastic",
+        "fp16",
+    ]
     assert all(make_precision(name) is policy for name, policy in POLICIES.items())
     half = make_precision("bf16")
-    assert (half.params_dtype, half.compute_dtype, half.gradients_dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    assert (half.params_dtype, half.compute_dtype, half.gradients_dtype) == (
+        jnp.float32,
+        jnp.bfloat16,
+        jnp.float32,
+    )
     assert make_precision(half) is half
 
 
-@pytest.mark.parametrize(("name", "near"), [("bf6", "bf16"), ("float23", "float32"), ("fp17", "fp16")])
+@pytest.mark.parametrize(
+    ("name", "near"), [("bf6", "bf16"), ("float23", "float32"), ("fp17", "fp16")]
+)
 def test_an_unknown_precision_is_an_error_with_a_suggestion(name, near):
     """The nearest name is in the message."""
     with pytest.raises(ConfigError, match=f'did you mean "{near}"'):
@@ -101,26 +116,40 @@ def test_dtypes_that_cannot_work_are_all_listed(fields, places):
 
 @pytest.mark.parametrize(
     "name",
-    soak_but(("float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"), "bf16-params-stochastic"),
+    soak_but(
+        ("float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"),
+        "bf16-params-stochastic",
+    ),
 )
 def test_state_has_the_planned_dtypes_and_bytes(name):
     """After a step, parameters, moments, master weights and variables lie as planned, to the byte."""
     layout = plan(name, **MESH)
-    step = make_train_step(layout, grad_fn=GRAD_FN, keep_gradients=True)  # as other tests compile it
+    # as other tests compile it
+    step = make_train_step(layout, grad_fn=GRAD_FN, keep_gradients=True)
     state, _ = step(init_state(layout), placed(layout, BATCHES[0]))
     policy, held = layout.precision, layout.bytes_per_device()
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {policy.params_dtype}
     assert {leaf.dtype for leaf in layout.gradients} == {policy.gradients}
-    inner = state.optimizer_state.inner if isinstance(state.optimizer_state, MasterState) else state.optimizer_state
+    inner = (
+        state.optimizer_state.inner
+        if isinstance(state.optimizer_state, MasterState)
+        else state.optimizer_state
+    )
     floats = [x.dtype for x in jax.tree.leaves(inner) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert set(floats) == {jnp.dtype(jnp.float32)}
     for part in ("params", "optimizer_state", *(["variables"] if state.variables else [])):
-        assert held[part] == sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(getattr(state, part)))
-    per_param = {part: round(held[part] / held["params"] * policy.params_dtype.itemsize) for part in held}
+        assert held[part] == sum(
+            x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(getattr(state, part))
+        )
+    per_param = {
+        part: round(held[part] / held["params"] * policy.params_dtype.itemsize) for part in held
+    }
     assert per_param["optimizer_state"] == 8 + (4 if policy.master else 0)
 
 
-@pytest.mark.parametrize("name", [pytest.param("bf16-params-stochastic", marks=pytest.mark.soak), "fp16"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("bf16-params-stochastic", marks=pytest.mark.soak), "fp16"]
+)
 def test_a_mesh_trains_as_one_device_does(name):
     """Three steps on eight devices stay within the policy's tolerance; the other policies are in the parity suite."""
     result = one_device(name).compare(plan(name, **MESH))
@@ -129,7 +158,11 @@ def test_a_mesh_trains_as_one_device_does(name):
 
 def test_control_a_missing_reduction_is_found():
     """The tolerances of narrow policies are wide, and still notice gradients of half of the batch."""
-    assert not one_device("bf16-params").compare(plan("bf16-params", **MESH), BUGS["reduction"](GRAD_FN)).ok
+    assert (
+        not one_device("bf16-params")
+        .compare(plan("bf16-params", **MESH), BUGS["reduction"](GRAD_FN))
+        .ok
+    )
 
 
 @pytest.mark.parametrize("name", soak_but(NARROW, "bf16", "fp16"))
@@ -138,7 +171,9 @@ def test_a_narrow_policy_follows_float32(name):
     assert 0 < np.abs(losses(name) / losses("float32") - 1).max() < 1e-2
 
 
-@pytest.mark.parametrize("name", soak_but(("bf16-params", "bf16-params-stochastic", "fp16"), "bf16-params-stochastic"))
+@pytest.mark.parametrize(
+    "name", soak_but(("bf16-params", "bf16-params-stochastic", "fp16"), "bf16-params-stochastic")
+)
 def test_a_run_resumes_bitwise(name, tmp_path):
     """Two steps, a checkpoint and a third step end as three steps do, with everything the policy keeps."""
     layout = plan(name, **MESH)
@@ -171,7 +206,9 @@ def outputs(jaxpr, primitive):
 def gradient_dtypes(precision, grad_fn):
     layout = tiny.plan(options=(("precision", precision),), fsdp=2)
     with use_plan(layout):
-        program = jax.make_jaxpr(grad_fn)(layout.abstract_params, Carry(), BATCHES[0], jax.random.key(0))
+        program = jax.make_jaxpr(grad_fn)(
+            layout.abstract_params, Carry(), BATCHES[0], jax.random.key(0)
+        )
     matrices = {aval.dtype for aval in outputs(program, "dot_general") if aval.ndim == 2}
     count = len(jax.tree.leaves(layout.abstract_params))
     return {str(d) for d in matrices}, {str(aval.dtype) for aval in program.out_avals[:count]}
@@ -184,7 +221,8 @@ def test_gradients_of_bfloat16_parameters_are_float32(microbatches):
     assert gradient_dtypes("bf16-params", grad_fn) == ({"float32"}, {"float32"})
     rounded = Precision("rounded", params="bfloat16", compute="bfloat16", gradients="bfloat16")
     sums = "bfloat16" if microbatches == 1 else "float32"
-    assert gradient_dtypes(rounded, grad_fn) == ({"bfloat16"}, {sums})  # control: where the policy says otherwise
+    # control: where the policy says otherwise
+    assert gradient_dtypes(rounded, grad_fn) == ({"bfloat16"}, {sums})
 
 
 def test_master_weights_are_the_truth():
@@ -207,7 +245,9 @@ def test_stochastic_rounding_keeps_what_nearest_loses():
 
         def one(carry, _):
             params, state = carry
-            updates, state = optimizer.update({"w": jnp.linspace(1, 2, 4096) * 2.0**-14}, state, params)
+            updates, state = optimizer.update(
+                {"w": jnp.linspace(1, 2, 4096) * 2.0**-14}, state, params
+            )
             return (optax.apply_updates(params, updates), state), None
 
         params = {"w": jnp.full(4096, 1.0, jnp.bfloat16)}
@@ -232,19 +272,31 @@ def test_stochastic_rounding_is_unbiased_and_keeps_what_fits():
     assert np.abs(error.mean(axis=0)).max() < 5 * step / 2 / np.sqrt(len(seeds))
     assert np.abs(error.mean(axis=1)).max() < 5 * step / 2 / np.sqrt(x.size)
     exact = jnp.array([0.0, -0.0, 1.0, -3.5, jnp.inf, -jnp.inf, jnp.nan])
-    np.testing.assert_array_equal(round_stochastically(exact, jnp.uint32(7)).astype(jnp.float32), exact)
-    truncated = np.asarray(jax.lax.reduce_precision(x, 8, 7) - x, np.float64)  # control: nearest is biased for each
+    np.testing.assert_array_equal(
+        round_stochastically(exact, jnp.uint32(7)).astype(jnp.float32), exact
+    )
+    # control: nearest is biased for each
+    truncated = np.asarray(jax.lax.reduce_precision(x, 8, 7) - x, np.float64)
     assert np.abs(truncated / np.abs(x)).max() > 5 * step / 2 / np.sqrt(len(seeds))
 
 
 def test_stochastic_rounding_does_not_see_layout():
     """A stack is rounded as its layers are, a split array as a whole one, and a last-bit error seldom shows."""
-    x, seed = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 64)), jnp.float32), jnp.uint32(5)
+    x, seed = (
+        jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 64)), jnp.float32),
+        jnp.uint32(5),
+    )
     whole = np.asarray(round_stochastically(x, seed))
-    np.testing.assert_array_equal(whole, np.stack([round_stochastically(layer, seed) for layer in x]))
-    split = jax.device_put(x, jax.NamedSharding(tiny.mesh(fsdp=4, tensor=2), P(None, "fsdp", "tensor")))
+    np.testing.assert_array_equal(
+        whole, np.stack([round_stochastically(layer, seed) for layer in x])
+    )
+    split = jax.device_put(
+        x, jax.NamedSharding(tiny.mesh(fsdp=4, tensor=2), P(None, "fsdp", "tensor"))
+    )
     np.testing.assert_array_equal(whole, jax.jit(round_stochastically)(split, seed))
     near = round_stochastically(jnp.nextafter(x, jnp.inf), seed)
     assert (np.asarray(near) != whole).mean() < 1e-3
-    assert 0.3 < (np.asarray(round_stochastically(x, jnp.uint32(6))) != whole).mean() < 0.4  # control: another step
-    assert len({tuple(row) for row in np.asarray(whole[0] > x[0])}) == 16  # rows are not rounded alike
+    # control: another step
+    assert 0.3 < (np.asarray(round_stochastically(x, jnp.uint32(6))) != whole).mean() < 0.4
+    # rows are not rounded alike
+    assert len({tuple(row) for row in np.asarray(whole[0] > x[0])}) == 16

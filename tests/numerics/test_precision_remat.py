@@ -33,7 +33,11 @@ def gradient_program(config=tiny.CONFIG, grad_fn=None, **options):
 
 def outputs(jaxpr, primitive):
     """Shape and dtype of what each equation of a primitive computes."""
-    return [equation.outvars[0].aval for equation in equations(jaxpr) if equation.primitive.name == primitive]
+    return [
+        equation.outvars[0].aval
+        for equation in equations(jaxpr)
+        if equation.primitive.name == primitive
+    ]
 
 
 def test_compute_follows_the_precision():
@@ -43,10 +47,14 @@ def test_compute_follows_the_precision():
         with use_plan(plan):
             forward = jax.make_jaxpr(tiny.model().apply)(plan.abstract_params, BATCH["tokens"])
         products = outputs(forward, "dot_general")
-        activations = [aval for aval in products if aval.shape[-1] in (32, 16, 64) and aval.ndim == 3]
+        activations = [
+            aval for aval in products if aval.shape[-1] in (32, 16, 64) and aval.ndim == 3
+        ]
         logits = [aval for aval in activations if aval.dtype != dtype]
         assert len(activations) == KERNELS + 1
-        assert [aval.shape for aval in logits] == ([] if precision == "float32" else [(4, 10, tiny.CONFIG.vocab)])
+        assert [aval.shape for aval in logits] == (
+            [] if precision == "float32" else [(4, 10, tiny.CONFIG.vocab)]
+        )
 
 
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -71,16 +79,24 @@ def widened_matrices(program):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("remat", "exchange"), [("none", "float32"), ("full", "float32"), ("full", "bfloat16")])
+@pytest.mark.parametrize(
+    ("remat", "exchange"), [("none", "float32"), ("full", "float32"), ("full", "bfloat16")]
+)
 def test_in_bf16_weight_gradients_are_float32_from_matmul_to_optimizer(remat, exchange, tied):
     """Each leaves its matmul in float32 and is rounded on its way only to be sent, in the dtype of the exchange."""
     precision = dataclasses.replace(POLICIES["bf16"], exchange=exchange)
     program = gradient_program(tiny.replaced(tied=tied), remat=remat, precision=precision)
-    assert weight_gradient_dtypes(program) == [FLOAT32] * (KERNELS + 2)  # the head and the embedding besides
+    # the head and the embedding besides
+    assert weight_gradient_dtypes(program) == [FLOAT32] * (KERNELS + 2)
     assert BFLOAT16 in {aval.dtype for aval in outputs(program, "dot_general")}
     gradients = program.out_avals[: len(jax.tree.leaves(tiny.plan().abstract_params))]
     assert {aval.dtype for aval in gradients} == {FLOAT32}
-    reduced = [aval.dtype for name in ("psum", "reduce_scatter") for aval in outputs(program, name) if aval.ndim == 2]
+    reduced = [
+        aval.dtype
+        for name in ("psum", "reduce_scatter")
+        for aval in outputs(program, name)
+        if aval.ndim == 2
+    ]
     assert reduced == [jnp.dtype(exchange)] * (KERNELS + 1)
     assert len(widened_matrices(program)) == (0 if exchange == "float32" else KERNELS + 1)
 
@@ -90,7 +106,9 @@ def test_control_parameters_cast_beforehand_have_bfloat16_gradients():
 
     def cast_first(params, carry, batch, key):
         narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-        grads = jax.grad(lambda p: tiny.loss_fn()(p, carry.variables, batch, key)[0]["loss"])(narrow)
+        grads = jax.grad(lambda p: tiny.loss_fn()(p, carry.variables, batch, key)[0]["loss"])(
+            narrow
+        )
         return jax.tree.map(lambda x: x.astype(jnp.float32), grads), {}, carry
 
     program = gradient_program(grad_fn=cast_first, precision="bf16")
@@ -102,7 +120,9 @@ def test_in_bf16_the_state_stays_float32():
     """Parameters and optimizer state are the float32 master copies."""
     state = init_state(tiny.plan(options=(("precision", "bf16"),)))
     floats = [
-        x.dtype for x in jax.tree.leaves((state.params, state.optimizer_state)) if jnp.issubdtype(x.dtype, jnp.floating)
+        x.dtype
+        for x in jax.tree.leaves((state.params, state.optimizer_state))
+        if jnp.issubdtype(x.dtype, jnp.floating)
     ]
     assert set(floats) == {FLOAT32}
 
@@ -114,7 +134,9 @@ def test_in_bf16_the_gradient_of_a_tied_embedding_has_float32_resolution():
 
     def gradients(params):
         with use_plan(plan):
-            return value_and_grad(tiny.loss_fn(config))(params, Carry(), BATCH, jax.random.key(0))[0]
+            return value_and_grad(tiny.loss_fn(config))(params, Carry(), BATCH, jax.random.key(0))[
+                0
+            ]
 
     gradient = jax.jit(gradients)(init_state(plan).params)["embed"]["embedding"]
     rounded = gradient.astype(jnp.bfloat16).astype(jnp.float32)

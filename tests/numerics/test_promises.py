@@ -28,7 +28,9 @@ PATH = "layers/mlp/up_proj/kernel"
 @functools.cache
 def plan(exchange: str):
     policy = dataclasses.replace(make_precision("bf16"), exchange=exchange)
-    return make_plan(tiny.mesh(data=2, fsdp=4), LLAMA, tiny.model(), optax.sgd(0.1), precision=policy)
+    return make_plan(
+        tiny.mesh(data=2, fsdp=4), LLAMA, tiny.model(), optax.sgd(0.1), precision=policy
+    )
 
 
 def audit(f, exchange: str, *arrays):
@@ -39,7 +41,9 @@ def audit(f, exchange: str, *arrays):
     return audit_collectives(compiled, plan(exchange).mesh, plan=plan("bfloat16"))
 
 
-@pytest.mark.parametrize(("exchange", "dtype", "broken"), [("bfloat16", "bf16", 0), ("float32", "f32", 2)])
+@pytest.mark.parametrize(
+    ("exchange", "dtype", "broken"), [("bfloat16", "bf16", 0), ("float32", "f32", 2)]
+)
 def test_a_layer_sends_gradients_as_promised(exchange, dtype, broken) -> None:
     """In bfloat16 over both axes; in float32, the control, both are named."""
 
@@ -67,7 +71,9 @@ def gathered_by_hand(kernel):
         return codes.astype(jnp.float32) * jnp.repeat(scale, shard.shape[0], axis=0)
 
     mesh = plan("bfloat16").mesh
-    return jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=P(), check_vma=False)(kernel)
+    return jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=P(), check_vma=False)(
+        kernel
+    )
 
 
 def gathered_by_the_partitioner(kernel):
@@ -78,7 +84,8 @@ def gathered_by_the_partitioner(kernel):
 
 
 @pytest.mark.parametrize(
-    ("gather", "dtype", "broken"), [(gathered_by_hand, "s8", []), (gathered_by_the_partitioner, "f32", [PATH])]
+    ("gather", "dtype", "broken"),
+    [(gathered_by_hand, "s8", []), (gathered_by_the_partitioner, "f32", [PATH])],
 )
 def test_a_promised_int8_gather(gather, dtype, broken) -> None:
     """A manual region keeps the promise; a quantised array with a constraint, the control, is gathered in float32."""

@@ -46,9 +46,13 @@ def stood_for(x, recipe, dtype, summed, *, is_kernel=False):
         free = [dim for dim in range(x.ndim) if dim not in summed]
         lengths |= {free[-1]: recipe.block} if is_kernel and recipe.is_square else {}
         largest = np.zeros_like(x)
-        for index in np.ndindex(*(x.shape[d] // np.gcd(x.shape[d], lengths.get(d, 1)) for d in range(x.ndim))):
+        for index in np.ndindex(
+            *(x.shape[d] // np.gcd(x.shape[d], lengths.get(d, 1)) for d in range(x.ndim))
+        ):
             sizes = [int(np.gcd(x.shape[d], lengths.get(d, 1))) for d in range(x.ndim)]
-            part = tuple(slice(i * size, (i + 1) * size) for i, size in zip(index, sizes, strict=True))
+            part = tuple(
+                slice(i * size, (i + 1) * size) for i, size in zip(index, sizes, strict=True)
+            )
             largest[part] = np.abs(x[part]).max()
     else:
         over = summed if recipe.scaling == "row" else None
@@ -66,7 +70,13 @@ def test_a_product_is_that_of_what_codes_stand_for(recipe):
     for form, a, is_gradient in ((FORWARD, NORMAL, False), (BACKWARD, NORMAL @ KERNEL, True)):
         dtype = recipe.gradient if is_gradient else recipe.inputs
         found = quantized_einsum(
-            form, jnp.asarray(a), jnp.asarray(KERNEL), recipe, is_gradient=is_gradient, scales=None, dtype="float32"
+            form,
+            jnp.asarray(a),
+            jnp.asarray(KERNEL),
+            recipe,
+            is_gradient=is_gradient,
+            scales=None,
+            dtype="float32",
         )
         kernel = stood_for(KERNEL, recipe, recipe.inputs, (int(is_gradient),), is_kernel=True)
         expected = np.einsum(form, stood_for(a, recipe, dtype, (2,)), kernel)
@@ -90,9 +100,15 @@ def test_scales_are_powers_of_two_rounded_up():
 def test_magnitudes_beyond_the_history_are_clipped():
     """To the largest code, not to what is no number."""
     codes, scale = quantize(
-        jnp.float32([[1, -500]]), (1,), RECIPES["fp8-delayed"], "float8_e4m3fn", largest=jnp.float32(1)
+        jnp.float32([[1, -500]]),
+        (1,),
+        RECIPES["fp8-delayed"],
+        "float8_e4m3fn",
+        largest=jnp.float32(1),
     )
-    assert (np.asarray(codes, np.float32) * np.asarray(scale)).tolist() == [[1, -448 * float(scale.reshape(()))]]
+    assert (np.asarray(codes, np.float32) * np.asarray(scale)).tolist() == [
+        [1, -448 * float(scale.reshape(()))]
+    ]
 
 
 def test_one_scale_is_of_all_devices():
@@ -100,17 +116,29 @@ def test_one_scale_is_of_all_devices():
     mesh, x = make_mesh(data=4, devices=jax.devices()[:4]), jnp.asarray(NORMAL)
 
     def codes(x, is_kernel):
-        return quantize(x, (2,), RECIPES["fp8"], "float8_e4m3fn", is_kernel=is_kernel).array.astype(jnp.float32)
+        return quantize(x, (2,), RECIPES["fp8"], "float8_e4m3fn", is_kernel=is_kernel).array.astype(
+            jnp.float32
+        )
 
     run = [
-        jax.jit(manual_over(mesh, ("data",), functools.partial(codes, is_kernel=alone), P("data"), P("data")))(x)
+        jax.jit(
+            manual_over(
+                mesh, ("data",), functools.partial(codes, is_kernel=alone), P("data"), P("data")
+            )
+        )(x)
         for alone in (False, True)
     ]
     whole = codes(x, False)
     assert np.array_equal(run[0], whole)
     assert not np.array_equal(run[1], whole)
     rows = jax.jit(
-        manual_over(mesh, ("data",), lambda x: quantize(x, (2,), RECIPES["int8"], "int8").array, P("data"), P("data"))
+        manual_over(
+            mesh,
+            ("data",),
+            lambda x: quantize(x, (2,), RECIPES["int8"], "int8").array,
+            P("data"),
+            P("data"),
+        )
     )
     assert np.array_equal(rows(x), quantize(x, (2,), RECIPES["int8"], "int8").array)
     spread = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
@@ -120,7 +148,9 @@ def test_one_scale_is_of_all_devices():
 @functools.cache
 def plan(quantize, config=CONFIG, options=(), **sizes):
     rules, mesh = tiny.LLAMA_TIED if config.tied else tiny.LLAMA, tiny.mesh(**sizes)
-    return make_plan(mesh, rules, tiny.model(config), tiny.OPTIMIZER, quantize=quantize, **dict(options))
+    return make_plan(
+        mesh, rules, tiny.model(config), tiny.OPTIMIZER, quantize=quantize, **dict(options)
+    )
 
 
 @functools.cache
@@ -141,7 +171,8 @@ def test_layouts_train_alike(recipe):
     """But for codes that are rounded the other way where sums differ in order; the control is without the recipe."""
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     one, many, plain = (
-        np.array(steps(*args, **at)[0][0]) for args, at in (((recipe,), {}), ((recipe,), mesh), (("",), {}))
+        np.array(steps(*args, **at)[0][0])
+        for args, at in (((recipe,), {}), ((recipe,), mesh), (("",), {}))
     )
     assert (np.abs(one / many - 1) < (2e-5, 2e-3)).all()
     assert (np.abs(one / plain - 1) > (4e-5, 4e-3)).any()
@@ -178,9 +209,16 @@ def test_codes_are_gathered_straight_into_the_matmul():
     assert steps("", options=options, **at)[0] != steps("", **at)[0]
     step = make_train_step(plan("fp8", options=options, **at), tiny.loss_fn(at["config"]))
     (batch,) = token_batches((8, 32), CONFIG.vocab, 1)
-    gathered = [x.invars[0].aval for x in equations(step.trace(batch).jaxpr) if x.primitive.name == "all_gather"]
+    gathered = [
+        x.invars[0].aval
+        for x in equations(step.trace(batch).jaxpr)
+        if x.primitive.name == "all_gather"
+    ]
     assert sum(x.dtype == "uint8" for x in gathered) == len(plan("fp8").model.info().linear)
-    assert {x.shape[-1] for x in gathered if x.dtype != "uint8" and x.ndim > 1} == {CONFIG.d_model // 4}  # of the head
+    # of the head
+    assert {x.shape[-1] for x in gathered if x.dtype != "uint8" and x.ndim > 1} == {
+        CONFIG.d_model // 4
+    }
 
 
 def seen(state, path="layers/mlp/up_proj/kernel"):
@@ -194,19 +232,29 @@ def test_a_step_remembers_the_largest_of_its_microbatches():
     history = seen(state)
     assert history.shape == (CONFIG.layers, len(ASSUMED), 16)
     assert (history[..., 2:] == np.array([*ASSUMED.values()])[None, :, None]).all()
-    kernel = np.abs(np.asarray(tree.flatten(init_state(plan("fp8-delayed")).params)["layers/mlp/up_proj/kernel"]))
+    kernel = np.abs(
+        np.asarray(
+            tree.flatten(init_state(plan("fp8-delayed")).params)["layers/mlp/up_proj/kernel"]
+        )
+    )
     np.testing.assert_array_equal(history[:, 1, 1], kernel.max(axis=(1, 2)))
     for options in ({"data": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 2}):
-        np.testing.assert_allclose(seen(steps("fp8-delayed", **options)[1])[..., 0], history[..., 1], rtol=1e-4)
+        np.testing.assert_allclose(
+            seen(steps("fp8-delayed", **options)[1])[..., 0], history[..., 1], rtol=1e-4
+        )
     flat = tree.flatten(state.transforms)
     assert not any(np.asarray(x).any() for path, x in flat.items() if path.endswith("/now"))
 
 
 def test_what_is_no_magnitude_is_forgotten():
     """The last finite one stays: one bad batch does not stop a run for sixteen steps."""
-    state = {"k": {"history": jnp.ones((2, 3, 16)) * 2, "now": jnp.full((2, 3), jnp.nan).at[0].set(5.0)}}
+    state = {
+        "k": {"history": jnp.ones((2, 3, 16)) * 2, "now": jnp.full((2, 3), jnp.nan).at[0].set(5.0)}
+    }
     history = MagnitudeHistory()
-    grad_fn = history.wrap(lambda params, carry, batch, key: ((), {}, carry.with_state(history.name, state)))
+    grad_fn = history.wrap(
+        lambda params, carry, batch, key: ((), {}, carry.with_state(history.name, state))
+    )
     after = grad_fn((), Carry(), (), jax.random.key(0))[2].transforms[history.name]["k"]
     assert np.asarray(after["history"])[:, 0, 0].tolist() == [5, 2]
     assert not np.asarray(after["now"]).any()
@@ -231,7 +279,10 @@ def test_checkpoints_are_those_of_runs_without_recipes():
 def test_experts_have_the_products_of_their_codes(recipe):
     """Rows without an expert change no other; sorted rows and slots agree, and so do shards of hidden units."""
     recipe = RECIPES[recipe]
-    rows, kernels = jnp.asarray(NORMAL[:2]), jnp.stack([jnp.asarray(KERNEL), 3 * jnp.asarray(KERNEL[::-1])])
+    rows, kernels = (
+        jnp.asarray(NORMAL[:2]),
+        jnp.stack([jnp.asarray(KERNEL), 3 * jnp.asarray(KERNEL[::-1])]),
+    )
     slots = quantized_grouped_matmul(rows, kernels, None, recipe)
     flat = jnp.concatenate([rows.reshape(64, 64), jnp.full((8, 64), 1e30)])
     ragged = quantized_grouped_matmul(flat, kernels, jnp.array([32, 32]), recipe)
@@ -240,9 +291,13 @@ def test_experts_have_the_products_of_their_codes(recipe):
     error = np.abs(slots - exact).max() / np.abs(exact).max()
     assert 1e-3 < error < 0.06
     mesh = make_mesh(tensor=2, devices=jax.devices()[:2])
-    local = functools.partial(quantized_grouped_matmul, sizes=None, recipe=recipe, tensor=("tensor",), is_split=True)
+    local = functools.partial(
+        quantized_grouped_matmul, sizes=None, recipe=recipe, tensor=("tensor",), is_split=True
+    )
     specs = (P(None, None, "tensor"), P(None, "tensor"))
-    run = manual_over(mesh, ("tensor",), lambda x, k: jax.lax.psum(local(x, k), "tensor"), specs, P())
+    run = manual_over(
+        mesh, ("tensor",), lambda x, k: jax.lax.psum(local(x, k), "tensor"), specs, P()
+    )
     np.testing.assert_allclose(jax.jit(run)(rows, kernels), slots, rtol=0, atol=1e-5)
 
 
@@ -258,7 +313,9 @@ def test_a_mixture_trains_alike_on_every_mesh():
         with use_plan(made):
             loss_fn = next_token_loss(model, train=False)
             state = init_state(made)
-            return float(jax.jit(loss_fn)(state.params, state.variables, batch, jax.random.key(0))[0]["loss"])
+            return float(
+                jax.jit(loss_fn)(state.params, state.variables, batch, jax.random.key(0))[0]["loss"]
+            )
 
     one = loss("fp8")
     assert loss("fp8", fsdp=2, expert=2, tensor=2) == pytest.approx(one, rel=2e-4)

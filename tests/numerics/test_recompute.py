@@ -26,7 +26,8 @@ BATCH, SEQ, BLOCKS = 2, 2048, 8
 def kept_bytes(function, *arguments, of=lambda aval: aval.ndim >= 3 and aval.shape[:2] != (1, SEQ)):
     """Bytes that the derivative of a function keeps of its forward pass: every array once, and no argument.
 
-    Not counted are statistics of tokens, and the table of angles `[1, seq, …]`, a constant that all layers share.
+    Not counted are statistics of tokens, and the table of angles `[1, seq, …]`, a constant that all
+    layers share.
     """
     jaxpr = jax.make_jaxpr(lambda *a: jax.vjp(function, *a)[1])(*arguments).jaxpr
     kept = {id(v): v.aval for v in jaxpr.outvars if not hasattr(v, "val") and v not in jaxpr.invars}
@@ -40,7 +41,9 @@ def llama_layer(config, remat, dtype):
 
     def layer(state, x):
         with use_plan(tiny.plan(options=(("remat", remat), ("attention", "xla")))):
-            return remat_layer(lambda s, x: nnx.merge(graph, s)(x, angles), scanned=False, number=0)(state, x)
+            return remat_layer(
+                lambda s, x: nnx.merge(graph, s)(x, angles), scanned=False, number=0
+            )(state, x)
 
     return layer, nnx.to_pure_dict(state), jax.ShapeDtypeStruct((BATCH, SEQ, config.d_model), dtype)
 
@@ -48,14 +51,17 @@ def llama_layer(config, remat, dtype):
 def closed_form(config, itemsize, *, core):
     """Bytes of activations that one layer keeps: the docstring of docs/how-to/remat.md in code.
 
-    Inputs of the layer, of its two norms' matmuls and of `o_proj`, and the stream in between; queries, keys and values;
-    gate, up and what goes down. The core: of each visible score its exponential in float32 and its probability; of each
-    block of queries the keys and values that it sees.
+    Inputs of the layer, of its two norms' matmuls and of `o_proj`, and the stream in between;
+    queries, keys and values; gate, up and what goes down. The core: of each visible score its
+    exponential in float32 and its probability; of each block of queries the keys and values that it
+    sees.
     """
     h, k, f = config.d_model, config.kv_heads * config.head_width, config.d_ff
     tokens, visible = BATCH * SEQ, (BLOCKS + 1) / (2 * BLOCKS)
     kept = tokens * itemsize * (6 * h + 2 * k + 3 * f)
-    inside = (4 + itemsize) * BATCH * config.heads * SEQ**2 * visible + tokens * itemsize * (BLOCKS - 1) * k
+    inside = (4 + itemsize) * BATCH * config.heads * SEQ**2 * visible + tokens * itemsize * (
+        BLOCKS - 1
+    ) * k
     return kept + (inside if core else 0)
 
 
@@ -65,7 +71,9 @@ def test_a_layer_keeps_what_the_formula_says(config, dtype):
     """Without remat, and under `selective`, to half a percent (statistics of rows are not in the formula)."""
     for remat, core in (("none", True), ("selective", False)):
         kept = kept_bytes(*llama_layer(config, remat, dtype))
-        assert kept == pytest.approx(closed_form(config, jnp.dtype(dtype).itemsize, core=core), rel=0.005)
+        assert kept == pytest.approx(
+            closed_form(config, jnp.dtype(dtype).itemsize, core=core), rel=0.005
+        )
 
 
 @pytest.mark.upgrades
@@ -84,7 +92,10 @@ def forward_dropout(x, key, rate):
     return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype), mask
 
 
-dropout.defvjp(forward_dropout, lambda rate, mask, dy: (jnp.where(mask, dy / (1 - rate), 0).astype(dy.dtype), None))
+dropout.defvjp(
+    forward_dropout,
+    lambda rate, mask, dy: (jnp.where(mask, dy / (1 - rate), 0).astype(dy.dtype), None),
+)
 
 
 @jax.custom_vjp
@@ -103,7 +114,9 @@ softmax.defvjp(forward_softmax, lambda p, dp: (p * (dp - (p * dp).sum(-1, keepdi
 @jax.checkpoint
 def layer_norm(x):
     wide = x.astype(jnp.float32)
-    return ((wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5)).astype(x.dtype)
+    return (
+        (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5)
+    ).astype(x.dtype)
 
 
 def megatron_layer(params, x, key, heads=96):
@@ -115,7 +128,9 @@ def megatron_layer(params, x, key, heads=96):
     def core(query, key, value):
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * (width // heads) ** -0.5
         unseen = jnp.where(jnp.tri(seq, dtype=bool), 0.0, -1e30).astype(x.dtype)
-        return jnp.einsum("bhqk,bkhd->bqhd", dropout(softmax(scores + unseen[None, None]), keys[0], 0.1), value)
+        return jnp.einsum(
+            "bhqk,bkhd->bqhd", dropout(softmax(scores + unseen[None, None]), keys[0], 0.1), value
+        )
 
     y = layer_norm(x)
     query, key, value = ((y @ params[n]).reshape(batch, seq, heads, -1) for n in "qkv")
@@ -140,7 +155,9 @@ def test_selective_cuts_what_the_published_formula_says():
     """GPT-3 175B, 16 bit: sbh(34 + 5as/h) without, 34sbh with it (arXiv:2205.05198, equations 1 and 6): 70 % less."""
     a, s, b, h = GPT3.heads, SEQ, BATCH, GPT3.d_model
     # The layer's input is an argument here, and counted in the 34.
-    none, selective = (kept_bytes(*megatron(remat)) + 2 * s * b * h for remat in ("none", "selective"))
+    none, selective = (
+        kept_bytes(*megatron(remat)) + 2 * s * b * h for remat in ("none", "selective")
+    )
     assert none == pytest.approx(s * b * h * (34 + 5 * a * s / h), rel=0.01)
     assert selective == pytest.approx(34 * s * b * h, rel=0.01)
     published = (5 * a * s / h) / (34 + 5 * a * s / h)
@@ -151,7 +168,9 @@ def test_selective_cuts_what_the_published_formula_says():
 def layer_flops(remat):
     """FLOPs of the matmuls of one GPT-3 layer, forward and backward."""
     layer, params, x = llama_layer(GPT3, remat, jnp.bfloat16)
-    gradients = jax.value_and_grad(lambda params, x: layer(params, x).astype(jnp.float32).sum(), argnums=(0, 1))
+    gradients = jax.value_and_grad(
+        lambda params, x: layer(params, x).astype(jnp.float32).sum(), argnums=(0, 1)
+    )
     return matmul_flops(read_program(jax.make_jaxpr(gradients)(params, x)))
 
 
@@ -162,7 +181,11 @@ def test_selective_costs_under_four_percent():
 
 
 TOKENS = jax.ShapeDtypeStruct((16, 64), "int32")
-SMALL = {"tokens": TOKENS, "targets": TOKENS, "weights": jax.ShapeDtypeStruct(TOKENS.shape, "float32")}
+SMALL = {
+    "tokens": TOKENS,
+    "targets": TOKENS,
+    "weights": jax.ShapeDtypeStruct(TOKENS.shape, "float32"),
+}
 CONFIG = tiny.replaced(kv_heads=4)
 
 
@@ -179,7 +202,10 @@ def test_bytes_and_flops_of_a_step_are_those_of_closed_forms():
     none = estimate("none").matmul_flops
     assert none == 6 * CONFIG.matmul_params * tokens + 3 * core
     assert estimate("selective").matmul_flops - none == core / 2
-    assert estimate("full").matmul_flops - none == 2 * tokens * CONFIG.layers * (4 * h * h + 2 * h * f) + core
+    assert (
+        estimate("full").matmul_flops - none
+        == 2 * tokens * CONFIG.layers * (4 * h * h + 2 * h * f) + core
+    )
     offloaded = estimate("offload:mlp_hidden")
     assert offloaded.host == {"activations": 4 * CONFIG.layers * tokens * f // 4}
     assert (offloaded.saved, estimate("full").host) == (estimate("full").saved, {})
@@ -204,7 +230,12 @@ def test_saved_activations_have_their_names():
 def test_flops_inside_a_manual_region_are_those_of_all_devices():
     """Shapes there are of one device along the manual axes; a condition counts as its most expensive branch."""
     mesh = tiny.mesh(data=2, fsdp=2)
-    specs = {"in_specs": jax.P("data"), "out_specs": jax.P("data"), "axis_names": {"data"}, "check_vma": False}
+    specs = {
+        "in_specs": jax.P("data"),
+        "out_specs": jax.P("data"),
+        "axis_names": {"data"},
+        "check_vma": False,
+    }
 
     def branch(x):
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x.T @ x, lambda x: x, x)

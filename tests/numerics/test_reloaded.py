@@ -17,14 +17,19 @@ from spmd.resilience.digests import digest_arrays
 from spmd.run.reloaded import RELOADED, Reloaded
 from tests import tiny
 
-BASE = {"0": {"w": np.arange(64, dtype=np.float32).reshape(8, 8)}, "b": np.arange(4, dtype=np.int32)}
+BASE = {
+    "0": {"w": np.arange(64, dtype=np.float32).reshape(8, 8)},
+    "b": np.arange(4, dtype=np.int32),
+}
 SPECS = {"0/w": P("fsdp", "tensor"), "b": P()}
 
 
 def placed(values=BASE, **sizes) -> dict:
     """The arrays on a mesh."""
     mesh = tiny.mesh(**(sizes or {"fsdp": 2, "tensor": 2}))
-    return tree.map_with_path(lambda path, x: jax.device_put(x, NamedSharding(mesh, SPECS[path])), values)
+    return tree.map_with_path(
+        lambda path, x: jax.device_put(x, NamedSharding(mesh, SPECS[path])), values
+    )
 
 
 def state(**sizes) -> dict:
@@ -33,11 +38,15 @@ def state(**sizes) -> dict:
 
 def load(origin, abstract) -> dict:
     assert origin["path"] == "somewhere"
-    return tree.map_with_path(lambda path, leaf: jax.device_put(tree.flatten(BASE)[path], leaf.sharding), abstract)
+    return tree.map_with_path(
+        lambda path, leaf: jax.device_put(tree.flatten(BASE)[path], leaf.sharding), abstract
+    )
 
 
 def abstract(**sizes) -> dict:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(**sizes))
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(**sizes)
+    )
 
 
 PART = Reloaded("variables/base", load, {"path": "somewhere"})
@@ -89,13 +98,22 @@ def test_a_digest_is_of_bits_and_not_of_shards():
     """The same on every mesh and in every memory; the controls differ in one bit, a sign of zero, a dtype, a path."""
     expected = digest_arrays(placed())
     assert expected == digest_arrays(placed(fsdp=8)) == digest_arrays(placed(tensor=4, data=2))
-    hosted = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), placed())
+    hosted = jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), placed()
+    )
     assert digest_arrays(hosted) == expected
     w = BASE["0"]["w"]
     swapped = w.copy()
     swapped[0, 0], swapped[0, 1] = w[0, 1], w[0, 0]
-    for other in (np.nextafter(w, 99), w.astype(np.float16), swapped, np.where(w == 0, -0.0, w).astype(np.float32)):
+    for other in (
+        np.nextafter(w, 99),
+        w.astype(np.float16),
+        swapped,
+        np.where(w == 0, -0.0, w).astype(np.float32),
+    ):
         assert digest_arrays(placed({**BASE, "0": {"w": other}})) != expected
     mesh = tiny.mesh(fsdp=2, tensor=2)
-    renamed = {"1": {"w": jax.device_put(jnp.asarray(w), NamedSharding(mesh, P())), "b": placed()["b"]}}
+    renamed = {
+        "1": {"w": jax.device_put(jnp.asarray(w), NamedSharding(mesh, P())), "b": placed()["b"]}
+    }
     assert digest_arrays(renamed) != expected

@@ -42,7 +42,10 @@ def gradient_program(config=tiny.CONFIG, **options):
 @functools.cache
 def count(primitive, remat, stacked=True, layers=2):
     config = tiny.replaced(stacked=stacked, layers=layers)
-    return sum(name_of(equation) == primitive for equation in equations(gradient_program(config, remat=remat)))
+    return sum(
+        name_of(equation) == primitive
+        for equation in equations(gradient_program(config, remat=remat))
+    )
 
 
 def matmuls(remat, stacked=True, layers=2):
@@ -58,7 +61,9 @@ def compiled(remat, stacked=True, unroll=1, precision="float32", layers=3):
 
     def run(params):
         with use_plan(plan):
-            return value_and_grad(tiny.loss_fn(config))(params, Carry(), BATCH, jax.random.key(0))[0]
+            return value_and_grad(tiny.loss_fn(config))(params, Carry(), BATCH, jax.random.key(0))[
+                0
+            ]
 
     return jax.jit(run), init_state(plan).params
 
@@ -86,7 +91,10 @@ def lost(**options):
         ("save:attention_out", Remat(save=("attention_out",))),
         ("save:attention_out,mlp_hidden", Remat("names", ("attention_out", "mlp_hidden"))),
         ("offload:mlp_hidden", Remat(offload=("mlp_hidden",))),
-        ("save:attention_out offload:mlp_hidden/3", Remat("names", ("attention_out",), ("mlp_hidden",), 3)),
+        (
+            "save:attention_out offload:mlp_hidden/3",
+            Remat("names", ("attention_out",), ("mlp_hidden",), 3),
+        ),
     ],
 )
 def test_remat_policies_are_read_and_written_alike(text, value):
@@ -108,7 +116,10 @@ def test_a_remat_value_alone_is_what_it_looks_like():
     [
         ("ful", ['did you mean "full"']),
         ("selctive", ['did you mean "selective"']),
-        ("FULL", ["does not exist", "one of: none, selective, dots, full, save:NAME, offload:NAME"]),
+        (
+            "FULL",
+            ["does not exist", "one of: none, selective, dots, full, save:NAME, offload:NAME"],
+        ),
         ("save", ['did you mean "save:NAME"']),
         ("save:", ['did you mean "save:NAME"']),
         ("save:,", ['did you mean "save:NAME"']),
@@ -121,7 +132,10 @@ def test_a_remat_value_alone_is_what_it_looks_like():
         ("full/x", ["'x' is not an interval of layers"]),
         ("save:a offload:a", ["a is both saved and offloaded"]),
         ("save:a,a", ["a is named twice"]),
-        ("save:a,b offload:b,c,c/0", ["b is both saved and offloaded", "c is named twice", "0 is not an interval"]),
+        (
+            "save:a,b offload:b,c,c/0",
+            ["b is both saved and offloaded", "c is named twice", "0 is not an interval"],
+        ),
     ],
 )
 def test_a_remat_policy_that_does_not_exist_is_an_error(text, complaints):
@@ -134,19 +148,31 @@ def test_a_remat_policy_that_does_not_exist_is_an_error(text, complaints):
 @pytest.mark.parametrize("word", ["save", "offload"])
 def test_naming_an_activation_that_no_rule_names_is_an_error(word):
     """JAX's policy would keep nothing, without a word."""
-    with pytest.raises(RuleError, match=rf"remat {word}:attention_ouut: is no activation of the rule table"):
+    with pytest.raises(
+        RuleError, match=rf"remat {word}:attention_ouut: is no activation of the rule table"
+    ):
         tiny.plan(options=(("remat", f"{word}:attention_ouut"),))
 
 
 @unless_old
-@pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize(
+    "stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"]
+)
 def test_naming_an_activation_that_no_layer_marks_is_an_error(stacked):
     """One error for all such names, with those that the layers do mark; an activation outside of the layers is none."""
-    plan = tiny.plan(tiny.replaced(stacked=stacked), options=(("remat", "save:mlp_hidden,logits offload:embed_rows"),))
+    plan = tiny.plan(
+        tiny.replaced(stacked=stacked),
+        options=(("remat", "save:mlp_hidden,logits offload:embed_rows"),),
+    )
     with pytest.raises(AnnotationError) as caught:
         make_train_step(plan, tiny.loss_fn(tiny.replaced(stacked=stacked))).lower(BATCH)
-    assert [problem.where for problem in caught.value.problems] == ["remat offload:embed_rows", "remat save:logits"]
-    assert "one of: attention_input, attention_key, attention_out, attention_query" in str(caught.value)
+    assert [problem.where for problem in caught.value.problems] == [
+        "remat offload:embed_rows",
+        "remat save:logits",
+    ]
+    assert "one of: attention_input, attention_key, attention_out, attention_query" in str(
+        caught.value
+    )
     make_train_step(tiny.plan(options=(("remat", "save:mlp_hidden"),)), tiny.loss_fn()).lower(BATCH)
 
 
@@ -157,7 +183,8 @@ def test_naming_an_activation_that_no_layer_marks_is_an_error(stacked):
 def test_a_policy_that_acts_on_nothing_is_an_error(remat, call):
     """A model that passes no layer, or no attention core, through the plan; one that does is served."""
     rules = spmd.Rules(
-        params=[("w", spmd.replicate("it is small"))], activations=[("a", jax.sharding.PartitionSpec("data"))]
+        params=[("w", spmd.replicate("it is small"))],
+        activations=[("a", jax.sharding.PartitionSpec("data"))],
     )
 
     def make(wrap):
@@ -173,9 +200,13 @@ def test_a_policy_that_acts_on_nothing_is_an_error(remat, call):
         return make_train_step(plan, loss)
 
     batch = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-    with pytest.raises(AnnotationError, match=f"remat {remat}: the model never calls spmd.plan.annotate.{call}"):
+    with pytest.raises(
+        AnnotationError, match=f"remat {remat}: the model never calls spmd.plan.annotate.{call}"
+    ):
         make(lambda layer: layer).lower(batch)
-    make(remat_attention if remat == "selective" else functools.partial(remat_layer, scanned=False)).lower(batch)
+    make(
+        remat_attention if remat == "selective" else functools.partial(remat_layer, scanned=False)
+    ).lower(batch)
 
 
 def test_an_interval_needs_layers_with_numbers():
@@ -199,17 +230,27 @@ def test_offload_needs_a_memory_that_is_there():
     mesh = tiny.mesh(fsdp=2)
     devices = np.vectorize(lambda _: Nowhere(), otypes=[object])(np.zeros(mesh.devices.shape))
     bare = mock.Mock(
-        spec=mesh, shape=mesh.shape, devices=devices, axis_names=mesh.axis_names, axis_types=mesh.axis_types
+        spec=mesh,
+        shape=mesh.shape,
+        devices=devices,
+        axis_names=mesh.axis_names,
+        axis_types=mesh.axis_types,
     )
-    make = functools.partial(spmd.make_plan, rules=tiny.plan().rules, model=tiny.model(), optimizer=tiny.OPTIMIZER)
-    with pytest.raises(ConfigError, match="remat offload:mlp_hidden: toaster has no memory of the kind pinned_host"):
+    make = functools.partial(
+        spmd.make_plan, rules=tiny.plan().rules, model=tiny.model(), optimizer=tiny.OPTIMIZER
+    )
+    with pytest.raises(
+        ConfigError, match="remat offload:mlp_hidden: toaster has no memory of the kind pinned_host"
+    ):
         make(bare, remat="offload:mlp_hidden")
     make(abstract_mesh(spmd.MeshShape(fsdp=2)), remat="offload:mlp_hidden")
     make(mesh, remat="offload:mlp_hidden")
 
 
 @pytest.mark.upgrades
-@pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize(
+    "stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"]
+)
 def test_full_recomputes_each_layer_and_save_recomputes_less(stacked):
     """Matmuls in the program: least with none, most with full, which runs nearly a second forward pass."""
     programs = 1 if stacked else tiny.CONFIG.layers  # a scanned layer is in the program once
@@ -217,13 +258,16 @@ def test_full_recomputes_each_layer_and_save_recomputes_less(stacked):
         matmuls(remat, stacked) for remat in ("none", "save:attention_out", "full", "selective")
     )
     assert none < save < full
-    # Recomputed: the inputs of the backward pass, which are all products of the layer but the two that only add to
-    # the residual stream; one attention has two products.
+    # Recomputed: the inputs of the backward pass, which are all products of the layer but the two
+    # that only add to the residual stream; one attention has two products.
     assert full - none == programs * (KERNELS - 2 + 2 + 1)
     assert full - save == programs
-    assert selective - none == programs  # the scores; what they are multiplied with is not needed again
-    if not ARE_ON:  # else JAX computes them again, which is refused (tests/numerics/test_upgrades.py)
-        assert matmuls("dots", stacked) - none == 2 * programs  # attention's products alone have batch dimensions
+    # the scores; what they are multiplied with is not needed again
+    assert selective - none == programs
+    # else JAX computes them again, which is refused (tests/numerics/test_upgrades.py)
+    if not ARE_ON:
+        # attention's products alone have batch dimensions
+        assert matmuls("dots", stacked) - none == 2 * programs
 
 
 def test_saving_every_name_recomputes_fewer_matmuls():
@@ -236,7 +280,9 @@ def test_saving_every_name_recomputes_fewer_matmuls():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize(
+    "stacked", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["scanned", "unrolled"]
+)
 def test_an_interval_recomputes_every_kth_layer(stacked):
     """Of five layers every second is three, every third two, every ninth the first; the others keep everything."""
     per_layer = KERNELS - 2 + 2 + 1
@@ -254,7 +300,11 @@ def test_an_interval_recomputes_every_kth_layer(stacked):
 
 def test_offloaded_activations_go_to_the_host_and_come_back():
     """The traced program moves them to pinned memory in the forward loop and back in the backward loop."""
-    assert count("device_put", "save:attention_out offload:mlp_hidden") - count("device_put", f"save:{NAMES}") == 2
+    assert (
+        count("device_put", "save:attention_out offload:mlp_hidden")
+        - count("device_put", f"save:{NAMES}")
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +324,9 @@ def test_no_policy_changes_a_gradient(remat):
 @pytest.mark.parametrize("remat", ["selective", "save:attention_out offload:mlp_hidden/2"])
 def test_no_policy_changes_a_gradient_of_separate_layers(remat):
     """Layers that are not scanned, under a policy that acts inside of them and one that acts around some of them."""
-    assert_close(gradients(remat, stacked=False), gradients("none", stacked=False), lost(stacked=False))
+    assert_close(
+        gradients(remat, stacked=False), gradients("none", stacked=False), lost(stacked=False)
+    )
 
 
 @pytest.mark.soak
@@ -296,7 +348,9 @@ def test_no_policy_changes_a_gradient_in_bf16(remat):
 @pytest.mark.soak
 def test_offloading_changes_no_bit():
     """What comes back from the host is what was saved."""
-    jax.tree.map(np.testing.assert_array_equal, gradients(f"offload:{NAMES}"), gradients(f"save:{NAMES}"))
+    jax.tree.map(
+        np.testing.assert_array_equal, gradients(f"offload:{NAMES}"), gradients(f"save:{NAMES}")
+    )
 
 
 def test_control_a_layer_recomputed_from_something_else_is_seen(monkeypatch):

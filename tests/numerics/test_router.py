@@ -37,13 +37,16 @@ def one_hot_logits(choices, experts, gap=1.0):
     return jnp.asarray(logits)
 
 
-# The published figures: Fedus et al., Switch Transformers (arXiv:2101.03961), equations 3 and 4 and section 2.4;
-# Lepikhin et al., GShard (arXiv:2006.16668), section 2.2 and algorithm 1.
+# The published figures: Fedus et al., Switch Transformers (arXiv:2101.03961), equations 3 and 4 and
+# section 2.4; Lepikhin et al., GShard (arXiv:2006.16668), section 2.2 and algorithm 1.
 
 
 def test_switch_capacity():
     """4096 tokens, 64 experts and a factor of 1.25: room for 80 tokens."""
-    assert RouterConfig(experts=64, top_k=1, normalise=False, capacity_factor=1.25).capacity(4096) == 80
+    assert (
+        RouterConfig(experts=64, top_k=1, normalise=False, capacity_factor=1.25).capacity(4096)
+        == 80
+    )
 
 
 def test_gshard_capacity():
@@ -71,7 +74,9 @@ def test_switch_balance_loss(parts, shares, alpha, expected):
     """α·N·Σ f·P: α for even load, α·N where all goes to one expert."""
     config = RouterConfig(experts=len(parts), top_k=1, normalise=False, balance=alpha)
     with jax.enable_x64(True):
-        loss = weighted_balance(jnp.array(parts, jnp.float64), jnp.array(shares, jnp.float64), config)
+        loss = weighted_balance(
+            jnp.array(parts, jnp.float64), jnp.array(shares, jnp.float64), config
+        )
     assert float(loss) == pytest.approx(expected, rel=1e-9)
 
 
@@ -94,9 +99,12 @@ def test_gshard_second_choices_are_followed_with_twice_their_weight():
 
 def test_second_choices_are_followed_as_often_as_said():
     """Over 4,000 tokens with g₂ = 0.2, four in ten; their weight is kept, and 0 for the others."""
-    logits = one_hot_logits([(2, 5)] * 4000, 8, gap=math.log(4))  # softmax over the two: 0.8 and 0.2
+    # softmax over the two: 0.8 and 0.2
+    logits = one_hot_logits([(2, 5)] * 4000, 8, gap=math.log(4))
     config = RouterConfig(experts=8, random_second=True, balance_form="gshard")
-    routing, _ = jax.jit(lambda logits, key: route(logits, config, key=key))(logits, jax.random.key(0))
+    routing, _ = jax.jit(lambda logits, key: route(logits, config, key=key))(
+        logits, jax.random.key(0)
+    )
     followed = np.asarray(routing.experts[0, :, 1] == 5)
     assert followed.mean() == pytest.approx(0.4, abs=0.03)
     np.testing.assert_array_equal(np.asarray(routing.experts[0, ~followed, 1]), 8)
@@ -113,7 +121,9 @@ def test_softmax_before_the_choice(top_k):
     routing, _ = route(LOGITS, RouterConfig(top_k=top_k, normalise=False))
     best = np.sort(softmax(LOGITS), axis=-1)[..., ::-1][..., :top_k]
     np.testing.assert_allclose(routing.weights, best, rtol=1e-5)
-    np.testing.assert_array_equal(routing.experts, np.argsort(-np.asarray(LOGITS), axis=-1)[..., :top_k])
+    np.testing.assert_array_equal(
+        routing.experts, np.argsort(-np.asarray(LOGITS), axis=-1)[..., :top_k]
+    )
 
 
 def test_softmax_after_the_choice():
@@ -128,7 +138,9 @@ def test_softmax_after_the_choice():
         return (jax.nn.softmax(jax.lax.top_k(logits, 2)[0]) * weight).sum()
 
     ours = jax.grad(lambda logits: (route(logits, config)[0].weights * weight).sum())(LOGITS)
-    np.testing.assert_allclose(ours, jax.grad(after)(LOGITS), atol=16 * float(np.finfo(np.float32).eps))
+    np.testing.assert_allclose(
+        ours, jax.grad(after)(LOGITS), atol=16 * float(np.finfo(np.float32).eps)
+    )
 
 
 def test_sigmoid_scores_with_a_bias_that_only_chooses():
@@ -137,8 +149,15 @@ def test_sigmoid_scores_with_a_bias_that_only_chooses():
     bias = jnp.zeros(8).at[3].set(10.0)
     routing, _ = route(LOGITS, config, bias=bias)
     assert (np.asarray(routing.experts[..., 0]) == 3).all()
-    scores = 1 / (1 + np.exp(-np.take_along_axis(np.asarray(LOGITS, np.float64), np.asarray(routing.experts), -1)))
-    np.testing.assert_allclose(routing.weights, 2.5 * scores / scores.sum(-1, keepdims=True), rtol=1e-5)
+    scores = 1 / (
+        1
+        + np.exp(
+            -np.take_along_axis(np.asarray(LOGITS, np.float64), np.asarray(routing.experts), -1)
+        )
+    )
+    np.testing.assert_allclose(
+        routing.weights, 2.5 * scores / scores.sum(-1, keepdims=True), rtol=1e-5
+    )
     assert (np.asarray(route(LOGITS, config)[0].experts[..., 0]) != 3).any()
 
 
@@ -171,13 +190,17 @@ def test_a_token_keeps_to_its_groups():
 
 def test_experts_choose_their_tokens():
     """Each takes the tokens with the best scores for it, as many as it has room for; load is exactly even."""
-    config = RouterConfig(choice="expert", top_k=2, capacity_factor=1.0, balance=0, dispatch="capacity")
+    config = RouterConfig(
+        choice="expert", top_k=2, capacity_factor=1.0, balance=0, dispatch="capacity"
+    )
     routing, report = route(LOGITS, config)
     scores = softmax(LOGITS)
     for example, expert in np.ndindex(2, 8):
         taken = np.flatnonzero(np.asarray(routing.experts[example, :, expert]) == expert)
         np.testing.assert_array_equal(taken, np.sort(np.argsort(-scores[example, :, expert])[:4]))
-        np.testing.assert_allclose(routing.weights[example, taken, expert], scores[example, taken, expert], rtol=1e-5)
+        np.testing.assert_allclose(
+            routing.weights[example, taken, expert], scores[example, taken, expert], rtol=1e-5
+        )
     np.testing.assert_array_equal(np.asarray(report.load), 8.0)
     assert float(expert_slots(routing.experts, 8, config.capacity(16))[1]) == 0
 
@@ -192,7 +215,9 @@ def test_load_and_balance_loss_are_those_of_the_choices():
         products = parts * softmax(LOGITS).mean(axis=(0, 1))
         expected = 0.3 * (products.mean() if form == "gshard" else 8 * products.sum())
         assert float(report.balance) == pytest.approx(expected, rel=1e-5)
-        np.testing.assert_array_equal(np.asarray(report.load), np.bincount(ids.ravel(), minlength=8))
+        np.testing.assert_array_equal(
+            np.asarray(report.load), np.bincount(ids.ravel(), minlength=8)
+        )
 
 
 def test_balance_over_examples_is_the_mean_of_the_examples_losses():
@@ -207,13 +232,17 @@ def test_balance_over_examples_is_the_mean_of_the_examples_losses():
 def test_the_balance_loss_pushes_towards_even_load():
     """Its gradient lowers the logit of an expert that every token chooses; f has no gradient."""
     logits = one_hot_logits([(0,)] * 4, 4)
-    gradient = jax.grad(lambda x: route(x, RouterConfig(experts=4, top_k=1, normalise=False))[1].balance)(logits)
+    gradient = jax.grad(
+        lambda x: route(x, RouterConfig(experts=4, top_k=1, normalise=False))[1].balance
+    )(logits)
     assert (np.asarray(gradient[..., 0]) > 0).all()
     assert (np.asarray(gradient[..., 1:]) < 0).all()
     assert (
         float(
             balance_loss(
-                jax.nn.softmax(logits), jnp.zeros((1, 4, 1), int), RouterConfig(experts=4, top_k=1, normalise=False)
+                jax.nn.softmax(logits),
+                jnp.zeros((1, 4, 1), int),
+                RouterConfig(experts=4, top_k=1, normalise=False),
             )
         )
         > 0
@@ -278,7 +307,10 @@ def test_each_example_has_its_own_room():
         ({"top_k": 1}, ["normalise"]),
         ({"z_loss": math.inf, "scale": math.inf}, ["z_loss", "scale"]),
         ({"choice": "expert"}, ["dispatch", "balance"]),
-        ({"choice": "expert", "bias_rate": 0.1, "groups": 2}, ["dispatch", "balance", "bias_rate", "groups"]),
+        (
+            {"choice": "expert", "bias_rate": 0.1, "groups": 2},
+            ["dispatch", "balance", "bias_rate", "groups"],
+        ),
         ({"groups": 3}, ["groups"]),
         ({"groups": 4, "top_groups": 5}, ["top_groups"]),
         ({"groups": 8, "top_groups": 1}, ["top_groups"]),
@@ -289,7 +321,9 @@ def test_a_router_that_cannot_be_built_lists_every_reason(fields, wrong):
     """One error with all of them, each with a fix."""
     with pytest.raises(ConfigError) as caught:
         RouterConfig(**fields)
-    assert {problem.where for problem in caught.value.problems} == {f"router.{field}" for field in wrong}
+    assert {problem.where for problem in caught.value.problems} == {
+        f"router.{field}" for field in wrong
+    }
     assert all(problem.fix for problem in caught.value.problems)
 
 

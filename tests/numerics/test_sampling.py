@@ -91,7 +91,9 @@ def test_a_draw_depends_on_key_row_and_position_alone():
     assert (drawn(rows=50, key=1) != few).any()
     assert len(set(many)) > 3
     logits = jnp.broadcast_to(jnp.asarray(LOGITS), (50, 12))
-    later = draw(logits, Sampling(temperature=1.0, top_k=0), jax.random.key(0), jnp.ones(50, jnp.int32))
+    later = draw(
+        logits, Sampling(temperature=1.0, top_k=0), jax.random.key(0), jnp.ones(50, jnp.int32)
+    )
     assert (np.asarray(later) != few).any()
 
 

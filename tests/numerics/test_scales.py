@@ -24,7 +24,9 @@ def updates(**fields):
 def test_an_update_is_scaled_by_the_first_row_that_matches(name):
     """Stacked layers with the others."""
     plain = updates(name=name)
-    scaled = updates(name=name, scales=("attention/q_proj/kernel=0", "embed/embedding=0.5", "kernel=2"))
+    scaled = updates(
+        name=name, scales=("attention/q_proj/kernel=0", "embed/embedding=0.5", "kernel=2")
+    )
     layer, other = scaled["layers"]["attention"], plain["layers"]["attention"]
     assert not np.any(layer["q_proj"]["kernel"])
     np.testing.assert_array_equal(layer["k_proj"]["kernel"], 2 * other["k_proj"]["kernel"])
@@ -36,7 +38,9 @@ def test_rows_that_are_none_are_refused():
     """All at once; a pattern that matches nothing once the model is known."""
     with pytest.raises(ConfigError) as caught:
         OptimizerConfig(scales=("kernel", "kernel=-1", "kernel=x", "(=1"))
-    assert [problem.where for problem in caught.value.problems] == [f"scales[{n}]" for n in range(4)]
+    assert [problem.where for problem in caught.value.problems] == [
+        f"scales[{n}]" for n in range(4)
+    ]
     (problem,) = check_patterns(OptimizerConfig(scales=("kernle=0",)), ["a/kernel"])
     assert "matches no parameter" in problem.what
     assert "kernel" in problem.fix

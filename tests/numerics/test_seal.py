@@ -15,7 +15,9 @@ from spmd.checkpoint.manifest import read_bounded, read_object, verify_manifest,
 from spmd.errors import CheckpointError
 
 STATE = {"a": {"b": jnp.arange(1000.0)}, "c": jnp.ones(3)}
-TEMPLATE = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)
+TEMPLATE = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE
+)
 
 
 @pytest.fixture
@@ -57,7 +59,15 @@ def test_any_change_of_one_byte_of_the_seal_is_found(folder):
     for i in range(len(text)):
         (folder / "seal.json").write_bytes(text[:i] + bytes([text[i] ^ 1]) + text[i + 1 :])
         assert [where for where, _ in whats(folder)] == ["seal.json"]
-    for changed in (text + b" ", text[:-1], b"", b"[]", b"{}", b"[" * 100_000, b'{"files": {"a": [1e999, ""]}}'):
+    for changed in (
+        text + b" ",
+        text[:-1],
+        b"",
+        b"[]",
+        b"{}",
+        b"[" * 100_000,
+        b'{"files": {"a": [1e999, ""]}}',
+    ):
         (folder / "seal.json").write_bytes(changed)
         assert [where for where, _ in whats(folder)] == ["seal.json"]
 
@@ -130,7 +140,10 @@ def checkpoint(tmp_path: Path) -> Path:
 def refused(checkpoint: Path) -> str:
     """What restoring says after a stranger has sealed the checkpoint again."""
     write_manifest(checkpoint)
-    with CheckpointManager(checkpoint.parent, read_only=True) as checkpoints, pytest.raises(CheckpointError) as caught:
+    with (
+        CheckpointManager(checkpoint.parent, read_only=True) as checkpoints,
+        pytest.raises(CheckpointError) as caught,
+    ):
         checkpoints.restore(None, TEMPLATE)
     return str(caught.value)
 
@@ -149,7 +162,12 @@ def test_a_stranger_cannot_make_an_array_of_a_file_outside(checkpoint):
     kind, _, name, offset, length = root["location"].split(":")
     (checkpoint.parent.parent / "outside" / name).rename(checkpoint.parent.parent / "node")
     (state / name).rename(state / "node")
-    for path in ("../../../node", str(checkpoint.parent.parent / "node"), "d/../../../../node", "d/../node"):
+    for path in (
+        "../../../node",
+        str(checkpoint.parent.parent / "node"),
+        "d/../../../../node",
+        "d/../node",
+    ):
         root["location"] = f"{kind}::{path}:{offset}:{length}"
         (state / "manifest.ocdbt").write_bytes(tensorstore.ocdbt.undump_manifest(manifest))
         assert "Invalid key" in refused(checkpoint)
@@ -182,6 +200,12 @@ def test_a_stranger_cannot_make_us_read_without_end(checkpoint):
     record.write_bytes(b" " * ((64 << 20) + 1))
     assert "above the limit of" in refused(checkpoint)
     record.write_text("{}")
-    for text in ('{"val_loss": "low"}', '{"val_loss": [1]}', "[1]", "x", '{"val_loss": 1' + "0" * 400 + "}"):
+    for text in (
+        '{"val_loss": "low"}',
+        '{"val_loss": [1]}',
+        "[1]",
+        "x",
+        '{"val_loss": 1' + "0" * 400 + "}",
+    ):
         metrics.write_text(text)
         assert "metrics.json: cannot be read" in refused(checkpoint)

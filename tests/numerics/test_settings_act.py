@@ -75,7 +75,9 @@ class Net(nnx.Module):
         return self.head(nnx.relu(self.up(self.embed(tokens))))
 
 
-OWN_RULES = spmd.Rules([(".*kernel", P("fsdp")), (".*embedding", P("fsdp")), (".*bias", spmd.replicate("small"))])
+OWN_RULES = spmd.Rules(
+    [(".*kernel", P("fsdp")), (".*embedding", P("fsdp")), (".*bias", spmd.replicate("small"))]
+)
 BATCH = token_batches((8, 8), tiny.CONFIG.vocab, steps=1)[0]
 
 
@@ -118,7 +120,9 @@ def text_of_config(**fields):
     try:
         setup = make_setup(dataclasses.replace(CONFIG, **fields), tiny.mesh(**MESH))
         step = setup.step
-        return step.lower(abstract_batch(setup.config)).as_text() + str(sorted(step.compiler_options.items()))
+        return step.lower(abstract_batch(setup.config)).as_text() + str(
+            sorted(step.compiler_options.items())
+        )
     except SpmdError as error:
         return error
 
@@ -129,7 +133,9 @@ def default_of_config():
 
 
 QUICK = ("lora", "logits_chunk")
-FIELDS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in OF_CONFIG]
+FIELDS = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in OF_CONFIG
+]
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -142,7 +148,9 @@ def test_a_field_of_a_config_acts_or_is_refused(field):
 
 def test_a_context_is_kept_on_a_mesh_without_a_sequence():
     """A config with an algorithm over a split sequence has a plan on one device, as a comparison makes it."""
-    plan = spmd.make_plan(tiny.mesh(data=1), LLAMA, tiny.model(), optax.sgd(0.1), context="all-to-all")
+    plan = spmd.make_plan(
+        tiny.mesh(data=1), LLAMA, tiny.model(), optax.sgd(0.1), context="all-to-all"
+    )
     assert plan.attention.context == "all-to-all"
 
 

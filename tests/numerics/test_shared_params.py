@@ -26,7 +26,10 @@ from tests import tiny
 CONFIG = tiny.replaced(layers=2)
 BATCH = token_batches((8, 16), CONFIG.vocab, steps=1)[0]
 WHOLE = {"embed/embedding": P(None, ("fsdp", "tensor")), "lm_head/kernel": P("fsdp", "tensor")}
-FIRST = {"embed/embedding": P(None, ("pipe", "fsdp", "tensor")), "lm_head/kernel": P("fsdp", ("pipe", "tensor"))}
+FIRST = {
+    "embed/embedding": P(None, ("pipe", "fsdp", "tensor")),
+    "lm_head/kernel": P("fsdp", ("pipe", "tensor")),
+}
 SIZES = {"embed/embedding": 4 * 64 * 32, "lm_head/kernel": 4 * 64 * 32}
 
 
@@ -34,7 +37,9 @@ SIZES = {"embed/embedding": 4 * 64 * 32, "lm_head/kernel": 4 * 64 * 32}
 def plan(table: str = "own") -> ShardingPlan:
     """The plan of Llama's own table, of one without pipe, or of one with pipe before other axes."""
     specs = {"own": {}, "whole": WHOLE, "first": FIRST}[table]
-    rules = dataclasses.replace(LLAMA, params=[(name, specs.get(name, spec)) for name, spec in LLAMA.params])
+    rules = dataclasses.replace(
+        LLAMA, params=[(name, specs.get(name, spec)) for name, spec in LLAMA.params]
+    )
     return make_plan(tiny.mesh(pipe=2, fsdp=2, tensor=2), rules, tiny.model(CONFIG), tiny.OPTIMIZER)
 
 
@@ -42,12 +47,20 @@ def plan(table: str = "own") -> ShardingPlan:
 def test_gradients_are_those_of_all_stages(table, monkeypatch):
     """Each element is the sum over the stages, in its place, however the table splits it; then it is stored in parts.
 
-    The control: where parts are named in the mesh's order, `pipe` before other axes, they are in others' places.
+    The control: where parts are named in the mesh's order, `pipe` before other axes, they are in
+    others' places.
     """
     random = np.random.default_rng(0)
-    shapes = {"embed": {"embedding": (64, 32)}, "lm_head": {"kernel": (32, 64)}, "norm": {"scale": (32,)}}
+    shapes = {
+        "embed": {"embedding": (64, 32)},
+        "lm_head": {"kernel": (32, 64)},
+        "norm": {"scale": (32,)},
+    }
     stacked = {
-        outer: {name: random.normal(size=(2, *shape)).astype(np.float32) for name, shape in inner.items()}
+        outer: {
+            name: random.normal(size=(2, *shape)).astype(np.float32)
+            for name, shape in inner.items()
+        }
         for outer, inner in shapes.items()
     }
 
@@ -65,7 +78,10 @@ def test_gradients_are_those_of_all_stages(table, monkeypatch):
     kept = found["lm_head"]["kernel"].addressable_shards[0].data.nbytes
     assert kept == SIZES["lm_head/kernel"] // (4 if table == "whole" else 8)
     written = shared_params.dims_spec
-    in_order = lambda dims: written([tuple(sorted(axes, key=AXES.index)) for axes in dims])  # noqa: E731
+
+    def in_order(dims):
+        return written([tuple(sorted(axes, key=AXES.index)) for axes in dims])
+
     monkeypatch.setattr(shared_params, "dims_spec", in_order)
     assert are_sums()[1] == (table == "whole")
 
@@ -77,7 +93,9 @@ def compiled(table: str):
     step = make_train_step(plan(table), grad_fn=pipeline(tiny.loss_fn(CONFIG), table_of))
     program = step.compile(BATCH)
     sent: dict[str, int] = {}
-    for r in find_collectives(parse(program.as_text()), plan(table).mesh.shape, cpu=True, slices=np.zeros(8, int)):
+    for r in find_collectives(
+        parse(program.as_text()), plan(table).mesh.shape, cpu=True, slices=np.zeros(8, int)
+    ):
         if r.axes == ("pipe",) and r.kind != "collective-permute" and r.payload > 256:
             sent[r.kind] = sent.get(r.kind, 0) + r.bytes * r.executions
     return sent, estimate_memory(step, BATCH), read_memory(program)
@@ -98,5 +116,7 @@ def test_memory_as_estimated_and_as_compiled():
     (_, estimate, memory), (_, estimate_whole, memory_whole) = compiled("own"), compiled("whole")
     saved = 3 * sum(SIZES.values()) // 8  # parameters and two moments
     assert memory_whole.arguments - memory.arguments == saved
-    held, held_whole = (sum(e.held[name] for name in ("params", "optimizer")) for e in (estimate, estimate_whole))
+    held, held_whole = (
+        sum(e.held[name] for name in ("params", "optimizer")) for e in (estimate, estimate_whole)
+    )
     assert held_whole - held == saved

@@ -34,7 +34,19 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("start")
     config = write_tiny(folder)
     assert (
-        run("train", config, "--out", folder / "base", "--steps", 2, "--optimizer.warmup-steps", 1, "--devices", 8) == 0
+        run(
+            "train",
+            config,
+            "--out",
+            folder / "base",
+            "--steps",
+            2,
+            "--optimizer.warmup-steps",
+            1,
+            "--devices",
+            8,
+        )
+        == 0
     )
     assert run("export", folder / "base", "--out", folder / "hf") == 0
     return folder
@@ -58,8 +70,12 @@ def trained(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("start", ["base", "hf"])
-@pytest.mark.parametrize("mesh", [MeshShape(fsdp=8), MeshShape(data=2, fsdp=2, tensor=2)], ids=["fsdp", "all"])
-def test_parameters_are_bitwise_those_of_the_folder(folder: Path, start: str, mesh: MeshShape) -> None:
+@pytest.mark.parametrize(
+    "mesh", [MeshShape(fsdp=8), MeshShape(data=2, fsdp=2, tensor=2)], ids=["fsdp", "all"]
+)
+def test_parameters_are_bitwise_those_of_the_folder(
+    folder: Path, start: str, mesh: MeshShape
+) -> None:
     """From a run and from its export, in the shards of another mesh; the optimizer and the step begin anew."""
     began = setup(folder, start, mesh=mesh)
     assert str(folder / start) in check_init(began)
@@ -85,8 +101,21 @@ def test_with_adapters_what_is_loaded_is_frozen_and_merged_on_export(folder: Pat
     for path, leaf in tree.flatten(state.variables[BASE]).items():
         np.testing.assert_array_equal(leaf, trained(folder)[path], err_msg=path)
     tuned, out = folder / "tuned", folder / "tuned-hf"
-    flags = ("--init", folder / "hf", "--lora.targets", *LORA.targets, "--lora.rank", 2, "--steps", 3, "--devices", 8)
-    assert run("train", folder / "tiny.py", "--out", tuned, *flags, "--optimizer.warmup-steps", 1) == 0
+    flags = (
+        "--init",
+        folder / "hf",
+        "--lora.targets",
+        *LORA.targets,
+        "--lora.rank",
+        2,
+        "--steps",
+        3,
+        "--devices",
+        8,
+    )
+    assert (
+        run("train", folder / "tiny.py", "--out", tuned, *flags, "--optimizer.warmup-steps", 1) == 0
+    )
     assert run("export", tuned, "--out", out) == 0
     with CheckpointManager(tuned / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.record(3)["reloaded"]["path"] == str(folder / "hf")
@@ -96,7 +125,9 @@ def test_with_adapters_what_is_loaded_is_frozen_and_merged_on_export(folder: Pat
     for path, leaf in tree.flatten(model.variables[BASE]).items():
         np.testing.assert_array_equal(leaf, trained(folder)[path], err_msg=path)
     merged = tree.flatten(initial_state(setup(folder, "tuned-hf")).params)
-    changed = {path for path, leaf in merged.items() if not np.array_equal(leaf, trained(folder)[path])}
+    changed = {
+        path for path, leaf in merged.items() if not np.array_equal(leaf, trained(folder)[path])
+    }
     assert changed == {f"layers/attention/{name}_proj/kernel" for name in "qv"}
     abstract = setup(folder, "base").plan.abstract_params
     for path, leaf in tree.flatten(read_params(tuned, abstract)).items():
@@ -104,9 +135,20 @@ def test_with_adapters_what_is_loaded_is_frozen_and_merged_on_export(folder: Pat
 
 
 @pytest.mark.soak
-def test_adapters_resume_beside_the_folder_they_began_with(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_adapters_resume_beside_the_folder_they_began_with(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
     """Bitwise as an uninterrupted run, from a folder or a run; without the folder, or with another, not at all."""
-    flags = ("--lora.targets", *LORA.targets, "--lora.rank", 2, "--devices", 8, "--optimizer.warmup-steps", 1)
+    flags = (
+        "--lora.targets",
+        *LORA.targets,
+        "--lora.rank",
+        2,
+        "--devices",
+        8,
+        "--optimizer.warmup-steps",
+        1,
+    )
     command = ("train", folder / "tiny.py", *flags, "--optimizer.schedule", "constant")
     for start in ("hf", "base"):
         whole, parts = folder / f"whole-{start}", folder / f"parts-{start}"
@@ -114,13 +156,22 @@ def test_adapters_resume_beside_the_folder_they_began_with(folder: Path, capsys:
         assert run(*command, *init, "--out", whole, "--steps", 4) == 0
         assert run(*command, *init, "--out", parts, "--steps", 2) == 0
         assert run(*command, *init, "--out", parts, "--steps", 4, "--resume", "always") == 0
-        read = [tree.flatten(read_params(out, setup(folder, "hf").plan.abstract_params)) for out in (whole, parts)]
+        read = [
+            tree.flatten(read_params(out, setup(folder, "hf").plan.abstract_params))
+            for out in (whole, parts)
+        ]
         for path, leaf in read[0].items():
             np.testing.assert_array_equal(leaf, read[1][path], err_msg=path)
-        size = sum(path.stat().st_size for path in (whole / "checkpoints" / "4").rglob("*") if path.is_file())
+        size = sum(
+            path.stat().st_size
+            for path in (whole / "checkpoints" / "4").rglob("*")
+            if path.is_file()
+        )
         assert size < sum(path.stat().st_size for path in (folder / "hf").iterdir())
     held = folder / "held"
-    assert run(*command, "--init", folder / "hf", "--out", held, "--steps", 2, "--lora.save-base") == 0
+    assert (
+        run(*command, "--init", folder / "hf", "--out", held, "--steps", 2, "--lora.save-base") == 0
+    )
     (folder / "hf").rename(folder / "moved")
     capsys.readouterr()
     try:
@@ -135,19 +186,29 @@ def test_adapters_resume_beside_the_folder_they_began_with(folder: Path, capsys:
 
 def test_another_model_is_refused(folder: Path) -> None:
     """What changes no shape is a difference too: every field is listed, and nothing is read."""
-    other = dataclasses.replace(load_config(str(folder / "tiny.py")).model, rope_theta=500.0, norm_eps=1e-3)
+    other = dataclasses.replace(
+        load_config(str(folder / "tiny.py")).model, rope_theta=500.0, norm_eps=1e-3
+    )
     for start in ("base", "hf"):
         with pytest.raises(CheckpointError) as caught:
             check_init(setup(folder, start, model=other))
-        assert [problem.where for problem in caught.value.problems] == ["model.norm_eps", "model.rope_theta"]
+        assert [problem.where for problem in caught.value.problems] == [
+            "model.norm_eps",
+            "model.rope_theta",
+        ]
 
 
-@pytest.mark.parametrize("sign", ["model.safetensors", "model.safetensors.index.json", "architectures"])
+@pytest.mark.parametrize(
+    "sign", ["model.safetensors", "model.safetensors.index.json", "architectures"]
+)
 def test_a_folder_from_elsewhere_is_never_executed(folder: Path, tmp_path: Path, sign: str) -> None:
     """What could be Hugging Face's is read as that, whatever else is in it."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    about = {"config": {}, **({"architectures": ["LlamaForCausalLM"]} if sign == "architectures" else {})}
+    about = {
+        "config": {},
+        **({"architectures": ["LlamaForCausalLM"]} if sign == "architectures" else {}),
+    }
     (tmp_path / "config.json").write_text(json.dumps(about))
     if sign != "architectures":
         (tmp_path / sign).write_bytes(b"")
@@ -179,7 +240,9 @@ def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("more", [(), ("--lora.targets", *LORA.targets)], ids=["whole", "adapters"])
-def test_a_check_starts_with_it(folder: Path, capsys: pytest.CaptureFixture, more: tuple[str, ...]) -> None:
+def test_a_check_starts_with_it(
+    folder: Path, capsys: pytest.CaptureFixture, more: tuple[str, ...]
+) -> None:
     """Both layouts have the folder's parameters; the control: drawn ones have another loss."""
     flags = ("--check-steps", 1, "--optimizer.learning-rate", "1e-3", "--devices", 8, "--json")
     command = ("check", folder / "tiny.py", *flags)
@@ -196,18 +259,46 @@ def test_a_check_starts_with_it(folder: Path, capsys: pytest.CaptureFixture, mor
 @pytest.mark.soak
 def test_a_plan_says_what_a_run_starts_with(folder: Path, capsys: pytest.CaptureFixture) -> None:
     """The folder is compared; one that is where the run will be is not asked for here; the control says nothing."""
-    for start, says in (("hf", f"starts with {folder / 'hf'}\n"), ("far", "which is not on this machine"), ("", "")):
-        assert run("plan", folder / "tiny.py", "--init", folder / start if start else "", "--devices", 8) == 0
+    for start, says in (
+        ("hf", f"starts with {folder / 'hf'}\n"),
+        ("far", "which is not on this machine"),
+        ("", ""),
+    ):
+        assert (
+            run(
+                "plan",
+                folder / "tiny.py",
+                "--init",
+                folder / start if start else "",
+                "--devices",
+                8,
+            )
+            == 0
+        )
         printed = capsys.readouterr().out
         assert says in printed
         assert ("starts with" in printed) == bool(says)
     assert run("plan", folder / "tiny.py", "--init", folder / "hf", "--devices", 8, "--json") == 0
     assert json.loads(capsys.readouterr().out)["start"] == f"starts with {folder / 'hf'}"
-    assert run("plan", folder / "tiny.py", "--init", folder / "hf", "--devices", 8, "--model.rope-theta", "500") == 2
+    assert (
+        run(
+            "plan",
+            folder / "tiny.py",
+            "--init",
+            folder / "hf",
+            "--devices",
+            8,
+            "--model.rope-theta",
+            "500",
+        )
+        == 2
+    )
     assert "model.rope_theta" in capsys.readouterr().err
 
 
-def test_the_wrong_kind_of_folder_is_told_with_the_right_command(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_wrong_kind_of_folder_is_told_with_the_right_command(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
     """A Hugging Face folder is imported first, and a run's config is a file in it."""
     assert run("generate", folder / "hf", "--prompt", "x") == 2
     assert f"spmd import {folder / 'hf'} --out RUN" in capsys.readouterr().err

@@ -40,16 +40,22 @@ def test_initial_parameters_are_bitwise_equal_on_every_mesh():
         {"data": 2, "fsdp": 2, "tensor": 2},
     ):
         state = init_state(tiny.plan(**sizes), seed=7)
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), state.params, reference.params)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_array_equal(a, b), state.params, reference.params
+        )
     other = init_state(tiny.plan(), seed=8)
-    assert not np.array_equal(other.params["lm_head"]["kernel"], reference.params["lm_head"]["kernel"])
+    assert not np.array_equal(
+        other.params["lm_head"]["kernel"], reference.params["lm_head"]["kernel"]
+    )
 
 
 def test_no_leaf_is_whole_on_one_device_while_it_is_created():
     """On fsdp=8 the init program's outputs are an eighth, and it never holds the largest leaf besides."""
     config = LlamaConfig(vocab=1024, d_model=128, layers=2, heads=4, kv_heads=4, d_ff=256)
     plan = make_plan(tiny.mesh(fsdp=8), LLAMA, tiny.model(config), optax.adamw(1e-3))
-    memory = init_program(plan).lower(abstract_state(plan).key, None, {}).compile().memory_analysis()
+    memory = (
+        init_program(plan).lower(abstract_state(plan).key, None, {}).compile().memory_analysis()
+    )
     planned = sum(plan.bytes_per_device()[k] for k in ("params", "optimizer_state"))
     largest = 1024 * 128 * 4
     assert planned <= memory.output_size_in_bytes <= planned * 1.05
@@ -113,7 +119,11 @@ def test_metrics_are_token_weighted_means():
     params = init_state(tiny.plan()).params
     means = jax.jit(lambda params: {name: _mean(params, name) for name in ("loss", "accuracy")})
     assert float(metrics["tokens"]) == BATCHES[0]["weights"].sum()
-    assert_close({name: metrics[name] for name in ("loss", "accuracy")}, means(params), noise_of(means, params))
+    assert_close(
+        {name: metrics[name] for name in ("loss", "accuracy")},
+        means(params),
+        noise_of(means, params),
+    )
 
 
 @pytest.mark.compat
@@ -139,7 +149,9 @@ def test_gradients_are_kept_as_the_optimizer_gets_them():
     plan = tiny.plan(optimizer=optax.sgd(1.0), data=4, fsdp=2)
     state = init_state(plan)
     before = jax.tree.map(np.array, state.params)
-    state, metrics = make_train_step(plan, tiny.loss_fn(), keep_gradients=True)(state, placed(plan, BATCHES[0]))
+    state, metrics = make_train_step(plan, tiny.loss_fn(), keep_gradients=True)(
+        state, placed(plan, BATCHES[0])
+    )
     moved = jax.tree.map(lambda a, b: a - b, before, state.params)
 
     @jax.jit
@@ -195,7 +207,9 @@ def test_a_batch_of_padding_alone_changes_nothing_but_moments():
     plan = tiny.plan(fsdp=2)
     empty = {**BATCHES[0], "weights": np.zeros_like(BATCHES[0]["weights"])}
     _, metrics = make_train_step(plan, tiny.loss_fn())(init_state(plan), placed(plan, empty))
-    assert float(metrics["loss"]) == float(metrics["gradient_norm"]) == float(metrics["tokens"]) == 0.0
+    assert (
+        float(metrics["loss"]) == float(metrics["gradient_norm"]) == float(metrics["tokens"]) == 0.0
+    )
 
 
 @pytest.mark.compat
@@ -221,7 +235,8 @@ def test_a_state_is_used_once_and_a_batch_may_be_of_the_host():
     placed = place_batch(plan, host)
     first = init_state(plan)
     trained = [
-        spmd.fit(init_state(plan), step, [batch] * 2, steps=2) for batch in (host, placed, jnp.asarray(host["x"]))
+        spmd.fit(init_state(plan), step, [batch] * 2, steps=2)
+        for batch in (host, placed, jnp.asarray(host["x"]))
     ]
     assert len({float(state.params["w"][0]) for state in trained}) == 1
     step(init_state(plan), placed["x"])
@@ -261,10 +276,16 @@ def test_bytes_per_device_are_those_of_the_shards():
 def test_every_step_has_a_key_of_its_own():
     """A loss that reports what it draws reports another number in each step and for each seed, and else the same."""
     model = spmd.Model(lambda key: {"w": jnp.ones(4)}, lambda params, x: x)
-    plan = make_plan(tiny.mesh(), spmd.Rules([("w", spmd.replicate("16 bytes"))]), model, optax.sgd(0.1))
+    plan = make_plan(
+        tiny.mesh(), spmd.Rules([("w", spmd.replicate("16 bytes"))]), model, optax.sgd(0.1)
+    )
 
     def loss(params, variables, batch, key):
-        return {"loss": params["w"].sum(), "drawn": jax.random.uniform(key), "weight": jnp.float32(1)}, variables
+        return {
+            "loss": params["w"].sum(),
+            "drawn": jax.random.uniform(key),
+            "weight": jnp.float32(1),
+        }, variables
 
     def drawn(seed):
         state, step = init_state(plan, seed), make_train_step(plan, loss)

@@ -55,7 +55,10 @@ def test_codecs_round_to_their_nearest_code(name):
         return (
             plain,
             tiled,
-            *(codec.decode(coded, "float32", rows) for coded, rows in ((plain, 1), (tiled, 8), (plain, 0))),
+            *(
+                codec.decode(coded, "float32", rows)
+                for coded, rows in ((plain, 1), (tiled, 8), (plain, 0))
+            ),
         )
 
     plain, tiled, again, *others = both(x)
@@ -83,7 +86,11 @@ def layer(weights, x, at):
     gate, up = hidden @ weights["gate"], hidden @ weights["up"]
     y = gated(at(gate, "mlp_gate"), at(up, "mlp_up"))
     local = lambda y: jnp.sin(at(y, "expert_hidden"))  # noqa: E731
-    y = manual_over(tiny.mesh(**MESH), ("data",), local, P("data"), P("data"))(y) if at is annotate else local(y)
+    y = (
+        manual_over(tiny.mesh(**MESH), ("data",), local, P("data"), P("data"))(y)
+        if at is annotate
+        else local(y)
+    )
     return x + y @ weights["down"]
 
 
@@ -137,7 +144,9 @@ def under(remat):
 
 def distance(found, expected):
     """The largest difference of two trees, relative to each array's largest element."""
-    errors = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), found, expected)
+    errors = jax.tree.map(
+        lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), found, expected
+    )
     return max(jax.tree.leaves(errors))
 
 
@@ -171,12 +180,17 @@ def relu_layer(weights, x, activation=jax.nn.relu):
 
 def under_mask(remat, activation=jax.nn.relu):
     with override(mesh=tiny.mesh(**MESH), activations=SPECS, remat=make_remat(remat)):
-        return differentiated(remat_layer(functools.partial(relu_layer, activation=activation), scanned=True))
+        return differentiated(
+            remat_layer(functools.partial(relu_layer, activation=activation), scanned=True)
+        )
 
 
 def test_a_mask_is_all_that_a_relu_needs():
     """With one bit of the ReLU's input and its result saved, loss and gradient are those without a mask."""
-    found, expected = under_mask("store:mask=mlp_up save:mlp_gate"), under_mask("save:mlp_up,mlp_gate")
+    found, expected = (
+        under_mask("store:mask=mlp_up save:mlp_gate"),
+        under_mask("save:mlp_up,mlp_gate"),
+    )
     assert found[0] == expected[0]
     assert distance(found[1], expected[1]) < 1e-6
 
@@ -231,7 +245,9 @@ def test_all_that_is_wrong_with_a_policy_is_one_error():
 
 def test_names_and_widths_that_do_not_fit_are_errors():
     """A name that no rule has; then, together, one that no layer marks, a width without a block and a wrong mask."""
-    with pytest.raises(RuleError, match="remat store:int8=mlp_gat: is no activation of the rule table"):
+    with pytest.raises(
+        RuleError, match="remat store:int8=mlp_gat: is no activation of the rule table"
+    ):
         tiny.plan(options=(("remat", "store:int8=mlp_gat"),))
     remat = "store:int8=attention_key,logits store:mask=mlp_up"
     with pytest.raises(AnnotationError) as caught:
@@ -248,11 +264,17 @@ def estimate(remat) -> Estimate:
 
 def test_the_ledger_has_half_of_the_bytes():
     """Codes have half of bfloat16's bytes, and a scale for 128 elements; no matmul is repeated that saving avoids."""
-    saved, stored = estimate("save:mlp_gate,mlp_up"), estimate("store:int8=mlp_gate,mlp_up offload:mlp_up")
+    saved, stored = (
+        estimate("save:mlp_gate,mlp_up"),
+        estimate("store:int8=mlp_gate,mlp_up offload:mlp_up"),
+    )
     plain = saved.saved["mlp_gate"]
     assert plain == CONFIG.layers * BATCH["tokens"].size * CONFIG.d_ff * 2 // 4
     assert stored.saved["mlp_gate (8.25-bit int8)"] == plain // 2 + plain // 64
-    assert (stored.saved["mlp_up (8.25-bit int8)"], stored.host) == (plain // 64, {"activations": plain // 2})
+    assert (stored.saved["mlp_up (8.25-bit int8)"], stored.host) == (
+        plain // 64,
+        {"activations": plain // 2},
+    )
     assert stored.matmul_flops == saved.matmul_flops
 
 
@@ -260,7 +282,13 @@ def test_experts_store_their_hidden_units():
     """In a manual region inside a custom derivative; the layers' other activations are computed again."""
     config = dataclasses.replace(MIXTRALS["test"], d_ff=32)
     model = flax.from_nnx(config.build)
-    plan = spmd.make_plan(tiny.mesh(fsdp=2, expert=2), MIXTRAL, model, tiny.OPTIMIZER, remat="store:int8=expert_hidden")
+    plan = spmd.make_plan(
+        tiny.mesh(fsdp=2, expert=2),
+        MIXTRAL,
+        model,
+        tiny.OPTIMIZER,
+        remat="store:int8=expert_hidden",
+    )
     step = make_train_step(plan, spmd.next_token_loss(model))
     found = estimate_memory(step, token_batches((4, 16), config.vocab, steps=1)[0])
     assert found.saved["expert_hidden (9-bit int8)"]
@@ -268,7 +296,9 @@ def test_experts_store_their_hidden_units():
 
 
 @pytest.mark.parametrize(
-    "options", [{"random_second": True}, pytest.param({"choice": "expert"}, marks=pytest.mark.soak)], ids=str
+    "options",
+    [{"random_second": True}, pytest.param({"choice": "expert"}, marks=pytest.mark.soak)],
+    ids=str,
 )
 def test_experts_are_those_of_the_forward_pass(options, monkeypatch):
     """A router above a stored activation chooses no other experts in the backward pass; unsaved, its choices would."""
@@ -280,13 +310,27 @@ def test_experts_are_those_of_the_forward_pass(options, monkeypatch):
     )
 
     def layer(x):
-        x = store(x, "residual", CODECS["int8"], x.shape, lambda part: part, on_host=False, transposed=False)
-        routing, _ = route(x @ table, config, key=jax.random.key(0) if config.random_second else None)
-        y, _ = mixture_of_experts(x, routing, config, [ExpertKernel(into, None)], ExpertKernel(out, None), jnp.tanh)
+        x = store(
+            x,
+            "residual",
+            CODECS["int8"],
+            x.shape,
+            lambda part: part,
+            on_host=False,
+            transposed=False,
+        )
+        routing, _ = route(
+            x @ table, config, key=jax.random.key(0) if config.random_second else None
+        )
+        y, _ = mixture_of_experts(
+            x, routing, config, [ExpertKernel(into, None)], ExpertKernel(out, None), jnp.tanh
+        )
         return jnp.square(y).sum()
 
     def error():
-        gradient = jax.jit(jax.grad(make_remat("store:int8=residual").apply(layer, scanned=False)))(x)
+        gradient = jax.jit(jax.grad(make_remat("store:int8=residual").apply(layer, scanned=False)))(
+            x
+        )
         return float(jnp.linalg.norm(gradient - exact) / jnp.linalg.norm(exact))
 
     exact = jax.jit(jax.grad(layer))(x)

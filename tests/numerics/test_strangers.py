@@ -22,7 +22,14 @@ from tests.strangers import STRANGERS, stranger
 
 STEPS, ADAMW, SGD = 5, optax.adamw(1e-3), optax.sgd(0.1)
 THREE_AXES = {"data": 2, "fsdp": 2, "tensor": 2}
-MESHES = [{"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"fsdp": 4, "tensor": 2}, {"data": 4, "tensor": 2}, {"data": 8}]
+MESHES = [
+    {"data": 2},
+    {"fsdp": 2},
+    {"tensor": 2},
+    {"fsdp": 4, "tensor": 2},
+    {"data": 4, "tensor": 2},
+    {"data": 8},
+]
 
 
 @functools.cache
@@ -88,7 +95,9 @@ def test_no_silent_pass(name, bug):
 
 def test_padding_cannot_be_counted_where_there_is_none():
     """A bug that the batch cannot have is refused by name."""
-    with pytest.raises(ConfigError, match="token-weight: needs padding, and the batch has no weights"):
+    with pytest.raises(
+        ConfigError, match="token-weight: needs padding, and the batch has no weights"
+    ):
         BUGS["token-weight"](grad_fn("vae"))({}, {}, stranger("vae").batches(1)[0], None)
 
 
@@ -133,7 +142,11 @@ def spoilt(grads, step, value=math.nan):
     def wrong(params, variables, batch, key):
         gradients, sums, variables = grads(params, variables, batch, key)
         bad = jnp.where((batch["images"] == first).all(), value, 0.0)
-        return gradients | {"head": gradients["head"] | {"bias": gradients["head"]["bias"] + bad}}, sums, variables
+        return (
+            gradients | {"head": gradients["head"] | {"bias": gradients["head"]["bias"] + bad}},
+            sums,
+            variables,
+        )
 
     return wrong
 
@@ -142,23 +155,34 @@ def spoilt(grads, step, value=math.nan):
 def test_nan_on_both_sides_ends_the_comparison():
     """Steps before it are compared, and the result says where it ended and why."""
     grads = spoilt(grad_fn("mixer"), 1)
-    result = Reference(plan("mixer", SGD), grads, stranger("mixer").batches(3)).compare(plan("mixer", SGD, data=2))
+    result = Reference(plan("mixer", SGD), grads, stranger("mixer").batches(3)).compare(
+        plan("mixer", SGD, data=2)
+    )
     assert (result.ok, result.stopped, len(result.losses)) == (True, 2, 2)
-    assert any(row.path == "head/bias" and row.why.startswith("nan on both sides, in 4 of 4") for row in result.rows)
+    assert any(
+        row.path == "head/bias" and row.why.startswith("nan on both sides, in 4 of 4")
+        for row in result.rows
+    )
 
 
 @pytest.mark.soak
 def test_nan_from_the_first_step_on_is_no_pass():
     """Where nothing is left to compare, that is an error, and not a difference either."""
     grads = spoilt(grad_fn("mixer"), 0)
-    with pytest.raises(ConfigError, match="step 1: gives no finite parameters or no finite loss, on both sides"):
-        assert_parity(plan("mixer", SGD, data=2), plan("mixer", SGD), grads, stranger("mixer").batches(1))
+    with pytest.raises(
+        ConfigError, match="step 1: gives no finite parameters or no finite loss, on both sides"
+    ):
+        assert_parity(
+            plan("mixer", SGD, data=2), plan("mixer", SGD), grads, stranger("mixer").batches(1)
+        )
 
 
 def test_nan_on_one_side_alone_is_a_difference():
     """The control: the mesh alone has it, from the first step on."""
     result = small().compare(plan("mixer", SGD, data=2), spoilt(grad_fn("mixer"), 0))
-    assert [row.path for row in result.rows if row.what == "gradients" and math.isinf(row.error)] == ["head/bias"]
+    assert [
+        row.path for row in result.rows if row.what == "gradients" and math.isinf(row.error)
+    ] == ["head/bias"]
 
 
 @pytest.mark.soak
@@ -168,7 +192,9 @@ def test_a_step_that_overflows_on_both_sides_is_skipped_on_both():
     options = (("precision", dataclasses.replace(POLICIES["fp16"], loss_scale=scale)),)
     batches = token_batches((8, 10), tiny.CONFIG.vocab, steps=2)
     grads = value_and_grad(tiny.loss_fn())
-    result = assert_parity(tiny.plan(options=options, fsdp=2), tiny.plan(options=options), grads, batches)
+    result = assert_parity(
+        tiny.plan(options=options, fsdp=2), tiny.plan(options=options), grads, batches
+    )
     assert any("overflow on both sides" in row.why for row in result.rows)
     assert {row.path for row in result.rows if row.what == "transforms"} >= {"loss_scale/scale"}
 

@@ -9,7 +9,8 @@ from spmd.plan import partition_safe
 from tests.sweep import layers
 from tests.sweep.run import first_wrong, sweep
 
-# Layers of Flax with float32 parts, such as a cache, warn about models in float64; a layer is deprecated.
+# Layers of Flax with float32 parts, such as a cache, warn about models in float64; a layer is
+# deprecated.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning"),
     pytest.mark.filterwarnings("ignore:SelfAttention will be deprecated:DeprecationWarning"),
@@ -24,7 +25,9 @@ def test_every_example_is_as_on_one_device(part):
     """Values, first and second derivatives; nothing is refused."""
     found = sweep(SEED + part, COUNT // 4)
     assert len(found) == COUNT // 4
-    wrong = [str(result) for result in found if result.difference.refused or not result.difference.ok]
+    wrong = [
+        str(result) for result in found if result.difference.refused or not result.difference.ok
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -27,9 +27,12 @@ def parity(config, rules, plain, batches=BATCHES, **sizes):
     """Steps under a rule table on a mesh, against the plain table on one device."""
     model = tiny.model(config)
     ours, theirs = (
-        make_plan(tiny.mesh(**axes), table, model, tiny.OPTIMIZER) for axes, table in ((sizes, rules), ({}, plain))
+        make_plan(tiny.mesh(**axes), table, model, tiny.OPTIMIZER)
+        for axes, table in ((sizes, rules), ({}, plain))
     )
-    return Reference(theirs, value_and_grad(next_token_loss(model, chunk=24)), batches).compare(ours)
+    return Reference(theirs, value_and_grad(next_token_loss(model, chunk=24)), batches).compare(
+        ours
+    )
 
 
 def test_key_value_heads_are_replicated_where_the_table_says_so():
@@ -65,11 +68,13 @@ def tiny_loss(model):
     return next_token_loss(model)
 
 
-OUTSIDE, INSIDE = 4, 4 + 3 * 2  # two norms and their inputs; q, k, v and the output; gate, up and hidden, 2 d wide each
+# two norms and their inputs; q, k, v and the output; gate, up and hidden, 2 d wide each
+OUTSIDE, INSIDE = 4, 4 + 3 * 2
 
 
 WHOLE = dataclasses.replace(
-    LLAMA, activations=dict(LLAMA.activations) | {"residual": dict(LLAMA.activations)["attention_input"]}
+    LLAMA,
+    activations=dict(LLAMA.activations) | {"residual": dict(LLAMA.activations)["attention_input"]},
 )
 """The residual stream whole on every device of `tensor`, as in Megatron-LM's first paper."""
 
@@ -79,7 +84,11 @@ def test_activations_fall_as_published(tensor):
     """Where the residual stream is split, all are divided, and else those inside of regions (table 2 of the paper)."""
     assert saved(LLAMA, 1) == OUTSIDE + INSIDE
     assert saved(WHOLE, tensor) == OUTSIDE + INSIDE / tensor
-    assert saved(LLAMA, tensor) == saved(sequence_parallel(LLAMA), tensor) == (OUTSIDE + INSIDE) / tensor
+    assert (
+        saved(LLAMA, tensor)
+        == saved(sequence_parallel(LLAMA), tensor)
+        == (OUTSIDE + INSIDE) / tensor
+    )
 
 
 @pytest.mark.soak
@@ -88,5 +97,7 @@ def test_any_number_of_tokens_is_split():
     batches = token_batches((8, 15), tiny.CONFIG.vocab, steps=1)
     result = parity(tiny.CONFIG, LLAMA, LLAMA, batches, tensor=2)
     assert result.ok, f"\n{result}"
-    with pytest.raises(AnnotationError, match=r"residual(.|\n)*15 / \(sequence=1 × tensor=2\) = 7.5"):
+    with pytest.raises(
+        AnnotationError, match=r"residual(.|\n)*15 / \(sequence=1 × tensor=2\) = 7.5"
+    ):
         parity(tiny.CONFIG, sequence_parallel(LLAMA), LLAMA, batches, tensor=2)

@@ -55,7 +55,10 @@ def test_arrays_of_a_model_are_apart_from_its_numbers():
             seen.append(metrics)
 
     def step(state, batch):
-        return state + 1, {"loss": jax.device_put(1.0), "arrays": {"load": jax.device_put(np.ones((2, 3)))}}
+        return state + 1, {
+            "loss": jax.device_put(1.0),
+            "arrays": {"load": jax.device_put(np.ones((2, 3)))},
+        }
 
     fit(0, step, range(9), steps=1, hooks=[Look()])
     assert seen[0]["loss"] == 1.0
@@ -136,4 +139,9 @@ def test_hooks_do_nothing_by_default():
     """A hook overrides only what it needs."""
     hook = Hook()
     assert hook.wants_state(1) is False
-    assert hook.on_start(0) is hook.on_metrics(1, {}) is hook.on_state(1, types.SimpleNamespace()) is None
+    assert (
+        hook.on_start(0)
+        is hook.on_metrics(1, {})
+        is hook.on_state(1, types.SimpleNamespace())
+        is None
+    )

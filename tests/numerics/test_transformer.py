@@ -20,7 +20,15 @@ from tests.one_device import SGD, Job
 
 BATCHES = token_batches((8, 16), 64, steps=2)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 12), dtype=np.int32)
-SHAPE = {"vocab": 64, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 2, "d_ff": 64, "stacked": False}
+SHAPE = {
+    "vocab": 64,
+    "d_model": 32,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "d_ff": 64,
+    "stacked": False,
+}
 
 
 def initial(config: LlamaConfig):
@@ -33,7 +41,11 @@ def logits(config: LlamaConfig, params, tokens=TOKENS) -> np.ndarray:
 
 def loss_and_gradients(config: LlamaConfig, params) -> tuple[float, dict[str, np.ndarray]]:
     loss = next_token_loss(flax.from_nnx(config.build))
-    batch = {"tokens": TOKENS, "targets": np.roll(TOKENS, -1), "weights": np.ones(TOKENS.shape, np.float32)}
+    batch = {
+        "tokens": TOKENS,
+        "targets": np.roll(TOKENS, -1),
+        "weights": np.ones(TOKENS.shape, np.float32),
+    }
     both = jax.jit(jax.value_and_grad(lambda p: loss(p, {}, batch, jax.random.key(0))[0]["loss"]))
     value, found = both(params)
     return float(value), tree.flatten(found)
@@ -45,7 +57,10 @@ def test_a_gated_decoder_is_a_llama() -> None:
     llama, same = LlamaConfig(**shape), TransformerConfig(**shape)
     params = initial(llama)
     assert jax.tree.structure(jax.eval_shape(lambda: initial(same))) == jax.tree.structure(params)
-    (expected, gradients), (loss, found) = loss_and_gradients(llama, params), loss_and_gradients(same, params)
+    (expected, gradients), (loss, found) = (
+        loss_and_gradients(llama, params),
+        loss_and_gradients(same, params),
+    )
     assert loss == pytest.approx(expected, rel=1e-6)
     for path, gradient in found.items():
         np.testing.assert_allclose(gradient, gradients[path], rtol=1e-4, atol=1e-6)
@@ -69,10 +84,14 @@ def test_an_mlp_without_a_gate_by_hand() -> None:
 
     x = kernel("embedding")[TOKENS]
     x = x + np.maximum(norm(x) @ kernel("up_proj/kernel"), 0) @ kernel("down_proj/kernel")
-    np.testing.assert_allclose(logits(config, params), norm(x) @ kernel("lm_head/kernel"), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        logits(config, params), norm(x) @ kernel("lm_head/kernel"), rtol=1e-3, atol=1e-4
+    )
 
 
-@pytest.mark.parametrize(("windows", "reach"), [((5, 0), 12), ((5, 5), 9), ((3, 5), 7), ((1, 1), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("windows", "reach"), [((5, 0), 12), ((5, 5), 9), ((3, 5), 7), ((1, 1), 1)], ids=str
+)
 def test_windows_of_consecutive_layers(windows, reach) -> None:
     """The last token sees as far as the windows of both layers together; 0 is a layer that sees all."""
     config = TransformerConfig(**SHAPE, windows=windows)
@@ -80,13 +99,17 @@ def test_windows_of_consecutive_layers(windows, reach) -> None:
     changed = np.repeat(TOKENS[:1], 12, axis=0)
     changed[np.arange(12), np.arange(12)] += 1
     last = logits(config, params, np.concatenate([TOKENS[:1], changed % 64]))[:, -1]
-    assert (np.abs(last[1:] - last[0]).max(axis=-1) > 0).tolist() == [False] * (12 - reach) + [True] * reach
+    assert (np.abs(last[1:] - last[0]).max(axis=-1) > 0).tolist() == [False] * (12 - reach) + [
+        True
+    ] * reach
 
 
 def test_groups_divide_the_layers() -> None:
     """Two windows need an even number of layers; the arithmetic is in the error."""
     TransformerConfig(**SHAPE, windows=(5, 0))
-    with pytest.raises(ConfigError, match=r"(?s)model\.layers: is no multiple of the windows.*3 / 2 = 1\.5"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)model\.layers: is no multiple of the windows.*3 / 2 = 1\.5"
+    ):
         TransformerConfig(**SHAPE | {"layers": 3}, windows=(5, 0))
 
 

@@ -53,8 +53,18 @@ GEMMA2 = {  # with caps that scores and logits of this size do reach
     "final_logit_softcapping": 1.0,
 }
 VIT = {
-    **{"image_size": 12, "patch_size": 4, "num_labels": 6, "id2label": {n: f"digit {n}" for n in range(6)}},
-    **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48},
+    **{
+        "image_size": 12,
+        "patch_size": 4,
+        "num_labels": 6,
+        "id2label": {n: f"digit {n}" for n in range(6)},
+    },
+    **{
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    },
 }
 ENDINGS = {"GPT2": "LMHeadModel", "ViT": "ForImageClassification"}
 # The names of transformers' classes, and the fields of a small model.
@@ -69,7 +79,10 @@ MODELS = {
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16, "tie_word_embeddings": True}),
     "gemma": ("Gemma", {**LLAMA, "head_dim": 16}),
     "gemma2": ("Gemma2", {**LLAMA, **GEMMA2}),
-    "gpt2": ("GPT2", {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128},
+    ),
     "vit": ("ViT", VIT),
 }
 MESHES = {"one": {}, "fsdp2-tensor2": {"fsdp": 2, "tensor": 2}}
@@ -113,7 +126,8 @@ def written(transformers, tmp_path_factory):
                 getattr(transformers, f"{kind}Config")(**fields)
             ).eval()
             with torch.no_grad():
-                for parameter in model.parameters():  # norms and biases are 1 and 0, where nothing would be seen
+                # norms and biases are 1 and 0, where nothing would be seen
+                for parameter in model.parameters():
                     parameter.add_(0.3 * torch.randn_like(parameter))
             folder = tmp_path_factory.mktemp(name)
             model.save_pretrained(folder / "whole")
@@ -128,7 +142,11 @@ def logits_there(model):
     """What a model of transformers says."""
     import torch
 
-    asked = TOKENS.astype(np.int64) if model.config.model_type != "vit" else IMAGES.transpose(0, 3, 1, 2)
+    asked = (
+        TOKENS.astype(np.int64)
+        if model.config.model_type != "vit"
+        else IMAGES.transpose(0, 3, 1, 2)
+    )
     with torch.no_grad():
         return model(torch.tensor(asked)).logits.numpy()
 
@@ -147,7 +165,9 @@ def read(folder, **sizes):
 def logits_here(plan, params):
     """What the same model says here."""
     asked = jnp.asarray(IMAGES if "class_token" in params else TOKENS)
-    return np.asarray(jax.jit(lambda p, x: as_outputs(plan.model.apply(p, x)).logits)(params, asked))
+    return np.asarray(
+        jax.jit(lambda p, x: as_outputs(plan.model.apply(p, x)).logits)(params, asked)
+    )
 
 
 def difference(ours, theirs):
@@ -176,7 +196,9 @@ def test_greedy_text_is_that_of_transformers(name, written, transformers):
     there = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole").eval()
     there.generation_config.eos_token_id = None
     asked = torch.tensor(TOKENS.astype(np.int64))
-    theirs = there.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=64)
+    theirs = there.generate(
+        asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=64
+    )
     _, _, plan, params = read(folder / "whole", fsdp=2, tensor=2)
     generator = Generator(plan, window=96, sampling=Sampling(temperature=0.0))
     assert not generator.whole_window
@@ -199,7 +221,9 @@ def test_there_and_back(name, written, transformers, tmp_path):
     again, about = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(about.values())
     assert again.config.id2label == kind.from_pretrained(folder / "whole").config.id2label
-    np.testing.assert_allclose(logits_there(again.eval()), theirs, rtol=0, atol=1e-6 * np.abs(theirs).max())
+    np.testing.assert_allclose(
+        logits_there(again.eval()), theirs, rtol=0, atol=1e-6 * np.abs(theirs).max()
+    )
 
 
 def tensors(folder):
@@ -215,7 +239,9 @@ def test_a_16_bit_checkpoint_is_read_as_transformers_reads_it(written, transform
     import torch
 
     folder, _ = written("llama")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole", dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "whole", dtype=torch.bfloat16
+    )
     model.save_pretrained(tmp_path / "narrow")
     _, _, plan, params = read(tmp_path / "narrow", fsdp=2, tensor=2)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
@@ -225,7 +251,10 @@ def test_a_16_bit_checkpoint_is_read_as_transformers_reads_it(written, transform
 def test_a_prefix_may_be_left_out(written, tmp_path):
     """The published GPT-2 names its tensors without `transformer.`, and has masks among them."""
     folder, theirs = written("gpt2")
-    there = {name.removeprefix("transformer."): value for name, value in tensors(folder / "whole").items()}
+    there = {
+        name.removeprefix("transformer."): value
+        for name, value in tensors(folder / "whole").items()
+    }
     there["h.0.attn.bias"] = np.tril(np.ones((1, 1, 128, 128), np.float32))
     kinds = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in there.items()}
     write_safetensors(tmp_path / "model.safetensors", kinds, iter(there.values()), {})
@@ -251,9 +280,13 @@ BUGS = {
     ),
     "layers in reverse": lambda name: dataclasses.replace(name, first=3, step=-1),
     "norms exchanged": lambda name: (
-        dataclasses.replace(name, tensor=name.tensor.replace("input_layernorm", "post_attention_layernorm"))
+        dataclasses.replace(
+            name, tensor=name.tensor.replace("input_layernorm", "post_attention_layernorm")
+        )
         if name.path.endswith("attention_norm/scale")
-        else dataclasses.replace(name, tensor=name.tensor.replace("post_attention_layernorm", "input_layernorm"))
+        else dataclasses.replace(
+            name, tensor=name.tensor.replace("post_attention_layernorm", "input_layernorm")
+        )
     ),
 }
 
@@ -294,7 +327,9 @@ def test_a_prompt_is_encoded_as_transformers_does(end, text, tmp_path, transform
 
 
 @pytest.mark.parametrize(
-    "options", [{"top_k": 3}, {"top_p": 0.7}, {"temperature": 1.5, "top_k": 6, "top_p": 0.8}], ids=str
+    "options",
+    [{"top_k": 3}, {"top_p": 0.7}, {"temperature": 1.5, "top_k": 6, "top_p": 0.8}],
+    ids=str,
 )
 def test_cuts_of_a_distribution_are_those_of_transformers(options, transformers):
     """What NumPy says above is what its warpers leave of the same scores, in the order in which it applies them."""

@@ -1,7 +1,8 @@
 """JAX's upgrade flags: programs are read and remat policies act as without them; what JAX cannot do is refused.
 
-`make newest` and `.ci/run` run tests of the mark `upgrades` once more with the flags in the environment, which custom
-derivatives read when a module is imported. The tests here set a flag for themselves.
+`make newest` and `.ci/run` run tests of the mark `upgrades` once more with the flags in the
+environment, which custom derivatives read when a module is imported. The tests here set a flag for
+themselves.
 """
 
 import contextlib
@@ -36,7 +37,11 @@ X, W = jnp.linspace(-1, 1, 4 * 64).reshape(4, 64), jnp.linspace(-0.1, 0.2, 64 * 
 @contextlib.contextmanager
 def flags(*, on):
     """JAX with the upgrade flags, as far as it has them, or without them."""
-    names = [name for name in ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3") if hasattr(jax.config, name)]
+    names = [
+        name
+        for name in ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+        if hasattr(jax.config, name)
+    ]
     before = {name: getattr(jax.config, name) for name in names}
     try:
         for name in names:
@@ -98,7 +103,9 @@ def test_calls_have_one_name_in_both_forms():
         theirs.append([e.primitive.name for e in found])
     kinds = {primitives.remat_p.name, "name", "custom_jvp_call", "custom_vjp_call"}
     assert kinds <= {name for name, *_ in read[0]}
-    assert [call for call in read[0] if call[0] in kinds] == [call for call in read[1] if call[0] in kinds]
+    assert [call for call in read[0] if call[0] in kinds] == [
+        call for call in read[1] if call[0] in kinds
+    ]
     assert theirs[0] != theirs[1]
 
 
@@ -110,7 +117,9 @@ def slope_with_a_replacement():
     return jax.grad(lambda x: jaxpr_as_fun(changed)(x)[0])(3.0)
 
 
-@pytest.mark.parametrize("on", [False, pytest.param(True, marks=pytest.mark.skipif(IS_OLD, reason="JAX 0.10.2"))])
+@pytest.mark.parametrize(
+    "on", [False, pytest.param(True, marks=pytest.mark.skipif(IS_OLD, reason="JAX 0.10.2"))]
+)
 def test_equations_inside_a_checkpoint_are_replaced(on):
     """In a jaxpr of either form; all else of it is kept, and differentiated."""
     with flags(on=on):
@@ -130,7 +139,9 @@ def test_a_policy_acts_as_without_the_flags(remat):
             return
         after, found = gradients(remat)
     assert counts(after) == counts(before)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), found, expected
+    )
 
 
 def test_names_in_a_custom_derivative_of_another_form_are_refused():
@@ -159,8 +170,8 @@ def test_a_hijax_primitive_of_a_stranger_is_its_expansion():
     assert has_own_rules(jaxpr.eqns[0])
 
 
-# JAX's own faults: when one of these tests fails, JAX has mended it, and the entry of `tests.upgrades` and what refuses
-# it in `spmd.plan.unseen` or `spmd.model_api.remat` go.
+# JAX's own faults: when one of these tests fails, JAX has mended it, and the entry of
+# `tests.upgrades` and what refuses it in `spmd.plan.unseen` or `spmd.model_api.remat` go.
 
 
 def matmuls(policy, multiply):
@@ -189,6 +200,8 @@ def test_jax_evaluates_no_call_in_a_checkpoint():
 def test_jax_ignores_combined_policies(is_faulty):
     """JAX 0.10.2 (`jax_remat3`): of two policies together nothing is saved, not even products."""
     policies = jax.checkpoint_policies
-    both = policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names("y"))
+    both = policies.save_from_both_policies(
+        policies.dots_saveable, policies.save_only_these_names("y")
+    )
     with flags(on=is_faulty):
         assert matmuls(both, jnp.matmul) == (8 if is_faulty and IS_OLD else 6)

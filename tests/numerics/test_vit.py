@@ -21,8 +21,9 @@ from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import BUGS, Reference
 from tests import tiny
 
-# Of the published weights with a head of 1,000 classes: arXiv:2010.11929, table 1 (86M, 307M with the head of 21,843
-# classes), and the tables of pretrained models in torchvision (vit_b_16, vit_l_16).
+# Of the published weights with a head of 1,000 classes: arXiv:2010.11929, table 1 (86M, 307M with
+# the head of 21,843 classes), and the tables of pretrained models in torchvision (vit_b_16,
+# vit_l_16).
 PUBLISHED = {"vit-b16": 86_567_656, "vit-l16": 304_326_632}
 CONFIG = PRESETS["test"]
 
@@ -47,7 +48,13 @@ def batches(steps=6):
         for image, label in zip(images, labels, strict=True):
             top, left = 4 * (label // 2), 4 * (label % 2)
             image[top : top + 4, left : left + 4] += 1
-        out.append({"images": images, "labels": labels, "weights": np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32)})
+        out.append(
+            {
+                "images": images,
+                "labels": labels,
+                "weights": np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32),
+            }
+        )
     return out
 
 
@@ -72,7 +79,9 @@ def test_presets_have_the_published_parameter_counts(name):
     ("sizes", "options"),
     [
         ({"data": 2, "fsdp": 2, "tensor": 2}, ()),
-        pytest.param({"fsdp": 4, "tensor": 2}, (("zero", 1), ("remat", "full")), marks=pytest.mark.soak),
+        pytest.param(
+            {"fsdp": 4, "tensor": 2}, (("zero", 1), ("remat", "full")), marks=pytest.mark.soak
+        ),
     ],
     ids=str,
 )
@@ -83,7 +92,9 @@ def test_it_trains_as_on_one_device(sizes, options):
     assert result.losses[-1] < result.losses[0]
 
 
-@pytest.mark.parametrize("bug", ["gradient-scale", pytest.param("reduction", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "bug", ["gradient-scale", pytest.param("reduction", marks=pytest.mark.soak)]
+)
 def test_control_a_bug_is_caught(bug):
     """Gradients that are 1 % off, or of half of the images, do not pass."""
     assert not one_device().compare(plan(fsdp=2), BUGS[bug](value_and_grad(loss_fn()))).ok
@@ -95,7 +106,10 @@ def test_every_patch_is_seen():
     image = jnp.asarray(batches()[0]["images"][:1])
     before = model().apply(params, image)
     for at in ((0, 0), (7, 7)):
-        assert np.abs(model().apply(params, image.at[0, at[0], at[1], 0].add(1.0)) - before).max() > 1e-4
+        assert (
+            np.abs(model().apply(params, image.at[0, at[0], at[1], 0].add(1.0)) - before).max()
+            > 1e-4
+        )
     assert np.abs(model().apply(params, image[:, ::-1]) - before).max() > 1e-3
 
 
@@ -129,6 +143,10 @@ def test_what_cannot_be_built_or_seen_is_refused_at_once():
     """Every reason is listed: patches that do not fit, heads that do not divide, sizes below one, other images."""
     with pytest.raises(ConfigError) as caught:
         ViTConfig(image=10, patch=4, heads=5, classes=0)
-    assert [problem.where for problem in caught.value.problems] == ["model.classes", "model.heads", "model.patch"]
+    assert [problem.where for problem in caught.value.problems] == [
+        "model.classes",
+        "model.heads",
+        "model.patch",
+    ]
     with pytest.raises(ConfigError, match="8 × 8 × 3 ≠ 8 × 8 × 1"):
         model().apply(model().init(jax.random.key(0)), jnp.zeros((1, 8, 8, 3)))

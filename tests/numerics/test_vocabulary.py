@@ -79,7 +79,9 @@ def in_turns(monkeypatch, seen, words=3):
 
     monkeypatch.setattr(vocabulary, "_TILE", words)
     monkeypatch.setattr(vocabulary._Head, "dkernel", noted)
-    monkeypatch.setattr(jax.lax, "fori_loop", lambda start, end, *rest: turns.append(end) or loop(start, end, *rest))
+    monkeypatch.setattr(
+        jax.lax, "fori_loop", lambda start, end, *rest: turns.append(end) or loop(start, end, *rest)
+    )
 
 
 FORMS = [(8, 5, (False, True)), (16, 12, (True, True)), (8, 12, (True, False))]
@@ -92,9 +94,13 @@ def test_some_words_at_a_time_are_the_gradient_of_all(monkeypatch, axes, width, 
     seen = set()
     in_turns(monkeypatch, seen)
     kernel = random(*((width, 20) if axes == "io" else (20, width)), seed=1)
-    ours = sums(lambda x, kernel: LazyLogits(x, kernel, axes, soft_cap=1.5), kernel, width, chunk=chunk)
+    ours = sums(
+        lambda x, kernel: LazyLogits(x, kernel, axes, soft_cap=1.5), kernel, width, chunk=chunk
+    )
     plain = functools.partial(
-        sums, lambda x, kernel: 1.5 * jnp.tanh(jnp.einsum(f"bsi,{axes}->bso", x, kernel) / 1.5), width=width
+        sums,
+        lambda x, kernel: 1.5 * jnp.tanh(jnp.einsum(f"bsi,{axes}->bso", x, kernel) / 1.5),
+        width=width,
     )
     assert_close(ours, plain(kernel), noise_of(plain, kernel))
     assert seen == {form}
@@ -142,7 +148,9 @@ def test_a_scaled_loss_in_float16_keeps_small_gradients():
         return jax.grad(loss, argnums=(0, 1))(x, kernel)
 
     ours = gradients(LazyLogits)
-    exact = jax.grad(lambda k: 4096 * cross_entropy(jnp.ones((1, 1, 8)) @ k, targets, weights)["loss"])(kernel)
+    exact = jax.grad(
+        lambda k: 4096 * cross_entropy(jnp.ones((1, 1, 8)) @ k, targets, weights)["loss"]
+    )(kernel)
     assert 0 < float(exact[0, 1]) / 4096 < 2.0**-25
     assert (ours[0].dtype, ours[1].dtype) == (jnp.float16, jnp.float32)
     np.testing.assert_allclose(ours[1][:, 1], exact[:, 1], rtol=1e-2)
@@ -188,13 +196,16 @@ def test_any_split_of_the_head_equals_one_device(monkeypatch, spec, fsdp):
     params = [(path, spec if path == "lm_head/kernel" else value) for path, value in LLAMA.params]
     rules = dataclasses.replace(LLAMA, params=params)
     JOB.assert_parity(rules=rules, grad_fn=in_chunks(7), fsdp=fsdp, tensor=2)
-    assert (False, True) in seen  # more tokens than a chunk has: logits are computed again, in several turns
+    # more tokens than a chunk has: logits are computed again, in several turns
+    assert (False, True) in seen
 
 
 def test_control_a_softmax_of_one_part_of_the_vocabulary_is_caught(monkeypatch):
     """Without its sums over `tensor`, the same comparison fails."""
     add = vocabulary.psum
-    monkeypatch.setattr(vocabulary, "psum", lambda x, axes: add(x, tuple(a for a in axes if a != "tensor")))
+    monkeypatch.setattr(
+        vocabulary, "psum", lambda x, axes: add(x, tuple(a for a in axes if a != "tensor"))
+    )
     assert not JOB.parity(grad_fn=in_chunks(9), tensor=2).ok
 
 
@@ -244,7 +255,10 @@ def programs(tmp_path_factory):
     """The optimised programs of a step with Llama 3's vocabulary, compiled in one process of its own."""
     folder = tmp_path_factory.mktemp("programs")
     files = {name: str(folder / f"{number}.txt") for number, name in enumerate(PROGRAMS)}
-    arguments = json.dumps([VOCAB, D, BATCH, SEQ]), json.dumps({files[name]: what for name, what in PROGRAMS.items()})
+    arguments = (
+        json.dumps([VOCAB, D, BATCH, SEQ]),
+        json.dumps({files[name]: what for name, what in PROGRAMS.items()}),
+    )
     run_script(SCRIPT, *arguments)
     return {name: Path(file).read_text() for name, file in files.items()}
 
@@ -262,7 +276,9 @@ WORDS_OF_TURN = 8192  # in multiples of 256
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "control" not in name])
 def test_no_buffer_is_tokens_by_vocabulary(name, programs):
     """On no device is any array larger than the logits of one chunk, and than the table where that is larger."""
-    assert largest(programs[name]) <= max(CHUNK * WORDS_HERE, TOKENS_HERE * WORDS_OF_TURN, VOCAB * D)
+    assert largest(programs[name]) <= max(
+        CHUNK * WORDS_HERE, TOKENS_HERE * WORDS_OF_TURN, VOCAB * D
+    )
 
 
 def test_control_in_one_piece_there_is_such_a_buffer(programs):
@@ -272,8 +288,16 @@ def test_control_in_one_piece_there_is_such_a_buffer(programs):
 
 def gradients_of_kernels(program):
     """The most elements of any product that is a gradient of the head's kernel."""
-    products = [line for line in program.splitlines() if re.search(r"\.\.\.i,\.\.\.o->(io|oi)/dot_general", line)]
-    return largest("\n".join(line.partition("(")[0] for line in products if "lm_head" in line or "shard_map" in line))
+    products = [
+        line
+        for line in program.splitlines()
+        if re.search(r"\.\.\.i,\.\.\.o->(io|oi)/dot_general", line)
+    ]
+    return largest(
+        "\n".join(
+            line.partition("(")[0] for line in products if "lm_head" in line or "shard_map" in line
+        )
+    )
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -294,4 +318,5 @@ def test_the_tables_gradient_is_reduced_once(programs):
     assert {r.over for r in in_turns} == {"tensor"}
     assert max(r.payload for r in in_turns) == 4 * CHUNK * D  # what tokens get
     (summed,) = [r for r in head if r.over == "data" and r.payload > 1024 * D]
-    assert (summed.executions, summed.payload) == (1, 4 * D * WORDS_HERE // 2)  # what is left of it after fsdp
+    # what is left of it after fsdp
+    assert (summed.executions, summed.payload) == (1, 4 * D * WORDS_HERE // 2)

@@ -61,7 +61,9 @@ def own_losses(example, model, sizes):
     """Losses of the steps on a mesh, and the state before them."""
 
     def loss_fn(params, variables, batch, key):
-        outputs, variables = model.forward(params, variables, key, *example.inputs(batch), train=True)
+        outputs, variables = model.forward(
+            params, variables, key, *example.inputs(batch), train=True
+        )
         loss, weight = example.loss(outputs, batch)
         return {"loss": loss, "weight": jnp.float32(weight)}, variables
 
@@ -115,7 +117,8 @@ def nnx_step(example):
 def numbered(params):
     """Nested dictionaries with numbers where NNX has those of a list."""
     flat = {
-        tuple(int(p) if p.isdecimal() else p for p in path.split("/")): x for path, x in tree.flatten(params).items()
+        tuple(int(p) if p.isdecimal() else p for p in path.split("/")): x
+        for path, x in tree.flatten(params).items()
     }
     return nnx.traversals.unflatten_mapping(flat)
 
@@ -156,7 +159,9 @@ class OwnTurns:
     def __init__(self, turns, sizes):
         self.states, self.steps = {}, {}
         for number, (name, part) in enumerate(turns.parts.items()):
-            model = spmd.Model(part.init, lambda params, x, part=part: part.network.apply({"params": params}, x))
+            model = spmd.Model(
+                part.init, lambda params, x, part=part: part.network.apply({"params": params}, x)
+            )
             plan = spmd.make_plan(tiny.mesh(**sizes), several.TABLE, model, part.optimizer)
             check_split(plan)
 
@@ -182,7 +187,9 @@ class PlainTurns:
 
     def __init__(self, turns, params):
         self._params, self._turns = params, turns
-        self._optimizer_states = {name: part.optimizer.init(params[name]) for name, part in turns.parts.items()}
+        self._optimizer_states = {
+            name: part.optimizer.init(params[name]) for name, part in turns.parts.items()
+        }
         self._steps = {name: self._step(part) for name, part in turns.parts.items()}
 
     @staticmethod
@@ -247,7 +254,12 @@ def test_a_teacher_follows_its_student(sizes):
 
         loss, gradients = jax.value_and_grad(mean_loss)(student)
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, student)
-        return optax.apply_updates(student, updates), several.follow(teacher, student), optimizer_state, loss
+        return (
+            optax.apply_updates(student, updates),
+            several.follow(teacher, student),
+            optimizer_state,
+            loss,
+        )
 
     plan = spmd.make_plan(tiny.mesh(**sizes), several.BYOL_RULES, several.BYOL, optimizer)
     check_split(plan)
@@ -256,7 +268,9 @@ def test_a_teacher_follows_its_student(sizes):
     optimizer_state, found, plain = optimizer.init(student), [], []
     for batch in several.BYOL_BATCHES:
         state, metrics = step(state, batch)
-        student, teacher, optimizer_state, loss = plain_step(student, teacher, optimizer_state, batch)
+        student, teacher, optimizer_state, loss = plain_step(
+            student, teacher, optimizer_state, batch
+        )
         found.append(float(metrics["loss"]))
         plain.append(float(loss))
     compare(found, plain)

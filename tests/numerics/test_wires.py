@@ -59,7 +59,9 @@ def recoded_shards(x, spec, sizes, name):
     parts = [np.asarray(recoded(jnp.asarray(part), name)) for part in parts]
     for dim, axis in reversed(list(enumerate(spec))):
         count = entry_size(axis, sizes)
-        parts = [np.concatenate(parts[i : i + count], axis=dim) for i in range(0, len(parts), count)]
+        parts = [
+            np.concatenate(parts[i : i + count], axis=dim) for i in range(0, len(parts), count)
+        ]
     return parts[0]
 
 
@@ -73,16 +75,23 @@ def test_a_block_of_any_dimension(name, shape, dim):
     assert coded.scale.size == x.size / 32
     assert coded.codes.dtype.itemsize == 1
     blocks, back = (
-        np.moveaxis(np.asarray(a), dim, -1).reshape(-1, 32) for a in (x, codec.decode(coded, jnp.float32, 1, dim))
+        np.moveaxis(np.asarray(a), dim, -1).reshape(-1, 32)
+        for a in (x, codec.decode(coded, jnp.float32, 1, dim))
     )
     largest = np.abs(blocks).max(axis=1, keepdims=True)
-    step = np.maximum(np.abs(blocks) / 16, largest / 448 / 2**10) if name == "fp8" else largest / codec.top / 2
+    step = (
+        np.maximum(np.abs(blocks) / 16, largest / 448 / 2**10)
+        if name == "fp8"
+        else largest / codec.top / 2
+    )
     assert (np.abs(back - blocks) <= step * 1.001).all()
 
 
 def test_small_gradients_beside_large_ones_are_not_lost():
     """Of a head, int8 keeps the gradients of rare tokens; codes along the vocabulary, the control, are mostly 0."""
-    x = jnp.asarray(NORMAL[0, :48, :256] * np.where(np.arange(256) % 64, 1e-4, 1).astype(np.float32))
+    x = jnp.asarray(
+        NORMAL[0, :48, :256] * np.where(np.arange(256) % 64, 1e-4, 1).astype(np.float32)
+    )
     lost = []
     for codec, dim in ((EXCHANGES["int8"], 0), (GATHERS["int8"], 1)):
         found, block = codec.block_dim(x.shape)
@@ -130,7 +139,11 @@ def summed(terms, wire, *, scatter, axes=("data", "fsdp"), sizes=None):
     param = LocalParam(((), ()), ((), ()), (("fsdp",) * scatter, ()), comm=comm)
     out = P("data", "fsdp", None) if scatter else P(("data", "fsdp"), None, None)
     run = manual_over(
-        tiny.mesh(**sizes), ("data", "fsdp"), lambda x: param.reduce(x[0], axes)[None], P(("data", "fsdp")), out
+        tiny.mesh(**sizes),
+        ("data", "fsdp"),
+        lambda x: param.reduce(x[0], axes)[None],
+        P(("data", "fsdp")),
+        out,
     )
     return np.asarray(jax.jit(run)(terms))
 
@@ -148,7 +161,12 @@ def test_sums_of_codes_are_near_and_equal_on_all_devices(wire, share, scatter):
 
 @pytest.mark.parametrize(
     ("name", "shape", "dim"),
-    [("int8", (8, 128, 256), 1), ("int8", (2, 256, 192), 2), ("int8", (4, 96, 64), 1), ("int4", (2, 512, 128), 1)],
+    [
+        ("int8", (8, 128, 256), 1),
+        ("int8", (2, 256, 192), 2),
+        ("int8", (4, 96, 64), 1),
+        ("int4", (2, 512, 128), 1),
+    ],
 )
 def test_sums_of_experts_are_near(name, shape, dim):
     """Kernels of three dimensions: XLA:CPU once read other memory where blocks of five dimensions were summed."""
@@ -157,7 +175,9 @@ def test_sums_of_experts_are_near(name, shape, dim):
     kept = tuple(("fsdp",) * (i == dim) for i in range(3))
     param = LocalParam(((),) * 3, ((),) * 3, kept, comm=comm)
     out = P(*("fsdp" if i == dim else None for i in range(3)))
-    run = manual_over(tiny.mesh(fsdp=2), ("fsdp",), lambda x: param.reduce(x[0], ("fsdp",)), P("fsdp"), out)
+    run = manual_over(
+        tiny.mesh(fsdp=2), ("fsdp",), lambda x: param.reduce(x[0], ("fsdp",)), P("fsdp"), out
+    )
     exact = terms.sum(axis=0)
     most = 2 * np.abs(terms).max() / {"int8": 254, "int4": 14}[name]
     assert most / 4 < np.abs(np.asarray(jax.jit(run)(terms)) - exact).max() < most
@@ -202,17 +222,23 @@ def first_step(plan, changed=None):
         state = dataclasses.replace(state, params=params)
     batch = token_batches((8, 16), MIXTRALS["test"].vocab, steps=1)[0]
     metrics = step(state, place_batch(plan, batch))[1]
-    return float(metrics["loss"]), {path: np.asarray(x) for path, x in tree.flatten(metrics["gradients"]).items()}
+    return float(metrics["loss"]), {
+        path: np.asarray(x) for path, x in tree.flatten(metrics["gradients"]).items()
+    }
 
 
 @pytest.mark.soak
 def test_layers_experts_and_head_use_the_codes_forward_and_backward():
     """The step of a mixture is that of one device with recoded kernels; with the kernels themselves, it is not."""
-    plan_of = functools.partial(make_plan, rules=MIXTRAL, model=mixtral(), optimizer=tiny.OPTIMIZER, remat="full")
+    plan_of = functools.partial(
+        make_plan, rules=MIXTRAL, model=mixtral(), optimizer=tiny.OPTIMIZER, remat="full"
+    )
     sizes = {"fsdp": 4, "expert": 2}
     plan = plan_of(tiny.mesh(**sizes), compress=CompressConfig(gather="int8"))
     coded = {path for path, placed in plan.placements.items() if placed.comm.param_codec}
-    assert coded == {path for path in plan.placements if path.endswith("_proj/kernel")} | {"lm_head/kernel"}
+    assert coded == {path for path in plan.placements if path.endswith("_proj/kernel")} | {
+        "lm_head/kernel"
+    }
 
     def recode(path, x):
         placed = plan.placements[path]
@@ -227,7 +253,10 @@ def test_layers_experts_and_head_use_the_codes_forward_and_backward():
     alone = plan_of(tiny.mesh())
     for changed, is_same in ((recode, True), (None, False)):
         expected, expected_gradients = first_step(alone, changed)
-        apart = {p: np.abs(gradients[p] - g).max() / np.abs(g).max() for p, g in expected_gradients.items()}
+        apart = {
+            p: np.abs(gradients[p] - g).max() / np.abs(g).max()
+            for p, g in expected_gradients.items()
+        }
         assert (abs(loss / expected - 1) < 1e-6) is is_same
         assert bool(max(apart.values()) < 1e-4) is is_same, apart
 
@@ -237,7 +266,13 @@ def test_layers_experts_and_head_use_the_codes_forward_and_backward():
     [
         pytest.param("full/2", LLAMA, {"fsdp": 8}, marks=pytest.mark.soak, id="full/2-['fsdp']"),
         pytest.param("dots", LLAMA, {"fsdp": 8}, marks=pytest.mark.soak, id="dots-['fsdp']"),
-        pytest.param("full", MIXTRAL, {"fsdp": 4, "expert": 2}, marks=pytest.mark.soak, id="full-['fsdp', 'expert']"),
+        pytest.param(
+            "full",
+            MIXTRAL,
+            {"fsdp": 4, "expert": 2},
+            marks=pytest.mark.soak,
+            id="full-['fsdp', 'expert']",
+        ),
     ],
 )
 def test_the_backward_pass_gathers_inside_of_a_slice(remat, rules, sizes):
@@ -248,24 +283,41 @@ def test_the_backward_pass_gathers_inside_of_a_slice(remat, rules, sizes):
     found, crossing = [], []
     for secondary in (True, False):
         compress = CompressConfig(gather="int8", secondary=secondary)
-        plan = make_plan(mesh, rules, model, tiny.OPTIMIZER, compress=compress, slices=slices, remat=remat)
-        step, state = make_train_step(plan, next_token_loss(model), keep_gradients=True), init_state(plan, 0)
+        plan = make_plan(
+            mesh, rules, model, tiny.OPTIMIZER, compress=compress, slices=slices, remat=remat
+        )
+        step, state = (
+            make_train_step(plan, next_token_loss(model), keep_gradients=True),
+            init_state(plan, 0),
+        )
         batch = token_batches((8, 16), config.vocab, steps=1)[0]
         metrics = step(state, place_batch(plan, batch))[1]
         found.append((metrics["loss"], metrics["gradients"]))
         audit = audit_collectives(step.programs[-1], mesh, plan=plan, slices=slices)
         assert not audit.broken
-        gathers = [r for r in audit.records if r.kind == "all-gather" and r.dtype == "s8" and "fsdp" in r.over]
+        gathers = [
+            r
+            for r in audit.records
+            if r.kind == "all-gather" and r.dtype == "s8" and "fsdp" in r.over
+        ]
         crossing.append(sum(r.bytes for r in gathers if r.crosses))
-        codes = sum(np.prod(e.shape) for e in plan.params if plan.placements[e.path].comm.param_codec)
+        codes = sum(
+            np.prod(e.shape) for e in plan.params if plan.placements[e.path].comm.param_codec
+        )
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert crossing[0] == codes / 4  # a device has an eighth, and gets one of the other slice
-    assert crossing[1] >= 4 * crossing[0]  # the control: layers are gathered from all devices, in each pass
+    # the control: layers are gathered from all devices, in each pass
+    assert crossing[1] >= 4 * crossing[0]
 
 
 def compressed(compress):
     """The plan of the audited step."""
-    return tiny.plan(CONFIG, options=(("compress", compress), ("precision", "bf16"), ("remat", "full")), data=2, fsdp=4)
+    return tiny.plan(
+        CONFIG,
+        options=(("compress", compress), ("precision", "bf16"), ("remat", "full")),
+        data=2,
+        fsdp=4,
+    )
 
 
 @functools.cache
@@ -284,29 +336,43 @@ def test_a_step_sends_what_the_plan_promises():
     plan, audit = audited(INT8)
     assert not audit.broken
     layers, head = CONFIG.layers * (4 * 64 * 64 - 2 * 64 * 32 + 3 * 64 * 256), 64 * CONFIG.vocab
-    assert layers == sum(np.prod(e.shape) for e in plan.params if "layers" in e.path and e.path.endswith("kernel"))
+    assert layers == sum(
+        np.prod(e.shape) for e in plan.params if "layers" in e.path and e.path.endswith("kernel")
+    )
     codes = layers + head
-    gathers = {"fsdp": {"s8": 2 * layers + head, "f32": ..., "s32": ...}, "data": {"s8": codes // 4, "f32": ...}}
-    exchange = {"fsdp": {"s8": codes, "f32": ..., "bf16": ...}, "data": {"s8": codes // 4, "f32": ...}}
+    gathers = {
+        "fsdp": {"s8": 2 * layers + head, "f32": ..., "s32": ...},
+        "data": {"s8": codes // 4, "f32": ...},
+    }
+    exchange = {
+        "fsdp": {"s8": codes, "f32": ..., "bf16": ...},
+        "data": {"s8": codes // 4, "f32": ...},
+    }
     expect_collectives(audit, ignore_below=1, all_gather=gathers, all_to_all=exchange)
-    scales = sum(r.bytes for r in audit.records if r.dtype == "f32" and r.kind == "all-gather" and r.over == "fsdp")
+    scales = sum(
+        r.bytes
+        for r in audit.records
+        if r.dtype == "f32" and r.kind == "all-gather" and r.over == "fsdp"
+    )
     assert scales <= (2 * layers + head) * 4 / 32
 
 
 def test_blocks_of_gradients_run_along_the_width():
     """It is the dimension that rules do not split over tensor, also where it is the longer one."""
     placements = compressed(INT8).placements
-    found = {path.split("/")[-2]: placements[path].comm.width for path in placements if path.endswith("kernel")}
+    found = {
+        path.split("/")[-2]: placements[path].comm.width
+        for path in placements
+        if path.endswith("kernel")
+    }
     assert found == {f"{name}_proj": -2 for name in ("q", "k", "v", "gate", "up")} | {
         "o_proj": -1,
         "down_proj": -1,
         "lm_head": -2,
     }
     assert CodedComm(width=-1).gradient_codec("int4").block_dim((32, 192)) == (1, 64)
-    assert CodedComm(width=-2).gradient_codec("int4").block_dim((16, 192)) == (
-        1,
-        64,
-    )  # a shard has too little of the width
+    # A shard has too little of the width.
+    assert CodedComm(width=-2).gradient_codec("int4").block_dim((16, 192)) == (1, 64)
     assert CodedComm().gradient_codec("bfloat16") is None
 
 
@@ -341,7 +407,9 @@ def test_what_is_not_sent_cannot_be_compressed():
 def test_an_exchange_over_fsdp_once_a_step_gathers_no_codes():
     """It would gather parameters as they are stored, so it is refused."""
     plan = compressed(INT8)
-    step = make_train_step(plan, grad_fn=exchange_once(value_and_grad(tiny.loss_fn(CONFIG)), ("data", "fsdp")))
+    step = make_train_step(
+        plan, grad_fn=exchange_once(value_and_grad(tiny.loss_fn(CONFIG)), ("data", "fsdp"))
+    )
     batch = {name: jax.ShapeDtypeStruct((8, 16), dtype) for name, dtype in BATCH.items()}
     with pytest.raises(ConfigError, match=r"compress\.gather: is int8"):
         step.lower(batch)

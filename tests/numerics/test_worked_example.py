@@ -23,7 +23,9 @@ from tests.architecture.test_no_traces import ROOT, repository_files
 
 DEVICES, EXAMPLES, N, M = 4, 16, 16, 12
 RULES = spmd.Rules([("kernel", P("fsdp"))])
-MODEL = spmd.Model(lambda key: {"kernel": jnp.zeros((N, M))}, lambda params, x, y: x @ params["kernel"] * y)
+MODEL = spmd.Model(
+    lambda key: {"kernel": jnp.zeros((N, M))}, lambda params, x, y: x @ params["kernel"] * y
+)
 NEAR = 1e-6
 """Of the largest gradient: float32 sums in another order."""
 
@@ -35,7 +37,10 @@ def loss_fn(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[An
 
 def batch(seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {"x": rng.normal(size=(EXAMPLES, N)).astype("f4"), "y": rng.normal(size=(EXAMPLES, M)).astype("f4")}
+    return {
+        "x": rng.normal(size=(EXAMPLES, N)).astype("f4"),
+        "y": rng.normal(size=(EXAMPLES, M)).astype("f4"),
+    }
 
 
 def true_gradient(seed: int) -> np.ndarray:
@@ -50,14 +55,18 @@ def step() -> TrainStep:
     return spmd.make_train_step(plan, loss_fn, keep_gradients=True)
 
 
-def applied(step: TrainStep, seeds: Sequence[int], *, forget: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def applied(
+    step: TrainStep, seeds: Sequence[int], *, forget: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the sum of the gradients of steps, and what each device has not sent."""
     state, total = spmd.init_state(step.plan), np.zeros((N, M))
     for seed in seeds:
         state, metrics = step(state, batch(seed))
         total += EXAMPLES * np.asarray(metrics["gradients"]["kernel"])
         if forget:
-            state = dataclasses.replace(state, transforms=jax.tree.map(jnp.zeros_like, state.transforms))
+            state = dataclasses.replace(
+                state, transforms=jax.tree.map(jnp.zeros_like, state.transforms)
+            )
     return total, np.asarray(state.transforms["threshold_exchange"]["kernel"])
 
 
@@ -86,7 +95,9 @@ def test_few_elements_are_sent(step: TrainStep) -> None:
 def test_a_mesh_without_replicas_is_refused() -> None:
     """With the arithmetic, when the plan is made."""
     with pytest.raises(ConfigError, match=r"threshold_exchange: sends nothing\n +mesh.data = 1"):
-        spmd.make_plan(tiny.mesh(fsdp=2), RULES, MODEL, optax.sgd(0.1), transforms=[ThresholdExchange()])
+        spmd.make_plan(
+            tiny.mesh(fsdp=2), RULES, MODEL, optax.sgd(0.1), transforms=[ThresholdExchange()]
+        )
 
 
 def test_no_file_of_the_package_names_it() -> None:
@@ -94,8 +105,14 @@ def test_no_file_of_the_package_names_it() -> None:
 
     def naming(word: str) -> list[str]:
         files = (path for path in repository_files() if path.suffix == ".py")
-        texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
+        texts = {
+            path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files
+        }
         return [name for name, text in texts.items() if name.startswith("spmd/") and word in text]
 
-    assert not [name for name in naming("ThresholdExchange") + naming("threshold_exchange") if "examples" not in name]
+    assert not [
+        name
+        for name in naming("ThresholdExchange") + naming("threshold_exchange")
+        if "examples" not in name
+    ]
     assert naming("PowerSGD")

@@ -1,8 +1,8 @@
 """XLA still has the faults that docs/xla-faults.md describes, and the formulas of that page are right.
 
-The reproductions are the page's own blocks. A block that runs leaves `expected`, `right` and, for a silent fault,
-`wrong`. A block that is not run ends the process or raises; it runs in a forked process, and the block below it is the
-message.
+The reproductions are the page's own blocks. A block that runs leaves `expected`, `right` and, for a
+silent fault, `wrong`. A block that is not run ends the process or raises; it runs in a forked
+process, and the block below it is the message.
 """
 
 import functools
@@ -45,12 +45,19 @@ def sections() -> dict[str, list[Block]]:
     """Heading → the blocks below it; those above the first heading have an empty one."""
     headings, *texts = re.split(r"^## (.+)$", PAGE.read_text(encoding="utf-8"), flags=re.M)
     titles = ["", *texts[::2]]
-    return {title: list(blocks(text)) for title, text in zip(titles, [headings, *texts[1::2]], strict=True)}
+    return {
+        title: list(blocks(text))
+        for title, text in zip(titles, [headings, *texts[1::2]], strict=True)
+    }
 
 
 def python_blocks(heading: str, not_run: bool = False) -> list[Block]:
     """The Python blocks of a section, or those of them that are marked as not run."""
-    return [block for block in sections()[heading] if block.language == "python" and block.is_marked == not_run]
+    return [
+        block
+        for block in sections()[heading]
+        if block.language == "python" and block.is_marked == not_run
+    ]
 
 
 def loud_faults() -> list[tuple[str, str, str]]:
@@ -61,7 +68,9 @@ def loud_faults() -> list[tuple[str, str, str]]:
             continue
         for block, after in itertools.pairwise(listed):
             if block.language == "python" and block.is_marked:
-                assert after.language == "text", f"a block of {heading!r} that is not run has no message"
+                assert after.language == "text", (
+                    f"a block of {heading!r} that is not run has no message"
+                )
                 found.append((heading, block.code, after.code.strip()))
     return found
 
@@ -83,7 +92,9 @@ def mended(heading: str) -> str:
     what = f"`Fault({heading!r}, ...)` of spmd/plan/xla_faults.py"
     if heading == "Products":
         what = "the gathers and sums of spmd/plan/partition_safe.py"
-    return f"XLA mended a fault: drop {what} and its part of section {heading!r} of docs/xla-faults.md"
+    return (
+        f"XLA mended a fault: drop {what} and its part of section {heading!r} of docs/xla-faults.md"
+    )
 
 
 def error(result: Any, expected: Any) -> float:
@@ -103,7 +114,9 @@ def test_fault(heading: str) -> None:
         assert error(namespace["right"], expected) <= LARGEST_ERROR, block.code
         if "wrong" in namespace:
             faults += 1
-            assert error(namespace["wrong"], expected) >= LEAST_ERROR, f"{mended(heading)}:\n{block.code}"
+            assert error(namespace["wrong"], expected) >= LEAST_ERROR, (
+                f"{mended(heading)}:\n{block.code}"
+            )
     assert faults == FAULTS[heading]
 
 
@@ -133,7 +146,9 @@ def server() -> Iterator[Callable[[Path, Sequence[object]], forked.Run]]:
         yield start
 
 
-@pytest.mark.parametrize(("heading", "code", "message"), loud_faults(), ids=lambda value: value[:30].splitlines()[0])
+@pytest.mark.parametrize(
+    ("heading", "code", "message"), loud_faults(), ids=lambda value: value[:30].splitlines()[0]
+)
 def test_loud_fault(
     heading: str,
     code: str,

@@ -11,7 +11,14 @@ import pytest
 from spmd.analysis.topology import CHIPS as MACHINES
 from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.plan import run_plan
-from spmd.distributed.xla_flags import CHIPS, CROSSING, PRESETS, START_UP, compiler_options, flags_for
+from spmd.distributed.xla_flags import (
+    CHIPS,
+    CROSSING,
+    PRESETS,
+    START_UP,
+    compiler_options,
+    flags_for,
+)
 from spmd.errors import ConfigError
 from spmd.run.build import build_flags, make_setup, planned_mesh
 from spmd.run.describe import flags_text
@@ -82,7 +89,10 @@ ABSENT = """
     [
         "v5e:1x1",
         "h100:1x1",
-        *(pytest.param(topology, marks=pytest.mark.soak) for topology in ("v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")),
+        *(
+            pytest.param(topology, marks=pytest.mark.soak)
+            for topology in ("v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
+        ),
     ],
 )
 def test_flags_are_known_to_their_own_compiler(topology):
@@ -92,8 +102,12 @@ def test_flags_are_known_to_their_own_compiler(topology):
         assert "pip install" in missing.fix
         return
     options = compiler_options(every(topology))
-    wrong = [{f"{name}s": value} for name, value in options.items()] + [{name: "many"} for name in options]
-    assert run_script(ABSENT, topology, json.dumps([options, *wrong])) == list(range(1, 1 + len(wrong)))
+    wrong = [{f"{name}s": value} for name, value in options.items()] + [
+        {name: "many"} for name in options
+    ]
+    assert run_script(ABSENT, topology, json.dumps([options, *wrong])) == list(
+        range(1, 1 + len(wrong))
+    )
 
 
 def test_a_config_may_say_otherwise():
@@ -102,7 +116,9 @@ def test_a_config_may_say_otherwise():
     one = "xla_gpu_enable_latency_hiding_scheduler"
 
     def chosen(*asked, platform="gpu", kind=""):
-        options = compiler_options(build_flags(dataclasses.replace(config, xla=asked), platform, kind))
+        options = compiler_options(
+            build_flags(dataclasses.replace(config, xla=asked), platform, kind)
+        )
         return {name: options[name] for name in sorted(options)}
 
     assert chosen("preset")[one] is True
@@ -110,7 +126,15 @@ def test_a_config_may_say_otherwise():
     assert chosen("xla_a=1", "xla_b=x", "xla_c=0.5") == {"xla_a": 1, "xla_b": "x", "xla_c": 0.5}
     assert chosen() == chosen("preset", platform="cpu") == {}
     assert chosen(platform="tpu", kind="TPU v5") == {}
-    assert len({str(chosen("preset", platform="tpu", kind=kind)) for kind in ("TPU v4", "TPU v5", "TPU v5 lite")}) == 3
+    assert (
+        len(
+            {
+                str(chosen("preset", platform="tpu", kind=kind))
+                for kind in ("TPU v4", "TPU v5", "TPU v5 lite")
+            }
+        )
+        == 3
+    )
     with pytest.raises(ConfigError, match=r'xla: is \'presets\'(.|\n)*did you mean "preset"'):
         dataclasses.replace(config, xla=("presets",))
 
@@ -118,7 +142,9 @@ def test_a_config_may_say_otherwise():
 def test_what_is_added_on_slow_networks():
     """Crossing axes add their flags, and without them those are not there."""
     for platform, added in CROSSING.items():
-        without, crossing = (flags_for(["preset"], platform, crossing=crossing) for crossing in (False, True))
+        without, crossing = (
+            flags_for(["preset"], platform, crossing=crossing) for crossing in (False, True)
+        )
         assert set(crossing) - set(without) == set(added)
         assert not set(without) & set(added)
 
@@ -132,7 +158,9 @@ def test_what_is_added_on_slow_networks():
 )
 def test_the_step_is_compiled_with_the_options(options, name):
     """A step that has a wrong option names it, before it compiles."""
-    batch = {n: jax.ShapeDtypeStruct((8, 16), d) for n, d in (("tokens", "int32"), ("targets", "int32"))}
+    batch = {
+        n: jax.ShapeDtypeStruct((8, 16), d) for n, d in (("tokens", "int32"), ("targets", "int32"))
+    }
     batch["weights"] = jax.ShapeDtypeStruct((8, 16), "float32")
     plan, loss_fn = tiny.plan(fsdp=2), tiny.loss_fn()
     step = make_train_step(plan, loss_fn, compiler_options=options)
@@ -142,10 +170,14 @@ def test_the_step_is_compiled_with_the_options(options, name):
 
 def test_the_recipe_gives_its_flags_to_the_step():
     """The step on devices has the flags of their platform, those of the config among them."""
-    config = dataclasses.replace(load_config("demo"), xla=("preset", "xla_cpu_enable_fast_math=false"))
+    config = dataclasses.replace(
+        load_config("demo"), xla=("preset", "xla_cpu_enable_fast_math=false")
+    )
     mesh = tiny.mesh(**{axis: size for axis, size in config.mesh.sizes.items() if size > 1})
     assert make_setup(config, mesh).step.compiler_options == {"xla_cpu_enable_fast_math": False}
-    assert make_setup(dataclasses.replace(config, xla=("preset",)), mesh).step.compiler_options == {}
+    assert (
+        make_setup(dataclasses.replace(config, xla=("preset",)), mesh).step.compiler_options == {}
+    )
 
 
 PLAN = ["demo", "--mesh.data", "2", "--mesh.fsdp", "4", "--mesh.tensor", "1", "--slices.data", "2"]
@@ -187,8 +219,16 @@ def test_scripts_set_what_jax_must_find_when_it_starts(gpus, platform):
     """On machines with GPUs, both scripts set the variables; on others, neither does."""
     options = {"out": "runs/tiny", "name": "tiny", "nodes": 2, "gpus_per_node": gpus}
     wanted = {flag.name: str(flag.value) for flag in START_UP[platform]}
-    exported = dict(re.findall(r"^export (XLA_\w+)=(.*)$", SlurmJob(**options).render(["tiny.py"]), re.M))
+    exported = dict(
+        re.findall(r"^export (XLA_\w+)=(.*)$", SlurmJob(**options).render(["tiny.py"]), re.M)
+    )
     jobset = KubernetesJob(**options).manifest(["tiny.py"])
-    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-    values = {entry["name"]: entry.get("value") for entry in container["env"] if entry["name"].startswith("XLA_")}
+    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"
+    ][0]
+    values = {
+        entry["name"]: entry.get("value")
+        for entry in container["env"]
+        if entry["name"].startswith("XLA_")
+    }
     assert exported == values == wanted

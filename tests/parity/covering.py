@@ -1,6 +1,7 @@
 """The layouts that the parity suite trains: a table in which every pair of choices that can go together does.
 
-`python -m tests.parity.covering > tests/parity/layouts.txt` writes a table anew, after a choice was added here.
+`python -m tests.parity.covering > tests/parity/layouts.txt` writes a table anew, after a choice was
+added here.
 """
 
 import itertools
@@ -60,9 +61,11 @@ def pairs(row: Row) -> Iterator[Pair]:
 
 def possible_pairs() -> set[Pair]:
     """The pairs that some possible row has."""
-    # What no condition is about does not matter; of the rest, the most permissive choices are tried beside the pair.
+    # What no condition is about does not matter; of the rest, the most permissive choices are tried
+    # beside the pair.
     beside = [
-        dict.fromkeys(CHOICES, "1") | {"remat": "full", "offload": "nothing", "model": model, axis: CHOICES[axis][-1]}
+        dict.fromkeys(CHOICES, "1")
+        | {"remat": "full", "offload": "nothing", "model": model, axis: CHOICES[axis][-1]}
         for model in ("llama", "mixtral")
         for axis in ("data", "fsdp")
     ]
@@ -86,7 +89,12 @@ def make_table(seed: int = 0, tries: int = 200) -> list[Row]:
 
     while missing:
         start = min(missing)
-        table.append(max((draw(start) for _ in range(tries)), key=lambda row: len(missing.intersection(pairs(row)))))
+        table.append(
+            max(
+                (draw(start) for _ in range(tries)),
+                key=lambda row: len(missing.intersection(pairs(row))),
+            )
+        )
         missing -= set(pairs(table[-1]))
     return table
 
@@ -108,4 +116,8 @@ def write_table(table: list[Row]) -> str:
 
 if __name__ == "__main__":
     best = min((make_table(seed) for seed in range(20)), key=len)
-    print(write_table(sorted(best, key=lambda row: [CHOICES[name].index(row[name]) for name in CHOICES])))
+    print(
+        write_table(
+            sorted(best, key=lambda row: [CHOICES[name].index(row[name]) for name in CHOICES])
+        )
+    )

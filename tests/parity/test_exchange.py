@@ -58,14 +58,20 @@ def parity(axes, config=tiny.CONFIG, zero: int = 3, **sizes: int) -> Parity:
 @functools.cache
 def audit(axes, **sizes: int) -> CollectiveAudit:
     plan = plan_of(**sizes)
-    step = spmd.make_train_step(plan, grad_fn=exchange_once(grad_fn_of(stages=sizes.get("pipe", 1)), axes))
+    step = spmd.make_train_step(
+        plan, grad_fn=exchange_once(grad_fn_of(stages=sizes.get("pipe", 1)), axes)
+    )
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCHES[0])
     return audit_collectives(step.compile(batch), plan.mesh)
 
 
 def runs(found: CollectiveAudit, axis: str) -> set[int]:
     """How often each array above the size of a loss is exchanged over an axis."""
-    reductions = [r for r in found.records if r.kind in ("all-reduce", "reduce-scatter") and axis in r.over.split("+")]
+    reductions = [
+        r
+        for r in found.records
+        if r.kind in ("all-reduce", "reduce-scatter") and axis in r.over.split("+")
+    ]
     return {r.executions for r in reductions if r.payload >= 1024}
 
 
@@ -74,7 +80,9 @@ def runs(found: CollectiveAudit, axis: str) -> set[int]:
     [
         (BOTH, ALL),
         pytest.param(BOTH, STAGES | {"config": TIED}, marks=pytest.mark.soak),
-        pytest.param(BOTH, {"data": 2, "fsdp": 2, "sequence": 2, "zero": 2}, marks=pytest.mark.soak),
+        pytest.param(
+            BOTH, {"data": 2, "fsdp": 2, "sequence": 2, "zero": 2}, marks=pytest.mark.soak
+        ),
         pytest.param(("data",), ALL, marks=pytest.mark.soak),
         pytest.param(("data",), STAGES, marks=pytest.mark.soak),
         pytest.param(BOTH, {"data": 2, "fsdp": 2, "zero": 1}, marks=pytest.mark.soak),
@@ -98,7 +106,8 @@ def test_each_array_is_sent_once():
     once, each = audit(BOTH, **ALL), audit((), **ALL)
     assert runs(once, "data") == runs(once, "fsdp") == {1}
     assert min(runs(each, "data") | runs(each, "fsdp")) == MICROBATCHES
-    assert 3 * once.bytes("all-gather", "fsdp") < each.bytes("all-gather", "fsdp")  # some are gathered once anyway
+    # some are gathered once anyway
+    assert 3 * once.bytes("all-gather", "fsdp") < each.bytes("all-gather", "fsdp")
 
 
 def test_a_pipeline_sends_each_array_once():
@@ -111,7 +120,11 @@ def test_a_pipeline_sends_each_array_once():
 def test_the_bytes_that_the_plan_says_are_sent():
     """The audit finds them to the byte, besides the three sums of a loss."""
     found, said = audit(BOTH, **ALL), exchange_bytes(plan_of(**ALL), BOTH)
-    sent = [r for r in found.records if "exchange.py" in r.source and r.kind in ("all-reduce", "reduce-scatter")]
+    sent = [
+        r
+        for r in found.records
+        if "exchange.py" in r.source and r.kind in ("all-reduce", "reduce-scatter")
+    ]
     assert sum(r.bytes for r in sent if r.payload > 4) == said[0]
 
 
@@ -140,7 +153,11 @@ def experts_alone() -> tuple[GradFn, Reference]:
 def test_experts_that_are_exchanged_once_equal_one_device(monkeypatch, is_mean, layout):
     """Losses of routers are of all devices' examples; averaged over those of one device, the control, they differ."""
     if not is_mean:
-        monkeypatch.setattr(router, "batch_mean", lambda x, valid: x.mean(axis=tuple(range(valid.ndim))))
+        monkeypatch.setattr(
+            router, "batch_mean", lambda x, valid: x.mean(axis=tuple(range(valid.ndim)))
+        )
     grad_fn, alone = experts_alone()
-    result = alone.compare(mixture(**layout), exchange_once(grad_fn, ("data",)), tolerance=REORDERED)
+    result = alone.compare(
+        mixture(**layout), exchange_once(grad_fn, ("data",)), tolerance=REORDERED
+    )
     assert result.ok == is_mean, f"\n{result}"

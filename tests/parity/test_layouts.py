@@ -22,12 +22,16 @@ GRAD_FN = value_and_grad(tiny.loss_fn())
 @functools.cache
 def one_device(optimizer=tiny.OPTIMIZER, steps=5, padded=True):
     """What every layout is compared with, compiled once."""
-    return Reference(tiny.plan(optimizer=optimizer), GRAD_FN, (BATCHES if padded else UNPADDED)[:steps])
+    return Reference(
+        tiny.plan(optimizer=optimizer), GRAD_FN, (BATCHES if padded else UNPADDED)[:steps]
+    )
 
 
 def parity(grad_fn=GRAD_FN, optimizer=tiny.OPTIMIZER, steps=5, padded=True, **layout):
     """The comparison of a layout with one device."""
-    return one_device(optimizer, steps, padded).compare(tiny.plan(optimizer=optimizer, **layout), grad_fn)
+    return one_device(optimizer, steps, padded).compare(
+        tiny.plan(optimizer=optimizer, **layout), grad_fn
+    )
 
 
 def assert_equal(**layout):
@@ -42,7 +46,13 @@ def test_eight_devices_equal_one():
     Axes of two devices are in the table."""
     result = assert_equal(data=2, fsdp=4)
     assert len(result.losses) == 5
-    assert {row.what for row in result.rows} == {"initial state", "gradients", "loss", "updates", "optimizer state"}
+    assert {row.what for row in result.rows} == {
+        "initial state",
+        "gradients",
+        "loss",
+        "updates",
+        "optimizer state",
+    }
 
 
 @pytest.mark.parametrize(
@@ -67,7 +77,10 @@ def _mean_of_means(grad_fn):
         parts = [grad_fn(params, carry, half, key) for half in halves]
         weight = sum(sums["weight"] for _, sums, _ in parts)
         means = [
-            jax.tree.map(lambda x, s=sums: x / s["weight"] * weight / 2, (grads, {**sums, "weight": sums["weight"]}))
+            jax.tree.map(
+                lambda x, s=sums: x / s["weight"] * weight / 2,
+                (grads, {**sums, "weight": sums["weight"]}),
+            )
             for grads, sums, _ in parts
         ]
         grads, sums = jax.tree.map(jnp.add, *means)
@@ -106,12 +119,16 @@ def test_unrolled_layers_equal_scanned_ones():
     from_stack, from_list = (p.model.init(jax.random.key(3)) for p in (stacked_plan, list_plan))
     for i in range(tiny.CONFIG.layers):
         jax.tree.map(
-            lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), from_stack["layers"], from_list["layers"][i]
+            lambda a, b, i=i: np.testing.assert_array_equal(a[i], b),
+            from_stack["layers"],
+            from_list["layers"][i],
         )
     batch = jax.tree.map(jnp.asarray, BATCHES[0])
     key = jax.random.key(0)
     stacked_grads, sums, _ = GRAD_FN(from_stack, spmd.Carry(), batch, key)
-    list_grads, list_sums, _ = value_and_grad(tiny.loss_fn(unrolled))(from_list, spmd.Carry(), batch, key)
+    list_grads, list_sums, _ = value_and_grad(tiny.loss_fn(unrolled))(
+        from_list, spmd.Carry(), batch, key
+    )
     np.testing.assert_allclose(sums["loss"], list_sums["loss"], rtol=FACTOR * EPS)
     for i in range(tiny.CONFIG.layers):
         jax.tree.map(

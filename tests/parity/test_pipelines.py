@@ -41,7 +41,9 @@ BATCHES = token_batches((16, 16), tiny.CONFIG.vocab, steps=2)
 
 @functools.cache
 def tick_table(schedule: str, stages: int, microbatches: int = MICROBATCHES) -> TickTable:
-    return tabulate(make_schedule(schedule, stages, microbatches, 2 if schedule == "interleaved" else 1))
+    return tabulate(
+        make_schedule(schedule, stages, microbatches, 2 if schedule == "interleaved" else 1)
+    )
 
 
 @functools.cache
@@ -55,7 +57,9 @@ def alone(layers: int = 4, tied: bool = False):
 def parity(table: TickTable, layers: int = 4, tied: bool = False, options: tuple = (), **axes: int):
     config = tiny.replaced(layers=layers, tied=tied)
     plan = tiny.plan(config, OPTIMIZER, options, pipe=table.stages, **axes)
-    return alone(layers, tied).compare(plan, pipeline(tiny.loss_fn(config), table), tolerance=REORDERED)
+    return alone(layers, tied).compare(
+        plan, pipeline(tiny.loss_fn(config), table), tolerance=REORDERED
+    )
 
 
 def assert_equal(table: TickTable, **layout):
@@ -65,7 +69,10 @@ def assert_equal(table: TickTable, **layout):
 
 @pytest.mark.parametrize(
     ("schedule", "stages"),
-    [("1f1b", 4), *(pytest.param(name, 4, marks=pytest.mark.soak) for name in ("gpipe", "interleaved"))],
+    [
+        ("1f1b", 4),
+        *(pytest.param(name, 4, marks=pytest.mark.soak) for name in ("gpipe", "interleaved")),
+    ],
 )
 def test_four_stages_equal_one_device(schedule, stages):
     """Losses, gradients and parameters after two steps agree but for the order of sums; two stages are in the table."""
@@ -88,13 +95,17 @@ def test_a_tied_head_is_exchanged_over_tensor_alone(monkeypatch):
     def permuted():
         step = make_train_step(plan, grad_fn=pipeline(tiny.loss_fn(config), tick_table("1f1b", 2)))
         program = parse(step.compile(BATCHES[0]).as_text())
-        found = find_collectives(program, plan.mesh.shape, cpu=True, slices=np.zeros(plan.mesh.size, int))
+        found = find_collectives(
+            program, plan.mesh.shape, cpu=True, slices=np.zeros(plan.mesh.size, int)
+        )
         return {r.operand for r in found if r.kind == "collective-permute" and r.is_conditional}
 
     exchanged = f"f32[1,{config.vocab},{config.d_model // 4}]"
     assert exchanged not in permuted()
     whole, split = llama.placement_of, P(None, ("fsdp", "tensor"))
-    monkeypatch.setattr(llama, "placement_of", lambda path: dataclasses.replace(whole(path), stored=split))
+    monkeypatch.setattr(
+        llama, "placement_of", lambda path: dataclasses.replace(whole(path), stored=split)
+    )
     assert exchanged in permuted(), "the control: the table is split over fsdp, too"
 
 
@@ -115,7 +126,10 @@ def test_a_schedule_from_a_file(tmp_path):
 def test_a_dropped_microbatch_is_noticed():
     """The control: gradients of three of four microbatches are no gradients of the batch."""
     whole = tick_table("1f1b", 2)
-    idle = {name: np.where(getattr(whole, name) == 1, -1, getattr(whole, name)) for name in ("forward", "backward")}
+    idle = {
+        name: np.where(getattr(whole, name) == 1, -1, getattr(whole, name))
+        for name in ("forward", "backward")
+    }
     result = parity(dataclasses.replace(whole, **idle))
     assert {row.what for row in result.rows if not row.ok} == {"gradients", "loss"}
 
@@ -157,17 +171,23 @@ def test_experts_and_their_losses(schedule):
     grad_fn = pipeline(next_token_loss(routed()), tick_table(schedule, 2))
 
     def compared(reference: Reference) -> Parity:
-        return reference.compare(routed_plan(pipe=2, expert=2, data=2), grad_fn, tolerance=REORDERED)
+        return reference.compare(
+            routed_plan(pipe=2, expert=2, data=2), grad_fn, tolerance=REORDERED
+        )
 
     result = compared(routed_alone())
     assert result.ok, f"\n{result}"
-    assert not compared(routed_alone(train=False)).ok, "the control: auxiliary losses are a part of the loss"
+    assert not compared(routed_alone(train=False)).ok, (
+        "the control: auxiliary losses are a part of the loss"
+    )
 
 
 @pytest.mark.soak
 def test_first_layers_of_another_kind():
     """Dense first layers that the table does not split over `pipe` run before the stages; the numbers are the same."""
-    shape = dataclasses.replace(MIXTRALS["test"], layers=6, dense_layers=2, dense_d_ff=64, shared_d_ff=16)
+    shape = dataclasses.replace(
+        MIXTRALS["test"], layers=6, dense_layers=2, dense_d_ff=64, shared_d_ff=16
+    )
     rules = dataclasses.replace(MIXTRAL_SHARED, stacked={"layers": "pipe", "dense_layers": None})
     loss_fn = next_token_loss(flax.from_nnx(shape.build))
 
@@ -175,7 +195,9 @@ def test_first_layers_of_another_kind():
         return make_plan(tiny.mesh(**axes), rules, loss_fn.model, OPTIMIZER)
 
     alone = Reference(plan(), accumulate(value_and_grad(loss_fn), MICROBATCHES), BATCHES)
-    assert alone.compare(plan(pipe=2), pipeline(loss_fn, tick_table("1f1b", 2)), tolerance=REORDERED).ok
+    assert alone.compare(
+        plan(pipe=2), pipeline(loss_fn, tick_table("1f1b", 2)), tolerance=REORDERED
+    ).ok
     control = alone.compare(plan(), value_and_grad(loss_fn), tolerance=REORDERED)
     assert not control.ok, "the control: routers' losses of a batch"
 
@@ -184,17 +206,23 @@ def test_first_layers_of_another_kind():
 def test_loss_scaling():
     """What is differentiated is the scaled loss, and its gradients are scaled back, as on one device."""
     precision = make_precision("fp16")
-    precision = dataclasses.replace(precision, loss_scale=dataclasses.replace(precision.loss_scale, initial=8.0))
+    precision = dataclasses.replace(
+        precision, loss_scale=dataclasses.replace(precision.loss_scale, initial=8.0)
+    )
     config = tiny.replaced(layers=4)
     model = tiny.model(config)
     loss_fn = next_token_loss(model)
 
     def plan(**axes):
-        return make_plan(tiny.mesh(**axes), tiny.plan(config).rules, model, OPTIMIZER, precision=precision)
+        return make_plan(
+            tiny.mesh(**axes), tiny.plan(config).rules, model, OPTIMIZER, precision=precision
+        )
 
     alone = Reference(plan(), accumulate(value_and_grad(loss_fn), MICROBATCHES), BATCHES)
     tolerance = Tolerance(loss=1e-3, gradients=2e-2, updates=3e-5)
-    result = alone.compare(plan(pipe=2, data=2), pipeline(loss_fn, tick_table("1f1b", 2)), tolerance=tolerance)
+    result = alone.compare(
+        plan(pipe=2, data=2), pipeline(loss_fn, tick_table("1f1b", 2)), tolerance=tolerance
+    )
     assert result.ok, f"\n{result}"
     assert not any("both sides" in row.why for row in result.rows), "nothing overflows"
 
@@ -227,5 +255,7 @@ def test_unrolled_layers_of_a_stage_are_those_of_one_device(unroll: int, remat: 
     """In groups of equal size, since a stage is a region that is manual over `pipe`; six layers are three for each."""
     config = tiny.replaced(layers=6, unroll=unroll)
     plan = tiny.plan(config, OPTIMIZER, (("remat", remat),), pipe=2, fsdp=2)
-    result = alone(6).compare(plan, pipeline(tiny.loss_fn(config), tick_table("1f1b", 2)), tolerance=REORDERED)
+    result = alone(6).compare(
+        plan, pipeline(tiny.loss_fn(config), tick_table("1f1b", 2)), tolerance=REORDERED
+    )
     assert result.ok, str(result)

@@ -67,9 +67,13 @@ print(json.dumps(out))
 def test_processes_go_by_what_the_first_one_sees(tmp_path: Path) -> None:
     """A damaged checkpoint is lost to both, a seal that one cannot write fails the save of both, and both go on."""
     port, directory = free_port(), tmp_path / "checkpoints"
-    outputs = finish_together(*([sys.executable, "-c", PROGRAM, port, me, directory] for me in range(2)))
+    outputs = finish_together(
+        *([sys.executable, "-c", PROGRAM, port, me, directory] for me in range(2))
+    )
     # Gloo's threads print there too.
-    first, second = (json.loads(output[output.index('{"first"') :].splitlines()[0]) for output in outputs)
+    first, second = (
+        json.loads(output[output.index('{"first"') :].splitlines()[0]) for output in outputs
+    )
     assert first == second
     assert first["first"] == {"process": 0, "long": "ü" * 1000}
     assert first["restored"] == [True, 2, 2]

@@ -1,6 +1,7 @@
 """Whatever happens to a checkpoint on the disk is found, named and survived: the one before it is restored bitwise.
 
-Each fault is injected for real: into the files, into the permissions, or into the file system that they are on.
+Each fault is injected for real: into the files, into the permissions, or into the file system that
+they are on.
 """
 
 import hashlib
@@ -29,13 +30,20 @@ KEEP = 5
 def make_state(step: int) -> dict[str, jax.Array]:
     """A state of which one array is too large to be looked at in passing."""
     rng = np.random.default_rng(step)
-    big = jnp.asarray(rng.integers(2**32, size=300_000), jnp.uint32)  # nothing that could be compressed
-    return {"big": big, "small": jnp.arange(40.0) * step, "half": jnp.full((8, 8), step, jnp.bfloat16)}
+    # nothing that could be compressed
+    big = jnp.asarray(rng.integers(2**32, size=300_000), jnp.uint32)
+    return {
+        "big": big,
+        "small": jnp.arange(40.0) * step,
+        "half": jnp.full((8, 8), step, jnp.bfloat16),
+    }
 
 
 def assert_restored(checkpoints: CheckpointManager, step: int | None, expected: int) -> None:
     state = make_state(expected)
-    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    template = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
     restored, record = checkpoints.restore(step, template)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert record == {"step": expected}
@@ -44,7 +52,10 @@ def assert_restored(checkpoints: CheckpointManager, step: int | None, expected: 
 def contents(folder: Path) -> dict[str, str]:
     """What is in a folder, by path."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +158,31 @@ def a_file_instead(step: Path) -> None:
 
 FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "half a copy": (half_a_copy, "", ""),
-    "the state gone": (lambda step: shutil.rmtree(step / "state"), "state/manifest.ocdbt", "is missing"),
-    "the data gone": (lambda step: shutil.rmtree(step / "state/ocdbt.process_0"), "state/ocdbt", "is missing"),
-    "an empty folder": (lambda step: (shutil.rmtree(step), step.mkdir()), "seal.json", "is missing"),
-    "a file more": (lambda step: (step / "state/d/more").write_text(""), "state/d/more", "is not in the manifest"),
-    "the record of another step": (files_of_another, "record.json", "has changed since the manifest was written"),
+    "the state gone": (
+        lambda step: shutil.rmtree(step / "state"),
+        "state/manifest.ocdbt",
+        "is missing",
+    ),
+    "the data gone": (
+        lambda step: shutil.rmtree(step / "state/ocdbt.process_0"),
+        "state/ocdbt",
+        "is missing",
+    ),
+    "an empty folder": (
+        lambda step: (shutil.rmtree(step), step.mkdir()),
+        "seal.json",
+        "is missing",
+    ),
+    "a file more": (
+        lambda step: (step / "state/d/more").write_text(""),
+        "state/d/more",
+        "is not in the manifest",
+    ),
+    "the record of another step": (
+        files_of_another,
+        "record.json",
+        "has changed since the manifest was written",
+    ),
     "the state of another step": (other_step, "state/", "is not in the manifest"),
     "a link to a folder": (linked_folder, ".", "is a symbolic link"),
     "a file instead of a folder": (a_file_instead, "seal.json", "cannot be read: Not a directory"),
@@ -170,7 +201,9 @@ def survives(directory: Path, damage: Callable[[Path], object], where: str, what
         assert any(where in problem.where and what in problem.what for problem in found), found
         with pytest.raises(CheckpointError, match="checkpoint 30 is damaged") as caught:
             checkpoints.restore(30, {})
-        assert {problem.what for problem in caught.value.problems} == {problem.what for problem in found}
+        assert {problem.what for problem in caught.value.problems} == {
+            problem.what for problem in found
+        }
         assert all(str(directory / "30") in problem.where for problem in caught.value.problems)
         assert (checkpoints.steps(), checkpoints.latest_valid()) == ((10, 20), 20)
     assert contents(directory / "30") == damaged
@@ -185,13 +218,17 @@ def survives(directory: Path, damage: Callable[[Path], object], where: str, what
         assert checkpoints.damaged == {}
 
 
-@pytest.mark.parametrize("file", soak_but(FILES, "data", "manifest", "list of arrays", "record", "seal"))
+@pytest.mark.parametrize(
+    "file", soak_but(FILES, "data", "manifest", "list of arrays", "record", "seal")
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_restored(directory, file, damage):
     """Truncated, flipped, deleted, emptied or replaced, in any kind of file: the file is named, 20 is restored."""
     inject, what, of_the_seal = DAMAGES[damage]
     path = FILES[file](directory / "30")
-    assert (path.stat().st_size > SMALL) == (file == "data"), "only the data are too large to be read in passing"
+    assert (path.stat().st_size > SMALL) == (file == "data"), (
+        "only the data are too large to be read in passing"
+    )
     name = path.relative_to(directory / "30").as_posix()
     survives(directory, lambda step: inject(path), name, of_the_seal if file == "seal" else what)
 
@@ -207,7 +244,9 @@ def test_it_is_the_seal_that_finds_a_flipped_bit(directory, monkeypatch):
     flip(FILES["data"](directory / "30"))
     monkeypatch.setattr("spmd.checkpoint.manager.verify_manifest", lambda folder, contents=True: [])
     state = make_state(30)
-    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    template = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
     with CheckpointManager(directory, read_only=True) as checkpoints:
         restored, _ = checkpoints.restore(None, template)
     assert (np.asarray(restored["big"]) != np.asarray(state["big"])).sum() == 1
@@ -241,7 +280,9 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(directory):
 def inside(program: str, directory: Path, *wrapper: str) -> dict[str, object]:
     """What a program says that runs in a process of its own, wrapped in a command that changes its world."""
     command = [*wrapper, sys.executable, "-W", "error", "-c", PRELUDE + program, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+    )
     assert done.returncode == 0, f"{' '.join(wrapper)} does not work here, or: {done.stderr}"
     return json.loads(done.stdout)
 
@@ -267,10 +308,17 @@ def told(call, *arguments):
 
 def test_what_may_not_be_read_is_named_and_the_checkpoint_before_is_restored(tmp_path, whole):
     """A file, a folder and a whole checkpoint without permission, met without the rights that root has over them."""
-    cases = {"file": "state/_METADATA", "folder": "state/ocdbt.process_0", "data": "", "checkpoint": "."}
+    cases = {
+        "file": "state/_METADATA",
+        "folder": "state/ocdbt.process_0",
+        "data": "",
+        "checkpoint": ".",
+    }
     for case in cases:
         shutil.copytree(whole, tmp_path / case)
-    cases["data"] = FILES["data"](tmp_path / "data" / "30").relative_to(tmp_path / "data" / "30").as_posix()
+    cases["data"] = (
+        FILES["data"](tmp_path / "data" / "30").relative_to(tmp_path / "data" / "30").as_posix()
+    )
     program = f"""
 for case, name in {cases!r}.items():
     path = directory / case / "30" / name
@@ -284,7 +332,9 @@ for case, name in {cases!r}.items():
 print(json.dumps(out))
 """
     # Permission bits do not bind root, unless it lacks the two capabilities that say so.
-    wrapper = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+    wrapper = (
+        ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
+    )
     out = inside(program, tmp_path, *wrapper)
     (tmp_path / "checkpoint" / "30").chmod(0o700)
     denied = "cannot be read: Permission denied"

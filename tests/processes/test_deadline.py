@@ -64,7 +64,8 @@ def test_zero_is_no_deadline():
     ("hang", "code"),
     [
         ("time.sleep(600)", EXIT_HUNG),
-        ("ctypes.PyDLL(None).sleep(600)", 1),  # holds the interpreter's lock: no Python thread can run any more
+        # holds the interpreter's lock: no Python thread can run any more
+        ("ctypes.PyDLL(None).sleep(600)", 1),
     ],
 )
 @pytest.mark.soak
@@ -86,7 +87,9 @@ with open({str(tmp_path / "log")!r}, "w") as log, deadline.Watchdog(1.0, 1.0, lo
     watchdog.set_activity("saving step 41")
     the_function_that_hangs()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
     assert done.returncode == code
     log = (tmp_path / "log").read_text()
     assert "the_function_that_hangs" in log

@@ -1,6 +1,7 @@
 """What the documentation shows really runs, and prints what the pages say.
 
-The blocks of a page run from top to bottom in one interpreter with eight simulated devices, in an empty folder:
+The blocks of a page run from top to bottom in one interpreter with eight simulated devices, in an
+empty folder:
 
 - `python` blocks, in one namespace; a block that begins with `# name.py` is also saved under that name;
 - the lines of `sh` blocks that begin with `spmd`, as the command line would run them;
@@ -43,7 +44,8 @@ def sequences(text: str) -> Iterator[tuple[Block, str | None]]:
             continue
         printed = None
         if after is not None and after.language == "text":
-            first = block.line + len(block.code.splitlines())  # the line after the closing fence, counted from 0
+            # the line after the closing fence, counted from 0
+            first = block.line + len(block.code.splitlines())
             if not "".join(lines[first : after.line - 2]).strip():
                 printed = after.code
         yield block, printed
@@ -85,7 +87,7 @@ def run_page(text: str) -> list[str]:
     for block, said in sequences(text):
         try:
             printed = run_block(block, namespace)
-        except Exception:  # noqa: BLE001 (a page may fail in any way; the report says which of its lines did)
+        except Exception:  # noqa: BLE001 (a page may fail in any way)
             return [*wrong, f"line {block.line} fails:\n{traceback.format_exc()}"]
         if said is not None and not is_as_said(printed, said):
             wrong.append(f"line {block.line} is said to print\n{said}\nand prints\n{printed}")
@@ -112,7 +114,8 @@ def run_in_folder(arguments: list[str]) -> None:
     page, folder = arguments
     os.chdir(folder)
     simulate_devices(8)
-    # Commands of one page compile the same programs: the second finds them in the page's own folder.
+    # Commands of one page compile the same programs: the second finds them in the page's own
+    # folder.
     jax.config.update("jax_compilation_cache_dir", str(Path("compiled").absolute()))
     problems = run_page((DOCS / page).read_text(encoding="utf-8"))
     print("\n".join(problems))
@@ -128,9 +131,15 @@ def server() -> Iterator[Callable[[Path, Sequence[object]], forked.Run]]:
 
 
 @pytest.mark.parametrize(
-    "page", [page if page == "all-of-spmd.md" else pytest.param(page, marks=pytest.mark.soak) for page in PAGES]
+    "page",
+    [
+        page if page == "all-of-spmd.md" else pytest.param(page, marks=pytest.mark.soak)
+        for page in PAGES
+    ],
 )
-def test_page_runs(page: str, server: Callable[[Path, Sequence[object]], forked.Run], tmp_path: Path) -> None:
+def test_page_runs(
+    page: str, server: Callable[[Path, Sequence[object]], forked.Run], tmp_path: Path
+) -> None:
     """The blocks of a page run from top to bottom and print what the page says."""
     log, folder = tmp_path / "log", tmp_path / "folder"
     folder.mkdir()
@@ -167,7 +176,10 @@ print(x, "second")
         (GOOD.replace("```python\nx = 1", f"{NOT_RUN}\n```python\nx = 1"), "NameError"),
         (GOOD.replace("1 sec…", "2 sec…").replace("```text", "Prose.\n\n```text"), None),
         ("```sh\nspmd dance\n```\n", "is refused"),
-        ("```sh\nspmd dance\n```\n\n```text\nspmd: There is no such command…\n[exit code 2]\n```\n", None),
+        (
+            "```sh\nspmd dance\n```\n\n```text\nspmd: There is no such command…\n[exit code 2]\n```\n",
+            None,
+        ),
     ],
     ids=["good", "other-output", "fails", "not-run", "prose-between", "refused", "refused-as-said"],
 )

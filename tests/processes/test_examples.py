@@ -43,7 +43,13 @@ PLANNED_ONLY = {"demo", "llama3-405b", "llama3-70b", "llama3-8b", "mixtral-8x7b"
 def run(folder: Path, *command: str, **environment: str) -> str:
     environment = {**ENVIRONMENT, **environment}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -58,11 +64,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "nnx_model" else pytest.param(name, marks=pytest.mark.soak) for name in SCRIPTS]
+    "name",
+    [
+        name if name == "nnx_model" else pytest.param(name, marks=pytest.mark.soak)
+        for name in SCRIPTS
+    ],
 )
 def test_a_script_trains(folder: Path, name: str) -> None:
     """It prints its plan and a loss that is a number."""
-    printed = run(folder, sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", str(SCRIPTS[name]))
+    printed = run(
+        folder, sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", str(SCRIPTS[name])
+    )
     assert "parameters   on each device" in printed
     assert f"step {SCRIPTS[name]}   loss " in printed
     assert "nan" not in printed
@@ -74,14 +86,26 @@ def test_a_run_that_is_killed_ends_as_if_it_were_not(folder: Path, name: str) ->
     """SIGKILL after a checkpoint, and again: the same losses and gradients to the bit."""
 
     def command(out: str, *more: str) -> list[str]:
-        return [sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", str(RUNS[name]), "--out", out, *more]
+        return [
+            sys.executable,
+            str(EXAMPLES / f"{name}.py"),
+            "--steps",
+            str(RUNS[name]),
+            "--out",
+            out,
+            *more,
+        ]
 
     def losses(out: str) -> list[tuple[int, float, float]]:
         lines = map(json.loads, (folder / out / "metrics.jsonl").read_text().splitlines())
-        return [(line["step"], line["loss"], line["gradient_norm"]) for line in lines if "loss" in line]
+        return [
+            (line["step"], line["loss"], line["gradient_norm"]) for line in lines if "loss" in line
+        ]
 
     run(folder, *command("whole"))
-    process = subprocess.Popen(command("cut"), cwd=folder, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command("cut"), cwd=folder, env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 400
     while not any(path.name.isdecimal() for path in (folder / "cut" / "checkpoints").glob("*")):
         assert process.poll() is None
@@ -102,7 +126,16 @@ def test_a_config_trains_and_writes(folder: Path, name: str) -> None:
     printed = run(folder, sys.executable, "-m", "spmd.cli", "train", name, *CONFIGS[name])
     assert "sample at temperature" in printed
     written = run(
-        folder, sys.executable, "-m", "spmd.cli", "generate", f"runs/{name}", "--prompt", "The", "--tokens", "3"
+        folder,
+        sys.executable,
+        "-m",
+        "spmd.cli",
+        "generate",
+        f"runs/{name}",
+        "--prompt",
+        "The",
+        "--tokens",
+        "3",
     )
     assert written.startswith("The")
 
@@ -125,7 +158,9 @@ def test_a_checkpoint_is_fine_tuned_and_written_again(folder: Path) -> None:
 def test_no_example_is_forgotten() -> None:
     """Every file of examples/ is run or planned somewhere."""
     scripts = (
-        {path.stem for path in EXAMPLES.glob("*.py")} - {name.replace("-", "_") for name in shipped()} - {"__init__"}
+        {path.stem for path in EXAMPLES.glob("*.py")}
+        - {name.replace("-", "_") for name in shipped()}
+        - {"__init__"}
     )
     assert scripts == {*SCRIPTS, *RUNS, *IMPORTED}
     assert set(shipped()) == set(CONFIGS) | PLANNED_ONLY

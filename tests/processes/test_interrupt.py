@@ -20,7 +20,9 @@ SLOW_IMPORT = "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
 def config(tmp_path_factory):
     """A config whose step takes long to compile, and never comes from a cache."""
     path = write_config(tmp_path_factory.mktemp("interrupted"))
-    path.write_text(path.read_text().replace("steps=4", "devices=8, compilation_cache_dir='none', steps=10**6"))
+    path.write_text(
+        path.read_text().replace("steps=4", "devices=8, compilation_cache_dir='none', steps=10**6")
+    )
     return path
 
 
@@ -73,7 +75,16 @@ def test_ctrl_c_ends_a_run(after, times, launched, config, tmp_path):
     """While XLA compiles, in training, and with all processes of a launch; the cursor is shown again."""
     before = ["launch", "--processes", "2", "--"] if launched else []
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "spmd_command", *before, "train", str(config), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "spmd_command",
+        *before,
+        "train",
+        str(config),
+        "--out",
+        str(out),
+    ]
     code, seconds, shown = interrupted(command, after, times)
     assert code == 130
     assert seconds < 5  # at once is a tenth of it, on a machine with nothing else to do
@@ -87,7 +98,9 @@ def test_ctrl_c_ends_the_imports(times, tmp_path):
     """Before the command line has been read, while JAX is imported."""
     (tmp_path / "jax.py").write_text(SLOW_IMPORT)
     command = [sys.executable, "-m", "spmd_command", "train", "demo"]
-    code, seconds, shown = interrupted(command, b"importing", times, PYTHONPATH=f"{tmp_path}:{os.getcwd()}")
+    code, seconds, shown = interrupted(
+        command, b"importing", times, PYTHONPATH=f"{tmp_path}:{os.getcwd()}"
+    )
     assert (code, "Traceback" in shown) == (130, False)
     assert seconds < 5
 

@@ -36,10 +36,14 @@ abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, shardin
 """
 
 
-def child(program: str, directory: Path, prelude: str = IMPORTS + STATE) -> subprocess.CompletedProcess[str]:
+def child(
+    program: str, directory: Path, prelude: str = IMPORTS + STATE
+) -> subprocess.CompletedProcess[str]:
     """Runs a program in a process of its own, on one device, with warnings as errors."""
     command = [sys.executable, "-W", "error", "-c", prelude + program, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -129,7 +133,8 @@ print(json.dumps(out))
 
 
 STAGES = {
-    # what the save does: the event, and the name in it, that it is killed at; what it leaves; the step that is latest
+    # what the save does: the event, and the name in it, that it is killed at; what it leaves; the
+    # step that is latest
     "makes its folder": ("os.mkdir", "2.saving", [], 1),
     "begins to write arrays": ("os.mkdir", "2.saving/state", ["2.saving"], 1),
     "has written the arrays": ("os.rename", "2.saving/state", ["2.saving"], 1),
@@ -149,8 +154,8 @@ STAGES = {
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For each stage, the checkpoints of a process that was killed there while it saved step 2.
 
-    From the moment the arrays are copied, each stage waits until `save` has returned, so this also proves that a save
-    is asynchronous.
+    From the moment the arrays are copied, each stage waits until `save` has returned, so this also
+    proves that a save is asynchronous.
     """
     directory = tmp_path_factory.mktemp("killed")
     program = f"""
@@ -187,14 +192,20 @@ for stage, (event, name, *_) in {STAGES!r}.items():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_kill_at_any_stage_of_a_save_leaves_one_whole_checkpoint(killed: Path, stage: str) -> None:
+def test_a_kill_at_any_stage_of_a_save_leaves_one_whole_checkpoint(
+    killed: Path, stage: str
+) -> None:
     """Killed at whatever it does, the save is there and sealed or it is a leftover, and none is ever damaged."""
     *_, leftovers, latest = STAGES[stage]
     directory = killed / stage / "checkpoints"
     with CheckpointManager(directory, max_to_keep=1) as checkpoints:
         assert list(checkpoints.leftovers) == leftovers
         assert (checkpoints.latest_valid(), checkpoints.damaged) == (latest, {})
-        template = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(make_mesh(x=8), P()))}
+        template = {
+            "w": jax.ShapeDtypeStruct(
+                (256, 256), jnp.float32, sharding=NamedSharding(make_mesh(x=8), P())
+            )
+        }
         expected = jnp.arange(65536.0).reshape(256, 256) * latest
         np.testing.assert_array_equal(checkpoints.restore(None, template)[0]["w"], expected)
         checkpoints.save(3, {"w": expected}, {})

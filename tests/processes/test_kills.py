@@ -1,7 +1,8 @@
 """A run that is killed again and again loses nothing: SIGKILLs at random moments leave no trace.
 
-Each kill is a real SIGKILL of a real `spmd train` process that saves every few steps, and is followed by a real
-`--resume`. A run that reaches its end is compared with one that nothing disturbed, and another is begun.
+Each kill is a real SIGKILL of a real `spmd train` process that saves every few steps, and is
+followed by a real `--resume`. A run that reaches its end is compared with one that nothing
+disturbed, and another is begun.
 """
 
 import collections
@@ -102,7 +103,9 @@ def stage(out: Path, log: Path) -> str:
     """What a process was doing when it died, from what it left."""
     if not has_stepped(log):
         text = log.read_text() if log.exists() else ""
-        return "starting: restoring, compiling" if "corpus:" in text else "starting: making the plan"
+        return (
+            "starting: restoring, compiling" if "corpus:" in text else "starting: making the plan"
+        )
     names = entries(out)
     if any(name.endswith(".pruned") for name in names):
         return "removing an old checkpoint"
@@ -152,28 +155,42 @@ def one_batch_off(whole: Path, out: Path) -> Path:
     shutil.rmtree(out / "checkpoints" / str(STEPS))
     folder = out / "checkpoints" / str(STEPS - EVERY)
     record = json.loads((folder / "record.json").read_text())
-    (folder / "record.json").write_text(json.dumps({**record, "position": record["position"] + record["batch"]}))
+    (folder / "record.json").write_text(
+        json.dumps({**record, "position": record["position"] + record["batch"]})
+    )
     write_manifest(folder)
     return out
 
 
 @pytest.mark.soak
-def test_kills_at_random_moments_leave_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kills_at_random_moments_leave_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Parameters, optimizer state and every loss are bitwise those of a run that nothing disturbed; nothing is lost."""
     (tmp_path / "corpus.txt").write_text("To be, or not to be, that is the question.\n" * 200)
     config, cache, whole = tmp_path / "tiny.py", tmp_path / "xla", tmp_path / "whole"
     corpus = str(tmp_path / "corpus.txt")
-    text = CONFIG.format(corpus=corpus, cache=str(tmp_path / "data"), steps=STEPS, every=EVERY, keep=KEEP)
+    text = CONFIG.format(
+        corpus=corpus, cache=str(tmp_path / "data"), steps=STEPS, every=EVERY, keep=KEEP
+    )
     config.write_text(text)
     began = time.monotonic()
     with forked.command_server(config, cache) as start:
-        assert start(tmp_path / "log", ["train", config, "--out", whole]).wait() == 0, (tmp_path / "log").read_text()
+        assert start(tmp_path / "log", ["train", config, "--out", whole]).wait() == 0, (
+            tmp_path / "log"
+        ).read_text()
     with ThreadPoolExecutor(LANES) as pool:
-        lanes = list(pool.map(lambda lane: run_lane(lane, KILLS // LANES, tmp_path, config, cache), range(LANES)))
+        lanes = list(
+            pool.map(
+                lambda lane: run_lane(lane, KILLS // LANES, tmp_path, config, cache), range(LANES)
+            )
+        )
     stages = sum((lane[0] for lane in lanes), collections.Counter[str]())
     finished = [out for lane in lanes for out in lane[1]]
 
-    setup = make_setup(load_config(str(config)), mesh_of(load_config(str(config)).mesh, jax.devices()[:2]))
+    setup = make_setup(
+        load_config(str(config)), mesh_of(load_config(str(config)).mesh, jax.devices()[:2])
+    )
 
     def final(out: Path) -> tuple[Any, Any]:
         with CheckpointManager(out / "checkpoints", read_only=True) as checkpoints:
@@ -184,7 +201,10 @@ def test_kills_at_random_moments_leave_no_trace(tmp_path: Path, capsys: pytest.C
     state, record = final(whole)
     off = one_batch_off(whole, tmp_path / "off")
     with forked.command_server(config, cache) as start:
-        assert start(tmp_path / "log-off", ["train", config, "--out", off, "--resume", "auto"]).wait() == 0
+        assert (
+            start(tmp_path / "log-off", ["train", config, "--out", off, "--resume", "auto"]).wait()
+            == 0
+        )
     with pytest.raises(AssertionError, match="not equal"):  # the control
         jax.tree.map(np.testing.assert_array_equal, final(off)[0], state)
     for out in finished:
@@ -195,7 +215,9 @@ def test_kills_at_random_moments_leave_no_trace(tmp_path: Path, capsys: pytest.C
     assert [step for step, _ in losses(whole)] == list(range(1, STEPS + 1))
     assert stages.total() == KILLS
     with capsys.disabled():
-        print(f"\n{KILLS} kills of {len(finished)} runs in {time.monotonic() - began:.0f} s, by what they hit:")
+        print(
+            f"\n{KILLS} kills of {len(finished)} runs in {time.monotonic() - began:.0f} s, by what they hit:"
+        )
         for name, count in sorted(stages.items()):
             print(f"  {name:32} {count:3} {'#' * count}")
     assert stages.keys() >= {

@@ -41,14 +41,20 @@ def test_process_0_listens_at_the_named_interface():
     port = free_port()
     assert distributed.bind_address(group(f"127.0.0.1:{port}")) == f"127.0.0.1:{port}"
     assert distributed.bind_address(group(f"127.0.0.3:{port}")) == f"127.0.0.3:{port}"
-    assert distributed.bind_address(group(f"localhost:{port}")) in (f"127.0.0.1:{port}", f"[::1]:{port}")
+    assert distributed.bind_address(group(f"localhost:{port}")) in (
+        f"127.0.0.1:{port}",
+        f"[::1]:{port}",
+    )
 
 
 def test_a_cluster_that_names_a_loopback_address_needs_all_interfaces():
     """Where other machines must come in, a node's name that is 127.0.1.1 on the node itself is not listened at."""
     port = free_port()
     assert distributed.bind_address(group(f"127.0.1.1:{port}", "slurm")) is None
-    assert distributed.bind_address(group(f"127.0.1.1:{port}", "slurm", is_local=True)) == f"127.0.1.1:{port}"
+    assert (
+        distributed.bind_address(group(f"127.0.1.1:{port}", "slurm", is_local=True))
+        == f"127.0.1.1:{port}"
+    )
 
 
 def test_an_address_that_is_not_here_or_in_use_is_refused():
@@ -110,7 +116,13 @@ def test_processes_that_wait_in_vain_say_where(process_id):
     """Without the other process, each ends by itself and says which address was tried, and for how long."""
     address = f"127.0.0.1:{free_port()}"
     began = time.monotonic()
-    done = subprocess.run(python(JOIN, address, process_id, 2), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        python(JOIN, address, process_id, 2),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 2
     assert address in done.stderr
     assert "2 s have passed" in done.stderr
@@ -125,9 +137,16 @@ def test_leaving_waits_for_nobody():
     JAX's own way out waits for both.
     """
     address = f"127.0.0.1:{free_port()}"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": "x.invalid"}
-    processes = [subprocess.Popen(python(JOIN, address, i, 60), env=environment, **pipes) for i in range(2)]
+    processes = [
+        subprocess.Popen(python(JOIN, address, i, 60), env=environment, **pipes) for i in range(2)
+    ]
     try:
         # Longer than they wait for each other, so that a failure says why.
         (second_output, second_error) = processes[1].communicate(timeout=100)
@@ -162,7 +181,10 @@ def test_rehearsal_passes_on_what_processes_say(capfd):
     captured = capfd.readouterr()
     assert captured.out == "out of 0\n"
     lines = set(captured.err.splitlines())
-    assert lines == {"err of 0", *(f"[{i}] {kind} of {i}" for i in (1, 2) for kind in ("out", "err"))}
+    assert lines == {
+        "err of 0",
+        *(f"[{i}] {kind} of {i}" for i in (1, 2) for kind in ("out", "err")),
+    }
 
 
 END = """
@@ -178,9 +200,19 @@ sys.exit(int(mode))
 @pytest.mark.parametrize(
     ("endings", "code", "says"),
     [
-        ((("0", 0), ("3", 0.5), ("0", 60)), 3, ["process 1 ended with exit code 3", "stopped process 2"]),
-        ((("0", 60), ("kill", 0)), 137, ["process 1 ended with signal SIGKILL", "stopped process 0"]),
-        pytest.param((("4", 4), ("5", 0)), 5, ["process 1 ended with exit code 5"], marks=pytest.mark.soak),
+        (
+            (("0", 0), ("3", 0.5), ("0", 60)),
+            3,
+            ["process 1 ended with exit code 3", "stopped process 2"],
+        ),
+        (
+            (("0", 60), ("kill", 0)),
+            137,
+            ["process 1 ended with signal SIGKILL", "stopped process 0"],
+        ),
+        pytest.param(
+            (("4", 4), ("5", 0)), 5, ["process 1 ended with exit code 5"], marks=pytest.mark.soak
+        ),
         ((("0", 0), ("0", 0.2)), 0, []),
     ],
     ids=["exit-code", "signal", "both-fail", "none-fails"],
@@ -217,7 +249,9 @@ def test_rehearsal_forwards_signals(number, tmp_path, capfd):
     before = signal.getsignal(number)
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
-    assert launch_local([python(WAIT, int(number), path) for path in ready], grace=20) == 40 + number
+    assert (
+        launch_local([python(WAIT, int(number), path) for path in ready], grace=20) == 40 + number
+    )
     thread.join(10)
     assert "stopped" not in capfd.readouterr().err, "all three ended by themselves"
     assert signal.getsignal(number) == before
@@ -226,7 +260,9 @@ def test_rehearsal_forwards_signals(number, tmp_path, capfd):
 def test_rehearsal_ends_at_once_at_sigint(tmp_path):
     """All processes are killed, also those that ignore it, and the caller gets `KeyboardInterrupt`."""
     ready = [tmp_path / str(i) for i in range(2)]
-    ignoring = "import os, pathlib, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    ignoring = (
+        "import os, pathlib, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    )
     ignoring += "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
     before, sent = signal.getsignal(signal.SIGINT), []
 

@@ -43,11 +43,24 @@ config = spmd.TrainConfig(
 )
 """
 EXAMPLE = (
-    *("--mesh.fsdp", "2", "--devices", "1", "--steps", "3", "--optimizer.warmup-steps", "1", "--data.cache", "cache"),
+    *(
+        "--mesh.fsdp",
+        "2",
+        "--devices",
+        "1",
+        "--steps",
+        "3",
+        "--optimizer.warmup-steps",
+        "1",
+        "--data.cache",
+        "cache",
+    ),
     *("--data.sequence", "32", "--evaluate.tokens", "256", "--sample.tokens", "4"),
 )
 """How the example is made small."""
-TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n" * 240
+TEXT = (
+    "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer.\n" * 240
+)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +154,9 @@ def test_mpirun_trains_as_one_process(folder, environment, by_mpi):
     np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-5)
     assert theirs[STEPS] < theirs[1] - 0.5
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), params(folder, by_mpi), params(folder, out)
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
+        params(folder, by_mpi),
+        params(folder, out),
     )
 
 
@@ -149,9 +164,24 @@ def test_mpirun_trains_as_one_process(folder, environment, by_mpi):
 def test_rehearsal_ends_when_a_process_is_killed(folder, environment):
     """`spmd launch` trains in two processes; one is killed, the other ends too, and the message says which it was."""
     out, printed = folder / "rehearsed", folder / "rehearsed.txt"
-    words = command("spmd", "launch", "--processes", 2, "--", "train", "tiny.py", "--out", out, *FLAGS, "--devices", 2)
+    words = command(
+        "spmd",
+        "launch",
+        "--processes",
+        2,
+        "--",
+        "train",
+        "tiny.py",
+        "--out",
+        out,
+        *FLAGS,
+        "--devices",
+        2,
+    )
     with printed.open("w") as file:
-        rehearsal = subprocess.Popen(words, stdout=file, stderr=file, cwd=folder, env={**environment, **SLOWLY})
+        rehearsal = subprocess.Popen(
+            words, stdout=file, stderr=file, cwd=folder, env={**environment, **SLOWLY}
+        )
     try:
         wait_for("step 3", lambda: len(losses(out)) >= 3 or rehearsal.poll() is not None, 200)
         children = Path(f"/proc/{rehearsal.pid}/task/{rehearsal.pid}/children").read_text().split()
@@ -177,11 +207,22 @@ def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
     out = folder / "slurm"
     written = ("--nodes", 2, "--name", "tiny", "--out", out, "--file", "job.sh", "--", *FLAGS)
     subprocess.run(
-        command("spmd", "script", "slurm", "tiny.py", *written), cwd=folder, env=environment, check=True, timeout=120
+        command("spmd", "script", "slurm", "tiny.py", *written),
+        cwd=folder,
+        env=environment,
+        check=True,
+        timeout=120,
     )
     # Slurm's sockets lie deep in its folder, and a path to a socket has at most 108 bytes.
-    with tempfile.TemporaryDirectory(dir="/tmp") as short, slurm_cluster(Path(short) / "slurm", nodes=2) as cluster:
-        variables = {**environment, **SLOWLY, **{n: cluster[n] for n in cluster if n.startswith("SLURM")}}
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as short,
+        slurm_cluster(Path(short) / "slurm", nodes=2) as cluster,
+    ):
+        variables = {
+            **environment,
+            **SLOWLY,
+            **{n: cluster[n] for n in cluster if n.startswith("SLURM")},
+        }
         job = slurm(variables, folder, "sbatch", "--parsable", "job.sh").strip()
         log = folder / f"tiny-{job}.log"
 
@@ -194,16 +235,25 @@ def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
 
         wait_for("step 3", lambda: len(losses(out)) >= 3, 200, describe)
         slurm(variables, folder, "scancel", "--signal=TERM", job)
-        wait_for("the queue", lambda: "JobState=PENDING" in state() and "Restarts=1" in state(), 90, describe)
+        wait_for(
+            "the queue",
+            lambda: "JobState=PENDING" in state() and "Restarts=1" in state(),
+            90,
+            describe,
+        )
         reached = len(losses(out))
         assert 3 <= reached < STEPS
         assert (out / "checkpoints" / str(reached)).is_dir(), "the last step was saved"
         assert "exit code 75" in log.read_text().lower()
         # Slurm lets a requeued job wait for two minutes; nobody needs to.
         slurm(variables, folder, "scontrol", "update", f"JobId={job}", "StartTime=now")
-        wait_for("the end", lambda: re.search("JobState=(COMPLETED|FAILED)", state()), 200, describe)
+        wait_for(
+            "the end", lambda: re.search("JobState=(COMPLETED|FAILED)", state()), 200, describe
+        )
         assert "JobState=COMPLETED Restarts=1 ExitCode=0:0" in state(), describe()
-        printed = slurm(variables, folder, "sh", str(ROOT / "examples" / "slurm_run.sh"), *EXAMPLE, seconds=200)
+        printed = slurm(
+            variables, folder, "sh", str(ROOT / "examples" / "slurm_run.sh"), *EXAMPLE, seconds=200
+        )
         assert "runs/own-text/checkpoints/3" in printed
     assert f"resuming from step {reached}" in log.read_text()
     assert losses(out) == losses(by_mpi)
@@ -212,7 +262,13 @@ def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
 
 def slurm(environment: Mapping[str, str], folder: Path, *words: str, seconds: float = 60) -> str:
     done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+        words,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -28,7 +28,9 @@ def folder(tmp_path_factory):
     """The folder of a config whose steps take 50 ms, and two servers that start a run each at a time."""
     folder = tmp_path_factory.mktemp("lease")
     config = write_tiny(folder, PACED)
-    serve = f"from tests import forked; forked.serve_commands({str(folder / 'xla')!r}, {str(config)!r})"
+    serve = (
+        f"from tests import forked; forked.serve_commands({str(folder / 'xla')!r}, {str(config)!r})"
+    )
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(forked.server(serve, PACE="0.25")) for _ in range(2)]
         yield folder, servers
@@ -42,7 +44,9 @@ def start(folder, request):
 
     def start(server, *arguments, config="tiny.py"):
         log = out.with_name(f"{out.name}.{server}.txt")
-        run = servers[server](log, ["train", folder / config, "--out", out, *SMALL, "--resume", "auto", *arguments])
+        run = servers[server](
+            log, ["train", folder / config, "--out", out, *SMALL, "--resume", "auto", *arguments]
+        )
         run.log, run.wait = log, functools.cache(run.wait)
         runs.append(run)
         return run
@@ -77,7 +81,13 @@ def two_at_once(start, out, config="tiny.py"):
     second = start(1, "--seed", 1, config=config)
     assert second.wait() == 2
     text = second.log.read_text()
-    for part in (f"process {first.pid} on", "since 2", "last heartbeat", "expires in", "--take-over"):
+    for part in (
+        f"process {first.pid} on",
+        "since 2",
+        "last heartbeat",
+        "expires in",
+        "--take-over",
+    ):
         assert part in text
     reached = max(losses(out))
     wait_for_step(first, out, reached + 2)
@@ -159,7 +169,10 @@ def test_a_run_that_ends_early_leaves_the_folder_free(start):
 def test_both_of_two_processes_are_refused(folder, tmp_path):
     """Process 0 finds the folder taken, and process 1 exits with it, though it cannot see why itself."""
     folder, _ = folder
-    with Lease(tmp_path / "run"), Run(folder / "tiny.py", tmp_path / "run", processes=2, devices=2) as run:
+    with (
+        Lease(tmp_path / "run"),
+        Run(folder / "tiny.py", tmp_path / "run", processes=2, devices=2) as run,
+    ):
         assert run.codes(120) == [2, 2]
         assert all(f"process {os.getpid()} on" in run.text(i) for i in range(2))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lease"]

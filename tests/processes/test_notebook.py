@@ -16,11 +16,16 @@ NOTEBOOK = ROOT / "examples" / "flow_matching.ipynb"
 def outputs(notebook: nbformat.NotebookNode) -> tuple[str, int]:
     """Everything that was printed, and the number of pictures."""
     cells = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    text = "".join(output.get("text", "") + json.dumps(output.get("data", {}).get("text/html", "")) for output in cells)
+    text = "".join(
+        output.get("text", "") + json.dumps(output.get("data", {}).get("text/html", ""))
+        for output in cells
+    )
     return text, sum("image/png" in output.get("data", {}) for output in cells)
 
 
-def execute(source: str, new: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> nbformat.NotebookNode:
+def execute(
+    source: str, new: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> nbformat.NotebookNode:
     """The notebook with one line replaced, executed."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -28,7 +33,9 @@ def execute(source: str, new: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     assert sum(source in cell.source for cell in notebook.cells) == 1
     for cell in notebook.cells:
         cell.source = cell.source.replace(source, new)
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
     return client.execute()
 
 

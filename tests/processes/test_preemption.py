@@ -22,7 +22,13 @@ def test_a_signal_ends_training_after_the_step(number):
                 os.kill(os.getpid(), number)
 
     with Preemption() as preemption:
-        fit(0, lambda state, batch: (state + 1, {}), range(100), steps=100, hooks=[Send(), preemption])
+        fit(
+            0,
+            lambda state, batch: (state + 1, {}),
+            range(100),
+            steps=100,
+            hooks=[Send(), preemption],
+        )
     assert preemption.stop_step == 4
     assert read == [1, 2, 3, 4]
 
@@ -31,7 +37,9 @@ def test_without_a_signal_it_runs_to_the_end():
     """The control; and afterwards signals do what they did before."""
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     with Preemption() as preemption:
-        assert fit(0, lambda state, batch: (state + 1, {}), range(9), steps=9, hooks=[preemption]) == 9
+        assert (
+            fit(0, lambda state, batch: (state + 1, {}), range(9), steps=9, hooks=[preemption]) == 9
+        )
     assert preemption.stop_step is None
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
 

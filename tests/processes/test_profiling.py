@@ -34,7 +34,9 @@ def run(folder, steps, *hooks):
     """Trains the tiny model for `STEPS` steps; the steps in each trace that is there then."""
     plan = tiny.plan(data=2, fsdp=4)
     step = make_train_step(plan, tiny.loss_fn())
-    batches = [place_batch(plan, batch) for batch in token_batches((8, 16), tiny.CONFIG.vocab, STEPS)]
+    batches = [
+        place_batch(plan, batch) for batch in token_batches((8, 16), tiny.CONFIG.vocab, STEPS)
+    ]
     state = init_state(plan)
     step.compile(batches[0])
     with Profile(folder, steps, print) as profile:
@@ -46,7 +48,9 @@ def traced(path):
     """The numbers of the steps in a trace."""
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
-    return sorted({int(event["args"]["step_num"]) for event in events if event.get("name") == "train"})
+    return sorted(
+        {int(event["args"]["step_num"]) for event in events if event.get("name") == "train"}
+    )
 
 
 @pytest.mark.soak

@@ -12,7 +12,17 @@ from tests.architecture.test_floors import CORE, LIBRARIES, NAMED_BY_SETTINGS, S
 README = Path(__file__).parents[2] / "README.md"
 
 
-REFUSED = ("grain", "orbax", "tyro", "tokenizers", "tensorboardX", "tensorstore", "pyarrow", "jinja2", "rich")
+REFUSED = (
+    "grain",
+    "orbax",
+    "tyro",
+    "tokenizers",
+    "tensorboardX",
+    "tensorstore",
+    "pyarrow",
+    "jinja2",
+    "rich",
+)
 """What `spmd` must not import for a train step; Flax imports some of them."""
 HOOK = f"""
 import sys
@@ -43,13 +53,21 @@ def first_python_block(text: str) -> str:
 def test_quickstart_runs(tmp_path: Path) -> None:
     """The first Python block of the README, in a fresh interpreter and an empty folder, runs to its end.
 
-    It imports nothing from outside of the core, and no library of data, checkpoints or the command line.
+    It imports nothing from outside of the core, and no library of data, checkpoints or the command
+    line.
     """
     assert README.is_file(), "README.md is missing"
     quickstart = tmp_path / "quickstart.py"
-    quickstart.write_text(HOOK + first_python_block(README.read_text(encoding="utf-8")), encoding="utf-8")
+    quickstart.write_text(
+        HOOK + first_python_block(README.read_text(encoding="utf-8")), encoding="utf-8"
+    )
     result = subprocess.run(
-        [sys.executable, quickstart], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, quickstart],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     shown = README.read_text(encoding="utf-8").split("It prints the plan", 1)[1].split("```\n")[1]
@@ -66,7 +84,13 @@ def test_quickstart_runs(tmp_path: Path) -> None:
 )
 def test_control_another_import_is_refused(line: str, said: str) -> None:
     """Of a library, and of a module outside of the core, also by a public name."""
-    done = subprocess.run([sys.executable, "-c", HOOK + line], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", HOOK + line],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 1
     assert said in done.stderr
 

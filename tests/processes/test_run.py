@@ -33,12 +33,21 @@ def folder(tmp_path_factory):
 
 
 def command(folder, *arguments):
-    return [sys.executable, "-m", "spmd.cli", "train", str(folder / "tiny.py"), *map(str, arguments)]
+    return [
+        sys.executable,
+        "-m",
+        "spmd.cli",
+        "train",
+        str(folder / "tiny.py"),
+        *map(str, arguments),
+    ]
 
 
 def train(folder, *arguments):
     """Runs to the end in a process of its own."""
-    done = subprocess.run(command(folder, *arguments), capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = subprocess.run(
+        command(folder, *arguments), capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -50,7 +59,9 @@ def losses(out):
 
 def params(folder, out, step, **mesh):
     """The parameters of a checkpoint, restored onto a mesh of this process's devices."""
-    config = with_values(load_config(str(folder / "tiny.py")), {"mesh": {"data": 1, "fsdp": 1, "tensor": 1, **mesh}})
+    config = with_values(
+        load_config(str(folder / "tiny.py")), {"mesh": {"data": 1, "fsdp": 1, "tensor": 1, **mesh}}
+    )
     size = int(np.prod(list(mesh.values()) or [1]))
     setup = make_setup(config, mesh_of(config.mesh, jax.devices()[:size]))
     with CheckpointManager(out / "checkpoints") as checkpoints:
@@ -66,7 +77,19 @@ def assert_same(a, b):
 def whole(folder):
     """A run of 30 steps that nothing interrupts."""
     out = folder / "whole"
-    train(folder, "--out", out, "--steps", 30, "--devices", 8, "--checkpoint-every", 5, "--max-to-keep", 10)
+    train(
+        folder,
+        "--out",
+        out,
+        "--steps",
+        30,
+        "--devices",
+        8,
+        "--checkpoint-every",
+        5,
+        "--max-to-keep",
+        10,
+    )
     return out
 
 
@@ -74,7 +97,18 @@ def whole(folder):
 def test_killed_mid_step_and_resumed_the_curve_joins_bitwise(folder, whole):
     """SIGKILL at an arbitrary moment, then --resume: every loss and the final state are bitwise those of the whole."""
     out = folder / "killed"
-    arguments = ("--out", out, "--steps", 30, "--devices", 8, "--checkpoint-every", 5, "--max-to-keep", 10)
+    arguments = (
+        "--out",
+        out,
+        "--steps",
+        30,
+        "--devices",
+        8,
+        "--checkpoint-every",
+        5,
+        "--max-to-keep",
+        10,
+    )
     process = subprocess.Popen(
         command(folder, *arguments),
         stdout=subprocess.DEVNULL,
@@ -125,7 +159,18 @@ def test_the_record_beside_a_checkpoint_says_what_it_is_of(folder, whole):
 def test_two_processes_train_the_same_as_one(folder, whole):
     """Two processes of four devices (gloo) and one of eight: the same losses, the same final parameters."""
     port, out = free_port(), folder / "two"
-    arguments = ("--out", out, "--steps", 30, "--devices", 4, "--checkpoint-every", 5, "--max-to-keep", 10)
+    arguments = (
+        "--out",
+        out,
+        "--steps",
+        30,
+        "--devices",
+        4,
+        "--checkpoint-every",
+        5,
+        "--max-to-keep",
+        10,
+    )
     arguments += ("--coordinator", f"127.0.0.1:{port}", "--processes", 2)
     outputs = finish_together(*(command(folder, *arguments, "--process-id", i) for i in range(2)))
     assert "step 30/30" in outputs[0]
@@ -135,7 +180,8 @@ def test_two_processes_train_the_same_as_one(folder, whole):
         assert "[Gloo]" in (out / "logs" / f"process-{i}.log").read_text()
     ours, theirs = losses(out), losses(whole)
     assert ours.keys() == theirs.keys()
-    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=30 * FACTOR * EPS)  # 30 steps
+    # 30 steps
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=30 * FACTOR * EPS)
     a, b = (params(folder, o, 30, fsdp=8).params for o in (out, whole))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), a, b)
 
@@ -144,7 +190,16 @@ def test_two_processes_train_the_same_as_one(folder, whole):
 def test_nan_stops_the_run_and_skip_too_in_the_end(folder):
     """A learning rate far too high: stop names step, position and newest checkpoint; skip counts up to its limit."""
     out = folder / "nan"
-    high = ("--optimizer.learning-rate", "1e30", "--optimizer.clip-norm", "0", "--steps", 8, "--devices", 8)
+    high = (
+        "--optimizer.learning-rate",
+        "1e30",
+        "--optimizer.clip-norm",
+        "0",
+        "--steps",
+        8,
+        "--devices",
+        8,
+    )
     done = subprocess.run(
         command(folder, "--out", out, *high, "--checkpoint-every", 1),
         capture_output=True,
@@ -160,7 +215,9 @@ def test_nan_stops_the_run_and_skip_too_in_the_end(folder):
     done = subprocess.run(skip, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 2
     assert "7 skipped / 8 steps = 0.875 > 0.25" in done.stderr
-    lines = [json.loads(line) for line in (folder / "skip" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "skip" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["skipped_steps"] for line in lines] == list(range(7))
     assert not any((folder / "skip" / "checkpoints").iterdir())
 

@@ -13,7 +13,17 @@ from spmd.distributed.initialize import EXIT_LOST
 from spmd.resilience.preemption import EXIT_PREEMPTED
 from spmd.resilience.watchdog import EXIT_HUNG
 from tests.networks import ADDRESSES, two_networks
-from tests.train_runs import PACED, ROOT, Run, assert_same, losses, metrics, state, train, write_tiny
+from tests.train_runs import (
+    PACED,
+    ROOT,
+    Run,
+    assert_same,
+    losses,
+    metrics,
+    state,
+    train,
+    write_tiny,
+)
 
 TWO = {"processes": 2, "devices": 2}
 SOON = ("--heartbeat", 10)
@@ -95,7 +105,9 @@ def assert_goes_on_from(out, *steps):
 def test_processes_that_differ_stop_before_the_first_step(written):
     """A learning rate that differs on process 1: both exit with 2 and name it, and no step is taken."""
     out = written / "differ"
-    with Run(written / "tiny.py", out, **TWO, own=[(), ("--optimizer.learning-rate", "0.5")]) as run:
+    with Run(
+        written / "tiny.py", out, **TWO, own=[(), ("--optimizer.learning-rate", "0.5")]
+    ) as run:
         assert run.codes(240) == [2, 2]
         for i in range(2):
             assert "process 1: config.optimizer.learning_rate is 0.5" in run.text(i)
@@ -106,12 +118,22 @@ def test_processes_that_differ_stop_before_the_first_step(written):
 @pytest.mark.soak
 def test_both_start_from_a_hugging_face_folder(folder):
     """Each process reads its own shards, and both train as one process that read all."""
-    command = (sys.executable, "-m", "spmd.cli", "export", str(folder / "whole"), "--out", str(folder / "hf"))
+    command = (
+        sys.executable,
+        "-m",
+        "spmd.cli",
+        "export",
+        str(folder / "whole"),
+        "--out",
+        str(folder / "hf"),
+    )
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     flags = ("--init", folder / "hf", "--steps", 3, "--optimizer.warmup-steps", 1)
     train(folder / "tiny.py", folder / "started", *flags, **TWO)
     train(folder / "tiny.py", folder / "alone", *flags, processes=1, devices=4)
-    ours, theirs, drawn = (list(losses(folder / name).values()) for name in ("started", "alone", "whole"))
+    ours, theirs, drawn = (
+        list(losses(folder / name).values()) for name in ("started", "alone", "whole")
+    )
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     assert ours[0] < drawn[0] - 0.1
 
@@ -228,7 +250,9 @@ def test_a_cut_link_ends_both(folder):
             networks.cut()
             began = time.monotonic()
             codes = run.codes(90)
-            assert time.monotonic() - began < deadline + 5, "so much for the last step, and to write the stacks"
+            assert time.monotonic() - began < deadline + 5, (
+                "so much for the last step, and to write the stacks"
+            )
             assert all(codes), codes
             assert max(losses(out)) < 30
         networks.mend()
@@ -241,7 +265,11 @@ def test_the_one_that_waits_for_data_is_named(folder):
     (folder / "slow").write_text("--process-id 1")
     train(folder / "tiny.py", folder / "slowed", "--steps", 24, "--log-every", 4, **TWO)
     (folder / "slow").unlink()
-    lines = [line for line in metrics(folder / "slowed") if "process_step_s_most" in line and line["step"] > 12]
+    lines = [
+        line
+        for line in metrics(folder / "slowed")
+        if "process_step_s_most" in line and line["step"] > 12
+    ]
     assert len(lines) == 3
     assert {line["process_of_data_s_most"] for line in lines} == {1}
     assert all(line["process_data_s_most"] > 0.05 for line in lines)

@@ -57,7 +57,10 @@ def audits(config, processes):
     """What each of so many processes found."""
     port = free_port()
     printed = finish_together(
-        *([sys.executable, "-c", AUDIT, config, port, processes, process] for process in range(processes))
+        *(
+            [sys.executable, "-c", AUDIT, config, port, processes, process]
+            for process in range(processes)
+        )
     )
     # Gloo's threads print there too.
     return [json.loads(out.rpartition("FOUND ")[2].partition("\n")[0]) for out in printed]
@@ -73,7 +76,9 @@ def test_more_processes_send_nothing_more(config, processes):
     """With eight devices in all, each process's program has the same collectives, of the same bytes, as that of one."""
     (alone,) = audits(config, 1)
     found = audits(config, processes)
-    assert [(one["processes"], one["devices"]) for one in found] == [(processes, DEVICES // processes)] * processes
+    assert [(one["processes"], one["devices"]) for one in found] == [
+        (processes, DEVICES // processes)
+    ] * processes
     assert {record["axes"] for record in alone["step"]} >= {"fsdp", "tensor", "data+fsdp"}
     assert [one["step"] for one in found] == [alone["step"]] * processes
 
@@ -83,4 +88,6 @@ def test_control_one_more_collective_is_found(config):
     (alone,) = audits(config, 1)
     kept, more = alone["step"], alone["step with one more"]
     assert more != kept
-    assert sum(r["payload"] * r["executions"] for r in more) > sum(r["payload"] * r["executions"] for r in kept)
+    assert sum(r["payload"] * r["executions"] for r in more) > sum(
+        r["payload"] * r["executions"] for r in kept
+    )

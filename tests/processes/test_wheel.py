@@ -44,7 +44,11 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 def source_names() -> set[str]:
     """Modules of the repository by their paths in a wheel."""
     folders = ("spmd", *(f"spmd/{family}" for family in FAMILIES))
-    names = {path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).glob("**/*.py")}
+    names = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).glob("**/*.py")
+    }
     return {"spmd_command.py", *names}  # the command's process starts outside of the package
 
 
@@ -87,7 +91,9 @@ def test_control_a_stranger_and_a_missing_module_are_found() -> None:
     names = sorted(source_names())
     assert wrong_names([*names, "spmd-1.dist-info/METADATA"]) == []
     assert wrong_names([*names, "models/llama.py", "build.txt"]) == ["build.txt", "models"]
-    assert wrong_names(set(names) - {"spmd/partition_rules/llama.py"}) == ["spmd/partition_rules/llama.py"]
+    assert wrong_names(set(names) - {"spmd/partition_rules/llama.py"}) == [
+        "spmd/partition_rules/llama.py"
+    ]
 
 
 def test_the_source_distribution_contains_the_families(built: Path) -> None:
@@ -100,7 +106,9 @@ def test_the_source_distribution_contains_the_families(built: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_installed_wheel_trains_beside_a_module_named_models(built: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_trains_beside_a_module_named_models(
+    built: Path, tmp_path: Path
+) -> None:
     """`import models` is the user's, `spmd.models` comes from the wheel, and a shipped config runs."""
     (wheel,) = built.glob("*.whl")
     installed = tmp_path / "installed"
@@ -113,6 +121,8 @@ def test_the_installed_wheel_trains_beside_a_module_named_models(built: Path, tm
     for part in range(4):
         (user / f"{part}.txt").write_text("".join(lines[part::4]), encoding="utf-8")
     script = TRAIN.format(installed=str(installed))
-    printed = run(sys.executable, "-c", script, cwd=user, PYTHONPATH=str(installed), JAX_PLATFORMS="cpu")
+    printed = run(
+        sys.executable, "-c", script, cwd=user, PYTHONPATH=str(installed), JAX_PLATFORMS="cpu"
+    )
     assert "step 40/40" in printed
     assert (user / "run" / "checkpoints" / "40").is_dir()

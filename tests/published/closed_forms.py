@@ -44,10 +44,11 @@ def model_state_bytes(
 ) -> ModelStates:
     """Return the bytes of parameters, gradients and optimizer state on each device.
 
-    As in ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer state by the data-parallel degree,
-    stage 2 the gradients too, stage 3 the parameters too. Gradients accumulated in a wider dtype are divided like the
-    optimizer state. The defaults are ZeRO's 16 bytes for each parameter; with float32 gradients Megatron's 18; with a
-    float32 accumulation besides bfloat16 gradients SageMaker's and nanotron's 20.
+    As in ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer state by the
+    data-parallel degree, stage 2 the gradients too, stage 3 the parameters too. Gradients
+    accumulated in a wider dtype are divided like the optimizer state. The defaults are ZeRO's 16
+    bytes for each parameter; with float32 gradients Megatron's 18; with a float32 accumulation
+    besides bfloat16 gradients SageMaker's and nanotron's 20.
 
     Args:
         params: Number of parameters of one model-parallel part.
@@ -58,8 +59,10 @@ def model_state_bytes(
         accumulation: Dtype in which gradients are accumulated, if that is another copy.
         master: Dtype of master weights, if any.
         moments: Dtype of each moment.
-        largest_layer: Parameters of the largest layer; at stage 3 it is gathered, with its gradients, while it runs.
-        offload: What is in host memory: `"optimizer_state"` (with the gradients, as in DeepSpeed), `"params"`.
+        largest_layer: Parameters of the largest layer; at stage 3 it is gathered, with its
+            gradients, while it runs.
+        offload: What is in host memory: `"optimizer_state"` (with the gradients, as in DeepSpeed),
+            `"params"`.
 
     Example:
         >>> model_state_bytes(1e9).total / 1e9, model_state_bytes(1e9, gradients="float32").total / 1e9
@@ -96,10 +99,10 @@ def activation_bytes(
 ) -> float:
     """Return the bytes that one GPT layer in half precision saves for the backward pass on each device.
 
-    As in Korthikanti et al., arXiv:2205.05198, table 2: 34 bytes for each token and unit of width, of which 24 are
-    split by tensor parallelism and all by sequence parallelism as well, and 5 for each attention score. `recompute` is
-    `"none"`, `"selective"` (attention scores) or `"full"` (everything but the layer's input); `mlp` is the MLP's hidden
-    width relative to `width`.
+    As in Korthikanti et al., arXiv:2205.05198, table 2: 34 bytes for each token and unit of width,
+    of which 24 are split by tensor parallelism and all by sequence parallelism as well, and 5 for
+    each attention score. `recompute` is `"none"`, `"selective"` (attention scores) or `"full"`
+    (everything but the layer's input); `mlp` is the MLP's hidden width relative to `width`.
 
     Example:
         >>> activation_bytes(2048, 1, 12288, 96, recompute="full") == 2 * 2048 * 12288
@@ -150,9 +153,10 @@ def pipeline_traffic(
 ) -> PipelineTraffic:
     """Return the traffic between the stages of a pipeline (`spmd.pipeline.grad_fn`).
 
-    In every tick a stage sends one microbatch and one gradient, as point-to-point pipelines do (Narayanan et al.,
-    arXiv:2104.04473, section 3.2: `b s h` elements each); idle stages send too, so ticks count, not microbatches. 1F1B
-    takes `m + 2 (p − 1)` ticks. Layers are sent once if stages have several chunks.
+    In every tick a stage sends one microbatch and one gradient, as point-to-point pipelines do
+    (Narayanan et al., arXiv:2104.04473, section 3.2: `b s h` elements each); idle stages send too,
+    so ticks count, not microbatches. 1F1B takes `m + 2 (p − 1)` ticks. Layers are sent once if
+    stages have several chunks.
 
     Args:
         ticks: Ticks of the schedule.

@@ -1,7 +1,7 @@
 """Calls of a clumsy or hostile person, as data: what is typed, the exit code, and a pattern of what must be printed.
 
-`{config}` is the file of a tiny model, `{run}` a finished run of it, `{out}` a run folder of the call's own, `{folder}`
-a folder of its own with the call's files.
+`{config}` is the file of a tiny model, `{run}` a finished run of it, `{out}` a run folder of the
+call's own, `{folder}` a folder of its own with the call's files.
 """
 
 import dataclasses
@@ -31,7 +31,15 @@ class Call:
 
 def _flags() -> list[Call]:
     """Values that a field cannot have: the field is named."""
-    counts = ("steps", "accumulate", "logits-chunk", "log-every", "max-to-keep", "data.batch", "data.sequence")
+    counts = (
+        "steps",
+        "accumulate",
+        "logits-chunk",
+        "log-every",
+        "max-to-keep",
+        "data.batch",
+        "data.sequence",
+    )
     sizes = ("layers", "heads", "kv-heads", "d-model", "d-ff", "vocab", "unroll")
     values = {
         **{flag: ("0", "-5", "1.5", "many", "nan") for flag in counts},
@@ -132,7 +140,8 @@ def _configs() -> list[Call]:
         ): r"a-z_/",
     }
     calls = [
-        Call("train {folder}/mine.py --out {out}", says, files={"mine.py": START + c}) for c, says in failing.items()
+        Call("train {folder}/mine.py --out {out}", says, files={"mine.py": START + c})
+        for c, says in failing.items()
     ]
     bytes_file = {"mine.py": "\0\0\0"}
     calls += [
@@ -156,13 +165,19 @@ def _configs() -> list[Call]:
         "**dataclasses.asdict(config.model)", "vocab=256, d_model=16, layers=1, heads=2, d_ff=32"
     )
     calls += [
-        Call("train {folder}/mine.py --out {out} --model.extra 0.25", "step 2/2", 0, {"mine.py": START + subclass}),
+        Call(
+            "train {folder}/mine.py --out {out} --model.extra 0.25",
+            "step 2/2",
+            0,
+            {"mine.py": START + subclass},
+        ),
         Call(
             "train {folder}/mine.py --out {out}",
             "step 2/2",
             0,
             {
-                "mine.py": START + "import beside\nconfig = dataclasses.replace(config, seed=beside.SEED)",
+                "mine.py": START
+                + "import beside\nconfig = dataclasses.replace(config, seed=beside.SEED)",
                 "beside.py": "SEED = 3",
             },
         ),
@@ -188,8 +203,12 @@ def _folders() -> list[Call]:
         Call("train {config} --out {folder}", "links", files={"plan.txt -> /etc/passwd": ""}),
         Call("train {config} --out {folder}", "folder", files={"checkpoints": "a file"}),
         Call("train {config} --out {folder}", "folder", files={"logs": "a file"}),
-        Call("train {config} --out {folder} --resume auto", "folder", files={"checkpoints/5/x": ""}),
-        Call("train {config} --out {folder} --resume auto", "folder", files={"metrics.jsonl/x": ""}),
+        Call(
+            "train {config} --out {folder} --resume auto", "folder", files={"checkpoints/5/x": ""}
+        ),
+        Call(
+            "train {config} --out {folder} --resume auto", "folder", files={"metrics.jsonl/x": ""}
+        ),
         Call("train {config} --out {folder} --resume auto", "folder", files={"config.json/x": ""}),
     ]
 
@@ -221,7 +240,8 @@ def _resumes() -> list[Call]:
         "lora.targets q_proj/kernel": "lora|init",
     }
     return [
-        Call(f"train {{config}} --out {{run}} --resume always --{change}", says) for change, says in changed.items()
+        Call(f"train {{config}} --out {{run}} --resume always --{change}", says)
+        for change, says in changed.items()
     ]
 
 
@@ -263,8 +283,18 @@ def _commands() -> list[Call]:
         Call("report {run} --out {out}", "HTML"),
         Call("report {run} --out {folder}/a.html --topology v5e:4x4", "topology"),
         Call("report {folder} --out {folder}/a.html", "no run"),
-        Call("report {folder} --out {folder}/a.html", "cut or damaged", 0, files={"config.json": "[" * 100_000}),
-        Call("report {folder} --out {folder}/a.html", "no metrics", 0, files={"metrics.jsonl": "{\0" * 9999}),
+        Call(
+            "report {folder} --out {folder}/a.html",
+            "cut or damaged",
+            0,
+            files={"config.json": "[" * 100_000},
+        ),
+        Call(
+            "report {folder} --out {folder}/a.html",
+            "no metrics",
+            0,
+            files={"metrics.jsonl": "{\0" * 9999},
+        ),
         Call("report {run} {run} {run} --out {folder}/a.html", "too many"),
         Call("report {run} --out {folder}/a.html", "written to", 0),
         Call("generate", "usage|required|RUN", 2),
@@ -281,9 +311,15 @@ def _commands() -> list[Call]:
         Call("generate {folder} --prompt x", "folder", files={"config.json": "{"}),
         Call("generate {folder} --prompt x", "folder", files={"config.json": "[" * 100_000}),
         Call(
-            "generate {folder} --prompt x", "folder", files={"config.json": '{"config": 7}', "config.py": "config = 7"}
+            "generate {folder} --prompt x",
+            "folder",
+            files={"config.json": '{"config": 7}', "config.py": "config = 7"},
         ),
-        Call("generate {folder} --prompt x", "folder|import", files={"config.json": '{"architectures": ["Llama"]}'}),
+        Call(
+            "generate {folder} --prompt x",
+            "folder|import",
+            files={"config.json": '{"architectures": ["Llama"]}'},
+        ),
         Call("import", "usage|required", 2),
         Call("import /no/such --out {out}", "/no/such"),
         Call("import {folder} --out {out}", "config.json"),
@@ -299,7 +335,11 @@ def _commands() -> list[Call]:
             "safetensors|hidden_size",
             files={"config.json": '{"architectures": ["LlamaForCausalLM"]}'},
         ),
-        Call("import {folder} --out {run}", "run", files={"config.json": '{"architectures": ["LlamaForCausalLM"]}'}),
+        Call(
+            "import {folder} --out {run}",
+            "run",
+            files={"config.json": '{"architectures": ["LlamaForCausalLM"]}'},
+        ),
         Call("export /no/such --out {out}", "/no/such"),
         Call("export {run} --out {run}", "run"),
         Call("export {run} --out {config}", r"tiny\.py"),
@@ -320,10 +360,19 @@ def _commands() -> list[Call]:
         Call("launch --processes 2 -- train {folder}/none.py --out {out}", r"none\.py"),
         Call("launch --processes 2 -- plan {config}", "train"),
         Call("launch --processes 2 -- train {config} --out {out} --mesh.fsdp 7", "fsdp|devices"),
-        Call("launch --processes 2 -- train {config} --mesh.data 2 --out {run}", "already contains a run"),
+        Call(
+            "launch --processes 2 -- train {config} --mesh.data 2 --out {run}",
+            "already contains a run",
+        ),
         Call("launch --processes 100000 -- train {config} --out {out}", "processes"),
-        Call("train {config} --out {out} --coordinator nowhere --processes 2 --process-id 0", "coordinator"),
-        Call("train {config} --out {out} --processes 2 --process-id 5 --coordinator 127.0.0.1:1", "process.id"),
+        Call(
+            "train {config} --out {out} --coordinator nowhere --processes 2 --process-id 0",
+            "coordinator",
+        ),
+        Call(
+            "train {config} --out {out} --processes 2 --process-id 5 --coordinator 127.0.0.1:1",
+            "process.id",
+        ),
         Call("train {config} --out {out} --process-id 0", "processes|coordinator"),
         Call("train {config} --out {out} --cluster moon", "cluster"),
     ]
@@ -344,9 +393,20 @@ def _not_finite() -> list[Call]:
     return [
         Call("train {folder}/mine.py --out {out}", "step 1", files=files),
         Call("train {folder}/mine.py --out {out} --on-nan skip --steps 40", "skip", files=files),
-        Call("train {folder}/mine.py --out {out} --on-nan roll-back --steps 40", "step 1|roll", files=files),
-        Call("train {folder}/mine.py --out {out} --precision fp16 --steps 80", "scale|skip", files=files),
-        Call("train {config} --out {out} --optimizer.learning-rate 1e38 --steps 40 --optimizer.warmup-steps 0", "step"),
+        Call(
+            "train {folder}/mine.py --out {out} --on-nan roll-back --steps 40",
+            "step 1|roll",
+            files=files,
+        ),
+        Call(
+            "train {folder}/mine.py --out {out} --precision fp16 --steps 80",
+            "scale|skip",
+            files=files,
+        ),
+        Call(
+            "train {config} --out {out} --optimizer.learning-rate 1e38 --steps 40 --optimizer.warmup-steps 0",
+            "step",
+        ),
     ]
 
 

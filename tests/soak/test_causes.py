@@ -41,9 +41,27 @@ AUDIT = """
 
 def plan(config, topology, sizes):
     """The record of `spmd plan` for two layers of a config, on a mesh of two devices along each of its axes."""
-    mesh = [part for axis in load_config(config).mesh.sizes for part in (f"--mesh.{axis}", str(sizes.get(axis, 1)))]
-    options = (*("--model.layers", "2", "--data.batch", "8", "--data.sequence", "512"), "--compile", "--json")
-    command = [sys.executable, "-m", "spmd_command", "plan", config, "--topology", topology, *mesh, *options]
+    mesh = [
+        part
+        for axis in load_config(config).mesh.sizes
+        for part in (f"--mesh.{axis}", str(sizes.get(axis, 1)))
+    ]
+    options = (
+        *("--model.layers", "2", "--data.batch", "8", "--data.sequence", "512"),
+        "--compile",
+        "--json",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "spmd_command",
+        "plan",
+        config,
+        "--topology",
+        topology,
+        *mesh,
+        *options,
+    ]
     done = run(command, **LITTLE_EFFORT)
     assert done.returncode in (0, 3), done.stderr
     return json.loads(done.stdout)
@@ -53,7 +71,9 @@ def plan(config, topology, sizes):
 @pytest.mark.parametrize("config", shipped())
 def test_configs(config, platform) -> None:
     """Two devices along each axis that the config splits; own-text, which has one device, over fsdp."""
-    sizes = {axis: 2 for axis, size in load_config(config).mesh.sizes.items() if size > 1} or {"fsdp": 2}
+    sizes = {axis: 2 for axis, size in load_config(config).mesh.sizes.items() if size > 1} or {
+        "fsdp": 2
+    }
     topology = f"cpu:{2 ** len(sizes)}" if platform == "cpu" else MACHINES[max(4, 2 ** len(sizes))]
     if platform == "tpu":
         assert not missing_extra(parse_topology(topology))

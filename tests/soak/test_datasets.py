@@ -29,7 +29,9 @@ def test_saved_and_published_datasets(tmp_path: Path, monkeypatch: pytest.Monkey
     whole.save_to_disk(tmp_path / "whole", num_shards=3)
     loaded = datasets.load_from_disk(tmp_path / "whole")
     loaded.map(lambda row: {"text": f"mapped {row['id']}"})
-    assert list((tmp_path / "whole").glob("cache-*.arrow")), "map leaves its cache beside the shards"
+    assert list((tmp_path / "whole").glob("cache-*.arrow")), (
+        "map leaves its cache beside the shards"
+    )
     assert documents_of(tmp_path / "whole") == texts_of(loaded) == [text for text in TEXTS if text]
 
     some.save_to_disk(tmp_path / "some")
@@ -44,7 +46,9 @@ def test_saved_and_published_datasets(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "hub" / "data").mkdir(parents=True)
     for shard in range(3):
         rows = whole.shard(num_shards=3, index=shard, contiguous=True)
-        rows.to_parquet(tmp_path / "hub" / "data" / f"train-{shard:05}-of-00003.parquet", batch_size=100)
+        rows.to_parquet(
+            tmp_path / "hub" / "data" / f"train-{shard:05}-of-00003.parquet", batch_size=100
+        )
     published = datasets.load_dataset("parquet", data_dir=str(tmp_path / "hub"), split="train")
     assert documents_of(tmp_path / "hub") == texts_of(published) == texts_of(whole)
 

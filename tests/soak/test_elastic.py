@@ -102,7 +102,8 @@ CHAINS = {
             Leg(8, 2, 4, {"pipe": 2, "data": 2, "fsdp": 2}),
             Leg(12, 1, 1, {}),
             Leg(16, 1, 8, {"fsdp": 2, "sequence": 2, "tensor": 2}),
-            Leg(20, 2, 2, {"fsdp": 2, "tensor": 2}),  # the step's groups have one device of each process
+            # the step's groups have one device of each process
+            Leg(20, 2, 2, {"fsdp": 2, "tensor": 2}),
             Leg(24, 4, 2, {"data": 2, "fsdp": 4}),
         ),
     ),
@@ -133,7 +134,8 @@ class Fed:
 
     Attributes:
         tokens: By name, `[steps, batch, sequence]`; -1 where nothing was.
-        layouts: By step, the (processes, devices of each) that took it; an empty set where none did.
+        layouts: By step, the (processes, devices of each) that took it; an empty set where none
+            did.
     """
 
     tokens: dict[str, np.ndarray]
@@ -142,17 +144,23 @@ class Fed:
     @property
     def order(self) -> str:
         """The hash of all tokens in their order."""
-        return hashlib.sha256(self.tokens["tokens"].tobytes() + self.tokens["targets"].tobytes()).hexdigest()
+        return hashlib.sha256(
+            self.tokens["tokens"].tobytes() + self.tokens["targets"].tobytes()
+        ).hexdigest()
 
 
 def fed(out: Path, steps: int) -> Fed:
     """What all processes of all legs wrote down; devices that hold the same rows must hold the same tokens."""
     shape = (steps, BATCH, SEQUENCE)
-    found = Fed({name: np.full(shape, -1) for name in ("tokens", "targets")}, [set() for _ in range(steps)])
+    found = Fed(
+        {name: np.full(shape, -1) for name in ("tokens", "targets")}, [set() for _ in range(steps)]
+    )
     for path in out.parent.glob(f"{out.name}.fed-*"):
         for line in path.read_text().splitlines():
             step, layout, name, (row, column), block = json.loads(line)
-            place = found.tokens[name][step, row : row + len(block), column : column + len(block[0])]
+            place = found.tokens[name][
+                step, row : row + len(block), column : column + len(block[0])
+            ]
             assert ((place == -1) | (place == block)).all()
             place[...] = block
             found.layouts[step].add(tuple(layout))
@@ -176,7 +184,9 @@ def test_every_token_is_fed_once_and_in_the_same_order(runs):
     whole, legs = (fed(folder / name, chain.steps) for name in ("whole", "legs"))
     begins = [0, *(leg.until for leg in chain.legs)]
     for leg, begin in zip(chain.legs, begins, strict=False):
-        assert legs.layouts[begin : leg.until] == [{(leg.processes, leg.devices)}] * (leg.until - begin)
+        assert legs.layouts[begin : leg.until] == [{(leg.processes, leg.devices)}] * (
+            leg.until - begin
+        )
     assert all((run.tokens[name] >= 0).all() for run in (whole, legs) for name in run.tokens)
     assert legs.order == whole.order
 
@@ -186,8 +196,12 @@ def differences(runs: Path, a: str, b: str, steps: int) -> tuple[float, float]:
     one, other = (losses(runs / name) for name in (a, b))
     assert list(one) == list(other) == list(range(1, steps + 1))
     apart = max(abs(one[step] - other[step]) / other[step] for step in other)
-    params = (jax.tree.leaves(state(runs / "tiny.py", runs / name, steps).params) for name in (a, b))
-    return apart, max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in zip(*params, strict=True))
+    params = (
+        jax.tree.leaves(state(runs / "tiny.py", runs / name, steps).params) for name in (a, b)
+    )
+    return apart, max(
+        float(np.abs(x - y).max() / np.abs(y).max()) for x, y in zip(*params, strict=True)
+    )
 
 
 def test_it_is_the_same_training(runs):

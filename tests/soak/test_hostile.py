@@ -1,6 +1,7 @@
 """What clumsy and hostile people type: no traceback, no hang, no exit code 0 with nothing done.
 
-The calls are in `hostile_calls`. Each is a process of its own, forked from one that has imported everything.
+The calls are in `hostile_calls`. Each is a process of its own, forked from one that has imported
+everything.
 """
 
 import re
@@ -21,7 +22,12 @@ from tests.soak.hostile_calls import CALLS, Call
 
 SECONDS = 10.0
 """Longest that a call may take."""
-CRASHES = ("Traceback (most recent call last)", "terminate called", "Fatal Python error", "Check failure stack trace")
+CRASHES = (
+    "Traceback (most recent call last)",
+    "terminate called",
+    "Fatal Python error",
+    "Check failure stack trace",
+)
 TINY = {
     "d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64": "d_model=16, layers=1, heads=2, kv_heads=1, d_ff=32",
     "mesh=spmd.MeshShape(data=2, fsdp=2, tensor=2)": "mesh=spmd.MeshShape()",
@@ -75,7 +81,9 @@ def problems_of(call: Call, code: int | None, output: str, seconds: float) -> li
     return problems
 
 
-@pytest.mark.parametrize(("kind", "number"), [(kind, i) for kind, calls in CALLS.items() for i in range(len(calls))])
+@pytest.mark.parametrize(
+    ("kind", "number"), [(kind, i) for kind, calls in CALLS.items() for i in range(len(calls))]
+)
 def test_every_call_is_answered(kind, number, base, start, tmp_path):
     """A mistake is an error of ours that names it, at once; what can work does."""
     call = CALLS[kind][number]
@@ -96,7 +104,9 @@ def test_every_call_is_answered(kind, number, base, start, tmp_path):
 
 def test_there_are_enough_calls():
     """At least 250 calls, and none twice."""
-    calls = [(call.arguments, tuple(call.files.items())) for calls in CALLS.values() for call in calls]
+    calls = [
+        (call.arguments, tuple(call.files.items())) for calls in CALLS.values() for call in calls
+    ]
     assert len(calls) >= 250
     assert len(set(calls)) == len(calls)
 
@@ -132,10 +142,21 @@ def wait_for_a_second_thread(process):
 def test_an_interrupt_ends_a_run_at_any_moment(after, times, tmp_path):
     """Ctrl-C once or twice, while Python imports, XLA compiles or it trains: 130 at once, and no traceback.
 
-    Seconds are counted from the thread that waits for interrupts, the first one that the command starts: until then
-    Python itself starts, for as long as a busy machine takes, and no line of this project has run.
+    Seconds are counted from the thread that waits for interrupts, the first one that the command
+    starts: until then Python itself starts, for as long as a busy machine takes, and no line of
+    this project has run.
     """
-    command = [sys.executable, "-m", "spmd_command", "train", "demo", "--out", str(tmp_path / "out"), "--devices", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "spmd_command",
+        "train",
+        "demo",
+        "--out",
+        str(tmp_path / "out"),
+        "--devices",
+        "2",
+    ]
     mesh = ["--mesh.data", "1", "--mesh.tensor", "1", "--compilation-cache-dir", "none"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen([*HEEDING_INTERRUPTS, *command, *mesh], **pipes, cwd=ROOT)
@@ -154,12 +175,16 @@ def test_an_interrupt_ends_a_run_at_any_moment(after, times, tmp_path):
     assert process.returncode in (130, -signal.SIGINT)
 
 
-@pytest.mark.parametrize("arguments", [["plan", "demo"], ["--help"], ["plan", "demo", "--json"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["plan", "demo"], ["--help"], ["plan", "demo", "--json"], ["train", "--help"]]
+)
 def test_a_full_disk_behind_the_output(arguments):
     """Output to /dev/full: one line that says so, and not 0."""
     command = [sys.executable, "-m", "spmd_command", *arguments]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, text=True, timeout=60)
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, text=True, timeout=60
+        )
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     assert "No space left" in done.stderr

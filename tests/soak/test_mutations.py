@@ -1,7 +1,8 @@
 """Deliberate bugs in the library, each of which the tests that every change must pass notice.
 
-Each is one substitution in a copy of the repository, and a few tests that are run there, with the copy's package. A
-substitution that does not apply any more is an error: write it anew for the code as it is.
+Each is one substitution in a copy of the repository, and a few tests that are run there, with the
+copy's package. A substitution that does not apply any more is an error: write it anew for the code
+as it is.
 """
 
 import dataclasses
@@ -15,7 +16,16 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("spmd", "models", "partition_rules", "name_maps", "examples", "benchmarks", "tests", "pyproject.toml")
+COPIED = (
+    "spmd",
+    "models",
+    "partition_rules",
+    "name_maps",
+    "examples",
+    "benchmarks",
+    "tests",
+    "pyproject.toml",
+)
 CI_TIER = "not soak and not architecture"
 RUN = """
 import sys, pytest
@@ -49,7 +59,9 @@ class Mutation:
         """Puts the bug into a copy."""
         path = root / self.file
         source = path.read_text(encoding="utf-8")
-        assert source.count(self.old) == 1, f"{self.file} has {source.count(self.old)} times {self.old!r}"
+        assert source.count(self.old) == 1, (
+            f"{self.file} has {source.count(self.old)} times {self.old!r}"
+        )
         path.write_text(source.replace(self.old, self.new), encoding="utf-8")
 
 
@@ -58,13 +70,17 @@ MUTATIONS = {
         "spmd/layers/lm_head.py",
         "totals = tuple(psum(s, layout.summed) for s in sums)",
         "totals = tuple(psum(s, layout.vocabulary) for s in sums)",
-        ("tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[both dimensions]",),
+        (
+            "tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[both dimensions]",
+        ),
     ),
     "wrong psum axis of a gradient": Mutation(
         "spmd/layers/lm_head.py",
         "psum(dx, tuple(axis for axis in self.layout.vocabulary if axis not in scattered))",
         "psum(dx, tuple(axis for axis in self.layout.summed if axis not in scattered))",
-        ("tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[both dimensions]",),
+        (
+            "tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[both dimensions]",
+        ),
     ),
     "dropped microbatch": Mutation(
         "spmd/gradients/accumulate.py",
@@ -130,7 +146,9 @@ MUTATIONS = {
         "spmd/data/loader.py",
         "grain.MapDataset.range(start, steps)",
         "grain.MapDataset.range(min(start, 1) + start, steps)",
-        ("tests/numerics/test_data.py::test_a_resumed_run_sees_exactly_the_remaining_batches[0-4]",),
+        (
+            "tests/numerics/test_data.py::test_a_resumed_run_sees_exactly_the_remaining_batches[0-4]",
+        ),
     ),
     "off-by-one resume of a run": Mutation(
         "spmd/run/session.py",
@@ -145,19 +163,25 @@ MUTATIONS = {
         "spmd/layers/lm_head.py",
         "sums = ((normalizer - target) * weights).sum(), ((target >= largest) * weights).sum()",
         "sums = (normalizer - target).sum(), ((target >= largest) * weights).sum()",
-        ("tests/numerics/test_vocabulary.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",),
+        (
+            "tests/numerics/test_vocabulary.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",
+        ),
     ),
     "missing weight in a gradient": Mutation(
         "spmd/layers/lm_head.py",
         "dlogits = (probabilities - is_target) * weights[..., None]",
         "dlogits = probabilities - is_target",
-        ("tests/numerics/test_vocabulary.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",),
+        (
+            "tests/numerics/test_vocabulary.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",
+        ),
     ),
     "wrong ring order": Mutation(
         "spmd/layers/ring_attention.py",
         "path = [(i, (i + 1) % self.devices) for i in range(self.devices)]",
         "path = [(i, (i - 1) % self.devices) for i in range(self.devices)]",
-        ("tests/numerics/test_context.py::test_split_attention_is_attention[False-{'sequence': 4}-causal]",),
+        (
+            "tests/numerics/test_context.py::test_split_attention_is_attention[False-{'sequence': 4}-causal]",
+        ),
     ),
     "wrong ZeRO stage": Mutation(
         "spmd/sharding/optimizer_state.py",
@@ -179,7 +203,9 @@ def copy(folder: Path) -> Path:
     for name in COPIED:
         here, there = ROOT / name, folder / name
         if here.is_dir():
-            shutil.copytree(here, there, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                here, there, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(here, there)
     return folder
@@ -187,9 +213,24 @@ def copy(folder: Path) -> Path:
 
 def run(root: Path, cache: Path, tests: tuple[str, ...]) -> tuple[int, list[str], str]:
     """Pytest's exit code in a copy, the message of each failure, and what was printed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(cache)}
-    options = ("-x", "-q", "-p", "no:cacheprovider", "--basetemp=temporary", "--junitxml=results.xml", "-m", CI_TIER)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
+    environment |= {
+        "PYTHONPATH": str(root),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "XDG_CACHE_HOME": str(cache),
+    }
+    options = (
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--basetemp=temporary",
+        "--junitxml=results.xml",
+        "-m",
+        CI_TIER,
+    )
     done = subprocess.run(
         [sys.executable, "-c", RUN, "imported", *options, *tests],
         cwd=root,

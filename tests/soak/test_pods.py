@@ -17,7 +17,9 @@ KNOWN = {"8b": ["gathered"]}
 """Bars that are missed: 27.0 GiB of 26, with 14.0 of 15 reduced. One that is met must leave this table."""
 
 
-@pytest.mark.parametrize("job", [pytest.param(job, id=job.name) for job in JOBS if missing_extra(job.machine) is None])
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, id=job.name) for job in JOBS if missing_extra(job.machine) is None]
+)
 def test_bars(job) -> None:
     """Temporaries, bytes on the wire and cycles of one device, in minutes for each job."""
     assert [text.split()[0] for text in missed(measure(job), job.bars)] == KNOWN.get(job.name, [])
@@ -37,6 +39,22 @@ def test_unrolled_layers_compile_where_libtpu_unrolls_none(flags) -> None:
 
     Of a stack in host memory it refuses them.
     """
-    command = [sys.executable, "-m", "spmd.cli", "plan", "demo", *flags, "--topology", "v5e:2x4", "--compile"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "spmd.cli",
+        "plan",
+        "demo",
+        *flags,
+        "--topology",
+        "v5e:2x4",
+        "--compile",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr

@@ -42,7 +42,8 @@ pytestmark = pytest.mark.soak
     [
         ("v5e:2x4", 0),
         ("v5p:2x2x2", 0),
-        ("2xv5e:2x2", 8192),  # between slices XLA sends many arrays, and the sums of a loss, as one of whole tiles
+        # between slices XLA sends many arrays, and the sums of a loss, as one of whole tiles
+        ("2xv5e:2x2", 8192),
         ("v5e:16x16", 0),
         ("2xv5e:16x16", 8192),
         ("v5p:4x4x8", 0),
@@ -57,6 +58,8 @@ def test_bytes_on_the_wire_are_those_of_the_formula(topology: str, padding: int)
         pytest.skip(str(absent))
     if topology.startswith("tpu7x") and jax.__version_info__ < (0, 12):
         pytest.skip(OLD)
-    sent, formula, broken = run_script(SCRIPT, topology, f"data={machine.devices // 4},fsdp=4", **LITTLE_EFFORT)
+    sent, formula, broken = run_script(
+        SCRIPT, topology, f"data={machine.devices // 4},fsdp=4", **LITTLE_EFFORT
+    )
     assert formula <= sent <= formula + padding
     assert broken == 0

@@ -1,7 +1,8 @@
 """Every axis, every pair of axes and products of three train as one device does: Llama and Mixtral, on 8 devices.
 
-The models have grouped-query attention and one layer that is not scanned, which compiles fastest; scanned layers are in
-`test_layouts` and `tests/numerics/test_expert.py`. `spmd check --products` is the same sweep for any config.
+The models have grouped-query attention and one layer that is not scanned, which compiles fastest;
+scanned layers are in `test_layouts` and `tests/numerics/test_expert.py`. `spmd check --products` is
+the same sweep for any config.
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ DROPLESS = MixtralConfig(**SHAPE, d_ff=16, router=RouterConfig(z_loss=1e-3))
 
 def by_capacity(factor):
     return dataclasses.replace(
-        DROPLESS, router=dataclasses.replace(DROPLESS.router, dispatch="capacity", capacity_factor=factor)
+        DROPLESS,
+        router=dataclasses.replace(DROPLESS.router, dispatch="capacity", capacity_factor=factor),
     )
 
 
@@ -42,8 +44,16 @@ AXES = {
     "mixtral": ("data", "fsdp", "expert", "sequence", "tensor"),
 }
 TRIPLES = {
-    "llama": [("fsdp", "sequence", "tensor"), ("data", "sequence", "tensor"), ("data", "fsdp", "tensor")],
-    "mixtral": [("expert", "sequence", "tensor"), ("fsdp", "expert", "tensor"), ("fsdp", "expert", "sequence")],
+    "llama": [
+        ("fsdp", "sequence", "tensor"),
+        ("data", "sequence", "tensor"),
+        ("data", "fsdp", "tensor"),
+    ],
+    "mixtral": [
+        ("expert", "sequence", "tensor"),
+        ("fsdp", "expert", "tensor"),
+        ("fsdp", "expert", "sequence"),
+    ],
 }
 BY_HEADS = {  # not in a ring: sequences are exchanged for heads
     ("data", "sequence"),
@@ -92,10 +102,15 @@ def cases():
     """Every axis and one product of three are fast; the other products are slow."""
     for name, axes in AXES.items():
         first, *others = TRIPLES[name]
-        yield from (pytest.param(name, chosen, id=f"{name}-{chosen[0]}") for chosen in itertools.combinations(axes, 1))
+        yield from (
+            pytest.param(name, chosen, id=f"{name}-{chosen[0]}")
+            for chosen in itertools.combinations(axes, 1)
+        )
         yield pytest.param(name, first, id=f"{name}-{'-'.join(first)}")
         for chosen in [*itertools.combinations(axes, 2), *others]:
-            yield pytest.param(name, chosen, id=f"{name}-{'-'.join(chosen)}", marks=pytest.mark.soak)
+            yield pytest.param(
+                name, chosen, id=f"{name}-{'-'.join(chosen)}", marks=pytest.mark.soak
+            )
 
 
 @pytest.mark.parametrize(("name", "axes"), list(cases()))
@@ -108,7 +123,9 @@ def test_a_product_equals_one_device(name, axes):
     assert result.ok, f"\n{result}"
 
 
-@pytest.mark.parametrize(("name", "bug"), [("llama", "token-weight"), ("mixtral", "gradient-scale")])
+@pytest.mark.parametrize(
+    ("name", "bug"), [("llama", "token-weight"), ("mixtral", "gradient-scale")]
+)
 def test_control_a_bug_is_caught(name, bug):
     """The comparison that every product passes fails on a deliberate bug."""
     config = MODELS[name]

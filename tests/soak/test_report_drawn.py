@@ -1,7 +1,7 @@
 """Reports in headless Chromium: drawn at once, with no errors, each chart visible, light and dark, wide and narrow.
 
-`make system` installs Chromium. A page is opened from its file; it forbids itself to load anything, which would be an
-error in the console.
+`make system` installs Chromium. A page is opened from its file; it forbids itself to load anything,
+which would be an error in the console.
 """
 
 import contextlib
@@ -51,12 +51,20 @@ def pages(tmp_path_factory) -> dict[str, str]:
     """A plan of every kind of chart but those of a TPU's compiler, and two runs."""
     folder = tmp_path_factory.mktemp("runs")
     config = load_config("demo")
-    config = dataclasses.replace(config, mesh=MeshShape(pipe=2, data=2, fsdp=2, tensor=2), devices=16)
+    config = dataclasses.replace(
+        config, mesh=MeshShape(pipe=2, data=2, fsdp=2, tensor=2), devices=16
+    )
     setup = make_setup(config, planned_mesh(config))
     plan = collect_plan("demo", setup, parse_topology("v5e:4x4"), compiles=False)
     metrics = "".join(
         json.dumps(
-            {"step": n, "loss": 4 - n / 300, "val_loss": 4.1 - n / 300, "learning_rate": 1e-3 / n, "mfu": n / 999}
+            {
+                "step": n,
+                "loss": 4 - n / 300,
+                "val_loss": 4.1 - n / 300,
+                "learning_rate": 1e-3 / n,
+                "mfu": n / 999,
+            }
         )
         + "\n"
         for n in range(1, 500)
@@ -78,8 +86,16 @@ def chromium(folder: Path, page: str, scheme: str, *arguments: str) -> str:
             "--hide-scrollbars",
             "--enable-logging=stderr",
         ),
-        *(f"--user-data-dir={folder}/profile", f"--window-size=1280,{HIGH}", "--virtual-time-budget=20000"),
-        *(f"--blink-settings=preferredColorScheme={int(scheme == 'light')}", *arguments, file.as_uri()),
+        *(
+            f"--user-data-dir={folder}/profile",
+            f"--window-size=1280,{HIGH}",
+            "--virtual-time-budget=20000",
+        ),
+        *(
+            f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
+            *arguments,
+            file.as_uri(),
+        ),
     ]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
 
@@ -124,7 +140,8 @@ def contrast(pixels: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "scheme"), [*itertools.product(("plan", "run", "runs"), (1280, 400), ("light", "dark"))]
+    ("name", "width", "scheme"),
+    [*itertools.product(("plan", "run", "runs"), (1280, 400), ("light", "dark"))],
 )
 def test_each_chart_is_drawn(name, width, scheme, pages, tmp_path):
     """No error in the console, nothing wider than the window, each chart visible, on paper of its scheme."""
@@ -148,17 +165,33 @@ def test_control_an_empty_chart_and_an_error(pages, tmp_path):
     broken = pages["run"].replace("Bokeh.embed.embed_item(item,", "Bokeh.embed.nothing(item,", 1)
     pixels, lines = shot(tmp_path, broken, 1280, "light")
     assert any("not a function" in line for line in lines)
-    assert len(empty_charts(pixels, boxes)) >= len(boxes) - 1  # where they would be, there are tables
+    # where they would be, there are tables
+    assert len(empty_charts(pixels, boxes)) >= len(boxes) - 1
     elsewhere = pages["run"].replace("<main>", '<main><img src="https://spmd.invalid/a.png">', 1)
-    assert any("Content Security Policy" in line for line in shot(tmp_path, elsewhere, 1280, "light")[1])
+    assert any(
+        "Content Security Policy" in line for line in shot(tmp_path, elsewhere, 1280, "light")[1]
+    )
 
 
 def cpu_seconds(folder: Path, page: str) -> float:
     """What a page has computed when it says that it is drawn: its wall-clock time where the machine is not busy."""
     (folder / "page.html").write_text(page.replace("</body>", f"{BOXES}</body>"))
-    flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--remote-debugging-port=0")
-    command = ["chromium", *flags, f"--user-data-dir={folder}/profile", (folder / "page.html").as_uri()]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    flags = (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--remote-debugging-port=0",
+    )
+    command = [
+        "chromium",
+        *flags,
+        f"--user-data-dir={folder}/profile",
+        (folder / "page.html").as_uri(),
+    ]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             assert any('"FOUND' in line for line in process.stderr)
             return max(renderer_ticks(process.pid)) / os.sysconf("SC_CLK_TCK")
@@ -170,15 +203,22 @@ def renderer_ticks(session: int) -> Iterator[float]:
     """User and system time of the main thread of each renderer of a session, which parses, runs scripts and paints."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            fields = (process / "task" / process.name / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and b"--type=renderer" in (process / "cmdline").read_bytes():
+            fields = (
+                (process / "task" / process.name / "stat").read_text().rpartition(")")[2].split()
+            )
+            if (
+                int(fields[3]) == session
+                and b"--type=renderer" in (process / "cmdline").read_bytes()
+            ):
                 yield float(fields[11]) + float(fields[12])
 
 
 def test_a_page_is_drawn_in_time(pages, tmp_path):
     """From the file to all charts drawn, a page takes less time than the bar; a script that computes is counted."""
     empty = '<!DOCTYPE html><html data-drawn="0"><head></head><body></body></html>'
-    busy = empty.replace("<body>", "<body><script>for(const t=Date.now();Date.now()<t+9000;);</script>")
+    busy = empty.replace(
+        "<body>", "<body><script>for(const t=Date.now();Date.now()<t+9000;);</script>"
+    )
     started = cpu_seconds(tmp_path, empty)
     assert cpu_seconds(tmp_path, busy) > started + 0.2
     for name in ("plan", "runs"):
@@ -197,7 +237,13 @@ def test_the_table_is_searched_and_sorted(pages, tmp_path):
       const button=box.querySelectorAll("th button")[5];button.click();button.click();
       const keys=[...box.querySelectorAll("tbody tr")].map(row=>Number(row.cells[5].dataset.key));
       console.log("FOUND"+JSON.stringify({shown,keys}))});</script>"""
-    rows = found(console(chromium(tmp_path, pages["plan"].replace("</body>", f"{act}</body>"), "light", "--dump-dom")))
+    rows = found(
+        console(
+            chromium(
+                tmp_path, pages["plan"].replace("</body>", f"{act}</body>"), "light", "--dump-dom"
+            )
+        )
+    )
     assert rows["shown"] == ["layers/attention/q_proj/kernel"]
     assert rows["keys"] == sorted(rows["keys"], reverse=True)
     assert len(set(rows["keys"])) > 4

@@ -34,13 +34,17 @@ def peak_kib():  # not ru_maxrss, which begins with that of the process that sta
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 folder, count, shape = Path(sys.argv[1]), int(sys.argv[2]), (4096, 4096)
 """
-TWICE = RESTORE.replace("peak =", "again = spmd.checkpoint.arrays.restore_arrays(folder, wanted, ())\npeak =")
+TWICE = RESTORE.replace(
+    "peak =", "again = spmd.checkpoint.arrays.restore_arrays(folder, wanted, ())\npeak ="
+)
 
 
 def run(program: str, folder: Path) -> list[int]:
     """The numbers that a program prints in a process of its own."""
     command = [sys.executable, "-c", START + program, str(folder), str(ARRAYS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [int(word) for word in done.stdout.split()]
 

@@ -1,7 +1,8 @@
 """Fine-tuning on conversations gives the losses of `transformers` and `peft`, and adapters load there.
 
-Both sides start from one folder that `transformers` wrote. Their side renders, tokenizes and masks each conversation by
-itself, and runs it alone, without packing; only which conversations are in a batch is taken from here.
+Both sides start from one folder that `transformers` wrote. Their side renders, tokenizes and masks
+each conversation by itself, and runs it alone, without packing; only which conversations are in a
+batch is taken from here.
 """
 
 import itertools
@@ -74,18 +75,34 @@ def folder(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sft")
     torch.manual_seed(0)
     shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "initializer_range": 0.08}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads)).save_pretrained(folder / "hf")
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "initializer_range": 0.08,
+    }
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads)).save_pretrained(
+        folder / "hf"
+    )
     words().save(str(folder / "hf" / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **TOKENS, "clean_up_tokenization_spaces": False}
-    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": MARKED}))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **TOKENS,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "hf" / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": MARKED})
+    )
     rng = np.random.default_rng(0)
     lines = []
     for n in range(120):
         turns = [{"role": "system", "content": "Be brief."}] * int(rng.integers(2))
         for _ in range(int(rng.integers(1, 3))):
             a, b = rng.integers(10, size=2)
-            turns += [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": f"{a + b}."}]
+            turns += [
+                {"role": "user", "content": f"What is {a} + {b}?"},
+                {"role": "assistant", "content": f"{a + b}."},
+            ]
         lines.append(json.dumps({"messages": turns, "id": n}))
     (folder / "chats.jsonl").write_text("\n".join(lines))
     (folder / "tiny.py").write_text(CONFIG.format(folder=str(folder)))
@@ -108,7 +125,11 @@ def conversations(folder: Path, setup: TrainSetup) -> list[list[tuple[int, ...]]
     data, found = setup.config.data, []
     (text,) = open_training_text(setup.config).sets
     rows = text.train
-    options = {"batch": data.batch, "sharding": setup.plan.batch_sharding("tokens"), "seed": setup.config.seed}
+    options = {
+        "batch": data.batch,
+        "sharding": setup.plan.batch_sharding("tokens"),
+        "seed": setup.config.seed,
+    }
     with batches(rows, start=0, steps=STEPS, **options) as stream:
         for batch in stream:
             arrays = {name: np.asarray(x) for name, x in batch.items()}
@@ -122,7 +143,9 @@ def conversations(folder: Path, setup: TrainSetup) -> list[list[tuple[int, ...]]
     return found
 
 
-def labels_of(transformers: Any, folder: Path, masked: bool = True) -> dict[tuple[int, ...], list[int]]:
+def labels_of(
+    transformers: Any, folder: Path, masked: bool = True
+) -> dict[tuple[int, ...], list[int]]:
     """Tokens of a conversation → what `transformers` says is the assistant's, or -100."""
     tokenizer, labels = transformers.AutoTokenizer.from_pretrained(folder / "hf"), {}
     for line in (folder / "chats.jsonl").read_text().splitlines():
@@ -130,7 +153,9 @@ def labels_of(transformers: Any, folder: Path, masked: bool = True) -> dict[tupl
             json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
         )
         ids, mask = found["input_ids"], found["assistant_masks"]
-        labels[tuple(ids)] = [x if is_said or not masked else -100 for x, is_said in zip(ids, mask, strict=True)]
+        labels[tuple(ids)] = [
+            x if is_said or not masked else -100 for x, is_said in zip(ids, mask, strict=True)
+        ]
     return labels
 
 
@@ -140,7 +165,10 @@ def train_there(model: Any, chosen: list, labels: dict) -> list[float]:
 
     named = [(name, x) for name, x in model.named_parameters() if x.requires_grad]
     groups = [
-        {"params": [x for name, x in named if ("norm" in name) == is_norm], "weight_decay": 0.0 if is_norm else DECAY}
+        {
+            "params": [x for name, x in named if ("norm" in name) == is_norm],
+            "weight_decay": 0.0 if is_norm else DECAY,
+        }
         for is_norm in (False, True)
     ]
     groups = [group for group in groups if group["params"]]
@@ -152,7 +180,12 @@ def train_there(model: Any, chosen: list, labels: dict) -> list[float]:
         optimizer.zero_grad()
         for ids in batch:
             logits = model(torch.tensor([ids])).logits[0, :-1]
-            loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels[ids][1:]), reduction="sum") / weight
+            loss = (
+                torch.nn.functional.cross_entropy(
+                    logits, torch.tensor(labels[ids][1:]), reduction="sum"
+                )
+                / weight
+            )
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_([x for _, x in named], CLIP)
@@ -183,11 +216,17 @@ def test_whole_fine_tuning_has_the_losses_of_transformers(folder: Path, transfor
 def adapter_at_start(folder: Path, out: Path, setup: TrainSetup) -> None:
     """Write the adapters with which a run begins as `peft` reads them."""
     state: TrainState = initial_state(setup)
-    config, shapes = setup.config, {path: x.shape for path, x in tree.flatten(state.variables[BASE]).items()}
-    save_adapter(out, state.params, config.lora, family_for(config.model), config.model, shapes=shapes)
+    config, shapes = (
+        setup.config,
+        {path: x.shape for path, x in tree.flatten(state.variables[BASE]).items()},
+    )
+    save_adapter(
+        out, state.params, config.lora, family_for(config.model), config.model, shapes=shapes
+    )
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of `transformers`, for a name that `peft` uses
+# of `transformers`, for a name that `peft` uses
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_have_the_losses_of_peft_and_load_there(folder: Path, transformers: Any) -> None:
     """Ten steps from the same adapters; those at the end give the same logits in `peft`, alone and merged.
 
@@ -200,7 +239,11 @@ def test_adapters_have_the_losses_of_peft_and_load_there(folder: Path, transform
     assert run("train", folder / "tiny.py", "--out", folder / "lora", *LORA) == 0
     setup = setup_of(folder, lora=lora)
     adapter_at_start(folder, folder / "start", setup)
-    ours, chosen, labels = losses(folder / "lora"), conversations(folder, setup), labels_of(transformers, folder)
+    ours, chosen, labels = (
+        losses(folder / "lora"),
+        conversations(folder, setup),
+        labels_of(transformers, folder),
+    )
 
     def load(adapter: Path, trainable: bool, alpha: float = 8) -> Any:
         base = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
@@ -217,7 +260,10 @@ def test_adapters_have_the_losses_of_peft_and_load_there(folder: Path, transform
     assert run("export", folder / "lora", "--out", folder / "merged") == 0
     settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(folder / "hf")
-    assert peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapter").peft_config["default"].r == 4
+    assert (
+        peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapter").peft_config["default"].r
+        == 4
+    )
     tokens = torch.tensor([chosen[0][0]])
     with torch.no_grad():
         alone = load(folder / "adapter", trainable=False).eval()(tokens).logits
@@ -227,7 +273,11 @@ def test_adapters_have_the_losses_of_peft_and_load_there(folder: Path, transform
     assert float((alone - merged).abs().max()) < 1e-5
     assert float((alone - after).abs().max()) < 1e-4
     assert float((alone - base).abs().max()) > 0.5
-    held = sum(path.stat().st_size for path in (folder / "lora" / "checkpoints" / "10").rglob("*") if path.is_file())
+    held = sum(
+        path.stat().st_size
+        for path in (folder / "lora" / "checkpoints" / "10").rglob("*")
+        if path.is_file()
+    )
     assert held < (folder / "hf" / "model.safetensors").stat().st_size
 
 
@@ -236,8 +286,23 @@ def test_packing_does_not_change_the_loss(folder: Path) -> None:
     found = {}
     for packing in ("documents", "padded"):
         out = folder / packing
-        assert run("train", folder / "tiny.py", "--out", out, "--data.packing", packing, "--steps", 1,
-                   "--optimizer.learning-rate", "1e-30", "--evaluate.tokens", 99_999) == 0  # fmt: skip
+        assert (
+            run(
+                "train",
+                folder / "tiny.py",
+                "--out",
+                out,
+                "--data.packing",
+                packing,
+                "--steps",
+                1,
+                "--optimizer.learning-rate",
+                "1e-30",
+                "--evaluate.tokens",
+                99_999,
+            )
+            == 0
+        )
         lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
         found[packing] = next(line["val_loss"] for line in lines if "val_loss" in line)
     assert math.isclose(found["documents"], found["padded"], rel_tol=1e-6)

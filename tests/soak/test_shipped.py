@@ -15,11 +15,24 @@ CASES = [("mixtral-tiny", name) for name in MACHINES] + [("demo", "v5e:2x4"), ("
 
 
 @pytest.mark.parametrize(
-    ("config", "machine"), [case for case in CASES if missing_extra(parse_topology(case[1])) is None]
+    ("config", "machine"),
+    [case for case in CASES if missing_extra(parse_topology(case[1])) is None],
 )
 def test_no_warning(config, machine) -> None:
     """With all axes of the config's mesh, of which each has its own collectives."""
-    done = run([sys.executable, "-m", "spmd_command", "plan", config, "--topology", machine, "--compile", "--json"])
+    done = run(
+        [
+            sys.executable,
+            "-m",
+            "spmd_command",
+            "plan",
+            config,
+            "--topology",
+            machine,
+            "--compile",
+            "--json",
+        ]
+    )
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["collectives"]

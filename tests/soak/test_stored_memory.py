@@ -1,6 +1,7 @@
 """Stored activations take half of bfloat16's memory in the program that the TPU compiler makes for absent chips.
 
-A decoded activation is in memory while its layer is differentiated, so a few layers alone would not show the saving.
+A decoded activation is in memory while its layer is differentiated, so a few layers alone would not
+show the saving.
 """
 
 import functools
@@ -45,7 +46,8 @@ SCRIPT = f"""
         found[remat] = {{"saved": saved, "device": memory.temporaries, "host": memory.host_temporaries}}
     print(json.dumps(found))
 """
-NAMED = 2 * 2 * LAYERS * SEQUENCES * LENGTH * D_FF  # bytes of both activations on one chip, in bfloat16
+# bytes of both activations on one chip, in bfloat16
+NAMED = 2 * 2 * LAYERS * SEQUENCES * LENGTH * D_FF
 
 pytestmark = pytest.mark.soak
 
@@ -64,7 +66,9 @@ def compiled(topology: str, *policies: str) -> dict[str, dict[str, int]]:
     return run_script(SCRIPT, topology, *policies, **LITTLE_EFFORT)
 
 
-@pytest.mark.parametrize("topology", ["v5e:16x16", "2xv5e:16x16", "v5p:4x4x8", "tpu7x:4x4x4", "h100:16x8"])
+@pytest.mark.parametrize(
+    "topology", ["v5e:16x16", "2xv5e:16x16", "v5p:4x4x8", "tpu7x:4x4x4", "h100:16x8"]
+)
 def test_the_ledger_and_the_compiler_save_half(topology: str) -> None:
     """The ledger saves half without scales, exactly, and the compiler's temporaries nine tenths of that."""
     found = compiled(topology, KEPT, STORED)

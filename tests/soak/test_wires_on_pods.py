@@ -57,7 +57,9 @@ def compiled(topology: str, slices: str, codecs: str) -> dict[str, dict]:
     return run_script(SCRIPT, topology, slices, codecs, **LITTLE_EFFORT)
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x4", "v5e:16x16", "v5p:4x4x8", "tpu7x:4x4x4", "h100:16x8"])
+@pytest.mark.parametrize(
+    "topology", ["v5e:2x4", "v5e:16x16", "v5p:4x4x8", "tpu7x:4x4x4", "h100:16x8"]
+)
 def test_gathers_send_half_of_bfloat16(topology) -> None:
     """To the byte, and one float32 for each block of 128 beside them; nothing that was promised is wide."""
     if absent := missing_extra(parse_topology(topology)):

@@ -55,7 +55,10 @@ def wandb_rows(folder):
             record.ParseFromString(data)
             if record.run.run_id:
                 ids.add(record.run.run_id)
-            items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            items = {
+                "/".join(item.nested_key) or item.key: item.value_json
+                for item in record.history.item
+            }
             if items:
                 rows.append({name: json.loads(value) for name, value in items.items()})
     return rows, ids
@@ -83,11 +86,15 @@ def test_an_interrupted_run_is_one_run_without_a_step_twice(tmp_path):
         raise OSError("the disk is gone")
 
     sets = {"val": lambda: numbers(50, 52)}
-    run = spmd.Run(tmp_path, step(), failing, config=CONFIG, evaluation=sets, evaluation_loss=loss_fn)
+    run = spmd.Run(
+        tmp_path, step(), failing, config=CONFIG, evaluation=sets, evaluation_loss=loss_fn
+    )
     with pytest.raises(OSError, match="the disk is gone"):
         run.train()
     (tmp_path / "checkpoints/4").rename(tmp_path / "gone")
-    again = spmd.Run(tmp_path, step(), numbers, config=CONFIG, evaluation=sets, evaluation_loss=loss_fn)
+    again = spmd.Run(
+        tmp_path, step(), numbers, config=CONFIG, evaluation=sets, evaluation_loss=loss_fn
+    )
     again.train("always")
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
 
@@ -105,13 +112,21 @@ def test_an_interrupted_run_is_one_run_without_a_step_twice(tmp_path):
     assert found.data.params["recovery.on_spike"] == "ignore"
     for name in ("loss", "val_loss"):
         history = client.get_metric_history(found.info.run_id, name)
-        assert [(p.step, p.value) for p in history] == [(line["step"], line[name]) for line in lines if name in line]
+        assert [(p.step, p.value) for p in history] == [
+            (line["step"], line[name]) for line in lines if name in line
+        ]
 
 
 def test_texts_arrays_and_what_is_not_finite(tmp_path):
     """Arrays are histograms of W&B, and nothing of MLflow; one that is not finite is skipped. A run that did not
     write to them before has its lines from the start."""
-    values = {"loss": float("nan"), "kind": "word", "of": np.array([1.0, 2.0, np.inf]), "none": None, "n": 3}
+    values = {
+        "loss": float("nan"),
+        "kind": "word",
+        "of": np.array([1.0, 2.0, np.inf]),
+        "none": None,
+        "n": 3,
+    }
     lines = JsonLines(tmp_path / "lines")
     lines.write(1, values)
     lines.close()
@@ -138,7 +153,8 @@ def test_mlflow_starts_no_thread(tmp_path):
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
 def test_a_run_of_a_command_stops_and_goes_on(stop, tmp_path, monkeypatch):
     """Within seconds of the signal, and no process is left over; after it, every step is there once."""
-    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # of this process, which W&B's children would share
+    # of this process, which W&B's children would share
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
     flags = ("--metrics-to", "wandb", "mlflow", "--checkpoint-every", "4")
     with Run(write_tiny(tmp_path), tmp_path / "run", *flags, devices=2) as run:
         run.wait_for_step(6)
@@ -147,8 +163,18 @@ def test_a_run_of_a_command_stops_and_goes_on(stop, tmp_path, monkeypatch):
         run.codes(seconds=30)
         assert time.monotonic() - began < 30
     time.sleep(2)
-    assert not subprocess.run(["pgrep", "-f", "--", f"--pid {run.processes[0].pid}"], capture_output=True).stdout
-    command = [sys.executable, "-m", "spmd.cli", "train", tmp_path / "tiny.py", "--out", tmp_path / "run"]
+    assert not subprocess.run(
+        ["pgrep", "-f", "--", f"--pid {run.processes[0].pid}"], capture_output=True
+    ).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "spmd.cli",
+        "train",
+        tmp_path / "tiny.py",
+        "--out",
+        tmp_path / "run",
+    ]
     command += ["--devices", "2", "--resume", "auto", *flags]
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,8 +1,9 @@
 """One example of the sweep: a small model on a mesh under a random rule table, and on one device.
 
-Compared are the value of a loss, its gradient, and the gradient of the gradient's product with a fixed vector, which is
-a column of second derivatives. All three are part of one program: the loss that is differentiated is the value plus
-that product. Numbers are float64, so that rounding errors are far below the tolerance.
+Compared are the value of a loss, its gradient, and the gradient of the gradient's product with a
+fixed vector, which is a column of second derivatives. All three are part of one program: the loss
+that is differentiated is the value plus that product. Numbers are float64, so that rounding errors
+are far below the tolerance.
 """
 
 import dataclasses
@@ -54,7 +55,11 @@ class Example:
 
     def __str__(self) -> str:
         stacked = {f"stack {name}": P(stack.axis) for name, stack in self.stacks.items()}
-        table = {**self.specs, **stacked, **{f"batch {path}": spec for path, spec in self.batch.items()}}
+        table = {
+            **self.specs,
+            **stacked,
+            **{f"batch {path}": spec for path, spec in self.batch.items()},
+        }
         specs = ", ".join(f"{path}: {spec_text(spec)}" for path, spec in table.items())
         shapes = ", ".join(str(x.shape) for x in self.inputs)
         return f"{self.kind} of {shapes} on {dict(self.sizes)} with {specs}"
@@ -100,7 +105,9 @@ def _draw_example(chance: random.Random, devices: int, kinds: tuple[str, ...]) -
     model, inputs = KINDS[kind].build(lambda *options: chance.choice(options))
     sizes = chance.choice(mesh_sizes(devices))
     key = jax.random.key(0, impl=PRNG)
-    params, variables = (tree.flatten(jax.eval_shape(make, key)) for make in (model.init, model.init_variables))
+    params, variables = (
+        tree.flatten(jax.eval_shape(make, key)) for make in (model.init, model.init_variables)
+    )
     drawn = model.info().random_state
     shapes = {path: x.shape for path, x in {**params, **variables}.items() if path not in drawn}
     stacks = _draw_stacks(chance, model.info().stacks or {}, shapes, sizes)
@@ -113,7 +120,9 @@ def _draw_example(chance: random.Random, devices: int, kinds: tuple[str, ...]) -
             stacked = {stack.axis for stack in own_stacks(path, stacks)}
             left = {axis: size for axis, size in sizes.items() if axis not in stacked}
             specs[path] = _draw_spec(chance, shape, left)
-        batch = {str(number): _draw_batch_spec(chance, x.shape, sizes) for number, x in enumerate(inputs)}
+        batch = {
+            str(number): _draw_batch_spec(chance, x.shape, sizes) for number, x in enumerate(inputs)
+        }
         needed = {"expert": specs, "sequence": {**specs, **batch}}
         if all(axis not in sizes or _names(axis, table) for axis, table in needed.items()):
             break
@@ -121,12 +130,17 @@ def _draw_example(chance: random.Random, devices: int, kinds: tuple[str, ...]) -
 
 
 def _draw_stacks(
-    chance: random.Random, stacks: Mapping[str, Stack], shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]
+    chance: random.Random,
+    stacks: Mapping[str, Stack],
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[str, int],
 ) -> dict[str, Stack]:
     """Return each stack with an axis that divides its layers, or with none."""
     found = {}
     for name, stack in stacks.items():
-        length = next(shape[stack.dim] for path, shape in shapes.items() if path.startswith(f"{name}/"))
+        length = next(
+            shape[stack.dim] for path, shape in shapes.items() if path.startswith(f"{name}/")
+        )
         fitting = [axis for axis in sorted(sizes) if length % sizes[axis] == 0]
         found[name] = Stack(chance.choice([None, *fitting]), stack.dim)
     return found
@@ -170,7 +184,10 @@ def make_example_plan(example: Example) -> ShardingPlan:
         rows.append((f"^{re.escape(path)}", spec if is_split else replicate("drawn so")))
     devices = jax.devices()[: int(np.prod([*example.sizes.values()]))]
     mesh = make_mesh(devices=devices, **example.sizes)
-    batch = [(f"^{path}", whole("drawn so") if spec[0] is None else spec) for path, spec in example.batch.items()]
+    batch = [
+        (f"^{path}", whole("drawn so") if spec[0] is None else spec)
+        for path, spec in example.batch.items()
+    ]
     rules = Rules(rows, stacked=example.stacks, batch=batch)
     return make_plan(mesh, rules, example.model, optax.sgd(0.1), precision="float64")
 
@@ -202,16 +219,22 @@ def _compare(example: Example) -> Difference:
             loss, after = value(params)
             return {"loss": loss, "weight": jnp.float64(1), "value": loss}, after
         (loss, after), gradient = jax.value_and_grad(value, has_aux=True)(params)
-        along = sum(jnp.vdot(g, v) for g, v in zip(jax.tree.leaves(gradient), jax.tree.leaves(vector), strict=True))
+        along = sum(
+            jnp.vdot(g, v)
+            for g, v in zip(jax.tree.leaves(gradient), jax.tree.leaves(vector), strict=True)
+        )
         return {"loss": loss + along, "weight": jnp.float64(1), "value": loss}, after
 
-    of_loss = value_and_grad(loss_fn, additive=True)  # declared, so that the loss is not read for each example
+    # declared, so that the loss is not read for each example
+    of_loss = value_and_grad(loss_fn, additive=True)
 
     def grad_fn(params: Any, variables: Any, batch: Any, key: Any) -> Any:
         gradients, sums, carry = of_loss(params, Carry(variables), batch, key)
         return gradients, sums, carry.variables
 
-    params, variables = jax.jit(lambda key: (cast_floats(model.init(key), jnp.float64), model.init_variables(key)))(key)
+    params, variables = jax.jit(
+        lambda key: (cast_floats(model.init(key), jnp.float64), model.init_variables(key))
+    )(key)
     alone = jax.jit(grad_fn)(params, variables, inputs, key)
     try:
         plan = make_example_plan(example)
@@ -221,17 +244,26 @@ def _compare(example: Example) -> Difference:
                 return grad_fn(*arrays)
 
         batch = place_batch(plan, inputs)
-        shardings = jax.tree.map(lambda x: x.sharding, (plan.abstract_params, plan.abstract_variables))
+        shardings = jax.tree.map(
+            lambda x: x.sharding, (plan.abstract_params, plan.abstract_variables)
+        )
         placed = jax.device_put((params, variables), shardings)
-        found = jax.jit(on_mesh, out_shardings=(plan.gradient_shardings, None, None))(*placed, batch, key)
+        found = jax.jit(on_mesh, out_shardings=(plan.gradient_shardings, None, None))(
+            *placed, batch, key
+        )
     except SpmdError as error:
         return Difference(refused=str(error))
     return _difference(jax.device_get(found), jax.device_get(alone))
 
 
 def _difference(found: Any, wanted: Any) -> Difference:
-    pairs = {path: (np.asarray(x), np.asarray(tree.flatten(found)[path])) for path, x in tree.flatten(wanted).items()}
-    floats = {path: pair for path, pair in pairs.items() if np.issubdtype(pair[0].dtype, np.floating)}
+    pairs = {
+        path: (np.asarray(x), np.asarray(tree.flatten(found)[path]))
+        for path, x in tree.flatten(wanted).items()
+    }
+    floats = {
+        path: pair for path, pair in pairs.items() if np.issubdtype(pair[0].dtype, np.floating)
+    }
     largest = max(float(np.abs(x).max()) for x, _ in floats.values())
     worst = Difference()
     for path, (x, y) in floats.items():

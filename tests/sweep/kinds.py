@@ -13,7 +13,8 @@ class Kind:
     """A kind of small model.
 
     Attributes:
-        build: Choices → the model and its inputs, NumPy arrays whose first dimension is the examples.
+        build: Choices → the model and its inputs, NumPy arrays whose first dimension is the
+            examples.
         orders: Derivatives to compare: 2, or 1 where JAX has no second one.
     """
 

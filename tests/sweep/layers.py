@@ -28,7 +28,13 @@ LEFT_OUT = {
         "Module": "the base class",
         "RNNCellBase": "a base class",
         **dict.fromkeys(
-            ("Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralOp", "Fp8Einsum", "NANOOFp8DotGeneralOp"),
+            (
+                "Fp8DirectDotGeneralOp",
+                "Fp8DotGeneral",
+                "Fp8DotGeneralOp",
+                "Fp8Einsum",
+                "NANOOFp8DotGeneralOp",
+            ),
             "rounds to 8 bits, so that no two layouts agree to 1e-5",
         ),
     },
@@ -114,7 +120,11 @@ def _linear_general(pick):
 @of_nnx("Einsum")
 def _einsum(pick):
     heads = pick(2, 4)
-    return lambda rngs: nnx.Einsum("bsd,dnh->bsnh", (8, heads, 4), (heads, 4), rngs=rngs), (BATCH, 4, 8)
+    return lambda rngs: nnx.Einsum("bsd,dnh->bsnh", (8, heads, 4), (heads, 4), rngs=rngs), (
+        BATCH,
+        4,
+        8,
+    )
 
 
 @of_nnx("Conv")
@@ -123,7 +133,11 @@ def _conv(pick):
     kernel, strides, padding = pick(1, 2, 3), pick(1, 2), pick("SAME", "VALID", "CIRCULAR")
     options = {"strides": strides, "padding": padding, "feature_group_count": groups}
     sides = (pick(4, 8), *(4,) * (spatial - 1))
-    return lambda rngs: nnx.Conv(8, 16, (kernel,) * spatial, **options, rngs=rngs), (BATCH, *sides, 8)
+    return lambda rngs: nnx.Conv(8, 16, (kernel,) * spatial, **options, rngs=rngs), (
+        BATCH,
+        *sides,
+        8,
+    )
 
 
 @of_nnx("ConvTranspose")
@@ -156,7 +170,10 @@ def _lora(pick):
     rank = pick(2, 4)
 
     def layer(rngs):
-        both = nnx.LoRALinear(8, 8, lora_rank=rank, **WIDE, rngs=rngs), nnx.LoRA(8, rank, 16, **WIDE, rngs=rngs)
+        both = (
+            nnx.LoRALinear(8, 8, lora_rank=rank, **WIDE, rngs=rngs),
+            nnx.LoRA(8, rank, 16, **WIDE, rngs=rngs),
+        )
         return nnx.Sequential(*both)
 
     return layer, (BATCH, 8)
@@ -166,12 +183,18 @@ def _lora(pick):
 def _attention(pick):
     heads, normalized = pick(2, 4), pick(False, True)
     options = {"num_heads": heads, "in_features": 8, "qkv_features": 16, "decode": False}
-    return lambda rngs: nnx.MultiHeadAttention(**options, normalize_qk=normalized, rngs=rngs), (BATCH, pick(4, 8), 8)
+    return lambda rngs: nnx.MultiHeadAttention(**options, normalize_qk=normalized, rngs=rngs), (
+        BATCH,
+        pick(4, 8),
+        8,
+    )
 
 
 @of_nnx("BatchNorm")
 def _batch_norm(pick):
-    return lambda rngs: nnx.BatchNorm(8, **WIDE, rngs=rngs), pick((BATCH, 8), (BATCH, 4, 8), (BATCH, 4, 4, 8))
+    return lambda rngs: nnx.BatchNorm(8, **WIDE, rngs=rngs), pick(
+        (BATCH, 8), (BATCH, 4, 8), (BATCH, 4, 4, 8)
+    )
 
 
 @of_nnx("LayerNorm")
@@ -197,7 +220,10 @@ def _instance_norm(pick):
 
 @of_nnx("SpectralNorm")
 def _spectral_norm(pick):
-    return lambda rngs: nnx.SpectralNorm(nnx.Linear(8, 16, rngs=rngs), **WIDE, rngs=rngs), (BATCH, 8)
+    return lambda rngs: nnx.SpectralNorm(nnx.Linear(8, 16, rngs=rngs), **WIDE, rngs=rngs), (
+        BATCH,
+        8,
+    )
 
 
 @of_nnx("Dropout")
@@ -213,14 +239,18 @@ def _prelu(pick):
 
 @of_nnx("Sequential")
 def _sequential(pick):
-    return lambda rngs: nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.gelu, nnx.Linear(16, 8, rngs=rngs)), (BATCH, 8)
+    return lambda rngs: nnx.Sequential(
+        nnx.Linear(8, 16, rngs=rngs), nnx.gelu, nnx.Linear(16, 8, rngs=rngs)
+    ), (BATCH, 8)
 
 
 def _nnx_cell(cell: Any) -> None:
     @of_nnx(cell.__name__, "RNN")
     def _make(pick):
         width, reverse = pick(4, 8), pick(False, True)
-        return lambda rngs: nnx.RNN(cell(8, width, dtype=jnp.float64, **WIDE, rngs=rngs), reverse=reverse), (
+        return lambda rngs: nnx.RNN(
+            cell(8, width, dtype=jnp.float64, **WIDE, rngs=rngs), reverse=reverse
+        ), (
             BATCH,
             4,
             8,
@@ -263,7 +293,11 @@ def _linen_einsum(pick):
 @of_linen("Conv")
 def _linen_conv(pick):
     spatial, groups = pick(1, 2, 3), pick(1, 2, 8)
-    options = {"strides": pick(1, 2), "padding": pick("SAME", "VALID", "CIRCULAR"), "feature_group_count": groups}
+    options = {
+        "strides": pick(1, 2),
+        "padding": pick("SAME", "VALID", "CIRCULAR"),
+        "feature_group_count": groups,
+    }
     kernel, sides = (pick(1, 2, 3),) * spatial, (pick(4, 8), *(4,) * (spatial - 1))
     return lambda: nn.Conv(16, kernel, **options), (BATCH, *sides, 8)
 
@@ -277,7 +311,11 @@ def _conv_local(pick):
 @of_linen("ConvTranspose")
 def _linen_conv_transpose(pick):
     spatial, kernel, stride = pick(1, 2), pick(2, 3), pick(1, 2)
-    return lambda: nn.ConvTranspose(8, (kernel,) * spatial, (stride,) * spatial), (BATCH, *(4,) * spatial, 4)
+    return lambda: nn.ConvTranspose(8, (kernel,) * spatial, (stride,) * spatial), (
+        BATCH,
+        *(4,) * spatial,
+        4,
+    )
 
 
 @of_linen("Embed")
@@ -298,14 +336,16 @@ def _linen_attention(pick):
 
 @of_linen("BatchNorm")
 def _linen_batch_norm(pick):
-    return lambda: nn.BatchNorm(use_running_average=False, force_float32_reductions=False, **WIDE), pick(
-        (BATCH, 8), (BATCH, 4, 4, 8)
-    )
+    return lambda: nn.BatchNorm(
+        use_running_average=False, force_float32_reductions=False, **WIDE
+    ), pick((BATCH, 8), (BATCH, 4, 4, 8))
 
 
 @of_linen("LayerNorm", "RMSNorm", "InstanceNorm", "GroupNorm")
 def _linen_norms(pick):
-    kind = pick(nn.LayerNorm, nn.RMSNorm, nn.InstanceNorm, functools.partial(nn.GroupNorm, num_groups=2))
+    kind = pick(
+        nn.LayerNorm, nn.RMSNorm, nn.InstanceNorm, functools.partial(nn.GroupNorm, num_groups=2)
+    )
     return lambda: kind(), (BATCH, 4, 4, 8)
 
 
@@ -316,12 +356,20 @@ def _linen_weight_norm(pick):
 
 @of_linen("SpectralNorm")
 def _linen_spectral_norm(pick):
-    return lambda: nn.SpectralNorm(nn.Dense(16), **WIDE), (BATCH, 8), lambda layer, x: layer(x, update_stats=True)
+    return (
+        lambda: nn.SpectralNorm(nn.Dense(16), **WIDE),
+        (BATCH, 8),
+        lambda layer, x: layer(x, update_stats=True),
+    )
 
 
 @of_linen("PReLU", "Dropout")
 def _linen_prelu(pick):
-    return lambda: nn.PReLU(**WIDE), (BATCH, 8), lambda layer, x: nn.Dropout(0.3, deterministic=True)(layer(x))
+    return (
+        lambda: nn.PReLU(**WIDE),
+        (BATCH, 8),
+        lambda layer, x: nn.Dropout(0.3, deterministic=True)(layer(x)),
+    )
 
 
 @of_linen("Sequential")
@@ -347,16 +395,27 @@ def _conv_lstm(pick):
 
 @of_linen("Bidirectional")
 def _linen_bidirectional(pick):
-    return lambda: nn.Bidirectional(nn.RNN(nn.GRUCell(4, **WIDE)), nn.RNN(nn.GRUCell(4, **WIDE))), (BATCH, 4, 8)
+    return lambda: nn.Bidirectional(nn.RNN(nn.GRUCell(4, **WIDE)), nn.RNN(nn.GRUCell(4, **WIDE))), (
+        BATCH,
+        4,
+        8,
+    )
 
 
 def _pooling(library: str) -> None:
     def pool(pick: Pick) -> Any:
         package = {"nnx": nnx, "linen": nn}[library]
-        name = pick(*(name for name in ("max_pool", "min_pool", "avg_pool") if hasattr(package, name)))
+        name = pick(
+            *(name for name in ("max_pool", "min_pool", "avg_pool") if hasattr(package, name))
+        )
         size, stride, padding = pick(2, 3), pick(1, 2), pick("SAME", "VALID")
         function = getattr(package, name)
-        return lambda x: function(x, (size, size), (stride, stride), padding), (BATCH, pick(4, 8), 4, 8)
+        return lambda x: function(x, (size, size), (stride, stride), padding), (
+            BATCH,
+            pick(4, 8),
+            4,
+            8,
+        )
 
     if library == "nnx":
 

@@ -22,7 +22,10 @@ def drawn(shapes: dict[str, tuple[int, ...]], apply: Callable[[Any, Any], Any]) 
 
     def init(key: jax.Array) -> dict[str, jax.Array]:
         keys = jax.random.split(key, len(shapes))
-        return {name: jax.random.normal(k, shape) / 2 for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+        return {
+            name: jax.random.normal(k, shape) / 2
+            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
 
     return Model(init, apply)
 
@@ -46,7 +49,9 @@ def kind(name: str, orders: int = 2) -> Callable[[Callable[[Pick], Any]], Callab
     return add
 
 
-def after_product(name: str, act: Callable[[jax.Array], jax.Array], width: int = 8, out: int = 8) -> None:
+def after_product(
+    name: str, act: Callable[[jax.Array], jax.Array], width: int = 8, out: int = 8
+) -> None:
     """Adds a kind that acts on the result of a product, `[batch, width]`, and multiplies again: `act(x @ w) @ v`."""
 
     @kind(name)
@@ -56,7 +61,9 @@ def after_product(name: str, act: Callable[[jax.Array], jax.Array], width: int =
         return shapes, lambda p, x: act(_tanh(x @ p["w"])) @ p["v"], normal(BATCH, inputs)
 
 
-def of_kernel(name: str, act: Callable[[jax.Array], jax.Array], shape: tuple[int, int] = (8, 8)) -> None:
+def of_kernel(
+    name: str, act: Callable[[jax.Array], jax.Array], shape: tuple[int, int] = (8, 8)
+) -> None:
     """Adds a kind that acts on a parameter before the batch is multiplied by it."""
 
     @kind(f"{name} of a kernel")
@@ -72,7 +79,11 @@ def of_kernel(name: str, act: Callable[[jax.Array], jax.Array], shape: tuple[int
 def _dense(pick):
     inputs, hidden = pick(4, 8), pick(8, 16)
     shape = pick((BATCH, inputs), (16, inputs), (BATCH, 4, inputs))
-    return {"w": (inputs, hidden), "v": (hidden, 4)}, lambda p, x: _tanh(x @ p["w"]) @ p["v"], normal(*shape)
+    return (
+        {"w": (inputs, hidden), "v": (hidden, 4)},
+        lambda p, x: _tanh(x @ p["w"]) @ p["v"],
+        normal(*shape),
+    )
 
 
 @kind("dot_general of several dimensions")
@@ -94,7 +105,11 @@ def _batched(pick):
         hidden = _tanh(jnp.einsum("bd,edh->beh", x, p["w"]))
         return jnp.einsum("be,beh,ehd->bd", gates, hidden, p["v"])
 
-    return {"r": (8, experts), "w": (experts, 8, 16), "v": (experts, 16, 8)}, apply, normal(BATCH, 8)
+    return (
+        {"r": (8, experts), "w": (experts, 8, 16), "v": (experts, 16, 8)},
+        apply,
+        normal(BATCH, 8),
+    )
 
 
 @kind("dot_general of examples")
@@ -108,7 +123,11 @@ def _contrastive(pick):
 
 @kind("dot_general of kernels")
 def _kernels(pick):
-    return {"w": (8, 16), "v": (16, 8)}, lambda p, x: [x @ (p["w"] @ p["v"]), p["w"].T @ p["w"]], normal(BATCH, 8)
+    return (
+        {"w": (8, 16), "v": (16, 8)},
+        lambda p, x: [x @ (p["w"] @ p["v"]), p["w"].T @ p["w"]],
+        normal(BATCH, 8),
+    )
 
 
 @kind("attention")
@@ -132,7 +151,11 @@ def _ragged(pick):
 
 @kind("bilinear")
 def _bilinear(pick):
-    return {"w": (8, 8, 16)}, lambda p, x: jnp.einsum("bi,ijk,bj->bk", x, p["w"], x), normal(BATCH, 8)
+    return (
+        {"w": (8, 8, 16)},
+        lambda p, x: jnp.einsum("bi,ijk,bj->bk", x, p["w"], x),
+        normal(BATCH, 8),
+    )
 
 
 # Convolutions and windows.
@@ -148,7 +171,11 @@ def _convolution(pick):
         "padding": pick("SAME", "SAME", "VALID") if size <= side else "SAME",
         "rhs_dilation": (pick(1, 1, 2) if 2 * size <= side else 1,) * spatial,
         "feature_group_count": groups,
-        "dimension_numbers": (f"N{'DHW'[-spatial:]}C", f"{'DHW'[-spatial:]}IO", f"N{'DHW'[-spatial:]}C"),
+        "dimension_numbers": (
+            f"N{'DHW'[-spatial:]}C",
+            f"{'DHW'[-spatial:]}IO",
+            f"N{'DHW'[-spatial:]}C",
+        ),
     }
     sides = (side, *(4,) * (spatial - 1))
     sizes = (size, *(min(size, 3),) * (spatial - 1))
@@ -157,7 +184,11 @@ def _convolution(pick):
         x = _tanh(x @ p["w"])
         return _tanh(lax.conv_general_dilated(x, p["k"], **options)) @ p["v"]
 
-    shapes = {"w": (4, channels), "k": (*sizes, channels // groups, features * wide), "v": (features * wide, 4)}
+    shapes = {
+        "w": (4, channels),
+        "k": (*sizes, channels // groups, features * wide),
+        "v": (features * wide, 4),
+    }
     return shapes, apply, normal(BATCH, *sides, 4)
 
 
@@ -168,9 +199,15 @@ def _depthwise(pick):
     def apply(p, x):
         options = {"dimension_numbers": ("NWC", "WIO", "NWC"), "feature_group_count": channels}
         x = _tanh(x @ p["w"])
-        return _tanh(lax.conv_general_dilated(x, p["k"], (1,), ((size - 1, 0),), **options)) @ p["v"]
+        return (
+            _tanh(lax.conv_general_dilated(x, p["k"], (1,), ((size - 1, 0),), **options)) @ p["v"]
+        )
 
-    shapes = {"w": (4, channels), "k": (size, 1, channels * multiplier), "v": (channels * multiplier, 4)}
+    shapes = {
+        "w": (4, channels),
+        "k": (size, 1, channels * multiplier),
+        "v": (channels * multiplier, 4),
+    }
     return shapes, apply, normal(pick(8, 16), pick(4, 8), 4)
 
 
@@ -191,7 +228,10 @@ def _transposed(pick):
 
     def apply(p, x):
         strides = (stride,) * spatial
-        return _tanh(lax.conv_transpose(x, p["k"], strides, pick_padding, dimension_numbers=numbers)) @ p["v"]
+        return (
+            _tanh(lax.conv_transpose(x, p["k"], strides, pick_padding, dimension_numbers=numbers))
+            @ p["v"]
+        )
 
     pick_padding = pick("SAME", "VALID")
     shapes = {"k": (*(pick(2, 4),) * spatial, 4, 8), "v": (8, 4)}
@@ -201,9 +241,16 @@ def _transposed(pick):
 @kind("convolution of parameters")
 def _of_parameters(pick):
     def apply(p, x):
-        options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "window_strides": (1, 1), "padding": "SAME"}
+        options = {
+            "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+            "window_strides": (1, 1),
+            "padding": "SAME",
+        }
         patterns = lax.conv_general_dilated(p["i"], p["k"], **options)
-        return lax.conv_general_dilated(x * p["i"].mean(0)[None], p["k"], **options) + patterns.mean(0)[None]
+        return (
+            lax.conv_general_dilated(x * p["i"].mean(0)[None], p["k"], **options)
+            + patterns.mean(0)[None]
+        )
 
     return {"i": (4, 4, 4, 4), "k": (3, 3, 4, 8)}, apply, normal(BATCH, 4, 4, 4)
 
@@ -212,7 +259,9 @@ def _of_parameters(pick):
 def _patches(pick):
     def apply(p, x):
         options = {"dimension_numbers": ("NWC", "WIO", "NWC")}
-        patches = lax.conv_general_dilated_patches(_tanh(x @ p["w"]), (3,), (1,), "VALID", **options)
+        patches = lax.conv_general_dilated_patches(
+            _tanh(x @ p["w"]), (3,), (1,), "VALID", **options
+        )
         return jnp.einsum("blk,lko->blo", patches, p["v"])
 
     return {"w": (4, 4), "v": (8, 12, 4)}, apply, normal(BATCH, 10, 4)
@@ -227,7 +276,10 @@ def _windows(pick):
 
     def apply(p, x):
         x = _tanh(x @ p["w"]) + p["b"][None]
-        return lax.reduce_window(x, initial, getattr(lax, operation), window, strides, padding) @ p["v"]
+        return (
+            lax.reduce_window(x, initial, getattr(lax, operation), window, strides, padding)
+            @ p["v"]
+        )
 
     return {"w": (4, 8), "v": (8, 4), "b": (8, 8, 8)}, apply, normal(BATCH, 8, 8, 4)
 
@@ -271,7 +323,11 @@ def _layers(pick):
 
 @kind("fori_loop")
 def _loop(pick):
-    return {"w": (8, 8)}, lambda p, x: lax.fori_loop(0, 3, lambda i, h: _tanh(h @ p["w"]), x), normal(BATCH, 8)
+    return (
+        {"w": (8, 8)},
+        lambda p, x: lax.fori_loop(0, 3, lambda i, h: _tanh(h @ p["w"]), x),
+        normal(BATCH, 8),
+    )
 
 
 @kind("cond")
@@ -294,7 +350,11 @@ def _checkpoint(pick):
 
 @kind("custom_jvp")
 def _custom(pick):
-    return {"w": (8, 16), "v": (16, 8)}, lambda p, x: jax.nn.silu(x @ p["w"]) @ p["v"], normal(BATCH, 8)
+    return (
+        {"w": (8, 16), "v": (16, 8)},
+        lambda p, x: jax.nn.silu(x @ p["w"]) @ p["v"],
+        normal(BATCH, 8),
+    )
 
 
 @kind("associative_scan")
@@ -371,7 +431,9 @@ def _scatter(pick):
 @kind("scatter_mul")
 def _scatter_mul(pick):
     def apply(p, x):
-        return (1 + p["e"]).at[jnp.arange(BATCH) * 2].mul(1 + _tanh(x @ p["w"]), unique_indices=True)
+        return (
+            (1 + p["e"]).at[jnp.arange(BATCH) * 2].mul(1 + _tanh(x @ p["w"]), unique_indices=True)
+        )
 
     return {"w": (8, 8), "e": (16, 8)}, apply, normal(BATCH, 8)
 
@@ -390,7 +452,11 @@ def _segments(pick):
 @kind("segment_max")
 def _segment_max(pick):
     receivers = jnp.array([0, 0, 1, 1, 2, 2, 3, 3])
-    return {"w": (8, 8)}, lambda p, x: jax.ops.segment_max(_tanh(x @ p["w"]), receivers, 4), normal(BATCH, 8)
+    return (
+        {"w": (8, 8)},
+        lambda p, x: jax.ops.segment_max(_tanh(x @ p["w"]), receivers, 4),
+        normal(BATCH, 8),
+    )
 
 
 @kind("dynamic_slice")
@@ -458,7 +524,11 @@ def _shuffled(pick):
 @kind("flattened image")
 def _flattened(pick):
     channels = pick(2, 4)
-    return {"w": (16 * channels, 8)}, lambda p, x: _tanh(x.reshape(BATCH, -1) @ p["w"]), normal(BATCH, 4, 4, channels)
+    return (
+        {"w": (16 * channels, 8)},
+        lambda p, x: _tanh(x.reshape(BATCH, -1) @ p["w"]),
+        normal(BATCH, 4, 4, channels),
+    )
 
 
 of_kernel("transpose", jnp.transpose, (16, 8))
@@ -486,7 +556,9 @@ def _layer_norm(pick):
 def _batch_norm(pick):
     def apply(p, x):
         h = x @ p["w"]
-        return _tanh((h - h.mean(0)[None]) * lax.rsqrt(h.var(0) + 1e-3)[None] * p["g"][None]) @ p["v"]
+        return (
+            _tanh((h - h.mean(0)[None]) * lax.rsqrt(h.var(0) + 1e-3)[None] * p["g"][None]) @ p["v"]
+        )
 
     return {"w": (8, 16), "g": (16,), "v": (16, 8)}, apply, normal(BATCH, 8)
 
@@ -501,7 +573,11 @@ def _weight_norm(pick):
 
 @kind("outer product")
 def _outer(pick):
-    return {"g": (8,), "b": (16,)}, lambda p, x: (x * p["g"][None])[:, :, None] * p["b"][None, None], normal(BATCH, 8)
+    return (
+        {"g": (8,), "b": (16,)},
+        lambda p, x: (x * p["g"][None])[:, :, None] * p["b"][None, None],
+        normal(BATCH, 8),
+    )
 
 
 @kind("select_n")
@@ -515,12 +591,20 @@ def _parametric(pick):
 
 @kind("penalty of parameters")
 def _penalty(pick):
-    return {"w": (8, 16), "v": (16, 8)}, lambda p, x: [_tanh(x @ p["w"]) @ p["v"], p["w"], p["v"]], normal(BATCH, 8)
+    return (
+        {"w": (8, 16), "v": (16, 8)},
+        lambda p, x: [_tanh(x @ p["w"]) @ p["v"], p["w"], p["v"]],
+        normal(BATCH, 8),
+    )
 
 
 @kind("complex")
 def _complex(pick):
-    return {"a": (8, 8), "b": (8, 8)}, lambda p, x: jnp.abs(x @ lax.complex(p["a"], p["b"])), normal(BATCH, 8)
+    return (
+        {"a": (8, 8), "b": (8, 8)},
+        lambda p, x: jnp.abs(x @ lax.complex(p["a"], p["b"])),
+        normal(BATCH, 8),
+    )
 
 
 after_product("reduce_max", lambda x: x.max(-1, keepdims=True) + x)
@@ -539,7 +623,10 @@ def _symmetric(w: jax.Array) -> jax.Array:
 after_product("fft", lambda x: jnp.fft.fft(x).real)
 of_kernel("fft", lambda w: jnp.fft.fft(w).real)
 of_kernel("cholesky", lambda w: jnp.linalg.cholesky(w @ w.T + jnp.eye(8)))
-of_kernel("triangular_solve", lambda w: jax.scipy.linalg.solve_triangular(w + 2 * jnp.eye(8), jnp.eye(8), lower=True))
+of_kernel(
+    "triangular_solve",
+    lambda w: jax.scipy.linalg.solve_triangular(w + 2 * jnp.eye(8), jnp.eye(8), lower=True),
+)
 of_kernel("lu", lambda w: jnp.linalg.inv(w + 3 * jnp.eye(8)))
 of_kernel("qr", lambda w: jnp.linalg.qr(w + 2 * jnp.eye(8))[0][:, :4])
 of_kernel("svd", lambda w: jnp.linalg.svd(w + jnp.diag(jnp.arange(8.0)), compute_uv=False)[:, None])

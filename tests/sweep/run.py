@@ -29,7 +29,9 @@ def sweep(seed: int, count: int, devices: int = 8) -> list[Result]:
 
 def first_wrong(seed: int, count: int, devices: int = 8) -> Result | None:
     """Return the first example that differs from one device among this many; those after it are not run."""
-    return next((result for result in _results(seed, count, devices) if not result.difference.ok), None)
+    return next(
+        (result for result in _results(seed, count, devices) if not result.difference.ok), None
+    )
 
 
 def _results(seed: int, count: int, devices: int) -> Iterator[Result]:

@@ -24,8 +24,8 @@ def counting() -> None:
 def nothing_is_compiled() -> Iterator[None]:
     """Fails a test of this folder that compiles; it belongs into another one.
 
-    A random key, which some tests need as a value, takes tiny programs. They are there before, in each test: programs
-    may have been forgotten since the last one (`room_for_programs`).
+    A random key, which some tests need as a value, takes tiny programs. They are there before, in
+    each test: programs may have been forgotten since the last one (`room_for_programs`).
     """
     jax.random.key_data(jax.random.key(0))
     COMPILED.clear()

@@ -67,7 +67,9 @@ def each(p, b):
 
 
 def of_tokens(p, b):
-    return optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(p["table"][b["tokens"]]) @ p["w"], b["tokens"] % D)
+    return optax.softmax_cross_entropy_with_integer_labels(
+        jnp.tanh(p["table"][b["tokens"]]) @ p["w"], b["tokens"] % D
+    )
 
 
 def attended(p, b):
@@ -88,7 +90,9 @@ def recurrent(p, b):
 
 def layers(p, b):
     stack = jnp.stack([p["w"]] * 3)
-    return jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), b["x"], stack)[0].sum()
+    return jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), b["x"], stack)[
+        0
+    ].sum()
 
 
 def views(p, b, act):
@@ -148,21 +152,33 @@ SUMS = {
     "a masked mean of each example": lambda p, b: (
         (of_tokens(p, b) * b["mask"]).sum(1) / jnp.maximum(b["mask"].sum(1), 1)
     ).sum(),
-    "tokens of all examples in one dimension": lambda p, b: jnp.tanh(b["sequence"].reshape(-1, D) @ p["w"]).sum(),
+    "tokens of all examples in one dimension": lambda p, b: jnp.tanh(
+        b["sequence"].reshape(-1, D) @ p["w"]
+    ).sum(),
     "attention": attended,
     "a recurrent network": recurrent,
-    "a cumulative sum over time": lambda p, b: jnp.cumsum(b["sequence"] @ p["w"], axis=1).max(1).sum(),
+    "a cumulative sum over time": lambda p, b: (
+        jnp.cumsum(b["sequence"] @ p["w"], axis=1).max(1).sum()
+    ),
     "stacked layers under remat": layers,
-    "mapped over examples": lambda p, b: jax.vmap(lambda x: jnp.linalg.norm(x @ p["w"]))(b["x"]).sum(),
-    "a loop over examples": lambda p, b: jax.lax.map(lambda x: jnp.tanh(x @ p["w"]).sum(), b["x"]).sum(),
+    "mapped over examples": lambda p, b: jax.vmap(lambda x: jnp.linalg.norm(x @ p["w"]))(
+        b["x"]
+    ).sum(),
+    "a loop over examples": lambda p, b: jax.lax.map(
+        lambda x: jnp.tanh(x @ p["w"]).sum(), b["x"]
+    ).sum(),
     "a loop that adds examples up": lambda p, b: jax.lax.scan(
         lambda total, x: (total + jnp.tanh(x @ p["w"]).sum(), None), 0.0, b["x"]
     )[0],
     "a loop of a fixed length": halved,
-    "a branch": lambda p, b: jax.lax.cond(p["w"][0, 0] > 0, lambda: logits(p, b), lambda: b["x"]).sum(),
+    "a branch": lambda p, b: jax.lax.cond(
+        p["w"][0, 0] > 0, lambda: logits(p, b), lambda: b["x"]
+    ).sum(),
     "convolutions and pooling": lambda p, b: convolved(p, b).sum(),
     "global pooling": lambda p, b: jnp.tanh(convolved(p, b).mean((1, 2))).sum(),
-    "sorted rows": lambda p, b: jnp.sort(logits(p, b), axis=-1)[:, :2].sum() + jax.lax.top_k(logits(p, b), 2)[0].sum(),
+    "sorted rows": lambda p, b: (
+        jnp.sort(logits(p, b), axis=-1)[:, :2].sum() + jax.lax.top_k(logits(p, b), 2)[0].sum()
+    ),
     "argmax": lambda p, b: (logits(p, b).argmax(-1) == b["labels"]).astype(jnp.float32).sum(),
     "two views of each example": lambda p, b: views(p, b, lambda a, c: (1 - (a * c).sum(-1)).sum()),
     "a triplet in one example": lambda p, b: jax.nn.relu(
@@ -170,11 +186,15 @@ SUMS = {
     ).sum(),
     "KL divergence": kl,
     "CTC": ctc,
-    "focal loss": lambda p, b: optax.sigmoid_focal_loss(logits(p, b), jax.nn.one_hot(b["labels"], D)).sum(),
+    "focal loss": lambda p, b: optax.sigmoid_focal_loss(
+        logits(p, b), jax.nn.one_hot(b["labels"], D)
+    ).sum(),
     "a TD error": td_error,
     "sums by class": counted_by_class,
     "noise for each example": dropped,
-    "L2 for each example": lambda p, b: each(p, b).sum() + b["x"].shape[0] * 0.1 * (p["w"] ** 2).sum(),
+    "L2 for each example": lambda p, b: (
+        each(p, b).sum() + b["x"].shape[0] * 0.1 * (p["w"] ** 2).sum()
+    ),
     "a product of sums over time": lambda p, b: jnp.vdot(b["mask"], of_tokens(p, b)),
     "linear in a sum": lambda p, b: p["w"][0] @ logits(p, b).sum(0),
     "zero": lambda p, b: 0.0 * logits(p, b).sum(),
@@ -204,7 +224,9 @@ def triplets(p, b):
 
 
 def in_order(p, b):
-    return jax.lax.scan(lambda h, x: (jnp.tanh(h @ p["w"] + x), None), jnp.zeros(D), b["x"])[0].sum()
+    return jax.lax.scan(lambda h, x: (jnp.tanh(h @ p["w"] + x), None), jnp.zeros(D), b["x"])[
+        0
+    ].sum()
 
 
 def normalised_by_batch(p, b):
@@ -222,7 +244,10 @@ MIXED = {
         lambda p, b: (of_tokens(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1),
         "`max` at .*no linear function of a sum",
     ),
-    "mixup": (lambda p, b: ((0.3 * b["x"] + 0.7 * b["x"][b["others"]]) @ p["w"]).sum(), "`gather` at"),
+    "mixup": (
+        lambda p, b: ((0.3 * b["x"] + 0.7 * b["x"][b["others"]]) @ p["w"]).sum(),
+        "`gather` at",
+    ),
     "neighbours": (
         lambda p, b: ((b["x"] - jnp.roll(b["x"], 1, 0)) @ p["w"]).sum(),
         "`slice` at .*some of the examples",
@@ -231,19 +256,30 @@ MIXED = {
         lambda p, b, key: (jax.random.permutation(key, b["x"]) * logits(p, b)).sum(),
         "other examples|along the dimension of examples",
     ),
-    "L2 of parameters": (lambda p, b: each(p, b).sum() + 0.1 * (p["w"] ** 2).sum(), "`add` at .*adds to a sum"),
-    "the largest": (lambda p, b: logits(p, b).max(), "`reduce_max` at .*one result of several examples"),
+    "L2 of parameters": (
+        lambda p, b: each(p, b).sum() + 0.1 * (p["w"] ** 2).sum(),
+        "`add` at .*adds to a sum",
+    ),
+    "the largest": (
+        lambda p, b: logits(p, b).max(),
+        "`reduce_max` at .*one result of several examples",
+    ),
     "the hardest half": (lambda p, b: jnp.sort(each(p, b))[N // 2 :].sum(), "`sort` at"),
     "a loop in order": (in_order, "`scan` at .*goes through the examples in order"),
     "a cumulative sum": (lambda p, b: jnp.cumsum(logits(p, b), 0).max(1).sum(), "`cumsum` at"),
     "a squared sum": (lambda p, b: logits(p, b).sum() ** 2, "no linear function of a sum"),
-    "places": (lambda p, b: (jnp.arange(b["x"].shape[0]) * each(p, b)).sum(), "uses the place of an example"),
+    "places": (
+        lambda p, b: (jnp.arange(b["x"].shape[0]) * each(p, b)).sum(),
+        "uses the place of an example",
+    ),
     "a graph over the batch": (
         lambda p, b: jnp.tanh(jnp.zeros_like(b["x"]).at[b["others"]].add(logits(p, b))).sum(),
         "parts of other examples",
     ),
     "a loop until all are done": (
-        lambda p, b: jax.lax.while_loop(lambda x: (x > 1).any(), lambda x: x / 2, logits(p, b)).sum(),
+        lambda p, b: jax.lax.while_loop(
+            lambda x: (x > 1).any(), lambda x: x / 2, logits(p, b)
+        ).sum(),
         "one result of several examples",
     ),
     "attention over the batch": (
@@ -259,7 +295,9 @@ MIXED = {
         "grow|no linear function",
     ),
     "orders that differ": (
-        lambda p, b: (b["sequence"].reshape(-1, D) * b["sequence"].swapaxes(0, 1).reshape(-1, D)).sum(),
+        lambda p, b: (
+            b["sequence"].reshape(-1, D) * b["sequence"].swapaxes(0, 1).reshape(-1, D)
+        ).sum(),
         "different examples",
     ),
 }
@@ -284,7 +322,10 @@ def test_others_are_refused(name):
 WEIGHTS = {
     "a number": (lambda p, b: jnp.float32(N), "is 4 for any number of examples"),
     "one": (lambda p, b: jnp.float32(1), "is 1 for any number of examples"),
-    "of the parameters": (lambda p, b: jax.lax.stop_gradient(p["w"].sum()), "depends on no example"),
+    "of the parameters": (
+        lambda p, b: jax.lax.stop_gradient(p["w"].sum()),
+        "depends on no example",
+    ),
     "a mean": (lambda p, b: b["mask"].mean(), "is a mean over the examples"),
 }
 
@@ -361,7 +402,9 @@ class Linen(nn.Module):
 
 MODELS = {
     "nnx": lambda: spmd.from_nnx(Normalised),
-    "linen": lambda: spmd.from_linen(Linen(), BATCH["x"], train={"train": True}, evaluate={"train": False}),
+    "linen": lambda: spmd.from_linen(
+        Linen(), BATCH["x"], train={"train": True}, evaluate={"train": False}
+    ),
 }
 
 
@@ -373,7 +416,10 @@ def normalised(name, loss, *, train=True) -> tuple[LossReader, tuple]:
         y, variables = model.forward(params, variables, key, batch["x"], train=train)
         return {"loss": loss(y), "weight": jnp.float32(len(y))}, variables
 
-    arrays = jax.eval_shape(model.init, jax.random.key(0)), jax.eval_shape(model.init_variables, jax.random.key(0))
+    arrays = (
+        jax.eval_shape(model.init, jax.random.key(0)),
+        jax.eval_shape(model.init_variables, jax.random.key(0)),
+    )
     return LossReader(loss_fn), (*arrays, {"x": BATCH["x"]}, jax.random.key(0))
 
 
@@ -417,7 +463,8 @@ def test_a_mean_with_a_count_is_refused(name):
 
     for weight in (lambda b: jnp.float32(len(b["x"])), lambda b: b["mask"].sum()):
         with pytest.raises(
-            ConfigError, match=r"sum 'loss': is a mean over the examples, and the weight is their number"
+            ConfigError,
+            match=r"sum 'loss': is a mean over the examples, and the weight is their number",
         ):
             traced(MEANS[name], weight)
         traced(SUMS["cross-entropy"], weight)
@@ -433,7 +480,10 @@ def test_a_scalar_is_a_mean_of_weight_1():
     grad_fn = spmd.value_and_grad(loss_fn)
     _, sums, _ = jax.eval_shape(grad_fn, PARAMS, spmd.Carry(), BATCH, jax.random.key(0))
     assert set(sums) == {"loss", "weight"}
-    with pytest.raises(ConfigError, match=r"sum 'loss': is a mean(.|\n)*sum 'weight': is 1 for any number of examples"):
+    with pytest.raises(
+        ConfigError,
+        match=r"sum 'loss': is a mean(.|\n)*sum 'weight': is 1 for any number of examples",
+    ):
         jax.eval_shape(spmd.accumulate(grad_fn, 2), PARAMS, spmd.Carry(), BATCH, jax.random.key(0))
 
 
@@ -464,7 +514,9 @@ def test_values_are_reported_as_they_are():
     arguments = PARAMS, spmd.Carry(), BATCH, jax.random.key(0)
     _, sums, _ = jax.eval_shape(grad_fn, *arguments)
     assert sums["values"]["by_class"].shape == (D,)
-    with pytest.raises(ConfigError, match=r"by_class: is reported as it is(.|\n)*largest: is reported as it is"):
+    with pytest.raises(
+        ConfigError, match=r"by_class: is reported as it is(.|\n)*largest: is reported as it is"
+    ):
         jax.eval_shape(spmd.accumulate(grad_fn, 2), *arguments)
     _, sums, _ = jax.eval_shape(spmd.accumulate(grad_fn, 2, per_microbatch=True), *arguments)
     assert sums["values"]["largest"].shape == ()

@@ -17,7 +17,12 @@ def test_equal_statements_have_no_differences():
         ([{"a": 1}, {"a": 1}, {"a": 2}], "process 2", "a is 2", "process 0 and 1 more: 1"),
         ([{"a": 2}, {"a": 1}, {"a": 1}], "process 0", "a is 2", "process 1 and 1 more: 1"),
         ([{"a": 1}, {"a": 2}], "process 1", "a is 2", "process 0: 1"),
-        ([{"c": {"m": {"fsdp": 2}}}, {"c": {"m": {"fsdp": 4}}}], "process 1", "c.m.fsdp is 4", "process 0: 2"),
+        (
+            [{"c": {"m": {"fsdp": 2}}}, {"c": {"m": {"fsdp": 4}}}],
+            "process 1",
+            "c.m.fsdp is 4",
+            "process 0: 2",
+        ),
         ([{"plan": "x\ny"}, {"plan": "x\nz"}], "process 1", "plan, line 2 is z", "process 0: y"),
         ([{"v": {"jax": "1"}}, {"v": {}}], "process 1", "v.jax is nothing", "process 0: 1"),
     ],

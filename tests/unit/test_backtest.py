@@ -19,28 +19,86 @@ from spmd.step_time.timeline import Rates
 # mosaicml/llm-foundry, scripts/train/benchmarking/README.md, A100 40GB: tokens/s of one GPU.
 MPT: dict[str, Any] = {
     **{"chip": "A100-SXM-40GB", "chips": 8, "mesh": {"fsdp": 8}, "vocab": 50368, "head_dim": 128},
-    **{"remat": "none", "precision": "bf16 PURE", "extra": {"mlp": "gelu, 2 matrices", "tied_embeddings": True}},
+    **{
+        "remat": "none",
+        "precision": "bf16 PURE",
+        "extra": {"mlp": "gelu, 2 matrices", "tied_embeddings": True},
+    },
 }
-SMALL = {"model": "mpt-760m", "layers": 24, "d_model": 1536, "d_ff": 6144, "heads": 12, "kv_heads": 12, "grad_accum": 4}
-LARGE = {"model": "mpt-3b", "layers": 32, "d_model": 2560, "d_ff": 10240, "heads": 20, "kv_heads": 20, "grad_accum": 8}
+SMALL = {
+    "model": "mpt-760m",
+    "layers": 24,
+    "d_model": 1536,
+    "d_ff": 6144,
+    "heads": 12,
+    "kv_heads": 12,
+    "grad_accum": 4,
+}
+LARGE = {
+    "model": "mpt-3b",
+    "layers": 32,
+    "d_model": 2560,
+    "d_ff": 10240,
+    "heads": 20,
+    "kv_heads": 20,
+    "grad_accum": 8,
+}
 FIGURES = {  # tokens, sequences on each GPU, tokens/s
-    "mpt-760m": (SMALL, [(16384, 1, 13914), (8192, 3, 20106), (4096, 6, 25863), (2048, 12, 30173), (1024, 24, 33422)]),
-    "mpt-3b": (LARGE, [(8192, 1, 7149), (4096, 2, 8777), (2048, 5, 10065), (1024, 10, 10731), (512, 20, 11324)]),
+    "mpt-760m": (
+        SMALL,
+        [
+            (16384, 1, 13914),
+            (8192, 3, 20106),
+            (4096, 6, 25863),
+            (2048, 12, 30173),
+            (1024, 24, 33422),
+        ],
+    ),
+    "mpt-3b": (
+        LARGE,
+        [(8192, 1, 7149), (4096, 2, 8777), (2048, 5, 10065), (1024, 10, 10731), (512, 20, 11324)],
+    ),
 }
 ROWS = [
-    {**MPT, **shape, "seq": tokens, "per_device_batch": batch, "tokens_per_s_per_chip": float(speed)}
+    {
+        **MPT,
+        **shape,
+        "seq": tokens,
+        "per_device_batch": batch,
+        "tokens_per_s_per_chip": float(speed),
+    }
     for shape, figures in FIGURES.values()
     for tokens, batch, speed in figures
 ]
-# AI-Hypercomputer/maxtext@76bd53b0f, MaxText/configs/v5e/README.md: TFLOP/s, by its convention as tokens/s of one chip.
+# AI-Hypercomputer/maxtext@76bd53b0f, MaxText/configs/v5e/README.md: TFLOP/s, by its convention as
+# tokens/s of one chip.
 MAXTEXT: dict[str, Any] = {
-    **{"model": "maxtext-16b", "chip": "v5e", "layers": 32, "d_model": 5120, "d_ff": 32768, "heads": 32},
-    **{"kv_heads": 32, "head_dim": 256, "vocab": 32768, "seq": 2048, "per_device_batch": 6, "grad_accum": None},
+    **{
+        "model": "maxtext-16b",
+        "chip": "v5e",
+        "layers": 32,
+        "d_model": 5120,
+        "d_ff": 32768,
+        "heads": 32,
+    },
+    **{
+        "kv_heads": 32,
+        "head_dim": 256,
+        "vocab": 32768,
+        "seq": 2048,
+        "per_device_batch": 6,
+        "grad_accum": None,
+    },
     **{"remat": "full", "precision": "bf16 compute, f32 params", "notes": "1x v5e-256"},
     **{"extra": {"mlp": "relu, 2 matrices", "tied_embeddings": True}},
 }
 SLICES = [
-    {**MAXTEXT, "chips": 256 * n, "mesh": {"dcn_data": n, "fsdp": 256}, "derived_tokens_per_s_per_chip": speed}
+    {
+        **MAXTEXT,
+        "chips": 256 * n,
+        "mesh": {"dcn_data": n, "fsdp": 256},
+        "derived_tokens_per_s_per_chip": speed,
+    }
     for n, speed in ((1, 1189.71), (2, 1159.97), (8, 1140.14), (32, 1070.74))
 ]
 
@@ -112,15 +170,26 @@ def test_a_row_as_a_job() -> None:
     assert (found.published, found.is_dense) == (13914, True)
     slices = job(SLICES[1])
     assert str(slices.topology) == "2xv5e:16x16"
-    assert (slices.work.mesh["data"], slices.work.mesh["fsdp"], slices.slices["data"]) == (2, 256, 2)
-    assert slices.work.recomputed == pytest.approx(1 - 5120 * 32768 / (4 * 5120 * 8192 + 2 * 5120 * 32768))
+    assert (slices.work.mesh["data"], slices.work.mesh["fsdp"], slices.slices["data"]) == (
+        2,
+        256,
+        2,
+    )
+    assert slices.work.recomputed == pytest.approx(
+        1 - 5120 * 32768 / (4 * 5120 * 8192 + 2 * 5120 * 32768)
+    )
     assert slices.work.recomputes_attention
     assert slices.tokens_per_second(2.0) == slices.work.tokens / 2 / 512
 
 
 def test_a_row_as_a_config() -> None:
     """What is compiled for slices is the program of one, with the row's MLP, windows and head."""
-    local = {**MAXTEXT["extra"], "sliding_window": 512, "sliding_pattern": "5 local : 1 global", "mlp": "geglu"}
+    local = {
+        **MAXTEXT["extra"],
+        "sliding_window": 512,
+        "sliding_pattern": "5 local : 1 global",
+        "mlp": "geglu",
+    }
     row = {**SLICES[1], "layers": 36, "extra": local}
     about = describe(job(row))
     assert json.loads(json.dumps(about))["topology"] == "v5e:16x16"
@@ -133,14 +202,17 @@ def test_a_row_as_a_config() -> None:
 
 
 @pytest.mark.parametrize(("code", "is_kept"), [(1, True), (-6, True), (-9, False), (-2, False)])
-def test_a_row_whose_compiler_was_stopped_is_compiled_again(code, is_kept, tmp_path, monkeypatch) -> None:
+def test_a_row_whose_compiler_was_stopped_is_compiled_again(
+    code, is_kept, tmp_path, monkeypatch
+) -> None:
     """What the compiler refuses, or crashes at, is kept; a process that was killed or interrupted says nothing."""
     done = subprocess.CompletedProcess([], code, "", "too large\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     programs, failed = compile_rows({7: job(SLICES[0])}, str(tmp_path))
     assert programs == {}
     assert failed == {
-        7: "not compiled: " + ("too large" if is_kept else "stopped, perhaps for its memory: --workers 1")
+        7: "not compiled: "
+        + ("too large" if is_kept else "stopped, perhaps for its memory: --workers 1")
     }
     assert len(list(tmp_path.iterdir())) == is_kept
 
@@ -176,7 +248,9 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "reason"), REASONS, ids=[f"{next(iter(c.values()))}"[:24] for c, _ in REASONS])
+@pytest.mark.parametrize(
+    ("changes", "reason"), REASONS, ids=[f"{next(iter(c.values()))}"[:24] for c, _ in REASONS]
+)
 def test_what_is_not_rebuilt_has_a_reason(changes, reason) -> None:
     """Four bits, unknown chips, other meshes and other models are listed, and do not stop the rest."""
     found = rebuild({**ROWS[0], **changes})
@@ -193,27 +267,41 @@ def test_rows_of_8_bits_are_apart() -> None:
     narrow = {**h100, "precision": "fp8 rowwise torch.compile"}
     assert (job(h100).work.quantized, job(narrow).work.quantized) == ({}, {"float8": 1.0})
     rates = backtest.CLOSED_PRIORS["cuda"]
-    wide, halved = (closed_form(job(row).work, job(row).network, rates)["matmuls"] for row in (h100, narrow))
+    wide, halved = (
+        closed_form(job(row).work, job(row).network, rates)["matmuls"] for row in (h100, narrow)
+    )
     share = job(h100).work.layer_params / (job(h100).work.layer_params + job(h100).work.head_params)
     assert halved == pytest.approx(wide * (1 - share / 2))
     results, reasons = backtest.run([h100, {**h100, "seq": 4096}, narrow], None)
     assert reasons == {}
-    assert {name: found.built for name, found in results.items()} == {"H100-SXM": 2, "H100-SXM, 8 bits": 1}
+    assert {name: found.built for name, found in results.items()} == {
+        "H100-SXM": 2,
+        "H100-SXM, 8 bits": 1,
+    }
     alone, _ = backtest.run([h100, {**h100, "seq": 4096}], None)
     assert results["H100-SXM"].mape == alone["H100-SXM"].mape
     rack = job({**narrow, "chip": "GB200", "precision": "MXFP8"})
-    assert (rack.group, rack.network.hardware.network) == ("GB200, 8 bits", rack.network.hardware.link)
+    assert (rack.group, rack.network.hardware.network) == (
+        "GB200, 8 bits",
+        rack.network.hardware.link,
+    )
 
 
 def test_rows_that_lack_inputs_are_one_error(tmp_path) -> None:
     """With a line for each row, and all that it lacks; complete rows are read."""
     file = tmp_path / "rows.json"
-    bare = {name: value for name, value in ROWS[0].items() if name not in ("per_device_batch", "tokens_per_s_per_chip")}
+    bare = {
+        name: value
+        for name, value in ROWS[0].items()
+        if name not in ("per_device_batch", "tokens_per_s_per_chip")
+    }
     file.write_text(json.dumps([ROWS[1], {**ROWS[0], "layers": None}, bare]))
     with pytest.raises(ConfigError) as caught:
         read_rows(str(file))
     lines = [str(problem).partition("\n")[0] for problem in caught.value.problems]
-    lacks = "per_device_batch or global_batch, tokens_per_s_per_chip or derived_tokens_per_s_per_chip"
+    lacks = (
+        "per_device_batch or global_batch, tokens_per_s_per_chip or derived_tokens_per_s_per_chip"
+    )
     assert lines == [
         "row 1 (mpt-760m on A100-SXM-40GB): lacks layers",
         f"row 2 (mpt-760m on A100-SXM-40GB): lacks {lacks}",

@@ -35,7 +35,10 @@ MODEL = Model(lambda key: {"kernel": jnp.ones((4, 4))}, lambda p, x: x @ p["kern
 def plan(rows=ROWS, abstract=False, **sizes):
     rules = Rules([("kernel", replicate("small"))], batch=rows)
     return make_plan(
-        abstract_mesh(MeshShape(**sizes)) if abstract else tiny.mesh(**sizes), rules, MODEL, optax.sgd(0.1)
+        abstract_mesh(MeshShape(**sizes)) if abstract else tiny.mesh(**sizes),
+        rules,
+        MODEL,
+        optax.sgd(0.1),
     )
 
 
@@ -68,14 +71,18 @@ def test_a_scalar_has_the_spec_of_its_row():
     """An array of no dimensions is whole, unless its row is wrong for it, which the check of a batch reports."""
     table = BatchTable((("scale", P(BATCH_AXES)),))
     assert table.spec("scale", 0) == P(BATCH_AXES)
-    with pytest.raises(MeshError, match=r"batch scale: the sharding of batches gives P\(data\+fsdp\+expert\)"):
+    with pytest.raises(
+        MeshError, match=r"batch scale: the sharding of batches gives P\(data\+fsdp\+expert\)"
+    ):
         check_batch(plan((("scale", P(BATCH_AXES)),), data=2), {"scale": np.float32(1)})
 
 
 def test_rows_of_a_language_model():
     """The arrays of a language model have examples, then tokens."""
     table = BatchTable(TOKENS)
-    assert {table.spec(name, 2) for name in ("tokens", "targets", "weights", "segments")} == {BATCH_SPEC}
+    assert {table.spec(name, 2) for name in ("tokens", "targets", "weights", "segments")} == {
+        BATCH_SPEC
+    }
     assert table.spec("images", 4) == P(BATCH_AXES)
 
 
@@ -94,7 +101,11 @@ def test_whole_needs_a_reason(reason):
         ("tokens", P(), f"does not split one dimension over {BATCH_AXES}"),
         ("tokens", P("data", "fsdp"), f"does not split one dimension over {BATCH_AXES}"),
         ("tokens", P("data"), f"does not split one dimension over {BATCH_AXES}"),
-        ("tokens", P(("fsdp", "data", "expert")), f"does not split one dimension over {BATCH_AXES}"),
+        (
+            "tokens",
+            P(("fsdp", "data", "expert")),
+            f"does not split one dimension over {BATCH_AXES}",
+        ),
         ("tokens", None, "has the value None"),
         ("tokens", "data", "has the value 'data'"),
         ("tokens", replicate("small"), "has the value Replicate"),
@@ -140,7 +151,11 @@ def test_plan_names_shardings():
         assert made.batch_sharding("tokens").spec == BATCH_SPEC
         assert made.batch_sharding("labels", 1).spec == P(BATCH_AXES)
         assert made.batch_sharding("labels", 1).mesh == made.mesh
-        batch = {"graph": {"nodes": np.ones((5, 2))}, "scale": np.float32(1), "list": [np.ones(4), np.ones((4, 1))]}
+        batch = {
+            "graph": {"nodes": np.ones((5, 2))},
+            "scale": np.float32(1),
+            "list": [np.ones(4), np.ones((4, 1))],
+        }
         specs = jax.tree.map(lambda sharding: sharding.spec, made.batch_shardings(batch))
         assert specs == {"graph": {"nodes": P()}, "scale": P(), "list": [P(BATCH_AXES)] * 2}
 
@@ -171,8 +186,14 @@ def test_placed_arrays():
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ({"observations": np.ones((4, 3, 2))}, ["batch observations", "cannot split dimension 1 of (4, 3, 2)", "3 / "]),
-        ({"observations": np.ones(4)}, ["batch observations", "for the shape (4,)", "Rules(batch=…)"]),
+        (
+            {"observations": np.ones((4, 3, 2))},
+            ["batch observations", "cannot split dimension 1 of (4, 3, 2)", "3 / "],
+        ),
+        (
+            {"observations": np.ones(4)},
+            ["batch observations", "for the shape (4,)", "Rules(batch=…)"],
+        ),
         ({"labels": np.ones(3)}, ["batch labels", "cannot split dimension 0 of (3,)"]),
         ({"labels": [1, 2]}, ["batch labels/0", "a NumPy or JAX array"]),
     ],
@@ -192,7 +213,9 @@ def test_rows_that_match_no_array_of_a_batch_are_refused():
     assert place_batch(plan(data=2), batch)["token"].shape == (4, 6)
 
 
-@pytest.mark.parametrize("rows", [(), (("graph", whole("one for all")),), (("observations", TIME_MAJOR),)])
+@pytest.mark.parametrize(
+    "rows", [(), (("graph", whole("one for all")),), (("observations", TIME_MAJOR),)]
+)
 def test_an_axis_over_tokens_needs_a_row(rows):
     """A mesh with sequence above 1 that no row names is refused, with the row to write."""
     with pytest.raises(RuleError) as caught:
@@ -209,4 +232,6 @@ def test_an_axis_over_tokens_may_be_named_elsewhere():
     assert plan((("tokens", BATCH_SPEC),), **sizes)
     for options in ({"activations": [("residual", BATCH_SPEC)]}, {}):
         spec = replicate("small") if options else P("sequence")
-        assert make_plan(tiny.mesh(**sizes), Rules([("kernel", spec)], **options), MODEL, optax.sgd(0.1))
+        assert make_plan(
+            tiny.mesh(**sizes), Rules([("kernel", spec)], **options), MODEL, optax.sgd(0.1)
+        )

@@ -35,7 +35,13 @@ def test_equal_functions_have_equal_texts():
     text = made(SOURCE)
     assert text.startswith("make(PEAK=0.5, default 0=2, end=3, half=half() #")
     assert made("\n\n" + SOURCE) == text
-    changes = [("0.5", "0.6"), ("/ 2", "/ 3"), ("power=2", "power=3"), ('"c"', '"e"'), ("else end", "else -end")]
+    changes = [
+        ("0.5", "0.6"),
+        ("/ 2", "/ 3"),
+        ("power=2", "power=3"),
+        ('"c"', '"e"'),
+        ("else end", "else -end"),
+    ]
     others = [made(SOURCE.replace(*change)) for change in changes]
     assert len({text, made(SOURCE, 4), *others}) == len(changes) + 2
 
@@ -77,7 +83,9 @@ def test_what_functions_capture_is_written():
     assert describe_callable(functools.partial(max, 3, default=None)) == "max(3, default=None)"
     assert describe_callable(Steps((0.1, 0.2))) == "Steps(table=[0.1, 0.2])"
     tables = [np.arange(3.0), np.arange(3.0), np.ones(3)]
-    first, again, other = (describe_callable(lambda step, table=table: table[step]) for table in tables)
+    first, again, other = (
+        describe_callable(lambda step, table=table: table[step]) for table in tables
+    )
     assert first == again != other
 
     def countdown(step):

@@ -82,9 +82,15 @@ def test_a_block_is_of_the_message_whose_texts_it_has():
         flagged = [{**turn, "weight": int(number != off)} for number, turn in enumerate(turns)]
         written = template(source).write(read_conversation({"messages": [asked, *flagged]}))
         assert [written.text[begin:end] for begin, end in written.spans] == said
-    together = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
-    with pytest.raises(BadConversationError, match="cannot be told apart: generation block 1 is not of one message"):
-        template(together).write(read_conversation({"messages": [asked, turns[1], {**turns[2], "weight": 0}]}))
+    together = (
+        "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    )
+    with pytest.raises(
+        BadConversationError, match="cannot be told apart: generation block 1 is not of one message"
+    ):
+        template(together).write(
+            read_conversation({"messages": [asked, turns[1], {**turns[2], "weight": 0}]})
+        )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,9 @@ def test_the_fields_that_a_template_reads_are_known(reads):
 def test_turns_that_cannot_be_told_apart_are_refused():
     """A template that changes what is before a turn is named with the place; with marks it is no problem."""
     last = "{% for m in messages %}{% if loop.last %}!{% endif %}{{ m.content }};{% endfor %}"
-    with pytest.raises(BadConversationError, match=r"message 2.*differ at character 0: '!What is") as caught:
+    with pytest.raises(
+        BadConversationError, match=r"message 2.*differ at character 0: '!What is"
+    ) as caught:
         template(last).write(Conversation(tuple(PLAIN)))
     assert "generation" in caught.value.fix
     marked = last.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
@@ -168,14 +176,20 @@ BAD_LINES = {
         {"messages": [{"role": "asistant", "content": "x"}]},
         "unknown role 'asistant' (did you mean \"assistant\"?)",
     ),
-    "no text": ({"messages": [{"role": "user", "content": 3}]}, 'message 1 has no text under "content"'),
+    "no text": (
+        {"messages": [{"role": "user", "content": 3}]},
+        'message 1 has no text under "content"',
+    ),
     "an empty answer": (
         {"messages": [PLAIN[0], {"role": "assistant", "content": " \n"}]},
         "message 2, the assistant's, is empty",
     ),
     "no answer": ({"messages": PLAIN[:1]}, "no message is the assistant's"),
     "a mark": ({"messages": [{"role": "user", "content": "\ufdd0"}]}, "U+FDD0"),
-    "two": ({"messages": [3, {"role": "bot", "content": "x"}]}, "message 1 has no role; message 1 has no text"),
+    "two": (
+        {"messages": [3, {"role": "bot", "content": "x"}]},
+        "message 1 has no role; message 1 has no text",
+    ),
 }
 
 
@@ -218,8 +232,12 @@ def test_where_a_template_is_found(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for each in (first, second):
         each.mkdir()
-    (first / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None}))
-    (second / "tokenizer_config.json").write_text(json.dumps({"chat_template": "second", "eos_token": "<2>"}))
+    (first / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None})
+    )
+    (second / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "second", "eos_token": "<2>"})
+    )
     found = find_template(ChatConfig(), [first, second], {})
     assert (found.source, found.tokens) == ("second", {"eos_token": "</s>"})
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "listed"}]
@@ -233,7 +251,9 @@ def test_where_a_template_is_found(tmp_path):
 
 def test_a_template_that_is_not_there_is_said(tmp_path):
     """No folder, a folder without one, a file that is not there, settings that are no JSON, and no Jinja."""
-    with pytest.raises(DataError, match=r"has no chat template\n.*it is bytes\n.*--chat\.template FILE"):
+    with pytest.raises(
+        DataError, match=r"has no chat template\n.*it is bytes\n.*--chat\.template FILE"
+    ):
         find_template(ChatConfig(), [], {})
     with pytest.raises(DataError, match=r"data\.tokenizer: has no chat template"):
         find_template(ChatConfig(), [tmp_path], {})

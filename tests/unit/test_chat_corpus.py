@@ -33,7 +33,9 @@ def line(number: int, answers: int = 1) -> dict:
 
 
 def write(path: Path, lines: list) -> str:
-    path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines))
+    path.write_text(
+        "\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines)
+    )
     return str(path)
 
 
@@ -45,7 +47,9 @@ def corpus(tmp_path: Path, lines: list, longer: str = "refuse", **fields) -> Cor
         "config": ChatConfig(longer=longer),
     }
     source = write(tmp_path / "chats.jsonl", lines)
-    return make_chat_corpus([source], ByteTokenizer(), fields.pop("template", TEMPLATE), **{**options, **fields})
+    return make_chat_corpus(
+        [source], ByteTokenizer(), fields.pop("template", TEMPLATE), **{**options, **fields}
+    )
 
 
 def said(rows: dict) -> list[str]:
@@ -69,7 +73,9 @@ def test_only_what_the_assistant_says_has_weight(tmp_path, packing):
     assert found.documents == 9
     assert len(found.validation_ends) > 0
     every = make_rows(dataclasses.replace(data, packing="documents"), found.train, found.train_ends)
-    assert every.rows(np.arange(len(every)))["weights"].sum() == len(found.train) - len(found.train_ends)
+    assert every.rows(np.arange(len(every)))["weights"].sum() == len(found.train) - len(
+        found.train_ends
+    )
 
 
 def test_text_may_be_padded_too():
@@ -94,8 +100,12 @@ def test_longer_conversations_are_refused_dropped_or_truncated(tmp_path):
     dropped, cut = (corpus(tmp_path, lines, longer) for longer in ("drop", "truncate"))
     assert (dropped.documents, cut.documents) == (2, 3)
     assert dropped.notes[1] == "longer than 24 tokens: 2 were dropped"
-    assert cut.notes[1].startswith("longer than 24 tokens: 1 were truncated and 1 were dropped since the assistant")
-    lengths = np.concatenate([np.diff(ends, prepend=0) for ends in (cut.train_ends, cut.validation_ends)])
+    assert cut.notes[1].startswith(
+        "longer than 24 tokens: 1 were truncated and 1 were dropped since the assistant"
+    )
+    lengths = np.concatenate(
+        [np.diff(ends, prepend=0) for ends in (cut.train_ends, cut.validation_ends)]
+    )
     assert sorted(lengths) == [16, 16, 25]
     with pytest.raises(DataError, match="holds none that is short enough"):
         corpus(tmp_path, [long], "drop")
@@ -103,19 +113,37 @@ def test_longer_conversations_are_refused_dropped_or_truncated(tmp_path):
 
 def test_everything_that_is_wrong_is_said_with_its_line(tmp_path):
     """Up to ten lines of a file, and how many more."""
-    lines = ["", "no JSON", line(1), {"messages": []}, {"prompt": "x", "completion": " "}, '{"messages": "\\ud800"}']
+    lines = [
+        "",
+        "no JSON",
+        line(1),
+        {"messages": []},
+        {"prompt": "x", "completion": " "},
+        '{"messages": "\\ud800"}',
+    ]
     with pytest.raises(DataError) as caught:
         corpus(tmp_path, [*lines, *[3] * 9])
-    where = [problem.where.removeprefix(str(tmp_path / "chats.jsonl")) for problem in caught.value.problems]
+    where = [
+        problem.where.removeprefix(str(tmp_path / "chats.jsonl"))
+        for problem in caught.value.problems
+    ]
     assert sorted(where) == sorted(["", ":2", ":4", ":5", *(f":{n}" for n in range(6, 13))])
     assert "has 3 more lines like these" in str(caught.value)
     refusing = ChatTemplate("{{ raise_exception('a system message comes first') }}", "x")
-    with pytest.raises(DataError, match=r"chats\.jsonl:1: cannot be used\n.*refuses: a system message comes first"):
+    with pytest.raises(
+        DataError, match=r"chats\.jsonl:1: cannot be used\n.*refuses: a system message comes first"
+    ):
         corpus(tmp_path, [line(1)], template=refusing)
-    silent = ChatTemplate("{% for m in messages %}{{ m.role }}{% generation %}{% endgeneration %}{% endfor %}", "x")
-    with pytest.raises(DataError, match=r"nothing of it is trained: its \{% generation %\} blocks have no tokens"):
+    silent = ChatTemplate(
+        "{% for m in messages %}{{ m.role }}{% generation %}{% endgeneration %}{% endfor %}", "x"
+    )
+    with pytest.raises(
+        DataError, match=r"nothing of it is trained: its \{% generation %\} blocks have no tokens"
+    ):
         corpus(tmp_path, [line(1)], template=silent)
-    half = {"messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]}
+    half = {
+        "messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]
+    }
     with pytest.raises(DataError, match="surrogates not allowed"):
         corpus(tmp_path, [half])
 
@@ -163,7 +191,12 @@ def config(tmp_path: Path, **fields) -> TrainConfig:
     source = write(tmp_path / "two.jsonl", [line(1), line(2)])
     (tmp_path / "chat.jinja").write_text(TEMPLATE.source)
     data = DataConfig(source=(source,), sequence=SEQUENCE, batch=2, cache=str(tmp_path / "cache"))
-    given = {"task": "sft", "data": data, "chat": ChatConfig(template=str(tmp_path / "chat.jinja")), **fields}
+    given = {
+        "task": "sft",
+        "data": data,
+        "chat": ChatConfig(template=str(tmp_path / "chat.jinja")),
+        **fields,
+    }
     return TrainConfig(model=dataclasses.replace(PRESETS["test"], vocab=256), rules=LLAMA, **given)
 
 
@@ -178,7 +211,9 @@ def test_a_config_trains_conversations(tmp_path):
     padded = DataConfig(packing="padded")
     assert "segments" not in abstract_batch(config(tmp_path, data=padded))
     assert "segments" not in abstract_batch(config(tmp_path, task="pretrain", chat=ChatConfig()))
-    one = dataclasses.replace(config(tmp_path).data, source=(write(tmp_path / "one.jsonl", [line(1)]),))
+    one = dataclasses.replace(
+        config(tmp_path).data, source=(write(tmp_path / "one.jsonl", [line(1)]),)
+    )
     with pytest.raises(DataError, match="holds one conversation"):
         open_training_text(config(tmp_path, data=one))
 
@@ -216,5 +251,9 @@ def test_marked_turns_and_fields_that_nobody_reads_are_said(tmp_path):
         )
     asks = "{% for m in messages %}{% if m.thinking %}{% endif %}{% endfor %}"
     reading = ChatTemplate(asks + TEMPLATE.source, "another")
-    assert corpus(tmp_path, lines, sequence=99, template=reading).notes[2].endswith("read: name (5 messages)")
+    assert (
+        corpus(tmp_path, lines, sequence=99, template=reading)
+        .notes[2]
+        .endswith("read: name (5 messages)")
+    )
     assert len(corpus(tmp_path, [line(n) for n in range(4)]).notes) == 1

@@ -6,7 +6,12 @@ from spmd.distributed.cluster_env import LaunchArgs, ProcessGroup, detect_proces
 from spmd.errors import ConfigError
 
 # As a real srun, sbatch and mpirun set them, without what nothing here reads.
-BATCH = {"SLURM_JOB_ID": "41", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "gpu[07-08]"}
+BATCH = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+}
 STEP = {
     **BATCH,
     "SLURM_STEP_ID": "0",
@@ -42,18 +47,39 @@ def problems(environment, **launch_args):
     ("environment", "process_id", "processes", "host", "cluster", "is_local"),
     [
         (STEP, 3, 4, "gpu07", "slurm", False),
-        ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu07"}, 3, 4, "gpu07", "slurm", True),
+        (
+            {**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu07"},
+            3,
+            4,
+            "gpu07",
+            "slurm",
+            True,
+        ),
         (MPI, 1, 2, "192.0.2.2", "openmpi", False),
         ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 1, 2, "127.0.0.1", "openmpi", True),
         ({**STEP, **MPI}, 1, 2, "192.0.2.2", "openmpi", False),  # mpirun in a job of Slurm
         (TPU, 1, 2, "w-0.x", "tpu", False),
         ({**TPU, **POD}, 1, 2, "w-0.x", "tpu", False),  # on Kubernetes
         (
-            {**TPU, "MEGASCALE_NUM_SLICES": "3", "MEGASCALE_SLICE_ID": "2", "MEGASCALE_COORDINATOR_ADDRESS": "s:8080"},
+            {
+                **TPU,
+                "MEGASCALE_NUM_SLICES": "3",
+                "MEGASCALE_SLICE_ID": "2",
+                "MEGASCALE_COORDINATOR_ADDRESS": "s:8080",
+            },
             *(5, 6, "s", "tpu", False),
         ),
     ],
-    ids=["srun", "srun-one-node", "mpirun", "mpirun-one-node", "mpirun-in-slurm", "tpu", "tpu-on-gke", "tpu-slices"],
+    ids=[
+        "srun",
+        "srun-one-node",
+        "mpirun",
+        "mpirun-one-node",
+        "mpirun-in-slurm",
+        "tpu",
+        "tpu-on-gke",
+        "tpu-slices",
+    ],
 )
 def test_found(environment, process_id, processes, host, cluster, is_local):
     """Each cluster's own words become a group: how many, which one, where process 0 is."""
@@ -98,7 +124,9 @@ def test_ports_of_steps_differ():
 
 def test_flags_complete_what_a_cluster_leaves_out():
     """A pod of an indexed Job knows its number; the command line adds the rest, and may move the coordinator."""
-    assert find(POD, coordinator="w-0:7", processes=2) == ProcessGroup(2, 1, "w-0:7", "--coordinator")
+    assert find(POD, coordinator="w-0:7", processes=2) == ProcessGroup(
+        2, 1, "w-0:7", "--coordinator"
+    )
     assert find(STEP, coordinator="10.0.0.9:7", processes=4, process_id=3) == ProcessGroup(
         4, 3, "10.0.0.9:7", "--coordinator"
     )
@@ -114,17 +142,30 @@ def test_contradictions():
     assert "SLURM_STEP_NUM_TASKS=4" in found["processes"]
     assert "is 1, but slurm says 3" in found["process_id"]
     assert "is 1, but slurm says 4" in problems(STEP, processes=1)["processes"]
-    assert not {"processes", "process_id"} & problems(STEP, processes=4, process_id=3, heartbeat=0).keys()
+    assert (
+        not {"processes", "process_id"}
+        & problems(STEP, processes=4, process_id=3, heartbeat=0).keys()
+    )
 
 
 def test_incomplete():
     """What is missing or malformed is said, with all of it at once."""
     assert "is missing for 2 processes" in problems({}, processes=2)["coordinator"]
     assert problems({}, processes=2).keys() == {"coordinator", "process_id"}
-    assert problems({}, coordinator="h:1").keys() == problems({}, process_id=1).keys() == {"processes"}
+    assert (
+        problems({}, coordinator="h:1").keys() == problems({}, process_id=1).keys() == {"processes"}
+    )
     assert problems({}, coordinator="h:1", processes=1).keys() == {"coordinator"}
     assert "is 2 of 2" in problems({}, coordinator="h:1", processes=2, process_id=2)["process_id"]
-    wrong = problems({}, coordinator="h", processes=2, process_id=-1, cluster="slrm", heartbeat=0, start_timeout=0)
+    wrong = problems(
+        {},
+        coordinator="h",
+        processes=2,
+        process_id=-1,
+        cluster="slrm",
+        heartbeat=0,
+        start_timeout=0,
+    )
     assert wrong.keys() == {"coordinator", "process_id", "cluster", "heartbeat", "start_timeout"}
     assert 'did you mean "slurm"?' in wrong["cluster"]
 
@@ -132,7 +173,8 @@ def test_incomplete():
 def test_pods_do_not_train_apart_by_mistake():
     """A pod of an indexed Job that is not told of the others does not start a run of its own."""
     assert "JOB_COMPLETION_INDEX=1" in problems(POD)["processes"]
-    distributed = {name: value for name, value in MPI.items() if name != "OMPI_MCA_orte_hnp_uri"}  # Open MPI 5
+    # Open MPI 5
+    distributed = {name: value for name, value in MPI.items() if name != "OMPI_MCA_orte_hnp_uri"}
     assert "--coordinator HOST:PORT" in problems(distributed)["coordinator"]
 
 

@@ -44,13 +44,18 @@ def test_over_slices_gradients_may_have_another_codec():
     """Only the axes that span slices have it."""
     compress = CompressConfig(gradients="bf16", slices_gradients="int4")
     config = dataclasses.replace(load_config("demo"), slices=MeshShape(data=2), compress=compress)
-    assert build_precision(config).exchange_names(["data", "fsdp"]) == {"data": "int4", "fsdp": "bfloat16"}
+    assert build_precision(config).exchange_names(["data", "fsdp"]) == {
+        "data": "int4",
+        "fsdp": "bfloat16",
+    }
 
 
 def test_unknown_codecs_come_with_the_other_problems_of_a_config():
     """All of them in one error."""
     with pytest.raises(ConfigError) as error:
-        dataclasses.replace(load_config("demo"), zero=4, compress=CompressConfig("int9", "fp16", "int2"))
+        dataclasses.replace(
+            load_config("demo"), zero=4, compress=CompressConfig("int9", "fp16", "int2")
+        )
     named = {problem.where for problem in error.value.problems}
     assert named == {"zero", "compress.gather", "compress.gradients", "compress.slices_gradients"}
 

@@ -52,7 +52,12 @@ def test_a_shipped_config_goes_to_json_and_back(name):
     assert values.keys() | {"rules"} == {field.name for field in dataclasses.fields(config)}
     assert with_values(config, values) == config
     other = dataclasses.replace(
-        config, steps=7, seed=9, out="elsewhere", mesh=spmd.MeshShape(data=3), data=spmd.DataConfig(source=("x", "y"))
+        config,
+        steps=7,
+        seed=9,
+        out="elsewhere",
+        mesh=spmd.MeshShape(data=3),
+        data=spmd.DataConfig(source=("x", "y")),
     )
     assert other != config
     assert with_values(other, values) == config
@@ -67,7 +72,9 @@ def test_configs_differ_from_one_another():
 
 def test_values_that_are_not_given_stay():
     """A partial table changes what it names, however deep, and turns lists back into tuples."""
-    changed = with_values(CONFIG, {"data": {"batch": 3, "source": ["a", "b"]}, "model": {"d_ff": 96}, "zero": 1})
+    changed = with_values(
+        CONFIG, {"data": {"batch": 3, "source": ["a", "b"]}, "model": {"d_ff": 96}, "zero": 1}
+    )
     assert changed == dataclasses.replace(
         CONFIG,
         data=dataclasses.replace(CONFIG.data, batch=3, source=("a", "b")),
@@ -85,14 +92,18 @@ def test_values_are_validated_like_fields():
 
 def test_a_difference_names_the_dotted_path_and_both_values():
     """Nothing else is in it, and it has a direction."""
-    changed = with_values(CONFIG, {"steps": 5, "optimizer": {"learning_rate": 0.5}, "data": {"source": ["corpus"]}})
+    changed = with_values(
+        CONFIG, {"steps": 5, "optimizer": {"learning_rate": 0.5}, "data": {"source": ["corpus"]}}
+    )
     before, after = config_values(CONFIG), config_values(changed)
     assert config_difference(before, after) == {
         "steps": [CONFIG.steps, 5],
         "optimizer.learning_rate": [CONFIG.optimizer.learning_rate, 0.5],
         "data.source": [list(CONFIG.data.source), ["corpus"]],
     }
-    assert config_difference(after, before) == {k: v[::-1] for k, v in config_difference(before, after).items()}
+    assert config_difference(after, before) == {
+        k: v[::-1] for k, v in config_difference(before, after).items()
+    }
     assert config_difference(before, before) == {}
 
 
@@ -143,7 +154,10 @@ def test_all_fields_that_cannot_be_used_are_listed_at_once():
 def test_each_field_has_its_range(fields, places):
     """Also those of the parts that have no check of their own."""
     parts = {"evaluate": spmd.EvaluationConfig, "sample": spmd.SampleConfig}
-    assert wrong(**{k: parts[k](**v) if isinstance(v, dict) else v for k, v in fields.items()}) == places
+    assert (
+        wrong(**{k: parts[k](**v) if isinstance(v, dict) else v for k, v in fields.items()})
+        == places
+    )
 
 
 def test_the_smallest_values_are_accepted():
@@ -173,7 +187,9 @@ SOURCE = "import spmd\nfrom spmd.models.llama import PRESETS\nfrom spmd.partitio
 def test_a_config_file_is_loaded_by_path(tmp_path):
     """The value named `config` in it."""
     path = tmp_path / "mine.py"
-    path.write_text(SOURCE + 'config = spmd.TrainConfig(model=PRESETS["test"], rules=LLAMA, steps=3)\n')
+    path.write_text(
+        SOURCE + 'config = spmd.TrainConfig(model=PRESETS["test"], rules=LLAMA, steps=3)\n'
+    )
     assert load_config(str(path)) == dataclasses.replace(CONFIG, steps=3)
 
 
@@ -191,11 +207,31 @@ def test_a_config_that_is_not_there_is_an_error(name):
         ("config = 1", ConfigError, "defines config = 1"),
         ("x = 1\nconfig = (", ConfigError, r"broken\.py:2: is not Python"),
         ("import nothing_of_this_name", ConfigError, "No module named"),
-        (SOURCE + "config = spmd.TrainConfig(model=PRESETS['test'], rules=LLAMA, stps=3)", ConfigError, "stps"),
-        (SOURCE + "config = spmd.TrainConfig(model=PRESETS['tset'], rules=LLAMA)", ConfigError, "tset"),
-        (SOURCE + "config = spmd.TrainConfig(model=PRESET['test'], rules=LLAMA)", ConfigError, "PRESET"),
-        (SOURCE + "config = spmd.TranConfig(model=PRESETS['test'], rules=LLAMA)", ConfigError, "TranConfig"),
-        (SOURCE + "config = spmd.TrainConfig(model=PRESETS['test'], rules=LLAMA, steps=0)", ConfigError, "steps: is 0"),
+        (
+            SOURCE + "config = spmd.TrainConfig(model=PRESETS['test'], rules=LLAMA, stps=3)",
+            ConfigError,
+            "stps",
+        ),
+        (
+            SOURCE + "config = spmd.TrainConfig(model=PRESETS['tset'], rules=LLAMA)",
+            ConfigError,
+            "tset",
+        ),
+        (
+            SOURCE + "config = spmd.TrainConfig(model=PRESET['test'], rules=LLAMA)",
+            ConfigError,
+            "PRESET",
+        ),
+        (
+            SOURCE + "config = spmd.TranConfig(model=PRESETS['test'], rules=LLAMA)",
+            ConfigError,
+            "TranConfig",
+        ),
+        (
+            SOURCE + "config = spmd.TrainConfig(model=PRESETS['test'], rules=LLAMA, steps=0)",
+            ConfigError,
+            "steps: is 0",
+        ),
         (SOURCE + "spmd.MeshShape(data=0)", MeshError, "data: is 0"),
     ],
 )
@@ -237,7 +273,10 @@ def imports():
         ("assert 1 == 2", r"broken\.py:5: fails: AssertionError"),
         ("def f():\n    return f()\nf()", r"broken\.py:6: fails: RecursionError"),
         ("raise GeneratorExit", r"broken\.py:5: fails: GeneratorExit"),
-        ("raise ExceptionGroup('two', [ValueError('a')])", r"broken\.py:5: fails: ExceptionGroup: two"),
+        (
+            "raise ExceptionGroup('two', [ValueError('a')])",
+            r"broken\.py:5: fails: ExceptionGroup: two",
+        ),
     ],
 )
 def test_an_exception_of_a_config_is_two_lines(raised, said, tmp_path, imports):
@@ -288,7 +327,9 @@ def test_two_configs_with_equal_named_modules_do_not_mix(tmp_path, imports):
 
 def test_a_run_folder_gets_what_its_config_imports(tmp_path, imports):
     """Modules and packages beside the config are copied, other files are not; and the copy loads by itself."""
-    source = write(tmp_path / "mine" / "mine.py", "import parts.widths\nfrom beside import WIDTH", MODEL)
+    source = write(
+        tmp_path / "mine" / "mine.py", "import parts.widths\nfrom beside import WIDTH", MODEL
+    )
     (source.parent / "parts").mkdir()
     (source.parent / "parts" / "widths.py").write_text("WIDE = 64\n")
     (source.parent / "beside.py").write_text("from parts.widths import WIDE\nWIDTH = 32\n")
@@ -349,7 +390,10 @@ class NoDataclass:
     [
         (Partial(), ["Partial has no build"]),
         (None, ["NoneType has no vocab, build", "is no dataclass instance"]),
-        (Undecorated(**dataclasses.asdict(tiny.CONFIG)), ["is no dataclass itself, so extra cannot be set"]),
+        (
+            Undecorated(**dataclasses.asdict(tiny.CONFIG)),
+            ["is no dataclass itself, so extra cannot be set"],
+        ),
         (NoDataclass(), ["NoDataclass is no dataclass instance"]),
         (LlamaConfig, ["LlamaConfig'> is no dataclass instance"]),
     ],

@@ -40,7 +40,9 @@ def test_console_prints_one_line_per_logged_step() -> None:
 def test_console_columns_can_be_added() -> None:
     """A column is a name and how its value is shown."""
     stream = io.StringIO()
-    Console(9, stream, columns={**COLUMNS, "accuracy": "accuracy {:.2f}".format}).write(1, {"accuracy": 0.5})
+    Console(9, stream, columns={**COLUMNS, "accuracy": "accuracy {:.2f}".format}).write(
+        1, {"accuracy": 0.5}
+    )
     assert stream.getvalue() == "step 1/9   accuracy 0.50\n"
 
 
@@ -60,7 +62,9 @@ def test_console_draws_a_bar_on_a_terminal() -> None:
     assert "loss  5.4321   val loss  3.2500" in plain
     assert "━" in plain
     assert "[a line] above the bar" in plain
-    assert stream.getvalue().index("\x1b[?25h") < stream.getvalue().index("done:"), "the cursor is back"
+    assert stream.getvalue().index("\x1b[?25h") < stream.getvalue().index("done:"), (
+        "the cursor is back"
+    )
 
 
 def test_summary_says_what_is_not_reported() -> None:
@@ -73,7 +77,15 @@ def test_summary_says_what_is_not_reported() -> None:
     assert done == "done: 200 steps in 1:26   1.64M tokens   19.1k tokens/s   loss 3.2104"
     assert mfu == f"MFU {NOT_REPORTED}: {flops.formula}"
     assert memory.startswith(f"peak memory: device {NOT_REPORTED}, host process ")
-    console.summary(steps=200, seconds=86, count=1_638_400, unit="tokens", flops=flops, mfu=0.4123, memory=3 * 2**30)
+    console.summary(
+        steps=200,
+        seconds=86,
+        count=1_638_400,
+        unit="tokens",
+        flops=flops,
+        mfu=0.4123,
+        memory=3 * 2**30,
+    )
     assert f"MFU 41.2%: {flops.formula}" in stream.getvalue()
     assert "device 3 GiB" in stream.getvalue()
 
@@ -82,7 +94,10 @@ def test_a_run_of_another_unit_has_no_utilization() -> None:
     """Without a FLOP count there is no line about it."""
     stream = io.StringIO()
     Console(3, stream).summary(steps=3, seconds=1.0, count=12, unit="images", loss=0.5)
-    assert stream.getvalue().splitlines()[0] == "done: 3 steps in 1 s   12 images   12 images/s   loss 0.5000"
+    assert (
+        stream.getvalue().splitlines()[0]
+        == "done: 3 steps in 1 s   12 images   12 images/s   loss 0.5000"
+    )
     assert "MFU" not in stream.getvalue()
     assert columns_of("images")["images_per_s"](12.0) == "   12 images/s"
 
@@ -98,7 +113,9 @@ def drawn(width: int) -> list[str]:
     console.write(149, {"val_loss": 3.25})
     console.note("saving step 149")
     canvas = io.StringIO()
-    rich.console.Console(file=canvas, width=width, force_terminal=True, color_system=None).print(console)
+    rich.console.Console(file=canvas, width=width, force_terminal=True, color_system=None).print(
+        console
+    )
     console.close()
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", canvas.getvalue()).splitlines()
 
@@ -109,7 +126,14 @@ def test_the_display_fits_the_terminal(width: int) -> None:
     lines = drawn(width)
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    for expected in ("step 149/200", "74%", "22 s left", "12.3k tokens/s", "val loss  3.2500", "saving step 149"):
+    for expected in (
+        "step 149/200",
+        "74%",
+        "22 s left",
+        "12.3k tokens/s",
+        "val loss  3.2500",
+        "saving step 149",
+    ):
         assert expected in text
     (curve,) = (line for line in lines if "█" in line)
     assert curve.startswith("loss 5.0000 █")
@@ -129,8 +153,22 @@ def test_long_lines_continue_with_an_indent() -> None:
     """Between columns where that is enough; no word is cut, and short lines stay as they are."""
     text = "  layers/kernel  float32[2×32×64]  P(pipe, fsdp, tensor)  2 KiB\nshort  line"
     lines = fit(text, 40).split("\n")
-    assert lines == ["  layers/kernel  float32[2×32×64]", "      P(pipe, fsdp, tensor)  2 KiB", "short  line"]
-    assert fit("one  two three four five", 12).split("\n") == ["one", "    two", "    three", "    four", "    five"]
-    assert fit("one  two three four five", 14, indent=2).split("\n") == ["one", "  two three", "  four five"]
+    assert lines == [
+        "  layers/kernel  float32[2×32×64]",
+        "      P(pipe, fsdp, tensor)  2 KiB",
+        "short  line",
+    ]
+    assert fit("one  two three four five", 12).split("\n") == [
+        "one",
+        "    two",
+        "    three",
+        "    four",
+        "    five",
+    ]
+    assert fit("one  two three four five", 14, indent=2).split("\n") == [
+        "one",
+        "  two three",
+        "  four five",
+    ]
     assert fit(text, 80) == text
     assert fit("a" * 50, 40) == "a" * 50

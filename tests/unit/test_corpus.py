@@ -19,7 +19,9 @@ from spmd.errors import DataError
 from tests.unit.test_tokenizer import WORDS, begin_with, bpe
 
 
-def make(*source: Path | str, cache: Path, tokenizer: str = "bytes", validation: float = 0.3) -> Corpus:
+def make(
+    *source: Path | str, cache: Path, tokenizer: str = "bytes", validation: float = 0.3
+) -> Corpus:
     return make_corpus(
         [str(s) for s in source],
         load_tokenizer(tokenizer),
@@ -85,22 +87,33 @@ def test_a_glob_a_folder_and_a_file_mean_the_same_documents(folder: Path, cache:
     assert make(folder / "part1", cache=cache).documents == 7
 
 
-def test_a_glob_relative_to_the_working_folder(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_glob_relative_to_the_working_folder(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pattern whose first part is already a wildcard searches the working folder."""
     monkeypatch.chdir(folder)
     assert make("*/*.txt", cache=cache).fingerprint == make(folder, cache=cache).fingerprint
 
 
-def test_the_fingerprint_does_not_depend_on_where_the_folder_is(folder: Path, cache: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_does_not_depend_on_where_the_folder_is(
+    folder: Path, cache: Path, tmp_path: Path
+) -> None:
     """A copy of a folder elsewhere is the same corpus."""
     copy = shutil.copytree(folder, tmp_path / "elsewhere" / "copy")
     assert make(copy, cache=cache).fingerprint == make(folder, cache=cache).fingerprint
 
 
-def test_the_fingerprint_depends_on_content_tokenizer_and_split(folder: Path, cache: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_content_tokenizer_and_split(
+    folder: Path, cache: Path, tmp_path: Path
+) -> None:
     """A changed letter, a renamed file, another tokenizer or another split is another corpus."""
-    prints = [make(folder, cache=cache).fingerprint, make(folder, cache=cache, validation=0.31).fingerprint]
-    prints.append(make(folder, cache=cache, tokenizer=str(bpe(tmp_path / "tokenizer.json"))).fingerprint)
+    prints = [
+        make(folder, cache=cache).fingerprint,
+        make(folder, cache=cache, validation=0.31).fingerprint,
+    ]
+    prints.append(
+        make(folder, cache=cache, tokenizer=str(bpe(tmp_path / "tokenizer.json"))).fingerprint
+    )
     (folder / "part0" / "00.txt").write_text("Document 0.")
     prints.append(make(folder, cache=cache).fingerprint)
     (folder / "part0" / "00.txt").rename(folder / "part0" / "0000.txt")
@@ -147,7 +160,9 @@ def test_lines_of_jsonl_are_documents(tmp_path: Path, cache: Path) -> None:
     """Each line is one document, split by its number; blank lines, a byte order mark and U+2028 do no harm."""
     path = tmp_path / "lines.jsonl"
     documents = [f"line {i} \u2028 {WORDS}" for i in range(40)]
-    lines = [json.dumps({"id": i, "text": text}, ensure_ascii=False) for i, text in enumerate(documents)]
+    lines = [
+        json.dumps({"id": i, "text": text}, ensure_ascii=False) for i, text in enumerate(documents)
+    ]
     path.write_text("\ufeff" + "\n\n".join(lines) + "\n", encoding="utf-8")
     corpus = make(path, cache=cache)
     train, validation = texts(corpus.train), texts(corpus.validation)
@@ -159,10 +174,14 @@ def test_lines_of_jsonl_are_documents(tmp_path: Path, cache: Path) -> None:
 def test_another_field_of_the_same_lines_is_another_corpus(tmp_path: Path, cache: Path) -> None:
     """The same file read by another field is not answered from the cache of the first."""
     path = tmp_path / "lines.jsonl"
-    path.write_text("".join(json.dumps({"en": f"word {i}", "fr": f"mot {i}"}) + "\n" for i in range(9)))
+    path.write_text(
+        "".join(json.dumps({"en": f"word {i}", "fr": f"mot {i}"}) + "\n" for i in range(9))
+    )
     by_field = {}
     for field in ("en", "fr"):
-        corpus = make_corpus([str(path)], load_tokenizer("bytes"), text_field=field, validation=0.3, cache=cache)
+        corpus = make_corpus(
+            [str(path)], load_tokenizer("bytes"), text_field=field, validation=0.3, cache=cache
+        )
         by_field[field] = sorted(texts(corpus.train) + texts(corpus.validation))
     assert by_field == {"en": [f"word {i}" for i in range(9)], "fr": [f"mot {i}" for i in range(9)]}
 
@@ -170,7 +189,15 @@ def test_another_field_of_the_same_lines_is_another_corpus(tmp_path: Path, cache
 def test_every_bad_line_is_named(tmp_path: Path, cache: Path) -> None:
     """Broken JSON, a missing or wrong field, half a surrogate and bad UTF-8 are reported at once by file:line."""
     path = tmp_path / "bad.jsonl"
-    lines = [b'{"text": "fine"}', b"{", b'{"txt": "a"}', b'{"text": 3}', b"[1]", b'{"text": "\\ud800"}', b"\xff"]
+    lines = [
+        b'{"text": "fine"}',
+        b"{",
+        b'{"txt": "a"}',
+        b'{"text": 3}',
+        b"[1]",
+        b'{"text": "\\ud800"}',
+        b"\xff",
+    ]
     lines.append(b"[" * 100_000)
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(DataError) as caught:
@@ -183,7 +210,9 @@ def test_every_bad_line_is_named(tmp_path: Path, cache: Path) -> None:
     assert not list(cache.glob("*"))
 
 
-def test_no_line_is_read_without_a_bound(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_line_is_read_without_a_bound(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is longer than any document is named; at the bound, it is a document."""
     path = tmp_path / "long.jsonl"
     line = json.dumps({"text": "x" * 80}) + "\n"
@@ -229,7 +258,9 @@ def test_every_missing_source_is_named_with_its_nearest_sibling(folder: Path, ca
     """A misspelled folder, a glob without matches and a folder without text are reported together."""
     (folder / "pictures").mkdir()
     with pytest.raises(DataError) as caught:
-        make(folder / "part9", folder / "*.none", folder / "pictures", folder / "zzzzzz", cache=cache)
+        make(
+            folder / "part9", folder / "*.none", folder / "pictures", folder / "zzzzzz", cache=cache
+        )
     problems = {Path(p.where).name: p for p in caught.value.problems}
     assert problems["part9"].what == problems["zzzzzz"].what == "does not exist"
     assert problems["part9"].fix.startswith('did you mean "part')
@@ -251,12 +282,16 @@ def count_encodings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     encode = tokenizer_module.ByteTokenizer.encode
     monkeypatch.setattr(
-        tokenizer_module.ByteTokenizer, "encode", lambda self, text: seen.append(text) or encode(self, text)
+        tokenizer_module.ByteTokenizer,
+        "encode",
+        lambda self, text: seen.append(text) or encode(self, text),
     )
     return seen
 
 
-def test_a_cached_corpus_is_not_tokenised_again(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_corpus_is_not_tokenised_again(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second load encodes nothing and holds the same ids; the cache is one folder with three files."""
     seen = count_encodings(monkeypatch)
     first = make(folder, cache=cache)
@@ -270,7 +305,9 @@ def test_a_cached_corpus_is_not_tokenised_again(folder: Path, cache: Path, monke
     assert len(list(cache.glob("*/*"))) == 5
 
 
-@pytest.mark.parametrize("damage", ["truncate", "empty", "missing", "garbage", "no folder", "no count"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "empty", "missing", "garbage", "no folder", "no count"]
+)
 def test_a_damaged_cache_is_made_again(damage: str, folder: Path, cache: Path) -> None:
     """Half a file, no file or other bytes in the cache are noticed and replaced by the right ids."""
     first = make(folder, cache=cache)
@@ -278,7 +315,8 @@ def test_a_damaged_cache_is_made_again(damage: str, folder: Path, cache: Path) -
     place = cache / first.fingerprint
     path = place / "train.npy"
     content = path.read_bytes()
-    # Written beside and renamed: overwriting a file that is mapped would break the mapping of `first`.
+    # Written beside and renamed: overwriting a file that is mapped would break the mapping of
+    # `first`.
     other = cache / "other"
     other.write_bytes({"truncate": content[:-7], "garbage": b"garbage" * 100}.get(damage, b""))
     if damage in ("truncate", "empty", "garbage"):
@@ -298,7 +336,9 @@ def test_a_damaged_cache_is_made_again(damage: str, folder: Path, cache: Path) -
     assert [p.name for p in cache.iterdir()] == [first.fingerprint]
 
 
-def test_a_failure_in_the_middle_leaves_nothing(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_the_middle_leaves_nothing(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When tokenising stops half way, no folder is left and the next load is whole."""
     with monkeypatch.context() as patched:
         seen = count_encodings(patched)
@@ -335,7 +375,9 @@ def test_many_loads_at_once_agree(folder: Path, cache: Path) -> None:
     assert [p.name for p in cache.iterdir()] == [loads[0].fingerprint]
 
 
-def test_a_file_that_changes_meanwhile_is_noticed(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_meanwhile_is_noticed(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Text written between hashing and tokenising is refused, not stored under the old hash."""
     scan = corpus_module._scan
 
@@ -379,11 +421,16 @@ def test_documents_begin_as_prompts_do(folder: Path, cache: Path, tmp_path: Path
     corpus = make(folder, cache=cache, tokenizer=str(path))
     for ids, before in ((corpus.train, plain.train), (corpus.validation, plain.validation)):
         assert ids[0] == 1
-        np.testing.assert_array_equal(np.flatnonzero(ids == 1)[1:], np.flatnonzero(ids == 0)[:-1] + 1)
+        np.testing.assert_array_equal(
+            np.flatnonzero(ids == 1)[1:], np.flatnonzero(ids == 0)[:-1] + 1
+        )
         np.testing.assert_array_equal(ids[ids != 1], before)
     assert (corpus.train == 1).sum() + (corpus.validation == 1).sum() == corpus.documents
     digest = corpus.tokenizer.name.split(":")[1]
-    assert (corpus.tokenizer.name, plain.tokenizer.name.count(":")) == (f"tokenizer.json:{digest}:starts 1", 1)
+    assert (corpus.tokenizer.name, plain.tokenizer.name.count(":")) == (
+        f"tokenizer.json:{digest}:starts 1",
+        1,
+    )
 
 
 def test_a_large_vocabulary_takes_four_bytes_an_id(folder: Path, cache: Path) -> None:
@@ -407,4 +454,6 @@ def test_stdlib_is_the_source_of_this_python(cache: Path) -> None:
     held_out = len(corpus.validation) / (len(corpus.train) + len(corpus.validation))
     assert 0.01 < held_out < 0.15
     source = (root / "dataclasses.py").read_bytes() + b"\0"
-    assert any(source in ids.astype(np.uint8).tobytes() for ids in (corpus.train, corpus.validation))
+    assert any(
+        source in ids.astype(np.uint8).tobytes() for ids in (corpus.train, corpus.validation)
+    )

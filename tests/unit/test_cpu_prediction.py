@@ -50,11 +50,19 @@ def test_a_program_is_counted(layout: str, name: str) -> None:
 def test_time_is_work_over_rates() -> None:
     """Each line is its amount over its rate; temporaries cost more where they are new memory."""
     collectives = {("all-gather", 2): (3.0, 2e6)}
-    work = Work(flops=2e6, bytes={"cached": 1e6, "strided": 1e6}, operations=1e3, collectives=collectives)
+    work = Work(
+        flops=2e6, bytes={"cached": 1e6, "strided": 1e6}, operations=1e3, collectives=collectives
+    )
     expected = {"matmuls": 2e-3, "operations": 1e-3, "cached": 1e-3, "strided": 1e-2}
-    assert predict(work, RATES) == pytest.approx({**expected, "temporaries": 0.0, "collectives": 2.3e-3})
+    assert predict(work, RATES) == pytest.approx(
+        {**expected, "temporaries": 0.0, "collectives": 2.3e-3}
+    )
     old, new = Work(temporaries=1e6), Work(temporaries=1e6, is_new=True)
-    assert predict(new, RATES)["temporaries"] == 2 * predict(old, RATES)["temporaries"] == pytest.approx(2e-3)
+    assert (
+        predict(new, RATES)["temporaries"]
+        == 2 * predict(old, RATES)["temporaries"]
+        == pytest.approx(2e-3)
+    )
 
 
 def test_rank_correlation_counts_pairs() -> None:
@@ -64,7 +72,8 @@ def test_rank_correlation_counts_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "order", "is_met"), [(1.19, (2, 3, 4), True), (1.21, (2, 3, 4), False), (1.0, (4, 3, 2), False)]
+    ("own", "order", "is_met"),
+    [(1.19, (2, 3, 4), True), (1.21, (2, 3, 4), False), (1.0, (4, 3, 2), False)],
 )
 def test_both_targets_are_judged(own: float, order: tuple[int, ...], is_met: bool) -> None:
     """The demo's own mesh within 20 % and the order of all meshes."""

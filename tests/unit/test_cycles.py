@@ -136,7 +136,12 @@ def test_what_has_no_cycles_is_listed() -> None:
     """Kernels, collectives in fusions and in branches, copies and other fusions; not ends, scalars and buffers."""
     found = count_cycles(parse(text()), {"pipeline_forward": Fraction(2, 5)})
     assert found is not None
-    assert found.uncounted == {"Pallas kernels": 1, "rows": 1, "collectives": 1 + 2, "copy-start": 1}
+    assert found.uncounted == {
+        "Pallas kernels": 1,
+        "rows": 1,
+        "collectives": 1 + 2,
+        "copy-start": 1,
+    }
     line = "by the compiler's cycles at 1.5 GHz; without waiting, 3 collectives, 1 Pallas kernels, 1 rows, 1 copy-start"
     assert found.text(1.5e9).endswith(line)
     assert found.to_json(1.5e9)["seconds"] == sum(found.cycles.values()) / 1.5e9
@@ -154,11 +159,15 @@ def test_a_loop_of_unknown_length_is_refused() -> None:
 
 def test_a_plan_warns_of_a_loop_of_unknown_length() -> None:
     """The step's collectives and memory are still shown."""
-    compiled = types.SimpleNamespace(as_text=lambda: text(start="partition-id()"), memory_analysis=lambda: None)
+    compiled = types.SimpleNamespace(
+        as_text=lambda: text(start="partition-id()"), memory_analysis=lambda: None
+    )
     traced = types.SimpleNamespace(jaxpr=None)
     step = types.SimpleNamespace(compile=lambda batch: compiled, trace=lambda batch: traced)
     mesh = abstract_mesh(MeshShape(fsdp=2))
-    setup = types.SimpleNamespace(config=load_config("demo"), mesh=mesh, schedule=None, step=step, plan=None)
+    setup = types.SimpleNamespace(
+        config=load_config("demo"), mesh=mesh, schedule=None, step=step, plan=None
+    )
     audit, _, cycles, _ = compile_step(setup)
     assert cycles is None
     assert "is a loop of unknown length" in {warning.what for warning in audit.warnings}
@@ -193,7 +202,9 @@ def test_a_plan_has_the_compute_time(monkeypatch, capsys) -> None:
 def test_collectives_in_branches_run_as_the_schedule_says() -> None:
     """The walk is shared: a collective of the branch runs twice in five turns, and is not marked as conditional."""
     mesh = abstract_mesh(MeshShape(fsdp=2))
-    known = audit_collectives(text(), mesh, backend="tpu", taken={"pipeline_forward": Fraction(2, 5)})
+    known = audit_collectives(
+        text(), mesh, backend="tpu", taken={"pipeline_forward": Fraction(2, 5)}
+    )
     assert [(r.executions, r.is_conditional) for r in known.records] == [(1, False), (2, False)]
     unknown = audit_collectives(text(), mesh, backend="tpu")
     assert [(r.executions, r.is_conditional) for r in unknown.records] == [(1, False), (5, True)]
@@ -216,7 +227,13 @@ def test_a_schedule_says_how_often_branches_are_taken(name, chunks) -> None:
     }
 
 
-MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2, "tpu7x": 4 * 256**2}
+MULTIPLIERS = {
+    "v4": 8 * 128**2,
+    "v5e": 4 * 128**2,
+    "v5p": 8 * 128**2,
+    "v6e": 4 * 256**2,
+    "tpu7x": 4 * 256**2,
+}
 
 
 @pytest.mark.parametrize("kind", MULTIPLIERS)

@@ -59,7 +59,12 @@ def test_all_bad_fields_are_reported_at_once() -> None:
 def test_a_corpus_shorter_than_a_sequence_is_refused_for_both_halves(tmp_path: Path) -> None:
     """Both halves that are too short are named with their lengths; one token more is enough."""
     (tmp_path / "one.txt").write_text("0123456789" * 2)
-    config = DataConfig(source=(str(tmp_path / "one.txt"),), validation=0.5, sequence=11, cache=str(tmp_path / "cache"))
+    config = DataConfig(
+        source=(str(tmp_path / "one.txt"),),
+        validation=0.5,
+        sequence=11,
+        cache=str(tmp_path / "cache"),
+    )
     with pytest.raises(DataError) as caught:
         load_corpus(config)
     assert [problem.where for problem in caught.value.problems] == ["train", "validation"]
@@ -78,4 +83,6 @@ def test_wrong_evaluation_sets_are_reported_at_once(tmp_path: Path) -> None:
         open_sets(config, named, load_tokenizer("bytes"), "evaluate.sets", taken=("val",))
     where = [problem.where for problem in caught.value.problems]
     assert where == [str(tmp_path / "none"), "evaluate.sets", "evaluate.sets"]
-    assert [each.name for each in open_sets(config, named[:2], load_tokenizer("bytes"), "--data")] == ["val", "a"]
+    assert [
+        each.name for each in open_sets(config, named[:2], load_tokenizer("bytes"), "--data")
+    ] == ["val", "a"]

@@ -23,11 +23,16 @@ MESH = {"pipe": 2, "fsdp": 2, "tensor": 2, "data": 2}
 
 
 def derive(
-    init: Any, shapes: Any, specs: dict[str, P] | None = None, stacked: tuple[str, ...] = ("layers",)
+    init: Any,
+    shapes: Any,
+    specs: dict[str, P] | None = None,
+    stacked: tuple[str, ...] = ("layers",),
 ) -> tuple[dict[str, DerivedSpec], list[str]]:
     """The table, and where the problems are; a spec names one axis for each dimension unless given."""
     params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
     dims = {path: range(len(stacks_of(path, stacked))) for path in flatten(params)}
     specs = specs or {
@@ -56,7 +61,8 @@ def test_sizes_around_a_threshold(shape: tuple[int, ...], stacked: bool) -> None
     lead = ("pipe",) if stacked else ()
     rows = next(leaf for path, leaf in table.items() if "v_row" in path)
     if sorted(shape)[-2] < 128:
-        assert rows.spec == P(*lead, *(None,) * len(lead))  # no row statistic is kept: a placeholder of size 1
+        # no row statistic is kept: a placeholder of size 1
+        assert rows.spec == P(*lead, *(None,) * len(lead))
     else:
         assert rows.spec == P(*lead, "fsdp")
     assert {path for path, leaf in table.items() if leaf.shape == (1,) and any(leaf.spec)} == set()
@@ -66,7 +72,9 @@ def test_the_probe_asks_for_nothing_that_a_size_tells() -> None:
     """An optimizer that goes another way on the probe is mapped by sizes that occur once; equal ones are an error."""
 
     def init(params: Any) -> Any:
-        return jax.tree.map(lambda p: p.sum(axis=0) if p.shape[1] == 8 else p.sum(axis=(0, 1)), params)
+        return jax.tree.map(
+            lambda p: p.sum(axis=0) if p.shape[1] == 8 else p.sum(axis=(0, 1)), params
+        )
 
     assert specs_of(init, {"a": (4, 8, 16)}) == {"a": P("tensor", "data")}
     assert derive(init, {"a": (8, 8, 16)})[1] == ["optimizer state a"]
@@ -81,7 +89,9 @@ def test_sm3_has_one_accumulator_for_each_dimension() -> None:
 
 def test_dimensions_of_the_optimizer_are_whole() -> None:
     """L-BFGS keeps its last ten updates: the ten is no dimension of a parameter, even of one of size ten."""
-    specs = specs_of(optax.scale_by_lbfgs().init, {"kernel": (10, 9), "layers": {"kernel": (10, 10, 4)}})
+    specs = specs_of(
+        optax.scale_by_lbfgs().init, {"kernel": (10, 9), "layers": {"kernel": (10, 10, 4)}}
+    )
     assert specs["diff_params_memory/kernel"] == P(None, "fsdp", "tensor")
     assert specs["diff_params_memory/layers/kernel"] == P(None, "pipe", "fsdp", "tensor")
     assert specs["weights_memory"] == P()
@@ -98,7 +108,9 @@ def test_a_dimension_that_occurs_twice_is_split_once() -> None:
 
 def test_small_constants_are_replicated_and_say_so() -> None:
     """Muon's coefficients are no parameter's; also where a stack is as long as they are many."""
-    table, problems = derive(contrib.muon(0.1).init, {"layers": {"kernel": (3, 3, 3)}, "kernel": (3, 3)})
+    table, problems = derive(
+        contrib.muon(0.1).init, {"layers": {"kernel": (3, 3, 3)}, "kernel": (3, 3)}
+    )
     constant = next(leaf for path, leaf in table.items() if path.endswith("ns_coeffs"))
     assert not problems
     assert (constant.spec, constant.source) == (P(), "a constant of the optimizer")
@@ -150,14 +162,21 @@ def test_an_init_with_arrays_of_its_own_needs_no_probe() -> None:
 def test_control_an_order_that_is_not_kept_gives_the_wrong_dimension() -> None:
     """Control: were the probe to turn equal sizes around, Adafactor's rows of a square would be its columns."""
     rows = optax.scale_by_factored_rms(min_dim_size_to_factor=8).init
-    assert jax.eval_shape(rows, {"a": jax.ShapeDtypeStruct((9, 8), jnp.float32)}).v_row["a"].shape == (8,)
-    assert jax.eval_shape(rows, {"a": jax.ShapeDtypeStruct((8, 9), jnp.float32)}).v_row["a"].shape == (8,)
+    assert jax.eval_shape(rows, {"a": jax.ShapeDtypeStruct((9, 8), jnp.float32)}).v_row[
+        "a"
+    ].shape == (8,)
+    assert jax.eval_shape(rows, {"a": jax.ShapeDtypeStruct((8, 9), jnp.float32)}).v_row[
+        "a"
+    ].shape == (8,)
     assert specs_of(rows, {"a": (8, 8)})["v_row/a"] == P("fsdp")
 
 
 SHAPES = st.lists(st.sampled_from((2, 4, 6, 8)), min_size=1, max_size=3).map(tuple)
 TREES = st.builds(
-    lambda beside, stacked, layers: {"beside": beside, "layers": {n: (layers, *s) for n, s in stacked.items()}},
+    lambda beside, stacked, layers: {
+        "beside": beside,
+        "layers": {n: (layers, *s) for n, s in stacked.items()},
+    },
     st.dictionaries(st.sampled_from("abc"), SHAPES, min_size=1),
     st.dictionaries(st.sampled_from("de"), SHAPES, min_size=1),
     st.sampled_from((2, 4, 8)),
@@ -180,6 +199,9 @@ def test_every_derived_spec_fits_its_leaf(shapes: Any, name: str) -> None:
     assert not problems
     for path, leaf in table.items():
         assert len(leaf.spec) <= len(leaf.shape), path
-        assert all(size % shards_of(entry, MESH) == 0 for size, entry in zip(leaf.shape, leaf.spec, strict=False)), path
+        assert all(
+            size % shards_of(entry, MESH) == 0
+            for size, entry in zip(leaf.shape, leaf.spec, strict=False)
+        ), path
         used = [entry for entry in leaf.spec if entry]
         assert len(used) == len(set(used)), path

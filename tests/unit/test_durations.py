@@ -11,7 +11,11 @@ from tests.programs import ROOT
 
 def test_every_test_is_recorded_and_all_fit(request: pytest.FixtureRequest) -> None:
     """What `make durations` wrote has each test of this run, and no more than 24 minutes of one core."""
-    here = [item.nodeid for item in request.session.items if tier_of(item) not in ("soak", "architecture")]
+    here = [
+        item.nodeid
+        for item in request.session.items
+        if tier_of(item) not in ("soak", "architecture")
+    ]
     assert not durations.problems(durations.read(), here)
     assert all((ROOT / file).exists() for file in durations.by_file(durations.read()))
 

@@ -14,7 +14,10 @@ def write(folder: Path, *records: dict[str, float]) -> Path:
 
 def test_a_run_is_the_same_whatever_the_load(tmp_path: Path) -> None:
     """Seconds and bytes of the host are not compared; losses are, and steps that one of them lacks."""
-    first, second = {"step": 1, "loss": 2.5, "step_s": 0.1}, {"step": 2, "loss": 2.25, "step_s": 0.1}
+    first, second = (
+        {"step": 1, "loss": 2.5, "step_s": 0.1},
+        {"step": 2, "loss": 2.25, "step_s": 0.1},
+    )
     run = earlier.metrics(write(tmp_path / "run", first, second))
     slower = earlier.metrics(write(tmp_path / "slower", first | {"step_s": 0.3}, second))
     other = earlier.metrics(write(tmp_path / "other", first, second | {"loss": 2.2500001}))

@@ -27,14 +27,19 @@ from spmd.run.preflight import preflight
 from spmd.sharding.mesh import abstract_mesh
 
 SMALL = LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
-EXAMPLES = {"x": jax.ShapeDtypeStruct((8, 4), jnp.float32), "y": jax.ShapeDtypeStruct((8,), jnp.float32)}
+EXAMPLES = {
+    "x": jax.ShapeDtypeStruct((8, 4), jnp.float32),
+    "y": jax.ShapeDtypeStruct((8,), jnp.float32),
+}
 
 
 @functools.cache
 def setup(model=SMALL, rules=LLAMA, mesh=(("data", 2), ("fsdp", 2)), accumulate=4, **fields):
     data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=32, batch=64)
     shape = spmd.MeshShape(**dict(mesh))
-    config = spmd.TrainConfig(model=model, rules=rules, mesh=shape, data=data, accumulate=accumulate, **fields)
+    config = spmd.TrainConfig(
+        model=model, rules=rules, mesh=shape, data=data, accumulate=accumulate, **fields
+    )
     return make_setup(config, planned_mesh(config))
 
 
@@ -63,7 +68,9 @@ def test_the_plan_says_what_is_sent_and_held():
     """Over fsdp a reduce-scatter of whole gradients, over data an all-reduce of the shard; all float32, 4 bytes."""
     made = setup()
     sizes = [(math.prod(entry.shape), "fsdp" in str(entry.spec)) for entry in made.plan.params]
-    split, whole = (4 * sum(size for size, is_split in sizes if is_split == kind) for kind in (True, False))
+    split, whole = (
+        4 * sum(size for size, is_split in sizes if is_split == kind) for kind in (True, False)
+    )
     assert exchange_bytes(made.plan, ("data",)) == (2 * (split // 2 + whole), 0, 0)
     both = split + 2 * (split // 2 + whole)
     assert exchange_bytes(made.plan, ("data", "fsdp")) == (both, split, split // 2 + split)
@@ -92,9 +99,13 @@ def test_auxiliary_losses_of_a_devices_own_examples_are_refused(of_all_devices):
         logits = batch["x"][:, None] * model.apply(params, batch["x"])[:, :, None]
         targets, weights = jnp.zeros(logits.shape[:2], jnp.int32), jnp.ones(logits.shape[:2])
         outputs = Outputs(logits, {"balance_loss": logits.mean()}, of_all_devices=of_all_devices)
-        return next_token_sums(outputs, {"targets": targets, "weights": weights}, train=True), variables
+        return next_token_sums(
+            outputs, {"targets": targets, "weights": weights}, train=True
+        ), variables
 
-    refused = pytest.raises(ConfigError, match=r"balance_loss.*are of all examples(.|\n)*fix: --exchange-once none")
+    refused = pytest.raises(
+        ConfigError, match=r"balance_loss.*are of all examples(.|\n)*fix: --exchange-once none"
+    )
     with contextlib.nullcontext() if of_all_devices else refused:
         trace(model, loss_fn)
 
@@ -109,7 +120,11 @@ def test_parameters_in_host_memory_keep_it_too():
 
 def test_a_pipeline_without_a_flush_has_no_end_of_a_batch():
     """Its microbatches are of two steps."""
-    pipedream = {"mesh": (("pipe", 2), ("data", 2)), "accumulate": 1, "pipeline": spmd.PipelineConfig("pipedream")}
+    pipedream = {
+        "mesh": (("pipe", 2), ("data", 2)),
+        "accumulate": 1,
+        "pipeline": spmd.PipelineConfig("pipedream"),
+    }
     assert "has no flush" in exchange_line(setup(**pipedream))
     with pytest.raises(ConfigError, match="exchange_once: is data: a batch does not end"):
         setup(**pipedream, exchange_once="data")
@@ -127,14 +142,20 @@ def squares(model, *, key_is_used=False):
     def loss_fn(params, variables, batch, key):
         noise = jax.random.normal(key, batch["y"].shape) if key_is_used else 0.0
         y, variables = model.forward(params, variables, key, batch["x"], train=True)
-        return {"loss": ((y[:, 0] + noise - batch["y"]) ** 2).sum(), "weight": jnp.float32(batch["y"].size)}, variables
+        return {
+            "loss": ((y[:, 0] + noise - batch["y"]) ** 2).sum(),
+            "weight": jnp.float32(batch["y"].size),
+        }, variables
 
     return loss_fn
 
 
 class Normalised(nnx.Module):
     def __init__(self, rngs):
-        self.norm, self.out = nnx.BatchNorm(4, rngs=rngs), nnx.Linear(4, 1, use_bias=False, rngs=rngs)
+        self.norm, self.out = (
+            nnx.BatchNorm(4, rngs=rngs),
+            nnx.Linear(4, 1, use_bias=False, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.out(self.norm(x))
@@ -143,8 +164,12 @@ class Normalised(nnx.Module):
 def test_batch_statistics_are_refused():
     """They are of the whole batch, and each device would have its own."""
     model = spmd.from_nnx(lambda rngs: Normalised(rngs))
-    rules = spmd.Rules(params=[("kernel", P("fsdp")), ("(scale|bias|mean|var)", spmd.replicate("four numbers"))])
-    with pytest.raises(ConfigError, match="norm/mean: is a variable that the model changes by itself"):
+    rules = spmd.Rules(
+        params=[("kernel", P("fsdp")), ("(scale|bias|mean|var)", spmd.replicate("four numbers"))]
+    )
+    with pytest.raises(
+        ConfigError, match="norm/mean: is a variable that the model changes by itself"
+    ):
         trace(model, squares(model), rules=rules)
 
 
@@ -160,7 +185,9 @@ class Dropped(nn.Module):
 def test_draws_are_refused(rate, draws):
     """Devices would draw the same numbers for different examples, so another layout would have other numbers."""
     model = spmd.from_linen(Dropped(rate), EXAMPLES["x"], train={"train": True})
-    with pytest.raises(ConfigError, match="key: is used, and every device would draw the same numbers"):
+    with pytest.raises(
+        ConfigError, match="key: is used, and every device would draw the same numbers"
+    ):
         trace(model, squares(model, key_is_used=draws))
 
 

@@ -47,14 +47,19 @@ def check(apply, *, spec=FSDP, table=SHARDED, optimizer=SGD, zero=3, **axes: int
         loss = jnp.square(apply(params, batch["x"])).sum()
         return {"loss": loss, "weight": jnp.float32(8)}, variables
 
-    return check_explicit(spmd.make_train_step(plan, loss_fn), {"x": jax.ShapeDtypeStruct((8, 16), jnp.float32)})
+    return check_explicit(
+        spmd.make_train_step(plan, loss_fn), {"x": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
+    )
 
 
 def is_refused(function) -> bool:
     """Whether JAX refuses to trace `function(x, up, down)` under Explicit axes."""
     mesh = AbstractMesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     arrays = [((8, 16), FSDP), ((16, 32), SHARDED["up"]), ((32, 16), SHARDED["down"])]
-    shapes = [jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec)) for shape, spec in arrays]
+    shapes = [
+        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
+        for shape, spec in arrays
+    ]
     try:
         with jax.sharding.use_abstract_mesh(mesh):
             jax.eval_shape(function, *shapes)
@@ -79,7 +84,9 @@ def line_with(code: str, file: str) -> str:
 
 @pytest.mark.upgrades
 @pytest.mark.parametrize(
-    "axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "sequence": 2, "tensor": 2}], ids=["fsdp-tensor", "sequence-tensor"]
+    "axes",
+    [{"fsdp": 2, "tensor": 2}, {"data": 2, "sequence": 2, "tensor": 2}],
+    ids=["fsdp-tensor", "sequence-tensor"],
 )
 def test_llama_is_decided(axes):
     """Each layout of a tiny Llama's step, whose layers are scanned."""
@@ -94,17 +101,33 @@ def test_llama_is_decided(axes):
 def test_llama_without_a_mark_is_not_decided(monkeypatch):
     """The control: without the mark on the residual stream, both row-parallel products are listed, and their sums."""
     monkeypatch.setattr("spmd.models.linear.constrain_like", lambda x, name: x)
-    monkeypatch.setattr("spmd.models.llama.annotate", lambda x, name: x if name == "residual" else annotate(x, name))
+    monkeypatch.setattr(
+        "spmd.models.llama.annotate", lambda x, name: x if name == "residual" else annotate(x, name)
+    )
     monkeypatch.setattr("spmd.training.step.check_annotations", lambda plan, jaxpr: None)
-    plan = spmd.make_plan(abstract_mesh(MeshShape(fsdp=2, tensor=2)), LLAMA, tiny.model(), tiny.OPTIMIZER)
+    plan = spmd.make_plan(
+        abstract_mesh(MeshShape(fsdp=2, tensor=2)), LLAMA, tiny.model(), tiny.OPTIMIZER
+    )
     found = check_explicit(spmd.make_train_step(plan, tiny.loss_fn()), TOKENS).undecided
-    listed = [(record.source, record.primitive, record.operands) for record in found if record.phase == "forward"]
+    listed = [
+        (record.source, record.primitive, record.operands)
+        for record in found
+        if record.phase == "forward"
+    ]
     product, total = (
         line_with("in _products(", "spmd/models/linear.py"),
         line_with("self.attention(", "spmd/models/llama.py"),
     )
-    assert (product, "dot_general", "f32[8,16,32] P(fsdp, ., tensor), f32[32,32] P(tensor, .)") in listed
-    assert (product, "dot_general", "f32[8,16,64] P(fsdp, ., tensor), f32[64,32] P(tensor, .)") in listed
+    assert (
+        product,
+        "dot_general",
+        "f32[8,16,32] P(fsdp, ., tensor), f32[32,32] P(tensor, .)",
+    ) in listed
+    assert (
+        product,
+        "dot_general",
+        "f32[8,16,64] P(fsdp, ., tensor), f32[64,32] P(tensor, .)",
+    ) in listed
     assert (total, "add", "f32[8,16,32] P(., ., fsdp), f32[8,16,32] P(fsdp, ., .)") in listed
 
 
@@ -112,7 +135,9 @@ def test_llama_without_a_mark_is_not_decided(monkeypatch):
 def test_mixtral_is_decided():
     """Each layout outside and inside of expert layers, over three axes."""
     model = spmd.from_nnx(PRESETS["test"].build)
-    plan = spmd.make_plan(abstract_mesh(MeshShape(fsdp=2, expert=2, tensor=2)), MIXTRAL, model, tiny.OPTIMIZER)
+    plan = spmd.make_plan(
+        abstract_mesh(MeshShape(fsdp=2, expert=2, tensor=2)), MIXTRAL, model, tiny.OPTIMIZER
+    )
     found = check_explicit(spmd.make_train_step(plan, spmd.next_token_loss(model)), TOKENS)
     assert found.ok, str(found)
     assert found.operations > 300
@@ -126,7 +151,11 @@ def test_a_missing_annotation_is_listed_with_its_line():
         return jax.nn.silu(hidden) @ params["down"]  # row-parallel
 
     (found,) = check(apply, fsdp=2, tensor=2).undecided
-    assert (found.source, found.primitive, found.count) == (line_of("row-parallel"), "dot_general", 1)
+    assert (found.source, found.primitive, found.count) == (
+        line_of("row-parallel"),
+        "dot_general",
+        1,
+    )
     assert found.operands == "f32[8,32] P(fsdp, tensor), f32[32,16] P(tensor, .)"
     assert "Contracting dimensions are sharded" in found.reason
     assert found.phase == "forward"
@@ -142,7 +171,11 @@ def test_all_operations_are_listed():
         return jnp.sort(rows[0] + rows[1] * rows[2], axis=0)  # sorted
 
     found = check(apply, fsdp=2, tensor=2).undecided
-    forward = [(record.source, record.primitive, record.count) for record in found if record.phase == "forward"]
+    forward = [
+        (record.source, record.primitive, record.count)
+        for record in found
+        if record.phase == "forward"
+    ]
     assert forward == [(line_of("three"), "dot_general", 3), (line_of("sorted"), "sort", 1)]
 
 
@@ -169,9 +202,22 @@ def test_operations_of_the_optimizer_are_marked():
         return marked(marked(x) @ params["up"] @ params["down"])
 
     table = {"up": P(None, ("fsdp", "tensor")), "down": P(("fsdp", "tensor"))}
-    options = {"table": table, "optimizer": optax.adam(1e-2), "spec": P("data"), "data": 2, "fsdp": 2, "tensor": 2}
-    rest = [record for record in check(apply, zero=1, **options).undecided if record.phase == "rest of the step"]
-    assert {record.source for record in rest} == {line_with("params, **taken)", "spmd/optim/extra_args.py")}
+    options = {
+        "table": table,
+        "optimizer": optax.adam(1e-2),
+        "spec": P("data"),
+        "data": 2,
+        "fsdp": 2,
+        "tensor": 2,
+    }
+    rest = [
+        record
+        for record in check(apply, zero=1, **options).undecided
+        if record.phase == "rest of the step"
+    ]
+    assert {record.source for record in rest} == {
+        line_with("params, **taken)", "spmd/optim/extra_args.py")
+    }
     assert "add got incompatible shardings" in rest[0].reason
     assert not any(r.phase == "rest of the step" for r in check(apply, zero=3, **options).undecided)
 
@@ -193,9 +239,17 @@ def test_the_check_is_that_of_jax():
     }
     refused, listed = [], []
     for name, function in functions.items():
-        if is_refused(lambda x, *kernels, function=function: function(dict(zip(SHARDED, kernels, strict=True)), x)):
+        if is_refused(
+            lambda x, *kernels, function=function: function(
+                dict(zip(SHARDED, kernels, strict=True)), x
+            )
+        ):
             refused.append(name)
-        found = check(lambda params, x, function=function: function(params, x) * marked(x).sum(), fsdp=2, tensor=2)
+        found = check(
+            lambda params, x, function=function: function(params, x) * marked(x).sum(),
+            fsdp=2,
+            tensor=2,
+        )
         listed += [name] if any(record.phase == "forward" for record in found.undecided) else []
     assert listed == refused
     assert 0 < len(refused) < len(functions)
@@ -211,12 +265,22 @@ def test_loops_and_branches_are_checked():
 
         return jax.lax.scan(body, marked(x), None, length=3)[0]  # loop
 
-    sources = {record.source for record in check(apply, fsdp=2, tensor=2).undecided if record.phase == "forward"}
+    sources = {
+        record.source
+        for record in check(apply, fsdp=2, tensor=2).undecided
+        if record.phase == "forward"
+    }
     assert sources == {line_of("body")}
-    found = check(lambda params, x: apply(params, marked(x)), spec=P("fsdp", "tensor"), fsdp=2, tensor=2).undecided
-    carried = [record for record in found if record.primitive == "scan" and record.phase == "forward"]
+    found = check(
+        lambda params, x: apply(params, marked(x)), spec=P("fsdp", "tensor"), fsdp=2, tensor=2
+    ).undecided
+    carried = [
+        record for record in found if record.primitive == "scan" and record.phase == "forward"
+    ]
     assert [record.source for record in carried] == [line_of("loop")]
-    assert "is carried P(fsdp, tensor) into an iteration and P(fsdp, .) out of it" in carried[0].reason
+    assert (
+        "is carried P(fsdp, tensor) into an iteration and P(fsdp, .) out of it" in carried[0].reason
+    )
 
 
 def test_branches_agree():
@@ -226,8 +290,12 @@ def test_branches_agree():
         x = marked(x)
         return jax.lax.cond(x.sum() > 0, lambda: x, lambda: (x @ params["up"])[:, :16])  # condition
 
-    found = [record for record in check(apply, fsdp=2, tensor=2).undecided if record.phase == "forward"]
-    assert [(record.source, record.primitive) for record in found] == [(line_of("condition"), "cond")]
+    found = [
+        record for record in check(apply, fsdp=2, tensor=2).undecided if record.phase == "forward"
+    ]
+    assert [(record.source, record.primitive) for record in found] == [
+        (line_of("condition"), "cond")
+    ]
     assert "P(fsdp, .)" in found[0].reason
     assert "P(fsdp, tensor)" in found[0].reason
 
@@ -255,7 +323,9 @@ def test_later_constraints_decide():
         return marked(product(params, x))
 
     assert "rest of the step" not in listed(decided, optax.stateless(update))
-    twice = optax.chain(optax.stateless(update), optax.stateless(lambda g, _: jax.tree.map(jnp.flip, g)))
+    twice = optax.chain(
+        optax.stateless(update), optax.stateless(lambda g, _: jax.tree.map(jnp.flip, g))
+    )
     assert "rest of the step" in listed(decided, twice)
 
 
@@ -263,7 +333,8 @@ def test_dimensions_that_a_reshape_keeps_stay_sharded():
     """JAX has no rule for a reshape of several dimensions; one that keeps each sharded dimension is decided."""
     shapes = (8, 2, 2, 2, 2), (4, 2, 4, 2, 2)
     kept, split = (
-        lambda params, x, to=to: marked(x).reshape(8, 4, 4).reshape(to) + params["up"].sum() for to in shapes
+        lambda params, x, to=to: marked(x).reshape(8, 4, 4).reshape(to) + params["up"].sum()
+        for to in shapes
     )
     assert check(kept, fsdp=2, tensor=2).ok
     assert [record.primitive for record in check(split, fsdp=2, tensor=2).undecided] == ["reshape"]
@@ -283,7 +354,12 @@ def test_manual_regions_are_decided_by_their_author():
         if "tensor" not in names:
             specs = (P("fsdp"), P(), P())
         region = jax.shard_map(
-            product, mesh=mesh, in_specs=specs, out_specs=P("fsdp"), axis_names=set(names), check_vma=False
+            product,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=P("fsdp"),
+            axis_names=set(names),
+            check_vma=False,
         )
         return marked(region(marked(x), params["up"], params["down"]))
 
@@ -298,7 +374,9 @@ def test_constants_take_any_layout():
 
     def apply(params, x):
         x = marked(x)
-        total, _ = jax.lax.scan(lambda total, n: (total + x * n, None), jnp.zeros_like(x), jnp.arange(3.0))
+        total, _ = jax.lax.scan(
+            lambda total, n: (total + x * n, None), jnp.zeros_like(x), jnp.arange(3.0)
+        )
         wide = jax.lax.dynamic_update_slice(jnp.zeros((8, 32)), total, (0, 4))
         return jnp.where(wide > 0, wide, -jnp.inf).max(axis=1, keepdims=True) + params["down"].sum()
 
@@ -317,7 +395,8 @@ def test_the_command_prints_records_and_exits_with_0_or_1(tmp_path, capsys, monk
     config = write_config(tmp_path)
     assert run("check", config, "--explicit") == 0
     assert capsys.readouterr().out.startswith("data=2 fsdp=2 tensor=2: all ")
-    assert run("check", config, "--explicit", "--mesh.data", 512) == 2  # a batch of 8 does not divide
+    # a batch of 8 does not divide
+    assert run("check", config, "--explicit", "--mesh.data", 512) == 2
     capsys.readouterr()
 
     found = check(lambda params, x: marked(x) @ params["up"] @ params["down"], fsdp=2, tensor=2)

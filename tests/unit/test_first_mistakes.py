@@ -52,7 +52,11 @@ def plan_of(**params):
 
 
 def sums(params, batch, **others):
-    return {"loss": ((MODEL.apply(params, batch["x"]) - batch["y"]) ** 2).sum(), "weight": jnp.float32(16), **others}
+    return {
+        "loss": ((MODEL.apply(params, batch["x"]) - batch["y"]) ** 2).sum(),
+        "weight": jnp.float32(16),
+        **others,
+    }
 
 
 def loss_fn(params, variables, batch, key):
@@ -61,16 +65,22 @@ def loss_fn(params, variables, batch, key):
 
 def traced(returns, batch=BATCH):
     """A step traced with a loss that returns a function of its sums and variables."""
-    step = spmd.make_train_step(plan(), lambda params, variables, batch, key: returns(sums(params, batch), variables))
+    step = spmd.make_train_step(
+        plan(), lambda params, variables, batch, key: returns(sums(params, batch), variables)
+    )
     return step.trace(batch)
 
 
 def states(*, delete=()):
     """A state that no program made, some of whose arrays are gone, as after a donation."""
-    state = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract_state(plan()))
+    state = jax.tree.map(
+        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract_state(plan())
+    )
     for path in delete:
         functools.reduce(
-            lambda x, name: x[name] if isinstance(x, dict) else getattr(x, name), path.split("/"), state
+            lambda x, name: x[name] if isinstance(x, dict) else getattr(x, name),
+            path.split("/"),
+            state,
         ).delete()
     return state
 
@@ -98,7 +108,11 @@ def language_model(batch):
 
 def classify():
     loss = classification_loss(spmd.Model(MODEL.init, lambda params, x: x))
-    batch = {"images": np.ones((8, 4), np.float32), "labels": np.ones((8, 4)), "weights": np.ones(8)}
+    batch = {
+        "images": np.ones((8, 4), np.float32),
+        "labels": np.ones((8, 4)),
+        "weights": np.ones(8),
+    }
     jax.eval_shape(lambda batch: loss({}, {}, batch, None), batch)
 
 
@@ -118,16 +132,37 @@ CALLS = {
     # What a loss function returns.
     "a scalar": (lambda: traced(lambda s, v: s["loss"]), "loss_fn: returns float32[]\n"),
     "sums alone": (lambda: traced(lambda s, v: s), "loss_fn: returns a dict\n"),
-    "a vector and variables": (lambda: traced(lambda s, v: (jnp.ones(3), v)), "returns (float32[3], a dict)\n"),
+    "a vector and variables": (
+        lambda: traced(lambda s, v: (jnp.ones(3), v)),
+        "returns (float32[3], a dict)\n",
+    ),
     "nothing": (lambda: traced(lambda s, v: None), "loss_fn: returns None\n"),
-    "no weight": (lambda: traced(lambda s, v: ({"loss": s["loss"]}, v)), "no 'weight' among its sums\n      ['loss']"),
-    "a vector": (lambda: traced(lambda s, v: ({**s, "loss": jnp.ones(16)}, v)), "sum 'loss': has the shape (16,)"),
-    "a vector beside": (lambda: traced(lambda s, v: ({**s, "a": jnp.ones(3)}, v)), "sum 'a': has the shape (3,)"),
-    "bfloat16": (lambda: traced(lambda s, v: ({**s, "weight": jnp.bfloat16(9)}, v)), "sum 'weight': is bfloat16"),
+    "no weight": (
+        lambda: traced(lambda s, v: ({"loss": s["loss"]}, v)),
+        "no 'weight' among its sums\n      ['loss']",
+    ),
+    "a vector": (
+        lambda: traced(lambda s, v: ({**s, "loss": jnp.ones(16)}, v)),
+        "sum 'loss': has the shape (16,)",
+    ),
+    "a vector beside": (
+        lambda: traced(lambda s, v: ({**s, "a": jnp.ones(3)}, v)),
+        "sum 'a': has the shape (3,)",
+    ),
+    "bfloat16": (
+        lambda: traced(lambda s, v: ({**s, "weight": jnp.bfloat16(9)}, v)),
+        "sum 'weight': is bfloat16",
+    ),
     "an integer": (lambda: traced(lambda s, v: ({**s, "loss": 3}, v)), "sum 'loss': is int32"),
-    "a name that is taken": (lambda: traced(lambda s, v: ({**s, "tokens": 1.0}, v)), "a metric that the step adds"),
+    "a name that is taken": (
+        lambda: traced(lambda s, v: ({**s, "tokens": 1.0}, v)),
+        "a metric that the step adds",
+    ),
     "None for variables": (lambda: traced(lambda s, v: (s, None)), "variables: are None"),
-    "new variables": (lambda: traced(lambda s, v: (s, {"mean": 0.5})), "variables/mean: is 0.5, and nothing is needed"),
+    "new variables": (
+        lambda: traced(lambda s, v: (s, {"mean": 0.5})),
+        "variables/mean: is 0.5, and nothing is needed",
+    ),
     "gradients": (lambda: traced(lambda s, v: ({}, s, v)), "fix: pass it as grad_fn="),
     "three arguments": (
         lambda: spmd.make_train_step(plan(), lambda params, batch, key: 0),
@@ -135,13 +170,20 @@ CALLS = {
     ),
     "a microbatch's": (
         lambda: spmd.make_train_step(
-            plan(), grad_fn=spmd.accumulate(spmd.value_and_grad(lambda p, v, b, k: (sums(p, b), None)), 2)
+            plan(),
+            grad_fn=spmd.accumulate(spmd.value_and_grad(lambda p, v, b, k: (sums(p, b), None)), 2),
         ).trace(BATCH),
         "variables: are None",
     ),
     # make_train_step, accumulate.
-    "no loss": (lambda: spmd.make_train_step(plan()), "loss_fn, grad_fn: are both there, or neither is"),
-    "loss and gradient": (lambda: spmd.make_train_step(plan(), loss_fn, grad_fn=loss_fn), "fix: give one of them"),
+    "no loss": (
+        lambda: spmd.make_train_step(plan()),
+        "loss_fn, grad_fn: are both there, or neither is",
+    ),
+    "loss and gradient": (
+        lambda: spmd.make_train_step(plan(), loss_fn, grad_fn=loss_fn),
+        "fix: give one of them",
+    ),
     "a step's order": (
         lambda: spmd.make_train_step(loss_fn, plan()),
         "plan: is a function\n      fix: make_train_step(p",
@@ -151,8 +193,14 @@ CALLS = {
         lambda: spmd.make_train_step(plan(), grad_fn=loss_fn).trace(BATCH),
         "fix: spmd.value_and_grad(loss_fn)",
     ),
-    "2.5 microbatches": (lambda: spmd.accumulate(spmd.value_and_grad(loss_fn), 2.5), "microbatches: is 2.5\n"),
-    "a step's state": (lambda: call_step({"w": 1}), "state: is a dict\n      fix: step(state, batch), with state from"),
+    "2.5 microbatches": (
+        lambda: spmd.accumulate(spmd.value_and_grad(loss_fn), 2.5),
+        "microbatches: is 2.5\n",
+    ),
+    "a step's state": (
+        lambda: call_step({"w": 1}),
+        "state: is a dict\n      fix: step(state, batch), with state from",
+    ),
     "a donated state": (
         lambda: call_step(states(delete=("step", "params/w"))),
         "state: was donated to another call: 2 of its 9 arrays are gone\n      such as step\n      fix: use what",
@@ -167,13 +215,22 @@ CALLS = {
         lambda: call_step(states(), {name: x[:15] for name, x in BATCH.items()}),
         "batch x: the sharding of batches cannot split dimension 0 of (15, 8)\n      15 / (data=2 × fsdp=4 × expert=1)",
     ),
-    "a list": (lambda: call_step(states(), {"x": [1.0]}), "batch x/0: is 1.0\n      fix: a NumPy or JAX array"),
-    "no targets": (lambda: language_model({"tokens": TOKENS["tokens"]}), "batch: has no 'targets'\n      it has ['tok"),
+    "a list": (
+        lambda: call_step(states(), {"x": [1.0]}),
+        "batch x/0: is 1.0\n      fix: a NumPy or JAX array",
+    ),
+    "no targets": (
+        lambda: language_model({"tokens": TOKENS["tokens"]}),
+        "batch: has no 'targets'\n      it has ['tok",
+    ),
     "one-hot targets": (
         lambda: language_model({**TOKENS, "targets": np.zeros((8, 8, 4), np.int32)}),
         "targets and weights: have the shapes (8, 8, 4) and (8, 8), and the logits are of (8, 8)",
     ),
-    "one-hot labels": (classify, "targets and weights: have the shapes (8, 1, 4) and (8, 1), and the logits are"),
+    "one-hot labels": (
+        classify,
+        "targets and weights: have the shapes (8, 1, 4) and (8, 1), and the logits are",
+    ),
     # make_plan.
     "a plan's order": (
         lambda: spmd.make_plan(mesh(), MODEL, RULES, OPTIMIZER),
@@ -188,11 +245,26 @@ CALLS = {
         lambda: make_plan(optimizer="adamw"),
         "optimizer: is 'adamw'\n      fix: spmd.make_opt",
     ),
-    "an optimizer's config": (lambda: make_plan(optimizer=spmd.OptimizerConfig()), "optimizer: is an OptimizerConfig"),
-    "an optimizer not called": (lambda: make_plan(optimizer=optax.adam), "optimizer: is a function"),
-    "a MeshShape": (lambda: make_plan(on=spmd.MeshShape(data=8)), "mesh: is a MeshShape\n      fix: spmd.make_mesh("),
-    "two axes": (lambda: make_plan(on=jax_mesh(("data", "fsdp"), (2, 4))), "mesh: has the axes data (Auto), fsdp (A"),
-    "axes of others": (lambda: make_plan(on=jax_mesh(("x", "y"), (2, 4))), "has the axes x (Auto), y (Auto)\n"),
+    "an optimizer's config": (
+        lambda: make_plan(optimizer=spmd.OptimizerConfig()),
+        "optimizer: is an OptimizerConfig",
+    ),
+    "an optimizer not called": (
+        lambda: make_plan(optimizer=optax.adam),
+        "optimizer: is a function",
+    ),
+    "a MeshShape": (
+        lambda: make_plan(on=spmd.MeshShape(data=8)),
+        "mesh: is a MeshShape\n      fix: spmd.make_mesh(",
+    ),
+    "two axes": (
+        lambda: make_plan(on=jax_mesh(("data", "fsdp"), (2, 4))),
+        "mesh: has the axes data (Auto), fsdp (A",
+    ),
+    "axes of others": (
+        lambda: make_plan(on=jax_mesh(("x", "y"), (2, 4))),
+        "has the axes x (Auto), y (Auto)\n",
+    ),
     "Explicit axes": (
         lambda: make_plan(on=jax_mesh(AXES, (1, 2, 4, 1, 1, 1), AxisType.Explicit)),
         "data (Explicit), fsdp (Explicit)",
@@ -202,7 +274,10 @@ CALLS = {
         "precision: <class 'jax.numpy.bfloat16'> does",
     ),
     "True for remat": (lambda: make_plan(remat=True), "'True' does not exist"),
-    "a word for offload": (lambda: make_plan(offload="params"), "offload: is 'params'\n      fix: (\"params\",)"),
+    "a word for offload": (
+        lambda: make_plan(offload="params"),
+        "offload: is 'params'\n      fix: (\"params\",)",
+    ),
     # Parameters.
     "integers": (
         lambda: plan_of(w=np.zeros((8, 4), np.float32), b=np.zeros(4, np.int32)),
@@ -234,7 +309,10 @@ CALLS = {
     ),
     "a maker without rngs": (lambda: spmd.from_nnx(lambda: None), "make: takes nothing"),
     "a class": (lambda: spmd.from_linen(nn.Dense, np.ones((4, 8))), "module: is the class Dense"),
-    "an NNX module": (lambda: spmd.from_linen(Empty(), np.ones((4, 8))), "or spmd.from_nnx for a module of nnx"),
+    "an NNX module": (
+        lambda: spmd.from_linen(Empty(), np.ones((4, 8))),
+        "or spmd.from_nnx for a module of nnx",
+    ),
     "a transform alone": (
         lambda: make_plan(transforms=spmd.GradTransform()),
         "transforms: is a GradTransform\n      fix: a list, such as",
@@ -244,12 +322,27 @@ CALLS = {
         lambda: spmd.make_optimizer("adamw", 10),
         "config: is 'adamw'\n      fix: spmd.OptimizerConfig(",
     ),
-    "a text for a number": (lambda: spmd.OptimizerConfig(learning_rate="3e-4"), "learning_rate: is '3e-4'"),
-    "a schedule": (lambda: spmd.OptimizerConfig(learning_rate=lambda step: 1.0), "learning_rate: is a function"),
-    "one pattern": (lambda: spmd.OptimizerConfig(no_decay="bias"), "no_decay: is 'bias'\n      fix: (\"bias\",)"),
-    "one stack": (lambda: spmd.make_optimizer(spmd.OptimizerConfig(), 10, "layers"), "stacked: is 'layers'"),
+    "a text for a number": (
+        lambda: spmd.OptimizerConfig(learning_rate="3e-4"),
+        "learning_rate: is '3e-4'",
+    ),
+    "a schedule": (
+        lambda: spmd.OptimizerConfig(learning_rate=lambda step: 1.0),
+        "learning_rate: is a function",
+    ),
+    "one pattern": (
+        lambda: spmd.OptimizerConfig(no_decay="bias"),
+        "no_decay: is 'bias'\n      fix: (\"bias\",)",
+    ),
+    "one stack": (
+        lambda: spmd.make_optimizer(spmd.OptimizerConfig(), 10, "layers"),
+        "stacked: is 'layers'",
+    ),
     # States.
-    "a text for a seed": (lambda: spmd.init_state(plan(), "0"), "seed: is '0'\n      fix: a whole number"),
+    "a text for a seed": (
+        lambda: spmd.init_state(plan(), "0"),
+        "seed: is '0'\n      fix: a whole number",
+    ),
     "half a seed": (lambda: spmd.init_state(plan(), 0.5), "seed: is 0.5"),
     "seed 0 once more": (lambda: spmd.init_state(plan(), 2**32), "seed: is 4294967296"),
     "a key for a seed": (lambda: spmd.init_state(plan(), jax.random.key(0)), "seed: is key<fry>[]"),
@@ -258,7 +351,9 @@ CALLS = {
         "plan.mesh: has no devices\n      fix: a plan with a mesh from spmd.make_mesh",
     ),
     "other parameters": (
-        lambda: spmd.init_state(plan(), params={"w": np.zeros((8, 8), np.float32), "b": np.zeros(4, np.float32)}),
+        lambda: spmd.init_state(
+            plan(), params={"w": np.zeros((8, 8), np.float32), "b": np.zeros(4, np.float32)}
+        ),
         "params/w: is float32[8, 8], and float32[8, 4] is needed",
     ),
     "donated parameters": (
@@ -286,14 +381,20 @@ CALLS = {
         lambda: fit(1, 2, step=states()),
         "step: is a TrainState\n      fix: fit(state, step, batches, steps=…)",
     ),
-    "a function for a hook": (lambda: fit(1, 2, hooks=[lambda step: 0]), "hooks: is or has a function"),
+    "a function for a hook": (
+        lambda: fit(1, 2, hooks=[lambda step: 0]),
+        "hooks: is or has a function",
+    ),
     "the class of a hook": (lambda: fit(1, 2, hooks=[hook()]), "hooks: is or has the class Mine"),
     "a hook alone": (lambda: fit(1, 2, hooks=hook()()), "hooks: is or has a Mine"),
     "a misspelt method": (
         lambda: hook(on_setp=lambda self, step: None),
         "Mine.on_setp: is no method of a hook and would never be called\n      fix: did you mean",
     ),
-    "a method of others": (lambda: hook(on_epoch_end=lambda self: None), "Mine.on_epoch_end: is no method of a hook"),
+    "a method of others": (
+        lambda: hook(on_epoch_end=lambda self: None),
+        "Mine.on_epoch_end: is no method of a hook",
+    ),
     "a method's arguments": (
         lambda: hook(on_metrics=lambda self, metrics: None),
         "Mine.on_metrics: takes self, metrics\n      fix: a function of (self, step, metrics)",
@@ -353,8 +454,19 @@ def test_another_dtype_of_the_model_is_said() -> None:
 @pytest.mark.parametrize("steps", [0, 2])
 def test_controls(steps: int) -> None:
     """What is right is no mistake: hooks with other methods, a NumPy batch, sums of integers, nothing left to do."""
-    mine = hook(on_metrics=lambda self, step, metrics: None, helper=lambda self: None, on_disk=True)()
-    assert fit(*range(steps), state=0, step=lambda state, batch: (state + 1, {}), steps=steps, hooks=(mine,)) == steps
+    mine = hook(
+        on_metrics=lambda self, step, metrics: None, helper=lambda self: None, on_disk=True
+    )()
+    assert (
+        fit(
+            *range(steps),
+            state=0,
+            step=lambda state, batch: (state + 1, {}),
+            steps=steps,
+            hooks=(mine,),
+        )
+        == steps
+    )
     traced(lambda s, v: ({**s, "weight": 16, "seen": jnp.int32(3)}, v))
     make_plan(on=jax_mesh(tuple(reversed(AXES)), (1, 1, 1, 4, 2, 1)))
     assert tiny.plan() == tiny.plan()

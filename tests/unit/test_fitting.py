@@ -29,7 +29,10 @@ def found(fits, monkeypatch, **fields):
 
     monkeypatch.setattr(fitting, "make_setup", make_setup)
     monkeypatch.setattr(fitting, "check_microbatches", check_microbatches)
-    total = lambda setup, platform: SimpleNamespace(total=1 if fits(setup.config) else 3)  # noqa: E731
+
+    def total(setup, platform):
+        return SimpleNamespace(total=1 if fits(setup.config) else 3)
+
     monkeypatch.setattr(fitting, "estimate_step", total)
     topology = SimpleNamespace(platform="tpu", memory=2)
     return fitting.suggest_memory_settings(make_setup(Config(**fields), None), topology)
@@ -41,9 +44,15 @@ BOTH = ("optimizer_state", "params")
 @pytest.mark.parametrize(
     ("fits", "flags"),
     [
-        (lambda c: c.offload == BOTH and c.accumulate == 2, ["--offload optimizer_state params --accumulate 2"]),
+        (
+            lambda c: c.offload == BOTH and c.accumulate == 2,
+            ["--offload optimizer_state params --accumulate 2"],
+        ),
         (lambda c: c.offload == BOTH, ["--offload optimizer_state params"]),
-        (lambda c: c.accumulate == 4, ["--accumulate 4", "--offload optimizer_state params --accumulate 4"]),
+        (
+            lambda c: c.accumulate == 4,
+            ["--accumulate 4", "--offload optimizer_state params --accumulate 4"],
+        ),
         (lambda c: c.accumulate == 8, []),
     ],
     ids=["with those before it", "alone", "smaller microbatches", "what is refused"],

@@ -30,13 +30,17 @@ SMALL = spmd.replicate("a few bytes")
 
 def plan_of(model: Model, rows: Any = (), optimizer: Any = None) -> ShardingPlan:
     mesh = abstract_mesh(MeshShape(data=2, fsdp=2))
-    return spmd.make_plan(mesh, spmd.Rules(rows or [("kernel|bias", SMALL)]), model, optimizer or optax.sgd(0.1))
+    return spmd.make_plan(
+        mesh, spmd.Rules(rows or [("kernel|bias", SMALL)]), model, optimizer or optax.sgd(0.1)
+    )
 
 
 def called(model: Model, *, train: bool = True, **keywords: Any) -> tuple[Any, Any]:
     """Return the outputs and variables of a call, abstract."""
     params, variables = jax.eval_shape(model.init, KEY), jax.eval_shape(model.init_variables, KEY)
-    return jax.eval_shape(functools.partial(model.forward, train=train, **keywords), params, variables, KEY, X)
+    return jax.eval_shape(
+        functools.partial(model.forward, train=train, **keywords), params, variables, KEY, X
+    )
 
 
 class Attribute(nnx.Module):
@@ -59,7 +63,10 @@ ATTRIBUTES = {
         {"extra/0": "float32[2]", "extra/1": "bool[3]"},
     ),
     "a dictionary": (lambda rngs: nnx.data({"a": (jnp.ones(2),)}), {"extra/a/0": "float32[2]"}),
-    "in a layer": (lambda rngs: Attribute(lambda rngs: jnp.ones(2), rngs), {"extra/extra": "float32[2]"}),
+    "in a layer": (
+        lambda rngs: Attribute(lambda rngs: jnp.ones(2), rngs),
+        {"extra/extra": "float32[2]"},
+    ),
 }
 
 
@@ -114,7 +121,9 @@ def test_a_table_in_stacked_layers_is_stacked_or_refused() -> None:
     """Flax stacks what is marked as data; a plain one, of which it would keep one under tracing, is named."""
     marked = spmd.from_nnx(lambda rngs: Stack(nnx.data, rngs))
     assert jax.eval_shape(marked.init_variables, KEY)["layers"]["table"].shape == (3, 8)
-    with pytest.raises(ConfigError, match=r"layers/table: is made in nnx.vmap.*\n.*\n.*self.table = nnx.data"):
+    with pytest.raises(
+        ConfigError, match=r"layers/table: is made in nnx.vmap.*\n.*\n.*self.table = nnx.data"
+    ):
         spmd.from_nnx(lambda rngs: Stack(lambda x: x, rngs)).info()
 
 
@@ -264,14 +273,24 @@ class ActNorm(nn.Module):
         scale = self.param("scale", lambda key: x.std(0) + 1)
         running = self.variable("stats", "mean", lambda: x.mean(0))
         zeros = self.variable("stats", "zeros", lambda: jnp.zeros_like(x[0]))
-        return (x - mean[None]) / scale[None] + nn.Dense(WIDTH, name="dense")(running.value + zeros.value)[None]
+        return (x - mean[None]) / scale[None] + nn.Dense(WIDTH, name="dense")(
+            running.value + zeros.value
+        )[None]
 
 
 def test_initial_values_from_inputs_need_inputs() -> None:
     """With arrays they are taken; with shapes every such value is named, and no other."""
     model = spmd.from_linen(ActNorm(), np.ones(X.shape, X.dtype))
-    assert sorted(tree.flatten(jax.eval_shape(model.init, KEY))) == ["dense/bias", "dense/kernel", "mean", "scale"]
-    assert sorted(tree.flatten(jax.eval_shape(model.init_variables, KEY))) == ["stats/mean", "stats/zeros"]
+    assert sorted(tree.flatten(jax.eval_shape(model.init, KEY))) == [
+        "dense/bias",
+        "dense/kernel",
+        "mean",
+        "scale",
+    ]
+    assert sorted(tree.flatten(jax.eval_shape(model.init_variables, KEY))) == [
+        "stats/mean",
+        "stats/zeros",
+    ]
     with pytest.raises(ConfigError, match="arrays in place of shapes") as caught:
         plan_of(spmd.from_linen(ActNorm(), X))
     assert [problem.where for problem in caught.value.problems] == ["mean", "scale", "stats/mean"]
@@ -320,7 +339,9 @@ class Persistent(nn.Module):
         ("mixed", True, "counts/loss/0: is added to the variables by a call"),
     ],
 )
-def test_variables_that_a_call_adds_or_changes_are_named(way: str, train: bool, message: str) -> None:
+def test_variables_that_a_call_adds_or_changes_are_named(
+    way: str, train: bool, message: str
+) -> None:
     """In words, with the line of the module, where Flax would raise an error of its own or grow the state."""
     modes = {"train": {"train": True}, "evaluate": {"train": False}}
     with pytest.raises(ConfigError, match=message):
@@ -341,6 +362,12 @@ def test_what_no_checkpoint_could_hold_is_refused_by_the_plan() -> None:
 
     with pytest.raises(ConfigError) as caught:
         plan_of(model())
-    assert sorted(problem.where for problem in caught.value.problems) == ["", "..", "a/b", "empty", "lora"]
+    assert sorted(problem.where for problem in caught.value.problems) == [
+        "",
+        "..",
+        "a/b",
+        "empty",
+        "lora",
+    ]
     del params["a"], params[""], params[".."], params["lora"], variables["empty"]
     plan_of(model(), [("fine|b", SMALL)])

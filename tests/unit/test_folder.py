@@ -39,7 +39,10 @@ def test_links_out_of_the_folder_are_refused(folder, tmp_path):
     (folder.path / "logs" / "process-0.log").symlink_to(tmp_path / "elsewhere.log")
     with pytest.raises(CheckpointError, match="leads out of the run folder") as caught:
         folder.check_use("auto")
-    assert [problem.where.rpartition("/")[2] for problem in caught.value.problems] == ["process-0.log", "plan.txt"]
+    assert [problem.where.rpartition("/")[2] for problem in caught.value.problems] == [
+        "process-0.log",
+        "plan.txt",
+    ]
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "[" * 100_000, '{"changed": {}}'])

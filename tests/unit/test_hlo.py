@@ -55,8 +55,16 @@ def test_instructions() -> None:
     body = p.computations["main"]
     assert body.root == "c.1"
     assert body.instructions["b"].operands == ("a", "a")
-    assert body.instructions["b"].arrays == (HloArray("f32", (2,)), HloArray("s32", ()), HloArray("u32", ()))
-    assert [(user.name, position) for user, position in body.users["a"]] == [("b", 0), ("b", 1), ("c.1", 0)]
+    assert body.instructions["b"].arrays == (
+        HloArray("f32", (2,)),
+        HloArray("s32", ()),
+        HloArray("u32", ()),
+    )
+    assert [(user.name, position) for user, position in body.users["a"]] == [
+        ("b", 0),
+        ("b", 1),
+        ("c.1", 0),
+    ]
     assert p.producer(HloValue("main", "c.1")) == HloValue("main", "a")
 
 
@@ -96,7 +104,10 @@ FORMS = [
     ("replica_groups=mesh['a'=2,'b'=4] {'a'}, use_global_device_ids=true", ("data",)),
     ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1':(1)2}", ("fsdp",)),
     ("replica_groups=mesh['axis_0'=8] {'axis_0':(1)2,'axis_0':(4)2}", ("data", "tensor")),
-    ("replica_groups=mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}, dimensions={0}", ("fsdp", "tensor")),
+    (
+        "replica_groups=mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}, dimensions={0}",
+        ("fsdp", "tensor"),
+    ),
     ("replica_groups=mesh['a'=2,'b'=4], device_ids=(0,1,4,5,2,3,6,7) {'a'}", ("fsdp",)),
     ("replica_groups=mesh[a=2,b=4] {b:(2)2}", ("tensor",)),
     ("replica_groups=@mesh<a=2,b=2,c=2> {c,a}", ("data", "tensor")),
@@ -135,11 +146,19 @@ def written_forms(axes: dict[str, int], chosen: set[str]) -> list[str]:
     members = math.prod(axes[name] for name in chosen)
     groups = np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1, members)
     listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
-    shape, dims, perm = f"[{len(groups)},{members}]", ",".join(map(str, sizes)), ",".join(map(str, order))
+    shape, dims, perm = (
+        f"[{len(groups)},{members}]",
+        ",".join(map(str, sizes)),
+        ",".join(map(str, order)),
+    )
     mesh = ",".join(f"'{name}'={size}" for name, size in axes.items())
     flat = math.prod(sizes)
     behind = {name: math.prod(sizes[i + 1 :]) for i, name in enumerate(names)}
-    parts = ",".join(f"'x':({flat // behind[n] // axes[n]}){axes[n]}" for n in names if n in chosen and axes[n] > 1)
+    parts = ",".join(
+        f"'x':({flat // behind[n] // axes[n]}){axes[n]}"
+        for n in names
+        if n in chosen and axes[n] > 1
+    )
     ids = ",".join(map(str, np.arange(flat).reshape(sizes).transpose().ravel()))
     turned = ",".join(f"'{name}'={axes[name]}" for name in reversed(names))
     used = ",".join(f"'{name}'" for name in names if name in chosen)
@@ -231,13 +250,24 @@ LOOP = """
         ({"start": "partition-id()"}, None),
         ({"step": -1}, None),
         ({"direction": "GT"}, None),
-        ({"known": ', backend_config={"known_trip_count":{"n":"5"},"known_init_step":{"init":"0","step":"1"}}'}, 5),
+        (
+            {
+                "known": ', backend_config={"known_trip_count":{"n":"5"},"known_init_step":{"init":"0","step":"1"}}'
+            },
+            5,
+        ),
         ({"known": ", backend_config={known_trip_count={n=4}}"}, 4),
     ],
 )
 def test_trip_count(changes, turns) -> None:
     """A loop's length is what the compiler says, else what start, step and limit give, else unknown."""
-    values = {"step": 1, "direction": "LT", "stop": 7, "start": "constant(0)", "known": ""} | changes
+    values = {
+        "step": 1,
+        "direction": "LT",
+        "stop": 7,
+        "start": "constant(0)",
+        "known": "",
+    } | changes
     p = program(LOOP.format(**values))
     assert trip_count(p, "main", p.computations["main"].instructions["w"]) == turns
 
@@ -254,7 +284,10 @@ def test_values_pass_through_loops() -> None:
 
 @pytest.mark.parametrize(
     ("start", "update", "last"),
-    [("call-start(x)", "", "start"), ("call-start()", "update = f32[2] call-update(start, x)", "update")],
+    [
+        ("call-start(x)", "", "start"),
+        ("call-start()", "update = f32[2] call-update(start, x)", "update"),
+    ],
 )
 def test_values_pass_through_asynchronous_calls(start, update, last) -> None:
     """A TPU7x's SparseCores run collectives as calls, whose operands newer compilers name in the update."""
@@ -303,7 +336,8 @@ def test_per_device() -> None:
     assert offset is not None
     assert offset.tolist() == [[0], [0], [8], [8]]
     assert per_device(p, HloValue("main", "odd"), 4) is None
-    place = per_device(p, HloValue("main", "place"), 4)  # of a table too long for the program's text
+    # of a table too long for the program's text
+    place = per_device(p, HloValue("main", "place"), 4)
     assert place is not None
     assert len({*place[:, 0]}) == 4
 

@@ -35,7 +35,10 @@ def folder(tmp_path: Path) -> Path:
     """Ten images of three classes, in several formats."""
     for number in range(10):
         name = ("cat", "dog", "emu")[number % 3]
-        save(tmp_path / "set" / name / "more" / f"{number}.{('png', 'bmp', 'webp')[number % 3]}", noise(number))
+        save(
+            tmp_path / "set" / name / "more" / f"{number}.{('png', 'bmp', 'webp')[number % 3]}",
+            noise(number),
+        )
     (tmp_path / "set" / "cat" / "notes.txt").write_text("no image")
     (tmp_path / "set" / ".hidden").mkdir()
     return tmp_path / "set"
@@ -56,7 +59,11 @@ def test_rows_are_pixels_and_labels(tmp_path: Path) -> None:
     assert found["weights"].tolist() == [1, 1]
     np.testing.assert_array_equal(found["images"], [np.full((4, 4, 3), GREEN), wide[:, 3:7]])
     scaled = rows(ImageFolder(tmp_path, size=4), 0, 1)
-    assert {name: x.dtype for name, x in scaled.items()} == {"images": "f4", "labels": "i4", "weights": "f4"}
+    assert {name: x.dtype for name, x in scaled.items()} == {
+        "images": "f4",
+        "labels": "i4",
+        "weights": "f4",
+    }
     np.testing.assert_allclose(scaled["images"], found["images"] / 127.5 - 1, atol=1e-6)
     assert (scaled["images"].min(), scaled["images"].max()) == (-1, 1)
     with pytest.raises(IndexError):
@@ -92,13 +99,19 @@ def test_a_random_crop_is_a_function_of_seed_and_index(folder: Path) -> None:
     for index in (29, 3, 4, 5):
         np.testing.assert_array_equal(rows(again, index)["images"][0], together["images"][index])
     assert len(np.unique(together["images"], axis=0)) == 30
-    assert (rows(dataclasses.replace(images, seed=2), 5)["images"][0] != together["images"][5]).any()
-    assert images.fingerprint == again.fingerprint != dataclasses.replace(images, seed=2).fingerprint
+    assert (
+        rows(dataclasses.replace(images, seed=2), 5)["images"][0] != together["images"][5]
+    ).any()
+    assert (
+        images.fingerprint == again.fingerprint != dataclasses.replace(images, seed=2).fingerprint
+    )
 
 
 def test_random_crops_stay_inside_and_flip(tmp_path: Path) -> None:
     """Of an image that brightens to the right, crops have its range, and half of them are mirrored."""
-    ramp = np.repeat(np.arange(100, 200, dtype=np.uint8)[None, :, None], 50, axis=0).repeat(3, axis=2)
+    ramp = np.repeat(np.arange(100, 200, dtype=np.uint8)[None, :, None], 50, axis=0).repeat(
+        3, axis=2
+    )
     save(tmp_path / "a" / "ramp.png", ramp)
     images = ImageFolder(tmp_path, size=8, crop="random", views=100, pixels="uint8")
     found = rows(images, *range(100))["images"][..., 0].astype(int)
@@ -106,7 +119,9 @@ def test_random_crops_stay_inside_and_flip(tmp_path: Path) -> None:
     assert 98 <= found.min() <= found.max() <= 201
     assert 30 < (slopes < 0).sum() < 70
     assert np.abs(slopes).min() < 25 < 45 < np.abs(slopes).max()
-    whole = rows(dataclasses.replace(images, min_area=1.0), *range(100))["images"][..., 0].astype(int)
+    whole = rows(dataclasses.replace(images, min_area=1.0), *range(100))["images"][..., 0].astype(
+        int
+    )
     assert np.ptp(np.abs(whole[:, 4, -1] - whole[:, 4, 0])) < np.ptp(np.abs(slopes))
 
 
@@ -139,7 +154,11 @@ def test_an_image_that_cannot_be_read_is_named(damaged: Path) -> None:
 def test_unreadable_images_are_skipped_and_counted(damaged: Path) -> None:
     """By choice, they are found before the first row, and the others are rows as they would be without them."""
     images = ImageFolder(damaged, size=4, unreadable="skip")
-    assert [Path(problem.where).name for problem in images.skipped] == ["text.jpg", "1.bmp", "deep.png"]
+    assert [Path(problem.where).name for problem in images.skipped] == [
+        "text.jpg",
+        "1.bmp",
+        "deep.png",
+    ]
     assert len(images) == 9
     fingerprint, found = images.fingerprint, rows(images, *range(9))
     for problem in images.skipped:
@@ -196,10 +215,28 @@ def test_all_bad_fields_are_reported_at_once(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         ImageFolder(
-            folder, size=0, classes=("a", "a"), views=2, seed=-1, min_area=0, pixels="f8", unreadable="no", threads=0
+            folder,
+            size=0,
+            classes=("a", "a"),
+            views=2,
+            seed=-1,
+            min_area=0,
+            pixels="f8",
+            unreadable="no",
+            threads=0,
         )
     names = [problem.where for problem in caught.value.problems]
-    assert names == ["classes", "images", "min_area", "pixels", "seed", "size", "threads", "unreadable", "views"]
+    assert names == [
+        "classes",
+        "images",
+        "min_area",
+        "pixels",
+        "seed",
+        "size",
+        "threads",
+        "unreadable",
+        "views",
+    ]
     assert "pip install 'spmd[images]'" in str(caught.value)
 
 
@@ -218,12 +255,19 @@ def test_batches_are_the_same_on_every_mesh_and_resumed(folder: Path) -> None:
             return list(found)
 
     whole = run(by_rows(several), 0)
-    for other, first in ((run(by_rows(one), 0), 0), (run(NamedSharding(several, BATCH_SPEC), 4), 4)):
+    for other, first in (
+        (run(by_rows(one), 0), 0),
+        (run(NamedSharding(several, BATCH_SPEC), 4), 4),
+    ):
         assert len(other) == 6 - first
         for a, b in zip(whole[first:], other, strict=True):
             for name in a:
                 np.testing.assert_array_equal(a[name], b[name])
-    assert {name: x.shape for name, x in whole[0].items()} == {"images": (8, 4, 4, 3), "labels": (8,), "weights": (8,)}
+    assert {name: x.shape for name, x in whole[0].items()} == {
+        "images": (8, 4, 4, 3),
+        "labels": (8,),
+        "weights": (8,),
+    }
     for x in whole[0].values():
         assert x.sharding.is_equivalent_to(NamedSharding(several, P(("data", "fsdp"))), x.ndim)
     epoch = np.concatenate([batch["images"] for batch in whole[:3]])[:20]
@@ -234,7 +278,9 @@ def test_batches_are_the_same_on_every_mesh_and_resumed(folder: Path) -> None:
 class HalfSharding(NamedSharding):
     """The sharding of a process that has the first of two devices only."""
 
-    def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> dict[jax.Device, tuple[slice, ...]]:
+    def addressable_devices_indices_map(
+        self, shape: tuple[int, ...]
+    ) -> dict[jax.Device, tuple[slice, ...]]:
         return dict([next(iter(super().addressable_devices_indices_map(shape).items()))])
 
 
@@ -246,8 +292,12 @@ def test_a_process_reads_only_its_images(folder: Path, monkeypatch: pytest.Monke
         whole = [np.asarray(batch["images"]) for batch in found]
     read: list[Path] = []
     read_image = images_module._read_image
-    monkeypatch.setattr(images_module, "_read_image", lambda path: read.append(path) or read_image(path))
-    monkeypatch.setattr(jax, "make_array_from_process_local_data", lambda sharding, rows, shape: (rows, shape))
+    monkeypatch.setattr(
+        images_module, "_read_image", lambda path: read.append(path) or read_image(path)
+    )
+    monkeypatch.setattr(
+        jax, "make_array_from_process_local_data", lambda sharding, rows, shape: (rows, shape)
+    )
     with batches(images, sharding=HalfSharding(mesh, P("data")), **options) as found:
         mine = list(found)
     assert len(read) == 4
@@ -259,16 +309,24 @@ def test_a_process_reads_only_its_images(folder: Path, monkeypatch: pytest.Monke
 
 def test_evaluation_pads_with_weight_0(folder: Path) -> None:
     """Ten images in batches of four are ten of weight 1, in order; then padding."""
-    images, sharding = ImageFolder(folder, size=4), by_rows(make_mesh(data=2, devices=jax.devices()[:2]))
+    images, sharding = (
+        ImageFolder(folder, size=4),
+        by_rows(make_mesh(data=2, devices=jax.devices()[:2])),
+    )
     found = list(evaluation_batches(images, batch=4, sharding=sharding, tokens_at_most=1000))
     assert np.concatenate([batch["weights"] for batch in found]).tolist() == [1] * 10 + [0] * 2
-    np.testing.assert_array_equal(np.concatenate([x["images"] for x in found])[:10], rows(images, *range(10))["images"])
+    np.testing.assert_array_equal(
+        np.concatenate([x["images"] for x in found])[:10], rows(images, *range(10))["images"]
+    )
     assert len(list(evaluation_batches(images, batch=4, sharding=sharding, tokens_at_most=5))) == 2
 
 
 def test_a_mesh_that_splits_tokens_needs_a_sharding_of_rows(folder: Path) -> None:
     """A row of one target cannot be split over `sequence`; a sharding of the rows alone can be used on that mesh."""
-    images, mesh = ImageFolder(folder, size=4), make_mesh(data=2, sequence=2, devices=jax.devices()[:4])
+    images, mesh = (
+        ImageFolder(folder, size=4),
+        make_mesh(data=2, sequence=2, devices=jax.devices()[:4]),
+    )
     options = {"batch": 4, "seed": 0, "start": 0, "steps": 1}
     with pytest.raises(MeshError, match="1 / "):
         batches(images, sharding=NamedSharding(mesh, BATCH_SPEC), **options)

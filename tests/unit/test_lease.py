@@ -22,7 +22,14 @@ def files(folder):
 
 def write_lease(folder, age, number=3, **fields):
     """A lease of a process on another host, unless the fields say otherwise; its last heartbeat was `age` s ago."""
-    holder = {"host": "elsewhere", "pid": 7, "since": "yesterday", "machine": "another boot", "started": "1", **fields}
+    holder = {
+        "host": "elsewhere",
+        "pid": 7,
+        "since": "yesterday",
+        "machine": "another boot",
+        "started": "1",
+        **fields,
+    }
     (folder / "lease").mkdir(parents=True, exist_ok=True)
     path = folder / "lease" / f"{number}.json"
     path.write_text(json.dumps(holder))
@@ -31,7 +38,10 @@ def write_lease(folder, age, number=3, **fields):
 
 
 def refusal(*arguments, **options):
-    with pytest.raises(CheckpointError) as caught, Lease(*arguments, say=lambda line: None, **options):
+    with (
+        pytest.raises(CheckpointError) as caught,
+        Lease(*arguments, say=lambda line: None, **options),
+    ):
         pass
     return str(caught.value)
 
@@ -41,7 +51,13 @@ def test_one_holds_it_until_it_is_released(tmp_path):
     with Lease(tmp_path):
         assert files(tmp_path) == ["1.json"]
         text = refusal(tmp_path)
-        for part in (f"process {os.getpid()} on ", " since 2", "last heartbeat", "expires in", "--take-over"):
+        for part in (
+            f"process {os.getpid()} on ",
+            " since 2",
+            "last heartbeat",
+            "expires in",
+            "--take-over",
+        ):
             assert part in text
     with pytest.raises(KeyError), Lease(tmp_path):
         raise KeyError
@@ -92,10 +108,14 @@ def test_a_lease_of_another_host_is_respected_until_it_expires(tmp_path):
 def test_ages_are_by_the_file_server(tmp_path, monkeypatch):
     """A claimant whose clock is a day fast or slow respects a lease as one whose clock is right."""
     for shift in (-86400, 86400):
-        monkeypatch.setattr(time, "time", lambda shift=shift: os.stat("/proc/self").st_mtime + shift)
+        monkeypatch.setattr(
+            time, "time", lambda shift=shift: os.stat("/proc/self").st_mtime + shift
+        )
         path = tmp_path / str(shift)
         (path / "lease").mkdir(parents=True)
-        (path / "lease" / "3.json").write_text(json.dumps({**dataclasses.asdict(Holder()), "machine": "another"}))
+        (path / "lease" / "3.json").write_text(
+            json.dumps({**dataclasses.asdict(Holder()), "machine": "another"})
+        )
         timer = threading.Timer(0.7, os.utime, [path / "lease" / "3.json"])
         timer.start()
         assert "writes to it" in refusal(path)
@@ -118,7 +138,9 @@ def test_taken_over_it_is_lost(tmp_path, capsys, monkeypatch):
     with Lease(tmp_path, exit_process=codes.append) as old:
         old.renew()
         with Lease(tmp_path, take_over=True) as new:
-            with pytest.raises(CheckpointError, match=rf"its lease was taken over by process {os.getpid()} on"):
+            with pytest.raises(
+                CheckpointError, match=rf"its lease was taken over by process {os.getpid()} on"
+            ):
                 old.renew()
             while not codes:
                 time.sleep(0.01)
@@ -162,7 +184,9 @@ def test_of_several_that_find_an_expired_lease_one_gets_it(tmp_path, monkeypatch
         assert race(tmp_path / str(n), monkeypatch) == 1
     opened = Path.open
     monkeypatch.setattr(
-        module.Path, "open", lambda path, mode="r", **options: opened(path, mode.replace("x", "w"), **options)
+        module.Path,
+        "open",
+        lambda path, mode="r", **options: opened(path, mode.replace("x", "w"), **options),
     )
     undo, monkeypatch.undo = monkeypatch.undo, lambda: None
     assert race(tmp_path / "control", monkeypatch) > 1
@@ -183,7 +207,9 @@ def test_a_claim_that_comes_late_gets_nothing(tmp_path):
 def test_problems_of_the_folder_release_it(tmp_path):
     """They are looked for while it is held, so that nobody changes it in between."""
     found = Problem("runs/x", "another run has begun here")
-    assert "another run has begun here" in refusal(tmp_path, check=lambda: [found] if files(tmp_path) else [])
+    assert "another run has begun here" in refusal(
+        tmp_path, check=lambda: [found] if files(tmp_path) else []
+    )
     assert files(tmp_path) == ["1.released"]
 
 

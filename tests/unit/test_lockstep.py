@@ -17,7 +17,8 @@ from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import IDLE, TickTable, tabulate
 
 EXECUTED = ("gpipe", "1f1b", "interleaved")
-Value = tuple[int, int] | None  # what a group of layers gets: its microbatch and the group; None: zeros
+# what a group of layers gets: its microbatch and the group; None: zeros
+Value = tuple[int, int] | None
 
 
 def replay(table: TickTable) -> list[str]:
@@ -43,7 +44,9 @@ def replay(table: TickTable) -> list[str]:
             problems.append(f"{where}: the {what} of {expected} is {found}")
 
     for tick in range(table.ticks):
-        arrived = [sent[stage - 1] if stage or table.chunks > 1 else None for stage in range(stages)]
+        arrived = [
+            sent[stage - 1] if stage or table.chunks > 1 else None for stage in range(stages)
+        ]
         arrived_back = sent_back[1:] + (sent_back[:1] if table.chunks > 1 else [None])
         sent, sent_back = [None] * stages, [None] * stages
         for stage in range(stages):
@@ -68,7 +71,9 @@ def replay(table: TickTable) -> list[str]:
                 backward[do["backward"], group] += 1
                 sent_back[stage] = do["backward"], group - 1
     for name, counts, groups in (("forward", forward, last), ("backward", backward, last + 1)):
-        if counts != Counter((i, group) for i in range(table.microbatches) for group in range(groups)):
+        if counts != Counter(
+            (i, group) for i in range(table.microbatches) for group in range(groups)
+        ):
             problems.append(f"{name} tasks do not run once each")
     return problems
 
@@ -78,23 +83,36 @@ def named(draw: st.DrawFn) -> Schedule:
     """A schedule that is executed, of 2 to 8 stages."""
     name, stages = draw(st.sampled_from(EXECUTED)), draw(st.integers(2, 8))
     if name == "interleaved":
-        return make_schedule(name, stages, stages * draw(st.integers(1, 4)), draw(st.integers(2, 4)))
+        return make_schedule(
+            name, stages, stages * draw(st.integers(1, 4)), draw(st.integers(2, 4))
+        )
     return make_schedule(name, stages, draw(st.integers(1, 20)))
 
 
 @st.composite
 def any_order(draw: st.DrawFn) -> Schedule:
     """A schedule in which whatever can run next runs next, as chance will have it."""
-    stages, microbatches, chunks = draw(st.integers(2, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    stages, microbatches, chunks = (
+        draw(st.integers(2, 4)),
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 3)),
+    )
     random = draw(st.randoms(use_true_random=False))
     groups = stages * chunks
-    left = {(kind, group, i) for kind in ("F", "BW") for group in range(groups) for i in range(microbatches)}
+    left = {
+        (kind, group, i)
+        for kind in ("F", "BW")
+        for group in range(groups)
+        for i in range(microbatches)
+    }
     orders: list[list[Task]] = [[] for _ in range(stages)]
 
     def can_run(kind: str, group: int, i: int) -> bool:
         if kind == "F":
             return group == 0 or ("F", group - 1, i) not in left
-        return ("F", group, i) not in left and (group + 1 == groups or ("BW", group + 1, i) not in left)
+        return ("F", group, i) not in left and (
+            group + 1 == groups or ("BW", group + 1, i) not in left
+        )
 
     while left:
         task = random.choice(sorted(task for task in left if can_run(*task)))
@@ -136,12 +154,18 @@ def test_files_change_nothing(tmp_path_factory: pytest.TempPathFactory, schedule
     path = tmp_path_factory.mktemp("schedules") / "schedule.csv"
     path.write_text(to_csv(schedule), encoding="utf-8")
     table, again = tabulate(schedule), tabulate(read_schedule(path))
-    assert all(np.array_equal(column, again.columns[name]) for name, column in table.columns.items())
+    assert all(
+        np.array_equal(column, again.columns[name]) for name, column in table.columns.items()
+    )
 
 
 @pytest.mark.parametrize(
     "schedule",
-    [make_schedule("gpipe", 3, 4), make_schedule("1f1b", 3, 7), make_schedule("interleaved", 2, 4, 2)],
+    [
+        make_schedule("gpipe", 3, 4),
+        make_schedule("1f1b", 3, 7),
+        make_schedule("interleaved", 2, 4, 2),
+    ],
     ids=lambda schedule: schedule.name,
 )
 def test_replay_control(schedule: Schedule) -> None:
@@ -167,7 +191,9 @@ def test_replay_control(schedule: Schedule) -> None:
             assert replay(dataclasses.replace(table, **{name: changed})), (name, tick, stage)
             changes += 1
     tasks = schedule.microbatches * schedule.stages * schedule.chunks
-    assert changes > 6 * tasks, "each task has at least its number, chunk and slot, forward and backward"
+    assert changes > 6 * tasks, (
+        "each task has at least its number, chunk and slot, forward and backward"
+    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -176,7 +202,9 @@ def test_time(schedule: Schedule, forward: int, backward: int) -> None:
     """It takes as long as its published schedule, less one forward task: the last group's, which is the first
     half of its backward task, so the first of them delays nothing."""
     makespan = simulate(schedule, forward=forward, backward=backward, weight=0).makespan
-    assert tabulate(schedule).time(forward, backward) == pytest.approx(makespan - forward / schedule.chunks)
+    assert tabulate(schedule).time(forward, backward) == pytest.approx(
+        makespan - forward / schedule.chunks
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -185,7 +213,9 @@ def test_depth(schedule: Schedule) -> None:
     """GPipe keeps every microbatch, 1F1B at most 2(p − 1) + 1 of them, and each gradient is used when it arrives."""
     table = tabulate(schedule)
     if schedule.name != "interleaved":
-        most = {"gpipe": schedule.microbatches, "1f1b": 2 * (schedule.stages - 1) + 1}[schedule.name]
+        most = {"gpipe": schedule.microbatches, "1f1b": 2 * (schedule.stages - 1) + 1}[
+            schedule.name
+        ]
         assert table.depth == min(schedule.microbatches, most)
     assert table.gradient_depth == 1
 
@@ -193,9 +223,15 @@ def test_depth(schedule: Schedule) -> None:
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3), (8, 4)])
 def test_interleaved_is_flat(stages: int, chunks: int) -> None:
     """Interleaved keeps what the published schedule holds at its fullest stage, however many microbatches there are."""
-    schedules = [make_schedule("interleaved", stages, turns * stages, chunks) for turns in (2, 3, 8)]
+    schedules = [
+        make_schedule("interleaved", stages, turns * stages, chunks) for turns in (2, 3, 8)
+    ]
     depths = {tabulate(schedule).depth for schedule in schedules}
-    assert depths == {max(simulate(schedules[0]).peak_in_flight)} == {2 * (stages - 1) + (chunks - 1) * stages + 1}
+    assert (
+        depths
+        == {max(simulate(schedules[0]).peak_in_flight)}
+        == {2 * (stages - 1) + (chunks - 1) * stages + 1}
+    )
 
 
 def test_busy_all_the_time() -> None:
@@ -214,7 +250,9 @@ def test_refused() -> None:
     """What cannot be executed is refused, with every reason."""
     with pytest.raises(ScheduleError, match="can be simulated but not executed") as refused:
         tabulate(make_schedule("zero-bubble", 2, 4))
-    assert [problem.what for problem in refused.value.problems] == ["splits the backward pass into B and W"]
+    assert [problem.what for problem in refused.value.problems] == [
+        "splits the backward pass into B and W"
+    ]
     with pytest.raises(ScheduleError) as refused:
         tabulate(make_schedule("zb-v", 2, 4))
     assert sorted(problem.what for problem in refused.value.problems) == [

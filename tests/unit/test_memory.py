@@ -26,7 +26,9 @@ MESH = abstract_mesh(MeshShape(data=2, fsdp=2, tensor=2))
 
 def program(function, *arguments, **options):
     """A function of arrays `(shape, spec)` in float32, traced and propagated."""
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(MESH, p)) for s, p in arguments]
+    shapes = [
+        jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(MESH, p)) for s, p in arguments
+    ]
     traced = read_program(jax.make_jaxpr(function)(*shapes), **options)
     for value, shape in zip(traced.inputs, shapes, strict=True):
         place(value, shape.sharding)
@@ -42,7 +44,9 @@ def test_a_pallas_kernel_is_one_operation():
     """Of splash attention, what goes in and comes out is counted, and nothing of what it does inside."""
     heads = [((2, 256, 4, 128), P())] * 3
     traced = program(lambda q, k, v: splash_attention_tpu(q, k, v, None, interpret=True), *heads)
-    (kernel,) = [operation for operation in traced.operations if operation.primitive == "pallas_call"]
+    (kernel,) = [
+        operation for operation in traced.operations if operation.primitive == "pallas_call"
+    ]
     assert not kernel.bodies
     found = [buffer.bytes for buffer in find_buffers(traced, AXES, traced.outputs)]
     assert 4 * 2 * 4 * 256 * 128 in found
@@ -51,17 +55,37 @@ def test_a_pallas_kernel_is_one_operation():
 @pytest.mark.parametrize(
     ("function", "arguments", "dims"),
     [
-        (lambda x, w: x @ w, [((8, 6), P("data", "fsdp")), ((6, 4), P("fsdp", "tensor"))], [("data",), ("tensor",)]),
+        (
+            lambda x, w: x @ w,
+            [((8, 6), P("data", "fsdp")), ((6, 4), P("fsdp", "tensor"))],
+            [("data",), ("tensor",)],
+        ),
         (lambda x, w: x @ w, [((8, 6), P("data")), ((6, 4), P(None, "data"))], [("data",), ()]),
         (lambda x: x.T, [((8, 6), P("data"))], [(), ("data",)]),
-        (lambda x: x.reshape(8, 2, 3), [((8, 6), P("data", "tensor"))], [("data",), ("tensor",), ()]),
+        (
+            lambda x: x.reshape(8, 2, 3),
+            [((8, 6), P("data", "tensor"))],
+            [("data",), ("tensor",), ()],
+        ),
         (lambda x: x.reshape(4, 12), [((4, 2, 6), P("data", "fsdp"))], [("data",), ("fsdp",)]),
         (lambda x: x.sum(0), [((8, 6), P("data", "tensor"))], [("tensor",)]),
-        (lambda x, y: jnp.sin(x) + y, [((8, 6), P()), ((8, 6), P(None, "tensor"))], [(), ("tensor",)]),
+        (
+            lambda x, y: jnp.sin(x) + y,
+            [((8, 6), P()), ((8, 6), P(None, "tensor"))],
+            [(), ("tensor",)],
+        ),
         (lambda x: constrain(x, "fsdp"), [((8, 6), P("data"))], [("fsdp",), ()]),
         (lambda x: jax.jit(jnp.cos)(x)[:4], [((8, 6), P(None, "tensor"))], [(), ("tensor",)]),
-        (lambda t: t.at[jnp.zeros(3, int)].get(mode="clip"), [((8, 6), P(None, "tensor"))], [(), ("tensor",)]),
-        (lambda x: jax.lax.scan(lambda c, row: (c, c * row), x[0], x)[1], [((4, 6), P(None, "fsdp"))], [(), ("fsdp",)]),
+        (
+            lambda t: t.at[jnp.zeros(3, int)].get(mode="clip"),
+            [((8, 6), P(None, "tensor"))],
+            [(), ("tensor",)],
+        ),
+        (
+            lambda x: jax.lax.scan(lambda c, row: (c, c * row), x[0], x)[1],
+            [((4, 6), P(None, "fsdp"))],
+            [(), ("fsdp",)],
+        ),
     ],
 )
 def test_results_are_split_as_their_operands(function, arguments, dims):
@@ -78,7 +102,9 @@ def test_a_value_is_as_large_as_its_part():
 
 def test_what_is_fused_takes_no_memory():
     """A chain of element-wise operations between two products is written over what it begins with."""
-    traced = program(lambda x, w: jnp.tanh(jnp.sin(x @ w) * 2 + 1) @ w, ((8, 8), P()), ((8, 8), P()))
+    traced = program(
+        lambda x, w: jnp.tanh(jnp.sin(x @ w) * 2 + 1) @ w, ((8, 8), P()), ((8, 8), P())
+    )
     assert [buffer.bytes for buffer in find_buffers(traced, AXES, traced.outputs)] == [256]
 
 
@@ -132,7 +158,10 @@ def test_slots_are_split_as_what_is_put_into_them():
         slots, last = carry
         slots = jax.lax.dynamic_update_index_in_dim(slots, last, 0, 0)
         zeros = jnp.zeros((8, 16))
-        return (slots, jax.lax.cond(x.sum() > 0, lambda: constrain(x + slots[1], "data"), lambda: zeros)), None
+        return (
+            slots,
+            jax.lax.cond(x.sum() > 0, lambda: constrain(x + slots[1], "data"), lambda: zeros),
+        ), None
 
     def function(xs):
         return jax.lax.scan(turn, (jnp.zeros((3, 8, 16)), jnp.zeros((8, 16))), xs)[0][0]
@@ -144,7 +173,12 @@ def test_inside_a_manual_region_values_are_parts():
     """Their shapes are local along its axes; outside, a result is split along those and as it is inside."""
 
     def function(x):
-        specs = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}, "check_vma": False}
+        specs = {
+            "in_specs": P("data"),
+            "out_specs": P("data"),
+            "axis_names": {"data"},
+            "check_vma": False,
+        }
         return jax.shard_map(lambda x: x @ x.T @ x, mesh=MESH, **specs)(x)
 
     traced = program(function, ((8, 6), P("data", "tensor")))
@@ -178,7 +212,9 @@ def test_a_tpu_rounds_what_it_only_multiplies():
             wide = jnp.tanh(x)
             return x + wide @ w, wide
 
-        traced = program(lambda x, ws: read(jax.lax.scan(turn, x, ws)[1]), ((8, 64), P()), ((4, 64, 64), P()))
+        traced = program(
+            lambda x, ws: read(jax.lax.scan(turn, x, ws)[1]), ((8, 64), P()), ((4, 64, 64), P())
+        )
         narrow_operands(traced)
         return {buffer.shape: buffer.bytes for buffer in saved_activations(traced, AXES)}[4, 8, 64]
 
@@ -200,7 +236,9 @@ def test_an_unrolled_loop_is_straight(eager):
 
     traced = program(jax.grad(function, argnums=1), ((64, 8), P()), ((4, 8, 64), P()), eager=eager)
     assert not any(operation.primitive == "scan" for operation in traced.operations)
-    recomputed = [buffer for buffer in peak_buffers(find_buffers(traced, AXES)) if buffer.shape == (64, 64)]
+    recomputed = [
+        buffer for buffer in peak_buffers(find_buffers(traced, AXES)) if buffer.shape == (64, 64)
+    ]
     assert (len(recomputed) >= 4) == eager
 
 
@@ -245,21 +283,35 @@ def test_the_state_is_what_the_plan_says(zero):
 def test_activations_follow_the_policy_the_batch_and_the_dtype():
     """Twice the batch saves twice as much; remat saves the layers' inputs alone; bfloat16 saves half of that."""
     full = estimate_memory(step(3, "full"), batch(), "tpu")
-    layers, each = tiny.CONFIG.layers, 8 * 16 * tiny.CONFIG.d_model // 8  # split over all eight devices
+    # split over all eight devices
+    layers, each = tiny.CONFIG.layers, 8 * 16 * tiny.CONFIG.d_model // 8
     assert full.held["activations"] == layers * each * 4
-    assert estimate_memory(step(3, "full", "bf16"), batch(), "tpu").held["activations"] == layers * each * 2
+    assert (
+        estimate_memory(step(3, "full", "bf16"), batch(), "tpu").held["activations"]
+        == layers * each * 2
+    )
     none = estimate_memory(step(3), batch(), "tpu")
     assert none.held["activations"] > 5 * full.held["activations"]
-    assert estimate_memory(step(3), batch(16), "tpu").held["activations"] == 2 * none.held["activations"]
+    assert (
+        estimate_memory(step(3), batch(16), "tpu").held["activations"]
+        == 2 * none.held["activations"]
+    )
 
 
 def test_the_ledger_says_what_its_columns_are():
     """Each array once, and all copies at the peak; where these are more, the largest are named by their shape."""
     held = {"params": 2**20, "grads": 2**20, "logits": 2**20, "collectives": 7, "temporaries": 7}
     now = {**held, "grads": 6 * 2**20, "logits": 2**19}
-    copies = {"grads": {("64×4096", 2 * 2**20): 2, ("8×8", 2**20): 2}, "logits": {("4×4", 2**19): 1}}
-    lines = str(MemoryReport(parse_topology("cpu:8"), Estimate(held, now, {}, {}, 0, copies))).splitlines()
-    assert [line.split("  ") for line in map(str.strip, lines[:1])] == [["each array once", "live at the peak"]]
+    copies = {
+        "grads": {("64×4096", 2 * 2**20): 2, ("8×8", 2**20): 2},
+        "logits": {("4×4", 2**19): 1},
+    }
+    lines = str(
+        MemoryReport(parse_topology("cpu:8"), Estimate(held, now, {}, {}, 0, copies))
+    ).splitlines()
+    assert [line.split("  ") for line in map(str.strip, lines[:1])] == [
+        ["each array once", "live at the peak"]
+    ]
     rows = [[cell for cell in line.strip().split("  ") if cell] for line in lines[1:]]
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["parameters", "1 MiB", "1 MiB"],
@@ -276,7 +328,10 @@ def test_the_ledger_says_what_its_columns_are():
 
 def test_the_ledger_compares_with_the_chip():
     """Compiled bytes count where they are known; what is left may be negative."""
-    small, large = (Estimate({}, {"params": size, "temporaries": 7}, {}, {"optimizer": 2**30}) for size in (1, 2**40))
+    small, large = (
+        Estimate({}, {"params": size, "temporaries": 7}, {}, {"optimizer": 2**30})
+        for size in (1, 2**40)
+    )
     chip = parse_topology("v5e:2x4")
     assert MemoryReport(chip, small).fits is True
     assert MemoryReport(chip, large).fits is False

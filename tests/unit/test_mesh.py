@@ -12,7 +12,14 @@ def test_every_mesh_has_all_axes_in_order():
     """Axes that are not asked for have size 1 and are there."""
     mesh = make_mesh(data=2, fsdp=-1, tensor=2)
     assert mesh.axis_names == AXES
-    assert dict(mesh.shape) == {"pipe": 1, "data": 2, "fsdp": 2, "expert": 1, "sequence": 1, "tensor": 2}
+    assert dict(mesh.shape) == {
+        "pipe": 1,
+        "data": 2,
+        "fsdp": 2,
+        "expert": 1,
+        "sequence": 1,
+        "tensor": 2,
+    }
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 

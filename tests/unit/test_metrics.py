@@ -54,7 +54,10 @@ def test_transformer_flops_and_their_formula() -> None:
     """The count is 6N + 12LAK, where K is half of a sequence in causal attention; the formula says so."""
     causal = transformer_flops(1_000_000, layers=2, attention_width=64, keys=mean_keys(128))
     assert causal.per_token == 6_000_000 + 6 * 2 * 64 * 128
-    assert "6·N + 12·L·A·K with N=1M matmul parameters, L=2, A=64, K=64 keys on average" in causal.formula
+    assert (
+        "6·N + 12·L·A·K with N=1M matmul parameters, L=2, A=64, K=64 keys on average"
+        in causal.formula
+    )
 
 
 def test_a_flop_count_of_nothing_is_refused() -> None:
@@ -128,7 +131,9 @@ def test_step_clock_leaves_pauses_out() -> None:
 def test_memory_is_of_the_fullest_device_or_not_reported() -> None:
     """A backend that reports nothing gives None, never 0."""
     assert device_memory(jax.local_devices()) is None
-    devices: Any = [FakeDevice(stats={"peak_bytes_in_use": n}) for n in (3, 7)] + [FakeDevice(stats={})]
+    devices: Any = [FakeDevice(stats={"peak_bytes_in_use": n}) for n in (3, 7)] + [
+        FakeDevice(stats={})
+    ]
     assert device_memory(devices) == 7
 
 
@@ -141,7 +146,12 @@ def test_json_lines_are_plain_json(tmp_path: Path) -> None:
     """The step comes first, scalars of NumPy and JAX are numbers, and what is not finite stays valid JSON."""
     path = tmp_path / "run" / "metrics.jsonl"
     writer = JsonLines(path)
-    values = {"loss": np.float32(0.5), "rate": jax.device_put(np.float32(0.25)), "n": 3, "note": "µ"}
+    values = {
+        "loss": np.float32(0.5),
+        "rate": jax.device_put(np.float32(0.25)),
+        "n": 3,
+        "note": "µ",
+    }
     writer.write(1, values)
     writer.write(2, {"loss": math.nan, "norm": -math.inf})
     writer.close()
@@ -174,7 +184,9 @@ def test_a_cut_last_line_does_not_break_resume(tmp_path: Path, cut: int) -> None
     writer = JsonLines(path, keep_through=2)
     writer.write(3, {"loss": 1.0})
     writer.close()
-    assert [record["step"] for record in read_json_lines(path)] == ([1, 2, 3] if cut == 1 else [1, 3])
+    assert [record["step"] for record in read_json_lines(path)] == (
+        [1, 2, 3] if cut == 1 else [1, 3]
+    )
     assert path.read_bytes().count(b"\n") == len(read_json_lines(path))
 
 
@@ -231,10 +243,14 @@ def test_a_killed_process_loses_no_finished_line(tmp_path: Path) -> None:
 def test_what_is_not_reported_is_null_or_left_out(tmp_path: Path) -> None:
     """None is null in JSON, no point in TensorBoard and no column on the console."""
     stream = io.StringIO()
-    writers = Writers([JsonLines(tmp_path / "m.jsonl"), TensorBoard(tmp_path / "tb"), Console(9, stream)])
+    writers = Writers(
+        [JsonLines(tmp_path / "m.jsonl"), TensorBoard(tmp_path / "tb"), Console(9, stream)]
+    )
     writers.write(1, {"loss": 1.0, "mfu": None, "step_s": None})
     writers.close()
-    assert read_json_lines(tmp_path / "m.jsonl") == [{"step": 1, "loss": 1.0, "mfu": None, "step_s": None}]
+    assert read_json_lines(tmp_path / "m.jsonl") == [
+        {"step": 1, "loss": 1.0, "mfu": None, "step_s": None}
+    ]
     assert [v.tag for e in read_events(tmp_path / "tb") for v in e.summary.value] == ["loss"]
     assert stream.getvalue() == "step 1/9   loss  1.0000\n"
 
@@ -242,12 +258,18 @@ def test_what_is_not_reported_is_null_or_left_out(tmp_path: Path) -> None:
 def test_arrays_are_lists_and_histograms_and_not_on_the_console(tmp_path: Path) -> None:
     """One number for each layer and expert, four digits of it."""
     stream = io.StringIO()
-    writers = Writers([JsonLines(tmp_path / "m.jsonl"), TensorBoard(tmp_path / "tb"), Console(9, stream)])
-    writers.write(1, {"loss": 1.0, "expert_load": np.array([[1.23456, 0.0], [math.inf, 2.0]], np.float32)})
+    writers = Writers(
+        [JsonLines(tmp_path / "m.jsonl"), TensorBoard(tmp_path / "tb"), Console(9, stream)]
+    )
+    writers.write(
+        1, {"loss": 1.0, "expert_load": np.array([[1.23456, 0.0], [math.inf, 2.0]], np.float32)}
+    )
     writers.close()
     (line,) = read_json_lines(tmp_path / "m.jsonl")
     assert line["expert_load"] == [[1.235, 0.0], [None, 2.0]]
-    histograms = [v for e in read_events(tmp_path / "tb") for v in e.summary.value if v.HasField("histo")]
+    histograms = [
+        v for e in read_events(tmp_path / "tb") for v in e.summary.value if v.HasField("histo")
+    ]
     assert [(v.tag, v.histo.num) for v in histograms] == [("expert_load", 3)]
     assert stream.getvalue() == "step 1/9   loss  1.0000\n"
 
@@ -278,7 +300,9 @@ def test_tensorboard_events_can_be_read_back(tmp_path: Path) -> None:
         if value.HasField("simple_value")
     ]
     assert scalars == [(5, "loss", 2.5), (4, "loss", 2.5)]
-    texts = [v.tensor.string_val[0] for e in events for v in e.summary.value if v.HasField("tensor")]
+    texts = [
+        v.tensor.string_val[0] for e in events for v in e.summary.value if v.HasField("tensor")
+    ]
     assert texts == [b"hello", b"hello"]
     assert [event.step for event in events if event.HasField("session_log")] == [4]
 
@@ -290,7 +314,8 @@ def test_tensorboard_starts_no_thread_that_an_interrupt_could_leave_behind(
     before = threading.active_count()
     writer = TensorBoard(tmp_path)
     monkeypatch.setattr(writer, "_add", lambda **fields: signal.raise_signal(signal.SIGINT))
-    before_test = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs ignore it
+    # a shell's jobs ignore it
+    before_test = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             writer.write(1, {"loss": 2.5})

@@ -95,7 +95,9 @@ def test_counts_are_those_of_the_draws(weights):
     np.testing.assert_array_equal(after - before, np.bincount(which, minlength=len(weights)))
     assert sum(shares.counts(start)) == start
     for number in set(which.tolist()):
-        np.testing.assert_array_equal(index[which == number], np.arange(before[number], after[number]))
+        np.testing.assert_array_equal(
+            index[which == number], np.arange(before[number], after[number])
+        )
 
 
 def test_weights_too_far_apart_are_refused():
@@ -114,13 +116,18 @@ def test_each_set_keeps_its_own_epochs():
     """Every pass over a set has each of its packed rows once, in another order, whatever the other set does."""
     sets = [packed(0, 20), packed(10_000, 30)]
     names = ("a", "b")
-    mixed = Mixed([Shuffled(rows, 7, name) for rows, name in zip(sets, names, strict=True)], [0.6, 0.4])
+    mixed = Mixed(
+        [Shuffled(rows, 7, name) for rows, name in zip(sets, names, strict=True)], [0.6, 0.4]
+    )
     which, _ = Shares([0.6, 0.4]).split(np.arange(200))
     rows = mixed.read(np.arange(200))
     assert set(rows) == {"tokens", "targets", "weights", "segments"}
     for number, each in enumerate(sets):
         found = [row.tobytes() for row in rows["tokens"][which == number]]
-        size, whole = len(each), sorted(row.tobytes() for row in each.rows(np.arange(len(each)))["tokens"])
+        size, whole = (
+            len(each),
+            sorted(row.tobytes() for row in each.rows(np.arange(len(each)))["tokens"]),
+        )
         epochs = [found[first : first + size] for first in range(0, len(found) - size + 1, size)]
         assert len(epochs) >= 2
         assert all(sorted(epoch) == whole for epoch in epochs)
@@ -165,14 +172,20 @@ def test_what_the_order_depends_on_is_in_the_fingerprint(config):
 
     same = fingerprint(one, two)
     assert fingerprint(one, two.replace(",epochs=2", "")) == same
-    others = [(one, two.replace("=1", "=2")), (one, two.replace("two=", "too=")), (one, one.replace("one=", "two="))]
+    others = [
+        (one, two.replace("=1", "=2")),
+        (one, two.replace("two=", "too=")),
+        (one, one.replace("one=", "two=")),
+    ]
     assert same not in {fingerprint(*sets) for sets in (*others, (two, one))}
 
 
 def test_every_set_that_cannot_be_read_is_named(config):
     """With the set's name, all of them at once."""
     with pytest.raises(DataError) as caught:
-        open_text(dataclasses.replace(config, mixture=("x=1:nowhere", config.mixture[0], "y=1:neither")))
+        open_text(
+            dataclasses.replace(config, mixture=("x=1:nowhere", config.mixture[0], "y=1:neither"))
+        )
     assert [problem.where for problem in caught.value.problems] == ["x: nowhere", "y: neither"]
 
 
@@ -185,10 +198,13 @@ def test_the_whole_is_weighted(config):
     def mean(each, tokens):
         batches = list(set_batches(each, 8, sharding, tokens))
         total = sum(np.asarray(x["weights"]).sum() for x in batches)
-        return sum((np.asarray(x["weights"]) * np.asarray(x["targets"])).sum() for x in batches) / total, total
+        return sum(
+            (np.asarray(x["weights"]) * np.asarray(x["targets"])).sum() for x in batches
+        ) / total, total
 
     (all_of_it, total), *parts = (mean(each, 0) for each in (whole, *own))
     assert all_of_it == pytest.approx(0.75 * parts[0][0] + 0.25 * parts[1][0], rel=1e-6)
     assert total == pytest.approx(sum(size for _, size in parts), rel=1e-6)
-    assert abs(all_of_it - sum(x * size for x, size in parts) / total) > 1e-3 * all_of_it  # not that of all tokens
+    # not that of all tokens
+    assert abs(all_of_it - sum(x * size for x, size in parts) / total) > 1e-3 * all_of_it
     assert mean(whole, 64)[1] == 64

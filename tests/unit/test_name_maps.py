@@ -22,7 +22,9 @@ from spmd.name_maps import vit as vit_names
 from spmd.partition_rules.gpt2 import GPT2_WHOLE_VOCABULARY
 from spmd.plan import flax
 
-SCALED = dataclasses.replace(llama.PRESETS["test"], rope_scaling=RopeScaling(factor=8.0, original_context=16))
+SCALED = dataclasses.replace(
+    llama.PRESETS["test"], rope_scaling=RopeScaling(factor=8.0, original_context=16)
+)
 FAMILIES = {
     "llama3.1": (llama_names.FAMILY, SCALED),
     "mistral": (mistral_names.FAMILY, mistral.PRESETS["test"]),
@@ -35,13 +37,25 @@ FAMILIES = {
 }
 PUBLISHED = [
     *((mistral_names.FAMILY, name, c) for name, c in mistral.PRESETS.items()),
-    *((gemma_names.GEMMA_FAMILY, name, c) for name, c in gemma.PRESETS.items() if "gemma2" not in name),
-    *((gemma_names.GEMMA2_FAMILY, name, c) for name, c in gemma.PRESETS.items() if "gemma2" in name),
+    *(
+        (gemma_names.GEMMA_FAMILY, name, c)
+        for name, c in gemma.PRESETS.items()
+        if "gemma2" not in name
+    ),
+    *(
+        (gemma_names.GEMMA2_FAMILY, name, c)
+        for name, c in gemma.PRESETS.items()
+        if "gemma2" in name
+    ),
     *((qwen_names.QWEN2_FAMILY, name, c) for name, c in qwen.PRESETS.items() if c.qkv_bias),
     *((qwen_names.QWEN3_FAMILY, name, c) for name, c in qwen.PRESETS.items() if c.qk_norm),
     *((gpt2_names.FAMILY, name, c) for name, c in gpt2.PRESETS.items()),
     *((vit_names.FAMILY, f"vit-{name}", c) for name, c in vit.PRESETS.items()),
-    *((llama_names.FAMILY, name, c) for name, c in llama.PRESETS.items() if name.startswith("llama")),
+    *(
+        (llama_names.FAMILY, name, c)
+        for name, c in llama.PRESETS.items()
+        if name.startswith("llama")
+    ),
 ]
 
 
@@ -54,10 +68,16 @@ def shapes(config):
 
 def resolved(config):
     """The shape with the width of its heads written out, where it may be left to follow from others."""
-    return dataclasses.replace(config, head_dim=config.head_width) if hasattr(config, "head_dim") else config
+    return (
+        dataclasses.replace(config, head_dim=config.head_width)
+        if hasattr(config, "head_dim")
+        else config
+    )
 
 
-@pytest.mark.parametrize(("family", "name", "config"), PUBLISHED, ids=[name for _, name, _ in PUBLISHED])
+@pytest.mark.parametrize(
+    ("family", "name", "config"), PUBLISHED, ids=[name for _, name, _ in PUBLISHED]
+)
 def test_a_shape_is_read_as_it_was_written(family, name, config):
     """config.json and back, for every preset; and the family says that it fits."""
     written = {"architectures": list(family.architectures), **family.write_config(config)}
@@ -65,14 +85,35 @@ def test_a_shape_is_read_as_it_was_written(family, name, config):
     assert family.fits(config)
 
 
-# config.json in the form of the published checkpoints: their shapes, and the fields that not every file has.
+# config.json in the form of the published checkpoints: their shapes, and the fields that not every
+# file has.
 FILES = {
     "gpt2-medium": (
         {
-            **{"activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
-            **{"layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 1024, "n_head": 16, "n_layer": 24},
-            **{"n_positions": 1024, "n_special": 0, "predict_special_tokens": True, "vocab_size": 50257},
-            **{"summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True},
+            **{
+                "activation_function": "gelu_new",
+                "attn_pdrop": 0.1,
+                "embd_pdrop": 0.1,
+                "resid_pdrop": 0.1,
+            },
+            **{
+                "layer_norm_epsilon": 1e-05,
+                "n_ctx": 1024,
+                "n_embd": 1024,
+                "n_head": 16,
+                "n_layer": 24,
+            },
+            **{
+                "n_positions": 1024,
+                "n_special": 0,
+                "predict_special_tokens": True,
+                "vocab_size": 50257,
+            },
+            **{
+                "summary_activation": None,
+                "summary_first_dropout": 0.1,
+                "summary_proj_to_labels": True,
+            },
             **{"summary_type": "cls_index", "summary_use_proj": True},
         },
         gpt2_names.FAMILY,
@@ -80,9 +121,19 @@ FILES = {
     ),
     "gemma-2b": (
         {
-            **{"attention_bias": False, "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None},
+            **{
+                "attention_bias": False,
+                "head_dim": 256,
+                "hidden_act": "gelu",
+                "hidden_activation": None,
+            },
             **{"hidden_size": 2048, "intermediate_size": 16384, "max_position_embeddings": 8192},
-            **{"num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 1, "rms_norm_eps": 1e-06},
+            **{
+                "num_attention_heads": 8,
+                "num_hidden_layers": 18,
+                "num_key_value_heads": 1,
+                "rms_norm_eps": 1e-06,
+            },
             **{"rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000},
         },
         gemma_names.GEMMA_FAMILY,
@@ -90,10 +141,23 @@ FILES = {
     ),
     "gemma2-9b": (
         {
-            **{"attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid"},
+            **{
+                "attention_bias": False,
+                "attn_logit_softcapping": 50.0,
+                "cache_implementation": "hybrid",
+            },
             **{"final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
-            **{"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "intermediate_size": 14336},
-            **{"num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8, "rms_norm_eps": 1e-06},
+            **{
+                "hidden_activation": "gelu_pytorch_tanh",
+                "hidden_size": 3584,
+                "intermediate_size": 14336,
+            },
+            **{
+                "num_attention_heads": 16,
+                "num_hidden_layers": 42,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-06,
+            },
             **{"query_pre_attn_scalar": 256, "rope_theta": 10000.0, "sliding_window": 4096},
             **{"sliding_window_size": 4096, "vocab_size": 256000},
         },
@@ -102,9 +166,24 @@ FILES = {
     ),
     "qwen2.5-0.5b": (
         {
-            **{"hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864, "max_window_layers": 24},
-            **{"num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06},
-            **{"rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "use_mrope": False},
+            **{
+                "hidden_act": "silu",
+                "hidden_size": 896,
+                "intermediate_size": 4864,
+                "max_window_layers": 24,
+            },
+            **{
+                "num_attention_heads": 14,
+                "num_hidden_layers": 24,
+                "num_key_value_heads": 2,
+                "rms_norm_eps": 1e-06,
+            },
+            **{
+                "rope_theta": 1000000.0,
+                "sliding_window": 32768,
+                "tie_word_embeddings": True,
+                "use_mrope": False,
+            },
             **{"use_sliding_window": False, "vocab_size": 151936},
         },
         qwen_names.QWEN2_FAMILY,
@@ -113,18 +192,49 @@ FILES = {
     "qwen3-0.6b": (
         {
             **{"attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024},
-            **{"intermediate_size": 3072, "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28},
-            **{"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000},
-            **{"sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936},
+            **{
+                "intermediate_size": 3072,
+                "max_window_layers": 28,
+                "num_attention_heads": 16,
+                "num_hidden_layers": 28,
+            },
+            **{
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-06,
+                "rope_scaling": None,
+                "rope_theta": 1000000,
+            },
+            **{
+                "sliding_window": None,
+                "tie_word_embeddings": True,
+                "use_sliding_window": False,
+                "vocab_size": 151936,
+            },
         },
         qwen_names.QWEN3_FAMILY,
         qwen.PRESETS["qwen3-0.6b"],
     ),
     "llama3.2-1b": (
         {
-            **{"attention_bias": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "mlp_bias": False},
-            **{"intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 16, "pretraining_tp": 1},
-            **{"num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True},
+            **{
+                "attention_bias": False,
+                "head_dim": 64,
+                "hidden_act": "silu",
+                "hidden_size": 2048,
+                "mlp_bias": False,
+            },
+            **{
+                "intermediate_size": 8192,
+                "num_attention_heads": 32,
+                "num_hidden_layers": 16,
+                "pretraining_tp": 1,
+            },
+            **{
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-05,
+                "rope_theta": 500000.0,
+                "tie_word_embeddings": True,
+            },
             "rope_scaling": {
                 **{"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0},
                 **{"original_max_position_embeddings": 8192, "rope_type": "llama3"},
@@ -136,18 +246,46 @@ FILES = {
     ),
     "mistral-nemo-12b": (
         {
-            **{"head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 14336},
-            **{"num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05},
-            **{"rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 131072},
+            **{
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "hidden_size": 5120,
+                "intermediate_size": 14336,
+            },
+            **{
+                "num_attention_heads": 32,
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-05,
+            },
+            **{
+                "rope_theta": 1000000.0,
+                "sliding_window": None,
+                "tie_word_embeddings": False,
+                "vocab_size": 131072,
+            },
         },
         mistral_names.FAMILY,
         mistral.PRESETS["mistral-nemo-12b"],
     ),
     "vit-l16": (
         {
-            **{"attention_probs_dropout_prob": 0.0, "hidden_act": "gelu", "hidden_dropout_prob": 0.0},
-            **{"hidden_size": 1024, "id2label": {str(n): f"class {n}" for n in range(1000)}, "image_size": 224},
-            **{"intermediate_size": 4096, "layer_norm_eps": 1e-06, "num_attention_heads": 16, "num_channels": 3},
+            **{
+                "attention_probs_dropout_prob": 0.0,
+                "hidden_act": "gelu",
+                "hidden_dropout_prob": 0.0,
+            },
+            **{
+                "hidden_size": 1024,
+                "id2label": {str(n): f"class {n}" for n in range(1000)},
+                "image_size": 224,
+            },
+            **{
+                "intermediate_size": 4096,
+                "layer_norm_eps": 1e-06,
+                "num_attention_heads": 16,
+                "num_channels": 3,
+            },
             **{"num_hidden_layers": 24, "patch_size": 16, "qkv_bias": True},
         },
         vit_names.FAMILY,
@@ -172,7 +310,13 @@ def test_a_shape_fits_one_family():
 
 @pytest.mark.parametrize(
     ("name", "fitting"),
-    [("llama3.1", {"mistral"}), ("gemma", {"gemma"}), ("gemma2", set()), ("qwen2", {"qwen2"}), ("qwen3", {"qwen3"})],
+    [
+        ("llama3.1", {"mistral"}),
+        ("gemma", {"gemma"}),
+        ("gemma2", set()),
+        ("qwen2", {"qwen2"}),
+        ("qwen3", {"qwen3"}),
+    ],
 )
 def test_a_family_fits_no_shape_that_its_class_refuses(name, fitting):
     """Transformers' Llama and Gemma 2 want heads that divide the width; the others do not."""
@@ -190,7 +334,11 @@ def test_every_tensor_belongs_to_one_parameter(name, stacked):
     assert set(table) == set(shapes(config))
     parts = [(tensor, s.mapping.layout.index) for s in table.values() for _, tensor in s.tensors()]
     assert len(parts) == len(set(parts))
-    layers = {int(re.search(r"\d+", tensor)[0]) for tensor, _ in parts if re.search(r"\.(layers|h|layer)\.\d", tensor)}
+    layers = {
+        int(re.search(r"\d+", tensor)[0])
+        for tensor, _ in parts
+        if re.search(r"\.(layers|h|layer)\.\d", tensor)
+    }
     assert layers == set(range(config.layers))
 
 
@@ -210,7 +358,10 @@ def test_queries_keys_and_values_of_gpt_2_are_thirds_of_a_tensor():
     for number, x in enumerate("qkv"):
         source = table[f"layers/attention/{x}_proj/kernel"]
         assert source.tensor_shape == (32, 96)
-        assert source.region((slice(0, 32), slice(0, 32))) == (slice(0, 32), slice(32 * number, 32 * number + 32))
+        assert source.region((slice(0, 32), slice(0, 32))) == (
+            slice(0, 32),
+            slice(32 * number, 32 * number + 32),
+        )
 
 
 def test_the_published_gpt_2_has_no_prefix():
@@ -235,7 +386,11 @@ def test_a_tied_head_may_be_stored_under_either_name(name):
         both = {line.tensor for line in names} | {copy.tensor}
         assert family.tables(config, both) == (names, ignored)
         table, others = family.tables(config, both - {copy.same_as})
-        moved = [(ours, theirs.tensor) for ours, theirs in zip(names, table, strict=True) if ours != theirs]
+        moved = [
+            (ours, theirs.tensor)
+            for ours, theirs in zip(names, table, strict=True)
+            if ours != theirs
+        ]
         assert [(ours.tensor, theirs) for ours, theirs in moved] == [(copy.same_as, copy.tensor)]
         assert copy not in others
 
@@ -250,7 +405,11 @@ def test_the_published_gpt_2_has_a_table_that_splits_no_vocabulary():
 ROPE = llama_names.FAMILY.write_config(SCALED)["rope_scaling"]
 DECODERS = [name for name in FAMILIES if name != "vit"]
 REFUSED = [
-    ("llama3.1", {"attention_bias": True, "rope_scaling": {"rope_type": "yarn"}}, {"attention_bias", "rope_scaling"}),
+    (
+        "llama3.1",
+        {"attention_bias": True, "rope_scaling": {"rope_type": "yarn"}},
+        {"attention_bias", "rope_scaling"},
+    ),
     (
         "llama3.1",
         {"rope_scaling": {"rope_type": "llama3", "factor": "8", "low_freq_factor": 1.0, "beta": 2}},
@@ -274,12 +433,23 @@ REFUSED = [
     ),
     (
         "gpt2",
-        {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True, "n_head": 5, "alibi": True},
+        {
+            "activation_function": "relu",
+            "scale_attn_by_inverse_layer_idx": True,
+            "n_head": 5,
+            "alibi": True,
+        },
         {"activation_function", "scale_attn_by_inverse_layer_idx", "model.heads", "alibi"},
     ),
     (
         "vit",
-        {"hidden_act": "relu", "qkv_bias": False, "image_size": [8, 4], "use_swiglu": True, "num_labels": 0},
+        {
+            "hidden_act": "relu",
+            "qkv_bias": False,
+            "image_size": [8, 4],
+            "use_swiglu": True,
+            "num_labels": 0,
+        },
         {"hidden_act", "qkv_bias", "image_size", "use_swiglu", "num_labels", "model.patch"},
     ),
     (
@@ -287,16 +457,24 @@ REFUSED = [
         {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None},
         {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window"},
     ),
-    *(("mistral", {"sliding_window": window}, {"sliding_window"}) for window in (True, False, 0, -4, 4.0, "4")),
+    *(
+        ("mistral", {"sliding_window": window}, {"sliding_window"})
+        for window in (True, False, 0, -4, 4.0, "4")
+    ),
     *(
         ("llama3.1", {"rope_parameters": table}, {"rope_scaling"})
         for table in ({**ROPE, "factor": 9.0}, {**ROPE, "rope_theta": 7.0}, {"rope_theta": 5e5})
     ),
-    *((name, {"is_causal": False, "use_alibi": False}, {"is_causal", "use_alibi"}) for name in DECODERS),
+    *(
+        (name, {"is_causal": False, "use_alibi": False}, {"is_causal", "use_alibi"})
+        for name in DECODERS
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "wrong"), REFUSED, ids=[name for name, _, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("name", "changes", "wrong"), REFUSED, ids=[name for name, _, _ in REFUSED]
+)
 def test_a_feature_that_a_model_does_not_have_is_named(name, changes, wrong):
     """One error with all of them."""
     family, config = FAMILIES[name]
@@ -306,9 +484,20 @@ def test_a_feature_that_a_model_does_not_have_is_named(name, changes, wrong):
 
 
 OFF = {
-    **{"chunk_size_feed_forward": 0, "use_mrope": False, "torchscript": False, "problem_type": None},
+    **{
+        "chunk_size_feed_forward": 0,
+        "use_mrope": False,
+        "torchscript": False,
+        "problem_type": None,
+    },
     # What other tools leave behind in a config.json.
-    **{"rope_interleaved": False, "is_llama_config": True, "unsloth_fixed": True, "_num_labels": 1, "max_length": 4096},
+    **{
+        "rope_interleaved": False,
+        "is_llama_config": True,
+        "unsloth_fixed": True,
+        "_num_labels": 1,
+        "max_length": 4096,
+    },
 }
 
 
@@ -322,12 +511,17 @@ def test_what_is_off_is_no_feature(name):
 
 @pytest.mark.parametrize(
     ("family", "config", "absent"),
-    [(mistral_names.FAMILY, mistral.PRESETS["test"], 4096), (mixtral_names.FAMILY, mixtral.PRESETS["test"], 0)],
+    [
+        (mistral_names.FAMILY, mistral.PRESETS["test"], 4096),
+        (mixtral_names.FAMILY, mixtral.PRESETS["test"], 0),
+    ],
     ids=["mistral", "mixtral"],
 )
 def test_no_window_and_a_window_that_is_not_said_differ(family, config, absent):
     """Null means none; what an absent field means, each family has for itself."""
-    values = {name: v for name, v in family.write_config(config).items() if name != "sliding_window"}
+    values = {
+        name: v for name, v in family.write_config(config).items() if name != "sliding_window"
+    }
     assert family.read_config(values).window == absent
     assert family.read_config({**values, "sliding_window": None}).window == 0
     assert family.read_config({**values, "sliding_window": 7}).window == 7

@@ -11,15 +11,34 @@ from spmd.step_time.hardware import HARDWARE, Hardware, hardware_of
 from spmd.step_time.network import Extent, Network, make_network
 
 LINK, NETWORK = 1e9, 1e8
-ROUND = Hardware(peak=1e12, memory_bandwidth=1e9, link=LINK, network=NETWORK, host=1e9, latency=0, network_latency=0)
+ROUND = Hardware(
+    peak=1e12,
+    memory_bandwidth=1e9,
+    link=LINK,
+    network=NETWORK,
+    host=1e9,
+    latency=0,
+    network_latency=0,
+)
 """A machine without latency and with round speeds."""
 
 
-def network(topology: str, slices: dict[str, int] | None = None, hardware: Hardware = ROUND, **sizes: int) -> Network:
-    return make_network(parse_topology(topology), MeshShape(**sizes), slices or {}, hardware, efficiency=1.0)
+def network(
+    topology: str, slices: dict[str, int] | None = None, hardware: Hardware = ROUND, **sizes: int
+) -> Network:
+    return make_network(
+        parse_topology(topology), MeshShape(**sizes), slices or {}, hardware, efficiency=1.0
+    )
 
 
-def seconds(kind: str, payload: float, axis: str, topology: str, slices: dict[str, int] | None = None, **sizes: int):
+def seconds(
+    kind: str,
+    payload: float,
+    axis: str,
+    topology: str,
+    slices: dict[str, int] | None = None,
+    **sizes: int,
+):
     found = network(topology, slices, **sizes)
     return found.seconds(kind, payload, found.axis_group((axis,)))
 
@@ -44,7 +63,12 @@ SPANS = [
         {"fsdp": Extent((SIDE,) * 3, 64, 1), "tensor": Extent((), 2, 1, cores=2)},
     ),
     ("h100:4x8", {}, {"fsdp": 32}, {"fsdp": Extent((), 8, 4)}),
-    ("h100:4x8", {}, {"fsdp": 4, "tensor": 8}, {"fsdp": Extent((), 1, 4), "tensor": Extent((), 8, 1)}),
+    (
+        "h100:4x8",
+        {},
+        {"fsdp": 4, "tensor": 8},
+        {"fsdp": Extent((), 1, 4), "tensor": Extent((), 8, 1)},
+    ),
     (
         *("2xv5e:16x16", {"data": 2}, {"data": 2, "fsdp": 256}),
         {"data": Extent((), 1, 2), "fsdp": Extent((RING, RING), 256, 1)},
@@ -54,7 +78,9 @@ SPANS = [
 
 
 @pytest.mark.parametrize(
-    ("topology", "slices", "sizes", "spans"), SPANS, ids=[f"{s[0]} {'x'.join(map(str, s[2].values()))}" for s in SPANS]
+    ("topology", "slices", "sizes", "spans"),
+    SPANS,
+    ids=[f"{s[0]} {'x'.join(map(str, s[2].values()))}" for s in SPANS],
 )
 def test_spans_of_axes(topology, slices, sizes, spans) -> None:
     """Each axis of a mesh extends along rings where a dimension wraps around and all of it is in the group."""
@@ -82,7 +108,9 @@ def test_a_line_takes_twice_the_time_of_a_ring() -> None:
     """A 4 × 4 × 4 cube wraps around; four chips of a v5e do not."""
     ring = seconds("all-gather", 1e9, "tensor", "v5p:4x4x4", fsdp=16, tensor=4)
     assert ring == pytest.approx(1e9 * 3 / 4 / (2 * LINK))
-    assert seconds("all-gather", 1e9, "tensor", "v5e:16x16", fsdp=64, tensor=4) == pytest.approx(2 * ring)
+    assert seconds("all-gather", 1e9, "tensor", "v5e:16x16", fsdp=64, tensor=4) == pytest.approx(
+        2 * ring
+    )
 
 
 def test_groups_that_are_apart_share_links() -> None:
@@ -95,20 +123,30 @@ def test_groups_that_are_apart_share_links() -> None:
 
 def test_an_all_to_all_crosses_the_middle() -> None:
     """n/8 of what each member sends over a link of a ring, n/4 of a line."""
-    assert seconds("all-to-all", 1e9, "tensor", "v5p:4x4x4", fsdp=16, tensor=4) == pytest.approx(0.5)
-    assert seconds("all-to-all", 1e9, "tensor", "v5e:16x16", fsdp=64, tensor=4) == pytest.approx(1.0)
-    assert seconds("all-to-all", 1e9, "expert", "v5e:16x16", data=16, expert=16) == pytest.approx(2.0)
+    assert seconds("all-to-all", 1e9, "tensor", "v5p:4x4x4", fsdp=16, tensor=4) == pytest.approx(
+        0.5
+    )
+    assert seconds("all-to-all", 1e9, "tensor", "v5e:16x16", fsdp=64, tensor=4) == pytest.approx(
+        1.0
+    )
+    assert seconds("all-to-all", 1e9, "expert", "v5e:16x16", data=16, expert=16) == pytest.approx(
+        2.0
+    )
 
 
 def test_a_permute_takes_one_link() -> None:
     """However many members a group has."""
     for sizes in ({"sequence": 256}, {"data": 64, "sequence": 4}):
-        assert seconds("collective-permute", 1e9, "sequence", "v5e:16x16", **sizes) == pytest.approx(1.0)
+        assert seconds(
+            "collective-permute", 1e9, "sequence", "v5e:16x16", **sizes
+        ) == pytest.approx(1.0)
 
 
 def test_the_members_of_an_irregular_group_are_counted() -> None:
     """A pair on a diagonal moves half, not three quarters as a square of four would."""
-    pair, square = (seconds("all-gather", 1e9, axis, "v5e:2x4", data=2, tensor=4) for axis in ("data", "tensor"))
+    pair, square = (
+        seconds("all-gather", 1e9, axis, "v5e:2x4", data=2, tensor=4) for axis in ("data", "tensor")
+    )
     found = network("v5e:2x4", data=2, tensor=4)
     span = found.extent(found.axis_group(("data",)))
     assert span.local == 2
@@ -118,20 +156,28 @@ def test_the_members_of_an_irregular_group_are_counted() -> None:
 
 def test_cores_of_a_chip_cost_a_hop() -> None:
     """Two devices of a TPU7x share memory; with all chips, both use the links."""
-    found = network("tpu7x:4x4x4", hardware=hardware_of(parse_topology("tpu7x:4x4x4")), fsdp=64, tensor=2)
+    found = network(
+        "tpu7x:4x4x4", hardware=hardware_of(parse_topology("tpu7x:4x4x4")), fsdp=64, tensor=2
+    )
     assert found.seconds("all-gather", 1e9, found.axis_group(("tensor",))) == found.hardware.latency
-    assert seconds("all-gather", 1e9, "fsdp", "tpu7x:4x4x4", fsdp=128) == pytest.approx(1e9 * 63 / 64 / (2 * 6 * LINK))
+    assert seconds("all-gather", 1e9, "fsdp", "tpu7x:4x4x4", fsdp=128) == pytest.approx(
+        1e9 * 63 / 64 / (2 * 6 * LINK)
+    )
 
 
 def test_hosts_of_gpus() -> None:
     """The longer of what 8 GPUs do by NVLink and what 4 hosts do, each GPU with its own card and an eighth."""
     inside, between = 1e9 * 7 / 8 / LINK, 1e9 / 8 * 3 / 4 / NETWORK
-    assert seconds("all-gather", 1e9, "fsdp", "h100:4x8", fsdp=32) == pytest.approx(max(inside, between))
+    assert seconds("all-gather", 1e9, "fsdp", "h100:4x8", fsdp=32) == pytest.approx(
+        max(inside, between)
+    )
     found = network("h100:4x8", fsdp=32)
     group = found.axis_group(("fsdp",))
     assert found.inside("all-gather", 1e9, group) == pytest.approx(inside)
     assert found.between("all-reduce", 1e9, group) == pytest.approx(2 * between)
-    assert seconds("all-gather", 1e9, "tensor", "h100:4x8", fsdp=4, tensor=8) == pytest.approx(inside)
+    assert seconds("all-gather", 1e9, "tensor", "h100:4x8", fsdp=4, tensor=8) == pytest.approx(
+        inside
+    )
 
 
 def test_slices_wait_for_what_is_inside() -> None:
@@ -153,7 +199,9 @@ def test_latency_and_efficiency() -> None:
     moved = found.seconds("all-gather", 1e9, group) - 32 * hardware.latency
     assert moved == pytest.approx(1e9 * 255 / 256 / (4 * hardware.link * 0.5))
     gpus = make_network(parse_topology("h100:4x8"), MeshShape(fsdp=32), {}, HARDWARE["h100"])
-    assert gpus.between("all-gather", 0, range(32)) == pytest.approx((math.log2(4) + 1) * gpus.hardware.network_latency)
+    assert gpus.between("all-gather", 0, range(32)) == pytest.approx(
+        (math.log2(4) + 1) * gpus.hardware.network_latency
+    )
 
 
 def test_speeds_of_chips() -> None:

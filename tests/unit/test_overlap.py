@@ -67,9 +67,8 @@ def overlap(name: str, *computed: str) -> tuple[bool, int]:
     for place, instruction in COMPUTED.items():
         body = body.replace(place, instruction if place in computed else "")
     before = ADD + MATMUL + GATHER + CHAINED
-    body = (
-        f"p = f32[4,8]{{1,0}} parameter(0)\nx = f32[8,8]{{1,0}} parameter(1)\n{body}\nROOT r = f32[8,8]{{1,0}} copy(d)"
-    )
+    inputs = "p = f32[4,8]{1,0} parameter(0)\nx = f32[8,8]{1,0} parameter(1)"
+    body = f"{inputs}\n{body}\nROOT r = f32[8,8]{{1,0}} copy(d)"
     lines = "\n".join(line.strip() for line in body.splitlines() if line.strip())
     program = text(lines.replace("PAIRS", PAIRS), before.replace("PAIRS", PAIRS))
     (record,) = audit_collectives(program, CUBE, backend="tpu").records
@@ -79,7 +78,12 @@ def overlap(name: str, *computed: str) -> tuple[bool, int]:
 
 @pytest.mark.parametrize(
     ("name", "computed"),
-    [("start-done", "DURING"), ("SparseCore", "DURING"), ("wrapped", "DURING"), ("chain", "CHAINED")],
+    [
+        ("start-done", "DURING"),
+        ("SparseCore", "DURING"),
+        ("wrapped", "DURING"),
+        ("chain", "CHAINED"),
+    ],
 )
 def test_compute_between_start_and_end_counts(name: str, computed: str) -> None:
     """With its estimated cycles; without it, an asynchronous collective is not overlapped."""
@@ -106,6 +110,8 @@ def test_the_table_has_a_line_for_each_kind_of_large_collective(rows: int, said:
     """
     line = "of 2 all-gathers of 1 MiB or more, 1 run beside compute, 700 cycles each"
     for backend in ("tpu", "cpu"):
-        printed = str(audit_collectives(text(body, MATMUL.replace("PAIRS", PAIRS)), CUBE, backend=backend))
+        printed = str(
+            audit_collectives(text(body, MATMUL.replace("PAIRS", PAIRS)), CUBE, backend=backend)
+        )
         assert (line in printed) == (said and backend == "tpu")
         assert ("beside compute" in printed) == (said and backend == "tpu")

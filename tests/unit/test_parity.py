@@ -15,7 +15,9 @@ NAN = math.nan
 
 def leaf(found, expected, scale=2.0, **allowed):
     """The row of a leaf whose largest value is `scale`."""
-    return compare_leaf(ROW, np.array(found, np.float32), np.array(expected, np.float32), scale, allowed)
+    return compare_leaf(
+        ROW, np.array(found, np.float32), np.array(expected, np.float32), scale, allowed
+    )
 
 
 def test_a_difference_is_relative_to_the_largest_value():
@@ -47,7 +49,11 @@ def test_nan_on_both_sides_is_no_difference_and_is_said():
 
 def test_nan_on_one_side_alone_fails():
     """On either side, and in other places, whatever the tolerance is."""
-    for found, expected in (([NAN, 1.0], [1.0, 1.0]), ([1.0, 1.0], [math.inf, 1.0]), ([NAN, 1.0], [1.0, NAN])):
+    for found, expected in (
+        ([NAN, 1.0], [1.0, 1.0]),
+        ([1.0, 1.0], [math.inf, 1.0]),
+        ([NAN, 1.0], [1.0, NAN]),
+    ):
         row = leaf(found, expected, noise=1e9)
         assert (row.error, row.ok) == (math.inf, False)
         assert row.why.startswith("not finite: ")
@@ -61,7 +67,9 @@ def test_of_each_leaf_the_step_where_it_differs_most_is_kept():
     """The largest error in units of its tolerance; of equal ones the tightest tolerance, then the first."""
     rows = [Row("updates", "w", error, tolerance, step=step) for step, error, tolerance in MANY]
     assert [row.step for row in worst_of_each(rows)] == [3]
-    assert [row.step for row in worst_of_each(dataclasses.replace(row, error=0.0) for row in rows)] == [2]
+    assert [
+        row.step for row in worst_of_each(dataclasses.replace(row, error=0.0) for row in rows)
+    ] == [2]
 
 
 MANY = ((1, 0.5, 1.0), (2, 1e-5, 1e-4), (3, 9e-4, 1e-3), (4, 0.0, 1e-4))

@@ -44,13 +44,19 @@ def matches() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("config", "rules", "zero"), [(tiny.CONFIG, LLAMA, 1), (PRESETS["test"], MIXTRAL, 3)], ids=["llama", "mixtral"]
+    ("config", "rules", "zero"),
+    [(tiny.CONFIG, LLAMA, 1), (PRESETS["test"], MIXTRAL, 3)],
+    ids=["llama", "mixtral"],
 )
-def test_no_pattern_is_matched_while_a_step_is_traced(config: Any, rules: spmd.Rules, zero: int) -> None:
+def test_no_pattern_is_matched_while_a_step_is_traced(
+    config: Any, rules: spmd.Rules, zero: int
+) -> None:
     """The control: making the plan matches patterns."""
     model = spmd.from_nnx(config.build)
     with matches() as while_planned:
-        plan = make_plan(abstract_mesh(MeshShape(fsdp=2, expert=1)), rules, model, tiny.OPTIMIZER, zero=zero)
+        plan = make_plan(
+            abstract_mesh(MeshShape(fsdp=2, expert=1)), rules, model, tiny.OPTIMIZER, zero=zero
+        )
     assert while_planned
     step = spmd.make_train_step(plan, spmd.next_token_loss(model))
     with matches() as while_traced:

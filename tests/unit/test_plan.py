@@ -24,11 +24,19 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def two_layer(_key):
-    return {"up": {"kernel": jnp.zeros((16, 32))}, "down": {"kernel": jnp.zeros((32, 16))}, "scale": jnp.zeros(16)}
+    return {
+        "up": {"kernel": jnp.zeros((16, 32))},
+        "down": {"kernel": jnp.zeros((32, 16))},
+        "scale": jnp.zeros(16),
+    }
 
 
 RULES = Rules(
-    [("up/kernel", P("fsdp", "tensor")), ("down/kernel", P("tensor", "fsdp")), ("scale", replicate("64 bytes"))]
+    [
+        ("up/kernel", P("fsdp", "tensor")),
+        ("down/kernel", P("tensor", "fsdp")),
+        ("scale", replicate("64 bytes")),
+    ]
 )
 
 
@@ -64,7 +72,9 @@ def test_the_text_of_a_plan_is_as_reviewed(family, strategy):
     sizes, zero = STRATEGIES[strategy]
     config = FAMILIES[family]
     rules = LLAMA_TIED if config.tied else LLAMA
-    plan = make_plan(abstract_mesh(MeshShape(**sizes)), rules, tiny.model(config), tiny.OPTIMIZER, zero=zero)
+    plan = make_plan(
+        abstract_mesh(MeshShape(**sizes)), rules, tiny.model(config), tiny.OPTIMIZER, zero=zero
+    )
     text = plan.text("params", "variables", "gradients", "optimizer_state") + "\n"
     golden = GOLDEN / f"{family}_{strategy}.txt"
     if os.environ.get("SPMD_UPDATE_GOLDEN"):
@@ -73,13 +83,16 @@ def test_the_text_of_a_plan_is_as_reviewed(family, strategy):
 
 
 @pytest.mark.parametrize(
-    ("stage", "params", "gradients", "optimizer"), [(0, 1, 1, 1), (1, 1, 1, 8), (2, 1, 8, 8), (3, 8, 8, 8)]
+    ("stage", "params", "gradients", "optimizer"),
+    [(0, 1, 1, 1), (1, 1, 1, 8), (2, 1, 8, 8), (3, 8, 8, 8)],
 )
 def test_zero_stages_split_what_they_say(stage, params, gradients, optimizer):
     """Stage 1 splits optimizer state over fsdp, stage 2 gradients too, stage 3 parameters too."""
     init = lambda key: {"kernel": jnp.zeros((64, 64))}  # noqa: E731
     rules = Rules([("kernel", P("fsdp"))])
-    plan = plan_of(optax.sgd(1.0, momentum=0.9), rules, init, abstract_mesh(MeshShape(fsdp=8)), zero=stage)
+    plan = plan_of(
+        optax.sgd(1.0, momentum=0.9), rules, init, abstract_mesh(MeshShape(fsdp=8)), zero=stage
+    )
     whole = 64 * 64 * 4
     assert plan.bytes_per_device() == {
         "params": whole // params,
@@ -98,9 +111,14 @@ def test_optimizer_state_follows_the_parameters():
 
 def test_factored_statistics_keep_the_entries_of_their_dimensions():
     """Adafactor's row and column statistics follow the dimension they kept, in square matrices too."""
-    init = lambda key: {"wide": jnp.zeros((128, 256)), "square": jnp.zeros((128, 128))}  # noqa: E731
+
+    def init(key):
+        return {"wide": jnp.zeros((128, 256)), "square": jnp.zeros((128, 128))}
+
     rules = Rules([("wide|square", P("fsdp", "tensor"))])
-    leaves = {leaf.path: leaf for leaf in plan_of(optax.adafactor(1e-3), rules, init).optimizer_state}
+    leaves = {
+        leaf.path: leaf for leaf in plan_of(optax.adafactor(1e-3), rules, init).optimizer_state
+    }
     rows = {path.rsplit("/", 1)[1]: leaf for path, leaf in leaves.items() if "v_row" in path}
     cols = {path.rsplit("/", 1)[1]: leaf for path, leaf in leaves.items() if "v_col" in path}
     assert (rows["wide"].shape, rows["wide"].spec) == ((128,), P("fsdp"))
@@ -110,7 +128,10 @@ def test_factored_statistics_keep_the_entries_of_their_dimensions():
 
 def test_factored_statistics_of_stacked_layers_keep_the_layer_dimension():
     """Under `per_layer` the leading dimension of a statistic is the stack's."""
-    init = lambda key: {"layers": {"kernel": jnp.zeros((4, 128, 128))}, "head": jnp.zeros((128, 256))}  # noqa: E731
+
+    def init(key):
+        return {"layers": {"kernel": jnp.zeros((4, 128, 128))}, "head": jnp.zeros((128, 256))}
+
     rules = Rules([("kernel|head", P("fsdp", "tensor"))])
     optimizer = per_layer(optax.scale_by_factored_rms())
     leaves = {leaf.path: leaf for leaf in plan_of(optimizer, rules, init).optimizer_state}
@@ -136,7 +157,9 @@ def test_parts_of_the_state_may_be_empty(optimizer):
 
 def test_state_that_no_parameter_explains_is_an_error():
     """An optimizer with a matrix of its own cannot be split by rule."""
-    odd = optax.GradientTransformation(lambda params: jnp.zeros((300, 500)), lambda u, s, p=None: (u, s))
+    odd = optax.GradientTransformation(
+        lambda params: jnp.zeros((300, 500)), lambda u, s, p=None: (u, s)
+    )
     with pytest.raises(RuleError, match="has a structure that no parameter explains"):
         plan_of(odd)
 
@@ -144,12 +167,27 @@ def test_state_that_no_parameter_explains_is_an_error():
 def test_all_problems_of_a_table_are_in_one_error():
     """An unmatched parameter, a useless rule and an indivisible dimension come together."""
     rules = Rules(
-        [("up/kernel", P(None, ("data", "fsdp", "tensor"))), ("down/kernel", P("fsdp")), ("biases", P("fsdp"))]
+        [
+            ("up/kernel", P(None, ("data", "fsdp", "tensor"))),
+            ("down/kernel", P("fsdp")),
+            ("biases", P("fsdp")),
+        ]
     )
-    init = lambda key: {"up": {"kernel": jnp.zeros((4, 6))}, "down": {"kernel": jnp.zeros((4, 4))}, "x": jnp.zeros(1)}  # noqa: E731
+
+    def init(key):
+        return {
+            "up": {"kernel": jnp.zeros((4, 6))},
+            "down": {"kernel": jnp.zeros((4, 4))},
+            "x": jnp.zeros(1),
+        }
+
     with pytest.raises(RuleError) as caught:
         plan_of(rules=rules, init=init)
-    assert [problem.where for problem in caught.value.problems] == ["rule 2 ('biases')", "up/kernel", "x"]
+    assert [problem.where for problem in caught.value.problems] == [
+        "rule 2 ('biases')",
+        "up/kernel",
+        "x",
+    ]
 
 
 def test_remat_names_must_be_activations():
@@ -204,26 +242,38 @@ def test_an_optimizer_that_mixes_layers_is_refused():
     lamb = optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3))
     with pytest.raises(RuleError, match="over all layers of the stack"):
         tiny.plan(optimizer=lamb)
-    assert tiny.plan(optimizer=optax.chain(optax.clip_by_global_norm(1.0), per_layer(optax.lamb(1e-3)))).params
+    assert tiny.plan(
+        optimizer=optax.chain(optax.clip_by_global_norm(1.0), per_layer(optax.lamb(1e-3)))
+    ).params
 
 
 def test_random_state_of_an_optimizer_is_replicated():
     """Typed keys have bytes too, and noise on parameters that are not stacked is the same on every device."""
-    leaves = {leaf.path: leaf for leaf in plan_of(optax.noisy_sgd(1e-3, key=jax.random.key(0))).optimizer_state}
+    leaves = {
+        leaf.path: leaf
+        for leaf in plan_of(optax.noisy_sgd(1e-3, key=jax.random.key(0))).optimizer_state
+    }
     keys = [leaf for leaf in leaves.values() if leaf.rule == "a random key"]
     assert [leaf.bytes_per_device for leaf in keys] == [8]
 
 
 def test_the_difference_of_large_plans_is_found_at_once():
     """Every line of a thousand differs, and it does not take a thousand squared."""
-    many = lambda key: {f"layer{i}": {"kernel": jnp.zeros((16, 16))} for i in range(1000)}  # noqa: E731
-    ours, theirs = (plan_of(rules=Rules([("kernel", spec)]), init=many) for spec in (P("fsdp"), P("tensor")))
+
+    def many(key):
+        return {f"layer{i}": {"kernel": jnp.zeros((16, 16))} for i in range(1000)}
+
+    ours, theirs = (
+        plan_of(rules=Rules([("kernel", spec)]), init=many) for spec in (P("fsdp"), P("tensor"))
+    )
     assert len(ours.diff(theirs).split("\n")) >= 4 * 1000
 
 
 def test_problems_of_the_table_and_of_the_optimizer_come_together():
     """A parameter without a rule and state of unknown structure are one error."""
-    odd = optax.GradientTransformation(lambda params: jnp.zeros((300, 500)), lambda u, s, p=None: (u, s))
+    odd = optax.GradientTransformation(
+        lambda params: jnp.zeros((300, 500)), lambda u, s, p=None: (u, s)
+    )
     with pytest.raises(RuleError) as caught:
         plan_of(odd, rules=Rules(RULES.params[:2]))
     assert [problem.where for problem in caught.value.problems] == ["optimizer state ", "scale"]

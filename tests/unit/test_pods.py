@@ -61,9 +61,15 @@ def test_exit_code(temporaries, code, monkeypatch, tmp_path, capsys) -> None:
 
     monkeypatch.setattr(pods, "measure", measure)
     monkeypatch.setattr(pods, "missing_extra", lambda topology: None)
-    monkeypatch.setattr(sys, "argv", ["pods", "--only", "8b", "--json", str(tmp_path / "found.json")])
+    monkeypatch.setattr(
+        sys, "argv", ["pods", "--only", "8b", "--json", str(tmp_path / "found.json")]
+    )
     assert pods.main() == code
     printed, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
     assert ("missed: temporaries is 1e+06, bar 7.9" in printed) == (code == 1)
     assert ("not compiled: there is no compiler" in printed) == (code == 2)
-    assert [row["missed"] for row in found] == {0: [[]], 1: [["temporaries is 1e+06, bar 7.9"]], 2: []}[code]
+    assert [row["missed"] for row in found] == {
+        0: [[]],
+        1: [["temporaries is 1e+06, bar 7.9"]],
+        2: [],
+    }[code]

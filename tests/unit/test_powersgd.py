@@ -28,7 +28,9 @@ DATA = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=32, batch
 def setup(gradients="powersgd:2", mesh=(("data", 2), ("fsdp", 2)), **fields):
     compress = spmd.CompressConfig(gradients=gradients)
     shape = spmd.MeshShape(**dict(mesh))
-    config = TrainConfig(model=SMALL, rules=LLAMA, mesh=shape, data=DATA, compress=compress, **fields)
+    config = TrainConfig(
+        model=SMALL, rules=LLAMA, mesh=shape, data=DATA, compress=compress, **fields
+    )
     return make_setup(config, planned_mesh(config))
 
 
@@ -38,7 +40,9 @@ def problems(**fields):
     return list(map(str, caught.value.problems))
 
 
-@pytest.mark.parametrize("text", ["powersgd", "powersgd:", "powersgd:0", "powersgd:-1", "powersgd:²", "power:4", "4"])
+@pytest.mark.parametrize(
+    "text", ["powersgd", "powersgd:", "powersgd:0", "powersgd:-1", "powersgd:²", "power:4", "4"]
+)
 def test_what_is_no_rank_is_refused(text):
     """With an example, among the other problems of a config."""
     with pytest.raises(ConfigError, match=r"compress.gradients: is '.*'(.|\n)*fix: "):
@@ -58,7 +62,9 @@ def test_a_plan_alone_compresses_nothing():
 
 def test_a_config_keeps_it():
     """In the JSON of a checkpoint, which gives it back."""
-    config = TrainConfig(model=SMALL, rules=LLAMA, compress=spmd.CompressConfig(gradients="powersgd:2"))
+    config = TrainConfig(
+        model=SMALL, rules=LLAMA, compress=spmd.CompressConfig(gradients="powersgd:2")
+    )
     assert with_values(TrainConfig(model=SMALL, rules=LLAMA), config_values(config)) == config
 
 
@@ -78,7 +84,9 @@ def test_everything_that_is_wrong_is_said_at_once():
     }
     above = [text for text in found if "a rank above the matrix" in text]
     assert len(above) == 9
-    assert any("layers/mlp/up_proj/kernel" in text and "rank 100 > min(8, 64)" in text for text in above)
+    assert any(
+        "layers/mlp/up_proj/kernel" in text and "rank 100 > min(8, 64)" in text for text in above
+    )
 
 
 def test_a_rank_that_saves_nothing_is_refused():
@@ -102,12 +110,18 @@ def test_the_plan_says_what_is_compressed():
     assert matrices["layers/mlp/up_proj/kernel"].local == (2, 16, 64)
     assert set(plain) == {"layers/attention_norm/scale", "layers/mlp_norm/scale", "norm/scale"}
     text = "\n".join(compression_lines(made.plan, PowerSGD(2)))
-    wide = sum(shard_bytes(x.shape, "float32", x.spec, made.mesh.shape) for x in made.plan.gradients) - 4 * 5 * 32
+    wide = (
+        sum(shard_bytes(x.shape, "float32", x.spec, made.mesh.shape) for x in made.plan.gradients)
+        - 4 * 5 * 32
+    )
     thin = sum(map(sum, compressed_bytes(made.plan).values()))
     heading = f"gradients powersgd:2 over data=2: {2 * wide / 1024:.3g} KiB → {2 * thin / 1024:.3g} KiB on the wire"
     assert text.startswith(heading)
     assert re.search(r"layers/mlp/up_proj/kernel +2 × \[16, 64\] +16 KiB → 2.5 KiB", text)
-    assert "sent as they are: layers/attention_norm/scale, layers/mlp_norm/scale, norm/scale (no matrix)" in text
+    assert (
+        "sent as they are: layers/attention_norm/scale, layers/mlp_norm/scale, norm/scale (no matrix)"
+        in text
+    )
     assert exchange_line(setup(accumulate=2)) == ""
     assert compression_lines(setup(gradients="").plan) == []
 
@@ -116,7 +130,9 @@ def test_errors_are_split_like_gradients():
     """A shard for each device, whatever the ZeRO stage; the first dimension is that of data."""
     for zero in (1, 2):
         plan = setup(zero=zero).plan
-        errors = {x.path: x for x in plan.transform_states if x.path.startswith("compression/error/")}
+        errors = {
+            x.path: x for x in plan.transform_states if x.path.startswith("compression/error/")
+        }
         for gradient in plan.gradients:
             if error := errors.pop(f"compression/error/{gradient.path}", None):
                 assert error.shape == (2, *gradient.shape)
@@ -138,15 +154,26 @@ def test_a_gradient_that_is_sent_whole_breaks_a_promise(payload, is_broken):
     path = "layers/mlp/up_proj/kernel"
     largest = max(compressed_bytes(setup().plan)[path])
     fields = {field.name: "" for field in dataclasses.fields(Collective)}
-    fields |= {"kind": "all-reduce", "axes": ("data",), "executions": 1, "crosses": False, "dtype": "f32"}
+    fields |= {
+        "kind": "all-reduce",
+        "axes": ("data",),
+        "executions": 1,
+        "crosses": False,
+        "dtype": "f32",
+    }
     fields |= {
         "payload": payload * largest // 1280,
         "op_name": "shard_map/psum",
         "cause": Cause("rule", "", path, "gradient"),
     }
-    assert [problem.where for problem in broken_promises([Collective(**fields)], promises)] == [path] * is_broken
-    # Over slices only what crosses them is compressed; XLA:TPU sends that without names, so without a cause.
+    assert [problem.where for problem in broken_promises([Collective(**fields)], promises)] == [
+        path
+    ] * is_broken
+    # Over slices only what crosses them is compressed; XLA:TPU sends that without names, so without
+    # a cause.
     between = Collective(**fields | {"crosses": True, "payload": 1, "cause": Cause("sum", "")})
     assert not list(broken_promises([Collective(**fields), between], promises))
     crossing = Collective(**fields | {"crosses": True})
-    assert [problem.where for problem in broken_promises([crossing, between], promises)] == [path] * is_broken
+    assert [problem.where for problem in broken_promises([crossing, between], promises)] == [
+        path
+    ] * is_broken

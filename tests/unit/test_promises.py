@@ -64,7 +64,9 @@ SEVERAL = """
 
 
 def audit(body, backend="gpu", mesh=CUBE, devices=8, **options):
-    return audit_collectives(text(body.replace("PAIRS", PAIRS), ADD, devices), mesh, backend=backend, **options)
+    return audit_collectives(
+        text(body.replace("PAIRS", PAIRS), ADD, devices), mesh, backend=backend, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,21 +105,26 @@ def test_transfers_between_slices_have_a_dtype_and_an_array(kind, payload) -> No
             ["f/param(layers/up/kernel)/g", "f/param(layers/down/kernel)/g"],
         ),
         ("f/param(layers/up/kernel)/g", ["f/param(layers/up/kernel)/g"] * 2),
-        ("f/param((up)/g:down)/g:head)/g)", ["f/param((up)/g:down)/g:head)/g)"] * 2),  # names of three
+        # names of three
+        ("f/param((up)/g:down)/g:head)/g)", ["f/param((up)/g:down)/g:head)/g)"] * 2),
     ],
     ids=["of two arrays", "alike", "of three arrays"],
 )
 def test_names_of_a_combined_collective(name, expected) -> None:
     """XLA:GPU joins the names of the arrays: each has its own again."""
     last = "dimensions={0}\n    ROOT"
-    records = audit(SEVERAL.replace(last, f'dimensions={{0}}, metadata={{op_name="{name}"}}\n    ROOT')).records
+    records = audit(
+        SEVERAL.replace(last, f'dimensions={{0}}, metadata={{op_name="{name}"}}\n    ROOT')
+    ).records
     assert [record.op_name for record in records] == expected
 
 
 def test_bytes_by_dtype() -> None:
     """They are in the tables, in JSON, and may be asked for."""
     audited = audit(SEVERAL.replace("4,8]", "400,8]").replace("[8,8]", "[800,8]"))
-    assert ["6.25", "KiB", "s8", "tensor", "1"] in [line.split()[:5] for line in str(audited).splitlines()]
+    assert ["6.25", "KiB", "s8", "tensor", "1"] in [
+        line.split()[:5] for line in str(audited).splitlines()
+    ]
     assert audited.bytes(dtype="s8") == audited.bytes("all-gather", "tensor", "f8e4m3fn") == 6400
     values = json.loads(json.dumps(audited.to_json()))
     assert values["dtype_bytes"] == {"f8e4m3fn": 6400, "s8": 6400}
@@ -131,7 +138,10 @@ def test_expectations_by_dtype() -> None:
     for amounts, message in (
         ({"s8": 64}, "all-gather over tensor in f8e4m3fn: 64 bytes in each step; expected 0"),
         ({"s8": 64, "f8e4m3fn": 32}, "in f8e4m3fn: 64 bytes in each step; expected 32"),
-        ({"s8": ..., "f8e4m3fn": 64, "f32": ...}, "all-gather over tensor in f32: expected, and there is none"),
+        (
+            {"s8": ..., "f8e4m3fn": 64, "f32": ...},
+            "all-gather over tensor in f32: expected, and there is none",
+        ),
     ):
         with pytest.raises(AssertionError, match=message):
             expect_collectives(audited, all_gather={"tensor": amounts}, ignore_below=0)
@@ -147,7 +157,12 @@ def test_bytes_into_a_slice() -> None:
     assert entering([[0, 1], [1, 2], [2, 3], [3, 0]], slices, "collective-permute", pairs=True) == 1
     mesh = abstract_mesh(MeshShape(fsdp=4))
     audited = audit(BETWEEN.replace("KIND", "ALL_GATHER"), "tpu", mesh, 2, slices={"fsdp": 2})
-    assert audited.slice_bytes() == audited.to_json()["slice_bytes"] == 2 * audited.bytes(crossing=True) == 4096
+    assert (
+        audited.slice_bytes()
+        == audited.to_json()["slice_bytes"]
+        == 2 * audited.bytes(crossing=True)
+        == 4096
+    )
 
 
 @functools.cache
@@ -214,7 +229,9 @@ def test_codes_are_exchanged_by_all_to_all(dtype, is_broken) -> None:
     """.replace("dimensions={0},\n            ", "dimensions={0}, ")
     audited = audit(text, plan=plan_of(exchange="int8"))
     assert [record.cause.use for record in audited.records] == ["gradient"]
-    assert [problem.where for problem in audited.broken] == ["layers/mlp/up_proj/kernel"] * is_broken
+    assert [problem.where for problem in audited.broken] == [
+        "layers/mlp/up_proj/kernel"
+    ] * is_broken
 
 
 def test_a_broken_promise_names_array_dtypes_bytes_and_fix() -> None:
@@ -247,15 +264,23 @@ def test_promises_come_from_the_plan() -> None:
     """Each axis that splits tokens has the dtype of the policy; layers promise it for all collectives of kernels."""
     promises = {promise.param: promise for promise in find_promises(plan_of(**SLOW))}
     assert promises.keys() == {entry.path for entry in plan_of().params}
-    assert {tuple(promise.dtypes.items()) for promise in promises.values()} == {(("data", "bf16"), ("fsdp", "f32"))}
+    assert {tuple(promise.dtypes.items()) for promise in promises.values()} == {
+        (("data", "bf16"), ("fsdp", "f32"))
+    }
     explicit = {path for path, promise in promises.items() if promise.explicit}
-    assert "layers/mlp/up_proj/kernel" not in explicit >= {"embed/embedding", "norm/scale", "lm_head/kernel"}
+    assert (
+        "layers/mlp/up_proj/kernel"
+        not in explicit
+        >= {"embed/embedding", "norm/scale", "lm_head/kernel"}
+    )
 
 
 def test_a_plan_that_breaks_a_promise_exits_with_4(monkeypatch, capsys) -> None:
     """`spmd plan --compile` prints it."""
     monkeypatch.setattr(plan_command, "initialize", lambda *given, **named: None)
-    monkeypatch.setattr(plan_command, "topology_mesh", lambda config, topology: planned_mesh(config))
+    monkeypatch.setattr(
+        plan_command, "topology_mesh", lambda config, topology: planned_mesh(config)
+    )
     audited = audit(reduced(), plan=plan_of())
     monkeypatch.setattr(plan_command, "compile_step", lambda setup: (audited, None, None, None))
     assert run_plan(["demo", "--compile"]) == 4

@@ -1,9 +1,10 @@
 """The published figures of model states and activations, each from one formula with other settings.
 
-Sources: Rajbhandari et al., ZeRO (arXiv:1910.02054v3), in test_zero.py from whole plans, here from the formula;
-Hugging Face's Ultra-Scale Playbook; Megatron-LM's docs/user-guide/features/dist_optimizer.md and its
-theoretical_memory_usage.py as run; DeepSpeed's docs/code-docs/source/memory.rst and estimators; Amazon SageMaker's
-model parallel concepts; jax-ml/scaling-book; Korthikanti et al. (arXiv:2205.05198).
+Sources: Rajbhandari et al., ZeRO (arXiv:1910.02054v3), in test_zero.py from whole plans, here from
+the formula; Hugging Face's Ultra-Scale Playbook; Megatron-LM's
+docs/user-guide/features/dist_optimizer.md and its theoretical_memory_usage.py as run; DeepSpeed's
+docs/code-docs/source/memory.rst and estimators; Amazon SageMaker's model parallel concepts;
+jax-ml/scaling-book; Korthikanti et al. (arXiv:2205.05198).
 """
 
 import math
@@ -16,14 +17,22 @@ from tests.unit.test_zero import LARGEST, PUBLISHED
 GB, GIB, MIB = 1e9, 2**30, 2**20
 F32_ACCUMULATION = {"accumulation": "float32"}
 MEGATRON = {"gradients": "float32"}
-DEEPSPEED_Z3 = {"dp": 8, "stage": 3, "gradients": None, "accumulation": "float32", "largest_layer": 32e6}
+DEEPSPEED_Z3 = {
+    "dp": 8,
+    "stage": 3,
+    "gradients": None,
+    "accumulation": "float32",
+    "largest_layer": 32e6,
+}
 T5_3B, T5_LARGE = 2851e6, 737.67e6
 
 
 @pytest.mark.parametrize(("params", "devices", "stage", "expected", "rounding"), PUBLISHED)
 def test_zero_tables(params, devices, stage, expected, rounding):
     """Figure 1 and Table 1 of ZeRO: 16 bytes for each parameter, divided by stage."""
-    assert model_state_bytes(params, dp=devices, stage=stage).total / GB == pytest.approx(expected, abs=rounding)
+    assert model_state_bytes(params, dp=devices, stage=stage).total / GB == pytest.approx(
+        expected, abs=rounding
+    )
 
 
 @pytest.mark.parametrize(("model_parallel", "gpus", "stage", "billions"), LARGEST)
@@ -35,7 +44,9 @@ def test_zero_largest_models(model_parallel, gpus, stage, billions):
 
 def test_zero_limit():
     """With ever more devices stage 1 approaches a reduction by 4 (SageMaker, model parallel concepts)."""
-    assert model_state_bytes(1, stage=0).total / model_state_bytes(1, dp=2**40, stage=1).total == pytest.approx(4)
+    assert model_state_bytes(1, stage=0).total / model_state_bytes(
+        1, dp=2**40, stage=1
+    ).total == pytest.approx(4)
 
 
 @pytest.mark.parametrize(
@@ -49,19 +60,29 @@ def test_zero_limit():
         (1, MEGATRON, 18, 1, 0),  # megatron.bytes.bf16p_fp32g.replicated
         (1, MEGATRON | {"dp": 64, "stage": 1}, 6.1875, 1, 1e-9),
         (1, MEGATRON | {"dtype": "float32", "master": None, "dp": 8, "stage": 1}, 9.0, 1, 1e-9),
-        (T5_3B, F32_ACCUMULATION | {"dp": 8, "stage": 1}, 15.93, GIB, 0.01),  # as documented: 4 P + 16 P / n
-        (T5_3B, F32_ACCUMULATION | {"dp": 8, "stage": 2}, 11.28, GIB, 0.01),  # as in the code: 2 P + 18 P / n
+        # as documented: 4 P + 16 P / n
+        (T5_3B, F32_ACCUMULATION | {"dp": 8, "stage": 1}, 15.93, GIB, 0.01),
+        # as in the code: 2 P + 18 P / n
+        (T5_3B, F32_ACCUMULATION | {"dp": 8, "stage": 2}, 11.28, GIB, 0.01),
         (T5_3B, DEEPSPEED_Z3, 6.09, GIB, 0.006),
         (T5_3B, DEEPSPEED_Z3 | {"offload": ("optimizer_state",)}, 0.78, GIB, 0.006),
         (T5_3B, DEEPSPEED_Z3 | {"offload": ("optimizer_state", "params")}, 0.12, GIB, 0.006),
         (T5_LARGE, DEEPSPEED_Z3 | {"dp": 4, "largest_layer": 32.9e6}, 3291, MIB, 2),
-        (T5_LARGE, DEEPSPEED_Z3 | {"dp": 4, "largest_layer": 32.9e6, "offload": ("optimizer_state",)}, 477, MIB, 1),
+        (
+            T5_LARGE,
+            DEEPSPEED_Z3 | {"dp": 4, "largest_layer": 32.9e6, "offload": ("optimizer_state",)},
+            477,
+            MIB,
+            1,
+        ),
         (13e9, {"gradients": None, "master": None}, 130, GB, 0.01),  # sb.llama2_13b_mem
     ],
 )
 def test_model_states(params, settings, expected, unit, tolerance):
     """16, 18 and 20 bytes for each parameter, and what ZeRO, Megatron and DeepSpeed divide and offload."""
-    assert model_state_bytes(params, **settings).total / unit == pytest.approx(expected, abs=tolerance)
+    assert model_state_bytes(params, **settings).total / unit == pytest.approx(
+        expected, abs=tolerance
+    )
 
 
 def test_the_host_of_an_offloaded_optimizer():
@@ -108,7 +129,9 @@ VARIANTS = {
 )
 def test_activations_of_a_layer(shape, variant, expected):
     """Korthikanti et al., Table 2 on the shapes of Table 3."""
-    assert activation_bytes(2048, **SHAPES[shape], **VARIANTS[variant]) == pytest.approx(expected, rel=1e-9)
+    assert activation_bytes(2048, **SHAPES[shape], **VARIANTS[variant]) == pytest.approx(
+        expected, rel=1e-9
+    )
 
 
 def test_what_selective_recomputation_saves():
@@ -117,30 +140,38 @@ def test_what_selective_recomputation_saves():
     rest = activation_bytes(2048, **SHAPES["530B"], recompute="selective")
     assert (all_of - rest) / (2048 * 20480) == pytest.approx(64)
     all_of = activation_bytes(2048, **SHAPES["175B"])
-    assert 1 - activation_bytes(2048, **SHAPES["175B"], recompute="selective") / all_of == pytest.approx(0.7, abs=0.005)
+    assert 1 - activation_bytes(
+        2048, **SHAPES["175B"], recompute="selective"
+    ) / all_of == pytest.approx(0.7, abs=0.005)
 
 
 def test_outputs_that_pipeline_stages_send():
     """kort.output_dealloc.530b: what is freed on the first of 35 stages, one output for each microbatch in flight."""
-    assert 35 * activation_bytes(2048, 1, 20480, 128, recompute="full") / GIB == pytest.approx(2.73, abs=0.01)
+    assert 35 * activation_bytes(2048, 1, 20480, 128, recompute="full") / GIB == pytest.approx(
+        2.73, abs=0.01
+    )
 
 
 def test_scaling_book():
     """sb.llama2_13b_act and sb.no_remat: three, and twenty, tensors of each layer in bfloat16."""
     layer = activation_bytes(16_000_000, 1, 5120, 40, recompute="full")
     assert 40 * layer * (1 + 2 * 2.7) / 1e12 == pytest.approx(42, rel=0.02)
-    assert 64 * 20 * activation_bytes(4_000_000, 1, 8192, 64, recompute="full") / 1e12 == pytest.approx(84, rel=0.01)
+    assert 64 * 20 * activation_bytes(
+        4_000_000, 1, 8192, 64, recompute="full"
+    ) / 1e12 == pytest.approx(84, rel=0.01)
 
 
 def test_how_many_checkpoints():
     """ptdp.ckpt_opt (arXiv:2104.04473): saving √(l · A_between / A_input) inputs of 8 layers needs the least."""
     inputs, between, layers = 1.0, 2.0, 8
-    assert min(range(1, 9), key=lambda c: c * inputs + layers / c * between) == math.isqrt(int(layers * between))
+    assert min(range(1, 9), key=lambda c: c * inputs + layers / c * between) == math.isqrt(
+        int(layers * between)
+    )
 
 
-# Megatron's theoretical_memory_usage.py, as run:
-# (layers, width, heads, key/value heads, d_ff, sequence, vocabulary, experts, swiglu), (tensor, pipe, chunks of
-# each stage, data for a distributed optimizer, microbatch, microbatches), bytes of weights and optimizer, activations.
+# Megatron's theoretical_memory_usage.py, as run: (layers, width, heads, key/value heads, d_ff,
+# sequence, vocabulary, experts, swiglu), (tensor, pipe, chunks of each stage, data for a
+# distributed optimizer, microbatch, microbatches), bytes of weights and optimizer, activations.
 GPT_22B = (48, 6144, 64, 64, 24576, 2048, 51200, 1, False)
 GPT_175B = (96, 12288, 96, 96, 49152, 2048, 51200, 1, False)
 GPT_530B = (105, 20480, 128, 128, 81920, 2048, 51200, 1, False)
@@ -165,8 +196,11 @@ def test_megatrons_tool(model, layout, weights, activations):
     tensor, pipe, chunks, data, microbatch, microbatches = layout
     if weights is not None:
         attention = 2 * layers * width**2 * (1 + kv_heads / heads)
-        mlp = 2 * layers * width * d_ff * (1.5 if swiglu else 1)  # of one expert, as many as there are on a rank
-        norms = (2 * layers + 1) * width * (1 if swiglu else 2) + (layers * width * experts if experts > 1 else 0)
+        # of one expert, as many as there are on a rank
+        mlp = 2 * layers * width * d_ff * (1.5 if swiglu else 1)
+        norms = (2 * layers + 1) * width * (1 if swiglu else 2) + (
+            layers * width * experts if experts > 1 else 0
+        )
         shared = (attention / pipe + width * vocab) / tensor + norms / pipe
 
         def states(params, replicas):
@@ -176,9 +210,17 @@ def test_megatrons_tool(model, layout, weights, activations):
         total = states(shared, data) + states(mlp / pipe / tensor, data / experts)
         assert total == pytest.approx(weights, rel=1e-9)
     if activations is not None:
-        options = {"tensor": tensor, "sequence_parallel": True, "recompute": "selective", "mlp": d_ff / width}
+        options = {
+            "tensor": tensor,
+            "sequence_parallel": True,
+            "recompute": "selective",
+            "mlp": d_ff / width,
+        }
         total = layers * activation_bytes(sequence, microbatch, width, heads, **options)
-        total += 8 * sequence * microbatch * pipe / tensor + sequence * microbatch * width * pipe / tensor
+        total += (
+            8 * sequence * microbatch * pipe / tensor
+            + sequence * microbatch * width * pipe / tensor
+        )
         if chunks:
             total *= 1 + (pipe - 1) / (pipe * chunks)
         elif pipe > 1:

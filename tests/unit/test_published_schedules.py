@@ -1,7 +1,8 @@
 """The published figures of pipeline schedules, each from our builders or from its published order, and our simulator.
 
-`published_schedules.json` has every figure with its source and, where there is one, its formula. Orders are those of
-the schedulers as run: F forward, BW whole backward, B input gradient, W weight gradients, cN chunk N; F = B = W = 1.
+`published_schedules.json` has every figure with its source and, where there is one, its formula.
+Orders are those of the schedulers as run: F forward, BW whole backward, B input gradient, W weight
+gradients, cN chunk N; F = B = W = 1.
 """
 
 import dataclasses
@@ -17,7 +18,9 @@ from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.simulate import Timeline, simulate
 from spmd.pipeline.zero_bubble import fill_bubbles
 
-CASES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("published_schedules.json").read_text("utf-8"))
+CASES: list[dict[str, Any]] = json.loads(
+    Path(__file__).with_name("published_schedules.json").read_text("utf-8")
+)
 OURS = {"1f1b": "1f1b", "vpp": "interleaved", "zb1p": "zero-bubble", "zb2p": "zb-h2", "zbv": "zb-v"}
 PLACEMENTS = {"zb2p": "loop", "zbv": "v"}
 ORDERS = {
@@ -67,7 +70,8 @@ def test_schedules(case: dict[str, Any]) -> None:
     if name == "order":
         assert theirs is not None
         assert check_schedule(theirs) == []
-        if theirs.placement == "loop" and theirs.name != "zb2p":  # orders of those two are found by a search
+        # orders of those two are found by a search
+        if theirs.placement == "loop" and theirs.name != "zb2p":
             assert ours.orders == theirs.orders
         return
     assert figure(simulate(ours), name) == case["expected"]
@@ -98,10 +102,13 @@ def test_closed_forms(case: dict[str, Any]) -> None:
 def test_bubble(case: dict[str, Any]) -> None:
     """Idle time relative to ideal time, for GPipe and for 1F1B."""
     inputs = case["inputs"]
-    if "d" in inputs:  # d-way data parallelism without tensor parallelism: n/d stages, b'/d microbatches
+    # d-way data parallelism without tensor parallelism: n/d stages, b'/d microbatches
+    if "d" in inputs:
         inputs = {"p": inputs["n"] // inputs["d"], "m": inputs["bprime"] // inputs["d"]}
     for name in ("gpipe", "1f1b"):
-        assert simulate(make_schedule(name, inputs["p"], inputs["m"])).bubble == pytest.approx(case["expected"], 1e-9)
+        assert simulate(make_schedule(name, inputs["p"], inputs["m"])).bubble == pytest.approx(
+            case["expected"], 1e-9
+        )
 
 
 @cases("bubble.rate", "gpipe.negligible")
@@ -109,7 +116,9 @@ def test_bubble_share(case: dict[str, Any]) -> None:
     """Idle time relative to the whole, for GPipe and for 1F1B."""
     inputs = case["inputs"]
     for name in ("gpipe", "1f1b"):
-        timeline = simulate(make_schedule(name, inputs.get("p", inputs.get("K")), inputs.get("m", inputs.get("M"))))
+        timeline = simulate(
+            make_schedule(name, inputs.get("p", inputs.get("K")), inputs.get("m", inputs.get("M")))
+        )
         assert timeline.bubble_share == pytest.approx(case["expected"], 1e-9)
 
 
@@ -151,7 +160,9 @@ def test_controllable_memory_table(case: dict[str, Any]) -> None:
     """Their bubble is at most a half and two thirds of that of 1F1B, whatever the number of microbatches."""
     stages = case["inputs"]["p"]
     for microbatches in (stages, 3 * stages, 5 * stages + 1):
-        timeline = simulate(make_schedule(V_NAMES[case["inputs"]["schedule"]], stages, microbatches))
+        timeline = simulate(
+            make_schedule(V_NAMES[case["inputs"]["schedule"]], stages, microbatches)
+        )
         assert timeline.makespan - timeline.ideal <= case["expected"]
 
 
@@ -185,7 +196,22 @@ def test_megatron_warmup(case: dict[str, Any]) -> None:
 
 def test_every_case_is_used() -> None:
     """No published case is in the file without a test."""
-    parsed = ("sched.", "check.", "bubble.ratio", "bubble.dp", "bubble.rate", "gpipe.negligible", "zb.table2.1f1b")
-    parsed += ("vsched.", "vtable.", "zb.table2.zb_h1", "zb.table2.zb_h2", "deepspeed.trainschedule", "megatron.warmup")
+    parsed = (
+        "sched.",
+        "check.",
+        "bubble.ratio",
+        "bubble.dp",
+        "bubble.rate",
+        "gpipe.negligible",
+        "zb.table2.1f1b",
+    )
+    parsed += (
+        "vsched.",
+        "vtable.",
+        "zb.table2.zb_h1",
+        "zb.table2.zb_h2",
+        "deepspeed.trainschedule",
+        "megatron.warmup",
+    )
     assert [case["id"] for case in CASES if not case["id"].startswith(parsed)] == []
     assert all(case["source"] for case in CASES)

@@ -74,7 +74,9 @@ def test_the_reason_of_an_error_is_printed_last(capsys):
         assert "JAX_TRACEBACK_FILTERING" not in "".join(lines)
         assert last in lines[-1]
         assert "test_reasons.py" in "".join(lines)
-    assert any("internal frames" in note for note in error.__notes__), "the error itself does not change"
+    assert any("internal frames" in note for note in error.__notes__), (
+        "the error itself does not change"
+    )
 
 
 def test_an_error_says_all_of_its_reason():

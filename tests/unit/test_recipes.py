@@ -30,7 +30,10 @@ from spmd.sharding.mesh import abstract_mesh
 
 SMALL = LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
 DATA = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=32, batch=8)
-LINEAR = {*(f"attention/{name}_proj" for name in "qkvo"), *(f"mlp/{name}_proj" for name in ("gate", "up", "down"))}
+LINEAR = {
+    *(f"attention/{name}_proj" for name in "qkvo"),
+    *(f"mlp/{name}_proj" for name in ("gate", "up", "down")),
+}
 
 
 def setup(quantize, rules=LLAMA, model=SMALL, **fields):
@@ -60,23 +63,35 @@ def test_a_recipe_is_of_all_linear_layers_and_nothing_else():
 
 def test_the_first_row_that_matches_decides():
     """And bf16 exempts."""
-    found = recipes(setup("mlp/down_proj/kernel=bf16,mlp/.*=int8,attention/[qk]_proj/kernel=mxfp8").plan)
+    found = recipes(
+        setup("mlp/down_proj/kernel=bf16,mlp/.*=int8,attention/[qk]_proj/kernel=mxfp8").plan
+    )
     assert found == {
         **dict.fromkeys(("layers/mlp/gate_proj/kernel", "layers/mlp/up_proj/kernel"), "int8"),
-        **dict.fromkeys(("layers/attention/q_proj/kernel", "layers/attention/k_proj/kernel"), "mxfp8"),
+        **dict.fromkeys(
+            ("layers/attention/q_proj/kernel", "layers/attention/k_proj/kernel"), "mxfp8"
+        ),
     }
 
 
 def test_unknown_recipes_are_refused_with_other_fields():
     """All rows at once, before anything is built."""
     text = "\n".join(problems("mlp/.*=fpp8,(=fp8,=int8", steps=0))
-    parts = ("names the recipe 'fpp8'", 'did you mean "fp8"?', "is no regular expression", "has no pattern", "steps")
+    parts = (
+        "names the recipe 'fpp8'",
+        'did you mean "fp8"?',
+        "is no regular expression",
+        "has no pattern",
+        "steps",
+    )
     assert [part for part in parts if part not in text] == []
 
 
 def test_rows_without_a_matmul_are_refused_at_once():
     """With the kernels that there are; what is never quantized is named."""
-    found = problems("mlp/dwn_proj/kernel=fp8,lm_head/.*=fp8,.*norm/scale=fp8,mlp/.*=int8,mlp/up_proj/.*=fp8")
+    found = problems(
+        "mlp/dwn_proj/kernel=fp8,lm_head/.*=fp8,.*norm/scale=fp8,mlp/.*=int8,mlp/up_proj/.*=fp8"
+    )
     text = "\n".join(found)
     assert len(found) == 4
     assert 'did you mean "layers/mlp/down_proj/kernel"?' in text
@@ -95,7 +110,9 @@ def test_a_model_of_another_library_has_no_recipes():
 
 def test_delayed_scales_need_trained_kernels_outside_a_pipeline():
     """Both reasons at once."""
-    found = problems("fp8-delayed", mesh=spmd.MeshShape(pipe=2), lora=LoRAConfig(targets=("q_proj/kernel",)))
+    found = problems(
+        "fp8-delayed", mesh=spmd.MeshShape(pipe=2), lora=LoRAConfig(targets=("q_proj/kernel",))
+    )
     text = "\n".join(found)
     assert "stages of a pipeline remember none" in text
     assert "frozen kernels remember none" in text
@@ -105,11 +122,15 @@ def test_magnitudes_are_the_state_of_a_transform():
     """Replicated, a history for each kernel and layer; other recipes have none."""
     plan = setup("fp8-delayed").plan
     entries = {entry.path: entry for entry in plan.transform_states}
-    assert set(entries) == {f"magnitudes/layers/{n}/kernel/{x}" for n in LINEAR for x in ("history", "now")}
+    assert set(entries) == {
+        f"magnitudes/layers/{n}/kernel/{x}" for n in LINEAR for x in ("history", "now")
+    }
     assert entries["magnitudes/layers/mlp/up_proj/kernel/history"].shape == (2, 3, 16)
     assert all(entry.spec == P() for entry in entries.values())
     assert setup("fp8").plan.transform_states == ()
-    experts = {entry.path for entry in setup("fp8-delayed", MIXTRAL, PRESETS["test"]).plan.transform_states}
+    experts = {
+        entry.path for entry in setup("fp8-delayed", MIXTRAL, PRESETS["test"]).plan.transform_states
+    }
     assert experts
     assert not [path for path in experts if "experts/" in path]
 
@@ -128,7 +149,11 @@ def test_a_config_keeps_its_table():
         ("fp8", "v5e", "WARNING: no faster: on v5e a product takes 1.01"),
         ("int8", "v5e", "takes 0.50 of its time"),
         ("int8", "tpu7x", "WARNING: no faster"),
-        ("fp8-block", "h100", "WARNING: no faster: blocks of 128 are multiplied in the compute dtype"),
+        (
+            "fp8-block",
+            "h100",
+            "WARNING: no faster: blocks of 128 are multiplied in the compute dtype",
+        ),
     ],
 )
 def test_a_plan_says_what_a_chip_gains(recipe, chip, expected):
@@ -155,14 +180,20 @@ def test_int8_on_a_gpu_without_autotuning_is_refused():
     assert "quantize int8: is all zeros on a GPU with xla_gpu_autotune_level=0" in str(found)
     assert not untuned_problems(recipes, "cpu", [untuned])
     assert not untuned_problems(recipes, "gpu", ["--xla_gpu_autotune_level=1"])
-    assert not untuned_problems(recipes, "gpu", [untuned, "xla_gpu_autotune_level=4"]), "the last one counts"
+    assert not untuned_problems(recipes, "gpu", [untuned, "xla_gpu_autotune_level=4"]), (
+        "the last one counts"
+    )
 
 
 def test_a_setup_asks_for_autotuning(monkeypatch):
     """Of the devices that are there; a plan for others, as a plan without devices, is made."""
-    monkeypatch.setattr(build, "compiler_environment", lambda: {"XLA_FLAGS": "--a --xla_gpu_autotune_level=0"})
+    monkeypatch.setattr(
+        build, "compiler_environment", lambda: {"XLA_FLAGS": "--a --xla_gpu_autotune_level=0"}
+    )
     monkeypatch.setattr(build.jax, "default_backend", lambda: "gpu")
-    config = TrainConfig(model=SMALL, rules=LLAMA, quantize="int8", mesh=spmd.MeshShape(fsdp=8), data=DATA)
+    config = TrainConfig(
+        model=SMALL, rules=LLAMA, quantize="int8", mesh=spmd.MeshShape(fsdp=8), data=DATA
+    )
     with pytest.raises(ConfigError, match="quantize int8: is all zeros on a GPU"):
         make_setup(config, config_mesh(config))
     make_setup(config, planned_mesh(config))
@@ -171,9 +202,18 @@ def test_a_setup_asks_for_autotuning(monkeypatch):
 def test_everything_that_is_wrong_with_fewer_bits_is_said_at_once(capsys, monkeypatch):
     """What is sent, multiplied and stored, PowerSGD, and what the chip has: none hides another, in one plan."""
     made = []
-    monkeypatch.setattr(build, "make_plan", lambda *args, **options: made.append(1) or make_plan(*args, **options))
+    monkeypatch.setattr(
+        build, "make_plan", lambda *args, **options: made.append(1) or make_plan(*args, **options)
+    )
     sizes = ("--mesh.data", "1", "--mesh.fsdp", "1", "--mesh.tensor", "8", "--topology", "a100:1x8")
-    bits = ("--quantize", "nothing/kernel=fp8", "--compress.gather", "int8", "--compress.gradients", "powersgd:400")
+    bits = (
+        "--quantize",
+        "nothing/kernel=fp8",
+        "--compress.gather",
+        "int8",
+        "--compress.gradients",
+        "powersgd:400",
+    )
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "demo", "--precision", "bf16", *sizes, *bits, "--remat", "store:int8=nope"])
     said = capsys.readouterr().err
@@ -192,7 +232,18 @@ def test_everything_that_is_wrong_with_fewer_bits_is_said_at_once(capsys, monkey
 
 def test_every_recipe_is_in_the_table_of_the_command_line(capsys):
     """`spmd plan --json` names the kernels."""
-    command = ["demo", "--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.tensor", "2", "--quantize", "fp8", "--json"]
+    command = [
+        "demo",
+        "--mesh.data",
+        "2",
+        "--mesh.fsdp",
+        "2",
+        "--mesh.tensor",
+        "2",
+        "--quantize",
+        "fp8",
+        "--json",
+    ]
     assert run_plan(command) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["quantize"] == "fp8"
@@ -209,7 +260,9 @@ def test_closed_forms_know_of_faster_products():
         return found.spent["matmuls"]
 
     assert matmuls("fp8", "tpu7x:2x1x1") < 0.7 * matmuls("", "tpu7x:2x1x1")
-    assert matmuls("int8", "v5e:2x2") == pytest.approx(matmuls("", "v5e:2x2") * (1 - share() * 0.5 * 2 / 3), rel=1e-6)
+    assert matmuls("int8", "v5e:2x2") == pytest.approx(
+        matmuls("", "v5e:2x2") * (1 - share() * 0.5 * 2 / 3), rel=1e-6
+    )
     assert matmuls("mxfp8", "v5e:2x2") == matmuls("", "v5e:2x2")
 
 

@@ -63,12 +63,25 @@ def test_each_device_has_its_own_place(topology, axes, slices, panels):
 def test_places_are_those_of_the_machine():
     """The slices of a mesh axis are whole panels, links of a torus of 16 go over its edges, a line's do not."""
     found = map_devices(parse_topology("2xv5e:4x4"), sizes(data=2, fsdp=16), {"data": 2}, batch=32)
-    assert {tuple(found.x[found.indices["data"] == i] > 4) for i in range(2)} == {(False,) * 16, (True,) * 16}
+    assert {tuple(found.x[found.indices["data"] == i] > 4) for i in range(2)} == {
+        (False,) * 16,
+        (True,) * 16,
+    }
     assert min(x for x, *_ in found.links) == 0
-    assert min(x for x, *_ in map_devices(parse_topology("v5e:16x16"), sizes(fsdp=256), {}, batch=256).links) < 0
+    assert (
+        min(
+            x
+            for x, *_ in map_devices(
+                parse_topology("v5e:16x16"), sizes(fsdp=256), {}, batch=256
+            ).links
+        )
+        < 0
+    )
 
 
-@pytest.mark.parametrize(("topology", "axes"), [("cpu:16384", {"fsdp": 16384}), ("h100:2048x8", {"fsdp": 16384})])
+@pytest.mark.parametrize(
+    ("topology", "axes"), [("cpu:16384", {"fsdp": 16384}), ("h100:2048x8", {"fsdp": 16384})]
+)
 def test_many_devices_are_not_all_drawn(topology, axes):
     """At most so many devices are drawn, and the number of all is known."""
     found = map_devices(parse_topology(topology), sizes(**axes), {}, batch=16384)
@@ -86,7 +99,9 @@ def test_a_picture_has_the_bytes_of_the_plan():
         assert picture.shards * picture.copies == plan.mesh.size
         outer = int(np.prod([n for _, axes in picture.outer for n in axes.values()]))
         assert picture.row_parts * picture.column_parts * outer == picture.shards
-        assert picture.rows * picture.columns * np.prod([n for n, _ in picture.outer]) == np.prod(picture.entry.shape)
+        assert picture.rows * picture.columns * np.prod([n for n, _ in picture.outer]) == np.prod(
+            picture.entry.shape
+        )
 
 
 def test_memory_over_time_is_what_is_live():
@@ -103,11 +118,16 @@ def test_short_spans_are_drawn_together():
     rng = np.random.default_rng(0)
     lengths = np.concatenate([rng.exponential(1e-6, 20_000), [0.01, 0.02], [0.0]])
     starts = np.cumsum(lengths) - lengths
-    found = [Span(f"op {i}", "device", "ab"[i % 2], a, n) for i, (a, n) in enumerate(zip(starts, lengths, strict=True))]
+    found = [
+        Span(f"op {i}", "device", "ab"[i % 2], a, n)
+        for i, (a, n) in enumerate(zip(starts, lengths, strict=True))
+    ]
     merged = merge_spans(found, float(lengths.sum()))
     assert len(merged) <= RESOLUTION + 2
     assert sum(span.seconds for span in merged) == pytest.approx(lengths.sum())
-    assert [span for span in found if span.seconds >= 0.01] == [span for span in merged if span.seconds >= 0.01]
+    assert [span for span in found if span.seconds >= 0.01] == [
+        span for span in merged if span.seconds >= 0.01
+    ]
 
 
 def write_run(folder: Path, name: str = "demo", metrics: str | None = None) -> Path:
@@ -115,16 +135,25 @@ def write_run(folder: Path, name: str = "demo", metrics: str | None = None) -> P
     path = folder / name
     (path / "checkpoints" / "4").mkdir(parents=True)
     (path / "logs").mkdir()
-    lines = [{"step": n, "loss": 4 - n / 3, "gradient_norm": 1 / n, "tokens": 8, "odd </script>": n} for n in (1, 2, 3)]
+    lines = [
+        {"step": n, "loss": 4 - n / 3, "gradient_norm": 1 / n, "tokens": 8, "odd </script>": n}
+        for n in (1, 2, 3)
+    ]
     text = "".join(
-        json.dumps(line) + "\n" for line in [*lines, {"step": 4, "loss": None, "non_finite": {"loss": "inf"}}]
+        json.dumps(line) + "\n"
+        for line in [*lines, {"step": 4, "loss": None, "non_finite": {"loss": "inf"}}]
     )
     (path / "metrics.jsonl").write_text(text + '{"step": 5, "lo' if metrics is None else metrics)
     seconds = {"session": 10.0, "step": 4, "now": 20.0, "seconds": {"step": 6.0, "compile": 4.0}}
     (path / "goodput.jsonl").write_text(json.dumps(seconds) + "\n")
-    about = {"config": {"steps": 9, "seed": 0, "data": {"source": [NAME]}}, "changed": {"steps": [5, 9]}}
+    about = {
+        "config": {"steps": 9, "seed": 0, "data": {"source": [NAME]}},
+        "changed": {"steps": [5, 9]},
+    }
     (path / "config.json").write_text(json.dumps(about))
-    log = "process 0 of 1\n{0} step 1   loss 3.7   0.1 s/step\n{0} resuming from step 2\n{0} " + NAME
+    log = (
+        "process 0 of 1\n{0} step 1   loss 3.7   0.1 s/step\n{0} resuming from step 2\n{0} " + NAME
+    )
     (path / "logs" / "process-0.log").write_text(
         "{} ".format("2026-01-02 03:04:05") + log.format("2026-01-02 03:04:06")
     )
@@ -155,7 +184,11 @@ def test_half_a_run_is_read(tmp_path):
     [
         ("metrics.jsonl", "", "no metrics yet"),
         ("metrics.jsonl", None, "no metrics yet"),
-        ("metrics.jsonl", '{"step": 1, "loss": "x", "a": [1], "b": true}\n[]\n\xff', "cut or damaged"),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "loss": "x", "a": [1], "b": true}\n[]\n\xff',
+            "cut or damaged",
+        ),
         ("config.json", '{"config": {', "cut or damaged"),
         ("config.json", "[3]", "not of a run"),
         ("config.json", None, "is missing"),
@@ -189,14 +222,24 @@ def test_no_run_is_an_error(tmp_path):
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path):
     """Two runs have two names: the folders', or their paths."""
-    paths = [str(write_run(tmp_path / part, name)) for part, name in (("a", "x"), ("b", "x"), ("b", "y"))]
+    paths = [
+        str(write_run(tmp_path / part, name)) for part, name in (("a", "x"), ("b", "x"), ("b", "y"))
+    ]
     assert [run.name for run in read_runs(paths[1:])] == ["x", "y"]
     assert [run.name for run in read_runs(paths[:2])] == paths[:2]
 
 
 def test_each_metric_is_in_one_chart():
     """No metric is lost between the charts, and losses come first."""
-    names = ["other", "lm_accuracy", "tokens_per_s", "own_loss", "step_s_p95", "loss", "host_peak_bytes"]
+    names = [
+        "other",
+        "lm_accuracy",
+        "tokens_per_s",
+        "own_loss",
+        "step_s_p95",
+        "loss",
+        "host_peak_bytes",
+    ]
     groups = group_metrics(names)
     assert sorted(functools.reduce(operator.iadd, groups.values(), [])) == sorted(names)
     assert next(iter(groups)) == "loss"
@@ -216,7 +259,11 @@ class Markup(html.parser.HTMLParser):
     def handle_starttag(self, tag, attributes):
         if tag not in ("meta", "input", "br", "rect", "path"):
             self.open.append(tag)
-        self.loads += [value for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+        self.loads += [
+            value
+            for name, value in attributes
+            if name in ("src", "href", "srcset", "data", "action")
+        ]
 
     def handle_endtag(self, tag):
         if tag in ("rect", "path"):
@@ -272,7 +319,9 @@ def setup(tmp_path_factory):
     """A pipeline of the tiny model on a machine that is not here."""
     config = load_config(str(write_config(tmp_path_factory.mktemp("config"))))
     pipeline = dataclasses.replace(config.pipeline, schedule="1f1b", microbatches=2)
-    config = dataclasses.replace(config, mesh=MeshShape(pipe=2, fsdp=2, tensor=2), pipeline=pipeline)
+    config = dataclasses.replace(
+        config, mesh=MeshShape(pipe=2, fsdp=2, tensor=2), pipeline=pipeline
+    )
     return make_setup(config, planned_mesh(config))
 
 

@@ -16,7 +16,13 @@ from spmd.run.config import TrainConfig, config_values, with_values
 from spmd.run.record import MAY_CHANGE, changed_fields, check_resumable
 
 CONFIG = TrainConfig(model=LlamaConfig(d_model=32, layers=2), rules=LLAMA)
-RECORD = {"step": 4, "position": 64, "data": "abc", "model": "LlamaConfig", "config": config_values(CONFIG)}
+RECORD = {
+    "step": 4,
+    "position": 64,
+    "data": "abc",
+    "model": "LlamaConfig",
+    "config": config_values(CONFIG),
+}
 
 
 def problems(values, record=RECORD, data="abc", batch=16):
@@ -32,11 +38,26 @@ def problems(values, record=RECORD, data="abc", batch=16):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"model": {"layers": 4}}, {"model.layers": "was 2 and is 4; --model.layers 2, or another --out"}),
-        ({"model": {"heads": 8, "kv_heads": 4}}, {"model.heads": "was 4 and is 8", "model.kv_heads": "was 2 and is 4"}),
-        ({"model": {"rope_theta": 500.0}}, {"model.rope_theta": "was 10000.0 and is 500.0; --model.rope-theta"}),
-        ({"model": {"rope_scaling": {"factor": 8.0}}}, {"model.rope_scaling.factor": "was 1.0 and is 8.0"}),
-        ({"lora": {"targets": ["q_proj/kernel"], "alpha": 3.0}}, {"lora.alpha": "", "lora.targets": ""}),
+        (
+            {"model": {"layers": 4}},
+            {"model.layers": "was 2 and is 4; --model.layers 2, or another --out"},
+        ),
+        (
+            {"model": {"heads": 8, "kv_heads": 4}},
+            {"model.heads": "was 4 and is 8", "model.kv_heads": "was 2 and is 4"},
+        ),
+        (
+            {"model": {"rope_theta": 500.0}},
+            {"model.rope_theta": "was 10000.0 and is 500.0; --model.rope-theta"},
+        ),
+        (
+            {"model": {"rope_scaling": {"factor": 8.0}}},
+            {"model.rope_scaling.factor": "was 1.0 and is 8.0"},
+        ),
+        (
+            {"lora": {"targets": ["q_proj/kernel"], "alpha": 3.0}},
+            {"lora.alpha": "", "lora.targets": ""},
+        ),
         ({"init": "runs/other"}, {"init": "was empty and is runs/other; the value that"}),
         ({"optimizer": {"name": "lion"}}, {"optimizer.name": "was adamw and is lion"}),
         (
@@ -59,19 +80,29 @@ def test_a_field_that_must_stay_is_refused(values, expected):
 
 def leaves(values, prefix=""):
     for name, value in values.items():
-        yield from leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+        yield from (
+            leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+        )
 
 
 def test_every_field_is_decided():
     """A field that is not declared must stay; these are all. A new field that may change is added to `MAY_CHANGE`."""
     fields = list(leaves(config_values(CONFIG)))
-    may = [name for name in fields if any(name == field or name.startswith(f"{field}.") for field in MAY_CHANGE)]
+    may = [
+        name
+        for name in fields
+        if any(name == field or name.startswith(f"{field}.") for field in MAY_CHANGE)
+    ]
     rest = [name for name in fields if name not in may and not name.startswith(("model.", "lora."))]
-    optimizer = [f"optimizer.{name}" for name in ("name", "scales", "moments", "moments_block", "ema_decay")]
+    optimizer = [
+        f"optimizer.{name}" for name in ("name", "scales", "moments", "moments_block", "ema_decay")
+    ]
     data = [f"data.{name}" for name in ("sequence", "packing", "streaming", "batch")]
     assert rest == ["seed", "precision", "init", *optimizer, *data, "task"]
     unused = [
-        field for field in MAY_CHANGE if not any(name == field or name.startswith(f"{field}.") for name in fields)
+        field
+        for field in MAY_CHANGE
+        if not any(name == field or name.startswith(f"{field}.") for name in fields)
     ]
     assert unused == []
 
@@ -87,7 +118,9 @@ def test_another_schedule_function_is_printed():
     assert problems(config(optax.linear_schedule(1e-3, 0.0, 100)), record) == {}
     assert changed_fields(record, config(optax.linear_schedule(1e-3, 0.0, 100))) == {}
     assert problems(config(optax.constant_schedule(0.1)), record) == {}
-    was, now = changed_fields(record, config(optax.linear_schedule(1e-3, 0.0, 200)))["optimizer.schedule_fn"]
+    was, now = changed_fields(record, config(optax.linear_schedule(1e-3, 0.0, 200)))[
+        "optimizer.schedule_fn"
+    ]
     assert (was, now) == tuple(
         f"optax.polynomial_schedule(end_value=0.0, init_value=0.001, power=1, transition_begin=0, transition_steps={n})"
         for n in (100, 200)
@@ -99,8 +132,18 @@ def test_another_schedule_function_is_printed():
 @pytest.mark.parametrize(
     "values",
     [
-        {"steps": 2000, "mesh": {"fsdp": 4}, "out": "runs/y", "log_every": 3, "zero": 1, "remat": "full"},
-        {"optimizer": {"learning_rate": 1e-5, "schedule": "constant"}, "recovery": {"rollbacks": 9}},
+        {
+            "steps": 2000,
+            "mesh": {"fsdp": 4},
+            "out": "runs/y",
+            "log_every": 3,
+            "zero": 1,
+            "remat": "full",
+        },
+        {
+            "optimizer": {"learning_rate": 1e-5, "schedule": "constant"},
+            "recovery": {"rollbacks": 9},
+        },
         {"precision": "bf16", "on_nan": "roll-back", "model": {"unroll": 2}},
         {"data": {"threads": 0, "source": ["moved"], "cache": "elsewhere"}},
     ],
@@ -120,7 +163,9 @@ def test_another_text_is_refused():
 
 def test_another_class_of_model_is_refused():
     """Equal shapes and names suffice as little as they do for `--init`; a record without the class is not refused."""
-    model = dataclasses.replace(MISTRAL["mistral-7b"], d_model=32, layers=2, heads=4, kv_heads=2, d_ff=384)
+    model = dataclasses.replace(
+        MISTRAL["mistral-7b"], d_model=32, layers=2, heads=4, kv_heads=2, d_ff=384
+    )
     found = problems(dataclasses.replace(CONFIG, model=model))
     assert list(found) == ["model"]
     assert f"was LlamaConfig and is {type(model).__name__}" in found["model"]

@@ -24,7 +24,17 @@ STACKED = ("layers", "blocks")
 COMPONENTS = st.sampled_from((*STACKED, "kernel", "mlp", "q_proj", "0", "7", "12"))
 PATHS = st.lists(COMPONENTS, min_size=1, max_size=6).map("/".join)
 PATTERNS = st.sampled_from(
-    ("kernel", "mlp/kernel", "(mlp|q_proj)/kernel", "layers/kernel", "q_.*", "[a-z]+/kernel", "7", "mlp", "blocks/mlp")
+    (
+        "kernel",
+        "mlp/kernel",
+        "(mlp|q_proj)/kernel",
+        "layers/kernel",
+        "q_.*",
+        "[a-z]+/kernel",
+        "7",
+        "mlp",
+        "blocks/mlp",
+    )
 )
 
 
@@ -61,7 +71,9 @@ def any_specs(draw):
 def shape_for(spec, rank, mesh, multiples):
     """A shape of `rank` dimensions that `spec` divides."""
     entries = (*spec, *(None,) * (rank - len(spec)))
-    return tuple(shards_of(entry, mesh.shape) * k for entry, k in zip(entries, multiples, strict=False))
+    return tuple(
+        shards_of(entry, mesh.shape) * k for entry, k in zip(entries, multiples, strict=False)
+    )
 
 
 @SHORT
@@ -74,8 +86,13 @@ def test_local_shape_times_shards_is_the_global_shape(data):
     dtype = data.draw(st.sampled_from(("float32", "bfloat16", "int8")))
     local = NamedSharding(mesh, spec).shard_shape(shape)
     shards = [shards_of(entry, mesh.shape) for entry in spec]
-    assert tuple(n * k for n, k in zip(local, (*shards, *(1,) * (rank - len(spec))), strict=True)) == shape
-    assert shard_bytes(shape, dtype, spec, mesh.shape) == math.prod(local) * jnp.dtype(dtype).itemsize
+    assert (
+        tuple(n * k for n, k in zip(local, (*shards, *(1,) * (rank - len(spec))), strict=True))
+        == shape
+    )
+    assert (
+        shard_bytes(shape, dtype, spec, mesh.shape) == math.prod(local) * jnp.dtype(dtype).itemsize
+    )
 
 
 @settings(SHORT, max_examples=150)
@@ -98,7 +115,12 @@ def test_what_the_audit_passes_jax_takes(data):
 
 
 @SHORT
-@given(st.lists(st.tuples(PATTERNS, specs(2)), max_size=4), PATTERNS, specs(2), st.lists(PATHS, min_size=1, max_size=8))
+@given(
+    st.lists(st.tuples(PATTERNS, specs(2)), max_size=4),
+    PATTERNS,
+    specs(2),
+    st.lists(PATHS, min_size=1, max_size=8),
+)
 def test_appending_a_rule_changes_no_earlier_match(table, pattern, spec, paths):
     """A longer table says the same of what the shorter one matched, and answers the rest by its last rule or not."""
     short, long = Rules(table), Rules([*table, (pattern, spec)])
@@ -137,7 +159,8 @@ def test_dropping_axes_is_idempotent_and_in_any_order(spec, one, other):
 def clean(draw):
     """A mesh, a table as a list, and shapes that fit it; stacked, unrolled and plain parameters under each rule.
 
-    Every axis but `pipe` is larger than 1, so that a dimension that is one too large does not divide.
+    Every axis but `pipe` is larger than 1, so that a dimension that is one too large does not
+    divide.
     """
     mesh = draw(meshes(least=2))
     table, shapes = [], {}
@@ -203,7 +226,10 @@ def axis_twice(data, table, shapes, index):
     pattern, spec = table[index]
     axis = data.draw(st.sampled_from([axis for entry in spec for axis in entry_axes(entry)]))
     at = data.draw(st.integers(0, len(spec) - 1))
-    table[index] = pattern, P(*(entry if i != at else (*entry_axes(entry), axis) for i, entry in enumerate(spec)))
+    table[index] = (
+        pattern,
+        P(*(entry if i != at else (*entry_axes(entry), axis) for i, entry in enumerate(spec))),
+    )
     return [(f"rule {index} ({pattern!r})", f"uses the axis {axis!r} twice")]
 
 
@@ -236,7 +262,9 @@ def test_a_clean_table_has_no_problem(case):
 def test_the_audit_finds_every_injected_defect_and_nothing_else(defect, data):
     """Into a clean table and model goes one defect, and out come exactly its problems."""
     mesh, table, shapes = data.draw(clean())
-    index = data.draw(st.sampled_from([i for i, (_, value) in enumerate(table) if isinstance(value, P)]))
+    index = data.draw(
+        st.sampled_from([i for i, (_, value) in enumerate(table) if isinstance(value, P)])
+    )
     expected = defect(data, table, shapes, index)
     problems = Rules(table).audit(shapes, mesh.shape)
     assert sorted(problem.where for problem in problems) == sorted(where for where, _ in expected)
@@ -251,7 +279,9 @@ def test_defects_do_not_hide_each_other(data):
     """Two defects of different kinds in different parts of a table are both found."""
     mesh, table, shapes = data.draw(clean())
     kernels = [i for i, (_, value) in enumerate(table) if isinstance(value, P)]
-    first, second = data.draw(st.permutations((rank_mismatch, unknown_axis, axis_twice, indivisible)))[:2]
+    first, second = data.draw(
+        st.permutations((rank_mismatch, unknown_axis, axis_twice, indivisible))
+    )[:2]
     expected = first(data, table, shapes, kernels[0]) + second(data, table, shapes, kernels[-1])
     problems = Rules(table).audit(shapes, mesh.shape)
     assert sorted(problem.where for problem in problems) == sorted(where for where, _ in expected)
@@ -264,7 +294,11 @@ def whole(spec, shape):
 
 def other_spec(data, spec):
     """A spec that splits otherwise than `spec`, in as many entries."""
-    axes = [axis for axis in AXES[1:] if axis not in [axis for entry in spec for axis in entry_axes(entry)]]
+    axes = [
+        axis
+        for axis in AXES[1:]
+        if axis not in [axis for entry in spec for axis in entry_axes(entry)]
+    ]
     return P(data.draw(st.sampled_from(axes or [None])), *list(spec)[1:])
 
 
@@ -294,7 +328,9 @@ def test_annotations_are_contradicted_exactly_where_two_specs_meet(data):
     rules = Rules(table, stacked=DEFAULT_STACKED)
     specs = {path: whole(rules.match(path).spec, shape) for path, shape in shapes.items()}
     annotations = {path: Annotation(specs[path], shape) for path, shape in shapes.items()}
-    annotated = {path: annotation for path, annotation in annotations.items() if data.draw(st.booleans())}
+    annotated = {
+        path: annotation for path, annotation in annotations.items() if data.draw(st.booleans())
+    }
     if annotated:
         assert rules_from_annotations(annotated, table=rules) == rules
         alone = rules_from_annotations(annotated)
@@ -304,7 +340,9 @@ def test_annotations_are_contradicted_exactly_where_two_specs_meet(data):
     wrong = data.draw(st.lists(st.sampled_from(sorted(shapes)), min_size=1, unique=True))
     for path in wrong:
         leading = rules.layer_path(path)[1]
-        annotated[path] = Annotation((*leading, *other_spec(data, specs[path][len(leading) :])), shapes[path])
+        annotated[path] = Annotation(
+            (*leading, *other_spec(data, specs[path][len(leading) :])), shapes[path]
+        )
     with pytest.raises(RuleError) as caught:
         rules_from_annotations(annotated, table=rules)
     told_apart = {p.where for p in caught.value.problems if "another annotation than" in p.what}
@@ -324,6 +362,8 @@ def test_an_unknown_axis_of_a_stack_is_a_problem_and_not_a_crash():
 def test_an_axis_used_by_the_stack_and_the_layer_is_a_problem_of_the_parameter():
     """The rule is right by itself, so the parameter is named with the spec that stacking makes."""
     rules = Rules([("a", P("fsdp"))], stacked={"layers": "fsdp"})
-    (problem,) = rules.audit({"layers/a": (2, 4), "a": (4,)}, abstract_mesh(MeshShape(fsdp=2)).shape)
+    (problem,) = rules.audit(
+        {"layers/a": (2, 4), "a": (4,)}, abstract_mesh(MeshShape(fsdp=2)).shape
+    )
     assert problem.where == "layers/a"
     assert "uses the axis 'fsdp' twice" in problem.what

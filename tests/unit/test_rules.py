@@ -52,7 +52,9 @@ def test_the_first_match_wins():
 
 def test_stacked_layers_get_the_leading_axis_and_unrolled_ones_do_not():
     """One table serves scanned and unrolled models, replicated parameters too."""
-    rules = Rules([("kernel", P("fsdp", "tensor")), ("scale", replicate("small"))], stacked={"layers": "pipe"})
+    rules = Rules(
+        [("kernel", P("fsdp", "tensor")), ("scale", replicate("small"))], stacked={"layers": "pipe"}
+    )
     assert rules.match("layers/kernel").spec == P("pipe", "fsdp", "tensor")
     assert rules.match("layers/7/kernel").spec == P("fsdp", "tensor")
     assert rules.match("layers/scale").spec == P("pipe")
@@ -61,20 +63,26 @@ def test_stacked_layers_get_the_leading_axis_and_unrolled_ones_do_not():
 
 def test_an_unmatched_parameter_is_named_with_its_nearest_rule():
     """A typo in a table is found from the parameter's side."""
-    (problem,) = audit(Rules([("mpl/kernel", P("fsdp"))]), {"mlp/kernel": (4, 4), "mpl/kernel": (4, 4)})
+    (problem,) = audit(
+        Rules([("mpl/kernel", P("fsdp"))]), {"mlp/kernel": (4, 4), "mpl/kernel": (4, 4)}
+    )
     assert "mlp/kernel: no rule matches this parameter" in problem
     assert "the nearest rule is 'mpl/kernel'" in problem
 
 
 def test_a_rule_that_matches_nothing_is_a_problem():
     """A typo in a table is found from the rule's side."""
-    (problem,) = audit(Rules([("kernel", P("fsdp")), ("biass", replicate("small"))]), {"kernel": (4, 4)})
+    (problem,) = audit(
+        Rules([("kernel", P("fsdp")), ("biass", replicate("small"))]), {"kernel": (4, 4)}
+    )
     assert "rule 1 ('biass'): matches no parameter" in problem
 
 
 def test_a_shadowed_rule_names_its_shadower():
     """A rule that never wins says which rule takes its parameters."""
-    (problem,) = audit(Rules([("kernel", P("fsdp")), ("mlp/kernel", P("tensor"))]), {"mlp/kernel": (4, 4)})
+    (problem,) = audit(
+        Rules([("kernel", P("fsdp")), ("mlp/kernel", P("tensor"))]), {"mlp/kernel": (4, 4)}
+    )
     assert "rule 1 ('mlp/kernel'): is shadowed by rule 0 ('kernel')" in problem
     assert "e.g. mlp/kernel" in problem
 
@@ -118,7 +126,11 @@ def test_all_problems_come_at_once():
             ("e/kernel", P("fsdp")),  # indivisible
         ]
     )
-    shapes = {f"{x}/kernel": (4, 4) for x in "abc"} | {"d/kernel": (4,), "e/kernel": (3,), "unmatched": (4,)}
+    shapes = {f"{x}/kernel": (4, 4) for x in "abc"} | {
+        "d/kernel": (4,),
+        "e/kernel": (3,),
+        "unmatched": (4,),
+    }
     assert len(audit(rules, shapes)) == 7
 
 
@@ -152,7 +164,12 @@ def test_replication_needs_a_reason():
 
 def test_tables_compare_and_hash_by_value():
     """Two tables written alike are one key of every cache."""
-    make = lambda: Rules([("kernel", P("fsdp"))], activations=[("h", P("data"))], stacked={"layers": "pipe"})  # noqa: E731
+
+    def make():
+        return Rules(
+            [("kernel", P("fsdp"))], activations=[("h", P("data"))], stacked={"layers": "pipe"}
+        )
+
     assert make() == make()
     assert hash(make()) == hash(make())
 
@@ -218,18 +235,32 @@ class Head(nnx.Module):
     """Two lists of another meaning than layers of a stack, beside three layers that are a stack, unrolled."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.mlp = nnx.Sequential(nnx.Linear(8, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 8, rngs=rngs))
+        self.mlp = nnx.Sequential(
+            nnx.Linear(8, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 8, rngs=rngs)
+        )
         self.heads = nnx.List([nnx.Linear(8, 4, use_bias=False, rngs=rngs) for _ in range(2)])
-        self.layers = nnx.List([nnx.Sequential(nnx.Linear(8, 8, use_bias=False, rngs=rngs)) for _ in range(3)])
+        self.layers = nnx.List(
+            [nnx.Sequential(nnx.Linear(8, 8, use_bias=False, rngs=rngs)) for _ in range(3)]
+        )
 
 
 def test_fixes_followed_literally_shard_numbered_modules_that_are_no_layers() -> None:
     """Modules of other shapes are named with their numbers, so that each can have its own spec."""
     model = spmd.from_nnx(Head)
-    shapes = {path: leaf.shape for path, leaf in flatten(jax.eval_shape(model.init, jax.random.key(0))).items()}
-    named = [re.search(r'add \("(.+?)", P', problem.fix) for problem in Rules([]).audit(shapes, AXES)]
+    shapes = {
+        path: leaf.shape
+        for path, leaf in flatten(jax.eval_shape(model.init, jax.random.key(0))).items()
+    }
+    named = [
+        re.search(r'add \("(.+?)", P', problem.fix) for problem in Rules([]).audit(shapes, AXES)
+    ]
     patterns = dict.fromkeys(match[1] for match in named if match)
-    assert {"mlp/layers/0/kernel", "mlp/layers/2/kernel", "layers/layers/kernel", "heads/0/kernel"} <= patterns.keys()
+    assert {
+        "mlp/layers/0/kernel",
+        "mlp/layers/2/kernel",
+        "layers/layers/kernel",
+        "heads/0/kernel",
+    } <= patterns.keys()
     specs = {"mlp/layers/0/kernel": P("fsdp", "tensor"), "mlp/layers/2/kernel": P("tensor", "fsdp")}
     rules = Rules([(pattern, specs.get(pattern, P("fsdp"))) for pattern in patterns])
     assert rules.audit(shapes, AXES) == []
@@ -250,7 +281,8 @@ def test_a_path_with_its_number_is_a_rule() -> None:
 def test_the_dimension_of_a_stack_is_where_its_axis_goes() -> None:
     """Short specs are filled up, and inner stacks are shifted by outer ones."""
     rules = Rules(
-        [("w", P("fsdp")), ("b", replicate("small"))], stacked={"layers": Stack("pipe", 2), "experts": "expert"}
+        [("w", P("fsdp")), ("b", replicate("small"))],
+        stacked={"layers": Stack("pipe", 2), "experts": "expert"},
     )
     assert rules.match("layers/w").spec == P("fsdp", None, "pipe")
     assert rules.match("layers/b").spec == P(None, None, "pipe")
@@ -275,15 +307,24 @@ def test_a_pattern_that_backtracks_for_ever_is_named(pattern, monkeypatch):
     monkeypatch.setattr(patterns, "MATCH_SECONDS", 0.2)
     table, path = Rules([(pattern, P("fsdp"))]), "layers/" + "a" * 200
     began = time.monotonic()
-    with ThreadPoolExecutor() as threads, pytest.raises(RuleError, match="takes more than") as caught:
+    with (
+        ThreadPoolExecutor() as threads,
+        pytest.raises(RuleError, match="takes more than") as caught,
+    ):
         threads.submit(table.match, path).result()
     assert time.monotonic() - began < 5
     assert pattern in caught.value.problems[0].where
     with pytest.raises(RuleError, match="takes more than"):
-        spmd.rules_from_search([(pattern, P("fsdp"))], {path: jax.ShapeDtypeStruct((8,), "float32")})
+        spmd.rules_from_search(
+            [(pattern, P("fsdp"))], {path: jax.ShapeDtypeStruct((8,), "float32")}
+        )
 
 
-@pytest.mark.parametrize("pattern", ["(?<!q_)(ab)+(?=/kernel).*", "((a+)+)+b?/kernel", "abab/(?!bias)kernel"])
+@pytest.mark.parametrize(
+    "pattern", ["(?<!q_)(ab)+(?=/kernel).*", "((a+)+)+b?/kernel", "abab/(?!bias)kernel"]
+)
 def test_lookarounds_and_repeated_groups_match(pattern):
     """Patterns that can be matched at once are."""
-    assert compile_pattern(pattern).fullmatch("x/abab/kernel") or compile_pattern(pattern).fullmatch("x/aaa/kernel")
+    assert compile_pattern(pattern).fullmatch("x/abab/kernel") or compile_pattern(
+        pattern
+    ).fullmatch("x/aaa/kernel")

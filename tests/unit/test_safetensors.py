@@ -21,12 +21,17 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 @st.composite
 def arrays(draw):
     """Any shape of up to three dimensions, empty ones too, of any dtype, with any bits."""
-    dtype, shape = draw(st.sampled_from(NUMPY)), tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+    dtype, shape = (
+        draw(st.sampled_from(NUMPY)),
+        tuple(draw(st.lists(st.integers(0, 5), max_size=3))),
+    )
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     return rng.integers(0, 2 if dtype == np.bool_ else 100, shape).astype(dtype)
 
 
-TABLES = st.dictionaries(NAMES.filter(lambda name: name != "__metadata__"), arrays(), min_size=1, max_size=5)
+TABLES = st.dictionaries(
+    NAMES.filter(lambda name: name != "__metadata__"), arrays(), min_size=1, max_size=5
+)
 
 
 def write(path, table, metadata=None):
@@ -121,12 +126,17 @@ def changed(**fields):
 
 def two(begin, end, size=48):
     """A file of two tensors, the second one at a place of its own."""
-    return packed({**HEADER, "v": {"dtype": "F32", "shape": [6], "data_offsets": [begin, end]}}, bytes(size))
+    return packed(
+        {**HEADER, "v": {"dtype": "F32", "shape": [6], "data_offsets": [begin, end]}}, bytes(size)
+    )
 
 
 REFUSED = {
     "no header": (b"1234", "header too small"),
-    "a header above the format's limit": (packed(b"{}", b"", length=100_000_001), "header too large"),
+    "a header above the format's limit": (
+        packed(b"{}", b"", length=100_000_001),
+        "header too large",
+    ),
     "an incomplete header": (packed(HEADER, b"", length=500), "invalid header length"),
     "no JSON": (packed(b"{not json", b""), "invalid JSON"),
     "deeply nested lists": (packed(b"[" * 100_000, b""), "invalid JSON"),
@@ -136,7 +146,10 @@ REFUSED = {
     "numbers for tensors": (packed(b'{"w": 1, "w": 2}', b""), "expected struct TensorInfo"),
     "a list for a tensor": (packed({"w": [1]}), "invalid JSON"),
     "no offsets": (packed({"w": {"dtype": "F32", "shape": [6]}}), "missing field `data_offsets`"),
-    "an unsupported dtype": (changed(dtype="F8_E4M3", shape=[24]), "has the unsupported dtype F8_E4M3"),
+    "an unsupported dtype": (
+        changed(dtype="F8_E4M3", shape=[24]),
+        "has the unsupported dtype F8_E4M3",
+    ),
     "an unknown dtype": (changed(dtype="F31"), "unknown variant `F31`"),
     "a list for a dtype": (changed(dtype=["F32"]), "invalid JSON"),
     "a negative shape": (changed(shape=[-2, -3]), "invalid value: integer `-2`"),
@@ -210,10 +223,14 @@ def test_tensors_out_of_order_are_located(tmp_path):
 def test_every_unsupported_tensor_is_named(tmp_path):
     """One error for all tensors of a file."""
     entry = {"dtype": "F8_E5M2", "shape": [0], "data_offsets": [0, 0]}
-    (tmp_path / "a.safetensors").write_bytes(packed({"a": entry, "b": entry, "c": {**entry, "dtype": "F32"}}, b""))
+    (tmp_path / "a.safetensors").write_bytes(
+        packed({"a": entry, "b": entry, "c": {**entry, "dtype": "F32"}}, b"")
+    )
     with pytest.raises(CheckpointError) as caught:
         SafetensorsFile(tmp_path / "a.safetensors")
-    assert [problem.where for problem in caught.value.problems] == [f"a.safetensors: {name}" for name in "ab"]
+    assert [problem.where for problem in caught.value.problems] == [
+        f"a.safetensors: {name}" for name in "ab"
+    ]
 
 
 def test_a_file_that_becomes_shorter_is_an_error(tmp_path):

@@ -88,7 +88,9 @@ ENTRY_BODY
   ROOT r = f32[1024] copy(x)
 }}
 """
-ROUND = Hardware(peak=1e12, memory_bandwidth=inf, link=1e9, network=1e9, host=1e9, latency=0, network_latency=0)
+ROUND = Hardware(
+    peak=1e12, memory_bandwidth=inf, link=1e9, network=1e9, host=1e9, latency=0, network_latency=0
+)
 NETWORK = make_network(parse_topology("v5e:2x2"), MeshShape(fsdp=4), {}, ROUND, efficiency=1.0)
 CLOCK, GATHER = 1e9, 4096 * 4 * 3 / 4 / 2e9
 """Seconds of a gather of 16 KiB over two lines of two chips: 6.144 µs."""
@@ -112,7 +114,9 @@ FROM_HOST = """h = f32[1024]{0:T(1024)S(5)} parameter(2)
 
 
 def schedule(*lines: str, body: str = "", taken: dict[str, Fraction] | None = None) -> Schedule:
-    text = PROGRAM.replace("ENTRY_BODY", "\n".join(f"  {line}" for line in lines)).replace("BODY", f"  {body}")
+    text = PROGRAM.replace("ENTRY_BODY", "\n".join(f"  {line}" for line in lines)).replace(
+        "BODY", f"  {body}"
+    )
     return read_schedule(parse(text), MeshShape(fsdp=4).sizes, taken or {}, np.zeros(4, int))
 
 
@@ -136,7 +140,12 @@ def test_operations_have_kinds_cycles_and_flops() -> None:
     assert gather.kind == "transfer"
     assert gather.transfer is not None
     moved = gather.transfer
-    assert (moved.kind, moved.payload, moved.over, moved.group) == ("all-gather", 4096 * 4, "fsdp", (0, 1, 2, 3))
+    assert (moved.kind, moved.payload, moved.over, moved.group) == (
+        "all-gather",
+        4096 * 4,
+        "fsdp",
+        (0, 1, 2, 3),
+    )
 
 
 def test_matmuls_and_memory_have_their_rates() -> None:
@@ -162,7 +171,9 @@ def test_a_fusion_that_keeps_a_part_is_a_reduce_scatter() -> None:
     assert reduced.seconds == pytest.approx(2 * scattered.seconds)
 
 
-@pytest.mark.parametrize(("cycles", "exposed"), [(10_000, 0.0), (4000, GATHER - 4e-6)], ids=["all", "a part"])
+@pytest.mark.parametrize(
+    ("cycles", "exposed"), [(10_000, 0.0), (4000, GATHER - 4e-6)], ids=["all", "a part"]
+)
 def test_an_asynchronous_gather_is_hidden(cycles, exposed) -> None:
     """Beside a fusion that lasts longer nothing is exposed, else what is left of it."""
     line = run(START, MATMUL.replace(COST(4000), COST(cycles)), DONE)
@@ -173,7 +184,9 @@ def test_an_asynchronous_gather_is_hidden(cycles, exposed) -> None:
 
 def test_a_hidden_transfer_takes_bandwidth_of_the_memory() -> None:
     """A gather's 16 KiB are written and read: of one that is hidden for a share of its time, that share."""
-    network = dataclasses.replace(NETWORK, hardware=dataclasses.replace(ROUND, memory_bandwidth=1e10))
+    network = dataclasses.replace(
+        NETWORK, hardware=dataclasses.replace(ROUND, memory_bandwidth=1e10)
+    )
     passes = 2 * 4096 * 4 / 1e10
     for cycles, share in (10_000, 1.0), (4000, 4e-6 / GATHER):
         found = schedule(START, MATMUL.replace(COST(4000), COST(cycles)), DONE)
@@ -210,7 +223,9 @@ def test_a_transfer_that_is_waited_for_goes_first() -> None:
 def test_a_long_loop_is_run_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other turns are counted: `run` compares with all of them, also where a transfer ends in the next turn."""
     monkeypatch.setattr(
-        sys.modules[__name__], "PROGRAM", PROGRAM.replace("n = s32[] constant(3)", "n = s32[] constant(40)")
+        sys.modules[__name__],
+        "PROGRAM",
+        PROGRAM.replace("n = s32[] constant(3)", "n = s32[] constant(40)"),
     )
     body = f"{START}\n  {MATMUL}\n  {DONE}\n  {SYNCHRONOUS}"
     line = run(LOOP, body=body)
@@ -231,7 +246,9 @@ def test_transfers_share_the_network() -> None:
 def test_transfers_to_the_host() -> None:
     """4 KiB at 1 GB/s, in each direction its own lane; a copy between memories of the device moves nothing."""
     moved = 4096 / 1e9
-    assert run(TO_HOST).spent == pytest.approx({"memory-bound work": 1e-6, "host transfers": moved - 1e-6})
+    assert run(TO_HOST).spent == pytest.approx(
+        {"memory-bound work": 1e-6, "host transfers": moved - 1e-6}
+    )
     assert run(TO_HOST).exposed == pytest.approx({"s": moved - 1e-6})
     assert run(FROM_HOST).spent == pytest.approx({"host transfers": moved})
     assert {span.lane for span in run(FROM_HOST).spans} == {"from host", "device"}
@@ -243,7 +260,9 @@ def test_a_loop_repeats_its_body() -> None:
     """Three turns, each of a gather beside a matmul."""
     body = "\n  ".join((START, MATMUL.replace("fusion(m)", "fusion(x)"), DONE))
     line = run(LOOP, body=body)
-    assert line.spent == pytest.approx({"matmuls": 3 * 4e-6, "exposed collectives over fsdp": 3 * (GATHER - 4e-6)})
+    assert line.spent == pytest.approx(
+        {"matmuls": 3 * 4e-6, "exposed collectives over fsdp": 3 * (GATHER - 4e-6)}
+    )
     (block,) = schedule(LOOP, body=body)
     assert isinstance(block, Block)
     assert (block.times, block.is_counted) == (3, True)
@@ -255,7 +274,9 @@ def test_a_loop_of_unknown_length_counts_once() -> None:
     (block,) = schedule(LOOP.replace("constant(0)", "partition-id()"), body=SYNCHRONOUS)
     assert isinstance(block, Block)
     assert (block.times, block.is_counted) == (1, False)
-    assert list(run(LOOP.replace("constant(0)", "partition-id()"), body=SYNCHRONOUS).uncounted) == ["loop"]
+    assert list(run(LOOP.replace("constant(0)", "partition-id()"), body=SYNCHRONOUS).uncounted) == [
+        "loop"
+    ]
     assert not run(LOOP, body=SYNCHRONOUS).uncounted
 
 
@@ -263,11 +284,17 @@ def test_branches_are_weighted() -> None:
     """By the share of the schedule: the listed second is taken in two fifths; of an unknown share, each in half."""
     line = run(BRANCH, forward=Fraction(2, 5))
     assert line.spent == pytest.approx(
-        {"memory-bound work": 0.4 * 10e-6 + 0.6 * 1e-6, "exposed collectives over fsdp": 0.4 * GATHER}
+        {
+            "memory-bound work": 0.4 * 10e-6 + 0.6 * 1e-6,
+            "exposed collectives over fsdp": 0.4 * GATHER,
+        }
     )
     unknown = run(BRANCH)
     assert unknown.spent["memory-bound work"] == pytest.approx(0.5 * 11e-6)
-    assert [block.is_counted for block in schedule(BRANCH) if isinstance(block, Block)] == [False, False]
+    assert [block.is_counted for block in schedule(BRANCH) if isinstance(block, Block)] == [
+        False,
+        False,
+    ]
 
 
 def test_a_branch_does_not_delay_what_follows() -> None:
@@ -295,8 +322,13 @@ def test_kernels_have_the_time_of_flops_or_bytes() -> None:
     assert spent == pytest.approx(
         {"attention": attention.flops / 0.5e12, "other kernels, by their bytes": 2 * 4096 / 1e12}
     )
-    twice_as_wide = dataclasses.replace(NETWORK, hardware=dataclasses.replace(fast.hardware, matrix_unit=128))
-    assert run_schedule((attention,), twice_as_wide, CLOCK, Rates(attention=0.5)).seconds == 2 * spent["attention"]
+    twice_as_wide = dataclasses.replace(
+        NETWORK, hardware=dataclasses.replace(fast.hardware, matrix_unit=128)
+    )
+    assert (
+        run_schedule((attention,), twice_as_wide, CLOCK, Rates(attention=0.5)).seconds
+        == 2 * spent["attention"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,7 +340,9 @@ def test_kernels_have_the_time_of_flops_or_bytes() -> None:
         ("dkv_no_residuals", "1,2,4", 4, 2 / 4),
     ],
 )
-def test_kernels_of_windows_compute_the_blocks_of_their_table(kernel, table, matmuls, share) -> None:
+def test_kernels_of_windows_compute_the_blocks_of_their_table(
+    kernel, table, matmuls, share
+) -> None:
     """Causal attention of 4 of 4 blocks; a window of 2 blocks; the gradient of the keys lists the queries' blocks."""
     lines = (
         f"t = s8[{table}] constant({{...}})",
@@ -325,23 +359,34 @@ def test_a_trace_has_no_two_events_at_once(tmp_path) -> None:
     """A file for trace viewers: what a lane does starts when its last event has ended, and so does the device's."""
     file = tmp_path / "step.json"
     body = "\n  ".join((START, MATMUL.replace("fusion(m)", "fusion(x)"), DONE))
-    line = run(LOOP, BRANCH, TO_HOST, SYNCHRONOUS.replace("g =", "g2 ="), body=body, forward=Fraction(2, 5))
+    line = run(
+        LOOP, BRANCH, TO_HOST, SYNCHRONOUS.replace("g =", "g2 ="), body=body, forward=Fraction(2, 5)
+    )
     write_trace(str(file), line.spans, "v5e:2x2")
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices = [e for e in events if e["ph"] == "X"]
-    assert {names[e["tid"]] for e in slices} == {span.lane for span in line.spans} >= {"network", "to host", "device"}
+    assert (
+        {names[e["tid"]] for e in slices}
+        == {span.lane for span in line.spans}
+        >= {"network", "to host", "device"}
+    )
     moving = {"network", "to host", "from host"}
     device = [e for e in slices if names[e["tid"]] not in moving]
     lanes = [[e for e in slices if names[e["tid"]] == lane] for lane in moving]
     for lane in (device, *lanes):
         ordered = sorted(lane, key=lambda e: e["ts"])
         ends = [e["ts"] + e["dur"] for e in ordered]
-        assert all(end <= after["ts"] + 0.002 for end, after in zip(ends, ordered[1:], strict=False))
+        assert all(
+            end <= after["ts"] + 0.002 for end, after in zip(ends, ordered[1:], strict=False)
+        )
     assert sum(e["dur"] for e in device) == pytest.approx(line.seconds * 1e6, abs=0.05)
 
 
 def test_a_trace_that_cannot_be_written(tmp_path) -> None:
     """Is an error with the flag."""
-    with pytest.raises(ConfigError, match=r"(?s)cannot be written: No such file.*--trace FILE in a folder that exists"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)cannot be written: No such file.*--trace FILE in a folder that exists",
+    ):
         write_trace(str(tmp_path / "none" / "step.json"), [], "v5e:2x2")

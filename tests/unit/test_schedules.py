@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd.errors import ScheduleError
-from spmd.pipeline.schedule import Schedule, Task, check_schedule, execution_order, parse_task, repeat_schedule
+from spmd.pipeline.schedule import (
+    Schedule,
+    Task,
+    check_schedule,
+    execution_order,
+    parse_task,
+    repeat_schedule,
+)
 from spmd.pipeline.schedule_files import read_schedule, to_csv
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.simulate import simulate, tick_grid
@@ -26,8 +33,12 @@ def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from([name for name, _ in EACH]))
     stages = draw(st.integers(1, 8))
     if name == "interleaved":
-        return make_schedule(name, stages, stages * draw(st.integers(1, 4)), draw(st.integers(2, 4)))
-    return make_schedule(name, stages, draw(st.integers(stages if name in ("zero-bubble", "pipedream") else 1, 24)))
+        return make_schedule(
+            name, stages, stages * draw(st.integers(1, 4)), draw(st.integers(2, 4))
+        )
+    return make_schedule(
+        name, stages, draw(st.integers(stages if name in ("zero-bubble", "pipedream") else 1, 24))
+    )
 
 
 def closed_form(schedule: Schedule, forward: int, backward: int, weight: int) -> Fraction:
@@ -53,14 +64,18 @@ def test_builders(schedule: Schedule, forward: int, backward: int, weight: int) 
     assert timeline.ideal == schedule.microbatches * (forward + backward + weight)
     assert timeline.period == float(timeline.ideal + bubble)
     assert timeline.bubble == pytest.approx(float(bubble / Fraction(timeline.ideal)), abs=1e-12)
-    assert timeline.bubble_share == pytest.approx(float(bubble / Fraction(timeline.period)), abs=1e-12)
+    assert timeline.bubble_share == pytest.approx(
+        float(bubble / Fraction(timeline.period)), abs=1e-12
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(schedules(), COSTS, COSTS, COSTS, COSTS)
 def test_times(schedule: Schedule, forward: int, backward: int, weight: int, transfer: int) -> None:
     """In every timeline a stage runs one task at a time, and none before what it needs has arrived."""
-    timeline = simulate(schedule, forward=forward, backward=backward, weight=weight, transfer=transfer)
+    timeline = simulate(
+        schedule, forward=forward, backward=backward, weight=weight, transfer=transfer
+    )
     chunks = schedule.chunks
     duration = {"F": forward, "B": backward, "W": weight, "BW": backward + weight}
     ends = {}
@@ -69,13 +84,23 @@ def test_times(schedule: Schedule, forward: int, backward: int, weight: int, tra
         for slot in slots:
             assert slot.end - slot.start == pytest.approx(duration[slot.task.kind] / chunks)
             direction = "F" if slot.task.kind == "F" else "W" if slot.task.kind == "W" else "B"
-            ends[direction, schedule.virtual_stage(stage, slot.task.chunk), slot.task.microbatch] = (stage, slot.end)
+            ends[
+                direction, schedule.virtual_stage(stage, slot.task.chunk), slot.task.microbatch
+            ] = (stage, slot.end)
     last = schedule.stages * chunks - 1
     for stage, slots in enumerate(timeline.tasks):
-        for kind, i, chunk, start in ((s.task.kind, s.task.microbatch, s.task.chunk, s.start) for s in slots):
+        for kind, i, chunk, start in (
+            (s.task.kind, s.task.microbatch, s.task.chunk, s.start) for s in slots
+        ):
             at = schedule.virtual_stage(stage, chunk)
-            needs = [("F", at - 1, i)] if kind == "F" else [("B" if kind == "W" else "F", at, i), ("B", at + 1, i)]
-            needs = [need for need in needs if 0 <= need[1] <= last and (kind, need[1]) != ("W", at + 1)]
+            needs = (
+                [("F", at - 1, i)]
+                if kind == "F"
+                else [("B" if kind == "W" else "F", at, i), ("B", at + 1, i)]
+            )
+            needs = [
+                need for need in needs if 0 <= need[1] <= last and (kind, need[1]) != ("W", at + 1)
+            ]
             for source, end in (ends[need] for need in needs):
                 assert start >= end + (transfer if source != stage else 0) - 1e-9
 
@@ -91,15 +116,22 @@ def test_mutations(schedule: Schedule, data: st.DataObject) -> None:
 
     def problems(changed: list[Task]) -> list[str]:
         orders = (*schedule.orders[:stage], tuple(changed), *schedule.orders[stage + 1 :])
-        return [str(problem) for problem in check_schedule(dataclasses.replace(schedule, orders=orders))]
+        return [
+            str(problem) for problem in check_schedule(dataclasses.replace(schedule, orders=orders))
+        ]
 
     [dropped] = problems(order[:index] + order[index + 1 :])
     assert dropped.startswith(f"stage {stage}: tasks are missing: {task}")
     [twice] = problems([*order, task])
-    assert twice.startswith(f"stage {stage}, tick {len(order)}: {task} repeats {task} of tick {index}")
+    assert twice.startswith(
+        f"stage {stage}, tick {len(order)}: {task} repeats {task} of tick {index}"
+    )
     if task.kind != "F":
         moved = [task, *order[:index], *order[index + 1 :]]
-        assert any(f"stage {stage}, tick 0: deadlock: {task} waits for" in problem for problem in problems(moved))
+        assert any(
+            f"stage {stage}, tick 0: deadlock: {task} waits for" in problem
+            for problem in problems(moved)
+        )
 
 
 @pytest.mark.parametrize(("name", "chunks"), EACH)
@@ -107,16 +139,25 @@ def test_every_task_once(name: str, chunks: int) -> None:
     """The tasks of every stage are the forwards and the backwards, whole or in halves, of all microbatches."""
     halves = {"BW": "B W"}
     for order in make_schedule(name, 4, 8, chunks).orders:
-        done = sorted((k, t.microbatch, t.chunk) for t in order for k in halves.get(t.kind, t.kind).split())
+        done = sorted(
+            (k, t.microbatch, t.chunk) for t in order for k in halves.get(t.kind, t.kind).split()
+        )
         assert done == sorted((k, i, c) for k in "FBW" for i in range(8) for c in range(chunks))
 
 
 def test_peaks() -> None:
     """GPipe holds every microbatch; 1F1B as many as stages are left; zero-bubble nowhere more than the first stage."""
     for microbatches in (4, 8, 32):
-        assert simulate(make_schedule("gpipe", 4, microbatches)).peak_in_flight == (microbatches,) * 4
+        assert (
+            simulate(make_schedule("gpipe", 4, microbatches)).peak_in_flight == (microbatches,) * 4
+        )
         assert simulate(make_schedule("1f1b", 4, microbatches)).peak_in_flight == (4, 3, 2, 1)
-        assert simulate(make_schedule("zero-bubble", 4, microbatches)).peak_memory == (4, 3.5, 3, 2.5)
+        assert simulate(make_schedule("zero-bubble", 4, microbatches)).peak_memory == (
+            4,
+            3.5,
+            3,
+            2.5,
+        )
     assert simulate(make_schedule("1f1b", 4, 2)).peak_in_flight == (2, 2, 2, 1)
 
 
@@ -127,8 +168,16 @@ def test_transfer() -> None:
 
 def test_exact() -> None:
     """Costs that no float holds exactly leave a bubble of exactly nothing where there is none."""
-    assert simulate(make_schedule("pipedream", 3, 7), forward=0.1, backward=0.2, weight=0.3).bubble == 0.0
-    assert simulate(make_schedule("interleaved", 1, 7, 3), forward=0.1, backward=0.2, weight=0.3).bubble == 0.0
+    assert (
+        simulate(make_schedule("pipedream", 3, 7), forward=0.1, backward=0.2, weight=0.3).bubble
+        == 0.0
+    )
+    assert (
+        simulate(
+            make_schedule("interleaved", 1, 7, 3), forward=0.1, backward=0.2, weight=0.3
+        ).bubble
+        == 0.0
+    )
 
 
 def test_pipedream() -> None:
@@ -138,7 +187,9 @@ def test_pipedream() -> None:
     assert timeline.makespan == 4 * 24 + 3 * 3
     assert timeline.peak_in_flight == (4, 3, 2, 1)
     assert simulate(make_schedule("pipedream", 1, 8)).staleness == 0
-    assert [simulate(make_schedule(name, 4, 8, v)).staleness for name, v in EACH if name != "pipedream"] == [0] * 4
+    assert [
+        simulate(make_schedule(name, 4, 8, v)).staleness for name, v in EACH if name != "pipedream"
+    ] == [0] * 4
 
 
 @pytest.mark.parametrize(("name", "chunks"), EACH)
@@ -150,7 +201,10 @@ def test_consecutive(name: str, chunks: int) -> None:
     assert several.microbatches == 18
     if name == "pipedream":
         assert several.orders == make_schedule("1f1b", 3, 18).orders
-    mixed = [[t.microbatch // 6 for t in o] != sorted(t.microbatch // 6 for t in o) for o in several.orders]
+    mixed = [
+        [t.microbatch // 6 for t in o] != sorted(t.microbatch // 6 for t in o)
+        for o in several.orders
+    ]
     assert mixed == ([False] * 3 if schedule.flush else [True, True, False])
 
 
@@ -158,8 +212,15 @@ def test_consecutive(name: str, chunks: int) -> None:
 def test_places(placement: str) -> None:
     """Every part of the model is on one stage, in one chunk; a V comes back from the last stage to the first."""
     schedule = Schedule("any", 1, 2, ((), (), ()), placement)
-    stages = {schedule.virtual_stage(stage, chunk): stage for stage in range(3) for chunk in range(2)}
-    assert [stages[i] for i in range(6)] == [0, 1, 2, *([0, 1, 2] if placement == "loop" else [2, 1, 0])]
+    stages = {
+        schedule.virtual_stage(stage, chunk): stage for stage in range(3) for chunk in range(2)
+    }
+    assert [stages[i] for i in range(6)] == [
+        0,
+        1,
+        2,
+        *([0, 1, 2] if placement == "loop" else [2, 1, 0]),
+    ]
 
 
 def test_as_table() -> None:
@@ -170,7 +231,10 @@ def test_as_table() -> None:
         assert tuple(tuple(task for task in row if task) for row in table) == schedule.orders
         assert len({len(row) for row in table}) == 1
         if name in ("gpipe", "1f1b", "interleaved"):
-            assert len(table[0]) == simulate(schedule, forward=chunks, backward=chunks, weight=0).makespan
+            assert (
+                len(table[0])
+                == simulate(schedule, forward=chunks, backward=chunks, weight=0).makespan
+            )
 
 
 @pytest.mark.parametrize(
@@ -179,8 +243,14 @@ def test_as_table() -> None:
         (("1f2b", 2, 4), ["there is no '1f2b'", 'did you mean "1f1b"?']),
         (("1f1b", 0, -1, 0), ["stages: is 0", "microbatches: is -1", "chunks: is 0"]),
         (("1f1b", 2, 4, 2), ["chunks: 1f1b has one chunk", "chunks = 2", "interleaved"]),
-        (("interleaved", 4, 6, 1), ["chunks: interleaved runs several", "6 / (stages=4) = 1.5", "8 microbatches"]),
-        (("zero-bubble", 4, 3), ["zero-bubble needs one for each stage", "3 < stages = 4", "4 or more"]),
+        (
+            ("interleaved", 4, 6, 1),
+            ["chunks: interleaved runs several", "6 / (stages=4) = 1.5", "8 microbatches"],
+        ),
+        (
+            ("zero-bubble", 4, 3),
+            ["zero-bubble needs one for each stage", "3 < stages = 4", "4 or more"],
+        ),
         (("pipedream", 4, 3, 2), ["pipedream needs one for each stage", "pipedream has one chunk"]),
     ],
 )
@@ -213,7 +283,9 @@ def test_any_limit(placement: str, least: int) -> None:
             schedule = fill_bubbles(stages, microbatches, limit, placement=placement)
             assert check_schedule(schedule) == []
             timeline = simulate(schedule)
-            assert max(timeline.peak_in_flight if placement == "v" else timeline.peak_memory) <= limit
+            assert (
+                max(timeline.peak_in_flight if placement == "v" else timeline.peak_memory) <= limit
+            )
             spans.append(timeline.span)
         assert spans == sorted(spans, reverse=True)
 
@@ -226,7 +298,9 @@ def test_v_half_of_many() -> None:
 
 def test_fill_bubbles_refuses() -> None:
     """A limit below one microbatch is refused with the arithmetic, and so are counts below one."""
-    with pytest.raises(ScheduleError, match=r"does not hold one microbatch(.|\n)*limit = 1(.|\n)*fix: 2 or more; 8"):
+    with pytest.raises(
+        ScheduleError, match=r"does not hold one microbatch(.|\n)*limit = 1(.|\n)*fix: 2 or more; 8"
+    ):
         fill_bubbles(4, 8, 1, placement="v")
     with pytest.raises(ScheduleError, match="limit = 0"):
         fill_bubbles(4, 8, 0)
@@ -271,13 +345,17 @@ def test_csv(name: str, chunks: int, tmp_path) -> None:
     """A schedule that was written is read back with the orders it had."""
     schedule = make_schedule(name, 4, 8, chunks)
     (tmp_path / "mine.csv").write_text(to_csv(schedule), encoding="utf-8")
-    assert read_schedule(tmp_path / "mine.csv") == dataclasses.replace(schedule, name="mine", flush=True)
+    assert read_schedule(tmp_path / "mine.csv") == dataclasses.replace(
+        schedule, name="mine", flush=True
+    )
 
 
 GOOD = "F0,F1,,BW0,,BW1\n,F0,BW0,F1,BW1,\n"
 
 
-@pytest.mark.parametrize("text", [GOOD, "\ufeff" + GOOD, GOOD.replace("\n", "\r\n"), GOOD.replace(",", " , ") + "\n"])
+@pytest.mark.parametrize(
+    "text", [GOOD, "\ufeff" + GOOD, GOOD.replace("\n", "\r\n"), GOOD.replace(",", " , ") + "\n"]
+)
 def test_csv_dialects(text: str, tmp_path) -> None:
     """A byte order mark, Windows line ends, spaces around cells and empty lines change nothing."""
     (tmp_path / "a.csv").write_text(text, encoding="utf-8", newline="")
@@ -287,12 +365,18 @@ def test_csv_dialects(text: str, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (GOOD.replace("F1,,", "G1,,"), ["stage 0, tick 1: 'G1' is not a task", "stage 0: tasks are missing: F1"]),
+        (
+            GOOD.replace("F1,,", "G1,,"),
+            ["stage 0, tick 1: 'G1' is not a task", "stage 0: tasks are missing: F1"],
+        ),
         (GOOD.replace("F1,,", "F0,,"), ["stage 0, tick 1: F0 repeats F0 of tick 0", "missing: F1"]),
         (GOOD.replace(",BW1,\n", ",,\n"), ["stage 1: tasks are missing: BW1"]),
         (GOOD.replace(",BW1,\n", ",B1,\n"), ["stage 1: tasks are missing: W1"]),
         (GOOD.replace(",BW1,\n", ",B1,BW1\n"), ["stage 1, tick 5: BW1 repeats B1 of tick 4"]),
-        (GOOD.replace("F0,F1,", "F0 F1,,"), ["stage 0, tick 0: a tick has one task", "F0 F1: 2 tasks"]),
+        (
+            GOOD.replace("F0,F1,", "F0 F1,,"),
+            ["stage 0, tick 0: a tick has one task", "F0 F1: 2 tasks"],
+        ),
         (
             "F0,BW1,F1,BW0\n,F0,BW0,F1,BW1\n",
             [

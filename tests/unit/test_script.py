@@ -20,7 +20,12 @@ SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text(enc
 TRAIN = ["tiny.py", "--steps", "9"]
 SLURM = SlurmJob(out="runs/tiny", name="tiny", nodes=4, restarts=7)
 JOBSET = KubernetesJob(
-    out="runs/tiny", name="tiny", nodes=4, restarts=7, image="registry.invalid/spmd:1", claim="shared"
+    out="runs/tiny",
+    name="tiny",
+    nodes=4,
+    restarts=7,
+    image="registry.invalid/spmd:1",
+    claim="shared",
 )
 
 
@@ -45,7 +50,12 @@ def parts(jobset):
     [
         {},
         {"nodes": 1},
-        {"gpus_per_node": 8, "processes_per_node": 2, "cpus_per_process": 4, "setup": 'echo "ü"; source x'},
+        {
+            "gpus_per_node": 8,
+            "processes_per_node": 2,
+            "cpus_per_process": 4,
+            "setup": 'echo "ü"; source x',
+        },
         {"tpu": "tpu-v5-lite-podslice:4x4"},
     ],
     ids=["cpu", "one-node", "gpu", "tpu"],
@@ -77,7 +87,9 @@ BREAKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", [change for _, change in BREAKS], ids=[name for name, _ in BREAKS])
+@pytest.mark.parametrize(
+    "change", [change for _, change in BREAKS], ids=[name for name, _ in BREAKS]
+)
 def test_jobset_control(change):
     """The schema refuses a manifest with a wrong field."""
     jobset = copy.deepcopy(manifest())
@@ -130,23 +142,48 @@ def test_tpu_chips_are_shared_out():
 
 def test_slurm_script():
     """The batch file asks for what was asked for, is signalled in time, and is requeued by itself."""
-    changes = {"processes_per_node": 2, "gpus_per_node": 8, "cpus_per_process": 12, "save_seconds": 90}
-    job = dataclasses.replace(SLURM, **changes, setup="module load x", time="1:00:00", partition="gpu")
+    changes = {
+        "processes_per_node": 2,
+        "gpus_per_node": 8,
+        "cpus_per_process": 12,
+        "save_seconds": 90,
+    }
+    job = dataclasses.replace(
+        SLURM, **changes, setup="module load x", time="1:00:00", partition="gpu"
+    )
     script = job.render(TRAIN)
     options = set(re.findall(r"^#SBATCH --(.*)$", script, re.M))
     assert options == {
-        *("job-name=tiny", "nodes=4", "ntasks-per-node=2", "cpus-per-task=12", "gpus-per-node=8", "time=1:00:00"),
+        *(
+            "job-name=tiny",
+            "nodes=4",
+            "ntasks-per-node=2",
+            "cpus-per-task=12",
+            "gpus-per-node=8",
+            "time=1:00:00",
+        ),
         *("partition=gpu", "output=tiny-%j.log", "open-mode=append", "signal=USR1@90", "requeue"),
     }
     assert "\nmodule load x\n" in script
     assert "--wait=60 --cpus-per-task=12 --gpus-per-task=4 \\\n  spmd train" in script
-    assert shlex.join(["spmd", "train", "tiny.py", "--steps", "9", "--out", "runs/tiny", "--resume", "auto"]) in script
+    assert (
+        shlex.join(
+            ["spmd", "train", "tiny.py", "--steps", "9", "--out", "runs/tiny", "--resume", "auto"]
+        )
+        in script
+    )
     assert not re.search("[cg]pus", SLURM.render(TRAIN))
 
 
 @pytest.mark.parametrize(
     ("status", "restarts", "code", "requeued"),
-    [(0, "", 0, False), (75, "", 0, True), (143, "6", 0, True), (75, "7", 75, False), (2, "", 2, False)],
+    [
+        (0, "", 0, False),
+        (75, "", 0, True),
+        (143, "6", 0, True),
+        (75, "7", 75, False),
+        (2, "", 2, False),
+    ],
 )
 def test_slurm_script_ends(status, restarts, code, requeued, tmp_path):
     """The end is final, a preempted job is requeued so many times, anything else fails with the code of srun."""
@@ -154,9 +191,15 @@ def test_slurm_script_ends(status, restarts, code, requeued, tmp_path):
     for name, line in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "41", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "41",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }
     environment |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
-    done = subprocess.run(["bash", "-c", SLURM.render(TRAIN)], env=environment, check=False, capture_output=True)
+    done = subprocess.run(
+        ["bash", "-c", SLURM.render(TRAIN)], env=environment, check=False, capture_output=True
+    )
     assert done.returncode == code
     called = tmp_path / "scontrol.txt"
     assert (called.read_text() if called.exists() else "") == ("requeue 41\n" if requeued else "")
@@ -183,7 +226,11 @@ def test_script_goes_to_the_terminal_or_a_file(config, tmp_path, capsys):
     ("kind", "arguments", "said"),
     [
         ("slurm", ["--nodes", "3", "--gpus-per-node", "1"], "= 8, and there are 3 devices"),
-        ("slurm", ["--nodes", "0", "--processes-per-node", "0", "--save-seconds", "0"], "save_seconds: is 0"),
+        (
+            "slurm",
+            ["--nodes", "0", "--processes-per-node", "0", "--save-seconds", "0"],
+            "save_seconds: is 0",
+        ),
         ("slurm", ["--nodes", "2", "--gpus-per-node", "8", "--processes-per-node", "3"], "8 / 3"),
         ("slurm", ["--nodes", "2", "--name", "My job"], "'My job' is not a valid name"),
         ("slurm", ["--nodes", "2", "--", "--resume", "auto"], "(resume)"),

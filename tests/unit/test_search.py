@@ -44,7 +44,9 @@ class Ledger:
         found = self.memory(setup.config)
         if isinstance(found, Exception):
             raise found
-        return Estimate(held={}, at_peak={"activations": int(found), "params": 1}, saved={}, host={})
+        return Estimate(
+            held={}, at_peak={"activations": int(found), "params": 1}, saved={}, host={}
+        )
 
 
 @pytest.fixture
@@ -54,7 +56,9 @@ def ledger(monkeypatch):
     def make(memory) -> Ledger:
         found = Ledger(memory)
         monkeypatch.setattr(search, "estimate_step", found)
-        monkeypatch.setattr(search, "make_setup", lambda config, mesh: SimpleNamespace(config=config, mesh=mesh))
+        monkeypatch.setattr(
+            search, "make_setup", lambda config, mesh: SimpleNamespace(config=config, mesh=mesh)
+        )
         for check in ("check_config", "check_planned_init", "check_step"):
             monkeypatch.setattr(search, check, lambda setup: None)
         monkeypatch.setattr(Search, "_count", lambda self: counted())
@@ -64,13 +68,22 @@ def ledger(monkeypatch):
 
 
 def start(folder, **fields) -> Search:
-    return Search(dataclasses.replace(load_config("demo"), **fields), TOPOLOGY, folder / "known.json")
+    return Search(
+        dataclasses.replace(load_config("demo"), **fields), TOPOLOGY, folder / "known.json"
+    )
 
 
-MACHINES = [("demo", "v5e:4x4"), ("mixtral-tiny", "v5p:2x2x2"), ("demo", "2xv5e:2x2"), ("demo", "h100:1x8")]
+MACHINES = [
+    ("demo", "v5e:4x4"),
+    ("mixtral-tiny", "v5p:2x2x2"),
+    ("demo", "2xv5e:2x2"),
+    ("demo", "h100:1x8"),
+]
 
 
-@pytest.mark.parametrize(("name", "topology"), MACHINES, ids=[" ".join(machine) for machine in MACHINES])
+@pytest.mark.parametrize(
+    ("name", "topology"), MACHINES, ids=[" ".join(machine) for machine in MACHINES]
+)
 def test_settings_divide_batch_and_model(name, topology) -> None:
     """The product of a mesh is the machine; it divides batch, heads, layers and experts, and none is there twice."""
     config, machine = load_config(name), parse_topology(topology)
@@ -78,12 +91,20 @@ def test_settings_divide_batch_and_model(name, topology) -> None:
     model, found = config.model, list(enumerate_settings(config, machine))
     router = getattr(model, "router", None)
     for settings in found:
-        mesh, parts = settings["mesh"], settings["accumulate"] * max(1, settings["pipeline"].microbatches)
+        mesh, parts = (
+            settings["mesh"],
+            settings["accumulate"] * max(1, settings["pipeline"].microbatches),
+        )
         assert math.prod(mesh.sizes.values()) == machine.devices
         assert settings["slices"] == MeshShape(data=machine.slices)
         assert mesh.data % machine.slices == 0
         assert 32 % (mesh.data * mesh.fsdp * mesh.expert * parts) == 0
-        assert model.heads % mesh.tensor == model.kv_heads % mesh.tensor == model.layers % mesh.pipe == 0
+        assert (
+            model.heads % mesh.tensor
+            == model.kv_heads % mesh.tensor
+            == model.layers % mesh.pipe
+            == 0
+        )
         assert (router.experts if router else 1) % mesh.expert == 0
         assert settings["zero"] in ((1, 3) if mesh.fsdp > 1 else (0,))
         assert mesh.pipe == 1 or parts >= mesh.pipe
@@ -98,11 +119,15 @@ def test_all_meshes_are_enumerated() -> None:
     """Of four devices, every product of axes that divides a small model; remat by what its table names."""
     config = load_config("demo")
     found = {
-        (s["mesh"].pipe, s["mesh"].data, s["mesh"].fsdp, s["mesh"].tensor) for s in enumerate_settings(config, TOPOLOGY)
+        (s["mesh"].pipe, s["mesh"].data, s["mesh"].fsdp, s["mesh"].tensor)
+        for s in enumerate_settings(config, TOPOLOGY)
     }
     sizes = itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2))
     assert found == {shape for shape in sizes if math.prod(shape) == 4}
-    assert {s["remat"] for s in enumerate_settings(config, TOPOLOGY)} == {*search.REMATS, config.remat}
+    assert {s["remat"] for s in enumerate_settings(config, TOPOLOGY)} == {
+        *search.REMATS,
+        config.remat,
+    }
     bare = dataclasses.replace(config, rules=dataclasses.replace(config.rules, activations=()))
     assert {s["remat"] for s in enumerate_settings(bare, TOPOLOGY)} == {"none", "full"}
 
@@ -123,7 +148,9 @@ def test_the_fastest_that_fits_is_found(tmp_path, ledger) -> None:
     assert times == sorted(times)
     examined = list(found.fitting(2))
     fits = [candidate for candidate in examined if not candidate.refused]
-    first = [candidate for candidate in found.candidates if candidate.settings["remat"] == "full"][:2]
+    first = [candidate for candidate in found.candidates if candidate.settings["remat"] == "full"][
+        :2
+    ]
     assert fits == first
     assert found.best is first[0]
     assert examined[-1] is fits[-1]
@@ -145,12 +172,21 @@ def test_dominated_settings_are_not_asked(tmp_path, ledger) -> None:
     skipped = [c for c in found.candidates if "more than with mesh.fsdp" in c.refused]
     assert len(skipped) + len(asked) == len(found.candidates)
     assert len(examined) == len(asked)
-    assert {(c.settings["zero"], c.settings["mesh"].fsdp) for c in skipped} == {(0, 1), (1, 2), (1, 4), (3, 2)}
+    assert {(c.settings["zero"], c.settings["mesh"].fsdp) for c in skipped} == {
+        (0, 1),
+        (1, 2),
+        (1, 4),
+        (3, 2),
+    }
 
     def candidate(zero: int, **mesh: int):
         shape = MeshShape(**mesh)
-        alike = (c for c in found.candidates if (c.settings["mesh"], c.settings["zero"]) == (shape, zero))
-        return next(c for c in alike if (c.settings["remat"], c.settings["accumulate"]) == ("full", 1))
+        alike = (
+            c for c in found.candidates if (c.settings["mesh"], c.settings["zero"]) == (shape, zero)
+        )
+        return next(
+            c for c in alike if (c.settings["remat"], c.settings["accumulate"]) == ("full", 1)
+        )
 
     narrow, wide = candidate(3, fsdp=2, data=2), candidate(1, fsdp=4)
     assert candidate(3, fsdp=4).holds_less_than(narrow)
@@ -176,7 +212,9 @@ def test_an_interrupted_search_resumes(tmp_path, ledger) -> None:
     assert len(fits[0]) == 3
     assert fits[0] == fits[1]
     again = ledger(memory)
-    assert start(tmp_path).best == Search(load_config("demo"), TOPOLOGY, tmp_path / "alone.json").best
+    assert (
+        start(tmp_path).best == Search(load_config("demo"), TOPOLOGY, tmp_path / "alone.json").best
+    )
     list(start(tmp_path).fitting(3))
     assert again.asked == []
     assert start(tmp_path, seed=7).known == {}
@@ -205,8 +243,13 @@ def test_a_state_that_is_too_large_is_not_asked(tmp_path, ledger, monkeypatch) -
     monkeypatch.setattr(Search, "_count", lambda self: large)
     found = start(tmp_path)
     kept = [c for c in found.candidates if not c.refused and not c.settings["offload"]]
-    assert any(c.settings["offload"] == ("optimizer_state",) for c in found.candidates if not c.refused)
-    assert {(c.settings["mesh"].fsdp * c.settings["mesh"].tensor * c.settings["mesh"].pipe) for c in kept} == {4}
+    assert any(
+        c.settings["offload"] == ("optimizer_state",) for c in found.candidates if not c.refused
+    )
+    assert {
+        (c.settings["mesh"].fsdp * c.settings["mesh"].tensor * c.settings["mesh"].pipe)
+        for c in kept
+    } == {4}
     assert {c.settings["zero"] for c in kept if c.settings["mesh"].fsdp == 4} == {3}
     reason = next(c.refused for c in found.candidates if c.settings["mesh"].data == 4 and c.refused)
     assert reason == "does not fit: training state 55.9 GiB of 15.8 GiB"
@@ -223,7 +266,9 @@ def test_compiled_programs_decide(tmp_path, ledger, monkeypatch) -> None:
         if len(compiled) == 1:
             raise ConfigError("no", [Problem("topology", "has no room for the step")])
         fits = len(compiled) < 4
-        return SimpleNamespace(seconds=9.0 - len(compiled), fits=fits, memory=(8 if fits else 20) * GIB)
+        return SimpleNamespace(
+            seconds=9.0 - len(compiled), fits=fits, memory=(8 if fits else 20) * GIB
+        )
 
     monkeypatch.setattr(search, "time_compiled_step", time)
     found = start(tmp_path)
@@ -231,7 +276,8 @@ def test_compiled_programs_decide(tmp_path, ledger, monkeypatch) -> None:
     for candidate in (*fits, *fits):
         found.confirm(candidate)
     assert len(compiled) == 4
-    assert fits[3].refused == "does not fit when compiled: 20 GiB of 15.8 GiB"  # though it is the fastest
+    # though it is the fastest
+    assert fits[3].refused == "does not fit when compiled: 20 GiB of 15.8 GiB"
     assert "the compiler refuses it" in fits[0].refused
     assert "has no room for the step" in fits[0].refused
     assert found.best is fits[2]
@@ -242,7 +288,16 @@ def test_compiled_programs_decide(tmp_path, ledger, monkeypatch) -> None:
 
 
 def asked_by(folder, *flags: str) -> list[str]:
-    return ["demo", "--topology", "v5e:2x2", "--confirm", "0", "--state", str(folder / "known.json"), *flags]
+    return [
+        "demo",
+        "--topology",
+        "v5e:2x2",
+        "--confirm",
+        "0",
+        "--state",
+        str(folder / "known.json"),
+        *flags,
+    ]
 
 
 def test_the_command_prints_and_writes_the_best(tmp_path, ledger, capsys) -> None:
@@ -274,7 +329,10 @@ def test_nothing_fits(tmp_path, ledger, capsys) -> None:
     nearest = start(tmp_path).nearest
     assert nearest is not None
     assert nearest.settings["remat"] == "full"
-    assert f"nothing fits v5e:2x2: 15.8 GiB on each device\nnearest: 20 GiB with {nearest.flags}\n" in out
+    assert (
+        f"nothing fits v5e:2x2: 15.8 GiB on each device\nnearest: 20 GiB with {nearest.flags}\n"
+        in out
+    )
     assert not (tmp_path / "found.py").exists()
     assert run_search(asked_by(tmp_path, "--json")) == 3
     assert json.loads(capsys.readouterr().out)["best"] is None
@@ -283,12 +341,17 @@ def test_nothing_fits(tmp_path, ledger, capsys) -> None:
 MISTAKES = [
     (["demo"], r"--topology: is not given"),
     (["demo", "--topology", "v5e:2x2", "--confirm", "-1"], r"--confirm: is -1"),
-    (["demo", "--topology", "v5e:2x2", "--confirm", "0", "--days", "1", "--largest-batch"], r"--days: is another"),
+    (
+        ["demo", "--topology", "v5e:2x2", "--confirm", "0", "--days", "1", "--largest-batch"],
+        r"--days: is another",
+    ),
     (["demo", "--topology", "cpu:8"], r"topology: is cpu:8: no speeds are known of cpu"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=["machine", "confirm", "days", "simulated"])
+@pytest.mark.parametrize(
+    ("arguments", "message"), MISTAKES, ids=["machine", "confirm", "days", "simulated"]
+)
 def test_mistakes_on_the_command_line(arguments, message) -> None:
     """Are errors by the flag's name."""
     with pytest.raises(ConfigError, match=message):
@@ -322,7 +385,9 @@ def test_the_fewest_chips(tmp_path, ledger, capsys, monkeypatch) -> None:
     assert run_search([*flags, "1"]) == 0
     assert capsys.readouterr().out.startswith("v5e:2x2: 4 chips: ")
     assert run_search([*flags, "1e-9"]) == 3
-    assert capsys.readouterr().out.endswith("no machine of up to 8 chips trains 400 steps in 1e-09 days\n")
+    assert capsys.readouterr().out.endswith(
+        "no machine of up to 8 chips trains 400 steps in 1e-09 days\n"
+    )
     assert run_search([*flags, "1e-9", "--json"]) == 3
     assert json.loads(capsys.readouterr().out) == {"best": None}
 
@@ -330,7 +395,9 @@ def test_the_fewest_chips(tmp_path, ledger, capsys, monkeypatch) -> None:
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 8, 13])
 def test_the_largest_batch(most, ledger) -> None:
     """By bisection: a multiple of what the mesh divides, so large that one more does not fit; 0 if none does."""
-    config = dataclasses.replace(load_config("demo"), mesh=MeshShape(data=2, fsdp=2), devices=4, accumulate=2)
+    config = dataclasses.replace(
+        load_config("demo"), mesh=MeshShape(data=2, fsdp=2), devices=4, accumulate=2
+    )
     each = TOPOLOGY.memory // 14
     asked = ledger(lambda config: (config.data.batch // 8 + 13 - most) * each).asked
     batch, memory = largest_batch(config, TOPOLOGY, abstract_mesh(config.mesh))
@@ -349,7 +416,12 @@ def test_a_search_refuses_what_a_plan_refuses(tmp_path, monkeypatch) -> None:
         largest_batch(config, TOPOLOGY, abstract_mesh(MeshShape(fsdp=4)))
     monkeypatch.setattr(Search, "_count", lambda self: counted())
     found = Search(load_config("demo"), TOPOLOGY, tmp_path / "state.json")
-    settings = {**found.candidates[0].settings, "mesh": MeshShape(fsdp=4), "slices": MeshShape(), "accumulate": 1}
+    settings = {
+        **found.candidates[0].settings,
+        "mesh": MeshShape(fsdp=4),
+        "slices": MeshShape(),
+        "accumulate": 1,
+    }
     for parts, says in ((1, ""), (4, "cannot run: batch: does not divide")):
         candidate = Candidate({**settings, "accumulate": parts}, {})
         found._ask_ledger(candidate)

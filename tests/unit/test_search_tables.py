@@ -38,18 +38,29 @@ EASYLM = (
 
 
 def abstract(**shapes):
-    return {path.replace("__", "/"): jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
+    return {
+        path.replace("__", "/"): jax.ShapeDtypeStruct(shape, "float32")
+        for path, shape in shapes.items()
+    }
 
 
 def llama(layers=2, d=16, ff=32, vocab=64):
     params = abstract(
-        transformer__wte__embedding=(vocab, d), transformer__ln_f__kernel=(d,), lm_head__kernel=(d, vocab)
+        transformer__wte__embedding=(vocab, d),
+        transformer__ln_f__kernel=(d,),
+        lm_head__kernel=(d, vocab),
     )
     for i in range(layers):
         layer = {f"attention/{w}/kernel": (d, d) for w in ("wq", "wk", "wv", "wo")}
         layer |= {"feed_forward/w1/kernel": (d, ff), "feed_forward/w2/kernel": (ff, d)}
-        layer |= {"feed_forward/w3/kernel": (d, ff), "attention_norm/kernel": (d,), "ffn_norm/kernel": (d,)}
-        params |= {f"transformer/h/{i}/{k}": jax.ShapeDtypeStruct(s, "float32") for k, s in layer.items()}
+        layer |= {
+            "feed_forward/w3/kernel": (d, ff),
+            "attention_norm/kernel": (d,),
+            "ffn_norm/kernel": (d,),
+        }
+        params |= {
+            f"transformer/h/{i}/{k}": jax.ShapeDtypeStruct(s, "float32") for k, s in layer.items()
+        }
     return params
 
 
@@ -113,7 +124,10 @@ def test_rows_of_a_batch_are_those_that_are_given():
 
 def test_a_tree_does_as_well_as_a_table_of_paths():
     """Parameters come as `init` returns them."""
-    nested = {"a": {"kernel": jax.ShapeDtypeStruct((4, 4), "float32")}, "b": jax.ShapeDtypeStruct((4,), "float32")}
+    nested = {
+        "a": {"kernel": jax.ShapeDtypeStruct((4, 4), "float32")},
+        "b": jax.ShapeDtypeStruct((4,), "float32"),
+    }
     rules, _ = convert([("kernel", P("fsdp")), (".*", P())], nested)
     assert [pattern for pattern, _ in rules.params] == ["kernel", "b"]
 
@@ -133,18 +147,34 @@ def test_what_a_catch_all_caught_is_named_largest_first():
 
 def test_the_report_counts_leaves_and_bytes_and_says_who_shadows():
     """Every rule has a row; what it finds and does not win is another rule's."""
-    table = [("wo", P("fsdp")), ("two/kernel", P("data")), ("kernel", P("tensor")), ("bias", P(None))]
-    params = abstract(attn__wo__kernel=(8, 4), mlp__two__kernel=(4, 4), head__kernel=(4, 4), head__bias=(1,))
+    table = [
+        ("wo", P("fsdp")),
+        ("two/kernel", P("data")),
+        ("kernel", P("tensor")),
+        ("bias", P(None)),
+    ]
+    params = abstract(
+        attn__wo__kernel=(8, 4), mlp__two__kernel=(4, 4), head__kernel=(4, 4), head__bias=(1,)
+    )
     rules, report = convert(table, params)
     assert "4 rules for re.search over 4 parameters, 260 B" in report
     rows = re.findall(r"^ +(\d) +(\d) +(\S+ \S+)  '", report, re.M)
     assert rows == [("0", "2", "192 B"), ("1", "0", "0 B"), ("2", "1", "64 B"), ("3", "0", "0 B")]
-    assert "dead: all leaves that it matches are shadowed by rule 0" in report, "'wo' is found in 'two'"
+    assert "dead: all leaves that it matches are shadowed by rule 0" in report, (
+        "'wo' is found in 'two'"
+    )
     assert "2 of the 3 leaves that it matches are shadowed by rule 0" in report
     assert "dead: it matches no parameter of more than one element" in report
     assert "1         4 B  one element" in report
-    assert rules.match("mlp/two/kernel").spec == P("fsdp"), "an accident of re.search is kept, and shown"
-    assert [pattern for pattern, _ in rules.params] == ["head/bias", "wo/kernel", "two/kernel", "kernel"]
+    assert rules.match("mlp/two/kernel").spec == P("fsdp"), (
+        "an accident of re.search is kept, and shown"
+    )
+    assert [pattern for pattern, _ in rules.params] == [
+        "head/bias",
+        "wo/kernel",
+        "two/kernel",
+        "kernel",
+    ]
 
 
 @pytest.mark.parametrize("stacked", [{"layers": "pipe"}, {"layers": None}, {}])
@@ -195,7 +225,9 @@ def test_one_rule_for_stacked_and_plain_arrays_becomes_two():
 def test_axes_are_renamed_joined_and_dropped():
     """An axis of the old mesh may be several of the new one, or none."""
     rules, _ = convert(
-        [("w", P("dp", ("mp", "x")))], abstract(w=(8, 8)), axes={"dp": ("data", "fsdp"), "x": None, "mp": "tensor"}
+        [("w", P("dp", ("mp", "x")))],
+        abstract(w=(8, 8)),
+        axes={"dp": ("data", "fsdp"), "x": None, "mp": "tensor"},
     )
     assert rules.match("w").spec == P(("data", "fsdp"), "tensor")
 
@@ -231,15 +263,41 @@ def test_tuples_and_none_are_specs_too():
     assert isinstance(rules.match("b").requested, Replicate)
 
 
-NAMES = ("h", "layers", "0", "1", "attn", "wo", "two", "kernel", "bias", "Dense_0", "Dense_1", "w.x")
+NAMES = (
+    "h",
+    "layers",
+    "0",
+    "1",
+    "attn",
+    "wo",
+    "two",
+    "kernel",
+    "bias",
+    "Dense_0",
+    "Dense_1",
+    "w.x",
+)
 PATHS = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).map("/".join)
 PATTERNS = st.one_of(
-    st.sampled_from(("wo", "wo/kernel", "^h", "kernel$", "attn/.*", "(attn|wo)/(kernel|bias)", r"\d+", "layers")),
-    st.sampled_from(("^attn/wo$", "x", "/", "(?i)KERNEL", ".*", "layers/[0-9]/", "Dense_0", "h/.*kernel", "s/0")),
+    st.sampled_from(
+        ("wo", "wo/kernel", "^h", "kernel$", "attn/.*", "(attn|wo)/(kernel|bias)", r"\d+", "layers")
+    ),
+    st.sampled_from(
+        ("^attn/wo$", "x", "/", "(?i)KERNEL", ".*", "layers/[0-9]/", "Dense_0", "h/.*kernel", "s/0")
+    ),
     st.sampled_from((".*o.*", "[a-z]", "^(?!.*two).*wo", "bias|kernel")),
 )
 SPECS = st.sampled_from(
-    (P(), P(None), P("fsdp"), P(None, "mp"), P("mp", "fsdp"), P(("data", "fsdp"), "mp"), P("fsdp", None), P(None, None))
+    (
+        P(),
+        P(None),
+        P("fsdp"),
+        P(None, "mp"),
+        P("mp", "fsdp"),
+        P(("data", "fsdp"), "mp"),
+        P("fsdp", None),
+        P(None, None),
+    )
 )
 SHAPES = st.sampled_from(((8, 8), (8, 8), (4, 16), (1, 1)))
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
@@ -272,7 +330,9 @@ def test_with_stacks_it_says_the_same_but_for_the_stacked_dimension(case, axis, 
     params = {path: leaf for path, leaf in params.items() if path.split("/").count("layers") < 2}
     problems = []
     try:
-        rules, _ = convert(table, params, axes={"mp": "tensor"}, stacked={"layers": spmd.Stack(axis, dim)})
+        rules, _ = convert(
+            table, params, axes={"mp": "tensor"}, stacked={"layers": spmd.Stack(axis, dim)}
+        )
     except RuleError as error:
         problems = error.problems
     # Some tables say what no strict one can; every other is converted.
@@ -283,7 +343,9 @@ def test_with_stacks_it_says_the_same_but_for_the_stacked_dimension(case, axis, 
     for path, leaf in params.items():
         dims = dims_of(path, rules.stacks)
         ours, theirs = rules.match(path).spec, reference(table, path, leaf)
-        assert placement(without_dims(ours, dims)) == placement(without_dims(theirs, dims), {"mp": "tensor"})
+        assert placement(without_dims(ours, dims)) == placement(
+            without_dims(theirs, dims), {"mp": "tensor"}
+        )
         assert [ours[at] for at in dims] == [axis] * len(dims)
 
 
@@ -294,7 +356,9 @@ def test_the_comparison_sees_a_wrong_spec(case, data):
     table, params = case
     rules, _ = convert(table, params, axes={"mp": "tensor"}, stacked=())
     at = data.draw(st.integers(0, len(rules.params) - 1))
-    wrong = Rules([(p, P("sequence") if i == at else v) for i, (p, v) in enumerate(rules.params)], stacked=())
+    wrong = Rules(
+        [(p, P("sequence") if i == at else v) for i, (p, v) in enumerate(rules.params)], stacked=()
+    )
     won = [path for path in params if rules.match(path).index == at]
     assert won
     assert differences(wrong, table, params, {"mp": "tensor"}) == won
@@ -324,22 +388,41 @@ def test_states_modules_boxes_and_collections_are_read_by_the_models_paths():
     """Whatever form the parameters come in, the rules match those of the model."""
     module = nnx.eval_shape(lambda: Dense(nnx.Rngs(0)))
     linen = functools.partial(
-        jax.eval_shape, LinenDense().init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), "float32")
+        jax.eval_shape,
+        LinenDense().init,
+        jax.random.key(0),
+        jax.ShapeDtypeStruct((1, 8), "float32"),
     )
     pure = jax.eval_shape(spmd.from_nnx(Dense).init, jax.random.key(0))
-    for params in (pure, module, nnx.state(module), nnx.state(module, nnx.Param), linen()["params"], linen()):
+    for params in (
+        pure,
+        module,
+        nnx.state(module),
+        nnx.state(module, nnx.Param),
+        linen()["params"],
+        linen(),
+    ):
         rules, _ = convert([("up/", P("fsdp", "mp"))], params, axes={"mp": "tensor"})
         assert rules.params == (("up/kernel", P("fsdp", "tensor")),)
-    for model in (spmd.from_nnx(Dense), spmd.from_linen(LinenDense(), jax.ShapeDtypeStruct((1, 8), "float32"))):
+    for model in (
+        spmd.from_nnx(Dense),
+        spmd.from_linen(LinenDense(), jax.ShapeDtypeStruct((1, 8), "float32")),
+    ):
         spmd.make_plan(abstract_mesh(MeshShape(fsdp=2, tensor=2)), rules, model, optax.sgd(0.1))
 
 
 def test_numbered_modules_that_differ_have_a_rule_each():
     """Lists that are no stack of layers are told apart by what the table says of them."""
-    table = [("layers/0/kernel", P("fsdp", "tensor")), ("layers/2/kernel", P("tensor", "fsdp")), ("kernel", P("fsdp"))]
+    table = [
+        ("layers/0/kernel", P("fsdp", "tensor")),
+        ("layers/2/kernel", P("tensor", "fsdp")),
+        ("kernel", P("fsdp")),
+    ]
     params = abstract(mlp__layers__0__kernel=(4, 8), mlp__layers__2__kernel=(8, 4))
     params |= abstract(layers__0__kernel=(4, 4), layers__1__kernel=(4, 4), kernel=(4,))
-    params |= abstract(layers__0__up__layers__0__kernel=(4, 4), layers__1__up__layers__0__kernel=(4, 4))
+    params |= abstract(
+        layers__0__up__layers__0__kernel=(4, 4), layers__1__up__layers__0__kernel=(4, 4)
+    )
     rules, _ = convert(table, params)
     assert differences(rules, table, params) == []
     assert audit(rules, params) == []
@@ -354,4 +437,7 @@ def test_entries_of_a_stack_along_another_dimension_are_taken_out():
     assert rules.params == (("up", P("fsdp", "tensor")), ("norm", P("tensor")))
     assert rules.match("layers/up").spec == P("fsdp", "pipe", "tensor")
     assert """stacked={"layers": spmd.Stack("pipe", dim=1)},""" in text
-    assert "along dimension 1 all have 4" in problems(table, params | abstract(layers__down=(16, 4, 8)))[1]
+    assert (
+        "along dimension 1 all have 4"
+        in problems(table, params | abstract(layers__down=(16, 4, 8)))[1]
+    )

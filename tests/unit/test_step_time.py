@@ -29,8 +29,12 @@ from spmd.step_time.hardware import Hardware
 from spmd.step_time.network import Network, make_network
 from spmd.step_time.report import StepTime
 
-ROUND = Hardware(peak=1e12, memory_bandwidth=1e9, link=1e9, network=1e8, host=1e9, latency=0, network_latency=0)
-RATES = ClosedRates(matmul=0.5, half=0.0, attention=0.25, passes=1.0, exposed=0.5, hop=0.0, straggling=0.1)
+ROUND = Hardware(
+    peak=1e12, memory_bandwidth=1e9, link=1e9, network=1e8, host=1e9, latency=0, network_latency=0
+)
+RATES = ClosedRates(
+    matmul=0.5, half=0.0, attention=0.25, passes=1.0, exposed=0.5, hop=0.0, straggling=0.1
+)
 
 
 def network(topology: str = "v5e:1x1", **sizes: int) -> Network:
@@ -40,12 +44,28 @@ def network(topology: str = "v5e:1x1", **sizes: int) -> Network:
 
 def work(sizes: dict[str, int] | None = None, **fields) -> Workload:
     """4 layers of width 64, a batch of 32 × 128 tokens."""
-    numbers = {"layers": 4, "width": 64, "hidden": 256, "attention_width": 64, "kv_width": 32, "keys": 64.0}
-    numbers |= {"vocab": 512, "layer_params": 2e5, "head_params": 3e4, "params": 3e5, "sequence": 128, "batch": 32}
+    numbers = {
+        "layers": 4,
+        "width": 64,
+        "hidden": 256,
+        "attention_width": 64,
+        "kv_width": 32,
+        "keys": 64.0,
+    }
+    numbers |= {
+        "vocab": 512,
+        "layer_params": 2e5,
+        "head_params": 3e4,
+        "params": 3e5,
+        "sequence": 128,
+        "batch": 32,
+    }
     return Workload(mesh={axis: 1 for axis in AXES} | (sizes or {}), **numbers | fields)
 
 
-def spent(sizes: dict[str, int] | None = None, topology: str = "v5e:1x1", **fields) -> dict[str, float]:
+def spent(
+    sizes: dict[str, int] | None = None, topology: str = "v5e:1x1", **fields
+) -> dict[str, float]:
     return closed_form(work(sizes, **fields), network(topology, **sizes or {}), RATES)
 
 
@@ -69,7 +89,9 @@ def test_narrow_matrices_are_slower() -> None:
     rates = dataclasses.replace(RATES, half=64.0)
     slow = closed_form(work({"tensor": 2}), network("v5e:1x2", tensor=2), rates)
     fast = spent({"tensor": 2}, "v5e:1x2")
-    assert slow["matmuls"] / fast["matmuls"] == pytest.approx(1 + 64 * (1 / 64 + 2 / 256 + 1 / TOKENS))
+    assert slow["matmuls"] / fast["matmuls"] == pytest.approx(
+        1 + 64 * (1 / 64 + 2 / 256 + 1 / TOKENS)
+    )
 
 
 def test_full_remat_costs_a_third_of_the_layers() -> None:
@@ -136,7 +158,9 @@ def test_a_pipeline_has_a_bubble() -> None:
 def test_transfers_to_the_host_hide_behind_matmuls() -> None:
     """A third of the matmuls' time hides them; more is exposed."""
     matmuls = spent()["matmuls"]
-    assert spent(offloaded=1024)["host transfers"] == pytest.approx(TOKENS * 4 * 1024 / 1e9 - matmuls / 3)
+    assert spent(offloaded=1024)["host transfers"] == pytest.approx(
+        TOKENS * 4 * 1024 / 1e9 - matmuls / 3
+    )
     assert spent(offloaded=64)["host transfers"] == 0
 
 
@@ -148,10 +172,16 @@ def setup(name: str):
 
 def numbers(name: str, **fields) -> Workload:
     built = setup(name)
-    return workload(dataclasses.replace(built.config, **fields), count_model(built), MeshShape(**built.mesh.shape))
+    return workload(
+        dataclasses.replace(built.config, **fields),
+        count_model(built),
+        MeshShape(**built.mesh.shape),
+    )
 
 
-@pytest.mark.parametrize(("name", "total"), [("llama3-8b", 8_030_261_248), ("mixtral-8x7b", 46_702_792_704)])
+@pytest.mark.parametrize(
+    ("name", "total"), [("llama3-8b", 8_030_261_248), ("mixtral-8x7b", 46_702_792_704)]
+)
 def test_numbers_of_shipped_configs(name, total) -> None:
     """Parameters in matmuls are those of the model: of Mixtral, two experts of eight."""
     found, model = numbers(name), setup(name).config.model
@@ -160,7 +190,8 @@ def test_numbers_of_shipped_configs(name, total) -> None:
     assert (found.params, found.layers, found.width) == (total, 32, 4096)
     assert (found.attention_width, found.kv_width, found.keys) == (4096, 1024, found.sequence / 2)
     assert found.routed == (2 if name == "mixtral-8x7b" else 0)
-    assert found.state_bytes == pytest.approx(2 * 12 + 4)  # read and written: parameter and two moments; a gradient
+    # read and written: parameter and two moments; a gradient
+    assert found.state_bytes == pytest.approx(2 * 12 + 4)
 
 
 def test_remat_policies_as_numbers() -> None:
@@ -186,7 +217,8 @@ def test_precision_and_microbatches_as_numbers() -> None:
     assert numbers("llama3-8b", accumulate=4).microbatches == 4
     built = setup("llama3-8b")
     piped = workload(built.config, count_model(built), MeshShape(pipe=4, fsdp=16))
-    assert (piped.microbatches, piped.bubble) == (4, 3 / 4)  # as many as 64 examples on 16 devices allow
+    # as many as 64 examples on 16 devices allow
+    assert (piped.microbatches, piped.bubble) == (4, 3 / 4)
 
 
 def test_windows_as_keys() -> None:
@@ -214,7 +246,9 @@ def test_a_run_and_a_prediction_have_one_mfu(name) -> None:
     model, rules = FAMILIES[name]
     demo = load_config("demo")
     data = dataclasses.replace(demo.data, sequence=32)
-    config = dataclasses.replace(demo, model=model, rules=rules, data=data, devices=1, mesh=MeshShape())
+    config = dataclasses.replace(
+        demo, model=model, rules=rules, data=data, devices=1, mesh=MeshShape()
+    )
     found = workload(config, count_model(make_setup(config, planned_mesh(config))), MeshShape())
     of_run = count_flops(config)
     assert found.model_flops / found.tokens == pytest.approx(of_run.per_token, rel=1e-12)
@@ -239,7 +273,9 @@ def test_mfu_is_the_formula() -> None:
     """Model FLOPs of the peak of all devices; HFU with what is recomputed; a chip of TPU7x is two devices."""
     topology = parse_topology("tpu7x:2x2x1")
     numbers = work({"fsdp": 8}, recomputed=1.0, recomputes_attention=True)
-    found = StepTime(topology, "closed forms", numbers, ROUND, {"matmuls": 0.5, "optimizer": 1.5}, 0.25)
+    found = StepTime(
+        topology, "closed forms", numbers, ROUND, {"matmuls": 0.5, "optimizer": 1.5}, 0.25
+    )
     assert found.seconds == 2
     assert found.mfu == pytest.approx(TOKENS * (6 * 2.3e5 + 12 * 4 * 64 * 64) / (2 * 1e12 * 8))
     assert found.hfu / found.mfu == pytest.approx(numbers.hardware_flops / numbers.model_flops)
@@ -273,14 +309,22 @@ def test_the_command_estimates(capsys) -> None:
 MISTAKES = [
     (["--estimate"], r"--estimate: needs a machine"),
     (["--time"], r"--time: needs a machine"),
-    (["--topology", "v5e:8x8", "--trace", "step.json"], r"--trace: is the schedule of a compiled program"),
+    (
+        ["--topology", "v5e:8x8", "--trace", "step.json"],
+        r"--trace: is the schedule of a compiled program",
+    ),
     (["--topology", "v5e:8x8", "--estimate", "--trace", "step.json"], r"--trace: is the schedule"),
-    (["--topology", "v5e:8x8", "--estimate", "--time"], r"(?s)--estimate: is one of several views.*--time"),
+    (
+        ["--topology", "v5e:8x8", "--estimate", "--time"],
+        r"(?s)--estimate: is one of several views.*--time",
+    ),
     (["--topology", "cpu:64", "--estimate"], r"topology: is cpu:64: no speeds are known of cpu"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "message"), MISTAKES, ids=[" ".join(flags) for flags, _ in MISTAKES])
+@pytest.mark.parametrize(
+    ("flags", "message"), MISTAKES, ids=[" ".join(flags) for flags, _ in MISTAKES]
+)
 def test_mistakes_on_the_command_line(flags, message) -> None:
     """Are errors by the flag's name."""
     with pytest.raises(ConfigError, match=message):

@@ -20,9 +20,14 @@ TABLES = ("params", "gradients", "optimizer_state")
 
 def shared_bytes(rules, config, zero=3, **axes):
     """Bytes on a device of the arrays of embedding and head, by table."""
-    plan = make_plan(abstract_mesh(MeshShape(**axes)), rules, tiny.model(config), tiny.OPTIMIZER, zero=zero)
+    plan = make_plan(
+        abstract_mesh(MeshShape(**axes)), rules, tiny.model(config), tiny.OPTIMIZER, zero=zero
+    )
     ends = tuple(WHOLE)
-    return [sum(e.bytes_per_device for e in getattr(plan, table) if e.path.endswith(ends)) for table in TABLES]
+    return [
+        sum(e.bytes_per_device for e in getattr(plan, table) if e.path.endswith(ends))
+        for table in TABLES
+    ]
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -31,8 +36,12 @@ def test_a_stage_stores_its_part(tied, zero):
     """Parameters, gradients and moments of embedding and head take a pipe-th; those of a table without pipe all."""
     config, rules = tiny.replaced(layers=4, tied=tied), LLAMA_TIED if tied else LLAMA
     alone = shared_bytes(rules, config, zero, fsdp=2, tensor=2)
-    assert shared_bytes(rules, config, zero, pipe=4, fsdp=2, tensor=2) == [size // 4 for size in alone]
-    table = dataclasses.replace(rules, params=[(name, WHOLE.get(name, spec)) for name, spec in rules.params])
+    assert shared_bytes(rules, config, zero, pipe=4, fsdp=2, tensor=2) == [
+        size // 4 for size in alone
+    ]
+    table = dataclasses.replace(
+        rules, params=[(name, WHOLE.get(name, spec)) for name, spec in rules.params]
+    )
     assert shared_bytes(table, config, zero, pipe=4, fsdp=2, tensor=2) == alone, "the control"
 
 
@@ -41,9 +50,13 @@ def test_a_vocabulary_that_does_not_divide():
     config = tiny.replaced(vocab=63, layers=4)
     with pytest.raises(RuleError) as caught:
         shared_bytes(LLAMA, config, pipe=2)
-    assert "embed/embedding: rule 'embed/embedding' cannot split dimension 0 of (63, 32)" in str(caught.value)
+    assert "embed/embedding: rule 'embed/embedding' cannot split dimension 0 of (63, 32)" in str(
+        caught.value
+    )
     assert "63 / (pipe=2) = 31.5" in str(caught.value)
     model = flax.from_nnx(GPT2S["gpt2"].build)
-    plan = make_plan(abstract_mesh(MeshShape(pipe=4, fsdp=2)), GPT2_WHOLE_VOCABULARY, model, tiny.OPTIMIZER)
+    plan = make_plan(
+        abstract_mesh(MeshShape(pipe=4, fsdp=2)), GPT2_WHOLE_VOCABULARY, model, tiny.OPTIMIZER
+    )
     (embedding,) = (entry for entry in plan.params if entry.path == "embed/embedding")
     assert embedding.bytes_per_device == 4 * 50_257 * 768 // 8

@@ -52,10 +52,14 @@ def blocks_of(folder: Path) -> list[Block]:
     return cut_blocks(find_files([str(folder)]))
 
 
-def make_text(folder: Path, cache: Path, packing: str = "windows", threads: int = 2) -> StreamedText:
+def make_text(
+    folder: Path, cache: Path, packing: str = "windows", threads: int = 2
+) -> StreamedText:
     config = DataConfig(sequence=32, packing=packing)  # type: ignore[arg-type]
     rows = functools.partial(make_rows, config)
-    return StreamedText(tuple(blocks_of(folder)), BlockCache(cache, BYTES, "text"), rows, 32, threads)
+    return StreamedText(
+        tuple(blocks_of(folder)), BlockCache(cache, BYTES, "text"), rows, 32, threads
+    )
 
 
 @pytest.fixture
@@ -67,8 +71,12 @@ def test_every_document_is_in_one_block(folder: Path) -> None:
     """Blocks hold each document once; lines are cut apart only where one ends, and small files are put together."""
     blocks = blocks_of(folder)
     found = [BYTES.decode(tokenize(block, BYTES, "text")[0]).split("\0")[:-1] for block in blocks]
-    assert sorted(itertools.chain.from_iterable(found)) == [document(number) for number in range(80)]
-    assert sum(block.size for block in blocks) == sum(path.stat().st_size for path in folder.iterdir())
+    assert sorted(itertools.chain.from_iterable(found)) == [
+        document(number) for number in range(80)
+    ]
+    assert sum(block.size for block in blocks) == sum(
+        path.stat().st_size for path in folder.iterdir()
+    )
     ranges = [block for block in blocks if isinstance(block.parts[0], blocks_module.LineRange)]
     assert len(ranges) > 3
     assert all(400 <= block.size < 600 for block in ranges[:-1])
@@ -89,18 +97,28 @@ def test_an_epoch_is_every_row_once(packing: str, text: Callable[..., StreamedTe
     streamed = text(packing)
     whole = streamed.rows_of(streamed.blocks)
     expected = sorted(row.tobytes() for row in whole.rows(np.arange(len(whole)))["tokens"])
-    found = [row.tobytes() for row in Streamed(streamed, 3).read(np.arange(3 * len(whole)))["tokens"]]
+    found = [
+        row.tobytes() for row in Streamed(streamed, 3).read(np.arange(3 * len(whole)))["tokens"]
+    ]
     epochs = [found[n * len(whole) : (n + 1) * len(whole)] for n in range(3)]
     assert all(sorted(epoch) == expected for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert found[:20] != [row.tobytes() for row in Streamed(streamed, 4).read(np.arange(20))["tokens"]]
-    in_block = {row.tobytes(): n for n, rows in enumerate(whole.blocks) for row in rows.rows(np.arange(1))["tokens"]}
+    assert found[:20] != [
+        row.tobytes() for row in Streamed(streamed, 4).read(np.arange(20))["tokens"]
+    ]
+    in_block = {
+        row.tobytes(): n
+        for n, rows in enumerate(whole.blocks)
+        for row in rows.rows(np.arange(1))["tokens"]
+    }
     assert len({in_block[row] for row in found[:60] if row in in_block}) > 1
 
 
 @pytest.mark.parametrize("cache", ["warm", "cold"])
 @pytest.mark.parametrize("threads", [0, 2])
-def test_a_position_is_enough_to_resume(cache: str, threads: int, folder: Path, tmp_path: Path) -> None:
+def test_a_position_is_enough_to_resume(
+    cache: str, threads: int, folder: Path, tmp_path: Path
+) -> None:
     """Rows from any position on are bitwise those of a run from the start, read in any order, with any cache."""
     whole = Streamed(make_text(folder, tmp_path / "warm"), 0).read(np.arange(200))
     order = Streamed(make_text(folder, tmp_path / cache, threads=threads), 0)
@@ -108,7 +126,9 @@ def test_a_position_is_enough_to_resume(cache: str, threads: int, folder: Path, 
         for name, rows in order.read(positions).items():
             np.testing.assert_array_equal(rows, whole[name][positions])
     order.stop_ahead()
-    np.testing.assert_array_equal(order.read(np.arange(180, 190))["tokens"], whole["tokens"][180:190])
+    np.testing.assert_array_equal(
+        order.read(np.arange(180, 190))["tokens"], whole["tokens"][180:190]
+    )
 
 
 def test_a_position_control(text: Callable[..., StreamedText]) -> None:
@@ -132,9 +152,15 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_block_is_tokenized_once_for_all_runs(text: Callable[..., StreamedText], tokenized: list[str]) -> None:
+def test_a_block_is_tokenized_once_for_all_runs(
+    text: Callable[..., StreamedText], tokenized: list[str]
+) -> None:
     """Runs at the same time, of other seeds and packings, share the work; one after them has none left."""
-    orders = [Streamed(text("windows"), 0), Streamed(text("windows"), 1), Streamed(text("documents"), 2)]
+    orders = [
+        Streamed(text("windows"), 0),
+        Streamed(text("windows"), 1),
+        Streamed(text("documents"), 2),
+    ]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda order: order.read(np.arange(250)), orders))
     for order in orders:
@@ -144,14 +170,18 @@ def test_a_block_is_tokenized_once_for_all_runs(text: Callable[..., StreamedText
     assert len(tokenized) == len(text().blocks)
 
 
-def test_training_begins_before_all_is_tokenized(text: Callable[..., StreamedText], tokenized: list[str]) -> None:
+def test_training_begins_before_all_is_tokenized(
+    text: Callable[..., StreamedText], tokenized: list[str]
+) -> None:
     """The first rows take the blocks of one window, and nothing more without threads."""
     Streamed(text(threads=0), 0).read(np.arange(8))
     assert len(tokenized) == 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "other"])
-def test_a_damaged_block_is_made_again(damage: str, text: Callable[..., StreamedText], tokenized: list[str]) -> None:
+def test_a_damaged_block_is_made_again(
+    damage: str, text: Callable[..., StreamedText], tokenized: list[str]
+) -> None:
     """A truncated file, a missing one, and one that does not fit its other are made anew, with the same rows."""
     whole = Streamed(text(threads=0), 0).read(np.arange(300))["tokens"]
     assert sorted(tokenized) == sorted(block.digest for block in text().blocks)
@@ -163,12 +193,16 @@ def test_a_damaged_block_is_made_again(damage: str, text: Callable[..., Streamed
         path.with_suffix(".ends.npy").unlink()
     else:
         np.save(path.with_suffix(".ends.npy"), np.array([1, 2]))
-    np.testing.assert_array_equal(Streamed(text(threads=0), 0).read(np.arange(300))["tokens"], whole)
+    np.testing.assert_array_equal(
+        Streamed(text(threads=0), 0).read(np.arange(300))["tokens"], whole
+    )
     assert tokenized[before:] == [block.digest]
     assert not list(path.parent.glob(".*"))
 
 
-def test_a_block_that_another_process_is_at_is_left_to_it(text: Callable[..., StreamedText]) -> None:
+def test_a_block_that_another_process_is_at_is_left_to_it(
+    text: Callable[..., StreamedText],
+) -> None:
     """It is not waited for where other blocks can be made; its lock leaves no file behind."""
     cache, block = text().cache, text().blocks[0]
     lock = cache.path(block).with_suffix(".lock")
@@ -182,7 +216,9 @@ def test_a_block_that_another_process_is_at_is_left_to_it(text: Callable[..., St
 
 
 @pytest.mark.parametrize(("name", "change"), [("003.txt", "whole file"), ("more.jsonl", "range")])
-def test_a_file_that_changes_is_named(name: str, change: str, folder: Path, text: Callable[..., StreamedText]) -> None:
+def test_a_file_that_changes_is_named(
+    name: str, change: str, folder: Path, text: Callable[..., StreamedText]
+) -> None:
     """Before its block is tokenized: an error in the loop that names the file; afterwards it is not read again."""
     del change
     streamed, later = text(), text()
@@ -194,7 +230,10 @@ def test_a_file_that_changes_is_named(name: str, change: str, folder: Path, text
         file.unlink()
     with pytest.raises(DataError) as caught:
         Streamed(streamed, 0).read(np.arange(300))
-    assert any(problem.where == str(path) and "changed" in problem.what for problem in caught.value.problems)
+    assert any(
+        problem.where == str(path) and "changed" in problem.what
+        for problem in caught.value.problems
+    )
 
 
 def test_a_bad_line_is_named_by_its_number(folder: Path, text: Callable[..., StreamedText]) -> None:
@@ -252,7 +291,9 @@ def test_a_limit_of_epochs_is_refused() -> None:
 def test_a_mixture_is_streamed(folder: Path, tmp_path: Path) -> None:
     """Sets of a streamed mixture have shares as others do, and rows of their own."""
     sets = (f"lines=3:{folder / 'more.jsonl'}", f"files=1:{folder / '*.txt'}")
-    text = open_text(DataConfig(mixture=sets, sequence=32, streaming=True, cache=str(tmp_path / "cache")))
+    text = open_text(
+        DataConfig(mixture=sets, sequence=32, streaming=True, cache=str(tmp_path / "cache"))
+    )
     found = text.order(0).read(np.arange(200))
     lines = text.sets[0].text
     assert isinstance(lines, StreamedText)

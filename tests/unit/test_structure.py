@@ -18,7 +18,11 @@ from spmd.sharding.rules import matches
 
 NNX = {
     "Linear": (lambda rngs: nnx.Linear(4, 6, rngs=rngs), {"kernel": "io"}, {"bias"}),
-    "LinearGeneral": (lambda rngs: nnx.LinearGeneral(4, (2, 3), rngs=rngs), {"kernel": "ioo"}, {"bias"}),
+    "LinearGeneral": (
+        lambda rngs: nnx.LinearGeneral(4, (2, 3), rngs=rngs),
+        {"kernel": "ioo"},
+        {"bias"},
+    ),
     "LinearGeneral with a batch": (
         lambda rngs: nnx.LinearGeneral((4, 5), 6, axis=(1, 2), batch_axis={0: 3}, rngs=rngs),
         {"kernel": "biio"},
@@ -37,7 +41,10 @@ NNX = {
     ),
     "attention": (
         lambda rngs: nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs),
-        {**dict.fromkeys(("query/kernel", "key/kernel", "value/kernel"), "ioo"), "out/kernel": "iio"},
+        {
+            **dict.fromkeys(("query/kernel", "key/kernel", "value/kernel"), "ioo"),
+            "out/kernel": "iio",
+        },
         {"query/bias", "key/bias", "value/bias", "out/bias"},
     ),
     "LoRALinear": (
@@ -53,14 +60,21 @@ NNX = {
 LINEN = {
     "Dense": (nn.Dense(6), {"kernel": "io"}, {"bias"}),
     "DenseGeneral": (nn.DenseGeneral((2, 3)), {"kernel": "ioo"}, {"bias"}),
-    "DenseGeneral with a batch": (nn.DenseGeneral(6, axis=-1, batch_dims=(0,)), {"kernel": "bio"}, {"bias"}),
+    "DenseGeneral with a batch": (
+        nn.DenseGeneral(6, axis=-1, batch_dims=(0,)),
+        {"kernel": "bio"},
+        {"bias"},
+    ),
     "Einsum": (nn.Einsum((4, 2, 3), "btd,dhk->bthk"), {"kernel": "ioo"}, {"bias"}),
     "Conv": (nn.Conv(6, (3,)), {"kernel": "iio"}, {"bias"}),
     "ConvLocal": (nn.ConvLocal(6, (3,)), {"kernel": "bio"}, {"bias"}),
     "ConvTranspose": (nn.ConvTranspose(6, (3,)), {"kernel": "iio"}, {"bias"}),
     "attention": (
         nn.MultiHeadDotProductAttention(2),
-        {**dict.fromkeys(("query/kernel", "key/kernel", "value/kernel"), "ioo"), "out/kernel": "iio"},
+        {
+            **dict.fromkeys(("query/kernel", "key/kernel", "value/kernel"), "ioo"),
+            "out/kernel": "iio",
+        },
         {"query/bias", "key/bias", "value/bias", "out/bias"},
     ),
     "LayerNorm of two dimensions": (nn.LayerNorm(feature_axes=(1, 2)), {}, {"scale", "bias"}),
@@ -82,7 +96,10 @@ def test_a_layer_of_flax_says_what_its_parameters_are(name):
     assert info.created == {}
 
 
-MODULES = {m.__name__.rpartition(".")[2]: m for m in (gemma, gpt2, llama, mistral, mixtral, qwen, transformer, vit)}
+MODULES = {
+    m.__name__.rpartition(".")[2]: m
+    for m in (gemma, gpt2, llama, mistral, mixtral, qwen, transformer, vit)
+}
 FAMILIES = [
     pytest.param(family, name, marks=() if name.startswith("test") else pytest.mark.soak)
     for family, module in MODULES.items()
@@ -95,18 +112,29 @@ def test_the_parameters_of_our_families_that_decay_are_those_of_the_old_names(fa
     """Until names were no longer read, norms and biases were found by them; every kernel has its dimensions."""
     model = spmd.from_nnx(MODULES[family].PRESETS[preset].build)
     info, shapes = model.info(), _shapes(model)
-    by_name = {p for p in shapes if not any(matches(n, p, ["layers"]) for n in ("[^/]*norm[^/]*/[^/]+", "bias"))}
+    by_name = {
+        p
+        for p in shapes
+        if not any(matches(n, p, ["layers"]) for n in ("[^/]*norm[^/]*/[^/]+", "bias"))
+    }
     for known in (model, None):
         optimizer = spmd.make_optimizer(spmd.OptimizerConfig(), 1, info.stacks, model=known)
-        assert {path for path, shape in shapes.items() if optimizer.treatment.decays(path, len(shape))} == by_name
+        assert {
+            path for path, shape in shapes.items() if optimizer.treatment.decays(path, len(shape))
+        } == by_name
     muon = spmd.make_optimizer(spmd.OptimizerConfig(name="muon"), 1, model=model)
     assert muon.treatment.problems(shapes) == []
     said = muon.treatment.describe(shapes)
-    assert said["embed/embedding" if "embed/embedding" in said else "positions"].startswith("adamw, lookup")
+    assert said["embed/embedding" if "embed/embedding" in said else "positions"].startswith(
+        "adamw, lookup"
+    )
 
 
 def _shapes(model):
-    return {path: x.shape for path, x in spmd.tree.flatten(jax.eval_shape(model.init, jax.random.key(0))).items()}
+    return {
+        path: x.shape
+        for path, x in spmd.tree.flatten(jax.eval_shape(model.init, jax.random.key(0))).items()
+    }
 
 
 class Attention(nnx.Module):
@@ -171,10 +199,16 @@ STACKS = {
         {"h": stack(Attention, 3), "tower": stack(Attention, 5)},
         {"h": Stack("pipe"), "tower": Stack("pipe")},
     ),
-    "along dimension 1": ({"blocks": stack(Attention, 3, axis=1)}, {"blocks": Stack("pipe", dim=1)}),
+    "along dimension 1": (
+        {"blocks": stack(Attention, 3, axis=1)},
+        {"blocks": Stack("pipe", dim=1)},
+    ),
     "no layer of Flax": ({"blocks": stack(Raw, 5)}, {"blocks": Stack("pipe")}),
     "jax.vmap": ({"blocks": split_and_merged}, {"blocks": Stack("pipe")}),
-    "nested": ({"blocks": stack(nested, 6)}, {"blocks": Stack("pipe"), "blocks/inner": Stack(None)}),
+    "nested": (
+        {"blocks": stack(nested, 6)},
+        {"blocks": Stack("pipe"), "blocks/inner": Stack(None)},
+    ),
     "control: square layers and attention": ({"layers": Attention, "blocks": Raw}, {}),
     "control: a list": ({"layers": lambda rngs: nnx.List([Attention(rngs) for _ in range(4)])}, {}),
 }
@@ -202,7 +236,9 @@ class LinenNet(nn.Module):
     def __call__(self, x):
         options = {"variable_axes": {"params": self.dim}, "split_rngs": {"params": True}}
         x, _ = nn.scan(nn.remat(LinenLayer), length=4, **options)()(x, None)
-        x, _ = nn.vmap(LinenLayer, in_axes=(None, None), axis_size=3, **options)(name="heads")(x, None)
+        x, _ = nn.vmap(LinenLayer, in_axes=(None, None), axis_size=3, **options)(name="heads")(
+            x, None
+        )
         return LinenLayer(name="layers")(x[0])[0]
 
 
@@ -210,11 +246,17 @@ class LinenNet(nn.Module):
 def test_linen_records_what_scan_and_vmap_add(dim):
     """The layers see their own shapes inside, though a stack may be as long as they are wide."""
     info = spmd.from_linen(LinenNet(dim), INPUT).info()
-    assert info.stacks == dict.fromkeys(("ScanCheckpointLinenLayer_0", "heads"), Stack("pipe", dim)), info.stacks
+    assert info.stacks == dict.fromkeys(
+        ("ScanCheckpointLinenLayer_0", "heads"), Stack("pipe", dim)
+    ), info.stacks
 
 
 def table(**options):
-    rows = [("embedding", P("fsdp")), ("head/kernel", P(None, "fsdp")), ("weight", P("fsdp", "tensor"))]
+    rows = [
+        ("embedding", P("fsdp")),
+        ("head/kernel", P(None, "fsdp")),
+        ("weight", P("fsdp", "tensor")),
+    ]
     return spmd.Rules([*rows, ("gain|experts", spmd.replicate("small"))], **options)
 
 
@@ -227,14 +269,18 @@ def test_a_table_at_its_default_takes_the_recorded_stacks_and_another_one_must_n
     """The rows are for one layer; the fix is code, which makes the plan."""
     model = net(h=stack(Raw, 5))
     default = plan(model, table())
-    assert {entry.path: entry.spec for entry in default.params}["h/weight"] == P("pipe", "fsdp", "tensor")
+    assert {entry.path: entry.spec for entry in default.params}["h/weight"] == P(
+        "pipe", "fsdp", "tensor"
+    )
     assert default.rules.stacks == {"h": Stack("pipe")}
     with pytest.raises(RuleError) as caught:
         plan(model, table(stacked={"layers": "pipe"}))
     (problem,) = (problem for problem in caught.value.problems if problem.where == "h")
     assert problem.fix == 'Rules(…, stacked={"h": "pipe"})'
     plan(model, table(stacked={"h": "pipe"}))
-    (problem,) = audit_recorded({"h/w": (4, 4, 4)}, {"h": Stack("pipe", dim=1)}, {"h": Stack("pipe")}, {"h/w": 2})
+    (problem,) = audit_recorded(
+        {"h/w": (4, 4, 4)}, {"h": Stack("pipe", dim=1)}, {"h": Stack("pipe")}, {"h/w": 2}
+    )
     assert problem.what == "is stacked along dimension 0, and the table says another"
 
 
@@ -259,7 +305,10 @@ def test_a_stack_whose_arrays_differ_in_length_is_refused_with_all_others():
     with pytest.raises(RuleError) as caught:
         plan(net(a=Uneven, b=Uneven), table())
     what = "was created with 2 dimensions and is stored as (5, 4, 4), and is in no stack"
-    assert [problem.where for problem in caught.value.problems if problem.what == what] == ["a/weight", "b/weight"]
+    assert [problem.where for problem in caught.value.problems if problem.what == what] == [
+        "a/weight",
+        "b/weight",
+    ]
 
 
 def refused(model, **options):
@@ -277,7 +326,9 @@ def test_muon_asks_for_what_nobody_explains():
     assert problem.where == "blocks/experts"
     assert problem.fix.startswith('matrices={"blocks/experts": ((0,), (1, 2))}')
     rows = {"blocks/experts": ((1,), (2,))}
-    optimizer = spmd.make_optimizer(spmd.OptimizerConfig(name="muon"), 3, model=model, matrices=rows)
+    optimizer = spmd.make_optimizer(
+        spmd.OptimizerConfig(name="muon"), 3, model=model, matrices=rows
+    )
     updates = {entry.path: entry.update for entry in plan(model, table(), optimizer).params}
     assert updates == {
         "blocks/experts": "muon 3 of 4 × 5",
@@ -291,7 +342,12 @@ def test_muon_asks_for_what_nobody_explains():
 def test_contradictory_and_useless_rows_are_told_at_once():
     """Two explanations of one kernel, a dimension that it does not have, a row that matches nothing."""
     model = net(blocks=stack(Raw, 5))
-    rows = {"experts": None, "blocks/experts": ((1,), (2,)), "head/kernel": ((1,), (0,)), "weight": ((0,), (2,))}
+    rows = {
+        "experts": None,
+        "blocks/experts": ((1,), (2,)),
+        "head/kernel": ((1,), (0,)),
+        "weight": ((0,), (2,)),
+    }
     found = refused(model, matrices={**rows, "expert": None})
     assert set(found) == {"blocks/experts", "blocks/weight", "matrices['expert']"}
     with pytest.raises(ConfigError, match=r"matrices\['a'\]: is 3"):
@@ -310,8 +366,13 @@ def test_muon_without_a_matrix_or_without_a_model_is_refused():
     config = spmd.OptimizerConfig(name="muon")
     model = spmd.from_nnx(Norms)
     with pytest.raises(ConfigError, match="no parameter is a matrix"):
-        jax.eval_shape(lambda: spmd.make_optimizer(config, 3, model=model).init(model.init(jax.random.key(0))))
-    params = {"w": jax.ShapeDtypeStruct((4, 4), "float32"), "b": jax.ShapeDtypeStruct((4,), "float32")}
+        jax.eval_shape(
+            lambda: spmd.make_optimizer(config, 3, model=model).init(model.init(jax.random.key(0)))
+        )
+    params = {
+        "w": jax.ShapeDtypeStruct((4, 4), "float32"),
+        "b": jax.ShapeDtypeStruct((4,), "float32"),
+    }
     with pytest.raises(ConfigError, match=r"w: has 2 dimensions in a layer, and nobody says"):
         jax.eval_shape(spmd.make_optimizer(config, 3).init, params)
     jax.eval_shape(spmd.make_optimizer(config, 3, matrices={"w": ((0,), (1,))}).init, params)

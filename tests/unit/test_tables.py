@@ -34,7 +34,9 @@ def write_stream(table: pa.Table, path: Path, rows: int) -> None:
 
 WRITERS: dict[str, Callable[[pa.Table, Path, int], object]] = {
     "rows.parquet": lambda table, path, rows: parquet.write_table(table, path, row_group_size=rows),
-    "file.arrow": lambda table, path, rows: feather.write_feather(table, path, chunksize=rows, compression="lz4"),
+    "file.arrow": lambda table, path, rows: feather.write_feather(
+        table, path, chunksize=rows, compression="lz4"
+    ),
     "stream.arrow": write_stream,
     "v2.feather": lambda table, path, rows: feather.write_feather(table, path, chunksize=rows),
 }
@@ -46,7 +48,9 @@ def write(folder: Path, name: str, columns: dict[str, object], rows: int = 30) -
     return folder / name
 
 
-def read(path: Path, text_field: str = "text") -> tuple[list[tuple[str, str | None]], list[Problem]]:
+def read(
+    path: Path, text_field: str = "text"
+) -> tuple[list[tuple[str, str | None]], list[Problem]]:
     problems: list[Problem] = []
     reader = read_parquet if path.suffix == ".parquet" else read_arrow
     return list(reader(path, text_field, problems.append)), problems
@@ -77,7 +81,13 @@ def test_formats_hold_the_same_documents(tmp_path: Path, cache: Path) -> None:  
     found = set()
     for name in WRITERS:
         corpus = make(write(tmp_path, name, {"text": [*TEXTS, "", " \n"]}), cache=cache)
-        found.add((tuple(sorted(texts(corpus.train) + texts(corpus.validation))), corpus.documents, corpus.skipped))
+        found.add(
+            (
+                tuple(sorted(texts(corpus.train) + texts(corpus.validation))),
+                corpus.documents,
+                corpus.skipped,
+            )
+        )
     assert found == {(tuple(sorted(filter(None, TEXTS))), 85, 17)}
 
 
@@ -93,7 +103,12 @@ def test_a_folder_of_all_formats(tmp_path: Path, cache: Path) -> None:  # noqa: 
     held_out = texts(corpus.validation)
     # In other row groups the documents are the same, and so is the split; the bytes are not.
     for name in WRITERS:
-        write(tmp_path / "all", name, {"text": [f"{name} {i}" for i in range(20)], "id": range(20)}, rows=20)
+        write(
+            tmp_path / "all",
+            name,
+            {"text": [f"{name} {i}" for i in range(20)], "id": range(20)},
+            rows=20,
+        )
     again = make(tmp_path / "all", cache=cache)
     assert texts(again.validation) == held_out
     assert again.fingerprint != corpus.fingerprint
@@ -105,7 +120,9 @@ def test_a_missing_column_names_those_that_are_there(tmp_path: Path) -> None:
     write(tmp_path, "file.arrow", {"text": ["a"], "more": [None]})
     write(tmp_path, "stream.arrow", {"text": [3], "body": ["a"]})
     write(tmp_path, "v2.feather", {"n": [1.5]})
-    parquet.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "twice.parquet")
+    parquet.write_table(
+        pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "twice.parquet"
+    )
     parquet.write_table(pa.table({"text": [{"text": "a"}]}), tmp_path / "nested.parquet")
     (tmp_path / "lines.jsonl").write_text('{"txt": "a"}\n')
     message = refusal(tmp_path)
@@ -133,7 +150,12 @@ def test_a_truncated_file_is_named(name: str, tmp_path: Path) -> None:
     whole = path.read_bytes()
     ends = [i for i in range(len(whole)) if whole.startswith(b"\xff\xff\xff\xff", i)]  # of messages
     assert not read(path)[1]
-    for cut in {*range(0, len(whole), 97), *range(12), *ends, *(len(whole) - n for n in range(1, 12))}:
+    for cut in {
+        *range(0, len(whole), 97),
+        *range(12),
+        *ends,
+        *(len(whole) - n for n in range(1, 12)),
+    }:
         path.write_bytes(whole[:cut])
         found = read(path)[1]
         assert [problem for problem in found if problem.where.startswith(str(path))], cut
@@ -172,9 +194,15 @@ def test_damage_never_raises(name: str, tmp_path: Path) -> None:
 
 def test_a_dictionary_is_checked_before_it_is_used(tmp_path: Path) -> None:
     """An index or an offset out of bounds is a problem of its record batch, not a text from other memory."""
-    wild = pa.DictionaryArray.from_arrays(pa.array([0, 1_000_000], pa.int32()), pa.array(["a"]), safe=False)
-    assert "record batch 0: cannot be read" in refusal(write(tmp_path, "stream.arrow", {"text": wild}))
-    path = write(tmp_path, "stream.arrow", {"text": pa.array(["abcdefgh", "zzzz"]).dictionary_encode()})
+    wild = pa.DictionaryArray.from_arrays(
+        pa.array([0, 1_000_000], pa.int32()), pa.array(["a"]), safe=False
+    )
+    assert "record batch 0: cannot be read" in refusal(
+        write(tmp_path, "stream.arrow", {"text": wild})
+    )
+    path = write(
+        tmp_path, "stream.arrow", {"text": pa.array(["abcdefgh", "zzzz"]).dictionary_encode()}
+    )
     content, offsets = path.read_bytes(), struct.pack("<3i", 0, 8, 12)
     assert content.count(offsets) == 1
     path.write_bytes(content.replace(offsets, struct.pack("<3i", 0, 8, 2**14)))
@@ -185,7 +213,9 @@ def test_each_damaged_row_group_is_named(tmp_path: Path) -> None:
     """Two of four row groups with wrong bytes are two problems, and the others are read."""
     path = tmp_path / "rows.parquet"
     table = pa.table({"text": [f"{i:06}" * 20 for i in range(400)]})
-    parquet.write_table(table, path, row_group_size=100, compression="none", write_page_checksum=True)
+    parquet.write_table(
+        table, path, row_group_size=100, compression="none", write_page_checksum=True
+    )
     content = bytearray(path.read_bytes())
     for row in (150, 350):
         at = content.index(f"{row:06}".encode() * 20)
@@ -221,10 +251,14 @@ def test_a_file_is_never_whole_in_memory(name: str, tmp_path: Path) -> None:
     columns = {"text": [f"{i:08}" * 128 for i in range(16384)], "other": ["x" * 128] * 16384}
     path = write(tmp_path, name, columns, rows=100)
     if name == "rows.parquet":
-        parquet.write_table(pa.table(columns), path, row_group_size=16384, compression="none", use_dictionary=False)
+        parquet.write_table(
+            pa.table(columns), path, row_group_size=16384, compression="none", use_dictionary=False
+        )
     del columns
     base, most, problems = pa.total_allocated_bytes(), 0, list[Problem]()
-    for row, _ in enumerate((read_parquet if name == "rows.parquet" else read_arrow)(path, "text", problems.append)):
+    for row, _ in enumerate(
+        (read_parquet if name == "rows.parquet" else read_arrow)(path, "text", problems.append)
+    ):
         if row % 1000 == 0:
             most = max(most, pa.total_allocated_bytes() - base)
     assert row == 16383
@@ -237,7 +271,9 @@ def saved(folder: Path, names: dict[str, list[str]], listed: list[str]) -> Path:
     folder.mkdir(parents=True)
     for name, found in names.items():
         write_stream(pa.table({"text": found}), folder / name, 2)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in listed]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in listed]})
+    )
     return folder
 
 
@@ -271,7 +307,9 @@ def test_an_incomplete_saved_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         find_files([str(tmp_path)])
     where = [problem.where for problem in caught.value.problems]
-    assert where == [f"{tmp_path}/{name}" for name in ("cut/state.json", f"half/{SHARDS[1]}", "other/state.json")]
+    assert where == [
+        f"{tmp_path}/{name}" for name in ("cut/state.json", f"half/{SHARDS[1]}", "other/state.json")
+    ]
 
 
 def test_the_card_of_a_dataset_is_no_document(tmp_path: Path) -> None:
@@ -288,7 +326,10 @@ def test_the_card_of_a_dataset_is_no_document(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "fix"),
     [
-        (["data/train-00000-of-00002.parquet", "data/test-00000-of-00001.parquet"], "data/train*.parquet"),
+        (
+            ["data/train-00000-of-00002.parquet", "data/test-00000-of-00001.parquet"],
+            "data/train*.parquet",
+        ),
         (["train/data-00000-of-00001.arrow", "validation/data-00000-of-00001.arrow"], "train"),
         (["train_sft.jsonl", "eval.jsonl"], "train_sft.jsonl"),
         (["en/0.parquet", "valid.parquet"], "en"),
@@ -297,7 +338,9 @@ def test_the_card_of_a_dataset_is_no_document(tmp_path: Path) -> None:
         (["src/a.py", "test/a.py"], None),
     ],
 )
-def test_splits_for_evaluation_are_not_trained_on(names: list[str], fix: str | None, tmp_path: Path) -> None:
+def test_splits_for_evaluation_are_not_trained_on(
+    names: list[str], fix: str | None, tmp_path: Path
+) -> None:
     """A folder of rows with a test split beside others is refused, with what to name; other folders are not."""
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -316,5 +359,7 @@ def test_another_column_is_another_corpus(tmp_path: Path, cache: Path) -> None: 
     """The same file read by another column is not answered from the cache of the first."""
     path = write(tmp_path, "rows.parquet", {"en": ["one", "two"], "fr": ["un", "deux"]})
     for field, expected in (("en", ["one", "two"]), ("fr", ["deux", "un"])):
-        corpus = make_corpus([str(path)], load_tokenizer("bytes"), text_field=field, validation=0.3, cache=cache)
+        corpus = make_corpus(
+            [str(path)], load_tokenizer("bytes"), text_field=field, validation=0.3, cache=cache
+        )
         assert sorted(texts(corpus.train) + texts(corpus.validation)) == expected

@@ -37,7 +37,13 @@ def llama_like(path):
         "fuse_unk": True,
     }
     path.write_text(
-        json.dumps({"version": "1.0", "model": model, "decoder": {"type": "Sequence", "decoders": decoders}})
+        json.dumps(
+            {
+                "version": "1.0",
+                "model": model,
+                "decoder": {"type": "Sequence", "decoders": decoders},
+            }
+        )
     )
     return vocab
 
@@ -52,7 +58,11 @@ def test_every_end_of_the_tokenizer_ends_a_text(tmp_path):
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_pieces_are_the_text(kind, tmp_path):
     """Together they are the whole text, and no piece has a part of a character, whatever the tokens are cut like."""
-    tokenizer = ByteTokenizer() if kind == "bytes" else load_tokenizer(str(bpe(tmp_path / "tokenizer.json")))
+    tokenizer = (
+        ByteTokenizer()
+        if kind == "bytes"
+        else load_tokenizer(str(bpe(tmp_path / "tokenizer.json")))
+    )
     ids = [int(token) for token in tokenizer.encode(TEXT)]
     for split in (0, 1, 7):
         before = tokenizer.decode(ids[:split])

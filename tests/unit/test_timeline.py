@@ -52,7 +52,10 @@ def test_chart_of_words() -> None:
 def test_chart_of_microbatches() -> None:
     """Where words do not fit, a digit is a forward, a capital a backward and a small letter a weight gradient."""
     rows = rows_of(chart(simulate(make_schedule("zero-bubble", 2, 12)), width=50))
-    assert rows == ["01·Aa2Bb3Cc4Dd5Ee6Ff7Gg8Hh9Ii0Jj1AaBb", "·0A1Ba2Cb3Dc4Ed5Fe6Gf7Hg8Ih9Ji0Aj1Bab"]
+    assert rows == [
+        "01·Aa2Bb3Cc4Dd5Ee6Ff7Gg8Hh9Ii0Jj1AaBb",
+        "·0A1Ba2Cb3Dc4Ed5Fe6Gf7Hg8Ih9Ji0Aj1Bab",
+    ]
 
 
 def test_chart_of_kinds() -> None:
@@ -64,7 +67,9 @@ def test_chart_of_kinds() -> None:
 
 def test_chart_of_unequal_costs() -> None:
     """A task has columns in proportion to its time."""
-    picture = chart(simulate(make_schedule("1f1b", 2, 2), forward=1, backward=2, weight=2), width=40)
+    picture = chart(
+        simulate(make_schedule("1f1b", 2, 2), forward=1, backward=2, weight=2), width=40
+    )
     assert rows_of(picture) == ["F0F1········BW0     ··BW1", "··F0BW0     F1BW1     ········"]
 
 
@@ -73,7 +78,9 @@ def test_chart_says() -> None:
     first, *_, legend, last = chart(simulate(make_schedule("zero-bubble", 4, 8))).split("\n")
     assert first == "zero-bubble: 4 stages, 8 microbatches"
     assert legend == "F forward, B gradient of the input, W gradients of the weights, · idle"
-    assert last == "makespan 27, bubble 12.5 % of the ideal 24, peak activations per stage 4 3.5 3 2.5"
+    assert (
+        last == "makespan 27, bubble 12.5 % of the ideal 24, peak activations per stage 4 3.5 3 2.5"
+    )
     first, *_, last = chart(simulate(make_schedule("pipedream", 2, 2))).split("\n")
     assert first == "pipedream: 2 stages, 2 microbatches, 4 batches in a row"
     assert "6 for each batch in the steady state, bubble 0.0 %" in last
@@ -104,29 +111,43 @@ def test_svg(schedule: Schedule) -> None:
     scale = number(idle[0], "width") / timeline.makespan
     for box, (stage, slot) in zip(tasks, slots, strict=True):
         assert number(box, "y") == number(idle[stage], "y")
-        assert number(box, "x") == pytest.approx(number(idle[0], "x") + slot.start * scale, rel=1e-4)
+        assert number(box, "x") == pytest.approx(
+            number(idle[0], "x") + slot.start * scale, rel=1e-4
+        )
         assert number(box, "width") == pytest.approx((slot.end - slot.start) * scale, rel=1e-4)
-        assert box.findtext(f"{SVG}title") == f"{slot.task} on stage {stage}, {slot.start:g} to {slot.end:g}"
+        assert (
+            box.findtext(f"{SVG}title")
+            == f"{slot.task} on stage {stage}, {slot.start:g} to {slot.end:g}"
+        )
     for box in root.iter(f"{SVG}rect"):
         assert number(box, "x") + number(box, "width") <= number(root, "width")
         assert number(box, "y") + number(box, "height") <= number(root, "height")
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert [text for text in texts if text and text.isdigit()].count("1") >= schedule.stages
-    assert [f"stage {stage}" in texts for stage in range(schedule.stages)] == [True] * schedule.stages
-    assert f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches" in str(texts[0])
+    assert [f"stage {stage}" in texts for stage in range(schedule.stages)] == [
+        True
+    ] * schedule.stages
+    assert (
+        f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches"
+        in str(texts[0])
+    )
     assert "bubble" in str(root.findtext(f"{SVG}title"))
 
 
 def test_svg_control() -> None:
     """A timeline that lacks a task has a box less."""
     timeline = simulate(make_schedule("1f1b", 2, 2))
-    changed: Timeline = dataclasses.replace(timeline, tasks=(timeline.tasks[0][1:], *timeline.tasks[1:]))
+    changed: Timeline = dataclasses.replace(
+        timeline, tasks=(timeline.tasks[0][1:], *timeline.tasks[1:])
+    )
     assert len(boxes_of(svg(changed), "task")) == len(boxes_of(svg(timeline), "task")) - 1
 
 
 def test_svg_escapes() -> None:
     """A name that is markup, or has characters that XML cannot hold, is text in a picture that can be read."""
-    schedule = dataclasses.replace(make_schedule("1f1b", 2, 2), name='</text><rect class="task"/>&\x00\x1b')
+    schedule = dataclasses.replace(
+        make_schedule("1f1b", 2, 2), name='</text><rect class="task"/>&\x00\x1b'
+    )
     picture = svg(simulate(schedule))
     assert len(boxes_of(picture, "task")) == 8
     assert '</text><rect class="task"/>&??' in str(ET.fromstring(picture).findtext(f"{SVG}text"))
@@ -139,7 +160,8 @@ SEEN = {
     "no medium": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
     "no short": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
 }
-TO_XYZ = ((0.4339, 0.3763, 0.1899), (0.2126, 0.7152, 0.0722), (0.0177, 0.1095, 0.8728))  # over the white of D65
+# over the white of D65
+TO_XYZ = ((0.4339, 0.3763, 0.1899), (0.2126, 0.7152, 0.0722), (0.0177, 0.1095, 0.8728))
 
 
 def lab(colour: str, cones: str) -> list[float]:
@@ -147,7 +169,9 @@ def lab(colour: str, cones: str) -> list[float]:
     srgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     light = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in srgb]
     for matrix in (SEEN[cones], TO_XYZ):
-        light = [min(max(sum(a * b for a, b in zip(row, light, strict=True)), 0), 1) for row in matrix]
+        light = [
+            min(max(sum(a * b for a, b in zip(row, light, strict=True)), 0), 1) for row in matrix
+        ]
     x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in light)
     return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
 
@@ -170,4 +194,6 @@ def test_colours(cones: str, share: float) -> None:
 
 def test_colours_control() -> None:
     """Red and green of equal lightness are not apart for who lacks the medium cones."""
-    assert nearest(["#b04a3a", "#6f7322"], "no medium") < 15 < nearest(["#b04a3a", "#6f7322"], "all")
+    assert (
+        nearest(["#b04a3a", "#6f7322"], "no medium") < 15 < nearest(["#b04a3a", "#6f7322"], "all")
+    )

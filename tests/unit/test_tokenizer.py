@@ -13,7 +13,9 @@ from spmd.errors import DataError
 WORDS = "the quick brown fox jumps over the lazy dog and the dog sleeps; naïve café, 東京 🦊\n"
 
 
-def bpe(path: Path, *, special: tuple[str, ...] = ("<|endoftext|>",), truncate: bool = False) -> Path:
+def bpe(
+    path: Path, *, special: tuple[str, ...] = ("<|endoftext|>",), truncate: bool = False
+) -> Path:
     """A byte-level BPE tokenizer trained here on a few words and written to `path`."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,9 +39,12 @@ def begin_with(path: Path, *tokens: tuple[str, int], end: tuple[str, int] | None
     model = tokenizers.Tokenizer.from_file(str(path))
     behind = [end] if end else []
     single = [*(f"{name}:0" for name, _ in tokens), "$A:0", *(f"{name}:0" for name, _ in behind)]
-    template = tokenizers.processors.TemplateProcessing(single=single, special_tokens=[*tokens, *behind])
+    template = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=[*tokens, *behind]
+    )
     byte_level = tokenizers.processors.ByteLevel(trim_offsets=False)
-    model.post_processor = tokenizers.processors.Sequence([byte_level, template])  # as Llama 3 has it
+    # as Llama 3 has it
+    model.post_processor = tokenizers.processors.Sequence([byte_level, template])
     model.save(str(path))
 
 
@@ -62,7 +67,10 @@ def test_half_a_character_decodes_to_a_replacement() -> None:
 
 def test_ids_that_are_no_bytes_decode_to_replacements() -> None:
     """A model may have more tokens than there are bytes; each of these others is one U+FFFD."""
-    assert load_tokenizer("bytes").decode(np.array([104, 256, 50_000, -1, 105])) == "h\ufffd\ufffd\ufffdi"
+    assert (
+        load_tokenizer("bytes").decode(np.array([104, 256, 50_000, -1, 105]))
+        == "h\ufffd\ufffd\ufffdi"
+    )
 
 
 def test_bpe_compresses_and_ignores_what_the_file_asks_of_lengths(tmp_path: Path) -> None:
@@ -100,7 +108,9 @@ def test_a_first_token_that_is_none_is_refused(tmp_path: Path) -> None:
     assert "has no token that ends a document" in str(caught.value)
 
 
-def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No tokenizer is read that is larger than any."""
     path = bpe(tmp_path / "tokenizer.json")
     monkeypatch.setattr("spmd.data.tokenizer._MAX_BYTES", path.stat().st_size - 1)
@@ -112,21 +122,34 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest
 def test_every_known_end_token_is_found(end: str, tmp_path: Path) -> None:
     """The id of whichever known end token a file has becomes `eos`."""
     path = bpe(tmp_path / "tokenizer.json", special=("<pad>", end))
-    assert load_tokenizer(str(path)).eos == tokenizers.Tokenizer.from_file(str(path)).token_to_id(end) == 1
+    assert (
+        load_tokenizer(str(path)).eos
+        == tokenizers.Tokenizer.from_file(str(path)).token_to_id(end)
+        == 1
+    )
 
 
 CHAT = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ENDS = {
     "a model's": ({"config.json": {"eos_token_id": 2}}, (2,)),
     "a list": ({"generation_config.json": {"eos_token_id": [2, 0]}}, (2, 0)),
-    "the first file": ({"hf_config.json": {"eos_token_id": 0}, "generation_config.json": {"eos_token_id": 2}}, (2,)),
+    "the first file": (
+        {"hf_config.json": {"eos_token_id": 0}, "generation_config.json": {"eos_token_id": 2}},
+        (2,),
+    ),
     "a tokenizer's": ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, (2,)),
-    "a tokenizer's, as a table": ({"tokenizer_config.json": {"eos_token": {"content": "<|im_end|>"}}}, (2,)),
+    "a tokenizer's, as a table": (
+        {"tokenizer_config.json": {"eos_token": {"content": "<|im_end|>"}}},
+        (2,),
+    ),
     "both": (
         {"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>"}},
         (0, 2),
     ),
-    "none": ({"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": None}}, (0,)),
+    "none": (
+        {"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": None}},
+        (0,),
+    ),
 }
 
 
@@ -156,7 +179,9 @@ def test_a_tokenizer_without_a_known_end_token_is_told_of_one(tmp_path: Path) ->
 def test_what_is_wrong_with_the_files_beside_is_said_at_once(tmp_path: Path) -> None:
     """Ids that are no tokens, words that are none, files that are no objects, and all reads are bounded."""
     path = bpe(tmp_path / "tokenizer.json", special=CHAT)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, true, "2", -1, 999, 2.0]}')
+    (tmp_path / "generation_config.json").write_text(
+        '{"eos_token_id": [0, true, "2", -1, 999, 2.0]}'
+    )
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eot>"}')
     (tmp_path / "hf_config.json").write_text("[1]")
     (tmp_path / "config.json").write_text(" " * (2**24 + 1))
@@ -164,7 +189,15 @@ def test_what_is_wrong_with_the_files_beside_is_said_at_once(tmp_path: Path) -> 
         load_tokenizer(str(path))
     text = str(caught.value)
     assert len(caught.value.problems) == 8
-    for part in ("True, which", "'2', which", "-1, which", "999, which", "2.0, which", "'<eot>'", "not a JSON object"):
+    for part in (
+        "True, which",
+        "'2', which",
+        "-1, which",
+        "999, which",
+        "2.0, which",
+        "'<eot>'",
+        "not a JSON object",
+    ):
         assert part in text
     assert "above the limit of" in text
 

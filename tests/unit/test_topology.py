@@ -126,10 +126,14 @@ def test_every_kind_has_an_example_and_a_peak():
 def test_a_missing_compiler_is_named(monkeypatch):
     """Each platform but the CPU has its extra; one that is there is not asked for."""
     for platform, (extra, modules) in EXTRAS.items():
-        topology = next(t for t in map(parse_topology, EXAMPLES.split(", ")) if t.platform == platform)
+        topology = next(
+            t for t in map(parse_topology, EXAMPLES.split(", ")) if t.platform == platform
+        )
         monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
         assert missing_extra(topology).fix == f"pip install 'spmd[{extra}]'"
-        monkeypatch.setattr(room.importlib.util, "find_spec", lambda name, there=modules[0]: name == there or None)
+        monkeypatch.setattr(
+            room.importlib.util, "find_spec", lambda name, there=modules[0]: name == there or None
+        )
         assert missing_extra(topology) is None
     assert missing_extra(parse_topology("cpu:8")) is None
 
@@ -170,6 +174,11 @@ def test_the_compiler_knows_the_same_machines():
             assert found == name
             continue
         devices, hosts, kind, tensor, axis_type = found
-        assert (devices, hosts, kind) == (topology.devices, topology.hosts, topology.chip.device_kind)
-        assert math.prod(max(side) - min(side) + 1 for side in zip(*tensor, strict=True)) <= 4  # chips in their box
+        assert (devices, hosts, kind) == (
+            topology.devices,
+            topology.hosts,
+            topology.chip.device_kind,
+        )
+        # chips in their box
+        assert math.prod(max(side) - min(side) + 1 for side in zip(*tensor, strict=True)) <= 4
         assert axis_type.endswith("Auto")

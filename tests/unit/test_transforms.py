@@ -98,13 +98,17 @@ IN_CI = [
 
 
 @pytest.mark.parametrize("pair", soak_but(PAIRS, *IN_CI), ids="-".join)
-def test_a_pair_works_or_is_refused_before_it_is_traced(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_works_or_is_refused_before_it_is_traced(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With one plan where it works; else with a fix that names a flag, after which it works."""
     if set(pair) == {"pipedream", "1f1b"}:
         pytest.skip("one schedule or the other")
     config, plans = config_of(*pair), []
     make_plan = build.make_plan
-    monkeypatch.setattr(build, "make_plan", lambda *args, **options: plans.append(1) or make_plan(*args, **options))
+    monkeypatch.setattr(
+        build, "make_plan", lambda *args, **options: plans.append(1) or make_plan(*args, **options)
+    )
     if frozenset(pair) in CONFLICTS:
         with pytest.raises(SpmdError) as caught:
             setup_of(config)
@@ -129,12 +133,24 @@ def plan_of(**options: Any) -> spmd.ShardingPlan:
 @pytest.mark.parametrize(
     ("transforms", "options", "said"),
     [
-        ((PowerSGD(2), PowerSGD(3)), {}, "transform compression: has the name of another transform"),
+        (
+            (PowerSGD(2), PowerSGD(3)),
+            {},
+            "transform compression: has the name of another transform",
+        ),
         ((Plain(), PowerSGD(2)), {}, "is PowerSGD inside of another transform"),
-        ((KeepCarry(), LossScale()), {}, "transforms keep_carry, loss_scale: each undo what all others did"),
+        (
+            (KeepCarry(), LossScale()),
+            {},
+            "transforms keep_carry, loss_scale: each undo what all others did",
+        ),
         ((MagnitudeHistory(),), {}, "transform magnitudes: remembers no matmul"),
         ((PowerSGD(2),), {"precision": "fp16"}, "precision: is fp16, with a loss scale"),
-        ((PowerSGD(2),), {"quantize": "fp8-delayed"}, "quantize: is fp8-delayed, which scales by earlier steps"),
+        (
+            (PowerSGD(2),),
+            {"quantize": "fp8-delayed"},
+            "quantize: is fp8-delayed, which scales by earlier steps",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -148,7 +164,10 @@ def test_what_a_plan_needs_it_has() -> None:
     """A policy and a recipe bring their transforms; what undoes a step is outside, whenever it was added."""
     plan = plan_of(precision="fp16", quantize="fp8-delayed")
     assert [each.name for each in plan.transforms] == ["magnitudes", "loss_scale"]
-    assert {entry.path.partition("/")[0] for entry in plan.transform_states} == {"magnitudes", "loss_scale"}
+    assert {entry.path.partition("/")[0] for entry in plan.transform_states} == {
+        "magnitudes",
+        "loss_scale",
+    }
     assert plan_of().transforms == plan_of(quantize="fp8").transforms == ()
     added = plan_of().with_transforms(KeepCarry()).with_transforms(PowerSGD(2))
     assert [each.name for each in added.transforms] == ["compression", "keep_carry"]
@@ -167,7 +186,9 @@ def test_variables_are_only_the_models() -> None:
         lambda key: {"compression": jnp.zeros(())},
         lambda params, variables, key, x, train: (x @ params["kernel"], variables),
     )
-    rules = spmd.Rules([("kernel", spmd.replicate("small")), ("compression", spmd.replicate("a scalar"))])
+    rules = spmd.Rules(
+        [("kernel", spmd.replicate("small")), ("compression", spmd.replicate("a scalar"))]
+    )
     own = spmd.make_plan(tiny.mesh(data=2), rules, model, optax.sgd(0.1))
     with pytest.raises(ConfigError, match="has the name of a variable of the model"):
         own.with_transforms(PowerSGD(2))
@@ -180,11 +201,18 @@ def test_a_gradient_function_returns_the_carry() -> None:
         return params, {"loss": jnp.float32(1), "weight": jnp.float32(1)}, carry.variables
 
     step = spmd.make_train_step(plan_of(), grad_fn=own)
-    with pytest.raises(ConfigError, match=r"take \(params, carry, batch, key\), and return the carry"):
+    with pytest.raises(
+        ConfigError, match=r"take \(params, carry, batch, key\), and return the carry"
+    ):
         step.trace({"tokens": jax.ShapeDtypeStruct((8, 8), "int32")})
 
 
 def test_runs_know_every_transform() -> None:
     """A checkpoint's states are found by the names of all that keep one."""
-    assert {kind.name for kind in TRANSFORMS} == {"compression", "in_flight", "magnitudes", "loss_scale"}
+    assert {kind.name for kind in TRANSFORMS} == {
+        "compression",
+        "in_flight",
+        "magnitudes",
+        "loss_scale",
+    }
     assert InFlight.overlapping_steps

@@ -16,7 +16,12 @@ from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.sharding.rules import Rules
 
 GB = 1e9
-HALF = Precision("half, and a float32 master of its own", params="bfloat16", compute="bfloat16", gradients="bfloat16")
+HALF = Precision(
+    "half, and a float32 master of its own",
+    params="bfloat16",
+    compute="bfloat16",
+    gradients="bfloat16",
+)
 
 
 class MasterAdam(NamedTuple):
@@ -41,12 +46,15 @@ def gigabytes(params, devices, stage, tensor=1):
     rows = round(params / columns)
     model = Model(lambda key: {"kernel": jnp.zeros((columns, rows))}, lambda params: params)
     mesh = abstract_mesh(MeshShape(fsdp=devices, tensor=tensor))
-    plan = make_plan(mesh, Rules([("kernel", P(("fsdp", "tensor")))]), model, ADAM, zero=stage, precision=HALF)
+    plan = make_plan(
+        mesh, Rules([("kernel", P(("fsdp", "tensor")))]), model, ADAM, zero=stage, precision=HALF
+    )
     return sum(plan.bytes_per_device().values()) / GB
 
 
-# Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054v3:
-# (parameters, data-parallel degree, stage, GB on each device, how far the paper rounds), Figure 1 and Table 1.
+# Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+# arXiv:1910.02054v3: (parameters, data-parallel degree, stage, GB on each device, how far the paper
+# rounds), Figure 1 and Table 1.
 PUBLISHED = [
     (7.5e9, 64, 2, 16.6, 0.05),
     (7.5e9, 1, 2, 120, 1.0),
@@ -81,7 +89,8 @@ def test_model_states_are_as_published(params, devices, stage, expected, roundin
     assert gigabytes(params, devices, stage) == pytest.approx(expected, abs=rounding)
 
 
-# Table 2: (model-parallel degree, GPUs, stage, largest model in billions of parameters on GPUs of 32 GB).
+# Table 2: (model-parallel degree, GPUs, stage, largest model in billions of parameters on GPUs of
+# 32 GB).
 LARGEST = [
     (1, 64, 0, 2),
     (1, 64, 1, 7.6),
@@ -110,7 +119,9 @@ def test_the_largest_model_is_as_published(model_parallel, gpus, stage, billions
 def test_the_largest_reduction_is_as_published(stage, factor):
     """With ever more devices, stages 1 and 2 approach a 4-fold and an 8-fold reduction."""
     params, many = 2**40, 2**20
-    assert gigabytes(params, 1, 0) / gigabytes(params, many, stage) == pytest.approx(factor, rel=1e-4)
+    assert gigabytes(params, 1, 0) / gigabytes(params, many, stage) == pytest.approx(
+        factor, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

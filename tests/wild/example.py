@@ -37,7 +37,9 @@ class Example:
     batches: list[dict[str, np.ndarray]]
     inputs: Callable[[Any], tuple[Any, ...]]
     loss: Callable[[Any, Any], tuple[Any, Any]]
-    optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.adamw(3e-3))
+    optimizer: optax.GradientTransformation = dataclasses.field(
+        default_factory=lambda: optax.adamw(3e-3)
+    )
     train: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def model(self) -> Model:
@@ -48,7 +50,9 @@ class Example:
         return from_linen(self.network, *shapes, train=self.train)
 
 
-def draw_batches(**arrays: Callable[[np.random.Generator], np.ndarray]) -> list[dict[str, np.ndarray]]:
+def draw_batches(
+    **arrays: Callable[[np.random.Generator], np.ndarray],
+) -> list[dict[str, np.ndarray]]:
     """One batch for each step; `arrays` make each of its arrays from a random generator."""
     rng = np.random.default_rng(0)
     return [{name: make(rng) for name, make in arrays.items()} for _ in range(STEPS)]

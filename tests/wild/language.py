@@ -22,7 +22,10 @@ class BertLayer(nnx.Module):
 
     def __init__(self, rngs):
         self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
-        self.attention_norm, self.output_norm = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention_norm, self.output_norm = (
+            nnx.LayerNorm(WIDTH, rngs=rngs),
+            nnx.LayerNorm(WIDTH, rngs=rngs),
+        )
         self.intermediate = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
         self.output = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
 
@@ -36,7 +39,10 @@ class Bert(nnx.Module):
 
     def __init__(self, rngs):
         self.words = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.positions, self.segments = nnx.Embed(LENGTH, WIDTH, rngs=rngs), nnx.Embed(2, WIDTH, rngs=rngs)
+        self.positions, self.segments = (
+            nnx.Embed(LENGTH, WIDTH, rngs=rngs),
+            nnx.Embed(2, WIDTH, rngs=rngs),
+        )
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.encoder = nnx.List([BertLayer(rngs) for _ in range(2)])
         self.transform = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -66,7 +72,10 @@ BERT = Example(
             ("encoder/[0-9]/attention/out/kernel", P("tensor", None, "fsdp")),
             ("encoder/[0-9]/intermediate/kernel|transform/kernel", P("fsdp", "tensor")),
             ("encoder/[0-9]/output/kernel", P("tensor", "fsdp")),
-            ("segments/embedding|.*norm/(scale|bias)|.*(out|intermediate|output|transform)/bias|logit_bias", SMALL),
+            (
+                "segments/embedding|.*norm/(scale|bias)|.*(out|intermediate|output|transform)/bias|logit_bias",
+                SMALL,
+            ),
         ]
     ),
     batches=draw_batches(
@@ -100,7 +109,11 @@ class ScannedTransformer(nn.Module):
         x = nn.Embed(VOCAB, WIDTH, name="embed")(tokens)
         block = nn.remat(ScannedBlock, prevent_cse=False)
         scanned = nn.scan(
-            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3, in_axes=nn.broadcast
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+            in_axes=nn.broadcast,
         )
         x, _ = scanned(name="blocks")(x, nn.make_causal_mask(tokens))
         return nn.Dense(VOCAB, use_bias=False, name="head")(nn.RMSNorm(name="norm")(x))
@@ -137,12 +150,19 @@ class ScaledNorm(nnx.Module):
         self.scale = nnx.Param(jnp.zeros(WIDTH))
 
     def __call__(self, x):
-        return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-6) * (1 + self.scale[...])
+        return (
+            x
+            * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-6)
+            * (1 + self.scale[...])
+        )
 
 
 def rotate(x):
     """Rotate pairs of `[batch, seq, head, dim]` by their position."""
-    positions, frequencies = jnp.arange(x.shape[1]), 10_000.0 ** -jnp.linspace(0, 1, x.shape[-1] // 2)
+    positions, frequencies = (
+        jnp.arange(x.shape[1]),
+        10_000.0 ** -jnp.linspace(0, 1, x.shape[-1] // 2),
+    )
     angles = positions[:, None, None] * frequencies
     first, second = jnp.split(x, 2, axis=-1)
     sin, cos = jnp.sin(angles), jnp.cos(angles)
@@ -157,16 +177,25 @@ class GemmaBlock(nnx.Module):
         self.q = nnx.Einsum("btd,dhk->bthk", (WIDTH, HEADS, 4), rngs=rngs)
         self.kv = nnx.Einsum("btd,cdgk->cbtgk", (2, WIDTH, HEADS // 2, 4), rngs=rngs)
         self.o = nnx.Einsum("bthk,hkd->btd", (HEADS, 4, WIDTH), rngs=rngs)
-        self.gate, self.up = (nnx.Linear(WIDTH, 2 * WIDTH, use_bias=False, rngs=rngs) for _ in range(2))
+        self.gate, self.up = (
+            nnx.Linear(WIDTH, 2 * WIDTH, use_bias=False, rngs=rngs) for _ in range(2)
+        )
         self.down = nnx.Linear(2 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
 
     def attend(self, x):
         key, value = self.kv(x)
-        scores = jnp.einsum("btgrk,bsgk->bgrts", rotate(self.q(x)).reshape(*x.shape[:2], 2, 2, 4), rotate(key)) / 2
+        scores = (
+            jnp.einsum(
+                "btgrk,bsgk->bgrts", rotate(self.q(x)).reshape(*x.shape[:2], 2, 2, 4), rotate(key)
+            )
+            / 2
+        )
         scores = 50 * jnp.tanh(scores / 50)
         causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
         probabilities = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-        return self.o(jnp.einsum("bgrts,bsgk->btgrk", probabilities, value).reshape(*x.shape[:2], HEADS, 4))
+        return self.o(
+            jnp.einsum("bgrts,bsgk->btgrk", probabilities, value).reshape(*x.shape[:2], HEADS, 4)
+        )
 
     def __call__(self, x):
         before, after, mlp_before, mlp_after = self.norms
@@ -218,7 +247,9 @@ class MambaBlock(nnx.Module):
         inner = 2 * WIDTH
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.in_proj = nnx.Linear(WIDTH, 2 * inner, use_bias=False, rngs=rngs)
-        self.conv = nnx.Conv(inner, inner, (4,), feature_group_count=inner, padding="CAUSAL", rngs=rngs)
+        self.conv = nnx.Conv(
+            inner, inner, (4,), feature_group_count=inner, padding="CAUSAL", rngs=rngs
+        )
         self.x_proj = nnx.Linear(inner, 1 + 2 * self.STATES, use_bias=False, rngs=rngs)
         self.dt_proj = nnx.Linear(1, inner, rngs=rngs)
         self.A_log = nnx.Param(jnp.log(jnp.tile(jnp.arange(1.0, self.STATES + 1), (inner, 1))))

@@ -1,7 +1,7 @@
 """Training of two networks: a GAN in turns, DDPG with target networks, and a student with a teacher that follows it.
 
-The other network's parameters are part of the batch, whole on every device. So are the targets of DDPG. The teacher is
-a variable of the student's model, which each step moves towards the student.
+The other network's parameters are part of the batch, whole on every device. So are the targets of
+DDPG. The teacher is a variable of the student's model, which each step moves towards the student.
 """
 
 import dataclasses
@@ -23,7 +23,11 @@ from tests.wild.example import BATCH, SMALL, draw_batches, normal
 NOISE, DATA, STATE, ACTION = 4, 8, 8, 4
 DISCOUNT, DECAY = 0.9, 0.95
 OTHERS = [("others/.*", whole("parameters of the other networks"))]
-MATRICES = [("hidden/kernel", P("fsdp", "tensor")), ("out/kernel", P("tensor")), ("(hidden|out)/bias", SMALL)]
+MATRICES = [
+    ("hidden/kernel", P("fsdp", "tensor")),
+    ("out/kernel", P("tensor")),
+    ("(hidden|out)/bias", SMALL),
+]
 
 TABLE = Rules(MATRICES, batch=OTHERS)
 """Table of each network that trains in turns."""
@@ -49,7 +53,10 @@ def generator_loss(params, batch):
 
 def discriminator_loss(params, batch):
     fakes = GENERATOR.apply(batch["others"], batch["noise"])
-    on_reals, on_fakes = DISCRIMINATOR.apply(params, batch["reals"]), DISCRIMINATOR.apply(params, fakes)
+    on_reals, on_fakes = (
+        DISCRIMINATOR.apply(params, batch["reals"]),
+        DISCRIMINATOR.apply(params, fakes),
+    )
     return nn.softplus(-on_reals).sum() + nn.softplus(on_fakes).sum(), on_reals.size
 
 
@@ -61,7 +68,9 @@ def critic_loss(params, batch):
     target_actor, target_critic = batch["others"]["actor"], batch["others"]["critic"]
     action = jnp.tanh(ACTOR.apply(target_actor, batch["next_state"]))
     target = batch["reward"] + DISCOUNT * value(target_critic, batch["next_state"], action)
-    errors = jnp.square(value(params, batch["state"], batch["action"]) - jax.lax.stop_gradient(target))
+    errors = jnp.square(
+        value(params, batch["state"], batch["action"]) - jax.lax.stop_gradient(target)
+    )
     return errors.sum(), errors.size
 
 
@@ -81,7 +90,9 @@ class Part:
     network: nn.Module
     features: int
     loss: Callable[[Any, Any], tuple[Any, Any]]
-    optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.adam(1e-2))
+    optimizer: optax.GradientTransformation = dataclasses.field(
+        default_factory=lambda: optax.adam(1e-2)
+    )
 
     def init(self, key: jax.Array) -> Any:
         """Parameters of Linen, without their collection."""
@@ -94,7 +105,8 @@ class Turns:
 
     Attributes:
         parts: Name → network.
-        others: `(name, parameters by name, targets by name)` → what the network's loss sees of the others.
+        others: `(name, parameters by name, targets by name)` → what the network's loss sees of the
+            others.
         targets: Whether each network has a target network, which follows it slowly.
     """
 
@@ -113,7 +125,9 @@ GAN = Turns(
         "discriminator": Part(DISCRIMINATOR, DATA, discriminator_loss),
         "generator": Part(GENERATOR, NOISE, generator_loss),
     },
-    others=lambda name, params, _: _as_linen(params["generator" if name == "discriminator" else "discriminator"]),
+    others=lambda name, params, _: _as_linen(
+        params["generator" if name == "discriminator" else "discriminator"]
+    ),
     batches=draw_batches(reals=normal(BATCH, DATA), noise=normal(BATCH, NOISE)),
 )
 
@@ -125,10 +139,16 @@ def _others_of_ddpg(name, params, targets):
 
 
 DDPG = Turns(
-    parts={"critic": Part(CRITIC, STATE + ACTION, critic_loss), "actor": Part(ACTOR, STATE, actor_loss)},
+    parts={
+        "critic": Part(CRITIC, STATE + ACTION, critic_loss),
+        "actor": Part(ACTOR, STATE, actor_loss),
+    },
     others=_others_of_ddpg,
     batches=draw_batches(
-        state=normal(BATCH, STATE), action=normal(BATCH, ACTION), reward=normal(BATCH), next_state=normal(BATCH, STATE)
+        state=normal(BATCH, STATE),
+        action=normal(BATCH, ACTION),
+        reward=normal(BATCH),
+        next_state=normal(BATCH, STATE),
     ),
     targets=True,
 )

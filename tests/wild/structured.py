@@ -33,7 +33,10 @@ class GraphNetwork(nnx.Module):
     """A number for each of a batch of graphs."""
 
     def __init__(self, rngs):
-        self.node_encoder, self.edge_encoder = nnx.Linear(4, WIDTH, rngs=rngs), nnx.Linear(2, WIDTH, rngs=rngs)
+        self.node_encoder, self.edge_encoder = (
+            nnx.Linear(4, WIDTH, rngs=rngs),
+            nnx.Linear(2, WIDTH, rngs=rngs),
+        )
         self.rounds = nnx.List([MessagePassing(rngs) for _ in range(2)])
         self.readout = nnx.Linear(WIDTH, 1, rngs=rngs)
 
@@ -80,15 +83,24 @@ class Clinic(nn.Module):
 
     @nn.compact
     def __call__(self, scan, series, row):
-        image = nn.relu(nn.Conv(WIDTH, (3, 3), strides=(2, 2), name="scan_conv")(scan)).mean(axis=(1, 2))
+        image = nn.relu(nn.Conv(WIDTH, (3, 3), strides=(2, 2), name="scan_conv")(scan)).mean(
+            axis=(1, 2)
+        )
         steps = nn.RNN(nn.GRUCell(WIDTH), name="series_rnn")(series)
         columns = nn.Dense(WIDTH, name="row_dense")(row)
-        together = nn.relu(nn.Dense(WIDTH, name="fusion")(jnp.concatenate([image, steps[:, -1], columns], axis=-1)))
-        return {"diagnosis": nn.Dense(4, name="diagnosis")(together), "risk": nn.Dense(1, name="risk")(together)[:, 0]}
+        together = nn.relu(
+            nn.Dense(WIDTH, name="fusion")(jnp.concatenate([image, steps[:, -1], columns], axis=-1))
+        )
+        return {
+            "diagnosis": nn.Dense(4, name="diagnosis")(together),
+            "risk": nn.Dense(1, name="risk")(together)[:, 0],
+        }
 
 
 def both_tasks(outputs, batch):
-    diagnosis = optax.softmax_cross_entropy_with_integer_labels(outputs["diagnosis"], batch["diagnosis"])
+    diagnosis = optax.softmax_cross_entropy_with_integer_labels(
+        outputs["diagnosis"], batch["diagnosis"]
+    )
     losses = diagnosis + 0.5 * optax.huber_loss(outputs["risk"], batch["risk"])
     return losses.sum(), losses.size
 

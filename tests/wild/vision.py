@@ -39,7 +39,9 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, x, train=False):
-        x = nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Conv(WIDTH, (3, 3), name="stem")(x)))
+        x = nn.relu(
+            nn.BatchNorm(use_running_average=not train)(nn.Conv(WIDTH, (3, 3), name="stem")(x))
+        )
         x = ResidualBlock(WIDTH)(x, train)
         x = ResidualBlock(2 * WIDTH, stride=2)(x, train)
         return nn.Dense(CLASSES, name="head")(x.mean(axis=(1, 2)))
@@ -73,7 +75,9 @@ class VQVAE(nnx.Module):
     def __init__(self, rngs):
         self.down = nnx.Conv(3, WIDTH, (4, 4), strides=(2, 2), rngs=rngs)
         self.to_codes = nnx.Conv(WIDTH, WIDTH, (1, 1), rngs=rngs)
-        self.codebook = nnx.Param(rngs.params.uniform((CODES, WIDTH), minval=-1 / CODES, maxval=1 / CODES))
+        self.codebook = nnx.Param(
+            rngs.params.uniform((CODES, WIDTH), minval=-1 / CODES, maxval=1 / CODES)
+        )
         self.from_codes = nnx.Conv(WIDTH, WIDTH, (3, 3), rngs=rngs)
         self.up = nnx.ConvTranspose(WIDTH, 3, (4, 4), strides=(2, 2), rngs=rngs)
 
@@ -119,7 +123,11 @@ class CLIP(nn.Module):
         y = y + nn.MultiHeadDotProductAttention(4, name="attention")(nn.LayerNorm(name="norm")(y))
         y = nn.Dense(16, use_bias=False, name="text_proj")(y.mean(axis=1))
         scale = self.param("logit_scale", nn.initializers.constant(np.log(1 / 0.07)), ())
-        return x / jnp.linalg.norm(x, axis=-1, keepdims=True), y / jnp.linalg.norm(y, axis=-1, keepdims=True), scale
+        return (
+            x / jnp.linalg.norm(x, axis=-1, keepdims=True),
+            y / jnp.linalg.norm(y, axis=-1, keepdims=True),
+            scale,
+        )
 
 
 def contrastive(outputs, batch):
