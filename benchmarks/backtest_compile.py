@@ -26,14 +26,14 @@ from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import PRESET, flags_for
 from spmd.models.transformer import TransformerConfig
-from spmd.observe.waiting import show_waiting_for
+from spmd.observe.spinner import spin_until_each
 from spmd.partition_rules.transformer import transformer_rules
 from spmd.run.build import make_setup
 from spmd.run.preflight import compile_text, topology_mesh
 from spmd.sharding.mesh import AXES, MeshShape, slice_numbers
 from spmd.step_time.closed_form import ClosedRates
 from spmd.step_time.network import Network, make_network
-from spmd.step_time.program import Schedule, read_schedule
+from spmd.step_time.program import ProgramSchedule, read_program_schedule
 from spmd.step_time.timeline import Rates, run_schedule
 
 # say nothing of the program: it is compiled again
@@ -47,7 +47,7 @@ _MLPS = {"relu": "relu", "gelu": "gelu", "geglu": "geglu", "swiglu": "swiglu"}
 class CompiledRow:
     """Schedule of a row's program on one slice."""
 
-    schedule: Schedule
+    schedule: ProgramSchedule
     network: Network
 
     def tokens_per_second(self, job: Rebuilt, rates: Rates) -> float:
@@ -132,7 +132,7 @@ def compile_rows(
         if not names[n].exists() and not _failed(names[n]).exists()
     }
     with ThreadPoolExecutor(workers) as pool:
-        for what in show_waiting_for(
+        for what in spin_until_each(
             pool.map(_compile, missing, missing.values()), "compiling rows"
         ):
             print(f"compiled {what}", file=sys.stderr, flush=True)
@@ -198,7 +198,7 @@ def _read(file: Path, job: Rebuilt) -> CompiledRow:
     about = describe(job)
     topology, shape = parse_topology(about["topology"]), MeshShape(**about["mesh"])
     program = parse(gzip.decompress(file.read_bytes()).decode())
-    schedule = read_schedule(program, shape.sizes, {}, slice_numbers(shape.sizes, {}))
+    schedule = read_program_schedule(program, shape.sizes, {}, slice_numbers(shape.sizes, {}))
     return CompiledRow(schedule, make_network(topology, shape, {}, job.network.hardware))
 
 

@@ -29,7 +29,7 @@ import spmd
 from spmd.data.loader import Windows, batches, evaluation_batches, load_corpus
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.gradients.exchange import LocalGradients, exchange_once, sum_exchange
+from spmd.gradients.deferred_reduction import LocalGradients, defer_grad_reduction, sum_exchange
 from spmd.gradients.losses import next_token_loss
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
@@ -110,7 +110,9 @@ def train(config: TrainConfig, setting: str) -> float:
         step: TrainStep = setup.step
         if setting == CONTROL:
             grad_fn = accumulate(value_and_grad(next_token_loss(setup.plan.model)), 1)
-            step = make_train_step(setup.plan, grad_fn=exchange_once(grad_fn, ("data",), signs))
+            step = make_train_step(
+                setup.plan, grad_fn=defer_grad_reduction(grad_fn, ("data",), signs)
+            )
         state = start_state(setup.plan, config.seed, state)
         placed = {"batch": config.data.batch, "sharding": setup.plan.batch_sharding("tokens")}
         for batch in batches(

@@ -41,7 +41,7 @@ from spmd.run.build import (
     config_mesh,
     count_flops,
     make_setup,
-    open_training_text,
+    open_text_dataset,
 )
 from spmd.run.init_from import initial_state
 from spmd.run.preflight import estimate_step
@@ -185,7 +185,7 @@ def train(name: str) -> list[float]:
     """Return the loss of each step of a run on this process's device."""
     setup = one_device_setup(RUNS[name].flags)
     config = setup.config
-    text = open_training_text(config)
+    text = open_text_dataset(config)
     sharding = setup.plan.batch_sharding("tokens")
     order = text.order(config.seed)
     losses: list[float] = []

@@ -45,8 +45,8 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.gradients.losses import ModelLoss, Sums
-from spmd.model_api.grad_transform import Carry
-from spmd.model_api.model import LayeredModel, Model, Outputs
+from spmd.model_interface.grad_transform import Carry
+from spmd.model_interface.model import LayeredModel, Model, Outputs
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.schedules import make_schedule

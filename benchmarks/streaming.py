@@ -18,7 +18,7 @@ import jax
 import tyro
 
 from spmd.data.loader import ordered_batches
-from spmd.data.training_text import open_text
+from spmd.data.text_dataset import open_text
 from spmd.distributed.initialize import initialize
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig

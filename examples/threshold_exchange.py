@@ -17,8 +17,8 @@ import spmd
 from spmd import tree
 from spmd.errors import Problem
 from spmd.gradients.base import GradFn
-from spmd.gradients.exchange import LocalGradients, exchange
-from spmd.model_api.grad_transform import StateArray
+from spmd.gradients.deferred_reduction import LocalGradients, reduce_local
+from spmd.model_interface.grad_transform import StateArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,12 @@ class ThresholdExchange(spmd.GradTransform):
 
     def wrap(self, grad_fn: GradFn) -> GradFn:
         """Return a gradient function whose gradients are exchanged once a step, by `_send_large`."""
-        return spmd.exchange_once(grad_fn, ("data",), self._send_large, own=self.name)
+        return spmd.defer_grad_reduction(grad_fn, ("data",), self._send_large, own=self.name)
 
     def _send_large(self, local: LocalGradients, carry: spmd.Carry) -> tuple[Any, spmd.Carry]:
         wanted = jax.tree.map(jnp.add, local.gradients, carry.transforms[self.name])
         sent = jax.tree.map(self._large, wanted)
-        summed = tree.map_with_path(lambda path, x: exchange(path, x, local), sent)
+        summed = tree.map_with_path(lambda path, x: reduce_local(path, x, local), sent)
         return summed, carry.with_state(self.name, jax.tree.map(jnp.subtract, wanted, sent))
 
     def _large(self, x: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from spmd.layers.kv_cache import Layer, collect_cache, isolate_layer, thread_cache
 from spmd.layers.sequential_stages import run_stack
-from spmd.model_api.wrapped_param import has_fetched
+from spmd.model_interface.wrapped_param import has_fetched
 from spmd.plan.annotate import remat_interval, remat_layer
 from spmd.plan.manual import is_partly_manual
 
@@ -127,7 +127,7 @@ def run_layers(layers: nnx.Module, x: Array, *context: Any, unroll: int = 1) -> 
     return x
 
 
-def collect_layers(
+def scan_layers_with_outputs(
     layers: nnx.Module, x: Array, each: Any, *context: Any, unroll: int = 1
 ) -> tuple[Array, Any]:
     """Run layers that have their own inputs and return values besides `x`.

@@ -21,7 +21,7 @@ from spmd.layers.linear_recipes import (
 from spmd.layers.lm_head import LazyLogits, is_lazy
 from spmd.layers.quantized_matmul import Operand, quantized_einsum
 from spmd.layers.soft_cap import soft_capped
-from spmd.model_api.wrapped_param import addend_of, operand_of, rider_of
+from spmd.model_interface.wrapped_param import addend_of, operand_of, rider_of
 from spmd.plan.annotate import annotate, attention_config, constrain_like, is_recomputed, placement
 from spmd.plan.fsdp import (
     ParamPlacement,

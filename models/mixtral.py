@@ -7,7 +7,7 @@ config = dataclasses.replace(PRESETS["mixtral-8x7b"], layers=4)
 model = spmd.from_nnx(config.build)
 ```
 
-It returns `spmd.model_api.model.Outputs`: logits, auxiliary losses, metrics. The router is a field,
+It returns `spmd.model_interface.model.Outputs`: logits, auxiliary losses, metrics. The router is a field,
 so Switch, GShard, Qwen and DeepSeek-V3 are presets of the same model. Not implemented: the encoders
 of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert, DeepSeek's
 latent attention and multi-token prediction.
@@ -28,8 +28,8 @@ from spmd.layers.expert_layout import ExpertKernel
 from spmd.layers.moe import Activation, mixture_of_experts
 from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, Valid, balanced_bias, jittered, route
-from spmd.model_api.model import Outputs
-from spmd.models.layers import RMSNorm, collect_layers, gated, make_layers, run_layers
+from spmd.model_interface.model import Outputs
+from spmd.models.layers import RMSNorm, gated, make_layers, run_layers, scan_layers_with_outputs
 from spmd.models.linear import Head, dense
 from spmd.models.llama import MLP, Attention, Block, Embedding, LlamaConfig
 from spmd.models.rope import Angles
@@ -456,7 +456,7 @@ class Mixtral(nnx.Module):
         if self.noise is not None and training:
             count = config.layers - config.dense_layers
             keys = jax.random.split(self.noise(), count)
-        x, reports = collect_layers(self.layers, x, keys, *context, unroll=config.unroll)
+        x, reports = scan_layers_with_outputs(self.layers, x, keys, *context, unroll=config.unroll)
         if config.router.bias_rate and training:
             self._move_biases(reports["load"])
         return x, reports

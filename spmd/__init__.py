@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from spmd.errors import SpmdError
     from spmd.gradients.accumulate import accumulate
     from spmd.gradients.base import value_and_grad
-    from spmd.gradients.exchange import exchange_once
+    from spmd.gradients.deferred_reduction import defer_grad_reduction
     from spmd.gradients.losses import classification_loss, cross_entropy, next_token_loss
     from spmd.jaxpr.examples import per_example
-    from spmd.model_api.grad_transform import Carry, GradTransform
-    from spmd.model_api.model import Model
-    from spmd.model_api.remat import Remat
+    from spmd.model_interface.grad_transform import Carry, GradTransform
+    from spmd.model_interface.model import Model
+    from spmd.model_interface.remat import Remat
     from spmd.observe.metrics import Writer
     from spmd.optim.config import OptimizerConfig, make_optimizer
     from spmd.optim.ema import ema_params, with_ema
@@ -88,9 +88,9 @@ __all__ = [
     "annotate",
     "classification_loss",
     "cross_entropy",
+    "defer_grad_reduction",
     "ema_params",
     "evaluated_params",
-    "exchange_once",
     "fit",
     "from_linen",
     "from_nnx",
@@ -115,22 +115,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Carry": "spmd.model_api.grad_transform",
+    "Carry": "spmd.model_interface.grad_transform",
     "ChatConfig": "spmd.data.chat",
     "CompressConfig": "spmd.settings.compress",
     "DataConfig": "spmd.data.loader",
     "EvaluationConfig": "spmd.run.config",
     "EvaluationInterval": "spmd.run.run_config",
-    "GradTransform": "spmd.model_api.grad_transform",
+    "GradTransform": "spmd.model_interface.grad_transform",
     "Hook": "spmd.training.loop",
     "ImageFolder": "spmd.data.images",
     "MeshShape": "spmd.sharding.mesh",
-    "Model": "spmd.model_api.model",
+    "Model": "spmd.model_interface.model",
     "OptimizerConfig": "spmd.optim.config",
     "PipelineConfig": "spmd.run.config",
     "Precision": "spmd.precision",
     "RecoveryConfig": "spmd.run.run_config",
-    "Remat": "spmd.model_api.remat",
+    "Remat": "spmd.model_interface.remat",
     "Rules": "spmd.sharding.rules",
     "Run": "spmd.run.run",
     "RunConfig": "spmd.run.run_config",
@@ -150,7 +150,7 @@ _HOMES = {
     "cross_entropy": "spmd.gradients.losses",
     "ema_params": "spmd.optim.ema",
     "evaluated_params": "spmd.training.evaluated_params",
-    "exchange_once": "spmd.gradients.exchange",
+    "defer_grad_reduction": "spmd.gradients.deferred_reduction",
     "fit": "spmd.training.loop",
     "from_linen": "spmd.plan.flax",
     "from_nnx": "spmd.plan.flax",

@@ -220,7 +220,7 @@ def check_fields(
         where = prefix + field
         if isinstance(rule, str):
             if not _is_within(value, rule):
-                problems.append(Problem(where, f"is {shown(value)}", fix=rule))
+                problems.append(Problem(where, f"is {describe_value(value)}", fix=rule))
         elif value not in rule:
             fix = did_you_mean(str(value), map(str, rule))
             problems.append(Problem(where, f"is {value!r}", fix=fix))
@@ -286,12 +286,12 @@ def check_type(where: str, value: Any, kinds: type | tuple[type, ...], fix: str)
     """Return a problem if an argument is of none of these types."""
     if isinstance(value, kinds):
         return []
-    return [Problem(where, f"is {shown(value)}", fix=fix)]
+    return [Problem(where, f"is {describe_value(value)}", fix=fix)]
 
 
 def check_call(where: str, function: Any, parameters: str, fix: str = "") -> list[Problem]:
     """Return a problem if an argument is no function of parameters such as `"params, batch"`."""
-    what = f"is {shown(function)}"
+    what = f"is {describe_value(function)}"
     try:
         if callable(function):
             inspect.signature(function).bind(*parameters.split(", "))
@@ -304,7 +304,7 @@ def check_call(where: str, function: Any, parameters: str, fix: str = "") -> lis
     return [Problem(where, what, fix=fix or f"a function of ({parameters})")]
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a value in a few words.
 
     They are numbers and texts as they are written, shapes of arrays, and types of the rest.

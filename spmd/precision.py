@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
 from spmd.loss_scaling.loss_scale import LossScale
-from spmd.model_api.grad_transform import GradTransform
+from spmd.model_interface.grad_transform import GradTransform
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "params": ("float32", "bfloat16", "float64"),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import traverse_util
 
-from spmd.errors import Problem, shown
+from spmd.errors import Problem, describe_value
 
 PyTree = Any
 
@@ -60,7 +60,7 @@ def check_like(tree: PyTree, wanted: PyTree, where: str) -> list[Problem]:
 
 def _shown_leaves(tree: PyTree) -> dict[str, str]:
     """Return path → the leaf in a few words."""
-    return {path: shown(leaf) for path, leaf in flatten(tree).items()}
+    return {path: describe_value(leaf) for path, leaf in flatten(tree).items()}
 
 
 def map_with_path(

@@ -8,7 +8,7 @@ from typing import Any
 import optax
 
 from spmd.gradients.base import GradFn
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.rules import Rules
 from spmd.testing import Parity, Reference, Tolerance

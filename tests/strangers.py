@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.gradients.losses import LossFn, ModelLoss, classification_loss, next_token_loss
 from spmd.lora.adapters import LoRAConfig, lora_rules, with_lora
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.plan.flax import from_linen, from_nnx
 from spmd.sharding.rules import Rules, replicate
 from spmd.testing import token_batches

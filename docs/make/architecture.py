@@ -58,7 +58,7 @@ ROWS = [
         ("loss_scaling", "the scale of a float16 loss", TECHNIQUE),
         ("precision", "the dtypes of a run", SETTING),
     ],
-    [("model_api", "what a model declares; transforms of the gradient", CORE)],
+    [("model_interface", "what a model declares; transforms of the gradient", CORE)],
     [
         ("distributed", "processes, XLA flags", SERVICE),
         ("jaxpr", "walking traced programs", CORE),

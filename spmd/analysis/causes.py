@@ -108,7 +108,7 @@ class _Origin:
     def is_sum(self) -> bool:
         """True for a reduction that adds terms of several devices."""
         is_reduction = self.record.kind in ("all-reduce", "reduce-scatter")
-        return is_reduction and self.record.stands_for != "all-gather"
+        return is_reduction and self.record.equivalent_kind != "all-gather"
 
     @property
     def is_renamed(self) -> bool:
@@ -254,7 +254,9 @@ class _Search:
             if axes <= _axes(drop_fsdp(entry.spec)) and origin.operation in _PRODUCTS:
                 return PRODUCT
             return GRADIENT
-        is_gather = "all-gather" in (record.kind, record.stands_for) and axes <= _axes(entry.spec)
+        is_gather = "all-gather" in (record.kind, record.equivalent_kind) and axes <= _axes(
+            entry.spec
+        )
         if is_gather or _is_forward(origin) or origin.operation.startswith("all_gather"):
             return USED_WHOLE
         return GRADIENT

@@ -27,8 +27,8 @@ from spmd.analysis.annotated import Annotated, find_annotated
 from spmd.analysis.causes import NO_RULE, add_causes
 from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.collectives import find_collectives
+from spmd.analysis.comm_dtypes import comm_dtype_checks, wider_transfers
 from spmd.analysis.hlo import HloModule, parse
-from spmd.analysis.promises import broken_promises, find_promises
 from spmd.errors import MeshError, Problem
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import read_names
@@ -70,7 +70,7 @@ class CollectiveAudit:
     Attributes:
         mesh: Axis → size, of the axes larger than 1.
         slices: Axis → number of slices, of the axes that cross the slow network.
-        broken: Transfers that are wider than the plan promises (`spmd.analysis.promises`).
+        broken: Transfers that are wider than the plan promises (`spmd.analysis.comm_dtypes`).
     """
 
     mesh: Mapping[str, int]
@@ -133,8 +133,8 @@ class CollectiveAudit:
             parts.append("\n".join(notes))
         for warning in self.warnings:
             parts.append(f"warning: {warning}")
-        for promise in self.broken:
-            parts.append(f"BROKEN PROMISE: {promise}")
+        for problem in self.broken:
+            parts.append(f"WIDER THAN PLANNED: {problem}")
         return "\n\n".join(parts)
 
     def _title(self) -> str:
@@ -201,7 +201,7 @@ class CollectiveAudit:
             "dtype_bytes": dtype_bytes,
             "collectives": collectives,
             "warnings": _problems_json(self.warnings),
-            "broken_promises": _problems_json(self.broken),
+            "wider_transfers": _problems_json(self.broken),
         }
 
 
@@ -249,7 +249,7 @@ def audit_collectives(
         if jaxpr is not None:
             annotated = find_annotated(jaxpr)
         records = add_causes(records, plan, annotated)
-        broken = tuple(broken_promises(records, find_promises(plan)))
+        broken = tuple(wider_transfers(records, comm_dtype_checks(plan)))
     return CollectiveAudit(
         mesh=_above_one(mesh.shape),
         backend=backend,
@@ -294,12 +294,12 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
     for record in records:
         if record.kind == "all-gather" and record.bytes >= MIN_SHARE * total:
             yield from _gather_warnings(record)
-        elif record.kind == "all-reduce" and record.stands_for and backend != "tpu":
+        elif record.kind == "all-reduce" and record.equivalent_kind and backend != "tpu":
             # On TPUs it is the compiler's choice for whole slices and small arrays, so the tables
             # have a note instead.
             yield Problem(
                 _where(record),
-                f"is an all-reduce where {record.stands_for} would send half of the bytes",
+                f"is an all-reduce where {record.equivalent_kind} would send half of the bytes",
                 _amount(record),
                 "constrain the sum to the sharding of its use right where it is made",
             )
@@ -487,8 +487,8 @@ def _limits(named: Mapping[str, Amount | Mapping[str, Amount]]) -> dict[str, Amo
 
 def _notes_on(record: Collective) -> Iterator[str]:
     """Yield the notes that one record needs."""
-    if record.written_as:
-        yield f"{record.kind} is written as {record.written_as}"
+    if record.hlo_form:
+        yield f"{record.kind} is written as {record.hlo_form}"
     if not record.is_counted:
         yield "≥: a loop of unknown length is counted once"
     if not record.executions:
@@ -501,9 +501,9 @@ def _doubled(records: Iterable[Collective]) -> Iterator[str]:
     """Yield notes on all-reduces that send twice the bytes of the collective they stand for."""
     doubled = []
     for record in records:
-        if record.kind == "all-reduce" and record.stands_for and record.payload >= MIN_BYTES:
+        if record.kind == "all-reduce" and record.equivalent_kind and record.payload >= MIN_BYTES:
             doubled.append(record)
-    groups = _grouped(doubled, lambda r: (r.stands_for, r.over))
+    groups = _grouped(doubled, lambda r: (r.equivalent_kind, r.over))
     for (means, over), group in groups.items():
         sent = human_bytes(_total(group))
         yield f"of all-reduce over {over}, {sent} stand for {means}s, with twice their bytes"

@@ -66,8 +66,8 @@ class Collective:
             part of one.
         is_counted: False in a loop of unknown length, which is counted once.
         is_conditional: In a branch of unknown share, which is counted as always taken.
-        written_as: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
-        stands_for: What would do in place of an all-reduce: `"reduce-scatter"` where each device
+        hlo_form: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
+        equivalent_kind: What would do in place of an all-reduce: `"reduce-scatter"` where each device
             keeps only its own part, `"all-gather"` where each adds its own part to zeros; else
             empty.
         dtype: Element type as XLA names it: `"bf16"`, `"s8"`.
@@ -92,9 +92,9 @@ class Collective:
     executions: int = 0
     is_counted: bool = True
     is_conditional: bool = False
-    written_as: str
-    stands_for: str
-    entering: int
+    hlo_form: str
+    equivalent_kind: str
+    cross_slice_count: int
     dtype: str
     operand: str
     array: str
@@ -119,7 +119,7 @@ class Collective:
     @property
     def slice_bytes(self) -> int:
         """Bytes that all devices of a slice get from other slices in one step."""
-        return self.bytes * self.entering
+        return self.bytes * self.cross_slice_count
 
     @property
     def over(self) -> str:

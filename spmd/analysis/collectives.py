@@ -1,6 +1,6 @@
 """Search for the collectives of a parsed program: kind, mesh axes, executions, and the array moved.
 
-Compilers write some collectives in another form, noted in `written_as`:
+Compilers write some collectives in another form, noted in `hlo_form`:
 
 - The partitioner's reduce-scatter is an all-reduce of which each device keeps only its own part.
   XLA:GPU makes a reduce-scatter of it, XLA:TPU a fusion `all-reduce-scatter`, and XLA:CPU nothing:
@@ -31,7 +31,7 @@ from spmd.analysis.hlo import Computation, HloArray, HloModule, HloValue, Instru
 from spmd.analysis.overlap import chain_of, compute_beside
 from spmd.analysis.replica_groups import (
     Groups,
-    entering,
+    cross_slice_count,
     kind_of,
     mesh_axes,
     per_device,
@@ -39,7 +39,7 @@ from spmd.analysis.replica_groups import (
 )
 from spmd.coded_comm import codes, comm
 from spmd.jaxpr.source import source_line
-from spmd.plan import annotate, context, fsdp, local_param, manual
+from spmd.plan import annotate, context, fsdp, manual, sharded_param
 from spmd.plan.scopes import read_names
 from spmd.sharding import collectives, param_comm
 
@@ -74,7 +74,7 @@ _WRAPPER_MODULES = (
     comm,
     context,
     fsdp,
-    local_param,
+    sharded_param,
     manual,
     param_comm,
 )
@@ -131,7 +131,7 @@ class _Transfer:
     pairs: bool
     axes: tuple[str, ...] | None
     result: HloValue
-    entering: int
+    cross_slice_count: int
     is_overlapped: bool
     overlapped_cycles: int
 
@@ -235,8 +235,8 @@ class _Search:
             for value in terms | {first}:
                 sums.pop(value, None)
             key = self._reduced[first]
-            written = f"{found[key].written_as or 'all-reduce'}s that are added"
-            found[key] = dataclasses.replace(found[key], written_as=written)
+            written = f"{found[key].hlo_form or 'all-reduce'}s that are added"
+            found[key] = dataclasses.replace(found[key], hlo_form=written)
         return found
 
     def _sums(self) -> dict[HloValue, set[HloValue]]:
@@ -338,7 +338,7 @@ class _Search:
             pairs=pairs,
             axes=axes,
             result=self._done(name, instruction),
-            entering=entering(places, self.slices, kind, pairs=pairs),
+            cross_slice_count=cross_slice_count(places, self.slices, kind, pairs=pairs),
             is_overlapped=is_overlapped,
             overlapped_cycles=cycles,
         )
@@ -363,16 +363,16 @@ class _Search:
         arrays = [self.program.at(operand).arrays[0] for operand in operands]
         narrow = self._narrow(instruction, operands, arrays[0], results)
         moved = [HloArray(narrow or array.dtype, array.dims) for array in arrays]
-        stands_for, source = self._purpose(transfer, operands[0], arrays[0], results[0])
-        kind = self._kind(transfer, stands_for)
+        equivalent_kind, source = self._purpose(transfer, operands[0], arrays[0], results[0])
+        kind = self._kind(transfer, equivalent_kind)
         metadata = self._metadata(transfer.computation, instruction, operands[0], results[0])
         return Collective(
             kind=kind,
             axes=transfer.axes,
             payload=_payload(transfer, moved),
-            written_as=_written_as(transfer, kind, arrays[0].dtype if narrow else ""),
-            stands_for=stands_for,
-            entering=transfer.entering,
+            hlo_form=_hlo_form(transfer, kind, arrays[0].dtype if narrow else ""),
+            equivalent_kind=equivalent_kind,
+            cross_slice_count=transfer.cross_slice_count,
             dtype=moved[0].dtype,
             operand=_shape_text(moved),
             array=self._argument(source) or self._destination(results[0]),
@@ -381,7 +381,7 @@ class _Search:
             source=source_line(self.program.frames(metadata), _WRAPPERS),
             instruction=instruction.name,
             groups=instruction.attribute(_GROUPS),
-            crosses=transfer.entering > 0,
+            crosses=transfer.cross_slice_count > 0,
             is_overlapped=transfer.is_overlapped,
             overlapped_cycles=transfer.overlapped_cycles,
         )
@@ -415,10 +415,10 @@ class _Search:
             return "reduce-scatter", operand
         return "", operand
 
-    def _kind(self, transfer: _Transfer, stands_for: str) -> str:
+    def _kind(self, transfer: _Transfer, equivalent_kind: str) -> str:
         """Return the kind that a collective counts as."""
         is_written = self.cpu or transfer.is_scatter_fusion
-        if stands_for == "reduce-scatter" and is_written:
+        if equivalent_kind == "reduce-scatter" and is_written:
             return "reduce-scatter"
         return transfer.kind
 
@@ -661,7 +661,7 @@ def _payload(transfer: _Transfer, moved: Iterable[HloArray]) -> int:
     return size
 
 
-def _written_as(transfer: _Transfer, kind: str, widened: str) -> str:
+def _hlo_form(transfer: _Transfer, kind: str, widened: str) -> str:
     """Return the form in the program, if it differs from the kind.
 
     `widened` is the type of data that XLA:CPU converted to it for the collective, else empty.

@@ -31,7 +31,7 @@ from spmd.analysis.explicit_rules import (
     unsharded,
 )
 from spmd.jaxpr.source import source_line
-from spmd.jaxpr.traced_program import Dims, Operation, TracedProgram, TracedValue, read_program
+from spmd.jaxpr.traced_program import DimAxes, Operation, TracedProgram, TracedValue, read_program
 from spmd.sharding.dims import dims_spec
 from spmd.sharding.rules import spec_text
 from spmd.training.state import abstract_arguments
@@ -158,12 +158,12 @@ class _Check:
     def __init__(self) -> None:
         self.seen = set[Operation]()
         self._found: dict[Operation, tuple[str, str]] = {}  # operation → operands, reason
-        self._known: dict[Any, list[Dims] | str] = {}
+        self._known: dict[Any, list[DimAxes] | str] = {}
         # Constants that a manual region returns: sharded over its own axes only.
         self._constants = set[TracedValue]()
 
     def run(
-        self, program: TracedProgram, mesh: AbstractMesh, returned: Mapping[TracedValue, Dims]
+        self, program: TracedProgram, mesh: AbstractMesh, returned: Mapping[TracedValue, DimAxes]
     ) -> None:
         """Set the sharding of every value; `returned` has results that are decided by the caller.
 
@@ -177,8 +177,8 @@ class _Check:
                 output.dims = dims
 
     def _operation(
-        self, operation: Operation, mesh: AbstractMesh, decided: Mapping[TracedValue, Dims]
-    ) -> Sequence[Dims | None]:
+        self, operation: Operation, mesh: AbstractMesh, decided: Mapping[TracedValue, DimAxes]
+    ) -> Sequence[DimAxes | None]:
         """Check one operation with its bodies, and return the shardings of its results."""
         if operation.primitive in ("scan", "while"):
             return self._loop(operation, mesh)
@@ -216,8 +216,8 @@ class _Check:
         self._found[operation] = (operands, reason)
 
     def _results(
-        self, operation: Operation, mesh: AbstractMesh, decided: Mapping[TracedValue, Dims]
-    ) -> Sequence[Dims | None]:
+        self, operation: Operation, mesh: AbstractMesh, decided: Mapping[TracedValue, DimAxes]
+    ) -> Sequence[DimAxes | None]:
         """Return the shardings of the results of an operation without a body."""
         given = [value.dims for value in operation.inputs]
         spec = constraint_spec(operation)
@@ -242,15 +242,15 @@ class _Check:
         return propagated_dims(operation, mesh)
 
     def _evaluate(
-        self, operation: Operation, given: list[Dims], mesh: AbstractMesh
-    ) -> list[Dims] | str:
+        self, operation: Operation, given: list[DimAxes], mesh: AbstractMesh
+    ) -> list[DimAxes] | str:
         """Return the shardings by JAX's rules, or the reason why there are none."""
         key = operation, tuple(given), mesh
         if key not in self._known:  # bodies of loops are visited more than once
             self._known[key] = result_dims(operation, given, mesh)
         return self._known[key]
 
-    def _loop(self, operation: Operation, mesh: AbstractMesh) -> list[Dims | None]:
+    def _loop(self, operation: Operation, mesh: AbstractMesh) -> list[DimAxes | None]:
         """Check the body of a loop.
 
         A value that it carries is sharded as at the start, a constant as at the end.
@@ -294,7 +294,7 @@ class _Check:
                 reason = f"iterates over a dimension of {_text(value)} that is sharded"
                 self._report(operation, reason)
 
-    def _branches(self, operation: Operation, mesh: AbstractMesh) -> list[Dims | None]:
+    def _branches(self, operation: Operation, mesh: AbstractMesh) -> list[DimAxes | None]:
         """Check the branches of a condition; all should return equal shardings."""
         for body in operation.bodies:
             inputs = operation.inputs[-len(body.inputs) :]
@@ -303,7 +303,7 @@ class _Check:
                 if value in self._constants:
                     self._constants.add(inner)
             self.run(body, mesh, {})
-        results: list[Dims | None] = []
+        results: list[DimAxes | None] = []
         outputs = [body.outputs for body in operation.bodies]
         for ends in zip(*outputs, strict=True):
             known = [end for end in ends if end.dims is not None]
@@ -318,7 +318,7 @@ class _Check:
                     break
         return results
 
-    def _manual(self, operation: Operation, mesh: AbstractMesh) -> list[Dims]:
+    def _manual(self, operation: Operation, mesh: AbstractMesh) -> list[DimAxes]:
         """Check a manual region for the other axes; its author decides those that are manual."""
         (body,) = operation.bodies
         manual = operation.params["newly_manual_axes"]
@@ -358,10 +358,10 @@ def _source(operation: Operation) -> str:
     return source_line(own or frames)
 
 
-def _unsharded_results(operation: Operation) -> list[Dims | None]:
+def _unsharded_results(operation: Operation) -> list[DimAxes | None]:
     """Return the shardings of results for operands that no axis splits; None of constants."""
     is_constant = all(value.dims is None or not value.shape for value in operation.inputs)
-    results: list[Dims | None] = []
+    results: list[DimAxes | None] = []
     for output in operation.outputs:
         results.append(None if is_constant else unsharded(output))
     return results

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.jaxpr.propagation import ELEMENTWISE, propagate
-from spmd.jaxpr.traced_program import Dims, Operation, TracedProgram, TracedValue
+from spmd.jaxpr.traced_program import DimAxes, Operation, TracedProgram, TracedValue
 from spmd.sharding.dims import dims_spec
 from spmd.sharding.mesh import entry_axes
 
@@ -34,14 +34,14 @@ def explicit_mesh(axes: Mapping[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
 
 
-def unsharded(value: Any) -> Dims:
+def unsharded(value: Any) -> DimAxes:
     """Return the dims of an array that no axis splits."""
     return ((),) * len(value.shape)
 
 
 def mesh_dims(
-    spec: P, value: Any, axes: Mapping[str, int], unconstrained: Dims | None = None
-) -> Dims:
+    spec: P, value: Any, axes: Mapping[str, int], unconstrained: DimAxes | None = None
+) -> DimAxes:
     """Return the axes of each dimension of an array, of those in `axes`.
 
     `unconstrained` has the axes of dimensions that the spec leaves open.
@@ -59,8 +59,8 @@ def mesh_dims(
 
 
 def result_dims(
-    operation: Operation, given: Sequence[Dims], mesh: AbstractMesh
-) -> list[Dims] | str:
+    operation: Operation, given: Sequence[DimAxes], mesh: AbstractMesh
+) -> list[DimAxes] | str:
     """Return the shardings of the results for operands with given ones.
 
     If JAX finds none, return its reason.
@@ -123,7 +123,7 @@ def _reason(error: Exception) -> str:
     return first.rstrip(".")
 
 
-def _keeps_dims(reshape: Operation, dims: Dims) -> bool:
+def _keeps_dims(reshape: Operation, dims: DimAxes) -> bool:
     """Return whether the result has all dimensions that are sharded.
 
     JAX refuses to reshape several others.
@@ -140,7 +140,7 @@ def _keeps_dims(reshape: Operation, dims: Dims) -> bool:
     return True
 
 
-def propagated_dims(operation: Operation, mesh: AbstractMesh) -> list[Dims]:
+def propagated_dims(operation: Operation, mesh: AbstractMesh) -> list[DimAxes]:
     """Return the shardings of the results by the propagation of XLA's partitioner.
 
     Axes that do not divide a dimension of a result do not split it.
@@ -165,7 +165,7 @@ def propagated_dims(operation: Operation, mesh: AbstractMesh) -> list[Dims]:
     return found
 
 
-def dims_with_constants(operation: Operation, mesh: AbstractMesh) -> list[Dims]:
+def dims_with_constants(operation: Operation, mesh: AbstractMesh) -> list[DimAxes]:
     """Return the operands' shardings, with constants sharded like the result or another operand."""
     arrays = []
     for output, dims in zip(operation.outputs, propagated_dims(operation, mesh), strict=True):
@@ -176,7 +176,9 @@ def dims_with_constants(operation: Operation, mesh: AbstractMesh) -> list[Dims]:
     return [value.dims or _constant_dims(value, arrays) for value in operation.inputs]
 
 
-def _constant_dims(constant: TracedValue, arrays: Sequence[tuple[tuple[int, ...], Dims]]) -> Dims:
+def _constant_dims(
+    constant: TracedValue, arrays: Sequence[tuple[tuple[int, ...], DimAxes]]
+) -> DimAxes:
     """Return the sharding of the array that is most like a constant, where dimensions are equal.
 
     The first array of the same shape, else the last one with as many dimensions.
@@ -198,8 +200,8 @@ def _constant_dims(constant: TracedValue, arrays: Sequence[tuple[tuple[int, ...]
 
 
 def decided_dims(
-    program: TracedProgram, mesh: AbstractMesh, returned: Mapping[TracedValue, Dims]
-) -> dict[TracedValue, Dims]:
+    program: TracedProgram, mesh: AbstractMesh, returned: Mapping[TracedValue, DimAxes]
+) -> dict[TracedValue, DimAxes]:
     """Return the shardings of values with uses that reach one sharding constraint.
 
     They reach it through element-wise operations alone. A sum of a whole array does not count, as
@@ -207,7 +209,7 @@ def decided_dims(
     pass. Of values that the program returns, `returned` has those that its caller decides.
     """
     backward = _backward_values(program)
-    wanted: dict[TracedValue, set[Dims | None]] = {}
+    wanted: dict[TracedValue, set[DimAxes | None]] = {}
     for value, dims in returned.items():
         wanted[value] = {dims}
     for operation in reversed(program.operations):
@@ -239,8 +241,8 @@ def _wanted_dims(
     operation: Operation,
     number: int,
     mesh: AbstractMesh,
-    wanted: Mapping[TracedValue, set[Dims | None]],
-) -> set[Dims | None]:
+    wanted: Mapping[TracedValue, set[DimAxes | None]],
+) -> set[DimAxes | None]:
     """Return the shardings that an operation wants of an operand, None for one of any layout.
 
     `wanted` has those of its results.
@@ -253,7 +255,7 @@ def _wanted_dims(
         if operation.params["newly_manual_axes"].issuperset(mesh.axis_names):
             return {mesh_dims(operation.params["in_specs"][number], value, mesh.shape)}
         return {None}
-    after: set[Dims | None] = set()
+    after: set[DimAxes | None] = set()
     if operation.outputs:
         after = wanted.get(operation.outputs[0], set())
     if operation.primitive in ELEMENTWISE and value.shape == operation.outputs[0].shape:
@@ -263,7 +265,7 @@ def _wanted_dims(
     return {None}
 
 
-def _before_transpose(dims: Dims | None, permutation: Sequence[int]) -> Dims | None:
+def _before_transpose(dims: DimAxes | None, permutation: Sequence[int]) -> DimAxes | None:
     """Return the sharding of an operand from the sharding of its transpose."""
     if not dims:
         return dims

@@ -179,7 +179,7 @@ def mesh_axes(
     return named
 
 
-def entering(groups: Groups, parts: np.ndarray, kind: str, *, pairs: bool) -> int:
+def cross_slice_count(groups: Groups, parts: np.ndarray, kind: str, *, pairs: bool) -> int:
     """Return the most payloads that a run of a collective sends into any part from others.
 
     One for each group that spans parts, or for each device in it where every device gets data of

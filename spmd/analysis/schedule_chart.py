@@ -10,7 +10,7 @@ from typing import Any
 
 from spmd.errors import ConfigError, Problem
 from spmd.pipeline.schedule_files import to_csv
-from spmd.pipeline.simulate import Slot, Timeline
+from spmd.pipeline.simulate import ScheduleTimeline, Slot
 
 NAMES = {
     "F": "forward",
@@ -32,7 +32,7 @@ LETTER, ENTRY = 7, 44  # pixels: a letter of text, and a legend's entry without 
 NARROWEST, WIDEST = 20, 3600
 
 
-def _headline(timeline: Timeline) -> str:
+def _headline(timeline: ScheduleTimeline) -> str:
     schedule = timeline.schedule
     parts = [f"{schedule.stages} stages", f"{schedule.microbatches} microbatches"]
     if schedule.chunks > 1:
@@ -42,12 +42,12 @@ def _headline(timeline: Timeline) -> str:
     return f"{schedule.name}: {', '.join(parts)}"
 
 
-def describe(timeline: Timeline) -> str:
+def describe(timeline: ScheduleTimeline) -> str:
     """Return the size of a schedule, and its cost."""
     return f"{_headline(timeline)}; {_summary(timeline)}"
 
 
-def _summary(timeline: Timeline) -> str:
+def _summary(timeline: ScheduleTimeline) -> str:
     parts = [f"makespan {timeline.makespan:g}"]
     if timeline.batches > 1:
         parts.append(f"{timeline.period:g} for each batch in the steady state")
@@ -59,12 +59,12 @@ def _summary(timeline: Timeline) -> str:
     return ", ".join(parts)
 
 
-def _shortest_duration(timeline: Timeline) -> float:
+def _shortest_duration(timeline: ScheduleTimeline) -> float:
     """Return the duration of the shortest task that takes any time."""
     return min(slot.end - slot.start for slot in _drawn_slots(timeline))
 
 
-def _drawn_slots(timeline: Timeline) -> list[Slot]:
+def _drawn_slots(timeline: ScheduleTimeline) -> list[Slot]:
     """Return the slots of all stages, without tasks that take no time."""
     drawn = []
     for slots in timeline.tasks:
@@ -74,7 +74,7 @@ def _drawn_slots(timeline: Timeline) -> list[Slot]:
     return drawn
 
 
-def _task_kinds(timeline: Timeline) -> list[str]:
+def _task_kinds(timeline: ScheduleTimeline) -> list[str]:
     present = set()
     for slots in timeline.tasks:
         for slot in slots:
@@ -82,7 +82,7 @@ def _task_kinds(timeline: Timeline) -> list[str]:
     return [kind for kind in NAMES if kind in present]
 
 
-def chart(timeline: Timeline, width: int = 100) -> str:
+def chart(timeline: ScheduleTimeline, width: int = 100) -> str:
     """Draw the timeline as text, its rows no wider than `width`, with a legend and a summary.
 
     Tasks are shown by name if every name fits its duration; else by their microbatch, one character
@@ -159,7 +159,7 @@ class _TextScale:
         return kind[0]
 
 
-def _fit(timeline: Timeline, available: int) -> _TextScale:
+def _fit(timeline: ScheduleTimeline, available: int) -> _TextScale:
     """Return the scale with the most detail that fits so many columns."""
     slots = _drawn_slots(timeline)
     units = timeline.makespan / _shortest_duration(timeline)
@@ -175,7 +175,7 @@ def _fit(timeline: Timeline, available: int) -> _TextScale:
     )
 
 
-def svg(timeline: Timeline) -> str:
+def svg(timeline: ScheduleTimeline) -> str:
     """Draw the timeline as a standalone SVG: a box for every task with its microbatch.
 
     Boxes of later chunks are lighter. The tooltip of a box has its task, stage and times.
@@ -199,7 +199,7 @@ def svg(timeline: Timeline) -> str:
 class _SvgChart:
     """SVG of a timeline with its sizes, in pixels; `root` is the element of the whole."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: ScheduleTimeline) -> None:
         self.timeline = timeline
         self.title = _headline(timeline)
         self.summary = _summary(timeline)
@@ -282,7 +282,7 @@ class _SvgChart:
             x += ENTRY + LETTER * len(name)
 
 
-def _legend(timeline: Timeline) -> list[tuple[str, str]]:
+def _legend(timeline: ScheduleTimeline) -> list[tuple[str, str]]:
     """Return the colours of a chart with their names."""
     entries = []
     for kind in _task_kinds(timeline):
@@ -369,7 +369,7 @@ def _linear(channel: int) -> float:
     return ((value + 0.055) / 1.055) ** 2.4
 
 
-def write_svg(timeline: Timeline, path: str | Path) -> None:
+def write_svg(timeline: ScheduleTimeline, path: str | Path) -> None:
     """Write the SVG to a file.
 
     Raises:
@@ -386,7 +386,7 @@ def write_svg(timeline: Timeline, path: str | Path) -> None:
         raise ConfigError("The schedule was not drawn:", [problem]) from error
 
 
-def to_json(timeline: Timeline) -> dict[str, Any]:
+def to_json(timeline: ScheduleTimeline) -> dict[str, Any]:
     """Return the schedule and its cost as JSON values.
 
     Each stage has one row of tasks, as in a CSV file.

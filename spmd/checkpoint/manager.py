@@ -6,7 +6,7 @@ A checkpoint of step 100 is a folder that is complete or does not exist:
 100/state/          all arrays of the state by path (Orbax, OCDBT), independent of the mesh
 100/record.json     the rest: data position, seed, config, plan, mesh, versions
 100/metrics.json    its metrics
-100/seal.json       the manifest: size and checksum of each of these files
+100/manifest.json       the manifest: size and checksum of each of these files
 ```
 
 It is written as `100.saving` (of the run with lease 3 as `100.3.saving`), gets its manifest, and is

@@ -1,7 +1,7 @@
 """Manifest of a folder: size and checksum of every file, to detect damage.
 
 ```
-100/seal.json     {"files": {"state/d/4f1c…": [1048576, "9b2e…"], …}, "sha256": "…", "version": 1}
+100/manifest.json     {"files": {"state/d/4f1c…": [1048576, "9b2e…"], …}, "sha256": "…", "version": 1}
 ```
 
 It is written once, when all files are on disk, and verified before any of them is used. It detects
@@ -20,7 +20,7 @@ from typing import Any
 
 from spmd.errors import CheckpointError, Problem
 
-MANIFEST = "seal.json"
+MANIFEST = "manifest.json"
 SMALL = 1 << 20
 """Size in bytes of the largest files whose checksum is verified in every case."""
 

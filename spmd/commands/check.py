@@ -12,7 +12,7 @@ from spmd.analysis.xla_fault_report import FaultReport, find_faults
 from spmd.commands.parsing import ConfigFields, parse_command, parse_flags
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
-from spmd.observe.waiting import show_waiting, show_waiting_for
+from spmd.observe.spinner import spin_until_each, spinner
 from spmd.parity.result import Parity
 from spmd.run.build import abstract_batch, config_mesh, make_setup, planned_mesh
 from spmd.run.check import Check, StepCheck, Sweep, axes_text
@@ -174,7 +174,7 @@ def _run(
 def _check_mesh(
     command: _CheckOptions, check: Check | StepCheck, mesh: AnyMesh, faults: FaultReport
 ) -> int:
-    with show_waiting(f"comparing {axes_text(mesh.shape)} with one device"):
+    with spinner(f"comparing {axes_text(mesh.shape)} with one device"):
         parity = check.compare(mesh, command.inject)
     if command.json:
         results = {"mesh": dict(mesh.shape), **parity.to_json()}
@@ -220,7 +220,7 @@ def _check_explicit(command: CheckCommand[Any]) -> int:
 
 
 def _print_explicit(command: _CheckOptions, step: TrainStep, batch: Any) -> int:
-    with show_waiting("checking the layout of each operation"):
+    with spinner("checking the layout of each operation"):
         result = check_explicit(step, batch)
     if command.json:
         print(json.dumps(result.to_json(), indent=2))
@@ -231,7 +231,7 @@ def _print_explicit(command: _CheckOptions, step: TrainStep, batch: Any) -> int:
 
 def _check_products(command: _CheckOptions, check: Check | StepCheck, faults: FaultReport) -> int:
     sweep = Sweep(check, command.products, command.inject)
-    for line in show_waiting_for(sweep.lines(), "comparing with one device"):
+    for line in spin_until_each(sweep.lines(), "comparing with one device"):
         if not command.json:
             print(line, flush=True)
     if command.json:

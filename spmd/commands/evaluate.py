@@ -12,9 +12,9 @@ from spmd.commands.parsing import parse_flags
 from spmd.data.tokenizer import load_tokenizer
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, check_fields
-from spmd.observe.fit import fitted
-from spmd.observe.waiting import show_waiting, show_waiting_for
-from spmd.run.build import TrainSetup, config_mesh, make_setup, open_training_text
+from spmd.observe.spinner import spin_until_each, spinner
+from spmd.observe.wrap_text import wrap_to_terminal
+from spmd.run.build import TrainSetup, config_mesh, make_setup, open_text_dataset
 from spmd.run.config import TrainConfig
 from spmd.run.evaluate import Evaluation, evaluate, held_out_sets, open_sets
 from spmd.run.load_params import restore_model
@@ -65,13 +65,13 @@ def run_eval(arguments: list[str]) -> int:
     setup = make_setup(plain, config_mesh(config))
     check_microbatches(setup)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    with show_waiting("reading the text"):
+    with spinner("reading the text"):
         if command.data:
             sets = open_sets(config, command.data, tokenizer, "--data")
         else:
-            sets = held_out_sets(open_training_text(config))
+            sets = held_out_sets(open_text_dataset(config))
     with (
-        show_waiting("restoring a checkpoint"),
+        spinner("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
         model = restore_model(checkpoints, command.step, setup.plan, trained=command.trained)
@@ -79,14 +79,14 @@ def run_eval(arguments: list[str]) -> int:
         if step is None:
             step = checkpoints.latest()
     results = evaluate(setup, model, sets, tokenizer, command.tokens)
-    found = list(show_waiting_for(results, "evaluating"))
+    found = list(spin_until_each(results, "evaluating"))
     if jax.process_index() != 0:
         return 0
     if command.json:
         lines = [json.dumps(each.to_json()) for each in found]
         print("\n".join(lines))
     else:
-        print(fitted(_table(_title(command, step, setup), found)))
+        print(wrap_to_terminal(_table(_title(command, step, setup), found)))
     return 0
 
 

@@ -21,7 +21,7 @@ from spmd.hf.family import Family, family_for
 from spmd.hf.folder import architectures_of
 from spmd.hf.save import parse_size, save_params
 from spmd.hf.sidecar_files import sidecar_files
-from spmd.model_api.model import PRNG
+from spmd.model_interface.model import PRNG
 from spmd.precision import cast_floats
 from spmd.run.build import build_base_model, build_precision, one_device_mesh
 from spmd.run.config import TrainConfig

@@ -17,7 +17,7 @@ from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator, stream_text
 from spmd.hf.fields import collect_errors
-from spmd.observe.waiting import show_waiting
+from spmd.observe.spinner import spinner
 from spmd.run.build import config_mesh, make_setup
 from spmd.run.config import TrainConfig
 from spmd.run.load_params import restore_model
@@ -73,7 +73,7 @@ def run_generate(arguments: list[str]) -> int:
     plan = make_setup(plain, config_mesh(config)).plan
     generator = make_generator(plan, tokenizer, config.data.sequence, sampling)
     with (
-        show_waiting("restoring a checkpoint"),
+        spinner("restoring a checkpoint"),
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
         model = restore_model(checkpoints, command.step, plan, trained=command.trained)
@@ -87,7 +87,7 @@ def run_generate(arguments: list[str]) -> int:
         (prompt,) = prompts
         _show_stream(prompt, stream_text(generator, tokenizer, model, prompt, **options))
     else:
-        with show_waiting(f"generating {len(prompts)} texts"):
+        with spinner(f"generating {len(prompts)} texts"):
             texts = generate_texts(generator, tokenizer, model, prompts, **options)
         _show("\n\n".join(texts) + "\n")
     return 0
@@ -105,7 +105,7 @@ def _show(text: str) -> None:
 
 def _show_stream(prompt: str, pieces: Iterator[str]) -> None:
     """Print a prompt and the pieces of its text as they come; the first waits for the compiler."""
-    with show_waiting("compiling the model"):
+    with spinner("compiling the model"):
         first = next(pieces, "")
     _show(prompt)
     _show(first)

@@ -26,7 +26,7 @@ from spmd.hf.folder import CONFIG, HFFolder, inside, open_folder
 from spmd.hf.load import check_published, load_published
 from spmd.hf.save import whole_folder
 from spmd.hf.sidecar_files import ORIGINAL, files_of, tokenizer_problems
-from spmd.model_api.model import PRNG
+from spmd.model_interface.model import PRNG
 from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.config import TrainConfig, config_values
 from spmd.run.run_dir import IMPORTED, RunDir

@@ -17,8 +17,8 @@ from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
-from spmd.observe.fit import fitted
-from spmd.observe.waiting import show_waiting
+from spmd.observe.spinner import spinner
+from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
@@ -177,7 +177,7 @@ def _print_time(command: PlanCommand, found: StepTime) -> int:
     if command.json:
         print(json.dumps(found.to_json(), indent=2))
     else:
-        print(fitted(str(found)))
+        print(wrap_to_terminal(str(found)))
         if command.trace:
             print(f"written to {command.trace}")
     if found.fits is False:
@@ -235,7 +235,7 @@ def _compile(config: TrainConfig, topology: Topology, memory: MemoryReport) -> _
     else:
         initialize(target_platform=topology.platform)
     try:
-        with show_waiting(f"compiling for {topology}"):
+        with spinner(f"compiling for {topology}"):
             setup = make_setup(config, topology_mesh(config, topology))
             audit, compiled, cycles, _ = compile_step(setup)
     except MemoryError as error:
@@ -335,7 +335,7 @@ def _print_plan(command: PlanCommand, setup: TrainSetup, figures: _Figures, init
         shown = setup.plan.text(*TABLES)
     else:
         shown = str(setup.plan)
-    print(fitted(f"{shown}{execution_lines(setup, (platform, kind))}"))
+    print(wrap_to_terminal(f"{shown}{execution_lines(setup, (platform, kind))}"))
     if is_listed(setup.step):
         print(find_wide_products(setup.step, abstract_batch(setup.config)))
     if init:
@@ -344,7 +344,7 @@ def _print_plan(command: PlanCommand, setup: TrainSetup, figures: _Figures, init
     links = ""
     if topology.links:
         links = f" ({topology.links})"
-    print(fitted(f"\nmemory of one device, {topology}{links}\n{figures.memory}"))
+    print(wrap_to_terminal(f"\nmemory of one device, {topology}{links}\n{figures.memory}"))
     if figures.cycles:
         print(figures.cycles.text(topology.chip.clock))
     if figures.refusal:

@@ -11,7 +11,7 @@ from spmd.analysis.topology import parse_topology
 from spmd.commands.parsing import ConfigFields, parse_command, parse_flags
 from spmd.commands.plan import mesh_on
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.observe.waiting import show_waiting
+from spmd.observe.spinner import spinner
 from spmd.report import charts, page
 from spmd.report.plan_data import collect_plan
 from spmd.report.plan_page import plan_page
@@ -115,7 +115,7 @@ def _report_runs(arguments: list[str]) -> int:
     if len(command.runs) > 2:
         problem = Problem(command.runs[2], "is one run too many", fix="one or two runs")
         raise ConfigError(_TITLE, [problem])
-    with show_waiting("reading the metrics"):
+    with spinner("reading the metrics"):
         runs = read_runs(command.runs)
         text = run_page(runs)
     notes = []

@@ -10,9 +10,9 @@ from spmd.analysis.topology import EXAMPLES, Topology, missing_extra, parse_topo
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.commands.plan import mesh_on
 from spmd.errors import ConfigError, Problem
-from spmd.observe.fit import fitted
 from spmd.observe.metrics import human_duration
-from spmd.observe.waiting import show_waiting, show_waiting_for
+from spmd.observe.spinner import spin_until_each, spinner
+from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
 from spmd.run.search import Candidate, Search, largest_batch, slice_sizes
@@ -134,7 +134,7 @@ def _search(
     """Rank all settings, with the figures of an earlier search."""
     machine = str(topology).replace(":", "-")
     default = Path("runs", "search", f"{path.stem}-{machine}.json")
-    with show_waiting("ranking settings"):
+    with spinner("ranking settings"):
         return Search(config, topology, Path(command.state or default))
 
 
@@ -150,7 +150,7 @@ def _examine(command: SearchCommand, search: Search) -> None:
         _print_start(search)
     compiled = 0
     fitting = search.fitting(len(search.candidates))
-    for candidate in show_waiting_for(fitting, "estimating memory"):
+    for candidate in spin_until_each(fitting, "estimating memory"):
         if candidate.refused:
             continue
         if wanted:
@@ -205,7 +205,7 @@ def _fewest_days(search: Search, steps: int) -> float | None:
 
 
 def _print_largest(command: SearchCommand, config: TrainConfig[Any], topology: Topology) -> int:
-    with show_waiting("estimating memory of larger and larger batches"):
+    with spinner("estimating memory of larger and larger batches"):
         config = dataclasses.replace(config, devices=topology.devices)
         mesh = mesh_on(str(topology), config)
         batch, memory = largest_batch(config, topology, mesh)
@@ -234,9 +234,9 @@ def _print_table(search: Search, best: Candidate) -> None:
         if candidate.memory:
             memory = human_bytes(candidate.memory)
         row = f"{closed:>12}{compiled:>12}{memory:>10}  {candidate.flags}"
-        print(fitted(row, indent=24))
+        print(wrap_to_terminal(row, indent=24))
         if candidate is not best:
-            print(fitted(f"{'':36}{candidate.loses(best)}", indent=0))
+            print(wrap_to_terminal(f"{'':36}{candidate.loses(best)}", indent=0))
     how = "closed forms"
     if best.compiled:
         how = "its compiled program"

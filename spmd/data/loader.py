@@ -27,14 +27,14 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.mixture import MixtureSource, mixture_problems
-from spmd.data.order import Order, Rows, Shuffled
 from spmd.data.packing import PackedDocuments
+from spmd.data.sampler import RandomAccessDataset, Sampler, ShuffledSampler
 from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import ConfigError, DataError, MeshError, Problem, check_fields
 from spmd.sharding.mesh import entry_axes
 
 Batch = dict[str, jax.Array]
-Block = tuple[slice, ...]
+BatchIndex = tuple[slice, ...]
 """Rows and columns of a batch that one device holds."""
 
 _DEFAULT_SOURCE = ("stdlib",)
@@ -223,7 +223,7 @@ def _division_problems(name: str, size: int, factors: Mapping[str, int]) -> list
     return [Problem(name, "does not divide over its mesh axes", arithmetic, fix)]
 
 
-def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
+def local_rows(blocks: Iterable[BatchIndex], batch: int) -> np.ndarray:
     """Return the rows of a batch on the devices of a process, each once, in order: int64 `[rows]`.
 
     Example:
@@ -238,7 +238,7 @@ def local_rows(blocks: Iterable[Block], batch: int) -> np.ndarray:
 
 def make_rows(
     config: DataConfig, tokens: np.ndarray, ends: np.ndarray, mask: np.ndarray | None = None
-) -> Rows:
+) -> RandomAccessDataset:
     """Return the rows of one split of a corpus, as the config packs them.
 
     Of conversations, with a mask.
@@ -258,7 +258,9 @@ def packing_of(config: DataConfig, *, is_chat: bool) -> str:
     return "windows"
 
 
-def split_rows(config: DataConfig, corpus: Corpus) -> tuple[Rows, Rows]:
+def split_rows(
+    config: DataConfig, corpus: Corpus
+) -> tuple[RandomAccessDataset, RandomAccessDataset]:
     """Return the rows of a corpus for training and for validation."""
     return (
         make_rows(config, corpus.train, corpus.train_ends, corpus.train_mask),
@@ -272,7 +274,7 @@ class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):
     `close()` or the end of a `with` block stops its threads.
     """
 
-    def __init__(self, ahead: grain.DatasetIterator, order: Order) -> None:
+    def __init__(self, ahead: grain.DatasetIterator, order: Sampler) -> None:
         self._ahead = ahead
         self._order = order
 
@@ -289,7 +291,7 @@ class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):
 
 
 def batches(
-    windows: Rows,
+    windows: RandomAccessDataset,
     *,
     batch: int,
     sharding: NamedSharding,
@@ -303,7 +305,7 @@ def batches(
 
     Every epoch has each window exactly once; a batch may span two. Otherwise as `ordered_batches`.
     """
-    order = Shuffled(windows, seed)
+    order = ShuffledSampler(windows, seed)
     return ordered_batches(
         order,
         batch=batch,
@@ -316,7 +318,7 @@ def batches(
 
 
 def ordered_batches(
-    order: Order,
+    order: Sampler,
     *,
     batch: int,
     sharding: NamedSharding,
@@ -354,7 +356,12 @@ def ordered_batches(
 
 
 def evaluation_batches(
-    windows: Rows, *, batch: int, sharding: NamedSharding, tokens_at_most: int, weight: float = 1.0
+    windows: RandomAccessDataset,
+    *,
+    batch: int,
+    sharding: NamedSharding,
+    tokens_at_most: int,
+    weight: float = 1.0,
 ) -> Iterator[Batch]:
     """Return the first windows in order, as batches of one shape; padding rows have weight 0.
 

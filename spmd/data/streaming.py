@@ -1,6 +1,6 @@
 """Text tokenized while a run trains, in an order of seed and position.
 
-The blocks of a text (`spmd.data.blocks`) are shuffled in each epoch, and taken a window of several
+The blocks of a text (`spmd.data.token_cache`) are shuffled in each epoch, and taken a window of several
 at a time, of which all rows are shuffled together. While the rows of one window are read, the
 blocks of the next are tokenized in threads. A position is found by the rows of the windows before
 it: a resumed run finds their blocks in the cache, or makes them.
@@ -17,8 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
-from spmd.data.blocks import LEAST_BYTES, Block, BlockCache
-from spmd.data.order import Rows
+from spmd.data.sampler import RandomAccessDataset
+from spmd.data.token_cache import LEAST_BYTES, TextBlock, TokenCache
 from spmd.data.tokenizer import Tokenizer
 from spmd.errors import DataError, Problem
 from spmd.tree import human_bytes
@@ -30,7 +30,7 @@ HELD_OUT = 2**20
 """Tokens of validation text after which no more blocks are held out."""
 _WINDOWS_KEPT = 3  # batches that are read at once may be of neighbouring windows
 
-MakeRows = Callable[[np.ndarray, np.ndarray], Rows]
+MakeRows = Callable[[np.ndarray, np.ndarray], RandomAccessDataset]
 """Ids and documents' ends of a block → its rows."""
 
 
@@ -38,7 +38,7 @@ MakeRows = Callable[[np.ndarray, np.ndarray], Rows]
 class BlockRows:
     """Rows of several blocks, one block after the other."""
 
-    blocks: tuple[Rows, ...]
+    blocks: tuple[RandomAccessDataset, ...]
     sequence: int
 
     @functools.cached_property
@@ -79,8 +79,8 @@ class StreamedText:
         threads: Threads that tokenize blocks ahead; with 0, reading does.
     """
 
-    blocks: tuple[Block, ...]
-    cache: BlockCache
+    blocks: tuple[TextBlock, ...]
+    cache: TokenCache
     make_rows: MakeRows
     sequence: int
     threads: int
@@ -101,7 +101,7 @@ class StreamedText:
         parts = [WINDOW, self.cache.tokenizer.name, self.cache.text_field, *digests]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def rows_of(self, blocks: Sequence[Block]) -> BlockRows:
+    def rows_of(self, blocks: Sequence[TextBlock]) -> BlockRows:
         """Return the rows of blocks, after tokenizing the ones missing in the cache."""
         rows = []
         for ids, ends in map(self.cache.get, blocks):
@@ -224,7 +224,7 @@ class Streamed:
         """Windows of an epoch."""
         return math.ceil(len(self._text.blocks) / WINDOW)
 
-    def _blocks_of(self, number: int) -> list[Block]:
+    def _blocks_of(self, number: int) -> list[TextBlock]:
         epoch, window = divmod(number, self._count)
         if self._epoch != epoch:
             self._epoch = epoch

@@ -22,7 +22,7 @@ from spmd.generate.sampling import Sampling, draw
 from spmd.layers.kv_cache import decode, prefill, single_token
 from spmd.layers.lm_head import LazyLogits, lazy_logits, materialize
 from spmd.layers.sequential_stages import sequential_stages
-from spmd.model_api.model import PRNG, VALID, abstract_key, as_outputs
+from spmd.model_interface.model import PRNG, VALID, abstract_key, as_outputs
 from spmd.plan.context import use_plan
 from spmd.plan.fsdp import params_for_forward
 from spmd.plan.partition_safe import partition_safe

@@ -15,8 +15,8 @@ from spmd.jaxpr.examples import ADDING, adding_operation
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
-from spmd.model_api.grad_transform import Carry
-from spmd.model_api.model import abstract_key
+from spmd.model_interface.grad_transform import Carry
+from spmd.model_interface.model import abstract_key
 from spmd.plan.context import current, use_plan
 from spmd.plan.fsdp import zero_gradients
 from spmd.plan.plan import ShardingPlan
@@ -114,7 +114,7 @@ def _split_values(sums: Sums) -> tuple[Sums, Sums]:
 def values_of_microbatches(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> list[str]:
     """Return the names of values of a microbatch, not of the batch: declared ones, and statistics.
 
-    A balance loss is declared in `spmd.model_api.model.Outputs`; statistics are found among the
+    A balance loss is declared in `spmd.model_interface.model.Outputs`; statistics are found among the
     variables.
 
     Args:

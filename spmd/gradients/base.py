@@ -15,7 +15,7 @@ from spmd.errors import ConfigError, Problem, check_call
 from spmd.gradients.additive import LossReader, has_part_of_batch
 from spmd.gradients.losses import LossFn, Sums, check_returned
 from spmd.gradients.weights import check_weight
-from spmd.model_api.grad_transform import Carry, enter_all, leave_all
+from spmd.model_interface.grad_transform import Carry, enter_all, leave_all
 from spmd.plan.context import current
 from spmd.plan.fsdp import grad_targets, params_for_forward
 from spmd.plan.partition_safe import trace_call
@@ -23,7 +23,7 @@ from spmd.plan.partition_safe import trace_call
 GradFn = Callable[[Any, Carry, Any, jax.Array], tuple[Any, Sums, Carry]]
 """`(params, carry, batch, key) -> (gradients of sums["loss"], sums, updated carry)`.
 
-The carry has the model's variables and the states of transforms (`spmd.model_api.grad_transform`).
+The carry has the model's variables and the states of transforms (`spmd.model_interface.grad_transform`).
 """
 
 _ONCE = "Gradients cannot be exchanged once a step:"
@@ -105,7 +105,7 @@ def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
 
         loss.check_mean(params, own, batch, key)
         if has_part_of_batch():
-            loss.check_additive(_ONCE, params, own, batch, key, fix="--exchange-once none")
+            loss.check_additive(_ONCE, params, own, batch, key, fix="--defer-grad-reduction none")
         differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
         found, (sums, after) = differentiate(grad_targets(params), entered.riders)
         gradients, seen = found

@@ -8,7 +8,7 @@ import jax
 from spmd import tree
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import Sums
-from spmd.model_api.grad_transform import Carry, GradTransform
+from spmd.model_interface.grad_transform import Carry, GradTransform
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,11 @@ from jax.sharding import get_abstract_mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, shown
+from spmd.errors import ConfigError, Problem, describe_value
 from spmd.jaxpr.examples import declared_scope
 from spmd.layers.lm_head import CHUNK, LazyLogits, chunked_cross_entropy, lazy_logits
 from spmd.layers.zigzag import zigzag_batch
-from spmd.model_api.model import VALID, Model, Outputs, as_outputs
+from spmd.model_interface.model import VALID, Model, Outputs, as_outputs
 from spmd.sharding.mesh import BATCH_AXES
 
 Sums = dict[str, Any]
@@ -69,10 +69,10 @@ def _sums_and_variables(returned: Any) -> tuple[Mapping[str, Any], Any]:
             return {"loss": first, "weight": jnp.float32(1)}, after
         if isinstance(first, Mapping):
             return first, after
-    what = f"returns {shown(returned)}"
+    what = f"returns {describe_value(returned)}"
     fix = _RETURN
     if is_tuple:
-        what = f"returns ({', '.join(map(shown, returned))})"
+        what = f"returns ({', '.join(map(describe_value, returned))})"
         if len(returned) == 3:
             fix = "pass it as grad_fn="
     raise ConfigError(_NO_LOSS, [Problem("loss_fn", what, fix=fix)])
@@ -119,7 +119,7 @@ def _value_problems(values: Any, sums: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the problems of the values that are reported as they are."""
     if not isinstance(values, Mapping):
         fix = '{"values": {"largest": logits.max()}}'
-        yield Problem("values", f"are {shown(values)}", fix=fix)
+        yield Problem("values", f"are {describe_value(values)}", fix=fix)
         return
     taken = (*sums, *_STEP_METRICS)
     for name in values:
@@ -279,7 +279,7 @@ def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> 
 
     Each is `[batch, sequence]`. A batch may also have `segments`, the document of each token: the
     second input of the model; and `valid`, the mask of its tokens (`valid_tokens`). The model
-    returns logits `[batch, sequence, vocab]` or `spmd.model_api.model.Outputs`, whose losses are
+    returns logits `[batch, sequence, vocab]` or `spmd.model_interface.model.Outputs`, whose losses are
     added in training.
     """
     sums = functools.partial(next_token_sums, train=train, chunk=chunk)
@@ -332,7 +332,7 @@ def _check_whole_microbatch(names: Sequence[str]) -> None:
     if not names or not is_part:
         return
     what = "are of all examples of a microbatch"
-    problem = Problem(", ".join(names), what, fix="--exchange-once none")
+    problem = Problem(", ".join(names), what, fix="--defer-grad-reduction none")
     raise ConfigError("A device cannot compute the loss of its examples alone:", [problem])
 
 
@@ -345,7 +345,7 @@ def _tokens(batch: Any) -> tuple[Any, ...]:
 
 def _take(batch: Any, *names: str) -> tuple[Any, ...]:
     """Return arrays of a batch by name; a `ConfigError` lists all that it lacks."""
-    known = [shown(batch)]
+    known = [describe_value(batch)]
     if isinstance(batch, Mapping):
         known = list(batch)
     problems = list[Problem]()

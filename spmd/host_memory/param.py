@@ -13,7 +13,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmd.errors import AnnotationError, Problem
-from spmd.model_api.wrapped_param import WrappedParam
+from spmd.model_interface.wrapped_param import WrappedParam
 
 
 @jax.tree_util.register_dataclass

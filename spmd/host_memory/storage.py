@@ -11,7 +11,7 @@ from spmd.errors import Problem, check_type, did_you_mean
 from spmd.host_memory.chunks import UpdateChunk, plan_chunks
 from spmd.host_memory.param import HostParam
 from spmd.host_memory.update import make_update
-from spmd.model_api.remat import Remat
+from spmd.model_interface.remat import Remat
 from spmd.optim.extra_args import check_update
 from spmd.optim.storage import State, Storage, Update
 from spmd.optim.two_phase import phases

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from spmd.jaxpr.traced_program import Dims, Operation, TracedProgram, TracedValue
+from spmd.jaxpr.traced_program import DimAxes, Operation, TracedProgram, TracedValue
 from spmd.sharding.mesh import entry_axes
 
 ELEMENTWISE = {
@@ -41,18 +41,18 @@ def place(value: TracedValue, sharding: Any) -> None:
         value.on_host = sharding.memory_kind == "pinned_host"
 
 
-def _dims(spec: Iterable[Any], rank: int) -> Dims:
+def _dims(spec: Iterable[Any], rank: int) -> DimAxes:
     """Convert a `PartitionSpec` to the axes of every dimension."""
     entries = tuple(map(entry_axes, spec))
     return entries + _whole(rank - len(entries))
 
 
-def _whole(rank: int) -> Dims:
+def _whole(rank: int) -> DimAxes:
     """Return the axes of dimensions that are not split."""
     return ((),) * rank
 
 
-def _known(value: TracedValue) -> Dims:
+def _known(value: TracedValue) -> DimAxes:
     """Return the axes of a value's dimensions; none if they are unknown."""
     return value.dims or _whole(len(value.shape))
 
@@ -79,7 +79,7 @@ def _propagate_operation(operation: Operation) -> None:
         _split_operands_alike(operation)
 
 
-def _results(operation: Operation) -> list[Dims | None]:
+def _results(operation: Operation) -> list[DimAxes | None]:
     """Return the shardings of an operation's results by the rule of its primitive."""
     unary = _UNARY_RULES.get(operation.primitive)
     if unary is None:
@@ -138,7 +138,7 @@ def _known_at_end(loop: Operation) -> list[tuple[TracedValue, TracedValue]]:
     return found
 
 
-def _stacked(dims: Dims, rank: int) -> Dims:
+def _stacked(dims: DimAxes, rank: int) -> DimAxes:
     """Return the axes of a value outside of a loop; the dimension of the steps is whole."""
     return _whole(rank - len(dims)) + dims
 
@@ -169,7 +169,7 @@ def _enter(operation: Operation, body: TracedProgram) -> None:
         inner.on_host = inner.on_host or value.on_host
 
 
-def _without_axes(dims: Dims, removed: Container[str]) -> Dims:
+def _without_axes(dims: DimAxes, removed: Container[str]) -> DimAxes:
     """Return the axes of each dimension without some of them."""
     kept = []
     for entry in dims:
@@ -185,7 +185,7 @@ def _first_known(ends: Sequence[TracedValue]) -> TracedValue:
     return ends[0]
 
 
-def _joined(outside: Dims, inside: Dims) -> Dims:
+def _joined(outside: DimAxes, inside: DimAxes) -> DimAxes:
     """Return the axes of each dimension: those of a region's specs, then those inside of it."""
     joined = []
     for manual, rest in zip(outside, inside, strict=True):
@@ -193,7 +193,7 @@ def _joined(outside: Dims, inside: Dims) -> Dims:
     return _once(joined)
 
 
-def _once(dims: Iterable[tuple[str, ...]]) -> Dims:
+def _once(dims: Iterable[tuple[str, ...]]) -> DimAxes:
     """Keep the first occurrence of each axis: it can split an array only once."""
     result: list[tuple[str, ...]] = []
     used = set[str]()
@@ -203,9 +203,9 @@ def _once(dims: Iterable[tuple[str, ...]]) -> Dims:
     return tuple(result)
 
 
-def _like_operands(operation: Operation) -> list[Dims | None]:
+def _like_operands(operation: Operation) -> list[DimAxes | None]:
     """Split each dimension like the first operand of that rank and size that is split there."""
-    results: list[Dims | None] = []
+    results: list[DimAxes | None] = []
     for output in operation.outputs:
         rank = len(output.shape)
         near = []
@@ -228,14 +228,14 @@ def _first_split(values: Iterable[TracedValue], dim: int, size: int) -> tuple[st
     return ()
 
 
-def _constraint(operation: Operation) -> list[Dims | None]:
+def _constraint(operation: Operation) -> list[DimAxes | None]:
     (value,), (output,) = operation.inputs, operation.outputs
     place(output, operation.params["sharding"])
     output.name = output.name or value.name
     return [output.dims or value.dims]
 
 
-def _device_put(operation: Operation) -> list[Dims | None]:
+def _device_put(operation: Operation) -> list[DimAxes | None]:
     """Keep the sharding; the target names the memory, or is a sharding with a memory kind."""
     results = []
     targets = operation.params["devices"]
@@ -247,13 +247,13 @@ def _device_put(operation: Operation) -> list[Dims | None]:
     return results
 
 
-def _name(operation: Operation) -> list[Dims | None]:
+def _name(operation: Operation) -> list[DimAxes | None]:
     operation.outputs[0].name = operation.params["name"]
     operation.outputs[0].on_host = operation.inputs[0].on_host
     return [operation.inputs[0].dims]
 
 
-def _dot(operation: Operation) -> list[Dims | None]:
+def _dot(operation: Operation) -> list[DimAxes | None]:
     """Keep the axes of batch dimensions, of rows and of columns, in this order."""
     left, right = operation.inputs
     (left_sum, right_sum), (left_batch, right_batch) = operation.params["dimension_numbers"]
@@ -267,7 +267,7 @@ def _dot(operation: Operation) -> list[Dims | None]:
     return [_once([*batch, *free_rows, *free_columns])]
 
 
-def _broadcast(operation: Operation, dims: Dims) -> Dims:
+def _broadcast(operation: Operation, dims: DimAxes) -> DimAxes:
     """Keep the axes of dimensions that are not repeated."""
     value = operation.inputs[0]
     output = operation.outputs[0]
@@ -278,12 +278,12 @@ def _broadcast(operation: Operation, dims: Dims) -> Dims:
     return tuple(result)
 
 
-def _without(dims: Dims, removed: Container[int]) -> Dims:
+def _without(dims: DimAxes, removed: Container[int]) -> DimAxes:
     """Return the axes of each dimension, without some dimensions."""
     return tuple(entry for dim, entry in enumerate(dims) if dim not in removed)
 
 
-def _reshape(operation: Operation, dims: Dims) -> Dims:
+def _reshape(operation: Operation, dims: DimAxes) -> DimAxes:
     """Split the outermost of each group of merged or divided dimensions."""
     before = operation.inputs[0].shape
     after = operation.outputs[0].shape
@@ -329,7 +329,7 @@ def _others(rank: int, removed: Container[int]) -> list[int]:
     return [dim for dim in range(rank) if dim not in removed]
 
 
-def _gather(operation: Operation) -> list[Dims | None]:
+def _gather(operation: Operation) -> list[DimAxes | None]:
     """Split looked-up rows like the indices, and like the table along whole dimensions."""
     table, indices = operation.inputs[:2]
     numbers = operation.params["dimension_numbers"]
@@ -346,7 +346,7 @@ def _gather(operation: Operation) -> list[Dims | None]:
     return [_once(dims)]
 
 
-def _scatter(operation: Operation) -> list[Dims | None]:
+def _scatter(operation: Operation) -> list[DimAxes | None]:
     """Keep the table's sharding; if unknown, split it like the rows along whole dimensions."""
     table, _, rows = operation.inputs
     if table.dims is not None:
@@ -360,19 +360,19 @@ def _scatter(operation: Operation) -> list[Dims | None]:
     return [tuple(dims)]
 
 
-def _squeeze(operation: Operation, dims: Dims) -> Dims:
+def _squeeze(operation: Operation, dims: DimAxes) -> DimAxes:
     return _without(dims, operation.params["dimensions"])
 
 
-def _reduced(operation: Operation, dims: Dims) -> Dims:
+def _reduced(operation: Operation, dims: DimAxes) -> DimAxes:
     return _without(dims, operation.params["axes"])
 
 
-def _transpose(operation: Operation, dims: Dims) -> Dims:
+def _transpose(operation: Operation, dims: DimAxes) -> DimAxes:
     return tuple(dims[dim] for dim in operation.params["permutation"])
 
 
-def _stack_iterations(operation: Operation, dims: Dims) -> Dims:
+def _stack_iterations(operation: Operation, dims: DimAxes) -> DimAxes:
     del operation
     return ((), *dims)
 
@@ -382,7 +382,7 @@ REDUCTIONS = (
     *("argmax", "argmin"),
 )
 
-_UNARY_RULES: dict[str, Callable[[Operation, Dims], Dims]] = {
+_UNARY_RULES: dict[str, Callable[[Operation, DimAxes], DimAxes]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "squeeze": _squeeze,

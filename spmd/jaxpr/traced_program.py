@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from spmd.jaxpr.equations import name_of, params_of
 
-Dims = tuple[tuple[str, ...], ...]
+DimAxes = tuple[tuple[str, ...], ...]
 """The mesh axes of each dimension."""
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -37,7 +37,7 @@ class TracedValue:
 
     shape: tuple[int, ...]
     itemsize: int
-    dims: Dims | None = None
+    dims: DimAxes | None = None
     name: str = ""
     on_host: bool = False
     kept: int = 0

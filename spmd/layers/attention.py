@@ -1,6 +1,6 @@
 """Attention for models to call, with any kernel and any split of the sequence.
 
-The plan in scope chooses the kernel (`spmd.model_api.attention_config`) and the algorithm for a
+The plan in scope chooses the kernel (`spmd.model_interface.attention_config`) and the algorithm for a
 mesh axis `sequence` larger than 1. Every kernel computes the softmax in float32.
 """
 
@@ -23,7 +23,7 @@ from spmd.layers.kv_cache import cached_attention
 from spmd.layers.ring_attention import Ring, Segments, blockwise_attention, ulysses_attention
 from spmd.layers.soft_cap import soft_capped
 from spmd.layers.zigzag import is_zigzag
-from spmd.model_api.attention_config import SPLASH_BLOCK, AttentionConfig
+from spmd.model_interface.attention_config import SPLASH_BLOCK, AttentionConfig
 from spmd.plan.annotate import attention_config, remat_attention
 from spmd.plan.scopes import ATTENTION, in_scope
 
@@ -213,7 +213,7 @@ def chunked_attention(
 
     Tokens are padded to whole chunks.
     """
-    assert options.causal, "spmd.model_api.attention_config refuses it"
+    assert options.causal, "spmd.model_interface.attention_config refuses it"
     seq = query.shape[1]
     padding = 0
     if seq > LARGEST_CHUNK:
@@ -241,8 +241,8 @@ def cudnn_attention(
     query: Array, key: Array, value: Array, segments: Segments, options: AttentionOptions = _DEFAULT
 ) -> Array:
     """Apply the fused attention of cuDNN."""
-    assert segments is None, "spmd.model_api.attention_config refuses it"
-    assert options.soft_cap is None, "spmd.model_api.attention_config refuses it"
+    assert segments is None, "spmd.model_interface.attention_config refuses it"
+    assert options.soft_cap is None, "spmd.model_interface.attention_config refuses it"
     window = None
     if options.window is not None:
         window = (options.window - 1, 0)

@@ -12,7 +12,7 @@ tokens ─────▶ [n, d], by expert ─────▶ rows of own exper
 Dropless dispatch has a buffer of `config.buffer_factor` times a device's rows. What does not fit in
 it follows in further passes: with even load there is one, and nothing is ever dropped.
 
-Arguments of both kinds of dispatch are `[row, d]`, or `[row]` for a number of each; `turn` is the
+Arguments of both kinds of dispatch are `[row, d]`, or `[row]` for a number of each; `pass_index` is the
 number of a pass.
 """
 
@@ -23,7 +23,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spmd.layers.expert_exchange import EXCHANGE_OF_TOKENS, ExpertAxes, Ragged, exchange, row_by_row
+from spmd.layers.expert_exchange import (
+    EXCHANGE_OF_TOKENS,
+    ExpertAxes,
+    RaggedAllToAll,
+    exchange,
+    row_by_row,
+)
 from spmd.layers.router import RouterConfig
 from spmd.plan.scopes import comm_scope, in_scope
 
@@ -72,7 +78,7 @@ class Capacity:
         """Return the value of each row's choice."""
         return _take(values.reshape(-1), self._source)
 
-    def receive(self, rows: Array, turn: Any) -> Array:
+    def receive(self, rows: Array, pass_index: Any) -> Array:
         """Return the rows that this device's experts get in a pass, `[own, row, d]`."""
         width = rows.shape[1:]
         own = self._parts[2]
@@ -81,11 +87,11 @@ class Capacity:
         parts = jnp.moveaxis(parts, 2, 0)
         return parts.reshape(own, -1, *width)
 
-    def sizes(self, turn: Any) -> None:
+    def sizes(self, pass_index: Any) -> None:
         """Return None: the expert is a dimension of received rows."""
 
-    def give(self, own: Array, turn: Any, onto: Array | None) -> Array:
-        """Return received rows to their senders, `onto` the rows of other passes."""
+    def send_back(self, own: Array, pass_index: Any, accumulate_into: Array | None) -> Array:
+        """Return received rows to their senders, `accumulate_into` the rows of other passes."""
         examples, parts, experts, capacity = self._parts
         width = own.shape[2:]
         slots = own.reshape(experts, parts, examples, capacity, *width)
@@ -101,7 +107,7 @@ class Capacity:
         sums = jnp.zeros((self._tokens, rows.shape[1]), jnp.float32)
         return sums.at[self._source // self._k].add(rows.astype(jnp.float32), mode="drop")
 
-    def uncombined(self, rows: Array) -> Array:
+    def gather_weights(self, rows: Array) -> Array:
         """Return the value of each choice: the transpose of `choices`."""
         return _take(rows, self._slot)
 
@@ -143,7 +149,7 @@ class Dropless:
 
     def rows(self, tokens: Array) -> Array:
         """Return the token of each row, in order of experts."""
-        if isinstance(self._exchange, Ragged):
+        if isinstance(self._exchange, RaggedAllToAll):
             tokens = row_by_row(tokens)
         return tokens.at[self._order // self._k].get(mode="promise_in_bounds")
 
@@ -152,42 +158,42 @@ class Dropless:
         values = values.reshape(-1)
         return values.at[self._order].get(mode="promise_in_bounds")
 
-    def receive(self, rows: Array, turn: Any) -> Array:
+    def receive(self, rows: Array, pass_index: Any) -> Array:
         """Return the rows that this device's experts get in a pass, sorted by expert.
 
         Later ones have no meaning.
         """
         if self._exchange is None:
             return rows
-        received = self._exchange.send(rows, turn)
-        experts = self._exchange.experts(turn)
+        received = self._exchange.send(rows, pass_index)
+        experts = self._exchange.experts(pass_index)
         if experts is None:
             return received
         order = jnp.argsort(experts)
         return received.at[order].get(mode="promise_in_bounds")
 
-    def sizes(self, turn: Any) -> Array | None:
+    def sizes(self, pass_index: Any) -> Array | None:
         """Return the rows of each own expert, as numbers; None if the expert is a dimension."""
         if self._exchange is None:
             return self._counts
-        return self._exchange.sizes(turn)
+        return self._exchange.sizes(pass_index)
 
-    def give(self, own: Array, turn: Any, onto: Array | None) -> Array:
-        """Return received rows to their senders, `onto` the rows of other passes."""
+    def send_back(self, own: Array, pass_index: Any, accumulate_into: Array | None) -> Array:
+        """Return received rows to their senders, `accumulate_into` the rows of other passes."""
         if self._exchange is None:
             return own
-        experts = self._exchange.experts(turn)
+        experts = self._exchange.experts(pass_index)
         if experts is not None:
             place = jnp.argsort(jnp.argsort(experts))  # the inverse of the order in `receive`
             own = own.at[place].get(mode="promise_in_bounds")
-        return self._exchange.back(own, turn, onto)
+        return self._exchange.back(own, pass_index, accumulate_into)
 
     def combine(self, rows: Array) -> Array:
         """Return the sum of each token's rows, in float32."""
         chosen = _take(rows, self._slot)
         return chosen.sum(axis=1, dtype=jnp.float32)
 
-    def uncombined(self, rows: Array) -> Array:
+    def gather_weights(self, rows: Array) -> Array:
         """Return the value of each choice: the transpose of `choices`."""
         return _take(rows, self._slot)
 

@@ -39,12 +39,12 @@ class ExpertAxes:
     Attributes:
         names: Several make up one, the first is the major one.
         size: Of all together.
-        kind: What sends rows: `Ragged`, `Blocks`, or None for rows that stay where they are.
+        kind: What sends rows: `RaggedAllToAll`, `DenseAllToAll`, or None for rows that stay where they are.
     """
 
     names: tuple[str, ...]
     size: int
-    kind: "type[Ragged | Blocks] | None"
+    kind: "type[RaggedAllToAll | DenseAllToAll] | None"
 
 
 def expert_axes(
@@ -63,17 +63,17 @@ def expert_axes(
         device = first.platform, first.device_kind
     platform, device_kind = device or ("cpu", "")
     if platform != "tpu":
-        return ExpertAxes(names, size, Blocks)
+        return ExpertAxes(names, size, DenseAllToAll)
     if size == 1:
         return ExpertAxes(names, size, None)
     if device_kind.startswith("TPU v5 lite") and mesh.size > _ROUTED:
-        return ExpertAxes(names, size, Blocks)
-    return ExpertAxes(names, size, Ragged)
+        return ExpertAxes(names, size, DenseAllToAll)
+    return ExpertAxes(names, size, RaggedAllToAll)
 
 
 def describe_exchange(axes: ExpertAxes, config: RouterConfig, *, slots: bool) -> str:
     """Describe the exchange of rows, in `slots` or not, and the kind of their products."""
-    is_batched = slots or axes.kind is Blocks
+    is_batched = slots or axes.kind is DenseAllToAll
     parts: list[str] = [config.dispatch]
     if axes.size == 1:
         parts.append("no exchange")
@@ -93,7 +93,7 @@ def describe_exchange(axes: ExpertAxes, config: RouterConfig, *, slots: bool) ->
 
 def exchange(
     counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: float
-) -> "Ragged | Blocks | None":
+) -> "RaggedAllToAll | DenseAllToAll | None":
     """Return the exchange of this device's `rows`, with a buffer of `factor` times as many."""
     if axes.kind is None:
         return None
@@ -120,7 +120,7 @@ def _round_up(count: int, multiple: int) -> int:
     return count + -count % multiple
 
 
-class Ragged:
+class RaggedAllToAll:
     """Exchange by `jax.lax.ragged_all_to_all`.
 
     A pass has the next rows of each receiver, in the order of senders. Buffers begin uninitialised:
@@ -147,69 +147,77 @@ class Ragged:
             fullest = self._sent.sum(axis=0).max()
             self.passes = -(-fullest // self.buffer)
 
-    def send(self, rows: Float[Array, "row *d"], turn: Any) -> Float[Array, "buffer *d"]:
+    def send(self, rows: Float[Array, "row *d"], pass_index: Any) -> Float[Array, "buffer *d"]:
         """Return the rows that this device receives in a pass."""
-        leaves, arrives, count = self._window(turn)
+        leaves, arrives, count = self._window(pass_index)
         buffer = self._empty(self.buffer, rows)
         received = self._move(rows, buffer, leaves, arrives, count)
         return _joined(received)
 
     def back(
-        self, received: Float[Array, "buffer *d"], turn: Any, onto: Array | None
+        self, received: Float[Array, "buffer *d"], pass_index: Any, accumulate_into: Array | None
     ) -> Float[Array, "row *d"]:
-        """Return received rows to their senders, `onto` the rows of other passes."""
-        leaves, arrives, count = (pairs.T for pairs in self._window(turn))
+        """Return received rows to their senders, `accumulate_into` the rows of other passes."""
+        leaves, arrives, count = (pairs.T for pairs in self._window(pass_index))
         received = row_by_row(received)
-        onto = self._empty(self._rows, received) if onto is None else row_by_row(onto)
-        rows = self._move(received, onto, arrives, leaves, count)
+        accumulate_into = (
+            self._empty(self._rows, received)
+            if accumulate_into is None
+            else row_by_row(accumulate_into)
+        )
+        rows = self._move(received, accumulate_into, arrives, leaves, count)
         return _joined(rows)
 
-    def sizes(self, turn: Any) -> Int[Array, "own"]:
+    def sizes(self, pass_index: Any) -> Int[Array, "own"]:
         """Return the number of received rows of each own expert."""
-        first, last = self._segments(turn)
+        first, last = self._segments(pass_index)
         counts = last - first
         return counts.reshape(-1, self._own).sum(axis=0)
 
-    def experts(self, turn: Any) -> Int[Array, "buffer"] | None:
+    def experts(self, pass_index: Any) -> Int[Array, "buffer"] | None:
         """Return the own expert of each received row; None if rows are sorted.
 
         Places in the buffer without a row have the number of own experts.
         """
         if self._own == 1:
             return None
-        _, ends = self._segments(turn)
+        _, ends = self._segments(pass_index)
         place = jnp.arange(self.buffer)
         segment = (place[:, None] >= ends[None]).sum(axis=1)
         return jnp.where(segment < ends.size, segment % self._own, self._own)
 
-    def _window(self, turn: Any) -> tuple[Array, Array, Array]:
+    def _window(self, pass_index: Any) -> tuple[Array, Array, Array]:
         """Return the places that rows of a pass leave from and arrive at, and their number.
 
         Each is `[sender, receiver]`.
         """
-        low = turn * self.buffer
+        low = pass_index * self.buffer
         ends = self._arrives + self._sent
         first = jnp.clip(self._arrives - low, 0, self.buffer)
         last = jnp.clip(ends - low, 0, self.buffer)
         sent_before = jnp.clip(low - self._arrives, 0, self._sent)
         return self._leaves + sent_before, first, last - first
 
-    def _segments(self, turn: Any) -> tuple[Array, Array]:
+    def _segments(self, pass_index: Any) -> tuple[Array, Array]:
         """Return the begin and end, in a pass, of each sender's rows for each own expert."""
         ends = jnp.cumsum(self._mine)
         starts = ends - self._mine
-        return self._place(starts, turn), self._place(ends, turn)
+        return self._place(starts, pass_index), self._place(ends, pass_index)
 
-    def _place(self, row: Array, turn: Any) -> Array:
+    def _place(self, row: Array, pass_index: Any) -> Array:
         """Return the place of received rows in the buffer of a pass, clipped to it."""
-        return jnp.clip(row - turn * self.buffer, 0, self.buffer)
+        return jnp.clip(row - pass_index * self.buffer, 0, self.buffer)
 
-    def _move(self, rows: Array, onto: Array, starts: Array, ends: Array, counts: Array) -> Array:
+    def _move(
+        self, rows: Array, accumulate_into: Array, starts: Array, ends: Array, counts: Array
+    ) -> Array:
         """Send rows from `starts` to `ends`, as many as `counts`; each is `[sender, receiver]`."""
         me = self._me
         offsets = starts[me], counts[me], ends[me], counts[:, me]
         with in_scope(comm_scope(EXCHANGE_OF_TOKENS)):
-            return jax.lax.ragged_all_to_all(rows, onto, *offsets, axis_name=self._axes.names)
+            return jax.lax.ragged_all_to_all(
+                rows, accumulate_into, *offsets, axis_name=self._axes.names
+            )
 
     def _empty(self, rows: int, like: Array) -> Array:
         """Return an uninitialised buffer.
@@ -234,7 +242,7 @@ def _joined(rows: Float[Array, "row *parts"]) -> Float[Array, "row *d"]:
     return rows.reshape(rows.shape[0], -1)
 
 
-class Blocks:
+class DenseAllToAll:
     """Exchange by an all-to-all of blocks, one of each sender for each expert.
 
     A pass has the next rows of each block. The expert is a dimension of received rows, so their
@@ -260,9 +268,9 @@ class Blocks:
         if self._block < rows:
             self.passes = -(-every.max() // self._block)
 
-    def send(self, rows: Float[Array, "row *d"], turn: Any) -> Float[Array, "own row *d"]:
+    def send(self, rows: Float[Array, "row *d"], pass_index: Any) -> Float[Array, "own row *d"]:
         """Return the rows that this device receives in a pass; zeros fill a block."""
-        place = turn * self._block + jnp.arange(self._block)[None]
+        place = pass_index * self._block + jnp.arange(self._block)[None]
         is_row = place < self._counts
         row = self._ends[:, None] - self._counts + place
         source = jnp.where(is_row, row, self._rows)
@@ -274,29 +282,29 @@ class Blocks:
         return blocks.reshape(self._own, -1, *width)
 
     def back(
-        self, received: Float[Array, "own row *d"], turn: Any, onto: Array | None
+        self, received: Float[Array, "own row *d"], pass_index: Any, accumulate_into: Array | None
     ) -> Float[Array, "row *d"]:
-        """Return received rows to their senders, `onto` the rows of other passes."""
+        """Return received rows to their senders, `accumulate_into` the rows of other passes."""
         width = received.shape[2:]
         blocks = received.reshape(self._own, self._axes.size, self._block, *width)
         blocks = self._swap(blocks.swapaxes(0, 1))
         row = jnp.arange(self._rows)
         expert = (row[:, None] >= self._ends[None]).sum(axis=1)
         starts = self._ends - self._counts[:, 0]
-        place = row - starts.at[expert].get(mode="clip") - turn * self._block
+        place = row - starts.at[expert].get(mode="clip") - pass_index * self._block
         is_here = (expert < self._ends.size) & (place >= 0) & (place < self._block)
         sent = blocks.reshape(-1, *width)
         found = sent.at[expert * self._block + place].get(mode="clip")
-        if onto is None:
-            onto = jnp.zeros_like(found)
+        if accumulate_into is None:
+            accumulate_into = jnp.zeros_like(found)
         ones = (1,) * len(width)
         is_here = is_here.reshape(-1, *ones)
-        return jnp.where(is_here, found, onto)
+        return jnp.where(is_here, found, accumulate_into)
 
-    def sizes(self, turn: Any) -> None:
+    def sizes(self, pass_index: Any) -> None:
         """Return None: the expert is a dimension of received rows."""
 
-    def experts(self, turn: Any) -> None:
+    def experts(self, pass_index: Any) -> None:
         """Return None: received rows are sorted."""
 
     def _swap(self, blocks: Array) -> Array:

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 from spmd.errors import AnnotationError, Problem
 from spmd.layers.expert_exchange import ExpertAxes, expert_axes
 from spmd.plan.fsdp import ParamPlacement
-from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.manual import split_axes
 from spmd.plan.scopes import in_scope
+from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.sharding.dims import Dims, is_prefix, spec_dims
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.rules import spec_text
@@ -48,7 +48,7 @@ class ExpertLayout:
 
     mesh: AnyMesh | None = None
     tokens: Dims = ((), ())
-    kernels: tuple[LocalParam, ...] = ()
+    kernels: tuple[ShardedParam, ...] = ()
     expert: ExpertAxes | None = None
     tensor: tuple[str, ...] = ()
     save_gathered: bool = True
@@ -132,13 +132,13 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
             fix="make the model by spmd.from_nnx, and give the table a rule for each of them",
         )
         raise AnnotationError("The sharding of the expert layer is not known:", [problem])
-    params = tuple(local_param(placed, 3) for placed in placements)
+    params = tuple(sharded_param(placed, 3) for placed in placements)
     problems = _kernel_problems(params) + _token_problems(tokens, params, mesh)
     if problems:
         raise AnnotationError("The expert layer has no collectives for this rule table:", problems)
     split = split_axes(mesh)
     batch, seq, _ = spec_dims(tokens, 3, split)
-    expert, tensor, _ = params[-1].used
+    expert, tensor, _ = params[-1].compute_dims
     return ExpertLayout(
         mesh=mesh,
         tokens=(batch, seq),
@@ -149,13 +149,13 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
     )
 
 
-def _kernel_problems(params: Sequence[LocalParam]) -> list[Problem]:
+def _kernel_problems(params: Sequence[ShardedParam]) -> list[Problem]:
     """Return a problem for each reason why kernels cannot be gathered for their products."""
     problems = []
-    expert, tensor, _ = params[-1].used
+    expert, tensor, _ = params[-1].compute_dims
     into, out = (expert, (), tensor), (expert, tensor, ())
     expected: list[Dims] = [into] * (len(params) - 1) + [out]
-    used = [param.used for param in params]
+    used = [param.compute_dims for param in params]
     if used != expected:
         problem = Problem(
             "the experts' kernels",
@@ -163,8 +163,8 @@ def _kernel_problems(params: Sequence[LocalParam]) -> list[Problem]:
             fix='P("expert", "fsdp", "tensor") into the hidden units and P("expert", ("tensor", "fsdp")) out of them',
         )
         problems.append(problem)
-    if not all(is_prefix(param.used, param.stored) for param in params):
-        stored = _specs_text([param.stored for param in params])
+    if not all(is_prefix(param.compute_dims, param.param_dims) for param in params):
+        stored = _specs_text([param.param_dims for param in params])
         problem = Problem(
             "the experts' kernels",
             f"are stored {stored}: shards are not contiguous",
@@ -174,12 +174,12 @@ def _kernel_problems(params: Sequence[LocalParam]) -> list[Problem]:
     return problems
 
 
-def _token_problems(tokens: P, params: Sequence[LocalParam], mesh: AnyMesh) -> list[Problem]:
+def _token_problems(tokens: P, params: Sequence[ShardedParam], mesh: AnyMesh) -> list[Problem]:
     """Return a problem for each reason why tokens cannot be sent to their experts."""
     problems = []
     split = split_axes(mesh)
     batch, seq, width = spec_dims(tokens, 3, split)
-    expert, tensor, _ = params[-1].used
+    expert, tensor, _ = params[-1].compute_dims
     over = {*batch, *seq}
     gathered = set[str]()
     for param in params:

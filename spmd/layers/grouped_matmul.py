@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spmd.layers.quantized_matmul import largest_magnitude, rounded_in_blocks, scaled
-from spmd.settings.quantize import MatmulRecipe
+from spmd.settings.quantize import QuantizationRecipe
 
 Sizes = Int[Array, "group"] | None
 
@@ -31,7 +31,7 @@ def quantized_grouped_matmul(
     x: Float[Array, "*row in"],
     kernel: Float[Array, "group in out"],
     sizes: Sizes,
-    recipe: MatmulRecipe | None,
+    recipe: QuantizationRecipe | None,
     *,
     tensor: tuple[str, ...] = (),
     is_split: bool = False,

@@ -7,9 +7,9 @@ from itertools import chain
 from jaxtyping import Array, Float
 
 from spmd.plan.fsdp import named_after, scatter
-from spmd.plan.local_param import LocalParam, local_param
-from spmd.plan.manual import manual_over, split_axes
+from spmd.plan.manual import shard_map_over, split_axes
 from spmd.plan.records import ParamPlacement
+from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.sharding.dims import dims_spec, is_prefix, spec_dims
 from spmd.sharding.mesh import BATCH_SPEC, AnyMesh
 
@@ -35,7 +35,7 @@ def kernel_gradient(
     if placed is None:
         return product(x, dy)
     split = split_axes(placed.mesh)
-    param = local_param(placed, len(axes))
+    param = sharded_param(placed, len(axes))
     tokens = []
     for names, size in zip(spec_dims(BATCH_SPEC, 2, split), x.shape[:2], strict=True):
         tokens.append(_dividing(names, size, placed.mesh))
@@ -45,7 +45,7 @@ def kernel_gradient(
             return scatter(product(x, dy), placed)  # the compiler finds the collectives
     into: list[tuple[str, ...]] = []
     out: list[tuple[str, ...]] = []
-    for dim, names in zip(axes, param.used, strict=True):
+    for dim, names in zip(axes, param.compute_dims, strict=True):
         dims = out if dim in outs else into
         dims.append(names)
 
@@ -56,12 +56,12 @@ def kernel_gradient(
     in_specs = dims_spec([*tokens, *into]), dims_spec([*tokens, *out])
     _, _, kept = param.specs
     with named_after(placed):
-        return manual_over(placed.mesh, split, local, in_specs, kept)(x, dy)
+        return shard_map_over(placed.mesh, split, local, in_specs, kept)(x, dy)
 
 
-def _is_local(param: LocalParam, summed: set[str]) -> bool:
+def _is_local(param: ShardedParam, summed: set[str]) -> bool:
     """Return whether each device can reduce its own product: over the `summed` axes of tokens."""
-    if not is_prefix(param.used, param.kept):
+    if not is_prefix(param.compute_dims, param.grad_dims):
         return False  # shards of the gradient are not contiguous
     return summed.issuperset(chain(*param.scatters)) and summed.isdisjoint(param.split)
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from spmd.delayed_scaling.magnitudes import HISTORY
+from spmd.delayed_scaling.amax_history import HISTORY
 from spmd.layers.kernel_gradient import kernel_gradient
 from spmd.layers.quantized_matmul import Operand, magnitude, product, quantize
 from spmd.plan.fsdp import gather, gather_prepared, named_after
 from spmd.plan.records import ParamPlacement
-from spmd.settings.quantize import MatmulRecipe
+from spmd.settings.quantize import QuantizationRecipe
 
 History = Float[Array, "*layer 3 step"]
 """Largest magnitudes of input, kernel and gradient in earlier steps, which ride on a kernel
@@ -23,7 +23,7 @@ Scales = Float[Array, "3"] | None
 """Largest magnitudes of input, kernel and gradient to scale by; None for those of now."""
 
 
-def recipe_of(placed: ParamPlacement | None) -> MatmulRecipe | None:
+def recipe_of(placed: ParamPlacement | None) -> QuantizationRecipe | None:
     """Return the recipe of a kernel's matmuls; None for the compute dtype."""
     if placed is None:
         return None
@@ -55,7 +55,7 @@ def gather_operand(
     return Operand(jax.lax.bitcast_convert_type(sent, codes.dtype), scale)
 
 
-def _multiplies_codes(placed: ParamPlacement, recipe: MatmulRecipe) -> bool:
+def _multiplies_codes(placed: ParamPlacement, recipe: QuantizationRecipe) -> bool:
     """Return whether a kernel is sent in the codes of its matmuls."""
     return recipe.kind == "float8" and placed.comm.operand_codec == "fp8"
 

@@ -40,9 +40,9 @@ from spmd.layers.soft_cap import before_soft_cap, soft_capped
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.context import current, override
 from spmd.plan.fsdp import ParamPlacement, gather
-from spmd.plan.local_param import LocalParam, local_param
-from spmd.plan.manual import all_gather, manual_over, psum, psum_scatter, split_axes
+from spmd.plan.manual import all_gather, psum, psum_scatter, shard_map_over, split_axes
 from spmd.plan.scopes import in_scope
+from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.sharding.dims import Dims, dims_spec, spec_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
@@ -55,7 +55,7 @@ others."""
 
 _PURPOSE = "vocabulary-parallel head"
 _WHOLE = P()
-_ONE_DEVICE = LocalParam(((), ()), ((), ()), ((), ()))
+_ONE_DEVICE = ShardedParam(((), ()), ((), ()), ((), ()))
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +99,7 @@ class _Layout:
     mesh: AnyMesh | None = None
     split: tuple[str, ...] = ()  # the axes of size above 1
     tokens: P = _WHOLE
-    param: LocalParam = _ONE_DEVICE  # the kernel
+    param: ShardedParam = _ONE_DEVICE  # the kernel
     vocabulary: tuple[str, ...] = ()  # the axes that the vocabulary is split over
     width: tuple[str, ...] = ()  # those of them that also split the width of `x`
 
@@ -114,7 +114,7 @@ class _Layout:
         out_specs: tuple[P, ...] = (P(), P())
         if differentiate:
             out_specs += (x, kept)
-        region = manual_over(self.mesh, self.split, local, in_specs, out_specs, purpose=_PURPOSE)
+        region = shard_map_over(self.mesh, self.split, local, in_specs, out_specs, purpose=_PURPOSE)
         return region(*arrays)
 
     @property
@@ -195,7 +195,7 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
     *token_dims, width = spec_dims(spec, 3, split)
     examples, tokens = token_dims
     dim = head.axes.index("o")
-    vocabulary = spec_dims(head.placed.used, 2, split)[dim]
+    vocabulary = spec_dims(head.placed.compute_spec, 2, split)[dim]
     if not set(width) <= set(vocabulary):
         width = ()
     # Over an axis that splits neither tokens nor vocabulary, devices have equal gradients, which
@@ -215,7 +215,7 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
 
 def _kernel_layout(
     placed: ParamPlacement, dim: int, vocabulary: tuple[str, ...], summed: tuple[str, ...]
-) -> LocalParam:
+) -> ShardedParam:
     """Return the layout of the kernel in the region: its words, dimension `dim`, are split.
 
     Args:
@@ -227,13 +227,13 @@ def _kernel_layout(
     split: list[tuple[str, ...]] = [(), ()]
     split[dim] = vocabulary
     used = tuple(split)
-    param = local_param(placed, 2)
-    kept = spec_dims(placed.gradient, 2, summed)
+    param = sharded_param(placed, 2)
+    kept = spec_dims(placed.grad_spec, 2, summed)
     return dataclasses.replace(
         param,
-        stored=_contiguous(param.stored, used, dim),
-        used=used,
-        kept=_contiguous(kept, used, dim),
+        param_dims=_contiguous(param.param_dims, used, dim),
+        compute_dims=used,
+        grad_dims=_contiguous(kept, used, dim),
     )
 
 

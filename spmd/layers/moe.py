@@ -32,14 +32,14 @@ from jaxtyping import Array, Float
 
 from spmd.jaxpr.examples import per_example
 from spmd.layers.expert_dispatch import EXTRA_PASSES, Capacity, Dispatch, Dropless
-from spmd.layers.expert_exchange import Blocks
+from spmd.layers.expert_exchange import DenseAllToAll
 from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
 from spmd.layers.grouped_matmul import Sizes, grouped_gradient, quantized_grouped_matmul
 from spmd.layers.linear_recipes import recipe_of
 from spmd.layers.router import RouterConfig, Routing, expert_slots
 from spmd.plan.annotate import annotate, placement
-from spmd.plan.manual import batch_sum, manual_over, psum, split_axes
-from spmd.settings.quantize import MatmulRecipe
+from spmd.plan.manual import batch_sum, psum, shard_map_over, split_axes
+from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.dims import dims_spec
 
 Activation = Callable[..., Array]
@@ -105,7 +105,7 @@ class _Layer:
     activation: Activation
     layout: ExpertLayout
     chunks: int
-    recipes: tuple[MatmulRecipe | None, ...]
+    recipes: tuple[QuantizationRecipe | None, ...]
 
     @property
     def is_dropless(self) -> bool:
@@ -157,7 +157,7 @@ class _Layer:
         if mesh is None:
             return local
         axes = split_axes(mesh)
-        return manual_over(mesh, axes, local, in_specs, out_specs, purpose="experts")
+        return shard_map_over(mesh, axes, local, in_specs, out_specs, purpose="experts")
 
     @property
     def tokens(self) -> P:
@@ -169,7 +169,7 @@ class _Layer:
         """The specs of the rows of experts, their weights and hidden units."""
         expert = self.layout.expert
         over = self.layout.over or None
-        is_sorted = self.is_dropless and (expert is None or expert.kind is not Blocks)
+        is_sorted = self.is_dropless and (expert is None or expert.kind is not DenseAllToAll)
         rows: Any = P(over) if is_sorted else P(None, over)
         hidden: Any = P(*rows, self.layout.tensor or None)
         return _Received(rows, rows, hidden)
@@ -193,29 +193,29 @@ class _Experts:
         """Return the rows of a chunk in order of experts, and the weight of each."""
         return self.dispatch.rows(_flat(x)), self.dispatch.choices(_flat(weights))
 
-    def receive(self, sent: tuple[Array, Array], turn: Any) -> _Received:
+    def receive(self, sent: tuple[Array, Array], pass_index: Any) -> _Received:
         """Return the rows of this device's experts in a pass, with their hidden units."""
-        rows, scales = (self.dispatch.receive(array, turn) for array in sent)
+        rows, scales = (self.dispatch.receive(array, pass_index) for array in sent)
         hidden = []
         for index, kernel in enumerate(self.into):
-            sizes = self.dispatch.sizes(turn)
+            sizes = self.dispatch.sizes(pass_index)
             product = self.layer.product(index, rows, kernel, sizes)
             hidden.append(annotate(product, "expert_hidden", in_rule=True))
         return _Received(rows, scales, tuple(hidden))
 
-    def results(self, got: _Received, turn: Any) -> Array:
+    def results(self, got: _Received, pass_index: Any) -> Array:
         """Return the weighted results of rows."""
         value = self.layer.activation(*got.hidden)
         scaled = _scaled(value, got.scales)
-        return self.layer.product(-1, scaled, self.out, self.dispatch.sizes(turn))
+        return self.layer.product(-1, scaled, self.out, self.dispatch.sizes(pass_index))
 
     def gradients(
-        self, got: _Received, dy: Array, turn: Any, dtypes: Sequence[Any]
+        self, got: _Received, dy: Array, pass_index: Any, dtypes: Sequence[Any]
     ) -> tuple[Array, Array, list[Array]]:
         """Return a pass's gradients of rows, of their weights, and of kernels in their `dtypes`."""
         layer = self.layer
-        dresult = self.dispatch.receive(dy, turn)
-        sizes = self.dispatch.sizes(turn)
+        dresult = self.dispatch.receive(dy, pass_index)
+        sizes = self.dispatch.sizes(pass_index)
         value, transpose = jax.vjp(layer.activation, *got.hidden)
         dscaled = layer.product(-1, dresult, self.out, sizes, transposed=True)
         products = dscaled.astype(jnp.float32) * value.astype(jnp.float32)
@@ -288,12 +288,12 @@ def _forward_of_chunk(
     experts = _Experts(layer, dispatch, into, out)
     sent = experts.send(x, weights)
 
-    def add(turn: Any, rows: Array) -> Array:
-        got = experts.receive(sent, turn)
-        return dispatch.give(experts.results(got, turn), turn, rows)
+    def add(pass_index: Any, rows: Array) -> Array:
+        got = experts.receive(sent, pass_index)
+        return dispatch.send_back(experts.results(got, pass_index), pass_index, rows)
 
     got = experts.receive(sent, 0)
-    first = dispatch.give(experts.results(got, 0), 0, None)
+    first = dispatch.send_back(experts.results(got, 0), 0, None)
     rows = _more(dispatch, add, first)
     return dispatch.combine(rows).astype(x.dtype), dispatch.passes, got
 
@@ -375,20 +375,20 @@ def _backward_of_chunk(
     experts = _Experts(layer, dispatch, into, out)
     dy = dispatch.rows(_flat(dy))
 
-    def add(turn: Any, sums: tuple[Array, Array, list[Array]]) -> Any:
-        again = experts.receive(experts.send(x, weights), turn)
-        drows, dscales, dkernels = experts.gradients(again, dy, turn, dtypes)
+    def add(pass_index: Any, sums: tuple[Array, Array, list[Array]]) -> Any:
+        again = experts.receive(experts.send(x, weights), pass_index)
+        drows, dscales, dkernels = experts.gradients(again, dy, pass_index, dtypes)
         return (
-            dispatch.give(drows, turn, sums[0]),
-            dispatch.give(dscales, turn, sums[1]),
+            dispatch.send_back(drows, pass_index, sums[0]),
+            dispatch.send_back(dscales, pass_index, sums[1]),
             jax.tree.map(jnp.add, sums[2], dkernels),
         )
 
     drows, dscales, dkernels = experts.gradients(got, dy, 0, dtypes)
-    first = dispatch.give(drows, 0, None), dispatch.give(dscales, 0, None), dkernels
+    first = dispatch.send_back(drows, 0, None), dispatch.send_back(dscales, 0, None), dkernels
     drows, dscales, dkernels = _more(dispatch, add, first)
     dx = dispatch.combine(drows).astype(x.dtype)
-    dweights = dispatch.uncombined(dscales).astype(weights.dtype)
+    dweights = dispatch.gather_weights(dscales).astype(weights.dtype)
     return dx, dweights, dkernels
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from spmd.jaxpr.examples import per_example
 from spmd.plan.manual import global_max
-from spmd.settings.quantize import MatmulRecipe
+from spmd.settings.quantize import QuantizationRecipe
 
 
 class Operand(NamedTuple):
@@ -25,7 +25,7 @@ class Operand(NamedTuple):
 def quantize(
     x: Float[Array, "..."],
     summed: tuple[int, ...],
-    recipe: MatmulRecipe,
+    recipe: QuantizationRecipe,
     dtype: str,
     *,
     is_kernel: bool = False,
@@ -54,7 +54,7 @@ def quantize(
 
 
 def _largest_now(
-    x: Array, summed: tuple[int, ...], recipe: MatmulRecipe, *, is_kernel: bool
+    x: Array, summed: tuple[int, ...], recipe: QuantizationRecipe, *, is_kernel: bool
 ) -> Float[Array, "..."]:
     """Return the largest magnitude for each scale of an array."""
     if recipe.scaling == "row":  # of one device, as a kernel is
@@ -125,7 +125,12 @@ def power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def rounded_in_blocks(
-    x: Array, summed: tuple[int, ...], recipe: MatmulRecipe, dtype: str, *, is_kernel: bool = False
+    x: Array,
+    summed: tuple[int, ...],
+    recipe: QuantizationRecipe,
+    dtype: str,
+    *,
+    is_kernel: bool = False,
 ) -> Array:
     """Return an array as blocks of codes represent it, in its own dtype."""
     free = [dim for dim in range(x.ndim) if dim not in summed]
@@ -212,7 +217,7 @@ def quantized_einsum(
     form: str,
     a: Array,
     kernel: Array | Operand,
-    recipe: MatmulRecipe,
+    recipe: QuantizationRecipe,
     *,
     is_gradient: bool,
     scales: Any,

@@ -39,7 +39,7 @@ from spmd.layers.blockwise_attention import (
     update_softmax,
 )
 from spmd.layers.zigzag import zigzag
-from spmd.plan.manual import manual_over, split_axes
+from spmd.plan.manual import shard_map_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
 Segments = Int[Array, "batch seq"] | None
@@ -66,7 +66,7 @@ class Ring:
         """Return `f` on each device's tokens."""
         if self.mesh is None:
             return f
-        return manual_over(self.mesh, ("sequence",), f, in_specs, out_specs, purpose=_PURPOSE)
+        return shard_map_over(self.mesh, ("sequence",), f, in_specs, out_specs, purpose=_PURPOSE)
 
     def rotate(self, arrays: Any) -> Any:
         """Send each device's arrays to the next device."""
@@ -279,7 +279,7 @@ def ulysses_attention(
     names = {axis: axis for axis in parts}
     tokens = P(batch or None, names.get("sequence"), names.get("tensor"))
     in_specs = (tokens, tokens, tokens, P(batch or None))
-    run = manual_over(mesh, (*batch, *parts), local, in_specs, tokens, purpose=_PURPOSE)
+    run = shard_map_over(mesh, (*batch, *parts), local, in_specs, tokens, purpose=_PURPOSE)
     return run(query, key, value, segments)
 
 

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from spmd.errors import ConfigError, Problem, check_fields
-from spmd.model_api.remat import CHOICE
+from spmd.model_interface.remat import CHOICE
 from spmd.plan.manual import batch_mean, batch_sum
 
 Valid = Bool[Array, "example token"] | None

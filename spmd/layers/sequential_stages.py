@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmd.plan.context import current, override
-from spmd.plan.manual import manual_over
+from spmd.plan.manual import shard_map_over
 from spmd.plan.scopes import comm_scope, in_scope
 from spmd.sharding.mesh import AnyMesh
 
@@ -56,7 +56,7 @@ def run_stack(run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
 def _run_stages(mesh: AnyMesh, run: Run, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
     local = functools.partial(_turns, run, mesh.shape["pipe"])
     specs = (P(), P("pipe"))
-    return manual_over(mesh, ("pipe",), local, specs, specs)(x, layers)
+    return shard_map_over(mesh, ("pipe",), local, specs, specs)(x, layers)
 
 
 def _turns(run: Run, stages: int, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:

@@ -28,7 +28,7 @@ from spmd.errors import ConfigError, Problem
 from spmd.layers.kv_cache import token_positions
 from spmd.plan.annotate import attention_config
 from spmd.plan.context import current, override
-from spmd.plan.manual import manual_over
+from spmd.plan.manual import shard_map_over
 
 
 def is_zigzag() -> bool:
@@ -84,7 +84,7 @@ def zigzag_batch(batch: Any, *, position_aware: bool) -> Iterator[Any]:
     exchange = functools.partial(_exchange, devices=ring.sequence)
     spec = P(None, "sequence")
     purpose = "zigzag order of tokens"
-    move = manual_over(ring.mesh, ("sequence",), exchange, spec, spec, purpose=purpose)
+    move = shard_map_over(ring.mesh, ("sequence",), exchange, spec, spec, purpose=purpose)
     with override(zigzag=True):
         reordered = {}
         for name, x in batch.items():

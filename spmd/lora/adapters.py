@@ -26,9 +26,9 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
 from spmd.lora.param import LoRAParam
-from spmd.model_api.kernels import Matrix
-from spmd.model_api.model import LayeredModel, Model, ModelInfo, abstract_key
-from spmd.model_api.wrapped_param import is_wrapped
+from spmd.model_interface.kernels import Matrix
+from spmd.model_interface.model import LayeredModel, Model, ModelInfo, abstract_key
+from spmd.model_interface.wrapped_param import is_wrapped
 from spmd.plan.fsdp import params_for_forward
 from spmd.precision import cast_floats
 from spmd.sharding.layer_paths import dims_of

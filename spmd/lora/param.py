@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from spmd.model_api.wrapped_param import WrappedParam, has_fetched, operand_of, start_layer
+from spmd.model_interface.wrapped_param import WrappedParam, has_fetched, operand_of, start_layer
 
 
 @jax.tree_util.register_dataclass

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, check_fields
-from spmd.model_api.grad_transform import Carry, Entered, GradTransform, StateArray
+from spmd.model_interface.grad_transform import Carry, Entered, GradTransform, StateArray
 
 _REASON = "every device scales by the same number"
 _LARGEST = 2.0**100  # float32 holds it, and its products with small gradients

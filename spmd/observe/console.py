@@ -14,7 +14,6 @@ from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.text import Text
 
-from spmd.observe.fit import fitted
 from spmd.observe.metrics import (
     NOT_REPORTED,
     Flops,
@@ -25,6 +24,7 @@ from spmd.observe.metrics import (
     process_peak_rss,
 )
 from spmd.observe.notebook import NotebookLive, in_notebook
+from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.tree import human_bytes
 
 COLUMNS: Mapping[str, Callable[[Any], str]] = {
@@ -263,7 +263,7 @@ class Console(Writer):
             peak = human_bytes(memory)
         host = human_bytes(process_peak_rss())
         lines.append(f"peak memory: device {peak}, host process {host}")
-        self.say(fitted("\n".join(lines), self._stream))
+        self.say(wrap_to_terminal("\n".join(lines), self._stream))
 
     def close(self) -> None:
         """Stop the bar, and leave its last state on the terminal."""

@@ -24,11 +24,11 @@ from spmd.errors import (
     check_call,
     check_fields,
     check_type,
+    describe_value,
     did_you_mean,
-    shown,
 )
-from spmd.model_api.kernels import read_matrices
-from spmd.model_api.model import Model, ModelInfo
+from spmd.model_interface.kernels import read_matrices
+from spmd.model_interface.model import Model, ModelInfo
 from spmd.optim.ema import with_ema
 from spmd.optim.per_layer import per_layer
 from spmd.optim.quantized import BLOCK, Kind, check_block, quantize_moments
@@ -153,7 +153,7 @@ def _schedule_problems(config: OptimizerConfig) -> list[Problem]:
         value = getattr(config, field)
         default = getattr(OptimizerConfig, field)
         if value != default:
-            what = f"is {shown(value)}, and schedule_fn alone decides the learning rate"
+            what = f"is {describe_value(value)}, and schedule_fn alone decides the learning rate"
             problems.append(Problem(field, what, fix="leave it out, or schedule_fn=None"))
     return problems
 
@@ -284,7 +284,7 @@ def _checked(schedule_fn: Callable[[Any], Any]) -> optax.Schedule:
     step = jax.ShapeDtypeStruct((), jnp.int32)
     rate = jax.eval_shape(schedule, step)
     if rate.shape:
-        what = f"returns {shown(rate)}"
+        what = f"returns {describe_value(rate)}"
         problem = Problem("optimizer.schedule_fn", what, fix="one number for each step")
         raise ConfigError("This schedule cannot be made:", [problem])
     return schedule
@@ -366,7 +366,7 @@ def _argument_problems(config: Any, steps: Any, stacked: Any, model: Any) -> lis
     problems = check_type("config", config, OptimizerConfig, 'spmd.OptimizerConfig(name="adamw")')
     problems += check_type("steps", steps, int, "a whole number")
     if isinstance(stacked, str):
-        problems.append(Problem("stacked", f"is {shown(stacked)}", fix=f'("{stacked}",)'))
+        problems.append(Problem("stacked", f"is {describe_value(stacked)}", fix=f'("{stacked}",)'))
     fix = "the model that is trained, spmd.from_nnx(…), or its info()"
     problems += check_type("model", model, (Model, ModelInfo, type(None)), fix)
     return problems

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.errors import ConfigError, Problem, shown
+from spmd.errors import ConfigError, Problem, describe_value
 from spmd.optim.evaluated_params import ParamEmaState, find_evaluated_params
 from spmd.optim.skip_updates import counts_skips
 from spmd.optim.two_phase import TwoPhaseOptimizer, phases, treatment_of, two_phase
@@ -44,7 +44,7 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseO
     """
     if not 0 < decay < 1:
         fix = "above 0 and below 1, such as 0.999"
-        problem = Problem("decay", f"is {shown(decay)}", fix=fix)
+        problem = Problem("decay", f"is {describe_value(decay)}", fix=fix)
         raise ConfigError("Parameters cannot be averaged:", [problem])
     global_phase, param_phase = phases(optimizer)
 

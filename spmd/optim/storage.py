@@ -15,8 +15,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from spmd.errors import Problem
-from spmd.model_api.model import ModelInfo
-from spmd.model_api.remat import Remat
+from spmd.model_interface.model import ModelInfo
+from spmd.model_interface.remat import Remat
 from spmd.optim.extra_args import update_with
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import DerivedSpec

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.model_api.kernels import LOOKUP, Matrix
-from spmd.model_api.model import ModelInfo
+from spmd.model_interface.kernels import LOOKUP, Matrix
+from spmd.model_interface.model import ModelInfo
 from spmd.sharding.layer_paths import Stack, dims_of, names_of, own_stacks, without_dims
 from spmd.sharding.rules import matches
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import Sums
-from spmd.model_api.grad_transform import Carry
+from spmd.model_interface.grad_transform import Carry
 
 
 def drop_weights(grad_fn: GradFn) -> GradFn:

@@ -24,8 +24,8 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import LossFn, Sums
-from spmd.model_api.grad_transform import Carry, GradTransform, StateArray
-from spmd.model_api.model import PRNG, abstract_key
+from spmd.model_interface.grad_transform import Carry, GradTransform, StateArray
+from spmd.model_interface.model import PRNG, abstract_key
 from spmd.pipeline.executor import Carry as TickCarry
 from spmd.pipeline.executor import first_carry, run_ticks
 from spmd.pipeline.grad_fn import merge_like, shard_over_stages, sum_of_stages

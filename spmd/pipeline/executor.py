@@ -128,7 +128,7 @@ class _Stage:
         is_first = (i >= 0) & (rows["forward_chunk"][0] == 0)
 
         def embedding() -> Stream:
-            return self.model.enter(select_chunk(self.shared, self._version(i)), i)
+            return self.model.embed(select_chunk(self.shared, self._version(i)), i)
 
         entered = cond(is_first, embedding, lambda: self.empty)
         slot = jnp.where(is_first & (self.number == 0), row["forward_slot"], IDLE)
@@ -143,7 +143,7 @@ class _Stage:
             layers = select_chunk(self.chunks, self._version(i) * self.table.chunks + chunk)
             own = select_chunk(self.shared, self._version(i))
             stream = read_slot(inputs, row["forward_slot"])
-            return self.model.inside(layers, own, stream, i, chunk)
+            return self.model.run_layers(layers, own, stream, i, chunk)
 
         return cond(row["forward"] >= 0, forward, lambda: self.empty)
 
@@ -160,7 +160,9 @@ class _Stage:
             group = self._version(i) * self.table.chunks + chunk
             d_chunks, d_shared, sums = totals
             left, pull = jax.vjp(
-                lambda layers, shared, stream: self.model.inside(layers, shared, stream, i, chunk),
+                lambda layers, shared, stream: self.model.run_layers(
+                    layers, shared, stream, i, chunk
+                ),
                 *(select_chunk(chunks, group), own, read_slot(inputs, row["backward_slot"])),
             )
             d_left, d_shared, sums = self._output_gradient(
@@ -194,7 +196,7 @@ class _Stage:
 
         def from_loss(d_shared: Any, sums: Sums) -> tuple[Stream, Any, Sums]:
             _, pull, found = jax.vjp(
-                lambda shared, x: self.model.leave(shared, x, i), own, left, has_aux=True
+                lambda shared, x: self.model.head(shared, x, i), own, left, has_aux=True
             )
             d_own, d_left = pull(self.scale)
             d_shared = accumulate_at(d_shared, d_own, self._version(i))
@@ -219,7 +221,7 @@ class _Stage:
                 lambda d: jnp.where(self.number == 0, d, jnp.zeros_like(d)), sent_back
             )
             own = select_chunk(self.shared, self._version(i))
-            _, pull = jax.vjp(lambda shared: self.model.enter(shared, i), own)
+            _, pull = jax.vjp(lambda shared: self.model.embed(shared, i), own)
             (d_own,) = pull(d_entered)
             return accumulate_at(d_shared, d_own, self._version(i))
 

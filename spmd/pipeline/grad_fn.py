@@ -18,7 +18,7 @@ from spmd.gradients.accumulate import first_microbatch
 from spmd.gradients.additive import LossReader, has_part_of_batch
 from spmd.gradients.base import GradFn, LossGradFn
 from spmd.gradients.losses import LossFn, Sums
-from spmd.model_api.grad_transform import Carry, enter_all
+from spmd.model_interface.grad_transform import Carry, enter_all
 from spmd.pipeline.executor import cond, first_carry, run_ticks, shift, zeros
 from spmd.pipeline.interleave import AXIS, interleave
 from spmd.pipeline.partition import TITLE, StageModel, Stream, in_parts, partition
@@ -26,7 +26,7 @@ from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import current
 from spmd.plan.fsdp import grad_targets
-from spmd.plan.manual import manual_over
+from spmd.plan.manual import shard_map_over
 from spmd.plan.scopes import comm_scope, in_scope
 
 _PER_MICROBATCH = "pipeline(…, per_microbatch=True) for the loss of each microbatch"
@@ -104,7 +104,7 @@ def shard_over_stages(local: Callable[..., Any], out_specs: Any, layers: Any, *s
     mesh = current().mesh
     assert mesh is not None, "a step is traced within its plan"
     in_specs = P(AXIS), *[P()] * len(shared)
-    return manual_over(mesh, (AXIS,), local, in_specs, out_specs)(layers, *shared)
+    return shard_map_over(mesh, (AXIS,), local, in_specs, out_specs)(layers, *shared)
 
 
 def _backward(
@@ -138,17 +138,17 @@ def _forward(
 
     def tick(carry: tuple[Stream, Sums], t: jax.Array) -> tuple[tuple[Stream, Sums], None]:
         arrived, sums = carry
-        entered = cond(t < microbatches, lambda: model.enter(shared, t), lambda: empty)
+        entered = cond(t < microbatches, lambda: model.embed(shared, t), lambda: empty)
         stream = jax.tree.map(lambda x, y: jnp.where(stage == 0, x, y), entered, arrived)
         i = t - stage
         is_busy = (i >= 0) & (i < microbatches)
-        left = cond(is_busy, lambda: model.inside(layers, shared, stream, i), lambda: empty)
+        left = cond(is_busy, lambda: model.run_layers(layers, shared, stream, i), lambda: empty)
 
-        def leave(sums: Sums) -> Sums:
-            _, found = model.leave(shared, left, i)
+        def head(sums: Sums) -> Sums:
+            _, found = model.head(shared, left, i)
             return jax.tree.map(jnp.add, sums, found)
 
-        sums = cond((i >= 0) & (stage == stages - 1), leave, lambda sums: sums, sums)
+        sums = cond((i >= 0) & (stage == stages - 1), head, lambda sums: sums, sums)
         return (shift(left, stages, 1), sums), None
 
     ticks = jnp.arange(microbatches + stages - 1)

@@ -1,9 +1,9 @@
 """A model's loss in the parts that a stage of a pipeline computes, and the arrays of each stage.
 
 ```
-enter    embed_inputs                       the stream that enters the first layer
-inside   apply_layers, some of the layers   the stream after this stage's layers
-leave    compute_outputs, then the loss     sums over the microbatch
+embed        embed_inputs                       the stream that enters the first layer
+run_layers   apply_layers, some of the layers   the stream after this stage's layers
+head         compute_outputs, then the loss     sums over the microbatch
 ```
 """
 
@@ -23,7 +23,7 @@ from spmd.errors import ConfigError, Problem
 from spmd.gradients.accumulate import join_microbatch, split_microbatches
 from spmd.gradients.losses import LossFn, ModelLoss, Sums
 from spmd.layers.lm_head import lazy_logits
-from spmd.model_api.model import LayeredModel, as_outputs
+from spmd.model_interface.model import LayeredModel, as_outputs
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.shared_params import gather_over_stages
 from spmd.plan.context import current
@@ -111,11 +111,11 @@ class StageModel:
 
         def outside(layers: Any, frozen: Any) -> tuple[Stream, Sums]:
             around = dataclasses.replace(self, some_layers=layers, frozen=(frozen, self.frozen[1]))
-            stream = around.enter(own, first)
+            stream = around.embed(own, first)
             # The stream after the layers is replaced by zeros: only uses of layers outside of
             # apply_layers remain.
             left = jax.tree.map(jnp.zeros_like, stream)
-            _, sums = around.leave(own, left, first)
+            _, sums = around.head(own, left, first)
             return stream, sums
 
         of_layers = self.some_layers, self.frozen[0]
@@ -128,7 +128,7 @@ class StageModel:
             raise ConfigError(TITLE, problems)
         return stream, sums
 
-    def enter(self, shared: Any, i: jax.Array) -> Stream:
+    def embed(self, shared: Any, i: jax.Array) -> Stream:
         """Return the stream that enters the first layer."""
         loss, layered = in_parts(self.loss_fn)
 
@@ -147,7 +147,7 @@ class StageModel:
         all_values = jax.tree.map(lambda v: jnp.zeros((count, *v.shape[1:]), v.dtype), values)
         return Stream(x, all_values)
 
-    def inside(
+    def run_layers(
         self, layers: Any, shared: Any, stream: Stream, i: jax.Array, chunk: Any = 0
     ) -> Stream:
         """Return the stream after the layers of one of this stage's chunks."""
@@ -170,7 +170,7 @@ class StageModel:
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
         return Stream(x, jax.tree.map(put, stream.values, values))
 
-    def leave(self, shared: Any, stream: Stream, i: jax.Array) -> tuple[jax.Array, Sums]:
+    def head(self, shared: Any, stream: Stream, i: jax.Array) -> tuple[jax.Array, Sums]:
         """Return the loss and all sums."""
         loss, layered = in_parts(self.loss_fn)
 

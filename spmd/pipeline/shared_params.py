@@ -13,7 +13,7 @@ from jax.sharding import get_abstract_mesh
 from spmd import tree
 from spmd.pipeline.interleave import AXIS
 from spmd.plan.context import constrain, current
-from spmd.plan.manual import manual_over, psum, psum_scatter
+from spmd.plan.manual import psum, psum_scatter, shard_map_over
 from spmd.plan.scopes import in_scope
 from spmd.sharding.dims import dims_spec, extra_axes, spec_dims
 from spmd.sharding.optimizer_state import drop_axis
@@ -26,7 +26,7 @@ def gather_over_stages(arrays: Any) -> Any:
         placed = current().placements.get(path)
         if placed is None:
             return x
-        spec = drop_axis(placed.of_stack().stored, AXIS)
+        spec = drop_axis(placed.of_stack().param_spec, AXIS)
         with in_scope(placed.scope):
             return constrain(x, placed.mesh, spec, "a parameter of all stages")
 
@@ -47,7 +47,7 @@ def sum_over_stages(gradients: Any) -> Any:
 def _sum_gradient(path: str, d: jax.Array) -> jax.Array:
     """Return the sum of a gradient `[stage, …]`, split as the plan keeps it."""
     placed = current().placements[path].of_stack()
-    dims = spec_dims(placed.gradient, d.ndim - 1, placed.mesh.axis_names)
+    dims = spec_dims(placed.grad_spec, d.ndim - 1, placed.mesh.axis_names)
     rest = extra_axes(dims, [(AXIS,)] * len(dims))
     scattered = extra_axes(dims, rest)  # `pipe` where it splits a dimension
     # Within a dimension, `pipe` comes last: the order of scattered parts.
@@ -59,6 +59,6 @@ def _sum_gradient(path: str, d: jax.Array) -> jax.Array:
         return psum(d[0], (AXIS,))
 
     before = dims_spec([(AXIS,), *rest])
-    run = manual_over(placed.mesh, placed.mesh.axis_names, local, before, dims_spec(split))
+    run = shard_map_over(placed.mesh, placed.mesh.axis_names, local, before, dims_spec(split))
     with in_scope(placed.scope):
         return run(d)

@@ -40,7 +40,7 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """A schedule with times, in the unit of the simulated costs.
 
     Attributes:
@@ -110,7 +110,7 @@ def simulate(
     backward: float = 1,
     weight: float = 1,
     transfer: float = 0,
-) -> Timeline:
+) -> ScheduleTimeline:
     """Compute the times of all tasks; without a flush, of several consecutive batches.
 
     Args:
@@ -161,7 +161,7 @@ def simulate(
     for order in tasks:
         slots.append(_slots(order))
         span = max(span, order[-1].end - order[0].start)
-    return Timeline(
+    return ScheduleTimeline(
         schedule=schedule,
         tasks=tuple(slots),
         batches=batches,

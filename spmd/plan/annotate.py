@@ -20,16 +20,16 @@ from spmd.jaxpr.equations import equations, name_of, params_of
 from spmd.jaxpr.promoted import split_products
 from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.upgrades import checkpoints_are_hijax, name_in_rule
-from spmd.model_api.attention_config import AttentionConfig
-from spmd.model_api.remat import CHOICE, Remat
-from spmd.model_api.wrapped_param import start_layer
+from spmd.model_interface.attention_config import AttentionConfig
+from spmd.model_interface.remat import CHOICE, Remat
+from spmd.model_interface.wrapped_param import start_layer
+from spmd.plan.compressed_activations import store, store_problems
 from spmd.plan.context import TraceContext, constrain, current, override
 from spmd.plan.fsdp import gathered
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import ATTENTION, OPTIMIZER, annotate_scope, in_scope
-from spmd.plan.stored import store, store_problems
 from spmd.plan.unseen import unseen_problems
 from spmd.sharding.dims import local_shape, spec_dims
 from spmd.sharding.mesh import AnyMesh, is_kind
@@ -128,13 +128,13 @@ def annotate_param(
     whole = drop_fsdp(spec)
     placed = dataclasses.replace(
         param,
-        stored=spec if _has_fsdp(param.stored) else whole,
-        used=whole,
-        gradient=spec if _has_fsdp(param.gradient) else whole,
+        param_spec=spec if _has_fsdp(param.param_spec) else whole,
+        compute_spec=whole,
+        grad_spec=spec if _has_fsdp(param.grad_spec) else whole,
         comm=param.comm.without_codec(),
     )
     for split in (param, placed):
-        x = gathered(x, dataclasses.replace(split, used=split.stored))
+        x = gathered(x, dataclasses.replace(split, compute_spec=split.param_spec))
     return checkpoint_name(x, name), placed
 
 

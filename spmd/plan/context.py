@@ -1,6 +1,6 @@
 """The context of a trace: facts for model code about the plan, and about the program of the trace.
 
-`spmd.model_api.ambient` holds it in a context of JAX, so JAX's own caches are keyed by it: an inner
+`spmd.model_interface.ambient` holds it in a context of JAX, so JAX's own caches are keyed by it: an inner
 jitted function traced under one plan is traced again under another. Outside a plan it has its
 neutral defaults.
 """
@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import AnnotationError
-from spmd.model_api.ambient import AMBIENT
-from spmd.model_api.attention_config import AttentionConfig
-from spmd.model_api.grad_transform import GradTransform
-from spmd.model_api.remat import Remat
+from spmd.model_interface.ambient import AMBIENT
+from spmd.model_interface.attention_config import AttentionConfig
+from spmd.model_interface.grad_transform import GradTransform
+from spmd.model_interface.remat import Remat
 from spmd.optim.storage import ON_DEVICES, Storage
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement

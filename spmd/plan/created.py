@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from spmd import tree
 from spmd.jaxpr.equations import inner_jaxprs
-from spmd.model_api.kernels import Said
+from spmd.model_interface.kernels import Said
 from spmd.plan.flax_layers import said_of
 
 

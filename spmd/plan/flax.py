@@ -32,12 +32,19 @@ from spmd.errors import (
     Problem,
     check_call,
     check_type,
+    describe_value,
     did_you_mean,
-    shown,
 )
-from spmd.model_api.compute_dtype import InComputeDtype
-from spmd.model_api.kernels import Said
-from spmd.model_api.model import VALID, LayeredModel, Model, ModelInfo, abstract_key, takes_valid
+from spmd.model_interface.compute_dtype import InComputeDtype
+from spmd.model_interface.kernels import Said
+from spmd.model_interface.model import (
+    VALID,
+    LayeredModel,
+    Model,
+    ModelInfo,
+    abstract_key,
+    takes_valid,
+)
 from spmd.plan.created import drawn_shapes, recording
 from spmd.plan.flax_dtypes import (
     CAST_BY_LAYER,
@@ -109,11 +116,11 @@ def from_nnx(
     Two optional attributes of the module: `position_aware` lets ring attention reorder tokens
     (`spmd.layers.zigzag`) and implies `supports_kv_cache`, which lets generation decode token by
     token (`spmd.layers.kv_cache`). A module with the methods `embed_inputs`, `apply_layers` and
-    `compute_outputs` can be pipelined (`spmd.model_api.model.LayeredModel`). One with a parameter
+    `compute_outputs` can be pipelined (`spmd.model_interface.model.LayeredModel`). One with a parameter
     `valid` is called with the mask of the tokens that are no padding
     (`spmd.gradients.losses.valid_tokens`).
 
-    What the module sows in a call is returned by `forward`, as `spmd.model_api.model.Outputs`,
+    What the module sows in a call is returned by `forward`, as `spmd.model_interface.model.Outputs`,
     under its path. `nnx.Intermediate` itself, by which Flax looks inside, is dropped unless it is
     one of `losses`.
 
@@ -401,7 +408,7 @@ def from_linen(
     The `params` collection is the parameters; every other collection at initialization
     (`batch_stats`) is among the model's variables, under its name. A collection that only `sow`
     writes to is no variable: `forward` returns what was sown in the call, as
-    `spmd.model_api.model.Outputs`, under `collection/path/name`. Those by which Flax looks inside
+    `spmd.model_interface.model.Outputs`, under `collection/path/name`. Those by which Flax looks inside
     (`intermediates`, `perturbations`) are dropped unless they are in `losses`.
 
     Args:
@@ -724,7 +731,7 @@ def _check_call(
     kind = type(module)
     run = _method(module, method)
     if not callable(run):
-        what = f"is {shown(method)}, which {kind.__name__} does not have"
+        what = f"is {describe_value(method)}, which {kind.__name__} does not have"
         fix = did_you_mean(str(method), _own_methods(kind))
         raise ConfigError(_NO_CALL, [Problem("method", what, fix=fix)])
     try:
@@ -732,7 +739,7 @@ def _check_call(
     except TypeError as error:
         name = method
         if not isinstance(method, str):
-            name = getattr(method, "__name__", shown(method))
+            name = getattr(method, "__name__", describe_value(method))
         problem = Problem(
             f"{kind.__name__}.{name}",
             f"cannot be called with {len(inputs)} inputs and the keywords {sorted(keywords)}: {error}",

@@ -16,8 +16,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax import nnx
 
-from spmd.model_api.ambient import ambient_compute_dtype
-from spmd.model_api.compute_dtype import cast_array
+from spmd.model_interface.ambient import ambient_compute_dtype
+from spmd.model_interface.compute_dtype import cast_array
 
 CAST_BY_LAYER = "cast_by_layer"
 """Metadata of a parameter of NNX whose layer casts it."""

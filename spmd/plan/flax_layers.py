@@ -17,8 +17,8 @@ from typing import Any
 import flax.linen as nn
 from flax import nnx
 
-from spmd.errors import AnnotationError, Problem, did_you_mean, shown
-from spmd.model_api.kernels import LOGITS, LOOKUP, Matrix, Said
+from spmd.errors import AnnotationError, Problem, describe_value, did_you_mean
+from spmd.model_interface.kernels import LOGITS, LOOKUP, Matrix, Said
 
 Shape = tuple[int | None, ...]
 
@@ -58,10 +58,10 @@ def _by_metadata(name: str, metadata: Mapping[str, Any]) -> Said:
     problems = []
     if not _is_matrix(dims):
         fix = 'a letter for each dimension of one layer, such as "io" or "bio": batch, in, out'
-        problems.append(Problem(f"matrix of {name}", f"is {shown(dims)}", fix=fix))
+        problems.append(Problem(f"matrix of {name}", f"is {describe_value(dims)}", fix=fix))
     if role not in ("", LOOKUP, LOGITS):
         fix = did_you_mean(str(role), (LOOKUP, LOGITS))
-        problems.append(Problem(f"role of {name}", f"is {shown(role)}", fix=fix))
+        problems.append(Problem(f"role of {name}", f"is {describe_value(role)}", fix=fix))
     if problems:
         raise AnnotationError("The metadata of this parameter cannot be read:", problems)
     if not dims:

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from spmd import tree
-from spmd.model_api.wrapped_param import RiddenParam
+from spmd.model_interface.wrapped_param import RiddenParam
 from spmd.plan.context import constrain, current
 from spmd.plan.linear_call import linear_call
-from spmd.plan.local_param import local_param
-from spmd.plan.manual import manual_over, split_axes
+from spmd.plan.manual import shard_map_over, split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import in_scope
+from spmd.plan.sharded_param import sharded_param
 from spmd.precision import cast_floats
 
 
@@ -60,10 +60,10 @@ def prepare(kernel: jax.Array, placement: ParamPlacement | None) -> Any:
     """
     if placement is None:
         return kernel
-    param = local_param(placement, kernel.ndim)
+    param = sharded_param(placement, kernel.ndim)
     if not param.prepares:
         return kernel
-    kernel = constrain(kernel, placement.mesh, placement.stored, "a layer's parameter")
+    kernel = constrain(kernel, placement.mesh, placement.param_spec, "a layer's parameter")
     with named_after(placement):
         return param.prepare(kernel, placement.mesh)
 
@@ -74,7 +74,7 @@ def gather_prepared(
     """Apply `gather` to the result of `prepare` of a parameter of `ndim` dimensions."""
     if placement is None:
         return gather(prepared, placement, dtype)
-    param = local_param(placement, ndim)
+    param = sharded_param(placement, ndim)
     if not param.prepares:
         return gather(prepared, placement, dtype)
     mesh = placement.mesh
@@ -82,7 +82,7 @@ def gather_prepared(
     in_specs = (param.prepared_specs,)
     _, used, _ = param.specs
     with named_after(placement):
-        return manual_over(mesh, split_axes(mesh), local, in_specs, used)(prepared)
+        return shard_map_over(mesh, split_axes(mesh), local, in_specs, used)(prepared)
 
 
 def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
@@ -94,16 +94,16 @@ def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> j
     if placement is None:
         return kernel.astype(dtype)
     mesh = placement.mesh
-    param = local_param(placement, kernel.ndim)
+    param = sharded_param(placement, kernel.ndim)
     if not (param.is_gathered and param.comm.takes_uncast):
         kernel = kernel.astype(dtype)
     with named_after(placement):
         if not param.is_gathered:
-            return constrain(kernel, mesh, placement.used, "a layer's parameter")
-        kernel = constrain(kernel, mesh, placement.stored, "a layer's parameter")
+            return constrain(kernel, mesh, placement.compute_spec, "a layer's parameter")
+        kernel = constrain(kernel, mesh, placement.param_spec, "a layer's parameter")
         local = functools.partial(param.gather, dtype=dtype)
         stored, used, _ = param.specs
-        return manual_over(mesh, split_axes(mesh), local, stored, used)(kernel)
+        return shard_map_over(mesh, split_axes(mesh), local, stored, used)(kernel)
 
 
 def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
@@ -111,7 +111,7 @@ def scatter(gradient: jax.Array, placement: ParamPlacement | None) -> jax.Array:
     if placement is None:
         return gradient
     with named_after(placement):
-        return constrain(gradient, placement.mesh, placement.gradient, "a layer's gradient")
+        return constrain(gradient, placement.mesh, placement.grad_spec, "a layer's gradient")
 
 
 def gathered(
@@ -140,7 +140,9 @@ def gathered(
     def scatter_gradient(gradient: jax.Array) -> jax.Array:
         if sum_first:
             with named_after(placement):
-                gradient = constrain(gradient, placement.mesh, placement.used, "a layer's gradient")
+                gradient = constrain(
+                    gradient, placement.mesh, placement.compute_spec, "a layer's gradient"
+                )
         return scatter(gradient, placement)
 
     return linear_call(gather_as_used, scatter_gradient, param)
@@ -176,7 +178,7 @@ def params_for_forward(
 
     Args:
         targets: From `grad_targets`, to differentiate with respect to them, or None.
-        riders: Path → the array that rides on a parameter (`spmd.model_api.grad_transform`).
+        riders: Path → the array that rides on a parameter (`spmd.model_interface.grad_transform`).
     """
     context = current()
     seen = params if targets is None else targets
@@ -188,7 +190,7 @@ def params_for_forward(
     def take(path: str, param: jax.Array, seen: Any) -> Any:
         placement = context.placements.get(path)
         if placement is not None and placement.on_host:
-            sharding = NamedSharding(mesh, placement.stored, memory_kind="device")
+            sharding = NamedSharding(mesh, placement.param_spec, memory_kind="device")
             seen = context.storage.at_forward(path, param, proxies.get(path), sharding)
         if path not in riders:
             return seen

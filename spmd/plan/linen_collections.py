@@ -12,7 +12,7 @@ import jax
 from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.jaxpr.dependence import dependent_outputs
-from spmd.model_api.model import abstract_key
+from spmd.model_interface.model import abstract_key
 from spmd.plan.sown import stacked_by_scan
 from spmd.sharding.flax_metadata import PARAMS_AXES
 

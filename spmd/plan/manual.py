@@ -29,7 +29,7 @@ def is_partly_manual() -> bool:
     return bool(mesh.manual_axes) and bool(split_axes(mesh))
 
 
-def manual_over(
+def shard_map_over(
     mesh: AnyMesh, axes: tuple[str, ...], f: F, in_specs: Any, out_specs: Any, *, purpose: str = ""
 ) -> F:
     """Map `f` over the shards along some axes of size above 1; leave the others to the compiler.

@@ -23,7 +23,7 @@ from spmd.jaxpr.promoted import multiply_narrow, used_dtype
 from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
 from spmd.jaxpr.upgrades import IS_FIRST_FORM
-from spmd.model_api.wrapped_param import is_wrapped
+from spmd.model_interface.wrapped_param import is_wrapped
 from spmd.plan.context import current
 from spmd.plan.fsdp import gathered
 from spmd.plan.input_uses import unproven_uses
@@ -108,7 +108,7 @@ class TracedCall:
         """Return the function with products of parameters in the compute dtype.
 
         The other operand may be wider. Parameters enter a model in it
-        (`spmd.model_api.compute_dtype`).
+        (`spmd.model_interface.compute_dtype`).
         """
         precision = current().precision
         if precision is None:
@@ -168,8 +168,8 @@ def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
     others = [axis for axis in split if axis not in GATHERED]
     if len(others) > 1:
         return False
-    kept = spec_dims(placement.gradient, ndim, split)
-    used = spec_dims(placement.used, ndim, split)
+    kept = spec_dims(placement.grad_spec, ndim, split)
+    used = spec_dims(placement.compute_spec, ndim, split)
     scattered = [dim for dim, axes in enumerate(extra_axes(kept, used)) if axes]
     if len(scattered) > 1:
         return False
@@ -204,7 +204,7 @@ def _placement(path: str, mesh: AnyMesh, *, is_variable: bool) -> ParamPlacement
     context = current()
     if path in context.placements:
         placed = context.placements[path].of_stack()
-        return dataclasses.replace(placed, used=_used_spec(placed.stored))
+        return dataclasses.replace(placed, compute_spec=_used_spec(placed.param_spec))
     if is_variable and path in context.variables:
         spec = context.variables[path]
         return ParamPlacement(mesh, spec, _used_spec(spec), spec, scope=param_scope(path))
@@ -221,7 +221,7 @@ def _gathered_axes(placement: ParamPlacement) -> frozenset[str]:
     """Return the axes of the gather of a parameter."""
     split = split_axes(placement.mesh)
     axes = set[str]()
-    for entry in placement.stored:
+    for entry in placement.param_spec:
         axes.update(entry_axes(entry))
     return frozenset(axes.intersection(GATHERED, split))
 
@@ -235,7 +235,7 @@ def _read(
     """Return the program with the shardings of its values, as far as its inputs determine them."""
     program = read_program(jaxpr)
     for number, placed in placements.items():
-        _set_dims(program.inputs[number], placed.stored, mesh)
+        _set_dims(program.inputs[number], placed.param_spec, mesh)
     for number, spec in batch.items():
         _set_dims(program.inputs[number], spec, mesh)
     propagate(program)

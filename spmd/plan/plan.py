@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, RuleError, Together, first_of
-from spmd.model_api.attention_config import AttentionConfig, make_attention_config
-from spmd.model_api.grad_transform import Carry, GradTransform
-from spmd.model_api.model import Model, ModelInfo, abstract_key
-from spmd.model_api.remat import Remat, make_remat
+from spmd.model_interface.attention_config import AttentionConfig, make_attention_config
+from spmd.model_interface.grad_transform import Carry, GradTransform
+from spmd.model_interface.model import Model, ModelInfo, abstract_key
+from spmd.model_interface.remat import Remat, make_remat
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.optim.storage import State, Storage
 from spmd.optim.treatment import Treatment
@@ -34,7 +34,7 @@ from spmd.plan.scopes import param_scope
 from spmd.precision import Precision, cast_floats, check_float64, make_precision
 from spmd.settings.compress import NO_COMPRESSION, CompressConfig
 from spmd.settings.offload import make_storage
-from spmd.settings.quantize import MatmulRecipe
+from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.layer_paths import own_stacks, stored_dims, without_dims
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec
@@ -340,7 +340,7 @@ def make_plan(
         slices: Axis → the slices that it spans, as for `make_mesh`.
         offload: What lives in host memory: `("optimizer_state", "params")`, one of them, or
             nothing.
-        attention: The kernel: `"auto"`, or one of `spmd.model_api.attention_config.KERNELS`.
+        attention: The kernel: `"auto"`, or one of `spmd.model_interface.attention_config.KERNELS`.
         context: The algorithm of attention over a sequence split over `sequence`: `"ring"` or
             `"all-to-all"`.
         evaluation_params: `(optimizer state, params)` → the parameters to evaluate, for an
@@ -488,7 +488,7 @@ def _check_precision(precision: Precision, made: Any) -> None:
 
 def _check_rules(
     inputs: _Inputs, ruled: Mapping[str, tuple[int, ...]], errors: Together
-) -> dict[str, MatmulRecipe]:
+) -> dict[str, QuantizationRecipe]:
     """Check the table, the recipes and the names of saved activations; return the usable recipes.
 
     Args:
@@ -586,7 +586,7 @@ def _describe_updates(inputs: _Inputs) -> Mapping[str, str]:
 def _place_params(
     inputs: _Inputs,
     matches: Mapping[str, Match],
-    recipes: Mapping[str, MatmulRecipe],
+    recipes: Mapping[str, QuantizationRecipe],
     on_host: Container[str],
 ) -> Mapping[str, ParamPlacement]:
     """Return the placements, of frozen variables by the paths of their modules first."""
@@ -608,7 +608,7 @@ def _placement(
     path: str,
     inputs: _Inputs,
     match: Match,
-    recipes: Mapping[str, MatmulRecipe],
+    recipes: Mapping[str, QuantizationRecipe],
     *,
     on_host: bool,
 ) -> ParamPlacement:
@@ -622,7 +622,7 @@ def _placement(
     in_module = info.frozen.get(path, path)
     comm = inputs.compress.param_comm(
         without_dims(inputs.arrays[path].shape, stored_dims(stacks)),
-        (placed.stored, placed.used),
+        (placed.param_spec, placed.compute_spec),
         inputs.mesh.shape,
         inputs.slices,
         inputs.precision,
@@ -665,7 +665,7 @@ def _entries(
     return tuple(entries)
 
 
-def _transforms_of(recipes: Mapping[str, MatmulRecipe]) -> list[GradTransform]:
+def _transforms_of(recipes: Mapping[str, QuantizationRecipe]) -> list[GradTransform]:
     """Return the transforms of recipes, each once, in the order of the recipes."""
     used = dict[GradTransform, None]()
     for recipe in recipes.values():

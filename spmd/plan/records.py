@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from spmd.settings.quantize import MatmulRecipe
+from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.layer_paths import Stack, insert_stacked, stored_dims
 from spmd.sharding.mesh import AnyMesh, shards_of
 from spmd.sharding.optimizer_state import shard_bytes
@@ -20,9 +20,9 @@ class ParamPlacement:
     """Sharding of one layer's parameter in the training state, in a matmul, and of its gradient.
 
     Attributes:
-        stored: Its spec in the training state.
-        used: Its spec in a matmul: as stored, but gathered over `fsdp`.
-        gradient: The spec that its gradient is reduced to, by the ZeRO stage.
+        param_spec: Its spec in the training state.
+        compute_spec: Its spec in a matmul: as stored, but gathered over `fsdp`.
+        grad_spec: The spec that its gradient is reduced to, by the ZeRO stage.
         stacks: Its stacks, the outermost first.
         save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering
             it again.
@@ -32,15 +32,15 @@ class ParamPlacement:
     """
 
     mesh: AnyMesh
-    stored: P
-    used: P
-    gradient: P
+    param_spec: P
+    compute_spec: P
+    grad_spec: P
     stacks: tuple[Stack, ...] = ()
     on_host: bool = False
     save_gathered: bool = True
     scope: str = ""
     comm: ParamComm = PLAIN
-    recipe: MatmulRecipe | None = None
+    recipe: QuantizationRecipe | None = None
 
     @property
     def leading(self) -> tuple[str | None, ...]:
@@ -49,12 +49,12 @@ class ParamPlacement:
 
     def shards(self, dim: int) -> int:
         """Return the number of parts of a dimension in a matmul."""
-        return shards_of(_entry(self.used, dim), self.mesh.shape)
+        return shards_of(_entry(self.compute_spec, dim), self.mesh.shape)
 
     def keeps_whole(self, dim: int, parts: int) -> bool:
         """Return whether a dimension of equal parts is split between them, and everywhere alike."""
-        entry = _entry(self.stored, dim)
-        if _entry(self.used, dim) != entry or _entry(self.gradient, dim) != entry:
+        entry = _entry(self.param_spec, dim)
+        if _entry(self.compute_spec, dim) != entry or _entry(self.grad_spec, dim) != entry:
             return False
         return parts % shards_of(entry, self.mesh.shape) == 0
 
@@ -71,9 +71,9 @@ class ParamPlacement:
         """Insert entries into all specs, at dimensions of the array as stored."""
         return dataclasses.replace(
             self,
-            stored=P(*insert_stacked(self.stored, entries, dims)),
-            used=P(*insert_stacked(self.used, entries, dims)),
-            gradient=P(*insert_stacked(self.gradient, entries, dims)),
+            param_spec=P(*insert_stacked(self.param_spec, entries, dims)),
+            compute_spec=P(*insert_stacked(self.compute_spec, entries, dims)),
+            grad_spec=P(*insert_stacked(self.grad_spec, entries, dims)),
         )
 
 

@@ -14,10 +14,18 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, check_call, check_type, did_you_mean, reason_of, shown
-from spmd.model_api.grad_transform import GradTransform, StateArray
-from spmd.model_api.model import Model, ModelInfo
-from spmd.model_api.remat import Remat
+from spmd.errors import (
+    ConfigError,
+    Problem,
+    check_call,
+    check_type,
+    describe_value,
+    did_you_mean,
+    reason_of,
+)
+from spmd.model_interface.grad_transform import GradTransform, StateArray
+from spmd.model_interface.model import Model, ModelInfo
+from spmd.model_interface.remat import Remat
 from spmd.optim.extra_args import check_update
 from spmd.optim.layerwise import check_layerwise
 from spmd.optim.master_weights import unwrap_for_precision
@@ -25,7 +33,7 @@ from spmd.optim.storage import Storage
 from spmd.optim.two_phase import treatment_of
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
 from spmd.precision import Precision
-from spmd.settings.quantize import RECIPES, MatmulRecipe, parse_table, table_problems
+from spmd.settings.quantize import RECIPES, QuantizationRecipe, parse_table, table_problems
 from spmd.sharding.from_flax import audit_stack_names
 from spmd.sharding.layer_paths import Stack, audit_recorded, audit_stacks, dims_of, stacked_text
 from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, entry_axes, without_host_memory
@@ -66,7 +74,7 @@ def _check_transform_list(transforms: Any) -> list[Problem]:
     is_list = isinstance(transforms, list | tuple)
     if is_list and all(isinstance(each, GradTransform) for each in transforms):
         return []
-    what = f"is {shown(transforms)}"
+    what = f"is {describe_value(transforms)}"
     return [Problem("transforms", what, fix="a list, such as [MyTransform()]")]
 
 
@@ -80,7 +88,7 @@ def _check_axes(mesh: Any) -> list[Problem]:
         listed = ", ".join(f"{name} ({kind.name})" for name, kind in axes.items())
         what = f"has the axes {listed}"
     else:
-        what = f"is {shown(mesh)}"
+        what = f"is {describe_value(mesh)}"
     fix = f"spmd.make_mesh(data=2, fsdp=-1): the axes {', '.join(AXES)}, of the type Auto"
     return [Problem("mesh", what, fix=fix)]
 
@@ -89,7 +97,7 @@ def check_params(made: Any) -> list[Problem]:
     """Check the parameters from a model's `init`: they are floats, in nested dictionaries."""
     if not isinstance(made, Mapping) or not jax.tree.leaves(made):
         fix = "a nested dictionary of arrays"
-        return [Problem("model.init", "returns no parameters", shown(made), fix)]
+        return [Problem("model.init", "returns no parameters", describe_value(made), fix)]
     problems = []
     for path, x in tree.flatten(made).items():
         if jnp.issubdtype(x.dtype, jnp.floating):
@@ -249,7 +257,7 @@ def resolve_placement(
 
 def resolve_recipes(
     table: str, rules: Rules, mesh: AnyMesh, trained: Iterable[str], info: ModelInfo
-) -> tuple[dict[str, MatmulRecipe], list[Problem]]:
+) -> tuple[dict[str, QuantizationRecipe], list[Problem]]:
     """Return the path of each linear layer's kernel → its recipe, and the problems of all rows.
 
     Args:
@@ -263,7 +271,7 @@ def resolve_recipes(
     names = {}
     for path in sorted({*trained, *info.frozen.values()}):
         names[path] = rules.layer_path(path)[0]
-    recipes = dict[str, MatmulRecipe | None]()
+    recipes = dict[str, QuantizationRecipe | None]()
     for pattern, name in parse_table(table):
         row = f"quantize, row {pattern + '=' + name!r}"
         hits = [path for path in names if compile_pattern(pattern).fullmatch(names[path])]

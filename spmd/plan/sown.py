@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.errors import ConfigError, Problem, shown
+from spmd.errors import ConfigError, Problem, describe_value
 from spmd.jaxpr.dependence import made_by_scan
-from spmd.model_api.model import as_outputs
+from spmd.model_interface.model import as_outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +121,16 @@ def _problem(sown: Sown, stacked: Mapping[int, bool]) -> Problem | None:
     is_reduced = not isinstance(sown.value, tuple)
     is_known = all(hasattr(x, "dtype") or isinstance(x, int | float) for x in values)
     if not is_known or (is_reduced and _rank(sown.value)):
-        what = f"is reduced to {shown(sown.value)}"
+        what = f"is reduced to {describe_value(sown.value)}"
         fix = "sow it without reduce_fn, or let reduce_fn add scalars"
         return Problem(sown.name, what, "neither a tuple of arrays nor a scalar", fix)
     if not sown.is_loss:
         return None
     for x in values:
         if _rank(x) and not stacked[id(x)]:
-            return Problem(sown.name, f"is a loss: {shown(x)}", fix="sow its mean or its sum")
+            return Problem(
+                sown.name, f"is a loss: {describe_value(x)}", fix="sow its mean or its sum"
+            )
     return None
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from flax import nnx
 
-from spmd.model_api.kernels import LOGITS, LOOKUP, VECTOR, Matrix, Said
-from spmd.model_api.model import ModelInfo
+from spmd.model_interface.kernels import LOGITS, LOOKUP, VECTOR, Matrix, Said
+from spmd.model_interface.model import ModelInfo
 from spmd.plan.flax_layers import said_of
 from spmd.sharding.layer_paths import dims_of, find_stacks, without_dims
 

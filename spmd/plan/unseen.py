@@ -23,7 +23,7 @@ from spmd.jaxpr.equations import (
     params_of,
 )
 from spmd.jaxpr.upgrades import IS_FIRST_FORM
-from spmd.model_api.remat import Remat
+from spmd.model_interface.remat import Remat
 
 _WHERE = "in a custom derivative, where jax.checkpoint sees nothing under jax_remat3"
 

@@ -20,7 +20,7 @@ from spmd.errors import Problem
 from spmd.jaxpr.source import equation_line
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue
 from spmd.plan.context import keep_whole
-from spmd.plan.manual import manual_over, split_axes
+from spmd.plan.manual import shard_map_over, split_axes
 from spmd.plan.scopes import read_fault
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 
@@ -86,7 +86,7 @@ def _local_convolution(operation: Operation, mesh: AnyMesh) -> Formula:
     images = _spec({numbers.lhs_spec[0]: batch, numbers.lhs_spec[1]: channels})
     kernel = _spec({numbers.rhs_spec[0]: channels})
     result = _spec({numbers.out_spec[0]: batch, numbers.out_spec[1]: channels})
-    return manual_over(mesh, split_axes(mesh), local, (images, kernel), result)
+    return shard_map_over(mesh, split_axes(mesh), local, (images, kernel), result)
 
 
 def _parts(axes: Sequence[str], mesh: AnyMesh) -> int:

@@ -33,11 +33,16 @@ from jaxtyping import Array, Float
 from spmd import tree
 from spmd.errors import Problem
 from spmd.gradients.base import GradFn
-from spmd.gradients.exchange import LocalGradients, exchange, exchange_once, local_gradient
-from spmd.model_api.grad_transform import Carry, GradTransform, StateArray
-from spmd.model_api.model import PRNG
+from spmd.gradients.deferred_reduction import (
+    LocalGradients,
+    defer_grad_reduction,
+    local_gradient,
+    reduce_local,
+)
+from spmd.model_interface.grad_transform import Carry, GradTransform, StateArray
+from spmd.model_interface.model import PRNG
 from spmd.plan.context import current
-from spmd.plan.manual import manual_over, split_axes
+from spmd.plan.manual import shard_map_over, split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import in_scope
 from spmd.powersgd.matrices import AXIS, ERROR, NAME, Matrix, Q, find_matrices, make_matrix
@@ -59,7 +64,7 @@ class PowerSGD(GradTransform):
             compressed between.
         rate: A matrix is compressed if (n + m) · rank · rate < n · m.
         axes: `("data",)`, or `("data", "fsdp")` to sum over `fsdp` once a step, too, before.
-        additive: As for `spmd.exchange_once`.
+        additive: As for `spmd.defer_grad_reduction`.
     """
 
     name = NAME
@@ -94,7 +99,7 @@ class PowerSGD(GradTransform):
 
     def wrap(self, grad_fn: GradFn) -> GradFn:
         """Exchange the gradients of `grad_fn` once a step, compressed over `data`."""
-        return exchange_once(
+        return defer_grad_reduction(
             grad_fn,
             self.axes,
             self._last_stage,
@@ -110,9 +115,9 @@ class PowerSGD(GradTransform):
 
         def reduce(path: str, g: Array) -> Array:
             if path not in errors:
-                return exchange(path, g, local)
+                return reduce_local(path, g, local)
             placement = current().placements[path]
-            spec = placement.of_stack().gradient
+            spec = placement.of_stack().grad_spec
             stacked = stored_dims(placement.stacks)
             matrix = make_matrix(g.shape[1:], spec, stacked, local.mesh)
             states = errors[path], qs[path]
@@ -273,9 +278,9 @@ def _exchange(
         product = jnp.moveaxis(product, (-2, -1), matrix.dims)
         return (product * divisor).astype(g.dtype), left[None], q[None]
 
-    before = P(over, *dims_spec(param.used)), matrix.error_spec, matrix.q_spec, P()
+    before = P(over, *dims_spec(param.compute_dims)), matrix.error_spec, matrix.q_spec, P()
     after = dims_spec(matrix.spec), matrix.error_spec, matrix.q_spec
-    region = manual_over(local.mesh, split_axes(local.mesh), run, before, after)
+    region = shard_map_over(local.mesh, split_axes(local.mesh), run, before, after)
     with in_scope(param.scope):
         return region(g, *state, local.weight)
 

@@ -18,8 +18,8 @@ from spmd.analysis.topology import Topology, missing_extra
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, SpmdError
 from spmd.observe.metrics import human_count, human_duration
-from spmd.observe.waiting import show_waiting
-from spmd.pipeline.simulate import Timeline as PipelineTimeline
+from spmd.observe.spinner import spinner
+from spmd.pipeline.simulate import ScheduleTimeline as PipelineTimeline
 from spmd.pipeline.simulate import simulate
 from spmd.plan.plan import TABLES, ShardingPlan
 from spmd.plan.records import PlanEntry
@@ -312,7 +312,7 @@ def _add_compiled(report: PlanReport) -> PlanReport:
     config = report.setup.config
     setup = make_setup(config, topology_mesh(config, topology))
     try:
-        with show_waiting(f"compiling for {topology}"):
+        with spinner(f"compiling for {topology}"):
             step = compile_step(setup)
         memory = dataclasses.replace(report.memory, compiled=step.memory)
         report = dataclasses.replace(report, audit=step.audit, memory=memory)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.errors import DataCorruptionError, Problem
 from spmd.gradients.base import GradFn
-from spmd.model_api.grad_transform import wrap_all
+from spmd.model_interface.grad_transform import wrap_all
 from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan
 from spmd.resilience.digests import digest_shards, make_digest, name_device, replica_differences

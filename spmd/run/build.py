@@ -19,20 +19,24 @@ from spmd.data.chat import ChatTemplate, find_template
 from spmd.data.chat_corpus import make_chat_corpus
 from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.loader import DataConfig, load_corpus, packing_of
+from spmd.data.text_dataset import TextDataset, open_text
 from spmd.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer
-from spmd.data.training_text import TrainingText, open_text
 from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.xla_flags import Flag, Value, compiler_options, flags_for
 from spmd.errors import ConfigError, DataError, Problem, RuleError, Together
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
-from spmd.gradients.exchange import Exchange, choose_exchange, exchange_once
+from spmd.gradients.deferred_reduction import (
+    DeferredReduction,
+    choose_deferred_reduction,
+    defer_grad_reduction,
+)
 from spmd.gradients.keep_carry import KeepCarry
 from spmd.gradients.losses import LossFn, next_token_loss
 from spmd.lora.adapters import lora_rules, with_lora
 from spmd.loss_scaling.loss_scale import LossScale
-from spmd.model_api.grad_transform import GradTransform
-from spmd.model_api.model import Model
+from spmd.model_interface.grad_transform import GradTransform
+from spmd.model_interface.model import Model
 from spmd.observe.metrics import Flops, mean_keys, transformer_flops
 from spmd.optim.config import check_patterns, make_learning_rate, make_optimizer
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
@@ -73,7 +77,7 @@ class TrainSetup:
     config: TrainConfig
     plan: ShardingPlan
     schedule: Schedule | None
-    exchange: Exchange
+    exchange: DeferredReduction
     grad_fn: GradFn
     evaluation_loss_fn: LossFn
     step: TrainStep
@@ -155,7 +159,7 @@ def build_powersgd(config: TrainConfig) -> PowerSGD | None:
     rank = powersgd_rank(config.compress.gradients)
     if not rank:
         return None
-    axes = ("data", "fsdp") if config.exchange_once == "data+fsdp" else ("data",)
+    axes = ("data", "fsdp") if config.defer_grad_reduction == "data+fsdp" else ("data",)
     return PowerSGD(rank, config.slices.data, axes=axes)
 
 
@@ -317,7 +321,7 @@ def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> l
     if schedule is None or schedule.flush:
         return []
     accumulates = config.accumulate > 1
-    exchanges_once = "data" in config.exchange_once
+    defers_reduction = "data" in config.defer_grad_reduction
     skips_nan = config.on_nan == "skip"
     skips_spike = config.recovery.on_spike == "skip"
     no_end = "a batch does not end"
@@ -325,7 +329,7 @@ def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> l
     other = "--pipeline.schedule 1f1b"
     checks = [
         ("accumulate", accumulates, no_end, "--accumulate 1 and more --pipeline.microbatches"),
-        ("exchange_once", exchanges_once, no_end, "--exchange-once auto"),
+        ("defer_grad_reduction", defers_reduction, no_end, "--defer-grad-reduction auto"),
         ("on_nan", skips_nan, no_skip, f"--on-nan stop, or {other}"),
         ("recovery.on_spike", skips_spike, no_skip, f"--recovery.on-spike stop, or {other}"),
     ]
@@ -341,20 +345,20 @@ def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> l
 def _problems_once(config: TrainConfig, schedule: Schedule | None) -> list[Problem]:
     """List the setting in conflict with compression: it needs one exchange of gradients a step."""
     parts = config.accumulate * count_microbatches(config, schedule)
-    if not build_powersgd(config) or config.exchange_once != "none" or parts == 1:
+    if not build_powersgd(config) or config.defer_grad_reduction != "none" or parts == 1:
         return []
     problem = Problem(
-        "exchange_once",
+        "defer_grad_reduction",
         "is none",
         "PowerSGD compresses the sum of a step",
-        "--exchange-once auto, data or data+fsdp",
+        "--defer-grad-reduction auto, data or data+fsdp",
     )
     return [problem]
 
 
 def build_grad_fn(
     config: TrainConfig, loss_fn: LossFn, schedule: Schedule | None, plan: ShardingPlan
-) -> tuple[GradFn, Exchange]:
+) -> tuple[GradFn, DeferredReduction]:
     """Return the gradient function of a batch, and its exchange.
 
     It is a pipeline, or takes microbatches one after the other.
@@ -369,13 +373,15 @@ def build_grad_fn(
 
     powersgd = build_powersgd(config)
     if powersgd:
-        return grad_fn, Exchange(powersgd.axes)
+        return grad_fn, DeferredReduction(powersgd.axes)
     if schedule and not schedule.flush:
-        return grad_fn, Exchange((), "the schedule has no flush")
+        return grad_fn, DeferredReduction((), "the schedule has no flush")
     if config.accumulate * count_microbatches(config, schedule) > 1:
-        exchange = choose_exchange(grad_fn, plan, abstract_batch(config), config.exchange_once)
-        return exchange_once(grad_fn, exchange.axes), exchange
-    return grad_fn, Exchange()
+        exchange = choose_deferred_reduction(
+            grad_fn, plan, abstract_batch(config), config.defer_grad_reduction
+        )
+        return defer_grad_reduction(grad_fn, exchange.axes), exchange
+    return grad_fn, DeferredReduction()
 
 
 def build_watch(config: TrainConfig) -> dict[str, Watch]:
@@ -424,7 +430,7 @@ def keys_of(config: TrainConfig) -> float:
     return mean_keys(config.data.sequence, windows)
 
 
-def open_training_text(config: TrainConfig) -> TrainingText:
+def open_text_dataset(config: TrainConfig) -> TextDataset:
     """Return the tokenized text or conversations of a run.
 
     Raises:

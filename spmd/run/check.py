@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.errors import ConfigError, Problem, SpmdError, check_type, shown
+from spmd.errors import ConfigError, Problem, SpmdError, check_type, describe_value
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import (
     TrainSetup,
     count_microbatches,
     make_setup,
     one_device_mesh,
-    open_training_text,
+    open_text_dataset,
 )
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import initial_state
@@ -65,7 +65,7 @@ class Check:
     def batches(self) -> list[dict[str, np.ndarray]]:
         """Host batches, one for each step."""
         size = self.config.data.batch
-        order = open_training_text(self.config).order(self.config.seed)
+        order = open_text_dataset(self.config).order(self.config.seed)
         batches = []
         for step in range(self.steps):
             rows = np.arange(step * size, (step + 1) * size)
@@ -155,7 +155,7 @@ class StepCheck:
         name = getattr(self.make, "__name__", "the function")
         fix = "return step, batches, with step from spmd.make_train_step"
         if not (isinstance(returned, tuple) and len(returned) == 2):
-            return [Problem(name, f"returns {shown(returned)}", fix=fix)]
+            return [Problem(name, f"returns {describe_value(returned)}", fix=fix)]
         step, batches = returned
         where = f"{name}, batches"
         problems = check_type(f"{name}, step", step, TrainStep, fix)

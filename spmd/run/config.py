@@ -29,8 +29,8 @@ from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.lora.adapters import LoRAConfig
-from spmd.model_api.attention_config import attention_problems
-from spmd.model_api.remat import make_remat
+from spmd.model_interface.attention_config import attention_problems
+from spmd.model_interface.remat import make_remat
 from spmd.optim.config import OptimizerConfig
 from spmd.pipeline.schedules import SCHEDULES
 from spmd.precision import make_precision
@@ -58,7 +58,7 @@ class ModelConfig(Protocol):
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         """Build a model: tokens `[batch, seq]` → logits `[batch, seq, vocab]`.
 
-        Instead of logits it may return `spmd.model_api.model.Outputs`.
+        Instead of logits it may return `spmd.model_interface.model.Outputs`.
         """
 
 
@@ -192,7 +192,7 @@ class TrainConfig(RunConfig, Generic[M]):
     accumulate: int = 1
     """Gradient accumulation: microbatches per batch, to save memory. Only auxiliary losses that are
     computed over a whole batch change."""
-    exchange_once: Literal["auto", "none", "data", "data+fsdp"] = "auto"
+    defer_grad_reduction: Literal["auto", "none", "data", "data+fsdp"] = "auto"
     """Mesh axes over which gradients are exchanged once a step, not in each microbatch, of
     accumulation or a pipeline: auto (those that take no memory, with a reason where there are
     none), none, data, data+fsdp (holds gradients and parameters whole over fsdp)."""
@@ -215,7 +215,7 @@ class TrainConfig(RunConfig, Generic[M]):
         "devices": "at least 0",
         "zero": (0, 1, 2, 3),
         "task": ("pretrain", "sft"),
-        "exchange_once": ("auto", "none", "data", "data+fsdp"),
+        "defer_grad_reduction": ("auto", "none", "data", "data+fsdp"),
         "pipeline.microbatches": "at least 0 and at most 65536",
         "pipeline.chunks": "at least 0 and at most 65536",
         "evaluate.tokens": "at least 1",

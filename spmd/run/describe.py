@@ -14,17 +14,17 @@ import jax.numpy as jnp
 
 from spmd.codecs import EXCHANGES, GATHERS
 from spmd.coded_comm.comm import CodedComm
-from spmd.data.order import Shares
+from spmd.data.sampler import MixtureSchedule
 from spmd.distributed.xla_flags import describe
 from spmd.gradients.accumulate import values_of_microbatches
-from spmd.gradients.exchange import AXES
+from spmd.gradients.deferred_reduction import DEFERRABLE_AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.pipeline.tick_table import describe_execution
-from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement, PlanEntry
+from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.powersgd.matrices import AXIS, find_matrices
 from spmd.powersgd.transform import PowerSGD
 from spmd.run.build import (
@@ -77,7 +77,7 @@ def experts_line(setup: TrainSetup, device: tuple[str, str] | None = None) -> st
     if not isinstance(router, RouterConfig) or placed is None:
         return ""
     # Kernels of experts are [expert, in, out].
-    names = spec_dims(placed.used, 3, split_axes(setup.mesh))[0]
+    names = spec_dims(placed.compute_spec, 3, split_axes(setup.mesh))[0]
     axes = expert_axes(setup.mesh, names, device)
     over = f" over {'+'.join(names)}={axes.size}" if names else ""
     is_whole = setup.mesh.shape["sequence"] == 1 and "tensor" not in names
@@ -98,7 +98,7 @@ def exchange_line(setup: TrainSetup) -> str:
     """Return the exchange of gradients, with bytes; empty without microbatches."""
     exchange = setup.exchange
     parts = setup.config.accumulate * count_microbatches(setup.config, setup.schedule)
-    possible = tuple(axis for axis in AXES if setup.mesh.shape[axis] > 1)
+    possible = tuple(axis for axis in DEFERRABLE_AXES if setup.mesh.shape[axis] > 1)
     if parts == 1 or not possible or build_powersgd(setup.config):
         return ""
     how = "one by one"
@@ -109,7 +109,7 @@ def exchange_line(setup: TrainSetup) -> str:
     text = f"\ngradients of {parts} microbatches are exchanged {how}"
     if not exchange.reason and exchange.axes != possible:
         other = _exchange_form(setup.plan, possible, parts)
-        text += f"\n  with --exchange-once data+fsdp {other}"
+        text += f"\n  with --defer-grad-reduction data+fsdp {other}"
     return text
 
 
@@ -156,7 +156,7 @@ def mixture_line(config: TrainConfig) -> str:
         return ""
     weights = [each.weight for each in data.sets]
     examples = config.steps * data.batch
-    draws = Shares(weights).counts(examples)
+    draws = MixtureSchedule(weights).counts(examples)
     total = sum(weights)
     named = list[str]()
     for each, rows in zip(data.sets, draws, strict=True):
@@ -204,12 +204,12 @@ def _gathered_lines(plan: ShardingPlan) -> list[str]:
     plain = ["vectors"]
     over = dict[str, int]()
     for entry, placed in _placed_params(plan):
-        param = local_param(placed.of_stack(), len(entry.shape))
+        param = sharded_param(placed.of_stack(), len(entry.shape))
         if not param.is_gathered:
             continue
         if placed.comm.param_codec:
             count = math.prod(entry.shape) // math.prod(sizes[axis] for axis in param.split)
-            stored = local_shape(entry.shape, param.stored, sizes)
+            stored = local_shape(entry.shape, param.param_dims, sizes)
             block = GATHERS[codec].block_dim(stored)[1]
             before += count * sent_bytes(dtype)
             after += count * sent_bytes(codec, block)
@@ -253,15 +253,15 @@ def _reduced_line(plan: ShardingPlan, axis: str, codec: str) -> str:
     after = 0.0
     plain = ["vectors"]
     for entry, placed in _reduced_gradients(plan):
-        param = local_param(placed.of_stack(), len(entry.shape))
+        param = sharded_param(placed.of_stack(), len(entry.shape))
         if axis in param.split:
             continue
         sizes = plan.mesh.shape
-        used = local_shape(entry.shape, param.used, sizes)
+        used = local_shape(entry.shape, param.compute_dims, sizes)
         sent = param.sent(used, [axis], sizes)[axis]
         block = 1
         if isinstance(placed.comm, CodedComm):
-            kept = local_shape(entry.shape, param.kept, sizes)
+            kept = local_shape(entry.shape, param.grad_dims, sizes)
             block = _gradient_block(placed.comm, sent, kept)
         count = _reduced_elements(entry, param, axis, sizes)
         before += count * sent_bytes(dtype)
@@ -285,10 +285,10 @@ def _reduced_gradients(plan: ShardingPlan) -> Iterator[tuple[PlanEntry, ParamPla
 
 
 def _reduced_elements(
-    entry: PlanEntry, param: LocalParam, axis: str, sizes: Mapping[str, int]
+    entry: PlanEntry, param: ShardedParam, axis: str, sizes: Mapping[str, int]
 ) -> int:
     """Return the elements sent by a device over an axis for the sum of a gradient."""
-    others = [name for name in itertools.chain(*param.kept) if name != axis]
+    others = [name for name in itertools.chain(*param.grad_dims) if name != axis]
     count = math.prod(entry.shape) // math.prod(sizes[name] for name in others)
     if axis in itertools.chain(*param.scatters):
         return count

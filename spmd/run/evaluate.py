@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from spmd.data.corpus import Corpus
-from spmd.data.loader import Batch, Rows, evaluation_batches, make_rows
+from spmd.data.loader import Batch, RandomAccessDataset, evaluation_batches, make_rows
 from spmd.data.mixture import VALIDATION, name_problems, split_name
+from spmd.data.text_dataset import TextDataset
 from spmd.data.tokenizer import ByteTokenizer, Tokenizer
-from spmd.data.training_text import TrainingText
 from spmd.errors import ConfigError, DataError, Problem
 from spmd.run.build import TrainSetup, read_source
 from spmd.run.config import TrainConfig
@@ -32,7 +32,7 @@ class EvaluationSet:
     """
 
     name: str
-    parts: tuple[Rows, ...]
+    parts: tuple[RandomAccessDataset, ...]
     shares: tuple[float, ...] = ()
 
 
@@ -102,18 +102,18 @@ def open_sets(
     return sets
 
 
-def _all_rows(config: TrainConfig, corpus: Corpus) -> tuple[Rows, ...]:
+def _all_rows(config: TrainConfig, corpus: Corpus) -> tuple[RandomAccessDataset, ...]:
     """Return the rows of both splits of a corpus, without those too short for one."""
     train = (corpus.train, corpus.train_ends, corpus.train_mask)
     validation = (corpus.validation, corpus.validation_ends, corpus.validation_mask)
-    parts = list[Rows]()
+    parts = list[RandomAccessDataset]()
     for tokens, ends, mask in (train, validation):
         if len(tokens) > 1:
             parts.append(make_rows(config.data, tokens, ends, mask))
     return tuple(parts)
 
 
-def held_out_sets(text: TrainingText) -> list[EvaluationSet]:
+def held_out_sets(text: TextDataset) -> list[EvaluationSet]:
     """Return the validation split; of a mixture, its weighted whole, then each set's own."""
     parts = tuple(each.validation for each in text.sets)
     if not text.is_mixture:
@@ -173,7 +173,7 @@ def set_batches(
         )
 
 
-def _counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[Rows, int, float]]:
+def _counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[RandomAccessDataset, int, float]]:
     """Yield each part of a set with the number of its rows, and the weight of each target."""
     if each.shares:
         yield from _shared_counts(each, tokens)
@@ -186,7 +186,9 @@ def _counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[Rows, int, float
         left -= count * part.sequence
 
 
-def _shared_counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[Rows, int, float]]:
+def _shared_counts(
+    each: EvaluationSet, tokens: int
+) -> Iterator[tuple[RandomAccessDataset, int, float]]:
     """Yield the same for a set with shares: weights make up for parts of other sizes."""
     sequence = each.parts[0].sequence
     counts = list[int]()
@@ -201,7 +203,7 @@ def _shared_counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[Rows, int
     yield from zip(each.parts, counts, weights, strict=True)
 
 
-def _targets(part: Rows, count: int) -> Iterator[np.ndarray]:
+def _targets(part: RandomAccessDataset, count: int) -> Iterator[np.ndarray]:
     """Yield the targets with a weight of the first rows, some rows at a time."""
     for first in range(0, count, _COUNTED_AT_ONCE):
         rows = part.rows(np.arange(first, min(first + _COUNTED_AT_ONCE, count)))

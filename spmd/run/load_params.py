@@ -19,13 +19,13 @@ from spmd.errors import CheckpointError, Problem
 from spmd.hf.folder import CONFIG, open_folder
 from spmd.hf.load import load_published
 from spmd.lora.adapters import BASE, with_adapters
-from spmd.model_api.model import PRNG, Model, abstract_key
+from spmd.model_interface.model import PRNG, Model, abstract_key
 from spmd.optim.master_weights import wrap_optimizer_for_precision
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import build_model, build_optimizer, build_precision
 from spmd.run.config import TrainConfig
+from spmd.run.external_state import ExternalState
 from spmd.run.load_config import other_config
-from spmd.run.reloaded import Reloaded
 from spmd.run.run_dir import RunDir
 from spmd.run.transforms import TRANSFORMS
 from spmd.sharding.mesh import AnyMesh
@@ -55,7 +55,7 @@ def is_run(path: Path) -> bool:
         return True  # `RunDir.config` reports that there is no run
 
 
-def frozen_base(config: TrainConfig) -> Reloaded:
+def frozen_base(config: TrainConfig) -> ExternalState:
     """Return the frozen parameters of adapters, as a part of the state to load from `init`.
 
     Checkpoints hold it if the config says so, if it has no `init`, and if `init` is a run with
@@ -88,7 +88,7 @@ def load_base(origin: Mapping[str, Any], abstract: Any) -> Any:
         return load_published(found, abstract)
 
 
-FROZEN = Reloaded(f"variables/{BASE}", load_base)
+FROZEN = ExternalState(f"variables/{BASE}", load_base)
 """The frozen parameters of adapters, as a part of the state that checkpoints may lack."""
 
 

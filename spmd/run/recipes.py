@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from spmd.analysis.topology import CHIPS
 from spmd.errors import Problem
 from spmd.plan.plan import ShardingPlan
-from spmd.settings.quantize import MatmulRecipe
+from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.mesh import AnyMesh
 from spmd.step_time.hardware import HARDWARE
 
@@ -19,7 +19,7 @@ _BLOCKS_OF_32 = {"b200"}
 _TUNING = "xla_gpu_autotune_level"
 
 
-def recipe_problems(recipes: Iterable[MatmulRecipe], device_kind: str) -> list[Problem]:
+def recipe_problems(recipes: Iterable[QuantizationRecipe], device_kind: str) -> list[Problem]:
     """Return a problem for each recipe in a format foreign to a kind of chip.
 
     Simulated devices have all formats.
@@ -48,7 +48,7 @@ def recipe_problems(recipes: Iterable[MatmulRecipe], device_kind: str) -> list[P
 
 
 def untuned_problems(
-    recipes: Iterable[MatmulRecipe], platform: str, flags: Iterable[str]
+    recipes: Iterable[QuantizationRecipe], platform: str, flags: Iterable[str]
 ) -> list[Problem]:
     """Return a problem for each recipe of int8 on a GPU, if the compiler tries no algorithms.
 
@@ -88,7 +88,7 @@ def recipe_lines(plan: ShardingPlan, device_kind: str) -> list[str]:
     return lines
 
 
-def _gain(recipe: MatmulRecipe, kind: str) -> str:
+def _gain(recipe: QuantizationRecipe, kind: str) -> str:
     if recipe.scaling == "block":
         return f"WARNING: no faster: blocks of {recipe.block} are multiplied in the compute dtype"
     time = HARDWARE[kind].products.get(recipe.kind, 1.0)
@@ -99,10 +99,10 @@ def _gain(recipe: MatmulRecipe, kind: str) -> str:
     return f"WARNING: no faster: {gain}"
 
 
-def _kernels(plan: ShardingPlan) -> dict[MatmulRecipe, dict[str, int]]:
+def _kernels(plan: ShardingPlan) -> dict[QuantizationRecipe, dict[str, int]]:
     """Return recipe → path → parameters of its kernels."""
     frozen = plan.model.info().frozen
-    found = collections.defaultdict[MatmulRecipe, dict[str, int]](dict)
+    found = collections.defaultdict[QuantizationRecipe, dict[str, int]](dict)
     variables = [entry for entry in plan.variables if entry.path in frozen]
     for entry in (*plan.params, *variables):
         placed = plan.placements.get(frozen.get(entry.path, entry.path))

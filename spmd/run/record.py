@@ -35,7 +35,7 @@ MAY_CHANGE = (
     "offload",
     "xla",
     "pipeline",
-    "exchange_once",
+    "defer_grad_reduction",
     "accumulate",
     "logits_chunk",
     "model.unroll",

@@ -19,20 +19,20 @@ from collections.abc import Sequence
 import jax
 
 from spmd.observe.console import Console, columns_of
-from spmd.observe.fit import fitted
 from spmd.observe.goodput import measure_goodput
 from spmd.observe.metrics import device_memory
 from spmd.observe.profiling import parse_steps
+from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.observe.writers import check_packages
-from spmd.run.definition import RunDefinition
 from spmd.run.run_dir import Resume
+from spmd.run.run_spec import RunSpec
 from spmd.run.session import RunResult, train_in_folder
 from spmd.training.evaluated_params import plan_evaluation_point
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Run(RunDefinition):
-    """Training run of one step, in one folder; its arguments are those of `RunDefinition`."""
+class Run(RunSpec):
+    """Training run of one step, in one folder; its arguments are those of `RunSpec`."""
 
     def train(
         self,
@@ -65,7 +65,7 @@ class Run(RunDefinition):
         with self.run_dir.lease(resumes, take_over) as lease, contextlib.ExitStack() as stack:
             console = None
             if is_first:
-                print(fitted("\n".join((self.description, *self.notes))))
+                print(wrap_to_terminal("\n".join((self.description, *self.notes))))
                 console = Console(self.config.steps, columns=columns_of(self.rate.unit))
                 stack.enter_context(contextlib.closing(console))
             result = train_in_folder(self, lease, console, resumes, traced, said)
@@ -100,4 +100,4 @@ class Run(RunDefinition):
             print(f"{title:<15} {loss:.4f} over {weight:,.0f} {rate.unit}{evaluated}")
         print(f"checkpoint      {folder.checkpoints}/{result.checkpoint}")
         print(f"metrics         {folder.metrics}")
-        print(fitted(f"\n{measure_goodput(folder.path)}", indent=16))
+        print(wrap_to_terminal(f"\n{measure_goodput(folder.path)}", indent=16))

@@ -21,7 +21,7 @@ from spmd.observe.goodput import Stopwatch
 from spmd.observe.idle_experts import IdleExperts
 from spmd.observe.metrics import JsonLines, StepClock, Writers, human_duration
 from spmd.observe.profiling import Profile
-from spmd.observe.waiting import show_waiting
+from spmd.observe.spinner import spinner
 from spmd.observe.writers import open_writers
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.resilience.divergence import DivergenceCheck
@@ -30,11 +30,11 @@ from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
 from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
 from spmd.run.config import config_values
-from spmd.run.definition import RunDefinition, closing
+from spmd.run.external_state import EXTERNAL_STATE, ExternalState
 from spmd.run.hooks import Evaluate, Log, Save, Telemetry
 from spmd.run.record import changed_fields, check_resumable, checkpoint_record
-from spmd.run.reloaded import RELOADED, Reloaded
 from spmd.run.run_dir import ProcessLog
+from spmd.run.run_spec import RunSpec, closing
 from spmd.run.transforms import optional_states
 from spmd.training.compilation_cache import cache_dir, cache_fault, compilation_cache
 from spmd.training.evaluated_params import evaluated_params
@@ -102,7 +102,7 @@ class _Trained:
 
 
 def train_in_folder(
-    run: RunDefinition,
+    run: RunSpec,
     lease: Lease,
     console: Console | None,
     resume: bool,
@@ -143,7 +143,7 @@ def train_in_folder(
         return session.train(resume)
 
 
-def _open_checkpoints(run: RunDefinition, lease: Lease) -> CheckpointManager:
+def _open_checkpoints(run: RunSpec, lease: Lease) -> CheckpointManager:
     """Open the run's checkpoints; they are ranked by the loss on the first evaluation set."""
     first_set = next(iter(run.evaluation), "val")
     return CheckpointManager(
@@ -156,7 +156,7 @@ def _open_checkpoints(run: RunDefinition, lease: Lease) -> CheckpointManager:
     )
 
 
-def _common_to_hosts(run: RunDefinition, resume: bool) -> dict[str, Any]:
+def _common_to_hosts(run: RunSpec, resume: bool) -> dict[str, Any]:
     """Return the values to compare between processes."""
     config_file = ""
     if run.source:
@@ -187,7 +187,7 @@ def _batch_shapes(batch: Any) -> dict[str, str]:
 class _Session:
     """One process of a run, around the training loop."""
 
-    run: RunDefinition
+    run: RunSpec
     console: Console | None
     checkpoints: CheckpointManager
     telemetry: Telemetry
@@ -282,7 +282,7 @@ class _Session:
         """Account the block to an activity, and show its progress."""
         shown: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.console:
-            shown = show_waiting(doing, plain=True)
+            shown = spinner(doing, plain=True)
         with shown, self.telemetry.during(activity, doing):
             yield
 
@@ -323,7 +323,7 @@ class _Session:
         reloaded = None
         if run.reloaded and run.reloaded.origin:
             # What a checkpoint holds, later ones hold as well: the folder may have changed since.
-            reloaded = record.get(RELOADED)
+            reloaded = record.get(EXTERNAL_STATE)
         return ResumePoint(
             step,
             skipped_batches=int(record["position"]) // run.examples - step,
@@ -450,7 +450,7 @@ class _Session:
             skipped_batches=point.skipped_batches,
         )
         if run.reloaded and point.reloaded:
-            save.record = {**save.record, RELOADED: point.reloaded}
+            save.record = {**save.record, EXTERNAL_STATE: point.reloaded}
             save.saved = functools.partial(_rest, run.reloaded)
         return save
 
@@ -501,6 +501,6 @@ class _Session:
         return hooks
 
 
-def _rest(reloaded: Reloaded, state: TrainState) -> dict[str, Any]:
+def _rest(reloaded: ExternalState, state: TrainState) -> dict[str, Any]:
     """Return the arrays of a state as checkpoints have them, without the reloaded part."""
     return reloaded.rest(as_stored(state))

@@ -16,8 +16,8 @@ from spmd.analysis.topology import Topology, missing_extra
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
-from spmd.model_api.remat import Remat, make_remat
-from spmd.observe.waiting import show_waiting
+from spmd.model_interface.remat import Remat, make_remat
+from spmd.observe.spinner import spinner
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
@@ -33,16 +33,16 @@ from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.describe import sent_bytes
 from spmd.run.preflight import CompiledStep, compile_step, topology_mesh
 from spmd.settings.compress import powersgd_rank
-from spmd.settings.quantize import MatmulRecipe
+from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
 from spmd.step_time.calibration import CLOSED, COMPILED
 from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import hardware_of
 from spmd.step_time.network import make_network
-from spmd.step_time.program import read_schedule
+from spmd.step_time.program import read_program_schedule
 from spmd.step_time.report import CollectiveTime, StepTime, write_trace
 from spmd.step_time.roofline import roofline
-from spmd.step_time.timeline import Timeline, run_schedule
+from spmd.step_time.timeline import StepTimeline, run_schedule
 
 _SAVES = {
     "attention_query": "q",
@@ -145,7 +145,7 @@ def _count_kernels(
     return kernels, in_dtype
 
 
-def _share_of_products(recipe: MatmulRecipe) -> float:
+def _share_of_products(recipe: QuantizationRecipe) -> float:
     """Return the share of a kernel's three products, forward and backward, in a recipe's dtype."""
     if recipe.scaling == "row":
         return 2 / 3
@@ -272,7 +272,7 @@ def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "")
     initialize(0, target_platform=topology.platform)
     setup = make_setup(config, topology_mesh(config, topology))
     try:
-        with show_waiting(f"compiling for {topology}"):
+        with spinner(f"compiling for {topology}"):
             compiled = compile_step(setup)
     except MemoryError as error:
         what = f"has no room for the step: {error}"
@@ -286,7 +286,7 @@ def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "")
 
 def time_program(
     setup: TrainSetup, topology: Topology, compiled: CompiledStep, *, keep_spans: bool = False
-) -> tuple[StepTime, Timeline]:
+) -> tuple[StepTime, StepTimeline]:
     """Return the time of a compiled TPU step and its collectives, and its timeline."""
     found, line = _schedule_time(setup, topology, compiled.program, keep_spans)
     collectives = _collective_times(compiled.audit, line)
@@ -296,7 +296,7 @@ def time_program(
 
 def _schedule_time(
     setup: TrainSetup, topology: Topology, program: HloModule, keep_spans: bool
-) -> tuple[StepTime, Timeline]:
+) -> tuple[StepTime, StepTimeline]:
     """Return the time of a step by its program's schedule, and the timeline."""
     hardware = hardware_of(topology)
     shape = MeshShape(**setup.mesh.shape)
@@ -304,7 +304,9 @@ def _schedule_time(
     rates = COMPILED[topology.kind]
     network = make_network(topology, shape, slices, hardware, rates.network)
     taken = tabulate(setup.schedule).waited if setup.schedule else {}
-    schedule = read_schedule(program, shape.sizes, taken, slice_numbers(shape.sizes, slices))
+    schedule = read_program_schedule(
+        program, shape.sizes, taken, slice_numbers(shape.sizes, slices)
+    )
     clock = topology.chip.clock
     assert clock is not None
     line = run_schedule(schedule, network, clock, rates, keep_spans=keep_spans)
@@ -325,7 +327,7 @@ def _schedule_time(
     return found, line
 
 
-def _collective_times(audit: CollectiveAudit, line: Timeline) -> tuple[CollectiveTime, ...]:
+def _collective_times(audit: CollectiveAudit, line: StepTimeline) -> tuple[CollectiveTime, ...]:
     """Return the times of an audit's collectives by kind, axes and cause, the longest first."""
     # An instruction has several records if it moves several arrays, and one time.
     first_records = dict[str, Collective]()

@@ -8,16 +8,16 @@ from pathlib import Path
 import jax
 
 from spmd.data.corpus import Corpus
-from spmd.data.loader import Batch, Batches, Order, bigram_loss, ordered_batches
+from spmd.data.loader import Batch, Batches, Sampler, bigram_loss, ordered_batches
+from spmd.data.text_dataset import TextDataset
 from spmd.data.tokenizer import Tokenizer
-from spmd.data.training_text import TrainingText
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import SINGLE_PROCESS, initialize
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator
-from spmd.observe.fit import fitted
 from spmd.observe.metrics import Writer
 from spmd.observe.profiling import parse_steps
+from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.observe.writers import check_packages
 from spmd.run.build import (
     TrainSetup,
@@ -25,16 +25,16 @@ from spmd.run.build import (
     config_mesh,
     count_flops,
     make_setup,
-    open_training_text,
+    open_text_dataset,
 )
 from spmd.run.config import TrainConfig
 from spmd.run.describe import execution_lines, flags_text
 from spmd.run.evaluate import EvaluationSet, held_out_sets, open_sets, set_batches
+from spmd.run.external_state import ExternalState
 from spmd.run.hooks import Throughput
 from spmd.run.init_from import check_init, copy_source_files, initial_state
 from spmd.run.load_params import frozen_base
 from spmd.run.preflight import count_sample_tokens, preflight
-from spmd.run.reloaded import Reloaded
 from spmd.run.run import Run
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.session import RunResult
@@ -105,7 +105,7 @@ class CheckedRun:
     """
 
     setup: TrainSetup
-    text: TrainingText
+    text: TextDataset
     sets: Sequence[EvaluationSet]
     init: str
 
@@ -114,7 +114,7 @@ def check(config: TrainConfig, mesh: AnyMesh, resumes: bool) -> CheckedRun:
     """Return the checked setup and data of a run."""
     setup = make_setup(config, mesh)
     preflight(setup)
-    text = open_training_text(config)
+    text = open_text_dataset(config)
     own = held_out_sets(text)
     taken = [each.name for each in own]
     named = open_sets(config, config.evaluate.sets, text.tokenizer, "evaluate.sets", taken=taken)
@@ -166,7 +166,7 @@ def _init_line(init: str) -> str:
     return f"\n{init}"
 
 
-def _base_line(frozen: Reloaded | None) -> str:
+def _base_line(frozen: ExternalState | None) -> str:
     """Return a line about frozen parameters outside of the checkpoints; empty without any."""
     if not frozen or not frozen.origin:
         return ""
@@ -176,7 +176,7 @@ def _base_line(frozen: Reloaded | None) -> str:
 
 
 def _training_batches(
-    setup: TrainSetup, text: TrainingText, order: Order, start: int, steps: int
+    setup: TrainSetup, text: TextDataset, order: Sampler, start: int, steps: int
 ) -> Batches:
     """Return the batches of the steps `start + 1 … steps`."""
     data = setup.config.data
@@ -217,7 +217,7 @@ class CopySourceFiles(Hook):
             copy_source_files(self.setup, self.folder)
 
 
-def _compare(config: TrainConfig, text: TrainingText, result: RunResult) -> None:
+def _compare(config: TrainConfig, text: TextDataset, result: RunResult) -> None:
     """Print the validation loss of a bigram count model, if its table is small."""
     corpus = text.sets[0].text
     vocab = text.tokenizer.vocab
@@ -227,7 +227,7 @@ def _compare(config: TrainConfig, text: TrainingText, result: RunResult) -> None
         evaluated = corpus.validation[: config.evaluate.tokens + 1]
         baseline = bigram_loss(corpus.train, evaluated, vocab)
         model = "a bigram count model of the same corpus"
-        print(fitted(f"\n{model} has a validation loss of {baseline:.4f}"))
+        print(wrap_to_terminal(f"\n{model} has a validation loss of {baseline:.4f}"))
 
 
 def _sample(setup: TrainSetup, tokenizer: Tokenizer, result: RunResult) -> None:

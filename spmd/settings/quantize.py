@@ -22,9 +22,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from spmd.delayed_scaling.magnitudes import MagnitudeHistory
+from spmd.delayed_scaling.amax_history import AmaxHistory
 from spmd.errors import Problem, did_you_mean
-from spmd.model_api.grad_transform import GradTransform
+from spmd.model_interface.grad_transform import GradTransform
 from spmd.sharding.patterns import PatternError, compile_pattern
 
 PLAIN = "bf16"
@@ -35,7 +35,7 @@ Table = tuple[tuple[str, str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class MatmulRecipe:
+class QuantizationRecipe:
     """Dtypes and scales of the three products of a linear layer.
 
     They are its output, and the gradients of its input and its kernel.
@@ -65,7 +65,7 @@ class MatmulRecipe:
         """The transforms that the recipe needs (`ShardingPlan.with_transforms`)."""
         if not self.is_delayed:
             return ()
-        return (MagnitudeHistory(),)
+        return (AmaxHistory(),)
 
     def problems(self, row: str, *, stages: int, is_trained: bool) -> list[Problem]:
         """Return the reasons against its use for the matmuls of a row of the table.
@@ -101,14 +101,14 @@ class MatmulRecipe:
 _E4M3 = "float8_e4m3fn"
 _E5M2 = "float8_e5m2"
 _ALL_RECIPES = (
-    MatmulRecipe("fp8", _E4M3, _E5M2, "array"),
-    MatmulRecipe("fp8-delayed", _E4M3, _E5M2, "history"),
-    MatmulRecipe("fp8-block", _E4M3, _E4M3, "block", 128, is_square=True),
-    MatmulRecipe("mxfp8", _E4M3, _E4M3, "block", 32),
-    MatmulRecipe("int8", "int8", "int8", "row"),
+    QuantizationRecipe("fp8", _E4M3, _E5M2, "array"),
+    QuantizationRecipe("fp8-delayed", _E4M3, _E5M2, "history"),
+    QuantizationRecipe("fp8-block", _E4M3, _E4M3, "block", 128, is_square=True),
+    QuantizationRecipe("mxfp8", _E4M3, _E4M3, "block", 32),
+    QuantizationRecipe("int8", "int8", "int8", "row"),
 )
 
-RECIPES: Mapping[str, MatmulRecipe] = {recipe.name: recipe for recipe in _ALL_RECIPES}
+RECIPES: Mapping[str, QuantizationRecipe] = {recipe.name: recipe for recipe in _ALL_RECIPES}
 """Name → recipe."""
 
 

@@ -15,31 +15,31 @@ class LocalLayout:
     """The axes of size above 1 of each dimension.
 
     Attributes:
-        stored: Those of a shard outside the region.
-        used: Those of an operand of a matmul: fewer.
-        kept: Those of the gradient after its reduction.
+        param_dims: Those of a shard outside the region.
+        compute_dims: Those of an operand of a matmul: fewer.
+        grad_dims: Those of the gradient after its reduction.
         mesh: The mesh, which says how XLA makes collectives; None where it does not matter.
     """
 
-    stored: Dims
-    used: Dims
-    kept: Dims
+    param_dims: Dims
+    compute_dims: Dims
+    grad_dims: Dims
     mesh: AnyMesh | None = None
 
     @property
     def specs(self) -> tuple[P, P, P]:
-        """The specs of `stored`, `used` and `kept`."""
-        return dims_spec(self.stored), dims_spec(self.used), dims_spec(self.kept)
+        """The specs of `param_dims`, `compute_dims` and `grad_dims`."""
+        return dims_spec(self.param_dims), dims_spec(self.compute_dims), dims_spec(self.grad_dims)
 
     @property
     def gathers(self) -> Dims:
         """The axes that each dimension is gathered over."""
-        return extra_axes(self.stored, self.used)
+        return extra_axes(self.param_dims, self.compute_dims)
 
     @property
     def scatters(self) -> Dims:
         """The axes that each dimension of the gradient is scattered over."""
-        return extra_axes(self.kept, self.used)
+        return extra_axes(self.grad_dims, self.compute_dims)
 
     @property
     def scattered(self) -> dict[str, int]:
@@ -53,13 +53,15 @@ class LocalLayout:
     @property
     def is_gathered(self) -> bool:
         """Whether a gather leads from the stored shards to the used ones."""
-        return self.stored != self.used and is_prefix(self.used, self.stored)
+        return self.param_dims != self.compute_dims and is_prefix(
+            self.compute_dims, self.param_dims
+        )
 
     @property
     def split(self) -> tuple[str, ...]:
         """The axes of an operand of a matmul."""
-        return tuple(itertools.chain(*self.used))
+        return tuple(itertools.chain(*self.compute_dims))
 
     def with_whole_gradient(self) -> Self:
         """Return the layout with a gradient that is summed, and not scattered."""
-        return dataclasses.replace(self, kept=self.used)
+        return dataclasses.replace(self, grad_dims=self.compute_dims)

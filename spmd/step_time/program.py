@@ -58,7 +58,7 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class ScheduledOp:
     """Operation of a program.
 
     Attributes:
@@ -83,7 +83,7 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class ScheduledBlock:
     """Operations that are executed several times, or only in a share of the cases.
 
     Attributes:
@@ -93,17 +93,17 @@ class Block:
     """
 
     name: str
-    body: "Schedule"
+    body: "ProgramSchedule"
     times: Fraction
     is_counted: bool = True
 
 
-Schedule = tuple[Operation | Block, ...]
+ProgramSchedule = tuple[ScheduledOp | ScheduledBlock, ...]
 
 
-def read_schedule(
+def read_program_schedule(
     program: HloModule, axes: Mapping[str, int], taken: Mapping[str, Fraction], slices: np.ndarray
-) -> Schedule:
+) -> ProgramSchedule:
     """Return the schedule of a parsed program for a mesh with these axes (axis → size).
 
     `taken` is as for `spmd.analysis.executions.executions`; `slices` has the number of each
@@ -133,12 +133,12 @@ class _Reader:
             in_order = np.argsort(slices, kind="stable")
         self.places = in_order.reshape(-1, self.devices)  # [program, device]
 
-    def read(self, name: str) -> Iterator[Operation | Block]:
+    def read(self, name: str) -> Iterator[ScheduledOp | ScheduledBlock]:
         """Yield the operations that a computation executes."""
         for instruction in self.program.computations[name].instructions.values():
             yield from self._read(name, instruction)
 
-    def _read(self, name: str, instruction: Instruction) -> Iterator[Operation | Block]:
+    def _read(self, name: str, instruction: Instruction) -> Iterator[ScheduledOp | ScheduledBlock]:
         if instruction.opcode == "while":
             yield self._loop(name, instruction)
         elif instruction.opcode == "conditional":
@@ -151,16 +151,16 @@ class _Reader:
             if operation is not None:
                 yield operation
 
-    def _loop(self, name: str, loop: Instruction) -> Block:
+    def _loop(self, name: str, loop: Instruction) -> ScheduledBlock:
         body = tuple(self.read(dict(loop.callees())["body"]))
         if EXTRA_PASSES in loop.op_name.split("/"):
-            return Block(loop.name, body, Fraction(0))
+            return ScheduledBlock(loop.name, body, Fraction(0))
         trips = trip_count(self.program, name, loop)
         if trips is None:
-            return Block(loop.name, body, Fraction(1), is_counted=False)
-        return Block(loop.name, body, Fraction(trips))
+            return ScheduledBlock(loop.name, body, Fraction(1), is_counted=False)
+        return ScheduledBlock(loop.name, body, Fraction(trips))
 
-    def _branches(self, condition: Instruction) -> Iterator[Block]:
+    def _branches(self, condition: Instruction) -> Iterator[ScheduledBlock]:
         """Yield the branches of a condition with their shares; equal ones if these are unknown."""
         callees = condition.callees()
         share = self.taken.get(condition.op_name.removesuffix("/cond").rpartition("/")[2])
@@ -174,9 +174,9 @@ class _Reader:
             else:
                 part = 1 - share
             body = tuple(self.read(callee))
-            yield Block(f"{condition.name} {number}", body, part, share is not None)
+            yield ScheduledBlock(f"{condition.name} {number}", body, part, share is not None)
 
-    def _operation(self, name: str, instruction: Instruction) -> Operation | None:
+    def _operation(self, name: str, instruction: Instruction) -> ScheduledOp | None:
         """Return the operation of an instruction; None if it takes no time."""
         collective = self._collective(instruction)
         if collective is not None:
@@ -194,7 +194,7 @@ class _Reader:
         cycles = _cycles(instruction)
         if collective is not None:
             transfer = self._transfer(collective)
-            return Operation(instruction.name, "transfer", cycles, transfer=transfer)
+            return ScheduledOp(instruction.name, "transfer", cycles, transfer=transfer)
         if opcode == "custom-call" and "tpu_custom_call" in instruction.attributes:
             return self._kernel(name, instruction)
         if not cycles:
@@ -203,7 +203,7 @@ class _Reader:
 
     def _link(
         self, instruction: Instruction, collective: Instruction, chain: tuple[str, str]
-    ) -> Operation:
+    ) -> ScheduledOp:
         """Return the operation of a link of a chain.
 
         A chain repeats its collective in every fusion: the first and the last have nothing to
@@ -215,21 +215,21 @@ class _Reader:
         kind = "done"
         if "start" in label.partition(".")[0]:
             kind = "start"
-        return Operation(label, kind, transfer=self._transfer(collective), key=chain)
+        return ScheduledOp(label, kind, transfer=self._transfer(collective), key=chain)
 
     def _asynchronous(
         self, kind: str, label: str, name: str, start: Instruction
-    ) -> Operation | None:
+    ) -> ScheduledOp | None:
         """Return the start or the end of a transfer; None for copies on the device."""
         moved = self._moved(start)
         if moved is None:
             return None
-        return Operation(label, kind, transfer=moved, key=(name, start.name))
+        return ScheduledOp(label, kind, transfer=moved, key=(name, start.name))
 
-    def _compute(self, instruction: Instruction, cycles: int) -> Operation:
+    def _compute(self, instruction: Instruction, cycles: int) -> ScheduledOp:
         flops = self._matmul_flops(instruction)
         kind = "matmul" if flops else "memory"
-        return Operation(instruction.name, kind, cycles, flops)
+        return ScheduledOp(instruction.name, kind, cycles, flops)
 
     def _matmul_flops(self, instruction: Instruction) -> float:
         """Return the FLOPs of all matmuls in an instruction."""
@@ -243,7 +243,7 @@ class _Reader:
                     total += self._matmul_flops(inner)
         return total
 
-    def _kernel(self, name: str, instruction: Instruction) -> Operation:
+    def _kernel(self, name: str, instruction: Instruction) -> ScheduledOp:
         """Return the operation of a Pallas kernel."""
         instructions = self.program.computations[name].instructions
         inputs: list[HloArray] = []
@@ -254,9 +254,9 @@ class _Reader:
             r"splash_mha_(fwd|dq|dkv)", f"{instruction.attributes} {instruction.name}"
         )
         if found is None:
-            return Operation(instruction.name, "kernel", bytes=size)
+            return ScheduledOp(instruction.name, "kernel", bytes=size)
         flops, width = _attention(inputs, _PASSES[found[1]])
-        return Operation(instruction.name, "attention", flops=flops, width=width, bytes=size)
+        return ScheduledOp(instruction.name, "attention", flops=flops, width=width, bytes=size)
 
     def _start(self, name: str, done: Instruction) -> Instruction:
         """Return the start of an asynchronous operation from its end."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from spmd.step_time.hardware import Hardware
 from spmd.step_time.network import Network
-from spmd.step_time.program import Block, Operation, Schedule, Transfer
+from spmd.step_time.program import ProgramSchedule, ScheduledBlock, ScheduledOp, Transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _sums() -> dict[str, float]:
 
 
 @dataclasses.dataclass
-class Timeline:
+class StepTimeline:
     """Result of a run.
 
     Attributes:
@@ -94,8 +94,13 @@ _LABELS = {
 
 
 def run_schedule(
-    schedule: Schedule, network: Network, clock: float, rates: Rates, *, keep_spans: bool = False
-) -> Timeline:
+    schedule: ProgramSchedule,
+    network: Network,
+    clock: float,
+    rates: Rates,
+    *,
+    keep_spans: bool = False,
+) -> StepTimeline:
     """Run a schedule on a device with a clock in Hz.
 
     Transfers over the same links wait for each other, but one that the device waits for goes before
@@ -127,22 +132,22 @@ class _Run:
         self.rates = rates
         self.keep_spans = keep_spans
         self.hardware: Hardware = network.hardware
-        self.line = Timeline()
+        self.line = StepTimeline()
         self.now = 0.0
         # Of the cases in which the current branch is taken: its operations last that much shorter.
         self.share = 1.0
         self.free: dict[str, float] = collections.defaultdict(float)
         self.moving: dict[tuple[str, ...], _Moving] = {}
 
-    def execute(self, schedule: Schedule, times: float) -> None:
+    def execute(self, schedule: ProgramSchedule, times: float) -> None:
         """Run a schedule that stands for so many equal runs."""
         for entry in schedule:
-            if isinstance(entry, Block):
+            if isinstance(entry, ScheduledBlock):
                 self._block(entry, times)
             else:
                 self._operation(entry, times)
 
-    def _block(self, block: Block, times: float) -> None:
+    def _block(self, block: ScheduledBlock, times: float) -> None:
         """Run a loop, or a branch in its share of the cases."""
         turns = float(block.times)
         if not block.is_counted:
@@ -159,7 +164,7 @@ class _Run:
         if whole > steady:
             self._repeat(before, whole - steady)
 
-    def _branch(self, block: Block, share: float, times: float) -> None:
+    def _branch(self, block: ScheduledBlock, share: float, times: float) -> None:
         around = self.share
         self.share *= share
         if share:
@@ -186,7 +191,7 @@ class _Run:
         for key, moving in self.moving.items():
             self.moving[key] = moving._replace(end=moving.end + later)
 
-    def _operation(self, operation: Operation, times: float) -> None:
+    def _operation(self, operation: ScheduledOp, times: float) -> None:
         if operation.kind == "start":
             self._start(operation, times)
         elif operation.kind == "done":
@@ -197,7 +202,7 @@ class _Run:
         else:
             self._spend(operation.name, _LABELS[operation.kind], self._seconds(operation), times)
 
-    def _seconds(self, operation: Operation) -> float:
+    def _seconds(self, operation: ScheduledOp) -> float:
         """Return the time of an operation that computes."""
         if operation.kind in ("attention", "kernel"):
             return self.share * self._kernel_seconds(operation)
@@ -206,7 +211,7 @@ class _Run:
             return seconds * self.rates.matmul
         return seconds * self.rates.memory
 
-    def _kernel_seconds(self, operation: Operation) -> float:
+    def _kernel_seconds(self, operation: ScheduledOp) -> float:
         """Return the time of a Pallas kernel, by its bytes and its FLOPs."""
         moved = operation.bytes / self.hardware.memory_bandwidth
         if not operation.flops:
@@ -214,7 +219,7 @@ class _Run:
         peak = self.hardware.attention_peak(operation.width) * self.rates.attention
         return max(operation.flops / peak, moved)
 
-    def _start(self, operation: Operation, times: float, *, at_once: bool = False) -> None:
+    def _start(self, operation: ScheduledOp, times: float, *, at_once: bool = False) -> None:
         """Start a transfer: at once, or in the background as soon as its links are free."""
         transfer = operation.transfer
         assert transfer is not None
@@ -253,7 +258,7 @@ class _Run:
                 for link in moving.links:
                     self.free[link] = max(self.free[link], end)
 
-    def _finish(self, operation: Operation, times: float) -> None:
+    def _finish(self, operation: ScheduledOp, times: float) -> None:
         """Wait for the end of a transfer.
 
         Before that, what ran beside it had less of the memory's bandwidth.

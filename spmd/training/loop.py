@@ -17,8 +17,8 @@ from spmd.errors import (
     Problem,
     check_call,
     check_type,
+    describe_value,
     did_you_mean,
-    shown,
 )
 from spmd.gradients.losses import split_arrays
 from spmd.training.state import TrainState
@@ -175,7 +175,7 @@ def _check_arguments(
     """Raise a `ConfigError` that lists all problems of the arguments of `fit`."""
     problems = check_call("step", step, "state, batch", "fit(state, step, batches, steps=…)")
     if not isinstance(steps, int) or not isinstance(start, int) or not 0 <= start <= steps:
-        what = f"is {shown(steps)}, and start is {shown(start)}"
+        what = f"is {describe_value(steps)}, and start is {describe_value(start)}"
         fix = "whole numbers; steps counts from the beginning and is at least start"
         problems.append(Problem("steps", what, fix=fix))
     if isinstance(state, TrainState) and not state.step.is_deleted():
@@ -203,4 +203,4 @@ def _hook_problems(hooks: Any) -> list[Problem]:
     if isinstance(hooks, Sequence):
         wrong = [hook for hook in hooks if not isinstance(hook, Hook)]
     fix = "a list of instances of subclasses of spmd.Hook"
-    return [Problem("hooks", f"is or has {shown(hook)}", fix=fix) for hook in wrong]
+    return [Problem("hooks", f"is or has {describe_value(hook)}", fix=fix) for hook in wrong]

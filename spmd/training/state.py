@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, check_type, first_of, shown
-from spmd.model_api.grad_transform import Carry
-from spmd.model_api.model import PRNG
+from spmd.errors import ConfigError, Problem, check_type, describe_value, first_of
+from spmd.model_interface.grad_transform import Carry
+from spmd.model_interface.model import PRNG
 from spmd.plan.plan import ShardingPlan
 from spmd.precision import cast_floats
 from spmd.training.batch import check_batch
@@ -30,7 +30,7 @@ class TrainState:
         variables: The arrays that the model changes by itself; empty for most models.
         key: uint32[2]: the data of the key from which every step's key is derived.
         transforms: Name → state of each transform of the gradient
-            (`spmd.model_api.grad_transform`).
+            (`spmd.model_interface.grad_transform`).
     """
 
     step: Any
@@ -187,7 +187,7 @@ def init_state(
     problems = list[Problem]()
     if not isinstance(seed, int | np.integer) or not -(2**31) <= seed < 2**32:
         fix = "a whole number, at least -2³¹ and below 2³²"
-        problems.append(Problem("seed", f"is {shown(seed)}", fix=fix))
+        problems.append(Problem("seed", f"is {describe_value(seed)}", fix=fix))
     if isinstance(plan.mesh, AbstractMesh):
         fix = "a plan with a mesh from spmd.make_mesh"
         problems.append(Problem("plan.mesh", "has no devices", fix=fix))

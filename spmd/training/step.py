@@ -15,8 +15,8 @@ import optax
 from spmd.errors import ConfigError, Problem, check_type
 from spmd.gradients.base import GradFn, check_first_batch, check_results, value_and_grad
 from spmd.gradients.losses import VALUES, LossFn, Sums
-from spmd.model_api.grad_transform import Carry, wrap_all
-from spmd.model_api.model import PRNG
+from spmd.model_interface.grad_transform import Carry, wrap_all
+from spmd.model_interface.model import PRNG
 from spmd.optim.extra_args import extra_args
 from spmd.plan.annotate import check_annotations
 from spmd.plan.context import use_plan

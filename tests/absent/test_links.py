@@ -30,7 +30,7 @@ COMPILE = f"""
         kernel = jax.ShapeDtypeStruct(({ROWS}, {COLUMNS}), "bfloat16", sharding=split)
         compiled = jax.jit(lambda kernel: kernel, out_shardings=whole).lower(kernel).compile()
         records = audit_collectives(compiled, mesh, slices=slices).records
-        return [(r.kind, r.over, r.bytes, r.stands_for) for r in records]
+        return [(r.kind, r.over, r.bytes, r.equivalent_kind) for r in records]
 
     class Unlinked(Topology):
         wrap = (False, False, False)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd.analysis.replica_groups import entering
+from spmd.analysis.replica_groups import cross_slice_count
 from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, MeshError
@@ -109,7 +109,7 @@ def test_places_and_devices_agree(sizes):
     numbers = slice_numbers(mesh.shape, slices)
     assert [d.id * total // 8 for d in mesh.devices.flat] == numbers.tolist()
     whole = [list(range(8))]
-    assert entering(whole, numbers, "all-gather", pairs=False) == (total > 1)
+    assert cross_slice_count(whole, numbers, "all-gather", pairs=False) == (total > 1)
 
 
 def test_a_config_names_its_slices(capsys):

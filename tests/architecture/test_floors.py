@@ -21,7 +21,7 @@ FAMILIES = ("models", "partition_rules", "name_maps", "examples")
 PACKAGES = ("spmd", *(f"spmd/{name}" for name in FAMILIES), "benchmarks")
 
 CORE = (
-    *("errors", "tree", "sharding", "jaxpr", "model_api"),
+    *("errors", "tree", "sharding", "jaxpr", "model_interface"),
     *("optim", "plan", "gradients", "training"),
 )
 """What a train step is made of, which names no technique (`test_core.py`)."""
@@ -35,7 +35,7 @@ LIBRARIES = ("codecs", "layers")
 # Folders and flat modules of spmd, from the bottom up: a module imports from its own folder and
 # from those before it.
 FLOORS = (
-    *("errors", "tree", "sharding", "distributed", "jaxpr", "codecs", "model_api"),
+    *("errors", "tree", "sharding", "distributed", "jaxpr", "codecs", "model_interface"),
     *(
         "loss_scaling",
         "precision",
@@ -101,7 +101,12 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 # What the packages beside spmd may import, besides the standard library and themselves.
 MODELS_MAY_IMPORT = (
     *("flax", "jax", "jaxtyping", "numpy"),
-    *("spmd.errors", "spmd.layers", "spmd.model_api.model", "spmd.model_api.wrapped_param"),
+    *(
+        "spmd.errors",
+        "spmd.layers",
+        "spmd.model_interface.model",
+        "spmd.model_interface.wrapped_param",
+    ),
     *("spmd.plan.annotate", "spmd.plan.fsdp", "spmd.plan.manual"),
 )
 PARTITION_RULES_MAY_IMPORT = (

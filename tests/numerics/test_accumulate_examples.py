@@ -17,7 +17,7 @@ from spmd.gradients import accumulate as accumulation
 from spmd.gradients.accumulate import accumulate, join_microbatch, split_microbatches
 from spmd.gradients.additive import LossReader
 from spmd.gradients.base import value_and_grad
-from spmd.model_api.grad_transform import Carry
+from spmd.model_interface.grad_transform import Carry
 from spmd.plan.context import override
 from spmd.plan.flax import from_nnx
 from spmd.sharding.batch import BatchTable, whole

@@ -75,7 +75,9 @@ def alone(losses, **options) -> Reference:
 
 def once(losses, axes=("data",), declared=False, options=(), **sizes):
     """A mesh that exchanges once a step, compared with one device."""
-    grad_fn = spmd.exchange_once(grad_fn_of(losses, **dict(options)), axes, additive=declared)
+    grad_fn = spmd.defer_grad_reduction(
+        grad_fn_of(losses, **dict(options)), axes, additive=declared
+    )
     return alone(losses, **dict(options)).compare(plan(**sizes), grad_fn, tolerance=REORDERED)
 
 
@@ -122,7 +124,7 @@ def test_a_gradient_function_of_ones_own_is_declared():
 
     def traced(**options):
         step = spmd.make_train_step(
-            plan(data=2), grad_fn=spmd.exchange_once(own, ("data",), **options)
+            plan(data=2), grad_fn=spmd.defer_grad_reduction(own, ("data",), **options)
         )
         step.trace(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches()[0]))
 

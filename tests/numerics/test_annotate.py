@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import AnnotationError
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.plan.annotate import annotate, cast_to_compute, remat_layer
 from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan

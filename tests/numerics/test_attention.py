@@ -13,7 +13,7 @@ from spmd.layers import blockwise_attention as online
 from spmd.layers.attention import attend, chunked_attention, splash_attention_tpu, xla_attention
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import chunk_size, unmasked_pairs
-from spmd.model_api.attention_config import (
+from spmd.model_interface.attention_config import (
     CHUNKED_FROM,
     KERNELS,
     AttentionConfig,

@@ -190,17 +190,17 @@ def test_what_cpu_writes_otherwise_is_stated(audits: dict[str, CollectiveAudit])
 
     Records say so. Of q, k and v there is one sum, so no all-reduces are added.
     """
-    assert {r.written_as for r in audits["zero 3"].records if r.kind == "reduce-scatter"} == {""}
+    assert {r.hlo_form for r in audits["zero 3"].records if r.kind == "reduce-scatter"} == {""}
     scattered = [
         r
         for r in audits["tensor"].records
         if r.kind == "reduce-scatter" and "lm_head" not in r.source
     ]
     assert scattered
-    assert {r.written_as for r in scattered} == {"all-reduce"}
+    assert {r.hlo_form for r in scattered} == {"all-reduce"}
     assert "reduce-scatter is written as all-reduce" in str(audits["tensor"])
     whole = audits["tensor, whole stream"].records
-    assert not [r for r in whole if "added" in r.written_as and r.payload >= F32 * ACTIVATION]
+    assert not [r for r in whole if "added" in r.hlo_form and r.payload >= F32 * ACTIVATION]
 
 
 def test_every_kernel_is_told_by_its_path(audits: dict[str, CollectiveAudit]) -> None:

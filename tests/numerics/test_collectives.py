@@ -66,7 +66,7 @@ def test_sixteen_bits(mesh) -> None:
         lambda x: jax.lax.psum(x, "data") + jax.lax.ppermute(x, "fsdp", [(0, 1)]),
         dtype=jnp.bfloat16,
     )
-    assert sorted((r.kind, r.payload, r.written_as) for r in audited.records) == [
+    assert sorted((r.kind, r.payload, r.hlo_form) for r in audited.records) == [
         ("all-reduce", LOCAL // 2, "f32 all-reduce"),
         ("collective-permute", LOCAL // 2, "f32 collective-permute"),
     ]
@@ -184,7 +184,10 @@ def test_all_reduce_and_slice(operation, keeps_part, backend) -> None:
     audited = audit_collectives(text(body, ADD), CUBE, backend=backend)
     kind = "reduce-scatter" if keeps_part and backend == "cpu" else "all-reduce"
     assert summary(audited) == [(kind, "tensor", 128, 1), ("all-reduce", "tensor", 4, 1)]
-    assert [r.stands_for for r in audited.records] == ["reduce-scatter" if keeps_part else "", ""]
+    assert [r.equivalent_kind for r in audited.records] == [
+        "reduce-scatter" if keeps_part else "",
+        "",
+    ]
     assert audited.bytes() == (128 if kind == "reduce-scatter" else 256) + 8
     assert bool(audited.warnings) is (keeps_part and backend == "gpu")
     expect_collectives(
@@ -216,10 +219,10 @@ def test_a_tpu_fuses_an_all_reduce_and_a_slice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "into", "stands_for"),
+    ("rows", "into", "equivalent_kind"),
     [(2, "zeros", "all-gather"), (1, "zeros", ""), (2, "others", "")],
 )
-def test_an_all_reduce_of_zeros_with_own_parts(rows, into, stands_for) -> None:
+def test_an_all_reduce_of_zeros_with_own_parts(rows, into, equivalent_kind) -> None:
     """It is an all-reduce with twice the bytes of the gather that it stands for, of the array that the parts are of."""
     body = f"""
         x = f32[{rows},8]{{1,0}} parameter(0), metadata={{op_name="state.params['mlp']['kernel']"}}
@@ -232,10 +235,10 @@ def test_an_all_reduce_of_zeros_with_own_parts(rows, into, stands_for) -> None:
         ROOT r = f32[4,8]{{1,0}} all-reduce(own), PAIRS, to_apply=add
     """
     audited = audit_collectives(text(body.replace("PAIRS", PAIRS), ADD), CUBE, backend="tpu")
-    assert [(r.kind, r.bytes, r.stands_for) for r in audited.records] == [
-        ("all-reduce", 256, stands_for)
+    assert [(r.kind, r.bytes, r.equivalent_kind) for r in audited.records] == [
+        ("all-reduce", 256, equivalent_kind)
     ]
-    assert (audited.records[0].array == "params/mlp/kernel") is bool(stands_for)
+    assert (audited.records[0].array == "params/mlp/kernel") is bool(equivalent_kind)
 
 
 def test_a_note_tells_what_is_sent_in_vain() -> None:

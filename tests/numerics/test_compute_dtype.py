@@ -17,7 +17,7 @@ from spmd.analysis.wide_products import find_wide_products
 from spmd.errors import AnnotationError
 from spmd.jaxpr.equations import equations
 from spmd.jaxpr.promoted import split_products
-from spmd.model_api.grad_transform import Carry
+from spmd.model_interface.grad_transform import Carry
 from spmd.plan.context import use_plan
 from spmd.testing import token_batches
 from tests import tiny

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.errors import AnnotationError
 from spmd.gradients.losses import classification_loss
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.plan import xla_faults
 from spmd.plan.flax import from_linen, from_nnx
 from spmd.sharding.mesh import BATCH_AXES

@@ -25,8 +25,8 @@ from spmd.data.loader import (
     local_rows,
     ordered_batches,
 )
-from spmd.data.order import Mixed, Order, Shuffled
-from spmd.data.training_text import open_text
+from spmd.data.sampler import MixtureSampler, Sampler, ShuffledSampler
+from spmd.data.text_dataset import open_text
 from spmd.errors import ConfigError, DataError, MeshError
 
 SEQUENCE = 6
@@ -211,17 +211,19 @@ class ProcessSharding:
         return {device: block for device, block in blocks.items() if device in self.devices}
 
 
-def make_mixture() -> Mixed:
+def make_mixture() -> MixtureSampler:
     """Three sets of different lengths, whose ids say which row of which set they are."""
     sets = [
         Windows(np.arange(10_000 * n + 1, 10_000 * n + 6 * n * SEQUENCE + 2), SEQUENCE)
         for n in (1, 2, 3)
     ]
-    return Mixed([Shuffled(each, 5, str(n)) for n, each in enumerate(sets)], [0.5, 0.3, 0.2])
+    return MixtureSampler(
+        [ShuffledSampler(each, 5, str(n)) for n, each in enumerate(sets)], [0.5, 0.3, 0.2]
+    )
 
 
 def read_as(
-    order: Order, sharding: NamedSharding, processes: int, start: int, steps: int
+    order: Sampler, sharding: NamedSharding, processes: int, start: int, steps: int
 ) -> list[list[int]]:
     """The first ids of the rows of each step, put together from what each of several processes reads."""
     devices, size = list(sharding.mesh.devices.flat), sharding.mesh.size // processes
@@ -248,7 +250,7 @@ def read_as(
     return whole
 
 
-def make_stream(folder: Path, cache: str) -> Order:
+def make_stream(folder: Path, cache: str) -> Sampler:
     """A streamed mixture of two sets, of blocks that no other run has tokenized."""
     for name in ("one", "two"):
         (folder / name).mkdir(exist_ok=True)
@@ -270,7 +272,7 @@ def test_an_order_is_the_same_for_any_number_of_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows that two or four processes read make the batches of one, which are those of the order."""
-    monkeypatch.setattr("spmd.data.blocks.LEAST_BYTES", 500)
+    monkeypatch.setattr("spmd.data.token_cache.LEAST_BYTES", 500)
     one, many, plain = (
         make_mixture() if kind == "mixture" else make_stream(tmp_path, name) for name in "abc"
     )
@@ -282,7 +284,7 @@ def test_an_order_is_the_same_for_any_number_of_processes(
 def test_a_mixture_control(sharding: NamedSharding) -> None:
     """An order that counts what it has handed out, as a queue does, is another one for two processes."""
 
-    class Queue(Mixed):
+    class Queue(MixtureSampler):
         taken = 0
 
         def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:

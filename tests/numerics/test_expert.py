@@ -17,7 +17,7 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.jaxpr.equations import equations
 from spmd.layers import expert_layout, moe
-from spmd.layers.expert_exchange import ExpertAxes, Ragged
+from spmd.layers.expert_exchange import ExpertAxes, RaggedAllToAll
 from spmd.layers.expert_layout import ExpertKernel
 from spmd.layers.moe import mixture_of_experts
 from spmd.layers.router import RouterConfig, Routing, route
@@ -223,7 +223,7 @@ def ragged_all_to_all(
 
 def axes_of_tpus(mesh, names):
     return ExpertAxes(
-        names, math.prod(mesh.shape[name] for name in names), Ragged if names else None
+        names, math.prod(mesh.shape[name] for name in names), RaggedAllToAll if names else None
     )
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.errors import RuleError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.plan.flax import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate

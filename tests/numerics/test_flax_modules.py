@@ -13,7 +13,7 @@ from flax import nnx
 
 import spmd
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.model_api.model import PRNG, Model, as_outputs
+from spmd.model_interface.model import PRNG, Model, as_outputs
 from spmd.training.state import abstract_state
 from tests import tiny
 

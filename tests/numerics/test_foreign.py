@@ -16,7 +16,7 @@ import spmd
 from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import ConfigError, RuleError
-from spmd.model_api.grad_transform import Carry
+from spmd.model_interface.grad_transform import Carry
 from spmd.plan.plan import make_plan
 from spmd.sharding.from_flax import rules_from_annotations
 from spmd.sharding.rules import Rules, replicate

@@ -17,7 +17,7 @@ from spmd.errors import ConfigError
 from spmd.generate.generator import ENDED, Generator
 from spmd.generate.sampling import Sampling
 from spmd.layers.attention import attend
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.models import gemma, mixtral
 from spmd.partition_rules.gemma import GEMMA2
 from spmd.partition_rules.llama import LLAMA, replicated_kv, sequence_parallel

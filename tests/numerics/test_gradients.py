@@ -10,7 +10,7 @@ import pytest
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
-from spmd.model_api.grad_transform import Carry
+from spmd.model_interface.grad_transform import Carry
 from tests.rounding import assert_close, noise_of
 
 pytestmark = pytest.mark.compat

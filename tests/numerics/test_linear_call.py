@@ -14,7 +14,7 @@ from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 
 from spmd.gradients.base import value_and_grad
-from spmd.model_api.grad_transform import Carry
+from spmd.model_interface.grad_transform import Carry
 from spmd.plan import fsdp, partition_safe
 from spmd.plan.context import use_plan
 from spmd.plan.flax import from_nnx

@@ -16,7 +16,7 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.lora.adapters import BASE, LoRAConfig, lora_rules, with_adapters, with_lora
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.models.mixtral import PRESETS as MIXTRAL_PRESETS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL

@@ -16,8 +16,8 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.keep_carry import KeepCarry
 from spmd.loss_scaling.loss_scale import LossScale
-from spmd.model_api.grad_transform import Carry
-from spmd.model_api.model import Model
+from spmd.model_interface.grad_transform import Carry
+from spmd.model_interface.model import Model
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
 from spmd.plan.context import override, use_plan
 from spmd.plan.plan import make_plan

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import AnnotationError, ConfigError, RuleError
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.plan.flax import from_linen, from_nnx
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate

@@ -20,8 +20,8 @@ from spmd.gradients.losses import cross_entropy, next_token_loss
 from spmd.jaxpr.equations import equations
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
-from spmd.model_api.grad_transform import Carry
-from spmd.model_api.model import Model, Outputs
+from spmd.model_interface.grad_transform import Carry
+from spmd.model_interface.model import Model, Outputs
 from spmd.models.mixtral import DEEPSEEK_V3, GSHARD, PRESETS, SWITCH, MixtralConfig
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd.plan import flax

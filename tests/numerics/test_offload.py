@@ -15,7 +15,7 @@ from spmd.errors import ConfigError, RuleError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.host_memory import chunks as cuts
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.per_layer import per_layer
 from spmd.optim.skip_updates import skip_bad_updates

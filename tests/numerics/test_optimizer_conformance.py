@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from spmd.errors import RuleError
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.optim.layerwise import assert_layerwise, check_layerwise
 from spmd.optim.master_weights import wrap_optimizer_for_precision

@@ -18,11 +18,11 @@ from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
-from spmd.gradients.exchange import exchange_once
+from spmd.gradients.deferred_reduction import defer_grad_reduction
 from spmd.gradients.losses import ModelLoss, next_token_loss, valid_tokens
 from spmd.layers.router import RouterConfig, expert_slots, route
 from spmd.lora.adapters import LoRAConfig, with_lora
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED, folded
 from spmd.pipeline.grad_fn import pipeline, pipelined
@@ -272,7 +272,7 @@ def accumulated(loss_fn: ModelLoss) -> GradFn:
 
 
 def once(loss_fn: ModelLoss) -> GradFn:
-    return exchange_once(accumulated(loss_fn), ("data",))
+    return defer_grad_reduction(accumulated(loss_fn), ("data",))
 
 
 def scheduled(name: str, chunks: int = 1) -> Wrapped:
@@ -280,7 +280,7 @@ def scheduled(name: str, chunks: int = 1) -> Wrapped:
 
 
 def staged_once(loss_fn: ModelLoss) -> GradFn:
-    return exchange_once(scheduled("1f1b")(loss_fn), ("data",))
+    return defer_grad_reduction(scheduled("1f1b")(loss_fn), ("data",))
 
 
 def results(

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.gradients.base import value_and_grad
-from spmd.model_api.grad_transform import Carry
-from spmd.model_api.model import Model
+from spmd.model_interface.grad_transform import Carry
+from spmd.model_interface.model import Model
 from spmd.plan import partition_safe
 from spmd.plan.context import current, use_plan
 from spmd.plan.flax import from_linen, from_nnx

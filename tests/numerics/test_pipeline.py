@@ -16,7 +16,7 @@ import spmd
 from spmd.cli import main
 from spmd.errors import SpmdError
 from spmd.gradients.losses import next_token_loss
-from spmd.model_api.model import Outputs
+from spmd.model_interface.model import Outputs
 from spmd.models.llama import PRESETS
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
@@ -26,7 +26,7 @@ from spmd.pipeline.interleave import interleave
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan import flax
-from spmd.plan.manual import manual_over
+from spmd.plan.manual import shard_map_over
 from spmd.plan.plan import make_plan
 from spmd.run.build import TrainSetup, count_microbatches, make_setup, planned_mesh
 from spmd.run.check import Check
@@ -105,7 +105,7 @@ def test_layers_travel_to_their_stage_and_back(stages, chunks):
         return interleave(interleave(x, stages, chunks), stages, chunks, back=True)
 
     moved, same = (
-        np.asarray(jax.jit(manual_over(mesh, ("pipe",), f, P("pipe"), P("pipe")))(stack))
+        np.asarray(jax.jit(shard_map_over(mesh, ("pipe",), f, P("pipe"), P("pipe")))(stack))
         for f in (there, and_back)
     )
     of_stage = moved.reshape(stages, chunks, 3)

@@ -14,8 +14,8 @@ import pytest
 
 from spmd.analysis import hlo
 from spmd.gradients.losses import ModelLoss
-from spmd.model_api.grad_transform import Carry
-from spmd.model_api.model import LayeredModel, Model, Outputs
+from spmd.model_interface.grad_transform import Carry
+from spmd.model_interface.model import LayeredModel, Model, Outputs
 from spmd.pipeline import executor as engine
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule

@@ -23,7 +23,7 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.tree import OptionalState
 from spmd.errors import CheckpointError, ConfigError
 from spmd.gradients.base import value_and_grad
-from spmd.gradients.exchange import exchange_once
+from spmd.gradients.deferred_reduction import defer_grad_reduction
 from spmd.powersgd import transform as powersgd
 from spmd.powersgd.matrices import compressed_bytes
 from spmd.powersgd.transform import PowerSGD, Replicas
@@ -64,7 +64,7 @@ def step(rank: int, rate: float = 2.0, slices: int = 1, data: int = 4) -> TrainS
     grad_fn = value_and_grad(loss_fn)
     if not rank:
         return spmd.make_train_step(
-            plain, grad_fn=exchange_once(grad_fn, ("data",)), keep_gradients=True
+            plain, grad_fn=defer_grad_reduction(grad_fn, ("data",)), keep_gradients=True
         )
     plan = plain.with_transforms(PowerSGD(rank, slices, rate))
     return spmd.make_train_step(plan, grad_fn=grad_fn, keep_gradients=True)

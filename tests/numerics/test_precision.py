@@ -16,7 +16,7 @@ from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.loss_scaling.loss_scale import LossScale
-from spmd.model_api.grad_transform import Carry
+from spmd.model_interface.grad_transform import Carry
 from spmd.optim.master_weights import MasterState, RoundedState, wrap_optimizer_for_precision
 from spmd.optim.stochastic_rounding import round_stochastically
 from spmd.plan.context import use_plan

@@ -9,7 +9,7 @@ import pytest
 
 from spmd.gradients.base import value_and_grad
 from spmd.jaxpr.equations import equations
-from spmd.model_api.grad_transform import Carry
+from spmd.model_interface.grad_transform import Carry
 from spmd.plan.context import use_plan
 from spmd.precision import POLICIES
 from spmd.testing import token_batches

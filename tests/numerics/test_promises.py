@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.analysis.causes import USED_WHOLE
 from spmd.analysis.collective_audit import audit_collectives
-from spmd.analysis.promises import Promise, broken_promises
+from spmd.analysis.comm_dtypes import CommDtypeCheck, wider_transfers
 from spmd.layers.kernel_gradient import kernel_gradient
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.context import use_plan
@@ -98,5 +98,5 @@ def test_a_promised_int8_gather(gather, dtype, broken) -> None:
     records = audit(product, "bfloat16", (x, P(("data", "fsdp"))), (kernel, P("fsdp"))).records
     large = max(records, key=lambda record: record.bytes)
     assert (large.kind, large.over, large.dtype) == ("all-gather", "fsdp", dtype)
-    promise = Promise(PATH, USED_WHOLE, {"fsdp": "s8"}, overhead=0.05)
-    assert [problem.where for problem in broken_promises(records, [promise])] == broken
+    promise = CommDtypeCheck(PATH, USED_WHOLE, {"fsdp": "s8"}, overhead=0.05)
+    assert [problem.where for problem in wider_transfers(records, [promise])] == broken

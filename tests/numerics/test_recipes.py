@@ -10,19 +10,19 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.delayed_scaling.magnitudes import ASSUMED, MagnitudeHistory
+from spmd.delayed_scaling.amax_history import ASSUMED, AmaxHistory
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.jaxpr.equations import equations
 from spmd.layers.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from spmd.layers.quantized_matmul import magnitude, power_of_two, quantize, quantized_einsum
-from spmd.model_api.grad_transform import Carry
+from spmd.model_interface.grad_transform import Carry
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan import flax
 from spmd.plan.context import use_plan
-from spmd.plan.manual import manual_over
+from spmd.plan.manual import shard_map_over
 from spmd.plan.plan import make_plan
 from spmd.settings.compress import CompressConfig
 from spmd.settings.quantize import RECIPES
@@ -122,7 +122,7 @@ def test_one_scale_is_of_all_devices():
 
     run = [
         jax.jit(
-            manual_over(
+            shard_map_over(
                 mesh, ("data",), functools.partial(codes, is_kernel=alone), P("data"), P("data")
             )
         )(x)
@@ -132,7 +132,7 @@ def test_one_scale_is_of_all_devices():
     assert np.array_equal(run[0], whole)
     assert not np.array_equal(run[1], whole)
     rows = jax.jit(
-        manual_over(
+        shard_map_over(
             mesh,
             ("data",),
             lambda x: quantize(x, (2,), RECIPES["int8"], "int8").array,
@@ -222,7 +222,7 @@ def test_codes_are_gathered_straight_into_the_matmul():
 
 
 def seen(state, path="layers/mlp/up_proj/kernel"):
-    return np.asarray(tree.flatten(state.transforms)[f"magnitudes/{path}/history"])
+    return np.asarray(tree.flatten(state.transforms)[f"amax_history/{path}/history"])
 
 
 @pytest.mark.soak
@@ -251,7 +251,7 @@ def test_what_is_no_magnitude_is_forgotten():
     state = {
         "k": {"history": jnp.ones((2, 3, 16)) * 2, "now": jnp.full((2, 3), jnp.nan).at[0].set(5.0)}
     }
-    history = MagnitudeHistory()
+    history = AmaxHistory()
     grad_fn = history.wrap(
         lambda params, carry, batch, key: ((), {}, carry.with_state(history.name, state))
     )
@@ -263,7 +263,7 @@ def test_what_is_no_magnitude_is_forgotten():
 @pytest.mark.soak
 def test_checkpoints_are_those_of_runs_without_recipes():
     """Histories are restored where a checkpoint has them, and assumed where it does not."""
-    state, history = steps("fp8-delayed")[1], MagnitudeHistory()
+    state, history = steps("fp8-delayed")[1], AmaxHistory()
     stored = tree.flatten({"variables": as_stored(state).variables})
     assert history.targets(stored, stored) == stored
     assert history.targets({}, stored) == {}
@@ -295,7 +295,7 @@ def test_experts_have_the_products_of_their_codes(recipe):
         quantized_grouped_matmul, sizes=None, recipe=recipe, tensor=("tensor",), is_split=True
     )
     specs = (P(None, None, "tensor"), P(None, "tensor"))
-    run = manual_over(
+    run = shard_map_over(
         mesh, ("tensor",), lambda x, k: jax.lax.psum(local(x, k), "tensor"), specs, P()
     )
     np.testing.assert_allclose(jax.jit(run)(rows, kernels), slots, rtol=0, atol=1e-5)

@@ -14,7 +14,7 @@ from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
 from spmd.resilience.digests import digest_arrays
-from spmd.run.reloaded import RELOADED, Reloaded
+from spmd.run.external_state import EXTERNAL_STATE, ExternalState
 from tests import tiny
 
 BASE = {
@@ -49,7 +49,7 @@ def abstract(**sizes) -> dict:
     )
 
 
-PART = Reloaded("variables/base", load, {"path": "somewhere"})
+PART = ExternalState("variables/base", load, {"path": "somewhere"})
 
 
 def saved(folder: Path, arrays, record) -> CheckpointManager:
@@ -61,7 +61,7 @@ def saved(folder: Path, arrays, record) -> CheckpointManager:
 def test_what_is_left_out_is_loaded_again(tmp_path):
     """On another mesh: the checkpoint has the rest alone, the state is whole and has the same bits."""
     before = state()
-    record = {RELOADED: PART.record(before)}
+    record = {EXTERNAL_STATE: PART.record(before)}
     with saved(tmp_path, PART.rest(before), record) as checkpoints:
         wanted = abstract(fsdp=4)
         with pytest.raises(CheckpointError, match="variables/base/0/w: missing"):
@@ -80,7 +80,7 @@ def test_other_bits_are_refused(tmp_path):
         restored, _ = checkpoints.restore(1, abstract(), optional=[PART.optional])
     wrong = {**PART.record(before), "digest": "0" * 32}
     with pytest.raises(CheckpointError, match=r"somewhere: has not the parameters .*\n.*was 0000"):
-        PART.fill(restored, {RELOADED: wrong})
+        PART.fill(restored, {EXTERNAL_STATE: wrong})
     with pytest.raises(CheckpointError, match="does not say where it is"):
         PART.fill(restored, {})
 

@@ -13,8 +13,8 @@ import spmd
 from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.gradients.base import value_and_grad
 from spmd.jaxpr.equations import equations, name_of
-from spmd.model_api.grad_transform import Carry
-from spmd.model_api.remat import Remat, make_remat
+from spmd.model_interface.grad_transform import Carry
+from spmd.model_interface.remat import Remat, make_remat
 from spmd.plan.annotate import annotate, remat_attention, remat_layer
 from spmd.plan.context import use_plan
 from spmd.sharding.mesh import abstract_mesh

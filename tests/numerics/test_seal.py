@@ -55,10 +55,10 @@ def test_a_seal_says_everything_at_once(folder):
 
 def test_any_change_of_one_byte_of_the_seal_is_found(folder):
     """Whichever byte of the seal changes, it is not a manifest; a space more does it, too."""
-    text = (folder / "seal.json").read_bytes()
+    text = (folder / "manifest.json").read_bytes()
     for i in range(len(text)):
-        (folder / "seal.json").write_bytes(text[:i] + bytes([text[i] ^ 1]) + text[i + 1 :])
-        assert [where for where, _ in whats(folder)] == ["seal.json"]
+        (folder / "manifest.json").write_bytes(text[:i] + bytes([text[i] ^ 1]) + text[i + 1 :])
+        assert [where for where, _ in whats(folder)] == ["manifest.json"]
     for changed in (
         text + b" ",
         text[:-1],
@@ -68,8 +68,8 @@ def test_any_change_of_one_byte_of_the_seal_is_found(folder):
         b"[" * 100_000,
         b'{"files": {"a": [1e999, ""]}}',
     ):
-        (folder / "seal.json").write_bytes(changed)
-        assert [where for where, _ in whats(folder)] == ["seal.json"]
+        (folder / "manifest.json").write_bytes(changed)
+        assert [where for where, _ in whats(folder)] == ["manifest.json"]
 
 
 def test_large_files_are_looked_at_in_passing_by_their_size_only(folder, monkeypatch):
@@ -86,11 +86,11 @@ def test_nothing_in_a_seal_leads_out_of_its_folder(folder):
     """Absolute paths and paths with `..` are refused also where the file that they lead to is as it says."""
     (folder.parent / "outside").write_bytes(b"12345")
     paths = ("../outside", str(folder.parent / "outside"), "deep/../../outside", "")
-    original = (folder / "seal.json").read_bytes()
+    original = (folder / "manifest.json").read_bytes()
     files = json.loads(original)["files"]
     assert sealed_as(files) == original
     for path in paths:
-        (folder / "seal.json").write_bytes(sealed_as({**files, path: files["a"]}))
+        (folder / "manifest.json").write_bytes(sealed_as({**files, path: files["a"]}))
         assert whats(folder) == [(path, "is not a path inside the checkpoint")]
 
 

@@ -57,7 +57,7 @@ LEFT_OUT_OF_CONFIG = {
     "slices": LEFT_OUT["slices"],
     "init": "is where parameters come from",
     "data": "decides batches, and no program of a step",
-    "exchange_once": "chooses between two ways of parts of a batch, whatever the model",
+    "defer_grad_reduction": "chooses between two ways of parts of a batch, whatever the model",
     "sample": "is between steps",
     "out": "is a path",
     "devices": "is a count of simulated devices",

@@ -17,15 +17,15 @@ from spmd.errors import AnnotationError, ConfigError, RuleError
 from spmd.layers.expert_layout import ExpertKernel
 from spmd.layers.moe import mixture_of_experts
 from spmd.layers.router import RouterConfig, route
-from spmd.model_api.remat import Remat, make_remat
+from spmd.model_interface.remat import Remat, make_remat
 from spmd.models.layers import RMSNorm, gated
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan import flax
 from spmd.plan.annotate import annotate, remat_layer
+from spmd.plan.compressed_activations import store
 from spmd.plan.context import override
-from spmd.plan.manual import manual_over
-from spmd.plan.stored import store
+from spmd.plan.manual import shard_map_over
 from spmd.testing import token_batches
 from spmd.training.step import make_train_step
 from tests import tiny
@@ -87,7 +87,7 @@ def layer(weights, x, at):
     y = gated(at(gate, "mlp_gate"), at(up, "mlp_up"))
     local = lambda y: jnp.sin(at(y, "expert_hidden"))  # noqa: E731
     y = (
-        manual_over(tiny.mesh(**MESH), ("data",), local, P("data"), P("data"))(y)
+        shard_map_over(tiny.mesh(**MESH), ("data",), local, P("data"), P("data"))(y)
         if at is annotate
         else local(y)
     )
@@ -335,5 +335,5 @@ def test_experts_are_those_of_the_forward_pass(options, monkeypatch):
 
     exact = jax.jit(jax.grad(layer))(x)
     assert error() < 0.01
-    monkeypatch.setattr("spmd.model_api.remat.CHOICE", "another name")
+    monkeypatch.setattr("spmd.model_interface.remat.CHOICE", "another name")
     assert error() > 0.05

@@ -21,7 +21,7 @@ from spmd.hf.family import AS_IS, family_of
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import save_params
-from spmd.model_api.model import as_outputs
+from spmd.model_interface.model import as_outputs
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import make_mesh

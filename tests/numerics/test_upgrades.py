@@ -21,7 +21,7 @@ from spmd.errors import AnnotationError, ConfigError
 from spmd.jaxpr.equations import equations, has_own_rules, name_of, params_of, replace_equations
 from spmd.jaxpr.traced_program import read_program
 from spmd.jaxpr.upgrades import HiPrim
-from spmd.model_api.remat import make_remat
+from spmd.model_interface.remat import make_remat
 from spmd.plan.annotate import annotate, remat_layer
 from spmd.plan.context import override
 from tests import tiny
@@ -171,7 +171,7 @@ def test_a_hijax_primitive_of_a_stranger_is_its_expansion():
 
 
 # JAX's own faults: when one of these tests fails, JAX has mended it, and the entry of
-# `tests.upgrades` and what refuses it in `spmd.plan.unseen` or `spmd.model_api.remat` go.
+# `tests.upgrades` and what refuses it in `spmd.plan.unseen` or `spmd.model_interface.remat` go.
 
 
 def matmuls(policy, multiply):

@@ -11,22 +11,22 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.analysis.collective_audit import audit_collectives, expect_collectives
-from spmd.analysis.promises import broken_promises, find_promises
+from spmd.analysis.comm_dtypes import comm_dtype_checks, wider_transfers
 from spmd.codecs import EXCHANGES, GATHERS
 from spmd.coded_comm.comm import CodedComm
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
-from spmd.gradients.exchange import exchange_once
+from spmd.gradients.deferred_reduction import defer_grad_reduction
 from spmd.gradients.losses import next_token_loss
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan import flax
 from spmd.plan.fsdp import gather
-from spmd.plan.local_param import LocalParam
-from spmd.plan.manual import manual_over
+from spmd.plan.manual import shard_map_over
 from spmd.plan.plan import make_plan
 from spmd.plan.records import ParamPlacement
+from spmd.plan.sharded_param import ShardedParam
 from spmd.run.describe import compression_lines
 from spmd.settings.compress import CompressConfig
 from spmd.sharding.mesh import entry_axes, make_mesh
@@ -136,9 +136,9 @@ def summed(terms, wire, *, scatter, axes=("data", "fsdp"), sizes=None):
     """Sum one term of each device; the result of each device, whole where it is scattered."""
     sizes = sizes or {"data": 2, "fsdp": 4}
     comm = CodedComm(gradients=tuple((axis, wire) for axis in axes), slices=(("fsdp", 2),))
-    param = LocalParam(((), ()), ((), ()), (("fsdp",) * scatter, ()), comm=comm)
+    param = ShardedParam(((), ()), ((), ()), (("fsdp",) * scatter, ()), comm=comm)
     out = P("data", "fsdp", None) if scatter else P(("data", "fsdp"), None, None)
-    run = manual_over(
+    run = shard_map_over(
         tiny.mesh(**sizes),
         ("data", "fsdp"),
         lambda x: param.reduce(x[0], axes)[None],
@@ -173,9 +173,9 @@ def test_sums_of_experts_are_near(name, shape, dim):
     terms = np.random.default_rng(2).normal(size=(2, *shape)).astype(np.float32)
     comm = CodedComm(gradients=(("fsdp", name),))
     kept = tuple(("fsdp",) * (i == dim) for i in range(3))
-    param = LocalParam(((),) * 3, ((),) * 3, kept, comm=comm)
+    param = ShardedParam(((),) * 3, ((),) * 3, kept, comm=comm)
     out = P(*("fsdp" if i == dim else None for i in range(3)))
-    run = manual_over(
+    run = shard_map_over(
         tiny.mesh(fsdp=2), ("fsdp",), lambda x: param.reduce(x[0], ("fsdp",)), P("fsdp"), out
     )
     exact = terms.sum(axis=0)
@@ -196,7 +196,9 @@ def test_a_gradient_without_blocks_is_sent_in_bfloat16():
     terms = NORMAL[:, :8, :9]
     found = summed(terms, "int8", scatter=False)
     np.testing.assert_allclose(found[0], terms.sum(axis=0), rtol=0, atol=0.1)
-    param = LocalParam(((), ()), ((), ()), ((), ()), comm=CodedComm(gradients=(("data", "int8"),)))
+    param = ShardedParam(
+        ((), ()), ((), ()), ((), ()), comm=CodedComm(gradients=(("data", "int8"),))
+    )
     assert param.sent((8, 9), ("data",), {"data": 2}) == {"data": "bfloat16"}
     assert param.sent((8, 64), ("data",), {"data": 2}) == {"data": "int8"}
 
@@ -246,7 +248,7 @@ def test_layers_experts_and_head_use_the_codes_forward_and_backward():
             return x
         sizes = plan.mesh.shape
         layers = x if placed.stacks else x[None]
-        found = [recoded_shards(layer, placed.stored, sizes, "int8") for layer in layers]
+        found = [recoded_shards(layer, placed.param_spec, sizes, "int8") for layer in layers]
         return np.stack(found) if placed.stacks else found[0]
 
     loss, gradients = first_step(plan)
@@ -379,7 +381,7 @@ def test_blocks_of_gradients_run_along_the_width():
 def test_control_a_step_that_sends_more_breaks_the_promise():
     """Each kernel is named for its gather and its gradient, of a program without compression."""
     plain, promised = audited(CompressConfig()), audited(INT8)[0]
-    broken = list(broken_promises(plain[1].records, find_promises(promised)))
+    broken = list(wider_transfers(plain[1].records, comm_dtype_checks(promised)))
     kernels = {e.path for e in promised.params if e.path.endswith("kernel")}
     for what in ("its gradient is sent in", "is sent in bf16 over fsdp, promised s8"):
         assert {p.where for p in broken if p.what.startswith(what)} == kernels
@@ -408,7 +410,7 @@ def test_an_exchange_over_fsdp_once_a_step_gathers_no_codes():
     """It would gather parameters as they are stored, so it is refused."""
     plan = compressed(INT8)
     step = make_train_step(
-        plan, grad_fn=exchange_once(value_and_grad(tiny.loss_fn(CONFIG)), ("data", "fsdp"))
+        plan, grad_fn=defer_grad_reduction(value_and_grad(tiny.loss_fn(CONFIG)), ("data", "fsdp"))
     )
     batch = {name: jax.ShapeDtypeStruct((8, 16), dtype) for name, dtype in BATCH.items()}
     with pytest.raises(ConfigError, match=r"compress\.gather: is int8"):

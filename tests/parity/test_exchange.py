@@ -8,10 +8,10 @@ import pytest
 
 import spmd
 from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
-from spmd.gradients import exchange
+from spmd.gradients import deferred_reduction
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
-from spmd.gradients.exchange import exchange_once
+from spmd.gradients.deferred_reduction import defer_grad_reduction
 from spmd.layers import router
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.mixtral import MIXTRAL
@@ -51,7 +51,7 @@ def alone(config) -> Reference:
 
 
 def parity(axes, config=tiny.CONFIG, zero: int = 3, **sizes: int) -> Parity:
-    grad_fn = exchange_once(grad_fn_of(config, sizes.get("pipe", 1)), axes)
+    grad_fn = defer_grad_reduction(grad_fn_of(config, sizes.get("pipe", 1)), axes)
     return alone(config).compare(plan_of(config, zero, **sizes), grad_fn, tolerance=REORDERED)
 
 
@@ -59,7 +59,7 @@ def parity(axes, config=tiny.CONFIG, zero: int = 3, **sizes: int) -> Parity:
 def audit(axes, **sizes: int) -> CollectiveAudit:
     plan = plan_of(**sizes)
     step = spmd.make_train_step(
-        plan, grad_fn=exchange_once(grad_fn_of(stages=sizes.get("pipe", 1)), axes)
+        plan, grad_fn=defer_grad_reduction(grad_fn_of(stages=sizes.get("pipe", 1)), axes)
     )
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCHES[0])
     return audit_collectives(step.compile(batch), plan.mesh)
@@ -96,7 +96,7 @@ def test_once_a_step_equals_once_a_microbatch(axes, layout):
 
 def test_the_control_differs(monkeypatch):
     """A sum that skips data is seen."""
-    monkeypatch.setattr(exchange, "psum", lambda x, axes: x)
+    monkeypatch.setattr(deferred_reduction, "psum", lambda x, axes: x)
     assert not parity(("data",), data=2, fsdp=2).ok
 
 
@@ -123,7 +123,7 @@ def test_the_bytes_that_the_plan_says_are_sent():
     sent = [
         r
         for r in found.records
-        if "exchange.py" in r.source and r.kind in ("all-reduce", "reduce-scatter")
+        if "deferred_reduction.py" in r.source and r.kind in ("all-reduce", "reduce-scatter")
     ]
     assert sum(r.bytes for r in sent if r.payload > 4) == said[0]
 
@@ -158,6 +158,6 @@ def test_experts_that_are_exchanged_once_equal_one_device(monkeypatch, is_mean, 
         )
     grad_fn, alone = experts_alone()
     result = alone.compare(
-        mixture(**layout), exchange_once(grad_fn, ("data",)), tolerance=REORDERED
+        mixture(**layout), defer_grad_reduction(grad_fn, ("data",)), tolerance=REORDERED
     )
     assert result.ok == is_mean, f"\n{result}"

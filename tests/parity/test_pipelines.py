@@ -15,7 +15,7 @@ from spmd.analysis.hlo import parse
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.models import llama
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
@@ -104,7 +104,7 @@ def test_a_tied_head_is_exchanged_over_tensor_alone(monkeypatch):
     assert exchanged not in permuted()
     whole, split = llama.placement_of, P(None, ("fsdp", "tensor"))
     monkeypatch.setattr(
-        llama, "placement_of", lambda path: dataclasses.replace(whole(path), stored=split)
+        llama, "placement_of", lambda path: dataclasses.replace(whole(path), param_spec=split)
     )
     assert exchanged in permuted(), "the control: the table is split over fsdp, too"
 

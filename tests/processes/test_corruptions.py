@@ -86,7 +86,7 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "Orbax's mark": lambda step: step / "state/commit_success.txt",
     "record": lambda step: step / "record.json",
     "metrics": lambda step: step / "metrics.json",
-    "seal": lambda step: step / "seal.json",
+    "seal": lambda step: step / "manifest.json",
 }
 
 
@@ -170,7 +170,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "an empty folder": (
         lambda step: (shutil.rmtree(step), step.mkdir()),
-        "seal.json",
+        "manifest.json",
         "is missing",
     ),
     "a file more": (
@@ -185,7 +185,11 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "the state of another step": (other_step, "state/", "is not in the manifest"),
     "a link to a folder": (linked_folder, ".", "is a symbolic link"),
-    "a file instead of a folder": (a_file_instead, "seal.json", "cannot be read: Not a directory"),
+    "a file instead of a folder": (
+        a_file_instead,
+        "manifest.json",
+        "cannot be read: Not a directory",
+    ),
 }
 
 
@@ -340,7 +344,7 @@ print(json.dumps(out))
     denied = "cannot be read: Permission denied"
     assert out["file"] == [["state/_METADATA", denied]]
     assert out["data"] == [[cases["data"], denied]]
-    assert out["checkpoint"] == [["seal.json", denied]]
+    assert out["checkpoint"] == [["manifest.json", denied]]
     assert ["state/ocdbt.process_0", denied] in out["folder"]
 
 
@@ -382,7 +386,7 @@ before = contents(directory / "c" / "1")
 failed("before", leave=size - 1)
 failed("arrays", leave=size + 4096)
 failed("record", at="2.saving/record.json")
-failed("seal", at="seal.json.unfinished")
+failed("seal", at="manifest.json.unfinished")
 with CheckpointManager(directory / "c") as checkpoints:
     checkpoints.save(2, state, {"step": 2})
     assert_restored(checkpoints, None, 2)

@@ -29,7 +29,7 @@ def test_bars(job) -> None:
     "flags",
     [
         ("--mesh.pipe", "2", "--mesh.data", "1"),
-        ("--exchange-once", "data", "--accumulate", "2"),
+        ("--defer-grad-reduction", "data", "--accumulate", "2"),
         ("--compress.gradients", "powersgd:4"),
         ("--remat", "full", "--offload", "optimizer_state", "params"),
     ],

@@ -20,7 +20,7 @@ from spmd.data.loader import batches
 from spmd.hf.adapter import save_adapter
 from spmd.hf.family import family_for
 from spmd.lora.adapters import BASE, LoRAConfig
-from spmd.run.build import TrainSetup, config_mesh, make_setup, open_training_text
+from spmd.run.build import TrainSetup, config_mesh, make_setup, open_text_dataset
 from spmd.run.init_from import initial_state
 from spmd.run.load_config import load_config
 from spmd.training.state import TrainState
@@ -123,7 +123,7 @@ def setup_of(folder: Path, **fields: Any) -> TrainSetup:
 def conversations(folder: Path, setup: TrainSetup) -> list[list[tuple[int, ...]]]:
     """The tokens of each conversation in each batch of training."""
     data, found = setup.config.data, []
-    (text,) = open_training_text(setup.config).sets
+    (text,) = open_text_dataset(setup.config).sets
     rows = text.train
     options = {
         "batch": data.batch,

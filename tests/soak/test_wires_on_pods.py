@@ -33,7 +33,7 @@ SCRIPT = """
         audit = audit_collectives(step, mesh, plan=plan, slices=slices)
         kernels = [r for r in audit.records if r.cause.param.endswith("kernel")]
         layers = [r for r in kernels if r.cause.param.startswith("layers/")]
-        gathers = [r for r in kernels if "all-gather" in (r.kind, r.stands_for)]
+        gathers = [r for r in kernels if "all-gather" in (r.kind, r.equivalent_kind)]
         found[name] = {
             "gathered": {dtype: sum(r.bytes for r in gathers if r.dtype == dtype) for dtype in ("bf16", "s8", "f32")},
             "into slices": {

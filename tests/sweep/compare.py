@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.errors import SpmdError
 from spmd.gradients.base import value_and_grad
-from spmd.model_api.grad_transform import Carry
-from spmd.model_api.model import PRNG, Model
+from spmd.model_interface.grad_transform import Carry
+from spmd.model_interface.model import PRNG, Model
 from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.precision import cast_floats

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from tests.sweep.kinds import KINDS, Kind, Pick
 
 _tanh = jnp.tanh

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import MeshError, RuleError
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.plan.plan import make_plan
 from spmd.sharding.batch import TOKENS, BatchTable, whole
 from spmd.sharding.mesh import BATCH_AXES, BATCH_SPEC, MeshShape, abstract_mesh

@@ -16,7 +16,7 @@ from spmd.data.tokenizer import ByteTokenizer
 from spmd.errors import ConfigError, DataError
 from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA
-from spmd.run.build import abstract_batch, open_training_text
+from spmd.run.build import abstract_batch, open_text_dataset
 from spmd.run.config import TrainConfig
 
 TEMPLATE = ChatTemplate(
@@ -202,7 +202,7 @@ def config(tmp_path: Path, **fields) -> TrainConfig:
 
 def test_a_config_trains_conversations(tmp_path):
     """Its batches have segments where they are packed; one conversation cannot be split."""
-    (only,) = open_training_text(config(tmp_path)).sets
+    (only,) = open_text_dataset(config(tmp_path)).sets
     found = only.text
     assert isinstance(found, Corpus)
     assert only.describe().startswith("2 conversations, ")
@@ -215,7 +215,7 @@ def test_a_config_trains_conversations(tmp_path):
         config(tmp_path).data, source=(write(tmp_path / "one.jsonl", [line(1)]),)
     )
     with pytest.raises(DataError, match="holds one conversation"):
-        open_training_text(config(tmp_path, data=one))
+        open_text_dataset(config(tmp_path, data=one))
 
 
 def test_configs_that_cannot_be_are_refused(tmp_path):
@@ -229,10 +229,10 @@ def test_configs_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="task: is 'chat'"):
         config(tmp_path, task="chat")
     with pytest.raises(DataError, match=r"has no chat template\n.*it is bytes"):
-        open_training_text(config(tmp_path, chat=ChatConfig()))
+        open_text_dataset(config(tmp_path, chat=ChatConfig()))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"has its own\n.*--data\.tokenizer .*tokenizer\.json"):
-        open_training_text(config(tmp_path, init=str(tmp_path)))
+        open_text_dataset(config(tmp_path, init=str(tmp_path)))
 
 
 def test_marked_turns_and_fields_that_nobody_reads_are_said(tmp_path):

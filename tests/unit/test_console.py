@@ -8,8 +8,8 @@ import pytest
 import rich.console
 
 from spmd.observe.console import COLUMNS, Console, columns_of, sparkline
-from spmd.observe.fit import fit
 from spmd.observe.metrics import NOT_REPORTED, transformer_flops
+from spmd.observe.wrap_text import wrap_text
 
 VALUES = {
     "step_s": 0.432,
@@ -152,23 +152,23 @@ def test_a_sparkline_shows_means_and_what_is_not_finite() -> None:
 def test_long_lines_continue_with_an_indent() -> None:
     """Between columns where that is enough; no word is cut, and short lines stay as they are."""
     text = "  layers/kernel  float32[2×32×64]  P(pipe, fsdp, tensor)  2 KiB\nshort  line"
-    lines = fit(text, 40).split("\n")
+    lines = wrap_text(text, 40).split("\n")
     assert lines == [
         "  layers/kernel  float32[2×32×64]",
         "      P(pipe, fsdp, tensor)  2 KiB",
         "short  line",
     ]
-    assert fit("one  two three four five", 12).split("\n") == [
+    assert wrap_text("one  two three four five", 12).split("\n") == [
         "one",
         "    two",
         "    three",
         "    four",
         "    five",
     ]
-    assert fit("one  two three four five", 14, indent=2).split("\n") == [
+    assert wrap_text("one  two three four five", 14, indent=2).split("\n") == [
         "one",
         "  two three",
         "  four five",
     ]
-    assert fit(text, 80) == text
-    assert fit("a" * 50, 40) == "a" * 50
+    assert wrap_text(text, 80) == text
+    assert wrap_text("a" * 50, 40) == "a" * 50

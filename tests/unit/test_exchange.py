@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import ConfigError
-from spmd.gradients.exchange import Exchange
+from spmd.gradients.deferred_reduction import DeferredReduction
 from spmd.gradients.losses import next_token_sums
-from spmd.model_api.model import Outputs
+from spmd.model_interface.model import Outputs
 from spmd.models.llama import LlamaConfig
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
@@ -52,15 +52,15 @@ def setup(model=SMALL, rules=LLAMA, mesh=(("data", 2), ("fsdp", 2)), accumulate=
         ({"mesh": (("fsdp", 4),)}, ()),
         ({"accumulate": 1}, ()),
         ({"accumulate": 1, "mesh": (("pipe", 2), ("data", 2))}, ("data",)),
-        ({"exchange_once": "none"}, ()),
-        ({"exchange_once": "data+fsdp"}, ("data", "fsdp")),
+        ({"defer_grad_reduction": "none"}, ()),
+        ({"defer_grad_reduction": "data+fsdp"}, ("data", "fsdp")),
     ],
 )
 def test_by_default_it_is_over_the_axes_that_take_no_memory(fields, axes):
     """The plan splits no gradient and no parameter over them; a choice is taken as it is."""
     made = setup(**fields)
     assert made.exchange.axes == axes
-    if "exchange_once" not in fields:
+    if "defer_grad_reduction" not in fields:
         assert exchange_bytes(made.plan, axes)[1:] == (0, 0)
 
 
@@ -78,14 +78,14 @@ def test_the_plan_says_what_is_sent_and_held():
     once = (split + 2 * whole) / 1024
     assert f"over data once a step: {once:.1f} KiB on the wire, not {4 * once:.0f} KiB" in text
     assert "0 B more memory" in text
-    assert "with --exchange-once data+fsdp over data+fsdp once a step" in text
+    assert "with --defer-grad-reduction data+fsdp over data+fsdp once a step" in text
     assert exchange_line(setup(accumulate=1)) == ""
 
 
 def test_experts_are_exchanged_once_too():
     """Their routers' losses are averaged over devices, so nothing keeps the default from it."""
     made = setup(model=MIXTRALS["test"], rules=MIXTRAL)
-    assert made.exchange == Exchange(("data",))
+    assert made.exchange == DeferredReduction(("data",))
     assert "of each microbatch, not of the batch: balance_loss, z_loss" in microbatch_line(made)
     assert microbatch_line(setup()) == ""
 
@@ -104,7 +104,8 @@ def test_auxiliary_losses_of_a_devices_own_examples_are_refused(of_all_devices):
         ), variables
 
     refused = pytest.raises(
-        ConfigError, match=r"balance_loss.*are of all examples(.|\n)*fix: --exchange-once none"
+        ConfigError,
+        match=r"balance_loss.*are of all examples(.|\n)*fix: --defer-grad-reduction none",
     )
     with contextlib.nullcontext() if of_all_devices else refused:
         trace(model, loss_fn)
@@ -115,7 +116,7 @@ def test_parameters_in_host_memory_keep_it_too():
     made = setup(offload=("params",), remat="full")
     assert "in host memory" in made.exchange.reason
     with pytest.raises(ConfigError, match="is in host memory"):
-        preflight(setup(offload=("params",), remat="full", exchange_once="data"))
+        preflight(setup(offload=("params",), remat="full", defer_grad_reduction="data"))
 
 
 def test_a_pipeline_without_a_flush_has_no_end_of_a_batch():
@@ -126,15 +127,15 @@ def test_a_pipeline_without_a_flush_has_no_end_of_a_batch():
         "pipeline": spmd.PipelineConfig("pipedream"),
     }
     assert "has no flush" in exchange_line(setup(**pipedream))
-    with pytest.raises(ConfigError, match="exchange_once: is data: a batch does not end"):
-        setup(**pipedream, exchange_once="data")
+    with pytest.raises(ConfigError, match="defer_grad_reduction: is data: a batch does not end"):
+        setup(**pipedream, defer_grad_reduction="data")
 
 
 def trace(model: spmd.Model, loss_fn, axes=("data",), rules=None, **sizes):
     mesh = abstract_mesh(spmd.MeshShape(**(sizes or {"data": 2})))
     rules = rules or spmd.Rules(params=[("kernel", P("fsdp"))])
     plan = spmd.make_plan(mesh, rules, model, optax.sgd(0.1))
-    grad_fn = spmd.exchange_once(spmd.accumulate(spmd.value_and_grad(loss_fn), 2), axes)
+    grad_fn = spmd.defer_grad_reduction(spmd.accumulate(spmd.value_and_grad(loss_fn), 2), axes)
     spmd.make_train_step(plan, grad_fn=grad_fn).trace(EXAMPLES)
 
 

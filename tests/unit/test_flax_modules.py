@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd import tree
 from spmd.errors import ConfigError
-from spmd.model_api.model import Model, Outputs
+from spmd.model_interface.model import Model, Outputs
 from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 
 from spmd.data.loader import DataConfig
 from spmd.data.mixture import MixtureSource
-from spmd.data.order import PERIOD, Mixed, Shares, Shuffled
 from spmd.data.packing import PackedDocuments
-from spmd.data.training_text import open_text
+from spmd.data.sampler import PERIOD, MixtureSampler, MixtureSchedule, ShuffledSampler
+from spmd.data.text_dataset import open_text
 from spmd.errors import ConfigError, DataError
 from spmd.run.evaluate import held_out_sets, set_batches
 from spmd.sharding.mesh import BATCH_SPEC, make_mesh
@@ -68,7 +68,7 @@ def off(which, weights):
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_weights_are_realised(weights):
     """After 10,000 draws each set has its share to 0.5 %, of itself, and any first n are off by less than two draws."""
-    which, index = Shares(weights).split(np.arange(10_000))
+    which, index = MixtureSchedule(weights).split(np.arange(10_000))
     assert off(which, weights) < 0.005
     share = np.array(weights) / sum(weights)
     drawn = np.cumsum(which[:, None] == np.arange(len(weights)), axis=0)
@@ -87,7 +87,7 @@ def test_weights_are_realised_control():
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_counts_are_those_of_the_draws(weights):
     """Counts of the first n, far out too, are what drawing them gives; draws go on evenly after a period."""
-    shares = Shares(weights)
+    shares = MixtureSchedule(weights)
     start, rest = 3 * PERIOD - 50, np.arange(100)
     which, index = shares.split(start + rest)
     before = np.array(shares.counts(start))
@@ -103,7 +103,7 @@ def test_counts_are_those_of_the_draws(weights):
 def test_weights_too_far_apart_are_refused():
     """A set that would never be drawn is an error."""
     with pytest.raises(ConfigError, match="less than one draw in 16,777,216"):
-        Shares([1, 1e-9])
+        MixtureSchedule([1, 1e-9])
 
 
 def packed(first, documents):
@@ -116,10 +116,10 @@ def test_each_set_keeps_its_own_epochs():
     """Every pass over a set has each of its packed rows once, in another order, whatever the other set does."""
     sets = [packed(0, 20), packed(10_000, 30)]
     names = ("a", "b")
-    mixed = Mixed(
-        [Shuffled(rows, 7, name) for rows, name in zip(sets, names, strict=True)], [0.6, 0.4]
+    mixed = MixtureSampler(
+        [ShuffledSampler(rows, 7, name) for rows, name in zip(sets, names, strict=True)], [0.6, 0.4]
     )
-    which, _ = Shares([0.6, 0.4]).split(np.arange(200))
+    which, _ = MixtureSchedule([0.6, 0.4]).split(np.arange(200))
     rows = mixed.read(np.arange(200))
     assert set(rows) == {"tokens", "targets", "weights", "segments"}
     for number, each in enumerate(sets):

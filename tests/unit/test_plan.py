@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import ConfigError, RuleError
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.optim.per_layer import per_layer
 from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
 from spmd.plan.plan import make_plan

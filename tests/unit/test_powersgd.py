@@ -8,7 +8,7 @@ import pytest
 
 import spmd
 from spmd.analysis.collective_record import Cause, Collective
-from spmd.analysis.promises import broken_promises, find_promises
+from spmd.analysis.comm_dtypes import comm_dtype_checks, wider_transfers
 from spmd.errors import ConfigError
 from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
@@ -75,12 +75,12 @@ def test_everything_that_is_wrong_is_said_at_once():
         mesh=(("fsdp", 4),),
         slices=spmd.MeshShape(fsdp=2),
         accumulate=2,
-        exchange_once="none",
+        defer_grad_reduction="none",
     )
     assert {text.partition("\n")[0] for text in found if "a rank above" not in text} == {
         "compress.gradients: is powersgd:100 over data, an axis of size 1",
         "compress.gradients: is PowerSGD, which cannot compress a reduce-scatter over fsdp",
-        "exchange_once: is none",
+        "defer_grad_reduction: is none",
     }
     above = [text for text in found if "a rank above the matrix" in text]
     assert len(above) == 9
@@ -150,7 +150,7 @@ def test_equal_plans_stay_equal():
 @pytest.mark.parametrize(("payload", "is_broken"), [(1280, False), (2048, True)])
 def test_a_gradient_that_is_sent_whole_breaks_a_promise(payload, is_broken):
     """Of a compressed gradient no array is larger than P and Q: here 2 layers of 2 × 64 numbers, 1 KiB."""
-    promises = list(find_promises(setup(precision="bf16").plan))
+    promises = list(comm_dtype_checks(setup(precision="bf16").plan))
     path = "layers/mlp/up_proj/kernel"
     largest = max(compressed_bytes(setup().plan)[path])
     fields = {field.name: "" for field in dataclasses.fields(Collective)}
@@ -166,14 +166,14 @@ def test_a_gradient_that_is_sent_whole_breaks_a_promise(payload, is_broken):
         "op_name": "shard_map/psum",
         "cause": Cause("rule", "", path, "gradient"),
     }
-    assert [problem.where for problem in broken_promises([Collective(**fields)], promises)] == [
+    assert [problem.where for problem in wider_transfers([Collective(**fields)], promises)] == [
         path
     ] * is_broken
     # Over slices only what crosses them is compressed; XLA:TPU sends that without names, so without
     # a cause.
     between = Collective(**fields | {"crosses": True, "payload": 1, "cause": Cause("sum", "")})
-    assert not list(broken_promises([Collective(**fields), between], promises))
+    assert not list(wider_transfers([Collective(**fields), between], promises))
     crossing = Collective(**fields | {"crosses": True})
-    assert [problem.where for problem in broken_promises([crossing, between], promises)] == [
+    assert [problem.where for problem in wider_transfers([crossing, between], promises)] == [
         path
     ] * is_broken

@@ -10,8 +10,8 @@ import pytest
 
 from spmd.analysis.causes import USED_WHOLE
 from spmd.analysis.collective_audit import audit_collectives, expect_collectives
-from spmd.analysis.promises import Promise, broken_promises, find_promises
-from spmd.analysis.replica_groups import entering
+from spmd.analysis.comm_dtypes import CommDtypeCheck, comm_dtype_checks, wider_transfers
+from spmd.analysis.replica_groups import cross_slice_count
 from spmd.commands import plan as plan_command
 from spmd.commands.plan import run_plan
 from spmd.partition_rules.llama import LLAMA
@@ -151,10 +151,18 @@ def test_bytes_into_a_slice() -> None:
     """A group gets a gathered array once for each slice, and in an all-to-all each device gets its own part."""
     slices = np.array([0, 0, 1, 1])
     flat, hop, inside = [[0, 1, 2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3]]
-    counts = [entering(groups, slices, "all-gather", pairs=False) for groups in (flat, hop, inside)]
+    counts = [
+        cross_slice_count(groups, slices, "all-gather", pairs=False)
+        for groups in (flat, hop, inside)
+    ]
     assert counts == [1, 2, 0]
-    assert entering(flat, slices, "all-to-all", pairs=False) == 2
-    assert entering([[0, 1], [1, 2], [2, 3], [3, 0]], slices, "collective-permute", pairs=True) == 1
+    assert cross_slice_count(flat, slices, "all-to-all", pairs=False) == 2
+    assert (
+        cross_slice_count(
+            [[0, 1], [1, 2], [2, 3], [3, 0]], slices, "collective-permute", pairs=True
+        )
+        == 1
+    )
     mesh = abstract_mesh(MeshShape(fsdp=4))
     audited = audit(BETWEEN.replace("KIND", "ALL_GATHER"), "tpu", mesh, 2, slices={"fsdp": 2})
     assert (
@@ -215,8 +223,8 @@ def test_gradients_are_sent_as_the_precision_policy_says(precision, sent, is_bro
     """A kernel's gradient may not be wider over any axis; sums of others and over other axes have no promise."""
     audited = audit(reduced(**sent), plan=plan_of(**precision))
     assert len(audited.broken) == is_broken, audited
-    assert ("BROKEN PROMISE" in str(audited)) is is_broken
-    assert len(audited.to_json()["broken_promises"]) == is_broken
+    assert ("WIDER THAN PLANNED" in str(audited)) is is_broken
+    assert len(audited.to_json()["wider_transfers"]) == is_broken
 
 
 @pytest.mark.parametrize(("dtype", "is_broken"), [("s8", False), ("f32", True)])
@@ -256,13 +264,13 @@ def test_scales_of_blocks_may_be_wider(scales, is_broken) -> None:
         h = f32[128,{scales}]{{1,0}} all-gather(y), channel_id=2, {how}
         ROOT r = (s8[128,100]{{1,0}}, f32[128,{scales}]{{1,0}}) tuple(g, h)
     """
-    promise = Promise("layers/mlp/up_proj/kernel", USED_WHOLE, {"fsdp": "s8"}, overhead=0.13)
-    assert len(list(broken_promises(audit(body, plan=plan_of()).records, [promise]))) == is_broken
+    promise = CommDtypeCheck("layers/mlp/up_proj/kernel", USED_WHOLE, {"fsdp": "s8"}, overhead=0.13)
+    assert len(list(wider_transfers(audit(body, plan=plan_of()).records, [promise]))) == is_broken
 
 
 def test_promises_come_from_the_plan() -> None:
     """Each axis that splits tokens has the dtype of the policy; layers promise it for all collectives of kernels."""
-    promises = {promise.param: promise for promise in find_promises(plan_of(**SLOW))}
+    promises = {promise.param: promise for promise in comm_dtype_checks(plan_of(**SLOW))}
     assert promises.keys() == {entry.path for entry in plan_of().params}
     assert {tuple(promise.dtypes.items()) for promise in promises.values()} == {
         (("data", "bf16"), ("fsdp", "f32"))
@@ -284,4 +292,4 @@ def test_a_plan_that_breaks_a_promise_exits_with_4(monkeypatch, capsys) -> None:
     audited = audit(reduced(), plan=plan_of())
     monkeypatch.setattr(plan_command, "compile_step", lambda setup: (audited, None, None, None))
     assert run_plan(["demo", "--compile"]) == 4
-    assert "BROKEN PROMISE: layers/mlp/up_proj/kernel" in capsys.readouterr().out
+    assert "WIDER THAN PLANNED: layers/mlp/up_proj/kernel" in capsys.readouterr().out

@@ -15,7 +15,7 @@ import pytest
 from spmd.pipeline.schedule import Schedule, Task, check_schedule, parse_task
 from spmd.pipeline.schedule_files import read_schedule
 from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.simulate import Timeline, simulate
+from spmd.pipeline.simulate import ScheduleTimeline, simulate
 from spmd.pipeline.zero_bubble import fill_bubbles
 
 CASES: list[dict[str, Any]] = json.loads(
@@ -51,7 +51,7 @@ def published(schedule: str, p: int, m: int, v: int) -> Schedule | None:
     return rows and Schedule(schedule, m, v, parse_orders(rows), PLACEMENTS.get(schedule, "loop"))
 
 
-def figure(timeline: Timeline, name: str) -> Any:
+def figure(timeline: ScheduleTimeline, name: str) -> Any:
     match name:
         case "makespan" | "span":
             return getattr(timeline, name)

@@ -16,9 +16,14 @@ from spmd.sharding.mesh import MeshShape
 from spmd.step_time import timeline
 from spmd.step_time.hardware import Hardware
 from spmd.step_time.network import make_network
-from spmd.step_time.program import Block, Operation, Schedule, read_schedule
+from spmd.step_time.program import (
+    ProgramSchedule,
+    ScheduledBlock,
+    ScheduledOp,
+    read_program_schedule,
+)
 from spmd.step_time.report import write_trace
-from spmd.step_time.timeline import Rates, Timeline, run_schedule
+from spmd.step_time.timeline import Rates, StepTimeline, run_schedule
 
 COST = 'backend_config={{"estimated_cycles":"{}"}}'.format
 GROUPS = "replica_groups=[1,4]<=[4], channel_id=1, dimensions={0}"
@@ -113,14 +118,18 @@ FROM_HOST = """h = f32[1024]{0:T(1024)S(5)} parameter(2)
   d = f32[1024]{0:T(1024)} copy-done(s)"""
 
 
-def schedule(*lines: str, body: str = "", taken: dict[str, Fraction] | None = None) -> Schedule:
+def schedule(
+    *lines: str, body: str = "", taken: dict[str, Fraction] | None = None
+) -> ProgramSchedule:
     text = PROGRAM.replace("ENTRY_BODY", "\n".join(f"  {line}" for line in lines)).replace(
         "BODY", f"  {body}"
     )
-    return read_schedule(parse(text), MeshShape(fsdp=4).sizes, taken or {}, np.zeros(4, int))
+    return read_program_schedule(
+        parse(text), MeshShape(fsdp=4).sizes, taken or {}, np.zeros(4, int)
+    )
 
 
-def run(*lines: str, body: str = "", rates: Rates | None = None, **taken: Fraction) -> Timeline:
+def run(*lines: str, body: str = "", rates: Rates | None = None, **taken: Fraction) -> StepTimeline:
     found = schedule(*lines, body=body, taken=taken)
     line = run_schedule(found, NETWORK, CLOCK, rates or Rates(), keep_spans=True)
     quick = run_schedule(found, NETWORK, CLOCK, rates or Rates())
@@ -133,10 +142,10 @@ def run(*lines: str, body: str = "", rates: Rates | None = None, **taken: Fracti
 def test_operations_have_kinds_cycles_and_flops() -> None:
     """A product of M × K × N has 2·M·K·N FLOPs; a gather moves the bytes of all members over its axes."""
     matmul, gather = schedule(MATMUL, SYNCHRONOUS)
-    assert isinstance(matmul, Operation)
+    assert isinstance(matmul, ScheduledOp)
     assert (matmul.kind, matmul.cycles) == ("matmul", 4000)
     assert matmul.flops == pytest.approx(2 * 64 * 32 * 16)
-    assert isinstance(gather, Operation)
+    assert isinstance(gather, ScheduledOp)
     assert gather.kind == "transfer"
     assert gather.transfer is not None
     moved = gather.transfer
@@ -264,7 +273,7 @@ def test_a_loop_repeats_its_body() -> None:
         {"matmuls": 3 * 4e-6, "exposed collectives over fsdp": 3 * (GATHER - 4e-6)}
     )
     (block,) = schedule(LOOP, body=body)
-    assert isinstance(block, Block)
+    assert isinstance(block, ScheduledBlock)
     assert (block.times, block.is_counted) == (3, True)
     assert len([span for span in line.spans if span.what == "matmuls"]) == 3
 
@@ -272,7 +281,7 @@ def test_a_loop_repeats_its_body() -> None:
 def test_a_loop_of_unknown_length_counts_once() -> None:
     """And the schedule has the information."""
     (block,) = schedule(LOOP.replace("constant(0)", "partition-id()"), body=SYNCHRONOUS)
-    assert isinstance(block, Block)
+    assert isinstance(block, ScheduledBlock)
     assert (block.times, block.is_counted) == (1, False)
     assert list(run(LOOP.replace("constant(0)", "partition-id()"), body=SYNCHRONOUS).uncounted) == [
         "loop"
@@ -291,7 +300,9 @@ def test_branches_are_weighted() -> None:
     )
     unknown = run(BRANCH)
     assert unknown.spent["memory-bound work"] == pytest.approx(0.5 * 11e-6)
-    assert [block.is_counted for block in schedule(BRANCH) if isinstance(block, Block)] == [
+    assert [
+        block.is_counted for block in schedule(BRANCH) if isinstance(block, ScheduledBlock)
+    ] == [
         False,
         False,
     ]
@@ -313,8 +324,8 @@ def test_kernels_have_the_time_of_flops_or_bytes() -> None:
         'other = f32[1024] custom-call(x), custom_call_target="tpu_custom_call"',
     )
     attention, other = schedule(*lines)
-    assert isinstance(attention, Operation)
-    assert isinstance(other, Operation)
+    assert isinstance(attention, ScheduledOp)
+    assert isinstance(other, ScheduledOp)
     assert attention.flops == 2 * 2 * 3 * 512 * 512 * 64 * 0.75
     assert (other.kind, other.bytes) == ("kernel", 2 * 4096)
     fast = dataclasses.replace(NETWORK, hardware=dataclasses.replace(ROUND, memory_bandwidth=1e12))
@@ -351,7 +362,7 @@ def test_kernels_of_windows_compute_the_blocks_of_their_table(
         f'splash_mha_{kernel}.1 = bf16[3,512,64] custom-call(t, q, k), custom_call_target="tpu_custom_call"',
     )
     (attention,) = schedule(*lines)
-    assert isinstance(attention, Operation)
+    assert isinstance(attention, ScheduledOp)
     assert attention.flops == matmuls * 2 * 3 * 512 * 512 * 64 * share
 
 

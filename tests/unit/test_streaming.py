@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import spmd.data.blocks as blocks_module
 import spmd.data.streaming as streaming_module
-from spmd.data.blocks import Block, BlockCache, cut_blocks, tokenize
+import spmd.data.token_cache as blocks_module
 from spmd.data.loader import DataConfig, make_rows
 from spmd.data.sources import find_files
 from spmd.data.streaming import Streamed, StreamedText
+from spmd.data.text_dataset import open_text
+from spmd.data.token_cache import TextBlock, TokenCache, cut_blocks, tokenize
 from spmd.data.tokenizer import ByteTokenizer
-from spmd.data.training_text import open_text
 from spmd.errors import ConfigError, DataError
 
 BYTES = ByteTokenizer()
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def blocks_of(folder: Path) -> list[Block]:
+def blocks_of(folder: Path) -> list[TextBlock]:
     return cut_blocks(find_files([str(folder)]))
 
 
@@ -58,7 +58,7 @@ def make_text(
     config = DataConfig(sequence=32, packing=packing)  # type: ignore[arg-type]
     rows = functools.partial(make_rows, config)
     return StreamedText(
-        tuple(blocks_of(folder)), BlockCache(cache, BYTES, "text"), rows, 32, threads
+        tuple(blocks_of(folder)), TokenCache(cache, BYTES, "text"), rows, 32, threads
     )
 
 
@@ -144,7 +144,7 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Digests of the blocks that are tokenized from now on."""
     found = list[str]()
 
-    def counted(block: Block, *rest: object) -> tuple[np.ndarray, np.ndarray]:
+    def counted(block: TextBlock, *rest: object) -> tuple[np.ndarray, np.ndarray]:
         found.append(block.digest)
         return tokenize(block, *rest)  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import AnnotationError, ConfigError, RuleError
-from spmd.model_api.kernels import Matrix
+from spmd.model_interface.kernels import Matrix
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen, transformer, vit
 from spmd.sharding.layer_paths import Stack, audit_recorded
 from spmd.sharding.mesh import MeshShape, abstract_mesh

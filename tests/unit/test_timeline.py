@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from spmd.analysis.schedule_chart import COLOURS, IDLE_COLOUR, LIGHTEST, chart, lighten, svg
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.simulate import Timeline, simulate
+from spmd.pipeline.simulate import ScheduleTimeline, simulate
 from tests.unit.test_schedules import schedules
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -137,7 +137,7 @@ def test_svg(schedule: Schedule) -> None:
 def test_svg_control() -> None:
     """A timeline that lacks a task has a box less."""
     timeline = simulate(make_schedule("1f1b", 2, 2))
-    changed: Timeline = dataclasses.replace(
+    changed: ScheduleTimeline = dataclasses.replace(
         timeline, tasks=(timeline.tasks[0][1:], *timeline.tasks[1:])
     )
     assert len(boxes_of(svg(changed), "task")) == len(boxes_of(svg(timeline), "task")) - 1

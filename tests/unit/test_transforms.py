@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import spmd
-from spmd.delayed_scaling.magnitudes import MagnitudeHistory
+from spmd.delayed_scaling.amax_history import AmaxHistory
 from spmd.errors import ConfigError, SpmdError
 from spmd.gradients.keep_carry import KeepCarry
 from spmd.lora.adapters import LoRAConfig
@@ -37,7 +37,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "adapters": {"lora": LoRAConfig(targets=("layers/attention/(q|v)_proj/kernel",), rank=16)},
     "skip": {"on_nan": "skip"},
     "accumulation": {"accumulate": 2},
-    "exchange": {"exchange_once": "data", "accumulate": 2},
+    "exchange": {"defer_grad_reduction": "data", "accumulate": 2},
 }
 """Name → fields of a config: what keeps a state around a gradient, and what wraps it."""
 
@@ -144,7 +144,7 @@ def plan_of(**options: Any) -> spmd.ShardingPlan:
             {},
             "transforms keep_carry, loss_scale: each undo what all others did",
         ),
-        ((MagnitudeHistory(),), {}, "transform magnitudes: remembers no matmul"),
+        ((AmaxHistory(),), {}, "transform amax_history: remembers no matmul"),
         ((PowerSGD(2),), {"precision": "fp16"}, "precision: is fp16, with a loss scale"),
         (
             (PowerSGD(2),),
@@ -163,9 +163,9 @@ def test_what_does_not_fit_is_refused(transforms: Any, options: dict[str, Any], 
 def test_what_a_plan_needs_it_has() -> None:
     """A policy and a recipe bring their transforms; what undoes a step is outside, whenever it was added."""
     plan = plan_of(precision="fp16", quantize="fp8-delayed")
-    assert [each.name for each in plan.transforms] == ["magnitudes", "loss_scale"]
+    assert [each.name for each in plan.transforms] == ["amax_history", "loss_scale"]
     assert {entry.path.partition("/")[0] for entry in plan.transform_states} == {
-        "magnitudes",
+        "amax_history",
         "loss_scale",
     }
     assert plan_of().transforms == plan_of(quantize="fp8").transforms == ()
@@ -212,7 +212,7 @@ def test_runs_know_every_transform() -> None:
     assert {kind.name for kind in TRANSFORMS} == {
         "compression",
         "in_flight",
-        "magnitudes",
+        "amax_history",
         "loss_scale",
     }
     assert InFlight.overlapping_steps

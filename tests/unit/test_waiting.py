@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd.observe import waiting
+from spmd.observe import spinner
 
 
 class Terminal(io.StringIO):
@@ -25,9 +25,9 @@ def test_a_wait_moves_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The line says what is done, is written anew, and vanishes."""
     with (tmp_path / "shown").open("wb") as file:
         monkeypatch.setattr(sys, "stderr", Terminal(file.fileno()))
-        with waiting.show_waiting("compiling"):
+        with spinner.spinner("compiling"):
             time.sleep(0.5)
-        assert list(waiting.show_waiting_for(iter("ab"), "comparing")) == ["a", "b"]
+        assert list(spinner.spin_until_each(iter("ab"), "comparing")) == ["a", "b"]
     lines = (tmp_path / "shown").read_bytes().decode().split("\r")
     assert len({line for line in lines if "compiling" in line and "0:00:00" in line}) > 2
     assert "comparing" not in lines[-1]
@@ -35,6 +35,6 @@ def test_a_wait_moves_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_wait_is_one_line_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     """If asked for; nothing moves in a file."""
-    with waiting.show_waiting("compiling"), waiting.show_waiting("loading", plain=True):
+    with spinner.spinner("compiling"), spinner.spinner("loading", plain=True):
         pass
     assert capsys.readouterr() == ("loading …\n", "")

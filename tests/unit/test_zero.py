@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.plan.plan import make_plan
 from spmd.precision import Precision
 from spmd.sharding.mesh import MeshShape, abstract_mesh

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.plan.flax import from_linen, from_nnx
 from spmd.sharding.rules import Rules, replicate
 

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from spmd.model_api.model import Model
+from spmd.model_interface.model import Model
 from spmd.sharding.batch import whole
 from spmd.sharding.rules import Rules
 from tests.wild.example import BATCH, SMALL, draw_batches, normal

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def show_waiting(doing: str, *, plain: bool = False) -> Iterator[None]:
+def spinner(doing: str, *, plain: bool = False) -> Iterator[None]:
     """Show the work of a block and its time so far, on a terminal.
 
     The line is on standard error and vanishes with the block. Elsewhere nothing is written, or with
@@ -40,10 +40,10 @@ def show_waiting(doing: str, *, plain: bool = False) -> Iterator[None]:
             yield
 
 
-def show_waiting_for(results: Iterator[T], doing: str) -> Iterator[T]:
-    """Yield results; `show_waiting` until each of them is there."""
+def spin_until_each(results: Iterator[T], doing: str) -> Iterator[T]:
+    """Yield results; `spinner` until each of them is there."""
     while True:
-        with show_waiting(doing):
+        with spinner(doing):
             result = next(results, None)
         if result is None:
             return

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.model_api.grad_transform import Carry, Entered, GradTransform, StateArray
+from spmd.model_interface.grad_transform import Carry, Entered, GradTransform, StateArray
 
 HISTORY = 16
 """Number of steps with remembered magnitudes."""
@@ -27,7 +27,7 @@ Gradients are those of the summed loss.
 _WHY = "every device scales by the same magnitudes"
 
 
-def remembering(plan: Any) -> dict[str, tuple[int, ...]]:
+def kernels_with_history(plan: Any) -> dict[str, tuple[int, ...]]:
     """Return the path of each kernel that remembers magnitudes → its stacked dimensions."""
     wrapped = plan.model.info().wrappable
     found = {}
@@ -65,21 +65,21 @@ def _shifted(state: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class MagnitudeHistory(GradTransform):
+class AmaxHistory(GradTransform):
     """Transform of the gradient with the largest magnitudes of matmuls in earlier steps.
 
     The history of a kernel rides on it, and its derivative is the observed magnitudes. Magnitudes
     that are not finite are forgotten: the loss tells.
     """
 
-    name = "magnitudes"
+    name = "amax_history"
     observes = True
     optional = True
 
     def state(self, plan: Any) -> dict[str, StateArray]:
         """Return a history and the magnitudes of this step, for each kernel that remembers."""
         arrays = {}
-        for path, layers in remembering(plan).items():
+        for path, layers in kernels_with_history(plan).items():
             for name, shape in _SHAPES.items():
                 array = StateArray((*layers, *shape), jnp.float32, reason=_WHY)
                 arrays[f"{path}/{name}"] = array
@@ -137,7 +137,7 @@ class MagnitudeHistory(GradTransform):
         """Return the reasons against observing magnitudes."""
         fix = "--quantize fp8, which scales by this step"
         problems = []
-        if not remembering(plan):
+        if not kernels_with_history(plan):
             problems.append(Problem(f"transform {self.name}", "remembers no matmul", fix=fix))
         if any(other.exchanges for other in plan.transforms):
             what = f"is {plan.quantize}, which scales by earlier steps"

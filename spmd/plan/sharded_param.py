@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from spmd.jaxpr.upgrades import name_in_rule
-from spmd.plan.manual import manual_over, split_axes
+from spmd.plan.manual import shard_map_over, split_axes
 from spmd.plan.records import ParamPlacement
 from spmd.sharding.dims import spec_dims
 from spmd.sharding.local_layout import LocalLayout
@@ -19,7 +19,7 @@ from spmd.sharding.param_comm import PLAIN, ParamComm
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalParam(LocalLayout):
+class ShardedParam(LocalLayout):
     """Layout of a parameter, with the collectives of it and of its gradient.
 
     Attributes:
@@ -51,7 +51,7 @@ class LocalParam(LocalLayout):
         def local(shard: Array) -> Any:
             return self.comm.prepare(shard, self)
 
-        run = manual_over(mesh, split_axes(mesh), local, self.specs[0], self.prepared_specs)
+        run = shard_map_over(mesh, split_axes(mesh), local, self.specs[0], self.prepared_specs)
         name = self.comm.checkpoint_name
         return jax.tree.map(lambda part: name_in_rule(part, name), run(kernel))
 
@@ -74,10 +74,10 @@ class LocalParam(LocalLayout):
         return self.comm.reduce(gradient, self, axes)
 
 
-def local_param(placed: ParamPlacement, ndim: int) -> LocalParam:
+def sharded_param(placed: ParamPlacement, ndim: int) -> ShardedParam:
     """Return the layout of a parameter of `ndim` dimensions, over the axes not manual yet."""
     split = split_axes(placed.mesh)
-    stored = tuple(spec_dims(placed.stored, ndim, split))
-    used = tuple(spec_dims(placed.used, ndim, split))
-    kept = tuple(spec_dims(placed.gradient, ndim, split))
-    return LocalParam(stored, used, kept, placed.mesh, placed.scope, placed.comm)
+    stored = tuple(spec_dims(placed.param_spec, ndim, split))
+    used = tuple(spec_dims(placed.compute_spec, ndim, split))
+    kept = tuple(spec_dims(placed.grad_spec, ndim, split))
+    return ShardedParam(stored, used, kept, placed.mesh, placed.scope, placed.comm)

@@ -23,7 +23,7 @@ from spmd.codecs import Codec, Encoded
 from spmd.errors import Problem
 from spmd.jaxpr.equations import equations, inner_jaxprs, name_of, open_jaxpr, params_of
 from spmd.jaxpr.upgrades import HiPrim, checkpoints_are_hijax
-from spmd.model_api.remat import Remat
+from spmd.model_interface.remat import Remat
 
 _BETWEEN = ("sharding_constraint", "convert_element_type")
 

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from spmd.errors import ConfigError, check_call
-from spmd.model_api.compute_dtype import InComputeDtype
-from spmd.model_api.kernels import Matrix
+from spmd.model_interface.compute_dtype import InComputeDtype
+from spmd.model_interface.kernels import Matrix
 from spmd.sharding.layer_paths import Stack
 
 PRNG = "threefry2x32"
@@ -52,7 +52,7 @@ class ModelInfo:
             masks. They are variables that are replicated unless a rule matches.
         replicated: Path of another variable without a rule → the reason why it is replicated.
         placed: Path of a variable without a rule → its spec.
-        wrappable: Paths of kernels that may be a `spmd.model_api.wrapped_param.WrappedParam`: their
+        wrappable: Paths of kernels that may be a `spmd.model_interface.wrapped_param.WrappedParam`: their
             layers ask it.
         gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it
             reduces.
@@ -123,7 +123,7 @@ class Outputs:
         intermediates: Name → any other value, for a loss of one's own; it is not reported.
         of_all_devices: Whether losses, metrics and arrays are of the whole (micro)batch also where
             each device runs the model on its own examples (`spmd.plan.manual.batch_sum`), as
-            `spmd.exchange_once` and pipelines over it do.
+            `spmd.defer_grad_reduction` and pipelines over it do.
     """
 
     logits: Any
@@ -171,7 +171,7 @@ class Model:
     have none.
 
     Under a plan `apply` and `forward` cast float parameters and inputs to its compute dtype, and
-    outputs to float32 (`spmd.model_api.compute_dtype`).
+    outputs to float32 (`spmd.model_interface.compute_dtype`).
 
     Attributes:
         init: Key → parameters, a nested dictionary of arrays.

@@ -42,7 +42,7 @@ class WrappedParam(abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RiddenParam(WrappedParam):
-    """A parameter and the array that rides on it (`spmd.model_api.grad_transform.Entered`)."""
+    """A parameter and the array that rides on it (`spmd.model_interface.grad_transform.Entered`)."""
 
     base: Any
     rider: Any

@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from spmd.errors import Problem, shown
+from spmd.errors import Problem, describe_value
 
 LOOKUP = "lookup"
 LOGITS = "logits"
@@ -99,7 +99,7 @@ def read_matrices(matrices: Any) -> tuple[dict[str, Matrix | None], list[Problem
     example = 'matrices={"query/kernel": ((0,), (1, 2))}'
     fix = f"{example}: the dimensions of inputs and of outputs, of one layer"
     if not isinstance(matrices, Mapping):
-        return {}, [Problem("matrices", f"is {shown(matrices)}", fix=fix)]
+        return {}, [Problem("matrices", f"is {describe_value(matrices)}", fix=fix)]
     found = dict[str, Matrix | None]()
     problems = []
     for pattern, value in matrices.items():
@@ -108,7 +108,9 @@ def read_matrices(matrices: Any) -> tuple[dict[str, Matrix | None], list[Problem
             continue
         matrix = _read_matrix(value)
         if matrix is None:
-            problems.append(Problem(f"matrices[{pattern!r}]", f"is {shown(value)}", fix=fix))
+            problems.append(
+                Problem(f"matrices[{pattern!r}]", f"is {describe_value(value)}", fix=fix)
+            )
         else:
             found[pattern] = matrix
     return found, problems

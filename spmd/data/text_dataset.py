@@ -7,13 +7,19 @@ import json
 import math
 from collections.abc import Callable
 
-from spmd.data.blocks import BlockCache, cut_blocks
 from spmd.data.corpus import Corpus
 from spmd.data.loader import DataConfig, load_corpus, make_rows, split_rows
-from spmd.data.order import Mixed, Order, Rows, Shares, Shuffled
 from spmd.data.packing import PackedDocuments
+from spmd.data.sampler import (
+    MixtureSampler,
+    MixtureSchedule,
+    RandomAccessDataset,
+    Sampler,
+    ShuffledSampler,
+)
 from spmd.data.sources import find_files
 from spmd.data.streaming import Streamed, StreamedText
+from spmd.data.token_cache import TokenCache, cut_blocks
 from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.errors import DataError, Problem
 
@@ -33,15 +39,15 @@ class TextSet:
     weight: float
     epochs: int
     text: Corpus | StreamedText
-    train: Rows | None
-    validation: Rows
+    train: RandomAccessDataset | None
+    validation: RandomAccessDataset
 
-    def order(self, seed: int) -> Order:
+    def order(self, seed: int) -> Sampler:
         """Return the endless order of training rows."""
         if isinstance(self.text, StreamedText):
             return Streamed(self.text, seed, self.name)
         assert self.train is not None
-        return Shuffled(self.train, seed, self.name)
+        return ShuffledSampler(self.train, seed, self.name)
 
     @property
     def rows_at_most(self) -> float:
@@ -77,7 +83,7 @@ class TextSet:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TrainingText:
+class TextDataset:
     """Sets in the order of the config."""
 
     sets: tuple[TextSet, ...]
@@ -106,16 +112,16 @@ class TrainingText:
         total = sum(each.weight for each in self.sets)
         return [each.weight / total for each in self.sets]
 
-    def order(self, seed: int) -> Order:
+    def order(self, seed: int) -> Sampler:
         """Return the endless order of training rows."""
         orders = [each.order(seed) for each in self.sets]
         if not self.is_mixture:
             return orders[0]
-        return Mixed(orders, self.shares)
+        return MixtureSampler(orders, self.shares)
 
     def draws(self, rows: int) -> list[int]:
         """Return the number of rows of each set among the first `rows` of the order."""
-        return Shares(self.shares).counts(rows)
+        return MixtureSchedule(self.shares).counts(rows)
 
     def check_epochs(self, steps: int, batch: int) -> None:
         """Raise `DataError` if a set ends before so many steps, whatever is drawn of the others."""
@@ -161,7 +167,7 @@ class TrainingText:
 
 def open_text(
     config: DataConfig, load: Callable[[DataConfig], Corpus] = load_corpus
-) -> TrainingText:
+) -> TextDataset:
     """Return the text of a config, by `load` unless it is streamed.
 
     Raise the problems of all sets at once.
@@ -170,7 +176,7 @@ def open_text(
     if config.streaming:
         open_set = _open_stream
     if not config.mixture:
-        return TrainingText((open_set(config, "", 1.0, 0),))
+        return TextDataset((open_set(config, "", 1.0, 0),))
     sets: list[TextSet] = []
     problems: list[Problem] = []
     for each in config.sets:
@@ -183,7 +189,7 @@ def open_text(
                 problems.append(dataclasses.replace(problem, where=where))
     if problems:
         raise DataError("the sets of the mixture cannot be used:", problems)
-    return TrainingText(tuple(sets))
+    return TextDataset(tuple(sets))
 
 
 def _open_corpus(
@@ -195,7 +201,7 @@ def _open_corpus(
 
 
 def _open_stream(config: DataConfig, name: str, weight: float, epochs: int) -> TextSet:
-    cache = BlockCache(
+    cache = TokenCache(
         config.cache_folder / "blocks", load_tokenizer(config.tokenizer), config.text_field
     )
     blocks = tuple(cut_blocks(find_files(config.source)))

@@ -230,7 +230,7 @@ class Remat:
 
 
 def _is_stored(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a primitive stores its output: `spmd.plan.stored` has the one that does."""
+    """Return whether a primitive stores its output: `spmd.plan.compressed_activations` has the one that does."""
     return primitive.name == "stored"
 
 

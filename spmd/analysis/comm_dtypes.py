@@ -1,7 +1,7 @@
 """Promises of a plan about the dtypes of transfers, and collectives of a program that break them.
 
 A conversion to fewer bits does not prove that fewer bits are sent: a partitioner or a compiler may
-move it behind the transfer. To add a promise, yield it in `find_promises`, from the value that
+move it behind the transfer. To add a promise, yield it in `comm_dtype_checks`, from the value that
 decides the dtype in the step.
 """
 
@@ -17,9 +17,9 @@ from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.hlo import HloArray
 from spmd.codecs import EXCHANGES, GATHERS
 from spmd.errors import Problem
-from spmd.plan.local_param import LocalParam, local_param
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import read_names, read_scope
+from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.powersgd.matrices import AXIS, compressed_bytes
 from spmd.sharding.dims import local_shape
 from spmd.sharding.layer_paths import stored_dims, without_dims
@@ -28,7 +28,7 @@ from spmd.tree import human_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Promise:
+class CommDtypeCheck:
     """The widest dtype of one parameter, or of its gradient, when it is sent over each axis.
 
     Attributes:
@@ -52,11 +52,11 @@ class Promise:
     largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
+def comm_dtype_checks(plan: ShardingPlan) -> Iterator[CommDtypeCheck]:
     """Yield the promises of a plan.
 
     Gradients have the dtypes and codecs of the wire where a layer reduces them
-    (`spmd.plan.local_param`), as layers do for their kernels. For other parameters only an explicit
+    (`spmd.plan.sharded_param`), as layers do for their kernels. For other parameters only an explicit
     collective shows that a layer does. Parameters with a codec are gathered as its codes. Of
     PowerSGD, gradients are sent as two thin float32 matrices.
     """
@@ -67,7 +67,7 @@ def find_promises(plan: ShardingPlan) -> Iterator[Promise]:
         if placed is None:
             continue
         shape = without_dims(entry.shape, stored_dims(placed.stacks))
-        param = local_param(placed, len(shape))
+        param = sharded_param(placed, len(shape))
         matrices = thin.get(entry.path, ())
         explicit = entry.path not in kernels
         yield _gradient_promise(plan, entry.path, shape, param, matrices, explicit=explicit)
@@ -80,16 +80,16 @@ def _gradient_promise(
     plan: ShardingPlan,
     path: str,
     shape: Sequence[int],
-    param: LocalParam,
+    param: ShardedParam,
     matrices: Sequence[int],
     *,
     explicit: bool,
-) -> Promise:
+) -> CommDtypeCheck:
     """Return the promise of a gradient; `matrices` has the bytes of PowerSGD's, if it has any."""
     sizes = plan.mesh.shape
     batch = _batch_axes(sizes)
     summed = [axis for axis in batch if axis not in param.split]
-    names = param.sent(local_shape(shape, param.used, sizes), summed, sizes)
+    names = param.sent(local_shape(shape, param.compute_dims, sizes), summed, sizes)
     dtypes = {}
     for axis in batch:
         if axis in names:
@@ -102,7 +102,7 @@ def _gradient_promise(
     if matrices:
         largest[AXIS] = max(matrices)
         dtypes[AXIS] = "f32"
-    return Promise(
+    return CommDtypeCheck(
         path,
         GRADIENT,
         dtypes,
@@ -113,10 +113,10 @@ def _gradient_promise(
     )
 
 
-def _gather_promise(path: str, param: LocalParam, codec: str) -> Promise:
+def _gather_promise(path: str, param: ShardedParam, codec: str) -> CommDtypeCheck:
     """Return the promise of a parameter that is gathered as codes."""
     axes = itertools.chain(*param.gathers)
-    return Promise(
+    return CommDtypeCheck(
         path,
         USED_WHOLE,
         dict.fromkeys(axes, _wire_dtype(codec)),
@@ -151,26 +151,26 @@ def _wire_dtype(name: str) -> str:
     return xla_name(jnp.dtype("uint8"))
 
 
-_Made = Mapping[tuple[str, str], Promise]
+_Made = Mapping[tuple[str, str], CommDtypeCheck]
 """Parameter and use → promise."""
 
 
-def broken_promises(
-    records: Sequence[Collective], promises: Iterable[Promise]
+def wider_transfers(
+    records: Sequence[Collective], promises: Iterable[CommDtypeCheck]
 ) -> Iterator[Problem]:
     """Yield a problem for each parameter sent in more bits than promised.
 
     The records have causes.
     """
-    made = {(promise.param, promise.use): promise for promise in promises}
+    made = {(check.param, check.use): check for check in promises}
     crossing = {record.over for record in records if record.crosses}
     for (param, use, over), group in _promised_records(records, made).items():
-        promise = made[param, use]
-        yield from _wide_problems(promise, over, group)
+        check = made[param, use]
+        yield from _wide_problems(check, over, group)
         on_wire = group
         if over in crossing:  # what stays inside a slice may be larger
             on_wire = [record for record in group if record.crosses]
-        yield from _large_problems(promise, over, on_wire, made)
+        yield from _large_problems(check, over, on_wire, made)
 
 
 def _promised_records(
@@ -181,11 +181,11 @@ def _promised_records(
     for record in records:
         if record.cause is None or not record.axes:
             continue
-        promise = made.get((record.cause.param, record.cause.use))
-        if promise is None or not promise.dtypes.keys() >= set(record.axes):
+        check = made.get((record.cause.param, record.cause.use))
+        if check is None or not check.dtypes.keys() >= set(record.axes):
             continue
-        if _is_explicit(record) or not promise.explicit:
-            sent[promise.param, promise.use, record.over].append(record)
+        if _is_explicit(record) or not check.explicit:
+            sent[check.param, check.use, record.over].append(record)
     return sent
 
 
@@ -197,9 +197,11 @@ def _is_explicit(record: Collective) -> bool:
     return "shard_map" in around and operation == "convert_element_type"
 
 
-def _wide_problems(promise: Promise, over: str, group: Iterable[Collective]) -> Iterator[Problem]:
+def _wide_problems(
+    check: CommDtypeCheck, over: str, group: Iterable[Collective]
+) -> Iterator[Problem]:
     """Yield a problem if more bytes are wider than promised than scales of codes can be."""
-    promised = max((promise.dtypes[axis] for axis in over.split("+")), key=_bits)
+    promised = max((check.dtypes[axis] for axis in over.split("+")), key=_bits)
     wide = []
     narrow_bytes = 0
     for record in group:
@@ -208,7 +210,7 @@ def _wide_problems(promise: Promise, over: str, group: Iterable[Collective]) -> 
         else:
             narrow_bytes += record.bytes
     total = sum(record.bytes for record in wide)
-    if total <= promise.overhead * narrow_bytes:
+    if total <= check.overhead * narrow_bytes:
         return
     meant = 0
     dtypes, kinds, sources = set(), set(), set()
@@ -219,11 +221,11 @@ def _wide_problems(promise: Promise, over: str, group: Iterable[Collective]) -> 
         if record.source:
             sources.add(f" at {record.source}")
     what = f"is sent in {_joined(dtypes)} over {over}, promised {promised}"
-    if promise.use == GRADIENT:
+    if check.use == GRADIENT:
         what = f"its gradient {what}"
     where = _joined(kinds) + ", ".join(sorted(sources))
     detail = f"{where}: {human_bytes(total)} in each step, not {human_bytes(meant)}"
-    yield Problem(promise.param, what, detail, promise.fix)
+    yield Problem(check.param, what, detail, check.fix)
 
 
 def _joined(names: Iterable[str]) -> str:
@@ -231,35 +233,35 @@ def _joined(names: Iterable[str]) -> str:
 
 
 def _large_problems(
-    promise: Promise, over: str, group: Iterable[Collective], made: _Made
+    check: CommDtypeCheck, over: str, group: Iterable[Collective], made: _Made
 ) -> Iterator[Problem]:
     """Yield a problem if arrays are sent that are larger than compressed ones."""
-    limit = promise.largest.get(over, 0)
+    limit = check.largest.get(over, 0)
     if not limit:
         return
     whole = set()
     for record in group:
-        if record.payload > _largest(record, promise, made):
+        if record.payload > _largest(record, check, made):
             payload = human_bytes(record.payload)
             whole.add(f"{record.kind} of {payload} at {record.source}")
     if whole:
         size = human_bytes(limit)
         what = f"its gradient is sent as more than the {size} of a compressed array over {over}"
-        yield Problem(promise.param, what, ", ".join(sorted(whole)), promise.fix)
+        yield Problem(check.param, what, ", ".join(sorted(whole)), check.fix)
 
 
-def _largest(record: Collective, promise: Promise, made: _Made) -> int:
+def _largest(record: Collective, check: CommDtypeCheck, made: _Made) -> int:
     """Return the most bytes promised for a record.
 
     Compilers may send arrays of several parameters as one.
     """
-    params = {promise.param}
+    params = {check.param}
     for name in read_names(record.op_name):
         params.add(read_scope(name)[1])
     size = 0
     for param in params:
-        if (param, promise.use) in made:
-            size += made[param, promise.use].largest.get(record.over, 0)
+        if (param, check.use) in made:
+            size += made[param, check.use].largest.get(record.over, 0)
     return size
 
 

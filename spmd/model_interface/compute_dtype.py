@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import tree
-from spmd.model_api.ambient import ambient_compute_dtype
+from spmd.model_interface.ambient import ambient_compute_dtype
 
 KEEPS_DTYPE = "keeps_dtype"
 """Attribute of a class of outputs with a dtype of its own, such as logits that are not computed

@@ -15,14 +15,14 @@ from spmd.checkpoint.tree import OptionalState
 from spmd.errors import CheckpointError, Problem
 from spmd.resilience.digests import digest_arrays
 
-RELOADED = "reloaded"
+EXTERNAL_STATE = "reloaded"
 """Key in the record of a checkpoint without that part: its origin and digest."""
 
 S = TypeVar("S")
 
 
 @dataclasses.dataclass(frozen=True)
-class Reloaded:
+class ExternalState:
     """Part of a state to load again.
 
     Attributes:
@@ -65,7 +65,7 @@ class Reloaded:
         below = self._below(state)
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in below.values()):
             return state
-        origin = record.get(RELOADED)
+        origin = record.get(EXTERNAL_STATE)
         if not isinstance(origin, Mapping) or not {"path", "digest"} <= origin.keys():
             problem = Problem(self.path, "is missing, and the checkpoint does not say where it is")
             raise CheckpointError("Nothing was restored:", [problem])

@@ -44,7 +44,7 @@ class LineRange:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class TextBlock:
     """Whole files, or a range of the lines of one."""
 
     parts: tuple[SourceFile, ...] | tuple[LineRange]
@@ -65,28 +65,28 @@ class Block:
         return _hash(suffixes + digests)
 
 
-def cut_blocks(files: Sequence[SourceFile]) -> list[Block]:
+def cut_blocks(files: Sequence[SourceFile]) -> list[TextBlock]:
     """Return the blocks of files, each document in one.
 
     The order depends on names and bytes alone.
     """
     sizes = {file.key: file.path.stat().st_size for file in files}
     size = min(max(sum(sizes.values()) // _BLOCKS, LEAST_BYTES), MOST_BYTES)
-    blocks: list[Block] = []
+    blocks: list[TextBlock] = []
     group: list[SourceFile] = []
     held = 0  # bytes of the group
     for file in sorted(files, key=lambda file: _hash(file.key)):
         if sizes[file.key] > size and file.path.suffix.lower() == ".jsonl":
-            blocks += [Block((each,), each.size) for each in _line_ranges(file, size)]
+            blocks += [TextBlock((each,), each.size) for each in _line_ranges(file, size)]
             continue
         group.append(file)
         held += sizes[file.key]
         if held >= size:
-            blocks.append(Block(tuple(group), held))
+            blocks.append(TextBlock(tuple(group), held))
             group = []
             held = 0
     if held:
-        blocks.append(Block(tuple(group), held))
+        blocks.append(TextBlock(tuple(group), held))
     return blocks
 
 
@@ -104,7 +104,7 @@ def _line_ranges(file: SourceFile, size: int) -> Iterator[LineRange]:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockCache:
+class TokenCache:
     """Tokenized blocks in a folder, for several runs at once.
 
     Each block appears complete or not at all.
@@ -114,12 +114,12 @@ class BlockCache:
     tokenizer: Tokenizer
     text_field: str
 
-    def path(self, block: Block) -> Path:
+    def path(self, block: TextBlock) -> Path:
         """Return the file of a block's ids; the ends of documents are in another beside it."""
         name = _hash([_LAYOUT, self.tokenizer.name, self.text_field, block.digest])
         return self.folder / name[:2] / f"{name}.npy"
 
-    def open(self, block: Block) -> tuple[np.ndarray, np.ndarray] | None:
+    def open(self, block: TextBlock) -> tuple[np.ndarray, np.ndarray] | None:
         """Return ids `[tokens]`, memory-mapped, and where documents end.
 
         None if missing or damaged.
@@ -137,7 +137,7 @@ class BlockCache:
             return None
         return ids, ends
 
-    def get(self, block: Block) -> tuple[np.ndarray, np.ndarray]:
+    def get(self, block: TextBlock) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and ends as `open` does, after tokenizing the block if need be."""
         opened = self.open(block)
         if opened is not None:
@@ -151,7 +151,7 @@ class BlockCache:
             raise DataError("the text cannot be cached:", [problem])
         return opened
 
-    def make(self, block: Block, *, wait: bool) -> bool:
+    def make(self, block: TextBlock, *, wait: bool) -> bool:
         """Tokenize a block unless it is there.
 
         Return False if another thread or process does and `wait` is false.
@@ -174,7 +174,9 @@ class BlockCache:
             raise DataError("the text cannot be cached:", [problem]) from error
 
 
-def tokenize(block: Block, tokenizer: Tokenizer, text_field: str) -> tuple[np.ndarray, np.ndarray]:
+def tokenize(
+    block: TextBlock, tokenizer: Tokenizer, text_field: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of a block's documents, and where each ends.
 
     Raises:

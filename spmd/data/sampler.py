@@ -18,7 +18,7 @@ PERIOD = 2**24
 number of them."""
 
 
-class Rows(Protocol):
+class RandomAccessDataset(Protocol):
     """Rows of batches: `Windows` or `PackedDocuments` of tokens, `ImageFolder`, or one's own."""
 
     @property
@@ -31,7 +31,7 @@ class Rows(Protocol):
         """Return arrays `[len(indices), …]` by name, with `weights` where rows may be evaluated."""
 
 
-class Order(Protocol):
+class Sampler(Protocol):
     """Endless order of rows."""
 
     @property
@@ -48,7 +48,7 @@ class Order(Protocol):
         """Prepare no later rows any longer, until the next read."""
 
 
-class Shuffled:
+class ShuffledSampler:
     """Order with each row once in an epoch; each epoch is shuffled differently.
 
     Args:
@@ -56,7 +56,7 @@ class Shuffled:
         name: Name of the set in a mixture; each set has shuffles of its own.
     """
 
-    def __init__(self, rows: Rows, seed: int, name: str = "") -> None:
+    def __init__(self, rows: RandomAccessDataset, seed: int, name: str = "") -> None:
         self._rows = rows
         self._order = (
             grain.MapDataset.range(len(rows)).shuffle(seed=hashed_seed(seed, name)).repeat()
@@ -88,7 +88,7 @@ def hashed_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
-class Shares:
+class MixtureSchedule:
     """Positions of a mixture, each given to one set; any first n are split as evenly as possible.
 
     The draws among sets of weights w₀, w₁, … that set 0 does not get, n − ⌈n·w₀/Σw⌉ of the first n,
@@ -96,7 +96,7 @@ class Shares:
     weights down to hundredths of the smallest.
 
     Example:
-        >>> Shares([3, 1]).split(np.arange(8))[0].tolist(), Shares([3, 1]).counts(8)
+        >>> MixtureSchedule([3, 1]).split(np.arange(8))[0].tolist(), MixtureSchedule([3, 1]).counts(8)
         ([0, 0, 0, 1, 0, 0, 0, 1], [6, 2])
     """
 
@@ -147,12 +147,12 @@ class Shares:
         return counts
 
 
-class Mixed:
+class MixtureSampler:
     """Order of rows from several orders, in proportion to their weights."""
 
-    def __init__(self, orders: Sequence[Order], weights: Sequence[float]) -> None:
+    def __init__(self, orders: Sequence[Sampler], weights: Sequence[float]) -> None:
         self._orders = tuple(orders)
-        self._shares = Shares(weights)
+        self._shares = MixtureSchedule(weights)
 
     @property
     def sequence(self) -> int:

@@ -14,22 +14,22 @@ from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn, LossGradFn, with_loss_of
 from spmd.gradients.losses import VALUES, Sums
-from spmd.model_api.grad_transform import Carry, observers
-from spmd.model_api.model import abstract_key
+from spmd.model_interface.grad_transform import Carry, observers
+from spmd.model_interface.model import abstract_key
 from spmd.plan.context import constrain, current, use_plan
-from spmd.plan.local_param import LocalParam, local_param
-from spmd.plan.manual import manual_over, psum, split_axes
+from spmd.plan.manual import psum, shard_map_over, split_axes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import comm_scope, in_scope
+from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.sharding.dims import Dims, dims_spec, extra_axes, spec_dims
 from spmd.sharding.mesh import AnyMesh, entry_axes
 
-AXES = ("data", "fsdp")
+DEFERRABLE_AXES = ("data", "fsdp")
 """The axes over which an exchange can wait for the end of a step."""
 
 _TITLE = "Gradients cannot be exchanged once a step:"
-_FIX = "--exchange-once none"
+_FIX = "--defer-grad-reduction none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,11 @@ LastStage = Callable[[LocalGradients, Carry], tuple[Any, Carry]]
 
 def sum_exchange(local: LocalGradients, carry: Carry) -> tuple[Any, Carry]:
     """Sum gradients over devices, the last stage by default."""
-    gradients = tree.map_with_path(lambda path, g: exchange(path, g, local), local.gradients)
+    gradients = tree.map_with_path(lambda path, g: reduce_local(path, g, local), local.gradients)
     return gradients, carry
 
 
-def exchange_once(
+def defer_grad_reduction(
     grad_fn: GradFn,
     axes: tuple[str, ...],
     last_stage: LastStage = sum_exchange,
@@ -84,7 +84,7 @@ def exchange_once(
     Raises:
         ConfigError: At trace time: results are no sums over the examples, so they would differ.
     """
-    if not set(axes) <= set(AXES):
+    if not set(axes) <= set(DEFERRABLE_AXES):
         problem = Problem("axes", f"are {axes}", fix='("data",) or ("data", "fsdp")')
         raise ConfigError(_TITLE, [problem])
 
@@ -145,7 +145,7 @@ def _problems(
         yield Problem(
             "grad_fn",
             "is not made from a loss function, so it is not known whether it sums over the examples",
-            fix="spmd.value_and_grad(loss_fn), or exchange_once(…, additive=True)",
+            fix="spmd.value_and_grad(loss_fn), or defer_grad_reduction(…, additive=True)",
         )
 
 
@@ -156,7 +156,7 @@ def _codec_problems(placements: Mapping[str, ParamPlacement]) -> Iterator[Proble
         yield Problem(
             "compress.gather",
             f"is {codec}, and an exchange over fsdp gathers once",
-            fix="--exchange-once data, or no --compress.gather",
+            fix="--defer-grad-reduction data, or no --compress.gather",
         )
 
 
@@ -192,7 +192,7 @@ class _Region:
         out_specs = self.gradient_specs(params), P()
         local = functools.partial(_local_sums, grad_fn=grad_fn, over=self.over)
         whole = self.gather(stored)
-        region = manual_over(self.mesh, (*self.stages, *self.over), local, in_specs, out_specs)
+        region = shard_map_over(self.mesh, (*self.stages, *self.over), local, in_specs, out_specs)
         return _call_without_key(region, (*whole, batch, key))
 
     def gather(self, stored: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -237,7 +237,7 @@ class _Region:
         """Return the axes of each dimension, without those that the gradient is summed over."""
         stored = P()
         if path in self.placements:
-            stored = self.placements[path].of_stack().stored
+            stored = self.placements[path].of_stack().param_spec
         summed = self.summed_axes(path)
         kept = tuple(axis for axis in axes if axis not in summed)
         return spec_dims(stored, x.ndim, kept)
@@ -278,42 +278,44 @@ def _call_without_key(function: Callable[..., Any], arguments: tuple[Any, ...]) 
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def exchange(path: str, g: jax.Array, local: LocalGradients) -> jax.Array:
+def reduce_local(path: str, g: jax.Array, local: LocalGradients) -> jax.Array:
     """Sum a gradient `[device, …]` over axes, into the sharding in which the plan keeps it."""
     over = local.over(path)
     param = local_gradient(path, g.ndim - 1, over)
-    before = P(over, *dims_spec(param.used))
-    after = dims_spec(param.kept)
+    before = P(over, *dims_spec(param.compute_dims))
+    after = dims_spec(param.grad_dims)
 
     def reduce(g: jax.Array) -> jax.Array:
         return param.reduce(g[0], over)  # [1, …] on a device
 
     with in_scope(param.scope):
-        return manual_over(local.mesh, split_axes(local.mesh), reduce, before, after)(g)
+        return shard_map_over(local.mesh, split_axes(local.mesh), reduce, before, after)(g)
 
 
-def local_gradient(path: str, ndim: int, over: tuple[str, ...]) -> LocalParam:
+def local_gradient(path: str, ndim: int, over: tuple[str, ...]) -> ShardedParam:
     """Return the layout of a gradient: whole over some axes, then summed and kept as planned."""
-    whole = local_param(current().placements[path].of_stack(), ndim)
-    used = extra_axes(whole.kept, [over] * len(whole.kept))
-    scattered = extra_axes(whole.kept, used)
+    whole = sharded_param(current().placements[path].of_stack(), ndim)
+    used = extra_axes(whole.grad_dims, [over] * len(whole.grad_dims))
+    scattered = extra_axes(whole.grad_dims, used)
     kept = tuple(axes + more for axes, more in zip(used, scattered, strict=True))
-    return dataclasses.replace(whole, used=used, kept=kept)
+    return dataclasses.replace(whole, compute_dims=used, grad_dims=kept)
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class DeferredReduction:
     """The axes of an exchange once a step, of sizes above 1; the reason, if none are possible."""
 
     axes: tuple[str, ...] = ()
     reason: str = ""
 
 
-def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str) -> Exchange:
+def choose_deferred_reduction(
+    grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str
+) -> DeferredReduction:
     """Return the exchange of a choice: `none`, `data`, `data+fsdp`, or `auto`, without more memory.
 
     With `auto` the plan splits neither parameters nor gradients over the axes, and there are none
-    if `exchange_once` refuses `grad_fn`, traced for a batch of abstract arrays.
+    if `defer_grad_reduction` refuses `grad_fn`, traced for a batch of abstract arrays.
 
     Raises:
         ConfigError: Axes are named, and a transform of the plan must see every microbatch.
@@ -321,27 +323,29 @@ def choose_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str
     seeing = observers(plan.transforms)
     if seeing and choice not in ("auto", "none"):
         what = f"is {choice}, and {seeing} must see every microbatch, also of other devices"
-        raise ConfigError(_TITLE, [Problem("exchange_once", what, fix="--exchange-once auto")])
+        raise ConfigError(
+            _TITLE, [Problem("defer_grad_reduction", what, fix="--defer-grad-reduction auto")]
+        )
     if choice == "auto":
         return _automatic_exchange(grad_fn, plan, batch)
-    named = [axis for axis in AXES if axis in choice.split("+")]
-    return Exchange(_axes_above_one(plan.mesh, named))
+    named = [axis for axis in DEFERRABLE_AXES if axis in choice.split("+")]
+    return DeferredReduction(_axes_above_one(plan.mesh, named))
 
 
-def _automatic_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> Exchange:
-    """Return the exchange over all axes that take no memory, or none if `exchange_once` refuses."""
+def _automatic_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> DeferredReduction:
+    """Return the exchange over all axes that take no memory, or none if `defer_grad_reduction` refuses."""
     axes = _unsplit_axes(plan)
     if not axes:
-        return Exchange()
-    once = exchange_once(grad_fn, axes)
+        return DeferredReduction()
+    once = defer_grad_reduction(grad_fn, axes)
     key = abstract_key()
     try:
         with use_plan(plan):
             jax.eval_shape(once, plan.abstract_params, plan.abstract_carry, batch, key)
     except SpmdError as error:
         first = error.problems[0]
-        return Exchange((), f"{first.where} {first.what}")
-    return Exchange(axes)
+        return DeferredReduction((), f"{first.where} {first.what}")
+    return DeferredReduction(axes)
 
 
 def _unsplit_axes(plan: ShardingPlan) -> tuple[str, ...]:
@@ -350,7 +354,7 @@ def _unsplit_axes(plan: ShardingPlan) -> tuple[str, ...]:
     for leaf in (*plan.params, *plan.gradients):
         for entry in leaf.spec:
             split.update(entry_axes(entry))
-    axes = _axes_above_one(plan.mesh, AXES)
+    axes = _axes_above_one(plan.mesh, DEFERRABLE_AXES)
     for number, axis in enumerate(axes):
         if axis in split:
             return axes[:number]

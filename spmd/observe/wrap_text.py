@@ -7,16 +7,16 @@ import textwrap
 from typing import TextIO
 
 
-def fitted(text: str, stream: TextIO | None = None, *, indent: int = 4) -> str:
+def wrap_to_terminal(text: str, stream: TextIO | None = None, *, indent: int = 4) -> str:
     """Return a text in the width of the terminal; the same text if there is no terminal."""
     if stream is None:
         stream = sys.stdout
     if not stream.isatty():
         return text
-    return fit(text, shutil.get_terminal_size().columns, indent)
+    return wrap_text(text, shutil.get_terminal_size().columns, indent)
 
 
-def fit(text: str, width: int, indent: int = 4) -> str:
+def wrap_text(text: str, width: int, indent: int = 4) -> str:
     """Break lines longer than `width` between columns, and within a column only at its words.
 
     Columns are separated by two spaces or more.
@@ -25,7 +25,7 @@ def fit(text: str, width: int, indent: int = 4) -> str:
         indent: Of continued lines, beyond that of the line.
 
     Example:
-        >>> print(fit("kernel  float32[8×8]  P(fsdp, tensor)  a rule", width=30))
+        >>> print(wrap_text("kernel  float32[8×8]  P(fsdp, tensor)  a rule", width=30))
         kernel  float32[8×8]
             P(fsdp, tensor)  a rule
     """

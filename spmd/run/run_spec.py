@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, check_call, check_type, shown
+from spmd.errors import ConfigError, Problem, check_call, check_type, describe_value
 from spmd.gradients.losses import LossFn
 from spmd.observe.metrics import Writer
 from spmd.optim.skip_updates import counts_skips
+from spmd.run.external_state import ExternalState
 from spmd.run.hooks import Throughput
-from spmd.run.reloaded import Reloaded
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import RunDir
 from spmd.training.batch import place_batch
@@ -23,13 +23,13 @@ from spmd.training.loop import Hook
 from spmd.training.state import TrainState, abstract_state
 from spmd.training.step import TrainStep
 
-Batches = Callable[[int, int], Iterable[Any]]
+OpenBatches = Callable[[int, int], Iterable[Any]]
 """`(start, steps)` → the batches of the steps `start + 1 … steps`; they are closed where they can
 be."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RunDefinition:
+class RunSpec:
     """Definition of a training run.
 
     Args:
@@ -61,7 +61,7 @@ class RunDefinition:
 
     folder: str | Path
     step: TrainStep
-    batches: Batches
+    batches: OpenBatches
     _: dataclasses.KW_ONLY
     config: RunConfig
     evaluation: Mapping[str, Callable[[], Iterable[Any]]] = dataclasses.field(default_factory=dict)
@@ -71,7 +71,7 @@ class RunDefinition:
     writers: Sequence[Writer] = ()
     throughput: Throughput | None = None
     batch: Any = None
-    reloaded: Reloaded | None = None
+    reloaded: ExternalState | None = None
     initial_state: Callable[[], TrainState] | None = None
     text: str = ""
     notes: Sequence[str] = ()
@@ -106,7 +106,7 @@ class RunDefinition:
             if not callable(batches):
                 where = f"evaluation {name}".strip()
                 fix = '{"val": lambda: held_out_batches}'
-                yield Problem(where, f"is {shown(batches)}", fix=fix)
+                yield Problem(where, f"is {describe_value(batches)}", fix=fix)
         if bool(self.evaluation) != (self.evaluation_loss is not None):
             what = "is there without the other"
             yield Problem("evaluation, evaluation_loss", what, fix="give both or none")
@@ -153,7 +153,7 @@ def _problems_of_items(name: str, items: Iterable[Any], kind: type) -> Iterator[
     for item in items:
         if not isinstance(item, kind):
             fix = f"instances of spmd.{kind.__name__}"
-            yield Problem(name, f"has {shown(item)}", fix=fix)
+            yield Problem(name, f"has {describe_value(item)}", fix=fix)
 
 
 def closing(batches: Iterable[Any]) -> contextlib.AbstractContextManager[Iterable[Any]]:
