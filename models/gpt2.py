@@ -94,7 +94,7 @@ class GPT2Config:
     def __post_init__(self) -> None:
         problems = transformer_problems(self, "vocab", "context", "unroll")
         if problems:
-            raise ConfigError("The GPT2 is invalid:", problems)
+            raise ConfigError("Invalid GPT2:", problems)
 
     @property
     def attention_width(self) -> int:
@@ -280,7 +280,7 @@ class GPT2(nnx.Module):
                 f"{longest} tokens > {self.config.context} positions",
                 "a shorter one, or model.context",
             )
-            raise ConfigError("There are no positions for these tokens:", [problem])
+            raise ConfigError("Sequence longer than the position embeddings:", [problem])
         x = self.embed(tokens)
         table = self.positions[...]
         if segments is not None:

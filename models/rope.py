@@ -49,7 +49,7 @@ class RopeScaling:
             )
             problems.append(problem)
         if problems:
-            raise ConfigError("The RoPE scaling is invalid:", problems)
+            raise ConfigError("Invalid RoPE scaling:", problems)
 
     def scaled(self, frequencies: np.ndarray) -> np.ndarray:
         """Return the frequencies, in radians per token, after scaling.

@@ -60,7 +60,7 @@ class ViTConfig:
             )
             problems.append(problem)
         if problems:
-            raise ConfigError("The ViT is invalid:", problems)
+            raise ConfigError("Invalid ViT:", problems)
 
     @property
     def patches(self) -> int:
@@ -164,7 +164,7 @@ class ViT(nnx.Module):
                 f"{given} ≠ {side} × {side} × {channels}",
                 "cut or scale them, or change model.image and model.channels",
             )
-            raise ConfigError("This ViT cannot see:", [problem])
+            raise ConfigError("Shape mismatch in ViT:", [problem])
         x = self.patch_proj(cast_to_compute(images))
         x = annotate(x, "residual")
         first = self.class_token[...].astype(x.dtype)

@@ -174,7 +174,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         problem = Problem(command, "is an unknown command", fix=did_you_mean(command, COMMANDS))
-        raise ConfigError("There is no such command:", [problem])
+        raise ConfigError("Unknown command:", [problem])
     run, _ = COMMANDS[command]
     return run(arguments[1:])
 

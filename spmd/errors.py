@@ -96,11 +96,11 @@ class Together:
     The first of them that has all the problems is raised itself.
 
     Example:
-        >>> with Together("This plan cannot be made:") as errors:
+        >>> with Together("Invalid plan:") as errors:
         ...     errors.add(ConfigError("It is too small:", [Problem("a", "is 0")]))
         ...     raise ConfigError("It is too large:", [Problem("b", "is 9")])
         Traceback (most recent call last):
-        spmd.errors.ConfigError: This plan cannot be made:
+        spmd.errors.ConfigError: Invalid plan:
           a: is 0
           b: is 9
     """

@@ -57,7 +57,7 @@ class Precision:
     Example:
         >>> Precision("half", params="float32", compute="float16")
         Traceback (most recent call last):
-        spmd.errors.ConfigError: This precision cannot be used:
+        spmd.errors.ConfigError: Invalid precision:
           compute: is float16, whose small gradients vanish without loss scaling
               float16 ends at 6e-08, float32 at 1e-45
               fix: loss_scale=LossScale(), or bfloat16
@@ -99,7 +99,7 @@ class Precision:
                 fix = "float32, bfloat16, int8 or int4"
                 problems.append(Problem(where, f"is {dtype!r}", fix=fix))
         if problems:
-            raise ConfigError("This precision cannot be used:", problems)
+            raise ConfigError("Invalid precision:", problems)
 
     def _rounding_problems(self) -> list[Problem]:
         """Return the contradictions of stochastic rounding."""
@@ -188,7 +188,7 @@ def make_precision(name: str | Precision) -> Precision:
     if name not in POLICIES:
         fix = did_you_mean(str(name), POLICIES)
         problem = Problem("precision", f"{name!r} does not exist", fix=fix)
-        raise ConfigError("This precision cannot be used:", [problem])
+        raise ConfigError("Invalid precision:", [problem])
     return POLICIES[name]
 
 

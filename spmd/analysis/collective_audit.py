@@ -279,7 +279,7 @@ def _check_devices(program: HloModule, mesh: AnyMesh, slices: Mapping[str, int])
         "has another number of devices",
         f"the program {devices}, the mesh {mesh.size}",
     )
-    raise MeshError("The program cannot be audited:", [problem])
+    raise MeshError("Audit of collectives not possible:", [problem])
 
 
 def _backend_of(mesh: AnyMesh) -> str:

@@ -252,7 +252,7 @@ def parse_topology(text: str) -> Topology:
     assert found is not None  # it matches any text
     slices, kind, size = found.groups()
     if kind not in CHIPS:
-        raise MeshError("This is no topology:", [_unknown_chip(text, kind)])
+        raise MeshError("Invalid topology:", [_unknown_chip(text, kind)])
     chip = CHIPS[kind]
     topology = Topology(text, chip, _parse_shape(text, chip, size), int(slices or 1))
     problems = []
@@ -260,7 +260,7 @@ def parse_topology(text: str) -> Topology:
         problems.append(_refused_slices(chip, slices, size))
     problems += _size_problems(topology)
     if problems:
-        raise MeshError("There is no such machine:", problems)
+        raise MeshError("Unknown topology:", problems)
     return topology
 
 
@@ -290,7 +290,7 @@ def _parse_shape(text: str, chip: Chip, size: str) -> tuple[int, ...]:
     if len(parts) == len(shape) == len(form.split("x")):
         return shape
     fix = f"{chip.kind}:{form}, such as {_example(chip)}"
-    raise MeshError("This is no topology:", [Problem("topology", f"is {text!r}", fix=fix)])
+    raise MeshError("Invalid topology:", [Problem("topology", f"is {text!r}", fix=fix)])
 
 
 def _refused_slices(chip: Chip, slices: str, size: str) -> Problem:

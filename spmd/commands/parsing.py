@@ -39,7 +39,7 @@ def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, P
         parsed = _parse(command[model], flags, usage, default=command(config))
     except NameError as error:  # of `typing.get_type_hints`
         what = f"an annotation of {model.__name__} does not resolve: {error}"
-        raise ConfigError("The config cannot be read:", [Problem("model", what)]) from error
+        raise ConfigError("Invalid config:", [Problem("model", what)]) from error
     return parsed, shipped().get(name, Path(name))
 
 

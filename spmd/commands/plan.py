@@ -151,7 +151,7 @@ def _check_views(command: PlanCommand) -> None:
                 fix="ask for one of them",
             )
             problems.append(problem)
-        raise ConfigError("A plan has one view at a time:", problems)
+        raise ConfigError("Conflicting views of a plan:", problems)
     problems = list(_time_problems(command))
     if problems:
         raise ConfigError("The time of a step cannot be predicted:", problems)
@@ -265,7 +265,7 @@ def mesh_on(topology: str, config: TrainConfig) -> AnyMesh:
 def _print_schedule(command: PlanCommand, schedule: Schedule | None) -> int:
     if schedule is None:
         problem = Problem("mesh.pipe", "is 1: there are no stages", fix="--mesh.pipe 4")
-        raise ConfigError("There is no schedule to draw:", [problem])
+        raise ConfigError("No pipeline schedule to draw:", [problem])
     timeline = simulate(schedule)
     execution = describe_execution(schedule)
     if command.svg:

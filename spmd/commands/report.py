@@ -22,7 +22,7 @@ from spmd.run.config import M
 from spmd.run.load_config import shipped
 from spmd.tree import human_bytes
 
-_TITLE = "There is no report:"
+_TITLE = "Report not written:"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ def run_script(arguments: list[str]) -> int:
     job = dataclasses.replace(job, name=name, out=out)
     problems = job.problems() + _flag_problems(parsed)
     if problems:
-        raise ConfigError("The script cannot be written:", problems)
+        raise ConfigError("Invalid job script:", problems)
     devices = job.devices or job.processes * parsed.config.devices
     if devices:
         planned = dataclasses.replace(parsed.config, devices=devices)
@@ -63,7 +63,7 @@ def _cluster(arguments: list[str]) -> str:
     problem = Problem("spmd script", "needs a cluster", fix=fix)
     if kind:
         problem = Problem(kind, "unknown cluster", fix=fix)
-    raise ConfigError("There is no such script:", [problem])
+    raise ConfigError("Unknown kind of script:", [problem])
 
 
 def _flag_problems(parsed: TrainCommand[Any]) -> list[Problem]:

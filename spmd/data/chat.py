@@ -64,7 +64,7 @@ _FAILURES = (
     AttributeError,
     RecursionError,
 )
-_TITLE = "The chat template cannot be used:"
+_TITLE = "Invalid chat template:"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ _ABOUT = "conversations.json"
 _FIELDS = {"message": "message field ", "line": "line field "}
 """What has fields → the start of the names under which fields that nobody reads are counted."""
 _FIELDS_SHOWN = 10
-_TITLE = "the conversations cannot be used:"
+_TITLE = "invalid conversations:"
 
 
 def make_chat_corpus(

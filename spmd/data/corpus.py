@@ -122,7 +122,7 @@ def _scan(documents: Documents) -> np.ndarray:
     if not len(scores):
         files = documents.files
         problem = Problem(str(files[0].path), "holds no text", f"{len(files)} files, all empty")
-        raise DataError("the text cannot be used:", [problem])
+        raise DataError("invalid text:", [problem])
     return scores
 
 

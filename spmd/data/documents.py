@@ -58,7 +58,7 @@ class Documents:
     def check(self) -> None:
         """Raise all problems of the last iteration."""
         if self.problems:
-            raise DataError("the text cannot be used:", first_of(self.problems))
+            raise DataError("invalid text:", first_of(self.problems))
 
     def _read(self, file: SourceFile) -> Iterator[tuple[str, str]]:
         count = 0

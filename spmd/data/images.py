@@ -103,7 +103,7 @@ class ImageFolder:
             fix = did_you_mean(name, classes)
             problems.append(Problem(str(root / name), "is not a class", fix=fix))
         if problems:
-            raise DataError("the images cannot be used:", first_of(problems))
+            raise DataError("invalid images:", first_of(problems))
         files = []
         for name, paths in found.items():
             label = classes.index(name)
@@ -238,7 +238,7 @@ def _class_folders(root: Path) -> dict[str, list[Path]]:
     """Return the images of each class, both in alphabetical order."""
     if not root.is_dir():
         problem = Problem(str(root), "is not a folder", fix=nearest_file(root))
-        raise DataError("the images cannot be found:", [problem])
+        raise DataError("images not found:", [problem])
     classes: list[Path] = []
     loose: list[str] = []
     for path in sorted(root.iterdir()):
@@ -264,7 +264,7 @@ def _class_folders(root: Path) -> dict[str, list[Path]]:
         if not images:
             problems.append(Problem(str(path), "has no images", f"looked for {IMAGE_SUFFIXES}"))
     if problems:
-        raise DataError("the images cannot be used:", first_of(problems))
+        raise DataError("invalid images:", first_of(problems))
     return found
 
 

@@ -163,7 +163,7 @@ class Windows:
             problems.append(Problem("tokens", what, f"shape {self.tokens.shape}"))
         problems += check_fields(self, {"sequence": "at least 1"})
         if problems:
-            raise DataError("there are no windows:", problems)
+            raise DataError("no windows:", problems)
 
     def __len__(self) -> int:
         return math.ceil((len(self.tokens) - 1) / self.sequence)

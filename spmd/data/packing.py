@@ -77,7 +77,7 @@ class PackedDocuments:
             what = "have one token at most, and no target"
             problems.append(Problem("documents", what, f"{len(self.ends)} documents"))
         if problems:
-            raise DataError("there are no rows:", problems)
+            raise DataError("no rows:", problems)
 
     @functools.cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray]:

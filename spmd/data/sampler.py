@@ -108,7 +108,7 @@ class MixtureSchedule:
         if not draws.all():
             detail = f"{min(weights):g} of {total:g} is less than one draw in {PERIOD:,}"
             problem = Problem("weights", "are too far apart", detail, "closer weights")
-            raise ConfigError("no mixture:", [problem])
+            raise ConfigError("invalid mixture:", [problem])
         self._draws = draws.tolist()
 
     def split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -64,7 +64,7 @@ def find_files(source: Iterable[str]) -> list[SourceFile]:
         except OSError as error:
             problems.append(Problem(str(path), "cannot be read", str(error)))
     if problems:
-        raise DataError("the text cannot be found:", problems)
+        raise DataError("text not found:", problems)
     return files
 
 

@@ -127,7 +127,7 @@ class StreamedText:
             size = sum(block.size for block in self.blocks)
             detail = f"{size:,} bytes; a block has {LEAST_BYTES:,} or more"
             fix = "no --data.streaming: it is for text that takes long to tokenize"
-            raise DataError("the text cannot be used:", [Problem("data.source", what, detail, fix)])
+            raise DataError("invalid text:", [Problem("data.source", what, detail, fix)])
         taken = set(ordered[:count])
         rest = tuple(block for block in self.blocks if block not in taken)
         return dataclasses.replace(self, blocks=rest), self.rows_of(ordered[:count])
@@ -211,7 +211,7 @@ class Streamed:
             self._starts.append(self._starts[-1] + len(rows))
             if number == self._count - 1 and not self._starts[-1]:
                 problem = Problem("data.source", "holds no text")
-                raise DataError("the text cannot be used:", [problem])
+                raise DataError("invalid text:", [problem])
         window = _Window(self._starts[number], rows, self._shuffle(len(rows), "rows", number))
         self._recent[number] = window
         while len(self._recent) > _WINDOWS_KEPT:

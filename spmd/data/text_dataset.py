@@ -188,7 +188,7 @@ def open_text(
                 where = f"{each.name}: {problem.where}"
                 problems.append(dataclasses.replace(problem, where=where))
     if problems:
-        raise DataError("the sets of the mixture cannot be used:", problems)
+        raise DataError("invalid sets of the mixture:", problems)
     return TextDataset(tuple(sets))
 
 

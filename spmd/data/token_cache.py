@@ -190,7 +190,7 @@ def tokenize(
         texts = _texts_of_files(files, text_field, problems)
     found = [document_ids(tokenizer, text) for text in texts]
     if problems:
-        raise DataError("the text cannot be used:", first_of(problems))
+        raise DataError("invalid text:", first_of(problems))
     ids = np.zeros(0, id_dtype(tokenizer))
     if found:
         ids = np.concatenate(found).astype(ids.dtype)

@@ -183,7 +183,7 @@ def detect_process_group(launch_args: LaunchArgs, environment: Environment) -> P
         )
     problems += _incomplete(processes, process_id, coordinator, seen)
     if problems:
-        raise ConfigError("The processes of this run are not known:", problems)
+        raise ConfigError("Invalid process group:", problems)
     if processes is None or process_id is None or processes == 1:
         return None
     if launch_args.coordinator or not group:

@@ -74,7 +74,7 @@ def initialize(
         problem = Problem(
             "devices", f"is {devices}: each simulated device has threads of its own", fix=fix
         )
-        raise ConfigError("This process cannot be started:", [problem])
+        raise ConfigError("Invalid process group:", [problem])
     group = detect_process_group(launch_args, os.environ)
     # Orbax logs tracebacks of errors that it also raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)

@@ -29,7 +29,7 @@ class Sampling:
         }
         problems = check_fields(self, rules)
         if problems:
-            raise ConfigError("The sampling options are invalid:", problems)
+            raise ConfigError("Invalid sampling options:", problems)
 
     def __str__(self) -> str:
         if self.temperature == 0:

@@ -339,7 +339,7 @@ def _mean_error(detail: str) -> ConfigError:
     detail = f"{detail}; the step divides the loss by the weight"
     fix = f'{_SUMS}; or the mean with "weight": jnp.float32(1)'
     return ConfigError(
-        "The loss would be divided twice:", [Problem("sum 'loss'", what, detail, fix)]
+        "Loss is divided by its weight twice:", [Problem("sum 'loss'", what, detail, fix)]
     )
 
 

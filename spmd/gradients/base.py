@@ -83,7 +83,7 @@ def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
     fix = "a function of (params, variables, batch, key), such as spmd.next_token_loss(model)"
     problems = check_call("loss_fn", loss_fn, "params, variables, batch, key", fix)
     if problems:
-        raise ConfigError("This is no loss function:", problems)
+        raise ConfigError("Invalid loss function:", problems)
 
     loss = LossReader(loss_fn, additive=additive)
 
@@ -152,4 +152,4 @@ def check_results(returned: Any) -> tuple[Any, Sums, Carry]:
     fix = "spmd.value_and_grad(loss_fn)"
     if is_triple:
         fix = "take (params, carry, batch, key), and return the carry; the model's variables are carry.variables"
-    raise ConfigError("This is no gradient function:", [Problem("grad_fn", what, fix=fix)])
+    raise ConfigError("Invalid gradient function:", [Problem("grad_fn", what, fix=fix)])

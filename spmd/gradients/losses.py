@@ -38,7 +38,7 @@ LossFn = Callable[[Any, Any, Any, jax.Array], tuple[Sums, Any]]
 _STEP_METRICS = ("tokens", "gradient_norm", "gradients")
 """Metrics that a step adds."""
 
-_NO_LOSS = "The loss function does not return what a step needs:"
+_NO_LOSS = "Invalid result of the loss function:"
 _NO_BATCH = "The batch does not fit the loss:"
 _RETURN = 'return {"loss": losses.sum(), "weight": weights.sum()}, variables'
 
@@ -187,7 +187,7 @@ def _check_shapes(tokens: tuple[int, ...], targets: jax.Array, weights: jax.Arra
         return
     what = f"have the shapes {targets.shape} and {weights.shape}, and the logits are of {tokens}"
     problem = Problem("targets and weights", what, fix="one for each")
-    raise ConfigError("There is no cross-entropy:", [problem])
+    raise ConfigError("Shape mismatch in cross_entropy:", [problem])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +296,7 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
         fix = "leave it out, or return spmd.layers.lm_head.LazyLogits"
         what = f"is {chunk}, and the model returns whole logits"
         problem = Problem("logits_chunk", what, fix=fix)
-        raise ConfigError("A setting of the loss acts on nothing:", [problem])
+        raise ConfigError("Loss setting without effect:", [problem])
     targets, weights = _take(batch, "targets", "weights")
     sums = cross_entropy(outputs.logits, targets, weights, chunk=chunk)
     others = _of_microbatch({**outputs.losses, **outputs.metrics}, sums)

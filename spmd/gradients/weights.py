@@ -42,7 +42,7 @@ def check_weight(call: TracedCall) -> None:
     by_tangents = used_by_derivative[len(params) :]
     names = list(itertools.compress(tree.flatten(call.params), by_tangents))
     if names:
-        raise ConfigError("The loss has a weight that is trained:", [_trained_weight(names)])
+        raise ConfigError("Loss weight depends on parameters:", [_trained_weight(names)])
 
 
 def _trained_weight(names: list[str]) -> Problem:

@@ -165,7 +165,7 @@ def families() -> dict[str, Family]:
         else:
             problems.append(Problem(where, f"{entry.value} is not a spmd.hf.family.Family"))
     if problems:
-        raise ConfigError("A model family cannot be used:", problems)
+        raise ConfigError("Invalid model family:", problems)
     return found
 
 
@@ -189,7 +189,7 @@ def family_of(architectures: Iterable[str]) -> Family:
         problems = [
             Problem("config.json", "names no architecture", fix=f"one of: {', '.join(known)}")
         ]
-    raise ConfigError("This model is not supported:", problems)
+    raise ConfigError("Unsupported model:", problems)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -225,7 +225,7 @@ class Fields:
         made = self.nested(make, **values)
         if (problems := self.problems()) or made is None:
             raise ConfigError(
-                "This config.json has features that the model does not support:", problems
+                "Unsupported features in config.json:", problems
             )
         return made
 

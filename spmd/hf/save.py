@@ -138,7 +138,7 @@ def parse_size(text: str) -> int:
     size = int(float(found[1]) * UNITS[found[2]]) if found else 0
     if size < 1:
         problem = Problem(text, "is not a number of bytes", fix="such as 5GB or 500MB")
-        raise ConfigError("This is not a size:", [problem])
+        raise ConfigError("Invalid size:", [problem])
     return size
 
 
@@ -162,7 +162,7 @@ def _tensors(sources: Iterable[TensorSource]) -> dict[str, _Parts]:
             what = f"has {expected} parts, and the name map has only {indices}"
             problems.append(Problem(name, what, fix="add a mapping for each part"))
     if problems:
-        raise ConfigError("The name map cannot be written:", problems)
+        raise ConfigError("Invalid name map:", problems)
     natural = {
         name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)] for name in found
     }

@@ -53,7 +53,7 @@ class HostParam(WrappedParam):
         what = "is in host memory, and the model does not use it layer by layer"
         fix = "run layers as functions of parameters through spmd.plan.annotate.remat_layer, or do not offload it"
         problem = Problem(self.path, what, fix=fix)
-        raise AnnotationError("This model takes its parameters all at once:", [problem])
+        raise AnnotationError("Model reads all parameters at once:", [problem])
 
     def __getitem__(self, index: Any) -> jax.Array:
         """Refuse an index, as Flax's layers take the arrays of their parameters."""

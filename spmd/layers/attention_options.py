@@ -28,4 +28,4 @@ class AttentionOptions:
             )
             problems.append(problem)
         if problems:
-            raise ConfigError("The attention options are invalid:", problems)
+            raise ConfigError("Invalid attention options:", problems)

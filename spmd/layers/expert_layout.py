@@ -131,7 +131,7 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
             "are not all in the rule table",
             fix="make the model by spmd.from_nnx, and give the table a rule for each of them",
         )
-        raise AnnotationError("The sharding of the expert layer is not known:", [problem])
+        raise AnnotationError("Expert layer outside of a plan:", [problem])
     params = tuple(sharded_param(placed, 3) for placed in placements)
     problems = _kernel_problems(params) + _token_problems(tokens, params, mesh)
     if problems:

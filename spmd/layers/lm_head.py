@@ -189,7 +189,7 @@ def _layout(head: LazyLogits, chunk: int) -> _Layout:
             "is not in the rule table",
             fix="make the model by spmd.from_nnx, and give the table a rule for it",
         )
-        raise AnnotationError("The sharding of the head is not known:", [problem])
+        raise AnnotationError("LM head outside of a plan:", [problem])
     mesh, spec = scope
     split = split_axes(mesh)
     *token_dims, width = spec_dims(spec, 3, split)

@@ -99,7 +99,7 @@ class RouterConfig:
         if not problems:
             problems = [*self._check_choice(), *self._check_groups()]
         if problems:
-            raise ConfigError("The router is invalid:", problems)
+            raise ConfigError("Invalid router:", problems)
 
     def _check_choice(self) -> Iterator[Problem]:
         if self.top_k > self.experts:

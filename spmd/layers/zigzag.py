@@ -106,7 +106,7 @@ def _check_sequence(seq: int, devices: int) -> None:
         f"{seq} / (2 × sequence={devices}) = {seq / blocks:.4g}",
         f"a sequence of {below} or {above} tokens",
     )
-    raise ConfigError("A ring cannot be balanced:", [problem])
+    raise ConfigError("Invalid zigzag order:", [problem])
 
 
 def _exchange(x: jax.Array, devices: int) -> jax.Array:

@@ -43,7 +43,7 @@ BASE = "base"
 LORA_A, LORA_B = "_lora_a", "_lora_b"
 """What the names of adapters end with."""
 _SMALL = "a low-rank adapter is small"
-_TITLE = "These adapters cannot be used:"
+_TITLE = "Invalid adapters:"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,7 @@ class LossScale(GradTransform):
         }
         problems = check_fields(self, rules, "loss_scale.")
         if problems:
-            raise ConfigError("This loss scaling cannot be used:", problems)
+            raise ConfigError("Invalid loss scaling:", problems)
 
     def start(self) -> dict[str, jax.Array]:
         """Return the initial state: `scale`, `good_steps` and `hysteresis`.

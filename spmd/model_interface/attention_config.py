@@ -155,7 +155,7 @@ def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> Attention
         what = f"is {kernel}, and a ring needs chunked"
         problems.append(Problem("attention", what, fix='attention "auto", or context "all-to-all"'))
     if problems:
-        raise ConfigError("The attention settings are not supported:", problems)
+        raise ConfigError("Unsupported attention settings:", problems)
     return config
 
 

@@ -205,7 +205,7 @@ class Model:
     def __post_init__(self) -> None:
         problems = check_call("init", self.init, "key")
         if problems:
-            raise ConfigError("This model cannot be made:", problems)
+            raise ConfigError("Invalid model:", problems)
         apply = self.apply
         forward = self.forward
         if self.info is None:

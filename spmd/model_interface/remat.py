@@ -83,7 +83,7 @@ class Remat:
             object.__setattr__(self, "kind", "names" if self.names else "none")
         problems = [*self._kind_problems(), *self._name_problems(), *self._interval_problems()]
         if problems:
-            raise ConfigError("This remat policy cannot be used:", problems)
+            raise ConfigError("Invalid remat policy:", problems)
 
     def _kind_problems(self) -> Iterator[Problem]:
         """Yield a problem if the kind does not exist, or does not go with the names."""

@@ -50,7 +50,7 @@ class OptimizerConfig:
     Example:
         >>> OptimizerConfig(b1=1.5, clip_norm=-1.0)
         Traceback (most recent call last):
-        spmd.errors.ConfigError: This optimizer cannot be made:
+        spmd.errors.ConfigError: Invalid optimizer:
           b1: is 1.5
               fix: at least 0 and below 1
           clip_norm: is -1.0
@@ -112,7 +112,7 @@ class OptimizerConfig:
         problems += _no_decay_problems(self)
         problems += _scales_problems(self)
         if problems:
-            raise ConfigError("This optimizer cannot be made:", problems)
+            raise ConfigError("Invalid optimizer:", problems)
 
 
 _FIELDS = {
@@ -236,7 +236,7 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
             f"(warmup_steps={config.warmup_steps}) + (decay={decay_steps}) against (steps={steps})",
             f"--optimizer.warmup-steps {steps // 10}, or more --steps",
         )
-        raise ConfigError("This schedule cannot be made:", [problem])
+        raise ConfigError("Invalid schedule:", [problem])
     warmup_steps = max(1, config.warmup_steps)
     decay_start = steps - decay_steps
     final = config.final_fraction
@@ -286,7 +286,7 @@ def _checked(schedule_fn: Callable[[Any], Any]) -> optax.Schedule:
     if rate.shape:
         what = f"returns {describe_value(rate)}"
         problem = Problem("optimizer.schedule_fn", what, fix="one number for each step")
-        raise ConfigError("This schedule cannot be made:", [problem])
+        raise ConfigError("Invalid schedule:", [problem])
     return schedule
 
 
@@ -333,7 +333,7 @@ def make_optimizer(
         what = f"is given, and {config.name} treats matrices as all other parameters"
         problems.append(Problem("matrices", what, fix="leave it out, or name muon"))
     if problems:
-        raise ConfigError("This optimizer cannot be made:", problems)
+        raise ConfigError("Invalid optimizer:", problems)
 
     clip = optax.identity()
     if config.clip_norm:

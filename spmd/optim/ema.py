@@ -95,4 +95,4 @@ def ema_params(state: Any) -> Any:
         "keeps no average of the parameters",
         fix="spmd.with_ema(optimizer, decay=0.999)",
     )
-    raise ConfigError("There are no averaged parameters:", [problem])
+    raise ConfigError("No averaged parameters:", [problem])

@@ -92,7 +92,7 @@ def _check_sizes(params: PyTree, stacks: Mapping[str, Stack]) -> None:
             shapes[path] = leaf.shape
     problems = audit_stacks(shapes, stacks)
     if problems:
-        raise ConfigError("These stacks of layers cannot be updated per layer:", problems)
+        raise ConfigError("Unsupported stacks in per_layer:", problems)
 
 
 def _check_no_random_keys(states: Mapping[str, PyTree]) -> None:
@@ -103,7 +103,7 @@ def _check_no_random_keys(states: Mapping[str, PyTree]) -> None:
             what = "is a random key, which every layer of the stack would share"
             problems.append(Problem(path, what, fix="run it outside"))
     if problems:
-        raise ConfigError("This transform cannot run per layer:", problems)
+        raise ConfigError("Unsupported transform in per_layer:", problems)
 
 
 class _Part(NamedTuple):

@@ -84,7 +84,7 @@ class _Comparison:
             detail=losses,
             fix="a lower learning rate, or other data",
         )
-        raise ConfigError("There is nothing to compare:", [problem])
+        raise ConfigError("Nothing to compare:", [problem])
 
     def parity(self, tolerance: Tolerance) -> Parity:
         """Return the results, with one row for each leaf."""

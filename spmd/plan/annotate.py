@@ -204,7 +204,7 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
     if number is None and remat.every > 1:
         what = "has an interval, and the layers have no numbers"
         problem = Problem(f"remat {remat}", what, fix=_NUMBERED)
-        raise AnnotationError("This model does not number its layers:", [problem])
+        raise AnnotationError("Model without numbered layers:", [problem])
     if (number or 0) % remat.every:
         return override(remat=Remat("none"), regather=True)(layer)
     if remat.kind == "selective":
@@ -300,7 +300,7 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
         call = "remat_attention" if plan.remat.kind == "selective" else "remat_layer"
         what = f"the model never calls spmd.plan.annotate.{call}"
         problem = Problem(f"remat {plan.remat}", what, fix="call it, or none")
-        raise AnnotationError("The remat policy acts on nothing:", [problem])
+        raise AnnotationError("Remat policy without effect:", [problem])
 
 
 def _check_attention(plan: ShardingPlan, jaxpr: Any) -> None:
@@ -316,7 +316,7 @@ def _check_attention(plan: ShardingPlan, jaxpr: Any) -> None:
     for field, value in changed.items():
         what = f"is {value}, and the model never calls spmd.layers.attention.attend"
         problems.append(Problem(field, what, fix="call it, or leave it out"))
-    raise AnnotationError("These settings of attention act on nothing:", problems)
+    raise AnnotationError("Attention settings without effect:", problems)
 
 
 def _has_attention(jaxpr: Any) -> bool:
@@ -339,7 +339,7 @@ def _check_precision(plan: ShardingPlan, jaxpr: Any) -> None:
         ", ".join(first_lines),
         'layers without dtype=, or precision="float32"',
     )
-    raise AnnotationError("The precision acts on nothing:", [problem])
+    raise AnnotationError("Precision without effect:", [problem])
 
 
 def _marks(jaxpr: Any) -> set[str]:

@@ -68,8 +68,8 @@ from spmd.plan.sown import Sown, add_sown, check_sown, stacked_by_scan
 from spmd.plan.structure import describe, nnx_said
 from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_annotations
 
-_NO_MODEL = "This is no model:"
-_NO_CALL = "This module cannot be called so:"
+_NO_MODEL = "Invalid model:"
+_NO_CALL = "Invalid call of the module:"
 _PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
 _MAKE_FIX = "spmd.from_nnx(lambda rngs: Module(…, rngs=rngs)), or spmd.from_linen(module, *inputs)"
 
@@ -622,7 +622,7 @@ def _check_losses(unsown: Iterable[str]) -> None:
     what = "is nothing that the module sows in training"
     problems = [Problem(f"losses {name!r}", what) for name in unsown]
     if problems:
-        raise ConfigError("These losses do not exist:", problems)
+        raise ConfigError("Unknown losses:", problems)
 
 
 def _check_persistent(before: Any, after: Any) -> None:
@@ -802,7 +802,7 @@ def _no_shardings_inside() -> Iterator[None]:
             "the model is called with the global batch, so its means are over the examples of all devices already",
             f"leave out axis_name={axis[1]!r}, as of a BatchNorm",
         )
-        title = "The model names an axis of a map that is not there:"
+        title = "Unknown axis of a mapped function:"
         raise AnnotationError(title, [problem]) from error
 
 

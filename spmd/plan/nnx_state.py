@@ -86,7 +86,7 @@ def trace_structure(
     traced, (_, params, others) = jax.make_jaxpr(describe, return_shape=True)(key)
     problems += _check_stacked(names, traced.jaxpr)
     if problems:
-        raise ConfigError("The module keeps arrays where Flax does not see them:", problems)
+        raise ConfigError("Arrays in static fields of the module:", problems)
     for path, param in nnx.to_flat_state(params):
         param.set_metadata(path=join(path))  # for `spmd.plan.fsdp.placement_of`
     return ModuleStructure(graphs[0], params, others)

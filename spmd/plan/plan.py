@@ -46,7 +46,7 @@ TABLES = ("params", "variables", "transforms", "gradients", "optimizer_state")
 EvaluatedParams = Callable[[Any, Any], Any]
 """`(optimizer state, params) -> params` to evaluate: `optax.contrib.schedule_free_eval_params`."""
 
-_CANNOT = "This plan cannot be made:"
+_CANNOT = "Invalid plan:"
 _ONE_SLICE: Mapping[str, int] = FrozenDict()
 _NO_UPDATES: Mapping[str, str] = FrozenDict()
 
@@ -116,7 +116,7 @@ class ShardingPlan:
             for transform in plan.transforms:
                 problems.extend(transform.problems(plan))
         if problems:
-            raise ConfigError("These transforms of the gradient cannot be used:", problems)
+            raise ConfigError("Invalid gradient transforms:", problems)
         states = {}
         for transform in plan.transforms:
             states[transform.name] = transform.state(plan)
@@ -414,7 +414,7 @@ def _resolve_plan(
     gradients = _cast(inputs.params, inputs.precision.gradients_dtype)
     placements = _place_params(inputs, matches, recipes, on_host)
     problems = _compression_problems(inputs, placements)
-    errors.add(ConfigError("This compression cannot be used:", problems))
+    errors.add(ConfigError("Invalid compression:", problems))
     params = _entries(inputs, inputs.weights, matches, param_specs, on_host, updates)
     plan = ShardingPlan(
         mesh=inputs.mesh,
@@ -476,13 +476,13 @@ def _check_arrays(made: Any, variables: Any) -> None:
         *resolve.check_storable(variables),
     ]
     if problems:
-        raise ConfigError("These parameters cannot be trained:", problems)
+        raise ConfigError("Invalid parameters:", problems)
 
 
 def _check_precision(precision: Precision, made: Any) -> None:
     problems = check_float64(precision, tree.flatten(made))
     if problems:
-        title = "This precision does not fit the model:"
+        title = "Precision does not fit the model:"
         raise ConfigError(title, first_of(problems, at_most=5))
 
 

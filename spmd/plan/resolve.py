@@ -499,4 +499,4 @@ def check_storage(mesh: AnyMesh, storage: Storage, remat: Remat) -> None:
     if remat.offload:
         problems += without_host_memory(mesh, f"remat {remat}")
     if problems:
-        raise ConfigError("This cannot be offloaded:", problems)
+        raise ConfigError("Invalid offload:", problems)

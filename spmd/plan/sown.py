@@ -100,7 +100,7 @@ def check_sown(sown: Sequence[Sown], is_stacked: Callable[[], Sequence[bool]]) -
         if problem:
             problems.append(problem)
     if problems:
-        raise ConfigError("These sown values cannot be returned:", problems)
+        raise ConfigError("Invalid sown values:", problems)
     return stacked
 
 

@@ -88,7 +88,7 @@ def bokeh(module: str) -> Any:
             "needs Bokeh, which is not installed",
             fix="pip install 'spmd[report]'",
         )
-        raise ConfigError("There is no report:", [problem]) from error
+        raise ConfigError("Report not written:", [problem]) from error
 
 
 def library() -> str:

@@ -199,7 +199,7 @@ def write(text: str, file: str) -> None:
             f"{file} cannot be written: {error.strerror}",
             fix="--out FILE.html elsewhere",
         )
-        raise ConfigError("There is no report:", [problem]) from error
+        raise ConfigError("Report not written:", [problem]) from error
 
 
 def check_file(file: str) -> list[Problem]:

@@ -169,7 +169,7 @@ def _check_run(name: str, run_dir: RunDir) -> None:
         problem = Problem(name, "is not a folder", fix=nearest_file(path))
     else:
         problem = Problem(name, "does not exist", fix=nearest_file(path))
-    raise CheckpointError("There is no run:", [problem])
+    raise CheckpointError("Run not found:", [problem])
 
 
 def _read_metrics(file: Path, planned: Any, notes: list[str]) -> list[dict[str, Any]]:

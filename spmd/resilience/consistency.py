@@ -34,7 +34,7 @@ def check_hosts_agree(statements: Statements) -> None:
     if len(set(digests)) == 1:
         return
     everyone = [json.loads(other) for other in gather_json(text)]
-    title = "The processes do not agree, and none of them starts:"
+    title = "Processes disagree, none starts:"
     raise AgreementError(title, differences(everyone))
 
 

@@ -185,7 +185,7 @@ class Lease:
                 if is_held:
                     what = f"its lease was taken over by {_read(newest)}"
                 problem = Problem(self._run, what, fix="let one run write to a folder")
-                raise _LostError("This run writes nothing more:", [problem]) from error
+                raise _LostError("Run folder lost to another process:", [problem]) from error
 
     def _keep(self) -> None:
         """Renew the lease at intervals, also while a program compiles.

@@ -99,11 +99,11 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
     model = build_model(config)
     schedule = build_schedule(config, mesh)
     loss_fn = next_token_loss(model, chunk=config.logits_chunk)
-    with Together("This plan cannot be made:") as errors:
+    with Together("Invalid plan:") as errors:
         problems = _problems_of_chip(config, mesh, chip)
         problems += _problems_once(config, schedule)
         problems += _problems_without_flush(config, schedule)
-        errors.add(ConfigError("These settings do not go together:", problems))
+        errors.add(ConfigError("Conflicting settings:", problems))
         plan = build_plan(config, mesh, model, build_transforms(config, loss_fn, schedule))
     grad_fn, exchange = build_grad_fn(config, loss_fn, schedule, plan)
     options = _build_compiler_options(config, mesh)
@@ -290,7 +290,7 @@ def _read_schedule(config: TrainConfig, stages: int) -> Schedule:
             f"rows = {schedule.stages}, mesh.pipe = {stages}",
             "a row for each stage",
         )
-        raise ConfigError("This configuration cannot be used:", [problem])
+        raise ConfigError("Invalid configuration:", [problem])
     return schedule
 
 
@@ -468,7 +468,7 @@ def _open_chats(config: TrainConfig, data: DataConfig) -> Corpus:
             "one is for validation",
             "two or more",
         )
-        raise DataError("There is nothing to train on:", [problem])
+        raise DataError("No training data:", [problem])
     return corpus
 
 
@@ -547,7 +547,7 @@ def planned_mesh(config: TrainConfig) -> AnyMesh:
     if total is None:
         fix = "give --devices N, or each axis a size"
         problem = Problem("mesh", "has an axis of -1", fix=fix)
-        raise ConfigError("The number of devices is unknown:", [problem])
+        raise ConfigError("Unknown number of devices:", [problem])
     shape = config.mesh.resolve(total)
     check_slices(shape, config.slices.sizes)
     return abstract_mesh(shape)

@@ -145,7 +145,7 @@ class StepCheck:
         returned = self.make(mesh)
         problems = self._problems(returned)
         if problems:
-            raise ConfigError("There is no step to check:", problems)
+            raise ConfigError("No step to check:", problems)
         step, batches = returned
         self._made[mesh] = (step, batches[: self.steps or len(batches)])
         return self._made[mesh]
@@ -188,7 +188,7 @@ def _check_flush(plan: ShardingPlan) -> None:
         what = "has gradients that are one update late, unlike one device"
         fix = "check the layout with --pipeline.schedule 1f1b"
         problem = Problem("schedule pipedream", what, fix=fix)
-        raise ConfigError("There is nothing to compare:", [problem])
+        raise ConfigError("Nothing to compare:", [problem])
 
 
 def _steps_text(count: int) -> str:
@@ -252,7 +252,7 @@ class Sweep:
             problems = list[Problem]()
             for refusal in self.refused.values():
                 problems += refusal.problems
-            raise ConfigError("This config runs on no product of axes:", problems)
+            raise ConfigError("No product of axes fits this config:", problems)
         yield self._summary()
 
     def _summary(self) -> str:

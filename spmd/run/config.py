@@ -362,7 +362,7 @@ def config_values(config: Any) -> dict[str, Any]:
                 f"cannot be saved as JSON: {error}",
                 fix="a number, a string or a tuple",
             )
-            raise ConfigError("This configuration cannot be used:", [problem]) from error
+            raise ConfigError("Invalid configuration:", [problem]) from error
     return values
 
 

@@ -98,7 +98,7 @@ def open_sets(
     names = [each.name for each in sets]
     problems += name_problems(where, names, taken, "NAME=SOURCE with another name")
     if problems:
-        raise ConfigError("There is nothing to evaluate on:", problems)
+        raise ConfigError("No evaluation data:", problems)
     return sets
 
 

@@ -266,7 +266,7 @@ class Evaluate(Hook):
             watchdog.reset(f"batch {number} of {name} after step {step}")
         if not totals:
             problem = Problem(name, "has no batches", fix="one or more")
-            raise DataError("There is nothing to evaluate on:", [problem])
+            raise DataError("No evaluation data:", [problem])
         return dict(totals)
 
 

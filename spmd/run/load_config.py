@@ -119,7 +119,7 @@ def load_config(name: str) -> TrainConfig:
         if inside.is_file():
             fix = f"{inside}, the config of that run"
         problem = Problem(name, "is neither a file nor a shipped config", fix=fix)
-        raise ConfigError("There is no such config:", [problem])
+        raise ConfigError("Config not found:", [problem])
     defined, finder = _execute(path)
     config = defined.get("config")
     if not isinstance(config, TrainConfig):
@@ -141,7 +141,7 @@ def load_function(target: str) -> Callable[..., Any]:
     path = Path(file)
     if not path.is_file():
         problem = Problem(file, "does not exist", fix=nearest_file(path))
-        raise ConfigError("There is no such file:", [problem])
+        raise ConfigError("File not found:", [problem])
     defined, _ = _execute(path)
     if not callable(defined.get(name)):
         functions = list[str]()
@@ -206,4 +206,4 @@ def _text(error: BaseException) -> str:
 
 
 def _unreadable(where: str, what: str, fix: str = "") -> ConfigError:
-    return ConfigError("The config cannot be read:", [Problem(where, what, fix=fix)])
+    return ConfigError("Invalid config:", [Problem(where, what, fix=fix)])

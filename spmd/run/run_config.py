@@ -128,7 +128,7 @@ class RunConfig:
         # Values of another type have no fields to check.
         problems = list(self.wrong_types()) or list(self.problems())
         if problems:
-            raise ConfigError("This configuration cannot be used:", problems)
+            raise ConfigError("Invalid configuration:", problems)
 
     def wrong_types(self) -> Iterator[Problem]:
         """Yield a problem for each field of another type: tuples, and fields with fields."""

@@ -160,7 +160,7 @@ class RunDir:
                 "has no config file: it was started in Python",
                 fix="spmd.train(config, source=Path(__file__))",
             )
-            raise CheckpointError("This run cannot be read:", [problem])
+            raise CheckpointError("Unreadable run:", [problem])
         config = load_config(str(self.path / "config.py"))
         unknown = sorted(set(values) - set(config_values(config)))
         if unknown:
@@ -187,7 +187,7 @@ class RunDir:
             if isinstance(error, KeyError | TypeError):
                 what = "has a config.json that is not of a run"
             problem = Problem(str(self.path), what, fix=fix)
-            raise CheckpointError("There is no run:", [problem]) from error
+            raise CheckpointError("Run not found:", [problem]) from error
 
 
 class ProcessLog:

@@ -80,7 +80,7 @@ class RunSpec:
     def __post_init__(self) -> None:
         problems = list(self._problems())
         if problems:
-            raise ConfigError("There is no such run:", problems)
+            raise ConfigError("Invalid run:", problems)
 
     def _problems(self) -> Iterator[Problem]:
         """Yield the problems of the arguments."""

@@ -264,7 +264,7 @@ def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "")
         if trace:
             what = f"programs for {topology.kind} have no cycles"
             problem = Problem("--trace", what, fix="a TPU, or no --trace")
-            raise ConfigError("There is no trace:", [problem])
+            raise ConfigError("Trace not written:", [problem])
         return estimate_time(make_setup(config, planned_mesh(config)), topology)
     absent = missing_extra(topology)
     if absent:

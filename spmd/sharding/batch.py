@@ -49,7 +49,7 @@ def whole(reason: str) -> Whole:
     """
     if not isinstance(reason, str) or not reason.strip():
         problem = Problem("whole()", "has no reason", fix='whole("one graph for all examples")')
-        raise RuleError("A row cannot be made:", [problem])
+        raise RuleError("Invalid row of the batch table:", [problem])
     return Whole(reason)
 
 

@@ -64,7 +64,7 @@ def _read_names(value: Any) -> tuple[Any, ...]:
         fix = "a tuple of names, one for each dimension"
         problems.append(Problem(f"annotation {name!r}", "is not a dimension name", fix=fix))
     if problems:
-        raise RuleError("This annotation cannot be read:", problems)
+        raise RuleError("Invalid annotation:", problems)
     return names
 
 
@@ -105,7 +105,7 @@ def logical_rules(pairs: Any) -> LogicalRules:
         )
         problems.append(problem)
     if problems:
-        raise RuleError("These logical rules cannot be read:", problems)
+        raise RuleError("Invalid logical rules:", problems)
     return tuple(rules)
 
 
@@ -231,5 +231,5 @@ def _annotations(found: Mapping[str, tuple[Any, ...]]) -> dict[str, Annotation]:
                 where = f"{path}, {problem.where}"
                 problems.append(dataclasses.replace(problem, where=where))
     if problems:
-        raise RuleError("These annotations cannot be read:", problems)
+        raise RuleError("Invalid annotations:", problems)
     return annotations

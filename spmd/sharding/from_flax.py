@@ -70,7 +70,7 @@ def rules_from_annotations(
         *disputed,
     ]
     if problems:
-        raise RuleError("These annotations do not make a rule table:", problems)
+        raise RuleError("Annotations without a rule table:", problems)
     unused = _unused_names(rules, annotations)
     if unused:
         names = ", ".join(unused)

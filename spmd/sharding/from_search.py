@@ -123,7 +123,7 @@ def rules_from_search(
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     problems += audit_stacks(shapes, stack.stacks)
     if problems:
-        raise RuleError("This search table cannot be made strict:", problems)
+        raise RuleError("Search table without a strict form:", problems)
     strict = list(_strict_rules(found, values, stack))
     lines = (*_report(found, strict, rules), "", *_as_python(strict, stack.stacks))
     report("\n".join(lines))
@@ -153,7 +153,7 @@ def _read(table: Iterable[tuple[str, Any]], axes: Mapping[str, Any]) -> list[_Se
             entries = tuple(_renamed(entry, axes) for entry in spec)
             rules.append(_SearchRule(index, pattern, spec, entries))
     if problems:
-        raise RuleError("This search table cannot be read:", problems)
+        raise RuleError("Invalid search table:", problems)
     return rules
 
 

@@ -36,7 +36,7 @@ class Stack:
         if not isinstance(self.dim, int) or self.dim < 0:
             what = f"is along dimension {self.dim!r}"
             problem = Problem(f"{self}", what, fix="a number from 0 on, as in nn.scan")
-            raise RuleError("A stack cannot be read:", [problem])
+            raise RuleError("Invalid stack:", [problem])
 
 
 DEFAULT_STACKED = (("layers", "pipe"),)

@@ -63,7 +63,7 @@ class MeshShape:
             what = f"{' and '.join(inferred)} are both -1"
             problems.append(Problem("mesh", what, fix="give all but one a size"))
         if problems:
-            raise MeshError("This mesh cannot be made:", problems)
+            raise MeshError("Invalid mesh:", problems)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -145,7 +145,7 @@ def make_mesh(
             fix = did_you_mean(axis, AXES)
             problems.append(Problem(f"mesh axis {axis!r}", "does not exist", fix=fix))
     if problems:
-        raise MeshError("This mesh cannot be made:", problems)
+        raise MeshError("Invalid mesh:", problems)
     shape = MeshShape(**sizes)
     if devices is None:
         devices = jax.devices()
@@ -291,7 +291,7 @@ def simulate_devices(count: int) -> None:
             f"JAX has started with {started} CPU devices",
             fix="call it before the first use of jax.devices(), jax.numpy or jax.random",
         )
-        raise MeshError("Devices cannot be simulated any more:", [problem]) from None
+        raise MeshError("Devices were initialized before their number was set:", [problem]) from None
 
 
 def shards_of(entry: str | tuple[str, ...] | None, axes: Mapping[str, int]) -> int:

@@ -40,7 +40,7 @@ class PathPattern:
             what = f"takes more than {MATCH_SECONDS:g} s to match {path}"
             fix = "write it without a repetition inside of a repetition"
             problem = Problem(f"pattern {self.expression.pattern!r}", what, fix=fix)
-            raise RuleError("A pattern backtracks:", [problem]) from error
+            raise RuleError("Pattern with exponential backtracking:", [problem]) from error
 
 
 @functools.cache

@@ -95,7 +95,7 @@ def replicate(reason: str) -> Replicate:
     """
     if not isinstance(reason, str) or not reason.strip():
         problem = Problem("replicate()", "has no reason", fix='replicate("a few KiB")')
-        raise RuleError("A rule cannot be made:", [problem])
+        raise RuleError("Invalid rule:", [problem])
     return Replicate(reason)
 
 
@@ -160,7 +160,7 @@ class Rules:
             *self.batch_table.problems(),
         ]
         if problems:
-            raise RuleError("This rule table cannot be made:", problems)
+            raise RuleError("Invalid rule table:", problems)
         object.__setattr__(self, "logical", self.logical_rows)
 
     @functools.cached_property

@@ -201,7 +201,7 @@ def write_trace(file: str, spans: Sequence[Span], what: str) -> None:
             f"cannot be written: {error.strerror}: {file}",
             fix="--trace FILE in a folder that exists",
         )
-        raise ConfigError("There is no trace:", [problem]) from None
+        raise ConfigError("Trace not written:", [problem]) from None
 
 
 def _lane_event(number: int, lane: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Hook:
                 what = "is no method of a hook and would never be called"
                 problems.append(Problem(where, what, fix=did_you_mean(name, methods)))
         if problems:
-            raise ConfigError("This hook would not do what it says:", problems)
+            raise ConfigError("Invalid hook:", problems)
 
     def on_start(self, step: int) -> None:
         """Run before the first step; `step` steps have been taken before."""

@@ -195,7 +195,7 @@ def init_state(
         problems += check_alive("params", params, "give parameters that no other call has taken")
         problems += tree.check_like(params, plan.abstract_params, "params")
     if problems:
-        raise ConfigError("This state cannot be created:", problems)
+        raise ConfigError("Invalid training state:", problems)
     data = jax.random.key_data(jax.random.key(seed, impl=PRNG))
     replicated = jax.device_put(data, NamedSharding(plan.mesh, P()))
     return init_program(plan)(replicated, params, variables or {})

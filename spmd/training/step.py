@@ -93,7 +93,7 @@ class TrainStep:
                 "are options of a program, and the step is a part of another",
                 fix="jax.jit(…, compiler_options=…)",
             )
-            raise ConfigError("This step cannot be traced:", [problem])
+            raise ConfigError("Untraceable train step:", [problem])
         check_state(self.plan, state)
         batch = jax.tree.map(jnp.asarray, batch)
         self.trace(batch)
@@ -321,7 +321,7 @@ def make_train_step(
         what = "are both there, or neither is"
         problems.append(Problem("loss_fn, grad_fn", what, fix="give one of them"))
     if problems:
-        raise ConfigError("This step cannot be made:", problems)
+        raise ConfigError("Invalid train step:", problems)
     grad_fn = grad_fn or value_and_grad(loss_fn)  # type: ignore[arg-type]
     return TrainStep(
         plan,

@@ -30,7 +30,7 @@ FULL = "A file cannot be read or written:\n  the system: No space left on device
         (["check", "demo", "--products", "4"], "2 × 2 × 2 × 2 = 16 > 8"),
         (["train", "dmo"], 'did you mean "demo"'),
         (["train", "/no/such/config.py"], "is neither a file"),
-        (["generate", "/no/such/run", "--prompt", "x"], "There is no run"),
+        (["generate", "/no/such/run", "--prompt", "x"], "Run not found"),
     ],
 )
 def test_what_is_not_there_is_named(arguments, complaint, capsys):

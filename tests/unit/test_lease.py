@@ -146,7 +146,7 @@ def test_taken_over_it_is_lost(tmp_path, capsys, monkeypatch):
                 time.sleep(0.01)
             new.renew()
     assert codes == [EXIT_LOST]
-    assert "This run writes nothing more" in capsys.readouterr().err
+    assert "Run folder lost to another process" in capsys.readouterr().err
     assert files(tmp_path) == ["2.released"]
 
 

@@ -239,7 +239,7 @@ def test_script_goes_to_the_terminal_or_a_file(config, tmp_path, capsys):
         ("kubernetes", ["--nodes", "2", "--mount", "runs", "--restarts", "-1"], "restarts: is -1"),
         ("kubernetes", ["--nodes", "2", "--tpu", "v5e"], "'v5e' is not ACCELERATOR:TOPOLOGY"),
         ("kubernetes", ["--nodes", "3", "--tpu", "tpu-v6e-slice:2x4"], "8 / 3"),
-        ("pbs", ["--nodes", "2"], "There is no such script"),
+        ("pbs", ["--nodes", "2"], "Unknown kind of script"),
     ],
 )
 def test_what_could_not_run_is_refused(kind, arguments, said, config, capsys):
