@@ -224,9 +224,7 @@ class Fields:
         """Construct the model config, or raise a ConfigError with all problems of the file and of the config class."""
         made = self.nested(make, **values)
         if (problems := self.problems()) or made is None:
-            raise ConfigError(
-                "Unsupported features in config.json:", problems
-            )
+            raise ConfigError("Unsupported features in config.json:", problems)
         return made
 
 

@@ -291,7 +291,9 @@ def simulate_devices(count: int) -> None:
             f"JAX has started with {started} CPU devices",
             fix="call it before the first use of jax.devices(), jax.numpy or jax.random",
         )
-        raise MeshError("Devices were initialized before their number was set:", [problem]) from None
+        raise MeshError(
+            "Devices were initialized before their number was set:", [problem]
+        ) from None
 
 
 def shards_of(entry: str | tuple[str, ...] | None, axes: Mapping[str, int]) -> int:

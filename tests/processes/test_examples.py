@@ -24,7 +24,7 @@ RUNS = {"diffusion_transformer": 60, "recommender": 60, "t5_encoder_decoder": 60
 """Scripts that train in a run folder, and how many steps they take here: more than one checkpoint needs."""
 
 IMPORTED = {"threshold_exchange"}
-"""Modules for a program of one's own: tests/numerics/test_worked_example.py."""
+"""Modules for a program of one's own: tests/numerics/test_threshold_exchange.py."""
 
 SMALL = (
     *("--steps", "2", "--data.batch", "8", "--data.sequence", "32", "--evaluate.tokens", "256"),

@@ -71,7 +71,7 @@ MUTATIONS = {
         "totals = tuple(psum(s, layout.summed) for s in sums)",
         "totals = tuple(psum(s, layout.vocabulary) for s in sums)",
         (
-            "tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[both dimensions]",
+            "tests/numerics/test_lm_head.py::test_any_split_of_the_head_equals_one_device[both dimensions]",
         ),
     ),
     "wrong psum axis of a gradient": Mutation(
@@ -79,7 +79,7 @@ MUTATIONS = {
         "psum(dx, tuple(axis for axis in self.layout.vocabulary if axis not in scattered))",
         "psum(dx, tuple(axis for axis in self.layout.summed if axis not in scattered))",
         (
-            "tests/numerics/test_vocabulary.py::test_any_split_of_the_head_equals_one_device[both dimensions]",
+            "tests/numerics/test_lm_head.py::test_any_split_of_the_head_equals_one_device[both dimensions]",
         ),
     ),
     "dropped microbatch": Mutation(
@@ -98,7 +98,7 @@ MUTATIONS = {
         "spmd/pipeline/tick_table.py",
         "if end < first]",
         "if end <= first]",
-        ("tests/unit/test_lockstep.py::test_a_file_in_another_order",),
+        ("tests/unit/test_tick_table.py::test_a_file_in_another_order",),
     ),
     "transposed spec": Mutation(
         "spmd/sharding/rules.py",
@@ -155,7 +155,7 @@ MUTATIONS = {
         "run.batches(start + skipped, steps + skipped)",
         "run.batches(start + skipped + (start > 0), steps + skipped + (start > 0))",
         (
-            "tests/numerics/test_bad_steps.py"
+            "tests/numerics/test_divergence.py"
             "::test_a_run_rolls_back_behind_the_batches_that_led_there[weights-np.nan-flags0]",
         ),
     ),
@@ -164,7 +164,7 @@ MUTATIONS = {
         "sums = ((normalizer - target) * weights).sum(), ((target >= largest) * weights).sum()",
         "sums = (normalizer - target).sum(), ((target >= largest) * weights).sum()",
         (
-            "tests/numerics/test_vocabulary.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",
+            "tests/numerics/test_lm_head.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",
         ),
     ),
     "missing weight in a gradient": Mutation(
@@ -172,7 +172,7 @@ MUTATIONS = {
         "dlogits = (probabilities - is_target) * weights[..., None]",
         "dlogits = probabilities - is_target",
         (
-            "tests/numerics/test_vocabulary.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",
+            "tests/numerics/test_lm_head.py::test_some_tokens_at_a_time_are_the_loss_of_all[io-1024]",
         ),
     ),
     "wrong ring order": Mutation(
@@ -193,7 +193,7 @@ MUTATIONS = {
         "spmd/plan/resolve.py",
         "(spec if table in ZERO_KEEPS[zero] else used",
         "(spec if table in ZERO_KEEPS[3] else used",
-        ("tests/numerics/test_closed_forms.py::test_bytes_are_the_closed_form[zero 1]",),
+        ("tests/numerics/test_collective_bytes.py::test_bytes_are_the_closed_form[zero 1]",),
     ),
 }
 

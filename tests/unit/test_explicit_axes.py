@@ -72,7 +72,7 @@ def is_refused(function) -> bool:
 
 def line_of(mark: str) -> str:
     """The line of this file that ends with a mark, as `file:line`."""
-    return line_with(f"# {mark}\n", "tests/unit/test_explicit.py")
+    return line_with(f"# {mark}\n", "tests/unit/test_explicit_axes.py")
 
 
 def line_with(code: str, file: str) -> str:

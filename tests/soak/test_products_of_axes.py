@@ -1,7 +1,7 @@
 """Every axis, every pair of axes and products of three train as one device does: Llama and Mixtral, on 8 devices.
 
 The models have grouped-query attention and one layer that is not scanned, which compiles fastest;
-scanned layers are in `test_layouts` and `tests/numerics/test_expert.py`. `spmd check --products` is
+scanned layers are in `test_layouts` and `tests/numerics/test_moe.py`. `spmd check --products` is
 the same sweep for any config.
 """
 

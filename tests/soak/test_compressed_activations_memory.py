@@ -11,7 +11,7 @@ import pytest
 
 from spmd.analysis.topology import missing_extra, parse_topology
 from tests.programs import LITTLE_EFFORT, run_script
-from tests.soak.test_wires_on_pods import OLD
+from tests.soak.test_coded_comm_on_pods import OLD
 
 LAYERS, D_FF, SEQUENCES, LENGTH = 16, 2048, 256, 128
 """Sizes of the model, and the sequences of each device with their length."""
