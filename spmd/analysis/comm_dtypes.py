@@ -7,7 +7,6 @@ decides the dtype in the step.
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
@@ -17,13 +16,9 @@ from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.hlo import HloArray
 from spmd.codecs import EXCHANGES, GATHERS
 from spmd.errors import Problem
+from spmd.plan.communication import Transfer, gathers, reductions
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import read_names, read_scope
-from spmd.plan.sharded_param import ShardedParam, sharded_param
-from spmd.powersgd.matrices import AXIS, compressed_bytes
-from spmd.sharding.dims import local_shape
-from spmd.sharding.layer_paths import stored_dims, without_dims
-from spmd.sharding.mesh import BATCH_SPEC, entry_axes
 from spmd.tree import human_bytes
 
 
@@ -53,55 +48,40 @@ class CommDtypeCheck:
 
 
 def comm_dtype_checks(plan: ShardingPlan) -> Iterator[CommDtypeCheck]:
-    """Yield the promises of a plan.
+    """Yield the checks of a plan, from its ledger of communication.
 
-    Gradients have the dtypes and codecs of the wire where a layer reduces them
-    (`spmd.plan.sharded_param`), as layers do for their kernels. For other parameters only an explicit
-    collective shows that a layer does. Parameters with a codec are gathered as its codes. Of
-    PowerSGD, gradients are sent as two thin float32 matrices.
+    Gradients have the dtypes of the ledger where a layer reduces them (`spmd.plan.sharded_param`),
+    as layers do for their kernels. For other parameters only an explicit collective shows that a
+    layer does. Gathers of parameters are checked if they are sent as codes.
     """
-    thin = compressed_bytes(plan)
     kernels = plan.model.info().wrappable
-    for entry in plan.params:
-        placed = plan.placements.get(entry.path)
-        if placed is None:
-            continue
-        shape = without_dims(entry.shape, stored_dims(placed.stacks))
-        param = sharded_param(placed, len(shape))
-        matrices = thin.get(entry.path, ())
-        explicit = entry.path not in kernels
-        yield _gradient_promise(plan, entry.path, shape, param, matrices, explicit=explicit)
-        codec = placed.comm.param_codec
-        if codec:
-            yield _gather_promise(entry.path, param, codec)
+    trained = {entry.path for entry in plan.params}
+    for path, sent in _by_path(reductions(plan)).items():
+        yield _gradient_check(path, sent, explicit=path not in kernels)
+    for transfer in gathers(plan):
+        if transfer.dtype in GATHERS and transfer.path in trained:
+            yield _gather_check(transfer)
 
 
-def _gradient_promise(
-    plan: ShardingPlan,
-    path: str,
-    shape: Sequence[int],
-    param: ShardedParam,
-    matrices: Sequence[int],
-    *,
-    explicit: bool,
-) -> CommDtypeCheck:
-    """Return the promise of a gradient; `matrices` has the bytes of PowerSGD's, if it has any."""
-    sizes = plan.mesh.shape
-    batch = _batch_axes(sizes)
-    summed = [axis for axis in batch if axis not in param.split]
-    names = param.sent(local_shape(shape, param.compute_dims, sizes), summed, sizes)
+def _by_path(transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
+    """Return the transfers of each parameter."""
+    found: dict[str, list[Transfer]] = {}
+    for transfer in transfers:
+        found.setdefault(transfer.path, []).append(transfer)
+    return found
+
+
+def _gradient_check(path: str, sent: Iterable[Transfer], *, explicit: bool) -> CommDtypeCheck:
+    """Return the check of a gradient, from its reductions over each axis."""
     dtypes = {}
-    for axis in batch:
-        if axis in names:
-            dtypes[axis] = _wire_dtype(names[axis] or plan.precision.gradients)
     scales = 0.0
-    for name in names.values():
-        if name in EXCHANGES:
-            scales = max(scales, _SCALES[name])
     largest = {}
-    if matrices:
-        largest[AXIS] = max(matrices)
-        dtypes[AXIS] = "f32"
+    for transfer in sent:
+        (axis,) = transfer.axes
+        dtypes[axis] = _wire_dtype(transfer.dtype)
+        scales = max(scales, _SCALES.get(transfer.dtype, 0.0))
+        if transfer.arrays:
+            largest[axis] = max(transfer.arrays)
     return CommDtypeCheck(
         path,
         GRADIENT,
@@ -113,26 +93,15 @@ def _gradient_promise(
     )
 
 
-def _gather_promise(path: str, param: ShardedParam, codec: str) -> CommDtypeCheck:
-    """Return the promise of a parameter that is gathered as codes."""
-    axes = itertools.chain(*param.gathers)
+def _gather_check(transfer: Transfer) -> CommDtypeCheck:
+    """Return the check of a parameter that is gathered as codes."""
     return CommDtypeCheck(
-        path,
+        transfer.path,
         USED_WHOLE,
-        dict.fromkeys(axes, _wire_dtype(codec)),
-        overhead=_SCALES[codec],
+        dict.fromkeys(transfer.axes, _wire_dtype(transfer.dtype)),
+        overhead=_SCALES[transfer.dtype],
         fix="leave out --compress.gather, if these bytes are meant",
     )
-
-
-def _batch_axes(sizes: Mapping[str, int]) -> list[str]:
-    """Return the axes that split a batch, of those above size 1."""
-    axes = []
-    for entry in BATCH_SPEC:
-        for axis in entry_axes(entry):
-            if sizes[axis] > 1:
-                axes.append(axis)
-    return axes
 
 
 _SCALES = {

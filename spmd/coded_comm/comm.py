@@ -75,6 +75,13 @@ class CodedComm(ParamComm):
             return None
         return dataclasses.replace(EXCHANGES[name], width=self.width)
 
+    def gradient_block(self, name: str, shape: Sequence[int]) -> int:
+        """Return the elements with one scale; 1 without a codec."""
+        codec = self.gradient_codec(name)
+        if codec is None:
+            return 1
+        return max(codec.least, codec.block_dim(shape)[1])
+
     def prepares(self, layout: LocalLayout) -> bool:
         """Return whether there are two hops.
 

@@ -160,6 +160,11 @@ class GradTransform:
         del wanted
         return dict(restored)
 
+    def sent(self, plan: Any) -> Mapping[str, Mapping[str, Sequence[int]]]:
+        """Return path → axis → bytes of each array that a device sends in place of a gradient."""
+        del plan
+        return {}
+
     def problems(self, plan: Any) -> Sequence[Problem]:
         """Return the reasons against its use with a plan and the plan's other transforms."""
         del plan

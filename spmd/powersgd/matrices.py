@@ -60,9 +60,10 @@ class Matrix:
         """The dimensions that count matrices."""
         return tuple(dim for dim in range(len(self.shape)) if dim not in self.dims)
 
-    def sent(self, rank: int) -> int:
-        """Return the bytes of P and Q of all matrices of a device."""
-        return 4 * rank * (self.rows + self.columns) * self.count
+    def sent(self, rank: int) -> tuple[int, int]:
+        """Return the bytes of P and of Q, of all matrices of a device."""
+        row_bytes = 4 * rank * self.count
+        return row_bytes * self.rows, row_bytes * self.columns
 
     @property
     def error_spec(self) -> P:
@@ -133,21 +134,3 @@ def _not_compressed(matrix: Matrix, rank: int, rate: float) -> str:
     if sent >= n * m:
         return f"({n} + {m}) · {rank} · {rate:g} = {sent:g} ≥ {n} · {m} = {n * m}"
     return ""
-
-
-def compressed_bytes(plan: ShardingPlan) -> dict[str, tuple[int, int]]:
-    """Return path → the bytes of P and of Q of a device, for gradients with a state in the plan."""
-    gradients = {entry.path: entry for entry in plan.gradients}
-    prefix = f"{NAME}/{Q}/"
-    found = dict[str, tuple[int, int]]()
-    for entry in plan.transform_states:
-        if not entry.path.startswith(prefix):
-            continue
-        path = entry.path.removeprefix(prefix)
-        gradient = gradients[path]
-        stacked = dims_of(path, plan.rules.stacks)
-        matrix = make_matrix(gradient.shape, gradient.spec, stacked, plan.mesh)
-        rank = entry.shape[-2]
-        row_bytes = 4 * rank * matrix.count
-        found[path] = row_bytes * matrix.rows, row_bytes * matrix.columns
-    return found

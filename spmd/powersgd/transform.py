@@ -107,6 +107,14 @@ class PowerSGD(GradTransform):
             additive=self.additive,
         )
 
+    def sent(self, plan: ShardingPlan) -> dict[str, dict[str, tuple[int, int]]]:
+        """Return path → axis → bytes of P and of Q of all layers, for compressed gradients."""
+        matrices, _ = find_matrices(plan, self.rank, self.rate)
+        found = {}
+        for path, matrix in matrices.items():
+            found[path] = {AXIS: matrix.sent(self.rank)}
+        return found
+
     def _last_stage(self, local: LocalGradients, carry: Carry) -> tuple[Any, Carry]:
         state = carry.transforms[self.name]
         errors = tree.flatten(state[ERROR])

@@ -4,16 +4,11 @@ They describe the pipeline, experts, exchange and compression, the slices, and X
 """
 
 import collections
-import functools
-import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
-import jax.numpy as jnp
-
-from spmd.codecs import EXCHANGES, GATHERS
-from spmd.coded_comm.comm import CodedComm
+from spmd.codecs import EXCHANGES
 from spmd.data.sampler import MixtureSchedule
 from spmd.distributed.xla_flags import describe
 from spmd.gradients.accumulate import values_of_microbatches
@@ -21,10 +16,16 @@ from spmd.gradients.deferred_reduction import DEFERRABLE_AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.pipeline.tick_table import describe_execution
+from spmd.plan.communication import (
+    batch_axes,
+    deferred_reduction_bytes,
+    element_bytes,
+    gathers,
+    reductions,
+)
 from spmd.plan.manual import split_axes
 from spmd.plan.plan import ShardingPlan
-from spmd.plan.records import ParamPlacement, PlanEntry
-from spmd.plan.sharded_param import ShardedParam, sharded_param
+from spmd.plan.records import ParamPlacement
 from spmd.powersgd.matrices import AXIS, find_matrices
 from spmd.powersgd.transform import PowerSGD
 from spmd.run.build import (
@@ -36,9 +37,7 @@ from spmd.run.build import (
 )
 from spmd.run.config import TrainConfig
 from spmd.run.recipes import device_kind, recipe_lines
-from spmd.sharding.dims import local_shape, spec_dims
-from spmd.sharding.mesh import BATCH_SPEC, entry_axes
-from spmd.sharding.optimizer_state import drop_axis, shard_bytes
+from spmd.sharding.dims import spec_dims
 from spmd.tree import human_bytes
 
 
@@ -115,7 +114,7 @@ def exchange_line(setup: TrainSetup) -> str:
 
 def _exchange_form(plan: ShardingPlan, axes: tuple[str, ...], parts: int) -> str:
     """Return a description, with bytes, of one exchange over axes in place of one for each part."""
-    sent, gathered, held = exchange_bytes(plan, axes)
+    sent, gathered, held = deferred_reduction_bytes(plan, axes)
     sums = f"{human_bytes(sent)} on the wire, not {human_bytes(parts * sent)}"
     params = ""
     if gathered:
@@ -168,21 +167,6 @@ def mixture_line(config: TrainConfig) -> str:
     return f"\nmixture {', '.join(named)} of {examples * data.sequence:,} tokens"
 
 
-def sent_bytes(name: str, block: int = 128) -> float:
-    """Return the bytes of an element on the wire, in a dtype or a codec.
-
-    Of a codec they include its part of the block's scale.
-
-    Example:
-        >>> sent_bytes("bfloat16"), sent_bytes("int8"), sent_bytes("int4")
-        (2, 1.03125, 0.53125)
-    """
-    codec = EXCHANGES.get(name) or GATHERS.get(name)
-    if codec:
-        return codec.bits(block) / 8
-    return jnp.dtype(name).itemsize
-
-
 def compression_lines(plan: ShardingPlan, powersgd: PowerSGD | None = None) -> list[str]:
     """Return a line for each use of a codec: its axes, and a device's bytes without and with it."""
     lines = _gathered_lines(plan)
@@ -203,42 +187,23 @@ def _gathered_lines(plan: ShardingPlan) -> list[str]:
     after = 0.0
     plain = ["vectors"]
     over = dict[str, int]()
-    for entry, placed in _placed_params(plan):
-        param = sharded_param(placed.of_stack(), len(entry.shape))
-        if not param.is_gathered:
-            continue
-        if placed.comm.param_codec:
-            count = math.prod(entry.shape) // math.prod(sizes[axis] for axis in param.split)
-            stored = local_shape(entry.shape, param.param_dims, sizes)
-            block = GATHERS[codec].block_dim(stored)[1]
-            before += count * sent_bytes(dtype)
-            after += count * sent_bytes(codec, block)
-            for axis in itertools.chain(*param.gathers):
+    for transfer in gathers(plan):
+        if transfer.dtype == codec:
+            before += transfer.plain_bytes
+            after += transfer.bytes
+            for axis in transfer.axes:
                 over[axis] = sizes[axis]
-        elif len(entry.shape) > len(placed.stacks) + 1:
-            plain.append(entry.path)
+        elif transfer.is_matrix:
+            plain.append(transfer.path)
     named = " and ".join(f"{axis} {size}" for axis, size in over.items())
     sent = f"{human_bytes(int(after))}, not {human_bytes(int(before))} in {dtype}, in each pass"
     uncoded = ", ".join(plain)
     return [f"layers gather in {codec} over {named}: {sent}; without codes: {uncoded}"]
 
 
-def _placed_params(plan: ShardingPlan) -> Iterator[tuple[PlanEntry, ParamPlacement]]:
-    """Yield the parameters with a placement, then the frozen variables with one."""
-    frozen = plan.model.info().frozen
-    variables = [entry for entry in plan.variables if entry.path in frozen]
-    for entry in (*plan.params, *variables):
-        placed = plan.placements.get(frozen.get(entry.path, entry.path))
-        if placed is not None:
-            yield entry, placed
-
-
 def _reduced_lines(plan: ShardingPlan) -> list[str]:
     """Return a line for each axis with a codec of gradients."""
-    axes = list[str]()
-    for entry in BATCH_SPEC:
-        axes += entry_axes(entry)
-    split = [axis for axis in axes if plan.mesh.shape[axis] > 1]
+    split = batch_axes(plan.mesh.shape)
     lines = list[str]()
     for axis, codec in plan.precision.exchange_names(split).items():
         if codec in EXCHANGES:
@@ -252,55 +217,17 @@ def _reduced_line(plan: ShardingPlan, axis: str, codec: str) -> str:
     before = 0.0
     after = 0.0
     plain = ["vectors"]
-    for entry, placed in _reduced_gradients(plan):
-        param = sharded_param(placed.of_stack(), len(entry.shape))
-        if axis in param.split:
+    gathered = plan.model.info().gathered_by_layer
+    for transfer in reductions(plan):
+        if transfer.axes != (axis,) or transfer.path not in gathered or not transfer.is_matrix:
             continue
-        sizes = plan.mesh.shape
-        used = local_shape(entry.shape, param.compute_dims, sizes)
-        sent = param.sent(used, [axis], sizes)[axis]
-        block = 1
-        if isinstance(placed.comm, CodedComm):
-            kept = local_shape(entry.shape, param.grad_dims, sizes)
-            block = _gradient_block(placed.comm, sent, kept)
-        count = _reduced_elements(entry, param, axis, sizes)
-        before += count * sent_bytes(dtype)
-        after += count * sent_bytes(sent, block)
-        if sent != codec:
-            plain.append(entry.path)
+        before += transfer.plain_bytes
+        after += transfer.bytes
+        if transfer.dtype != codec:
+            plain.append(transfer.path)
     where = f"{axis}{_slices_text(plan, axis)}"
     sums = f"{human_bytes(int(after))}, not {human_bytes(int(before))} in {dtype}, in each sum"
     return f"gradients in {codec} over {where}: {sums}; without codes: {', '.join(plain)}"
-
-
-def _reduced_gradients(plan: ShardingPlan) -> Iterator[tuple[PlanEntry, ParamPlacement]]:
-    """Yield the gradients of gathered matrices, with the placements of the parameters."""
-    gathered = plan.model.info().gathered_by_layer
-    for entry in plan.gradients:
-        placed = plan.placements.get(entry.path)
-        if placed is None or entry.path not in gathered:
-            continue
-        if len(entry.shape) >= len(placed.stacks) + 2:
-            yield entry, placed
-
-
-def _reduced_elements(
-    entry: PlanEntry, param: ShardedParam, axis: str, sizes: Mapping[str, int]
-) -> int:
-    """Return the elements sent by a device over an axis for the sum of a gradient."""
-    others = [name for name in itertools.chain(*param.grad_dims) if name != axis]
-    count = math.prod(entry.shape) // math.prod(sizes[name] for name in others)
-    if axis in itertools.chain(*param.scatters):
-        return count
-    return 2 * count  # a sum is a gather as well
-
-
-def _gradient_block(comm: CodedComm, name: str, shape: tuple[int, ...]) -> int:
-    """Return the number of elements with one scale; 1 without a codec."""
-    codec = comm.gradient_codec(name)
-    if codec is None:
-        return 1
-    return max(codec.least, codec.block_dim(shape)[1])
 
 
 def _slices_text(plan: ShardingPlan, axis: str) -> str:
@@ -314,14 +241,14 @@ def _slices_text(plan: ShardingPlan, axis: str) -> str:
 
 def _powersgd_lines(plan: ShardingPlan, powersgd: PowerSGD) -> list[str]:
     """Return a heading, the matrices as a table, and the gradients without compression."""
-    width = sent_bytes(plan.precision.exchange_names((AXIS,))[AXIS])
+    width = element_bytes(plan.precision.exchange_names((AXIS,))[AXIS])
     matrices, plain = find_matrices(plan, powersgd.rank, powersgd.rate)
     rows = list[tuple[str, ...]]()
     before = 0
     after = 0
     for path, matrix in matrices.items():
         wide = int(2 * width) * math.prod(matrix.local)
-        sent = 2 * matrix.sent(powersgd.rank)
+        sent = 2 * sum(matrix.sent(powersgd.rank))  # a sum is a gather as well
         before += wide
         after += sent
         shape = f"{matrix.count} × [{matrix.rows}, {matrix.columns}]"
@@ -371,33 +298,3 @@ def flags_text(setup: TrainSetup, platform: str, kind: str) -> str:
     if not flags:
         return ""
     return describe(f"\nflags for XLA on {platform}", flags)
-
-
-def exchange_bytes(plan: ShardingPlan, axes: tuple[str, ...]) -> tuple[int, int, int]:
-    """Return the bytes of an exchange over axes of size above 1: gradients, parameters, and held.
-
-    Gradients and parameters are on the wire; they count as in `spmd.analysis.collective_record`.
-    The third number is held beyond the plan's shards.
-    """
-    sizes = plan.mesh.shape
-    sent = 0
-    gathered = 0
-    held = 0
-    for leaf in plan.gradients:
-        shard = shard_bytes(leaf.shape, plan.precision.accumulation, leaf.spec, sizes)
-        joined = functools.reduce(drop_axis, axes, leaf.spec)
-        local = shard_bytes(leaf.shape, plan.precision.accumulation, joined, sizes)
-        if local > shard:
-            sent += local
-        split = set[str]()
-        for entry in leaf.spec:
-            split.update(entry_axes(entry))
-        if not split.issuperset(axes):
-            sent += 2 * shard
-        held += local - shard
-    for leaf in (*plan.params, *plan.variables):
-        joined = functools.reduce(drop_axis, axes, leaf.spec)
-        local = shard_bytes(leaf.shape, leaf.dtype, joined, sizes)
-        if local > leaf.bytes_per_device:
-            gathered += local
-    return sent, gathered, held + gathered

@@ -19,6 +19,7 @@ from spmd.layers.router import RouterConfig
 from spmd.model_interface.remat import Remat, make_remat
 from spmd.observe.spinner import spinner
 from spmd.pipeline.tick_table import tabulate
+from spmd.plan.communication import element_bytes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
 from spmd.run.build import (
@@ -30,7 +31,6 @@ from spmd.run.build import (
     planned_mesh,
 )
 from spmd.run.config import CountsFlops, TrainConfig
-from spmd.run.describe import sent_bytes
 from spmd.run.preflight import CompiledStep, compile_step, topology_mesh
 from spmd.settings.compress import powersgd_rank
 from spmd.settings.quantize import QuantizationRecipe
@@ -190,9 +190,9 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
         recomputes_attention=remat.kind != "none" and _CORE not in remat.names,
         zero=config.zero,
         regathers=remat.kind != "none",
-        gathered_bytes=sent_bytes(gathered),
-        reduced_bytes=sent_bytes(reduced),
-        data_share=_data_share(config, model, mesh, sent_bytes(reduced)),
+        gathered_bytes=element_bytes(gathered),
+        reduced_bytes=element_bytes(reduced),
+        data_share=_data_share(config, model, mesh, element_bytes(reduced)),
         state_bytes=2 * model.state_bytes + 4,
         routed=model.routed,
         offloads_state="optimizer_state" in config.offload,

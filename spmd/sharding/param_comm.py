@@ -99,6 +99,15 @@ class ParamComm:
         named = dict(self.gradients)
         return {axis: named.get(axis, "") for axis in (*layout.scattered, *axes)}
 
+    def gradient_block(self, name: str, shape: Sequence[int]) -> int:
+        """Return the elements with one scale, in terms of a gradient sent as `name`; 1 of a dtype.
+
+        Args:
+            shape: Of a device's part of the reduced gradient.
+        """
+        del name, shape
+        return 1
+
     def reduce(self, gradient: Array, layout: LocalLayout, axes: Sequence[str]) -> Array:
         """Sum a gradient over axes, and scatter it as it is kept.
 

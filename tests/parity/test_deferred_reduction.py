@@ -18,8 +18,8 @@ from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
+from spmd.plan.communication import deferred_reduction_bytes
 from spmd.plan.plan import ShardingPlan
-from spmd.run.describe import exchange_bytes
 from spmd.testing import Parity, Reference, pad_unevenly, token_batches
 from tests import tiny
 from tests.one_device import REORDERED, SGD
@@ -119,7 +119,7 @@ def test_a_pipeline_sends_each_array_once():
 
 def test_the_bytes_that_the_plan_says_are_sent():
     """The audit finds them to the byte, besides the three sums of a loss."""
-    found, said = audit(BOTH, **ALL), exchange_bytes(plan_of(**ALL), BOTH)
+    found, said = audit(BOTH, **ALL), deferred_reduction_bytes(plan_of(**ALL), BOTH)
     sent = [
         r
         for r in found.records

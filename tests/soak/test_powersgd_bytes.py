@@ -12,7 +12,7 @@ SCRIPT = """
     import spmd
     from spmd.analysis.topology import parse_topology
     from spmd.distributed.initialize import initialize
-    from spmd.powersgd.matrices import compressed_bytes
+    from spmd.plan.communication import reductions
     from spmd.run.build import make_setup
     from spmd.run.load_config import load_config
     from spmd.run.preflight import compile_step, topology_mesh
@@ -31,7 +31,8 @@ SCRIPT = """
     audit = compile_step(setup).audit
     over = [r for r in audit.records if r.over == "data" and r.dtype == "f32" and r.payload > 4]
     sent = sum(r.payload * r.executions for r in over if r.crosses or topology.slices == 1)
-    print(json.dumps([sent, sum(map(sum, compressed_bytes(setup.plan).values())), len(audit.broken)]))
+    planned = sum(sum(transfer.arrays) for transfer in reductions(setup.plan))
+    print(json.dumps([sent, planned, len(audit.broken)]))
 """
 
 pytestmark = pytest.mark.soak

@@ -21,8 +21,9 @@ from spmd.models.llama import LlamaConfig
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
+from spmd.plan.communication import deferred_reduction_bytes
 from spmd.run.build import make_setup, planned_mesh
-from spmd.run.describe import exchange_bytes, exchange_line, microbatch_line
+from spmd.run.describe import exchange_line, microbatch_line
 from spmd.run.preflight import preflight
 from spmd.sharding.mesh import abstract_mesh
 
@@ -61,7 +62,7 @@ def test_by_default_it_is_over_the_axes_that_take_no_memory(fields, axes):
     made = setup(**fields)
     assert made.exchange.axes == axes
     if "defer_grad_reduction" not in fields:
-        assert exchange_bytes(made.plan, axes)[1:] == (0, 0)
+        assert deferred_reduction_bytes(made.plan, axes)[1:] == (0, 0)
 
 
 def test_the_plan_says_what_is_sent_and_held():
@@ -71,9 +72,13 @@ def test_the_plan_says_what_is_sent_and_held():
     split, whole = (
         4 * sum(size for size, is_split in sizes if is_split == kind) for kind in (True, False)
     )
-    assert exchange_bytes(made.plan, ("data",)) == (2 * (split // 2 + whole), 0, 0)
+    assert deferred_reduction_bytes(made.plan, ("data",)) == (2 * (split // 2 + whole), 0, 0)
     both = split + 2 * (split // 2 + whole)
-    assert exchange_bytes(made.plan, ("data", "fsdp")) == (both, split, split // 2 + split)
+    assert deferred_reduction_bytes(made.plan, ("data", "fsdp")) == (
+        both,
+        split,
+        split // 2 + split,
+    )
     text = exchange_line(made)
     once = (split + 2 * whole) / 1024
     assert f"over data once a step: {once:.1f} KiB on the wire, not {4 * once:.0f} KiB" in text

@@ -12,7 +12,8 @@ from spmd.analysis.comm_dtypes import comm_dtype_checks, wider_transfers
 from spmd.errors import ConfigError
 from spmd.models.llama import LlamaConfig
 from spmd.partition_rules.llama import LLAMA
-from spmd.powersgd.matrices import compressed_bytes, find_matrices
+from spmd.plan.communication import reductions
+from spmd.powersgd.matrices import find_matrices
 from spmd.powersgd.transform import PowerSGD
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.config import TrainConfig, config_values, with_values
@@ -114,7 +115,7 @@ def test_the_plan_says_what_is_compressed():
         sum(shard_bytes(x.shape, "float32", x.spec, made.mesh.shape) for x in made.plan.gradients)
         - 4 * 5 * 32
     )
-    thin = sum(map(sum, compressed_bytes(made.plan).values()))
+    thin = sum(sum(transfer.arrays) for transfer in reductions(made.plan))
     heading = f"gradients powersgd:2 over data=2: {2 * wide / 1024:.3g} KiB → {2 * thin / 1024:.3g} KiB on the wire"
     assert text.startswith(heading)
     assert re.search(r"layers/mlp/up_proj/kernel +2 × \[16, 64\] +16 KiB → 2.5 KiB", text)
@@ -152,7 +153,8 @@ def test_a_gradient_that_is_sent_whole_breaks_a_promise(payload, is_broken):
     """Of a compressed gradient no array is larger than P and Q: here 2 layers of 2 × 64 numbers, 1 KiB."""
     promises = list(comm_dtype_checks(setup(precision="bf16").plan))
     path = "layers/mlp/up_proj/kernel"
-    largest = max(compressed_bytes(setup().plan)[path])
+    (arrays,) = (x.arrays for x in reductions(setup().plan) if x.path == path and x.arrays)
+    largest = max(arrays)
     fields = {field.name: "" for field in dataclasses.fields(Collective)}
     fields |= {
         "kind": "all-reduce",
