@@ -1,1 +1,1 @@
-"""Flax NNX models. They import flax, jax and the parts of `spmd` that are for model code."""
+"""Flax NNX models, with imports of flax, jax and the parts of `spmd` for model code only."""

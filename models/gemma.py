@@ -55,7 +55,7 @@ class GemmaConfig(LlamaConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Gemma2Config(GemmaConfig):
-    """Shape of a Gemma 2; every other layer has the window, starting with the first."""
+    """Shape of a Gemma 2; layers 0, 2, … have the sliding window."""
 
     window: int = 4096
     """Tokens that each one attends to in every other layer, itself included."""
@@ -125,8 +125,8 @@ class Block(nnx.Module):
     Args:
         config: The shape.
         window: Tokens that each one attends to; 0 for all preceding ones.
-        scale: As for `attend`, as is the next one.
-        soft_cap: The cap of scores.
+        scale: Factor of the scores, as for `attend`.
+        soft_cap: Cap of the scores, as for `attend`.
         post_norms: Normalise the outputs of attention and MLP too.
         rngs: For the initial parameters.
     """

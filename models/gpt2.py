@@ -27,7 +27,7 @@ from spmd.plan.annotate import annotate
 
 
 class TransformerConfig(Protocol):
-    """Fields that layers of GPT-2's kind use."""
+    """Config fields used by the layers of GPT-2 and the vision transformer."""
 
     @property
     def d_model(self) -> int:
@@ -51,9 +51,9 @@ class TransformerConfig(Protocol):
 
 
 def transformer_problems(config: TransformerConfig, *sizes: str) -> list[Problem]:
-    """Return a problem for each invalid field of a model of such layers.
+    """Return a problem for each invalid field of a `TransformerConfig`.
 
-    `sizes` are its other positive fields.
+    `sizes` are the names of its other positive fields.
     """
     rules = dict.fromkeys(("d_model", "layers", "heads", "d_ff", *sizes), "at least 1")
     problems = check_fields(config, rules, prefix="model.")
@@ -130,7 +130,7 @@ The published vocabulary, 50,257 words, divides over no `tensor` above 1; see
 
 
 class Attention(nnx.Module):
-    """Multi-head attention with biases, `causal` or of all tokens to all."""
+    """Multi-head attention with biases, `causal` or from every token to all."""
 
     def __init__(self, config: TransformerConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
         width = config.d_model
@@ -166,7 +166,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """`down(gelu(up(x)))`, with biases (Hendrycks & Gimpel, arXiv:1606.08415).
 
-    `approximate` is gelu by tanh.
+    `approximate` selects the tanh approximation of gelu.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class GPT2(nnx.Module):
         at = positions(seq)
         longest = seq
         if isinstance(at, jax.Array):
-            longest = cache_length()  # one token of a text that may become as long as that
+            longest = cache_length()  # decoding: the text may become as long as the cache
         if longest > self.config.context:
             problem = Problem(
                 "sequence",

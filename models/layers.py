@@ -18,7 +18,7 @@ from spmd.plan.annotate import remat_interval, remat_layer
 from spmd.plan.manual import is_partly_manual
 
 Step = Callable[..., tuple[Array, Any]]
-"""`(layer, x, state, own) -> (x, value)`, of one layer with its own input and value."""
+"""`(layer, x, state, own) -> (x, value)`: call of one layer with its own input and value."""
 
 
 class RMSNorm(nnx.Module):
@@ -130,7 +130,7 @@ def run_layers(layers: nnx.Module, x: Array, *context: Any, unroll: int = 1) -> 
 def scan_layers_with_outputs(
     layers: nnx.Module, x: Array, each: Any, *context: Any, unroll: int = 1
 ) -> tuple[Array, Any]:
-    """Run layers that have their own inputs and return values besides `x`.
+    """Run layers with one input each and one return value each, besides `x`.
 
     Args:
         layers: Layers `(x, own, *context) -> (x, value)`.
@@ -235,8 +235,8 @@ class _LayerStack:
         if not is_partly_manual():
             turn = max(1, self.unroll // self.interval)
             return self.interval, turn
-        # libtpu aborts for the slices of a stack that an unrolled scan makes there: equal groups in
-        # place of it.
+        # libtpu aborts for the slices of a stack in an unrolled scan of a partly manual region:
+        # scan equal groups of layers instead.
         size = self.interval
         for larger in range(self.interval, self.unroll + 1, self.interval):
             if count % larger == 0:
@@ -271,9 +271,9 @@ class _LayerStack:
 
 
 def _unstack(group: Any) -> list[Any]:
-    """Return the layers of a stack.
+    """Return the layers of a stack, by one split of each array.
 
-    They are made by one split, so that their gradients are concatenated once, not summed.
+    The gradients of one split are concatenated once; those of slices would be summed.
     """
     leaves, structure = jax.tree.flatten(group)
     parts = [jax.lax.split(w, [1] * w.shape[0]) for w in leaves]

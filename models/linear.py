@@ -44,7 +44,7 @@ def dense(
 
     The kernel is cast to the dtype of `x` and then gathered, so the collective is in bfloat16. Its
     gradient leaves the matmul in the kernel's own dtype, so sums over devices are in float32, and
-    is scattered as the plan says.
+    is scattered by the plan.
 
     Args:
         x: Activations.
@@ -134,12 +134,12 @@ class _Products:
 
     Attributes:
         placed: The placement of each kernel under the plan in scope.
-        axes: As for `dense`, as are `dtype` and `precision`.
+        axes: As for `dense`, like `dtype` and `precision`.
         into: The activation name of the array as an input of the matmul, if any.
         out: The activation name of a product's gradient as an input of the matmul, if any.
         outs: The kernel's dimensions that the product has.
-        recomputed: Whether the backward pass recomputes the layer; asked here, since JAX traces
-            derivatives later.
+        recomputed: Whether the backward pass recomputes the layer; read at creation, since JAX
+            traces derivatives later.
     """
 
     placed: tuple[ParamPlacement | None, ...]
@@ -158,15 +158,15 @@ class _Products:
 
     @property
     def heads_dim(self) -> int:
-        """The kernel's dimension that has heads, before they are a dimension of their own.
+        """The kernel's dimension of all heads together, before it is split into heads and width.
 
-        They are the outputs of a kernel that takes tokens `into` it, else the inputs.
+        Heads are the outputs of a kernel with `into`, else the inputs.
         """
         letter = "o" if self.into else "i"
         return self.axes.index(letter)
 
     def has_whole_heads(self, kernels: Sequence[Array], head: int) -> bool:
-        """Whether no shard of a kernel has a part of a head of this width."""
+        """Return whether all shards of the kernels have whole heads of this width."""
         dim = self.heads_dim
         for kernel, placed in zip(kernels, self.placed, strict=True):
             heads = kernel.shape[dim] // head
@@ -187,7 +187,7 @@ class _Products:
         return gather_operand(prepared, self.placed[index], scales, dtype, ndim=len(self.axes))
 
     def gather_again(self, kept: Any, index: int, scales: Any, dtype: Any) -> Array | Operand:
-        """Return a kernel in the backward pass: kept as it was gathered, or gathered once more."""
+        """Return a gathered kernel in the backward pass: saved, or gathered once more."""
         if saves_gathered(self.placed[index]):
             return kept
         return self.gather(jax.lax.optimization_barrier(kept), index, scales, dtype)
@@ -313,7 +313,7 @@ def _products_forward(
 
 
 def _scales_of(history: History | None) -> Any:
-    """Return the largest magnitudes of a history, to scale by; None without one."""
+    """Return the largest magnitudes of a history, for scaling; None without one."""
     if history is None:
         return None
     return history.max(axis=-1)
@@ -347,7 +347,7 @@ def _products_backward(
         with named_after(how.placed[index]):
             dx = how.multiplied(form, factor.dy, factor.kernel, index, scales=factor.scales)
         dxs.append(dx)
-    # In the order in which JAX sums cotangents: the last one first.
+    # JAX sums cotangents in this order: the last one first.
     with named_after(how.placed[0]):
         dx = functools.reduce(jnp.add, reversed(dxs))
     return dx, tuple(dkernels), tuple(histories)
@@ -357,7 +357,10 @@ _products.defvjp(_products_forward, _products_backward)
 
 
 class _Factors(NamedTuple):
-    """The gradient of an output and its kernel; the dimensions of both, and their scales."""
+    """Factors of an input's gradient: an output's gradient and its kernel.
+
+    `outs` and `axes` are the dimensions of the two; `scales` are those of a recipe, or None.
+    """
 
     dy: Array
     kernel: Array | Operand
@@ -374,8 +377,8 @@ class _Factors(NamedTuple):
 def _joined(factors: list[_Factors], how: _Products, sent: int) -> list[_Factors]:
     """Concatenate each device's factors of all outputs, so that one sum over devices suffices.
 
-    Nothing is joined that would copy more numbers than the `sent` ones of a sum, or has scales of
-    its own already.
+    Factors stay separate if a device would copy more elements than the `sent` ones of one sum, or
+    if they have scales of their own.
     """
     if not _can_join(factors, how, sent):
         return factors
@@ -462,7 +465,7 @@ class Head(nnx.Module):
 
     def __init__(self, width: int, vocab: int, *, rngs: nnx.Rngs) -> None:
         self.kernel = Dense(width, vocab, rngs=rngs).kernel
-        # A loss may use it in chunks.
+        # A loss may use the kernel in chunks.
         self.kernel.set_metadata(takes_wrapped=False, linear=False, role="logits")
 
     def __call__(

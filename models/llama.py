@@ -99,7 +99,7 @@ class LlamaConfig:
         return problems
 
     def _odd_width(self) -> Problem:
-        """Return the problem of heads of odd width, by the field that gives it."""
+        """Return the problem of heads of odd width, with the field to change."""
         fix = "an even width, for rotary embeddings"
         if self.head_dim:
             return Problem("model.head_dim", "is odd", f"head_dim = {self.head_dim}", fix)
@@ -141,7 +141,7 @@ class LlamaConfig:
 
 
 def _divides(part: int, whole: int) -> bool:
-    """Return whether a number divides another; one that is not positive is another problem."""
+    """Return whether a number divides another; True for one below 1, reported elsewhere."""
     return part <= 0 or whole % part == 0
 
 
@@ -170,8 +170,8 @@ class Attention(nnx.Module):
     Args:
         config: The shape.
         window: Overrides the window of the config.
-        scale: As for `attend`, as is the next one.
-        soft_cap: The cap of scores.
+        scale: Factor of the scores, as for `attend`.
+        soft_cap: Cap of the scores, as for `attend`.
         rngs: For the initial parameters.
     """
 
@@ -286,7 +286,7 @@ class Block(nnx.Module):
     ) -> Float[Array, "batch seq d"]:
         """Return the residual stream after this layer.
 
-        It is annotated as an input too, for remat policies that offload a layer's input.
+        The layer's input is annotated too, for remat policies that offload it.
         """
         x = annotate(x, "residual")
         x = annotate(x + self.attention(self.attention_norm(x), angles, segments), "residual")

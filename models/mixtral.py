@@ -1,4 +1,4 @@
-"""Mixtral and its relatives: a Llama with mixtures of experts for MLPs.
+"""Mixtral and similar models: a Llama with mixtures of experts for MLPs.
 
 Source: Jiang et al., arXiv:2401.04088.
 
@@ -7,8 +7,8 @@ config = dataclasses.replace(PRESETS["mixtral-8x7b"], layers=4)
 model = spmd.from_nnx(config.build)
 ```
 
-It returns `spmd.model_interface.model.Outputs`: logits, auxiliary losses, metrics. The router is a field,
-so Switch, GShard, Qwen and DeepSeek-V3 are presets of the same model. Not implemented: the encoders
+The model returns `spmd.model_interface.model.Outputs`: logits, auxiliary losses, metrics. The router is a
+config field, so Switch, GShard, Qwen and DeepSeek-V3 are presets. Not implemented: the encoders
 of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert, DeepSeek's
 latent attention and multi-token prediction.
 """
@@ -44,7 +44,7 @@ class MixtralConfig(LlamaConfig):
     router: RouterConfig = RouterConfig()
     """Routing and dispatch of tokens to experts."""
     shared_d_ff: int = 0
-    """Hidden width of the shared expert, which every token goes to; 0: none."""
+    """Hidden width of the shared expert, used by every token; 0: none."""
     dense_layers: int = 0
     """Number of first layers with an MLP instead of experts."""
     dense_d_ff: int = 0
@@ -78,7 +78,7 @@ class MixtralConfig(LlamaConfig):
         return problems
 
     def _params(self, experts: int) -> int:
-        """Return the parameters with so many experts in each layer, without norms and embedding."""
+        """Return the parameters with `experts` experts per layer, without norms and embedding."""
         width = self.d_model
         attention = 2 * width * (self.attention_width + self.kv_width)
         kernels = 3 if self.gated else 2
@@ -93,7 +93,7 @@ class MixtralConfig(LlamaConfig):
 
     @property
     def matmul_params(self) -> int:
-        """Parameters in the matmuls of one token: of experts, only those that it chooses."""
+        """Parameters in the matmuls of one token, with its chosen experts only."""
         return self._params(self.router.top_k)
 
     @property
@@ -104,7 +104,7 @@ class MixtralConfig(LlamaConfig):
 
     @property
     def active_params(self) -> int:
-        """Parameters that one token uses: of experts, only those that it chooses."""
+        """Parameters used by one token, with its chosen experts only."""
         params = self._params(self.router.top_k)
         return params + self._rest
 

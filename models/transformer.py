@@ -1,6 +1,4 @@
-"""Decoder of any published shape, for plans and benchmarks.
-
-It is a Llama with a choice of MLP and attention windows.
+"""Llama with a choice of MLP and attention windows, for plans and benchmarks of published shapes.
 
 ```python
 config = TransformerConfig(32_768, 5120, 32, 32, 32, 32_768, head_dim=256, mlp="relu", tied=True)
@@ -31,7 +29,7 @@ _GATES = {"swiglu": gated, "geglu": gelu_gated}
 
 
 def _gelu(x: Array) -> Array:
-    return gelu(x, True)  # by position: `jax.checkpoint` takes no static argument by its name
+    return gelu(x, True)  # by position: `jax.checkpoint` takes no static argument by keyword
 
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": _gelu, "relu": jax.nn.relu}
@@ -109,7 +107,8 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Decoder layer: attention and MLP, each on a normalised copy of the residual stream.
 
-    Its input has a name of its own, `layer_input`, which remat policies may offload alone.
+    Its input has its own checkpoint name, `layer_input`, so that remat policies may offload it
+    alone.
     """
 
     def __init__(self, config: TransformerConfig, *, window: int, rngs: nnx.Rngs) -> None:
@@ -144,7 +143,7 @@ class Group(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq d"], angles: Angles, segments: Segments = None
     ) -> Float[Array, "batch seq d"]:
-        """Return the residual stream after all of them."""
+        """Return the residual stream after all layers of the group."""
         for number in range(self.count):
             block = getattr(self, f"block_{number}")
             x = block(x, angles, segments)

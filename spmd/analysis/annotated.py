@@ -1,4 +1,4 @@
-"""Operations that compute annotated activations, in a traced step.
+"""Element-wise operations behind annotated activations, in a traced step.
 
 XLA's partitioner propagates the sharding of an annotation to the element-wise operations before it,
 and then moves their operands: the collective has the line of such an operation, and not that of the
@@ -15,7 +15,7 @@ from spmd.jaxpr.source import equation_line
 from spmd.plan.scopes import read_scope
 
 Annotated = Mapping[tuple[str, str], str]
-"""Operation and source line → the activation that it computes."""
+"""Operation and source line → the annotated activation computed from it."""
 
 _MAX_OPERATIONS = 16
 _MIXES = (
@@ -81,7 +81,7 @@ def _ends_search(equation: JaxprEqn) -> bool:
 
 
 def _producers(jaxpr: Jaxpr) -> dict[Any, JaxprEqn]:
-    """Return value → the equation that makes it."""
+    """Return value → its equation."""
     made = {}
     for equation in jaxpr.eqns:
         for value in equation.outvars:

@@ -1,7 +1,7 @@
-"""Float32 values that a TPU keeps in bfloat16: those read only by matmuls of the default precision.
+"""Float32 values kept in bfloat16 on TPUs: operands of default-precision matmuls only.
 
 Such a matmul multiplies bfloat16, so XLA rounds its operands when it writes them, in half the
-bytes. Operands of a loop that are read this way are rounded before the loop.
+bytes. Operands of a loop with only such uses are rounded before the loop.
 """
 
 import collections
@@ -22,7 +22,7 @@ _ALIASES = {
     "sharding_constraint",
     "stack_iterations",
 }
-"""Operations whose result has the elements of their operands, and is read in their place."""
+"""Operations that only forward elements: readers of the result are readers of the operands."""
 
 _DEFAULT = jax.lax.Precision.DEFAULT
 _DEFAULT_PRECISIONS = (None, _DEFAULT, (_DEFAULT, _DEFAULT))
@@ -33,7 +33,7 @@ _Reader = TracedValue | None
 
 
 def narrow_operands(program: TracedProgram) -> None:
-    """Mark the values of a program for a TPU that are kept in bfloat16, its inputs excepted."""
+    """Mark the values of a TPU program kept in bfloat16, its inputs excepted."""
     readers = collections.defaultdict[TracedValue, list[_Reader]](list)
     for value, reader in _reads(program):
         readers[value].append(reader)
@@ -50,7 +50,7 @@ def _is_multiplied(
     readers: collections.defaultdict[TracedValue, list[_Reader]],
     known: dict[TracedValue, bool],
 ) -> bool:
-    """Return whether a value is read by matmuls only, through all aliases; `known` has answers."""
+    """Return whether a value is read by matmuls only, through all aliases; `known` is a cache."""
     if value not in known:
         # A cycle, such as a matmul that is its own reader, is no evidence against it.
         known[value] = True
@@ -64,7 +64,8 @@ def _is_multiplied(
 def _reads(program: TracedProgram) -> Iterator[tuple[TracedValue, _Reader]]:
     """Yield each operand with its reader.
 
-    That is the value that has its elements, itself for a matmul, else None.
+    The reader is the operand itself for a matmul, the value with the same elements for an alias or
+    across the boundary of a body, else `_FULL_PRECISION`.
     """
     for operation in program.operations:
         for value in operation.inputs:
@@ -88,7 +89,7 @@ def _is_default_matmul(operation: Operation) -> bool:
 def _reads_of_body(
     operation: Operation, body: TracedProgram
 ) -> Iterator[tuple[TracedValue, _Reader]]:
-    """Yield the reads in a body, and of the values that enter and leave it."""
+    """Yield the reads in a body and across its boundary."""
     yield from _reads(body)
     skipped = len(operation.inputs) - len(body.inputs)
     for value in operation.inputs[:skipped]:

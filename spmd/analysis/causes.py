@@ -1,8 +1,8 @@
-"""Causes of collectives: the rule, annotation or source line that makes each of them necessary.
+"""Attribution of collectives to sharding rules, annotations and source lines.
 
 Operations of the plan and of layers have name scopes (`spmd.plan.scopes`), so most collectives name
 their parameter, activation or purpose in the metadata of the compiled program. Sums over split
-dimensions are found by operation and source line. What remains is the compiler's choice, and has no
+dimensions are found by operation and source line. All others are the compiler's choice and have no
 rule.
 """
 
@@ -27,7 +27,7 @@ GRADIENT = "gradient"
 USED_WHOLE = "used whole"
 NEW_VALUE = "new value"
 PRODUCT = "sum of products"
-"""Uses of a parameter, for which it, its gradient or its products are sent."""
+"""Uses of a parameter that need a transfer of it, of its gradient or of its products."""
 
 _NOTHING: Annotated = MappingProxyType({})
 EXPLICIT = (
@@ -62,11 +62,11 @@ def add_causes(
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """A collective, and its operation in JAX as the program's metadata name it.
+    """A collective, and its JAX operation by the metadata of the program.
 
     Attributes:
-        op_name: Name of the last operation, of those that a compiler made one of.
-        steps: Scopes of that operation, and itself at the end.
+        op_name: Name of the operation; of the last one if the compiler fused several.
+        steps: Name scopes of that operation, then its primitive.
         scope: `"annotate"` or `"param"`, and in `name` its activation or parameter; else empty.
     """
 
@@ -99,25 +99,25 @@ class _Origin:
 
     @property
     def at(self) -> str:
-        """Text for the source line, if it is known."""
+        """Text on the source line; empty if it is unknown."""
         if not self.record.source:
             return ""
         return f" at {self.record.source}"
 
     @property
     def is_sum(self) -> bool:
-        """True for a reduction that adds terms of several devices."""
+        """True for a reduction over devices, unless it is a gather written as an all-reduce."""
         is_reduction = self.record.kind in ("all-reduce", "reduce-scatter")
         return is_reduction and self.record.equivalent_kind != "all-gather"
 
     @property
     def is_renamed(self) -> bool:
-        """True for a collective of a layer that XLA:TPU names after a reshape of its result."""
+        """True for a collective of a `shard_map` under the name of a reshape, as by XLA:TPU."""
         return self.operation == "reshape" and "shard_map" in self.steps
 
     @property
     def is_explicit(self) -> bool:
-        """True if a layer or a constraint asks for the collective."""
+        """True for a collective of a layer or of a sharding constraint."""
         return self.is_renamed or self.operation.startswith((*EXPLICIT, *_CONSTRAINTS))
 
     @property
@@ -172,25 +172,24 @@ class _Search:
         yield from self._sum(origin)
         yield from self._activation_after(origin)
         if origin.is_sum and not record.op_name:
-            # XLA:TPU packs what it sends between slices into one array without a name.
+            # XLA:TPU packs the transfers between slices into one array without a name.
             yield Cause("sum", f"sums over {record.over}, combined by the compiler")
         where = record.source or record.op_name or record.instruction
         hint = f"{where} ({origin.operation}); name the activation with annotate"
         yield Cause("none", f"{NO_RULE}: {hint}")
 
     def _moved_parameter(self, origin: _Origin) -> Iterator[Cause]:
-        """Yield the rule of the parameter that is moved, or of the one with the gradient moved."""
+        """Yield the rule of a parameter for transfers of it, its gradient or its new value."""
         entry = self.entries.get(_param(origin.record.array))
         if entry is None:
             return
-        # A parameter that is gathered over axes that split it in its use, too, is gathered for
-        # something else.
+        # A gather over axes that split the parameter during its use, too, has another purpose.
         used = _axes(drop_fsdp(entry.spec))
         if origin.is_sum or not used.intersection(origin.axes):
             yield self._rule(entry, self._use(entry, origin))
 
     def _scope_of_parameter(self, origin: _Origin) -> Iterator[Cause]:
-        """Yield the rule of the parameter that names the scope of the operation."""
+        """Yield the rule of the parameter in the name scope of the operation."""
         if origin.scope != "param":
             return
         entry = self.entries.get(origin.name)
@@ -198,7 +197,7 @@ class _Search:
             yield self._rule(entry, self._use(entry, origin))
 
     def _layer(self, origin: _Origin) -> Cause:
-        """Return the collective of a layer, with the purpose that the layer gives it."""
+        """Return a layer's own collective as the cause, with the purpose in its name scope."""
         what = origin.operation
         if origin.is_renamed:
             what = origin.record.kind
@@ -208,7 +207,7 @@ class _Search:
         return Cause("layer", f"{what}{origin.at}")
 
     def _sum(self, origin: _Origin) -> Iterator[Cause]:
-        """Yield the dimension that is split where an operation sums over it."""
+        """Yield a sum over a split dimension as the cause: of the batch, or of activations."""
         axes = origin.axes
         is_sum = origin.is_sum and origin.operation.startswith(_SUMS)
         if not axes or not (is_sum or origin.is_windowed):
@@ -228,7 +227,7 @@ class _Search:
         yield Cause("sum", f"{what} over {origin.record.over}{origin.at}, which splits {shown}")
 
     def _activation_after(self, origin: _Origin) -> Iterator[Cause]:
-        """Yield the activation that is computed from the moved array."""
+        """Yield the annotation of an activation computed from the moved array."""
         record = origin.record
         if not origin.is_sum:
             name = self.annotated.get((origin.operation, record.source), "")
@@ -243,7 +242,7 @@ class _Search:
         return Cause("annotate", f"annotate {name!r}{at} → {spec_text(self.activations[name])}")
 
     def _use(self, entry: PlanEntry, origin: _Origin) -> str:
-        """Return the use of a parameter: whole, in a product, for its gradient or its new value."""
+        """Return the purpose of a transfer: whole use, product, gradient or new value."""
         record = origin.record
         if OPTIMIZER in origin.steps:
             return NEW_VALUE
@@ -271,8 +270,8 @@ class _Search:
 def is_exchange_of_codes(kind: str, steps: Iterable[str]) -> bool:
     """Return whether a collective in a parameter's scope sends codes of its gradient.
 
-    The codes are those of `spmd.coded_comm.codes`. Nothing else is exchanged by all-to-all in such
-    a region; XLA:TPU names it after a reshape.
+    The codes are those of `spmd.coded_comm.codes`. They are the only all-to-all in such a region;
+    XLA:TPU names it after a reshape.
     """
     return kind == "all-to-all" and "shard_map" in steps
 
@@ -282,7 +281,7 @@ def _is_forward(origin: _Origin) -> bool:
     op_name = origin.record.op_name
     if "transpose(" in op_name or origin.operation in EXPLICIT:
         return False
-    # Outside of the derivative, only what moves a parameter for its use is in its scope.
+    # Outside of the derivative, a parameter's scope has only the transfers for its use.
     return "jvp(" in op_name or read_scope(op_name)[0] == "param"
 
 

@@ -88,10 +88,10 @@ class CollectiveAudit:
         *,
         crossing: bool = False,
     ) -> int:
-        """Return the bytes that one device sends in one step, of all collectives or only of some.
+        """Return the bytes sent by one device per step, by all collectives or a selection.
 
-        Those of a kind (`"all-gather"`), over exactly some axes (`"data+fsdp"`), of a dtype
-        (`"bf16"`), or between slices (`crossing`).
+        Select a kind (`"all-gather"`), exact axes (`"data+fsdp"`), a dtype (`"bf16"`), or only
+        transfers between slices (`crossing`).
         """
         over = axes
         if axes:
@@ -105,7 +105,7 @@ class CollectiveAudit:
         return total
 
     def slice_bytes(self) -> int:
-        """Return the bytes that all devices of a slice together get from other slices in a step."""
+        """Return the bytes per step from other slices to all devices of one slice together."""
         return sum(record.slice_bytes for record in self.records)
 
     def by_axes(self, *, crossing: bool = False) -> _Groups:
@@ -150,7 +150,7 @@ class CollectiveAudit:
         return "\n".join([head, *_lines(self.by_axes(crossing=True))])
 
     def _tables(self) -> Iterator[str]:
-        """Yield tables by axes, by dtype, by the array that is moved, and by cause."""
+        """Yield tables by axes, dtype, moved array and cause."""
         heading = ("sent", "kind", "over", "runs", "buffer")
         executed = self._executed()
         yield "\n".join(_lines(self.by_axes(), heading))
@@ -225,8 +225,8 @@ def audit_collectives(
         slices: Axis → number of slices that it spans.
         taken: How often a pipeline takes the branches of a tick: `TickTable.taken`.
         plan: The plan of the step, for the cause of each collective, and for broken promises.
-        jaxpr: The traced step, `step.trace(batch).jaxpr`. With it, a collective of what is
-            annotated right after has the annotation as its cause.
+        jaxpr: The traced step, `step.trace(batch).jaxpr`. With it, a transfer of an operand of an
+            annotated activation has the annotation as its cause.
 
     Raises:
         MeshError: The program is for another number of devices.
@@ -289,13 +289,13 @@ def _backend_of(mesh: AnyMesh) -> str:
 
 
 def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -> Iterator[Problem]:
-    """Yield warnings of collectives that are larger than need be, and of the compiler's log."""
+    """Yield warnings on oversized and on uncounted collectives, and from the compiler's log."""
     total = _total(records)
     for record in records:
         if record.kind == "all-gather" and record.bytes >= MIN_SHARE * total:
             yield from _gather_warnings(record)
         elif record.kind == "all-reduce" and record.equivalent_kind and backend != "tpu":
-            # On TPUs it is the compiler's choice for whole slices and small arrays, so the tables
+            # A TPU's compiler chooses all-reduces for whole slices and small arrays, so the tables
             # have a note instead.
             yield Problem(
                 _where(record),
@@ -321,7 +321,7 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
 
 
 def _gather_warnings(record: Collective) -> Iterator[Problem]:
-    """Yield a warning if a gather makes something whole that should stay split."""
+    """Yield a warning on a parameter gathered over tensor, or on a split activation made whole."""
     axes = record.axes or ()
     if record.array.startswith("params/"):
         if "tensor" in axes:
@@ -332,8 +332,7 @@ def _gather_warnings(record: Collective) -> Iterator[Problem]:
                 "split the activation that it meets, so that each device needs its own part",
             )
         return
-    # Of a collective that the compiler made of several, the name is those of all, with colons
-    # between them.
+    # A collective that the compiler combined from several has all their names, joined by colons.
     operations = {name.rpartition("/")[2] for name in read_names(record.op_name)}
     is_float = record.dtype[0] in "bf"
     if record.array or "all_gather" in operations or not is_float:
@@ -461,7 +460,7 @@ def _differences(
 def _sent(
     records: Iterable[Collective], named: Mapping[str, Amount | Mapping[str, Amount]]
 ) -> collections.Counter[str]:
-    """Return axes, or axes and dtype as text → bytes that are sent; `named` has expectations."""
+    """Return axes → bytes sent, for axes with expectations by dtype: axes and dtype → bytes."""
     found = collections.Counter[str]()
     for record in records:
         over = record.over
@@ -474,7 +473,7 @@ def _sent(
 
 
 def _limits(named: Mapping[str, Amount | Mapping[str, Amount]]) -> dict[str, Amount]:
-    """Return axes, or axes and dtype as text → expected bytes."""
+    """Return axes → expected bytes, with expectations by dtype: axes and dtype → bytes."""
     limits: dict[str, Amount] = {}
     for axes, amounts in named.items():
         if not isinstance(amounts, Mapping):
@@ -486,7 +485,7 @@ def _limits(named: Mapping[str, Amount | Mapping[str, Amount]]) -> dict[str, Amo
 
 
 def _notes_on(record: Collective) -> Iterator[str]:
-    """Yield the notes that one record needs."""
+    """Yield notes on one record: its form, a loop of unknown length, a conditional branch."""
     if record.hlo_form:
         yield f"{record.kind} is written as {record.hlo_form}"
     if not record.is_counted:
@@ -498,7 +497,7 @@ def _notes_on(record: Collective) -> Iterator[str]:
 
 
 def _doubled(records: Iterable[Collective]) -> Iterator[str]:
-    """Yield notes on all-reduces that send twice the bytes of the collective they stand for."""
+    """Yield notes on all-reduces in place of collectives with half of their bytes."""
     doubled = []
     for record in records:
         if record.kind == "all-reduce" and record.equivalent_kind and record.payload >= MIN_BYTES:
@@ -549,7 +548,7 @@ def _problems_json(problems: Iterable[Problem]) -> list[dict[str, Any]]:
 
 
 def _total(records: Iterable[Collective]) -> int:
-    """Return the bytes that one device sends in one step."""
+    """Return the bytes sent by one device per step."""
     return sum(record.bytes for record in records)
 
 
@@ -589,7 +588,7 @@ def _lines(groups: _Groups, *heading: tuple[str, ...]) -> list[str]:
     if heading and heading[0][-1] == "cause":  # buffers are in the other tables
         rows = [(*row[:4], *row[5:]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if len(widths) > 6:  # a column with names of arrays, which gets the width that is left
+    if len(widths) > 6:  # the column with names of arrays gets the remaining width
         left = _WIDTH - sum(widths[:5]) - widths[6] - 2 * (len(widths) - 1)
         widths[5] = max(12, min(widths[5], left))
     lines = []
@@ -602,7 +601,7 @@ def _lines(groups: _Groups, *heading: tuple[str, ...]) -> list[str]:
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    """Align one row: bytes and runs to the right, text to the left, the end of arrays' names."""
+    """Align one row: bytes and runs to the right, text to the left; long names keep their end."""
     cells = []
     for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
         if len(cell) > width:

@@ -1,7 +1,7 @@
-"""Records of collectives: their kinds, and how many bytes they count.
+"""Records of collectives: kinds, payloads and bytes on the wire.
 
-**Payload** is the array of one execution on one device. **Bytes** are what goes over the wire for
-it, of one device:
+**Payload** is the array of one execution on one device. **Bytes** are its traffic on the wire, of
+one device:
 
 | kind | payload | bytes |
 |---|---|---|
@@ -34,14 +34,14 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """The decision that makes a collective necessary (`spmd.analysis.causes`).
+    """Decision behind a collective: a rule, an annotation, … (`spmd.analysis.causes`).
 
     Attributes:
         kind: `"rule"` of a parameter, `"annotate"` of an activation, `"layer"` with a collective of
             its own, `"sum"` over a dimension that is split, `"step"` for the optimizer and metrics,
             or `"none"`: the compiler's choice.
         param: The parameter or variable of a rule.
-        use: What it is sent for: `"used whole"`, `"gradient"`, `"new value"` or `"sum of
+        use: Purpose of its transfer: `"used whole"`, `"gradient"`, `"new value"` or `"sum of
             products"`.
         text: Such as `rule 'mlp/(gate|up)_proj/kernel' → P(fsdp, tensor): used whole, ZeRO 3`.
     """
@@ -57,7 +57,7 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One array that a collective instruction moves.
+    """One array moved by a collective instruction.
 
     An instruction that combines several arrays has several records.
 
@@ -67,21 +67,21 @@ class Collective:
         is_counted: False in a loop of unknown length, which is counted once.
         is_conditional: In a branch of unknown share, which is counted as always taken.
         hlo_form: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
-        equivalent_kind: What would do in place of an all-reduce: `"reduce-scatter"` where each device
+        equivalent_kind: Collective that an all-reduce expresses: `"reduce-scatter"` where each device
             keeps only its own part, `"all-gather"` where each adds its own part to zeros; else
             empty.
         dtype: Element type as XLA names it: `"bf16"`, `"s8"`.
-        entering: How many payloads one run sends into a slice, over the slow network.
+        entering: Payloads that one run sends into one slice over the slow network, at most.
         operand: Element type and dimensions of the operand on one device.
-        array: The argument of the step that is moved, or whose gradient or new value is made, if
-            known: `params/layers/mlp/up_proj/kernel`.
+        array: Path of the argument of the step that is moved itself, or as its gradient or new
+            value, such as `params/layers/mlp/up_proj/kernel`; empty if unknown.
         factor: The parameter whose products are summed, if known.
         source: `file:line`, the innermost line outside of libraries and of the wrappers of this
             package.
         crosses: Whether a group has devices in several slices, so that the slow network is used.
         is_overlapped: Whether it is asynchronous, and something is computed between its start and
             its end.
-        overlapped_cycles: Cycles of that, by a TPU compiler's estimate, in one execution
+        overlapped_cycles: Cycles of this computation in one execution, by a TPU compiler's estimate
             (`spmd.analysis.overlap`).
         cause: None if the audit has no plan.
     """
@@ -110,7 +110,7 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes that one device sends in one step."""
+        """Bytes sent by one device per step."""
         sent = self.payload * self.executions
         if self.kind == "all-reduce":
             return 2 * sent
@@ -118,7 +118,7 @@ class Collective:
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes that all devices of a slice get from other slices in one step."""
+        """Bytes per step from other slices to all devices of one slice together."""
         return self.bytes * self.cross_slice_count
 
     @property

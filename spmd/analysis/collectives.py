@@ -2,18 +2,18 @@
 
 Compilers write some collectives in another form, noted in `hlo_form`:
 
-- The partitioner's reduce-scatter is an all-reduce of which each device keeps only its own part.
-  XLA:GPU makes a reduce-scatter of it, XLA:TPU a fusion `all-reduce-scatter`, and XLA:CPU nothing:
-  there it counts as a reduce-scatter. Elsewhere one that is left counts as the all-reduce it is;
-  most TPUs leave them over most slices (`xla_flags.CHIPS`).
-- XLA:TPU makes all-reduces, of zeros with each device's own part, of small gathers and of gathers
-  over a slice without wrap-around links. They count as the all-reduces they are.
+- The partitioner writes a reduce-scatter as an all-reduce of which each device keeps only its own
+  part. XLA:GPU compiles it to a reduce-scatter, XLA:TPU to a fusion `all-reduce-scatter`. XLA:CPU
+  does not rewrite it; there it counts as a reduce-scatter. On other backends an all-reduce that
+  remains counts as an all-reduce; most TPUs leave them over most slices (`xla_flags.CHIPS`).
+- XLA:TPU writes small gathers, and gathers over a slice without wrap-around links, as all-reduces
+  of zeros with each device's own part. They count as all-reduces.
 - XLA:CPU converts 16-bit floats to float32 and 8-bit floats to float16 before a collective, and
   back after it.
 - Between TPU slices a collective is a `send` and a `recv` with the same rendezvous.
 - XLA:CPU keeps all-reduces whose results are only added to each other, where GPU and TPU compilers
-  add first and reduce once: the backward pass of several kernels with one input, under tensor
-  parallelism.
+  add first and reduce once, as in the backward pass of several kernels with one input under tensor
+  parallelism. They count as one.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ _MIXES = {
     "sort",
 }
 _MAX_VALUES = 4000
-# By XLA:CPU: type in the program → that of the data.
+# XLA:CPU: dtype in the program → possible dtypes of the data.
 _WIDENED = {"f32": ("bf16", "f16"), "f16": ("f8e4m3fn", "f8e5m2")}
 # These modules apply constraints for their caller, which is one frame up.
 _WRAPPER_MODULES = (
@@ -98,7 +98,7 @@ def find_collectives(
     slices: np.ndarray,
     taken: Mapping[str, Fraction] = MappingProxyType({}),
 ) -> tuple[Collective, ...]:
-    """Return the collectives that move data over a mesh, in execution order.
+    """Return the collectives of a program over a mesh, in execution order.
 
     `axes` has the mesh's axis → size; `cpu` tells whether XLA:CPU compiled the program; `slices`
     has the number of each device's slice; `taken` is for `spmd.analysis.executions.executions`.
@@ -111,10 +111,10 @@ def find_collectives(
 
 @dataclasses.dataclass(frozen=True)
 class _Transfer:
-    """One collective instruction, with the figures that all of its records share.
+    """One collective instruction, with the figures shared by its records.
 
     Attributes:
-        kind: The kind in the program, before it is known what an all-reduce stands for.
+        kind: The kind in the program; `Collective.kind` differs for some all-reduces.
         groups: Groups of devices by their number in the program; `places` by their number in the
             mesh.
         pairs: Whether groups are (source, target) pairs.
@@ -167,7 +167,7 @@ class _Transfer:
 
     @property
     def is_scatter_fusion(self) -> bool:
-        """True for an all-reduce that XLA:TPU compiled as a reduce-scatter."""
+        """True for the all-reduce in an `all-reduce-scatter` fusion of XLA:TPU."""
         return self.is_reduction and self.computation.startswith("all-reduce-scatter")
 
     @property
@@ -184,7 +184,7 @@ class _Transfer:
 
 
 class _Search:
-    """Search through everything that the program executes, with the number of executions."""
+    """Search of a program for collectives, with their numbers of executions."""
 
     def __init__(
         self, program: HloModule, axes: Mapping[str, int], cpu: bool, slices: np.ndarray
@@ -210,7 +210,7 @@ class _Search:
             return
         for key, record in self._records(here.computation, here.instruction):
             self.found.setdefault(key, record)
-            # Of a chain, which has its collective in several computations, the first one counts.
+            # A chain has its collective in several computations: the first one counts.
             if self._first.setdefault(key, here.computation) == here.computation:
                 self._count(key, here)
 
@@ -225,7 +225,7 @@ class _Search:
         )
 
     def merged(self) -> dict[_Key, Collective]:
-        """Return the records; all-reduces that are only added to each other are one."""
+        """Return the records, with one for all-reduces used only as terms of one sum (XLA:CPU)."""
         found = dict(self.found)
         sums = self._sums()
         while sums:
@@ -240,7 +240,10 @@ class _Search:
         return found
 
     def _sums(self) -> dict[HloValue, set[HloValue]]:
-        """Return all-reduce → all terms of its sum, where each term leads to such a sum."""
+        """Return all-reduce → all terms of its sum; empty except on XLA:CPU.
+
+        A sum counts only if all of its terms are all-reduces with such a sum.
+        """
         sums: dict[HloValue, set[HloValue]] = {}
         if not self.cpu:
             return sums
@@ -278,7 +281,7 @@ class _Search:
         return self.found[self._reduced[reduced]].axes
 
     def _other_terms(self, value: HloValue) -> list[HloValue]:
-        """Return the other term of each addition that uses a value; empty if it has other uses."""
+        """Return the other terms in the additions of a value; empty if it has other uses."""
         others = []
         for computation, user, position in self.program.uses(value, moves=True):
             if user is None or user.opcode != "add":
@@ -287,7 +290,7 @@ class _Search:
         return others
 
     def _terms(self, value: HloValue) -> set[HloValue]:
-        """Return the all-reduces that add up to a value; empty if it is no such sum."""
+        """Return the all-reduces in a sum; empty if a value is no sum of all-reduces."""
         value = self.program.settled(value)
         if value in self._reduced:
             return {value}
@@ -298,7 +301,7 @@ class _Search:
         return self._terms_of_all(operands)
 
     def _terms_of_all(self, values: Iterable[HloValue]) -> set[HloValue]:
-        """Return the all-reduces that add up to several values; empty if one is no such sum."""
+        """Return the all-reduces in several sums; empty if one value is no sum of all-reduces."""
         union: set[HloValue] = set()
         for value in values:
             terms = self._terms(value)
@@ -400,9 +403,10 @@ class _Search:
     def _purpose(
         self, transfer: _Transfer, operand: HloValue, array: HloArray, result: HloValue
     ) -> tuple[str, HloValue]:
-        """Return the kind that an all-reduce stands for, and the value that is sent.
+        """Return the collective written as an all-reduce, and the value sent by a device.
 
-        The kind is empty if it is the kind in the program.
+        The collective is empty for other kinds and for a genuine all-reduce. For a gather, the
+        value is the device's own part.
         """
         if not transfer.is_reduction:
             return "", operand
@@ -416,7 +420,7 @@ class _Search:
         return "", operand
 
     def _kind(self, transfer: _Transfer, equivalent_kind: str) -> str:
-        """Return the kind that a collective counts as."""
+        """Return the kind for the record: a reduce-scatter also as written by XLA:CPU and TPUs."""
         is_written = self.cpu or transfer.is_scatter_fusion
         if equivalent_kind == "reduce-scatter" and is_written:
             return "reduce-scatter"
@@ -479,8 +483,8 @@ class _Search:
                 candidates.append(call)
         named = _first_with_scope(candidates)
         if named is None:
-            # Combined collectives may have none; then that of what is moved, or of what uses an
-            # argument of the program.
+            # Combined collectives may have none: take that of the operand's origins or, for an
+            # argument of the program, of the result's users.
             near = [self.program.at(value) for value in self._origins(operand)]
             named = _first_with_scope([*near, *users, *loops])
         if named is not None:
@@ -491,7 +495,7 @@ class _Search:
         return instruction
 
     def _own_part(self, operand: HloValue, members: int) -> HloValue | None:
-        """Return the part that a device puts into an array of zeros, if it is 1/members of it."""
+        """Return a device's own 1/members of an otherwise constant operand; else None."""
         whole = self.program.settled(operand)
         update = self.program.at(whole)
         if update.opcode != "dynamic-update-slice":
@@ -542,7 +546,7 @@ class _Search:
         array: HloArray,
         results: list[HloValue],
     ) -> str:
-        """Return the type of data that is widened for this collective only, or an empty string."""
+        """Return the dtype of data widened for this collective only, or an empty string."""
         if not self.cpu:
             return ""
         before = self._types_before(operands).intersection(_WIDENED.get(array.dtype, ()))
@@ -550,8 +554,8 @@ class _Search:
         reducer = instruction.attribute(r"to_apply=(\S+)")
         if not reducer:
             return narrowest
-        # The users of a widened reduction convert back to the type. The compiler marks it, but not
-        # a combined one.
+        # Users of a widened reduction convert its result back. The compiler marks a widened
+        # reduction, unless it is combined.
         after = self._types_after(results, array.dtype)
         if array.dtype == "f32" and "_promoted" in reducer:
             return min((before | after) - {"f32"}, default="bf16")
@@ -560,7 +564,7 @@ class _Search:
         return ""
 
     def _types_before(self, operands: Iterable[HloValue]) -> set[str]:
-        """Return the types of the arrays that operands come from."""
+        """Return the dtypes of operands' origins."""
         types: set[str] = set()
         for operand in operands:
             for origin in self._origins(operand):
@@ -569,7 +573,7 @@ class _Search:
         return types
 
     def _types_after(self, results: Iterable[HloValue], dtype: str) -> set[str]:
-        """Return the types after conversion by users of results, or `dtype` for other users."""
+        """Return the dtypes after conversion by users of results, or `dtype` for other users."""
         types: set[str] = set()
         todo = list(results)
         while todo:
@@ -585,10 +589,7 @@ class _Search:
         return types
 
     def _origins(self, value: HloValue) -> Iterator[HloValue]:
-        """Yield the values that a value comes from.
-
-        They are found through moves, conversions, slices, gathers and permutes.
-        """
+        """Yield a value's origins, through moves, conversions, slices, gathers and permutes."""
         for _ in range(_MAX_VALUES):
             value = self.program.producer(value)
             yield value
@@ -600,7 +601,7 @@ class _Search:
             value = HloValue(value.computation, instruction.operands[0])
 
     def _argument(self, value: HloValue) -> str:
-        """Return the path of the program's argument that a value comes from, or an empty string."""
+        """Return the path of the program's argument behind a value, or an empty string."""
         *_, last = self._origins(value)
         instruction = self.program.at(last)
         if instruction.opcode != "parameter" or last.computation != self.program.entry:
@@ -622,9 +623,9 @@ class _Search:
         return ""
 
     def _destination(self, result: HloValue) -> str:
-        """Return the path of the parameter with a new value that depends on a value element-wise.
+        """Return the path of the parameter updated element-wise from a value.
 
-        An empty string if there is none, or if there are several.
+        Return an empty string if there is none, or if there are several.
         """
         todo = [result]
         seen = {result}
@@ -645,7 +646,7 @@ class _Search:
         return ""
 
     def _overwritten(self, output: int) -> str:
-        """Return the path of the argument that an output overwrites, or an empty string."""
+        """Return the path of the argument overwritten by an output, or an empty string."""
         number = self.program.aliases.get(output)
         if number is None:
             return ""
@@ -702,7 +703,7 @@ def _matching(computation: Computation, opcode: str, rendezvous: str) -> Iterato
 
 
 def _first_with_scope(instructions: Iterable[Instruction]) -> Instruction | None:
-    """Return the first instruction that names its operation in JAX with the scopes around it."""
+    """Return the first instruction with the scoped name of a JAX operation; else None."""
     for instruction in instructions:
         if "/" in instruction.op_name:
             return instruction
@@ -720,7 +721,7 @@ def _all_differ(corner: np.ndarray, groups: Groups) -> bool:
 
 
 def _has_numbers(instruction: Instruction) -> bool:
-    """Return whether a result has an array that is neither a scalar nor a mask."""
+    """Return whether a result has an array other than scalars and masks."""
     return any(array.size > 1 and array.dtype != "pred" for array in instruction.arrays)
 
 

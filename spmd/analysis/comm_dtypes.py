@@ -1,4 +1,4 @@
-"""Promises of a plan about the dtypes of transfers, and collectives of a program that break them.
+"""Promises of a plan about the dtypes of transfers, and their violations by collectives.
 
 A conversion to fewer bits does not prove that fewer bits are sent: a partitioner or a compiler may
 move it behind the transfer. To add a promise, yield it in `comm_dtype_checks`, from the value that
@@ -107,7 +107,7 @@ def _gather_check(transfer: Transfer) -> CommDtypeCheck:
 _SCALES = {
     name: 4 * codec.packed / codec.least for name, codec in (*GATHERS.items(), *EXCHANGES.items())
 }
-"""Bytes of the scales of a codec, relative to those of the codes, at most."""
+"""Codec → most bytes of its scales, as a share of the bytes of its codes."""
 
 
 def _wire_dtype(name: str) -> str:
@@ -129,7 +129,7 @@ def wider_transfers(
 ) -> Iterator[Problem]:
     """Yield a problem for each parameter sent in more bits than promised.
 
-    The records have causes.
+    The records need causes (`spmd.analysis.causes.add_causes`).
     """
     made = {(check.param, check.use): check for check in promises}
     crossing = {record.over for record in records if record.crosses}
@@ -137,7 +137,7 @@ def wider_transfers(
         check = made[param, use]
         yield from _wide_problems(check, over, group)
         on_wire = group
-        if over in crossing:  # what stays inside a slice may be larger
+        if over in crossing:  # transfers inside a slice may be larger
             on_wire = [record for record in group if record.crosses]
         yield from _large_problems(check, over, on_wire, made)
 
@@ -145,7 +145,7 @@ def wider_transfers(
 def _promised_records(
     records: Iterable[Collective], made: _Made
 ) -> dict[tuple[str, str, str], list[Collective]]:
-    """Return parameter, use and axes → records with a promise."""
+    """Return (parameter, use, axes) → records with a promise."""
     sent = collections.defaultdict[tuple[str, str, str], list[Collective]](list)
     for record in records:
         if record.cause is None or not record.axes:
@@ -159,7 +159,7 @@ def _promised_records(
 
 
 def _is_explicit(record: Collective) -> bool:
-    """Return whether a layer writes a collective, as far as its name tells."""
+    """Return whether a collective is explicit in a layer, by its name."""
     *around, operation = read_names(record.op_name)[-1].split("/")
     if operation.startswith(EXPLICIT) or is_exchange_of_codes(record.kind, around):
         return True
@@ -169,7 +169,7 @@ def _is_explicit(record: Collective) -> bool:
 def _wide_problems(
     check: CommDtypeCheck, over: str, group: Iterable[Collective]
 ) -> Iterator[Problem]:
-    """Yield a problem if more bytes are wider than promised than scales of codes can be."""
+    """Yield a problem for bytes wider than promised, beyond the share of the codes' scales."""
     promised = max((check.dtypes[axis] for axis in over.split("+")), key=_bits)
     wide = []
     narrow_bytes = 0
@@ -204,7 +204,7 @@ def _joined(names: Iterable[str]) -> str:
 def _large_problems(
     check: CommDtypeCheck, over: str, group: Iterable[Collective], made: _Made
 ) -> Iterator[Problem]:
-    """Yield a problem if arrays are sent that are larger than compressed ones."""
+    """Yield a problem for transfers larger than PowerSGD's compressed arrays."""
     limit = check.largest.get(over, 0)
     if not limit:
         return

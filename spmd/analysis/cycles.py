@@ -1,8 +1,8 @@
 """Compute time of a compiled TPU program, by its compiler's cycles.
 
-The compiler estimates the cycles of each operation; a program's are those times the executions.
-Pallas kernels, collectives, asynchronous copies and the work of SparseCores have no estimate, and
-waiting has none: what is not counted is listed. Programs of other compilers have no cycles at all.
+The compiler estimates the cycles of each operation; those of a program are the sum over all
+executions. Pallas kernels, collectives, asynchronous copies, the work of SparseCores and waiting
+have no estimate: they are listed as not counted. Programs of other compilers have no cycles at all.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Cycles:
     is_bound: bool
 
     def text(self, clock: float | None) -> str:
-        """Return one line, with the time at a clock in Hz, if that is known."""
+        """Return one line, with the time if the clock (Hz) is known."""
         total = sum(self.cycles.values())
         amount = f"{total:,} cycles"
         if clock:
@@ -113,7 +113,7 @@ def _rounded(kinds: Mapping[str, Fraction]) -> dict[str, int]:
 def _without_cycles(program: HloModule, instruction: Instruction) -> str:
     """Return the kind of an operation without an estimate.
 
-    Empty if it does nothing, or ends what another started.
+    Return an empty string for a free operation, and for the end of an asynchronous one.
     """
     opcode = instruction.opcode
     name, _, _ = instruction.name.partition(".")

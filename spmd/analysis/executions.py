@@ -1,4 +1,4 @@
-"""Walk over what a compiled program executes, with the number of executions of each instruction."""
+"""Walk over the executed instructions of a compiled program, with their numbers of executions."""
 
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -13,7 +13,7 @@ class Execution(NamedTuple):
     """Executions of one instruction at one place.
 
     Attributes:
-        unknown: The innermost loop of unknown length around it, which is counted as one turn.
+        unknown: The innermost loop of unknown length around it, which is counted as one iteration.
         is_conditional: Whether it is in a branch of unknown share, which is counted as always
             taken.
         is_part: Whether it is inside an instruction whose own figures include it, such as a fusion.
@@ -30,10 +30,8 @@ class Execution(NamedTuple):
 def executions(program: HloModule, taken: Mapping[str, Fraction]) -> Iterator[Execution]:
     """Yield each instruction once for each place where the program executes it, in order.
 
-    Passes of experts after the first are executed no times, as with even load.
-
-    `taken` has the share of times that a `jax.lax.cond` takes its first branch, by the scope around
-    it.
+    Passes of experts after the first count as executed 0 times, as with even load. `taken` has
+    scope → the share of true predicates of the `jax.lax.cond` in it.
     """
     for instruction in program.computations[program.entry].instructions.values():
         yield from _execute(program, taken, Execution(program.entry, instruction, Fraction(1)))
@@ -42,10 +40,10 @@ def executions(program: HloModule, taken: Mapping[str, Fraction]) -> Iterator[Ex
 def _execute(
     program: HloModule, taken: Mapping[str, Fraction], here: Execution
 ) -> Iterator[Execution]:
-    """Yield an execution, and the executions in all computations that it calls."""
+    """Yield an execution, and those in all computations called by it."""
     yield here
     computation, instruction, times, *_ = here
-    if instruction.opcode.endswith(("-done", "-update")):  # it names what its start has called
+    if instruction.opcode.endswith(("-done", "-update")):  # it repeats the callees of its start
         return
     turns = 1
     share = None
@@ -72,7 +70,7 @@ def _execute(
 
 
 def _trips(program: HloModule, computation: str, loop: Instruction) -> int | None:
-    """Return the number of turns of a loop; None if it is unknown."""
+    """Return the number of iterations of a loop; None if it is unknown."""
     if EXTRA_PASSES in loop.op_name.split("/"):
         return 0
     return trip_count(program, computation, loop)

@@ -4,8 +4,8 @@ Under `AxisType.Explicit` the sharding of a result follows from those of its ope
 refuses an operation that leaves it open. Steps run under Auto axes, where the compiler then
 chooses. `check_explicit` evaluates the trace of such a step one operation at a time on an abstract
 mesh of Explicit axes. An operation that JAX refuses is undecided, unless its result reaches a
-sharding constraint through element-wise operations. After it, the check continues with the sharding
-that XLA's partitioner would propagate, so that all such operations are found.
+sharding constraint through element-wise operations. The check then continues with the sharding
+that XLA's partitioner would propagate, so that all undecided operations are found.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ _LIBRARIES = tuple(f"{os.path.dirname(str(library.__file__))}{os.sep}" for libra
 
 @dataclasses.dataclass(frozen=True)
 class UndecidedLayout:
-    """An operation with a result that may be sharded in several ways.
+    """An operation with several possible shardings of a result.
 
     Attributes:
         phase: Phase of the step, a key of `FIXES`.
@@ -133,7 +133,7 @@ class ExplicitCheck:
 
 
 def check_explicit(step: TrainStep, batch: Any) -> ExplicitCheck:
-    """Find the operations of a step with a layout that nobody decided.
+    """Find the operations of a step with undecided layouts of their results.
 
     No devices are needed and nothing is compiled. The batch has arrays or `jax.ShapeDtypeStruct`s.
     """
@@ -153,7 +153,7 @@ def check_explicit(step: TrainStep, batch: Any) -> ExplicitCheck:
 
 
 class _Check:
-    """Shardings of the values of a program and its bodies, and operations that leave them open."""
+    """Shardings of the values of a program and its bodies, with the undecided operations."""
 
     def __init__(self) -> None:
         self.seen = set[Operation]()
@@ -165,9 +165,9 @@ class _Check:
     def run(
         self, program: TracedProgram, mesh: AbstractMesh, returned: Mapping[TracedValue, DimAxes]
     ) -> None:
-        """Set the sharding of every value; `returned` has results that are decided by the caller.
+        """Set the sharding of every value; `returned` has results with a sharding by the caller.
 
-        A constant has none: it is created in whichever sharding it is used.
+        A constant has none: it is created in the sharding of its use.
         """
         decided = decided_dims(program, mesh, returned)
         for operation in program.operations:
@@ -205,7 +205,7 @@ class _Check:
         return tuple(sorted(records, key=_position))
 
     def _report(self, operation: Operation, reason: str) -> None:
-        """Note that an operation leaves its layout open."""
+        """Record an operation as undecided, with its operands and a reason."""
         arrays = []
         for atom, value in zip(operation.equations[0].invars, operation.inputs, strict=True):
             if value.shape:
@@ -253,7 +253,8 @@ class _Check:
     def _loop(self, operation: Operation, mesh: AbstractMesh) -> list[DimAxes | None]:
         """Check the body of a loop.
 
-        A value that it carries is sharded as at the start, a constant as at the end.
+        A carried value is sharded as before the loop; one that starts as a constant, as at the end
+        of an iteration.
         """
         (body,) = operation.bodies
         self._enter_loop(operation, body)
@@ -319,7 +320,7 @@ class _Check:
         return results
 
     def _manual(self, operation: Operation, mesh: AbstractMesh) -> list[DimAxes]:
-        """Check a manual region for the other axes; its author decides those that are manual."""
+        """Check a manual region for all axes but the manual ones, decided by its author."""
         (body,) = operation.bodies
         manual = operation.params["newly_manual_axes"]
         axes = {axis: size for axis, size in mesh.shape.items() if axis not in manual}
@@ -359,7 +360,7 @@ def _source(operation: Operation) -> str:
 
 
 def _unsharded_results(operation: Operation) -> list[DimAxes | None]:
-    """Return the shardings of results for operands that no axis splits; None of constants."""
+    """Return the shardings of results of unsharded operands; None for results of constants."""
     is_constant = all(value.dims is None or not value.shape for value in operation.inputs)
     results: list[DimAxes | None] = []
     for output in operation.outputs:
@@ -368,7 +369,7 @@ def _unsharded_results(operation: Operation) -> list[DimAxes | None]:
 
 
 def _carry(loop: Operation, body: TracedProgram) -> tuple[int, int]:
-    """Return the first input of a body that a loop carries, and their number."""
+    """Return the position of the first carried input of a loop's body, and the number carried."""
     if loop.primitive == "scan":
         return loop.params["num_consts"], loop.params["num_carry"]
     count = len(body.outputs)
@@ -378,7 +379,7 @@ def _carry(loop: Operation, body: TracedProgram) -> tuple[int, int]:
 def _known_at_the_end(
     carried_in: Sequence[TracedValue], carried_out: Sequence[TracedValue]
 ) -> list[tuple[TracedValue, TracedValue]]:
-    """Return the values that enter a loop without a sharding and leave an iteration with one."""
+    """Return the carried (input, output) pairs with a sharding of the output only."""
     found = []
     for old, new in zip(carried_in, carried_out, strict=True):
         if old.dims is None and new.dims is not None:
@@ -387,7 +388,7 @@ def _known_at_the_end(
 
 
 def _position(record: UndecidedLayout) -> tuple[Any, ...]:
-    """Return a key that sorts by phase, file and line."""
+    """Return a sort key: phase, file, line and operation."""
     file, _, line = record.source.rpartition(":")
     phase = list(FIXES).index(record.phase)
     return phase, file, len(line), line, record.primitive, record.operands

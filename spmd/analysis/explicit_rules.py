@@ -21,21 +21,21 @@ from spmd.sharding.mesh import entry_axes
 _LIKE_ADD = ("add_any", "select_n")
 """Element-wise operations that follow the rule of `add`.
 
-JAX's own has none, or refuses a mask of fewer axes.
+JAX's own rule does not exist, or refuses a mask of fewer axes.
 """
 
 _REFUSALS = ("DuplicateSpecError", "NotImplementedError", "ShardingTypeError")
-"""Errors of JAX's rules; those of its own have no public name."""
+"""Names of the errors of JAX's rules: some of the classes are not public."""
 
 
 def explicit_mesh(axes: Mapping[str, int]) -> AbstractMesh:
-    """Return a mesh without devices, with axes that are all Explicit."""
+    """Return an abstract mesh of Explicit axes."""
     types = (AxisType.Explicit,) * len(axes)
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
 
 
 def unsharded(value: Any) -> DimAxes:
-    """Return the dims of an array that no axis splits."""
+    """Return the dims of an unsharded array."""
     return ((),) * len(value.shape)
 
 
@@ -61,7 +61,7 @@ def mesh_dims(
 def result_dims(
     operation: Operation, given: Sequence[DimAxes], mesh: AbstractMesh
 ) -> list[DimAxes] | str:
-    """Return the shardings of the results for operands with given ones.
+    """Return the shardings of the results by JAX's rules, for given shardings of the operands.
 
     If JAX finds none, return its reason.
     """
@@ -92,12 +92,12 @@ def result_dims(
 
 
 def _bind(operation: Operation) -> Any:
-    """Return a function that applies an operation to its operands."""
+    """Return an operation as a function of its operands."""
     equation = operation.equations[0]
     params = {}
     for key, value in equation.params.items():
         params[key] = value
-        # Under Auto axes JAX itself notes shardings of results, on a mesh of that type.
+        # Under Auto axes JAX itself records shardings of results, on a mesh of Auto axes.
         if isinstance(value, NamedSharding):
             params[key] = None
     return functools.partial(equation.primitive.bind, **params)
@@ -117,16 +117,16 @@ def _sum(*arrays: jax.Array) -> jax.Array:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first sentence of an error of JAX, without the values that it got."""
+    """Return the first sentence of an error of JAX, without the values received."""
     text = re.sub("^Use .* as (?=out sharding)", "", str(error))
     first = re.split(r"[.,]? Got |, got |\. ", text)[0]
     return first.rstrip(".")
 
 
 def _keeps_dims(reshape: Operation, dims: DimAxes) -> bool:
-    """Return whether the result has all dimensions that are sharded.
+    """Return whether a reshape keeps all sharded dimensions.
 
-    JAX refuses to reshape several others.
+    JAX refuses such a reshape, too, if it changes several other dimensions.
     """
     before = reshape.inputs[0].shape
     after = reshape.outputs[0].shape
@@ -179,9 +179,10 @@ def dims_with_constants(operation: Operation, mesh: AbstractMesh) -> list[DimAxe
 def _constant_dims(
     constant: TracedValue, arrays: Sequence[tuple[tuple[int, ...], DimAxes]]
 ) -> DimAxes:
-    """Return the sharding of the array that is most like a constant, where dimensions are equal.
+    """Return the sharding of a constant after the most similar array.
 
-    The first array of the same shape, else the last one with as many dimensions.
+    It is the first array of the same shape, else the last one with as many dimensions. Only
+    dimensions with a multiple of the array's size follow it.
     """
     shape = constant.shape
     dims = unsharded(constant)
@@ -202,11 +203,11 @@ def _constant_dims(
 def decided_dims(
     program: TracedProgram, mesh: AbstractMesh, returned: Mapping[TracedValue, DimAxes]
 ) -> dict[TracedValue, DimAxes]:
-    """Return the shardings of values with uses that reach one sharding constraint.
+    """Return the shardings of values with a single sharding constraint among their uses.
 
-    They reach it through element-wise operations alone. A sum of a whole array does not count, as
-    it takes any layout, and neither does what the backward pass does with a value of the forward
-    pass. Of values that the program returns, `returned` has those that its caller decides.
+    The uses reach it through element-wise operations and transposes alone. A sum of a whole array
+    does not count, as it takes any layout, and neither do uses of forward values in the backward
+    pass. `returned` has the results of the program with a sharding decided by its caller.
     """
     backward = _backward_values(program)
     wanted: dict[TracedValue, set[DimAxes | None]] = {}
@@ -243,9 +244,9 @@ def _wanted_dims(
     mesh: AbstractMesh,
     wanted: Mapping[TracedValue, set[DimAxes | None]],
 ) -> set[DimAxes | None]:
-    """Return the shardings that an operation wants of an operand, None for one of any layout.
+    """Return the shardings wanted of an operand by an operation; None stands for any layout.
 
-    `wanted` has those of its results.
+    `wanted` has the shardings wanted of the operation's results.
     """
     value = operation.inputs[number]
     spec = constraint_spec(operation)
@@ -285,7 +286,7 @@ def constraint_spec(operation: Operation) -> P | None:
 
 
 def is_collective(operation: Operation) -> bool:
-    """Return whether an operation communicates over axes that are manual around it."""
+    """Return whether an operation communicates over manual axes."""
     for parameter in ("axes", "axis_name"):
         axes = operation.params.get(parameter, ())
         if not isinstance(axes, tuple):
@@ -297,7 +298,7 @@ def is_collective(operation: Operation) -> bool:
 
 
 def phase_of(operation: Operation) -> str:
-    """Return the phase of the step that an operation is part of.
+    """Return an operation's phase of the step, a key of `spmd.analysis.explicit_axes.FIXES`.
 
     Recomputation is part of the forward pass.
     """

@@ -84,17 +84,14 @@ class Instruction:
 
     @property
     def is_move(self) -> bool:
-        """True if the result has the values of the first operand.
-
-        It may have them in another place, layout or precision.
-        """
+        """True if the result has the first operand's values, in any place, layout or precision."""
         if self.opcode == "custom-call":
             return bool(_MOVING_CALLS.search(self.attributes))
         return self.opcode in _MOVES
 
     @property
     def index(self) -> int:
-        """Element of a tuple that a `get-tuple-element` returns."""
+        """Tuple index of a `get-tuple-element`."""
         return int(self.attribute(r"\bindex=(\d+)"))
 
     @property
@@ -110,7 +107,7 @@ class Instruction:
         return found[1]
 
     def callees(self) -> list[tuple[str, str]]:
-        """Return (role, computation) for each computation that this instruction names.
+        """Return (role, computation) for each computation named by this instruction.
 
         Roles are as XLA spells them.
         """
@@ -149,7 +146,7 @@ class Computation:
 
 
 class HloValue(NamedTuple):
-    """Result of an instruction, or one element of a tuple that it returns."""
+    """Result of an instruction, or one element of its tuple."""
 
     computation: str
     name: str
@@ -206,10 +203,7 @@ class HloModule:
         return stack
 
     def producer(self, value: HloValue) -> HloValue:
-        """Return the origin of a value.
-
-        Tuples, calls, fusions and loops that forward it unchanged do not count.
-        """
+        """Return the origin of a value, through tuples, calls, fusions and unchanged loop state."""
         for _ in range(1000):
             before = self._source(value)
             if before is None:
@@ -218,7 +212,7 @@ class HloModule:
         return value
 
     def _source(self, value: HloValue) -> HloValue | None:
-        """Return the value that an instruction forwards as this one; None if it computes it."""
+        """Return the value forwarded unchanged as this one; None if its instruction computes it."""
         computation, _, index = value
         instruction = self.at(value)
         opcode = instruction.opcode
@@ -248,7 +242,7 @@ class HloModule:
         return value
 
     def _argument(self, value: HloValue, number: int) -> HloValue | None:
-        """Return the operand of the calling instruction that a parameter stands for."""
+        """Return the caller's operand for a parameter; None without one or if a loop changes it."""
         callers = self.callers[value.computation]
         if not callers:
             return None
@@ -315,7 +309,7 @@ class HloModule:
                     yield computation.name, user, position
 
     def _returned(self, root: HloValue) -> Iterator[HloValue]:
-        """Yield the results of callers that have the value of a root."""
+        """Yield the callers' results, and a loop's next input, with the value of a root."""
         name, _, element = root
         for caller, call, role in self.callers[name]:
             is_result = role in ("calls", "to_apply", "body") and call.opcode in (*_CALLS, "while")
@@ -342,7 +336,7 @@ class HloModule:
         return self._passed(user, position, index)
 
     def _passed(self, user: Instruction, position: int, element: int | None) -> list[HloValue]:
-        """Return the parameters of callees that get an operand."""
+        """Return the callees' parameters for an operand."""
         callees = self._callees(user)
         if user.opcode == "conditional":
             if not position:  # the predicate
@@ -361,7 +355,7 @@ class HloModule:
         return found
 
     def _callees(self, user: Instruction) -> list[tuple[str, str]]:
-        """Return (role, computation) for callees that the program has."""
+        """Return (role, computation) for callees in the program."""
         return [(role, name) for role, name in user.callees() if name in self.computations]
 
 
@@ -401,7 +395,7 @@ def parse(text: str) -> HloModule:
 
 
 def _aliases(header: str) -> dict[int, int]:
-    """Return output → parameter that it overwrites, by a module's first line."""
+    """Return output → overwritten parameter, from a module's first line."""
     aliases: dict[int, int] = {}
     found = re.search(r"input_output_alias=\{(.*?)\}, \w+=", header)
     if found is None:
@@ -503,7 +497,7 @@ def _arrays(shape: str) -> tuple[HloArray, ...]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the position after the parenthesis that closes the one at `start`."""
+    """Return the position after the closing parenthesis for the one at `start`."""
     depth = 0
     for found in re.finditer(r"[()]", text[start:]):
         if found[0] == "(":

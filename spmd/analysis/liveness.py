@@ -1,9 +1,9 @@
 """Buffers of a traced step and their lifetimes, without compiling it.
 
 XLA fuses element-wise operations into their neighbours, so most values are never written to memory.
-Written are results of matmuls, collectives and loops, and whatever enters a matmul or crosses the
-boundary of a loop. A buffer lives from the operation that writes it to the last that reads it,
-directly or through fused operations.
+Results of matmuls, collectives and loops are written, and so are operands of matmuls and values
+that cross the boundary of a loop. A buffer lives from the operation that writes it to the last that
+reads it, directly or through fused operations.
 """
 
 import collections
@@ -79,16 +79,16 @@ def find_buffers(
     aliased: Iterable[TracedValue] = (),
     platform: str = "tpu",
 ) -> list[Buffer]:
-    """Return the buffers of a propagated program.
+    """Return the buffers of a program with shardings, besides its arguments.
 
-    All but its arguments, and the results in `aliased`, which overwrite donated ones.
+    Results in `aliased` overwrite donated arguments and have no buffer either.
     """
     repeated = _EXPENSIVE if platform == "cpu" else ()
     return _Lifetimes(program, axes, frozenset(aliased), repeated, start=0).buffers
 
 
 def saved_activations(program: TracedProgram, axes: Mapping[str, int]) -> list[Buffer]:
-    """Return the buffers that forward loops save for loops that run backwards."""
+    """Return the buffers saved by forward loops for the loops of the backward pass."""
     saved = []
     for operation in program.walk():
         is_loop = operation.primitive in ("scan", "stack_iterations")
@@ -101,7 +101,7 @@ def saved_activations(program: TracedProgram, axes: Mapping[str, int]) -> list[B
 
 
 def peak_buffers(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """Return the buffers that are live when most bytes of the device are in use."""
+    """Return the live buffers at the time of the most bytes in use on the device."""
     peak: list[Buffer] = []
     most = -1
     for now in sorted({buffer.start for buffer in buffers}):
@@ -150,7 +150,7 @@ def _pack(buffers: Iterable[Buffer]) -> int:
 
 
 def _smallest_hole(taken: Iterable[tuple[int, int]], size: int) -> int:
-    """Return the start of the smallest hole between sorted ranges, or the end of them all."""
+    """Return the start of the smallest sufficient hole between sorted ranges, or their end."""
     hole = None
     smallest = 0
     free = 0
@@ -204,7 +204,7 @@ class _Lifetimes:
         self.buffers += self._converted()
 
     def _run(self, operation: Operation, now: int) -> int:
-        """Follow an operation that starts now, and return the time of the next one."""
+        """Record the reads, writes and bodies of an operation; return the time of the next one."""
         self._read(operation, now)
         inside = []
         for body in operation.bodies:
@@ -228,7 +228,7 @@ class _Lifetimes:
                 self.free |= roots  # a view of a result, whose buffer is outside
 
     def _add_written(self) -> None:
-        """Add the buffers of all values that are written, with their lifetimes."""
+        """Add the buffers of all written values, with their lifetimes."""
         for value, (writer, start) in self.written.items():
             if value in self.free:
                 continue
@@ -244,7 +244,7 @@ class _Lifetimes:
             self.last[root] = until
 
     def _read(self, operation: Operation, now: int) -> None:
-        """Note the buffers that an operation reads now."""
+        """Extend the lifetimes of the buffers read by an operation until now."""
         from_memory = (
             bool(operation.bodies)
             or operation.primitive in _READS_MEMORY
@@ -254,7 +254,7 @@ class _Lifetimes:
         for value in operation.inputs:
             roots = self._roots(value)
             if from_memory and _is_fused(value, roots):
-                # The fused operations are written here to be read.
+                # The result of fused operations is written here, to be read from memory.
                 self.written[value] = (None, now)
                 self._keep(roots, now)
                 roots = frozenset([value])
@@ -264,7 +264,7 @@ class _Lifetimes:
             self._keep(roots, now)
 
     def _write(self, operation: Operation, now: int, inside: "Sequence[_Lifetimes]") -> None:
-        """Note the results that an operation writes; `inside` are the lifetimes of its bodies."""
+        """Record the results written by an operation; `inside` are the lifetimes of its bodies."""
         is_written = (
             bool(operation.bodies)
             or operation.primitive in _WRITTEN
@@ -282,7 +282,7 @@ class _Lifetimes:
                 self.roots[value] = frozenset().union(*map(self._roots, operation.inputs))
 
     def written_at(self, i: int) -> int:
-        """Return the time of the write of a result, or of the buffer that it is a view of."""
+        """Return the time of the write of a result or, for a view, of its buffer."""
         value = self.program.outputs[i]
         roots = self._roots(value)
         times = [self.written[root][1] for root in roots if root in self.written]
@@ -291,9 +291,9 @@ class _Lifetimes:
         return self.end
 
     def _converted(self) -> Iterator[Buffer]:
-        """Yield the narrower copies that XLA makes for loops.
+        """Yield the narrower copies made by XLA before loops.
 
-        They are of arrays that a loop reads in a narrower dtype, whole or in slices.
+        They are copies of arrays that a loop reads in a narrower dtype, whole or in slices.
         """
         lifetimes: dict[_Values, tuple[int, int, int]] = {}  # bytes, start, end
         ends = [*self.times, self.end][1:]
@@ -317,14 +317,14 @@ class _Lifetimes:
 
 
 def _written_at(operation: Operation, i: int, now: int, inside: Sequence[_Lifetimes]) -> int:
-    """Return the time of the write of a result of an operation that starts now."""
-    if operation.primitive in ("cond", "shard_map") and inside:  # which run their bodies once
+    """Return the time of the write of result `i` of an operation; `now` is its start."""
+    if operation.primitive in ("cond", "shard_map") and inside:  # both run their bodies once
         return min(inner.written_at(i) for inner in inside)
     return now
 
 
 def _read_width(scan: Operation, i: int, width: int) -> int:
-    """Return the bytes of an element of an operand of some width, as a loop reads it."""
+    """Return the bytes of an operand's element as read by a loop; `width` is in memory."""
     (body,) = scan.bodies
     inner = body.inputs[i]
     if inner.kept:
@@ -343,7 +343,7 @@ def _read_width(scan: Operation, i: int, width: int) -> int:
 
 
 def _returned_operand(operation: Operation, i: int) -> TracedValue | None:
-    """Return the operand that some branch of a condition returns unchanged as result `i`.
+    """Return the operand returned unchanged as result `i` by some branch of a condition.
 
     The other branches overwrite it. None for other operations.
     """
@@ -366,7 +366,7 @@ def _is_view(value: TracedValue, roots: _Values) -> bool:
 
 
 def _is_fused(value: TracedValue, roots: _Values) -> bool:
-    """Tell whether a value is not in memory, but computed from values that are."""
+    """Tell whether a value is computed from buffers by fused operations, without its own."""
     return bool(roots) and roots != {value} and not _is_view(value, roots)
 
 
@@ -403,7 +403,7 @@ def _buffer(
     *,
     saved: bool = False,
 ) -> Buffer:
-    """Return the buffer of a value that an operation writes, without its lifetime."""
+    """Return the buffer of a written value, without its lifetime."""
     size = value.bytes(axes)
     kind = "value"
     if saved:
@@ -414,7 +414,7 @@ def _buffer(
 
 
 def _kind(value: TracedValue, operation: Operation, size: int, axes: Mapping[str, int]) -> str:
-    """Return the kind of the buffer of a result, of so many bytes on one device."""
+    """Return the kind of the buffer of a result; `size` is its bytes on one device."""
     if operation.primitive == "scan":
         stacks = operation.outputs[operation.params["num_carry"] :]
         if value not in stacks:

@@ -56,10 +56,10 @@ class Estimate:
     `held`, `at_peak` and `host` are category → bytes on one device (or in host memory for it).
 
     Attributes:
-        held: Each array once, in shards, as if none were copied, gathered or converted; not of any
-            one moment.
-        at_peak: All copies that are live at the moment of the most use, such as whole gradients
-            before their reduction.
+        held: Bytes of each array once, in shards, without copies, gathers and conversions; not at
+            any one time.
+        at_peak: Bytes of all arrays that are live at the peak, copies included, such as whole
+            gradients before their reduction.
         copies: Gradients and logits at the peak: category → (global shape, bytes of one) → number
             of buffers.
         saved: Activation → bytes that the forward pass saves for the backward pass on one device;
@@ -239,7 +239,7 @@ class MemoryReport:
 
 
 def _copy_rows(copies: Mapping[tuple[str, int], int]) -> Iterator[_Row]:
-    """Yield rows of the three kinds of buffers that take the most bytes."""
+    """Yield rows of the three groups of equal buffers with the most bytes."""
     largest = sorted(copies.items(), key=lambda item: -item[0][1] * item[1])
     for (shape, size), count in largest[:3]:
         yield f"  {count} × [{shape}] of {human_bytes(size)}", "", human_bytes(count * size)
@@ -319,7 +319,7 @@ def _trace(step: TrainStep, batch: Any, platform: str) -> tuple[TracedProgram, i
 def _results_beside_arguments(
     program: TracedProgram, axes: Mapping[str, int], count: int, buffers: Sequence[Buffer]
 ) -> list[Buffer]:
-    """Return the gathered results that exist beside the donated arguments when the step ends.
+    """Return the gathered results in memory beside the donated arguments at the end of the step.
 
     XLA cannot gather into a donated argument: results that are computed in shards and returned
     whole, as in ZeRO stages 1 and 2, all exist twice then.
@@ -334,7 +334,7 @@ def _results_beside_arguments(
 
 
 def _logits(program: TracedProgram) -> list[TracedValue]:
-    """Return the values that a model names `logits`."""
+    """Return the values named `logits` by a model."""
     found = []
     for operation in program.walk():
         for value in operation.outputs:
@@ -430,11 +430,11 @@ def _state_bytes(plan: ShardingPlan) -> tuple[dict[str, int], collections.Counte
 
 
 def _category(buffer: Buffer, shapes: Mapping[tuple[int, ...], str]) -> str:
-    """Return the category of a buffer that is no argument; `shapes` are from `_shapes`."""
+    """Return the category of a buffer besides arguments; `shapes` are from `_shapes`."""
     of = shapes.get(buffer.shape)
     if buffer.name == SLOTS:
         return "stages"
-    if "logits" in (of, shapes.get(buffer.shape[1:])):  # or the gradients of those of all chunks
+    if "logits" in (of, shapes.get(buffer.shape[1:])):  # or stacked gradients of all chunks'
         return "logits"
     if buffer.kind in ("gathered", "converted"):
         return "collectives"

@@ -1,10 +1,9 @@
-"""Compute that a compiled program has in its schedule while a collective runs.
+"""Compute scheduled while a collective of a compiled program runs.
 
 A program is printed in the order of its schedule. An asynchronous collective is a start and a done
 with other instructions between them; a SparseCore gets the operands in an `-update` after the
-start. XLA:TPU for v5e writes a
-chain: fusions that repeat the collective, each but the first and the last with something to
-    compute.
+start. XLA:TPU for v5e writes a chain: fusions that repeat the collective, each but the first and
+the last with something to compute.
 """
 
 from spmd.analysis.hlo import Computation, HloModule, Instruction
@@ -42,9 +41,9 @@ def compute_beside(program: HloModule, name: str, instruction: Instruction) -> t
 
 
 def _outermost(program: HloModule, name: str, instruction: Instruction) -> tuple[str, Instruction]:
-    """Return the instruction that is scheduled for another one inside it, with its computation.
+    """Return the scheduled instruction around another one, with its computation.
 
-    That is a start, or an instruction of the program, of a loop's body or of a branch.
+    It is a start, or an instruction of the entry computation, a loop's body or a branch.
     """
     while not instruction.opcode.endswith("-start"):
         calls = program.callers[name]

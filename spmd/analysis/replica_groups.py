@@ -1,4 +1,4 @@
-"""Replica groups of collectives as axes of a mesh, from every form in which XLA writes them.
+"""Replica groups of collectives as axes of a mesh, from all of XLA's notations.
 
 | form | example |
 |---|---|
@@ -9,7 +9,7 @@
 | pairs | `source_target_pairs={{0,1},{1,0}}` |
 
 Numbers are partitions; partition *i* is the *i*-th device of `mesh.devices.flat`. XLA's own mesh
-may have other axes than ours (`axis_0`), so its names are not used.
+may have other axes (`axis_0`) than the plan's mesh, so its names are not used.
 """
 
 import math
@@ -54,7 +54,7 @@ _INTEGERS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def kind_of(instruction: Instruction) -> str:
-    """Return the kind of the collective that an instruction is or starts; else the opcode.
+    """Return the kind of a collective or of its start; the opcode of any other instruction.
 
     Between TPU slices a collective is a `send` from each chip to its host, with the kind among its
     attributes.
@@ -106,7 +106,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Read `[2,4]T(1,0)` as an array: 0, 1, 2, … in that shape, then transposed."""
+    """Read `[2,4]T(1,0)` as an array: 0, 1, 2, … in the shape, then transposed."""
     shape, _, order = text.partition("T")
     ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
     if order:
@@ -148,7 +148,7 @@ def _mesh_devices(ids: str | None, count: int) -> np.ndarray:
 def mesh_axes(
     groups: Groups, axes: Mapping[str, int], *, pairs: bool = False
 ) -> tuple[str, ...] | None:
-    """Return the mesh axes, larger than 1, that groups span; None if they are no product of axes.
+    """Return the mesh axes above size 1 spanned by groups; None for no product of axes.
 
     A part of the devices along one axis counts as the axis: one hop of several. For (source,
     target) pairs these are the axes along which the devices of a pair differ.
@@ -180,10 +180,10 @@ def mesh_axes(
 
 
 def cross_slice_count(groups: Groups, parts: np.ndarray, kind: str, *, pairs: bool) -> int:
-    """Return the most payloads that a run of a collective sends into any part from others.
+    """Return the payloads per run of a collective into the part with the most from other parts.
 
-    One for each group that spans parts, or for each device in it where every device gets data of
-    its own.
+    Count one payload for each group that spans parts, or one for each of its devices if every
+    device gets data of its own. `parts` has the number of each device's part, such as its slice.
     """
     is_own = pairs or kind in _OWN_DATA
     payloads: Counter[int] = Counter()
@@ -236,7 +236,8 @@ def _is_table(instruction: Instruction) -> bool:
 def _table(constant: Instruction) -> np.ndarray:
     """Return the numbers of a constant.
 
-    Long tables are omitted from the text. The compiler makes them of the places of devices' shards.
+    Long tables are omitted from the text: they count as 0, 1, 2, …, since compilers make them of
+    the places of devices' shards.
     """
     if constant.literal == "{...}":
         return np.arange(constant.arrays[0].size)

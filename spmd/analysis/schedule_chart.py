@@ -60,12 +60,12 @@ def _summary(timeline: ScheduleTimeline) -> str:
 
 
 def _shortest_duration(timeline: ScheduleTimeline) -> float:
-    """Return the duration of the shortest task that takes any time."""
+    """Return the duration of the shortest task, without tasks of duration 0."""
     return min(slot.end - slot.start for slot in _drawn_slots(timeline))
 
 
 def _drawn_slots(timeline: ScheduleTimeline) -> list[Slot]:
-    """Return the slots of all stages, without tasks that take no time."""
+    """Return the slots of all stages, without tasks of duration 0."""
     drawn = []
     for slots in timeline.tasks:
         for slot in slots:
@@ -160,7 +160,7 @@ class _TextScale:
 
 
 def _fit(timeline: ScheduleTimeline, available: int) -> _TextScale:
-    """Return the scale with the most detail that fits so many columns."""
+    """Return the most detailed scale for a number of columns."""
     slots = _drawn_slots(timeline)
     units = timeline.makespan / _shortest_duration(timeline)
     longest = max(len(str(slot.task)) for slot in slots)
@@ -346,7 +346,7 @@ def lighten(colour: str, share: float) -> str:
 
 
 def ink_on(fill: str) -> str:
-    """Return a colour for text that is legible on a fill.
+    """Return a legible colour for text on a fill.
 
     Example:
         >>> ink_on("#0072b2"), ink_on("#e69f00")

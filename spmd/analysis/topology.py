@@ -23,7 +23,7 @@ _MOST_DEVICES = 2**20  # of a kind without a limit of its own
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Figures of a GPU that XLA needs to compile without one, besides its memory.
+    """Figures of a GPU for XLA to compile without the hardware, besides its memory.
 
     Attributes:
         cores: Streaming multiprocessors.
@@ -93,9 +93,9 @@ class Chip:
 
 _MEGACORE = (("chip_config_name", "megacore"),)
 # TPUs: Google Cloud's pages on TPU system architecture. GPUs: NVIDIA's data sheets and CUDA
-# programming guide. A clock is the peak of bfloat16 by the multipliers of all matrix units; of
-# those a TPU7x is taken to have as many for each device as a v6e. The compiler reserves 0.25 to
-# 1.25 GiB of each TPU's memory; this is what its error messages leave.
+# programming guide. A clock is the peak bfloat16 rate divided by the number of multipliers of all
+# matrix units; a TPU7x is assumed to have as many for each device as a v6e. The compiler reserves
+# 0.25 to 1.25 GiB of each TPU's memory; the figures here are the rest, by its error messages.
 _CHIPS = (
     Chip("cpu", "cpu", "cpu"),
     Chip(
@@ -171,7 +171,7 @@ class Topology:
 
     @property
     def memory(self) -> int | None:
-        """Bytes that a program may use on one device; None for simulated devices."""
+        """Usable bytes on one device; None for simulated devices."""
         return self.chip.memory
 
     @property
@@ -216,9 +216,9 @@ class Topology:
 
     @property
     def links(self) -> str:
-        """Text on the dimensions that wrap around; empty for other machines.
+        """Text on the wrap-around links of a TPU slice; empty for other machines.
 
-        libtpu 0.0.42 to 0.0.50 ignore it for several 3D slices.
+        libtpu 0.0.42 to 0.0.50 ignore these links for several 3D slices.
         """
         if not self.wrap:
             return ""
@@ -302,7 +302,7 @@ def _refused_slices(chip: Chip, slices: str, size: str) -> Problem:
 
 
 def _size_problems(topology: Topology) -> Iterator[Problem]:
-    """Yield a problem for a slice that is too large, or does not divide into hosts."""
+    """Yield a problem for a slice too large, or not divisible into hosts."""
     chip = topology.chip
     count = math.prod(topology.shape)
     most = chip.max_chips or _MOST_DEVICES

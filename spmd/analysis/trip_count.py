@@ -8,7 +8,7 @@ from spmd.analysis.hlo import Computation, HloModule, HloValue, Instruction
 def trip_count(program: HloModule, computation: str, loop: Instruction) -> int | None:
     """Return the number of iterations of a `while` in a computation; None if unknown.
 
-    It is what the compiler says, or follows from the loop's start, step and condition.
+    The number is the compiler's annotation, or follows from the loop's start, step and condition.
     """
     known = loop.attribute(r"known_trip_count\D*(\d+)")
     if known:
@@ -33,7 +33,7 @@ def trip_count(program: HloModule, computation: str, loop: Instruction) -> int |
 
 
 def _step(program: HloModule, body: Computation, element: int) -> int | None:
-    """Return the number that one iteration adds to a carried counter; None if it does not."""
+    """Return the constant increment of a carried counter per iteration; None without one."""
     advance = program.settled(HloValue(body.name, body.root, element))
     before = HloValue(body.name, body.parameters[0], element)
     instruction = program.at(advance)

@@ -1,7 +1,4 @@
-"""Products of a step that stay in float32 under a policy with a narrower compute dtype.
-
-Each has its source line.
-"""
+"""Products of a step left in float32 under a policy with a narrower compute dtype, by line."""
 
 import dataclasses
 from collections import Counter
@@ -46,10 +43,9 @@ class WideProducts:
 
 
 def find_wide_products(step: TrainStep, batch: Any) -> WideProducts:
-    """List the products of a step that are wider than the plan's compute dtype.
+    """List the products of a step wider than the plan's compute dtype.
 
-    Nothing is compiled. Those of the optimizer, which works in its own dtype, are no products of
-    the model.
+    Nothing is compiled. Products of the optimizer, which works in its own dtype, are not listed.
 
     Args:
         batch: A batch, which may be abstract.
@@ -63,9 +59,10 @@ def find_wide_products(step: TrainStep, batch: Any) -> WideProducts:
 
 
 def is_listed(step: TrainStep) -> bool:
-    """Return whether a plan should list them.
+    """Return whether a plan should list its wide products.
 
-    It should if it casts parameters of layers that know nothing of it.
+    It should if its compute dtype is narrower than float32 and some layers do not cast their
+    parameters themselves.
     """
     plan = step.plan
     if plan.precision.compute_dtype.itemsize >= 4:

@@ -1,4 +1,4 @@
-"""Operations of a step that XLA computes wrongly (docs/xla-faults.md), and what replaces them."""
+"""Operations of a step with a fault of XLA (docs/xla-faults.md), and their replacements."""
 
 import dataclasses
 from collections import Counter
@@ -14,7 +14,7 @@ from spmd.training.step import TrainStep
 PAGE = "docs/xla-faults.md"
 PRODUCTS = "Products"
 _FEWEST_AXES = 3
-"""Mesh axes above size 1 from which on XLA computes some products wrongly."""
+"""Least number of mesh axes above size 1 with which XLA computes some products wrongly."""
 
 _GATHERED = "what XLA could multiply wrongly is gathered before the loss"
 _LEFT = "left to XLA, which does not split it there"
@@ -28,7 +28,7 @@ class FaultyOperation:
     Attributes:
         fault: Heading on the page.
         source: `file:line` of the model; empty if JAX kept none.
-        answer: What is computed instead.
+        answer: How the plan avoids the fault, such as the formula in place of the operation.
         count: Number of such operations, forward and backward.
     """
 
@@ -49,7 +49,7 @@ class FaultyOperation:
 
 @dataclasses.dataclass(frozen=True)
 class FaultReport:
-    """Operations of a step that XLA computes wrongly where it splits them.
+    """Operations of a step with wrong results wherever XLA splits them.
 
     Attributes:
         axes: Axis → size, of those above 1.
@@ -89,7 +89,7 @@ def find_faults(step: TrainStep, batch: Any) -> FaultReport:
 
 
 def _faults(program: TracedProgram, mesh: AnyMesh) -> Iterator[tuple[str, str, str, str]]:
-    """Yield fault, primitive, source line and answer of each operation that has one."""
+    """Yield fault, primitive, source line and answer of each faulty operation."""
     instead = {fault.name: fault.instead for fault in FAULTS}
     is_split = any(size > 1 for size in mesh.shape.values())
     for operation in program.walk():
@@ -110,7 +110,7 @@ def _line(operation: Operation) -> str:
 
 
 def _outside_of_regions(program: TracedProgram, primitive: str) -> Iterator[Operation]:
-    """Yield the operations of one kind, but those in manual regions."""
+    """Yield the operations of one primitive outside of manual regions."""
     for operation in program.operations:
         if operation.primitive == primitive:
             yield operation

@@ -99,7 +99,7 @@ def _are_stacked(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
 
 
 def made_by_scan(jaxpr: Any) -> list[bool]:
-    """Return a flag for each output of a jaxpr: a scan, here or in a call, has stacked it.
+    """Return a flag for each output of a jaxpr: stacked by a scan, here or in a call.
 
     Example:
         >>> import jax

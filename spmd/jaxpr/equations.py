@@ -1,9 +1,9 @@
 """Equations of a jaxpr and of the jaxprs inside them: their form, iteration and replacement.
 
 JAX writes checkpoints, checkpoint names and custom derivatives in two forms: as primitives, and,
-under its upgrade flags (`spmd.jaxpr.upgrades`), as objects that one primitive of hijax applies.
-`name_of` and `params_of` give both in the first form; all code that reads jaxprs asks them. A new
-form is an entry here.
+under its upgrade flags (`spmd.jaxpr.upgrades`), as objects applied by one primitive of hijax.
+`name_of` and `params_of` give both in the first form; all code that reads jaxprs uses them. To
+support another form, add an entry here.
 """
 
 import copy
@@ -18,7 +18,7 @@ from jax.sharding import use_abstract_mesh
 _CUSTOM = (primitives.custom_jvp_call_p.name, primitives.custom_vjp_call_p.name)
 
 _HIJAX = "call_hi_primitive"
-"""The primitive of hijax that applies an object, its parameter `_prim`."""
+"""The primitive of hijax; it applies the object in its parameter `_prim`."""
 
 _HIJAX_NAMES = {
     "CheckpointName": primitives.name_p.name,
@@ -53,7 +53,7 @@ def name_of(equation: JaxprEqn) -> str:
 def params_of(equation: JaxprEqn) -> Mapping[str, Any]:
     """Return an equation's parameters, in their form without upgrade flags.
 
-    This is so as far as this package reads them.
+    Only the parameters that this package reads have this form.
     """
     applied = _applied(equation)
     if applied is None:
@@ -82,14 +82,14 @@ def has_own_rules(equation: JaxprEqn) -> bool:
 
 
 def _applied(equation: JaxprEqn) -> Any:
-    """Return the object that an equation of hijax applies; None for any other equation."""
+    """Return the object applied by an equation of hijax; None for any other equation."""
     if not is_hijax(equation):
         return None
     return equation.params["_prim"]
 
 
 def _expansion(equation: JaxprEqn, applied: Any) -> Mapping[str, Any]:
-    """Return the jaxpr of an object of hijax; its parameters if an operand is no array."""
+    """Return the jaxpr of an object of hijax as parameters; its own if an operand is no array."""
     for aval in applied.in_avals_flat:
         if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
             return applied.params
@@ -172,7 +172,7 @@ def _replaced(jaxpr: Jaxpr, replacements: Mapping[int, ClosedJaxpr]) -> Jaxpr:
 
 
 def _has_inside(equation: JaxprEqn, replacements: Mapping[int, ClosedJaxpr]) -> bool:
-    """Return whether an equation to replace is in the jaxprs inside an equation."""
+    """Return whether the jaxprs inside an equation have an equation to replace."""
     inside = itertools.chain.from_iterable(map(equations, inner_jaxprs(equation)))
     return any(id(inner) in replacements for inner in inside)
 

@@ -1,7 +1,7 @@
-"""Labels of values by how they depend on the examples of a batch.
+"""Labels of values by their dependence on the examples of a batch.
 
-A program is read at two batch sizes, side by side (`spmd.jaxpr.examples`). A dimension whose size
-differs is one of examples, and a constant whose value differs is a count of them.
+A program is read at two batch sizes, side by side (`spmd.jaxpr.examples`). A dimension of different
+sizes is one of examples, and a constant of different values is a count of them.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ class Kind(enum.IntEnum):
     SHARED = 0
     """The same for all examples: parameters, constants, and statistics of a batch."""
     SUM = 1
-    """A sum over the examples of what depends on one of them."""
+    """A sum over the examples of values that depend on one example each."""
     EXAMPLES = 2
-    """A part for each example, which depends on that example."""
+    """A part for each example, dependent on that example only."""
     PLACES = 3
     """The place of each example in the batch."""
     MIXED = 4
@@ -33,11 +33,13 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """An operation that makes a value no sum over the examples.
+    """Violation of the per-example structure by one operation, such as a square of a sum.
+
+    A value after it is no sum over the examples.
 
     Attributes:
-        what: What the operation does, as the end of a sentence about it.
-        sums: The sums over examples that it uses, by the operations that sum.
+        what: Effect of the operation, as the end of a sentence with it as the subject.
+        sums: The sums over examples among its operands, by the operations that sum.
     """
 
     operation: Operation
@@ -52,13 +54,13 @@ class Label:
     Attributes:
         dim: The dimension of the examples; None in a loop over examples, where a value is of the
             iteration's example.
-        inner: Positions of an example that follow each other in that dimension; None if unknown.
+        inner: Number of consecutive positions of one example in that dimension; None if unknown.
         degree: The power of the number of examples with which the value grows when a batch is
             repeated: 1 for a sum, 0 for a mean; None if unknown.
         value: The value of all elements of a constant, at both sizes.
-        sums: The operations that summed over examples what the value is made of, element by
-            element.
-        mixes: The operations before it after which a value is no sum over examples.
+        sums: The operations that summed over examples; the value is an element-wise function of
+            their results.
+        mixes: The violations of the per-example structure before the value.
         columns: The labels of the last dimension's entries, if they are of different kinds.
     """
 
@@ -86,7 +88,7 @@ class Label:
         return dataclasses.replace(self, **changes)
 
     def with_mix(self, operation: Operation, what: str, used: Iterable["Label"] = ()) -> "Label":
-        """Return the label after an operation that mixes what it uses."""
+        """Return the label with one more mix, of an operation and the sums among its operands."""
         mix = Mix(operation, what, all_sums(used))
         return self.replace(mixes=self.mixes | {mix})
 
@@ -120,7 +122,7 @@ def all_mixes(labels: Iterable[Label]) -> frozenset[Mix]:
 
 
 def all_sums(labels: Iterable[Label]) -> frozenset[Operation]:
-    """Return the sums that several values are made of."""
+    """Return the sums over examples in several values."""
     return frozenset[Operation]().union(*(label.sums for label in labels))
 
 
@@ -137,9 +139,9 @@ def same_layout(labels: Sequence[Label]) -> bool:
 
 
 def strongest(labels: Sequence[Label]) -> Label:
-    """Return a label with the kind of several values together, and of degree 0.
+    """Return the label of several values together, of degree 0.
 
-    It has their layout, sums and mixes.
+    It has the highest of their kinds, and their layout, sums and mixes.
     """
     kind = max((label.kind for label in labels), default=Kind.SHARED)
     mixes = all_mixes(labels)

@@ -37,7 +37,7 @@ Rule = Callable[[Operations, Sequence[Label], "Setting"], list[Label]]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Where a program is read.
+    """Batch sizes and manual mesh axes of a program.
 
     Attributes:
         counts: The numbers of examples.
@@ -48,7 +48,7 @@ class Setting:
     around: frozenset[str]
 
 
-# Questions about labels and operations.
+# Properties of labels and operations.
 
 
 def _has_kind(labels: Iterable[Label], kind: Kind) -> bool:
@@ -97,7 +97,7 @@ def _others(rank: int, removed: Container[int]) -> list[int]:
 
 
 def _mixed(operations: Operations, labels: Sequence[Label], what: str) -> Label:
-    """Return the label of a value with parts that depend on several examples."""
+    """Return the label of a value with parts of several examples each."""
     mixed = Label(Kind.MIXED, degree=None, mixes=all_mixes(labels))
     return mixed.with_mix(operations[0], what, labels)
 
@@ -169,7 +169,7 @@ def _linear(operations: Operations, labels: Sequence[Label], setting: Setting) -
 
 
 def _same(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label results that are the operands."""
+    """Label results equal to the operands."""
     return list(labels)
 
 
@@ -231,7 +231,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
 
 
 def _fold(operations: Operations, labels: Sequence[Label]) -> Label | None:
-    """Return the label of a function of constants; None if it is another."""
+    """Return the label of a function of constants; None for any other operation."""
     name = operations[0].primitive
     if name not in _FOLDED:
         return None
@@ -250,12 +250,12 @@ def _fold(operations: Operations, labels: Sequence[Label]) -> Label | None:
 
 
 def _add(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label sums, differences, and choices that depend on no example."""
+    """Label sums and differences, and choices by a condition independent of the examples."""
     return [_added(operations, labels)] * len(operations[0].outputs)
 
 
 def _as_sum(label: Label) -> Label:
-    """Return the label of a number of examples as that of a sum of ones."""
+    """Return the label of a constant number of examples as a sum of ones."""
     if label.kind is Kind.SHARED and label.value is not None and label.degree == 1:
         return label.replace(kind=Kind.SUM, value=None)
     return label
@@ -338,7 +338,7 @@ def _select(operations: Operations, labels: Sequence[Label], setting: Setting) -
     return [result.replace(degree=added.degree, mixes=result.mixes | added.mixes)]
 
 
-# Forms.
+# Shapes and layouts.
 
 
 def _moved(label: Label, dim: int | None) -> Label:
@@ -365,7 +365,7 @@ def _transpose(operations: Operations, labels: Sequence[Label], setting: Setting
 
 
 def _dropped(label: Label, axes: Sequence[int]) -> Label:
-    """Return the label of a value without some dimensions, none of which has the examples."""
+    """Return the label of a value without some dimensions other than the examples' dimension."""
     dim = _dim_of(label)
     if dim is None:
         return label
@@ -383,7 +383,7 @@ def _squeeze(operations: Operations, labels: Sequence[Label], setting: Setting) 
 
 
 def _reshape(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Follow the stride of an example: the number of elements from one to the next."""
+    """Label a reshape by the stride of an example: the elements from one example to the next."""
     (label, *_) = labels
     if _dim_of(label) is None:
         return [label]
@@ -400,7 +400,7 @@ def _reshape(operations: Operations, labels: Sequence[Label], setting: Setting) 
 def _inner_after(operation: Operation, label: Label, dim: int, count: int) -> int | None:
     """Return `inner` after a reshape, with the examples in a dimension.
 
-    It is None if unknown, and 0 if the dimension does not have each example again.
+    It is None if unknown, and 0 if the dimension is no whole number of repetitions of all examples.
     """
     if label.inner is None or label.dim is None:
         return None
@@ -455,7 +455,10 @@ def _last(operations: Operations, labels: Sequence[Label], setting: Setting) -> 
 
 
 def _is_block(label: Label, start: Sequence[int], size: Sequence[int], setting: Setting) -> bool:
-    """Return whether a part of the dimension of examples has each example again, at both sizes."""
+    """Return whether a part of the examples' dimension is whole repetitions of all examples.
+
+    It must be at both batch sizes.
+    """
     if label.inner is None:
         return False
     for first, length, count in zip(start, size, setting.counts, strict=True):
@@ -466,7 +469,7 @@ def _is_block(label: Label, start: Sequence[int], size: Sequence[int], setting: 
 
 
 def _slice(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label a slice: it must have each example again."""
+    """Label a slice: it must be whole repetitions of all examples."""
     (label,) = labels
     dim = _dim_of(label)
     if dim is not None and not _slices_blocks(operations, label, dim, setting):
@@ -475,7 +478,7 @@ def _slice(operations: Operations, labels: Sequence[Label], setting: Setting) ->
 
 
 def _slices_blocks(operations: Operations, label: Label, dim: int, setting: Setting) -> bool:
-    """Return whether a slice takes all of the dimension of examples, or each example again."""
+    """Return whether a slice takes the whole dimension of examples, or whole repetitions of all."""
     size = _sizes(_output_pair(operations, 0), dim)
     if size == _sizes(_input_pair(operations, 0), dim):
         return True
@@ -488,7 +491,7 @@ def _slices_blocks(operations: Operations, label: Label, dim: int, setting: Sett
 
 
 def _split(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label the parts of an array: each must have each example again."""
+    """Label the parts of an array: each must be whole repetitions of all examples."""
     (label,) = labels
     axis = operations[0].params["axis"]
     is_along_examples = label.has_examples and label.dim == axis
@@ -505,7 +508,7 @@ def _split(operations: Operations, labels: Sequence[Label], setting: Setting) ->
 
 
 def _concatenate(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label a concatenation: parts along the dimension of examples must have each of them again."""
+    """Label a concatenation: along the examples' dimension, parts must be whole repetitions."""
     dim = operations[0].params["dimension"]
     if _have_one_value(labels):
         return [labels[0]]
@@ -529,7 +532,7 @@ def _are_columns(operation: Operation, dim: int) -> bool:
 
 
 def _joined(operations: Operations, labels: Sequence[Label]) -> Label:
-    """Return the label of an array made of several ones."""
+    """Return the label of an array joined from several ones."""
     parts = [label.replace(columns=None) for label in labels]
     return _added(operations, parts).replace(value=None)
 
@@ -560,7 +563,7 @@ def _pad(operations: Operations, labels: Sequence[Label], setting: Setting) -> l
 def _dynamic_slice(
     operations: Operations, labels: Sequence[Label], setting: Setting
 ) -> list[Label]:
-    """Label a slice at places that the program computes."""
+    """Label a slice at computed positions."""
     label, *starts = labels
     dim = _dim_of(label)
     if dim is not None:
@@ -575,7 +578,7 @@ def _dynamic_slice(
 def _dynamic_update_slice(
     operations: Operations, labels: Sequence[Label], setting: Setting
 ) -> list[Label]:
-    """Label an array with a part replaced at places that the program computes."""
+    """Label an array with a part replaced at computed positions."""
     label, update, *starts = labels
     whole, part = operations[0].inputs[:2]
     for one in (label, update):
@@ -629,7 +632,7 @@ def _raised(degree: float | None, times: int) -> float | None:
 
 
 def _grown(label: Label, times: int) -> Label:
-    """Return the label of parts of examples, each times the number of examples."""
+    """Return a label with its degree raised by sums over dimensions of examples."""
     return label.replace(degree=_raised(label.degree, times))
 
 
@@ -650,7 +653,7 @@ def _summed(operations: Operations, label: Label, times: int) -> Label:
 
 
 def _reduce(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label reductions that are no sums."""
+    """Label reductions other than sums."""
     label = labels[0]
     count = len(operations[0].outputs)
     axes = operations[0].params["axes"]
@@ -727,7 +730,7 @@ def _dot_of_parts(
     result: Label,
     times: int,
 ) -> Label:
-    """Return the label of a product of matrices with its examples in their dimension.
+    """Return the label of a product of matrices, with the dimension of its examples.
 
     Args:
         result: The label of both operands together.
@@ -746,7 +749,7 @@ def _dot_of_parts(
 
 
 def _first_free(operation: Operation, side: int) -> int:
-    """Return the dimension of a product that is the first free one of an operand.
+    """Return the position of an operand's first free dimension in a product.
 
     The product has the batch dimensions first, then the free ones of the left operand.
     """
@@ -759,7 +762,7 @@ def _first_free(operation: Operation, side: int) -> int:
 
 
 def _conv(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label a convolution with a kernel that is the same for all examples."""
+    """Label a convolution; its kernel must be the same for all examples."""
     x, kernel = labels
     params = operations[0].params
     numbers = params["dimension_numbers"]
@@ -796,7 +799,7 @@ def _columns(label: Label, count: int) -> Sequence[Label]:
 
 
 def _gather(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label parts of a table at places that the program computes."""
+    """Label lookups in a table at computed positions."""
     table, index = labels[:2]
     if Kind.MIXED in (table.kind, index.kind):
         return [Label(Kind.MIXED, degree=None, mixes=all_mixes(labels))]
@@ -810,7 +813,7 @@ def _gather(operations: Operations, labels: Sequence[Label], setting: Setting) -
 
 
 def _gathered_from_one(operations: Operations, labels: Sequence[Label]) -> Label:
-    """Return the label of parts of a table without a dimension of examples."""
+    """Return the label of lookups in a table without a dimension of examples."""
     table, index = labels[:2]
     result = table.replace(mixes=all_mixes(labels), value=None, columns=None)
     if _is_plain(index):
@@ -838,9 +841,9 @@ def _index_dims(operation: Operation) -> list[int]:
 def _gathered_from_examples(
     operations: Operations, labels: Sequence[Label], dim: int
 ) -> Label | None:
-    """Return the label of parts of a table, each of one example; None if they may be of others.
+    """Return the label of lookups in a table of examples; None if they may read other examples.
 
-    The table has its examples in a dimension.
+    `dim` is the table's dimension of examples.
     """
     table, index = labels[:2]
     operand, indices = operations[0].inputs[:2]
@@ -871,7 +874,7 @@ def _gathered_from_examples(
 
 
 def _scatter(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label a table after rows were written or added at places that the program computes."""
+    """Label a table after a write or an addition of rows at computed positions."""
     table, index, rows = labels
     kinds = (table.kind, index.kind, rows.kind)
     if Kind.MIXED in kinds:
@@ -984,7 +987,7 @@ def _psum(operations: Operations, labels: Sequence[Label], setting: Setting) -> 
 
 
 def _over_devices(operations: Operations, label: Label, other: Label, setting: Setting) -> Label:
-    """Return the label of a sum or a maximum over devices; `other` is that of one device's part."""
+    """Return the label of a sum or a maximum over devices; `other` labels one device's part."""
     axes = _axes(operations[0])
     if axes.isdisjoint(BATCH_AXES):
         return other
@@ -1001,7 +1004,7 @@ def _over_devices(operations: Operations, label: Label, other: Label, setting: S
 
 
 def _exchanged(operations: Operations, labels: Sequence[Label], setting: Setting) -> list[Label]:
-    """Label parts of arrays that move between devices."""
+    """Label gathers, scatters, permutes and exchanges over devices."""
     return [_exchanged_part(operations, labels)] * len(operations[0].outputs)
 
 
@@ -1010,7 +1013,7 @@ _EXCHANGED_DIMS = ("all_gather_dimension", "scatter_dimension", "split_axis", "c
 
 
 def _exchanged_part(operations: Operations, labels: Sequence[Label]) -> Label:
-    """Return the label of an array with parts that move between devices."""
+    """Return the label of the result of a gather, scatter, permute or exchange over devices."""
     label = labels[0]
     params = operations[0].params
     if label.kind is Kind.SHARED:
@@ -1159,7 +1162,7 @@ def _are_shared(labels: Sequence[Label]) -> bool:
 
 
 def trusted_result(output: tuple[Any, Any], labels: Sequence[Label]) -> Label:
-    """Return the label of a result of a function that is declared to treat examples separately."""
+    """Return the label of a result of a function declared `spmd.jaxpr.examples.per_example`."""
     dims = varying_dims(output)
     mixes = all_mixes(labels)
     if dims:

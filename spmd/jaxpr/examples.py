@@ -1,6 +1,4 @@
-"""Dependence of a traced program's results on the examples of a batch.
-
-It is read from the program's operations:
+"""Dependence of a traced program's results on the examples of a batch, from its operations.
 
 ```python
 sizes = read_program(jaxpr_of_4), read_program(jaxpr_of_8)
@@ -8,9 +6,9 @@ labels = label_examples(sizes, inputs, counts=(4, 8))
 labels[0].kind is Kind.SUM and not labels[0].mixes     # the first result is a sum over the examples
 ```
 
-Loops, conditions and manual regions are read like any code; a loop over the examples may add up
-what each of them gives. A function that is declared to treat each example by itself
-(`per_example`) is not read.
+Loops, conditions and manual regions are read like any code; a loop over the examples may add up one
+value per example. A function that is declared to treat each example by itself (`per_example`) is
+not read.
 """
 
 import dataclasses
@@ -64,11 +62,11 @@ def declared_scope(name: str) -> str:
 
 
 def per_example(function: F) -> F:
-    """Declare that a function treats each example of a batch by itself: its code is not read.
+    """Declare a function as independent for each example of a batch: its code is not read.
 
     Results with a dimension of examples then depend, for each example, on its own part of the
-    arguments; results without one are sums over the examples. Needed where the structure does not
-    tell, such as for a primitive of one's own, or for experts that sort the tokens of all examples.
+    arguments; results without one are sums over the examples. Needed where the operations do not
+    show this, such as for a custom primitive, or for experts that sort the tokens of all examples.
 
     Example:
         >>> squares = per_example(lambda x: (x**2).sum())
@@ -85,7 +83,7 @@ def per_example(function: F) -> F:
 
 
 class UnlikeProgramsError(ValueError):
-    """The programs of two batch sizes have different operations; the text is where."""
+    """Different operations in the programs of two batch sizes; the message says where."""
 
 
 @dataclasses.dataclass
@@ -108,7 +106,7 @@ def label_examples(
     counts: tuple[int, int],
     around: frozenset[str] = frozenset(),
 ) -> ExampleLabels:
-    """Label the results of a program that was traced for two numbers of examples.
+    """Label the results of a program traced for two numbers of examples.
 
     Args:
         inputs: The labels of the program's inputs.
@@ -146,7 +144,7 @@ def _declared_name(scopes: str) -> str:
 
 @dataclasses.dataclass
 class _Reader:
-    """The reading of a program and of the bodies in it."""
+    """Reader of a program and of the bodies in it."""
 
     setting: Setting
     declared: dict[str, Operation]
@@ -178,7 +176,7 @@ class _Reader:
         return [self._as_declared(declared, operations[0], result) for result in results]
 
     def _undeclared_results(self, operations: Operations, given: list[Label]) -> list[Label]:
-        """Return the labels of an operation's results, by what it does."""
+        """Return the labels of an operation's results, by its primitive."""
         name = operations[0].primitive
         if name == "scan":
             return self._scan(operations, given)
@@ -316,7 +314,7 @@ def _labels_of(
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """One more iteration for a value that a loop carries.
+    """One more iteration of a loop, for one carried value.
 
     Attributes:
         old: The value at the start of an iteration.
@@ -381,9 +379,9 @@ def _chosen(operation: Operation, index: Label, result: Label) -> Label:
 def adding_operation(
     loop: Operation, old: TracedValue, new: TracedValue, adding: Sequence[str] = ADDING
 ) -> Operation | None:
-    """Return the operation of a loop that adds to a carried value, if it is the value's only use.
+    """Return a loop's addition to a carried value; None if the value has other uses.
 
-    Then the order of the iterations makes no difference.
+    If there is one, the order of the iterations makes no difference.
     """
     (body,) = loop.bodies
     users = [operation for operation in body.operations if old in operation.inputs]
@@ -398,7 +396,7 @@ def adding_operation(
 
 
 def _either(operation: Operation, one: Label, other: Label) -> Label:
-    """Return the label of a value that is one or another."""
+    """Return the label of a choice between two values."""
     if one == other:
         return one
     labels = [label for label in (one, other) if not label.is_zero]
@@ -475,7 +473,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Trusted:
-    """A run of operations that are declared to treat each example by itself, as one."""
+    """A run of operations declared `per_example`, as one operation."""
 
     inputs: list[tuple[TracedValue, TracedValue]]
     outputs: list[tuple[TracedValue, TracedValue]]
@@ -521,7 +519,7 @@ def _where(programs: tuple[TracedProgram, TracedProgram]) -> str:
 
 
 def _runs(program: TracedProgram) -> list[Operation | list[Operation]]:
-    """Return the operations of a program, with runs of those that are not read in lists."""
+    """Return the operations of a program, with each run of `per_example` ones in a list."""
     runs: list[Operation | list[Operation]] = []
     for operation in program.operations:
         if _PER_EXAMPLE not in names_of_scopes(operation):
@@ -536,7 +534,7 @@ def _runs(program: TracedProgram) -> list[Operation | list[Operation]]:
 def _from_before(run: Sequence[Operation]) -> list[TracedValue]:
     """Return the operands of a run of operations, in the order of their first use.
 
-    They have no literals.
+    Literals are not among them.
     """
     made = _made_in(run)
     taken: dict[TracedValue, None] = {}
@@ -548,7 +546,7 @@ def _from_before(run: Sequence[Operation]) -> list[TracedValue]:
 
 
 def _used_after(run: Sequence[Operation], program: TracedProgram) -> list[TracedValue]:
-    """Return the results of a run that are used after it, in the order of their first use."""
+    """Return the results of a run with uses outside of it, in the order of their first use."""
     inside = set(map(id, run))
     used: list[TracedValue] = []
     for operation in program.operations:

@@ -1,11 +1,11 @@
 """Products of a narrow parameter and a wider array, in the narrow dtype.
 
 JAX promotes the parameter, and multiplies in the wide dtype. One constant in float32, such as a
-table of positions, makes every product after it one in float32. Here the wide operand is rounded to
-the parameter's dtype instead. The result keeps its dtype, so the rest of the program is the same.
+table of positions, puts every later product in float32. Here the wide operand is rounded to the
+parameter's dtype instead. The result keeps its dtype, so the rest of the program is the same.
 
-A product of two promoted arrays was asked for in the wide dtype, and so was one with a precision of
-its own: they stay.
+Products of two promoted arrays, and those with a precision of their own, are explicit requests for
+the wide dtype and stay.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ def used_dtype(program: TracedProgram, number: int) -> jnp.dtype | None:
 
 
 def _narrow(equation: Any, dtype: jnp.dtype) -> ClosedJaxpr:
-    """Return a product in a dtype, with operands and a result in those of an equation."""
+    """Return a product computed in a dtype, with operands and result in the equation's dtypes."""
     params = {**equation.params, "preferred_element_type": dtype}
 
     def product(*operands: jax.Array) -> jax.Array:
@@ -123,7 +123,7 @@ def _narrow(equation: Any, dtype: jnp.dtype) -> ClosedJaxpr:
 
 @dataclasses.dataclass
 class _Promoted:
-    """Arrays of a program that were cast from a narrow dtype to a wider one, and their origin.
+    """Arrays of a program cast from a narrow dtype to a wider one, and their origin.
 
     Attributes:
         dynamic: Values that depend on anything but parameters.
@@ -135,7 +135,7 @@ class _Promoted:
     values: set[TracedValue] = dataclasses.field(default_factory=set)
 
     def products(self, program: TracedProgram) -> Iterator[Operation]:
-        """Yield the products of a program in order, each when everything before it is known."""
+        """Yield the products of a program in order, after classifying the values before each."""
         for operation in program.operations:
             if not self.dynamic.isdisjoint(operation.inputs):
                 self.dynamic.update(operation.outputs)
@@ -175,7 +175,7 @@ class _Promoted:
     def _enter(self, operation: Operation, body: TracedProgram) -> None:
         """Copy the properties of operands to the inputs of a body.
 
-        What a loop carries changes, so it counts as dynamic.
+        Values that a loop changes in its carry count as dynamic.
         """
         carried = set[TracedValue]()
         for old, new in operation.carried:

@@ -2,7 +2,7 @@
 
 JAX knows the shardings of a step's arguments and of constrained activations. The others follow from
 the operations, as in XLA's partitioner: a matmul keeps the axes of its rows and columns, a
-transpose permutes them, a sum drops those that it sums over.
+transpose permutes them, a sum drops those of the summed dimensions.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -48,12 +48,12 @@ def _dims(spec: Iterable[Any], rank: int) -> DimAxes:
 
 
 def _whole(rank: int) -> DimAxes:
-    """Return the axes of dimensions that are not split."""
+    """Return empty axes for each dimension."""
     return ((),) * rank
 
 
 def _known(value: TracedValue) -> DimAxes:
-    """Return the axes of a value's dimensions; none if they are unknown."""
+    """Return the axes of a value's dimensions; empty ones if they are unknown."""
     return value.dims or _whole(len(value.shape))
 
 
@@ -204,7 +204,7 @@ def _once(dims: Iterable[tuple[str, ...]]) -> DimAxes:
 
 
 def _like_operands(operation: Operation) -> list[DimAxes | None]:
-    """Split each dimension like the first operand of that rank and size that is split there."""
+    """Split each dimension like the first operand of equal rank and size with it split."""
     results: list[DimAxes | None] = []
     for output in operation.outputs:
         rank = len(output.shape)
@@ -221,7 +221,7 @@ def _like_operands(operation: Operation) -> list[DimAxes | None]:
 
 
 def _first_split(values: Iterable[TracedValue], dim: int, size: int) -> tuple[str, ...]:
-    """Return the axes of a dimension in the first value that is split there and has this size."""
+    """Return the axes of a dimension in the first value of this size with it split."""
     for value in values:
         if value.dims and value.dims[dim] and value.shape[dim] == size:
             return value.dims[dim]
@@ -268,7 +268,7 @@ def _dot(operation: Operation) -> list[DimAxes | None]:
 
 
 def _broadcast(operation: Operation, dims: DimAxes) -> DimAxes:
-    """Keep the axes of dimensions that are not repeated."""
+    """Keep the axes of all dimensions but repeated ones."""
     value = operation.inputs[0]
     output = operation.outputs[0]
     result = list(_whole(len(output.shape)))
@@ -390,7 +390,7 @@ _UNARY_RULES: dict[str, Callable[[Operation, DimAxes], DimAxes]] = {
     "transpose": _transpose,
     **dict.fromkeys(REDUCTIONS, _reduced),
 }
-"""Rules for the results of an operation whose first operand has a known sharding."""
+"""Rules for the results of an operation, from the known sharding of its first operand."""
 
 _RULES = {
     "sharding_constraint": _constraint,

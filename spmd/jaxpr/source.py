@@ -7,13 +7,13 @@ from typing import Any
 
 _LIBRARIES = ("flax", "jax", "optax")
 _WRAPPERS = ("spmd/plan/flax_dtypes.py",)
-"""Files of this package that only call a function for another one."""
+"""Files of this package with wrappers only: the line of their caller is shown."""
 
 
 def source_line(frames: Sequence[tuple[str, int]], wrappers: tuple[str, ...] = ()) -> str:
     """Return `file:line` of the innermost frame outside of libraries and wrappers.
 
-    Without one, return that of the innermost frame outside of wrappers, or of all.
+    Without one, return the innermost frame outside of wrappers, else the innermost one of all.
 
     Args:
         frames: File and line, the innermost first.
@@ -36,9 +36,9 @@ def source_line(frames: Sequence[tuple[str, int]], wrappers: tuple[str, ...] = (
 
 
 def equation_line(equations: Iterable[Any], wrappers: tuple[str, ...] = ()) -> str:
-    """Return `file:line` of an equation and those around it, the innermost first.
+    """Return `file:line` of an equation; empty where JAX kept no frames.
 
-    It is empty where JAX kept no frames.
+    `equations` are the equation and those around it, innermost first.
     """
     frames = []
     for equation in equations:

@@ -14,7 +14,7 @@ DimAxes = tuple[tuple[str, ...], ...]
 """The mesh axes of each dimension."""
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Parameters that hold a jaxpr which the operation calls with its own operands."""
+"""Parameters with a jaxpr that the operation calls with its own operands."""
 
 _NO_CALLS = ("pallas_call", "reduce", "reduce_window")
 """Operations with a jaxpr that they do not call with their own operands."""
@@ -31,7 +31,7 @@ class TracedValue:
         dims: Mesh axes of each dimension; None if unknown, which counts as replicated.
         name: `checkpoint_name` given by the model; may be empty.
         kept: Bytes of one element in memory, if fewer than `itemsize`.
-        is_float: Whether its elements are real or complex numbers, and no integers or flags.
+        is_float: Whether its elements are real or complex, not integers or booleans.
         constant: The value of a literal, or the array of a constant; None if it is no constant.
     """
 
@@ -72,7 +72,7 @@ class Operation:
 
     @property
     def carried(self) -> "list[tuple[TracedValue, TracedValue]]":
-        """The values that a loop carries, at the start and at the end of an iteration."""
+        """Carried values of a loop, at the start and at the end of an iteration."""
         if self.primitive not in ("scan", "while"):
             return []
         (body,) = self.bodies
@@ -105,7 +105,7 @@ def read_program(jaxpr: Any, *, eager: bool = False) -> TracedProgram:
     """Convert a jaxpr, closed or not.
 
     With `eager`, operations run as early as possible, as in XLA:CPU: all layers of an unrolled
-    model are then recomputed before the first is differentiated.
+    model are then recomputed before the backward pass of the first one.
     """
     return _read(jaxpr, None, {}, eager, ())
 
@@ -215,7 +215,7 @@ def _inlined(operation: Operation, stacks: _Stacks, eager: bool) -> TracedProgra
 
 
 def _called(params: Mapping[str, Any]) -> Any:
-    """Return the jaxpr that an operation calls with its own operands; None if there is none."""
+    """Return the jaxpr called by an operation with its own operands; None without one."""
     for key in _CALLS:
         if key in params:
             return params[key]
@@ -303,7 +303,7 @@ def _new_slices(stack: TracedValue, length: int) -> list[TracedValue]:
 
 
 def _slicing(stack: TracedValue, slices: Sequence[TracedValue]) -> list[Operation]:
-    """Return the operations that make the slices of a stacked operand."""
+    """Return the slicing operations of a stacked operand."""
     operations = []
     for part in slices:
         operations.append(Operation("squeeze", [stack], [part], {"dimensions": (0,)}))
@@ -313,9 +313,10 @@ def _slicing(stack: TracedValue, slices: Sequence[TracedValue]) -> list[Operatio
 def _split_waiting(
     operations: Sequence[Operation], carry: Sequence[TracedValue], eager: bool
 ) -> tuple[list[Operation], list[Operation]]:
-    """Return the operations of an iteration that run at once, and those that wait for its carry.
+    """Split the operations of an iteration by their dependence on its carry.
 
-    Without `eager`, all wait.
+    Return the independent ones first: with `eager` they run at once. Without `eager`, return all as
+    dependent.
     """
     early: list[Operation] = []
     late: list[Operation] = []

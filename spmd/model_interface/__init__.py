@@ -1,4 +1,1 @@
-"""Declarations of a model: its functions, rematerialization, attention and contracts.
-
-The contracts are for what surrounds a model.
-"""
+"""Declarations of a model: functions, rematerialization, attention, gradient transforms."""

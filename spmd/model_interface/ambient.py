@@ -1,7 +1,7 @@
-"""The holder of the one ambient value of a trace.
+"""Holder of the ambient value of a trace, set by `spmd.plan.context` to its `TraceContext`.
 
-`spmd.plan.context` puts its `TraceContext` in it. It is here so that a model's own functions, which
-know no plan, can ask for the dtype to compute in.
+It is in this package so that a model's own functions, which know no plan, can read the compute
+dtype.
 """
 
 from typing import Any, Protocol

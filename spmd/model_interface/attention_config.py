@@ -1,4 +1,4 @@
-"""The attention kernel, and the algorithm of attention over a sequence that is split over devices.
+"""The attention kernel, and the algorithm of attention over a split sequence.
 
 | kernel | description | availability |
 |---|---|---|
@@ -7,9 +7,9 @@
 | `cudnn` | cuDNN's fused attention | NVIDIA GPUs, 16-bit floats |
 | `splash` | JAX's splash attention | TPUs, sequences in blocks of 128 |
 
-What a kernel saves is for the backward pass. With a mesh axis `sequence` above 1, `context` is
-`ring` (keys and values rotate around the devices; always `chunked`) or `all-to-all` (Ulysses: heads
-are exchanged for tokens; any kernel).
+Kernels save arrays for the backward pass. With a mesh axis `sequence` above 1, `context` is `ring`
+(keys and values rotate around the devices; always `chunked`) or `all-to-all` (Ulysses: heads are
+exchanged for tokens; any kernel).
 """
 
 import dataclasses
@@ -51,14 +51,14 @@ class AttentionConfig:
 
     @property
     def sequence(self) -> int:
-        """The number of devices that split a sequence."""
+        """Number of shards of a sequence."""
         if self.mesh is None:
             return 1
         return self.mesh.shape["sequence"]
 
     @property
     def tensor(self) -> int:
-        """The number of devices that split heads."""
+        """Number of shards of the heads."""
         if self.mesh is None:
             return 1
         return self.mesh.shape["tensor"]
@@ -137,8 +137,8 @@ class AttentionConfig:
 def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> AttentionConfig:
     """Return the settings, checked against the mesh.
 
-    On a mesh that splits no sequence `context` has nothing to choose, and is no error: a config
-    goes to other meshes, as one device of a comparison or of an evaluation.
+    On a mesh that splits no sequence `context` has no effect, and is no error: the same config is
+    used on other meshes, such as one device in a comparison or an evaluation.
 
     Example:
         >>> from spmd.sharding.mesh import MeshShape, abstract_mesh

@@ -1,12 +1,12 @@
 """The boundary of a model, where arrays enter and leave the compute dtype of the plan in scope.
 
 Layers of Flax, and products written by hand, compute in the dtype to which their parameters and
-inputs promote. So a model that knows nothing of a plan computes in its dtype if float parameters
-and float inputs are cast before it. Two kinds of parameters are not cast, because their layers cast
-by themselves (`ModelInfo.cast_by_layer`): those of layers that gather their own parameters, and
-those of a layer of Flax with a `dtype` of its own. Variables are never cast.
+inputs promote. So a model without code for a plan computes in the plan's dtype if float parameters
+and float inputs are cast before the call. Two kinds of parameters are not cast, because their
+layers cast by themselves (`ModelInfo.cast_by_layer`): those of layers that gather their own
+parameters, and those of a layer of Flax with a `dtype` of its own. Variables are never cast.
 
-Outside a plan the boundary does nothing.
+Outside a plan nothing is cast.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ class InComputeDtype:
 
     Attributes:
         info: Returns the model's `ModelInfo`.
-        inputs_from: The position after the parameters from which arguments are inputs; None if none
-            of them enters the model here.
-        returns_outputs: Whether what it returns leaves the model.
+        inputs_from: Position, after the parameters, of the first argument that is an input of the
+            model; None if the arguments are not cast here.
+        returns_outputs: Whether its results are outputs of the model, which are cast to float32.
         has_variables: Whether it returns outputs with the updated variables.
 
     Example:
@@ -113,5 +113,5 @@ def cast_array(x: Any, dtype: Any) -> Any:
 
 
 def _is_node(x: Any) -> bool:
-    """Return whether a value among parameters is a leaf, or an object of arrays for its layer."""
+    """Return whether a node of a parameter tree is an array or a wrapped parameter."""
     return not isinstance(x, Mapping | list | tuple)

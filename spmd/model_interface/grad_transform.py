@@ -1,18 +1,18 @@
-"""The contract of a technique with a state around a gradient.
+"""Interface of gradient transforms: stateful techniques around a gradient function.
 
 Loss scaling, histories and compression of gradients are such techniques. A gradient function
 threads one `Carry`: the variables of the model, and the state of each transform by its name. A plan
-holds the transforms (`ShardingPlan.with_transforms`), and knows where their states are. There are
-two places for one:
+holds the transforms (`ShardingPlan.with_transforms`) and the shardings of their states. A transform
+acts at one of two places, or at both:
 
-- **once a step**, `wrap` puts a gradient function around that of the batch. The transforms of a
-  plan wrap in their order: the first is next to the gradient function, the last is outside of all
-  others;
-- **at each differentiation** of a loss, of a microbatch or of a stage, `enter` gives a factor of
-  the loss and arrays that ride on parameters, and `leave` gets what was observed of these.
+- **once per step**, `wrap` wraps the gradient function of the batch. The transforms of a plan wrap
+  in their order: the first is next to the gradient function, the last is outside of all others;
+- **at each differentiation** of a loss, of a microbatch or of a stage, `enter` returns a factor of
+  the loss and riders, arrays that ride on parameters; `leave` gets the derivatives of the riders,
+  through which layers return observations.
 
-A transform is a frozen dataclass, compared by value. Transforms that do not go together say so by
-facts (`overlapping_steps`, `observes`, `exchanges`), so none needs to know another one's name.
+A transform is a frozen dataclass, compared by value. Transforms declare conflicts by properties
+(`overlapping_steps`, `observes`, `exchanges`), so that none needs to know the name of another.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _WHOLE = P()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """State that a gradient function takes and returns, beside gradients and sums.
+    """Input and output state of a gradient function, beside gradients and sums.
 
     Attributes:
         variables: The variables of the model, and nothing else.
@@ -73,7 +73,7 @@ class Entered:
     Attributes:
         seed: A factor of the loss, a scalar; None for 1.
         riders: Path of a parameter (of `ModelInfo.wrappable`) → the array that rides on it. Its
-            derivative is what is observed.
+            derivative is the layer's observation.
     """
 
     seed: Array | None = None
@@ -88,22 +88,20 @@ class Entered:
 
 @dataclasses.dataclass(frozen=True)
 class GradTransform:
-    """A technique with a state around a gradient.
+    """Base of gradient transforms; its methods change nothing.
 
-    One that only needs some of the methods inherits the others. `plan` is a
+    A transform overrides the methods that it needs. `plan` is a
     `spmd.plan.plan.ShardingPlan` that holds this transform and the others.
 
     Attributes:
-        name: Of its state in the carry and in checkpoints.
+        name: Name of its state in the carry and in checkpoints.
         overlapping_steps: Whether microbatches of a step are in flight when the next one begins.
-        observes: Whether it must see each differentiation, so that no step's gradients may be a sum
-            of local ones.
-        exchanges: Whether it sends the gradients of a step itself, and remembers what it has not
-            sent.
-        optional: Whether a resumed run may begin to use it, or stop: then a checkpoint may lack the
-            state.
-        is_outermost: Whether it undoes what all others did in a step, and so wraps them; one at
-            most.
+        observes: Whether it must see each differentiation, so that a step's gradients must not be
+            sums of local ones.
+        exchanges: Whether it sends the gradients of a step itself, and keeps the unsent remainder.
+        optional: Whether a resumed run may start or stop using it: a checkpoint may lack the state.
+        is_outermost: Whether it may undo the effects of all others in a step, and so wraps them;
+            at most one may be.
     """
 
     name: ClassVar[str]
@@ -174,8 +172,8 @@ class GradTransform:
 def enter_all(transforms: Sequence[GradTransform], carry: Carry) -> Entered:
     """Return the inputs of all transforms into one differentiation.
 
-    Those whose states the carry lacks bring nothing: the states belong to a step that is outside of
-    this function.
+    Transforms without a state in the carry have none: their states belong to a step outside of this
+    function.
     """
     seed: Array | None = None
     riders = dict[str, Array]()
@@ -203,7 +201,7 @@ def leave_all(
 
 
 def observers(transforms: Sequence[GradTransform]) -> str:
-    """Return the names of the transforms that observe each differentiation; empty without one."""
+    """Return the names of the transforms with `observes`; empty without one."""
     names = [transform.name for transform in transforms if transform.observes]
     return ", ".join(names)
 

@@ -1,7 +1,7 @@
-"""Structure of parameters: matrices, and parameters that their layers add to a product.
+"""Structure of parameters: matrices, lookups, heads, biases and scales.
 
-An optimizer that treats matrices in another way (Muon), and the default of weight decay, read it
-instead of names.
+An optimizer with another update for matrices (Muon), and the default of weight decay, read the
+structure instead of names.
 
 ```python
 Matrix.of("bio")                      # an expert's kernel [expert, in, out]
@@ -72,7 +72,7 @@ def _product(shape: Sequence[int], dims: Collection[int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """Statement of a layer about one of its parameters.
+    """Metadata of a parameter, declared by its layer.
 
     Attributes:
         shape: Its shape when the layer created it, with None for an unknown size; None if its rank

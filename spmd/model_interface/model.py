@@ -1,4 +1,4 @@
-"""A model as pure functions, the only form that the rest of the framework uses.
+"""A model as pure functions, the only form used by the rest of the framework.
 
 `spmd.plan.flax` makes one from any NNX or Linen module. Hand-written functions work too:
 `Model(init, apply)`.
@@ -18,7 +18,7 @@ from spmd.model_interface.kernels import Matrix
 from spmd.sharding.layer_paths import Stack
 
 PRNG = "threefry2x32"
-"""The PRNG implementation of every key, whatever JAX's default, so that a seed gives the same
+"""The PRNG implementation of every key, independent of JAX's default, so that a seed gives the same
 numbers everywhere."""
 
 
@@ -28,7 +28,7 @@ def abstract_key() -> jax.ShapeDtypeStruct:
 
 
 VALID = "valid"
-"""Name of the mask of tokens that are no padding, in a batch and as an argument of a model."""
+"""Name of the mask of tokens besides padding, in a batch and as an argument of a model."""
 
 
 def takes_valid(function: Any) -> bool:
@@ -53,33 +53,32 @@ class ModelInfo:
         replicated: Path of another variable without a rule → the reason why it is replicated.
         placed: Path of a variable without a rule → its spec.
         wrappable: Paths of kernels that may be a `spmd.model_interface.wrapped_param.WrappedParam`: their
-            layers ask it.
+            layers use its `operand` and `addend`.
         gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it
             reduces.
         sent_exactly: Paths of parameters that are never sent as codes: lookups and routers.
         cast_by_layer: Paths of parameters that their layer casts to the dtype that it computes in.
         linear: Paths of kernels whose matmuls may have a recipe (`spmd.settings.quantize`).
-        frozen: Path of a variable that never changes → the path of the module's parameter that it
-            holds.
+        frozen: Path of a variable that never changes → the path of the module's parameter in it.
         merged: Paths in `frozen` that reach the module merged with an adapter. The others are used
-            as they are: in stacked layers they may be in host memory, and a pipeline may split
-            them, like parameters.
-        position_aware: Whether the model asks for the positions of its tokens
+            unchanged: in stacked layers they may be in host memory, and a pipeline may split them,
+            like parameters.
+        position_aware: Whether the model reads the positions of its tokens
             (`spmd.layers.zigzag`), so that their order may change.
-        matrices: Path of a kernel → its inputs and outputs, where its layer says them.
+        matrices: Path of a kernel → its inputs and outputs, where its layer declares them.
         no_matrix: Path of a parameter that is no matrix between layers → the reason, such as a
             lookup.
         added: Paths of parameters that their layers add to a product or multiply by: biases, scales
             of norms.
         stacks: The stacks of layers, recorded where parameters are created; None where nothing was
             recorded.
-        created: Path of a parameter that is stored with more dimensions than it was created with →
-            how many it had.
+        created: Path of a parameter stored with more dimensions than it was created with → its
+            number of dimensions at creation.
         supports_kv_cache: Whether tokens interact only through `spmd.layers.attention.attend`, so
             that `spmd.layers.kv_cache` can decode token by token.
-        padding_aware: Whether the model takes the keyword `valid`, the mask of tokens that are no
-            padding, `[batch, sequence]`: because it has losses or statistics over tokens, or tokens
-            that compete.
+        padding_aware: Whether the model takes the keyword `valid`, the mask of tokens besides
+            padding, `[batch, sequence]`: for losses or statistics over tokens, or tokens that
+            compete for the capacity of experts.
     """
 
     tied: tuple[tuple[str, ...], ...] = ()
@@ -108,10 +107,10 @@ class ModelInfo:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The outputs of a model that returns more than logits.
+    """The outputs of a model besides logits: losses, metrics and arrays.
 
-    Losses and metrics are finite float32 scalars of the whole (micro)batch, without the padding
-    that a model's `valid` tells. Each is reported under its name, as a mean over microbatches
+    Losses and metrics are finite float32 scalars of the whole (micro)batch, without padding (by the
+    mask `valid`). Each is reported under its name, as a mean over microbatches
     weighted by their tokens; arrays are reported together as `"arrays"`.
 
     Attributes:

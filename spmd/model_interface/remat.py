@@ -1,4 +1,4 @@
-"""Rematerialization policies: the activations of a layer that are saved for the backward pass.
+"""Rematerialization policies: the saved activations of a layer for the backward pass.
 
 | policy | saved from the forward pass of each layer |
 |---|---|
@@ -39,9 +39,9 @@ from spmd.jaxpr.upgrades import checkpoints_ignore_functions
 F = TypeVar("F", bound=Callable)
 
 CHOICE = "router_choice"
-"""Checkpoint name of a layer's decisions, such as its tokens' experts. Policies with names save it
-too: from a decoded activation the decision could be another, and what is saved of the forward pass
-would belong to other tokens."""
+"""Checkpoint name of a layer's decisions, such as its tokens' experts. Policies with names save
+these too: recomputed from a decoded activation, a decision could differ, and activations saved in
+the forward pass would belong to other tokens."""
 _PLAIN = ("none", "selective", "dots", "full")
 _FORMS = (*_PLAIN, "save:NAME", "offload:NAME", "store:CODEC=NAME")
 
@@ -86,7 +86,7 @@ class Remat:
             raise ConfigError("Invalid remat policy:", problems)
 
     def _kind_problems(self) -> Iterator[Problem]:
-        """Yield a problem if the kind does not exist, or does not go with the names."""
+        """Yield a problem if the kind does not exist, or does not match the names."""
         if self.kind not in (*_PLAIN, "names"):
             fix = did_you_mean(self.kind, _FORMS)
             yield Problem("remat", f"{self.kind!r} does not exist", fix=fix)
@@ -127,7 +127,10 @@ class Remat:
             yield Problem("remat", what, fix="none")
 
     def check_names(self, known: Collection[str], what: str) -> list[Problem]:
-        """Return a problem for each unknown checkpoint name; `what` says that it is unknown."""
+        """Return a problem for each unknown checkpoint name.
+
+        `what` is the text of the problem: that the name is unknown.
+        """
         fix = f"one of: {', '.join(known)}"
         problems = []
         for word, names in self._lists.items():
@@ -143,7 +146,7 @@ class Remat:
         return tuple(names)
 
     def codec(self, name: str) -> Codec | None:
-        """Return the codec of an activation; None if it is not stored in fewer bits."""
+        """Return the codec of an activation; None without one."""
         codecs = dict(self._pairs)
         if name not in codecs:
             return None
@@ -179,8 +182,7 @@ class Remat:
         recomputation with the original. Checkpoint names in `also` are saved too.
 
         Raises:
-            ConfigError: JAX, under an upgrade flag that it does not have in full, would ignore the
-                policy.
+            ConfigError: JAX would ignore the policy, under an upgrade flag with incomplete support.
         """
         if self.kind in ("none", "selective"):
             return layer
@@ -230,7 +232,7 @@ class Remat:
 
 
 def _is_stored(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a primitive stores its output: `spmd.plan.compressed_activations` has the one that does."""
+    """Return whether a primitive is `stored` of `spmd.plan.compressed_activations`, with a stored output."""
     return primitive.name == "stored"
 
 

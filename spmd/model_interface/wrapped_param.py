@@ -1,8 +1,9 @@
-"""Objects of several arrays that stand for a parameter in the tree that a model takes.
+"""Objects of several arrays in place of a parameter in a model's parameter tree.
 
-A technique puts it there, and the layer that uses the parameter asks it: `start_layer` makes what a
-layer computes with, and a matmul takes the `operand_of` a kernel, the array that rides on it, and
-what is added to the product.
+A technique, such as an adapter, puts such an object into the tree, and the layer of the parameter
+calls its methods: `start_layer` returns the value to compute with, and a matmul takes the
+`operand_of` a kernel, the array that rides on it (`rider_of`), and the addend of the product
+(`addend_of`).
 """
 
 import abc
@@ -14,19 +15,18 @@ from jaxtyping import Array, Float
 
 
 class WrappedParam(abc.ABC):
-    """Base of these objects. Each is a pytree, and its first array is the parameter."""
+    """Base of objects in place of a parameter: pytrees with the parameter as the first array."""
 
     rider: Any = None
-    """The array that rides on the parameter, if any; its derivative is what the layer has
-    observed."""
+    """The array that rides on the parameter, if any; its derivative is the layer's observation."""
 
     @property
     def is_fetched(self) -> bool:
-        """Whether `at_layer` copies it from elsewhere: a scan then takes one layer at a time."""
+        """Whether `at_layer` copies it from another memory; a scan then runs a layer per step."""
         return False
 
     def at_layer(self) -> Any:
-        """Return the layer's value of the parameter; called when one layer of a stack starts."""
+        """Return the value for one layer; called at the start of each layer of a stack."""
         return self
 
     @abc.abstractmethod
@@ -42,18 +42,18 @@ class WrappedParam(abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RiddenParam(WrappedParam):
-    """A parameter and the array that rides on it (`spmd.model_interface.grad_transform.Entered`)."""
+    """A parameter and its rider, an array for observations (`grad_transform.Entered`)."""
 
     base: Any
     rider: Any
 
     @property
     def is_fetched(self) -> bool:
-        """Whether the parameter itself is."""
+        """Whether the parameter itself is fetched."""
         return has_fetched(self.base)
 
     def at_layer(self) -> Self:
-        """Return the parameter that the layer computes with, and its rider."""
+        """Return the parameter for one layer, with its rider."""
         return dataclasses.replace(self, base=start_layer(self.base))
 
     def operand(self) -> Array:
@@ -66,7 +66,7 @@ class RiddenParam(WrappedParam):
 
 
 def has_fetched(tree: Any) -> bool:
-    """Return whether a layer with these parameters fetches one of them when it starts."""
+    """Return whether a layer with these parameters fetches one of them at its start."""
     params = jax.tree.leaves(tree, is_leaf=is_wrapped)
     return any(is_wrapped(param) and param.is_fetched for param in params)
 
@@ -77,7 +77,7 @@ def is_wrapped(x: Any) -> bool:
 
 
 def start_layer(tree: Any) -> Any:
-    """Return the values of a tree of parameters for a layer that starts."""
+    """Return the values of a tree of parameters at the start of a layer."""
     return jax.tree.map(_at_layer, tree, is_leaf=is_wrapped)
 
 
@@ -95,7 +95,7 @@ def operand_of(param: Any) -> Array:
 
 
 def rider_of(param: Any) -> Array | None:
-    """Return the array that rides on a parameter; None without one."""
+    """Return the rider of a parameter; None without one."""
     if is_wrapped(param):
         return param.rider
     return None

@@ -1,4 +1,1 @@
-"""Prediction of the time of a step.
-
-From hardware, network, closed forms, and the schedule of a compiled program.
-"""
+"""Prediction of the time of a step, from closed forms or the schedule of a compiled program."""

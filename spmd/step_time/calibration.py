@@ -1,8 +1,7 @@
 """Calibration of each kind of chip, fitted to published steps.
 
-Fitted by `python -m benchmarks.backtest --rows FILE --fit`.
-
-Rates of a chip without published rows are those of its kin: b200 and h200 of h100.
+Fitted by `python -m benchmarks.backtest --rows FILE --fit`. Chips without published rows have the
+rates of a similar one: b200 and h200 those of h100.
 """
 
 from spmd.step_time.closed_form import ClosedRates
@@ -32,5 +31,5 @@ COMPILED = {
 }
 """Kind of TPU → rates of compiled programs.
 
-Published steps are of other programs than ours, with other collectives.
+The fit is to published steps of other frameworks' programs, with other collectives.
 """

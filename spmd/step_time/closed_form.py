@@ -5,12 +5,12 @@ For one device and one microbatch of T tokens, with P parameters, N of them in m
 | part | time |
 |---|---|
 | matmuls | T·(6·N + recomputed)/(peak·efficiency), longer for narrow matrices |
-| attention | FLOPs of a kernel that skips masked blocks, 3.5 forward passes without recomputation |
+| attention | FLOPs of a kernel that skips masked blocks: 3.5 forward passes if not recomputed |
 | memory-bound work | passes over the residual stream, hidden units and logits |
 | collectives | `spmd.step_time.network`, of which a share is exposed |
 
-Once a step: the optimizer, gradients over `data`, the bubble of a pipeline, and waiting for the
-slowest slice.
+Further parts, once per step: the optimizer, gradients over `data`, the bubble of a pipeline, and
+waiting for the slowest slice.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from spmd.observe.metrics import transformer_flops
 from spmd.step_time.network import Network
 
 _FORWARD, _BACKWARD = 1.0, 2.5
-"""Attention's FLOPs in units of its forward pass: two matmuls, then five."""
+"""FLOPs of attention, forward and backward, in forward passes: two matmuls, and five."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,32 +30,32 @@ class Workload:
     """Numbers of a training step, of all devices together.
 
     Attributes:
-        width: Of the residual stream.
-        hidden: Hidden units of an MLP that a token meets.
-        attention_width: Of all query heads.
-        kv_width: Of all key heads.
-        keys: Keys that a query sees, on average over positions and layers.
-        layer_params: Parameters in matmuls that a token meets in all layers.
+        width: Width of the residual stream.
+        hidden: Hidden units of an MLP per token.
+        attention_width: Width of all query heads.
+        kv_width: Width of all key heads.
+        keys: Keys per query, on average over positions and layers.
+        layer_params: Parameters in the matmuls of one token, of all layers.
         head_params: Parameters of the output head.
-        matmul_params: Parameters that a token is multiplied with, as the model counts them; 0 for
-            those of layers and head.
+        matmul_params: Parameters in the matmuls of one token, as the model counts them; 0 for
+            the sum of layers and head.
         params: All parameters.
         mesh: Axis → size.
-        microbatches: Of a batch, one after the other or in a pipeline.
+        microbatches: Microbatches of a batch, one after the other or in a pipeline.
         quantized: Dtype, `int8` or `float8` → share of the layers' products in it.
         recomputed: Share of the layers' forward matmuls that the backward pass repeats.
-        recomputes_attention: Whether it repeats attention.
+        recomputes_attention: Whether the backward pass repeats attention.
         zero: ZeRO stage.
         regathers: Whether ZeRO 3 gathers parameters again for the backward pass.
-        gathered_bytes: Of a parameter when it is gathered; `reduced_bytes` of a gradient when it is
-            reduced.
+        gathered_bytes: Bytes of a parameter in a gather; `reduced_bytes`: of a gradient in a
+            reduction.
         data_share: Share of the bytes of a gradient that is sent over `data`, less than 1 if it is
             compressed.
         state_bytes: Bytes of a parameter's state that an update reads and writes.
         routed: Copies of a token that are sent to experts in each layer.
         offloaded: Bytes of a token's activations in each layer that are sent to the host.
         offloads_state: Whether the optimizer's state is in host memory.
-        bubble: Time in which a stage is idle, relative to that in which it works.
+        bubble: Idle time of a stage, relative to its working time.
         is_fused: Whether a compiler fuses element-wise operations.
     """
 
@@ -118,14 +118,14 @@ class ClosedRates:
 
     Attributes:
         matmul: Share of the peak that large matmuls reach.
-        half: Width at which narrow matrices halve it.
+        half: Width of a matrix at which matmuls reach half of that share.
         attention: Share of the peak that attention reaches.
         passes: Passes over activations, relative to those of `_STREAM` and `_HIDDEN`.
         exposed: Share of the time of gathers and reductions that is not hidden.
         hop: Seconds that each further host or slice adds to a collective.
-        straggling: Standard deviation of the steps of slices, relative; all wait for the slowest.
-        spread: Half of the range of nine predictions of ten, relative; of rows that were not
-            fitted.
+        straggling: Relative standard deviation of the slices' step times; all wait for the slowest.
+        spread: Relative half-width of the range with nine of ten predictions, for rows outside of
+            the fit.
     """
 
     matmul: float = 0.75
@@ -145,11 +145,11 @@ Without recomputation.
 """
 
 _FUSED = 0.4
-"""Share of these passes that is left by a compiler which fuses element-wise operations."""
+"""Share of these passes that remains if the compiler fuses element-wise operations."""
 
 
 def closed_form(work: Workload, network: Network, rates: ClosedRates) -> dict[str, float]:
-    """Return the parts of a device's step → seconds."""
+    """Return part of a device's step → seconds."""
     parts = {"matmuls": _matmul_seconds(work, network, rates)}
     parts["attention"] = _attention_seconds(work, network, rates)
     parts["memory-bound work"] = _memory_seconds(work, network, rates)
@@ -177,7 +177,7 @@ def _device_tokens(work: Workload) -> float:
 
 
 def _layer_shards(work: Workload) -> int:
-    """Return the devices that share the work on one token."""
+    """Return the number of devices at work on one token: tensor × pipe."""
     return work.mesh["tensor"] * work.mesh["pipe"]
 
 
@@ -244,7 +244,7 @@ def collective_seconds(work: Workload, network: Network, hop: float = 0.0) -> di
 
 
 class _Transfer(NamedTuple):
-    """Collectives over a mesh axis, so many times with a payload in bytes."""
+    """Collectives over a mesh axis: a payload in bytes, and the number of executions."""
 
     axis: str
     kind: str

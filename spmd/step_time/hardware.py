@@ -1,9 +1,8 @@
-"""Published speeds of the chips that a topology can name, of one JAX device each.
+"""Published speeds of one JAX device of each supported chip.
 
 Sources: Google Cloud's pages on TPU system architecture; for one-way link and network speeds also
-    "How to Scale Your
-Model" (Austin et al., 2025), chapter 2; NVIDIA's data sheets of A100, H100, H200, B200 (dense
-matmuls, NVLink, and one network card of 200 or 400 Gbit/s for each GPU).
+"How to Scale Your Model" (Austin et al., 2025), chapter 2; NVIDIA's data sheets of A100, H100,
+H200, B200 (dense matmuls, NVLink, and one network card of 200 or 400 Gbit/s for each GPU).
 """
 
 import dataclasses
@@ -25,10 +24,10 @@ class Hardware:
         network: Bytes/s of the network between slices or hosts.
         host: Bytes/s between the device and its host's memory.
         latency: Seconds of one hop of a collective.
-        network_latency: The same, between slices or hosts.
-        matrix_unit: Width of heads with which a TPU's attention is as fast as can be; narrower ones
-            leave a part idle.
-        products: Dtype, `int8` or `float8`, that it has → the time of a large product, relative to
+        network_latency: Seconds of one hop between slices or hosts.
+        matrix_unit: Least width of heads for a TPU's fastest attention; narrower heads leave a part
+            of its matrix units idle. 0 for a GPU.
+        products: Supported dtype, `int8` or `float8` → the time of a large product, relative to
             bfloat16.
     """
 

@@ -1,16 +1,16 @@
 """Time of collectives on a machine's network.
 
-That is the torus of a TPU slice, NVLink inside a host, and what joins them.
+It is the torus of a TPU slice or NVLink inside a host, and the network between slices or hosts.
 
 | machine | inside | between |
 |---|---|---|
 | TPU | links to both neighbours in each dimension: a ring if it wraps, else a line | slices |
 | GPU | all GPUs of a host with each other | hosts |
 
-A gather of V bytes over a ring of n chips takes V·(n − 1)/n over the bandwidth of both directions;
-over several dimensions of a torus, of all of them together. A line has half of that: its ends
-receive everything over one link. Members that are s chips apart share their links with s − 1 other
-groups ("How to Scale Your Model", Austin et al., 2025, chapters 2 and 3).
+A gather of V bytes over a ring of n chips takes V·(n − 1)/n divided by the bandwidth of both
+directions; over several dimensions of a torus, by the bandwidth of all of them together. A line has
+half of that: its ends receive everything over one link. Members that are s chips apart share their
+links with s − 1 other groups ("How to Scale Your Model", Austin et al., 2025, chapters 2 and 3).
 """
 
 import dataclasses
@@ -31,10 +31,7 @@ _ONE_TO_ONE = ("collective-permute", "collective-broadcast")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Position of an absent device.
-
-    It has the attributes of a `jax.Device` by which meshes are arranged.
-    """
+    """Position of an absent device, with the attributes of a `jax.Device` for mesh layouts."""
 
     id: int
     platform: str
@@ -82,7 +79,7 @@ class Network:
     efficiency: float = 0.8
 
     def axis_group(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return one group of devices that differ along some mesh axes only."""
+        """Return the first group of devices along some mesh axes."""
         sizes = [self.shape[axis] for axis in AXES]
         numbers = np.arange(len(self.places)).reshape(sizes)
         index: list[slice | int] = [0] * len(AXES)
@@ -96,9 +93,9 @@ class Network:
         return _extent(self, tuple(group))
 
     def links(self, group: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of the links that a group's collectives occupy.
+        """Return the names of the links occupied by a group's collectives.
 
-        Dimensions of the torus, and the slow network.
+        They are dimensions of the torus or the network inside a host, and the slow network.
         """
         extent = self.extent(group)
         names = [f"dimension {dim}" for dim in extent.dims]
@@ -111,8 +108,8 @@ class Network:
     def seconds(self, kind: str, payload: float, group: Sequence[int]) -> float:
         """Return the time of a collective alone on the network; `payload` is as in an audit.
 
-        A TPU's hosts get what slices have finished inside; GPUs send to other hosts what they still
-        gather inside.
+        TPU slices finish the part inside before hosts start the part between slices; GPUs overlap
+        the parts inside and between hosts.
         """
         inside = self.inside(kind, payload, group)
         between = self.between(kind, payload, group)
@@ -139,7 +136,7 @@ class Network:
             return latency
         if kind in _ONE_TO_ONE:
             return payload / link + latency
-        if kind in _EXCHANGES:  # each link carries what is sent across the middle of its ring
+        if kind in _EXCHANGES:  # the links in the middle of a ring carry the traffic between halves
             times = []
             for chips, far, is_ring in extent.rings:
                 times.append(payload * chips * far / (4 * _directions(is_ring)))
@@ -156,8 +153,8 @@ class Network:
         if extent.parts < 2:
             return 0.0
         share = (extent.parts - 1) / extent.parts
-        # What is gathered or reduced inside crosses once for all members there; the rest is each
-        # member's own.
+        # Gathered or reduced data crosses once for all members inside; exchanged and permuted data
+        # is each member's own.
         each = payload
         if kind not in (*_EXCHANGES, *_ONE_TO_ONE):
             each = payload / extent.local
@@ -166,17 +163,17 @@ class Network:
         return volume / (self.hardware.network * self.efficiency) + latency
 
     def waiting(self, seconds: float, straggling: float) -> float:
-        """Return the time that slices wait for the slowest.
+        """Return the expected wait for the slowest slice.
 
-        Their steps vary by the share `straggling` (σ). The expected maximum of n normal variables
-        is close to σ·Φ⁻¹((n − 3/8)/(n + 1/4)) (Blom, 1958).
+        Steps of slices have the relative standard deviation `straggling` (σ). The expected maximum
+        of n normal variables is close to σ·Φ⁻¹((n − 3/8)/(n + 1/4)) (Blom, 1958).
         """
         slices = self.topology.slices
         return seconds * straggling * NormalDist().inv_cdf((slices - 0.375) / (slices + 0.25))
 
 
 def _passes(kind: str) -> int:
-    """Return how often the bytes of a collective go over the network."""
+    """Return the number of passes of a collective's bytes over the network."""
     if kind == "all-reduce":  # a reduce-scatter and an all-gather
         return 2
     return 1

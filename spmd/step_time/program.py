@@ -1,9 +1,9 @@
 """Compiled TPU program as a schedule: its operations in program order, with the compiler's cycles.
 
 A TPU executes its program in the order in which it is printed. Fusions and other operations have
-the cycles that the compiler estimates. What runs beside them has a start and a done: collectives
-(also those that a SparseCore runs, and the chains of fusions of XLA:TPU for v5e), and transfers to
-and from host memory. Pallas kernels have no cycles; their FLOPs follow from the shapes of their
+the cycles that the compiler estimates. Asynchronous operations have a start and a done: collectives
+(also those of a SparseCore, and the chains of fusions of XLA:TPU for v5e), and transfers to and
+from host memory. Pallas kernels have no cycles; their FLOPs follow from the shapes of their
 operands.
 """
 
@@ -23,10 +23,10 @@ from spmd.analysis.trip_count import trip_count
 from spmd.layers.expert_dispatch import EXTRA_PASSES
 
 _PASSES = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Matmuls of the kernels of splash attention: scores and values; those and their gradients."""
+"""Kernel of splash attention → its number of matmuls, recomputed scores included."""
 
 _MIN_TRANSFER = 256
-"""Bytes of the smallest array that a transfer to the host moves; the others are indices."""
+"""Bytes of the smallest array that counts as moved to the host; smaller ones are indices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,12 @@ class ScheduledOp:
     Attributes:
         kind: `"matmul"`, `"attention"`, `"kernel"`, `"memory"`, `"transfer"`, `"start"` or
             `"done"`.
-        cycles: Estimated by the compiler; 0 for a transfer or a kernel.
-        flops: Of matmuls and attention.
-        width: Of a head, of attention.
-        bytes: That a kernel reads and writes at least.
-        transfer: What a transfer moves; of a start and a done too.
-        key: Joins a start and its done.
+        cycles: The compiler's estimate; 0 for a kernel, a start or a done, unused for a transfer.
+        flops: FLOPs of matmuls and attention.
+        width: Width of a head, for attention.
+        bytes: Bytes that a kernel reads and writes at least.
+        transfer: The transfer of a `"transfer"`, a start or a done.
+        key: Equal for a start and its done.
     """
 
     name: str
@@ -84,10 +84,10 @@ class ScheduledOp:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledBlock:
-    """Operations that are executed several times, or only in a share of the cases.
+    """Body of a loop, or branch of a condition.
 
     Attributes:
-        times: Trips of a loop, or the share of a branch.
+        times: Iterations of a loop, or the share of the cases in which a branch is taken.
         is_counted: False for a loop of unknown length, which is counted once, or a branch of
             unknown share.
     """
@@ -134,7 +134,7 @@ class _Reader:
         self.places = in_order.reshape(-1, self.devices)  # [program, device]
 
     def read(self, name: str) -> Iterator[ScheduledOp | ScheduledBlock]:
-        """Yield the operations that a computation executes."""
+        """Yield the operations and blocks of a computation."""
         for instruction in self.program.computations[name].instructions.values():
             yield from self._read(name, instruction)
 
@@ -285,7 +285,7 @@ class _Reader:
         return Transfer(kind, min(sizes, default=0), start.name)
 
     def _collective(self, instruction: Instruction) -> Instruction | None:
-        """Return the collective that an instruction is, starts, or has inside."""
+        """Return the collective of an instruction: itself, started by it, or inside of it."""
         if kind_of(instruction) in KINDS:
             return instruction
         if instruction.opcode.endswith(("-done", "-update")):
@@ -304,7 +304,7 @@ class _Reader:
         places = self._places(instruction, groups)
         around = self._computation_of(instruction)
         if kind == "all-reduce" and around.name.startswith("all-reduce-scatter"):
-            kind = "reduce-scatter"  # XLA:TPU reduces and keeps each device's part in one fusion
+            kind = "reduce-scatter"  # XLA:TPU fuses an all-reduce with the slice of each device
         payload = 0
         for name in instruction.operands:
             payload += around.instructions[name].arrays[0].bytes
@@ -326,13 +326,13 @@ class _Reader:
         return places
 
     def _computation_of(self, instruction: Instruction) -> Computation:
-        """Return the computation that has an instruction."""
+        """Return the computation of an instruction."""
         computations = self.program.computations.values()
         return next(c for c in computations if c.instructions.get(instruction.name) is instruction)
 
 
 def _cycles(instruction: Instruction) -> int:
-    """Return the cycles that the compiler estimates; 0 if it has no estimate."""
+    """Return the compiler's estimate of cycles; 0 without one."""
     return int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
 
 
@@ -350,9 +350,10 @@ def _product_flops(computation: Computation, product: Instruction) -> float:
 def _attention(inputs: list[HloArray], matmuls: int) -> tuple[float, int]:
     """Return FLOPs and head width of a kernel of causal attention, from its operands.
 
-    These are a table of blocks, queries, keys. The table is `[heads, query blocks, key blocks]`.
-    Where windows end early it lists only the blocks that a query block meets, or that a key block
-    meets in the kernel of their gradients; blocks of both are equally long.
+    The operands are a table of blocks, queries and keys. The table is `[heads, query blocks, key
+    blocks]`. With sliding windows it lists only the key blocks inside the window of each query
+    block, or, in the kernel of the gradients of keys, the query blocks of each key block. Query and
+    key blocks are equally long.
     """
     wide = []
     blocks = None

@@ -27,9 +27,9 @@ class CollectiveTime:
     """Predicted time of the collectives of one cause, in one step.
 
     Attributes:
-        seconds: In which data is moved.
-        exposed: In which the device only waits, also for other collectives that have the network
-            before it.
+        seconds: Seconds in which data is moved.
+        exposed: Seconds in which the device only waits, also for earlier collectives on the same
+            network.
     """
 
     kind: str
@@ -50,8 +50,8 @@ class StepTime:
 
     Attributes:
         method: `"closed forms"` or `"compiled program"`.
-        spent: What a device does → seconds; they add up to the step.
-        spread: Half of the range that holds nine steps of ten, relative, by the backtest of the
+        spent: Activity of a device → seconds; they add up to the step.
+        spread: Relative half-width of the range with nine of ten steps, by the backtest of the
             chip's rows.
         collectives: Of a compiled program, the longest first.
         roofline: Of closed forms.
@@ -95,12 +95,12 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: `Workload.model_flops` of the peak of all devices."""
+        """Model FLOPs utilization: `Workload.model_flops` as a share of all devices' peak."""
         return self.work.model_flops / (self.seconds * self.hardware.peak * self.topology.devices)
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilization: with recomputation."""
+        """Hardware FLOPs utilization: MFU with recomputation."""
         return self.mfu * self.work.hardware_flops / self.work.model_flops
 
     @property
@@ -205,7 +205,7 @@ def write_trace(file: str, spans: Sequence[Span], what: str) -> None:
 
 
 def _lane_event(number: int, lane: str) -> dict[str, Any]:
-    """Return the event that names a lane."""
+    """Return the metadata event with the name of a lane."""
     return {
         "ph": "M",
         "name": "thread_name",

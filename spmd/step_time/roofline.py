@@ -1,9 +1,9 @@
-"""Rooflines in closed form: the batch and axes that keep a machine busy, and the time of training.
+"""Rooflines in closed form: the critical batch, the largest mesh axes, and the time of training.
 
 A collective is hidden if the matmuls beside it take longer ("How to Scale Your Model", Austin et
-al., 2025, chapter 5). All follow from two times of one microbatch, at the rates of
-`spmd.step_time.closed_form`: matmuls, which are in proportion to the tokens of a device and
-inversely to `tensor`, and the collectives of one axis.
+al., 2025, chapter 5). All results follow from two times of one microbatch, at the rates of
+`spmd.step_time.closed_form`: that of matmuls, proportional to the tokens of a device and inversely
+proportional to `tensor`, and that of the collectives of one axis.
 """
 
 import dataclasses
@@ -16,17 +16,18 @@ from spmd.step_time.network import Network
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Answers for one step; None where an axis does not exist.
+    """Rooflines of one step; None where an axis has size 1.
 
     Attributes:
         communication: Axis → seconds of its collectives in one step, hidden or not.
-        critical_batch: Examples in a step from which on gathers and reductions over `fsdp` can be
-            hidden.
+        critical_batch: Least number of examples in a step with which gathers and reductions over
+            `fsdp` can be hidden.
         largest_tensor: Size of `tensor` up to which matmuls take longer than its collectives.
         largest_fsdp: Size of `fsdp` up to which its collectives can be hidden, with this batch.
-        slice_batch: Examples on one slice from which on gradients between slices can be hidden.
-        model_flops: Of one step, without recomputation; `hardware_flops` with it.
-        days: Of all steps.
+        slice_batch: Least number of examples on one slice with which gradients between slices can
+            be hidden.
+        model_flops: FLOPs of one step without recomputation; `hardware_flops` with it.
+        days: Time of all steps.
     """
 
     communication: dict[str, float]
@@ -39,7 +40,7 @@ class Roofline:
     days: float
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each answer."""
+        """Yield a line of text for each roofline."""
         times = ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in self.communication.items())
         yield f"collectives of a step, hidden or not: {times or 'none'}"
         if self.critical_batch is not None:
@@ -60,7 +61,7 @@ class Roofline:
 
 
 def roofline(work: Workload, network: Network, rates: ClosedRates, steps: int) -> Roofline:
-    """Return the rooflines of a step on a machine, for so many steps."""
+    """Return the rooflines of a step on a machine, and the time of a number of steps."""
     parts = closed_form(work, network, rates)
     matmuls = parts["matmuls"]
     communication = {}
@@ -94,5 +95,5 @@ def _gradients_between_slices(work: Workload, network: Network) -> float:
 
 
 def _power(size: float) -> int:
-    """Return the largest power of two that is not larger."""
+    """Return the largest power of two up to a size, at least 1."""
     return 2 ** max(0, math.floor(math.log2(size)))

@@ -1,4 +1,4 @@
-"""Run of a schedule on one device: the start of each operation, what waits, where the time goes."""
+"""Run of a schedule on one device: start of each operation, waiting, and time by activity."""
 
 import collections
 import dataclasses
@@ -17,11 +17,11 @@ class Rates:
 
     Attributes:
         matmul: Time of matmuls relative to the compiler's cycles.
-        memory: The same, of all other operations with cycles.
+        memory: Time of all other operations with cycles, relative to these.
         attention: Share of the peak FLOP/s that attention kernels reach, of heads as wide as a
             matrix unit.
         network: Share of the published bandwidth that collectives reach.
-        straggling: Standard deviation of the steps of slices, relative; all wait for the slowest.
+        straggling: Relative standard deviation of the slices' step times; all wait for the slowest.
         spread: As for `ClosedRates`.
     """
 
@@ -56,7 +56,7 @@ class StepTimeline:
 
     Attributes:
         seconds: Length of the step.
-        spent: What the device does → seconds; they add up to the length.
+        spent: Activity of the device → seconds; they add up to the length.
         exposed: Collective → seconds in which the device only waits for it.
         moving: Collective → seconds in which it is moved.
         uncounted: Loops of unknown length, counted once, and branches of unknown share, counted in
@@ -75,14 +75,14 @@ class StepTimeline:
 _PASSES = {"all-gather": 2, "reduce-scatter": 5, "all-reduce": 7, "to host": 1, "from host": 1}
 """Times that the bytes of a transfer pass through the device's memory.
 
-What arrives over a ring is written, and read to be sent on; in a reduction it is read, the device's
-own part too, and the sum is written, and read to be sent on.
+Data that arrives over a ring is written, and read to be sent on. In a reduction it is written, it
+and the device's own part are read, and their sum is written, and read to be sent on.
 """
 
 _STEADY = 4
-"""Turns of a loop after which each takes as long as the last.
+"""Iterations of a loop after which each takes as long as the last.
 
-Transfers of one turn may end in the next.
+Transfers of one iteration may end in the next.
 """
 
 _LABELS = {
@@ -103,11 +103,10 @@ def run_schedule(
 ) -> StepTimeline:
     """Run a schedule on a device with a clock in Hz.
 
-    Transfers over the same links wait for each other, but one that the device waits for goes before
-    those in the
-    background: it is alone on its links, and delays them by its length. The bytes of one that is
-        hidden pass through
-    the memory, and delay the device as long as that takes.
+    Transfers over the same links wait for each other. A synchronous transfer, for which the device
+    waits, goes before those in the background: it is alone on its links, and delays them by its
+    length. The bytes of a hidden transfer pass through the device's memory and delay the device by
+    the time of these passes.
     """
     run = _Run(network, clock, rates, keep_spans)
     run.execute(schedule, 1.0)
@@ -116,7 +115,7 @@ def run_schedule(
 
 
 class _Moving(NamedTuple):
-    """Transfer in the background: when it ends, its own seconds, and the links that it uses."""
+    """Transfer in the background: its end, its own seconds, and its links."""
 
     end: float
     seconds: float
@@ -124,7 +123,7 @@ class _Moving(NamedTuple):
 
 
 class _Run:
-    """State of a device: the time now, and until when links are busy in the background."""
+    """State of a device: the time now, and the end of background transfers on each link."""
 
     def __init__(self, network: Network, clock: float, rates: Rates, keep_spans: bool) -> None:
         self.network = network
@@ -134,13 +133,13 @@ class _Run:
         self.hardware: Hardware = network.hardware
         self.line = StepTimeline()
         self.now = 0.0
-        # Of the cases in which the current branch is taken: its operations last that much shorter.
+        # Share of the cases in which the current branch is taken; it scales all durations inside.
         self.share = 1.0
         self.free: dict[str, float] = collections.defaultdict(float)
         self.moving: dict[tuple[str, ...], _Moving] = {}
 
     def execute(self, schedule: ProgramSchedule, times: float) -> None:
-        """Run a schedule that stands for so many equal runs."""
+        """Run a schedule once, and count its seconds `times` times in the sums."""
         for entry in schedule:
             if isinstance(entry, ScheduledBlock):
                 self._block(entry, times)
@@ -172,14 +171,14 @@ class _Run:
         self.share = around
 
     def _tables(self) -> tuple[dict[str, float], ...]:
-        """Return the sums of seconds that all executions add to."""
+        """Return the tables of seconds: spent, exposed and moving."""
         return self.line.spent, self.line.exposed, self.line.moving
 
     def _totals(self) -> tuple[float, list[dict[str, float]]]:
         return self.now, [dict(table) for table in self._tables()]
 
     def _repeat(self, before: tuple[float, list[dict[str, float]]], turns: int) -> None:
-        """Add the increments of a turn of a loop, several times."""
+        """Add the increments of one iteration of a loop, several times."""
         start, tables = before
         for table, old in zip(self._tables(), tables, strict=True):
             for name, total in table.items():
@@ -203,7 +202,7 @@ class _Run:
             self._spend(operation.name, _LABELS[operation.kind], self._seconds(operation), times)
 
     def _seconds(self, operation: ScheduledOp) -> float:
-        """Return the time of an operation that computes."""
+        """Return the time of an operation on the device."""
         if operation.kind in ("attention", "kernel"):
             return self.share * self._kernel_seconds(operation)
         seconds = operation.cycles / self.clock * self.share
@@ -261,7 +260,8 @@ class _Run:
     def _finish(self, operation: ScheduledOp, times: float) -> None:
         """Wait for the end of a transfer.
 
-        Before that, what ran beside it had less of the memory's bandwidth.
+        Add the time of the passes of its hidden part through memory: compute beside the transfer
+        had less bandwidth.
         """
         transfer = operation.transfer
         assert transfer is not None
