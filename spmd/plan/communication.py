@@ -157,7 +157,9 @@ def terms_dtypes(plan: ShardingPlan, entry: PlanEntry, placed: ParamPlacement) -
     param = sharded_param(placed, len(shape))
     summed = [axis for axis in batch_axes(sizes) if axis not in param.split]
     names = param.sent(local_shape(shape, param.compute_dims, sizes), summed, sizes)
-    return {axis: name or plan.precision.gradients for axis, name in names.items()}
+    for axis, name in names.items():
+        names[axis] = name or plan.precision.gradients
+    return names
 
 
 def deferred_reduction_bytes(plan: ShardingPlan, axes: tuple[str, ...]) -> tuple[int, int, int]:
@@ -195,10 +197,13 @@ def deferred_reduction_bytes(plan: ShardingPlan, axes: tuple[str, ...]) -> tuple
 
 def _placed_params(plan: ShardingPlan) -> Iterator[tuple[PlanEntry, ParamPlacement]]:
     """Yield the parameters with a placement, then the frozen variables with one."""
+    for entry in plan.params:
+        placed = plan.placements.get(entry.path)
+        if placed is not None:
+            yield entry, placed
     frozen = plan.model.info().frozen
-    variables = [entry for entry in plan.variables if entry.path in frozen]
-    for entry in (*plan.params, *variables):
-        placed = plan.placements.get(frozen.get(entry.path, entry.path))
+    for entry in plan.variables:
+        placed = plan.placements.get(frozen.get(entry.path, ""))
         if placed is not None:
             yield entry, placed
 

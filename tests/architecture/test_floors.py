@@ -73,7 +73,7 @@ HOMES = {
     "regex": {"sharding.patterns"},
     "orbax": {"checkpoint.arrays"},
     "tensorstore": {"checkpoint.arrays"},
-    "grain": {"data.loader", "data.order"},
+    "grain": {"data.loader", "data.sampler"},
     "pyarrow": {"data.tables"},
     "PIL": {"data.images"},
     "tokenizers": {"data.tokenizer"},
@@ -83,7 +83,7 @@ HOMES = {
     "IPython": {"observe.notebook"},
     "wandb": {"observe.wandb_writer"},
     "mlflow": {"observe.mlflow_writer"},
-    "rich": {"observe.console", "observe.notebook", "observe.waiting"},
+    "rich": {"observe.console", "observe.notebook", "observe.spinner"},
     "tyro": {
         "run.config",
         "commands.parsing",
