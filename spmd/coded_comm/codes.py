@@ -1,8 +1,8 @@
-"""Gathers and sums of blocks of codes, in a region that is manual over the mesh.
+"""Gathers and sums of blocks of codes, in a region manual over the mesh.
 
-Encoded inside of the region: a partitioner would move the conversion behind the collective, and
-send what is decoded. Codes travel as 8-bit integers, of which every backend has every collective;
-float8 is only what they mean.
+Arrays are encoded inside of the region: a partitioner would move the conversion behind the
+collective, and send decoded arrays. Codes, also those of float8, are sent as 8-bit integers, for
+which every backend has every collective.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from spmd.sharding.dims import Dims
 from spmd.sharding.mesh import AnyMesh
 
 SUM = "sum_of_codes"
-"""Name scope of the gather that ends a sum, which is not one of a parameter."""
+"""Name scope of the gather at the end of a sum, to tell it from gathers of parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +28,13 @@ class CodedGather:
     """Gather of a shard over the axes of each dimension, as codes and their scales.
 
     An axis over several slices may have two hops (hpZ: Wang et al., arXiv:2306.10209, section 3.2):
-    `across` slices, after which a device has the part of its member number of each slice, and
-    inside of one. The backward pass gathers again from the result of the first, the secondary
-    partition, and sends nothing over the slow network.
+    `across` slices, after which a device has the parts of its counterparts in all slices, and
+    `within` a slice. The backward pass gathers again from the result of the first hop, the
+    secondary partition, and sends nothing over the slow network.
 
     Attributes:
-        gathers: The axes that each dimension is gathered over.
-        hop: The axis with two hops, and its slices; None for none.
+        gathers: The axes of the gather of each dimension.
+        hop: The axis with two hops, and its number of slices; None for none.
         mesh: The mesh.
     """
 
@@ -92,7 +92,7 @@ def _over(axis: str, dim: int, ndim: int) -> Dims:
 
 
 def scatters_codes(shape: Sequence[int], dim: int, count: int, codec: BlockCodec) -> bool:
-    """Return whether the parts of a dimension, one for each of `count` devices, have blocks."""
+    """Return whether the parts of a dimension for `count` devices have whole blocks."""
     if shape[dim] % count != 0:
         return False
     part = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
@@ -105,7 +105,7 @@ def scatter_codes(x: Array, axis: str, dim: int, codec: BlockCodec, slices: int)
 
     Codes are exchanged by all-to-all, and summed in float32. An axis over several slices has two
     hops, as in ZeRO++ (Wang et al., arXiv:2306.10209, section 3.3): first inside of each slice, so
-    that devices send their sums, and no terms, over the slow network.
+    that only sums, and no terms, are sent over the slow network.
     """
     inner = jax.lax.axis_size(axis) // slices
     # Device i = slice · inner + member, so the dimension is [slice, member, part].
@@ -123,10 +123,10 @@ def scatter_codes(x: Array, axis: str, dim: int, codec: BlockCodec, slices: int)
 
 
 def sum_codes(x: Array, mesh: AnyMesh | None, axis: str, codec: BlockCodec, slices: int) -> Array:
-    """Sum over an axis: parts are summed as in `scatter_codes`, and the codes of the sums gathered.
+    """Sum over an axis by `scatter_codes`, and gather the codes of the sums.
 
-    All devices decode the same codes, so that the sums are bitwise equal. A dimension has parts
-    with blocks.
+    All devices decode the same codes, so that the sums are bitwise equal. At least one dimension
+    must have parts with blocks (`scatters_codes`).
     """
     count = jax.lax.axis_size(axis)
     dims = [dim for dim in range(x.ndim) if scatters_codes(x.shape, dim, count, codec)]
@@ -142,9 +142,9 @@ def _exchanged(
 ) -> Array:
     """Send `parts[i]` to device `i` of the group, and sum the received parts.
 
-    `leading` is the number of dimensions before those of a part. Blocks stay apart until the sum: a
-    TPU would write the scales of joined ones to memory, one for each element. And it packs codes
-    slowly along the last dimension.
+    `leading` is the number of dimensions before those of a part. Blocks stay a dimension of their
+    own until the sum: if they were merged, a TPU would write the scales to memory, one for each
+    element. A TPU also packs codes slowly along the last dimension, so this is swapped.
     """
     dim, block = codec.block_dim(parts.shape[leading:])
     dim += leading - parts.ndim  # counted from the end
@@ -173,8 +173,8 @@ def _exchanged(
 def _decoded_sum(coded: Encoded, codec: BlockCodec) -> Array:
     """Return the sum of the decoded arrays of codes `[device, …]`.
 
-    In as few dimensions as possible: XLA:CPU of JAX 0.10 compiles a sum over blocks of five into
-    one that reads memory of others.
+    Dimensions are merged as far as possible: XLA:CPU of JAX 0.10 miscompiles a sum over blocks of
+    five dimensions, which then reads memory of other arrays.
     """
     shape = coded.codes.shape
     dim = _blocked(coded)
@@ -189,7 +189,7 @@ def _decoded_sum(coded: Encoded, codec: BlockCodec) -> Array:
 
 
 def _groups(axis: str, slices: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the devices along an axis in each slice, and those with each number in all slices."""
+    """Return the groups of devices along an axis within each slice, and of counterparts across."""
     inner = jax.lax.axis_size(axis) // slices
     within = []
     for slice_index in range(slices):
@@ -226,7 +226,7 @@ def _blocked(coded: Encoded) -> int:
 
 
 def _rows(x: Array) -> int:
-    """Return the rows to form blocks of at once: 8 are a tile of a TPU's memory."""
+    """Return the number of rows to encode at once: 8, a tile of a TPU's memory, or 1."""
     if x.ndim > 1 and x.shape[-2] % 8 == 0:
         return 8
     return 1

@@ -15,11 +15,11 @@ from spmd.sharding.local_layout import LocalLayout
 from spmd.sharding.param_comm import ParamComm
 
 SECONDARY = "secondary_partition"
-"""Checkpoint name of a device's part after the hop across slices, of each parameter with two
-hops."""
+"""Checkpoint name of the secondary partition: a parameter after the hop across slices, if it has
+two hops."""
 
 WITHOUT_CODES = "bfloat16"
-"""Dtype of the terms of gradients without blocks, where others are sent as codes."""
+"""Dtype of the terms of gradients without blocks, if other terms are sent as codes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +27,12 @@ class CodedComm(ParamComm):
     """Communication of one parameter in fewer bits. Values of `gradients` are dtypes or codecs.
 
     Attributes:
-        codec: Codec of the parameter where a layer gathers it; empty for the dtype in which it is
-            used.
-        slices: Axis → the slices that it spans, of those above 1.
-        hop: The axis that the parameter is gathered over in two hops, across slices and inside of
-            one, and its slices.
-        width: The dimension of the model's width, from the end: that of the blocks of its gradient;
-            0 if not known.
+        codec: Codec of the parameter in gathers; empty for the dtype of its use.
+        slices: Axis → the number of slices along it, if above 1.
+        hop: The axis of a gather in two hops, across slices and within a slice, and its number of
+            slices; None without one.
+        width: The dimension of the model's width, counted from the end: that of the blocks of the
+            gradient; 0 if not known.
     """
 
     codec: str = ""
@@ -43,7 +42,7 @@ class CodedComm(ParamComm):
 
     @property
     def takes_uncast(self) -> bool:
-        """Whether there is a codec: codes are of the parameter as it is stored."""
+        """Whether there is a codec: the parameter is encoded as stored."""
         return bool(self.codec)
 
     @property
@@ -70,7 +69,7 @@ class CodedComm(ParamComm):
         return dataclasses.replace(self, codec="", hop=None)
 
     def gradient_codec(self, name: str) -> GradientCodec | None:
-        """Return the codec of its gradient with this name; None for a dtype."""
+        """Return the codec of the gradient with this name; None for a dtype."""
         if name not in EXCHANGES:
             return None
         return dataclasses.replace(EXCHANGES[name], width=self.width)
@@ -85,7 +84,7 @@ class CodedComm(ParamComm):
     def prepares(self, layout: LocalLayout) -> bool:
         """Return whether there are two hops.
 
-        The result of the first is the secondary partition inside of a slice.
+        The result of the first hop is the secondary partition.
         """
         return self._hop(layout) is not None
 
@@ -103,7 +102,7 @@ class CodedComm(ParamComm):
         return P(None, *stored)
 
     def gather(self, prepared: Any, layout: LocalLayout, dtype: jnp.dtype) -> Array:
-        """Gather codes and decode them; a shard without blocks is gathered as it is."""
+        """Gather codes and decode them; gather a shard without blocks uncoded."""
         if self.prepares(layout):
             return self._gather(layout).within(prepared, dtype)
         if not self._has_blocks(prepared.shape):
@@ -180,7 +179,7 @@ def _has_blocks(
 ) -> bool:
     """Return whether parts of a gradient for `count` devices have blocks.
 
-    They are parts of the scattered dimension; without one, of any dimension, and gathered again.
+    The parts are those of the scattered dimension; if none is scattered, of any dimension.
     """
     if scattered is not None:
         return scatters_codes(shape, scattered, count, codec)

@@ -1,1 +1,1 @@
-"""Gradient functions: each turns a batch into gradients, or wraps one that does."""
+"""Gradient functions from a batch to gradients, and wrappers of gradient functions."""

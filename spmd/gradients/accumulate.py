@@ -28,7 +28,7 @@ _EXAMPLES_LATER = 'P(None, ("data", "fsdp", "expert"))'
 _PER_MICROBATCH = "spmd.accumulate(…, per_microbatch=True) for the loss of each microbatch"
 _WHOLE = 'spmd.whole("why")'
 _ADDING = (*ADDING, "dynamic_update_slice", "max", "min")
-"""Operations that join what an iteration gives to what a loop carries, in any order."""
+"""Operations that combine the result of an iteration with a carried value, in any order."""
 
 
 def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = False) -> GradFn:
@@ -40,14 +40,14 @@ def accumulate(grad_fn: GradFn, microbatches: int, *, per_microbatch: bool = Fal
 
     Args:
         per_microbatch: Whether a loss that is no sum over the examples is meant to be one of each
-            microbatch. Without it, statistics that a model keeps among its variables and declared
+            microbatch. If False, statistics that a model keeps among its variables and declared
             values such as balance losses are of a microbatch (`values_of_microbatches`), and any
-            other such loss is an error. With it, `values` are those of the last microbatch.
+            other such loss is an error. If True, `values` are those of the last microbatch.
 
     Raises:
         ConfigError: At trace time: arrays have different numbers of examples, none, or a number
-            that does not divide; the model scans over what should be examples; or the loss is no
-            sum over the examples.
+            that does not divide; the model scans over the dimension of the examples; or the loss is
+            no sum over the examples.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         problem = Problem("microbatches", f"is {microbatches}", fix="a whole number, at least 1")
@@ -103,7 +103,10 @@ def _trace_results(
 
 
 def _split_values(sums: Sums) -> tuple[Sums, Sums]:
-    """Split sums into those that add up, and values that do not, under their key if any."""
+    """Split results into sums over microbatches and `values`.
+
+    The second dictionary is empty without values.
+    """
     added = dict(sums)
     others: Sums = {}
     if VALUES in added:
@@ -114,8 +117,8 @@ def _split_values(sums: Sums) -> tuple[Sums, Sums]:
 def values_of_microbatches(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> list[str]:
     """Return the names of values of a microbatch, not of the batch: declared ones, and statistics.
 
-    A balance loss is declared in `spmd.model_interface.model.Outputs`; statistics are found among the
-    variables.
+    Declared ones, such as a balance loss, are in `spmd.model_interface.model.Outputs`; statistics are
+    among the variables.
 
     Args:
         batch: Arrays, or their shapes.
@@ -235,7 +238,7 @@ def _unequal_sizes(arrays: Mapping[str, jax.Array], sizes: Mapping[str, int]) ->
 
 
 def _row(path: str, value: str) -> str:
-    """Return a row of the batch table as it is written."""
+    """Return a row of the batch table as Python source."""
     pattern = re.escape(path)
     if "\\" in pattern:
         return f'(r"{pattern}", {value})'
@@ -243,9 +246,10 @@ def _row(path: str, value: str) -> str:
 
 
 def _undeclared(arrays: Mapping[str, jax.Array], sizes: Mapping[str, int]) -> str:
-    """Return the array for a fix to name.
+    """Return the path of the array in the suggested fix.
 
-    It has the examples of another array in a later dimension, or else is the longest.
+    One of its later dimensions has the number of examples of another array; without such an array,
+    the one with the most examples.
     """
     for path, size in sizes.items():
         others = {other for other in sizes.values() if other != size}
@@ -259,8 +263,10 @@ def _ordered_dims(
 ) -> Iterator[tuple[Operation, TracedValue, int]]:
     """Yield operations over a dimension of an array in order, with the array and the dimension.
 
-    These are loops whose iterations depend on those before them, and cumulative sums. `in_loop`
-    tells whether the program is the body of such a loop, where `x[t]` is a slice of size 1.
+    These are loops whose iterations depend on earlier ones, and cumulative sums.
+
+    Args:
+        in_loop: Whether the program is the body of such a loop, where `x[t]` is a slice of size 1.
     """
     for operation in program.operations:
         is_ordered = not all(_adds_up(operation, *carried) for carried in operation.carried)
@@ -273,11 +279,11 @@ def _ordered_dims(
 def _own_ordered_dims(
     operation: Operation, *, is_ordered: bool, in_loop: bool
 ) -> Iterator[tuple[TracedValue, int]]:
-    """Yield each array and dimension of an operation's own order, without its bodies.
+    """Yield each array and dimension read in order by an operation itself, without its bodies.
 
     Args:
-        is_ordered: Whether the iterations of the operation, a loop, depend on those before them.
-        in_loop: Whether it is in the body of such a loop.
+        is_ordered: Whether the iterations of the operation, a loop, depend on earlier ones.
+        in_loop: Whether the operation is in the body of such a loop.
     """
     name = operation.primitive
     params = operation.params
@@ -302,9 +308,9 @@ def _adds_up(loop: Operation, old: TracedValue, new: TracedValue) -> bool:
 
 
 def _check_no_order(program: TracedProgram, before: int, batch: Any) -> None:
-    """Raise a `ConfigError` if the model goes through the examples in order, so that they are time.
+    """Raise a `ConfigError` if the first dimension of an array is processed in order, as time is.
 
-    Arrays with a row in the batch table are not checked: their author has said which dimension is
+    Arrays with a row in the batch table are not checked, since the row declares the dimension of
     the examples.
 
     Args:
@@ -327,7 +333,7 @@ def _check_no_order(program: TracedProgram, before: int, batch: Any) -> None:
 
 
 def _mark_examples(program: TracedProgram, before: int, batch: Any) -> dict[str, str]:
-    """Mark the first dimension of each array as if a mesh axis of its own split it; axis → path."""
+    """Mark the first dimension of each array as split over a mesh axis of its own; axis → path."""
     table: BatchTable = current().batch
     axes = dict[str, str]()
     for number, (path, x) in enumerate(tree.flatten(batch).items(), before):
@@ -340,7 +346,7 @@ def _mark_examples(program: TracedProgram, before: int, batch: Any) -> dict[str,
 
 
 def _order_problem(path: str, line: str) -> Problem:
-    """Return the problem of an array whose first dimension a loop goes through."""
+    """Return the problem of an array with a loop over its first dimension."""
     later = _row(path, _EXAMPLES_LATER)
     first = _row(path, _EXAMPLES_FIRST)
     return Problem(

@@ -1,9 +1,9 @@
-"""Losses that are sums over examples, and those that are not.
+"""Check that a loss is a sum over examples.
 
-The loss of a batch is the sum of those of its parts only if no example has an influence on
-another's. Accumulation, pipelines and an exchange once a step compute parts, so they ask. The
-answer is read from the loss, traced for two numbers of examples (`spmd.jaxpr.examples`); nothing is
-computed.
+The loss of a batch is the sum of those of its parts only if no example influences the loss of
+another. Accumulation, pipelines and an exchange once a step compute parts, so they need to know.
+The answer is read from the loss, traced for two numbers of examples (`spmd.jaxpr.examples`);
+nothing is computed.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ _SUMS = 'return {"loss": losses.sum(), "weight": weights.sum()}'
 _EQUAL = 1e-6
 
 _NEAR = 0.25
-"""Largest distance of the mean of examples twice over from their mean.
+"""Largest |growth − 1| of a loss taken as a mean, from examples once to the same examples twice.
 
-It is due to noise, and to values of a whole batch.
+The growth differs from 1 by noise, and by values of a whole batch.
 """
 
 _UNFIT = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a loss may raise that is written for one number of examples."""
+"""Errors that a loss written for one number of examples may raise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LossStructure:
         variables: Path of each variable → the label of its next value.
         declared: Names of values of a microbatch that the loss declares, such as balance losses.
         order: Operations of the loss → their place in it.
-        unknown: The reason why nothing is known; then all others are empty.
+        unknown: The reason if the structure is unknown; then all other fields are empty.
     """
 
     sums: Mapping[str, Label] = dataclasses.field(default_factory=dict)
@@ -69,10 +69,10 @@ class LossStructure:
         return [path for path, label in self.variables.items() if label.sums & sums]
 
     def first_mix(self, label: Label, *, statistics: bool) -> Mix | None:
-        """Return the first operation after which a value is no sum over examples.
+        """Return the first operation across examples behind a value; None if there is none.
 
         Args:
-            statistics: Whether statistics count that the model keeps among its variables.
+            statistics: Whether to count statistics among the model's variables.
         """
         mixes = [mix for mix in label.mixes if statistics or not self._is_statistic(mix)]
 
@@ -88,7 +88,7 @@ class LossStructure:
 
 
 class LossReader:
-    """Reads the structure of a loss function; each shape of batch is read once.
+    """Reader of a loss function's structure, with one trace for each batch shape.
 
     Args:
         additive: Whether the loss is declared to be a sum over examples, and is not read.
@@ -101,7 +101,7 @@ class LossReader:
         self._read: dict[Any, LossStructure] = {}
 
     def read(self, params: Any, variables: Any, batch: Any, key: Any) -> LossStructure:
-        """Return the structure of the loss for arguments of some shapes, arrays or not."""
+        """Return the structure of the loss for arguments, arrays or abstract ones."""
         abstract = jax.tree.map(_abstract, (params, variables, batch, key))
         leaves, structure = jax.tree.flatten(abstract)
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
@@ -111,7 +111,7 @@ class LossReader:
         return self._read[signature]
 
     def has_values(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> bool:
-        """Return whether the loss reports values as they are."""
+        """Return whether the loss returns `values`, reported without a division by the weight."""
         sums = self.read(params, variables, batch, key).sums
         return any(_is_value(name) for name in sums)
 
@@ -126,11 +126,11 @@ class LossReader:
             raise _mean_error("for a batch twice over: loss × 1, weight × 2")
 
     def check_numbers(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> None:
-        """Raise a `ConfigError` as `check_mean` does, from the numbers of an unknown structure.
+        """Raise a `ConfigError` as `check_mean` does, from computed losses, for unknown structures.
 
-        Half of a batch is evaluated alone and twice over, or all of it where devices do not divide
-        a half: two forward passes in one program, which is compiled. A loss whose structure is
-        known costs nothing.
+        Half of a batch is evaluated alone and repeated twice, or all of it where a half does not
+        divide over devices: two forward passes in one program, which is compiled. A loss of known
+        structure costs nothing.
 
         Args:
             batch: Arrays of a real batch, in the plan in scope.
@@ -167,7 +167,7 @@ class LossReader:
             raise _mean_error(f"for examples twice over: loss × {loss:.3g}, weight × {weight:.3g}")
 
     def _says_degree(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> bool:
-        """Return whether the structure tells the growth of loss and weight with the examples."""
+        """Return whether the growth of loss and weight with the number of examples is known."""
         sums = self.read(params, variables, batch, key).sums
         if not sums:
             return False
@@ -188,7 +188,7 @@ class LossReader:
 
         Args:
             title: The title of the error.
-            fix: The way out for a loss that is none.
+            fix: The alternative in the error to declaring the loss a sum.
             statistics: Whether statistics that the model keeps among its variables are an error.
         """
         if self.additive:
@@ -248,7 +248,10 @@ class LossReader:
 
     @staticmethod
     def _examples(batch: Any) -> tuple[dict[str, int | None], int | None]:
-        """Return path → dimension of examples, and their number; None if arrays disagree on it."""
+        """Return path → dimension of examples, and their number; None if arrays have several.
+
+        The number is also None if no array has examples.
+        """
         table = current().batch
         arrays = tree.flatten(batch)
         dims = dict[str, int | None]()
@@ -269,7 +272,7 @@ def _counts(arrays: Mapping[str, Any], dims: Mapping[str, int | None]) -> set[in
 
 
 def _repeat_examples(batch: Any, dims: Mapping[str, int | None], count: int, times: int) -> Any:
-    """Return the first examples of a batch, so many times over."""
+    """Return the first `count` examples of a batch, repeated `times` times."""
 
     def repeat(path: str, x: Any) -> Any:
         dim = dims[path]
@@ -322,12 +325,12 @@ def _has_degree(label: Label) -> bool:
 
 
 def _is_value(name: str) -> bool:
-    """Return whether a result is reported as it is, and is no sum."""
+    """Return whether a result is one of `values`, not a sum."""
     return name.startswith(f"{VALUES}/")
 
 
 def _shards() -> int:
-    """Return the number of parts that the mesh in scope splits the examples of a batch into."""
+    """Return the number of shards of a batch's examples on the mesh in scope."""
     mesh = current().mesh
     if mesh is None:
         return 1
@@ -344,12 +347,12 @@ def _mean_error(detail: str) -> ConfigError:
 
 
 def has_part_of_batch() -> bool:
-    """Return whether the code that is traced here has the examples of one device only."""
+    """Return whether the code being traced sees the examples of one device only."""
     return bool(_split_axes())
 
 
 def _split_axes() -> frozenset[str]:
-    """Return the axes that split the examples and are manual here."""
+    """Return the manual batch axes of size above 1 in the region being traced."""
     around = get_abstract_mesh()
     return frozenset(
         axis for axis in around.manual_axes if axis in BATCH_AXES and around.shape[axis] > 1
@@ -365,7 +368,7 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _resize(batch: Any, dims: Mapping[str, int | None], size: int) -> Any:
-    """Return an abstract batch with another number of examples."""
+    """Return an abstract batch with `size` examples."""
 
     def resize(path: str, x: Any) -> Any:
         dim = dims[path]
@@ -382,7 +385,7 @@ def _is(degree: float | None, power: int) -> bool:
 
 
 def _not_additive(structure: LossStructure, fix: str, statistics: bool) -> Iterator[Problem]:
-    """Yield a problem for each result of a loss that is no sum over examples."""
+    """Yield a problem for each result of a loss other than a sum over examples."""
     for name, label in structure.sums.items():
         if _is_value(name):
             yield Problem(
@@ -417,7 +420,7 @@ def _mix_problem(where: str, mix: Mix, fix: str) -> Problem:
 
 
 def _growth_problem(where: str, label: Label) -> Problem | None:
-    """Return the problem of a sum that does not grow with the examples; None if it does."""
+    """Return the problem of a sum not proportional to the number of examples; None without one."""
     counted_again = "each part of a batch would count it again"
     is_count = label.value is not None and _is(label.degree, 1)
     if label.value is not None and not is_count:

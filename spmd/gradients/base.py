@@ -31,11 +31,11 @@ _ONCE = "Gradients cannot be exchanged once a step:"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossGradFn:
-    """A `GradFn` of a loss function whose structure can be read.
+    """A `GradFn` made from a loss function, with the reader of the loss's structure.
 
     Attributes:
         grad_fn: The gradient function itself.
-        loss: Reads how the loss depends on the examples of a batch.
+        loss: The reader of the loss's dependence on the examples of a batch.
     """
 
     grad_fn: GradFn
@@ -58,14 +58,14 @@ def with_loss_of(grad_fn: GradFn, wrapped: GradFn) -> GradFn:
 def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
     """Return the gradient function of the whole batch.
 
-    Under a plan gradients have the dtype in which its precision sums them, whatever the dtype of
-    the parameters, and the plan's transforms enter the differentiation: with a loss scale, they are
-    gradients of the scaled loss.
+    Under a plan, gradients have the dtype in which the plan's precision sums them, whatever the
+    dtype of the parameters. The plan's transforms enter the differentiation: with a loss scale, the
+    gradients are those of the scaled loss.
 
     Args:
         additive: Whether the sums of `loss_fn` are declared to be sums over the examples. By
-            default this is read from the loss where accumulation, a pipeline or an exchange once a
-            step needs it.
+            default this is read from the traced loss where accumulation, a pipeline or an exchange
+            once a step needs it.
 
     Raises:
         ConfigError: At trace time: the loss is a mean, and its weight a count; or the weight is

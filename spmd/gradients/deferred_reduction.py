@@ -1,4 +1,4 @@
-"""Exchange of gradients once a step: each device first sums them over all its microbatches."""
+"""Exchange of gradients once a step, after each device has summed them over its microbatches."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ _FIX = "--defer-grad-reduction none"
 
 @dataclasses.dataclass(frozen=True)
 class LocalGradients:
-    """Gradients summed on each device over its own examples, with the facts for their exchange.
+    """Gradients summed on each device over its own examples, and the axes of their exchange.
 
     Attributes:
         gradients: The tree; each array is `[device, …]`, with the devices of the axes in `over`.
@@ -76,8 +76,7 @@ def defer_grad_reduction(
         axes: `("data",)` or `("data", "fsdp")`. Nothing changes without them, or where their size
             is 1.
         last_stage: The exchange itself.
-        own: Name of the transform whose state is the last stage's, and which the gradients on a
-            device do not see.
+        own: Name of the transform whose state belongs to `last_stage`; it is hidden from `grad_fn`.
         additive: Whether a gradient function that is not made from a loss function is declared to
             return sums over the examples. `value_and_grad` and pipelines read it from the loss.
 
@@ -117,7 +116,7 @@ def _axes_above_one(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
 def _stage_axes(mesh: AnyMesh) -> tuple[str, ...]:
     """Return `("pipe",)` in a pipeline.
 
-    XLA refuses a manual region over axes if one to the left of them is not manual.
+    XLA refuses a manual region over some axes if an axis to the left of them is not manual.
     """
     if mesh.shape["pipe"] == 1:
         return ()
@@ -127,7 +126,7 @@ def _stage_axes(mesh: AnyMesh) -> tuple[str, ...]:
 def _problems(
     grad_fn: GradFn, variables: Any, over: tuple[str, ...], additive: bool
 ) -> Iterator[Problem]:
-    """Yield everything that keeps a device from summing the gradients of its own examples first."""
+    """Yield the reasons against an exchange once a step."""
     context = current()
     placements = context.placements
     for path in tree.flatten(variables):
@@ -162,7 +161,7 @@ def _codec_problems(placements: Mapping[str, ParamPlacement]) -> Iterator[Proble
 
 @dataclasses.dataclass(frozen=True)
 class _Region:
-    """The region of a step in which each device sums the gradients of its own examples.
+    """The manual region of a step, where each device sums the gradients of its own examples.
 
     Attributes:
         placements: Parameter path → its placement.
@@ -181,7 +180,7 @@ class _Region:
         """Return gradients `[device, …]`, and the sums of all devices.
 
         Raises:
-            ConfigError: The loss draws random numbers, or reports values as they are.
+            ConfigError: The loss draws random numbers, or returns `values`.
         """
         stored = params, variables, states
         in_specs = (
@@ -205,7 +204,10 @@ class _Region:
             )
 
     def summed_axes(self, path: str) -> tuple[str, ...]:
-        """Return the axes to sum a gradient over; with stages, if all stages use a parameter."""
+        """Return the axes to sum a gradient over.
+
+        `pipe` is one of them for a parameter that all stages of a pipeline use.
+        """
         is_staged = path not in self.placements or "pipe" in self.placements[path].leading
         if is_staged:
             return self.over
@@ -234,7 +236,7 @@ class _Region:
         return dims_spec(spec_dims(spec, x.ndim, self.over))
 
     def _dims(self, path: str, x: Any, axes: tuple[str, ...]) -> Dims:
-        """Return the axes of each dimension, without those that the gradient is summed over."""
+        """Return the axes of each dimension, without the axes of the gradient's sum."""
         stored = P()
         if path in self.placements:
             stored = self.placements[path].of_stack().param_spec
@@ -268,7 +270,11 @@ def _local_sums(
 
 
 def _call_without_key(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call a function that must not use its last argument, the key; it is traced once."""
+    """Call a function, traced once, without use of its last argument, the key.
+
+    Raises:
+        ConfigError: The key is used.
+    """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     _, is_used = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))
     if is_used[-1]:
@@ -279,7 +285,7 @@ def _call_without_key(function: Callable[..., Any], arguments: tuple[Any, ...]) 
 
 
 def reduce_local(path: str, g: jax.Array, local: LocalGradients) -> jax.Array:
-    """Sum a gradient `[device, …]` over axes, into the sharding in which the plan keeps it."""
+    """Sum a gradient `[device, …]` over devices, into its planned sharding."""
     over = local.over(path)
     param = local_gradient(path, g.ndim - 1, over)
     before = P(over, *dims_spec(param.compute_dims))
@@ -303,7 +309,7 @@ def local_gradient(path: str, ndim: int, over: tuple[str, ...]) -> ShardedParam:
 
 @dataclasses.dataclass(frozen=True)
 class DeferredReduction:
-    """The axes of an exchange once a step, of sizes above 1; the reason, if none are possible."""
+    """The axes of an exchange once a step, of sizes above 1, and the reason for a refusal."""
 
     axes: tuple[str, ...] = ()
     reason: str = ""
@@ -312,10 +318,11 @@ class DeferredReduction:
 def choose_deferred_reduction(
     grad_fn: GradFn, plan: ShardingPlan, batch: Any, choice: str
 ) -> DeferredReduction:
-    """Return the exchange of a choice: `none`, `data`, `data+fsdp`, or `auto`, without more memory.
+    """Return the exchange of a choice: `none`, `data`, `data+fsdp`, or `auto`.
 
-    With `auto` the plan splits neither parameters nor gradients over the axes, and there are none
-    if `defer_grad_reduction` refuses `grad_fn`, traced for a batch of abstract arrays.
+    `auto` chooses axes over which the plan splits neither parameters nor gradients, so that no
+    memory is added; there are none if `defer_grad_reduction` refuses `grad_fn`, traced for a batch of
+    abstract arrays.
 
     Raises:
         ConfigError: Axes are named, and a transform of the plan must see every microbatch.
@@ -333,7 +340,7 @@ def choose_deferred_reduction(
 
 
 def _automatic_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> DeferredReduction:
-    """Return the exchange over all axes that take no memory, or none if `defer_grad_reduction` refuses."""
+    """Return the exchange over all axes without more memory; none if `defer_grad_reduction` refuses."""
     axes = _unsplit_axes(plan)
     if not axes:
         return DeferredReduction()
@@ -349,7 +356,7 @@ def _automatic_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> Defe
 
 
 def _unsplit_axes(plan: ShardingPlan) -> tuple[str, ...]:
-    """Return the axes before the first that splits a parameter or a gradient."""
+    """Return the leading axes of `DEFERRABLE_AXES` without a split of parameters or gradients."""
     split = set[str]()
     for leaf in (*plan.params, *plan.gradients):
         for entry in leaf.spec:

@@ -1,4 +1,4 @@
-"""Steps with gradients that are not finite: everything that a gradient function carries is kept."""
+"""The old carry of a gradient function, kept in steps with non-finite gradients."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ class KeepCarry(GradTransform):
     is_outermost = True
 
     def wrap(self, grad_fn: GradFn) -> GradFn:
-        """Return a gradient function that carries on as before if its gradients are not finite."""
+        """Return a gradient function with the carry unchanged if gradients are not finite."""
 
         def wrapped(
             params: Any, carry: Carry, batch: Any, key: jax.Array

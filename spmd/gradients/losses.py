@@ -25,9 +25,9 @@ from spmd.sharding.mesh import BATCH_AXES
 Sums = dict[str, Any]
 """Weighted sums over tokens, float32 scalars: `loss`, `weight`, and any other metric by its name.
 
-`arrays`, if there, has arrays of such sums by their names. `values`, if there, has what is no sum,
-such as a maximum or
-a histogram, by its name: a step reports it as it is.
+`arrays`, if present, has arrays of such sums by their names. `values`, if present, has results
+other than sums, such as a maximum or a histogram, by their names: a step reports them without a
+division by the weight.
 """
 
 VALUES = "values"
@@ -116,7 +116,7 @@ def _scalar_problem(name: str, value: Any) -> Problem | None:
 
 
 def _value_problems(values: Any, sums: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield the problems of the values that are reported as they are."""
+    """Yield the problems of `values`."""
     if not isinstance(values, Mapping):
         fix = '{"values": {"largest": logits.max()}}'
         yield Problem("values", f"are {describe_value(values)}", fix=fix)
@@ -192,17 +192,17 @@ def _check_shapes(tokens: tuple[int, ...], targets: jax.Array, weights: jax.Arra
 
 @dataclasses.dataclass(frozen=True)
 class ModelLoss:
-    """A `LossFn` of a model's outputs, in parts that a pipeline recomposes.
+    """A `LossFn` of a model's outputs, with its parts accessible to a pipeline.
 
     Attributes:
         inputs: Batch → the model's inputs.
         sums: `(Outputs, batch)` → `Sums`.
         train: Whether the model runs in training mode (dropout, updates of batch statistics) or in
             evaluation mode.
-        additive: Whether the sums are declared to be sums over examples, so that this is not read
-            from the loss.
+        additive: Whether the sums are declared to be sums over examples, so that the loss is not
+            traced to check this.
         weighted: Whether `sums` adds up losses that are multiplied by their weights, as
-            `cross_entropy` does, so that none can be a mean, and this is not read from the loss.
+            `cross_entropy` does. None can be a mean then, so the loss is not traced to check this.
 
     A `padding_aware` model also gets the batch's `valid_tokens`.
     """
@@ -215,9 +215,9 @@ class ModelLoss:
     weighted: bool = False
 
     def prepare(self, batch: Any) -> Any:
-        """Add the mask of its tokens to a batch, for a model that takes it.
+        """Add the mask of valid tokens to a batch, for a `padding_aware` model.
 
-        Tokens must be in their order.
+        Tokens must be in the order of the sequence, not in zigzag order.
         """
         if not self.model.info().padding_aware:
             return batch
@@ -247,11 +247,11 @@ class ModelLoss:
 
 
 def valid_tokens(batch: Any) -> Bool[Array, "batch seq"] | None:
-    """Return the mask of the tokens that are no padding; None if a batch does not tell.
+    """Return the mask of the tokens other than padding; None if a batch does not determine it.
 
-    It is the batch's array `valid`, or else all tokens of a row up to its last positive weight: a
-    weight of 0 before that, as of a prompt in fine-tuning, is no padding. `weights` that are not
-    `[batch, sequence]` do not tell.
+    The mask is the batch's array `valid`, or else all tokens of a row up to its last positive
+    weight: a token of weight 0 before that, as of a prompt in fine-tuning, is no padding. `weights`
+    that are not `[batch, sequence]` do not determine it.
 
     Example:
         >>> weights = jnp.array([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
@@ -316,7 +316,8 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
 def _of_microbatch(values: Mapping[str, Array], sums: Sums) -> dict[str, Array]:
     """Return values of a whole microbatch as sums.
 
-    The step divides by the weight, so they are multiplied by it: zero if all tokens are padding.
+    The step divides by the weight, so the values are multiplied by it: zero if all tokens are
+    padding.
     """
     found = dict[str, Array]()
     for name, value in values.items():
@@ -326,7 +327,7 @@ def _of_microbatch(values: Mapping[str, Array], sums: Sums) -> dict[str, Array]:
 
 
 def _check_whole_microbatch(names: Sequence[str]) -> None:
-    """Raise a `ConfigError` if there are values of a whole microbatch, and a device has a part."""
+    """Raise a `ConfigError` for values of a whole microbatch where a device has only a part."""
     around = get_abstract_mesh()
     is_part = any(around.shape[axis] > 1 for axis in around.manual_axes if axis in BATCH_AXES)
     if not names or not is_part:
@@ -344,7 +345,11 @@ def _tokens(batch: Any) -> tuple[Any, ...]:
 
 
 def _take(batch: Any, *names: str) -> tuple[Any, ...]:
-    """Return arrays of a batch by name; a `ConfigError` lists all that it lacks."""
+    """Return arrays of a batch by name.
+
+    Raises:
+        ConfigError: Some are missing; the error names them all.
+    """
     known = [describe_value(batch)]
     if isinstance(batch, Mapping):
         known = list(batch)

@@ -46,7 +46,7 @@ def check_weight(call: TracedCall) -> None:
 
 
 def _trained_weight(names: list[str]) -> Problem:
-    """Return the problem of a weight with a derivative by these parameters."""
+    """Return the problem of a weight with a derivative with respect to these parameters."""
     what = f"changes with the parameters {', '.join(names[:3])}"
     if len(names) > 3:
         what += " and others"

@@ -153,7 +153,7 @@ def xla_attention(
 
 
 def _attended_keys(queries: range, seq: int, options: AttentionOptions) -> range:
-    """Return the positions of the keys that some query attends to."""
+    """Return the positions of the keys attended to by any of the queries."""
     if not options.causal:
         return range(seq)
     first = 0
@@ -165,7 +165,7 @@ def _attended_keys(queries: range, seq: int, options: AttentionOptions) -> range
 def _bias(
     queries: range, keys: range, segments: Segments, options: AttentionOptions
 ) -> Float[Array, "#batch 1 query key"] | None:
-    """Return the bias of scores that masks pairs of query and key; None if it masks none.
+    """Return the additive mask of scores, 0 or `MASK_VALUE`; None if nothing is masked.
 
     A boolean mask would be saved for the backward pass, with a byte for each score.
     """
@@ -194,7 +194,7 @@ def _mask(distance: Array, options: AttentionOptions) -> Array:
 def _capped_attention(
     query: Array, key: Array, value: Array, bias: Array | None, soft_cap: float
 ) -> Array:
-    """Compute `jax.nn.dot_product_attention` with a soft cap: JAX's has none."""
+    """Compute `jax.nn.dot_product_attention` with a soft cap: JAX has no option for it."""
     batch, seq, _, dim = query.shape
     grouped = query.reshape(batch, seq, key.shape[2], -1, dim)
     products = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, preferred_element_type=jnp.float32)
@@ -220,7 +220,7 @@ def chunked_attention(
         padding = -seq % _CHUNK_UNIT
     arrays: Any = (query, key, value, segments)
     if padding:
-        # At the end, where causality masks it.
+        # At the end, where the causal mask excludes padding.
         arrays = jax.tree.map(functools.partial(_pad_tokens, padding=padding), arrays)
     return _blockwise(*arrays, ring=Ring(options))[:, :seq]
 
@@ -303,7 +303,7 @@ def _splash_mask(seq: int, options: AttentionOptions) -> Any:
 
 
 def _upcast_float16(*arrays: Array) -> tuple[Array, ...]:
-    """Cast float16 to float32: JAX accumulates float16 products in a way that only GPUs support."""
+    """Cast float16 to float32: only GPUs support JAX's accumulation of float16 products."""
     wide = []
     for x in arrays:
         if x.dtype == np.float16:

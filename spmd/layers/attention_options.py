@@ -10,7 +10,7 @@ class AttentionOptions:
     """Mask and scores of attention."""
 
     window: int | None = None
-    """The number of tokens that each query attends to, itself included; None for all preceding
+    """The number of tokens that each query attends to, including its own; None for all preceding
     ones."""
     scale: float | None = None
     """Factor of the products of queries and keys; None for `dim ** -0.5`."""

@@ -28,7 +28,7 @@ LARGEST_CHUNK = 512
 
 
 def chunk_size(length: int) -> int:
-    """Return the largest divisor of `length` that is at most `LARGEST_CHUNK`.
+    """Return the largest divisor of `length` up to `LARGEST_CHUNK`.
 
     Example:
         >>> chunk_size(4096), chunk_size(96), chunk_size(1000)
@@ -43,7 +43,7 @@ def chunk_size(length: int) -> int:
 def unmasked_pairs(
     query_starts: Sequence[int], key_starts: Sequence[int], chunk: int, window: int | None
 ) -> np.ndarray:
-    """Return the pairs of chunks with a query that attends to a key.
+    """Return the pairs of query chunk and key chunk without the fully masked ones.
 
     Chunks are given by the positions of their first tokens. The result is int32 `[pairs, 3]`: query
     chunk, key chunk, and the offset of the first one's start from the second's.

@@ -1,19 +1,19 @@
-"""Dispatch of tokens to experts, by capacity or dropless: the ways of rows there and back.
+"""Token dispatch to experts and combine, by capacity or dropless.
 
-A *row* is one choice of one token. Rows of a device are put in order of their experts, exchanged
-with the devices of these, and come back the same way. Each step is linear, and the way back is the
-transpose of the way there, so that the gradients of tokens go the same two ways.
+A *row* is one choice of one token. The rows of a device are sorted by expert, sent to the devices
+of their experts, and returned by the reverse exchange. Each step is linear, and combine is the
+transpose of dispatch, so gradients of tokens use the same two operations.
 
 ```
         rows               receive                       give           combine
 tokens ─────▶ [n, d], by expert ─────▶ rows of own experts ─────▶ [n, d] ─────▶ sums of tokens
 ```
 
-Dropless dispatch has a buffer of `config.buffer_factor` times a device's rows. What does not fit in
-it follows in further passes: with even load there is one, and nothing is ever dropped.
+Dropless dispatch has a buffer of `config.buffer_factor` times a device's rows. Rows beyond the
+buffer are sent in further passes: with even load there is one pass, and no row is ever dropped.
 
-Arguments of both kinds of dispatch are `[row, d]`, or `[row]` for a number of each; `pass_index` is the
-number of a pass.
+Arguments of both kinds of dispatch are `[row, d]`, or `[row]` for one number per row; `pass_index` is the
+index of a pass.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from spmd.layers.router import RouterConfig
 from spmd.plan.scopes import comm_scope, in_scope
 
 EXTRA_PASSES = "extra_passes"
-"""Scope of the loop over the passes after the first, of which there are none with even load."""
+"""Scope of the loop over the passes after the first; there are none with even load."""
 
 
 class Capacity:
@@ -53,7 +53,7 @@ class Capacity:
         axes: ExpertAxes | None,
         capacity: int,
     ) -> None:
-        """Take the slots of `spmd.layers.router.expert_slots`."""
+        """Prepare the dispatch from the slots of `spmd.layers.router.expert_slots`."""
         examples, seq, self._k = slots.shape
         size = config.experts * capacity
         first = size * jax.lax.broadcasted_iota(jnp.int32, slots.shape, 0)
@@ -79,7 +79,7 @@ class Capacity:
         return _take(values.reshape(-1), self._source)
 
     def receive(self, rows: Array, pass_index: Any) -> Array:
-        """Return the rows that this device's experts get in a pass, `[own, row, d]`."""
+        """Return the rows received by this device's experts in a pass, `[own, row, d]`."""
         width = rows.shape[1:]
         own = self._parts[2]
         slots = rows.reshape(*self._parts, *width)  # [example, part, own, slot, d]
@@ -119,7 +119,7 @@ class Capacity:
 
 
 class Dropless:
-    """Dropless dispatch: rows sorted by expert, in as many passes as the fullest device needs."""
+    """Dropless dispatch: rows sorted by expert, in as many passes as the busiest device needs."""
 
     def __init__(
         self,
@@ -128,7 +128,10 @@ class Dropless:
         axes: ExpertAxes | None,
         over: Sequence[str],
     ) -> None:
-        """Take each token's choices; devices along the axes `over` make equally many passes."""
+        """Prepare the dispatch of each token's choices.
+
+        Devices along the axes `over` run equally many passes.
+        """
         self._k = experts.shape[1]
         count = experts.size
         queue = experts.reshape(-1)
@@ -159,9 +162,9 @@ class Dropless:
         return values.at[self._order].get(mode="promise_in_bounds")
 
     def receive(self, rows: Array, pass_index: Any) -> Array:
-        """Return the rows that this device's experts get in a pass, sorted by expert.
+        """Return the rows received by this device's experts in a pass, sorted by expert.
 
-        Later ones have no meaning.
+        Rows of the buffer after those of the last expert are undefined.
         """
         if self._exchange is None:
             return rows
@@ -173,7 +176,7 @@ class Dropless:
         return received.at[order].get(mode="promise_in_bounds")
 
     def sizes(self, pass_index: Any) -> Array | None:
-        """Return the rows of each own expert, as numbers; None if the expert is a dimension."""
+        """Return the number of rows of each own expert; None if the expert is a dimension."""
         if self._exchange is None:
             return self._counts
         return self._exchange.sizes(pass_index)

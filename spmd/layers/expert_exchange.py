@@ -1,9 +1,9 @@
-"""Exchange of rows between the devices that experts are split over, pass by pass.
+"""Exchange of rows between the devices of different experts, pass by pass.
 
 Each device has rows sorted by expert. In a pass it sends some of them to the devices of their
-experts, each of which receives them in one buffer; the buffer goes back the same way. Numbers of
-rows are known to all, `[sender, receiver, own expert]`, so each device knows which pass a row is
-in, and where.
+experts. A device receives rows in one buffer, which is returned by the reverse exchange. All
+devices know the numbers of rows, `[sender, receiver, own expert]`, so each can compute the pass of
+a row and its place in the buffer.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ EXCHANGE_OF_TOKENS = "experts, exchange of tokens"
 """Purpose of collectives that move rows to experts and back."""
 
 _TILE = 128
-"""Rows of a buffer are a multiple of it: kernels work on whole tiles."""
+"""The number of rows of a buffer is a multiple of this, since kernels work on whole tiles."""
 
 _SUBLANES = 16
-"""Rows of a block are a multiple of it, for the same reason."""
+"""The number of rows of a block is a multiple of this, for the same reason."""
 
 _ROUTED = 16
 """Most TPU v5e in a slice whose links allow a ragged all-to-all (XLA: "limited ICI routing")."""
@@ -34,12 +34,12 @@ _ROUTED = 16
 
 @dataclasses.dataclass(frozen=True)
 class ExpertAxes:
-    """Mesh axes that experts are split over, none of them of size 1.
+    """The mesh axes of experts, all of size above 1, and the exchange over them.
 
     Attributes:
-        names: Several make up one, the first is the major one.
-        size: Of all together.
-        kind: What sends rows: `RaggedAllToAll`, `DenseAllToAll`, or None for rows that stay where they are.
+        names: The axes; several act as one, the major one first.
+        size: The product of their sizes.
+        kind: The exchange: `RaggedAllToAll`, `DenseAllToAll`, or None for rows that stay on their device.
     """
 
     names: tuple[str, ...]
@@ -52,10 +52,10 @@ def expert_axes(
 ) -> ExpertAxes:
     """Return the axes with the exchange for a mesh's devices, or for another `device`.
 
-    `device` is a platform and a kind. TPUs have a ragged all-to-all, but for large slices of v5e,
-    and a grouped matmul, so that a device with all experts keeps its rows sorted. On GPUs XLA's
-    latency-hiding scheduler was seen to corrupt a ragged all-to-all (marin-community/marin, pull
-    request 8081).
+    `device` is a platform and a kind. TPUs have a ragged all-to-all, except on large slices of v5e.
+    They also have a grouped matmul, so a device with all experts keeps its rows sorted. On GPUs
+    XLA's latency-hiding scheduler was seen to corrupt a ragged all-to-all (marin-community/marin,
+    pull request 8081).
     """
     size = math.prod(mesh.shape[name] for name in names)
     if device is None and isinstance(mesh, Mesh):
@@ -72,7 +72,7 @@ def expert_axes(
 
 
 def describe_exchange(axes: ExpertAxes, config: RouterConfig, *, slots: bool) -> str:
-    """Describe the exchange of rows, in `slots` or not, and the kind of their products."""
+    """Describe in words the exchange of rows, in `slots` or not, and the kind of matmul."""
     is_batched = slots or axes.kind is DenseAllToAll
     parts: list[str] = [config.dispatch]
     if axes.size == 1:
@@ -94,7 +94,10 @@ def describe_exchange(axes: ExpertAxes, config: RouterConfig, *, slots: bool) ->
 def exchange(
     counts: Int[Array, "expert"], axes: ExpertAxes, rows: int, factor: float
 ) -> "RaggedAllToAll | DenseAllToAll | None":
-    """Return the exchange of this device's `rows`, with a buffer of `factor` times as many."""
+    """Return the exchange of this device's rows, with a buffer of `factor` times `rows`.
+
+    None if rows stay on their device.
+    """
     if axes.kind is None:
         return None
     every = counts
@@ -105,10 +108,10 @@ def exchange(
 
 
 def row_by_row(x: Float[Array, "row *d"]) -> Float[Array, "row *parts"]:
-    """Reshape rows so that XLA:TPU keeps each by itself, as a ragged all-to-all moves them.
+    """Reshape rows so that XLA:TPU stores each contiguously, as a ragged all-to-all sends them.
 
-    In bf16 the shape is `[row, 2, d/2]`. A tile of `[row, d]` has parts of 8 rows or 16. What is
-    made in this shape need not be copied into it.
+    In bf16 the shape is `[row, 2, d/2]`. A tile of `[row, d]` has parts of 8 rows or 16. An array
+    created in this shape needs no copy into this layout.
     """
     parts = max(1, 4 // x.dtype.itemsize)
     if x.ndim != 2 or x.shape[1] % parts:
@@ -123,8 +126,8 @@ def _round_up(count: int, multiple: int) -> int:
 class RaggedAllToAll:
     """Exchange by `jax.lax.ragged_all_to_all`.
 
-    A pass has the next rows of each receiver, in the order of senders. Buffers begin uninitialised:
-    what nobody writes, nobody reads.
+    In a pass each device receives the next rows for it, in the order of senders. Buffers start
+    uninitialised: elements without a row are never used.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class RaggedAllToAll:
             self.passes = -(-fullest // self.buffer)
 
     def send(self, rows: Float[Array, "row *d"], pass_index: Any) -> Float[Array, "buffer *d"]:
-        """Return the rows that this device receives in a pass."""
+        """Return the rows received by this device in a pass."""
         leaves, arrives, count = self._window(pass_index)
         buffer = self._empty(self.buffer, rows)
         received = self._move(rows, buffer, leaves, arrives, count)
@@ -187,10 +190,7 @@ class RaggedAllToAll:
         return jnp.where(segment < ends.size, segment % self._own, self._own)
 
     def _window(self, pass_index: Any) -> tuple[Array, Array, Array]:
-        """Return the places that rows of a pass leave from and arrive at, and their number.
-
-        Each is `[sender, receiver]`.
-        """
+        """Return the send offsets, receive offsets and counts of a pass, `[sender, receiver]`."""
         low = pass_index * self.buffer
         ends = self._arrives + self._sent
         first = jnp.clip(self._arrives - low, 0, self.buffer)
@@ -199,13 +199,13 @@ class RaggedAllToAll:
         return self._leaves + sent_before, first, last - first
 
     def _segments(self, pass_index: Any) -> tuple[Array, Array]:
-        """Return the begin and end, in a pass, of each sender's rows for each own expert."""
+        """Return the start and end, in a pass, of each sender's rows for each own expert."""
         ends = jnp.cumsum(self._mine)
         starts = ends - self._mine
         return self._place(starts, pass_index), self._place(ends, pass_index)
 
     def _place(self, row: Array, pass_index: Any) -> Array:
-        """Return the place of received rows in the buffer of a pass, clipped to it."""
+        """Return the place of received rows in the buffer of a pass, clipped to the buffer."""
         return jnp.clip(row - pass_index * self.buffer, 0, self.buffer)
 
     def _move(
@@ -222,8 +222,8 @@ class RaggedAllToAll:
     def _empty(self, rows: int, like: Array) -> Array:
         """Return an uninitialised buffer.
 
-        It depends on a layer's numbers, and cannot be known before them: a buffer made before the
-        scan over layers would be held by all of them, and copied by each.
+        The buffer depends on arrays of the layer, so that it cannot be hoisted out of the scan over
+        layers: a hoisted buffer would be live in all layers, and copied by each.
         """
 
         @jax.checkpoint
@@ -245,8 +245,8 @@ def _joined(rows: Float[Array, "row *parts"]) -> Float[Array, "row *d"]:
 class DenseAllToAll:
     """Exchange by an all-to-all of blocks, one of each sender for each expert.
 
-    A pass has the next rows of each block. The expert is a dimension of received rows, so their
-    products are batched: CPUs and GPUs have no grouped ones.
+    A pass has the next rows of each block. The expert is a dimension of received rows, so matmuls
+    are batched: CPUs and GPUs have no grouped matmul.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class DenseAllToAll:
             self.passes = -(-every.max() // self._block)
 
     def send(self, rows: Float[Array, "row *d"], pass_index: Any) -> Float[Array, "own row *d"]:
-        """Return the rows that this device receives in a pass; zeros fill a block."""
+        """Return the rows received by this device in a pass, with blocks padded by zeros."""
         place = pass_index * self._block + jnp.arange(self._block)[None]
         is_row = place < self._counts
         row = self._ends[:, None] - self._counts + place

@@ -39,7 +39,7 @@ class ExpertLayout:
     All axes are of size above 1.
 
     Attributes:
-        tokens: The axes of examples, and of the tokens of one.
+        tokens: The axes of examples, and of the tokens of an example.
         kernels: The layout of each kernel.
         expert: The axes that experts are split over; None outside a plan.
         tensor: The axes that hidden units are split over.
@@ -55,18 +55,21 @@ class ExpertLayout:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The axes that tokens are split over."""
+        """The axes of tokens: those of examples, then those within an example."""
         return tuple(itertools.chain(*self.tokens))
 
     @property
     def parts(self) -> int:
-        """The number of devices that tokens are split over."""
+        """The number of shards of the tokens."""
         if self.mesh is None:
             return 1
         return math.prod(self.mesh.shape[axis] for axis in self.over)
 
     def prepare(self, kernels: Sequence[Array]) -> tuple[Any, ...]:
-        """Return the arrays that both passes gather kernels from (`spmd.plan.fsdp.prepare`)."""
+        """Return the arrays for `gather` in the forward and the backward pass.
+
+        They are those of `spmd.plan.fsdp.prepare`.
+        """
         if self.mesh is None:
             return tuple(kernels)
         found = []
@@ -77,11 +80,11 @@ class ExpertLayout:
 
     @property
     def prepares(self) -> bool:
-        """Whether both passes gather a kernel from something else than itself."""
+        """Whether `prepare` computes anything for a kernel."""
         return any(param.prepares for param in self.kernels)
 
     def gather(self, prepared: Sequence[Any], dtype: jnp.dtype) -> list[Array]:
-        """Gather prepared kernels over the axes that products have whole, inside the program."""
+        """Gather prepared kernels for their matmuls, inside the manual region."""
         if self.mesh is None:
             return [kernel.astype(dtype) for kernel in prepared]
         given = []
@@ -119,7 +122,7 @@ class ExpertLayout:
 
 
 def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> ExpertLayout:
-    """Return the sharding of a layer with tokens that are split like `tokens`.
+    """Return the sharding of a layer with tokens of the spec `tokens`.
 
     Raises:
         AnnotationError: There are no collectives for it.

@@ -1,9 +1,8 @@
 """Products of rows with the kernel of their group, and their derivatives.
 
 Rows are `[group, row, in]`, or `[row, in]` sorted by group with the `sizes` of groups: then rows
-after the last group have no meaning, and neither have those of the result. `jax.lax.ragged_dot` is
-a Mosaic kernel on TPUs, which visits the tiles of rows that groups have; on CPUs it is a product
-with every kernel.
+after the last group are undefined, in the result too. `jax.lax.ragged_dot` is a Mosaic kernel on
+TPUs, which visits only tiles with rows of a group; on CPUs it is a product with every kernel.
 """
 
 import jax
@@ -40,11 +39,11 @@ def quantized_grouped_matmul(
     """Multiply quantized rows by the quantized kernel of their group, or by its transpose.
 
     The result has the dtype of `x`. Each row has a scale of its own, since rows after the last
-    group have no meaning, and so has each kernel; blocks are as in other layers. A transpose is for
+    group are undefined, and each kernel has one; blocks are as in other layers. A transpose is for
     gradients of outputs.
 
     Args:
-        recipe: None for arrays as they are.
+        recipe: The recipe of quantization; None for no quantization.
         tensor: The manual axes that the kernels' hidden units are split over.
         is_split: Whether these are the summed dimension.
     """
@@ -71,7 +70,7 @@ def quantized_grouped_matmul(
 def _of_rows(
     by_group: Float[Array, "group 1 1"], sizes: Int[Array, "group"], count: int
 ) -> Float[Array, "row 1"]:
-    """Return the scale of each row's group; rows after the last group have its scale."""
+    """Return the scale of each row's group, with the last scale for rows after the last group."""
     ends = jnp.cumsum(sizes)
     group = jnp.searchsorted(ends, jnp.arange(count), side="right")
     return by_group[group.clip(max=ends.size - 1), 0]
@@ -87,7 +86,7 @@ def _product(x: Array, kernel: Array, sizes: Sizes, dtype: jnp.dtype, *, transpo
 
 
 def _summed_dim(transposed: bool) -> int:
-    """Return the dimension of kernels, `[group, in, out]`, that a product sums over."""
+    """Return the contracted dimension of kernels, `[group, in, out]`."""
     if transposed:
         return 2
     return 1

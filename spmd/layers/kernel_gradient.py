@@ -30,7 +30,7 @@ def kernel_gradient(
     Args:
         product: `(x, dy) -> gradient` of some tokens.
         axes: The kernel's dimensions, each a letter.
-        outs: Those that `dy` has; the others are the last ones of `x`.
+        outs: The dimensions in `dy`; the others are the last ones of `x`.
     """
     if placed is None:
         return product(x, dy)
@@ -67,7 +67,7 @@ def _is_local(param: ShardedParam, summed: set[str]) -> bool:
 
 
 def _dividing(names: tuple[str, ...], size: int, mesh: AnyMesh) -> tuple[str, ...]:
-    """Return the axes of tokens if they divide them, else none."""
+    """Return the axes if a dimension of this size divides over them, else none."""
     if size % math.prod(mesh.shape[name] for name in names):
         return ()
     return names

@@ -49,7 +49,7 @@ of layers."""
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """The keys and values of one call of `attend`, or of that call in each layer of a stack."""
+    """The keys and values of one call of `attend`, stacked for a stack of layers."""
 
     key: Float[Array, "*layer batch length kv_heads dim"]
     value: Float[Array, "*layer batch length kv_heads dim"]
@@ -67,7 +67,11 @@ class _Calls:
         self._state = get_opaque_trace_state(convention="flax")
 
     def add(self, entry: Any) -> None:
-        """Add the entry of the next call, unless it is an array of a function inside this one."""
+        """Add the entry of the next call.
+
+        Raises:
+            CacheError: The call is in an inner traced function, so its arrays cannot leave it.
+        """
         if get_opaque_trace_state(convention="flax") != self._state:
             problem = Problem(
                 "attend",
@@ -79,9 +83,9 @@ class _Calls:
 
 
 class _Trace:
-    """One trace of a model, compared by identity: JAX reuses no other's inner functions.
+    """One trace of a model, compared by identity so that JAX's caches are not shared by traces.
 
-    Decoding has positions.
+    `positions` are those of decoding, None in prefill.
     """
 
     def __init__(self, given: Cache, positions: Array | None, length: int) -> None:
@@ -139,14 +143,14 @@ def _trace(run: Callable[[], T], trace: _Trace) -> tuple[T, Cache]:
     with override(kv_cache=trace):
         result = run()
     added = tuple(trace.calls[-1].added)
-    # JAX's caches have the trace as a key, and would keep these alive.
+    # JAX's caches have the trace as a key, and would keep these arrays alive.
     trace.positions = None
     trace.calls = []
     return result, added
 
 
 def single_token() -> contextlib.AbstractContextManager[None]:
-    """Do not split the token dimension of activations inside: it has size 1."""
+    """Leave the token dimension of activations unsplit inside: it has size 1."""
     return override(single_token=True)
 
 
@@ -159,7 +163,7 @@ def token_positions() -> Int[Array, "batch 1"] | None:
 
 
 def cache_length() -> int:
-    """Return the number of tokens that the cache in use holds."""
+    """Return the length of the cache in use, in tokens."""
     return current().kv_cache.length
 
 
@@ -172,7 +176,7 @@ def cached_attention(
 ) -> Float[Array, "batch 1 heads dim"] | None:
     """Return the attention of a decoded token; None outside of decoding.
 
-    Prefill and decoding save keys and values.
+    In prefill and decoding, the keys and values are added to the cache.
     """
     trace = current().kv_cache
     if trace is None:
@@ -196,7 +200,7 @@ def cached_attention(
 def _attend(
     query: Array, own: KVCache, past: KVCache, positions: Array, options: AttentionOptions
 ) -> Array:
-    """Attend from one token of each row to itself and the cached ones; softmax in float32."""
+    """Attend from one token of each row to itself and cached tokens, with a softmax in float32."""
     batch, _, heads, dim = query.shape
     grouped = query.reshape(batch, own.key.shape[2], -1, dim)
     cached = jnp.arange(past.key.shape[1])[None]

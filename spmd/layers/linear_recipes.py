@@ -1,4 +1,4 @@
-"""Products of a linear layer by its kernel's recipe: the parts for arrays that are quantized."""
+"""Quantized matmuls of a linear layer, by the recipe of its kernel."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from spmd.plan.records import ParamPlacement
 from spmd.settings.quantize import QuantizationRecipe
 
 History = Float[Array, "*layer 3 step"]
-"""Largest magnitudes of input, kernel and gradient in earlier steps, which ride on a kernel
+"""Largest magnitudes of input, kernel and gradient in earlier steps, carried along with a kernel
 (`fp8-delayed`)."""
 
 Scales = Float[Array, "3"] | None
-"""Largest magnitudes of input, kernel and gradient to scale by; None for those of now."""
+"""Largest magnitudes of input, kernel and gradient to scale by; None for the current ones."""
 
 
 def recipe_of(placed: ParamPlacement | None) -> QuantizationRecipe | None:
@@ -35,7 +35,7 @@ def gather_operand(
 ) -> Array | Operand:
     """Gather a kernel for its matmuls.
 
-    Where it is sent as codes that these take, with one scale, it is not decoded.
+    If the codes of communication are those of the matmuls, with one scale, they are not decoded.
 
     Args:
         prepared: From `spmd.plan.fsdp.prepare`, of a kernel of `ndim` dimensions.
@@ -56,7 +56,7 @@ def gather_operand(
 
 
 def _multiplies_codes(placed: ParamPlacement, recipe: QuantizationRecipe) -> bool:
-    """Return whether a kernel is sent in the codes of its matmuls."""
+    """Return whether a kernel is gathered in the codes of its matmuls."""
     return recipe.kind == "float8" and placed.comm.operand_codec == "fp8"
 
 
@@ -76,7 +76,7 @@ def gradient_by_recipe(
 
     Args:
         exact: `(x, dy) -> gradient`, for recipes that do not quantize it.
-        form: The same product as of `jnp.einsum`.
+        form: The same product as a formula of `jnp.einsum`.
         arrays: Input and gradient of the output.
         axes: The kernel's dimensions, each a letter, and `outs` those of the output.
     """
@@ -105,14 +105,14 @@ def gradient_by_recipe(
 
 
 def seen_before(x: Array, kernel: Array, scales: Scales) -> tuple[Array, ...]:
-    """Return the largest magnitudes of input and kernel, if they are remembered."""
+    """Return the largest magnitudes of input and kernel for their history; empty without one."""
     if scales is None:
         return ()
     return _magnitude(x), _magnitude(kernel, is_whole=True)
 
 
 def as_history(seen: tuple[Array, ...], dy: Array) -> History | None:
-    """Return all three magnitudes as the derivative of a history, None without one."""
+    """Return all three magnitudes as the cotangent of a history; None without one."""
     if not seen:
         return None
     now = jnp.stack([*seen, _magnitude(dy)])

@@ -1,8 +1,8 @@
 """Language-model head and its loss, without materialising the logits of all tokens.
 
-For 8,192 tokens and 128,256 words the logits take 4 GiB in float32, and their gradient as much
-again. So inside `lazy_logits` a model returns `LazyLogits`, and the loss computes logits, softmax
-and gradients chunk by chunk.
+For 8,192 tokens and 128,256 words (entries of the vocabulary) the logits take 4 GiB in float32, and
+their gradient as much again. So inside `lazy_logits` a model returns `LazyLogits`, and the loss
+computes logits, softmax and gradients chunk by chunk.
 
 Under a plan the loss is one manual program over the mesh. Each device has its part of the tokens
 and, over `tensor`, its part of the vocabulary (Megatron-LM, Shoeybi et al., arXiv:1909.08053,
@@ -15,10 +15,11 @@ gradient of the tokens,                   ▼
 summed over tensor ◀────────── gradient of the logits ──▶ gradient of the kernel, in turns of words
 ```
 
-The kernel's gradient is computed when all chunks are done, over all tokens, and scattered in each
-turn: no part is larger than the logits of a chunk. Gradients of logits are kept for it, in the
-compute dtype, if they take no more than the whole would (8,192 tokens for a width of 4,096, in
-bfloat16); for more tokens, logits are computed again (decision 0031).
+The kernel's gradient is computed when all chunks are done, over all tokens. A loop computes and
+scatters some words in each iteration (a turn), so that no part is larger than the logits of a
+chunk. Gradients of logits are kept for this loop, in the compute dtype, if they take no more memory
+than the float32 logits of a chunk (in bfloat16, for up to twice the tokens of a chunk); for more
+tokens, logits are computed again (decision 0031).
 
 Gradients are computed with the logits in the forward pass; the backward pass only scales them.
 """
@@ -50,8 +51,8 @@ CHUNK = 1024
 """Tokens of a chunk: enough for the matmuls to take longer than reading the kernel."""
 
 _TILE = 256
-"""Words of a turn are a multiple of it: XLA:TPU fuses reduce-scatters of such parts, and of few
-others."""
+"""The number of words in a turn is a multiple of this: XLA:TPU fuses reduce-scatters of such parts,
+and of few others."""
 
 _PURPOSE = "vocabulary-parallel head"
 _WHOLE = P()
@@ -101,7 +102,7 @@ class _Layout:
     tokens: P = _WHOLE
     param: ShardedParam = _ONE_DEVICE  # the kernel
     vocabulary: tuple[str, ...] = ()  # the axes that the vocabulary is split over
-    width: tuple[str, ...] = ()  # those of them that also split the width of `x`
+    width: tuple[str, ...] = ()  # the axes of `vocabulary` that also split the width of `x`
 
     def run(self, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
         """Run `_local` on each device's part of `x`, the kernel, targets and weights."""
@@ -129,7 +130,7 @@ class _Layout:
 
     @property
     def along(self) -> tuple[tuple[str, ...], ...]:
-        """The axes that the dimensions of a chunk of `x`, `[1, token, d]`, are gathered over."""
+        """The gathered axes of the dimensions of a chunk of `x`, `[1, token, d]`."""
         return (), self.joined, self.width
 
     @property
@@ -278,10 +279,7 @@ _sums.defvjp(_forward, _backward)
 def _local(
     x: Array, kernel: Array, targets: Array, weights: Array, *, layout: _Layout, differentiate: bool
 ) -> tuple[Array, ...]:
-    """Return one device's sums over its tokens and, to differentiate, two gradients.
-
-    These are the gradients of `x` and of the kernel.
-    """
+    """Return a device's sums over its tokens and, to differentiate, gradients of `x` and kernel."""
     batch, seq, width = x.shape
     count = batch * seq
     tokens = count * _axis_size(layout.joined)
@@ -309,8 +307,8 @@ def _local(
     gathered = [all_gather(a, along[: a.ndim]) for a in parts]
     with in_scope(layout.param.scope):
         dkernel = head.dkernel(kept, *gathered, dtype=kernel.dtype)
-    # Without the barrier XLA:TPU computes it after the backward pass of all layers, and holds its
-    # operands until then.
+    # Without the barrier XLA:TPU computes dkernel after the backward pass of all layers, and holds
+    # its operands until then.
     dx, dkernel = jax.lax.optimization_barrier((dx, dkernel))
     without_padding = dx.reshape(-1, width)[:count]
     return *totals, without_padding.reshape(x.shape), dkernel
@@ -339,7 +337,7 @@ class _Turns:
     """Turns of the kernel's gradient: each computes and scatters some words of all shards.
 
     Attributes:
-        shards: The number of shards that the gradient is scattered into.
+        shards: The number of shards of the scattered gradient.
         own: Words of a shard.
         some: Words of a shard in a turn.
     """
@@ -354,7 +352,7 @@ class _Turns:
         return -(-self.own // self.some)
 
     def part(self, a: Array, start: Array, axis: int) -> Array:
-        """Return the words of a turn of an array that has all words along an axis.
+        """Return the slice of a turn's words from an array with all words along an axis.
 
         Slices clamp `start`: the last turn may repeat words of the one before.
         """
@@ -387,7 +385,7 @@ class _Head:
 
     @property
     def bytes_of_word(self) -> tuple[int, int, int]:
-        """The bytes of a word: in a chunk's logits, in the kernel's gradient, in all dlogits."""
+        """The bytes per word in a chunk's logits, in the kernel's gradient, and in all dlogits."""
         width = self.kernel.shape[self.layout.axes.index("i")]
         in_chunk = 4 * self.layout.chunk
         in_kernel = 4 * width
@@ -508,7 +506,7 @@ class _Head:
         return param.with_whole_gradient().reduce(gradient, rest)
 
     def _turns(self, own: int) -> _Turns:
-        """Return as few turns for `own` words as keep each within the logits of a chunk."""
+        """Return the fewest turns for `own` words, each no larger than the logits of a chunk."""
         words = self.kernel.shape[self.layout.axes.index("o")]
         chunk, *others = self.bytes_of_word
         fewest = -(-max(others) // chunk)

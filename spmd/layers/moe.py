@@ -1,4 +1,4 @@
-"""Mixture of experts: tokens are sent to their experts, each an MLP, and the results are added up.
+"""Mixture of experts: tokens are dispatched to experts, each an MLP, and results are combined.
 
 Only the experts are split over mesh axis `expert`; the rest of a model is data-parallel over it
 (GShard, arXiv:2006.16668). Under a plan the layer is one manual program (`jax.shard_map`) over
@@ -11,12 +11,12 @@ tokens of this device ──rows by expert──▶ all-to-all ──▶ tokens 
 tokens of this device ◀────sums──────── all-to-all ◀───────┘  weighted inside the MLP
 ```
 
-`spmd.layers.expert_dispatch` has the ways there and back: by **capacity**, where each expert has a
-fixed number of slots for each example and tokens beyond it are dropped, or **dropless**
+`spmd.layers.expert_dispatch` has token dispatch and combine: by **capacity**, where each expert has
+a fixed number of slots for each example and tokens beyond it are dropped, or **dropless**
 (MegaBlocks, arXiv:2211.15841). Routing weights multiply the hidden units, where their gradients are
-sums over hidden units too, so that no result is sent twice. The derivative is written out: its way
-there and back are those of the forward pass, and a pass that dropless dispatch needs beyond the
-first is computed again in it.
+sums over hidden units too, so that no result is sent twice. The backward pass is a `custom_vjp`: it
+uses the dispatch and combine of the forward pass, and recomputes the passes of dropless dispatch
+after the first.
 """
 
 import dataclasses
@@ -54,9 +54,10 @@ def mixture_of_experts(
     out: ExpertKernel,
     activation: Activation,
 ) -> tuple[Float[Array, "batch seq d"], dict[str, Float[Array, ""]]]:
-    """Return the weighted sum of each token's experts, `out(activation(into(x)))`, and two counts.
+    """Return the weighted sum of each token's experts, and the counts of drops and extra passes.
 
-    These are the number of `"dropped"` choices, and of `"extra_passes"`.
+    An expert is `out(activation(into(x)))`. The counts are those of `"dropped"` choices and of
+    `"extra_passes"`.
 
     Args:
         x: Tokens; under a plan, split like the activation `expert_tokens`.
@@ -83,7 +84,8 @@ def mixture_of_experts(
         if layer.is_dropless:
             where = jnp.where(is_kept, routing.experts, config.experts)
     arrays = tuple(kernel.array for kernel in kernels)
-    # The rows of experts are sorted over the examples of a device, and go back to where they were.
+    # Rows are sorted by expert across the examples of a device, but each token's results are
+    # combined at its own place.
     y, extra = per_example(_apply)(layer, x, where, routing.weights, arrays)
     return y, {"dropped": batch_sum(dropped), "extra_passes": extra}
 
@@ -111,9 +113,9 @@ class _Layer:
     def is_dropless(self) -> bool:
         """Whether rows have no slots.
 
-        They have none for capacities either where an example is split, since a part of it fills any
-        slot. Where experts choose, a token has a choice for each of them, nearly all without an
-        expert: too many for rows.
+        With `dispatch="capacity"` they have none where an example is split over devices, since a
+        part of an example may fill any slot. Where experts choose, rows have slots: a token has one
+        choice for each expert, nearly all of them empty, too many for rows.
         """
         if self.config.dispatch == "dropless":
             return True
@@ -123,7 +125,7 @@ class _Layer:
     def product(
         self, index: int, x: Array, kernel: Array, sizes: Sizes, *, transposed: bool = False
     ) -> Array:
-        """Return the products of rows with kernel `index` of each expert; the last leads out."""
+        """Return the products of rows with kernel `index` of each expert; the last is `out`."""
         last = len(self.recipes) - 1
         is_last = index in (last, -1)
         return quantized_grouped_matmul(
@@ -137,7 +139,7 @@ class _Layer:
         )
 
     def dispatch(self, where: Array) -> Dispatch:
-        """Return the ways of the rows of one device."""
+        """Return the dispatch of one device's tokens."""
         expert = self.layout.expert
         if self.is_dropless:
             choices = where.reshape(-1, where.shape[-1])
@@ -254,7 +256,7 @@ def _apply_forward(
     y, extra, got, gathered = manual(x, where, weights, shards)
     like: tuple[Array, ...] = ()
     if layout.prepares:
-        # What is prepared of a kernel may not have the dtype of its gradient.
+        # A prepared kernel may have another dtype than its gradient.
         like = tuple(jnp.zeros((0,), kernel.dtype) for kernel in kernels)
     return (y, extra), (x, where, weights, shards, like, got, gathered)
 
@@ -264,7 +266,7 @@ def _forward_on_device(
 ) -> tuple[Array, Array, tuple[_Received, ...], tuple[Array, ...]]:
     """Return the sums of a device's tokens, the number of extra passes, received rows and kernels.
 
-    Rows and kernels are for the backward pass.
+    The rows and the gathered kernels are residuals of the backward pass.
     """
     layout = layer.layout
     *into, out = layout.gather(kernels, x.dtype)
@@ -369,7 +371,7 @@ def _backward_of_chunk(
     """Return the gradients of a chunk's tokens, of their weights, and of kernels.
 
     Args:
-        got: The received rows of the first pass; those of further ones are computed again.
+        got: The received rows of the first pass; those of later passes are computed again.
     """
     dispatch = layer.dispatch(where)
     experts = _Experts(layer, dispatch, into, out)

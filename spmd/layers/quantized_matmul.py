@@ -1,4 +1,4 @@
-"""Products of quantized arrays: their codes are multiplied, and the sum by the scales of both."""
+"""Matmuls of quantized arrays: products of codes, with the sums multiplied by both scales."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from spmd.settings.quantize import QuantizationRecipe
 
 
 class Operand(NamedTuple):
-    """An operand of a product: `array`, times `scale`, if it is not None.
+    """An operand of a product: `array`, multiplied by `scale` unless the scale is None.
 
     A scale has size 1 along summed dimensions.
     """
@@ -31,15 +31,15 @@ def quantize(
     is_kernel: bool = False,
     largest: Float[Array, ""] | None = None,
 ) -> Operand:
-    """Quantize an array to `dtype` for a product that sums over some of its dimensions.
+    """Quantize an array to `dtype` for a product with a sum over the dimensions `summed`.
 
-    One scale is for the same elements on every mesh: largest magnitudes are of all devices that
-    have a part.
+    A scale covers the same elements on every mesh: largest magnitudes are taken over all devices
+    with a part of the array.
 
     Args:
-        is_kernel: Whether it is a kernel, which all devices of the batch have.
-        largest: The largest magnitude to scale by; elements beyond it are clipped. None for that of
-            now.
+        is_kernel: Whether the array is a kernel, equal on all devices of the batch.
+        largest: The largest magnitude to scale by; elements beyond it are clipped. None for the
+            current one.
     """
     if recipe.scaling == "block":
         rounded = rounded_in_blocks(x, summed, recipe, dtype, is_kernel=is_kernel)
@@ -76,7 +76,7 @@ def magnitude(x: Array, over: tuple[int, ...], *, is_whole: bool = False) -> Flo
 def largest_magnitude(
     x: Array, over: tuple[int, ...], axes: tuple[str, ...] = ()
 ) -> Float[Array, "..."]:
-    """Return the largest magnitude over manual axes and dimensions: these stay, with size 1."""
+    """Return the largest magnitude over manual axes and dimensions, kept with size 1."""
     largest = jnp.max(jnp.abs(x), axis=over, keepdims=True).astype(jnp.float32)
     if not axes:
         return largest
@@ -92,7 +92,7 @@ def scaled(
 
     Args:
         largest: The largest magnitude to represent.
-        is_bound: Whether none is larger; else larger ones are clipped.
+        is_bound: Whether no element is larger; if False, larger ones are clipped.
     """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
@@ -105,7 +105,7 @@ def scaled(
     inverse = 1 / jnp.where(scale > 0, scale, 1.0)
     codes = x * inverse.astype(x.dtype)
     if not is_bound:
-        # A cast of more than the largest is not a number.
+        # A cast of a number beyond the largest one gives NaN.
         codes = jnp.clip(codes, -top, top)
     if is_integer:
         codes = jnp.round(codes)
@@ -132,7 +132,7 @@ def rounded_in_blocks(
     *,
     is_kernel: bool = False,
 ) -> Array:
-    """Return an array as blocks of codes represent it, in its own dtype."""
+    """Round an array to blocks of codes with a scale each, in its own dtype."""
     free = [dim for dim in range(x.ndim) if dim not in summed]
     lengths = {summed[-1]: recipe.block}
     if is_kernel and recipe.is_square and free:
@@ -154,9 +154,9 @@ def rounded_in_blocks(
 
 
 def product(form: str, a: Operand, b: Operand, dtype: Any) -> Array:
-    """Return the sum of products `form`, as of `jnp.einsum`, in a dtype.
+    """Return the sum of products `form`, a formula of `jnp.einsum`, in a dtype.
 
-    Each letter is summed, or of one operand.
+    A letter in both operands is summed over; no letter is a batch dimension.
     """
     (left, right), out = _letters(form, a.array.ndim, b.array.ndim)
     both = [letter for letter in left if letter in right]
@@ -226,11 +226,12 @@ def quantized_einsum(
     """Return the product of an array with a kernel, both quantized.
 
     Args:
-        form: As of `jnp.einsum`.
+        form: A formula of `jnp.einsum`.
         kernel: An array, or codes with one scale.
         is_gradient: Whether `a` is the gradient of an output, not an input.
-        scales: Largest magnitudes of input, kernel and gradient to scale by; None for those of now.
-        dtype: Of the product.
+        scales: Largest magnitudes of input, kernel and gradient to scale by; None for the current
+            ones.
+        dtype: The dtype of the product.
     """
     whole = kernel.array if isinstance(kernel, Operand) else kernel
     (left, right), _ = _letters(form, a.ndim, whole.ndim)
@@ -250,5 +251,5 @@ def quantized_einsum(
 
 
 def _shared_dims(letters: str, others: str) -> tuple[int, ...]:
-    """Return the dimensions of an operand that the other one has too."""
+    """Return the dimensions of an operand shared with the other one."""
     return tuple(dim for dim, letter in enumerate(letters) if letter in others)

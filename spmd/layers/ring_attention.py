@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over devices: a ring, or an exchange of heads for tokens.
+"""Attention over a sequence split over devices: a ring, or all-to-alls of heads for tokens.
 
 **Ring** (Liu et al., arXiv:2310.01889). Each device keeps its queries. Keys and values rotate: each
 device sends its block to the next one while it attends to it, so after `sequence − 1` steps every
@@ -45,7 +45,7 @@ from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 Segments = Int[Array, "batch seq"] | None
 """The document of each token of a packed sequence; None for one document.
 
-A document is the position of its first token. Tokens attend to their own document only.
+The id of a document is the position of its first token. Tokens attend to their own document only.
 """
 
 _PURPOSE = "context-parallel attention"
@@ -63,7 +63,7 @@ class Ring:
     is_zigzag: bool = False
 
     def run(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Return `f` on each device's tokens."""
+        """Return `f` mapped over devices, each with its own tokens."""
         if self.mesh is None:
             return f
         return shard_map_over(self.mesh, ("sequence",), f, in_specs, out_specs, purpose=_PURPOSE)
@@ -74,7 +74,7 @@ class Ring:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, "sequence", path), arrays)
 
     def block(self, local: int) -> int:
-        """Return the length of a block of contiguous tokens, of the `local` ones of a device."""
+        """Return the number of contiguous tokens in a block, for `local` tokens of a device."""
         if self.is_zigzag:
             return local // 2
         return local
@@ -82,7 +82,7 @@ class Ring:
     def block_pairs(
         self, step: int, query: Array, segments: Segments, key_segments: Segments
     ) -> BlockPairs:
-        """Return the pairs of each device's queries and its keys after `step` rotations."""
+        """Return the pairs of a device's queries with the keys it holds after `step` rotations."""
         local = query.shape[2]
         chunk = chunk_size(self.block(local))
         tables = self._tables(step, local, chunk)
@@ -138,7 +138,7 @@ def blockwise_attention(
 
 
 def _check_sequence(seq: int, ring: Ring) -> None:
-    """Raise an error if a sequence does not fit a ring, or only in chunks that are too small."""
+    """Raise an error if a sequence does not fit a ring, or only in chunks of few tokens."""
     if seq % ring.devices:
         problem = Problem(
             "sequence",
@@ -259,9 +259,9 @@ def ulysses_attention(
     value: Float[Array, "batch seq kv_heads dim"],
     segments: Segments,
 ) -> Float[Array, "batch seq heads dim"]:
-    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences.
+    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences of some heads.
 
-    Heads are split instead.
+    Heads are split in place of tokens.
     """
     split = split_axes(mesh)
     parts: dict[str, int] = {}
@@ -284,7 +284,7 @@ def ulysses_attention(
 
 
 def _division_problems(query: Array, key: Array, parts: Mapping[str, int]) -> list[Problem]:
-    """Return a problem for each number of heads or tokens that does not divide over devices."""
+    """Return a problem for each number of heads or tokens indivisible over devices."""
     problems = []
     product = " × ".join(f"{axis}={size}" for axis, size in parts.items())
     count = math.prod(parts.values())

@@ -11,10 +11,10 @@
 | | `top_groups=4, scale=2.5` |
 | expert choice (arXiv:2202.09368) | `choice="expert", balance=0, dispatch="capacity"` |
 
-Logits are float32 `[example, token, expert]`. Losses and loads are over the tokens of all devices:
-also in a region that is manual over the batch, where each device passes its own. So they are the
-same on every mesh. Padding chooses no expert, uses no capacity and is in no mean; the losses and
-the load of a batch of padding alone are 0.
+Logits are float32 `[example, token, expert]`. Losses and loads are over the tokens of all devices,
+also in a region that is manual over the batch, where each device passes its own logits. So they are
+the same on every mesh. Padding is sent to no expert, uses no capacity and is excluded from means;
+the losses and the load of a batch of padding alone are 0.
 """
 
 import dataclasses
@@ -180,9 +180,9 @@ class RouterConfig:
         return self.random_second or self.jitter > 0
 
     def capacity(self, tokens: int) -> int:
-        """Return the number of tokens that an expert takes of one example.
+        """Return the capacity of an expert for one example, in tokens.
 
-        It is ⌈capacity_factor · top_k · tokens / experts⌉, and at most all.
+        The capacity is ⌈capacity_factor · top_k · tokens / experts⌉, and at most `tokens`.
 
         Example:
             >>> config = RouterConfig(experts=64, top_k=1, normalise=False, capacity_factor=1.25)
@@ -210,7 +210,7 @@ class Routing:
     # `config.experts` for padding and for a choice that is not followed
     experts: Int[Array, "example token choice"]
     weights: Float[Array, "example token choice"]  # 0 for these
-    # Of an expert; None for those of examples without padding.
+    # Slots of an expert to fill in each example; None for all.
     capacities: Int[Array, "example"] | None = None
 
 
@@ -334,7 +334,7 @@ def balance_loss(
 ) -> Float[Array, ""]:
     """Return the load-balance loss.
 
-    It is α·N·Σᵢ fᵢ·Pᵢ (Switch, equation 4) or α·Σᵢ fᵢ·Pᵢ/N (GShard, algorithm 1). fᵢ is the
+    The loss is α·N·Σᵢ fᵢ·Pᵢ (Switch, equation 4) or α·Σᵢ fᵢ·Pᵢ/N (GShard, algorithm 1). fᵢ is the
     fraction of choices that are expert i and Pᵢ its mean score, normalised to sum to 1 for each
     token.
     """
@@ -383,7 +383,7 @@ def weighted_balance(
 def z_loss(
     logits: Float[Array, "example token expert"], config: RouterConfig, valid: Valid = None
 ) -> Float[Array, ""]:
-    """Return the router's z-loss (ST-MoE, equation 5): it keeps logits small."""
+    """Return the router's z-loss (ST-MoE, equation 5), to keep logits small."""
     squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     return config.z_loss * batch_mean(squares, _mask(valid, logits))
 
@@ -433,7 +433,7 @@ def _experts_choose(
     config: RouterConfig,
     valid: Bool[Array, "example token"],
 ) -> Routing:
-    """Let each expert choose the tokens of an example with the best scores for it."""
+    """Let each expert choose the tokens with its best scores in each example."""
     ranking = jax.lax.stop_gradient(scores)
     ranking = jnp.where(valid[..., None], ranking, -jnp.inf)  # padding is last
     order = jnp.argsort(-ranking, axis=1)
@@ -457,7 +457,7 @@ def _mask(
 def _mask_groups(
     ranking: Float[Array, "example token expert"], config: RouterConfig
 ) -> Float[Array, "example token expert"]:
-    """Set the scores of groups that a token may not choose from to −∞."""
+    """Set the scores of all but a token's best groups to −∞."""
     if config.top_groups == config.groups:
         return ranking
     grouped = ranking.reshape(*ranking.shape[:-1], config.groups, -1)
@@ -483,12 +483,12 @@ def _top_k(
 
 
 def _pick(scores: Float[Array, "... expert"], expert: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Return one score of each token, by a masked sum: it needs no gather."""
+    """Return one score of each token, by a masked sum in place of a gather."""
     is_expert = jax.nn.one_hot(expert, scores.shape[-1], dtype=jnp.bool_)
     return jnp.where(is_expert, scores, 0.0).sum(axis=-1)
 
 
 def _load(experts: Int[Array, "example token choice"], count: int) -> Float[Array, "expert"]:
-    """Return the number of tokens that chose each expert."""
+    """Return the number of choices of each expert."""
     counts = jax.nn.one_hot(experts, count).sum(axis=(0, 1, 2))
     return batch_sum(counts)

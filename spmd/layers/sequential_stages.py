@@ -1,4 +1,4 @@
-"""Stages of stacked layers over `pipe`, one after the other, for work that cannot overlap.
+"""Stages of stacked layers over `pipe`, one after the other, for work without overlap.
 
 Text is generated token by token, so there are no microbatches to fill a pipeline. Inside
 `sequential_stages`, each stage runs its own layers and sends the result to the next; otherwise the
@@ -60,7 +60,7 @@ def _run_stages(mesh: AnyMesh, run: Run, x: jax.Array, layers: Any) -> tuple[jax
 
 
 def _turns(run: Run, stages: int, x: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
-    """Run one stage in each turn; return the last one's output, and the values of this one."""
+    """Run one stage in each turn; return the last stage's output, and this stage's values."""
     stage = jax.lax.axis_index("pipe")
     _, shapes = jax.eval_shape(run, x, layers)
     nothing = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes)

@@ -1,8 +1,8 @@
 """Zigzag order of tokens over devices, to balance the work of causal ring attention.
 
-In contiguous order, the device with the last tokens attends to everything and the one with the
-first only to itself. In zigzag order, device i of n holds blocks i and 2n − 1 − i of 2n: an early
-and a late one, so the work is equal.
+In contiguous order, the device with the last tokens attends to all tokens, and the device with the
+first ones only to its own. In zigzag order, device i of n holds blocks i and 2n − 1 − i of 2n: an
+early and a late one, so the work is equal.
 
 ```
 tokens       0 1 2 3 4 5 6 7        n = 2, so 4 blocks of 2 tokens
@@ -32,7 +32,7 @@ from spmd.plan.manual import shard_map_over
 
 
 def is_zigzag() -> bool:
-    """Return True if the tokens that are being traced are in zigzag order."""
+    """Return True if the tokens being traced are in zigzag order."""
     return current().zigzag
 
 
@@ -53,8 +53,8 @@ def zigzag(seq: int, devices: int) -> np.ndarray:
 def positions(seq: int) -> np.ndarray | jax.Array:
     """Return the position of each token: constants `[1, seq]`, or `[batch, 1]` in decoding.
 
-    `spmd.layers.kv_cache` has decoding. A model that takes positions from here, and mixes tokens
-    only by `spmd.layers.attention.attend`, may set the attribute `position_aware = True`.
+    Decoding is that of `spmd.layers.kv_cache`. A model that takes positions from here, and mixes
+    tokens only by `spmd.layers.attention.attend`, may set the attribute `position_aware = True`.
 
     Example:
         >>> positions(4).tolist()

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules, tick tables, and the program that executes them."""
+"""Pipeline parallelism: schedules, tick tables, and their execution."""

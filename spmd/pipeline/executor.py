@@ -27,14 +27,14 @@ from spmd.plan.fsdp import zero_gradients
 from spmd.plan.scopes import comm_scope, in_scope
 
 SLOTS = "stage_inputs"
-"""The checkpoint name of the slots that hold a stage's inputs."""
+"""The checkpoint name of the slots with a stage's inputs and gradients."""
 
 Carry = dict[str, Any]
 """The carry of the scan.
 
-It has slots for `inputs` and `gradients`, the streams that `arrived` and are `sent_back` next, and
-`totals`: gradients of layers `[version · chunk, …]`, of all other parameters `[version, …]`, and
-sums `[version]`.
+It has slots for `inputs` and `gradients`; the streams `arrived` (from the previous stage) and
+`sent_back` (to it in the next tick); and `totals`: gradients of layers `[version · chunk, …]`, of
+all other parameters `[version, …]`, and sums `[version]`.
 """
 
 
@@ -113,16 +113,16 @@ class _Stage:
         return shift(stream, self.table.stages, by, chunks=self.table.chunks)
 
     def _version(self, i: jax.Array) -> jax.Array:
-        """Return the batch of a microbatch."""
+        """Return the index of a microbatch's version of the weights."""
         return i // self.table.microbatches
 
     def _write_embedding(
         self, inputs: Any, rows: dict[str, jax.Array], row: dict[str, jax.Array]
     ) -> Any:
-        """Write the stream that enters the first layer into the slots of the first stage.
+        """Write the input of the first layer into the slots of the first stage.
 
-        All stages look up the embedding at the same time: no stage waits for it, and it has no
-        matmul.
+        All stages look up the embedding in the same tick: no stage waits for another, and a lookup
+        has no matmul.
         """
         i = rows["forward"][0]
         is_first = (i >= 0) & (rows["forward_chunk"][0] == 0)
@@ -150,7 +150,7 @@ class _Stage:
     def _run_backward(
         self, carry: Carry, row: dict[str, jax.Array], inputs: Any, gradients: Any
     ) -> tuple[Stream, Any]:
-        """Run the backward task, if any, and return the gradient of its input and the totals."""
+        """Run the backward task, if there is one; return the gradient of its input, and totals."""
         chunks = self.chunks
 
         def backward(totals: Any) -> tuple[Stream, Any]:
@@ -189,8 +189,8 @@ class _Stage:
     ) -> tuple[Stream, Any, Sums]:
         """Return the gradient of the output of a backward task, and totals.
 
-        The last stage starts from the loss, and adds its sums and the gradient of its parameters to
-        the totals; the others have the gradient from the next stage.
+        The last stage starts from the loss, and adds the sums of the loss and the gradient of its
+        parameters to the totals; other stages have the gradient from the next stage.
         """
         i = row["backward"]
 

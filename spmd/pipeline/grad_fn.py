@@ -1,6 +1,6 @@
 """Pipeline parallelism over the mesh axis `pipe`: a gradient function for any schedule.
 
-It is one SPMD program, which is manual over `pipe` only and scans over the ticks of a `TickTable`
+A pipeline is one SPMD program, manual over `pipe` only, with a scan over the ticks of a `TickTable`
 (`spmd.pipeline.executor`). An idle stage computes nothing (`lax.cond`). Only the input of a task is
 kept for its backward task, which recomputes the rest under the plan's remat policy.
 """
@@ -35,10 +35,11 @@ _PER_MICROBATCH = "pipeline(…, per_microbatch=True) for the loss of each micro
 def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False) -> GradFn:
     """Return a gradient function over a pipeline of stages, each with some of the layers.
 
-    The stacks that the plan splits over `pipe` are the layers; everything else is used by every
-    stage, however it is stored (`shared_params`). If stages have several chunks, the step moves the
-    layers to their stage, and their gradients back (`interleave`). The loss is a `ModelLoss` of a
-    model in parts, such as `next_token_loss(model)`; another raises a `ConfigError` at trace time.
+    The stacks that the plan splits over `pipe` are the layers; all other parameters are used by
+    every stage, however they are stored (`shared_params`). If stages have several chunks, the step
+    moves the layers to their stage, and their gradients back (`interleave`). The loss is a
+    `ModelLoss` of a model in parts, such as `next_token_loss(model)`; another raises a
+    `ConfigError` at trace time.
 
     Args:
         per_microbatch: Whether a loss that is no sum over the examples is meant to be one of each
@@ -72,7 +73,7 @@ def _check_loss(
     *,
     per_microbatch: bool,
 ) -> None:
-    """Raise a `ConfigError` if the loss is divided twice, or no sum over the microbatches."""
+    """Raise a `ConfigError` if the loss is divided twice, or no sum over examples."""
     given = params, variables, microbatch, key
     is_part = has_part_of_batch()
     loss.check_mean(*given)

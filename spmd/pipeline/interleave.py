@@ -1,4 +1,4 @@
-"""The move of layers between their order in the training state and the stage that computes them."""
+"""The move of layers between their stages in the training state and in interleaved execution."""
 
 import dataclasses
 import math

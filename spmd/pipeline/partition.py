@@ -1,7 +1,7 @@
-"""A model's loss in the parts that a stage of a pipeline computes, and the arrays of each stage.
+"""Partition of a model's loss and its arrays into the stages of a pipeline.
 
 ```
-embed        embed_inputs                       the stream that enters the first layer
+embed        embed_inputs                       the input of the first layer
 run_layers   apply_layers, some of the layers   the stream after this stage's layers
 head         compute_outputs, then the loss     sums over the microbatch
 ```
@@ -48,9 +48,9 @@ def select_chunk(chunks: Any, which: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The arrays that stages pass on: the residual stream, and the values of all layers.
+    """The arrays sent between stages: the residual stream, and the values of all layers.
 
-    Values of later layers are zeros.
+    Values of layers not run yet are zeros.
     """
 
     x: Any
@@ -79,7 +79,7 @@ def in_parts(loss_fn: LossFn) -> tuple[ModelLoss, LayeredModel]:
 
 @dataclasses.dataclass(frozen=True)
 class StageModel:
-    """The parts of a loss function that a stage computes, as functions of arrays.
+    """The parts of a loss function computed by a stage, as functions of arrays.
 
     Attributes:
         microbatches: The microbatches, and a key for each.
@@ -129,7 +129,7 @@ class StageModel:
         return stream, sums
 
     def embed(self, shared: Any, i: jax.Array) -> Stream:
-        """Return the stream that enters the first layer."""
+        """Return the input of the first layer."""
         loss, layered = in_parts(self.loss_fn)
 
         def embed(params: Any, variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
@@ -195,7 +195,7 @@ class StageModel:
 
 
 def _use_problems(used: Iterable[str]) -> Iterator[Problem]:
-    """Yield a problem for each parameter or variable of layers with a use outside of them."""
+    """Yield a problem for each parameter or variable of layers used outside of `apply_layers`."""
     for path in used:
         what = "is used outside of apply_layers, where a stage has only some of the layers"
         yield Problem(path, what, fix="inside")

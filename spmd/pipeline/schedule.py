@@ -19,7 +19,7 @@ ACTIVATIONS = {"F": 1.0, "B": -0.5, "W": -0.5, "BW": -1.0}
 """Kind of task → its change of the activations that a stage holds (Qi et al., arXiv:2401.10241)."""
 
 IN_FLIGHT = {"F": 1, "B": 0, "W": -1, "BW": -1}
-"""Kind of task → its change of the microbatches (times chunks) that a stage holds from F to W."""
+"""Kind of task → its change of a stage's microbatches (times chunks) between F and W."""
 
 Pass = tuple[str, int, int]
 """`"F"`, `"B"` or `"W"`, the virtual stage, the microbatch."""
@@ -121,12 +121,12 @@ class Schedule:
         return chunk * self.stages + stage
 
     def passes(self, stage: int, task: Task) -> tuple[Pass, ...]:
-        """Return the passes that a task of this stage runs."""
+        """Return the passes of a task of this stage."""
         virtual_stage = self.virtual_stage(stage, task.chunk)
         return tuple((kind, virtual_stage, task.microbatch) for kind in PASSES[task.kind])
 
     def dependencies(self, stage: int, task: Task) -> tuple[Pass, ...]:
-        """Return the passes that must end before a task of this stage can start.
+        """Return the passes needed before a task of this stage can start.
 
         F needs F of the previous virtual stage; B its own F and B of the next virtual stage; W its
         own B.
@@ -146,7 +146,7 @@ class Schedule:
 
 
 def check_values(rule: str, **values: float) -> list[Problem]:
-    """Return a problem for each value that breaks a rule of `check_fields`."""
+    """Return a problem for each value in conflict with a rule of `check_fields`."""
     return check_fields(SimpleNamespace(**values), dict.fromkeys(values, rule))
 
 
@@ -190,7 +190,7 @@ def _repeat_order(schedule: Schedule, order: tuple[Task, ...], batches: int) -> 
 
 
 def execution_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the tasks until the end or a deadlock, and the index at which each stage stops.
+    """Return the tasks until the end or a deadlock, and each stage's index after its last task.
 
     Tasks are (stage, index in its order), each after its dependencies. Passes that no stage runs
     count as done: `check_schedule` reports them as missing.
@@ -275,7 +275,7 @@ def _missing_problems(schedule: Schedule, runs: Container[Pass], stage: int) -> 
 
 
 def _missing(schedule: Schedule, runs: Container[Pass], stage: int) -> Iterator[str]:
-    """Yield the tasks that a stage does not run; lazily, since a file may name any microbatch."""
+    """Yield the missing tasks of a stage; lazily, since a file may name any microbatch."""
     for microbatch in range(schedule.microbatches):
         for chunk in range(schedule.chunks):
             virtual_stage = schedule.virtual_stage(stage, chunk)
@@ -288,7 +288,7 @@ def _missing(schedule: Schedule, runs: Container[Pass], stage: int) -> Iterator[
 def _deadlocks(
     schedule: Schedule, runs: Mapping[Pass, _Run], ticks: Sequence[Sequence[int]]
 ) -> Iterator[Problem]:
-    """Yield a problem for each stage that waits for a task for ever."""
+    """Yield a problem for each stage in a deadlock."""
     ran, stopped = execution_order(schedule)
     done = set[Pass]()
     for stage, index in ran:

@@ -64,7 +64,7 @@ def read_schedule(
 
 
 def _read_rows(path: Path) -> list[list[str]]:
-    """Return the rows of a file that are not empty."""
+    """Return the rows of a file, without empty ones."""
     text = path.read_text(encoding="utf-8-sig")
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     return [row for row in reader if row]

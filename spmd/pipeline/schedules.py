@@ -112,7 +112,8 @@ def _one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int) -> Ite
 def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Task]:
     """Yield 1F1B over chunks.
 
-    Groups of as many microbatches as stages run through one chunk after the other.
+    Microbatches run through one chunk after the other in groups; the size of a group is the number
+    of stages.
     """
     forwards = list[Task]()
     backwards = list[Task]()
@@ -152,7 +153,7 @@ _BUILDERS: dict[str, Callable[[int, int, int, int], Iterator[Task]]] = {
 }
 _LIST_SCHEDULED: dict[
     str, tuple[str, Callable[[int], int]]
-] = {  # name → placement, limit for so many stages
+] = {  # name → placement, and memory limit for a number of stages
     "zb-h2": ("loop", lambda stages: 2 * stages),
     "zb-v": ("v", lambda stages: 2 * stages),
     "v-half": ("v", lambda stages: stages // 2 * 2 + 2),

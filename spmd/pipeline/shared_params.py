@@ -1,8 +1,8 @@
 """Parameters of all stages, such as the embedding and the head, split over `pipe` by the table.
 
-Only the training state is split. They are gathered once before the ticks, and the sum of the
-stages' gradients is
-scattered once after them: as many bytes as the all-reduce of what every stage stores whole.
+Only the training state is split. The parameters are gathered once before the ticks, and the sum of
+the stages' gradients is scattered once after them: as many bytes as one all-reduce of the gradients
+of replicated parameters.
 """
 
 from typing import Any
@@ -36,8 +36,8 @@ def gather_over_stages(arrays: Any) -> Any:
 def sum_over_stages(gradients: Any) -> Any:
     """Return the sums of gradients `[stage, …]`, split as the plan keeps them.
 
-    In a region around the pipeline that is manual over `pipe`, each stage's gradient is returned:
-    the region adds them.
+    In a region around the pipeline that is manual over `pipe`, the stage's own gradients are
+    returned: they are summed outside of that region.
     """
     if AXIS in get_abstract_mesh().manual_axes:
         return jax.tree.map(lambda d: d[0], gradients)

@@ -95,7 +95,7 @@ class ScheduleTimeline:
 
 
 def _peak(order: Sequence[Slot], changes: Mapping[str, float]) -> float:
-    """Return the most that a stage holds."""
+    """Return the peak of a stage's running total of `changes`."""
     peak = held = 0.0
     for slot in order:
         held += changes[slot.task.kind]
@@ -248,7 +248,7 @@ def _grid_row(order: Sequence[_Timed], ticks: int) -> tuple[Task | None, ...]:
 
 
 def _staleness(order: tuple[Task, ...], microbatches: int) -> int:
-    """Return the most updates of earlier batches that a forward of a stage lacks."""
+    """Return the most updates of earlier batches missing in the weights of a stage's forward."""
     most = updates = backwards = 0
     for task in order:
         if task.kind == "F":

@@ -1,4 +1,4 @@
-"""A pipeline schedule as tables that one SPMD program steps through.
+"""A pipeline schedule as tables for one SPMD program, a row for each tick.
 
 Stages run in lock step: the output of a tick reaches the next stage in the following tick. Each
 tick has one forward task, then one backward task.
@@ -37,8 +37,8 @@ class TickTable:
     slots, and gradients that have arrived in `gradient_depth` slots.
 
     Attributes:
-        versions: Batches in flight, 1 or 2. Microbatches of the batch before have the numbers
-            `microbatches`, ….
+        versions: Batches in flight, 1 or 2. Microbatches of the previous batch are numbered from
+            `microbatches` on.
         receive_slot: Slot for the input that the previous stage sent in the tick before.
         forward: Microbatch of the forward task.
         forward_slot: Slot of its input; the first virtual stage writes it in this tick.
@@ -89,7 +89,7 @@ class TickTable:
 
     @property
     def waited(self) -> dict[str, Fraction]:
-        """Share of ticks with a branch on any stage, so that all wait; keys as of `taken`."""
+        """Share of ticks with a branch on any stage, so that all wait; keys as in `taken`."""
         return self._shares(lambda tasks: int(tasks.any(axis=1).sum()))
 
     def _shares(self, count: Callable[[np.ndarray], int]) -> dict[str, Fraction]:
@@ -181,7 +181,7 @@ def _fill_input_slots(
         kind, virtual_stage, i = task
         if kind != "B" or virtual_stage % schedule.stages != stage:
             continue
-        if virtual_stage == 0:  # it is written in the tick of its forward task
+        if virtual_stage == 0:  # the embedding is written in the tick of the forward task
             held[task] = ticks["F", 0, i], tick
         else:
             held[task] = ticks["F", virtual_stage - 1, i] + 1, tick
@@ -199,7 +199,7 @@ def _fill_input_slots(
 def _fill_gradient_slots(
     columns: Mapping[str, np.ndarray], schedule: Schedule, ticks: Mapping[Pass, int], stage: int
 ) -> None:
-    """Write the slots of the gradients that a stage receives."""
+    """Write the slots of the gradients received by a stage."""
     last = _last_virtual_stage(schedule)
     held: dict[Pass, tuple[int, int]] = {}  # first and last tick
     for task, tick in ticks.items():
@@ -214,7 +214,7 @@ def _fill_gradient_slots(
 
 
 def describe_execution(schedule: Schedule) -> str:
-    """Describe in one line the execution of a schedule, or why it is not executed.
+    """Describe in one line the execution of a schedule, or the reason against it.
 
     Example:
         >>> from spmd.pipeline.schedules import make_schedule
@@ -279,14 +279,14 @@ def _assign_ticks(schedule: Schedule) -> dict[Pass, int]:
 
 
 class _WaitingTasks:
-    """The tasks of a stage that have no tick yet.
+    """The tasks of a stage without a tick yet.
 
     Attributes:
         forwards: Virtual stage and microbatch of each forward task.
-        backwards: The same of each backward task, with the number of forward tasks listed before
-            it.
+        backwards: Virtual stage and microbatch of each backward task, and the number of forward
+            tasks listed before it.
         last: The last virtual stage.
-        ran: Forward tasks that have a tick.
+        ran: The number of forward tasks with a tick.
     """
 
     def __init__(self, schedule: Schedule, stage: int) -> None:
@@ -303,9 +303,9 @@ class _WaitingTasks:
                 self.backwards.append((virtual_stage, task.microbatch, listed))
 
     def run_forwards(self, ticks: dict[Pass, int], tick: int) -> None:
-        """Run the next forward task in this tick, with others of the last virtual stage.
+        """Run the next forward task in this tick, and those of the last virtual stage.
 
-        Each needs its input.
+        Each runs only if its input has arrived.
         """
         is_free = True
         while self.forwards:
@@ -340,9 +340,9 @@ def _steady_state(stages: int, microbatches: int) -> TickTable:
     """Return 1F1B in its steady state.
 
     Every stage has a forward and a backward task in every tick of a batch. At the start of a batch
-    the last microbatches of the batch before are in flight, numbered `microbatches`, …. The slot of
-    a microbatch is its number modulo `depth`, counted from the start of this batch (negative for
-    the last).
+    the last microbatches of the previous batch are in flight, numbered from `microbatches` on. The
+    slot of a microbatch is its index modulo `depth`, counted from the start of this batch (negative
+    for the previous one).
     """
     depth = 2 * stages - 1
     tick = np.arange(microbatches)[:, None]
@@ -372,7 +372,7 @@ def _steady_state(stages: int, microbatches: int) -> TickTable:
 
 
 def _allocate_slots(lifetimes: Mapping[Pass, tuple[int, int]]) -> dict[Pass, int]:
-    """Assign a slot to each array, given the first and the last tick in which it is held."""
+    """Assign a slot to each array, given the first and the last tick of its lifetime."""
 
     def order(task: Pass) -> tuple[tuple[int, int], int, int]:
         _, virtual_stage, i = task

@@ -25,20 +25,21 @@ _Choose = Callable[["_Build", int], _Next | None]
 _BLOCKS = ((5, 0, 4), *itertools.product((1, 2, 3, 4), (0, 3), (1, 2)))
 """Slope, turn and window of the building blocks to try.
 
-The first never stops, and has no bubble with enough memory.
+The first never deadlocks, and leaves no bubble with enough memory.
 """
 
 
 def fill_bubbles(
     stages: int, microbatches: int, limit: int, *, placement: str = "loop"
 ) -> Schedule:
-    """Build a schedule in which every stage runs the best task that can start in each tick.
+    """Build a schedule by list scheduling: in each tick, each stage runs the best ready task.
 
     Args:
-        limit: What a stage may hold. With `"loop"`, activations of a microbatch, as in
-            `Timeline.peak_memory`: at least 1; twice the stages leave no bubble. With `"v"`, chunks
-            of a microbatch from F to W, as in `Timeline.peak_in_flight`: at least 2, because every
-            microbatch comes to every stage twice; twice the stages leave no bubble.
+        limit: The memory limit of a stage. With `"loop"`, activations of microbatches, as in
+            `Timeline.peak_memory`: at least 1; twice the number of stages leaves no bubble. With
+            `"v"`, chunks of microbatches between F and W, as in `Timeline.peak_in_flight`: at least
+            2, because every microbatch runs on every stage twice; twice the number of stages leaves
+            no bubble.
         placement: `"loop"` has one chunk per stage, `"v"` two.
 
     Example:
@@ -81,8 +82,8 @@ class _Build:
     """A schedule, built tick by tick: in each, every stage runs its choice of task, if any.
 
     Attributes:
-        held: What each stage holds, by `changes`.
-        backlog: For each stage the tasks whose W is to be done.
+        held: Memory in use on each stage, the sum of `changes`.
+        backlog: For each stage, the B tasks without their W yet.
         span: Ticks from a stage's first task to its last, the maximum over stages; infinite after a
             deadlock.
     """
@@ -97,7 +98,8 @@ class _Build:
         self.orders: list[list[Task]] = [[] for _ in empty.orders]
         self._done: Counter[_Next] = Counter()  # microbatches, by kind and virtual stage
         self._runs: dict[tuple[int, _Next], _Next] = {}  # stage and step → kind and virtual stage
-        self._needs: dict[tuple[int, _Next], list[_Next]] = {}  # the same of what it needs
+        # stage and step → kinds and virtual stages of its inputs
+        self._needs: dict[tuple[int, _Next], list[_Next]] = {}
         for stage in range(empty.stages):
             for step in itertools.product("FB", range(empty.chunks)):
                 self._add_step(stage, step)
@@ -135,22 +137,25 @@ class _Build:
         return span
 
     def schedule(self) -> Schedule:
-        """Return the schedule as it is built."""
+        """Return the built schedule."""
         return dataclasses.replace(self.empty, orders=tuple(map(tuple, self.orders)))
 
     def microbatch(self, stage: int, step: _Next) -> int:
-        """Return the microbatch of a stage's next F or B; their number if none is left."""
+        """Return the microbatch of a stage's next F or B; the number of microbatches if done."""
         return self._done[self._runs[stage, step]]
 
     def can_start(self, stage: int, step: _Next, spare: int = 0) -> bool:
-        """Tell whether a stage's next F or B has its inputs, and an F memory, with `spare` more."""
+        """Return whether a stage's next F or B can start: it has its inputs, and an F memory.
+
+        After an F, memory of `spare` must be free.
+        """
         microbatch = self.microbatch(stage, step)
         is_ready = all(self._done[needed] > microbatch for needed in self._needs[stage, step])
         fits = step[0] == "B" or self.held[stage] + 1 + spare <= self.limit
         return microbatch < self.empty.microbatches and is_ready and fits
 
     def due(self, stage: int) -> _Next | None:
-        """Return a stage's next W, None if none is to be done."""
+        """Return a stage's next W, None if none is pending."""
         if not self.backlog[stage]:
             return None
         return ("W", 0)
@@ -181,17 +186,17 @@ def _alternate(build: _Build, stage: int) -> _Next | None:
 def _follow(stages: int, slope: int, turn: int, window: int) -> _Choose:
     """Return a choice by a building block, repeated every six ticks for each microbatch.
 
-    Each stage runs its F and B in the order of their starts in the block, and W while it waits. How
-    long the block holds a microbatch is the memory that it needs (Qi et al., arXiv:2405.15362,
+    Each stage runs its F and B in the order of their starts in the block, and W while it waits. The
+    time for which the block holds a microbatch determines its memory (Qi et al., arXiv:2405.15362,
     section 3).
 
     Args:
         slope: Ticks from a stage to the next on the way down the V; on the way up it is 1.
         turn: Ticks between the last forward and the first backward.
-        window: Of its next F and B of each chunk, the first so many may run. With all 4, W comes
-            first where memory is full. An F of chunk 0 that may be ahead of the block leaves memory
-            for one of chunk 1, unless a B will free some; otherwise all stages could wait for
-            memory.
+        window: Number of candidates, the earliest of a stage's next F and B of each chunk. With all
+            4, W comes first where memory is full. An F of chunk 0 that may be ahead of the block
+            leaves memory for one of chunk 1, unless a B will free some; otherwise all stages could
+            wait for memory.
     """
     block = [_block_starts(stages, stage, slope, turn) for stage in range(stages)]
 
@@ -213,7 +218,7 @@ def _follow(stages: int, slope: int, turn: int, window: int) -> _Choose:
 
 
 def _block_starts(stages: int, stage: int, slope: int, turn: int) -> dict[_Next, int]:
-    """Return the ticks of a building block at which a stage starts its F and B of each chunk."""
+    """Return the start of a stage's F and B of each chunk in a building block, in ticks."""
     last = stages - 1
     down = slope * stage
     up = slope * last + 1 + last - stage
@@ -232,5 +237,5 @@ def _next_by_start(build: _Build, stage: int, block: Mapping[_Next, int]) -> lis
 
 
 def _has_backward(build: _Build, stage: int) -> bool:
-    """Return whether a stage could start a B, of any chunk."""
+    """Return whether a stage can start a B of any chunk."""
     return build.can_start(stage, ("B", 0)) or build.can_start(stage, ("B", 1))

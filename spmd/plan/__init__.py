@@ -1,1 +1,1 @@
-"""Every decision of a run, resolved, and how it reaches the model code that is traced under it."""
+"""The plan of a run, with every decision resolved, and its context for traced model code."""

@@ -48,8 +48,8 @@ def annotate(x: jax.Array, name: str, *, in_rule: bool = False) -> jax.Array:
         x: Has its global shape; inside `shard_map`, the shape within the manual axes.
         name: Its name in the table.
         in_rule: Whether this is the forward rule of a `jax.custom_vjp`, which JAX does not
-            differentiate. Without it, a future JAX (`jax_remat3`) saves `x` and yet computes it
-            again.
+            differentiate. If this is False in such a rule, a future JAX (`jax_remat3`) saves `x`
+            and yet computes it again.
 
     Raises:
         AnnotationError: The plan in scope has no such name, or its spec does not divide `x`. (JAX
@@ -117,10 +117,10 @@ def annotate_param(
 ) -> tuple[jax.Array, ParamPlacement | None]:
     """Mark a parameter as an activation; return its placement as an activation.
 
-    That placement is over `fsdp` only where the plan splits the parameter so. The parameter and its
-    gradient are split as the plan keeps them before: XLA:TPU ends the process if it looks rows up
-    in a table, or adds their gradients to one, whose columns are split over fewer axes than those
-    of the rows.
+    That placement is over `fsdp` only where the plan splits the parameter over `fsdp`. The
+    parameter and its gradient are first constrained to the plan's own specs: XLA:TPU aborts if it
+    looks up rows of a table, or adds gradients of rows to a table, with columns split over fewer
+    axes than those of the rows.
     """
     if param is None:
         return x, None
@@ -160,7 +160,7 @@ def _spec_of(context: TraceContext, name: str, shape: tuple[int, ...] = ()) -> P
 
 
 def cast_to_compute(x: jax.Array) -> jax.Array:
-    """Cast `x` to the plan's compute dtype; call it at the first activations, the rest follow."""
+    """Cast `x` to the plan's compute dtype, for the first activations; later ones inherit it."""
     precision = current().precision
     if precision is None:
         return x
@@ -186,10 +186,10 @@ def remat_layer(layer: F, *, scanned: bool, number: int | None = None) -> F:
     """Apply the plan's remat policy to one layer, a function of arrays.
 
     Args:
-        scanned: Whether it is the body of a `lax.scan` of more than one iteration; then XLA cannot
-            merge the recomputation with the original, and nothing needs to prevent it.
-        number: Its number, from 0; in a scan over groups of layers, its number in the group. A
-            policy with an interval needs it.
+        scanned: Whether the layer is the body of a `lax.scan` of more than one iteration; then XLA
+            cannot merge the recomputation with the original, so no barrier is needed.
+        number: The layer's number, from 0; in a scan over groups of layers, its number in the
+            group. A policy with an interval needs it.
 
     Raises:
         AnnotationError: The policy has an interval and the layer no number; or, when the layer
@@ -230,10 +230,12 @@ def _checkpoint_names(placements: Mapping[str, ParamPlacement]) -> tuple[str, ..
 
 
 def remat_attention(core: F, *, keeps_scores: bool = True) -> F:
-    """Apply the policy `selective` to the core of attention: from queries, keys and values.
+    """Apply the policy `selective` to the core of attention, from queries, keys and values.
 
-    A core whose derivative recomputes its scores by itself (not `keeps_scores`) needs no other
-    recomputation.
+    Args:
+        core: The function of queries, keys and values.
+        keeps_scores: Whether the derivative of the core keeps its scores. If False, the derivative
+            recomputes them by itself, and no `jax.checkpoint` is applied.
     """
     if current().remat.kind != "selective":
         return core
@@ -282,7 +284,7 @@ def _check_seen(
 
 
 def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
-    """Check that a traced model marks every activation of the table, and that its settings act."""
+    """Check that a traced model marks every activation of the table and follows the settings."""
     marked = _marks(jaxpr)
     known = sorted(marked - {REMAT_MARK})
     problems = []
@@ -324,7 +326,7 @@ def _has_attention(jaxpr: Any) -> bool:
 
 
 def _check_precision(plan: ShardingPlan, jaxpr: Any) -> None:
-    """Check that some product of the model is in the compute dtype, if it is below float32."""
+    """Check that a product of the model is in the compute dtype, if this is below float32."""
     dtype = plan.precision.compute_dtype
     if dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
         return

@@ -1,12 +1,11 @@
 """Activations stored in fewer bits: exact in the forward pass, decoded codes in the backward pass.
 
 No public remat policy gives the backward pass another value than the forward pass has. `store` is
-an identity with a rule that does: where `jax.checkpoint` divides a layer into what runs now and
-what runs again, the codes cross from one to the other, and what runs again reads the decoded array.
+an identity with a rule that does: where `jax.checkpoint` divides a layer into the forward part and
+the recomputed part, only the codes are residuals, and the recomputed part reads the decoded array.
 So it works for every consumer ([decision
-0041](../../docs/decisions/0041-stored-activations-are-a-primitive.md)). Each form of
-`jax.checkpoint` asks for the rule in its own way: the present one of a primitive, that of
-`jax_remat3` of an object of hijax.
+0041](../../docs/decisions/0041-stored-activations-are-a-primitive.md)). The present
+`jax.checkpoint` takes the rule from a primitive, and that of `jax_remat3` from an object of hijax.
 """
 
 import dataclasses
@@ -32,8 +31,8 @@ _BETWEEN = ("sharding_constraint", "convert_element_type")
 class _Stored:
     """Parameters of the primitive.
 
-    `save` is `x -> (x, *codes)`, None if no block divides `size`, the last dimension on a device;
-    `load` decodes.
+    `save` is `x -> (x, *codes)`, or None if no block divides `size`, the last dimension on a
+    device; `load` decodes the codes.
     """
 
     name: str
@@ -59,7 +58,8 @@ def store(
 
     Args:
         x: The activation.
-        name: Its name; the ledger has its codes and scales under it, with their bits.
+        name: The name of the activation; the memory ledger lists its codes and scales by this name,
+            with their bits.
         codec: The codec.
         shard: The shape of `x` on one device: blocks do not cross shards.
         place: Constrains an array whose dimensions are split as those of `x` are.
@@ -277,7 +277,7 @@ def _is_among(value: Var, atoms: Sequence[Any]) -> bool:
 
 
 def _is_relu(equation: JaxprEqn) -> bool:
-    """Tell whether an equation is `jax.nn.relu`: its derivative reads only the operand's sign."""
+    """Return whether an equation is `jax.nn.relu`: its derivative reads only the operand's sign."""
     if name_of(equation) != "custom_jvp_call":
         return False
     inside = []

@@ -1,8 +1,8 @@
-"""The context of a trace: facts for model code about the plan, and about the program of the trace.
+"""The context of a trace: the plan in scope, and settings of the code being traced.
 
 `spmd.model_interface.ambient` holds it in a context of JAX, so JAX's own caches are keyed by it: an inner
-jitted function traced under one plan is traced again under another. Outside a plan it has its
-neutral defaults.
+jitted function traced under one plan is traced again under another. Outside a plan it has neutral
+defaults.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ class TraceContext:
         variables: Variable path → its spec.
         activations: Activation name → spec.
         logical: Pairs of logical name and mesh axes, for constraints that Flax resolves.
-        batch: How arrays of a batch are split.
-        transforms: What keeps a state around the gradient.
-        storage: Where the training state is between steps.
-        precision: Its precision; None outside a plan.
+        batch: The split of the arrays of a batch.
+        transforms: The transforms of the gradient.
+        storage: The place of the training state between steps.
+        precision: The plan's precision; None outside a plan.
         regather: Whether the backward pass gathers kernels again, where no `jax.checkpoint` around
             the layer does so.
         single_token: Whether each row has one token, so that the token dimension is not split

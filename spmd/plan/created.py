@@ -1,8 +1,8 @@
 """Ranks of parameters at creation; in `nnx.vmap` or `nn.scan`, a layer sees its own dimensions.
 
-Linen's methods are intercepted, so each parameter is seen in its own layer. NNX has no such place;
-there the random draws of the traced creation tell it: a key that a module draws from its `nnx.Rngs`
-inside of a map is a key for each layer of a stack.
+Linen's methods are intercepted, so each parameter is seen in its own layer. NNX has no
+interceptors; there the rank is read from the random draws of the traced creation: a key drawn by a
+module from its `nnx.Rngs` inside of a map is a key for each layer of a stack.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from spmd.plan.flax_layers import said_of
 
 @contextlib.contextmanager
 def recording(said: dict[str, Said]) -> Iterator[None]:
-    """Record each Linen layer's statements about its parameters, at the first call of a method."""
+    """Record the statements of Linen layers about their parameters, at each layer's first call."""
 
     def record(
         next_method: Any, args: Any, keywords: Any, context: nn.module.InterceptorContext
@@ -43,7 +43,7 @@ def _record_layer(layer: nn.Module, said: dict[str, Said]) -> None:
         path = "/".join((*layer.path, name))
         if isinstance(value, Mapping) or path in said:
             continue
-        shape = jnp.shape(value)  # a number of Python has none
+        shape = jnp.shape(value)  # a Python number has no attribute `shape`
         said[path] = said_of(layer, name, {}, shape) or Said(shape)
 
 
@@ -91,12 +91,12 @@ def _shape_of_layer(
 
 
 class _Program:
-    """A jaxpr, or one inside of it, for following its random draws back to their modules.
+    """A jaxpr, or an inner one, with the origins of its values, to trace random draws to modules.
 
     Args:
-        jaxpr: Its equations.
-        loops: The number of loops around it whose iterations are stacked.
-        outside: Its inputs → the program around it, and the value there.
+        jaxpr: The equations.
+        loops: The number of loops with stacked iterations around the jaxpr.
+        outside: Input of an inner jaxpr → the program around it, and the value there.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class _Program:
             left += equation.invars
 
     def maps_around(self, key: Any) -> int:
-        """Return the number of maps around the module behind a key; 0 if no `nnx.Rngs` drew it."""
+        """Return the number of maps around the module behind a key; 0 without an `nnx.Rngs`."""
         while key in self.made_by:
             equation = self.made_by[key]
             if equation.primitive.name == "random_fold_in":

@@ -81,7 +81,7 @@ _NO_MESH = (
     "not under a mesh context",
     "axis names that are of type Auto",
 )
-"""Words of JAX's errors about a `PartitionSpec` that it has no mesh for."""
+"""Words of JAX's errors about a `PartitionSpec` without a mesh."""
 
 _LOSSES = ("losses",)
 
@@ -89,10 +89,10 @@ _NO_VARIABLES = ("params", PARAMS_AXES)
 """Collections of Linen that are no variables."""
 
 _DEBUGGING_TYPES = (nnx.Intermediate, nnx.Perturbation)
-"""Types by which Flax looks inside an NNX module; `DEBUGGING` has the collections of Linen."""
+"""Types of NNX variables for debugging; `DEBUGGING` has the collections of Linen."""
 
 _FOREIGN = frozenset(("jax", "flax", "contextlib.py"))
-"""Parts of the names of files between a model's own lines and an error."""
+"""Parts of the paths of files outside of a model, to skip in a traceback."""
 
 _UNBOUND = re.compile(r"unbound axis name:? (\w+)")
 
@@ -110,27 +110,27 @@ def from_nnx(
     dropout) are the model's variables, under their own paths. So are arrays and random keys that
     modules keep as plain attributes; they are replicated unless a rule matches. `forward` runs the
     module in `train()` or `eval()` mode; a layer that was built with `use_running_average=True` or
-    `deterministic=True` keeps it in training. Keyword arguments of `apply` and `forward` are passed
-    on to the module; `method` says which method they call, by its name or as a function.
+    `deterministic=True` keeps this setting in training. Keyword arguments of `apply` and `forward`
+    are passed to the module, except `method`: the method to call, by its name or as a function.
 
     Two optional attributes of the module: `position_aware` lets ring attention reorder tokens
     (`spmd.layers.zigzag`) and implies `supports_kv_cache`, which lets generation decode token by
     token (`spmd.layers.kv_cache`). A module with the methods `embed_inputs`, `apply_layers` and
-    `compute_outputs` can be pipelined (`spmd.model_interface.model.LayeredModel`). One with a parameter
-    `valid` is called with the mask of the tokens that are no padding
+    `compute_outputs` can be pipelined (`spmd.model_interface.model.LayeredModel`). A module with a
+    parameter `valid` is called with the mask of the tokens that are no padding
     (`spmd.gradients.losses.valid_tokens`).
 
-    What the module sows in a call is returned by `forward`, as `spmd.model_interface.model.Outputs`,
-    under its path. `nnx.Intermediate` itself, by which Flax looks inside, is dropped unless it is
-    one of `losses`.
+    Values sown in a call are returned by `forward`, as `spmd.model_interface.model.Outputs`, under their
+    paths. Values of the type `nnx.Intermediate` itself, Flax's type for debugging, are dropped
+    unless it is one of `losses`.
 
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under
-            tracing, so the arrays are created only as the plan shards them.
-        losses: Types of variables whose sown values training adds to the loss; what is sown as
-            others becomes metrics.
-        train: Keyword arguments of a call in training, for a module that takes its mode so:
-            `{"deterministic": False}`. Such a module cannot be pipelined.
+            tracing, so arrays are created directly in the plan's shards.
+        losses: Types of variables whose sown values training adds to the loss; values sown as other
+            types become metrics.
+        train: Keyword arguments of a call in training, for a module that takes its mode as an
+            argument: `{"deterministic": False}`. Such a module cannot be pipelined.
         evaluate: Keyword arguments of a call in evaluation and of `apply`.
 
     Example:
@@ -312,14 +312,13 @@ class _NNXFunctions:
     def _call(
         self, params: Any, variables: Any, inputs: Any, keywords: Any, train: bool
     ) -> tuple[Any, nnx.State]:
-        """Return the outputs of a call, and the state of everything but parameters after it."""
+        """Return the outputs of a call, and the state after it, without parameters."""
         module = self._restore(params, variables, train)
         keywords = dict(keywords)
         method = keywords.pop("method", "__call__")
         run = _check_call(module, method, inputs, keywords)
         with _no_shardings_inside(), warnings.catch_warnings():
-            # Flax would rather have the types of sown values named before the call, and says so at
-            # each of them.
+            # Flax warns at each sown value that its type should be declared before the call.
             warnings.filterwarnings("ignore", "Using 'Module.sow", DeprecationWarning)
             outputs = run(module, *inputs, **keywords)
         return outputs, nnx.state(module, nnx.Not(nnx.Param))
@@ -407,24 +406,24 @@ def from_linen(
 
     The `params` collection is the parameters; every other collection at initialization
     (`batch_stats`) is among the model's variables, under its name. A collection that only `sow`
-    writes to is no variable: `forward` returns what was sown in the call, as
-    `spmd.model_interface.model.Outputs`, under `collection/path/name`. Those by which Flax looks inside
+    writes to is no variable: `forward` returns the values sown in the call, as
+    `spmd.model_interface.model.Outputs`, under `collection/path/name`. Flax's collections for debugging
     (`intermediates`, `perturbations`) are dropped unless they are in `losses`.
 
     Args:
         *inputs: The module's inputs, as arrays or `jax.ShapeDtypeStruct`s. Only shapes are used,
-            unless an initial value is computed from the inputs, as that of an ActNorm: this takes
-            arrays.
+            unless an initial value is computed from the inputs, as that of an ActNorm; then the
+            inputs must be arrays.
         rngs: Names of the random streams in training with a key of their own. Others draw from the
             stream `params`.
-        evaluation_rngs: Names of the random streams in evaluation, for a module that draws there,
-            too.
-        losses: Collections whose sown values training adds to the loss; what is sown in others
-            becomes metrics.
+        evaluation_rngs: Names of the random streams in evaluation, for a module that draws random
+            numbers in evaluation, too.
+        losses: Collections whose sown values training adds to the loss; values sown in other
+            collections become metrics.
         train: Keyword arguments of a call in training, such as `{"train": True}` or
             `{"deterministic": False}`.
         evaluate: Keyword arguments of a call in evaluation and at initialization. Those of `apply`
-            and `forward` are added; `method` says which method is called, as in Flax.
+            and `forward` are added; `method` is the method to call, as in Flax.
 
     Example:
         >>> model = from_linen(nn.Dense(3), jax.ShapeDtypeStruct((4, 2), "float32"))
@@ -518,7 +517,7 @@ class _LinenFunctions:
         if train:
             _check_persistent(variables, after)
             if not self._collections.sown.issuperset(sown):
-                # Made in training alone: the module has to do without them.
+                # Some collections exist in training only; check that the module runs without them.
                 only = list(variables)
                 jax.eval_shape(
                     lambda: self._call(everything, inputs, keywords, rngs=keys, mutable=only)[0]
@@ -626,7 +625,7 @@ def _check_losses(unsown: Iterable[str]) -> None:
 
 
 def _check_persistent(before: Any, after: Any) -> None:
-    """Refuse arrays added by a call to persistent collections."""
+    """Raise a `ConfigError` for arrays added by a call to persistent collections."""
     known = set(tree.flatten(before))
     what = "is added to the variables by a call"
     fix = "sow into a collection of its own, or make the variable at initialization, too"
@@ -713,7 +712,7 @@ def _replace_prefix(path: str, prefix: str, group: list[str]) -> list[str]:
     if not f"{path}/".startswith(f"{prefix}/"):
         return []
     rest = path.removeprefix(prefix)
-    # Not around a cycle: a node that is inside of itself has no end of paths.
+    # Not around a cycle: a node inside of itself would have infinitely many paths.
     return [other + rest for other in group if not other.startswith(f"{prefix}/")]
 
 

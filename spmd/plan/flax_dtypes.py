@@ -1,10 +1,10 @@
-"""The `dtype` of layers of Flax, and what a layer without one computes in under a plan.
+"""The compute dtype of Flax's layers under a plan, with or without a `dtype` of their own.
 
-A layer with a `dtype` of its own computes in it whatever the plan says, and its parameters reach it
-as they are stored. A layer without one computes in the dtype to which its parameters and inputs
-promote, which is the compute dtype of the plan, or float32 where the model adds a constant in
-float32. Products of parameters are then narrow all the same (`spmd.jaxpr.promoted`); those of
-attention, which has no parameters, are made so here.
+A layer with a `dtype` of its own computes in it whatever the plan's precision, and gets its
+parameters in the dtype in which they are stored. A layer without a `dtype` computes in the dtype to
+which its parameters and inputs promote: the compute dtype of the plan, or float32 where the model
+adds a constant in float32. Products of parameters are then narrow all the same
+(`spmd.jaxpr.promoted`); products of attention, which has no parameters, are made narrow here.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def params_of(layers: Collection[str], paths: Collection[str]) -> frozenset[str]
 def use_plan_dtype(module: nnx.Module) -> None:
     """Make lookups and attention of Flax's layers in a module compute in the plan's dtype.
 
-    A layer with a `dtype` keeps it. Outside a plan the module stays as it is.
+    A layer with a `dtype` keeps it. Outside a plan the module is unchanged.
     """
     dtype = ambient_compute_dtype()
     if dtype is None:
@@ -86,10 +86,10 @@ def use_plan_dtype(module: nnx.Module) -> None:
 
 
 def _with_inferred_dtype(module: nnx.Module) -> list[Any]:
-    """Return the layers with the `dtype` of their parameters, as if they were given none.
+    """Return the lookups and cells with the `dtype` of their parameters, as if without a `dtype`.
 
-    Such layers store a `dtype` in either case. A lookup that was given the dtype of its parameters
-    cannot be told from one that was given none.
+    These layers store a `dtype` in either case, so a layer created with the dtype of its parameters
+    cannot be told from one created without a `dtype`.
     """
     found = list[Any]()
     for _, layer in nnx.iter_modules(module):
@@ -105,7 +105,7 @@ def _with_inferred_dtype(module: nnx.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def narrow_linen_attention() -> Iterator[None]:
-    """Make Linen's attention inside compute in the plan's dtype, unless the layer has a `dtype`."""
+    """Make Linen attention inside compute in the plan's dtype, unless the layer has a `dtype`."""
 
     def narrow(
         run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext

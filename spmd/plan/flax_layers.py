@@ -1,8 +1,7 @@
-"""Statements of Flax's layers about their parameters: dimensions of kernels, lookups, added ones.
+"""Statements of Flax's layers about their parameters: dimensions of kernels, lookups, biases.
 
-They are read from the fields of the layers.
-
-A layer that is not Flax's says it by the metadata of an `nnx.Param`:
+They are read from the fields of the layers. A layer that is not Flax's declares them by the
+metadata of an `nnx.Param`:
 
 ```python
 self.kernel = nnx.Param(table, matrix="bio")        # one letter for each dimension: batch, in, out
@@ -32,8 +31,8 @@ def said_of(
     """Return a layer's statement about one of its own parameters; None if it has none.
 
     Args:
-        metadata: That of the parameter.
-        seen: The parameter's shape when it was created, if it was seen.
+        metadata: The metadata of the parameter.
+        seen: The shape of the parameter at creation, if known.
 
     Example:
         >>> layer = nnx.LinearGeneral(4, (2, 3), rngs=nnx.Rngs(0))
@@ -70,7 +69,7 @@ def _by_metadata(name: str, metadata: Mapping[str, Any]) -> Said:
 
 
 def _is_matrix(dims: Any) -> bool:
-    """Return whether metadata is letters of dimensions, with inputs and outputs, or empty."""
+    """Return whether metadata is a text of letters for dimensions, or empty."""
     if not isinstance(dims, str):
         return False
     letters = set(dims)
@@ -182,4 +181,4 @@ _STATEMENTS: tuple[tuple[tuple[type, ...], Statement], ...] = (
     ((nnx.LoRA,), _adapter),
     (_NORMS, _norm),
 )
-"""Kinds of layers → what they say; the first that a layer is an instance of applies."""
+"""Kinds of layers → their statement; the first kind of a layer applies."""

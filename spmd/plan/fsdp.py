@@ -55,8 +55,7 @@ def named_after(placement: ParamPlacement | None) -> contextlib.AbstractContextM
 def prepare(kernel: jax.Array, placement: ParamPlacement | None) -> Any:
     """Return the source of both passes' gathers of a layer's parameter, for `gather_prepared`.
 
-    It is a tree that the parameter's `ParamComm` alone reads: the parameter itself, if its plan
-    says no more.
+    Only the parameter's `ParamComm` reads this tree. By default it is the parameter itself.
     """
     if placement is None:
         return kernel
@@ -88,8 +87,8 @@ def gather_prepared(
 def gather(kernel: jax.Array, placement: ParamPlacement | None, dtype: Any) -> jax.Array:
     """Gather a layer's parameter over `fsdp` in a dtype.
 
-    The remat policy decides if the backward pass keeps it. What is sent has that dtype, unless the
-    parameter's `ParamComm` takes the parameter as it is stored.
+    The remat policy decides whether the backward pass keeps the gathered parameter. The parameter
+    is cast before the gather, unless its `ParamComm` takes it as stored.
     """
     if placement is None:
         return kernel.astype(dtype)
@@ -121,13 +120,14 @@ def gathered(
     dtype: Any = None,
     sum_first: bool = False,
 ) -> jax.Array:
-    """Apply `gather`, with `scatter` as the transpose: for a parameter in use as it is, as a bias.
+    """Apply `gather`, with `scatter` as the transpose, for a parameter used directly, as a bias.
 
-    Cotangents of any order go the same way: that of a gradient is gathered as the parameter is.
+    This holds for derivatives of any order: the cotangent of a gradient is gathered as the
+    parameter is.
 
     Args:
-        dtype: The only dtype in which the parameter is used, if it is narrower: what is sent has
-            it.
+        dtype: The only dtype in which the parameter is used, if it is narrower: the parameter is
+            gathered in it.
         sum_first: Whether to sum a gradient before it is scattered, instead of leaving that choice
             to XLA.
     """
@@ -154,8 +154,8 @@ _NO_RIDERS: Mapping[str, jax.Array] = MappingProxyType({})
 def grad_targets(params: Any) -> Any:
     """Return the arrays to differentiate with respect to: parameters in the dtype of gradients.
 
-    It is the dtype in which the plan sums gradients. For a parameter in host memory it is an array
-    of zeros on the device.
+    This is the dtype in which the plan sums gradients. A parameter in host memory is replaced by an
+    array of zeros on the device.
     """
     context = current()
     if context.precision is None:
@@ -174,11 +174,11 @@ def grad_targets(params: Any) -> Any:
 def params_for_forward(
     params: Any, targets: Any = None, riders: Mapping[str, jax.Array] = _NO_RIDERS
 ) -> Any:
-    """Return the parameters for a model: each layer itself copies its own from host memory.
+    """Return the parameters for a model; each layer copies its own from host memory.
 
     Args:
         targets: From `grad_targets`, to differentiate with respect to them, or None.
-        riders: Path → the array that rides on a parameter (`spmd.model_interface.grad_transform`).
+        riders: Path → the array carried along with a parameter (`spmd.model_interface.grad_transform`).
     """
     context = current()
     seen = params if targets is None else targets

@@ -1,4 +1,4 @@
-"""How a traced function uses its inputs, and which of them must be gathered before.
+"""Uses of a traced function's inputs, to find the inputs in need of a gather before the function.
 
 XLA computes some operations wrongly where an operand is split over an axis that splits the batch
 too (decision 0011). A use of such an input is proven right if it is one of these:
@@ -8,10 +8,11 @@ too (decision 0011). A use of such an input is proven right if it is one of thes
   loss, and any element-wise operation if no axis of the batch splits the input;
 - a lookup of rows whose columns are split, with indices that are split over other axes;
 - a sharding constraint after which the array is not split so: XLA gathers it there;
-- a region that is manual over these axes: that is how a layer gathers its parameter for itself.
+- a region that is manual over these axes, where a layer gathers its parameter by itself.
 
-Any other use is reported, and whether it is one of the input itself (and its views) or of a
-function of it, such as a normalised kernel. It makes no difference who wrote the layer.
+Any other use is reported, and whether it is one of the input itself (and its views) or of an
+element-wise function of the input, such as a normalised kernel. Layers of Flax and of the user are
+treated alike.
 """
 
 import dataclasses
@@ -43,15 +44,15 @@ _FOLLOWED = {
 def unproven_uses(
     program: TracedProgram, axes: Mapping[int, frozenset[str]], batch: int
 ) -> dict[int, bool]:
-    """Return the number of each input with an unproven use → whether a result is used so.
+    """Return the number of each input with an unproven use → whether a result of it has one.
 
     A result is an element-wise function of the input.
 
     Args:
         program: The traced function, with the shardings of its values.
-        axes: The number of each input to follow → the axes of the batch that split it, which may be
+        axes: The number of each input to follow → the axes of the batch that split it, possibly
             none.
-        batch: The number of the first input that depends on the batch; those before it are
+        batch: The number of the first input that depends on the batch; earlier inputs are
             parameters and variables.
     """
     uses = _Uses(axes)
@@ -69,7 +70,7 @@ class _Uses:
     Attributes:
         sources: Value → the inputs that it is a view or an element-wise result of.
         dynamic: Values that depend on the batch.
-        found: Input with an unproven use → whether some are of element-wise results of it.
+        found: Input with an unproven use → whether an element-wise result of it has one.
     """
 
     axes: Mapping[int, frozenset[str]]
@@ -119,7 +120,7 @@ class _Uses:
 
     def _after_constraint(self, constraint: Operation, sources: Sources) -> Sources:
         """Return the sources still split over an axis of the batch after a constraint."""
-        spec = getattr(constraint.params["sharding"], "spec", None)  # of one device there is none
+        spec = getattr(constraint.params["sharding"], "spec", None)  # None for a single device
         if spec is None or P.UNCONSTRAINED in spec:
             return sources
         kept = set[str]()
@@ -132,7 +133,7 @@ class _Uses:
         return frozenset(still_split)
 
     def _follow_elementwise(self, operation: Operation, sources: Sources) -> None:
-        """Follow an element-wise operation or a sum: it is right without arrays of the batch."""
+        """Follow an element-wise operation or a sum, proven right without arrays of the batch."""
         mixes = any(value in self.dynamic and value.shape for value in operation.inputs)
         if mixes:
             self._report(Sources(self._split(sources)))
@@ -160,7 +161,7 @@ class _Uses:
     def _follow_bodies(self, operation: Operation) -> None:
         """Follow inputs through the bodies of a loop, a condition or a manual region."""
         if operation.primitive == "while":
-            # Its condition, which is no body, may use what it carries.
+            # Its condition, which is no body, may use the carried values.
             self._report(self._sources_of(operation.inputs))
         for body in operation.bodies:
             first = len(operation.inputs) - len(body.inputs)
@@ -187,7 +188,7 @@ class _Uses:
         for value, inner in zip(operation.inputs[first:], body.inputs, strict=True):
             sources = self.sources.get(value, _NONE)
             if manual:
-                # What is split over these axes alone, or over none, is the region's own there.
+                # An input split over these axes alone, or over none, is a local array there.
                 sources = Sources(source for source in sources if self.axes[source[0]] - manual)
             self.sources[inner] = sources
             if value in self.dynamic:

@@ -1,9 +1,9 @@
-"""A linear function with a transpose of its own, differentiable in every mode and to any order.
+"""A linear function with a custom transpose, differentiable in every mode and to any order.
 
 `jax.custom_vjp` has reverse mode only, and its backward function is differentiated as ordinary
 code. Here the transpose of the transpose is the function itself, so a gather of a parameter stays a
 gather in a Hessian-vector product, where the tangent of the parameter is gathered as the parameter
-is. JAX's own `jax.custom_derivatives.linear_call` does the same without a batching rule, which
+is. JAX's own `jax.custom_derivatives.linear_call` does the same, but has no batching rule, which
 `jax.jacfwd` needs.
 """
 
@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Transpose:
-    """The traced transpose; wrapped, so walks over the equations of a program do not find it."""
+    """The traced transpose, wrapped so that walks over a program's equations do not enter it."""
 
     call_jaxpr: ClosedJaxpr
 
@@ -29,11 +29,11 @@ def linear_call(
     transpose: Callable[[jax.Array], jax.Array],
     x: jax.Array,
 ) -> jax.Array:
-    """Return `function(x)`; cotangents go through `transpose`, their own through `function` again.
+    """Return `function(x)`; `function` and `transpose` are each other's transpose.
 
     Args:
-        function: Linear, of one array; traced at once.
-        transpose: Its transpose, traced at once too.
+        function: A linear function of one array; traced immediately.
+        transpose: Its transpose; traced immediately.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Collections of a Linen module: the persistent ones, the sown ones, and their initialization."""
+"""Persistent and sown collections of a Linen module, and their initialization."""
 
 import dataclasses
 import functools
@@ -17,9 +17,9 @@ from spmd.plan.sown import stacked_by_scan
 from spmd.sharding.flax_metadata import PARAMS_AXES
 
 DEBUGGING = ("intermediates", "perturbations")
-"""Collections by which Flax looks inside a module.
+"""Flax's collections for debugging.
 
-They are neither variables nor outputs, unless asked for.
+They are neither variables nor outputs, unless they are named as losses.
 """
 
 _NEEDS_COLLECTION = (
@@ -37,7 +37,7 @@ class LinenCollections:
         run: The method that is called.
         keywords: Its keyword arguments.
         inputs: Its inputs: NumPy arrays, or `jax.ShapeDtypeStruct`s.
-        kept: Names in `DEBUGGING` that are collections like others.
+        kept: Names; those of them in `DEBUGGING` are treated as ordinary collections.
     """
 
     module: nn.Module
@@ -60,7 +60,7 @@ class LinenCollections:
 
     @functools.cached_property
     def sown(self) -> frozenset[str]:
-        """The collections of `sow` alone: the module does without them if they are immutable."""
+        """The collections written by `sow` only: the module also runs without them."""
         found = []
         for name in self._all:
             is_params = name in ("params", PARAMS_AXES)
@@ -111,11 +111,11 @@ class LinenCollections:
     def _is_lazy(self) -> bool:
         """Whether initial values depend on the inputs' shapes alone.
 
-        `lazy_init` itself does not say so in every release of Flax: newer ones take zeros for the
-        inputs.
+        `lazy_init` does not check this in every release of Flax: newer ones use zeros as inputs.
 
         Raises:
-            ConfigError: They do not, and the inputs are no arrays; all such values are listed.
+            ConfigError: Initial values depend on the values of inputs that are no arrays; all such
+                initial values are listed.
         """
         computed = self._computed_from_inputs()
         leaves = jax.tree.leaves(self.inputs)

@@ -1,8 +1,8 @@
 """Sharding constraints with logical names in models of Flax, as by `nn.with_logical_constraint`.
 
 Flax resolves them by the rules in its own context, and skips them without rules or without a mesh.
-Under a plan both are there: the rules are the logical rows of the plan's table, and a name without
-a row is an error.
+Under a plan it gets both: the rules are the logical rows of the plan's table, and a name without a
+row is an error.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _TITLE = "The model constrains activations by names that the plan does not know:
 def read_logical_constraints() -> Iterator[None]:
     """Give Flax the plan's mesh and logical rows while a model is traced.
 
-    Outside a plan, do nothing. Axes that are manual around the model split nothing there.
+    Outside a plan, do nothing. Axes that are manual around the model are removed from the rows.
     """
     context = current()
     if context.mesh is None:
@@ -40,9 +40,9 @@ def read_logical_constraints() -> Iterator[None]:
 
 
 class _Rows(list[tuple[Any, Any]]):
-    """Logical rules behind a first one, for Flax's comparison with the names of a constraint.
+    """Logical rules with a first rule to catch names without a row.
 
-    The first one knows the names with a row.
+    Flax compares the name of the first rule with each name of a constraint (`_Known.__eq__`).
     """
 
     def __init__(self, rows: list[tuple[str, Any]]) -> None:

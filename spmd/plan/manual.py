@@ -1,4 +1,4 @@
-"""Regions that are manual over the mesh (`jax.shard_map`): their axes, specs and collectives."""
+"""Regions manual over axes of the mesh (`jax.shard_map`): their axes, specs and collectives."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -34,13 +34,14 @@ def shard_map_over(
 ) -> F:
     """Map `f` over the shards along some axes of size above 1; leave the others to the compiler.
 
-    Without axes that are not manual yet, `f` is returned unchanged. Where no other axis is larger
-    than 1, the region is manual over all of them: a Pallas kernel needs that. Varying axes are not
-    checked, so a region around it must not check them either (`check_vma=False`), or JAX refuses
+    If all axes are manual already, `f` is returned unchanged. Where no other axis is larger than 1,
+    the region is manual over all axes of the mesh: a Pallas kernel needs that. Varying axes are not
+    checked, so an enclosing region must not check them either (`check_vma=False`), or JAX refuses
     its derivative.
 
     Args:
-        purpose: Why the region has collectives, for their audit (`spmd.plan.scopes.comm_scope`).
+        purpose: The purpose of the region's collectives, for their audit
+            (`spmd.plan.scopes.comm_scope`).
     """
     around = get_abstract_mesh().manual_axes
     axes = tuple(axis for axis in axes if axis not in around)
@@ -98,7 +99,7 @@ def batch_mean(x: Array, valid: Array) -> Array:
 
     Args:
         x: Values, whose first dimensions are those of `valid`.
-        valid: Mask of those that count.
+        valid: Mask of valid examples or tokens.
     """
     over = tuple(range(valid.ndim))
     mask = jnp.expand_dims(valid, tuple(range(valid.ndim, x.ndim)))
@@ -108,7 +109,7 @@ def batch_mean(x: Array, valid: Array) -> Array:
 
 
 def global_max(x: Array) -> Array:
-    """Return the largest value of all devices, element by element: over the manual axes.
+    """Return the element-wise maximum over all manual axes but `pipe`.
 
     Stages of a pipeline have values of their own.
     """

@@ -1,7 +1,7 @@
 """States of NNX modules as nested dictionaries.
 
-Besides `nnx.Variable`s, modules keep plain arrays: tables, masks, random keys. They are leaves of a
-module's state.
+Besides `nnx.Variable`s, modules keep plain arrays: tables, masks, random keys. These are leaves of
+a module's state, too.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class ModuleStructure:
         graph: The module's `nnx.GraphDef`.
         params: The state of its `nnx.Param`s, abstract; each knows its path, as the metadata
             `path`.
-        others: The state of everything else, abstract.
+        others: The state of all other arrays, abstract.
     """
 
     graph: Any
@@ -46,7 +46,7 @@ class ModuleStructure:
 
     @functools.cached_property
     def variables(self) -> dict[str, Any]:
-        """Path → abstract array of everything but parameters."""
+        """Path → abstract array, of all arrays but parameters."""
         return tree.flatten(to_dict(self.others))
 
     @functools.cached_property
@@ -65,11 +65,11 @@ def trace_structure(
     """Return the structure of the module built from a key, without its arrays.
 
     Args:
-        build: Key → a module, and what `register_arrays` returned of it.
+        build: Key → a module, and the result of `register_arrays` for it.
 
     Raises:
-        ConfigError: All arrays of stacked layers that `nnx.vmap` would not stack, and all that are
-            in closures or objects, which would stay in the trace.
+        ConfigError: All arrays of stacked layers that `nnx.vmap` would not stack, and all arrays in
+            closures or objects, which would leak as tracers.
     """
     graphs = []
     names = list[str]()
@@ -139,7 +139,7 @@ def register_arrays(module: nnx.Module) -> dict[str, jax.Array]:
 
 
 def _pytree_nodes(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.Pytree]]:
-    """Return path and node of the modules inside of a module, and of itself."""
+    """Return path and node of a module and of the modules inside of it."""
     nodes = []
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Pytree):
@@ -243,10 +243,10 @@ def _value(leaf: Any) -> Any:
 
 
 def with_values(state: nnx.State, values: Any) -> nnx.State:
-    """Return a state with values from a nested dictionary. A leaf without a value stays as it is.
+    """Return a state with values from a nested dictionary; leaves without a value are unchanged.
 
     Raises:
-        ConfigError: All values that the state has no leaf for.
+        ConfigError: All values without a leaf in the state.
     """
     flat = dict(nnx.to_flat_state(state))
     paths = {_names(path): path for path in flat}

@@ -1,9 +1,9 @@
 """Functions of parameters, evaluated so that XLA's partitioner computes them right.
 
-This is the one place on the way into a loss. The function is traced once. Every parameter and
-variable with a use that is not proven right (`spmd.plan.input_uses`) is gathered before it, and
-every operation that XLA computes wrongly is replaced (`spmd.plan.xla_faults`). What is then
-evaluated is the same function of the same arrays.
+Every loss is evaluated through this module. The function is traced once. Every parameter and
+variable with a use that is not proven right (`spmd.plan.input_uses`) is gathered before, and every
+operation that XLA computes wrongly is replaced (`spmd.plan.xla_faults`). The result is the same
+function of the same arrays.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from spmd.sharding.mesh import BATCH_AXES, AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import drop_axis
 
 GATHERED = (*BATCH_AXES, "sequence")
-"""The axes that split what a batch holds, and over which parameters are gathered."""
+"""The axes that split arrays of a batch, and over which parameters are gathered."""
 
 _WRONG = "XLA would compute these operations of the model wrongly:"
 _IN_CUSTOM = "is in the code of a custom derivative, which cannot be replaced"
@@ -52,7 +52,7 @@ class TracedCall:
 
     Attributes:
         jaxpr: The function of the leaves of the arguments.
-        outputs: Its results, as abstract arrays.
+        outputs: The results, as abstract arrays.
     """
 
     jaxpr: ClosedJaxpr
@@ -66,7 +66,7 @@ class TracedCall:
         """Return the results, right on any mesh.
 
         Outside of a plan, on one device, and where every axis of the mesh is manual, the function
-        is evaluated as it is.
+        is evaluated unchanged, but for the compute dtype of products.
 
         Raises:
             AnnotationError: An operation would be wrong and cannot be replaced, with its source
@@ -95,9 +95,9 @@ class TracedCall:
             axes[number] = _gathered_axes(placed)
         uses = unproven_uses(program, axes, self._first_of_batch)
         for number, is_result_used in uses.items():
-            # In the derivative of an element-wise function of the input, such as a normalised
-            # kernel, its gradient meets the input. XLA would split that function's result as the
-            # gradient is, and multiply it wrongly.
+            # The derivative of an element-wise function of the input, such as a normalised kernel,
+            # combines a gradient with the input. XLA would split the function's result as that
+            # gradient is, and compute products of the result wrongly.
             placed = placements[number]
             leaf = leaves[number]
             sum_first = is_result_used or not _is_summed_right(placed, leaf.ndim)
@@ -107,7 +107,7 @@ class TracedCall:
     def _in_compute_dtype(self) -> ClosedJaxpr:
         """Return the function with products of parameters in the compute dtype.
 
-        The other operand may be wider. Parameters enter a model in it
+        The other operand may be wider. Parameters enter a model in the compute dtype
         (`spmd.model_interface.compute_dtype`).
         """
         precision = current().precision
@@ -159,10 +159,10 @@ def partition_safe(function: Callable[..., Any]) -> Callable[..., Any]:
 def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
     """Return whether XLA may choose how to sum a gradient into its sharding.
 
-    It does so rightly, and in one reduce-scatter, if it scatters one dimension, over axes that are
-    all of that dimension's and in the order of the mesh, if each other dimension has one axis at
-    most, and if one axis at most splits anything but the batch. Otherwise the sum comes first: XLA
-    computes other products wrongly (docs/xla-faults.md, Products).
+    XLA's sum is right, and one reduce-scatter, if one dimension is scattered, over all axes of that
+    dimension in the order of the mesh; if each other dimension has one axis at most; and if one
+    axis at most splits anything but the batch. Otherwise the gradient is summed first: XLA computes
+    other products wrongly (docs/xla-faults.md, Products).
     """
     split = split_axes(placement.mesh)
     others = [axis for axis in split if axis not in GATHERED]
@@ -186,7 +186,7 @@ def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
 def _placements(params: Any, variables: Any, mesh: AnyMesh) -> dict[int, ParamPlacement]:
     """Return the number of each placed input → its placement, with the gathered spec as `used`.
 
-    Of a parameter that is an object of several arrays, the first array is the parameter.
+    If a parameter is a wrapper of several arrays, its first array is the parameter.
     """
     found = dict[int, ParamPlacement]()
     number = 0
@@ -293,8 +293,8 @@ def _trace_formula(operation: Operation, fault: Fault, mesh: AnyMesh) -> ClosedJ
 def check_replaced(jaxpr: ClosedJaxpr, specs: Sequence[P], mesh: AnyMesh) -> None:
     """Raise an error with all operations of a step with a fault of XLA and no replacement.
 
-    `TracedCall.evaluate` replaces what it sees: the loss. It does not see the rules of custom
-    derivatives, nor what a gradient function computes around it.
+    `TracedCall.evaluate` replaces operations of the loss. It sees neither the rules of custom
+    derivatives nor computations of a gradient function around the loss.
 
     Args:
         specs: The specs of the arguments of the step, one for each input of `jaxpr`.
@@ -306,7 +306,7 @@ def check_replaced(jaxpr: ClosedJaxpr, specs: Sequence[P], mesh: AnyMesh) -> Non
         _set_dims(value, spec, mesh)
     propagate(program)
     fix = f"{_OUTSIDE}, and differentiate by spmd.value_and_grad"
-    # One for each line: forward and backward are of the same.
+    # One for each line: forward and backward operations have the same line.
     problems = dict[tuple[str, str], Problem]()
     for operation, fault in left_to_xla(program, mesh):
         if not is_whole(operation, fault, mesh):

@@ -41,7 +41,7 @@ from spmd.sharding.optimizer_state import ZERO_KEEPS, DerivedSpec
 from spmd.sharding.rules import Match, Rules
 
 TABLES = ("params", "variables", "transforms", "gradients", "optimizer_state")
-"""The tables of entries that a plan has."""
+"""The tables of entries in a plan."""
 
 EvaluatedParams = Callable[[Any, Any], Any]
 """`(optimizer state, params) -> params` to evaluate: `optax.contrib.schedule_free_eval_params`."""
@@ -59,20 +59,19 @@ class ShardingPlan:
         mesh: The mesh, with devices or abstract.
         zero: The ZeRO stage, 0 to 3.
         placements: Parameter path in the model's modules → its placement, of one layer. A frozen
-            variable is in it by its module's path and, unless it is merged with an adapter, by its
-            own.
+            variable is listed by its module's path and, unless it is merged with an adapter, by its
+            own path.
         params: One entry for each parameter; the other tables have one for each of their arrays.
-        gradients: Gradients as they leave the reduction.
+        gradients: Gradients after the reduction.
         variables: Variables that the model changes by itself; none for most models.
-        transforms: What keeps a state around the gradient, in the order of wrapping; the last is
-            outside.
+        transforms: Transforms of the gradient, in the order of wrapping; the last is outermost.
         transform_states: Their states, each path after the name of its transform.
-        slices: Axis → the slices that it spans, of those above 1.
-        compress: What is sent in fewer bits; of each parameter, `ParamPlacement.comm` sends it.
-        quantize: The table of matmuls in fewer bits; of each kernel, `ParamPlacement.recipe` says
-            so.
-        storage: Where the training state is between steps.
-        evaluation_params: What finds the parameters to evaluate, in place of
+        slices: Axis → the number of slices along it, if above 1.
+        compress: Compression of communication; `ParamPlacement.comm` has that of each parameter.
+        quantize: The table of quantized matmuls; `ParamPlacement.recipe` has the recipe of each
+            kernel.
+        storage: The place of the training state between steps.
+        evaluation_params: The function for the parameters to evaluate, in place of
             `find_evaluated_params`.
     """
 
@@ -98,14 +97,13 @@ class ShardingPlan:
     transform_states: tuple[PlanEntry, ...] = ()
 
     def with_transforms(self, *transforms: GradTransform) -> "ShardingPlan":
-        """Return the plan with more transforms of the gradient, inside of those it has.
+        """Return the plan with more transforms of the gradient, inside of the present ones.
 
-        They are next to the gradient function. One that is outermost wraps all others, whenever it
-        is added.
+        New transforms are nearest to the gradient function. An outermost transform wraps all
+        others, whenever it is added.
 
         Raises:
-            ConfigError: Everything that keeps a transform from being used with the plan, and two of
-                one name.
+            ConfigError: All problems of transforms with the plan, and two transforms of one name.
         """
         if not transforms:
             return self
@@ -145,7 +143,7 @@ class ShardingPlan:
 
     @property
     def abstract_carry(self) -> Carry:
-        """What a gradient function carries, as `jax.ShapeDtypeStruct`s with shardings."""
+        """The carry of a gradient function, as `jax.ShapeDtypeStruct`s with shardings."""
         return Carry(self.abstract_variables, self.abstract_transforms)
 
     @functools.cached_property
@@ -211,7 +209,7 @@ class ShardingPlan:
         return self.text("params", "variables", "transforms")
 
     def _repr_html_(self) -> str:
-        """Return the plan as a notebook shows it: the heading, the bytes, and a folded table."""
+        """Return the plan as HTML for a notebook: the heading, the bytes, and a folded table."""
         entries = [*self.params, *self.variables, *self.transform_states]
         return format_html(self.heading, entries, self._footer)
 
@@ -267,11 +265,11 @@ class _Inputs:
     """Arguments of `make_plan` after their own checks, and the abstract arrays of the model.
 
     Attributes:
-        rules: The table, with the stacks that the model recorded.
+        rules: The table, with the stacks recorded by the model.
         compress: The compression, or none if the mesh cannot use it.
-        treatment: What the optimizer does to each parameter, if it is one of a config.
+        treatment: The optimizer's treatment of each parameter, if it was made from a config.
         optimizer: The optimizer, with the master weights of the precision.
-        storage: The storage as asked for; `_resolve_state` returns the resolved one.
+        storage: The requested storage; `_resolve_state` returns the resolved one.
         made: The parameters in the dtypes of the model.
         params: The parameters in the dtypes of the training state.
         weights: Path → parameter, as in `params`.
@@ -331,31 +329,31 @@ def make_plan(
         optimizer: Any optax transformation; its state's layout follows the parameters by structure.
         zero: ZeRO stage: which of optimizer state (1), gradients (2), parameters (3) keep the
             `fsdp` axis.
-        remat: What the backward pass keeps: `"none"`, `"full"`, or
+        remat: The policy of activations saved for the backward pass: `"none"`, `"full"`, or
             `Remat(save=("attention_out",))`.
         precision: The name of a policy, such as `"bf16"`, or a `Precision`.
-        compress: Codecs of what devices send to each other.
+        compress: Codecs of communication between devices.
         quantize: The recipe of all linear layers of blocks, such as `"fp8"`, or rows
             `PATTERN=RECIPE,…` (`spmd.settings.quantize`).
-        slices: Axis → the slices that it spans, as for `make_mesh`.
-        offload: What lives in host memory: `("optimizer_state", "params")`, one of them, or
+        slices: Axis → the number of slices along it, as for `make_mesh`.
+        offload: The arrays in host memory: `("optimizer_state", "params")`, one of them, or
             nothing.
         attention: The kernel: `"auto"`, or one of `spmd.model_interface.attention_config.KERNELS`.
         context: The algorithm of attention over a sequence split over `sequence`: `"ring"` or
             `"all-to-all"`.
         evaluation_params: `(optimizer state, params)` → the parameters to evaluate, for an
-            optimizer that is evaluated at others than its gradients. An average, schedule-free and
-            lookahead need none: their state is read.
-        transforms: What keeps a state around the gradient (`ShardingPlan.with_transforms`), besides
-            what the precision and the recipes bring.
+            optimizer that evaluates at other parameters than those of its gradients. An average,
+            schedule-free and lookahead need none: their state is read.
+        transforms: Transforms of the gradient (`ShardingPlan.with_transforms`), besides those of
+            the precision and the recipes.
 
     Raises:
         RuleError: All problems of the table, the recipes, the specs and the optimizer's state, at
             once.
-        ConfigError: An unknown precision, remat policy, ZeRO stage or kernel; compression of what
-            is not sent; several of these errors together.
+        ConfigError: An unknown precision, remat policy, ZeRO stage or kernel; compression without
+            effect; several of these errors together.
     """
-    # Wrong codecs, recipes and names of saved activations do not hide what is wrong elsewhere.
+    # Problems of codecs, recipes and names of saved activations do not hide other problems.
     with Together(_CANNOT) as errors:
         _check_arguments(mesh, rules, model, optimizer, transforms, zero)
         compress = _usable_compression(compress, mesh, slices, zero, errors)
@@ -469,7 +467,7 @@ def _usable_compression(
 
 
 def _check_arrays(made: Any, variables: Any) -> None:
-    """Refuse parameters without a gradient, and arrays without a place in a checkpoint."""
+    """Raise a `ConfigError` for parameters without a gradient or arrays unfit for a checkpoint."""
     problems = [
         *resolve.check_params(made),
         *resolve.check_storable(made),
@@ -533,7 +531,7 @@ def _match_rules(rules: Rules, paths: Iterable[str]) -> dict[str, Match]:
 
 
 def _note_dtypes(matches: dict[str, Match], inputs: _Inputs) -> None:
-    """Add a parameter's dtype in the model to the reason, if neither default nor stored dtype."""
+    """Add the dtype in the model to a parameter's reason, unless it is the default or as stored."""
     for path, x in tree.flatten(inputs.made).items():
         if x.dtype in (jnp.float32, inputs.weights[path].dtype):  # JAX's default, or as stored
             continue
@@ -674,7 +672,7 @@ def _transforms_of(recipes: Mapping[str, QuantizationRecipe]) -> list[GradTransf
 
 
 def _large_axes(slices: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the axes of several slices."""
+    """Return the axes with several slices."""
     large = {}
     for axis, count in slices.items():
         if count > 1:

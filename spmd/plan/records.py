@@ -20,15 +20,15 @@ class ParamPlacement:
     """Sharding of one layer's parameter in the training state, in a matmul, and of its gradient.
 
     Attributes:
-        param_spec: Its spec in the training state.
-        compute_spec: Its spec in a matmul: as stored, but gathered over `fsdp`.
-        grad_spec: The spec that its gradient is reduced to, by the ZeRO stage.
-        stacks: Its stacks, the outermost first.
+        param_spec: The spec in the training state.
+        compute_spec: The spec in a matmul: as stored, but gathered over `fsdp`.
+        grad_spec: The spec of the reduced gradient, by the ZeRO stage.
+        stacks: The stacks of the parameter, the outermost first.
         save_gathered: Whether the backward pass keeps the gathered parameter, instead of gathering
             it again.
-        scope: Name scope of the operations on it (`spmd.plan.scopes`).
-        comm: How it and its gradient are sent.
-        recipe: The bits of its matmuls; None for the compute dtype.
+        scope: Name scope of the operations on the parameter (`spmd.plan.scopes`).
+        comm: The communication of the parameter and its gradient.
+        recipe: The recipe of its quantized matmuls; None for the compute dtype.
     """
 
     mesh: AnyMesh
@@ -52,7 +52,10 @@ class ParamPlacement:
         return shards_of(_entry(self.compute_spec, dim), self.mesh.shape)
 
     def keeps_whole(self, dim: int, parts: int) -> bool:
-        """Return whether a dimension of equal parts is split between them, and everywhere alike."""
+        """Return whether no part of a dimension of `parts` equal parts is split.
+
+        The dimension must also have the same split as stored, as used, and in the gradient.
+        """
         entry = _entry(self.param_spec, dim)
         if _entry(self.compute_spec, dim) != entry or _entry(self.grad_spec, dim) != entry:
             return False
@@ -89,15 +92,15 @@ class PlanEntry:
     """One array of the training state, and every decision about it: a line of the plan.
 
     Attributes:
-        path: Such as `layers/attention/q_proj/kernel`.
-        shape: Its global shape.
-        rule: The pattern that matched, or what it follows.
+        path: The path, such as `layers/attention/q_proj/kernel`.
+        shape: The global shape.
+        rule: The pattern that matched, or the origin of the spec.
         requested: The rule's value, as written.
         spec: The spec in force: with stacked dimensions, after the ZeRO stage.
-        reason: Why it is replicated, or differs from what was requested; may be empty.
+        reason: The reason for replication, or for a spec other than requested; may be empty.
         memory_kind: `"device"` or `"pinned_host"`.
-        update: Of a parameter, what an optimizer of a config does not do to all of them: `muon 32 ×
-            64`, `no decay`.
+        update: Treatment of a parameter by an optimizer made from a config, if it differs between
+            parameters: `muon 32 × 64`, `no decay`.
     """
 
     path: str

@@ -11,7 +11,7 @@ from spmd.tree import human_bytes
 def format_entries(tables: Mapping[str, Sequence[PlanEntry]]) -> list[str]:
     """Align the entries of some tables as lines.
 
-    Those of gradients and optimizer state begin with the table.
+    Lines of gradients and optimizer state begin with the name of the table.
     """
     rows = []
     for table, entries in tables.items():

@@ -94,7 +94,7 @@ def _check_axes(mesh: Any) -> list[Problem]:
 
 
 def check_params(made: Any) -> list[Problem]:
-    """Check the parameters from a model's `init`: they are floats, in nested dictionaries."""
+    """Check that the parameters from a model's `init` are floats in nested dictionaries."""
     if not isinstance(made, Mapping) or not jax.tree.leaves(made):
         fix = "a nested dictionary of arrays"
         return [Problem("model.init", "returns no parameters", describe_value(made), fix)]
@@ -113,7 +113,7 @@ def check_params(made: Any) -> list[Problem]:
 
 
 def check_storable(arrays: Any) -> list[Problem]:
-    """Check the arrays of a checkpoint: they have elements, and each has a path of its own.
+    """Check that arrays can be stored in a checkpoint: not empty, each with a path of its own.
 
     Example:
         >>> empty = jax.ShapeDtypeStruct((2, 0), "float32")
@@ -258,7 +258,7 @@ def resolve_placement(
 def resolve_recipes(
     table: str, rules: Rules, mesh: AnyMesh, trained: Iterable[str], info: ModelInfo
 ) -> tuple[dict[str, QuantizationRecipe], list[Problem]]:
-    """Return the path of each linear layer's kernel → its recipe, and the problems of all rows.
+    """Return path → recipe of linear layers' kernels, and the problems of all rows.
 
     Args:
         table: `TrainConfig.quantize`.
@@ -369,7 +369,7 @@ def _audit_state(path: str, derived: DerivedSpec, mesh: AnyMesh) -> list[Problem
 def _is_of_other_stacks(
     optimizer: optax.GradientTransformation, stacked: Mapping[str, Sequence[int]]
 ) -> bool:
-    """Return whether an optimizer of a config was made for other stacks of layers than these."""
+    """Return whether an optimizer from a config was made for other stacks of layers than these."""
     treatment = treatment_of(optimizer)
     if treatment is None:
         return False
@@ -446,7 +446,9 @@ def state_entries(
 
 
 def check_transforms(transforms: Sequence[GradTransform], variables: Any) -> list[Problem]:
-    """Return a problem for each name of two transforms or of a variable too, and for two outermost.
+    """Return the problems of transforms: repeated names, and several outermost ones.
+
+    A name may not be that of another transform or of a variable.
 
     Args:
         variables: The model's variables, a dictionary.

@@ -1,4 +1,4 @@
-"""Name scopes of operations under a plan: by them an audit finds the rule of a collective.
+"""Name scopes of operations under a plan, so that an audit finds the rule of a collective.
 
 JAX writes scopes into the metadata of a compiled program:
 `jit(_step)/jvp(annotate(residual))/sharding_constraint`.
@@ -34,7 +34,7 @@ def param_scope(path: str) -> str:
 def comm_scope(purpose: str) -> str:
     """Return the scope of a layer's own collectives with a purpose: `experts, exchange of tokens`.
 
-    A layer of one's own writes `jax.named_scope("comm(halo exchange)")`.
+    A layer outside of `spmd` writes `jax.named_scope("comm(halo exchange)")`.
     """
     return f"comm({purpose})"
 
@@ -71,7 +71,7 @@ def read_comm(op_name: str) -> str:
 
 
 def in_scope(scope: str) -> contextlib.AbstractContextManager:
-    """Name the operations inside; an empty scope names nothing."""
+    """Name the operations inside, unless the scope is empty."""
     if not scope:
         return contextlib.nullcontext()
     return jax.named_scope(scope)

@@ -1,4 +1,4 @@
-"""One layer's parameter in a region manual over the mesh: its gather, the sum of its gradient."""
+"""One layer's parameter in a region manual over the mesh: its gather, and its gradient's sum."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ from spmd.sharding.param_comm import PLAIN, ParamComm
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParam(LocalLayout):
-    """Layout of a parameter, with the collectives of it and of its gradient.
+    """Layout of a parameter, with the collectives of the parameter and of its gradient.
 
     Attributes:
-        scope: Name scope of the operations on it (`spmd.plan.scopes`).
-        comm: Its collectives.
+        scope: Name scope of operations on the parameter (`spmd.plan.scopes`).
+        comm: The collectives.
     """
 
     scope: str = ""
@@ -32,7 +32,7 @@ class ShardedParam(LocalLayout):
 
     @property
     def prepares(self) -> bool:
-        """Whether both passes gather from something else than the parameter."""
+        """Whether both passes gather from a prepared array, not from the parameter."""
         return self.comm.prepares(self)
 
     @property
@@ -56,21 +56,21 @@ class ShardedParam(LocalLayout):
         return jax.tree.map(lambda part: name_in_rule(part, name), run(kernel))
 
     def gather(self, shard: Array, dtype: jnp.dtype) -> Array:
-        """Gather a shard as it is used, in a dtype."""
+        """Gather a shard of the parameter for its use, in a dtype."""
         return self.gather_prepared(self.comm.prepare(shard, self), dtype)
 
     def gather_prepared(self, prepared: Any, dtype: jnp.dtype) -> Array:
-        """Gather the result of `prepare` as the parameter is used, in a dtype."""
+        """Gather the parameter for its use from the result of `prepare`, in a dtype."""
         return self.comm.gather(prepared, self, dtype)
 
     def sent(
         self, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]
     ) -> dict[str, str]:
-        """Return axis → dtype or codec of the terms of a gradient of a shape (`ParamComm.sent`)."""
+        """Return axis → dtype or codec of the terms of a gradient (`ParamComm.sent`)."""
         return self.comm.sent(shape, self, axes, sizes)
 
     def reduce(self, gradient: Array, axes: Sequence[str]) -> Array:
-        """Sum a gradient over axes, and scatter it as it is kept."""
+        """Sum a gradient over axes, and scatter it to the layout's `kept`."""
         return self.comm.reduce(gradient, self, axes)
 
 

@@ -1,4 +1,4 @@
-"""Values that modules sow while they run: auxiliary losses and metrics, beside what they return."""
+"""Values sown by modules in a call: auxiliary losses and metrics."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,8 @@ class Sown:
 
     Attributes:
         name: Its collection and path, `losses/block_0/balance`.
-        value: A tuple of arrays, one for each time that it was sown, or what the module's
-            `reduce_fn` made of them.
+        value: A tuple of arrays, one for each call of `sow`, or the result of the module's
+            `reduce_fn`.
         is_loss: Whether training adds it to the loss.
     """
 
@@ -31,8 +31,8 @@ class Sown:
 def add_sown(returned: Any, sown: Sequence[Sown], is_stacked: Callable[[], Sequence[bool]]) -> Any:
     """Return a module's outputs, as `Outputs` with the sown values if there are any.
 
-    A loss is summed over times and layers. Other values that are scalars become metrics, those that
-    scanned layers have one of each become arrays, all under their name; several of one name get a
+    A loss is summed over calls of `sow` and over layers. Other scalars become metrics, and scalars
+    stacked by scanned layers become arrays, all under their name; several values of one name get a
     number.
 
     Args:
@@ -71,7 +71,7 @@ def _sum_of_times(sown: Sown) -> jax.Array:
 
 
 def _numbered(sown: Sown) -> list[tuple[str, Any]]:
-    """Return name and value of each time of a sown value; several get a number."""
+    """Return name and value for each call of `sow`; several get a number."""
     values = _times(sown)
     if len(values) == 1:
         return [(sown.name, values[0])]
@@ -82,7 +82,7 @@ def _numbered(sown: Sown) -> list[tuple[str, Any]]:
 
 
 def check_sown(sown: Sequence[Sown], is_stacked: Callable[[], Sequence[bool]]) -> dict[int, bool]:
-    """Return by the `id` of each array whether scanned layers have stacked it.
+    """Return `id` of an array → whether it is stacked by scanned layers.
 
     Arrays may be abstract.
 
@@ -105,7 +105,7 @@ def check_sown(sown: Sequence[Sown], is_stacked: Callable[[], Sequence[bool]]) -
 
 
 def _times(sown: Sown) -> tuple[Any, ...]:
-    """Return one value for each time of sowing, or the reduced one."""
+    """Return one value for each call of `sow`, or the reduced one."""
     if isinstance(sown.value, tuple):
         return sown.value
     return (sown.value,)

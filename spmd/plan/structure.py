@@ -1,6 +1,6 @@
 """Structure of a module's parameters for `ModelInfo`: matrices, added ones, and stacks of layers.
 
-It is read from what layers say (`spmd.plan.flax_layers`) and from how parameters were created
+It is read from statements of layers (`spmd.plan.flax_layers`) and from the creation of parameters
 (`spmd.plan.created`), never from names.
 """
 
@@ -18,7 +18,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def nnx_said(module: nnx.Module) -> dict[str, Said]:
-    """Return path → statement of its layer about each parameter of an NNX module."""
+    """Return path → the layer's statement about each parameter of an NNX module."""
     said = {}
     for prefix, layer in nnx.iter_modules(module):
         for name, value in vars(layer).items():
@@ -41,9 +41,9 @@ def describe(
 
     Args:
         shapes: Path → the shape as stored.
-        said: Path → what the layer says of it.
-        drawn: Returns path → the shape as created, from random draws; called if some layer does not
-            say it.
+        said: Path → the layer's statement.
+        drawn: Returns path → the shape as created, from random draws; called if the statements lack
+            a shape.
         tied: Groups of paths of one array, the first path in `shapes`.
     """
     said = {**said, **_merged(said, tied)}
@@ -77,7 +77,7 @@ def _created_shapes(
     said: Mapping[str, Said],
     drawn: Callable[[], Mapping[str, tuple[int | None, ...]]],
 ) -> dict[str, tuple[int | None, ...]]:
-    """Return path → shape as created: as its layer says, or else from random draws."""
+    """Return path → shape as created: by the layer's statement, or else from random draws."""
     created = {}
     for path, statement in said.items():
         if path in shapes and statement.shape is not None:
@@ -88,7 +88,7 @@ def _created_shapes(
 
 
 def _matrices(layer: Shapes, said: Mapping[str, Said]) -> tuple[dict[str, Matrix], dict[str, str]]:
-    """Return path → matrix of each kernel, and path → reason of each known to be no matrix.
+    """Return path → matrix of each kernel, and path → reason for other parameters.
 
     Args:
         layer: Path → shape in one layer.
@@ -130,8 +130,8 @@ def _merged(said: Mapping[str, Said], tied: Sequence[Sequence[str]]) -> dict[str
 def _heads(info: ModelInfo, layer: Shapes) -> list[str]:
     """Return the kernels of logits: as many outputs as a lookup has rows, in no repeated layer.
 
-    Where several have, it is those with the shortest paths: a kernel of a block may be as wide by
-    chance.
+    Among several such kernels, only those with the shortest paths: a kernel of a block may be as
+    wide by chance.
     """
     rows = set()
     for path, role in info.no_matrix.items():

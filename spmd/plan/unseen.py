@@ -1,9 +1,9 @@
-"""Demands of a remat policy that `jax.checkpoint` does not see under the upgrade flag `jax_remat3`.
+"""Saved activations of a remat policy invisible to `jax.checkpoint` under the flag `jax_remat3`.
 
-There a layer is divided while it is traced. Custom derivatives then are opaque: JAX computes again
-what is inside them, whatever the policy says, and tells nobody. With `jax_custom_vjp3` too, JAX
-0.12 sees the checkpoint names in the forward rule of a `jax.custom_vjp`, one level deep; the policy
-`dots` still saves its products and computes them again.
+Under this flag, a layer is divided while it is traced, and custom derivatives are opaque: JAX
+silently recomputes their contents, whatever the policy. With `jax_custom_vjp3` too, JAX 0.12 sees
+the checkpoint names in the forward rule of a `jax.custom_vjp`, one level deep; the policy `dots`
+still saves its products and computes them again.
 """
 
 from collections.abc import Collection, Iterator
@@ -29,10 +29,10 @@ _WHERE = "in a custom derivative, where jax.checkpoint sees nothing under jax_re
 
 
 def unseen_problems(jaxpr: Any, remat: Remat, also: Collection[str] = ()) -> list[Problem]:
-    """Return a problem for each saved activation computed again by JAX in a traced layer.
+    """Return a problem for each saved activation of a traced layer recomputed by JAX nevertheless.
 
     Args:
-        also: Names of other activations that the backward pass must not compute again.
+        also: Names of other activations that the backward pass must not recompute.
     """
     where = f"remat {remat}"
     version = f"JAX {jax.__version__}"

@@ -1,7 +1,7 @@
-"""Operations that XLA's partitioner computes wrongly, and formulas that it computes right.
+"""Operations computed wrongly by XLA's partitioner, and equivalent formulas computed right.
 
 Each fault has a reproduction in plain JAX on the page docs/xla-faults.md, and a test that fails
-when XLA mends it. `fault_of` returns the fault of an operation on a mesh, and its `formula` a
+when XLA mends it. `fault_of` returns the fault of an operation on a mesh; its `formula` is a
 function with the same results.
 """
 
@@ -37,12 +37,12 @@ class Fault:
 
     Attributes:
         name: Heading on the page docs/xla-faults.md.
-        applies: Whether an operation may have it.
-        formula: What to compute instead on a mesh.
+        applies: Whether an operation may have the fault.
+        formula: The function to compute instead on a mesh.
         instead: The formula in words.
-        whole: The dimensions of its operands that must be whole. Where they are, the operation is
-            right as it is, and may stay in the code of a custom derivative, which cannot be
-            replaced; None if it may never.
+        whole: The dimensions of the operands that must be whole. Where they are, the operation is
+            right unchanged, and may stay in the code of a custom derivative, which cannot be
+            replaced. None if the operation may never stay.
     """
 
     name: str
@@ -237,7 +237,7 @@ FAULTS = (
         whole=_window_dims,
     ),
 )
-"""The first that applies to an operation counts."""
+"""All known faults; the first that applies to an operation counts."""
 
 
 def fault_of(operation: Operation, mesh: AnyMesh) -> Fault | None:
@@ -268,8 +268,8 @@ def left_to_xla(program: TracedProgram, mesh: AnyMesh) -> Iterator[tuple[Operati
 def is_whole(operation: Operation, fault: Fault, mesh: AnyMesh) -> bool:
     """Return whether the dimensions of `Fault.whole` are known to be whole.
 
-    Where the sharding of an operand does not follow from the rules, they are if the mesh has no
-    axis for sequences: no other axis splits them.
+    Where the sharding of an operand is unknown, they are whole if `sequence` has size 1: no other
+    axis splits them.
     """
     if fault.whole is None:
         return False
@@ -285,7 +285,7 @@ def problem_of(operation: Operation, fault: Fault, mesh: AnyMesh, where: str, fi
     """Return the problem of an operation with a fault of XLA.
 
     Args:
-        where: Why no formula replaces it.
+        where: The reason why no formula replaces the operation.
     """
     line = equation_line(operation.equations) or operation.primitive
     axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in split_axes(mesh))

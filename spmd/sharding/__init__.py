@@ -1,1 +1,1 @@
-"""Partition rules: tables over parameter paths, and the specs that follow from them."""
+"""Partition rules: tables over parameter paths, and the specs derived from them."""

@@ -69,7 +69,7 @@ class BatchTable:
     rows: tuple[tuple[str, P | Whole], ...] = ()
 
     def value(self, path: str) -> P | Whole | None:
-        """Return the value of the first row that matches a path; None without one."""
+        """Return the value of the first row matching a path; None without one."""
         row = self._row(path)
         if row is None:
             return None
@@ -115,7 +115,7 @@ class BatchTable:
         return problems
 
     def unused(self, paths: list[str], axes: Mapping[str, int]) -> list[Problem]:
-        """Return a problem for each row that splits tokens on this mesh and matches no array."""
+        """Return a problem for each row without a match but with a split of tokens on this mesh."""
         used = set(map(self._row, paths))
         problems = []
         for index, row in enumerate(self.rows):
@@ -132,7 +132,7 @@ class BatchTable:
         return problems
 
     def _row(self, path: str) -> tuple[str, P | Whole] | None:
-        """Return the first row that matches a path."""
+        """Return the first row matching a path; None without one."""
         for row in self.rows:
             if compile_pattern(row[0]).fullmatch(path):
                 return row
@@ -140,7 +140,7 @@ class BatchTable:
 
 
 def _other_axes(value: P | Whole) -> list[str]:
-    """Return the axes of a row that split something else than examples."""
+    """Return the axes of a row's spec other than batch axes."""
     if isinstance(value, Whole):
         return []
     axes: list[str] = []
@@ -150,9 +150,9 @@ def _other_axes(value: P | Whole) -> list[str]:
 
 
 def _has_examples_once(spec: P) -> bool:
-    """Return whether one dimension is split over all axes of the batch, in their order.
+    """Return whether just one dimension is split over batch axes: over all, in their order.
 
-    Examples of every other array are split so too.
+    The examples of all arrays must be split alike.
     """
     dims = _dims_of_examples(spec)
     if len(dims) != 1:
@@ -162,7 +162,7 @@ def _has_examples_once(spec: P) -> bool:
 
 
 def _dims_of_examples(spec: P) -> list[int]:
-    """Return the dimensions with an axis that splits examples."""
+    """Return the dimensions split over a batch axis."""
     dims = []
     for dim, entry in enumerate(spec):
         if not set(BATCH_AXES).isdisjoint(entry_axes(entry)):

@@ -1,10 +1,10 @@
-"""Collectives over axes that are manual here.
+"""Collectives over manual axes.
 
-Over a whole TPU slice they take two steps: half of its devices, and pairs. XLA:TPU makes an
-all-reduce, with twice the bytes on the wire, of a reduce-scatter over all devices of a slice, and
-on v5e of a small all-gather over 64 devices or more; over a part of a slice it does not. Device `i`
-along the axis is in the half of its parity and in the pair `{i, i ^ 1}`, so shards are in the order
-of a single collective (decision 0036).
+Over a whole TPU slice they take two steps: over half of the devices, and over pairs. XLA:TPU
+compiles a reduce-scatter over all devices of a slice to an all-reduce, with twice the bytes on the
+wire, and on v5e also a small all-gather over 64 devices or more; over a part of a slice it does
+not. Device `i` along the axis is in the half of its parity and in the pair `{i, i ^ 1}`, so shards
+are in the order of a single collective (decision 0036).
 """
 
 import math
@@ -18,10 +18,10 @@ from spmd.sharding.dims import Dims
 from spmd.sharding.mesh import AnyMesh, is_kind
 
 _SMALL = 32 * 2**20
-"""Bytes of a gathered array below which XLA makes an all-reduce on v5e."""
+"""Bytes of a gathered array below which XLA compiles an all-gather to an all-reduce on v5e."""
 
 _MANY = 64
-"""Devices from which on it does."""
+"""Smallest number of devices for which XLA does so."""
 
 _Groups = list[list[int]]
 """Indices along an axis of the devices of each group."""
@@ -47,7 +47,7 @@ def all_gather(x: Array, mesh: AnyMesh | None, axis: str, dim: int) -> Array:
 
 
 def gather_within(x: Array, mesh: AnyMesh | None, axis: str, slices: int) -> Array:
-    """Gather the arrays of each slice along a new first dimension, over an axis of some slices."""
+    """Gather the arrays of each slice along a new first dimension, over an axis across slices."""
     whole = jax.lax.axis_size(axis)
     count = whole // slices
     by_slice: _Groups = []
@@ -99,7 +99,7 @@ def _psum_scatter_in_two_steps(x: Array, axis: str, count: int, dtype: jnp.dtype
 
 
 def _is_small(x: Array, count: int) -> bool:
-    """Return whether XLA makes an all-reduce on v5e of a gather of this shard."""
+    """Return whether XLA compiles an all-gather of this shard to an all-reduce on v5e."""
     return count >= _MANY and count * math.prod(x.shape) * x.dtype.itemsize < _SMALL
 
 
@@ -114,7 +114,7 @@ def _pairs(count: int) -> _Groups:
 
 
 def _spans_slice(mesh: AnyMesh | None, axis: str, kind: str, slices: int = 1) -> bool:
-    """Return whether the devices along an axis are all those of some slices, of a kind of TPU."""
+    """Return whether the devices along an axis form `slices` whole slices, of a kind of TPU."""
     if not is_kind(mesh, kind):
         return False
     count = mesh.shape[axis] // slices

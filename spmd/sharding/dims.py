@@ -40,7 +40,7 @@ def local_shape(shape: Sequence[int], dims: Dims, sizes: Mapping[str, int]) -> t
 
 
 def extra_axes(dims: Dims, fewer: Dims) -> tuple[tuple[str, ...], ...]:
-    """Return the axes of each dimension that `fewer` does not have."""
+    """Return the axes of each dimension in `dims` but not in `fewer`."""
     extra = []
     for axes, kept in zip(dims, fewer, strict=True):
         extra.append(tuple(axis for axis in axes if axis not in kept))

@@ -50,7 +50,7 @@ class Annotation:
 
 
 def _read_names(value: Any) -> tuple[Any, ...]:
-    """Return the names of dimensions, from any of the forms that Flax has."""
+    """Return the names of dimensions as a tuple, from any of Flax's forms."""
     if isinstance(value, NamedSharding):
         value = value.spec
     if isinstance(value, tuple | list | P):
@@ -69,7 +69,7 @@ def _read_names(value: Any) -> tuple[Any, ...]:
 
 
 def _without_list(value: Any) -> Any:
-    """Return a list as a tuple, and anything else as it is."""
+    """Return a list as a tuple, and other values unchanged."""
     if isinstance(value, list):
         return tuple(value)
     return value
@@ -153,9 +153,7 @@ def _flatten_state(state: nnx.State) -> dict[str, Any]:
 
 
 def nnx_annotations(state: Any) -> dict[str, Annotation]:
-    """Return the annotations in an `nnx.State`.
-
-    They are its metadata `out_sharding` and `sharding_rules`.
+    """Return the annotations in an `nnx.State`: its metadata `out_sharding` and `sharding_rules`.
 
     Example:
         >>> init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
@@ -178,8 +176,8 @@ PARAMS_AXES = "params_axes"
 def linen_annotations(variables: Any, params_axes: Any = None) -> dict[str, Annotation]:
     """Return the annotations of Linen parameters.
 
-    They are boxes `nn.Partitioned` and `nn.LogicallyPartitioned`, and those of `nnx.bridge`.
-    `params_axes` is the collection of that name; its names are logical.
+    They are the boxes `nn.Partitioned` and `nn.LogicallyPartitioned`, and `NNXMeta` of
+    `nnx.bridge`. `params_axes` is T5X's collection `PARAMS_AXES`; its names are logical.
 
     Example:
         >>> init = nn.with_partitioning(nn.initializers.ones, ("fsdp", "tensor"))

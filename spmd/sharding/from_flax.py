@@ -1,9 +1,9 @@
 """Conversion of Flax sharding metadata to `spmd.Rules`.
 
-It comes from `nn.with_logical_partitioning` and `out_sharding` of `nnx`. Flax has several resolvers
-that differ; there is one here. A name that has a logical rule is a logical name. Rules are tried in
-order, and a rule applies if none of its mesh axes is used in the array yet. Any other name is a
-mesh axis. A name that is neither is an error.
+The metadata is that of `nn.with_logical_partitioning` and of `out_sharding` of `nnx`. Flax has
+several resolvers that differ; there is one here. A name that has a logical rule is a logical name.
+Rules are tried in order, and a rule applies if none of its mesh axes is used in the array yet. Any
+other name is a mesh axis. A name that is neither is an error.
 """
 
 import dataclasses
@@ -42,10 +42,10 @@ def rules_from_annotations(
         stacked: By default that of `table`. The dimension of a stack is read from the names, unless
             it is given.
         activations: Added to those of `table`.
-        table: Rules for parameters without annotations. It must agree with the annotations that it
-            covers.
-        report: Called with a text that lists the logical names that no annotation has, if there are
-            any.
+        table: Rules for parameters without annotations. For annotated parameters, its specs must
+            equal those of the annotations.
+        report: Called with a text that lists the logical names with a rule but without an
+            annotation, if there are any.
     """
     base = table or Rules(())
     stack = Rules((), activations, base.stacked if stacked is None else stacked)
@@ -89,7 +89,7 @@ def rules_from_annotations(
 
 
 def _other_stacks(stack: Rules, base: Rules) -> Problem:
-    """Return the problem of an argument `stacked` that differs from that of the table."""
+    """Return the problem of an argument `stacked` different from the table's."""
     theirs = base.stacked
     if theirs is None:
         theirs = DEFAULT_STACKED
@@ -102,7 +102,10 @@ def _own_rows(
     stack: Rules,
     base: Rules,
 ) -> tuple[list[tuple[str, P | Replicate]], list[Problem]]:
-    """Return rows for the parameters without one in the table, and the problems of other specs."""
+    """Return rows for the parameters without one in the table, and the problems of other specs.
+
+    Those are specs of the table that differ from the annotation's.
+    """
     rows: dict[str, P | Replicate] = {}
     problems = []
     names = stack.rule_names(values)
@@ -120,7 +123,7 @@ def _own_rows(
 
 
 def _unused_names(rules: LogicalRules, annotations: Mapping[str, Annotation]) -> list[str]:
-    """Return the logical names with a rule that no annotation has, each once."""
+    """Return the logical names with a rule but without an annotation, each once."""
     used: set[Any] = set()
     for annotation in annotations.values():
         used.update(annotation.names)
@@ -153,7 +156,7 @@ def audit_stack_names(
 ) -> list[Problem]:
     """Return a problem for each stack along another dimension than its parameters' names say.
 
-    So too for each that names say and `stacks` lacks.
+    A stack that the names show and `stacks` lacks is a problem, too.
     """
     problems = []
     for name, dims in _named_dims(annotations, stacks).items():
@@ -182,9 +185,9 @@ def audit_stack_names(
 def _unknown_stacks(
     annotations: Mapping[str, Annotation], stacks: Mapping[str, Stack]
 ) -> list[tuple[tuple[str, int], list[str]]]:
-    """Return the dimensions named like those of stacks, of parameters in none, with their paths.
+    """Return the dimensions named like stacked ones, of parameters in no stack, with their paths.
 
-    Paths of one dimension have the same first component.
+    Parameters with different first components of their paths are separate entries.
     """
     unknown: dict[tuple[Any, str, int], list[str]] = {}
     for path, annotation in annotations.items():
@@ -310,7 +313,7 @@ class _Resolver:
         return values
 
     def _add_unknown(self, name: Any, is_logical: bool, paths: Sequence[str]) -> None:
-        """Add the problem of a name that is neither logical nor an axis, with its parameters."""
+        """Add the problem of a name with neither a logical rule nor a mesh axis."""
         choices = list(dict(self.rules))
         what = "has no logical rule"
         if not is_logical:
@@ -331,7 +334,10 @@ class _Resolver:
         self.problems.append(Problem(where, what, detail, fix))
 
     def _audit_rules(self) -> None:
-        """Check the axes of the rules in use; rules for other models may name any axis."""
+        """Check the axes of the rules in use.
+
+        Rules for other models may name any axis.
+        """
         named: set[Any] = set()
         tables = {"logical rule": self.rules}
         for path, annotation in self.annotations.items():
@@ -441,7 +447,7 @@ def _axes_of_name(name: Any, rules: LogicalRules) -> list[tuple[str, ...]]:
 
 
 def _explicit_entries(names: Iterable[Any], table: LogicalRules) -> list[tuple[str, ...] | None]:
-    """Return the axes of the names that are axes; None for logical names."""
+    """Return the mesh axes given directly as names; None for logical names."""
     logical = dict(table)
     entries: list[tuple[str, ...] | None] = []
     for name in names:

@@ -1,8 +1,8 @@
 """Conversion of partition tables for `re.search`, as in EasyLM, scalax and t5x, to `spmd.Rules`.
 
-Such a pattern matches anywhere in the path, a spec without axes replicates silently, and the last
-rule hides every typo above it. The converted table has a rule for each parameter and a reason for
-each replication.
+Such a pattern matches anywhere in the path, a spec without axes replicates silently, and a
+catch-all as the last rule hides every typo above it. The converted table has a rule for each
+parameter and a reason for each replication.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class _SearchRule:
 
 @dataclasses.dataclass(frozen=True)
 class _Param:
-    """A parameter, and the rules that match it."""
+    """A parameter, and the rules matching it."""
 
     path: str
     shape: tuple[int, ...]
@@ -168,7 +168,7 @@ def _renamed(entry: Any, axes: Mapping[str, Any]) -> Any:
 def _match_params(
     leaves: Mapping[str, Any], rules: Sequence[_SearchRule], stack: Rules
 ) -> tuple[list[_Param], list[Problem]]:
-    """Return the parameters with the rules that match them, and the problems of those without."""
+    """Return the parameters with their matching rules, and the problems of those without any."""
     found: list[_Param] = []
     problems: list[Problem] = []
     for path, leaf in leaves.items():
@@ -191,7 +191,7 @@ def _match_params(
 
 
 def _hits(path: str, rules: Iterable[_SearchRule]) -> tuple[_SearchRule, ...]:
-    """Return the rules that match a path, in the order of the table."""
+    """Return the rules matching a path, in the order of the table."""
     hits = []
     for rule in rules:
         if compile_search(rule.pattern).search(path):
@@ -200,7 +200,7 @@ def _hits(path: str, rules: Iterable[_SearchRule]) -> tuple[_SearchRule, ...]:
 
 
 def _rules_in_use(rules: Iterable[_SearchRule], params: Sequence[_Param]) -> list[_SearchRule]:
-    """Return the rules that are the first match of a parameter, in the order of the table."""
+    """Return the rules in use, each the first match of a parameter, in the order of the table."""
     used = []
     for rule in rules:
         if any(param.rule is rule for param in params):
@@ -209,7 +209,7 @@ def _rules_in_use(rules: Iterable[_SearchRule], params: Sequence[_Param]) -> lis
 
 
 def _audit_axes(rules: Iterable[_SearchRule]) -> Iterator[Problem]:
-    """Yield the problems of the axes of rules that apply to a parameter."""
+    """Yield the problems of the axes of rules in use."""
     unknown: dict[str, list[int]] = {}
     for rule in rules:
         repeated = repeated_axes(rule.entries)
@@ -234,7 +234,7 @@ def _axes_of(entries: Iterable[Any]) -> list[str]:
 
 
 def _value(param: _Param, one_layer: bool) -> Value | Problem:
-    """Return the value of the rule that applies to a parameter, for one layer."""
+    """Return the value of a parameter in the new table, for one layer."""
     rule = param.rule
     if rule is None:
         return replicate("one element")
@@ -268,12 +268,12 @@ def _value(param: _Param, one_layer: bool) -> Value | Problem:
 
 @dataclasses.dataclass(frozen=True)
 class _Layers:
-    """The parameters by the path that a rule for them has.
+    """The parameters by their path in a rule, the same for layers of equal value.
 
     Attributes:
-        params: Path → the parameters of all layers with it.
+        params: Path in a rule → the parameters of all layers with this path.
         stacks: The stacks of the table.
-        forms: Path → the paths of its parameters, with and without the numbers of layers.
+        forms: Path in a rule → the paths of its parameters, with and without the numbers of layers.
     """
 
     params: Mapping[str, Sequence[_Param]]
@@ -281,7 +281,7 @@ class _Layers:
     forms: Mapping[str, set[str]]
 
     def covers(self, pattern: str, name: str) -> bool:
-        """Return whether a pattern matches every parameter of a path."""
+        """Return whether a pattern matches every parameter with a path in a rule."""
         return all(matches(pattern, param.path, self.stacks) for param in self.params[name])
 
     def forms_of(self, names: Iterable[str]) -> list[str]:
@@ -295,9 +295,9 @@ class _Layers:
 def _strict_rules(
     params: Sequence[_Param], values: Mapping[str, Value], stack: Rules
 ) -> Iterator[_StrictRule]:
-    """Yield rules with a first match that gives each parameter its value.
+    """Yield strict rules, so that the first match of each parameter gives its value.
 
-    All of them are used. They are in the order of the search table.
+    Each rule is the first match of a parameter. The order is that of the search table.
     """
     by_name: dict[str, list[_Param]] = {}
     forms: dict[str, set[str]] = {}
@@ -350,10 +350,10 @@ def _patterns(
     all_others: Collection[str],
     layers: _Layers,
 ) -> list[str]:
-    """Return patterns for the paths of a group: the rule's own if it separates them, else by name.
+    """Return patterns for the paths of a group: the rule's own if it separates them, else suffixes.
 
     Args:
-        others: Paths of later groups, of which the rule's pattern may match none.
+        others: Paths of later groups; the rule's pattern may match none of them.
         all_others: Paths of all other groups.
     """
     for pattern in _as_written(rule, members):
@@ -363,9 +363,9 @@ def _patterns(
 
 
 def _as_written(rule: _SearchRule | None, names: Iterable[str]) -> Iterator[str]:
-    """Yield forms of a rule's pattern: as written, or with the last path component.
+    """Yield forms of a rule's pattern: as written, or followed by the last path components.
 
-    `re.search` does not need this component.
+    A pattern for `re.search` may match without the last component of a path.
     """
     if rule is None or rule.is_catch_all:
         return
@@ -393,9 +393,9 @@ def _separates(pattern: str, names: Iterable[str], others: Iterable[str], layers
 
 
 def _by_name(names: Iterable[str], others: Collection[str], layers: _Layers) -> list[str]:
-    """Return the shortest path suffixes that cover all `names` and match no `others`.
+    """Return the shortest path suffixes to cover all `names` and match no `others`.
 
-    They have two components or more.
+    They have two components or more, unless the path has one.
     """
     patterns: list[str] = []
     for name in names:
@@ -405,7 +405,7 @@ def _by_name(names: Iterable[str], others: Collection[str], layers: _Layers) -> 
 
 
 def _shortest_end(name: str, others: Collection[str]) -> str:
-    """Return the widest pattern for a path that matches no `others`."""
+    """Return the widest pattern for a path without a match among `others`."""
     for pattern in _ends(name):
         if not any(map(compile_pattern(pattern).fullmatch, others)):
             return pattern
@@ -413,7 +413,7 @@ def _shortest_end(name: str, others: Collection[str]) -> str:
 
 
 def _ends(name: str) -> Iterator[str]:
-    """Yield patterns for a path, from the widest to one that matches nothing else."""
+    """Yield patterns for a path, from the widest to the path itself."""
     parts: list[str] = []
     any_number: list[str] = []
     for component in name.split("/"):
@@ -431,7 +431,7 @@ def _report(
 ) -> Iterator[str]:
     """Yield lines about the rules of a search table.
 
-    They have the bytes of each rule's parameters, dead and shadowed rules, and the matches of
+    They list the bytes of each rule's parameters, dead and shadowed rules, and the matches of
     catch-alls.
     """
     total = tree.human_bytes(_nbytes(params))
@@ -456,7 +456,7 @@ def _report(
 
 
 def _caught(rule: _SearchRule, strict: Iterable[_StrictRule]) -> Iterator[str]:
-    """Yield a line for each new rule that a catch-all becomes, the largest first."""
+    """Yield a line for each new rule made from a catch-all, the largest first."""
     caught = [new for new in strict if new.origin is rule]
     caught.sort(key=lambda new: -_nbytes(new.params))
     for new in caught:
@@ -464,7 +464,7 @@ def _caught(rule: _SearchRule, strict: Iterable[_StrictRule]) -> Iterator[str]:
 
 
 def _losses(rule: _SearchRule, params: Iterable[_Param], won: int) -> Iterator[str]:
-    """Yield a line about a rule that others shadow or that matches nothing."""
+    """Yield a line about a shadowed or dead rule; nothing for other rules."""
     is_matched = False
     lost = 0
     takers = set()

@@ -20,8 +20,6 @@ class Stack:
         axis: The mesh axis that splits the dimension, or None for whole.
         dim: The index of the added dimension: that of `nn.scan(variable_axes={"params": dim})`.
 
-    An array (b, c) is (b, inner, c) in the inner stack of the example, and then (outer, …).
-
     Example:
         An array (b, c) is (b, inner, c) in the inner stack, then (outer, b, inner, c):
 
@@ -40,9 +38,9 @@ class Stack:
 
 
 DEFAULT_STACKED = (("layers", "pipe"),)
-"""The stacks of a table that names none, for a model that recorded none.
+"""The stacks of a table without `stacked`, for a model without recorded stacks.
 
-Such a model is one of functions without a module.
+Such a model consists of functions, without a module.
 """
 
 
@@ -72,7 +70,7 @@ def read_stacked(stacked: Any) -> dict[str, Stack]:
 
 
 def stacks_of(path: str, stacked: Collection[str]) -> list[str]:
-    """Return the paths of the stacks that hold a parameter, the outermost first.
+    """Return the paths of the stacks around a parameter, the outermost first.
 
     Example:
         >>> stacks_of("decoder/layers/kernel", ["layers"]), stacks_of("layers/0/kernel", ["layers"])
@@ -82,7 +80,7 @@ def stacks_of(path: str, stacked: Collection[str]) -> list[str]:
 
 
 def _find_stacked(path: str, stacked: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the path and the name of each stack that holds a parameter, the outermost first."""
+    """Yield the path and the name of each stack around a parameter, the outermost first."""
     for prefix, name, child in _find(path, stacked):
         if not child.isdigit():
             yield prefix, name
@@ -100,7 +98,7 @@ def _find(path: str, stacked: Collection[str]) -> Iterator[tuple[str, str, str]]
 
 
 def own_stacks(path: str, stacks: Mapping[str, Stack]) -> tuple[Stack, ...]:
-    """Return the stacks that hold a parameter, the outermost first."""
+    """Return the stacks around a parameter, the outermost first."""
     own = []
     for _, name in _find_stacked(path, stacks):
         own.append(stacks[name])
@@ -129,7 +127,7 @@ def stored_dims(stacks: Sequence[Stack]) -> tuple[int, ...]:
 def insert_stacked(
     layer: Iterable[Any], values: Iterable[Any], dims: Iterable[int]
 ) -> tuple[Any, ...]:
-    """Insert the values of stacked dimensions between those of one layer; missing ones are None.
+    """Insert the values of stacked dimensions between those of one layer; pad with None.
 
     Example:
         >>> insert_stacked(["fsdp", "tensor"], ["pipe"], [1]), insert_stacked([], ["pipe"], [1])
@@ -144,7 +142,7 @@ def insert_stacked(
 
 
 def without_dims(values: Iterable[Any], dims: Collection[int]) -> tuple[Any, ...]:
-    """Return the values, such as sizes, of the dimensions that are not stacked."""
+    """Return the values, such as sizes, without those at the positions `dims`."""
     return tuple(value for dim, value in enumerate(values) if dim not in dims)
 
 
@@ -195,7 +193,10 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
 def _first_with_each_size(
     dims: dict[str, int], shapes: Mapping[str, Sequence[int]]
 ) -> dict[int | None, str]:
-    """Return size along the stacked dimension, None if there is no such one → its first path."""
+    """Return size along the stacked dimension → the first path with it.
+
+    The size of an array without this dimension is None.
+    """
     first: dict[int | None, str] = {}
     for path, dim in reversed(list(dims.items())):
         size = dict(enumerate(shapes[path])).get(dim)
@@ -281,7 +282,7 @@ def _added_dim(
 def _possibly_added(
     shape: Sequence[int], created: Sequence[int | None] | None
 ) -> set[tuple[int, int]]:
-    """Return the index and size of each dimension that may have been added since creation."""
+    """Return the index and size of each dimension possibly added since creation."""
     found = set()
     for dim, size in enumerate(shape):
         if created is None or _contains(without_dims(shape, (dim,)), created):
@@ -290,7 +291,7 @@ def _possibly_added(
 
 
 def _contains(shape: Iterable[int], created: Sequence[int | None]) -> bool:
-    """Return whether a shape has the dimensions of another one in order, others between them."""
+    """Return whether a shape has the sizes `created` as a subsequence; None is any size."""
     left = list(created)
     for size in shape:
         if left and left[0] in (size, None):
@@ -322,12 +323,12 @@ def audit_recorded(
     recorded: Mapping[str, Stack],
     created: Mapping[str, int],
 ) -> list[Problem]:
-    """Return a problem for each recorded stack that a table lacks or has along another dimension.
+    """Return a problem for each recorded stack missing in a table or along another dimension.
 
     Args:
         shapes: Path → the shape as stored.
         stacks: Those of the table.
-        recorded: Those that were recorded where the module created its parameters.
+        recorded: Those recorded where the module created its parameters.
         created: As in `ModelInfo`.
 
     Example:
@@ -363,7 +364,7 @@ def audit_recorded(
 
 
 def _used_stacks(paths: Iterable[str], stacks: Mapping[str, Stack]) -> dict[str, Stack]:
-    """Return the stacks that hold parameters, in the order of the table."""
+    """Return the stacks with parameters, in the order of the table."""
     used = set()
     for path in paths:
         for _, name in _find_stacked(path, stacks):
@@ -416,12 +417,12 @@ def strip_layer_numbers(path: str, stacked: Collection[str]) -> str:
 
 
 def names_of(path: str, stacked: Collection[str]) -> tuple[str, ...]:
-    """Return the path without the numbers of unrolled layers, and the path as it is."""
+    """Return the path without the numbers of unrolled layers, and the unchanged path, each once."""
     return tuple(dict.fromkeys((strip_layer_numbers(path, stacked), path)))
 
 
 def insert_layer_numbers(path: str, numbers: Iterable[int], stacked: Collection[str]) -> str:
-    """Return the path of one layer of a stack when it is unrolled.
+    """Return the path of a parameter in one layer of its stacks, when these are unrolled.
 
     Example:
         >>> insert_layer_numbers("decoder/layers/kernel", [3], ["layers"])

@@ -1,4 +1,4 @@
-"""Layout of an array in a region that is manual over the mesh, and of its gradient."""
+"""Layout of an array and of its gradient in a region manual over the mesh."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ class LocalLayout:
         param_dims: Those of a shard outside the region.
         compute_dims: Those of an operand of a matmul: fewer.
         grad_dims: Those of the gradient after its reduction.
-        mesh: The mesh, which says how XLA makes collectives; None where it does not matter.
+        mesh: The mesh, for collectives that depend on the hardware; None where they do not matter.
     """
 
     param_dims: Dims
@@ -33,17 +33,17 @@ class LocalLayout:
 
     @property
     def gathers(self) -> Dims:
-        """The axes that each dimension is gathered over."""
+        """The axes of the gather of each dimension."""
         return extra_axes(self.param_dims, self.compute_dims)
 
     @property
     def scatters(self) -> Dims:
-        """The axes that each dimension of the gradient is scattered over."""
+        """The axes of the scatter of each dimension of the gradient."""
         return extra_axes(self.grad_dims, self.compute_dims)
 
     @property
     def scattered(self) -> dict[str, int]:
-        """Axis → the dimension of the gradient that is scattered over it, in order."""
+        """Axis → the dimension of the gradient scattered over it, in order."""
         dims = {}
         for dim, axes in enumerate(self.scatters):
             for axis in axes:
@@ -63,5 +63,5 @@ class LocalLayout:
         return tuple(itertools.chain(*self.compute_dims))
 
     def with_whole_gradient(self) -> Self:
-        """Return the layout with a gradient that is summed, and not scattered."""
+        """Return the layout with a gradient summed but not scattered."""
         return dataclasses.replace(self, grad_dims=self.compute_dims)

@@ -163,9 +163,10 @@ def mesh_of(
 def arrange_devices(
     shape: MeshShape, devices: Sequence[Any], slices: Mapping[str, int]
 ) -> np.ndarray:
-    """Return the devices of a mesh shape without -1, one dimension for each axis.
+    """Return the devices of a mesh shape without -1 as an array, one dimension for each axis.
 
-    They may be only descriptions of devices.
+    Args:
+        devices: Devices, or descriptions of devices.
     """
     check_slices(shape, slices)
     sizes = tuple(shape.sizes.values())
@@ -247,9 +248,9 @@ def _split(devices: Sequence[Any], count: int) -> list[list[Any]]:
 
 
 def _units(devices: Sequence[Any]) -> tuple[str, list[int]]:
-    """Return the kind and the numbers of the units of devices that a slice may consist of.
+    """Return the kind of the units of slices, and the number of each device's unit.
 
-    They are TPU slices, hosts, or the simulated devices of one process, which form any number of
+    Units are TPU slices, hosts, or the simulated devices of one process, which form any number of
     slices.
     """
     platform = devices[0].platform

@@ -1,8 +1,8 @@
-"""Specs that follow from the rule table: those of ZeRO stages, and those of any optimizer's state.
+"""Specs derived from the rule table: those of ZeRO stages, and those of any optimizer's state.
 
 Optimizer state is mapped by structure. A subtree of the state with the structure of the parameters
 (or of some of them) follows them: an array of the parameter's shape gets its spec, and a statistic
-gets the entries of the dimensions it has. To find these, the optimizer's `init` is traced again
+gets the entries of its dimensions. To find these, the optimizer's `init` is traced again (a probe)
 with every dimension of every parameter enlarged by another amount. A dimension of the state that
 grew like a dimension of the parameter is that dimension; one that did not grow is the optimizer's
 own. A second probe grows by whole blocks, for the scales of 8-bit moments. Ambiguous state is an
@@ -37,7 +37,7 @@ MAX_CONSTANT_BYTES = 64 * 1024
 """Largest array that is replicated without error if it depends on no parameter's shape."""
 
 BLOCKS = 256
-"""Growth unit of the second probe, which so finds statistics of blocks whose size divides it."""
+"""Growth unit of the second probe, to find statistics of blocks of a size that divides it."""
 
 Shape = tuple[int, ...]
 
@@ -99,7 +99,7 @@ def drop_axis(spec: P, axis: str) -> P:
 
 
 def drop_fsdp(spec: P) -> P:
-    """Return the spec without `fsdp`, and without `expert` in a dimension that `fsdp` splits too.
+    """Return the spec without `fsdp`, and without `expert` in a dimension split over `fsdp` too.
 
     Example:
         >>> drop_fsdp(P(("fsdp", "expert"), "tensor")) == P(None, "tensor")
@@ -294,7 +294,7 @@ def followed_params(state: Any, params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _param_of(path: str, params: Mapping[str, Any]) -> str:
-    """Return the longest beginning of a path that is a parameter's path; empty if none is."""
+    """Return the longest prefix of a path among the parameters' paths; empty if none is."""
     while path and path not in params:
         path = path.rpartition("/")[0]
     return path
@@ -328,8 +328,9 @@ def _probe(
 ) -> dict[str, _Dims]:
     """Return the dimensions of every parameter, each enlarged in the probe by a multiple of `unit`.
 
-    Within a parameter all differ and keep their order, ties included, because optimizers choose
-    dimensions by size. Stacked dimensions of equal size and spec stay equal.
+    The enlarged sizes of a parameter's dimensions all differ, in the order of the sizes (of the
+    dimensions for ties), because optimizers choose dimensions by size. Stacked dimensions of equal
+    size and spec stay equal.
     """
     entries = {path: _padded(specs[path], len(shape)) for path, shape in shapes.items()}
     grown_stacks = _grown_stacks(shapes, entries, stacked, unit)
@@ -421,14 +422,14 @@ def _find_blocks(shape: Shape, probed: Shape | None, known: _Dims) -> _Found | N
 
 
 def _is_in_blocks(dim: _Dim, size: int, probed: int) -> bool:
-    """Return whether sizes, without and with the probe, are a whole fraction of a dimension's."""
+    """Return whether sizes, without and with the probe, are one whole fraction of a dimension's."""
     if size == 0:
         return (dim.size, dim.probed) == (size, probed)
     return dim.size % size == 0 and dim.size * probed == dim.probed * size
 
 
 def _find_by_size(shape: Shape, known: _Dims) -> _Found | None:
-    """Match dimensions by sizes that occur once.
+    """Match dimensions by size, None if a size is ambiguous.
 
     For state with a structure that depends on sizes, such as Adafactor's.
     """

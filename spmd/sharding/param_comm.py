@@ -1,8 +1,9 @@
-"""Communication of a layer's parameter to its use, and of its gradient back.
+"""Collectives of a layer's parameter and of its gradient.
 
-Both are sent as they are, unless a technique differs. `ParamComm` is the contract and its plain
-form. A technique that sends something else is a subclass, made where a user's setting is read
-(`spmd.settings.compress`); layers and the plan call these methods and know none of them.
+`ParamComm` is the interface and its default: parameters are gathered in the dtype of their use,
+gradients reduced in a dtype per axis. Other formats, such as codecs, are subclasses, made where a
+user's setting is read (`spmd.settings.compress`). Layers and the plan only call these methods, and
+know no subclass.
 """
 
 import dataclasses
@@ -43,7 +44,10 @@ class ParamComm:
 
     @property
     def operand_codec(self) -> str:
-        """The same, where a quantized product may take what is sent without decoding it."""
+        """Name of the codec of gathered parameters if a quantized product may skip its decoding.
+
+        Empty otherwise.
+        """
         return ""
 
     @property
@@ -55,7 +59,7 @@ class ParamComm:
         return ""
 
     def without_codec(self) -> "ParamComm":
-        """Return the comm that gathers the parameter in the dtype of its use."""
+        """Return the comm of the parameter without a codec: gathers in the dtype of its use."""
         return self
 
     def prepares(self, layout: LocalLayout) -> bool:
@@ -67,7 +71,7 @@ class ParamComm:
         return False
 
     def prepare(self, shard: Array, layout: LocalLayout) -> Any:
-        """Return the argument of `gather`, a tree that both passes of a layer share."""
+        """Return the argument of `gather`, a tree shared by the forward and the backward pass."""
         del layout
         return shard
 
@@ -76,7 +80,7 @@ class ParamComm:
         return layout.specs[0]
 
     def gather(self, prepared: Any, layout: LocalLayout, dtype: jnp.dtype) -> Array:
-        """Return the parameter as it is used, in a dtype."""
+        """Return the parameter gathered for its use, in a dtype."""
         return collectives.gather_dims(prepared.astype(dtype), layout.mesh, layout.gathers)
 
     def sent(
@@ -91,7 +95,7 @@ class ParamComm:
         The name is empty for the gradient's own dtype.
 
         Args:
-            shape: Of each device's terms.
+            shape: The shape of each device's terms.
             axes: The axes to sum over.
             sizes: Axis → size.
         """
@@ -109,9 +113,9 @@ class ParamComm:
         return 1
 
     def reduce(self, gradient: Array, layout: LocalLayout, axes: Sequence[str]) -> Array:
-        """Sum a gradient over axes, and scatter it as it is kept.
+        """Sum a gradient over axes, and scatter it to the layout's `kept`.
 
-        It has its own dtype between the sums.
+        The gradient has its own dtype between the sums.
         """
         sizes = {axis: jax.lax.axis_size(axis) for axis in axes}
         sent = {}
@@ -143,4 +147,4 @@ class ParamComm:
 
 
 PLAIN = ParamComm()
-"""Everything as it is."""
+"""Communication without codecs or other dtypes."""

@@ -13,7 +13,7 @@ import regex
 from spmd.errors import Problem, RuleError
 
 PatternError = regex.error
-"""Raised for a text that is no regular expression."""
+"""The error for a text that is no regular expression."""
 
 MATCH_SECONDS = 2.0
 """Seconds that a pattern may take for one path."""
@@ -21,7 +21,7 @@ MATCH_SECONDS = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class PathPattern:
-    """A compiled expression; a match that takes longer than `MATCH_SECONDS` raises `RuleError`."""
+    """A compiled expression; a match slower than `MATCH_SECONDS` raises a `RuleError`."""
 
     expression: Any
 
@@ -45,7 +45,7 @@ class PathPattern:
 
 @functools.cache
 def compile_search(pattern: str) -> PathPattern:
-    """Compile an expression as it is written; raise `PatternError` if it is none."""
+    """Compile a regular expression unchanged; raise a `PatternError` if it is invalid."""
     return PathPattern(regex.compile(pattern))
 
 
@@ -53,7 +53,7 @@ def compile_search(pattern: str) -> PathPattern:
 def compile_pattern(pattern: str) -> PathPattern:
     """Compile a rule's pattern into an expression for `fullmatch` on whole paths.
 
-    Raise `PatternError` if it is none.
+    Raise a `PatternError` if it is invalid.
 
     Example:
         >>> compile_pattern("wo/kernel").fullmatch("attention/wo/kernel")

@@ -15,8 +15,8 @@ rules = Rules(
 
 A pattern is a regular expression that must match a run of whole path components up to the end of
 the path: `attention/wo/kernel` does not match `cross_attention/wo/kernel`. The first match wins.
-Catch-all patterns are errors. A path is compared without the numbers of unrolled layers, and as it
-is.
+Catch-all patterns are errors. A path of an unrolled layer is compared both with and without its
+layer number.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ Tied = Iterable[Sequence[str]]
 """Groups of paths; the paths of a group are names of one array."""
 
 ANY_PATH = "\x00/\x00"
-"""A path that no parameter has, so only a catch-all pattern matches it."""
+"""A path of no parameter, so only a catch-all pattern matches it."""
 
 
 def matches(pattern: str, path: str, stacked: Collection[str]) -> bool:
@@ -64,7 +64,10 @@ def matches(pattern: str, path: str, stacked: Collection[str]) -> bool:
 
 
 def first_path(pattern: str, tied: Tied, stacked: Collection[str]) -> str:
-    """Return the fix for a pattern of an array's other path: its first path; else empty."""
+    """Return a fix, the first path of a tied array, for a pattern matching another of its paths.
+
+    Empty if the pattern matches no other path of a tied array.
+    """
     for paths in tied:
         if any(matches(pattern, path, stacked) for path in paths[1:]):
             return f"the array's first path, {paths[0]}"
@@ -78,7 +81,7 @@ def is_catch_all(pattern: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """Value of a rule for parameters that are replicated on every device, with the reason."""
+    """Value of a rule for parameters replicated on every device, with the reason."""
 
     reason: str
 
@@ -101,7 +104,7 @@ def replicate(reason: str) -> Replicate:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The rule that applies to one parameter."""
+    """The rule in use for one parameter."""
 
     index: int
     pattern: str
@@ -127,10 +130,11 @@ class Rules:
         stacked: Path component → the axis that splits its leading (layer) dimension, or None;
             `Stack(axis, dim=1)` for layers that are stacked along another dimension. It applies to
             `layers/attention/…` and not to unrolled layers (`layers/0/…`). A pattern may leave out
-            their numbers, so one table serves both. By default the stacks that the module
-            recorded, split over `pipe`; for a model without a module, `layers`.
+            the numbers of unrolled layers, so one table serves both. By default the stacks
+            recorded by the module, split over `pipe`; for a model without a module, `layers`.
         batch: `(pattern, PartitionSpec or whole(reason))` pairs for the arrays of a batch
-            (`spmd.sharding.batch`). One without a row is split by examples, its first dimension.
+            (`spmd.sharding.batch`). An array without a row is split by examples, its first
+            dimension.
         logical: `(logical name, mesh axis or tuple or None)` pairs for constraints that a Flax
             model writes by names, such as `nn.with_logical_constraint`. As in Flax, the first
             whose axes are free applies.
@@ -174,7 +178,7 @@ class Rules:
         return BatchTable(tuple(self.batch))
 
     def match(self, path: str) -> Match | None:
-        """Return the first rule that matches the parameter at `path`."""
+        """Return the first rule matching the parameter at `path`; None without one."""
         names = names_of(path, self.stacks)
         for index, (pattern, value) in enumerate(self.params):
             if not any(map(compile_pattern(pattern).fullmatch, names)):
@@ -191,7 +195,7 @@ class Rules:
         return read_stacked(self.stacked)
 
     def with_recorded(self, stacks: Mapping[str, Stack] | None) -> "Rules":
-        """Return the table with the stacks of a module; as it is, if it names its own."""
+        """Return the table with the stacks of a module, unless it has `stacked` itself."""
         if self.stacked is not None or stacks is None:
             return self
         return dataclasses.replace(self, stacked=stacks)
@@ -217,7 +221,7 @@ class Rules:
         return {path: self.layer_path(path)[0] for path in paths}
 
     def rule_names(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """Return the path in a rule for each parameter: with numbers where layers differ in value.
+        """Return the path for a rule of each parameter, with numbers where layers differ in value.
 
         Example:
             >>> Rules(params=[]).rule_names({"layers/0/w": 1, "layers/1/w": 2})
@@ -298,7 +302,7 @@ class Rules:
         return problems
 
     def _matches_of(self, paths: Iterable[str]) -> dict[str, Match]:
-        """Return the matches of the paths that a rule matches."""
+        """Return path → match, for the paths with one."""
         found = {}
         for path in paths:
             match = self.match(path)
@@ -307,7 +311,7 @@ class Rules:
         return found
 
     def _audit_axes(self, axes: Mapping[str, int]) -> list[Problem]:
-        """Return a problem for each axis that is unknown or used twice in the table itself."""
+        """Return a problem for each unknown or repeated axis in the table itself."""
         problems = []
         for where, spec in self._named_specs():
             problems += _axis_problems(where, spec, axes)
@@ -383,7 +387,7 @@ class Rules:
         return forms
 
     def _useless(self, index: int, paths: Iterable[str]) -> Problem:
-        """Return the problem of a rule that is the first match of no path."""
+        """Return the problem of a rule without effect: shadowed, or matching no path."""
         pattern = self.params[index][0]
         where = rule_name(index, pattern)
         own = [path for path in paths if matches(pattern, path, self.stacks)]
@@ -474,7 +478,7 @@ def _activation_problems(activations: Iterable[tuple[str, Any]]) -> list[Problem
 
 
 def _aliases(tied: Tied, shapes: Collection[str]) -> list[str]:
-    """Return the tied paths that `shapes` does not have."""
+    """Return the tied paths missing in `shapes`."""
     aliases = []
     for paths in tied:
         for path in paths:
@@ -484,7 +488,7 @@ def _aliases(tied: Tied, shapes: Collection[str]) -> list[str]:
 
 
 def _tied_with(path: str, tied: Tied) -> list[str]:
-    """Return all paths of the groups of a path, its own among them."""
+    """Return all paths of the tied groups of a path, including the path itself."""
     found: list[str] = []
     for paths in tied:
         if path in paths:
@@ -493,7 +497,7 @@ def _tied_with(path: str, tied: Tied) -> list[str]:
 
 
 def _axis_problems(where: str, spec: P, axes: Collection[str]) -> list[Problem]:
-    """Return a problem for each axis of a spec that is unknown or used twice."""
+    """Return a problem for each unknown or repeated axis of a spec."""
     problems = []
     repeated = repeated_axes(spec)
     for axis in dict.fromkeys(_axes_of(spec)):
@@ -509,7 +513,7 @@ def _axis_problems(where: str, spec: P, axes: Collection[str]) -> list[Problem]:
 def _audit_match(
     path: str, shape: tuple[int, ...], match: Match, axes: Mapping[str, int]
 ) -> list[Problem]:
-    """Return the problems of splitting a parameter by the rule that applies to it."""
+    """Return the problems of splitting a parameter by its rule."""
     by = f"rule {match.pattern!r}"
     twice = repeated_axes(match.spec)
     if not twice:
@@ -522,7 +526,7 @@ def _audit_match(
 def audit_spec(
     path: str, shape: tuple[int, ...], spec: P, axes: Mapping[str, int], by: str
 ) -> list[Problem]:
-    """Return the problems of splitting an array: too many entries, dimensions that do not divide.
+    """Return the problems of splitting an array: too many entries, indivisible dimensions.
 
     `spec` must only name axes of `axes`; `by` is its origin, for the message.
 
@@ -572,7 +576,7 @@ def spec_text(spec: P) -> str:
 
 
 def repeated_axes(spec: Iterable[Any]) -> list[str]:
-    """Return the mesh axes that a spec names more than once."""
+    """Return the mesh axes repeated in a spec."""
     used = _axes_of(spec)
     return [axis for axis in dict.fromkeys(used) if used.count(axis) > 1]
 
@@ -586,7 +590,7 @@ def _axes_of(spec: Iterable[Any]) -> list[str]:
 
 
 def placement(spec: P) -> tuple[tuple[str, ...], ...]:
-    """Return the axes of each dimension in a form that is equal for equivalent specs."""
+    """Return the axes of each dimension in a canonical form, equal for equivalent specs."""
     axes = list(map(entry_axes, spec))
     while axes and not axes[-1]:  # P("fsdp", None) is P("fsdp")
         axes.pop()
