@@ -241,7 +241,7 @@ def _machine(row: Row) -> str:
     each = chips // slices
     size = _SHAPES_2D.get(each, "") if CHIPS[chip].dims == 2 else "x".join(map(str, _cuboid(each)))
     if not size:
-        raise MeshError("This is no machine:", [Problem("chips", f"no slice of {each} chips")])
+        raise MeshError("Invalid topology:", [Problem("chips", f"no slice of {each} chips")])
     return f"{slices}x{chip}:{size}" if slices > 1 else f"{chip}:{size}"
 
 

@@ -7,10 +7,10 @@ config = dataclasses.replace(PRESETS["mixtral-8x7b"], layers=4)
 model = spmd.from_nnx(config.build)
 ```
 
-The model returns `spmd.model_interface.model.Outputs`: logits, auxiliary losses, metrics. The router is a
-config field, so Switch, GShard, Qwen and DeepSeek-V3 are presets. Not implemented: the encoders
-of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert, DeepSeek's
-latent attention and multi-token prediction.
+The model returns `spmd.model_interface.model.Outputs`: logits, auxiliary losses, metrics. The
+router is a config field, so Switch, GShard, Qwen and DeepSeek-V3 are presets. Not implemented: the
+encoders of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert,
+DeepSeek's latent attention and multi-token prediction.
 """
 
 import dataclasses

@@ -177,7 +177,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name (PEP 562): a program waits for the libraries of what it uses, and for no others."""
+    """Import a public name on first use (PEP 562), with its libraries and no others."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -37,37 +37,39 @@ from spmd.run.load_config import shipped
 USAGE = """\
 usage: spmd COMMAND …
 
-  spmd train CONFIG [--out DIR] [--FIELD VALUE …]              train, with checkpoints and metrics in DIR
-       [--resume auto]                                         … resuming from the newest checkpoint, if there is one
-       [--profile 10:15]                                       … tracing these steps
-  spmd launch --processes N -- train CONFIG …                  the same in N processes on this machine, to try them
-  spmd script slurm|kubernetes CONFIG --nodes N [-- …]         a batch file or manifest that trains on N nodes
-  spmd plan CONFIG [--FIELD VALUE …]                           sharding of every parameter, and memory per device
-       [--all] [--json]                                        … also of gradients and optimizer state; as JSON
-       [--topology v5e:16x16]                                  for a machine that is not here; 3 if it does not fit
-       [--compile]                                             memory and collectives of the compiled step, by mesh axis
-       [--estimate] [--time] [--trace FILE]                    time of a step: closed forms; its compiled schedule
-       [--diff CONFIG]                                         difference from another config's plan
-       [--schedule] [--svg FILE]                               chart of the pipeline schedule, here and in FILE
-  spmd report CONFIG [--topology T] --out FILE.html            a page with charts of a plan, which opens offline
-  spmd report RUN [RUN] --out FILE.html                        … of a run, or of two side by side
-  spmd search CONFIG --topology v5p:4x4x8                      the fastest layout of a machine: flags to paste
-       [--confirm K] [--write FILE]                            … compiling the best K; as a config
-       [--days N] [--largest-batch]                            the fewest chips; the largest batch that fits
-  spmd check CONFIG [--FIELD VALUE …]                          compare the first steps on the mesh with one device
-       [--check-steps N] [--leaves] [--json] [--inject BUG]    … by leaf; as JSON; with a bug that must be found
-       [--products 2]                                          … on every axis and every pair of axes, one line for each
-  spmd check FILE.py:FUNCTION [--mesh.AXIS SIZE …]             the same for a train step of your own
-  spmd eval RUN [--data NAME=SOURCE …] [--json]                loss, perplexity, bits per byte and accuracy, by text
-  spmd generate RUN --prompt TEXT [--prompt TEXT …]            text from a trained model, token by token
-       [--temperature T] [--top-k K] [--top-p P]               … with these sampling parameters; temperature 0 is greedy
-       [--mesh.fsdp 4 …] [--devices N]                         … on another mesh than the run's
-  spmd import HF_DIR --out RUN [--mesh.fsdp 4 …]               a run folder from a Hugging Face folder of safetensors
-  spmd export RUN --out HF_DIR [--dtype bf16]                  a Hugging Face folder, as `transformers` loads it
+  spmd train CONFIG [--out DIR] [--FIELD VALUE …]    train; checkpoints and metrics go to DIR
+       [--resume auto]                               … from the newest checkpoint, if there is one
+       [--profile 10:15]                             … tracing these steps
+  spmd launch --processes N -- train CONFIG …        the same in N processes on this machine
+  spmd script slurm|kubernetes CONFIG --nodes N      a batch file or manifest for N nodes
+  spmd plan CONFIG [--FIELD VALUE …]                 sharding of each parameter, memory per device
+       [--all] [--json]                              … also of gradients and optimizer state; JSON
+       [--topology v5e:16x16]                        for an absent machine; 3 if it does not fit
+       [--compile]                                   memory and collectives of the compiled step
+       [--estimate] [--time] [--trace FILE]          time of a step: closed forms; its schedule
+       [--diff CONFIG]                               difference from another config's plan
+       [--schedule] [--svg FILE]                     chart of the pipeline schedule
+  spmd report CONFIG [--topology T] --out FILE.html  a page with charts of a plan
+  spmd report RUN [RUN] --out FILE.html              … of a run, or of two side by side
+  spmd search CONFIG --topology v5p:4x4x8            the fastest layout of a machine, as flags
+       [--confirm K] [--write FILE]                  … compiling the best K; as a config
+       [--days N] [--largest-batch]                  the fewest chips; the largest batch that fits
+  spmd check CONFIG [--FIELD VALUE …]                compare steps on the mesh with one device
+       [--check-steps N] [--leaves] [--inject BUG]   … by leaf; with a bug that must be found
+       [--products 2]                                … on every axis and every pair of axes
+  spmd check FILE.py:FUNCTION [--mesh.AXIS SIZE …]   the same for a train step of your own
+  spmd eval RUN [--data NAME=SOURCE …] [--json]      loss, perplexity, bits per byte and accuracy
+  spmd generate RUN --prompt TEXT [--prompt TEXT …]  text from a trained model, token by token
+       [--temperature T] [--top-k K] [--top-p P]     … sampled; temperature 0 is greedy
+       [--mesh.fsdp 4 …] [--devices N]               … on another mesh than the run's
+  spmd import HF_DIR --out RUN [--mesh.fsdp 4 …]     a run folder from a Hugging Face folder
+  spmd export RUN --out HF_DIR [--dtype bf16]        a Hugging Face folder for `transformers`
 
-CONFIG is a Python file that defines `config = spmd.TrainConfig(...)`, or a shipped one: {names}.
-Any field is a flag by its dotted path: --steps 100 --mesh.fsdp 4 --zero 2 --remat full --optimizer.learning-rate 1e-3.
---devices N simulates N CPU devices. `spmd COMMAND --help` lists everything, `spmd --version` the versions.
+CONFIG is a Python file that defines `config = spmd.TrainConfig(...)`, or a shipped one:
+{names}.
+Any field is a flag by its dotted path: --steps 100 --mesh.fsdp 4 --optimizer.learning-rate 1e-3.
+--devices N simulates N CPU devices. `spmd COMMAND --help` lists everything, `spmd --version` the
+versions.
 """
 COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "train": (run_train, (TrainCommand,)),

@@ -316,7 +316,8 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
                 "the partitioner",
                 "copies an array whole to every device",
                 line.partition(_REMATERIALIZATION)[2].strip(" ."),
-                "give the array in between a sharding that leads from the first to the second in steps",
+                "give the array in between a sharding that leads from the first to the second "
+                "in steps",
             )
 
 

@@ -67,9 +67,9 @@ class Collective:
         is_counted: False in a loop of unknown length, which is counted once.
         is_conditional: In a branch of unknown share, which is counted as always taken.
         hlo_form: The form in the program, if it differs from `kind`: `"f32 all-reduce"`.
-        equivalent_kind: Collective that an all-reduce expresses: `"reduce-scatter"` where each device
-            keeps only its own part, `"all-gather"` where each adds its own part to zeros; else
-            empty.
+        equivalent_kind: Collective that an all-reduce expresses: `"reduce-scatter"` where each
+            device keeps only its own part, `"all-gather"` where each adds its own part to zeros;
+            else empty.
         dtype: Element type as XLA names it: `"bf16"`, `"s8"`.
         entering: Payloads that one run sends into one slice over the slow network, at most.
         operand: Element type and dimensions of the operand on one device.

@@ -240,7 +240,7 @@ def parse_topology(text: str) -> Topology:
     `cpu:N`, `v5e:16x16`, `2xv5e:16x16` for two slices, `h100:16x8` for hosts × GPUs.
 
     Raises:
-        MeshError: There is no such chip, or no such slice of it.
+        MeshError: Unknown chip, or no slice of that shape.
 
     Example:
         >>> parse_topology("v5p:4x4x8").devices, parse_topology("cpu:16384").devices

@@ -1,8 +1,8 @@
 """Manifest of a folder: size and checksum of every file, to detect damage.
 
 ```
-100/manifest.json     {"files": {"state/d/4f1c…": [1048576, "9b2e…"], …}, "sha256": "…", "version": 1}
-```
+100/manifest.json     {"files": {"state/d/4f1c…": [1048576, "9b2e…"], …}, "sha256": "…", "version":
+1} ```
 
 It is written once, when all files are on disk, and verified before any of them is used. It detects
 accidents, not

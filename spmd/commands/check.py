@@ -40,7 +40,8 @@ class _CheckOptions:
     all gradients or those of one parameter 1 % too large, a microbatch that counts twice."""
     explicit: bool = False
     """Instead of taking steps, list operations with an ambiguous layout: JAX refuses them under
-    Explicit axes, and no sharding constraint follows. Compiles nothing. Exit code 1 if there are any."""
+    Explicit axes, and no sharding constraint follows. Compiles nothing. Exit code 1 if there are
+    any."""
 
 
 @dataclasses.dataclass(frozen=True)

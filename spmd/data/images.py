@@ -160,7 +160,7 @@ class ImageFolder:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 in hex: names, sizes and labels of the files, and fields with an effect on rows."""
+        """SHA-256 in hex of names, sizes and labels of files, and of fields that affect rows."""
         root = Path(self.folder).expanduser()
         fields = ("size", "classes", "crop", "min_area", "views", "seed", "pixels")
         files = []

@@ -96,7 +96,8 @@ class MixtureSchedule:
     weights down to hundredths of the smallest.
 
     Example:
-        >>> MixtureSchedule([3, 1]).split(np.arange(8))[0].tolist(), MixtureSchedule([3, 1]).counts(8)
+        >>> schedule = MixtureSchedule([3, 1])
+        >>> schedule.split(np.arange(8))[0].tolist(), schedule.counts(8)
         ([0, 0, 0, 1, 0, 0, 0, 1], [6, 2])
     """
 

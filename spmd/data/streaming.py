@@ -1,8 +1,9 @@
 """Text tokenized while a run trains, in an order of seed and position.
 
-The blocks of a text (`spmd.data.token_cache`) are shuffled in each epoch, and taken a window of several
-at a time, of which all rows are shuffled together. While the rows of one window are read, the
-blocks of the next are tokenized in threads. A position is found by the rows of the windows before
+The blocks of a text (`spmd.data.token_cache`) are shuffled in each epoch, and taken a window of
+several at a time, of which all rows are shuffled together. While the rows of one window are read,
+the blocks of the next are tokenized in threads. A position is found by the rows of the windows
+before
 it: a resumed run finds their blocks in the cache, or makes them.
 """
 

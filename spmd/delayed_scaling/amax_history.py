@@ -141,6 +141,9 @@ class AmaxHistory(GradTransform):
             problems.append(Problem(f"transform {self.name}", "remembers no matmul", fix=fix))
         if any(other.exchanges for other in plan.transforms):
             what = f"is {plan.quantize}, which scales by earlier steps"
-            why = "gradients that are exchanged once a step are sums of each device, and what it sees would be lost"
+            why = (
+                "gradients that are exchanged once a step are sums of each device, and what it "
+                "sees would be lost"
+            )
             problems.append(Problem("quantize", what, why, fix))
         return problems

@@ -117,8 +117,8 @@ def _split_values(sums: Sums) -> tuple[Sums, Sums]:
 def values_of_microbatches(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> list[str]:
     """Return the names of values of a microbatch, not of the batch: declared ones, and statistics.
 
-    Declared ones, such as a balance loss, are in `spmd.model_interface.model.Outputs`; statistics are
-    among the variables.
+    Declared ones, such as a balance loss, are in `spmd.model_interface.model.Outputs`; statistics
+    are among the variables.
 
     Args:
         batch: Arrays, or their shapes.
@@ -351,7 +351,9 @@ def _order_problem(path: str, line: str) -> Problem:
     first = _row(path, _EXAMPLES_FIRST)
     return Problem(
         f"batch {path}".strip(),
-        f"is gone through in order along its first dimension at {line}, which then is no dimension of examples",
+        f"is gone through in order along its first dimension at {line}, which then is no "
+        "dimension of examples",
         "a microbatch would be a part of the steps of each example",
-        f"Rules(batch=[{later}]) for [time, batch, …]; or {first} if the loop only adds up what examples give",
+        f"Rules(batch=[{later}]) for [time, batch, …]; or {first} if the loop only adds up what "
+        "examples give",
     )

@@ -23,7 +23,8 @@ from spmd.plan.partition_safe import trace_call
 GradFn = Callable[[Any, Carry, Any, jax.Array], tuple[Any, Sums, Carry]]
 """`(params, carry, batch, key) -> (gradients of sums["loss"], sums, updated carry)`.
 
-The carry has the model's variables and the states of transforms (`spmd.model_interface.grad_transform`).
+The carry has the model's variables and the states of transforms
+(`spmd.model_interface.grad_transform`).
 """
 
 _ONCE = "Gradients cannot be exchanged once a step:"
@@ -151,5 +152,8 @@ def check_results(returned: Any) -> tuple[Any, Sums, Carry]:
     what = "does not return gradients, sums and the carry"
     fix = "spmd.value_and_grad(loss_fn)"
     if is_triple:
-        fix = "take (params, carry, batch, key), and return the carry; the model's variables are carry.variables"
+        fix = (
+            "take (params, carry, batch, key), and return the carry; the model's variables "
+            "are carry.variables"
+        )
     raise ConfigError("Invalid gradient function:", [Problem("grad_fn", what, fix=fix)])

@@ -143,7 +143,8 @@ def _problems(
     if not additive and not isinstance(grad_fn, LossGradFn):
         yield Problem(
             "grad_fn",
-            "is not made from a loss function, so it is not known whether it sums over the examples",
+            "is not made from a loss function, so it is not known whether it sums over the "
+            "examples",
             fix="spmd.value_and_grad(loss_fn), or defer_grad_reduction(…, additive=True)",
         )
 
@@ -321,8 +322,8 @@ def choose_deferred_reduction(
     """Return the exchange of a choice: `none`, `data`, `data+fsdp`, or `auto`.
 
     `auto` chooses axes over which the plan splits neither parameters nor gradients, so that no
-    memory is added; there are none if `defer_grad_reduction` refuses `grad_fn`, traced for a batch of
-    abstract arrays.
+    memory is added; there are none if `defer_grad_reduction` refuses `grad_fn`, traced for a batch
+    of abstract arrays.
 
     Raises:
         ConfigError: Axes are named, and a transform of the plan must see every microbatch.
@@ -340,7 +341,7 @@ def choose_deferred_reduction(
 
 
 def _automatic_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> DeferredReduction:
-    """Return the exchange over all axes without more memory; none if `defer_grad_reduction` refuses."""
+    """Return the reduction over all axes without more memory; none if it is refused."""
     axes = _unsplit_axes(plan)
     if not axes:
         return DeferredReduction()

@@ -279,8 +279,8 @@ def next_token_loss(model: Model, *, train: bool = True, chunk: int = CHUNK) -> 
 
     Each is `[batch, sequence]`. A batch may also have `segments`, the document of each token: the
     second input of the model; and `valid`, the mask of its tokens (`valid_tokens`). The model
-    returns logits `[batch, sequence, vocab]` or `spmd.model_interface.model.Outputs`, whose losses are
-    added in training.
+    returns logits `[batch, sequence, vocab]` or `spmd.model_interface.model.Outputs`, whose losses
+    are added in training.
     """
     sums = functools.partial(next_token_sums, train=train, chunk=chunk)
     return ModelLoss(model, _tokens, sums, train, weighted=True)

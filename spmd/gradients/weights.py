@@ -53,6 +53,8 @@ def _trained_weight(names: list[str]) -> Problem:
     return Problem(
         "sum 'weight'",
         what,
-        "gradients are those of loss / weight with a constant weight, and the loss that is reported is another",
-        'jax.lax.stop_gradient(weight); or {"loss": loss / weight, "weight": jnp.float32(1)} for the whole mean',
+        "gradients are those of loss / weight with a constant weight, and the loss that is "
+        "reported is another",
+        'jax.lax.stop_gradient(weight); or {"loss": loss / weight, "weight": jnp.float32(1)} '
+        "for the whole mean",
     )

@@ -113,7 +113,10 @@ def _dependent_updates(param_phase: optax.GradientTransformation, params: Any) -
             first = min(traced.others)
             count = len(traced.others) - 1
             what = f"its update depends on {first}, and on {count} other parameters"
-            fix = "let spmd.optim.two_phase compute what needs the whole gradient, such as a global norm"
+            fix = (
+                "let spmd.optim.two_phase compute what needs the whole gradient, such as a "
+                "global norm"
+            )
             problems.append(Problem(path, what, fix=fix))
     return problems
 

@@ -51,7 +51,10 @@ class HostParam(WrappedParam):
     def __jax_array__(self) -> jax.Array:
         """Refuse a use as an array outside of its layer."""
         what = "is in host memory, and the model does not use it layer by layer"
-        fix = "run layers as functions of parameters through spmd.plan.annotate.remat_layer, or do not offload it"
+        fix = (
+            "run layers as functions of parameters through spmd.plan.annotate.remat_layer, or "
+            "do not offload it"
+        )
         problem = Problem(self.path, what, fix=fix)
         raise AnnotationError("Model reads all parameters at once:", [problem])
 

@@ -76,7 +76,8 @@ class HostMemory(Storage):
             problem = Problem(
                 "offload params",
                 f"needs every layer to be recomputed, and remat is {remat}",
-                "a layer that is not would keep its parameters on the device until the backward pass",
+                "a layer that is not would keep its parameters on the device until the backward "
+                "pass",
                 "remat full, dots, save:NAME or offload:NAME",
             )
             problems.append(problem)

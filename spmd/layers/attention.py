@@ -1,7 +1,7 @@
 """Attention for models to call, with any kernel and any split of the sequence.
 
-The plan in scope chooses the kernel (`spmd.model_interface.attention_config`) and the algorithm for a
-mesh axis `sequence` larger than 1. Every kernel computes the softmax in float32.
+The plan in scope chooses the kernel (`spmd.model_interface.attention_config`) and the algorithm for
+a mesh axis `sequence` larger than 1. Every kernel computes the softmax in float32.
 """
 
 import dataclasses

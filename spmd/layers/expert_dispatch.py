@@ -12,8 +12,8 @@ tokens ─────▶ [n, d], by expert ─────▶ rows of own exper
 Dropless dispatch has a buffer of `config.buffer_factor` times a device's rows. Rows beyond the
 buffer are sent in further passes: with even load there is one pass, and no row is ever dropped.
 
-Arguments of both kinds of dispatch are `[row, d]`, or `[row]` for one number per row; `pass_index` is the
-index of a pass.
+Arguments of both kinds of dispatch are `[row, d]`, or `[row]` for one number per row; `pass_index`
+is the index of a pass.
 """
 
 from collections.abc import Sequence

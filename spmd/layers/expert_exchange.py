@@ -39,7 +39,8 @@ class ExpertAxes:
     Attributes:
         names: The axes; several act as one, the major one first.
         size: The product of their sizes.
-        kind: The exchange: `RaggedAllToAll`, `DenseAllToAll`, or None for rows that stay on their device.
+        kind: The exchange: `RaggedAllToAll`, `DenseAllToAll`, or None for rows that stay on their
+            device.
     """
 
     names: tuple[str, ...]

@@ -163,7 +163,8 @@ def _kernel_problems(params: Sequence[ShardedParam]) -> list[Problem]:
         problem = Problem(
             "the experts' kernels",
             f"are split, apart from fsdp, {_specs_text(used)}",
-            fix='P("expert", "fsdp", "tensor") into the hidden units and P("expert", ("tensor", "fsdp")) out of them',
+            fix='P("expert", "fsdp", "tensor") into the hidden units and P("expert", ("tensor", '
+            '"fsdp")) out of them',
         )
         problems.append(problem)
     if not all(is_prefix(param.compute_dims, param.param_dims) for param in params):

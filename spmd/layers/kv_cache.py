@@ -75,7 +75,8 @@ class _Calls:
         if get_opaque_trace_state(convention="flax") != self._state:
             problem = Problem(
                 "attend",
-                "is called inside of a transformation, such as jax.lax.scan, that run_layers does not control",
+                "is called inside of a transformation, such as jax.lax.scan, that run_layers "
+                "does not control",
                 fix="run layers by run_layers, or in a Python loop",
             )
             raise CacheError(_TITLE, [problem])

@@ -52,8 +52,8 @@ class ModelInfo:
             masks. They are variables that are replicated unless a rule matches.
         replicated: Path of another variable without a rule → the reason why it is replicated.
         placed: Path of a variable without a rule → its spec.
-        wrappable: Paths of kernels that may be a `spmd.model_interface.wrapped_param.WrappedParam`: their
-            layers use its `operand` and `addend`.
+        wrappable: Paths of kernels that may be a `spmd.model_interface.wrapped_param.WrappedParam`:
+            their layers use its `operand` and `addend`.
         gathered_by_layer: Paths of parameters that their layer gathers, and whose gradients it
             reduces.
         sent_exactly: Paths of parameters that are never sent as codes: lookups and routers.

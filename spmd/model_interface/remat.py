@@ -94,7 +94,10 @@ class Remat:
             what = f"{self.kind!r} with save={list(self.save)} offload={list(self.offload)}"
             if self.store:
                 what += f" store={dict(self._pairs)}"
-            fix = "save:NAME,NAME or offload:NAME,NAME with at least one name, or another policy without names"
+            fix = (
+                "save:NAME,NAME or offload:NAME,NAME with at least one name, or another policy "
+                "without names"
+            )
             yield Problem("remat", what, fix=fix)
 
     def _name_problems(self) -> Iterator[Problem]:
@@ -232,7 +235,7 @@ class Remat:
 
 
 def _is_stored(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a primitive is `stored` of `spmd.plan.compressed_activations`, with a stored output."""
+    """Return whether a primitive is that of `spmd.plan.compressed_activations`, with codes."""
     return primitive.name == "stored"
 
 

@@ -32,7 +32,10 @@ from spmd.sharding.layer_paths import (
 )
 from spmd.sharding.optimizer_state import followed_params, is_random_key
 
-_FIX = "wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path instead of by rank"
+_FIX = (
+    "wrap transforms of whole arrays in spmd.per_layer, and choose parameters by path "
+    "instead of by rank"
+)
 # Where `per_layer` keeps the state of its transform.
 _PER_LAYER = re.compile(r"(?:^|(?<=/))(rest|stacked/[^/]+)/")
 _TOTALS = {"add", "and", "max", "min", "or"}

@@ -63,7 +63,8 @@ def in_parts(loss_fn: LossFn) -> tuple[ModelLoss, LayeredModel]:
         problem = Problem(
             "loss",
             "is a function, and a pipeline needs its parts",
-            fix="spmd.gradients.losses.ModelLoss(model, inputs, sums), or spmd.next_token_loss(model)",
+            fix="spmd.gradients.losses.ModelLoss(model, inputs, sums), or "
+            "spmd.next_token_loss(model)",
         )
         raise ConfigError(TITLE, [problem])
     layered = loss_fn.model.layered()
@@ -265,7 +266,8 @@ def _setting_problems(stages: int) -> Iterator[Problem]:
     if context.attention.is_ring:
         yield Problem(
             "context",
-            "is a ring, which would send keys and values inside a stage's task, where XLA:CPU waits for all stages",
+            "is a ring, which would send keys and values inside a stage's task, where XLA:CPU "
+            "waits for all stages",
             fix="--context all-to-all",
         )
 

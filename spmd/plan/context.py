@@ -1,8 +1,8 @@
 """The context of a trace: the plan in scope, and settings of the code being traced.
 
-`spmd.model_interface.ambient` holds it in a context of JAX, so JAX's own caches are keyed by it: an inner
-jitted function traced under one plan is traced again under another. Outside a plan it has neutral
-defaults.
+`spmd.model_interface.ambient` holds it in a context of JAX, so JAX's own caches are keyed by it: an
+inner jitted function traced under one plan is traced again under another. Outside a plan it has
+neutral defaults.
 """
 
 import contextlib

@@ -120,9 +120,9 @@ def from_nnx(
     parameter `valid` is called with the mask of the tokens that are no padding
     (`spmd.gradients.losses.valid_tokens`).
 
-    Values sown in a call are returned by `forward`, as `spmd.model_interface.model.Outputs`, under their
-    paths. Values of the type `nnx.Intermediate` itself, Flax's type for debugging, are dropped
-    unless it is one of `losses`.
+    Values sown in a call are returned by `forward`, as `spmd.model_interface.model.Outputs`, under
+    their paths. Values of the type `nnx.Intermediate` itself, Flax's type for debugging, are
+    dropped unless it is one of `losses`.
 
     Args:
         make: Builds the module: `lambda rngs: Llama(config, rngs=rngs)`. It is called under
@@ -407,8 +407,8 @@ def from_linen(
     The `params` collection is the parameters; every other collection at initialization
     (`batch_stats`) is among the model's variables, under its name. A collection that only `sow`
     writes to is no variable: `forward` returns the values sown in the call, as
-    `spmd.model_interface.model.Outputs`, under `collection/path/name`. Flax's collections for debugging
-    (`intermediates`, `perturbations`) are dropped unless they are in `losses`.
+    `spmd.model_interface.model.Outputs`, under `collection/path/name`. Flax's collections for
+    debugging (`intermediates`, `perturbations`) are dropped unless they are in `losses`.
 
     Args:
         *inputs: The module's inputs, as arrays or `jax.ShapeDtypeStruct`s. Only shapes are used,
@@ -647,7 +647,10 @@ def _flax_errors_in_words() -> Iterator[None]:
         found = _STREAM.search(str(error))
         stream = found[1] if found else "noise"
         what = f"draws from the random stream {stream!r}, which has no key: {line or error}"
-        fix = f'a key for forward; in evaluation, evaluate={{"deterministic": True}} or evaluation_rngs=("{stream}",)'
+        fix = (
+            f'a key for forward; in evaluation, evaluate={{"deterministic": True}} or '
+            f'evaluation_rngs=("{stream}",)'
+        )
         problem = Problem(where, what, fix=fix)
         raise ConfigError("The module draws random numbers:", [problem]) from None
     except flax.errors.ModifyScopeVariableError as error:
@@ -659,7 +662,10 @@ def _flax_errors_in_words() -> Iterator[None]:
     except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeVariableNotFoundError) as error:
         where, line = _own_line(error)
         what = f"needs a variable that does not exist: {line or error}"
-        fix = "make it in evaluation mode, too, which initializes the module; or give model.forward its variables"
+        fix = (
+            "make it in evaluation mode, too, which initializes the module; or give "
+            "model.forward its variables"
+        )
         problem = Problem(where, what, fix=fix)
         raise ConfigError("The module lacks a variable:", [problem]) from None
 
@@ -741,7 +747,8 @@ def _check_call(
             name = getattr(method, "__name__", describe_value(method))
         problem = Problem(
             f"{kind.__name__}.{name}",
-            f"cannot be called with {len(inputs)} inputs and the keywords {sorted(keywords)}: {error}",
+            f"cannot be called with {len(inputs)} inputs and the keywords {sorted(keywords)}: "
+            f"{error}",
             fix="give the arguments to model.apply or model.forward; those of a mode once: "
             'train={"deterministic": False}, evaluate={…}',
         )
@@ -786,7 +793,8 @@ def _no_shardings_inside() -> Iterator[None]:
             where,
             f"names a sharding by itself: {line or error}",
             "JAX has no mesh for it here; the plan shards arrays, on any mesh",
-            'spmd.annotate(x, "name") in its place, and the spec in the table: Rules(activations=[("name", P(…))])',
+            'spmd.annotate(x, "name") in its place, and the spec in the table: '
+            'Rules(activations=[("name", P(…))])',
         )
         title = "The model names shardings outside of the rule table:"
         raise AnnotationError(title, [problem]) from error
@@ -798,7 +806,8 @@ def _no_shardings_inside() -> Iterator[None]:
         problem = Problem(
             where,
             f"reduces over an axis {axis[1]!r} that nothing maps: {line or error}",
-            "the model is called with the global batch, so its means are over the examples of all devices already",
+            "the model is called with the global batch, so its means are over the examples of "
+            "all devices already",
             f"leave out axis_name={axis[1]!r}, as of a BatchNorm",
         )
         title = "Unknown axis of a mapped function:"

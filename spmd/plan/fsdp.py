@@ -178,7 +178,8 @@ def params_for_forward(
 
     Args:
         targets: From `grad_targets`, to differentiate with respect to them, or None.
-        riders: Path → the array carried along with a parameter (`spmd.model_interface.grad_transform`).
+        riders: Path → the array carried along with a parameter
+            (`spmd.model_interface.grad_transform`).
     """
     context = current()
     seen = params if targets is None else targets

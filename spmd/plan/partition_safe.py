@@ -41,9 +41,15 @@ GATHERED = (*BATCH_AXES, "sequence")
 _WRONG = "XLA would compute these operations of the model wrongly:"
 _IN_CUSTOM = "is in the code of a custom derivative, which cannot be replaced"
 _OUTSIDE = "compute it outside of jax.custom_vjp and jax.custom_jvp"
-_IN_CHECKPOINT = "is in a jax.checkpoint under jax_remat3, in which JAX 0.10 evaluates no call of another formula"
+_IN_CHECKPOINT = (
+    "is in a jax.checkpoint under jax_remat3, in which JAX 0.10 evaluates no call of "
+    "another formula"
+)
 _FLAG_OFF = "turn jax_remat3 off, or use JAX 0.12"
-_NOT_SEEN = "is in the rules of a custom derivative, or in a gradient function that differentiates by itself"
+_NOT_SEEN = (
+    "is in the rules of a custom derivative, or in a gradient function that "
+    "differentiates by itself"
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,7 +66,10 @@ def _check_optimizer(optimizer: Any) -> list[Problem]:
     has_init = callable(getattr(optimizer, "init", None))
     if has_init and callable(getattr(optimizer, "update", None)):
         return []
-    fix = "spmd.make_optimizer(spmd.OptimizerConfig(…), steps), or one of optax, such as optax.adamw(3e-4)"
+    fix = (
+        "spmd.make_optimizer(spmd.OptimizerConfig(…), steps), or one of optax, such as "
+        "optax.adamw(3e-4)"
+    )
     return check_type("optimizer", optimizer, (), fix)
 
 
@@ -103,7 +106,7 @@ def check_params(made: Any) -> list[Problem]:
         if jnp.issubdtype(x.dtype, jnp.floating):
             continue
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            what = f"is {x.dtype}, which would be trained uphill"
+            what = f"is {x.dtype}: complex parameters are not supported"
             fix = "its real and imaginary part, joined by jax.lax.complex"
         else:
             what = f"is {x.dtype}, which has no gradient"
@@ -225,7 +228,10 @@ def _audit_sequence_axis(mesh: AnyMesh, specs: Sequence[P]) -> list[Problem]:
     what = (
         "splits nothing: no row says which dimension of an activation or of the batch is a sequence"
     )
-    fix = f'Rules(batch=[("tokens", P({BATCH_AXES}, "sequence"))]) for tokens [batch, sequence], or sequence=1'
+    fix = (
+        f'Rules(batch=[("tokens", P({BATCH_AXES}, "sequence"))]) for tokens [batch, '
+        "sequence], or sequence=1"
+    )
     return [Problem("mesh.sequence", what, f"sequence={size}", fix)]
 
 
@@ -362,7 +368,10 @@ def _audit_state(path: str, derived: DerivedSpec, mesh: AnyMesh) -> list[Problem
     problems = audit_spec(where, derived.shape, derived.spec, mesh.shape, by)
     if derived.block <= 1:
         return problems
-    fix = f"smaller blocks than {derived.block} (OptimizerConfig.moments_block), so each shard has whole ones"
+    fix = (
+        f"smaller blocks than {derived.block} (OptimizerConfig.moments_block), so each "
+        "shard has whole ones"
+    )
     return [dataclasses.replace(problem, fix=fix) for problem in problems]
 
 

@@ -291,6 +291,9 @@ def problem_of(operation: Operation, fault: Fault, mesh: AnyMesh, where: str, fi
     axes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in split_axes(mesh))
     shapes = " and ".join(str(value.shape) for value in operation.inputs)
     if fault.whole is not None:
-        fix += ", or split no other dimension of its operands than the examples: Rules(batch=…, activations=…)"
+        fix += (
+            ", or split no other dimension of its operands than the examples: Rules(batch=…, "
+            "activations=…)"
+        )
     detail = f"on {axes}: docs/xla-faults.md, {fault.name}"
     return Problem(line, f"{operation.primitive} of {shapes} {where}", detail, fix)

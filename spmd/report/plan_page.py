@@ -90,7 +90,10 @@ def _mesh_text(report: PlanReport) -> str:
     held = []
     for name, size in report.held().items():
         held.append(f"{name} {human_bytes(size)}")
-    return f"{what}, with their index along each mesh axis{links}.{part} Each device holds {', '.join(held)}."
+    return (
+        f"{what}, with their index along each mesh axis{links}.{part} Each device holds "
+        f"{', '.join(held)}."
+    )
 
 
 def _index_columns(index: np.ndarray, size: int) -> dict[str, list[str]]:

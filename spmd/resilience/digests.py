@@ -222,7 +222,10 @@ def _of_block(
     named = ", ".join(map(name_device, odd))
     if majority is None:
         what = f"{named} hold the same block and differ, and no value has a majority"
-        fix = "restore a checkpoint from before; run spmd check on each device to find the one that miscomputes"
+        fix = (
+            "restore a checkpoint from before; run spmd check on each device to find the one "
+            "that miscomputes"
+        )
     else:
         holds = "holds" if len(odd) == 1 else "hold"
         what = f"{named} {holds} other bits than the other replicas"

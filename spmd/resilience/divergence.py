@@ -73,7 +73,10 @@ class DivergenceCheck(Hook):
         has_lowest_scale = metrics.get("loss_scale", self.floor) <= self.floor
         if bad and self.non_finite and has_lowest_scale:
             what = " and ".join(f"{name} is {metrics[name]}" for name in bad)
-            fix = "lower the learning rate or --on-nan roll-back, and --resume always; or a new run --on-nan skip"
+            fix = (
+                "lower the learning rate or --on-nan roll-back, and --resume always; or a new "
+                "run --on-nan skip"
+            )
             title = f"Step {step} is not finite: {what}."
             raise NonFiniteError(title, [self._problem(step, fix)], step)
         self._check_skips(step, metrics.get("skipped_steps", 0.0))
@@ -121,7 +124,10 @@ class DivergenceCheck(Hook):
             detail = f"{share} > {self.skipped_share:g}"
             problems.append(Problem("recovery.skipped-share", "is exceeded", detail))
         if problems:
-            fix = "lower the learning rate and --resume always, or raise --recovery.skips-in-a-row or .skipped-share"
+            fix = (
+                "lower the learning rate and --resume always, or raise "
+                "--recovery.skips-in-a-row or .skipped-share"
+            )
             problems.append(self._problem(step, fix))
             title = f"Step {step} was skipped, and too many before it."
             raise DivergenceError(title, problems, step)

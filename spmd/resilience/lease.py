@@ -246,7 +246,8 @@ class Lease:
                     problem = Problem(
                         self._run,
                         f"{holder} writes to it",
-                        f"last heartbeat {age:.0f} s ago; without another its lease expires in {remaining:.0f} s",
+                        f"last heartbeat {age:.0f} s ago; without another its lease expires in "
+                        f"{remaining:.0f} s",
                         "stop that run, or another --out; --take-over takes the folder from it",
                     )
                     raise CheckpointError("", [problem])

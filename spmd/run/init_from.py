@@ -53,7 +53,10 @@ def _line_of_random_base(config: TrainConfig) -> str:
     """Return a warning about adapters of random parameters; empty without adapters."""
     if not config.lora.targets:
         return ""
-    return "LoRA adapters are trained on base parameters that are drawn at random: give --init to load them"
+    return (
+        "LoRA adapters are trained on base parameters that are drawn at random: give "
+        "--init to load them"
+    )
 
 
 def copy_source_files(setup: TrainSetup, run: Path) -> None:

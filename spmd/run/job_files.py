@@ -124,7 +124,10 @@ class SlurmJob(Job):
 
     def render(self, train: Sequence[str]) -> str:
         """Return the batch file of `command(train)`."""
-        hint = "# sbatch passes on the environment of its shell: activate the one that has spmd before."
+        hint = (
+            "# sbatch passes on the environment of its shell: activate the one that has spmd "
+            "before."
+        )
         about_signals = (
             f"# {self.save_seconds} s before the time limit, and at a preemption, "
             "Slurm signals the processes: they save and exit with\n"

@@ -71,7 +71,8 @@ def count_sample_tokens(config: TrainConfig, tokenizer: Tokenizer) -> int:
             "sample.prompt",
             "leaves no room for a token",
             f"{tokens} prompt tokens >= data.sequence = {window}",
-            f"--data.sequence {tokens + 1} or more, or a shorter --sample.prompt, or '' for no sample",
+            f"--data.sequence {tokens + 1} or more, or a shorter --sample.prompt, or '' for no "
+            "sample",
         )
         raise ConfigError("The sample cannot be generated:", [problem])
     return min(config.sample.tokens, window - tokens)

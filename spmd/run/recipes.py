@@ -39,10 +39,10 @@ def recipe_problems(recipes: Iterable[QuantizationRecipe], device_kind: str) -> 
     for recipe in recipes:
         where = f"quantize {recipe.name}"
         if recipe.block == 32 and kind not in _BLOCKS_OF_32:
-            what = f"is Blackwell's format, which {kind} has not"
+            what = f"requires Blackwell: {kind} does not support it"
             problems.append(Problem(where, what, fix=fix))
         elif recipe.inputs.startswith("float8") and "float8" not in has:
-            what = f"needs float8, which {kind} has not"
+            what = f"requires float8: {kind} does not support it"
             problems.append(Problem(where, what, fix=fix))
     return problems
 

@@ -127,7 +127,8 @@ def train_in_folder(
         if fault:
             log.say(fault)
         log.say(
-            f"process {jax.process_index()} of {jax.process_count()}, {jax.local_device_count()} devices"
+            f"process {jax.process_index()} of {jax.process_count()}, "
+            f"{jax.local_device_count()} devices"
         )
         check_hosts_agree(_common_to_hosts(run, resume))
         preemption = stack.enter_context(Preemption())
@@ -263,7 +264,8 @@ class _Session:
         self.telemetry.stopwatch.switch_to("step")
         if point.step == run.config.steps:
             self.say(
-                f"nothing is left to train: step {point.step} of {point.step} is done (--steps for more)"
+                f"nothing is left to train: step {point.step} of {point.step} is done (--steps "
+                "for more)"
             )
         return point
 
@@ -460,7 +462,8 @@ class _Session:
             self.telemetry.note(f"preempted: stopped after step {last_step}")
         elif evaluate.wants_stop(last_step):
             self.say(
-                f"stopped early: {evaluate.since} evaluations without a loss below {evaluate.best:.6g}"
+                f"stopped early: {evaluate.since} evaluations without a loss below "
+                f"{evaluate.best:.6g}"
             )
         elif last_step != self.run.config.steps:
             self.telemetry.say(f"stopped after step {last_step}")

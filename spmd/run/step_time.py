@@ -93,7 +93,8 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         problem = Problem(
             "model",
             f"{type(model).__name__} does not count its FLOPs",
-            fix="properties layers, attention_width and matmul_params (`spmd.run.config.CountsFlops`)",
+            fix="properties layers, attention_width and matmul_params "
+            "(`spmd.run.config.CountsFlops`)",
         )
         raise ConfigError("The time of a step cannot be predicted:", [problem])
     router = getattr(model, "router", None)

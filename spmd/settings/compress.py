@@ -150,7 +150,8 @@ class CompressConfig:
             problem = Problem(
                 "compress.gradients",
                 f"is {self.gradients}, which wraps a gradient function",
-                fix="from spmd.powersgd.transform import PowerSGD; make_plan(…, transforms=[PowerSGD(rank=4)])",
+                fix="from spmd.powersgd.transform import PowerSGD; make_plan(…, "
+                "transforms=[PowerSGD(rank=4)])",
             )
             problems.append(problem)
         return problems

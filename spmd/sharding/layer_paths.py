@@ -179,10 +179,14 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
         if common:
             dim, size = min(common)
             detail += f"; along dimension {dim} all have {size}"
-            fix = f'stacked={{"{name}": spmd.Stack(axis, dim={dim})}}, or, for what is no stack, without {name!r}'
+            fix = (
+                f'stacked={{"{name}": spmd.Stack(axis, dim={dim})}}, or, for what is no stack, '
+                f"without {name!r}"
+            )
         problem = Problem(
             stack,
-            f"is stacked along dimension {min(dims.values())}, where its arrays have different sizes",
+            f"is stacked along dimension {min(dims.values())}, where its arrays have different "
+            "sizes",
             detail,
             fix,
         )

@@ -103,7 +103,8 @@ class MeshShape:
             "mesh",
             what,
             detail=f"{self._product()} = {known}, and there are {devices} devices",
-            fix=f"change an axis, set one to -1, or use {known} devices (simulated on CPU: --devices {known})",
+            fix=f"change an axis, set one to -1, or use {known} devices (simulated on CPU: "
+            f"--devices {known})",
         )
 
     def _product(self) -> str:

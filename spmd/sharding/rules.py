@@ -319,7 +319,8 @@ class Rules:
             if stack.dim and stack.axis == "pipe" and axes.get("pipe", 1) > 1:
                 problem = Problem(
                     f"stacked[{name!r}]",
-                    f"is along dimension {stack.dim}, and a pipeline divides dimension 0 of its layers",
+                    f"is along dimension {stack.dim}, and a pipeline divides dimension 0 of its "
+                    "layers",
                     detail=f"pipe={axes['pipe']}",
                     fix='pipe=1, or stack along dimension 0: nn.scan(variable_axes={"params": 0})',
                 )

@@ -32,7 +32,10 @@ def _leaf_problems(plan: ShardingPlan, path: str, x: Any) -> list[Problem]:
         return wrong
     spec = plan.rules.batch_table.spec(path, x.ndim)
     found = audit_spec(where, x.shape, spec, plan.mesh.shape, "the sharding of batches")
-    fix = "another size, or drop the rest of the batch; or say in Rules(batch=…) which dimension is the examples"
+    fix = (
+        "another size, or drop the rest of the batch; or say in Rules(batch=…) which "
+        "dimension is the examples"
+    )
     return [dataclasses.replace(problem, fix=fix) for problem in found]
 
 

@@ -55,7 +55,10 @@ def cache_fault(stages: int) -> str | None:
     """
     if stages == 1 or jax.default_backend() != "cpu":
         return None
-    return f"no compilation cache: a pipeline on CPUs can hang in programs that JAX {jax.__version__} reads back"
+    return (
+        "no compilation cache: a pipeline on CPUs can hang in programs that JAX "
+        f"{jax.__version__} reads back"
+    )
 
 
 @contextlib.contextmanager

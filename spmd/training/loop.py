@@ -125,7 +125,8 @@ def fit(
             "batches",
             f"ended after step {number}",
             f"steps={steps}, start={start}",
-            f"give {steps - start} batches, or catch the error: its state is the one after step {number}",
+            f"give {steps - start} batches, or catch the error: its state is the one after step "
+            f"{number}",
         )
         raise BatchesEndedError("Training ended before the last step:", [problem], state)
     return state

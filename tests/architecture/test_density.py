@@ -31,6 +31,9 @@ BARS = {
 """Tokens of the median statement; conditional and assignment expressions, comprehensions, those of the three inside of
 one another, and statements above `LONG` tokens, for 100 statements."""
 LONG = 40
+WIDEST = 100
+MOST_WIDE = 0.5
+"""Columns of a line, and the lines above them for 100 lines."""
 NOT_YET = {
     "spmd/distributed",
     "spmd/hf",
@@ -114,6 +117,24 @@ def test_a_folder_is_as_readable_as_the_field(folder: str) -> None:
         return
     found = above(figures(path.read_text(encoding="utf-8") for path in paths))
     assert bool(found) == (folder in NOT_YET), found
+
+
+def wide_lines(source: str) -> int:
+    """The number of lines above `WIDEST` columns."""
+    return sum(len(line) > WIDEST for line in source.splitlines())
+
+
+@pytest.mark.parametrize("folder", sorted(folders()))
+def test_lines_are_at_most_100_columns_wide(folder: str) -> None:
+    """But for one of two hundred: long strings."""
+    sources = [path.read_text(encoding="utf-8") for path in folders()[folder]]
+    lines = sum(len(source.splitlines()) for source in sources)
+    assert 100 * sum(map(wide_lines, sources)) <= MOST_WIDE * lines
+
+
+def test_control_a_wide_line_is_counted() -> None:
+    """One of 101 columns is, and one of 100 is not."""
+    assert wide_lines(f"x = {'1' * 97}\ny = {'1' * 96}\n") == 1
 
 
 DENSE = """

@@ -177,7 +177,7 @@ print(x, "second")
         (GOOD.replace("1 sec…", "2 sec…").replace("```text", "Prose.\n\n```text"), None),
         ("```sh\nspmd dance\n```\n", "is refused"),
         (
-            "```sh\nspmd dance\n```\n\n```text\nspmd: There is no such command…\n[exit code 2]\n```\n",
+            "```sh\nspmd dance\n```\n\n```text\nspmd: Unknown command…\n[exit code 2]\n```\n",
             None,
         ),
     ],

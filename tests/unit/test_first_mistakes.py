@@ -285,7 +285,7 @@ CALLS = {
     ),
     "complex numbers": (
         lambda: plan_of(w=np.zeros((8, 4), np.complex64)),
-        "w: is complex64, which would be trained uphill",
+        "w: is complex64: complex parameters are not supported",
     ),
     "random keys": (lambda: plan_of(w=jax.random.key(0)), "w: is key<fry>, which has no gradient"),
     "no parameters": (plan_of, "model.init: returns no parameters"),

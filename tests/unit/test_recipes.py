@@ -168,7 +168,7 @@ def test_chips_refuse_what_they_have_not():
     recipes = [RECIPES["fp8"], RECIPES["mxfp8"]]
     assert len(recipe_problems(recipes, CHIPS["a100"].device_kind)) == 2
     (found,) = recipe_problems(recipes, CHIPS["h100"].device_kind)
-    assert "mxfp8: is Blackwell's format, which h100 has not\n    fix: int8, fp8" in str(found)
+    assert "mxfp8: requires Blackwell: h100 does not support it\n    fix: int8, fp8" in str(found)
     for chip in ("b200", "v5e", "cpu"):
         assert not recipe_problems(recipes, CHIPS[chip].device_kind)
 
@@ -221,7 +221,7 @@ def test_everything_that_is_wrong_with_fewer_bits_is_said_at_once(capsys, monkey
         "compress.gather: is int8, and no parameter is split over fsdp",
         "compress.gradients: is powersgd:400 over data, an axis of size 1",
         "compress.gradients, lm_head/kernel: is powersgd:400, a rank above the matrix",
-        "quantize fp8: needs float8, which a100 has not",
+        "quantize fp8: requires float8: a100 does not support it",
         "quantize, row 'nothing/kernel=fp8': matches no matmul",
         "remat store:int8=nope: is no activation of the rule table",
     ):
