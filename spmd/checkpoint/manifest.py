@@ -1,12 +1,11 @@
 """Manifest of a folder: size and checksum of every file, to detect damage.
 
 ```
-100/manifest.json     {"files": {"state/d/4f1c…": [1048576, "9b2e…"], …}, "sha256": "…", "version":
-1} ```
+100/manifest.json  {"files": {"state/d/4f1c…": [1048576, "9b2e…"], …}, "sha256": "…", "version": 1}
+```
 
 It is written once, when all files are on disk, and verified before any of them is used. It detects
-accidents, not
-attacks: it is not signed.
+accidents, not attacks: it is not signed.
 """
 
 import hashlib
@@ -21,6 +20,9 @@ from typing import Any
 from spmd.errors import CheckpointError, Problem
 
 MANIFEST = "manifest.json"
+_EARLIER = "seal.json"
+"""Name of the file in checkpoints from before 27 November 2026, which are read for good."""
+
 SMALL = 1 << 20
 """Size in bytes of the largest files whose checksum is verified in every case."""
 
@@ -71,7 +73,7 @@ def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
     try:
         if stat.S_ISLNK(folder.lstat().st_mode):
             return [Problem(".", "is a symbolic link")]
-        entries = _parse(read_bounded(folder / MANIFEST, _MAX_BYTES))
+        entries = _parse(read_bounded(_manifest_path(folder), _MAX_BYTES))
     except FileNotFoundError:
         problem = Problem(
             MANIFEST,
@@ -94,6 +96,14 @@ def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
         for found in pool.map(lambda name: _content_problems(folder, name, entries[name]), to_read):
             problems += found
     return sorted(problems)
+
+
+def _manifest_path(folder: Path) -> Path:
+    """Return the path of a folder's manifest, which may be missing."""
+    earlier = folder / _EARLIER
+    if earlier.exists() and not (folder / MANIFEST).exists():
+        return earlier
+    return folder / MANIFEST
 
 
 def _size_problems(
@@ -188,7 +198,7 @@ def _files(folder: Path) -> tuple[dict[str, int], list[Problem]]:
                 problems.append(Problem(name, "is a symbolic link"))
             elif not stat.S_ISDIR(status.st_mode):
                 problems.append(Problem(name, "is not a regular file"))
-    sizes.pop(MANIFEST, None)
+    sizes.pop(_manifest_path(folder).name, None)
     return sizes, problems
 
 

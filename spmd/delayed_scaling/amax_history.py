@@ -72,7 +72,7 @@ class AmaxHistory(GradTransform):
     that are not finite are forgotten: the loss tells.
     """
 
-    name = "amax_history"
+    name = "magnitudes"
     observes = True
     optional = True
 

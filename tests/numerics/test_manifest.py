@@ -1,4 +1,4 @@
-"""A seal is one text for one folder, nothing in it leads out of the folder, and what a stranger wrote is bounded."""
+"""A manifest is one text for one folder, nothing in it leads out of the folder, and what a stranger wrote is bounded."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ def whats(folder: Path, **options: bool) -> list[tuple[str, str]]:
     return [(problem.where, problem.what) for problem in verify_manifest(folder, **options)]
 
 
-def test_a_seal_says_everything_at_once(folder):
+def test_a_manifest_says_everything_at_once(folder):
     """Each file that differs is named in one list, sorted, with both sizes or both checksums."""
     assert verify_manifest(folder) == []
     (folder / "a").write_bytes(b"12346")
@@ -53,8 +53,18 @@ def test_a_seal_says_everything_at_once(folder):
     assert verify_manifest(folder) == []
 
 
-def test_any_change_of_one_byte_of_the_seal_is_found(folder):
-    """Whichever byte of the seal changes, it is not a manifest; a space more does it, too."""
+def test_the_earlier_name_of_a_manifest_is_read(folder):
+    """Checkpoints of before are intact, unless they changed; a file of both names is one too many."""
+    shutil.copy(folder / "manifest.json", folder / "seal.json")
+    assert whats(folder) == [("seal.json", "is not in the manifest")]
+    (folder / "manifest.json").unlink()
+    assert whats(folder) == []
+    (folder / "a").write_bytes(b"12346")
+    assert whats(folder) == [("a", "has changed since the manifest was written")]
+
+
+def test_any_change_of_one_byte_of_the_manifest_is_found(folder):
+    """Whichever byte of the manifest changes, it is not a manifest; a space more does it, too."""
     text = (folder / "manifest.json").read_bytes()
     for i in range(len(text)):
         (folder / "manifest.json").write_bytes(text[:i] + bytes([text[i] ^ 1]) + text[i + 1 :])
@@ -82,7 +92,7 @@ def test_large_files_are_looked_at_in_passing_by_their_size_only(folder, monkeyp
     assert whats(folder, contents=False) == [("a", "is 2 bytes longer than in the manifest")]
 
 
-def test_nothing_in_a_seal_leads_out_of_its_folder(folder):
+def test_nothing_in_a_manifest_leads_out_of_its_folder(folder):
     """Absolute paths and paths with `..` are refused also where the file that they lead to is as it says."""
     (folder.parent / "outside").write_bytes(b"12345")
     paths = ("../outside", str(folder.parent / "outside"), "deep/../../outside", "")

@@ -222,7 +222,7 @@ def test_codes_are_gathered_straight_into_the_matmul():
 
 
 def seen(state, path="layers/mlp/up_proj/kernel"):
-    return np.asarray(tree.flatten(state.transforms)[f"amax_history/{path}/history"])
+    return np.asarray(tree.flatten(state.transforms)[f"magnitudes/{path}/history"])
 
 
 @pytest.mark.soak

@@ -123,9 +123,9 @@ def test_magnitudes_are_the_state_of_a_transform():
     plan = setup("fp8-delayed").plan
     entries = {entry.path: entry for entry in plan.transform_states}
     assert set(entries) == {
-        f"amax_history/layers/{n}/kernel/{x}" for n in LINEAR for x in ("history", "now")
+        f"magnitudes/layers/{n}/kernel/{x}" for n in LINEAR for x in ("history", "now")
     }
-    assert entries["amax_history/layers/mlp/up_proj/kernel/history"].shape == (2, 3, 16)
+    assert entries["magnitudes/layers/mlp/up_proj/kernel/history"].shape == (2, 3, 16)
     assert all(entry.spec == P() for entry in entries.values())
     assert setup("fp8").plan.transform_states == ()
     experts = {

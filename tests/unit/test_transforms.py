@@ -144,7 +144,7 @@ def plan_of(**options: Any) -> spmd.ShardingPlan:
             {},
             "transforms keep_carry, loss_scale: each undo what all others did",
         ),
-        ((AmaxHistory(),), {}, "transform amax_history: remembers no matmul"),
+        ((AmaxHistory(),), {}, "transform magnitudes: remembers no matmul"),
         ((PowerSGD(2),), {"precision": "fp16"}, "precision: is fp16, with a loss scale"),
         (
             (PowerSGD(2),),
@@ -163,9 +163,9 @@ def test_what_does_not_fit_is_refused(transforms: Any, options: dict[str, Any], 
 def test_what_a_plan_needs_it_has() -> None:
     """A policy and a recipe bring their transforms; what undoes a step is outside, whenever it was added."""
     plan = plan_of(precision="fp16", quantize="fp8-delayed")
-    assert [each.name for each in plan.transforms] == ["amax_history", "loss_scale"]
+    assert [each.name for each in plan.transforms] == ["magnitudes", "loss_scale"]
     assert {entry.path.partition("/")[0] for entry in plan.transform_states} == {
-        "amax_history",
+        "magnitudes",
         "loss_scale",
     }
     assert plan_of().transforms == plan_of(quantize="fp8").transforms == ()
@@ -212,7 +212,7 @@ def test_runs_know_every_transform() -> None:
     assert {kind.name for kind in TRANSFORMS} == {
         "compression",
         "in_flight",
-        "amax_history",
+        "magnitudes",
         "loss_scale",
     }
     assert InFlight.overlapping_steps
