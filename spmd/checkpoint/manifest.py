@@ -5,8 +5,7 @@
 ```
 
 It is written once, when all files are on disk, and verified before any of them is used. It detects
-accidents, not
-attacks: it is not signed.
+accidents, not attacks: it is not signed.
 """
 
 import hashlib
@@ -221,7 +220,7 @@ def _serialize(files: _Entries) -> bytes:
 
 
 def _parse(text: bytes) -> _Entries:
-    """Parse a manifest; a ValueError if it differs from what `_serialize` writes."""
+    """Parse a manifest; a ValueError unless it is in the form of `_serialize`."""
     files: _Entries = {}
     try:
         for name, (size, digest) in json.loads(text)["files"].items():
