@@ -1,10 +1,13 @@
 """Shard any Flax model by regex rules and train it on anything from one CPU to a pod.
 
 ```python
-mesh = spmd.make_mesh(data=2, fsdp=2, tensor=2) plan = spmd.make_plan(mesh, LLAMA, model, optimizer)
-print(plan)                                   # one line per parameter: path, shape, spec, bytes per
-device, rule state = spmd.init_state(plan, seed=0) step = spmd.make_train_step(plan, loss_fn) state
-= spmd.fit(state, step, batches, steps=1000) ```
+mesh = spmd.make_mesh(data=2, fsdp=2, tensor=2)
+plan = spmd.make_plan(mesh, LLAMA, model, optimizer)
+print(plan)  # one line per parameter: path, shape, spec, bytes per device, rule
+state = spmd.init_state(plan, seed=0)
+step = spmd.make_train_step(plan, loss_fn)
+state = spmd.fit(state, step, batches, steps=1000)
+```
 
 `Run` trains the step in a folder, with checkpoints, evaluation and recovery; `train` a language
 model by its config.
@@ -173,11 +176,14 @@ _HOMES = {
     "whole": "spmd.sharding.batch",
     "with_ema": "spmd.optim.ema",
 }
-"""Public name → its module, which is imported when the name is first used."""
+"""Public name → its module, imported at the first use of the name."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use (PEP 562), with its libraries and no others."""
+    """Import a public name at its first use (PEP 562).
+
+    A program waits for the libraries of the names it uses, and for no others.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

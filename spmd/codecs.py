@@ -231,7 +231,7 @@ EXCHANGES: Mapping[str, GradientCodec] = {
 
 
 def block_of(size: int, largest: int, *, least: int = 8) -> int:
-    """Return the largest block that divides a dimension, or 0 if that is too small to save memory.
+    """Return the largest block to divide a dimension into; 0 if too small to save memory.
 
     Example:
         >>> block_of(4096, 256), block_of(192, 256), block_of(50257, 256)

@@ -1,4 +1,4 @@
-"""Errors that a user can cause, and their format.
+"""Errors for the user of the package, and their format.
 
 All of them are `SpmdError`s, which are `ValueError`s. A function that finds several problems
 reports all of them in one error.
@@ -91,9 +91,10 @@ class SpmdError(ValueError):
 
 
 class Together:
-    """Raises errors as one: those that were added inside of a block, and the one that ends it.
+    """Collect the errors of a block, and raise them as one at its end.
 
-    The first of them that has all the problems is raised itself.
+    An error that ends the block is one of them. The first of them that has all the problems is
+    raised itself.
 
     Example:
         >>> with Together("Invalid plan:") as errors:
@@ -144,7 +145,7 @@ class RuleError(SpmdError):
 
 
 class AnnotationError(SpmdError):
-    """An activation has a name that the plan does not know, or a shape that it cannot split."""
+    """An activation has a name unknown to the plan, or an indivisible shape."""
 
 
 class ConfigError(SpmdError):
@@ -202,7 +203,7 @@ class DataCorruptionError(SpmdError):
 def check_fields(
     config: Any, rules: Mapping[str, str | Sequence[Any]], prefix: str = ""
 ) -> list[Problem]:
-    """Return a problem for each field of a dataclass that breaks its rule.
+    """Return a problem for each field of a dataclass with a value against its rule.
 
     Args:
         rules: Field or dotted path → the values it may have, or bounds as text, which is also the
@@ -245,7 +246,7 @@ def _holds(value: Any, term: str) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the whole reason of an exception, without the notes that others added to it.
+    """Return the whole reason of an exception, without notes added to it.
 
     The first line alone would often be no reason: JAX names what differs in the lines after it.
 

@@ -123,7 +123,7 @@ class Precision:
 
     @property
     def skips_updates(self) -> bool:
-        """Whether the optimizer skips updates that are not finite."""
+        """Whether the optimizer skips non-finite updates."""
         return self.loss_scale is not None
 
     @property
@@ -142,7 +142,7 @@ class Precision:
         return jnp.dtype(self.gradients)
 
     def exchange_names(self, axes: Iterable[str]) -> dict[str, str]:
-        """Return axis → dtype or codec of weight gradients that are sent over it."""
+        """Return axis → dtype or codec of the weight gradients sent over it."""
         default = self.exchange or self.gradients
         return {axis: self.exchange_over.get(axis, default) for axis in axes}
 

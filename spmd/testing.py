@@ -1,6 +1,4 @@
-"""Parity of layouts, decided layouts, bugs, expected collectives and batches, for a user's
-tests.
-"""
+"""Tools for a user's tests: parity of layouts, undecided layouts, bugs, collectives and batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +34,7 @@ def assert_parity(
     seed: int = 0,
     tolerance: Tolerance | None = None,
 ) -> Parity:
-    """Train under `plan` on the batches and assert that each step is that of `reference`.
+    """Train under `plan` on the batches, and assert the same steps as under `reference`.
 
     The reference is usually a plan for one device.
 

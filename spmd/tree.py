@@ -80,7 +80,7 @@ def map_with_path(
 
 
 def key_implementation(leaf: Any) -> Any:
-    """Return the PRNG implementation of a random key, which may be abstract; None for other arrays.
+    """Return the PRNG implementation of a random key, also an abstract one; None for others.
 
     Example:
         >>> key_implementation(jax.random.key(0, impl="threefry2x32"))
@@ -96,7 +96,7 @@ def key_implementation(leaf: Any) -> Any:
 
 
 def select(tree: Mapping[str, Any], keep: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the nested dictionary of the leaves with a path that passes `keep`.
+    """Return the nested dictionary of the leaves with a path accepted by `keep`.
 
     It has no empty branches.
 

@@ -1,1 +1,1 @@
-"""Checkpoints that are verified before they are used."""
+"""Checkpoints, verified before use."""

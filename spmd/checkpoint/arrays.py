@@ -91,7 +91,7 @@ def _restore(
 
 
 def bytes_read() -> int:
-    """Return the bytes that TensorStore has read in this process, from any storage."""
+    """Return the bytes read by TensorStore in this process, from any storage."""
     metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/")
     count = 0
     for metric in metrics:

@@ -1,4 +1,4 @@
-"""Checkpoint manager: saves in the background all that must resume together, for any mesh.
+"""Checkpoint manager: background saves of the whole state of a run, restored onto any mesh.
 
 A checkpoint of step 100 is a folder that is complete or does not exist:
 
@@ -53,9 +53,9 @@ class CheckpointManager:
     """Checkpoint manager of one run.
 
     It keeps the newest `max_to_keep` checkpoints and the `keep_best` with the lowest `best`. Only
-    one run may write to a directory at a time (`spmd.resilience.lease`): opening it removes what an
-    interrupted save left. With several processes, each opens the same directory and makes every
-    call; only process 0 reads the file listing.
+    one run may write to a directory at a time (`spmd.resilience.lease`): opening it removes the
+    leftovers of an interrupted save. With several processes, each opens the same directory and
+    makes every call; only process 0 reads the file listing.
 
     Args:
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never
@@ -289,7 +289,7 @@ class CheckpointManager:
             abstract_state: Tree of `jax.ShapeDtypeStruct`s with shardings on any mesh.
             branches: Paths below which the checkpoint must have no other arrays; by default
                 everywhere.
-            optional: What the checkpoint may lack, or have in other shapes.
+            optional: State that the checkpoint may lack, or have in other shapes.
         """
         step = self._verified(step)
         wanted = tree.flatten(abstract_state)

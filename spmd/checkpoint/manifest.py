@@ -231,7 +231,7 @@ def _serialize(files: _Entries) -> bytes:
 
 
 def _parse(text: bytes) -> _Entries:
-    """Parse a manifest; a ValueError if it differs from what `_serialize` writes."""
+    """Parse a manifest; a ValueError unless it is in the form of `_serialize`."""
     files: _Entries = {}
     try:
         for name, (size, digest) in json.loads(text)["files"].items():

@@ -1,4 +1,4 @@
-"""Scan a directory of checkpoints, and decide which of them to keep."""
+"""Scan a directory of checkpoints, and decide on the ones to keep."""
 
 import dataclasses
 import math
@@ -60,7 +60,7 @@ def _read_metrics(folder: Path) -> tuple[dict[str, float], list[Problem]]:
 
 
 def quarantine(folder: Path) -> None:
-    """Rename a damaged checkpoint to a name that is not a step, if it still exists."""
+    """Rename a damaged checkpoint of step 100 to `damaged-100`, if it still exists."""
     target = folder.with_name(f"damaged-{folder.name}")
     number = 1
     while os.path.lexists(target):

@@ -83,7 +83,7 @@ def host_copies(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 @functools.cache
 def _one_replica_per_process(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Remove devices whose shards are replicas of another device of the same process."""
+    """Keep one device for each distinct shard in a process."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     mesh = sharding.mesh
@@ -101,12 +101,12 @@ def _one_replica_per_process(sharding: jax.sharding.Sharding) -> jax.sharding.Sh
 
 @dataclasses.dataclass(frozen=True)
 class OptionalState:
-    """State below a path that a checkpoint may lack, or have in other shapes.
+    """State below a path, optional in a checkpoint: missing, or with other shapes.
 
     Attributes:
         path: Such as `variables/compression`.
-        targets: `(stored, wanted)` → what to restore of it, with shardings; other stored arrays are
-            not read.
+        targets: `(stored, wanted)` → the arrays to restore, abstract, with shardings; other stored
+            arrays are not read.
         complete: `(restored, wanted)` → the wanted arrays.
     """
 
@@ -119,7 +119,7 @@ class OptionalState:
     )
 
     def below(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of a table that is below the path."""
+        """Return the part of a table below the path."""
         return {path: leaf for path, leaf in table.items() if path.startswith(f"{self.path}/")}
 
 
@@ -200,7 +200,7 @@ def _rename_hint(path: str, others: Sequence[str], owner: str) -> str:
 
 
 def layout_problems(folder: Path) -> list[Problem]:
-    """Return problems of an Orbax folder that could make Orbax read files outside of it.
+    """Return the reasons for Orbax to read files outside of its folder.
 
     In an OCDBT store the name of an array is a key. Without one it is a path, which Orbax would
     follow.

@@ -1,4 +1,4 @@
-"""Versions of the libraries that affect checkpoints."""
+"""Versions of the libraries with an effect on checkpoints."""
 
 import functools
 import importlib.metadata

@@ -46,11 +46,12 @@ class _CheckOptions:
 
 @dataclasses.dataclass(frozen=True)
 class CheckCommand(_CheckOptions, Generic[M]):
-    """Compare the first steps on the config's mesh with one device: the initial state, and of each
-    step the loss, gradients and updates, leaf by leaf. Exit with 1 if any differs by more than its
-    tolerance. Both start with --init, if given. One device takes each step from the mesh's own
-    state. Before that, list the operations that XLA computes wrongly where it splits them, and what
-    is computed instead.
+    """Compare the first steps on the config's mesh with one device, leaf by leaf.
+
+    These are the initial state, and of each step the loss, gradients and updates. Exit with 1 if
+    any differs by more than its tolerance. Both start with --init, if given. One device takes each
+    step from the mesh's own state. Before that, list the operations that XLA computes wrongly where
+    it splits them, and what is computed instead.
     """
 
     config: ConfigFields

@@ -27,7 +27,7 @@ _TITLE = "Report not written:"
 
 @dataclasses.dataclass(frozen=True)
 class ReportCommand(Generic[M]):
-    """Write a report of a config's plan, with charts: one HTML file, --out, that opens offline.
+    """Write a report of a config's plan, with charts: one HTML file (--out) for offline use.
 
     The step is compiled for its collectives and their time; nothing is trained. `spmd report
     RUN [RUN]` is of runs.
@@ -42,8 +42,9 @@ class ReportCommand(Generic[M]):
 
 @dataclasses.dataclass(frozen=True)
 class ReportRunCommand:
-    """Write a report of a run, or of two side by side, with charts: one HTML file that opens
-    offline.
+    """Write a report of a run, or of two side by side, with charts: one HTML file.
+
+    It opens offline.
     """
 
     runs: tyro.conf.Positional[tuple[str, ...]]

@@ -246,6 +246,20 @@ def _class_folders(root: Path) -> dict[str, list[Path]]:
             classes.append(path)
         elif _is_image(path):
             loose.append(path.name)
+    problems = _layout_problems(root, classes, loose)
+    found = {}
+    for path in classes:
+        images = sorted(filter(_is_image, path.rglob("*")))
+        found[path.name] = images
+        if not images:
+            problems.append(Problem(str(path), "has no images", f"looked for {IMAGE_SUFFIXES}"))
+    if problems:
+        raise DataError("invalid images:", first_of(problems))
+    return found
+
+
+def _layout_problems(root: Path, classes: list[Path], loose: list[str]) -> list[Problem]:
+    """Return problems of a folder's entries: folders of classes, and images beside them."""
     names = [path.name for path in classes]
     problems = []
     if not classes:
@@ -257,15 +271,7 @@ def _class_folders(root: Path) -> dict[str, list[Path]]:
     if classes and loose:
         detail = f"{len(loose):,} beside the folders of classes, such as {loose[0]}"
         problems.append(Problem(str(root), "has images without a class", detail))
-    found = {}
-    for path in classes:
-        images = sorted(filter(_is_image, path.rglob("*")))
-        found[path.name] = images
-        if not images:
-            problems.append(Problem(str(path), "has no images", f"looked for {IMAGE_SUFFIXES}"))
-    if problems:
-        raise DataError("invalid images:", first_of(problems))
-    return found
+    return problems
 
 
 def _are_splits(names: list[str]) -> bool:

@@ -190,20 +190,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
-    if not path.is_file():
-        fix = nearest_file(path, ("bytes",))
-        raise DataError(_TITLE, [Problem(name, 'is neither a file nor "bytes"', fix=fix)])
-    if path.stat().st_size > _MAX_BYTES:
-        problem = Problem(name, "is too large", f"more than {_MAX_BYTES:,} bytes")
-        raise DataError(_TITLE, [problem])
-    content = path.read_bytes()
-    try:
-        model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    except Exception as error:  # what the library raises for a file that is not a tokenizer
-        raise DataError(_TITLE, [Problem(name, "is not a tokenizer.json", str(error))]) from error
-    model.no_truncation()
-    model.no_padding()
-    model.encode_special_tokens = True
+    content = _content(path, name)
+    model = _parse(content, name)
     problems: list[Problem] = []
     ids: dict[str, int] = model.get_vocab(with_added_tokens=True)
     vocab = max(ids.values(), default=-1) + 1
@@ -232,6 +220,29 @@ def load_tokenizer(name: str) -> Tokenizer:
     return JsonTokenizer(":".join(parts), vocab, ends[0], ends, starts, model)
 
 
+def _content(path: Path, name: str) -> bytes:
+    """Return the bytes of a tokenizer's file."""
+    if not path.is_file():
+        fix = nearest_file(path, ("bytes",))
+        raise DataError(_TITLE, [Problem(name, 'is neither a file nor "bytes"', fix=fix)])
+    if path.stat().st_size > _MAX_BYTES:
+        problem = Problem(name, "is too large", f"more than {_MAX_BYTES:,} bytes")
+        raise DataError(_TITLE, [problem])
+    return path.read_bytes()
+
+
+def _parse(content: bytes, name: str) -> tokenizers.Tokenizer:
+    """Parse a tokenizer; disable its truncation and padding, and special tokens in texts."""
+    try:
+        model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as error:  # what the library raises for a file that is not a tokenizer
+        raise DataError(_TITLE, [Problem(name, "is not a tokenizer.json", str(error))]) from error
+    model.no_truncation()
+    model.no_padding()
+    model.encode_special_tokens = True
+    return model
+
+
 def _ends(folder: Path, ids: dict[str, int], problems: list[Problem]) -> tuple[int, ...]:
     """Return the end tokens in the files beside a tokenizer, the document's first.
 
@@ -241,11 +252,7 @@ def _ends(folder: Path, ids: dict[str, int], problems: list[Problem]) -> tuple[i
     found = {name: _read(folder / name, problems) for name in (*MODEL_FILES, SETTINGS)}
     known = set(ids.values())
     for name in MODEL_FILES:
-        listed = found[name].get("eos_token_id")
-        if listed is None:
-            continue
-        if not isinstance(listed, list):
-            listed = [listed]
+        listed = _listed_ends(found[name])
         for token in listed:
             if type(token) is not int or token not in known:
                 where = f"{folder / name}: eos_token_id"
@@ -266,6 +273,16 @@ def _ends(folder: Path, ids: dict[str, int], problems: list[Problem]) -> tuple[i
     if problems:
         return ()
     return tuple(dict.fromkeys(ends))
+
+
+def _listed_ends(found: dict[str, Any]) -> list[Any]:
+    """Return `eos_token_id` of a file as a list, unchecked."""
+    listed = found.get("eos_token_id")
+    if listed is None:
+        return []
+    if isinstance(listed, list):
+        return listed
+    return [listed]
 
 
 def _read(path: Path, problems: list[Problem]) -> dict[str, Any]:

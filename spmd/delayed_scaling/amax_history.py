@@ -19,7 +19,7 @@ HISTORY = 16
 """Number of steps with remembered magnitudes."""
 
 ASSUMED = {"input": 16.0, "kernel": 1.0, "gradient": 16.0}
-"""Array of a matmul, in the order of a history → its largest magnitude before any has been seen.
+"""Array of a matmul, in the order of a history → its magnitude assumed before the first step.
 
 Gradients are those of the summed loss.
 """
@@ -28,7 +28,7 @@ _WHY = "every device scales by the same magnitudes"
 
 
 def kernels_with_history(plan: Any) -> dict[str, tuple[int, ...]]:
-    """Return the path of each kernel that remembers magnitudes → its stacked dimensions."""
+    """Return path → stacked dimensions, for each kernel with a history of magnitudes."""
     wrapped = plan.model.info().wrappable
     found = {}
     for entry in plan.params:
@@ -68,8 +68,8 @@ def _shifted(state: Any) -> Any:
 class AmaxHistory(GradTransform):
     """Transform of the gradient with the largest magnitudes of matmuls in earlier steps.
 
-    The history of a kernel rides on it, and its derivative is the observed magnitudes. Magnitudes
-    that are not finite are forgotten: the loss tells.
+    The history of a kernel rides on it, and its derivative is the observed magnitudes. A magnitude
+    that is not finite is replaced by that of the step before: the loss of the step shows it.
     """
 
     name = "magnitudes"
@@ -77,7 +77,7 @@ class AmaxHistory(GradTransform):
     optional = True
 
     def state(self, plan: Any) -> dict[str, StateArray]:
-        """Return a history and the magnitudes of this step, for each kernel that remembers."""
+        """Return a history and the magnitudes of this step, for each kernel with a history."""
         arrays = {}
         for path, layers in kernels_with_history(plan).items():
             for name, shape in _SHAPES.items():
@@ -112,7 +112,7 @@ class AmaxHistory(GradTransform):
         return tree.map_with_path(largest, state)
 
     def wrap(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a gradient function that ends with each step's magnitudes in the histories."""
+        """Wrap a gradient function to move each step's magnitudes into the histories at its end."""
 
         def remembered(
             params: Any, carry: Carry, batch: Any, key: jax.Array
@@ -124,7 +124,7 @@ class AmaxHistory(GradTransform):
         return remembered
 
     def adapt(self, restored: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
-        """Return the histories; one that the checkpoint lacks is as at the start."""
+        """Return the restored histories, and initial ones for those missing in the checkpoint."""
         adapted = {}
         for path, leaf in wanted.items():
             if path in restored:

@@ -28,7 +28,9 @@ def broadcast_from_first(f: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return f()
-    text = json.dumps(f()).encode() if jax.process_index() == 0 else b""
+    text = b""
+    if jax.process_index() == 0:
+        text = json.dumps(f()).encode()
     with jax.transfer_guard("allow"):  # the training loop disallows transfers
         size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
         padded = np.asarray(multihost_utils.broadcast_one_to_all(_pad(text, size)))
@@ -48,7 +50,10 @@ def gather_json(value: Any) -> list[Any]:
     with jax.transfer_guard("allow"):
         sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text)))).tolist()
         rows = np.asarray(multihost_utils.process_allgather(_pad(text, max(sizes))))
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    values = []
+    for row, size in zip(rows, sizes, strict=True):
+        values.append(json.loads(row[:size].tobytes()))
+    return values
 
 
 def _pad(text: bytes, size: int) -> np.ndarray:
@@ -59,7 +64,7 @@ def _pad(text: bytes, size: int) -> np.ndarray:
 
 
 def broadcast_problems(f: Callable[[], Sequence[Problem]]) -> tuple[Problem, ...]:
-    """Return the problems that `f` finds on process 0, as `broadcast_from_first` does."""
+    """Call `f` on process 0 alone, and return its problems on every process."""
     return read_problems(broadcast_from_first(lambda: plain_problems(f())))
 
 

@@ -43,8 +43,15 @@ _TPU_COMPILER_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOA
 # By default the GPU compiler autotunes kernels on a GPU, and here is none.
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 
-# What libtpu writes, and no line of JAX's about a TPU.
+# Lines of libtpu, but not JAX's own about a TPU.
 _LIBTPU = re.compile(r"^(?!.*xla_bridge).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
+
+_BIND_FIXES = {
+    errno.EADDRNOTAVAIL: (
+        "start process 0 on that machine, or give --coordinator HOST:PORT of this one"
+    ),
+    errno.EADDRINUSE: ("give --coordinator another port, or stop the program that uses this one"),
+}
 
 # gRPC reads the first of each group that is set.
 _PROXY = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -62,38 +69,54 @@ def initialize(
 ) -> list[str]:
     """Configure JAX and connect to the other processes; call it before the first use of a device.
 
-    Return what libtpu writes when it looks for a TPU, for a log: on other machines it reports at
-    length.
+    Return libtpu's lines about its search for a TPU, for a log: on a machine without one they are
+    long.
 
     Args:
         devices: CPU devices to simulate in this process; 0 uses the real devices.
         target_platform: `tpu` or `cuda`: cross-compile for this platform, without a device of it.
     """
-    if not 0 <= devices <= MOST_SIMULATED:
-        fix = f"0 for the real devices, or at most {MOST_SIMULATED}; spmd plan --topology cpu:N is for any number"
-        problem = Problem(
-            "devices", f"is {devices}: each simulated device has threads of its own", fix=fix
-        )
-        raise ConfigError("Invalid process group:", [problem])
+    _check_devices(devices)
     group = detect_process_group(launch_args, os.environ)
     # Orbax logs tracebacks of errors that it also raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     if target_platform:
-        jax.config.update("jax_platforms", "cpu")
-        for name, value in _TPU_COMPILER_VARIABLES.items():
-            os.environ.setdefault(name, value)
-        _add_xla_flag(_NO_AUTOTUNING)
+        _prepare_cross_compilation()
     if devices:
         if _CPU_TIMEOUT.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             _add_xla_flag(_CPU_TIMEOUT)
         simulate_devices(devices)
     if group:
         _connect(group, launch_args)
-    with compiler_log(pass_on=False) as said:
+    return _start_backends()
+
+
+def _check_devices(devices: int) -> None:
+    if 0 <= devices <= MOST_SIMULATED:
+        return
+    what = f"is {devices}: each simulated device has threads of its own"
+    fix = f"0 for the real devices, or at most {MOST_SIMULATED}; "
+    fix += "spmd plan --topology cpu:N is for any number"
+    problem = Problem("devices", what, fix=fix)
+    raise ConfigError("Invalid process group:", [problem])
+
+
+def _prepare_cross_compilation() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    for name, value in _TPU_COMPILER_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    _add_xla_flag(_NO_AUTOTUNING)
+
+
+def _start_backends() -> list[str]:
+    """Let JAX find the devices; return libtpu's lines, and print the other ones."""
+    with compiler_log(pass_on=False) as log:
         jax.devices()
-    of_libtpu = [line for line in said if _LIBTPU.search(line)]
-    for line in said:
-        if line not in of_libtpu:
+    of_libtpu: list[str] = []
+    for line in log:
+        if _LIBTPU.search(line):
+            of_libtpu.append(line)
+        else:
             print(line, file=sys.stderr)
     return of_libtpu
 
@@ -116,10 +139,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
-    if any(os.environ.get(name) for name in _PROXY):
-        exempt = next((os.environ[name] for name in _NO_PROXY if os.environ.get(name)), "")
-        host, _ = split_address(group.coordinator)
-        os.environ[_NO_PROXY[0]] = f"{exempt},{host}".strip(",")
+    _exempt_from_proxy(group.coordinator)
     separate_stdout()
     # The only collectives between CPU devices, real or simulated, of several processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -127,13 +147,16 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
     timer = threading.Timer(launch_args.start_timeout, _exit_at_timeout, (group, launch_args))
     timer.daemon = True
     timer.start()
+    own_address: str | None = None
     try:
+        if group.process_id == 0:
+            own_address = bind_address(group)
         jax.distributed.initialize(
             group.coordinator,
             group.processes,
             group.process_id,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=bind_address(group) if group.process_id == 0 else None,
+            coordinator_bind_address=own_address,
             initialization_timeout=launch_args.start_timeout + 60,
             heartbeat_timeout_seconds=launch_args.heartbeat,
             shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
@@ -145,8 +168,19 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
     sys.excepthook = _excepthook
 
 
+def _exempt_from_proxy(coordinator: str) -> None:
+    """Let gRPC connect to the coordinator directly, although there is a proxy."""
+    if not any(map(os.environ.get, _PROXY)):
+        return
+    exempt = ""
+    for name in _NO_PROXY:
+        exempt = exempt or os.environ.get(name, "")
+    host, _ = split_address(coordinator)
+    os.environ[_NO_PROXY[0]] = f"{exempt},{host}".strip(",")
+
+
 def bind_address(group: ProcessGroup) -> str | None:
-    """Return the interface and port on which process 0 listens; None for all interfaces.
+    """Return process 0's own interface and port to listen on; None for all interfaces.
 
     That is the coordinator's own address, unless a cluster names a host that resolves to a loopback
     address on the host itself (Debian writes its own name beside 127.0.1.1), which other machines
@@ -156,24 +190,24 @@ def bind_address(group: ProcessGroup) -> str | None:
     family, address = _resolve(host, group)
     is_loopback = address.startswith("127.") or address == "::1"
     all_interfaces = is_loopback and group.source != "--coordinator" and not group.is_local
+    interface = address
+    if all_interfaces:
+        interface = ""
     with socket.socket(family) as probe:
         # gRPC would share the port with another coordinator, and JAX crashes where it cannot
         # listen.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("" if all_interfaces else address, port))
+            probe.bind((interface, port))
         except OSError as error:
-            fixes = {
-                errno.EADDRNOTAVAIL: "start process 0 on that machine, or give --coordinator HOST:PORT of this one",
-                errno.EADDRINUSE: "give --coordinator another port, or stop the program that uses this one",
-            }
             what = f"process 0 cannot listen at {_named(group)}: {error.strerror}"
-            raise _connection_error(
-                what, f"{host} is {address}", fixes.get(error.errno or 0, "")
-            ) from error
+            fix = _BIND_FIXES.get(error.errno or 0, "")
+            raise _connection_error(what, f"{host} is {address}", fix) from error
     if all_interfaces:
         return None
-    return f"[{address}]:{port}" if family == socket.AF_INET6 else f"{address}:{port}"
+    if family == socket.AF_INET6:
+        return f"[{address}]:{port}"
+    return f"{address}:{port}"
 
 
 def _resolve(host: str, group: ProcessGroup) -> tuple[socket.AddressFamily, str]:
@@ -196,18 +230,20 @@ def _connection_error(what: str, detail: str = "", fix: str = "") -> ConfigError
 
 
 def _named(group: ProcessGroup) -> str:
-    return group.coordinator + (
-        "" if group.source == "--coordinator" else f" (as {group.source} says)"
-    )
+    if group.source == "--coordinator":
+        return group.coordinator
+    return f"{group.coordinator} (as {group.source} says)"
 
 
 def _exit_at_timeout(group: ProcessGroup, launch_args: LaunchArgs) -> None:
     """Exit from a timer's thread, because the main thread blocks inside of JAX."""
-    tried = "listened at" if group.process_id == 0 else "tried"
-    what = f"process {group.process_id} {tried} {_named(group)}, and not all {group.processes} processes connected"
-    fix = (
-        "check that all were started and can reach that port of process 0; or raise --start-timeout"
-    )
+    tried = "tried"
+    if group.process_id == 0:
+        tried = "listened at"
+    what = f"process {group.process_id} {tried} {_named(group)}, "
+    what += f"and not all {group.processes} processes connected"
+    fix = "check that all were started and can reach that port of process 0; "
+    fix += "or raise --start-timeout"
     error = _connection_error(what, f"{launch_args.start_timeout} s have passed", fix)
     print(f"spmd: {error}", file=sys.stderr, flush=True)
     os._exit(2)
@@ -220,24 +256,25 @@ def _excepthook(
     if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" in str(error):
         exit_process(1)
     print(
-        f"spmd: process {jax.process_index()} of {jax.process_count()} stops: the runtime failed, usually because "
-        f"another process is gone or unreachable. See the last output of the others. Exit code {EXIT_LOST}.",
+        f"spmd: process {jax.process_index()} of {jax.process_count()} stops: "
+        "the runtime failed, usually because another process is gone or unreachable. "
+        f"See the last output of the others. Exit code {EXIT_LOST}.",
         file=sys.stderr,
     )
     exit_process(EXIT_LOST)
 
 
 def compiler_environment() -> dict[str, str]:
-    """Return the variables that change compilation; they must be equal on all processes."""
-    names = (
-        "XLA_FLAGS",
-        "LIBTPU_INIT_ARGS",
-        *sorted(name for name in os.environ if name.startswith("JAX_")),
-    )
+    """Return the variables with an effect on compilation; they must be equal on all processes."""
+    of_jax = sorted(name for name in os.environ if name.startswith("JAX_"))
     own = (
         "JAX_PROCESS_ID",
         "JAX_LOCAL_DEVICE_IDS",
         "JAX_COORDINATOR_BIND_ADDRESS",
         "JAX_COMPILATION_CACHE_DIR",
     )
-    return {name: os.environ[name] for name in names if name in os.environ and name not in own}
+    found = {}
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *of_jax):
+        if name in os.environ and name not in own:
+            found[name] = os.environ[name]
+    return found

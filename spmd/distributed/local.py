@@ -28,20 +28,19 @@ _PORTS = range(20_000, 32_768)
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nothing listens on, and that no outgoing connection gets."""
+    """Return a free port of the loopback interface, below the ports of outgoing connections."""
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise OSError(
-        errno.EADDRINUSE, f"something listens on every port of {_PORTS.start} to {_PORTS.stop - 1}"
-    )
+    ports = f"{_PORTS.start} to {_PORTS.stop - 1}"
+    raise OSError(errno.EADDRINUSE, f"something listens on every port of {ports}")
 
 
 def process_commands(
     train: Sequence[str], processes: int, devices: int, port: int
 ) -> list[list[str]]:
-    """Return the command line of each process, from arguments of `spmd` that begin with `train`."""
+    """Return the command line of each process, from arguments of `spmd` such as `train CONFIG`."""
     # `--cluster none`: this process may itself run in a job, whose variables do not describe these
     # processes.
     flags = [
@@ -59,46 +58,81 @@ def process_commands(
 
 
 def launch_local(commands: Sequence[Sequence[str]], *, grace: float) -> int:
-    """Run one process for each command; return the exit code of the first that fails, or 0.
+    """Run one process for each command; return the exit code of the first failure, or 0.
 
     After a failure the other processes have `grace` seconds to end by themselves. At SIGINT all are
     killed, and `KeyboardInterrupt` is raised.
     """
     processes: list[subprocess.Popen[str]] = []
+    interrupted = threading.Event()
+    before = _handle_signals(processes, interrupted)
+    try:
+        for command in commands:
+            processes.append(_start(command, is_first=not processes))
+        readers = _start_readers(processes)
+        first = _wait(processes, grace, interrupted)
+        for reader in readers:
+            reader.join()
+    finally:
+        _kill(processes)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return first
+
+
+def _handle_signals(
+    processes: Sequence["subprocess.Popen[str]"], interrupted: threading.Event
+) -> dict[int, Any]:
+    """Forward signals to the processes, also to later ones, and set `interrupted` at SIGINT.
+
+    Return the handlers before, by signal.
+    """
 
     def forward(number: int, frame: FrameType | None) -> None:
         for process in processes:
             process.send_signal(number)
 
-    interrupted = threading.Event()
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    before: dict[int, Any] = {}
+    for number in _FORWARDED:
+        before[number] = signal.signal(number, forward)
     before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: interrupted.set())
-    try:
-        for command in commands:
-            pipes: dict[str, Any] = (
-                {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if processes else {}
-            )
-            pipes |= {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace"}
-            # In a session of its own, so that Ctrl-C comes once, from here.
-            processes.append(subprocess.Popen(command, start_new_session=True, **pipes))
-        others = [(i, process.stdout) for i, process in enumerate(processes) if process.stdout]
-        readers = [
-            threading.Thread(target=_copy_output, args=output, daemon=True) for output in others
-        ]
-        for reader in readers:
-            reader.start()
-        first = _wait(processes, grace, interrupted)
-        for reader in readers:
-            reader.join()
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-        for process in processes:
-            process.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return first
+    return before
+
+
+def _start(command: Sequence[str], *, is_first: bool) -> "subprocess.Popen[str]":
+    """Start a process; all but the first have their output in a pipe."""
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    if is_first:
+        output = {}
+    # In a session of its own, so that Ctrl-C comes once, from here.
+    return subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        **output,
+    )
+
+
+def _start_readers(processes: Sequence["subprocess.Popen[str]"]) -> list[threading.Thread]:
+    """Start a thread to print the lines of each pipe."""
+    readers = []
+    for process_id, process in enumerate(processes):
+        if process.stdout:
+            arguments = (process_id, process.stdout)
+            readers.append(threading.Thread(target=_copy_output, args=arguments, daemon=True))
+    for reader in readers:
+        reader.start()
+    return readers
+
+
+def _kill(processes: Sequence["subprocess.Popen[str]"]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
 
 
 def _copy_output(process_id: int, lines: IO[str]) -> None:
@@ -117,26 +151,51 @@ def _wait(
     first, deadline = 0, float("inf")
     while True:
         codes = [process.poll() for process in processes]
-        if not first and (failed := [i for i, code in enumerate(codes) if code]):
-            # Others may fail in the same moment, because the first one is gone.
-            i = min(
-                failed, key=lambda i: codes[i] in (EXIT_LOST, -signal.SIGABRT, 128 + signal.SIGABRT)
-            )
-            code = codes[i] or 0
-            first, deadline = code if code > 0 else 128 - code, time.monotonic() + grace
-            reason = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-            rest = f"; the others have {grace:g} s to end by themselves" if None in codes else ""
-            _log(f"process {i} ended with {reason}{rest}")
+        if not first and any(codes):
+            process_id, code = _first_failure(codes)
+            first, reason = _status(code)
+            deadline = time.monotonic() + grace
+            rest = ""
+            if None in codes:
+                rest = f"; the others have {grace:g} s to end by themselves"
+            _log(f"process {process_id} ended with {reason}{rest}")
         if None not in codes:
             return first
         if time.monotonic() > deadline:
-            running = [i for i, code in enumerate(codes) if code is None]
-            for i in running:
-                processes[i].kill()
-            _log(f"stopped process {', '.join(map(str, running))}")
+            _stop_running(processes, codes)
             deadline = float("inf")
         if interrupted.wait(_POLL_SECONDS):
             raise KeyboardInterrupt
+
+
+def _first_failure(codes: Sequence[int | None]) -> tuple[int, int]:
+    """Return the number and the exit code of the process to blame.
+
+    Others may fail in the same moment, because the first one is gone.
+    """
+    failed = [(process_id, code) for process_id, code in enumerate(codes) if code]
+    for process_id, code in failed:
+        if code not in (EXIT_LOST, -signal.SIGABRT, 128 + signal.SIGABRT):
+            return process_id, code
+    return failed[0]
+
+
+def _status(code: int) -> tuple[int, str]:
+    """Return the exit code of a failed process as a shell reports it, and in words."""
+    if code > 0:
+        return code, f"exit code {code}"
+    return 128 - code, f"signal {signal.Signals(-code).name}"
+
+
+def _stop_running(
+    processes: Sequence["subprocess.Popen[str]"], codes: Sequence[int | None]
+) -> None:
+    running = []
+    for process_id, process in enumerate(processes):
+        if codes[process_id] is None:
+            process.kill()
+            running.append(str(process_id))
+    _log(f"stopped process {', '.join(running)}")
 
 
 def _log(text: str) -> None:

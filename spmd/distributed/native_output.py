@@ -1,4 +1,4 @@
-"""What C++ libraries write to the process's standard output and error, past Python."""
+"""Output of C++ libraries on the process's standard output and error, past Python."""
 
 import contextlib
 import io
@@ -10,17 +10,20 @@ from typing import TextIO
 
 
 def separate_stdout() -> None:
-    """Give `sys.stdout` a descriptor of its own, and drop what C++ writes to descriptor 1: Gloo reports connections."""
-    if _stdout_descriptor() == 1:
-        sys.stdout.flush()
-        sys.stdout = os.fdopen(
-            os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors
-        )
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    """Give `sys.stdout` a descriptor of its own, and drop the output of C++ on descriptor 1.
+
+    Gloo reports its connections there.
+    """
+    if _stdout_descriptor() != 1:
+        return
+    sys.stdout.flush()
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=encoding, errors=errors)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def redirect_native_stdout(file: TextIO) -> None:
-    """Append what C++ writes to descriptor 1 to a file, if `separate_stdout` has been called."""
+    """Append the output of C++ on descriptor 1 to a file, if `separate_stdout` has been called."""
     if _stdout_descriptor() not in (None, 1):
         os.dup2(file.fileno(), 1)
 
@@ -34,14 +37,15 @@ def _stdout_descriptor() -> int | None:
 
 @contextlib.contextmanager
 def compiler_log(*, pass_on: bool = True) -> Iterator[list[str]]:
-    """Collect what XLA writes to the process's standard error inside the block, and write it there at its end.
+    """Hold back XLA's lines on the process's standard error until the end of the block.
 
-    The lines are in the list when the block ends. With `pass_on=False` they are written only if the
-    block fails.
+    When the block ends, the lines are in the list, and are written to standard error. With
+    `pass_on=False` they are written only if the block fails.
 
     The partitioner reports an involuntary full rematerialization only there. JAX 0.10 prints such
-    lines; JAX 0.12 has not been seen to for the same programs, and the copies then show as gathered
-    activations. A program from JAX's compilation cache is not compiled, so nothing is printed.
+    lines; JAX 0.12 has not been seen to do so for the same programs, and the copies then show as
+    gathered activations. A program from JAX's compilation cache is not compiled, so nothing is
+    printed.
 
     Example:
         >>> with compiler_log() as log:

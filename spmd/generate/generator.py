@@ -30,7 +30,7 @@ from spmd.plan.plan import ShardingPlan
 from spmd.sharding.mesh import BATCH_AXES, shards_of
 
 MIN_LENGTH = 32
-"""Tokens that a prompt is padded to at least."""
+"""Fewest tokens of a padded prompt."""
 
 Tokens = Sequence[int] | Int[np.ndarray, "token"]
 """Token ids, at least one."""
@@ -72,7 +72,7 @@ class Generator:
     def stream(
         self, params: Any, variables: Any, prompts: Sequence[Tokens], *, tokens: int, seed: int = 0
     ) -> Iterator[np.ndarray]:
-        """Like `write`, yield token by token: int32 `[prompt]`, `ENDED` for a row that has ended.
+        """Yield the result of `write` token by token: int32 `[prompt]`, `ENDED` in ended rows.
 
         It stops when all rows have ended. The next token is computed while the caller reads this
         one.
@@ -225,7 +225,7 @@ class Generator:
         return _logits_at(logits, jnp.zeros_like(position)), cache
 
     def _logits(self, params: Any, variables: Any, ids: Array, valid: Array | None = None) -> Any:
-        """Return the logits of all tokens; `valid` is their mask, for a model that takes it."""
+        """Return the logits of all tokens; `valid` is their mask, for padding-aware models."""
         model = self.plan.model
         keywords = {}
         if model.info().padding_aware and valid is not None:
@@ -272,7 +272,7 @@ def check_window(prompts: Sequence[Tokens], tokens: int, window: int) -> None:
 
 
 def window_problems(prompts: Sequence[Tokens], tokens: int, window: int) -> list[Problem]:
-    """Return a problem for each prompt that is empty, or too long with `tokens` more."""
+    """Return the problems of prompts, and of the number of tokens to add to them."""
     problems = []
     if not len(prompts):
         problems.append(Problem("prompt", "there is none", fix="give at least one"))

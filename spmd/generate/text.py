@@ -18,7 +18,7 @@ _MAX_INCOMPLETE = 3
 
 
 class IncrementalDetokenizer:
-    """Decoder of tokens that arrive one by one after `ids`; an incomplete character is held back.
+    """Decoder of one token after another, behind `ids`; an incomplete character is held back.
 
     Example:
         >>> from spmd.data.tokenizer import ByteTokenizer
@@ -35,7 +35,7 @@ class IncrementalDetokenizer:
         self._returned = tokenizer.decode(self._ids)
 
     def add(self, token: int) -> str:
-        """Return the text that is complete with one more token."""
+        """Add a token, and return the newly complete text."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids[self._start :])
         incomplete = min(len(text) - len(text.rstrip(_INCOMPLETE)), _MAX_INCOMPLETE)
@@ -55,7 +55,7 @@ class IncrementalDetokenizer:
         return text[start:end]
 
     def finish(self) -> str:
-        """Return the text that is still held back."""
+        """Return the text held back."""
         text = self._tokenizer.decode(self._ids[self._start :])
         return text[len(self._returned) :]
 
@@ -63,7 +63,7 @@ class IncrementalDetokenizer:
 def make_generator(
     plan: ShardingPlan, tokenizer: Tokenizer, window: int, sampling: Sampling
 ) -> Generator:
-    """Return a generator that stops at the tokenizer's end tokens."""
+    """Return a generator with the tokenizer's end tokens."""
     return Generator(plan, window, sampling, tokenizer.ends)
 
 

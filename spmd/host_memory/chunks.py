@@ -32,7 +32,7 @@ tiles."""
 
 @dataclasses.dataclass(frozen=True)
 class UpdateChunk:
-    """Parameters that are updated together, in equal chunks."""
+    """Parameters updated together, in equal chunks."""
 
     paths: tuple[str, ...]
     dim: int = 0  # the dimension that is chunked: 0 for the layers of a stack
@@ -106,7 +106,7 @@ def plan_chunks(
 
 
 def _dependent_updates(param_phase: optax.GradientTransformation, params: Any) -> list[Problem]:
-    """Return a problem for each parameter with an update that depends on other parameters."""
+    """Return a problem for each parameter with an update dependent on other parameters."""
     problems = []
     for path, traced in trace_update(param_phase, params, {}, totals=False).items():
         if traced.others:
@@ -197,7 +197,7 @@ def _single_chunks(
 
 
 def _is_elementwise(traced: Traced) -> bool:
-    """Return whether an update is elementwise: no number and no state has other dimensions."""
+    """Return whether an update is elementwise and deterministic, with state of the same shape."""
     if traced.mixed or traced.random:
         return False
     return all(shape == () for _, shape in traced.state)

@@ -35,7 +35,7 @@ class HostParam(WrappedParam):
 
     @property
     def is_fetched(self) -> bool:
-        """Always, by the copy to the device."""
+        """True: `at_layer` copies it to the device."""
         return True
 
     def at_layer(self) -> jax.Array:

@@ -116,11 +116,11 @@ class HostMemory(Storage):
     def at_forward(
         self, path: str, param: jax.Array, target: jax.Array | None, sharding: NamedSharding
     ) -> Any:
-        """Return the operand that a layer copies to the device."""
+        """Return the operand; its layer copies it to the device."""
         return HostParam(param, target, sharding, path)
 
     def make_update(self, plan: Any) -> Update:
-        """Return the update that streams chunks through the device."""
+        """Return the update, in chunks streamed through the device."""
         if not self.chunks:
             return super().make_update(plan)
         return make_update(plan, self.chunks)

@@ -120,7 +120,7 @@ class _ChunkedUpdate:
         return moved, stored
 
     def place(self, leaf: Any, x: jax.Array, memory_kind: str = "device") -> jax.Array:
-        """Copy an array that is stored in host memory to another memory."""
+        """Copy an array to another memory if it is stored in host memory."""
         if leaf.memory_kind == "device":
             return x
         sharding = NamedSharding(self.mesh, leaf.spec, memory_kind=memory_kind)

@@ -41,7 +41,7 @@ BASE = "base"
 """The name of the frozen parameters among the variables."""
 
 LORA_A, LORA_B = "_lora_a", "_lora_b"
-"""What the names of adapters end with."""
+"""Endings of the names of adapters."""
 _SMALL = "a low-rank adapter is small"
 _TITLE = "Invalid adapters:"
 

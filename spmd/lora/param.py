@@ -34,11 +34,11 @@ class LoRAParam(WrappedParam):
 
     @property
     def is_fetched(self) -> bool:
-        """Whether the frozen kernel is."""
+        """Whether the frozen kernel is fetched by its layer."""
         return has_fetched(self.base)
 
     def at_layer(self) -> "LoRAParam":
-        """Return the parameter that the layer computes with, and its adapter."""
+        """Return the frozen kernel, fetched if need be, and its adapter, for the layer."""
         return dataclasses.replace(self, base=start_layer(self.base))
 
     def operand(self) -> jax.Array:

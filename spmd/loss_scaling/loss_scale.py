@@ -1,4 +1,4 @@
-"""Dynamic loss scaling, for gradients that float16 holds.
+"""Dynamic loss scaling, for gradients in the range of float16.
 
 The loss of every differentiation is multiplied by the scale, and the gradients of the whole batch
 are divided by it once. It is the outermost transform: a step whose gradients overflow leaves

@@ -1,1 +1,1 @@
-"""Optimizers that see layers: configuration, wrappers, narrow state, and its storage."""
+"""Optimizers for stacked layers: configuration, wrappers, narrow state, and its storage."""

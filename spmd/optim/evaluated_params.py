@@ -58,7 +58,7 @@ def _replace_leaves(params: Any, replaced: Mapping[str, jax.Array]) -> Any:
 
 
 def evaluated_kinds(state: Any) -> tuple[str, ...]:
-    """Return the names of the parameters that `find_evaluated_params` takes from a state."""
+    """Return the names of the evaluated parameters in a state (`find_evaluated_params`)."""
     names = [_KINDS[type(node)].name for node in _nodes(state)]
     return tuple(dict.fromkeys(names))
 

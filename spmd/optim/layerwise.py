@@ -102,7 +102,7 @@ def assert_layerwise(
     steps: int = 2,
     tolerance: float = 1e-5,
 ) -> None:
-    """Assert that random parameters are updated alike as stacks and as separate layers.
+    """Assert equal updates of random parameters as stacks and as separate layers.
 
     `params` gives their shapes. `tolerance` is relative to the largest change of the layer's
     parameter.
@@ -230,7 +230,7 @@ class _Tracer:
     def mixed_stacks(
         self, equation: Any, operand: Any, dependencies: _Seen, shape: tuple[int, ...]
     ) -> set[str]:
-        """Return the stacks of an operand with layers that an operation mixes."""
+        """Return the stacks of an operand with layers mixed by an operation."""
         before = _shape(operand)
         mixed = set()
         for path in dependencies.params & self.lengths.keys():
@@ -350,7 +350,7 @@ def _state_shapes(
 
 
 def _seen_state(leaf: Any, param: str, lengths: Mapping[str, tuple[int, ...]]) -> _Seen:
-    """Return the dependencies of an array of the state, for the parameter that it follows."""
+    """Return the dependencies of an array of a parameter's optimizer state."""
     if is_random_key(leaf):
         return _Seen(frozenset({("random", "")}))
     inputs = frozenset({("state", param)})
@@ -372,7 +372,7 @@ def _layer_shape(
 
 
 def _union(parts: Iterable[_Seen]) -> _Seen:
-    """Return the dependencies of a value that is computed from others."""
+    """Return the dependencies of a value computed from others: their union."""
     inputs = set[tuple[str, str]]()
     mixed = set[str]()
     reduced = set[tuple[str, tuple[int, ...]]]()
@@ -384,7 +384,7 @@ def _union(parts: Iterable[_Seen]) -> _Seen:
 
 
 def _crossed(equation: Any, atom: Any, rank: int) -> Sequence[int]:
-    """Return the dimensions of an operand that an operation mixes without changing their sizes."""
+    """Return the dimensions of an operand mixed by an operation without a change of size."""
     name = equation.primitive.name
     params = equation.params
     if name == "dot_general":
@@ -404,7 +404,7 @@ def _crossed(equation: Any, atom: Any, rank: int) -> Sequence[int]:
 
 
 def _with_rare_lengths(params: Any, dims: Mapping[str, tuple[int, ...]]) -> Any:
-    """Change the sizes of stacked dimensions to near ones that no other dimension has."""
+    """Change the sizes of stacked dimensions to near sizes of no other dimension."""
     rare = _rare_lengths(params, dims)
 
     def lengthen(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -417,7 +417,7 @@ def _with_rare_lengths(params: Any, dims: Mapping[str, tuple[int, ...]]) -> Any:
 
 
 def _rare_lengths(params: Any, dims: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, int], int]:
-    """Return the table from a size and the depth of its stack to a size that is used once."""
+    """Return (size, depth of its stack) → a near size, used once."""
     taken = set[int]()
     lengths = set[tuple[int, int]]()
     for path, leaf in tree.flatten(params).items():

@@ -152,5 +152,5 @@ def _in_float32(
 
 
 def _difference(after: Any, before: Any) -> Any:
-    """Return the float32 updates that change parameters from `before` to `after`."""
+    """Return the float32 updates of parameters from `before` to `after`."""
     return jax.tree.map(jnp.subtract, _wide(after), _wide(before))

@@ -1,4 +1,4 @@
-"""Optimizers applied per layer, for transforms that depend on whole arrays.
+"""Optimizers applied per layer, for transforms of whole arrays.
 
 They run once for each layer of a stack.
 """

@@ -1,4 +1,4 @@
-"""Optax wrapper to skip updates with a gradient norm that is not finite or far too large."""
+"""Optax wrapper to skip updates with a non-finite or far too large gradient norm."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

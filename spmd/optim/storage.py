@@ -54,16 +54,16 @@ class Storage:
 
     @property
     def off_device_params(self) -> frozenset[str]:
-        """The paths of parameters and frozen variables that are not on the devices."""
+        """The paths of parameters and frozen variables outside of device memory."""
         return frozenset()
 
     @property
     def off_device_state(self) -> frozenset[str]:
-        """The paths of optimizer state that are not on the devices."""
+        """The paths of optimizer state outside of device memory."""
         return frozenset()
 
     def problems(self, mesh: AnyMesh, remat: Remat) -> list[Problem]:
-        """Return the reasons against its use on a mesh, whatever the model is."""
+        """Return the reasons against its use on a mesh, for any model."""
         del mesh, remat
         return []
 

@@ -36,9 +36,8 @@ def two_phase(
 ) -> TwoPhaseOptimizer:
     """Apply `param_phase` to the gradient from `global_phase`.
 
-    In `param_phase`, the update of one parameter depends on no other. A `treatment` is the
-    description of what it does to each parameter, for plans; its state is made only where nothing
-    contradicts it.
+    In `param_phase`, the update of one parameter depends on no other. A `treatment` describes, for
+    plans, how each parameter is updated; the state is made only where nothing contradicts it.
 
     Example:
         >>> clip = optax.clip_by_global_norm(1.0)

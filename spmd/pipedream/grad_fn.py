@@ -1,4 +1,4 @@
-"""PipeDream: a pipeline without a flush, whose gradients are one update behind their weights.
+"""PipeDream: a pipeline without a flush, with gradients one update behind their weights.
 
 The next batch starts while the last microbatches of the batch before are in flight, so no stage is
 idle. Those keep the weights with which they started (weight stashing, Narayanan et al., PipeDream,
@@ -43,7 +43,7 @@ _STREAMS = ("inputs", "arrived", "sent_back")
 
 
 def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
-    """Return a gradient function of the batch before; its pipeline stays full between steps.
+    """Return a gradient function of the previous batch; its pipeline stays full between steps.
 
     The plan must have the state `InFlight(loss_fn, table, …)` among its transforms, the table be of
     a schedule without a flush.

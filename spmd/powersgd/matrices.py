@@ -57,7 +57,7 @@ class Matrix:
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """The dimensions that count matrices."""
+        """The batch dimensions: layers and experts."""
         return tuple(dim for dim in range(len(self.shape)) if dim not in self.dims)
 
     def sent(self, rank: int) -> tuple[int, int]:
@@ -85,7 +85,7 @@ class Matrix:
         return (shards, *batch, rank, self.shape[column_dim])
 
     def _of_batch(self, entries: Sequence[Any]) -> list[Any]:
-        """Return the entries of the dimensions that count matrices."""
+        """Return the entries of the batch dimensions."""
         return [entries[dim] for dim in self.batch]
 
 
@@ -114,7 +114,7 @@ def find_matrices(
 
 
 def make_matrix(shape: tuple[int, ...], spec: P, stacked: Sequence[int], mesh: AnyMesh) -> Matrix:
-    """Return the matrices of a gradient: its last two dimensions that are not stacked."""
+    """Return the matrices of a gradient: its last two unstacked dimensions."""
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
     dims = spec_dims(spec, len(shape), axes)
     *_, rows, columns = (dim for dim in range(len(shape)) if dim not in stacked)

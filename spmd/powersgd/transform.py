@@ -56,7 +56,7 @@ _DEPENDENT = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(GradTransform):
-    """Compression of the gradients of a step over `data`, which are exchanged once.
+    """Compression of gradients over `data`, exchanged once a step.
 
     Attributes:
         rank: Columns of P and of Q.
@@ -155,8 +155,8 @@ class PowerSGD(GradTransform):
     def adapt(self, restored: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
         """Return the state for another number of devices: each has the mean of the restored errors.
 
-        What was applied and the mean of the errors add up to the mean gradients, so nothing is
-        lost. What the checkpoint lacks is as at the start.
+        The applied updates and the mean of the errors add up to the mean gradients, so nothing is
+        lost. Arrays missing in the checkpoint get their initial values.
         """
 
         def adapted(path: str, x: Array | None, shape: tuple[int, ...]) -> Array:
@@ -177,7 +177,7 @@ class PowerSGD(GradTransform):
         return state
 
     def problems(self, plan: ShardingPlan) -> list[Problem]:
-        """Return everything that keeps the gradients of a plan from being compressed."""
+        """Return the reasons against compressing the gradients of a plan."""
         return [
             *self._transform_problems(plan),
             *self._axis_problems(plan),
@@ -307,14 +307,14 @@ class Replicas:
 
     @property
     def inside(self) -> int:
-        """The devices of a slice, whose gradients are summed first; 1 if all are compressed."""
+        """Number of devices in a first, uncompressed sum: those of a slice, 1 for one slice."""
         if self.slices <= 1:
             return 1
         return self.devices // self.slices
 
     @property
     def count(self) -> int:
-        """The number of gradients that are compressed."""
+        """The number of compressed gradients, one for each group."""
         return self.devices // self.inside
 
     def sum_inside(self, gradient: Array) -> Array:
@@ -330,7 +330,7 @@ class Replicas:
         return total.astype(gradient.dtype)
 
     def mean(self, x: Array) -> Array:
-        """Return the mean over the devices between which gradients are compressed."""
+        """Return the mean between slices, or over all devices of `data` for one slice."""
         groups = None
         if self.inside > 1:
             groups = self._device_numbers().T.tolist()
@@ -344,7 +344,10 @@ class Replicas:
 def approximate(
     matrices: Float[Array, "*batch n m"], q: Float[Array, "*batch r m"], replicas: Replicas
 ) -> tuple[Float[Array, "*batch n m"], Float[Array, "*batch r m"]]:
-    """Return the mean over devices of `matrices`, of rank r, and the next Q; in a manual region."""
+    """Approximate the mean of `matrices` over devices by rank r; return it and the next Q.
+
+    Call it in a manual region.
+    """
     einsum = functools.partial(jnp.einsum, precision="highest")
     mq = einsum("...nm,...rm->...rn", matrices, orthonormal(q))
     p = orthonormal(replicas.mean(mq))
@@ -353,7 +356,7 @@ def approximate(
 
 
 def orthonormal(x: Float[Array, "*batch r n"]) -> Float[Array, "*batch r n"]:
-    """Return orthonormal rows that span the rows of `x` (r ≤ n), by Gram–Schmidt.
+    """Return orthonormal rows with the span of the rows of `x` (r ≤ n), by Gram–Schmidt.
 
     Each row is projected again.
 

@@ -1,1 +1,1 @@
-"""Reports of plans and runs: one HTML file with charts, which opens offline."""
+"""Reports of plans and runs: one HTML file with charts, for offline use."""

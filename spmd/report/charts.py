@@ -198,7 +198,7 @@ def stacked_bars(
 
 
 def _part_in_bars(bars: Sequence[tuple[str, Mapping[str, float]]], name: str) -> Any:
-    """Return the columns of one part, without rows for bars that lack it."""
+    """Return the columns of one part, without rows for bars without it."""
     with_part, starts, ends, sizes = [], [], [], []
     for bar, parts in bars:
         if name not in parts:

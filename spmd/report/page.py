@@ -93,7 +93,7 @@ def _cell(value: str | Cell) -> str:
 
 
 def render(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """Return the page, without sections that are empty."""
+    """Return the page, without empty sections."""
     charts: list[Chart] = []
     links = []
     parts = []

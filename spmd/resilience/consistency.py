@@ -51,7 +51,7 @@ def source_fingerprint() -> str:
 
 
 def differences(everyone: Sequence[Statements]) -> list[Problem]:
-    """Return the processes that differ from the most common value.
+    """Return a problem for each process with another value than the most common one.
 
     Of two equally common values, that of the lower process counts.
 
@@ -85,7 +85,7 @@ def differences(everyone: Sequence[Statements]) -> list[Problem]:
 
 
 def _most_common(values: Sequence[str]) -> tuple[str, str]:
-    """Return the most common value, and the processes that have it, in words."""
+    """Return the most common value, and its processes in words."""
     [(usual, count)] = collections.Counter(values).most_common(1)
     processes = f"process {values.index(usual)}"
     if count > 1:

@@ -32,7 +32,7 @@ Digests = np.ndarray
 
 
 def make_digest(abstract: tree.PyTree, mesh: AnyMesh) -> Callable[[tree.PyTree], jax.Array]:
-    """Compile the program that digests every shard of a tree as `digest_shards` does, replicated.
+    """Compile `digest_shards` for a tree, with a replicated result.
 
     `abstract` is a tree of `jax.ShapeDtypeStruct`s with `NamedSharding`s on `mesh`, such as
     `abstract_state(plan)`. Of an array in host memory one layer, or a few MiB, is on the device at
@@ -244,7 +244,7 @@ def _majority(values: list[int]) -> int | None:
 
 
 def _held(devices: list[jax.Device], values: list[int]) -> str:
-    """Return the devices that hold each value, in words."""
+    """Return each value with its devices, in words."""
     holders = collections.defaultdict(list)
     for device, value in zip(devices, values, strict=True):
         holders[value].append(str(device.id))

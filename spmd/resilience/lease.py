@@ -45,7 +45,7 @@ _MAX_BYTES = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """Process that holds a lease.
+    """Holder of a lease: a process.
 
     Attributes:
         since: When it claimed the lease, by the clock of its host.
@@ -203,7 +203,7 @@ class Lease:
                 continue  # the file server may answer again
 
     def _problems(self) -> Sequence[Problem]:
-        """Claim the lease; return the problems of that, or of the folder."""
+        """Claim the lease; return the problems of the claim, or of the folder."""
         try:
             with disk_errors(
                 self._folder, "claiming the folder", "choose an --out that can be written"

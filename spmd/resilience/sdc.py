@@ -55,7 +55,7 @@ class _Check(Hook, abc.ABC):
         return bool(self.every) and step % self.every == 0
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Raise `DataCorruptionError` with each array and the devices that differ.
+        """Raise `DataCorruptionError` with each corrupt array and its devices.
 
         The error is the same on every process.
         """
@@ -76,7 +76,7 @@ class ReplicaCheck(_Check):
 
     @functools.cached_property
     def digest(self) -> Callable[[TrainState], jax.Array]:
-        """Program that digests the state, compiled at the first check."""
+        """Digest program of the state, compiled at the first check."""
         return make_digest(self.abstract, self.plan.mesh)
 
     def problems(self, state: TrainState) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Watchdog: a process that hangs exits, with the stack of every thread.
+"""Watchdog: a hanging process exits, with the stack of every thread.
 
 A collective that one process never reaches, a dead network and a stuck disk all stop progress, so
 one deadline covers them. Every process has its own watchdog; those that wait for the stuck one exit
@@ -65,7 +65,7 @@ class Watchdog(Hook):
             self._thread.join()
 
     def set_activity(self, what: str) -> None:
-        """Record the activity that begins now, for the message; the deadline stays."""
+        """Record the current activity, for the message; the deadline stays."""
         self._activity = what
 
     def reset(self, finished: str) -> None:

@@ -88,7 +88,9 @@ class Throughput:
 
 @dataclasses.dataclass(eq=False)
 class Log(Hook):
-    """Writes the metrics of every `every`-th step and of the last, step `steps` or that of a stop.
+    """Writes the metrics of every `every`-th step and of the last one.
+
+    The last is step `steps`, or the step of a stop.
 
     Args:
         goodput_dir: Folder of the goodput records; None to write none.

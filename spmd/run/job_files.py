@@ -69,7 +69,7 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """Processes that train together."""
+        """Number of processes of the run."""
         return self.nodes * self.processes_per_node
 
     @property
@@ -109,7 +109,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class SlurmJob(Job):
-    """Batch file for Slurm, to submit with sbatch in a folder that all machines share.
+    """Batch file for Slurm, to submit with sbatch in a folder on a shared file system.
 
     Flags of `spmd train` follow after `--`. The config is planned for all devices first, so that an
     error shows now and not after the queue.
@@ -232,7 +232,7 @@ class KubernetesJob(Job):
         return problems
 
     def render(self, train: Sequence[str]) -> str:
-        """Return the manifest as JSON, which is also YAML."""
+        """Return the manifest as JSON, and so as YAML."""
         return json.dumps(self.manifest(train), indent=2, ensure_ascii=False) + "\n"
 
     def manifest(self, train: Sequence[str]) -> dict[str, Any]:

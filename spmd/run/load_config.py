@@ -1,9 +1,9 @@
-"""Config files: Python files that define `config`, executed with the user's rights.
+"""Config files: Python files with a `config`, executed with the user's rights.
 
 A config may import the modules beside it, as a script may. The folder of the config that was loaded
 last is searched for them, and its modules stay imported; those of another config are put aside, so
-that two configs with modules of equal names do not mix. `copy_config` writes a config with what it
-imported, so that a run folder is complete.
+that two configs with modules of equal names do not mix. `copy_config` writes a config with the
+modules that it imported, so that a run folder is complete.
 """
 
 import contextlib

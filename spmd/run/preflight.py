@@ -40,7 +40,7 @@ def check_config(setup: TrainSetup) -> None:
 
 
 def check_step(setup: TrainSetup) -> None:
-    """Raise for a batch or an activation that does not fit the mesh."""
+    """Check that batch and activations fit the mesh, by a trace of the step."""
     check_microbatches(setup)
     setup.step.trace(abstract_batch(setup.config))
 

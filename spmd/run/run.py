@@ -44,7 +44,7 @@ class Run(RunSpec):
     ) -> RunResult:
         """Train until the config's last step or preemption.
 
-        The first process prints how it went.
+        The first process prints the results.
 
         Args:
             resume: If the folder contains a run: never (refuse the folder), auto (resume; start a

@@ -1,4 +1,4 @@
-"""What is written, checked and recovered around the steps of a run, whatever is trained."""
+"""Config of a run of any model: logging, evaluation, checkpoints, checks and recovery."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ class RecoveryConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SDCConfig:
-    """Checks for silent data corruption, which stops the run."""
+    """Checks for silent data corruption; a failed one stops the run."""
 
     replicas_every: int = 0
     """Steps between bitwise comparisons of replicated arrays across devices. 0: never."""

@@ -55,7 +55,7 @@ def train(
 ) -> RunResult:
     """Train a language model as its config says.
 
-    On the first process, print what is trained and how it went.
+    The first process prints the plan and the results.
 
     Args:
         config: Its `out` names the run folder, by default `runs/run`, or that of `source`.

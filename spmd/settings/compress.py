@@ -67,9 +67,9 @@ class CompressConfig:
 
     @property
     def of_plan(self) -> "CompressConfig":
-        """The config without PowerSGD, which wraps the gradient function.
+        """The config without PowerSGD, for plans.
 
-        A plan decides about codecs only.
+        A plan decides about codecs only; PowerSGD wraps the gradient function.
         """
         if not powersgd_rank(self.gradients):
             return self
@@ -125,7 +125,7 @@ class CompressConfig:
     def on(
         self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
     ) -> "CompressConfig":
-        """Return the config without the fields that are useless there."""
+        """Return the config without its useless fields on a mesh."""
         useless: dict[str, Any] = dict.fromkeys(self.useless(sizes, slices, zero), "")
         if powersgd_rank(self.gradients) and sizes["data"] == 1:
             useless["gradients"] = ""
@@ -144,7 +144,7 @@ class CompressConfig:
     def problems_of_mesh(
         self, sizes: Mapping[str, int], slices: Mapping[str, int], zero: int
     ) -> list[Problem]:
-        """Return the problems of the config in a plan for this mesh, whatever the model is."""
+        """Return the problems of the config in a plan for this mesh, for any model."""
         problems = [*self.problems(), *self.useless(sizes, slices, zero).values()]
         if self != self.of_plan:
             problem = Problem(
@@ -166,7 +166,7 @@ class CompressConfig:
         *,
         exactly: bool,
     ) -> ParamComm:
-        """Return the communication of one layer's parameter of some shape, and of its gradient.
+        """Return the communication format of one layer's parameter, and of its gradient.
 
         Args:
             specs: The specs of the stored parameter, and of the used one.
@@ -275,7 +275,7 @@ def _spans(slices: Mapping[str, int]) -> dict[str, int]:
 
 
 def _batch_axes() -> list[str]:
-    """Return the axes that split tokens."""
+    """Return the mesh axes of a batch: of its examples and of its tokens."""
     axes = list[str]()
     for entry in BATCH_SPEC:
         axes += entry_axes(entry)

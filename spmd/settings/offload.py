@@ -1,4 +1,4 @@
-"""Values of `offload`: tables of the training state that are in host memory."""
+"""Values of `offload`: tables of the training state in host memory."""
 
 from spmd.host_memory.storage import HostMemory
 from spmd.optim.storage import ON_DEVICES, Storage

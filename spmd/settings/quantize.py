@@ -1,4 +1,4 @@
-"""Recipes of matmuls in fewer bits, and the table that names one for each kernel.
+"""Recipes of matmuls in fewer bits, and the table from kernels to recipes.
 
 | recipe | inputs, kernel | output's gradient | one scale for |
 |---|---|---|---|
@@ -28,7 +28,7 @@ from spmd.model_interface.grad_transform import GradTransform
 from spmd.sharding.patterns import PatternError, compile_pattern
 
 PLAIN = "bf16"
-"""Name of the recipe that leaves a matmul as it is."""
+"""Name of the recipe for an unchanged matmul."""
 
 Table = tuple[tuple[str, str], ...]
 """Patterns of paths with the name of a recipe each; the first match decides."""
@@ -62,7 +62,7 @@ class QuantizationRecipe:
 
     @property
     def transforms(self) -> tuple[GradTransform, ...]:
-        """The transforms that the recipe needs (`ShardingPlan.with_transforms`)."""
+        """The recipe's transforms of the gradient (`ShardingPlan.with_transforms`)."""
         if not self.is_delayed:
             return ()
         return (AmaxHistory(),)

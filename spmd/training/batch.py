@@ -15,7 +15,7 @@ _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
 def check_batch(plan: ShardingPlan, batch: Any) -> None:
-    """Raise a `MeshError` that lists leaves of a batch: no arrays, or indivisible over the mesh."""
+    """Raise a `MeshError` for leaves of a batch: no arrays, or indivisible over the mesh."""
     leaves = tree.flatten(batch)
     problems = plan.rules.batch_table.unused(list(leaves), plan.mesh.shape)
     for path, x in leaves.items():

@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache, which saves a resumed run the compilation."""
+"""JAX's persistent compilation cache, to resume a run without compilation."""
 
 import contextlib
 import hashlib
@@ -36,7 +36,7 @@ def cache_dir(configured: str) -> Path | None:
 
 
 def _processor() -> str:
-    """Return a text that tells processors with other instructions apart."""
+    """Return a text for this kind of processor, different for other sets of instructions."""
     processor = platform.machine() + platform.processor()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -49,9 +49,9 @@ def _processor() -> str:
 def cache_fault(stages: int) -> str | None:
     """Return the reason not to read programs of a pipeline of `stages` from a cache, or None.
 
-    XLA:CPU executes collectives in their order by a resource that they share. In programs that are
-    read back, each has one of its own, and where stages take different branches, devices wait for
-    each other in different collectives.
+    XLA:CPU keeps collectives in order by a resource that they share. In a program that is read
+    back from the cache, each has a resource of its own. Where stages take different branches,
+    devices then wait for each other in different collectives.
     """
     if stages == 1 or jax.default_backend() != "cpu":
         return None
@@ -73,7 +73,7 @@ def without_faulty_cache(stages: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compilation_cache(folder: Path | None) -> Iterator[None]:
-    """Cache in `folder` what takes a second or more to compile; None disables the cache."""
+    """Cache programs in `folder` if they take a second to compile; None disables the cache."""
     before = jax.config.values["jax_compilation_cache_dir"]
     _use(None if folder is None else str(folder))
     try:

@@ -38,7 +38,7 @@ class EvaluationPoint:
 def evaluation_point(
     params: Any, optimizer_state: Any, precision: Precision, function: EvaluatedParams | None = None
 ) -> EvaluationPoint:
-    """Return the point at which a run is evaluated, from the abstract state of its optimizer.
+    """Return the evaluation point of a run, from the abstract state of its optimizer.
 
     Args:
         params: Parameters as `jax.ShapeDtypeStruct`s with shardings, and so the state.
@@ -80,7 +80,7 @@ def evaluation_point(
 
 
 def trained_point(params: Any) -> EvaluationPoint:
-    """Return the point at which gradients are taken: the parameters of the training state."""
+    """Return the point of the gradients: the parameters of the training state."""
 
     def of_table(table: Mapping[str, jax.Array]) -> Any:
         return tree.map_with_path(lambda path, _: table[f"params/{path}"], params)
@@ -90,7 +90,7 @@ def trained_point(params: Any) -> EvaluationPoint:
 
 @functools.lru_cache(maxsize=8)
 def plan_evaluation_point(plan: ShardingPlan) -> EvaluationPoint:
-    """Return the point at which a run of this plan is evaluated."""
+    """Return the evaluation point of a run of this plan."""
     return evaluation_point(
         plan.abstract_params, plan.abstract_optimizer_state, plan.precision, plan.evaluation_params
     )

@@ -1,4 +1,4 @@
-"""The training loop; everything that is not a step is a hook.
+"""The training loop: steps, and hooks for everything else.
 
 The loop dispatches step *n*, then reads the metrics of step *n − 1*, so it never blocks on the step
 just dispatched. Where a hook wants the state, step *n*'s own metrics are read first: nothing is
@@ -71,7 +71,7 @@ class Hook:
         return False
 
     def on_state(self, step: int, state: TrainState) -> None:
-        """Receive the state after a step, which is valid during this call only."""
+        """Receive the state after a step, valid during this call only."""
 
 
 def fit(
@@ -140,7 +140,7 @@ class _UnreadMetrics:
         self._unread: tuple[int, Any] | None = None
 
     def keep(self, number: int, metrics: Any) -> None:
-        """Keep the metrics of a step, which are still on the devices."""
+        """Keep the metrics of a step, still on the devices."""
         self._unread = number, metrics
 
     def report(self) -> None:
@@ -158,7 +158,7 @@ class _UnreadMetrics:
 
 
 def _stops_after(hooks: Sequence[Hook], number: int) -> bool:
-    """Tell all hooks that a step is dispatched, and return whether one of them stops after it."""
+    """Tell all hooks about a dispatched step; return whether one of them stops after it."""
     for hook in hooks:
         hook.on_dispatch(number)
     # Every hook is asked, also after one that wants to stop.
@@ -173,7 +173,7 @@ def _stops_after(hooks: Sequence[Hook], number: int) -> bool:
 def _check_arguments(
     state: Any, step: Any, batches: Any, steps: Any, start: Any, hooks: Any
 ) -> None:
-    """Raise a `ConfigError` that lists all problems of the arguments of `fit`."""
+    """Raise a `ConfigError` with all problems of the arguments of `fit`."""
     problems = check_call("step", step, "state, batch", "fit(state, step, batches, steps=…)")
     if not isinstance(steps, int) or not isinstance(start, int) or not 0 <= start <= steps:
         what = f"is {describe_value(steps)}, and start is {describe_value(start)}"
@@ -199,7 +199,7 @@ def _start_problems(taken: int, start: Any) -> list[Problem]:
 
 
 def _hook_problems(hooks: Any) -> list[Problem]:
-    """Return a problem for each hook that is not one."""
+    """Return a problem for each hook of another type."""
     wrong = [hooks]
     if isinstance(hooks, Sequence):
         wrong = [hook for hook in hooks if not isinstance(hook, Hook)]

@@ -23,7 +23,7 @@ from spmd.training.batch import check_batch
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """State that a step reads and writes.
+    """Training state: input and output of a step.
 
     Attributes:
         step: int32 scalar: the number of steps taken.
@@ -42,7 +42,7 @@ class TrainState:
 
     @property
     def carry(self) -> Carry:
-        """What a gradient function carries."""
+        """Carry of a gradient function: variables, and states of transforms."""
         return Carry(self.variables, self.transforms)
 
     def step_key(self) -> jax.Array:
@@ -52,7 +52,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """The part of a training state that a model computes with: parameters and variables."""
+    """A model's part of a training state: parameters and variables."""
 
     params: Any
     variables: Any
@@ -97,7 +97,7 @@ def abstract_arguments(plan: ShardingPlan, batch: Any) -> tuple[TrainState, Any]
 
 
 def check_state(plan: ShardingPlan, state: Any) -> None:
-    """Raise a `ConfigError` if a state was donated, or is not that of the plan."""
+    """Raise a `ConfigError` if a state was donated, or does not fit the plan."""
     problems = check_type(
         "state", state, TrainState, "step(state, batch), with state from spmd.init_state"
     )

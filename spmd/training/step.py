@@ -44,7 +44,7 @@ Metrics = dict[str, Any]
 class TrainStep:
     """`(state, batch) -> (state, metrics)`, compiled ahead of time; the state is donated.
 
-    Each shape of batch is compiled when it first comes. Metrics are the loss function's sums
+    Each shape of batch is compiled at its first use. Metrics are the loss function's sums
     divided by the weight (`loss` in nats per token), its values, and `tokens`, `gradient_norm`
     (before clipping), what `watch` adds and, with `keep_gradients`, `gradients`.
     """
@@ -59,11 +59,12 @@ class TrainStep:
     _newest: weakref.ref[TrainState] | None = dataclasses.field(default=None, init=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Dispatch one step and return at once; `state` must not be used again, which is an error.
+        """Dispatch one step and return at once; `state` is donated.
 
-        Host arrays of the batch are placed as `spmd.place_batch` does. Inside a transformation of
-        JAX, such as a `jax.lax.scan` over batches, the step becomes a part of that program. A state
-        that such a program returns in another layout is moved into the plan's.
+        It must not be used again: that is an error. Host arrays of the batch are placed as
+        `spmd.place_batch` does. Inside a transformation of JAX, such as a `jax.lax.scan` over
+        batches, the step becomes a part of that program. A state that such a program returns in
+        another layout is moved into the plan's.
         """
         leaves = jax.tree.leaves((state, batch))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -125,7 +126,7 @@ class TrainStep:
             raise ConfigError("XLA refuses a compile option:", problems) from error
 
     def _refused_options(self, said: str) -> list[Problem]:
-        """Return a problem for each compile option that a message of XLA refuses."""
+        """Return a problem for each compile option refused in a message of XLA."""
         if "INVALID_ARGUMENT" not in said:
             return []
         fix = "see whether this version of XLA has it, and with what values"
@@ -247,7 +248,7 @@ class TrainStep:
 
 
 def _with_values(means: Metrics, values: Mapping[str, jax.Array]) -> Metrics:
-    """Add metrics that are no means: numbers by name, arrays among `arrays`."""
+    """Add metrics other than means: numbers by name, arrays among `arrays`."""
     arrays: Metrics = {}
     numbers: Metrics = {}
     for name, value in values.items():
@@ -264,9 +265,9 @@ def _with_values(means: Metrics, values: Mapping[str, jax.Array]) -> Metrics:
 def make_eval_step(plan: ShardingPlan, loss_fn: LossFn) -> Callable[..., Sums]:
     """Return `(params, variables, batch, name="", number=0) -> Sums`, jitted under `plan`.
 
-    Nothing is donated, and no variable changes. The key of the loss function is that of the batch's
-    place, the name of
-    its set and its number there: batches draw different numbers, and each evaluation the same ones.
+    Nothing is donated, and no variable changes. The loss function's key follows from the name of
+    the set and the batch's number in it: batches draw different numbers, and each evaluation the
+    same ones.
     """
 
     def evaluate(params: Any, variables: Any, batch: Any, place: jax.Array) -> Sums:
@@ -311,9 +312,9 @@ def make_train_step(
         keep_gradients: Whether the metrics have `gradients`, as the optimizer gets them: those of
             the mean loss.
         compiler_options: XLA's flags for this step, by name.
-        check_first_batch: Whether a loss whose structure does not say if it is a mean is evaluated
-            on half of the first batch, alone and twice over. A mean beside a weight that is a count
-            is an error.
+        check_first_batch: Whether to test a loss on the first batch where its structure does not
+            tell a sum from a mean: it is evaluated on half of the batch, alone and twice over. A
+            mean beside a weight that is a count is an error.
     """
     fix = "make_train_step(plan, loss_fn), with plan from spmd.make_plan"
     problems = check_type("plan", plan, ShardingPlan, fix)

@@ -43,21 +43,40 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
         "To be",
     ):
         assert expected in printed
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(out)
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
-    assert {"step", "loss", "tokens_per_s", "step_s", "gradient_norm", "learning_rate"} <= steps[
-        -1
-    ].keys()
-    assert [line["step"] for line in lines if "val_loss" in line] == [4]
+    assert {"step", "loss", "tokens_per_s", "step_s", "gradient_norm", "learning_rate"} <= set(
+        steps[-1]
+    )
+    (evaluated,) = (line for line in lines if "val_loss" in line)
+    assert evaluated["step"] == 4
     assert json.loads((out / "config.json").read_text())["changed"]["out"] == ["", str(out)]
     assert "q_proj" in (out / "plan.txt").read_text()
 
-    # it is evaluated on its validation split and on other texts, as in training
-    (tmp_path / "other.txt").write_text("or not to be, that is the question. " * 9)
+    check_evaluation(out, tmp_path, evaluated["val_loss"], capsys)
+    check_generation(out, tmp_path, capsys)
+    check_wrong_requests(out, capsys)
+    check_taken_folder(config, out, capsys)
+
+    # and the run is as it was
+    assert run("train", config, "--out", out, "--resume", "always", "--steps", "6") == 0
+    printed = capsys.readouterr().out
+    assert "resuming from step 4" in printed
+    assert "steps changes from 4 to 6" in printed
+    steps = [line["step"] for line in read_metrics(out) if "loss" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def read_metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_evaluation(out, folder, val_loss, capsys):
+    """It is evaluated on its validation split and on other texts, as in training."""
+    (folder / "other.txt").write_text("or not to be, that is the question. " * 9)
     assert (
-        run("eval", out, "--tokens", "256", "--json", "--data", f"own={tmp_path / 'other.txt'}")
-        == 0
+        run("eval", out, "--tokens", "256", "--json", "--data", f"own={folder / 'other.txt'}") == 0
     )
     (own,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert own["set"] == "own"
@@ -65,11 +84,13 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
         own["loss"] * own["tokens"] / own["bytes"] / math.log(2)
     )
     assert run("eval", out, "--tokens", "256", "--mesh.fsdp", "-1", "--mesh.data", "2") == 0
-    assert f"{lines[-1]['val_loss']:.4f}" in capsys.readouterr().out
+    assert f"{val_loss:.4f}" in capsys.readouterr().out
     assert run("eval", out, "--data", "a=nowhere", "--data", "b=neither") == 2
     assert "neither: does not exist" in capsys.readouterr().err
 
-    # generate goes on from it
+
+def check_generation(out, folder, capsys):
+    """Generate goes on from it."""
     assert run("generate", out, "--prompt", "To be", "--tokens", "6", "--temperature", "0") == 0
     text = capsys.readouterr().out
     assert text.startswith("To be")
@@ -78,8 +99,8 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     assert "5 prompt tokens + 60 new ones = 65 > 16" in capsys.readouterr().err
 
     # several prompts are answered together, and each as by itself
-    (tmp_path / "prompts.txt").write_text("or not\n")
-    prompts = ["--prompt", "To be", "--prompts", tmp_path / "prompts.txt"]
+    (folder / "prompts.txt").write_text("or not\n")
+    prompts = ["--prompt", "To be", "--prompts", folder / "prompts.txt"]
     assert run("generate", out, *prompts, "--tokens", "6", "--temperature", "0") == 0
     both = capsys.readouterr().out
     assert both.startswith(text.rstrip("\n") + "\n\nor not")
@@ -100,7 +121,9 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     assert run("generate", out, *other) == 0
     assert capsys.readouterr().out == text
 
-    # all that is wrong with a request is said at once
+
+def check_wrong_requests(out, capsys):
+    """All that is wrong with a request is said at once."""
     wrong = [
         "--temperature",
         "-1",
@@ -127,7 +150,9 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
     assert run("generate", out) == 2
     assert "prompt: there is none" in capsys.readouterr().err
 
-    # the folder is taken
+
+def check_taken_folder(config, out, capsys):
+    """The folder is taken."""
     assert run("train", config, "--out", out) == 2
     assert "already contains a run" in capsys.readouterr().err
     assert run("train", config, "--out", out, "--resume", "always", "--seed", "3") == 2
@@ -154,24 +179,6 @@ def test_train_writes_what_it_says(config, tmp_path, capsys):
         "rope_theta: was 10000.0 and is 500.0",
     ]
     assert report[1::2] == [f"  model.{change}" for change in changes]
-
-    # and the run is as it was
-    assert run("train", config, "--out", out, "--resume", "always", "--steps", "6") == 0
-    printed = capsys.readouterr().out
-    assert "resuming from step 4" in printed
-    assert "steps changes from 4 to 6" in printed
-    assert [
-        line["step"]
-        for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        if "loss" in line
-    ] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
 
 
 def test_plan_needs_no_devices_and_speaks_json(config, capsys):

@@ -1,6 +1,7 @@
 """Schedules in step: played back without arrays, every task of the tick tables finds what it needs."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -21,61 +22,88 @@ EXECUTED = ("gpipe", "1f1b", "interleaved")
 Value = tuple[int, int] | None
 
 
+class Replay:
+    """The engine without arrays: names stand in their place, and what is wrong with the tables is noted."""
+
+    def __init__(self, table: TickTable) -> None:
+        stages = table.stages
+        self.table = table
+        self.last = stages * table.chunks - 1
+        self.inputs: list[list[Value]] = [[None] * table.depth for _ in range(stages)]
+        self.gradients: list[list[Value]] = [[None] * table.gradient_depth for _ in range(stages)]
+        self.sent: list[Value] = [None] * stages
+        self.sent_back: list[Value] = [None] * stages
+        self.forward: Counter[Value] = Counter()
+        self.backward: Counter[Value] = Counter()
+        self.where = ""
+        self.problems: list[str] = []
+
+    def put(self, slots: list[Value], slot: int, value: Value) -> None:
+        if slot == IDLE:
+            return
+        if value is None:
+            self.problems.append(f"{self.where}: slot {slot} gets nothing")
+        slots[slot] = value
+
+    def take(self, slots: list[Value], slot: int, expected: Value, what: str) -> None:
+        found: object = "no slot"
+        if slot != IDLE:
+            found = slots[slot]
+        if found != expected:
+            self.problems.append(f"{self.where}: the {what} of {expected} is {found}")
+
+    def tick(self, tick: int) -> None:
+        """All stages receive what was sent in the tick before, and send what they compute."""
+        stages = self.table.stages
+        arrived = [self.sent[-1], *self.sent[:-1]]
+        arrived_back = [*self.sent_back[1:], self.sent_back[0]]
+        if self.table.chunks == 1:  # the last stage sends nothing to the first one
+            arrived[0] = arrived_back[-1] = None
+        self.sent, self.sent_back = [None] * stages, [None] * stages
+        for stage in range(stages):
+            self.where = f"tick {tick}, stage {stage}"
+            do = {name: int(column[tick, stage]) for name, column in self.table.columns.items()}
+            self.put(self.inputs[stage], do["receive_slot"], arrived[stage])
+            if do["forward"] != IDLE:
+                self.run_forward(stage, do)
+            self.put(self.gradients[stage], do["gradient_receive_slot"], arrived_back[stage])
+            if do["backward"] != IDLE:
+                self.run_backward(stage, do)
+
+    def run_forward(self, stage: int, do: dict[str, int]) -> None:
+        group = do["forward_chunk"] * self.table.stages + stage
+        task = do["forward"], group
+        if group == 0:
+            self.put(self.inputs[stage], do["forward_slot"], task)
+        self.take(self.inputs[stage], do["forward_slot"], task, "input")
+        self.forward[task] += 1
+        self.sent[stage] = do["forward"], group + 1
+
+    def run_backward(self, stage: int, do: dict[str, int]) -> None:
+        group = do["backward_chunk"] * self.table.stages + stage
+        task = do["backward"], group
+        self.take(self.inputs[stage], do["backward_slot"], task, "stored input")
+        if group < self.last:
+            self.take(self.gradients[stage], do["gradient_slot"], task, "gradient")
+        elif do["gradient_slot"] != IDLE:
+            self.problems.append(f"{self.where}: the last group has a gradient slot")
+        self.backward[task] += 1
+        self.sent_back[stage] = do["backward"], group - 1
+
+    def check_counts(self, name: str, counts: Counter[Value], groups: int) -> None:
+        tasks = itertools.product(range(self.table.microbatches), range(groups))
+        if counts != Counter(tasks):
+            self.problems.append(f"{name} tasks do not run once each")
+
+
 def replay(table: TickTable) -> list[str]:
     """What is wrong with the tables: they are stepped through as the engine does, with names in the place of arrays."""
-    stages, last = table.stages, table.stages * table.chunks - 1
-    inputs: list[list[Value]] = [[None] * table.depth for _ in range(stages)]
-    gradients: list[list[Value]] = [[None] * table.gradient_depth for _ in range(stages)]
-    sent: list[Value] = [None] * stages
-    sent_back: list[Value] = [None] * stages
-    forward: Counter[Value] = Counter()
-    backward: Counter[Value] = Counter()
-    problems = []
-
-    def put(slots: list[Value], slot: int, value: Value) -> None:
-        if slot != IDLE:
-            if value is None:
-                problems.append(f"{where}: slot {slot} gets nothing")
-            slots[slot] = value
-
-    def take(slots: list[Value], slot: int, expected: Value, what: str) -> None:
-        found = slots[slot] if slot != IDLE else "no slot"
-        if found != expected:
-            problems.append(f"{where}: the {what} of {expected} is {found}")
-
+    played = Replay(table)
     for tick in range(table.ticks):
-        arrived = [
-            sent[stage - 1] if stage or table.chunks > 1 else None for stage in range(stages)
-        ]
-        arrived_back = sent_back[1:] + (sent_back[:1] if table.chunks > 1 else [None])
-        sent, sent_back = [None] * stages, [None] * stages
-        for stage in range(stages):
-            where = f"tick {tick}, stage {stage}"
-            do = {name: int(column[tick, stage]) for name, column in table.columns.items()}
-            put(inputs[stage], do["receive_slot"], arrived[stage])
-            if do["forward"] != IDLE:
-                group = do["forward_chunk"] * stages + stage
-                if group == 0:
-                    put(inputs[stage], do["forward_slot"], (do["forward"], 0))
-                take(inputs[stage], do["forward_slot"], (do["forward"], group), "input")
-                forward[do["forward"], group] += 1
-                sent[stage] = do["forward"], group + 1
-            put(gradients[stage], do["gradient_receive_slot"], arrived_back[stage])
-            if do["backward"] != IDLE:
-                group = do["backward_chunk"] * stages + stage
-                take(inputs[stage], do["backward_slot"], (do["backward"], group), "stored input")
-                if group < last:
-                    take(gradients[stage], do["gradient_slot"], (do["backward"], group), "gradient")
-                elif do["gradient_slot"] != IDLE:
-                    problems.append(f"{where}: the last group has a gradient slot")
-                backward[do["backward"], group] += 1
-                sent_back[stage] = do["backward"], group - 1
-    for name, counts, groups in (("forward", forward, last), ("backward", backward, last + 1)):
-        if counts != Counter(
-            (i, group) for i in range(table.microbatches) for group in range(groups)
-        ):
-            problems.append(f"{name} tasks do not run once each")
-    return problems
+        played.tick(tick)
+    played.check_counts("forward", played.forward, played.last)
+    played.check_counts("backward", played.backward, played.last + 1)
+    return played.problems
 
 
 @st.composite
