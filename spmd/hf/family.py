@@ -1,8 +1,9 @@
 """Model families as published on Hugging Face: config.json fields, and a map from parameters to checkpoint tensors.
 
 ```python
-TensorMapping("layers/attention/q_proj/kernel", "model.layers.{layer}.self_attn.q_proj.weight",
-TRANSPOSED) ```
+name = "model.layers.{layer}.self_attn.q_proj.weight"
+TensorMapping("layers/attention/q_proj/kernel", name, TRANSPOSED)
+```
 
 One mapping covers all layers, stacked or not: one tensor per layer, or per layer and expert if the
 tensor's name has both. Families are found by Python entry points in the group `spmd.families`, so

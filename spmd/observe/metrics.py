@@ -1,8 +1,11 @@
 """Metrics of a run: throughput, utilization, memory, and the writers of their values.
 
-```python clock = StepClock() writers = Writers([JsonLines(folder / "metrics.jsonl",
-keep_through=resumed_step), TensorBoard(folder)]) writers.write(step, {"loss": loss, "step_s":
-clock.median}) ```
+```python
+clock = StepClock()
+metrics = JsonLines(folder / "metrics.jsonl", keep_through=resumed_step)
+writers = Writers([metrics, TensorBoard(folder)])
+writers.write(step, {"loss": loss, "step_s": clock.median})
+```
 
 A number that a backend does not report is None, printed as "not reported", and never 0. A FLOP
 count carries its formula, because utilizations by different formulas cannot be compared.

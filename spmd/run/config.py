@@ -375,6 +375,20 @@ def _json_value(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
+_EARLIER_NAMES = {"exchange_once": "defer_grad_reduction"}
+"""Name of a field in older records of runs → its name."""
+
+
+def by_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded values of a config by the names that fields have now.
+
+    Example:
+        >>> by_current_names({"exchange_once": "data", "steps": 5})
+        {'defer_grad_reduction': 'data', 'steps': 5}
+    """
+    return {_EARLIER_NAMES.get(name, name): value for name, value in values.items()}
+
+
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     """Return the config with other values of fields, in the format of `config_values`.
 

@@ -7,7 +7,7 @@ from typing import Any
 from spmd.checkpoint.versions import library_versions
 from spmd.errors import CheckpointError, Problem
 from spmd.plan.plan import ShardingPlan
-from spmd.run.config import config_difference, config_values
+from spmd.run.config import by_current_names, config_difference, config_values
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import IMPORTED
 
@@ -225,7 +225,7 @@ def _recorded(record: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
     defaults = config_values(type(config))
     if hasattr(config, "model"):
         defaults["model"] = config_values(type(config.model))
-    return _merged(defaults, record["config"])
+    return _merged(defaults, by_current_names(record["config"]))
 
 
 def _merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,13 @@ import jax
 from spmd.data.tokenizer import TOKENIZER
 from spmd.errors import CheckpointError, Problem
 from spmd.resilience.lease import Lease
-from spmd.run.config import TrainConfig, config_difference, config_values, with_values
+from spmd.run.config import (
+    TrainConfig,
+    by_current_names,
+    config_difference,
+    config_values,
+    with_values,
+)
 from spmd.run.load_config import copy_config, load_config, other_config
 from spmd.run.run_config import RunConfig
 
@@ -153,7 +159,7 @@ class RunDir:
 
         The tokenizer is found again if an imported run has been moved.
         """
-        values = self._read_values()
+        values = by_current_names(self._read_values())
         if not (self.path / "config.py").exists():
             problem = Problem(
                 str(self.path),

@@ -45,7 +45,7 @@ def test_summaries_are_nouns_and_imperatives(folder: str) -> None:
     ("summary", "has_clause"),
     [
         ("Return what is sent of one layer's parameter.", True),
-        ("Arrays whose layout nobody decided.", True),
+        ("Arrays whose layout is ambiguous.", True),
         ("Return the communication format of a parameter.", False),
         ("Concatenate gradients so that one all-reduce suffices.", False),
     ],

@@ -1,4 +1,4 @@
-"""A manifest is one text for one folder, nothing in it leads out of the folder, and what a stranger wrote is bounded."""
+"""A manifest is one text for one folder, nothing in it leads out of it, and what is read is bounded."""
 
 import hashlib
 import json
