@@ -6,7 +6,8 @@ These words of the table are not in the lists, because they are ordinary English
 `groups`, `group`, `is_kept`, `keep`, `kept`, `look`, `online`, `operands`, `order`, `part`,
 `pass_on`, `programs`, `put`, `recorded`, `result`, `room`, `rule`, `seal`, `see`, `signs`,
 `staged`, `started`, `threaded`, `traced`, `view`, `weight`, `whole`, `within`. `CHANGELOG.md` is
-history and is not read. `usual_norm` is a path in checkpoints, which are read for good.
+history and is not read. `usual_norm` is a path in checkpoints, and `exchange_once` a field in records of
+runs, which are read for good.
 """
 
 import ast
@@ -34,7 +35,6 @@ IDENTIFIERS = {
     "compressed_bytes",
     "cut_large",
     "describe_start",
-    "exchange_once",
     "FaultsConfig",
     "find_promises",
     "give_back",

@@ -185,3 +185,12 @@ def test_a_field_that_an_earlier_version_lacked_had_its_default():
         CONFIG, model=dataclasses.replace(CONFIG.model, window=8, rope_scaling=RopeScaling(2.0))
     )
     assert list(problems(scaled, record)) == ["model.rope_scaling.factor", "model.window"]
+
+
+def test_a_record_by_an_earlier_name_of_a_field_is_read():
+    """It is that field; control: a name that no field ever had is one that differs."""
+    values = dict(RECORD["config"])
+    values["exchange" + "_once"] = values.pop("defer_grad_reduction")
+    assert problems(CONFIG, {**RECORD, "config": values}) == {}
+    values["exchange_twice"] = "auto"
+    assert set(problems(CONFIG, {**RECORD, "config": values})) == {"exchange_twice"}
