@@ -1,7 +1,7 @@
 """Name maps of Gemma and Gemma 2; in Gemma 2, layers 0, 2, … are local and 1, 3, … global."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from spmd.hf.family import Family, TensorMapping
@@ -21,7 +21,7 @@ _NORMS = {
 
 def _read(values: Mapping[str, Any]) -> GemmaConfig:
     fields = Fields(values)
-    # Both mean the tanh approximation: the first releases wrote "gelu" for it.
+    # both mean the tanh approximation: the first releases wrote "gelu" for it
     shape = _shape(fields, ("hidden_act", _TANH, "gelu"))
     fields.only("hidden_activation", _TANH)
     return fields.build(GemmaConfig, **shape)
@@ -37,7 +37,8 @@ def _read2(values: Mapping[str, Any]) -> Gemma2Config:
     fields = Fields(values)
     shape = _shape(fields, ("hidden_activation", _TANH))
     fields.only("hidden_act", _TANH)
-    fields.value("cache_implementation")  # affects only generation
+    # affects only generation
+    fields.value("cache_implementation")
     for name in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
         if fields.is_null(name):
             fields.refuse(name, "is null, and this model requires it")
@@ -58,9 +59,8 @@ def _write(config: GemmaConfig) -> dict[str, Any]:
 
 
 def _write2(config: Gemma2Config) -> dict[str, Any]:
-    shape = {
-        name: value for name, value in llama.write_shape(config).items() if name != "hidden_act"
-    }
+    shape = llama.write_shape(config)
+    del shape["hidden_act"]
     return {
         "model_type": "gemma2",
         **shape,
@@ -73,28 +73,37 @@ def _write2(config: Gemma2Config) -> dict[str, Any]:
 
 
 def _names2(config: Gemma2Config) -> tuple[TensorMapping, ...]:
-    plain = [name for name in llama.names(config) if name.path.endswith("kernel")]
-    norms = [
-        TensorMapping(f"layers/{ours}/scale", f"model.layers.{{layer}}.{theirs}.weight")
-        for ours, theirs in _NORMS.items()
-    ]
-    pairs = [
-        dataclasses.replace(
-            name, path=name.path.replace("layers/", f"layers/{kind}_block/"), first=first, step=2
-        )
-        for first, kind in enumerate(("local", "global"))
-        for name in (*plain, *norms)
-    ]
-    return (*llama.ends(config), *pairs)
+    layer = [name for name in llama.names(config) if name.path.endswith("kernel")]
+    for ours, theirs in _NORMS.items():
+        tensor = f"model.layers.{{layer}}.{theirs}.weight"
+        layer.append(TensorMapping(f"layers/{ours}/scale", tensor))
+    local = _every_second(layer, "local_block", first=0)
+    others = _every_second(layer, "global_block", first=1)
+    return (*llama.ends(config), *local, *others)
+
+
+def _every_second(
+    layer: Iterable[TensorMapping], block: str, *, first: int
+) -> Iterator[TensorMapping]:
+    """Yield the mappings of every second layer, from those of any layer."""
+    for name in layer:
+        path = name.path.replace("layers/", f"layers/{block}/")
+        yield dataclasses.replace(name, path=path, first=first, step=2)
+
+
+def _fits(config: Any) -> bool:
+    return type(config) is GemmaConfig and llama.is_plain(config) and not config.window
+
+
+def _fits2(config: Any) -> bool:
+    return isinstance(config, Gemma2Config) and llama.is_plain(config) and llama.divides(config)
 
 
 GEMMA_FAMILY = Family(
     architectures=("GemmaForCausalLM",),
     read_config=_read,
     write_config=_write,
-    fits=lambda config: (
-        type(config) is GemmaConfig and llama.is_plain(config) and not config.window
-    ),
+    fits=_fits,
     rules=lambda config: GEMMA,
     names=llama.names,
     ignored=llama.ignored,
@@ -103,9 +112,7 @@ GEMMA2_FAMILY = Family(
     architectures=("Gemma2ForCausalLM",),
     read_config=_read2,
     write_config=_write2,
-    fits=lambda config: (
-        isinstance(config, Gemma2Config) and llama.is_plain(config) and llama.divides(config)
-    ),
+    fits=_fits2,
     rules=lambda config: GEMMA2,
     names=_names2,
     ignored=llama.ignored,

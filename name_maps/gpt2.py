@@ -1,47 +1,44 @@
 """Name map of GPT-2: kernels are `[in, out]` as ours; queries, keys and values are concatenated."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spmd.hf.family import Family, Ignored, TensorMapping, part
 from spmd.hf.fields import Fields
 from spmd.models.gpt2 import GPT2Config
 from spmd.partition_rules.gpt2 import GPT2, GPT2_WHOLE_VOCABULARY
+from spmd.sharding.rules import Rules
 
 _PREFIX = "transformer."
 _LAYER = _PREFIX + "h.{layer}."
-_QKV = tuple(
-    TensorMapping(
-        f"layers/attention/{x}_proj/{ours}", f"{_LAYER}attn.c_attn.{theirs}", part(number, 3)
-    )
-    for number, x in enumerate("qkv")
-    for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
-)
 _DENSE = {
-    "attention/o_proj": "attn.c_proj",
-    "mlp/up_proj": "mlp.c_fc",
-    "mlp/down_proj": "mlp.c_proj",
+    "layers/attention/o_proj": _LAYER + "attn.c_proj",
+    "layers/mlp/up_proj": _LAYER + "mlp.c_fc",
+    "layers/mlp/down_proj": _LAYER + "mlp.c_proj",
 }
 _NORMS = {
-    "layers/attention_norm": f"{_LAYER}ln_1",
-    "layers/mlp_norm": f"{_LAYER}ln_2",
-    "norm": f"{_PREFIX}ln_f",
+    "layers/attention_norm": _LAYER + "ln_1",
+    "layers/mlp_norm": _LAYER + "ln_2",
+    "norm": _PREFIX + "ln_f",
 }
-_NAMES = (
-    TensorMapping("embed/embedding", _PREFIX + "wte.weight"),
-    TensorMapping("positions", _PREFIX + "wpe.weight"),
-    *_QKV,
-    *(
-        TensorMapping(f"layers/{ours}/{a}", f"{_LAYER}{theirs}.{b}")
-        for ours, theirs in _DENSE.items()
-        for a, b in (("kernel", "weight"), ("bias", "bias"))
-    ),
-    *(
-        TensorMapping(f"{ours}/{a}", f"{theirs}.{b}")
-        for ours, theirs in _NORMS.items()
-        for a, b in (("scale", "weight"), ("bias", "bias"))
-    ),
-)
+
+
+def _mappings() -> Iterator[TensorMapping]:
+    yield TensorMapping("embed/embedding", _PREFIX + "wte.weight")
+    yield TensorMapping("positions", _PREFIX + "wpe.weight")
+    for index, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        ours, theirs, layout = f"layers/attention/{name}", _LAYER + "attn.c_attn", part(index, 3)
+        yield TensorMapping(f"{ours}/kernel", f"{theirs}.weight", layout)
+        yield TensorMapping(f"{ours}/bias", f"{theirs}.bias", layout)
+    for ours, theirs in _DENSE.items():
+        yield TensorMapping(f"{ours}/kernel", f"{theirs}.weight")
+        yield TensorMapping(f"{ours}/bias", f"{theirs}.bias")
+    for ours, theirs in _NORMS.items():
+        yield TensorMapping(f"{ours}/scale", f"{theirs}.weight")
+        yield TensorMapping(f"{ours}/bias", f"{theirs}.bias")
+
+
+_NAMES = tuple(_mappings())
 _IGNORED = (
     Ignored("lm_head.weight", "is a copy of the embedding", _PREFIX + "wte.weight"),
     Ignored(_LAYER + "attn.bias", "is the causal mask"),
@@ -49,9 +46,12 @@ _IGNORED = (
 )
 _OF_TRAINING = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn")
 _OF_OLD_FILES = ("n_ctx", "n_special", "predict_special_tokens", "output_past")
-_OF_OTHER_HEADS = tuple(
-    f"summary_{name}"
-    for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
+_OF_OTHER_HEADS = (
+    "summary_type",
+    "summary_use_proj",
+    "summary_activation",
+    "summary_proj_to_labels",
+    "summary_first_dropout",
 )
 
 
@@ -93,14 +93,21 @@ def _write(config: GPT2Config) -> dict[str, Any]:
     }
 
 
+def _rules(config: GPT2Config) -> Rules:
+    if config.vocab % 2:
+        return GPT2_WHOLE_VOCABULARY
+    return GPT2
+
+
 FAMILY = Family(
     architectures=("GPT2LMHeadModel",),
     read_config=_read,
     write_config=_write,
     fits=lambda config: isinstance(config, GPT2Config),
-    rules=lambda config: GPT2_WHOLE_VOCABULARY if config.vocab % 2 else GPT2,
+    rules=_rules,
     names=lambda config: _NAMES,
     ignored=lambda config: _IGNORED,
-    prefix=_PREFIX,  # the original checkpoints lack it
+    # the original checkpoints lack it
+    prefix=_PREFIX,
     harmless=(*_OF_TRAINING, *_OF_OTHER_HEADS),
 )

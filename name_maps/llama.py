@@ -39,7 +39,9 @@ _HEAD = TensorMapping("lm_head/kernel", "lm_head.weight", TRANSPOSED)
 
 def ends(config: LlamaConfig) -> tuple[TensorMapping, ...]:
     """Return the mappings of parameters outside the layers."""
-    return _ENDS if config.tied else (*_ENDS, _HEAD)
+    if config.tied:
+        return _ENDS
+    return (*_ENDS, _HEAD)
 
 
 def names(config: LlamaConfig) -> tuple[TensorMapping, ...]:
@@ -48,13 +50,12 @@ def names(config: LlamaConfig) -> tuple[TensorMapping, ...]:
 
 
 def ignored(config: LlamaConfig) -> tuple[Ignored, ...]:
-    """Return other tensors that a checkpoint may contain."""
+    """Return tensors of a checkpoint without a parameter."""
     rotary = Ignored(_LAYER + "self_attn.rotary_emb.inv_freq", "follows from rope_theta")
-    return (
-        (rotary, Ignored(_HEAD.tensor, "is a copy of the embedding", _ENDS[0].tensor))
-        if config.tied
-        else (rotary,)
-    )
+    if not config.tied:
+        return (rotary,)
+    embedding = _ENDS[0].tensor
+    return (rotary, Ignored(_HEAD.tensor, "is a copy of the embedding", embedding))
 
 
 def read_shape(
@@ -66,7 +67,7 @@ def read_shape(
     tied: bool = False,
     activation: tuple[str, ...] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """Parse the fields that families with Llama's layers share.
+    """Parse the fields of all families with Llama's layers.
 
     Args:
         fields: Fields of config.json.
@@ -76,8 +77,11 @@ def read_shape(
         tied: Default of `tie_word_embeddings`.
         activation: Name of the MLP's activation field, and the supported values.
     """
-    width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    width = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", head_dim or max(1, width // heads))
+    if head_dim * heads == width:
+        head_dim = 0
     fields.only(*activation)
     fields.only("is_causal", True)
     base, scaling = fields.rope(theta, "llama3")
@@ -88,7 +92,7 @@ def read_shape(
         "heads": heads,
         "kv_heads": fields.integer("num_key_value_heads", heads),
         "d_ff": fields.integer("intermediate_size"),
-        "head_dim": 0 if head_dim * heads == width else head_dim,
+        "head_dim": head_dim,
         "rope_theta": base,
         "rope_scaling": _read_scaling(fields, scaling),
         "norm_eps": fields.number("rms_norm_eps", eps, least=0),
@@ -99,16 +103,15 @@ def read_shape(
 def _read_scaling(fields: Fields, table: Mapping[str, Any]) -> RopeScaling:
     if not table:
         return RopeScaling()
-    known = {theirs: table[theirs] for theirs in _SCALING if theirs in table}
     for name in sorted({*table} ^ {*_SCALING}):
-        what = f"is {table[name]!r:.80}, and is unknown" if name in table else "is missing"
+        what = "is missing"
+        if name in table:
+            what = f"is {table[name]!r:.80}, and is unknown"
         fields.refuse(f"rope_scaling.{name}", what)
-    good = {
-        name: value
-        for name, value in known.items()
-        if fields.is_number(f"rope_scaling.{name}", value)
-    }
-    numbers = {_SCALING[name]: value for name, value in good.items()}
+    numbers: dict[str, Any] = {}
+    for theirs, ours in _SCALING.items():
+        if theirs in table and fields.is_number(f"rope_scaling.{theirs}", table[theirs]):
+            numbers[ours] = table[theirs]
     return fields.nested(RopeScaling, **numbers) or RopeScaling()
 
 
@@ -119,9 +122,11 @@ def is_plain(config: LlamaConfig) -> bool:
 
 def read_window(fields: Fields, absent: int) -> int:
     """Parse `sliding_window`; null means 0, full attention, and `absent` is the default."""
-    if fields.value("sliding_window") is None:
-        return 0 if fields.is_null("sliding_window") else absent
-    return fields.integer("sliding_window")
+    if fields.value("sliding_window") is not None:
+        return fields.integer("sliding_window")
+    if fields.is_null("sliding_window"):
+        return 0
+    return absent
 
 
 def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
@@ -129,17 +134,23 @@ def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
     kinds = fields.value("layer_types")
     if kinds is None:
         return
-    matches = isinstance(kinds, list) and len(kinds) == layers
-    if not matches or any(kind != pattern[i % len(pattern)] for i, kind in enumerate(kinds)):
+    if not _repeats(kinds, layers, pattern):
         supported = " and ".join(pattern)
-        fields.refuse(
-            "layer_types",
-            f"is {kinds!r:.80}, and this model has {layers} layers of alternating {supported}",
-        )
+        what = f"is {kinds!r:.80}, and this model has {layers} layers of alternating {supported}"
+        fields.refuse("layer_types", what)
+
+
+def _repeats(kinds: Any, layers: int, pattern: tuple[str, ...]) -> bool:
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        return False
+    return all(kind == pattern[i % len(pattern)] for i, kind in enumerate(kinds))
 
 
 def divides(config: LlamaConfig) -> bool:
-    """Return whether heads divide the width, which some config classes of `transformers` require."""
+    """Return whether heads divide the width.
+
+    Some config classes of `transformers` require it.
+    """
     return config.d_model % config.heads == 0
 
 
@@ -163,8 +174,10 @@ def write_shape(config: LlamaConfig) -> dict[str, Any]:
 def _write_rope(config: LlamaConfig) -> dict[str, Any]:
     if config.rope_scaling == RopeScaling():
         return {"rope_theta": config.rope_theta}
-    scaling = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in _SCALING.items()}
-    return {"rope_theta": config.rope_theta, "rope_scaling": {"rope_type": "llama3", **scaling}}
+    scaling: dict[str, Any] = {"rope_type": "llama3"}
+    for theirs, ours in _SCALING.items():
+        scaling[theirs] = getattr(config.rope_scaling, ours)
+    return {"rope_theta": config.rope_theta, "rope_scaling": scaling}
 
 
 def _read(values: Mapping[str, Any]) -> LlamaConfig:
@@ -184,13 +197,15 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _rules(config: LlamaConfig) -> Rules:
-    return LLAMA_TIED if config.tied else LLAMA
+    if config.tied:
+        return LLAMA_TIED
+    return LLAMA
 
 
 def _fits(config: Any) -> bool:
-    return (
-        type(config) is LlamaConfig and is_plain(config) and not config.window and divides(config)
-    )
+    if type(config) is not LlamaConfig or config.window:
+        return False
+    return is_plain(config) and divides(config)
 
 
 FAMILY = Family(

@@ -15,9 +15,9 @@ _SHAPES = (LlamaConfig, MistralConfig)
 
 def _read(values: Mapping[str, Any]) -> MistralConfig:
     fields = Fields(values)
-    return fields.build(
-        MistralConfig, **llama.read_shape(fields), window=llama.read_window(fields, absent=4096)
-    )
+    shape = llama.read_shape(fields)
+    window = llama.read_window(fields, absent=4096)
+    return fields.build(MistralConfig, **shape, window=window)
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:

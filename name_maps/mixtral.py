@@ -54,14 +54,9 @@ def _write(config: MixtralConfig) -> dict[str, Any]:
 
 
 def _fits(config: ModelConfig) -> bool:
-    if (
-        type(config) is not MixtralConfig
-        or config.tied
-        or config.shared_d_ff
-        or config.dense_layers
-    ):
+    if type(config) is not MixtralConfig or not llama.is_plain(config):
         return False
-    if not llama.is_plain(config):
+    if config.tied or config.shared_d_ff or config.dense_layers:
         return False
     plain = RouterConfig(experts=config.router.experts, top_k=config.router.top_k)
     # they affect only training

@@ -12,17 +12,15 @@ from spmd.partition_rules.qwen import QWEN2, QWEN2_TIED, QWEN3, QWEN3_TIED
 from spmd.run.config import ModelConfig
 from spmd.sharding.rules import Rules
 
-_BIASES = tuple(
-    TensorMapping(
-        f"layers/attention/{x}_proj/bias", f"model.layers.{{layer}}.self_attn.{x}_proj.bias"
-    )
-    for x in "qkv"
+_ATTENTION = "model.layers.{layer}.self_attn."
+_BIASES = (
+    TensorMapping("layers/attention/q_proj/bias", _ATTENTION + "q_proj.bias"),
+    TensorMapping("layers/attention/k_proj/bias", _ATTENTION + "k_proj.bias"),
+    TensorMapping("layers/attention/v_proj/bias", _ATTENTION + "v_proj.bias"),
 )
-_NORMS = tuple(
-    TensorMapping(
-        f"layers/attention/{x}_norm/scale", f"model.layers.{{layer}}.self_attn.{x}_norm.weight"
-    )
-    for x in "qk"
+_NORMS = (
+    TensorMapping("layers/attention/q_norm/scale", _ATTENTION + "q_norm.weight"),
+    TensorMapping("layers/attention/k_norm/scale", _ATTENTION + "k_norm.weight"),
 )
 
 
@@ -30,7 +28,8 @@ def _read(values: Mapping[str, Any], *, head_dim: int, **attention: bool) -> Qwe
     fields = Fields(values)
     fields.only("attention_bias", False)
     fields.only("use_sliding_window", False)
-    fields.value("sliding_window")  # unused without `use_sliding_window`
+    # both are unused without `use_sliding_window`
+    fields.value("sliding_window")
     fields.value("max_window_layers")
     shape = llama.read_shape(fields, head_dim=head_dim)
     llama.check_layer_types(fields, shape["layers"], "full_attention")
@@ -48,13 +47,18 @@ def _fits(config: ModelConfig, *, qkv_bias: bool) -> bool:
 
 
 def _rules(config: QwenConfig) -> Rules:
+    untied, tied = QWEN3, QWEN3_TIED
     if config.qkv_bias:
-        return QWEN2_TIED if config.tied else QWEN2
-    return QWEN3_TIED if config.tied else QWEN3
+        untied, tied = QWEN2, QWEN2_TIED
+    if config.tied:
+        return tied
+    return untied
 
 
 def _names(config: QwenConfig) -> tuple[TensorMapping, ...]:
-    return (*llama.names(config), *(_BIASES if config.qkv_bias else _NORMS))
+    if config.qkv_bias:
+        return (*llama.names(config), *_BIASES)
+    return (*llama.names(config), *_NORMS)
 
 
 QWEN2_FAMILY = Family(

@@ -1,9 +1,9 @@
-"""Name map of ViT; the patch kernel is that of a convolution, `[out, channel, row, column]`."""
+"""Name map of ViT; the patch kernel is of a convolution, `[out, channel, row, column]`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spmd.hf.family import AS_IS, TRANSPOSED, Family, Ignored, TensorMapping
+from spmd.hf.family import TRANSPOSED, Family, Ignored, TensorMapping
 from spmd.hf.fields import Fields
 from spmd.models.vit import ViTConfig
 from spmd.partition_rules.vit import VIT
@@ -12,10 +12,9 @@ _PREFIX = "vit."
 _LAYER = _PREFIX + "encoder.layer.{layer}."
 _DENSE = {
     "patch_proj": _PREFIX + "embeddings.patch_embeddings.projection",
-    **{
-        f"layers/attention/{x}_proj": f"{_LAYER}attention.attention.{name}"
-        for x, name in (("q", "query"), ("k", "key"), ("v", "value"))
-    },
+    "layers/attention/q_proj": _LAYER + "attention.attention.query",
+    "layers/attention/k_proj": _LAYER + "attention.attention.key",
+    "layers/attention/v_proj": _LAYER + "attention.attention.value",
     "layers/attention/o_proj": _LAYER + "attention.output.dense",
     "layers/mlp/up_proj": _LAYER + "intermediate.dense",
     "layers/mlp/down_proj": _LAYER + "output.dense",
@@ -26,22 +25,23 @@ _NORMS = {
     "layers/mlp_norm": _LAYER + "layernorm_after",
     "norm": _PREFIX + "layernorm",
 }
-_NAMES = (
-    TensorMapping("class_token", _PREFIX + "embeddings.cls_token"),
-    TensorMapping("positions", _PREFIX + "embeddings.position_embeddings"),
-    *(
-        TensorMapping(f"{ours}/{a}", f"{theirs}.{b}", layout)
-        for ours, theirs in _DENSE.items()
-        for a, b, layout in (("kernel", "weight", TRANSPOSED), ("bias", "bias", AS_IS))
-    ),
-    *(
-        TensorMapping(f"{ours}/{a}", f"{theirs}.{b}")
-        for ours, theirs in _NORMS.items()
-        for a, b in (("scale", "weight"), ("bias", "bias"))
-    ),
-)
-_IGNORED = tuple(
-    Ignored(f"{_PREFIX}pooler.dense.{x}", "belongs to another head") for x in ("weight", "bias")
+
+
+def _mappings() -> Iterator[TensorMapping]:
+    yield TensorMapping("class_token", _PREFIX + "embeddings.cls_token")
+    yield TensorMapping("positions", _PREFIX + "embeddings.position_embeddings")
+    for ours, theirs in _DENSE.items():
+        yield TensorMapping(f"{ours}/kernel", f"{theirs}.weight", TRANSPOSED)
+        yield TensorMapping(f"{ours}/bias", f"{theirs}.bias")
+    for ours, theirs in _NORMS.items():
+        yield TensorMapping(f"{ours}/scale", f"{theirs}.weight")
+        yield TensorMapping(f"{ours}/bias", f"{theirs}.bias")
+
+
+_NAMES = tuple(_mappings())
+_IGNORED = (
+    Ignored(_PREFIX + "pooler.dense.weight", "belongs to another head"),
+    Ignored(_PREFIX + "pooler.dense.bias", "belongs to another head"),
 )
 _OF_TRAINING = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _OF_OTHER_HEADS = ("encoder_stride", "pooler_act", "pooler_output_size")
@@ -54,6 +54,9 @@ def _read(values: Mapping[str, Any]) -> ViTConfig:
     fields.only("hidden_act", "gelu")
     fields.only("qkv_bias", True)
     labels = fields.value("id2label", {})
+    classes = 2
+    if isinstance(labels, Mapping) and labels:
+        classes = len(labels)
     return fields.build(
         ViTConfig,
         image=fields.integer("image_size", 224),
@@ -63,9 +66,7 @@ def _read(values: Mapping[str, Any]) -> ViTConfig:
         layers=fields.integer("num_hidden_layers", 12),
         heads=fields.integer("num_attention_heads", 12),
         d_ff=fields.integer("intermediate_size", 3072),
-        classes=fields.integer(
-            "num_labels", len(labels) if isinstance(labels, Mapping) and labels else 2
-        ),
+        classes=fields.integer("num_labels", classes),
         norm_eps=fields.number("layer_norm_eps", 1e-12, least=0),
     )
 

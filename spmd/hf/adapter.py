@@ -1,10 +1,14 @@
-"""Save low-rank adapters as a folder that `peft` loads: `adapter_config.json` and `adapter_model.safetensors`."""
+"""Save low-rank adapters in the format of `peft`.
 
-from collections.abc import Iterator, Mapping
+A folder has `adapter_config.json` and `adapter_model.safetensors`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from spmd import tree
 from spmd.errors import CheckpointError, ConfigError, Problem
@@ -15,6 +19,10 @@ from spmd.lora.adapters import LORA_A, LORA_B, LoRAConfig
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
+_ENDINGS = {LORA_A: "lora_A", LORA_B: "lora_B"}
+
+_Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""Name of each tensor → path of the adapter, and the index in its stack."""
 
 
 def save_adapter(
@@ -28,7 +36,7 @@ def save_adapter(
     dtype: Any = None,
     base: str = "",
 ) -> None:
-    """Write a folder that `peft.PeftModel.from_pretrained` loads.
+    """Write a folder for `peft.PeftModel.from_pretrained`.
 
     Args:
         out: The folder; it must not exist.
@@ -43,25 +51,91 @@ def save_adapter(
         ConfigError: `peft` has no adapter for such a parameter.
     """
     if out.exists():
-        raise CheckpointError(
-            "Nothing was exported:", [Problem(str(out), "exists", fix="choose another --out")]
-        )
+        problem = Problem(str(out), "exists", fix="choose another --out")
+        raise CheckpointError("Nothing was exported:", [problem])
     leaves = tree.flatten(adapters)
-    paths = [path.removesuffix(LORA_A) for path in leaves if path.endswith(LORA_A)]
     sources = tensor_sources(family.names(config), shapes)
-    problems = [problem for path in paths for problem in _problems(sources[path])]
+    adapted = _adapted(leaves, sources)
+    tensors = _tensors(sorted(adapted, key=lambda source: source.path))
+    specs = _specs(tensors, leaves, dtype)
+    values = _config_values(adapted, lora, base)
+    with whole_folder(out) as folder:
+        arrays = _arrays(tensors, leaves, specs)
+        write_safetensors(folder / ADAPTER, specs, arrays, {"format": "pt"})
+        write_json(folder / ADAPTER_CONFIG, values)
+
+
+def _adapted(leaves: Iterable[str], sources: Mapping[str, TensorSource]) -> list[TensorSource]:
+    """Return the adapted parameters; an error if `peft` cannot adapt one of them."""
+    adapted: list[TensorSource] = []
+    problems: list[Problem] = []
+    for path in leaves:
+        if not path.endswith(LORA_A):
+            continue
+        source = sources[path.removesuffix(LORA_A)]
+        adapted.append(source)
+        what = _obstacle(source)
+        if what:
+            problems.append(Problem(source.path, what, fix="other --lora.targets"))
     if problems:
-        raise ConfigError(
-            "These adapters cannot be exported; merged, they can (without --adapter):", problems
-        )
-    tensors = dict(pair for path in sorted(paths) for pair in _tensors(sources[path]))
-    specs = {
-        name: jax.ShapeDtypeStruct(
-            leaves[path].shape[len(index) :][::-1], dtype or leaves[path].dtype
-        )
-        for name, (path, index) in tensors.items()
-    }
-    values: dict[str, Any] = {
+        title = "These adapters cannot be exported; merged, they can (without --adapter):"
+        raise ConfigError(title, problems)
+    return adapted
+
+
+def _obstacle(source: TensorSource) -> str:
+    """Return the reason against an adapter of a parameter in `peft`; empty if there is none."""
+    if source.mapping.layout.parts > 1:
+        return f"is a part of {source.mapping.tensor}, which `peft` adapts as a whole"
+    if "{expert}" in source.mapping.tensor:
+        return "is of experts, which are no modules in `transformers`"
+    if "embed" in source.path.rpartition("/")[2]:
+        return "is an embedding, and an adapter of one is another kind in `peft`"
+    return ""
+
+
+def _tensors(sources: Iterable[TensorSource]) -> _Tensors:
+    """Return two tensors for each tensor of the model."""
+    found: _Tensors = {}
+    for source in sources:
+        for index, tensor in source.tensors():
+            for suffix, ending in _ENDINGS.items():
+                name = f"{_PREFIX}{_module(tensor)}.{ending}.weight"
+                found[name] = source.path + suffix, index
+    return found
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
+
+
+def _specs(
+    tensors: _Tensors, leaves: Mapping[str, jax.Array], dtype: Any
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shape and dtype of each tensor: `[out, in]`, as PyTorch has them."""
+    specs: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, (path, index) in tensors.items():
+        leaf = leaves[path]
+        shape = leaf.shape[len(index) :]
+        specs[name] = jax.ShapeDtypeStruct(shape[::-1], dtype or leaf.dtype)
+    return specs
+
+
+def _arrays(
+    tensors: _Tensors, leaves: Mapping[str, jax.Array], specs: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[np.ndarray]:
+    """Yield the value of each tensor."""
+    for name, (path, index) in tensors.items():
+        yield host_slice(leaves[path], index, specs[name].dtype).T
+
+
+def _config_values(adapted: Sequence[TensorSource], lora: LoRAConfig, base: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    modules: set[str] = set()
+    for source in adapted:
+        for _, tensor in source.tensors():
+            modules.add(_module(tensor))
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
@@ -69,44 +143,7 @@ def save_adapter(
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": not all(sources[path].mapping.layout.transposed for path in paths),
-        "target_modules": sorted(
-            {_module(name) for path in paths for _, name in sources[path].tensors()}
-        ),
+        "fan_in_fan_out": not all(source.mapping.layout.transposed for source in adapted),
+        "target_modules": sorted(modules),
         "inference_mode": True,
     }
-    with whole_folder(out) as folder:
-        arrays = (
-            host_slice(leaves[path], index, specs[name].dtype).T
-            for name, (path, index) in tensors.items()
-        )
-        write_safetensors(folder / ADAPTER, specs, arrays, {"format": "pt"})
-        write_json(folder / ADAPTER_CONFIG, values)
-
-
-def _problems(source: TensorSource) -> Iterator[Problem]:
-    """Yield why `peft` cannot have an adapter of a parameter."""
-    fix = "other --lora.targets"
-    if source.mapping.layout.parts > 1:
-        yield Problem(
-            source.path,
-            f"is a part of {source.mapping.tensor}, which `peft` adapts as a whole",
-            fix=fix,
-        )
-    elif "{expert}" in source.mapping.tensor:
-        yield Problem(source.path, "is of experts, which are no modules in `transformers`", fix=fix)
-    elif "embed" in source.path.rpartition("/")[2]:
-        yield Problem(
-            source.path, "is an embedding, and an adapter of one is another kind in `peft`", fix=fix
-        )
-
-
-def _module(tensor: str) -> str:
-    return tensor.removesuffix(".weight")
-
-
-def _tensors(source: TensorSource) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-    """Yield the name of each tensor, with the parameter and the index in its stack."""
-    for index, name in source.tensors():
-        for suffix, ending in ((LORA_A, "lora_A"), (LORA_B, "lora_B")):
-            yield f"{_PREFIX}{_module(name)}.{ending}.weight", (source.path + suffix, index)

@@ -1,8 +1,13 @@
-"""Model families as published on Hugging Face: config.json fields, and a map from parameters to checkpoint tensors.
+"""Model families as published on Hugging Face: their config.json and their tensors.
+
+A name map relates parameters to tensors of a checkpoint:
 
 ```python
-name = "model.layers.{layer}.self_attn.q_proj.weight"
-TensorMapping("layers/attention/q_proj/kernel", name, TRANSPOSED)
+TensorMapping(
+    "layers/attention/q_proj/kernel",
+    "model.layers.{layer}.self_attn.q_proj.weight",
+    TRANSPOSED,
+)
 ```
 
 One mapping covers all layers, stacked or not: one tensor per layer, or per layer and expert if the
@@ -15,7 +20,7 @@ import difflib
 import functools
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,9 +38,10 @@ _NO_ALIASES: Mapping[str, str] = FrozenDict()
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
-    """Relation of a tensor to the parameter of one layer: part `index` of `parts` equal ones along its last dimension.
+    """Relation of a tensor to the parameter of one layer.
 
-    PyTorch's linear layers are `[out, in]`, ours `[in, out]`: such a tensor is `transposed`.
+    The parameter is part `index` of `parts` equal ones along the last dimension. PyTorch's linear
+    layers are `[out, in]`, ours `[in, out]`: such a tensor is `transposed`.
     """
 
     transposed: bool = False
@@ -48,16 +54,19 @@ TRANSPOSED = TensorLayout(transposed=True)
 
 
 def part(index: int, parts: int, *, transposed: bool = False) -> TensorLayout:
-    """Return the layout of one of several concatenated parameters: GPT-2's queries are `part(0, 3)` of `c_attn`."""
+    """Return the layout of one of several parameters concatenated in a tensor.
+
+    GPT-2's queries are `part(0, 3)` of `c_attn`.
+    """
     return TensorLayout(transposed, index, parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorMapping:
-    """A parameter (path without layer numbers) and its tensor (name with placeholders `{layer}` and `{expert}`).
+    """A parameter and its tensor.
 
-    Our layer `i` is the tensors' layer `first + step * i`; `step` is 2 if layers of two kinds
-    alternate.
+    `path` has no layer numbers; `tensor` has the placeholders `{layer}` and `{expert}`. Our layer
+    `i` is the tensors' layer `first + step * i`; `step` is 2 if layers of two kinds alternate.
     """
 
     path: str
@@ -69,7 +78,7 @@ class TensorMapping:
 
 @dataclasses.dataclass(frozen=True)
 class Ignored:
-    """Tensors that a checkpoint may have, that no parameter uses, and why nothing is lost.
+    """Tensors of a checkpoint without a parameter, and why nothing is lost.
 
     If the checkpoint also has the tensor `same_as`, the two must be equal bit for bit.
     """
@@ -112,33 +121,55 @@ class Family:
     def tables(
         self, config: Any, tensors: Iterable[str], aliases: Mapping[str, str] = _NO_ALIASES
     ) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
-        """Return the mappings and ignored tensors of a model config, for a checkpoint with these tensors.
+        """Return the mappings and ignored tensors of a model config, for some checkpoint.
 
         Names lose the prefix if no tensor has it. A tensor that the checkpoint lacks may be there
         under another name.
 
         Args:
+            tensors: Names of the tensors in the checkpoint.
             aliases: Tensor → another name of it. A copy that may be ignored is one of the tensor
                 that it must equal.
         """
         found = set(tensors)
-        prefix = self.prefix if not any(tensor.startswith(self.prefix) for tensor in found) else ""
-        ignored = [
-            Ignored(
-                entry.tensor.removeprefix(prefix), entry.why, entry.same_as.removeprefix(prefix)
-            )
-            for entry in self.ignored(config)
-        ]
-        others = {**aliases, **{entry.same_as: entry.tensor for entry in ignored if entry.same_as}}
-        stored = {
-            name: other for name, other in others.items() if name not in found and other in found
-        }
-        names = []
-        for name in self.names(config):
-            tensor = name.tensor.removeprefix(prefix)
-            names.append(dataclasses.replace(name, tensor=stored.get(tensor, tensor)))
-        used = {name.tensor for name in names}
-        return tuple(names), tuple(entry for entry in ignored if entry.tensor not in used)
+        prefix = self._absent_prefix(found)
+        ignored = [_without_prefix(entry, prefix) for entry in self.ignored(config)]
+        stored = _stored_names(found, aliases, ignored)
+        mappings: list[TensorMapping] = []
+        used: set[str] = set()
+        for mapping in self.names(config):
+            tensor = mapping.tensor.removeprefix(prefix)
+            tensor = stored.get(tensor, tensor)
+            mappings.append(dataclasses.replace(mapping, tensor=tensor))
+            used.add(tensor)
+        unused = tuple(entry for entry in ignored if entry.tensor not in used)
+        return tuple(mappings), unused
+
+    def _absent_prefix(self, found: Iterable[str]) -> str:
+        """Return the prefix if no tensor has it."""
+        if any(tensor.startswith(self.prefix) for tensor in found):
+            return ""
+        return self.prefix
+
+
+def _without_prefix(entry: Ignored, prefix: str) -> Ignored:
+    tensor = entry.tensor.removeprefix(prefix)
+    return Ignored(tensor, entry.why, entry.same_as.removeprefix(prefix))
+
+
+def _stored_names(
+    found: Collection[str], aliases: Mapping[str, str], ignored: Iterable[Ignored]
+) -> dict[str, str]:
+    """Return missing tensor → its other name in the checkpoint."""
+    others = dict(aliases)
+    for entry in ignored:
+        if entry.same_as:
+            others[entry.same_as] = entry.tensor
+    stored: dict[str, str] = {}
+    for name, other in others.items():
+        if name not in found and other in found:
+            stored[name] = other
+    return stored
 
 
 @functools.cache
@@ -147,7 +178,8 @@ def families() -> dict[str, Family]:
 
     Every entry point must be one.
     """
-    found, problems = {}, []
+    found: dict[str, Family] = {}
+    problems: list[Problem] = []
     for entry in sorted(importlib.metadata.entry_points(group=GROUP)):
         where = f"entry point {entry.name}"
         try:
@@ -156,11 +188,8 @@ def families() -> dict[str, Family]:
             problems.append(Problem(where, f"cannot be loaded: {error}"))
             continue
         if entry.name in found:
-            problems.append(
-                Problem(
-                    where, "is defined twice", entry.value, "uninstall one of them, or rename it"
-                )
-            )
+            fix = "uninstall one of them, or rename it"
+            problems.append(Problem(where, "is defined twice", entry.value, fix))
         elif isinstance(family, Family):
             found[entry.name] = family
         else:
@@ -176,32 +205,43 @@ def family_of(architectures: Iterable[str]) -> Family:
     for family in families().values():
         if set(wanted) & set(family.architectures):
             return family
-    known = [name for family in families().values() for name in family.architectures]
+    raise ConfigError("Unsupported model:", _unsupported(wanted))
+
+
+def _unsupported(wanted: Iterable[str]) -> list[Problem]:
+    """Return the problems of architectures without a family."""
+    known: list[str] = []
+    for family in families().values():
+        known += family.architectures
     if not known:
         fix = "install spmd or build its metadata: families are found by entry points"
-        problems = [Problem(GROUP, "no family is installed", fix=fix)]
-    elif wanted:
-        fixes = {name: _nearest(name, known) for name in wanted}
-        problems = [
-            Problem(f"architecture {name}", "is not supported", fix=fix)
-            for name, fix in fixes.items()
-        ]
-    else:
-        problems = [
-            Problem("config.json", "names no architecture", fix=f"one of: {', '.join(known)}")
-        ]
-    raise ConfigError("Unsupported model:", problems)
+        return [Problem(GROUP, "no family is installed", fix=fix)]
+    problems: list[Problem] = []
+    for name in dict.fromkeys(wanted):
+        fix = _nearest(name, known)
+        problems.append(Problem(f"architecture {name}", "is not supported", fix=fix))
+    if not problems:
+        fix = f"one of: {', '.join(known)}"
+        return [Problem("config.json", "names no architecture", fix=fix)]
+    return problems
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return what may be meant: class names all end with the task, which says nothing about the family."""
-    families_of = {re.sub("For[A-Z].*", "", other): other for other in known}
-    near = difflib.get_close_matches(re.sub("For[A-Z].*", "", name), families_of, n=1, cutoff=0.8)
-    return f'did you mean "{families_of[near[0]]}"?' if near else f"one of: {', '.join(known)}"
+    """Return a hint at the known architecture with the nearest name."""
+    architectures = {_family_name(other): other for other in known}
+    near = difflib.get_close_matches(_family_name(name), architectures, n=1, cutoff=0.8)
+    if near:
+        return f'did you mean "{architectures[near[0]]}"?'
+    return f"one of: {', '.join(known)}"
+
+
+def _family_name(architecture: str) -> str:
+    """Remove the task from an architecture: all names end with it, so all would seem near."""
+    return re.sub("For[A-Z].*", "", architecture)
 
 
 def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
-    """Return the family that a model config is exported as.
+    """Return the family for the export of a model config.
 
     One with the given architectures is preferred.
     """
@@ -211,7 +251,10 @@ def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
         what = f"a {type(config).__name__} with these values matches no Hugging Face architecture"
         known = f"families: {', '.join(families()) or 'none is installed'}"
         raise ConfigError("This model cannot be exported:", [Problem("model", what, known)])
-    return next((family for family in fitting if preferred & set(family.architectures)), fitting[0])
+    for family in fitting:
+        if preferred & set(family.architectures):
+            return family
+    return fitting[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,15 +280,19 @@ class TensorSource:
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """Shape of the slice of the parameter that one tensor holds."""
+        """Shape of the parameter in one tensor: without the dimensions of the stack."""
         return self.shape[len(self.stack_shape) :]
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """Shape of one tensor, including parts that belong to other parameters."""
+        """Shape of one tensor, including the parts of other parameters."""
         shape, layout = self.layer_shape, self.mapping.layout
-        full = (*shape[:-1], shape[-1] * layout.parts) if shape else ()
-        return full[::-1] if layout.transposed else full
+        if not shape:
+            return ()
+        full = (*shape[:-1], shape[-1] * layout.parts)
+        if layout.transposed:
+            return full[::-1]
+        return full
 
     def tensor_name(self, index: tuple[int, ...]) -> str:
         """Return the name of the tensor at an index of the stack."""
@@ -261,11 +308,14 @@ class TensorSource:
         layout, last = self.mapping.layout, ours[-1]
         offset = layout.index * self.layer_shape[-1]
         moved = (*ours[:-1], slice(last.start + offset, last.stop + offset))
-        return moved[::-1] if layout.transposed else moved
+        if layout.transposed:
+            return moved[::-1]
+        return moved
 
     def tensors(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield every index of the stack and the name of its tensor."""
-        return ((index, self.tensor_name(index)) for index in np.ndindex(*self.stack_shape))
+        for index in np.ndindex(*self.stack_shape):
+            yield index, self.tensor_name(index)
 
 
 def tensor_sources(
@@ -276,26 +326,32 @@ def tensor_sources(
     Every parameter needs a mapping, and every mapping a parameter.
     """
     mappings = {name.path: name for name in names}
-    found, problems, used = {}, [], set()
+    found: dict[str, TensorSource] = {}
+    problems: list[Problem] = []
+    used: set[str] = set()
     for path, shape in shapes.items():
-        parts = path.split("/")
-        bare, numbers = (
-            "/".join(p for p in parts if not p.isdigit()),
-            tuple(int(p) for p in parts if p.isdigit()),
-        )
+        bare, numbers = _split_path(path)
         if bare in mappings:
             used.add(bare)
             found[path] = TensorSource(path, tuple(shape), mappings[bare], numbers)
         else:
-            problems.append(
-                Problem(path, "is not in the name map", fix=did_you_mean(bare, mappings))
-            )
+            fix = did_you_mean(bare, mappings)
+            problems.append(Problem(path, "is not in the name map", fix=fix))
     for path in mappings.keys() - used:
-        problems.append(
-            Problem(
-                f"name {path!r}", "is not a parameter of the model", fix=did_you_mean(path, shapes)
-            )
-        )
+        fix = did_you_mean(path, shapes)
+        problems.append(Problem(f"name {path!r}", "is not a parameter of the model", fix=fix))
     if problems:
         raise ConfigError("The name map does not fit the model:", problems)
     return found
+
+
+def _split_path(path: str) -> tuple[str, tuple[int, ...]]:
+    """Return a path without its numbers, and the numbers."""
+    names: list[str] = []
+    numbers: list[int] = []
+    for key in path.split("/"):
+        if key.isdigit():
+            numbers.append(int(key))
+        else:
+            names.append(key)
+    return "/".join(names), tuple(numbers)

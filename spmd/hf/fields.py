@@ -1,10 +1,10 @@
-"""Parser of config.json that reports every field it does not understand."""
+"""Parser of config.json with a problem for every unknown field."""
 
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from spmd.errors import ConfigError, Problem, SpmdError
 
@@ -14,75 +14,67 @@ _MAX_INTEGER = 2**31 - 1
 
 HARMLESS = frozenset(
     {
-        *(
-            "architectures",
-            "model_type",
-            "transformers_version",
-            "torch_dtype",
-            "dtype",
-            "_name_or_path",
-        ),
-        *(
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "unk_token_id",
-            "sep_token_id",
-            "decoder_start_token_id",
-        ),
-        *(
-            "use_cache",
-            "initializer_range",
-            "attention_dropout",
-            "pretraining_tp",
-            "max_position_embeddings",
-        ),
-        *(
-            "output_attentions",
-            "output_hidden_states",
-            "return_dict",
-            "task_specific_params",
-            "_attn_implementation",
-        ),
-        *(
-            "output_router_logits",
-            "is_encoder_decoder",
-            "id2label",
-            "label2id",
-            "auto_map",
-            "max_length",
-        ),
-        *(
-            "_num_labels",
-            "transformers.js_config",
-            "is_llama_config",
-            "unsloth_fixed",
-            "unsloth_version",
-        ),
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "_name_or_path",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "use_cache",
+        "initializer_range",
+        "attention_dropout",
+        "pretraining_tp",
+        "max_position_embeddings",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "task_specific_params",
+        "_attn_implementation",
+        "output_router_logits",
+        "is_encoder_decoder",
+        "id2label",
+        "label2id",
+        "auto_map",
+        "max_length",
+        "_num_labels",
+        "transformers.js_config",
+        "is_llama_config",
+        "unsloth_fixed",
+        "unsloth_version",
     }
 )
-"""Fields that do not change what a trained model computes; export copies them from the original
-config.json."""
+"""Fields without effect on a trained model; export copies them from the original config.json."""
 
 _HARMLESS_IF_OFF = frozenset(
     {
-        *("use_mrope", "use_sliding_window", "attention_bias", "mlp_bias", "tie_word_embeddings"),
-        *("add_cross_attention", "is_decoder", "tie_encoder_decoder", "chunk_size_feed_forward"),
-        *(
-            "torchscript",
-            "use_bfloat16",
-            "tf_legacy_loss",
-            "remove_invalid_values",
-            "return_dict_in_generate",
-        ),
-        *(
-            "do_sample",
-            "early_stopping",
-            "output_scores",
-            "no_repeat_ngram_size",
-            "encoder_no_repeat_ngram_size",
-        ),
-        *("num_beam_groups", "diversity_penalty", "rope_interleaved"),
+        "use_mrope",
+        "use_sliding_window",
+        "attention_bias",
+        "mlp_bias",
+        "tie_word_embeddings",
+        "add_cross_attention",
+        "is_decoder",
+        "tie_encoder_decoder",
+        "chunk_size_feed_forward",
+        "torchscript",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "remove_invalid_values",
+        "return_dict_in_generate",
+        "do_sample",
+        "early_stopping",
+        "output_scores",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "num_beam_groups",
+        "diversity_penalty",
+        "rope_interleaved",
     }
 )
 """Fields that are ignored if false or 0."""
@@ -108,7 +100,9 @@ class Fields:
         """Return a field unchecked; `default` if it is absent or null."""
         self._known.add(name)
         found = self._values.get(name)
-        return default if found is None else found
+        if found is None:
+            return default
+        return found
 
     def is_null(self, name: str) -> bool:
         """Return whether a field is present and null.
@@ -128,21 +122,23 @@ class Fields:
     def number(self, name: str, default: float | None = None, least: float = -math.inf) -> float:
         """Return a finite number of at least `least`; required if it has no default."""
         found = self.value(name, default)
-        return float(found) if self.is_number(name, found, least) else 1.0
+        if not self.is_number(name, found, least):
+            return 1.0
+        return float(found)
 
     def is_number(self, where: str, found: Any, least: float = -math.inf) -> bool:
         """Return whether a value is a finite number of at least `least`.
 
         Report a problem at `where` otherwise.
         """
-        lowest, highest = max(least, -sys.float_info.max), sys.float_info.max
-        if (
-            isinstance(found, int | float)
-            and not isinstance(found, bool)
-            and lowest <= found <= highest
-        ):
+        highest = sys.float_info.max
+        lowest = max(least, -highest)
+        is_real = isinstance(found, int | float) and not isinstance(found, bool)
+        if is_real and lowest <= found <= highest:
             return True
-        bound = f" of at least {least:g}" if least > -math.inf else ""
+        bound = ""
+        if least > -math.inf:
+            bound = f" of at least {least:g}"
         self.refuse(where, _wrong(found, f"not a finite number{bound}"))
         return False
 
@@ -154,13 +150,11 @@ class Fields:
         return found is True
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Require one of the values that the model supports; an absent field means the first."""
+        """Require one of the values supported by the model; an absent field means the first."""
         found = self.value(name, allowed[0])
         if found not in allowed:
-            self.refuse(
-                name,
-                f"is {found!r:.80}, and this model supports only {' or '.join(map(str, allowed))}",
-            )
+            supported = " or ".join(map(str, allowed))
+            self.refuse(name, f"is {found!r:.80}, and this model supports only {supported}")
 
     def refuse(self, name: str, what: str, fix: str = "") -> None:
         """Report a problem with a field."""
@@ -173,63 +167,99 @@ class Fields:
         return None
 
     def rope(self, default: float, *kinds: str) -> tuple[float, dict[str, Any]]:
-        """Return the base of rotary position embeddings, and the fields of a scaling of one of `kinds` but its type."""
-        theta, scaling = self.value("rope_theta", default), dict[str, Any]()
-        tables = {
-            name: table
-            for name in ("rope_parameters", "rope_scaling")
-            if (table := self.value(name, {})) != {}
-        }
-        parsed = []
-        for name, table in tables.items():
+        """Return the base of rotary position embeddings, and the scaling of positions.
+
+        Two fields may have them. The scaling is the table of one of `kinds`, without the base and
+        the type; it is empty if positions are not scaled.
+        """
+        theta = self.value("rope_theta", default)
+        scaling: dict[str, Any] = {}
+        parsed: list[_Rope] = []
+        for name in ("rope_parameters", "rope_scaling"):
+            table = self.value(name, {})
+            if table == {}:
+                continue
             if not isinstance(table, Mapping):
                 self.refuse(name, f"is {table!r:.80}, not an object")
                 continue
-            kind = table.get("rope_type", table.get("type", "default"))
-            rest = {
-                key: value
-                for key, value in table.items()
-                if key not in ("rope_theta", "rope_type", "type")
-            }
-            parsed.append((table.get("rope_theta", theta), kind, rest))
-            if parsed[0] != parsed[-1]:
+            rope = _read_rope(table, theta)
+            parsed.append(rope)
+            if rope != parsed[0]:
                 fix = "keep the one that the model was trained with"
                 self.refuse(name, "differs from rope_parameters, and the file has both", fix)
-            elif kind in kinds:
-                scaling |= rest
-            elif kind != "default":
-                can = f"only {' or '.join(kinds)}" if kinds else "no scaling of positions"
-                self.refuse(name, f"is of type {kind!r:.80}, and this model supports {can}")
+            elif rope.kind in kinds:
+                scaling |= rope.scaling
             else:
-                for key in sorted(rest):
-                    self.refuse(f"{name}.{key}", f"is {rest[key]!r:.80}, and is unknown")
-        theta = parsed[0][0] if parsed else theta
-        return float(theta) if self.is_number("rope_theta", theta, least=1.0) else default, scaling
+                self._refuse_scaling(name, rope, kinds)
+        if parsed:
+            theta = parsed[0].theta
+        if not self.is_number("rope_theta", theta, least=1.0):
+            return default, scaling
+        return float(theta), scaling
+
+    def _refuse_scaling(self, name: str, rope: "_Rope", kinds: Sequence[str]) -> None:
+        """Report an unknown kind of scaling, or all fields of a table without scaling."""
+        if rope.kind == "default":
+            for key in sorted(rope.scaling):
+                self.refuse(f"{name}.{key}", f"is {rope.scaling[key]!r:.80}, and is unknown")
+            return
+        supported = "no scaling of positions"
+        if kinds:
+            supported = f"only {' or '.join(kinds)}"
+        what = f"is of type {rope.kind!r:.80}, and this model supports {supported}"
+        self.refuse(name, what)
 
     def problems(self) -> list[Problem]:
-        """Return all problems, including one for each field that was not read and is not harmless."""
+        """Return all problems, with one for each unknown field."""
         fix = "if it does not change what the model computes, remove it from config.json"
-        unknown = {
-            n: v
-            for n, v in self._values.items()
-            if n not in self._known | HARMLESS and v is not None
-        }
-        rest = {n: v for n, v in unknown.items() if not (n in _HARMLESS_IF_OFF and v in (False, 0))}
-        return [
-            *self._problems,
-            *(Problem(n, f"is {v!r:.80}, and is unknown", fix=fix) for n, v in rest.items()),
-        ]
+        problems = list(self._problems)
+        for name, value in self._values.items():
+            if not self._is_understood(name, value):
+                problems.append(Problem(name, f"is {value!r:.80}, and is unknown", fix=fix))
+        return problems
+
+    def _is_understood(self, name: str, value: Any) -> bool:
+        """Return whether a field was read or is harmless."""
+        if value is None or name in self._known or name in HARMLESS:
+            return True
+        return name in _HARMLESS_IF_OFF and value in (False, 0)
 
     def build(self, make: Callable[..., T], **values: Any) -> T:
-        """Construct the model config, or raise a ConfigError with all problems of the file and of the config class."""
+        """Construct the model config.
+
+        Raises:
+            ConfigError: All problems of the file and of the config class.
+        """
         made = self.nested(make, **values)
-        if (problems := self.problems()) or made is None:
-            raise ConfigError("Unsupported features in config.json:", problems)
+        problems = self.problems()
+        if problems or made is None:
+            title = "Unsupported features in config.json:"
+            raise ConfigError(title, problems)
         return made
 
 
+class _Rope(NamedTuple):
+    """Parsed table of rotary position embeddings: their base, and the scaling of positions."""
+
+    theta: Any
+    kind: Any
+    scaling: dict[str, Any]
+
+
+def _read_rope(table: Mapping[str, Any], theta: Any) -> _Rope:
+    """Parse a table; `theta` is the base if it has none."""
+    scaling = dict(table)
+    theta = scaling.pop("rope_theta", theta)
+    # older files have `type`
+    kind = scaling.pop("type", "default")
+    kind = scaling.pop("rope_type", kind)
+    return _Rope(theta, kind, scaling)
+
+
 def _wrong(found: Any, why: str) -> str:
-    return "is missing" if found is None else f"is {found!r:.80}, {why}"
+    if found is None:
+        return "is missing"
+    return f"is {found!r:.80}, {why}"
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""A folder in the layout of `save_pretrained`: config.json, safetensors files, and an index if there are several.
+"""A folder in the layout of `save_pretrained`.
 
-The folder is not trusted. Files are parsed, never executed: pickles are refused. Links are followed
-only within the folder, or to `blobs` of the hub's cache if the folder is a snapshot of it
-(`…/snapshots/REVISION`).
+It has config.json, safetensors files, and an index if there are several. It is not trusted. Files
+are parsed, never executed: pickles are refused. Links are followed only within the folder, or to
+`blobs` of the hub's cache if the folder is a snapshot of it (`…/snapshots/REVISION`).
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,13 @@ _COMPARE_BYTES = 2 << 20
 
 @dataclasses.dataclass(frozen=True)
 class HFFolder:
-    """An opened Hugging Face folder: content of config.json, model config, and the file of each tensor."""
+    """An opened Hugging Face folder.
+
+    Attributes:
+        values: Content of config.json.
+        config: The model config.
+        files: Tensor → its file.
+    """
 
     path: Path
     values: dict[str, Any]
@@ -56,33 +62,45 @@ class HFFolder:
         `safetensors.torch.save_model` stores a shared tensor once, and the metadata of the file has
         its other names.
         """
-        aliases = dict[str, str]()
-        for file in {file.path: file for file in self.files.values()}.values():
+        files = {file.path: file for file in self.files.values()}
+        aliases: dict[str, str] = {}
+        for file in files.values():
             aliases |= file.metadata
         return self.family.tables(self.config, self.files, aliases)
 
     @functools.cached_property
     def tied_mismatches(self) -> tuple[Problem, ...]:
-        """Tensors that must equal another one and do not; compared once, chunk by chunk."""
+        """Tied tensors with different values; compared once, chunk by chunk."""
         _, ignored = self.tables
-        pairs = [(entry.tensor, entry.same_as) for entry in ignored]
-        mismatches = (self._mismatch(*pair) for pair in pairs if self.files.keys() >= {*pair})
-        return tuple(problem for problem in mismatches if problem is not None)
+        problems: list[Problem] = []
+        for entry in ignored:
+            if entry.tensor not in self.files or entry.same_as not in self.files:
+                continue
+            problem = self._mismatch(entry.tensor, entry.same_as)
+            if problem is not None:
+                problems.append(problem)
+        return tuple(problems)
 
     def _mismatch(self, name: str, other: str) -> Problem | None:
-        a, b = (self.files[n].tensors[n] for n in (name, other))
+        a = self.files[name].tensors[name]
+        b = self.files[other].tensors[other]
         detail = ""
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             detail = f"it is {a.dtype}{list(a.shape)}, {other} is {b.dtype}{list(b.shape)}"
-        else:
-            chunks = (
-                self.files[n].chunks(n, np.empty(_COMPARE_BYTES, np.uint8)) for n in (name, other)
-            )
-            if all(np.array_equal(*pair) for pair in zip(*chunks, strict=True)):
-                return None
+        elif self._is_equal(name, other):
+            return None
         what = f"differs from {other}, and this model ties its head to the embedding"
-        fix = "set tie_word_embeddings=false in config.json if the head is separate; remove the tensor if it is unused"
+        fix = (
+            "set tie_word_embeddings=false in config.json if the head is separate; "
+            "remove the tensor if it is unused"
+        )
         return Problem(name, what, detail, fix)
+
+    def _is_equal(self, name: str, other: str) -> bool:
+        """Compare the bytes of two tensors of one shape and dtype."""
+        chunks = self.files[name].chunks(name, np.empty(_COMPARE_BYTES, np.uint8))
+        others = self.files[other].chunks(other, np.empty(_COMPARE_BYTES, np.uint8))
+        return all(np.array_equal(*pair) for pair in zip(chunks, others, strict=True))
 
 
 @contextlib.contextmanager
@@ -93,9 +111,8 @@ def open_folder(path: Path) -> Iterator[HFFolder]:
     """
     problems: list[Problem] = []
     if not path.is_dir():
-        problem = Problem(
-            str(path), "is not a folder", fix="give a local folder; nothing is downloaded"
-        )
+        fix = "give a local folder; nothing is downloaded"
+        problem = Problem(str(path), "is not a folder", fix=fix)
         raise CheckpointError("Nothing was read:", [problem])
     values: dict[str, Any] = {}
     family, config = None, None
@@ -117,7 +134,9 @@ def open_folder(path: Path) -> Iterator[HFFolder]:
 def architectures_of(values: Mapping[str, Any]) -> list[str]:
     """Return the `architectures` of a config.json; empty if it has no such list."""
     found = values.get("architectures")
-    return list(map(str, found)) if isinstance(found, list) else []
+    if not isinstance(found, list):
+        return []
+    return list(map(str, found))
 
 
 def _error(folder: Path, *problems: Problem) -> CheckpointError:
@@ -125,20 +144,22 @@ def _error(folder: Path, *problems: Problem) -> CheckpointError:
 
 
 def _size_problems(family: Family, config: Any, tensors: int) -> list[Problem]:
-    """Compare layers × experts with the number of tensors, before any table of that size is built."""
-    names = [mapping.tensor for mapping in family.names(config)]
-    counts = {
-        "layer": getattr(config, "layers", 1),
-        "expert": getattr(getattr(config, "router", None), "experts", 1),
-    }
-    used = {
-        field: count
-        for field, count in counts.items()
-        if any(f"{{{field}}}" in name for name in names)
-    }
-    if (wanted := math.prod(used.values())) <= tensors:
+    """Compare layers × experts with the number of tensors.
+
+    It runs before any table of that size is built.
+    """
+    mappings = family.names(config)
+    router = getattr(config, "router", None)
+    counts = {"layer": getattr(config, "layers", 1), "expert": getattr(router, "experts", 1)}
+    used: dict[str, int] = {}
+    for field, count in counts.items():
+        if any(f"{{{field}}}" in mapping.tensor for mapping in mappings):
+            used[field] = count
+    wanted = math.prod(used.values())
+    if wanted <= tensors:
         return []
-    detail = f"{' × '.join(f'{count} {field}s' for field, count in used.items())} = {wanted} > {tensors} tensors"
+    product = " × ".join(f"{count} {field}s" for field, count in used.items())
+    detail = f"{product} = {wanted} > {tensors} tensors"
     return [Problem(CONFIG, "has more layers and experts than the files have tensors", detail)]
 
 
@@ -150,13 +171,16 @@ def inside(folder: Path, name: str) -> Path:
     if Path(name).name != name:
         raise _error(folder, Problem(name, "is a path, not the name of a file in the folder"))
     try:
-        home, real = folder.resolve(), (folder / name).resolve(strict=True)
+        home = folder.resolve()
+        real = (folder / name).resolve(strict=True)
     except ValueError as error:  # a null byte, or half of a surrogate pair
         raise _error(folder, Problem(name, "is not a valid file name")) from error
     except RuntimeError as error:  # Python 3.11 raises it for circular links
         raise OSError(str(error)) from error
-    cache = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
-    if real.parent not in (home, *cache):
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if real.parent not in allowed:
         fix = "replace the link with a copy of the file"
         raise _error(folder, Problem(name, f"is a link that leaves the folder, to {real}", fix=fix))
     return real
@@ -176,49 +200,75 @@ def _read_json(folder: Path, name: str, max_bytes: int) -> dict[str, Any]:
 def _open_files(
     folder: Path, stack: contextlib.ExitStack, problems: list[Problem]
 ) -> dict[str, SafetensorsFile]:
-    """Return tensor → the opened file that contains it."""
-    if (folder / SINGLE).exists():
-        index, names = None, [SINGLE]
-    elif (folder / INDEX).exists():
-        index = _read_json(folder, INDEX, _INDEX_MAX_BYTES).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-            raise _error(folder, Problem(INDEX, "has no weight_map from tensors to files"))
-        names = sorted(set(index.values()))
-    else:
-        raise _error(folder, *_no_weights(folder))
+    """Return tensor → its file, opened."""
+    index, names = _weight_files(folder)
     found: dict[str, SafetensorsFile] = {}
-    opened = set()
+    opened: set[str] = set()
     for name in names:
-        if not name.endswith(".safetensors"):
-            where, fix = f"{INDEX}: {name}", "only safetensors are supported"
-            problems.append(Problem(where, "is not a safetensors file", fix=fix))
+        file = _open_file(folder, name, stack, problems)
+        if file is None:
             continue
-        with collect_errors(problems):
-            try:
-                file = stack.enter_context(SafetensorsFile(inside(folder, name)))
-            except OSError as error:
-                problems.append(Problem(name, f"cannot be read: {error.strerror or error}"))
-                continue
-            opened.add(name)
-            for tensor in file.tensors:
-                if index is not None and index.get(tensor) != name:
-                    place = f"to {index[tensor]}" if tensor in index else "to no file"
-                    problems.append(Problem(tensor, f"is in {name}, and {INDEX} maps it {place}"))
-                found.setdefault(tensor, file)
+        opened.add(name)
+        if index is not None:
+            problems += _misplaced(file, name, index)
+        for tensor in file.tensors:
+            found.setdefault(tensor, file)
     for tensor, name in (index or {}).items():
         if name in opened and tensor not in found:
             problems.append(Problem(tensor, f"is not in {name}, and {INDEX} maps it there"))
     return found
 
 
+def _weight_files(folder: Path) -> tuple[dict[str, str] | None, list[str]]:
+    """Return the index from tensors to files, None if there is one file, and the files' names."""
+    if (folder / SINGLE).exists():
+        return None, [SINGLE]
+    if not (folder / INDEX).exists():
+        raise _error(folder, *_no_weights(folder))
+    index = _read_json(folder, INDEX, _INDEX_MAX_BYTES).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise _error(folder, Problem(INDEX, "has no weight_map from tensors to files"))
+    return index, sorted(set(index.values()))
+
+
+def _open_file(
+    folder: Path, name: str, stack: contextlib.ExitStack, problems: list[Problem]
+) -> SafetensorsFile | None:
+    """Open a file; return None and report its problems if it cannot be read."""
+    if not name.endswith(".safetensors"):
+        fix = "only safetensors are supported"
+        problems.append(Problem(f"{INDEX}: {name}", "is not a safetensors file", fix=fix))
+        return None
+    with collect_errors(problems):
+        try:
+            return stack.enter_context(SafetensorsFile(inside(folder, name)))
+        except OSError as error:
+            problems.append(Problem(name, f"cannot be read: {error.strerror or error}"))
+    return None
+
+
+def _misplaced(file: SafetensorsFile, name: str, index: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each tensor of a file with another place in the index."""
+    for tensor in file.tensors:
+        if index.get(tensor) == name:
+            continue
+        place = "to no file"
+        if tensor in index:
+            place = f"to {index[tensor]}"
+        yield Problem(tensor, f"is in {name}, and {INDEX} maps it {place}")
+
+
 def _no_weights(folder: Path) -> list[Problem]:
-    """Return problems that name the files found instead of weights."""
+    """Return a problem for each file in the place of weights."""
     what = "is a pickle, and loading it would run code in it; only safetensors are supported"
     fix = "convert it to safetensors if you trust it: model.save_pretrained(folder)"
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
     others = sorted(file.name for file in folder.glob("*.safetensors"))
-    problems = [Problem(name, what, fix=fix) for name in pickles]
-    problems += [Problem(name, f"is neither {SINGLE} nor listed in {INDEX}") for name in others]
+    problems: list[Problem] = []
+    for name in pickles:
+        problems.append(Problem(name, what, fix=fix))
+    for name in others:
+        problems.append(Problem(name, f"is neither {SINGLE} nor listed in {INDEX}"))
     return problems or [Problem(SINGLE, f"is missing, and so is {INDEX}")]
 
 
@@ -228,36 +278,55 @@ def tensor_problems(
     ignored: Iterable[Ignored],
     found: Mapping[str, Tensor],
 ) -> list[Problem]:
-    """Return all mismatches between the tensors found in a folder and those that parameters need.
+    """Return all mismatches between parameters and the tensors found in a folder.
 
     `floats` maps the path of each parameter to whether it is floating point.
     """
-    wanted = {name: source for source in sources for _, name in source.tensors()}
-    missing = [name for name in wanted if name not in found]
-    rest = [name for name in found if name not in wanted]
-    extra = [name for name in rest if not any(entry.covers(name) for entry in ignored)]
-    hints = len(missing) * len(extra) <= _MAX_HINT_PAIRS
-
-    def hint(name: str, others: list[str]) -> str:
-        close = difflib.get_close_matches(name, others, n=1) if hints else []
-        return f'there is "{close[0]}": was it renamed?' if close else ""
-
-    problems = [
-        Problem(name, f"is missing; {wanted[name].path} needs it", fix=hint(name, extra))
-        for name in missing
-    ]
-    problems += [
-        Problem(name, "is extra: no parameter uses it", fix=hint(name, missing)) for name in extra
-    ]
+    wanted: dict[str, TensorSource] = {}
+    for source in sources:
+        for _, name in source.tensors():
+            wanted[name] = source
+    problems = _missing_and_extra(wanted, tuple(ignored), found)
     for name, source in wanted.items():
-        if name not in found:
-            continue
-        tensor, where = found[name], f"for {source.path} {list(source.shape)}"
-        if tensor.shape != source.tensor_shape:
-            detail = f"it is {list(tensor.shape)}, expected {list(source.tensor_shape)} {where}"
-            problems.append(Problem(name, "has the wrong shape", detail))
-        if jnp.issubdtype(tensor.dtype, jnp.floating) != floats[source.path]:
-            problems.append(
-                Problem(name, "has the wrong kind of dtype", f"it is {tensor.dtype}, {where}")
-            )
+        if name in found:
+            problems += _misfits(name, found[name], source, floats[source.path])
     return first_of(problems)
+
+
+def _missing_and_extra(
+    wanted: Mapping[str, TensorSource], ignored: Iterable[Ignored], found: Mapping[str, Tensor]
+) -> list[Problem]:
+    missing = [name for name in wanted if name not in found]
+    extra: list[str] = []
+    for name in found:
+        if name not in wanted and not any(entry.covers(name) for entry in ignored):
+            extra.append(name)
+    pairs = len(missing) * len(extra)
+    problems: list[Problem] = []
+    for name in missing:
+        what = f"is missing; {wanted[name].path} needs it"
+        problems.append(Problem(name, what, fix=_rename_hint(name, extra, pairs)))
+    for name in extra:
+        hint = _rename_hint(name, missing, pairs)
+        problems.append(Problem(name, "is extra: no parameter uses it", fix=hint))
+    return problems
+
+
+def _rename_hint(name: str, others: Sequence[str], pairs: int) -> str:
+    """Return a hint at the nearest other name, unless too many pairs would be compared."""
+    if pairs > _MAX_HINT_PAIRS:
+        return ""
+    close = difflib.get_close_matches(name, others, n=1)
+    if not close:
+        return ""
+    return f'there is "{close[0]}": was it renamed?'
+
+
+def _misfits(name: str, tensor: Tensor, source: TensorSource, is_float: bool) -> Iterator[Problem]:
+    """Compare the shape and the kind of dtype of a tensor with its parameter."""
+    where = f"for {source.path} {list(source.shape)}"
+    if tensor.shape != source.tensor_shape:
+        detail = f"it is {list(tensor.shape)}, expected {list(source.tensor_shape)} {where}"
+        yield Problem(name, "has the wrong shape", detail)
+    if jnp.issubdtype(tensor.dtype, jnp.floating) != is_float:
+        yield Problem(name, "has the wrong kind of dtype", f"it is {tensor.dtype}, {where}")

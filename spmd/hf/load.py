@@ -52,20 +52,19 @@ def load_params(folder: Path, abstract: Any) -> Any:
 def load_published(found: HFFolder, abstract: Any) -> Any:
     """Load parameters as `load_params` does, from an opened folder."""
     sources = check_published(found, abstract)
-    buffer, non_finite = _allocate((BUFFER_BYTES,), np.uint8), set[tuple[str, str]]()
+    buffer = _allocate((BUFFER_BYTES,), np.uint8)
+    non_finite = set[tuple[str, str]]()
     with ThreadPoolExecutor(_THREADS) as pool:
-        params = tree.map_with_path(
-            lambda path, leaf: _Loader(
-                sources[path], leaf, found.files, buffer, pool, non_finite
-            ).load(),
-            abstract,
-        )
-    if non_finite:
-        what, fix = (
-            "has values that are NaN or infinite",
-            "get the file again: training cannot mend it",
-        )
-        problems = [Problem(path, what, f"in the tensor {name}", fix) for path, name in non_finite]
+
+        def load(path: str, leaf: Any) -> jax.Array:
+            return _Loader(sources[path], leaf, found.files, buffer, pool, non_finite).load()
+
+        params = tree.map_with_path(load, abstract)
+    what, fix = "has values that are NaN or infinite", "get the file again: training cannot mend it"
+    problems: list[Problem] = []
+    for path, name in non_finite:
+        problems.append(Problem(path, what, f"in the tensor {name}", fix))
+    if problems:
         raise CheckpointError(f"{found.path} cannot be loaded:", first_of(problems))
     return params
 
@@ -79,14 +78,16 @@ def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
     sources: dict[str, TensorSource] = {}
     problems: list[Problem] = []
     names, ignored = found.tables
+    shapes: dict[str, tuple[int, ...]] = {}
+    floats: dict[str, bool] = {}
+    for path, leaf in leaves.items():
+        shapes[path] = leaf.shape
+        floats[path] = jnp.issubdtype(leaf.dtype, jnp.floating)
     with collect_errors(problems):
-        sources = tensor_sources(names, {path: leaf.shape for path, leaf in leaves.items()})
+        sources = tensor_sources(names, shapes)
     if not problems:
-        floats = {path: jnp.issubdtype(leaf.dtype, jnp.floating) for path, leaf in leaves.items()}
-        problems = [
-            *tensor_problems(sources.values(), floats, ignored, found.tensors),
-            *found.tied_mismatches,
-        ]
+        problems += tensor_problems(sources.values(), floats, ignored, found.tensors)
+        problems += found.tied_mismatches
     if problems:
         raise CheckpointError(f"{found.path} does not fit the model:", problems)
     return sources
@@ -94,7 +95,7 @@ def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
 
 @dataclasses.dataclass(frozen=True)
 class _Region:
-    """Region of one tensor that one device needs; full rows are read for it."""
+    """Region of one tensor for one device; full rows are read for it."""
 
     file: SafetensorsFile
     name: str
@@ -102,12 +103,20 @@ class _Region:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Key of the rows that are read; devices with the same key share them."""
+        """Key of the rows to read; devices with the same key share them."""
         return self.name, self.slices[0].start
 
     @property
     def tensor(self) -> Tensor:
         return self.file.tensors[self.name]
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of the device's part of one row."""
+        size = self.tensor.dtype.itemsize
+        for side in self.slices[1:]:
+            size *= side.stop - side.start
+        return size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,47 +128,63 @@ class _Loader:
     files: Mapping[str, SafetensorsFile]
     buffer: np.ndarray
     pool: ThreadPoolExecutor
-    non_finite: set[tuple[str, str]]  # paths and tensors with NaN or infinite values
+    # paths and tensors with NaN or infinite values
+    non_finite: set[tuple[str, str]]
 
     def load(self) -> jax.Array:
         leaf = self.leaf
         boxes = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-        local, depth = leaf.sharding.shard_shape(leaf.shape), len(self.source.stack_shape)
-        on_host = all(device.platform == "cpu" for device in boxes)
-        shards = (_HostShards if on_host else _DeviceShards)(tuple(boxes), local, leaf.dtype)
-        # the tensor's first dimension
-        row_dim = len(local) - 1 if self.source.mapping.layout.transposed else depth
-        for place in np.ndindex(*local[:depth]):
-            regions = {device: self._region(box, local, place) for device, box in boxes.items()}
-            rows, at_once = local[row_dim], _rows_at_once(regions.values())
-            # windows of one size, so that one program serves all
-            count = -(-rows // -(-rows // at_once))
-            for start in range(0, rows, count):
-                offset = min(start, rows - count)  # the last window may overlap
-                index = [*place, *(0 for _ in local[depth:])]
-                index[row_dim] = offset
-                shards.write(self._read(regions, offset, count), index, self.pool)
+        local = leaf.sharding.shard_shape(leaf.shape)
+        shards = _shards_on(tuple(boxes), local, leaf.dtype)
+        for place in np.ndindex(*local[: len(self.source.stack_shape)]):
+            regions: dict[jax.Device, _Region] = {}
+            for device, box in boxes.items():
+                regions[device] = self._region(box, local, place)
+            self._copy(regions, local, place, shards)
         sharding = NamedSharding(leaf.sharding.mesh, leaf.sharding.spec)
         loaded = jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards.arrays())
-        return (
-            loaded
-            if leaf.sharding.memory_kind == sharding.memory_kind
-            else jax.device_put(loaded, leaf.sharding)
-        )
+        if leaf.sharding.memory_kind == sharding.memory_kind:
+            return loaded
+        return jax.device_put(loaded, leaf.sharding)
 
     def _region(
         self, box: tuple[slice, ...], local: tuple[int, ...], place: tuple[int, ...]
     ) -> _Region:
-        """Return what a device with shard `box` needs at `place`, an index into its part of the stack."""
-        depth, start = len(place), [side.start or 0 for side in box]
-        name = self.source.tensor_name(
-            tuple(first + i for first, i in zip(start, place, strict=False))
-        )
-        ours = tuple(
-            slice(first, first + size)
-            for first, size in zip(start[depth:], local[depth:], strict=True)
-        )
+        """Return the region for a device with shard `box`.
+
+        `place` is an index into its part of the stack.
+        """
+        depth = len(place)
+        start = [side.start or 0 for side in box]
+        index: list[int] = []
+        for first, i in zip(start[:depth], place, strict=True):
+            index.append(first + i)
+        name = self.source.tensor_name(tuple(index))
+        ours = _slices(start[depth:], local[depth:])
         return _Region(self.files[name], name, self.source.region(ours))
+
+    def _copy(
+        self,
+        regions: Mapping[Any, _Region],
+        local: tuple[int, ...],
+        place: tuple[int, ...],
+        shards: "_HostShards | _DeviceShards",
+    ) -> None:
+        """Copy one tensor's regions into the shards, some rows at a time."""
+        # the tensor's first dimension
+        row_dim = len(place)
+        if self.source.mapping.layout.transposed:
+            row_dim = len(local) - 1
+        rows = local[row_dim]
+        windows = _divide_up(rows, _rows_at_once(regions.values()))
+        # windows of one size, so that one program serves all
+        count = _divide_up(rows, windows)
+        for start in range(0, rows, count):
+            # the last window may overlap
+            offset = min(start, rows - count)
+            index = [*place, *[0] * (len(local) - len(place))]
+            index[row_dim] = offset
+            shards.write(self._read(regions, offset, count), index, self.pool)
 
     def _read(
         self, regions: Mapping[Any, _Region], offset: int, count: int
@@ -168,29 +193,49 @@ class _Loader:
 
         Views of the buffer where possible.
         """
-        layout, depth = self.source.mapping.layout, len(self.source.stack_shape)
         dtypes = {region.tensor.dtype for region in regions.values()}
+        is_cast_later = len(dtypes) == 1 and dtypes <= _DEVICE_DTYPES
+        depth = len(self.source.stack_shape)
         buffer, used = self.buffer, 0
         rows: dict[tuple[str, int], np.ndarray] = {}
         for region in regions.values():
             if region.key not in rows:
-                start, size = region.slices[0].start + offset, count * region.tensor.row_bytes
+                size = count * region.tensor.row_bytes
                 if size > len(buffer) - used:
-                    buffer, used = _allocate((size,), np.uint8), 0  # one row exceeds the buffer
-                rows[region.key] = region.file.rows(
-                    region.name, start, start + count, buffer[used:]
-                )
-                if not _all_finite(rows[region.key]):
-                    self.non_finite.add((self.source.path, region.name))
-                used += -(-size // _ALIGNMENT) * _ALIGNMENT
-            piece = rows[region.key][:, *region.slices[1:]]
-            piece = piece.T if layout.transposed else piece
-            piece = (
-                piece
-                if len(dtypes) == 1 and dtypes <= _DEVICE_DTYPES
-                else piece.astype(self.leaf.dtype)
-            )
+                    # one row exceeds the buffer
+                    buffer, used = _allocate((size,), np.uint8), 0
+                rows[region.key] = self._read_rows(region, offset, count, buffer[used:])
+                used += _divide_up(size, _ALIGNMENT) * _ALIGNMENT
+            piece = self._piece(region, rows[region.key])
+            if not is_cast_later:
+                piece = piece.astype(self.leaf.dtype)
             yield piece[(None,) * depth]
+
+    def _read_rows(
+        self, region: _Region, offset: int, count: int, buffer: np.ndarray
+    ) -> np.ndarray:
+        """Read full rows of a region into a buffer, and note the tensor if it is not finite."""
+        start = region.slices[0].start + offset
+        rows = region.file.rows(region.name, start, start + count, buffer)
+        if not _all_finite(rows):
+            self.non_finite.add((self.source.path, region.name))
+        return rows
+
+    def _piece(self, region: _Region, rows: np.ndarray) -> np.ndarray:
+        """Return a view of full rows: the device's part, in the layout of one layer."""
+        piece = rows[:, *region.slices[1:]]
+        if self.source.mapping.layout.transposed:
+            return piece.T
+        return piece
+
+
+def _slices(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    pairs = zip(start, sizes, strict=True)
+    return tuple(slice(first, first + size) for first, size in pairs)
+
+
+def _divide_up(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 def _all_finite(x: np.ndarray) -> bool:
@@ -201,18 +246,23 @@ def _all_finite(x: np.ndarray) -> bool:
 
 
 def _allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Allocate page-aligned memory, which a CPU device can use without a copy."""
+    """Allocate page-aligned memory, so that a CPU device can use it without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, np.uint8, size).view(dtype).reshape(shape)
 
 
 def _rows_at_once(regions: Collection[_Region]) -> int:
-    """Return the rows per read for which neither the rows read nor the parts that devices get exceed the buffer."""
-    read = sum({region.key: region.tensor.row_bytes for region in regions}.values())
-    used = sum(
-        math.prod(s.stop - s.start for s in r.slices[1:]) * r.tensor.dtype.itemsize for r in regions
-    )
+    """Return the number of rows per read.
+
+    Neither the rows read nor the parts of all devices exceed the buffer, unless one row does.
+    """
+    row_bytes: dict[tuple[str, int], int] = {}
+    used = 0
+    for region in regions:
+        row_bytes[region.key] = region.tensor.row_bytes
+        used += region.part_bytes
+    read = sum(row_bytes.values())
     return max(1, BUFFER_BYTES // max(read, used))
 
 
@@ -231,13 +281,12 @@ class _HostShards:
             if not piece.flags.c_contiguous:
                 # transposes several times faster than NumPy
                 piece = np.asarray(jax.device_put(piece, device))
-            region = tuple(
-                slice(first, first + size) for first, size in zip(index, piece.shape, strict=True)
-            )
+            region = _slices(index, piece.shape)
             np.copyto(self._shards[device][region], piece, casting="unsafe")
 
+        # raises errors, and the buffer may be reused afterwards
         for _ in pool.map(write, self._shards, pieces):
-            pass  # raises errors, and the buffer may be reused afterwards
+            pass
 
     def arrays(self) -> list[jax.Array]:
         return [jax.device_put(shard, device) for device, shard in self._shards.items()]
@@ -250,33 +299,42 @@ class _DeviceShards:
     """
 
     def __init__(self, devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: Any) -> None:
-        self._devices, self._mesh = devices, Mesh(np.array(devices), (_DEVICE,))
-        self._target = _zeros((len(devices) * shape[0], *shape[1:]), dtype, self._mesh)
+        self._devices = devices
+        self._mesh = Mesh(np.array(devices), (_DEVICE,))
+        joined = (len(devices) * shape[0], *shape[1:])
+        self._target = _zeros(joined, dtype, self._mesh)
 
     def write(
         self, pieces: Iterable[np.ndarray], index: Sequence[int], pool: ThreadPoolExecutor
     ) -> None:
-        sent = [
-            jax.device_put(piece, device)
-            for piece, device in zip(pieces, self._devices, strict=True)
-        ]
-        shape = (len(sent) * sent[0].shape[0], *sent[0].shape[1:])
-        joined = jax.make_array_from_single_device_arrays(
-            shape, NamedSharding(self._mesh, P(_DEVICE)), sent
-        )
+        sent: list[jax.Array] = []
+        for piece, device in zip(pieces, self._devices, strict=True):
+            sent.append(jax.device_put(piece, device))
+        rows, *others = sent[0].shape
+        shape = (len(sent) * rows, *others)
+        sharding = NamedSharding(self._mesh, P(_DEVICE))
+        joined = jax.make_array_from_single_device_arrays(shape, sharding, sent)
         self._target = _write_pieces(self._target, joined, np.array(index, np.int32), self._mesh)
-        jax.block_until_ready(self._target)  # the buffer is reused next
+        # the buffer is reused next
+        jax.block_until_ready(self._target)
 
     def arrays(self) -> list[jax.Array]:
         shards = {shard.device: shard.data for shard in self._target.addressable_shards}
         return [shards[device] for device in self._devices]
 
 
+def _shards_on(
+    devices: Sequence[jax.Device], shape: tuple[int, ...], dtype: Any
+) -> _HostShards | _DeviceShards:
+    if all(device.platform == "cpu" for device in devices):
+        return _HostShards(devices, shape, dtype)
+    return _DeviceShards(devices, shape, dtype)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.Array:
-    return jax.lax.with_sharding_constraint(
-        jnp.zeros(shape, dtype), NamedSharding(mesh, P(_DEVICE))
-    )
+    sharding = NamedSharding(mesh, P(_DEVICE))
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
 
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
@@ -285,6 +343,5 @@ def _write_pieces(target: jax.Array, pieces: jax.Array, index: jax.Array, mesh: 
         return jax.lax.dynamic_update_slice(shard, piece.astype(shard.dtype), tuple(index))
 
     specs = P(_DEVICE), P(_DEVICE), P()
-    return jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=P(_DEVICE))(
-        target, pieces, index
-    )
+    write_all = jax.shard_map(write, mesh=mesh, in_specs=specs, out_specs=P(_DEVICE))
+    return write_all(target, pieces, index)

@@ -74,7 +74,8 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
             raise _read_error(path, [Problem(path.name, str(error))]) from error
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
-            self.tensors, self.metadata = _read_header(path, os.fstat(self._file.fileno()).st_size)
+            size = os.fstat(self._file.fileno()).st_size
+            self.tensors, self.metadata = _read_header(path, size)
             stack.pop_all()
 
     def __exit__(self, *error: object) -> None:
@@ -85,7 +86,7 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
         self._file.close()
 
     def rows(self, name: str, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
-        """Read elements `start` to `stop` of a tensor's first dimension, and nothing else of the file.
+        """Read elements `start` to `stop` of a tensor's first dimension, and no others.
 
         They are read into `buffer`, uint8 `[bytes]`; the result is a view of it.
         """
@@ -106,7 +107,8 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
             yield chunk
 
     def _read(self, buffer: np.ndarray, offset: int) -> None:
-        number, left = self._file.fileno(), buffer.data
+        number = self._file.fileno()
+        left = buffer.data
         while left:
             count = os.preadv(number, [left], offset)
             if not count:
@@ -120,34 +122,45 @@ def _read_header(path: Path, file_size: int) -> tuple[dict[str, Tensor], dict[st
 
     Tensors are contiguous and end with the file, as the library checks.
     """
+    codes: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
         with safetensors.safe_open(path, "np", backend="pread") as file:
             metadata = dict(file.metadata() or {})
-            specs = {name: file.get_slice(name) for name in file.offset_keys()}
-            codes = {name: spec.get_dtype() for name, spec in specs.items()}
-            shapes = {name: tuple(spec.get_shape()) for name, spec in specs.items()}
+            for name in file.offset_keys():
+                spec = file.get_slice(name)
+                codes[name] = spec.get_dtype()
+                shapes[name] = tuple(spec.get_shape())
     except safetensors.SafetensorError as error:
-        problem = Problem(
-            path.name, f"is not valid: {error}", f"{file_size} bytes", "download the file again"
-        )
+        size, fix = f"{file_size} bytes", "download the file again"
+        problem = Problem(path.name, f"is not valid: {error}", size, fix)
         raise _read_error(path, [problem]) from error
-    supported = f"one of: {', '.join(DTYPES)}"
-    most = f"at most {_MAX_DIMENSIONS} are supported"
-    problems = []
-    for name, code in codes.items():
-        where, dimensions = f"{path.name}: {name}", len(shapes[name])
-        if code not in DTYPES:
-            problems.append(Problem(where, f"has the unsupported dtype {code}", fix=supported))
-        if dimensions > _MAX_DIMENSIONS:
-            problems.append(Problem(where, f"has {dimensions} dimensions", most))
+    problems = _unsupported(path, codes, shapes)
     if problems:
         raise _read_error(path, problems)
-    tensors, end = {}, file_size
-    for name in reversed(specs):
+    tensors: dict[str, Tensor] = {}
+    end = file_size
+    for name in reversed(codes):
         dtype, shape = DTYPES[codes[name]], shapes[name]
         end -= math.prod(shape) * dtype.itemsize
         tensors[name] = Tensor(dtype, shape, end)
     return tensors, metadata
+
+
+def _unsupported(
+    path: Path, codes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> list[Problem]:
+    supported = f"one of: {', '.join(DTYPES)}"
+    most = f"at most {_MAX_DIMENSIONS} are supported"
+    problems: list[Problem] = []
+    for name, code in codes.items():
+        where = f"{path.name}: {name}"
+        dimensions = len(shapes[name])
+        if code not in DTYPES:
+            problems.append(Problem(where, f"has the unsupported dtype {code}", fix=supported))
+        if dimensions > _MAX_DIMENSIONS:
+            problems.append(Problem(where, f"has {dimensions} dimensions", most))
+    return problems
 
 
 def _read_error(path: Path, problems: list[Problem]) -> CheckpointError:
@@ -165,28 +178,9 @@ def write_safetensors(
     `tensors` are names → anything with a `shape` and a `dtype`, in the order of the file, and
     `values` the tensors in that order; each is requested after the one before it is written.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    problems, end = [], 0
-    for name, tensor in tensors.items():
-        dtype = np.dtype(tensor.dtype)
-        begin, end = end, end + math.prod(tensor.shape) * dtype.itemsize
-        if dtype not in _CODES:
-            problems.append(
-                Problem(
-                    name, f"has the unsupported dtype {dtype}", fix=f"one of: {', '.join(DTYPES)}"
-                )
-            )
-        header[name] = {
-            "dtype": _CODES.get(dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    if problems:
-        raise CheckpointError(f"{path.name} cannot be written:", problems)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    header = _header(path, tensors, metadata)
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(header).to_bytes(8, "little") + header)
         for (name, tensor), value in zip(tensors.items(), values, strict=True):
             assert value.shape == tuple(tensor.shape), name
             assert value.dtype == tensor.dtype, name
@@ -194,3 +188,25 @@ def write_safetensors(
             del value
         file.flush()
         os.fsync(file.fileno())
+
+
+def _header(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a file, padded so that tensors are aligned."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    problems: list[Problem] = []
+    end = 0
+    for name, tensor in tensors.items():
+        dtype = np.dtype(tensor.dtype)
+        begin, end = end, end + math.prod(tensor.shape) * dtype.itemsize
+        if dtype not in _CODES:
+            fix = f"one of: {', '.join(DTYPES)}"
+            problems.append(Problem(name, f"has the unsupported dtype {dtype}", fix=fix))
+        entries[name] = {
+            "dtype": _CODES.get(dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    if problems:
+        raise CheckpointError(f"{path.name} cannot be written:", problems)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % _ALIGNMENT)

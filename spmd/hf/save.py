@@ -41,7 +41,7 @@ def save_params(
     files: Mapping[str, Path] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a folder that `transformers` loads; it appears complete or not at all.
+    """Write a folder for `transformers`; it appears complete or not at all.
 
     Args:
         out: The folder; it must not exist.
@@ -51,54 +51,89 @@ def save_params(
         values: The original config.json; its fields that do not change the model are copied.
     """
     if out.exists():
-        raise CheckpointError(
-            "Nothing was exported:", [Problem(str(out), "exists", fix="choose another --out")]
-        )
+        problem = Problem(str(out), "exists", fix="choose another --out")
+        raise CheckpointError("Nothing was exported:", [problem])
     leaves = tree.flatten(params)
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     tensors = _tensors(tensor_sources(family.names(config), shapes).values())
-    specs = {
-        name: jax.ShapeDtypeStruct(
-            parts[0][0].tensor_shape, dtype or leaves[parts[0][0].path].dtype
-        )
-        for name, parts in tensors.items()
-    }
-    shards, needed = _split_into_files(specs, shard_size), sum(map(_nbytes, specs.values()))
+    specs = _specs(tensors, leaves, dtype)
+    shards = _split_into_files(specs, shard_size)
+    needed = sum(map(_nbytes, specs.values()))
+    _check_disk_space(out, needed)
+    config_values = _config_values(family, config, specs, values or {})
+    with whole_folder(out) as folder:
+        for name, shard in shards.items():
+            arrays = _arrays(tensors, leaves, shard)
+            write_safetensors(folder / name, shard, arrays, {"format": "pt"})
+        if list(shards) != [SINGLE]:
+            write_json(folder / INDEX, _index(shards, needed))
+        write_json(folder / CONFIG, config_values)
+        for name, file in (files or {}).items():
+            shutil.copyfile(file, folder / name)
+
+
+def _specs(tensors: Mapping[str, _Parts], leaves: Mapping[str, jax.Array], dtype: Any) -> _Specs:
+    """Return the shape and dtype of each tensor."""
+    specs: _Specs = {}
+    for name, parts in tensors.items():
+        source, _ = parts[0]
+        specs[name] = jax.ShapeDtypeStruct(source.tensor_shape, dtype or leaves[source.path].dtype)
+    return specs
+
+
+def _check_disk_space(out: Path, needed: int) -> None:
     existing = next(folder for folder in out.absolute().parents if folder.exists())
-    if (free := shutil.disk_usage(existing).free) < needed:
+    free = shutil.disk_usage(existing).free
+    if free < needed:
         detail = f"{human_bytes(needed)} to write, {human_bytes(free)} free"
-        raise CheckpointError(
-            "Nothing was exported:", [Problem(str(out), "does not fit on the disk", detail)]
-        )
+        problem = Problem(str(out), "does not fit on the disk", detail)
+        raise CheckpointError("Nothing was exported:", [problem])
+
+
+def _config_values(
+    family: Family, config: Any, specs: _Specs, original: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of config.json.
+
+    Fields of the original one that do not change the model are copied.
+    """
     harmless = HARMLESS.union(family.harmless) - {"dtype"}
-    copied = {name: value for name, value in (values or {}).items() if name in harmless}
-    main_dtype = collections.Counter(str(spec.dtype) for spec in specs.values()).most_common(1)[0][
-        0
-    ]
+    copied: dict[str, Any] = {}
+    for name, value in original.items():
+        if name in harmless:
+            copied[name] = value
+    dtypes = collections.Counter(str(spec.dtype) for spec in specs.values())
+    main_dtype, _ = dtypes.most_common(1)[0]
     written = {
         "architectures": [family.architectures[0]],
         "torch_dtype": main_dtype,
         **family.write_config(config),
     }
-    with whole_folder(out) as folder:
-        for name, shard in shards.items():
-            arrays = (
-                _to_host(tensors[tensor], leaves, spec.dtype) for tensor, spec in shard.items()
-            )
-            write_safetensors(folder / name, shard, arrays, {"format": "pt"})
-        if list(shards) != [SINGLE]:
-            index = {tensor: name for name, shard in shards.items() for tensor in shard}
-            write_json(folder / INDEX, {"metadata": {"total_size": needed}, "weight_map": index})
-        write_json(folder / CONFIG, copied | written)
-        for name, file in (files or {}).items():
-            shutil.copyfile(file, folder / name)
+    return copied | written
+
+
+def _arrays(
+    tensors: Mapping[str, _Parts], leaves: Mapping[str, jax.Array], specs: _Specs
+) -> Iterator[np.ndarray]:
+    """Yield the values of a file's tensors."""
+    for name, spec in specs.items():
+        yield _to_host(tensors[name], leaves, spec.dtype)
+
+
+def _index(shards: Mapping[str, _Specs], total_size: int) -> dict[str, Any]:
+    """Return the content of the index: the file of each tensor."""
+    files: dict[str, str] = {}
+    for file, specs in shards.items():
+        for tensor in specs:
+            files[tensor] = file
+    return {"metadata": {"total_size": total_size}, "weight_map": files}
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Write a folder as `path.unfinished`, which must not exist, and rename it to `path` once complete.
+    """Write a folder as `path.unfinished`, and rename it to `path` once complete.
 
-    After an error it is removed.
+    The unfinished one must not exist; after an error it is removed.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
@@ -111,8 +146,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise _write_error(path, error) from error
     try:
         yield unfinished
-        for file in (*filter(Path.is_file, unfinished.iterdir()), unfinished):
-            sync(file)
+        for file in unfinished.iterdir():
+            if file.is_file():
+                sync(file)
+        sync(unfinished)
         unfinished.rename(path)
         sync(path.absolute().parent)
     except OSError as error:
@@ -122,9 +159,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _write_error(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        "Nothing was written:", [Problem(str(path), error.strerror or str(error))]
-    )
+    problem = Problem(str(path), error.strerror or str(error))
+    return CheckpointError("Nothing was written:", [problem])
 
 
 def parse_size(text: str) -> int:
@@ -135,7 +171,9 @@ def parse_size(text: str) -> int:
         1500000
     """
     found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([KMGT]B)", text)
-    size = int(float(found[1]) * UNITS[found[2]]) if found else 0
+    size = 0
+    if found is not None:
+        size = int(float(found[1]) * UNITS[found[2]])
     if size < 1:
         problem = Problem(text, "is not a number of bytes", fix="such as 5GB or 500MB")
         raise ConfigError("Invalid size:", [problem])
@@ -151,22 +189,34 @@ def _tensors(sources: Iterable[TensorSource]) -> dict[str, _Parts]:
     for source in sources:
         for index, name in source.tensors():
             found.setdefault(name, []).append((source, index))
-    problems = []
+    problems: list[Problem] = []
     for name, parts in found.items():
-        parts.sort(key=lambda part: part[0].mapping.layout.index)
-        indices, expected = (
-            [source.mapping.layout.index for source, _ in parts],
-            parts[0][0].mapping.layout.parts,
-        )
+        parts.sort(key=_part_index)
+        first, _ = parts[0]
+        expected = first.mapping.layout.parts
+        indices = list(map(_part_index, parts))
         if indices != list(range(expected)):
             what = f"has {expected} parts, and the name map has only {indices}"
             problems.append(Problem(name, what, fix="add a mapping for each part"))
     if problems:
         raise ConfigError("Invalid name map:", problems)
-    natural = {
-        name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)] for name in found
-    }
-    return {name: found[name] for name in sorted(found, key=lambda name: natural[name])}
+    return {name: found[name] for name in sorted(found, key=_natural_key)}
+
+
+def _part_index(part: tuple[TensorSource, tuple[int, ...]]) -> int:
+    source, _ = part
+    return source.mapping.layout.index
+
+
+def _natural_key(name: str) -> list[int | str]:
+    """Split a name into text and numbers."""
+    key: list[int | str] = []
+    for piece in re.split(r"(\d+)", name):
+        if piece.isdigit():
+            key.append(int(piece))
+        else:
+            key.append(piece)
+    return key
 
 
 def _split_into_files(specs: _Specs, max_bytes: int) -> dict[str, _Specs]:
@@ -180,15 +230,22 @@ def _split_into_files(specs: _Specs, max_bytes: int) -> dict[str, _Specs]:
         size += _nbytes(spec)
     if len(shards) == 1:
         return {SINGLE: shards[0]}
-    return {
-        f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)
-    }
+    files: dict[str, _Specs] = {}
+    for number, shard in enumerate(shards, 1):
+        files[f"model-{number:05}-of-{len(shards):05}.safetensors"] = shard
+    return files
 
 
 def _to_host(parts: _Parts, leaves: Mapping[str, jax.Array], dtype: Any) -> np.ndarray:
+    """Return a tensor's value in host memory: its parts concatenated, in its layout."""
+    first, _ = parts[0]
     arrays = [host_slice(leaves[source.path], index, dtype) for source, index in parts]
-    joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
-    return joined.T if parts[0][0].mapping.layout.transposed else joined
+    joined = arrays[0]
+    if len(arrays) > 1:
+        joined = np.concatenate(arrays, axis=-1)
+    if first.mapping.layout.transposed:
+        return joined.T
+    return joined
 
 
 def host_slice(array: jax.Array, index: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -209,5 +266,5 @@ def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file that people can read."""
+    """Write an indented JSON file."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -34,10 +34,6 @@ LONG = 40
 WIDEST = 100
 MOST_WIDE = 0.5
 """Columns of a line, and the lines above them for 100 lines."""
-NOT_YET = {
-    "spmd/hf",
-}
-"""Folders that are not rewritten yet; one within the bars must leave this set."""
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _INSIDE = (*_COMPREHENSIONS, ast.IfExp, ast.NamedExpr)
@@ -110,12 +106,12 @@ def above(measured: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize("folder", sorted(folders()))
 def test_a_folder_is_as_readable_as_the_field(folder: str) -> None:
-    """Each folder is within the bars, or named with the reason; one that is within them is not named."""
+    """Each folder is within the bars."""
     paths = folders()[folder]
     if not any(path.read_text(encoding="utf-8").strip() for path in paths):
         return
     found = above(figures(path.read_text(encoding="utf-8") for path in paths))
-    assert bool(found) == (folder in NOT_YET), found
+    assert not found
 
 
 def wide_lines(source: str) -> int:
