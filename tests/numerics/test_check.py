@@ -98,7 +98,7 @@ def test_check_finds_an_injected_bug_on_every_mesh(config, two_axes, capsys):
 def test_a_sweep_that_compares_nothing_is_an_error(config, two_axes, capsys):
     """Where every mesh is refused, nothing agrees: the reasons, and exit code 2."""
     assert run("check", config, "--check-steps", "1", "--products", "1", "--data.batch", "3") == 2
-    assert "runs on no product of axes" in capsys.readouterr().err
+    assert "No product of axes fits" in capsys.readouterr().err
 
 
 @pytest.mark.soak

@@ -307,7 +307,7 @@ def test_plan_shows_gradients_and_optimizer_state(config, capsys):
         (["--topology", "cpu"], "is 'cpu'"),
         (["--topology", "cpu:0"], "is 'cpu:0'"),
         (["--topology", "cpu:12"], "and there are 12 devices"),
-        (["--all", "--compile"], "one view at a time"),
+        (["--all", "--compile"], "Conflicting views of a plan"),
         (["--diff", "no-such-config"], "no-such-config"),
     ],
 )

@@ -196,7 +196,7 @@ def test_a_config_file_is_loaded_by_path(tmp_path):
 @pytest.mark.parametrize("name", ["dmo", "/no/such/config.py", "demo.py", ".", ""])
 def test_a_config_that_is_not_there_is_an_error(name):
     """A wrong name, a wrong path, a folder, nothing."""
-    with pytest.raises(ConfigError, match="no such config"):
+    with pytest.raises(ConfigError, match="Config not found"):
         load_config(name)
 
 

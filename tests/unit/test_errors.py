@@ -73,7 +73,7 @@ def test_the_reason_of_an_error_is_printed_last(capsys):
         assert "JAX has removed its internal frames" in first
         assert "JAX_TRACEBACK_FILTERING" not in "".join(lines)
         assert last in lines[-1]
-        assert "test_reasons.py" in "".join(lines)
+        assert "test_errors.py" in "".join(lines)
     assert any("internal frames" in note for note in error.__notes__), (
         "the error itself does not change"
     )
