@@ -5,7 +5,7 @@ Compilers write some collectives in another form, noted in `hlo_form`:
 - The partitioner's reduce-scatter is an all-reduce of which each device keeps only its own part.
   XLA:GPU makes a reduce-scatter of it, XLA:TPU a fusion `all-reduce-scatter`, and XLA:CPU nothing:
   there it counts as a reduce-scatter. Elsewhere one that is left counts as the all-reduce it is;
-  most TPUs leave them over most slices (`xla_flags.CHIPS`).
+  most TPUs leave them over most slices (`spmd.chips.Chip.flags`).
 - XLA:TPU makes all-reduces, of zeros with each device's own part, of small gathers and of gathers
   over a slice without wrap-around links. They count as the all-reduces they are.
 - XLA:CPU converts 16-bit floats to float32 and 8-bit floats to float16 before a collective, and

@@ -1,4 +1,4 @@
 """Prediction of the time of a step.
 
-From hardware, network, closed forms, and the schedule of a compiled program.
+From the speeds of chips, the network, closed forms, and the schedule of a compiled program.
 """
