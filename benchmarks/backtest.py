@@ -13,7 +13,7 @@ the same folds. Of each chip are
 printed: rows and how many were rebuilt, mean absolute error, the baseline's, and Kendall's rank
 correlation within families of five rows.
 
-`--fit` prints the rates fitted on all rows, as `spmd/step_time/calibration.py` has them.
+`--fit` prints the rates fitted on all rows, for the entries of `spmd/chips.py`.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from scipy.stats import kendalltau
 
 from benchmarks.backtest_compile import CompiledRow, compile_rows, describe, make_config
 from benchmarks.published_rows import Rebuilt, Row, read_rows, rebuild
+from spmd.chips import ClosedRates, Rates
 from spmd.errors import SpmdError
 from spmd.run.build import make_setup
 from spmd.run.preflight import estimate_step
 from spmd.sharding.mesh import abstract_mesh
-from spmd.step_time.closed_form import ClosedRates, closed_form
-from spmd.step_time.timeline import Rates
+from spmd.step_time.closed_form import closed_form
 
 CLOSED_PRIORS = {
     "cuda": ClosedRates(matmul=0.8, half=500, attention=0.28, passes=1.6, exposed=1.1, hop=3e-5),

@@ -23,6 +23,7 @@ import spmd
 from benchmarks.published_rows import Rebuilt
 from spmd.analysis.hlo import parse
 from spmd.analysis.topology import missing_extra, parse_topology
+from spmd.chips import CHIPS, ClosedRates, Rates
 from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import PRESET, flags_for
 from spmd.models.transformer import TransformerConfig
@@ -31,10 +32,9 @@ from spmd.partition_rules.transformer import transformer_rules
 from spmd.run.build import make_setup
 from spmd.run.preflight import compile_text, topology_mesh
 from spmd.sharding.mesh import AXES, MeshShape, slice_numbers
-from spmd.step_time.closed_form import ClosedRates
 from spmd.step_time.network import Network, make_network
 from spmd.step_time.program import ProgramSchedule, read_program_schedule
-from spmd.step_time.timeline import Rates, run_schedule
+from spmd.step_time.timeline import run_schedule
 
 # say nothing of the program: it is compiled again
 _STOPS = (signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
@@ -166,6 +166,10 @@ def engine_digest() -> str:
     for folder in sorted(Path(spmd.__file__).parent.iterdir()):
         for source in sorted(folder.rglob("*.py")) if folder.name not in _READERS else ():
             digest.update(source.read_bytes())
+    for chip in CHIPS.values():
+        # speeds and rates are for predictions alone
+        compiled_for = dataclasses.replace(chip, speeds=None, closed=None, compiled=None)
+        digest.update(repr(compiled_for).encode())
     return digest.hexdigest()[:16]
 
 

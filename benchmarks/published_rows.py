@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.analysis.topology import CHIPS, Topology, parse_topology
+from spmd.analysis.topology import Topology, parse_topology
+from spmd.chips import CHIPS, Hardware
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.sharding.mesh import AXES, MeshShape
 from spmd.step_time.closed_form import Workload
-from spmd.step_time.hardware import HARDWARE, Hardware
+from spmd.step_time.hardware import hardware_of
 from spmd.step_time.network import Network, make_network
 
 Row = Mapping[str, Any]
@@ -254,7 +255,7 @@ def _cuboid(chips: int) -> tuple[int, ...]:
 
 
 def _hardware(row: Row, topology: Topology) -> Hardware:
-    hardware = HARDWARE[topology.kind]
+    hardware = hardware_of(topology)
     if row["chip"] in _GPU_MEMORY:
         hardware = dataclasses.replace(hardware, memory_bandwidth=_GPU_MEMORY[row["chip"]])
     if row["chip"].startswith("GB"):

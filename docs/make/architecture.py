@@ -66,6 +66,7 @@ ROWS = [
     ],
     [("sharding", "meshes, rule tables, ZeRO; how a parameter travels", CORE)],
     [("tree", "paths of a pytree", CORE)],
+    [("chips", "what is known of each kind of chip, one entry each", SERVICE)],
     [("errors", "SpmdError, Problem", CORE)],
 ]
 FAMILIES = [

@@ -5,7 +5,7 @@ Compilers write some collectives in another form, noted in `hlo_form`:
 - The partitioner writes a reduce-scatter as an all-reduce of which each device keeps only its own
   part. XLA:GPU compiles it to a reduce-scatter, XLA:TPU to a fusion `all-reduce-scatter`. XLA:CPU
   does not rewrite it; there it counts as a reduce-scatter. On other backends an all-reduce that
-  remains counts as an all-reduce; most TPUs leave them over most slices (`xla_flags.CHIPS`).
+  remains counts as an all-reduce; most TPUs leave them over most slices (`spmd.chips.Chip.flags`).
 - XLA:TPU writes small gathers, and gathers over a slice without wrap-around links, as all-reduces
   of zeros with each device's own part. They count as all-reduces.
 - XLA:CPU converts 16-bit floats to float32 and 8-bit floats to float16 before a collective, and

@@ -14,131 +14,12 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from spmd.chips import CHIPS, Chip
 from spmd.distributed.native_output import compiler_log
 from spmd.errors import ConfigError, MeshError, Problem, did_you_mean
 
-_GIB = 2**30
 _MOST_DEVICES = 2**20  # of a kind without a limit of its own
 
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """Figures of a GPU for XLA to compile without the hardware, besides its memory.
-
-    Attributes:
-        cores: Streaming multiprocessors.
-        bandwidth: GB/s.
-        l2_cache: MiB.
-        shared_memory: KiB in each multiprocessor; a block may use one KiB less.
-        lanes: Single-precision units in each multiprocessor.
-    """
-
-    cores: int
-    bandwidth: int
-    capability: tuple[int, int]
-    l2_cache: int
-    clock_ghz: float
-    shared_memory: int
-    lanes: int = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """One kind of accelerator.
-
-    Attributes:
-        kind: Name in a topology; `device_kind` is the name in JAX.
-        memory: Bytes that a program may use on one device; None if unlimited.
-        devices: JAX devices in one chip.
-        dims: Dimensions of a slice's network.
-        max_chips: Most chips in one slice; 0 if unlimited.
-        clock: Cycles of a TPU in one second; None if unknown.
-    """
-
-    kind: str
-    platform: str
-    device_kind: str
-    memory: int | None = None
-    devices: int = 1
-    dims: int = 0
-    max_chips: int = 0
-    options: tuple[tuple[str, str], ...] = ()
-    gpu: Gpu | None = None
-    clock: float | None = None
-
-    def target_config(self) -> str:
-        """Return XLA's `GpuTargetConfig` of a GPU, as a text protocol buffer."""
-        gpu = self.gpu
-        assert gpu is not None
-        major, minor = gpu.capability
-        shared = gpu.shared_memory * 1024
-        cudnn = "dnn_version_info { major: 9 minor: 10 }"
-        # All capabilities from 8.0 to 10.0 have the same limits of threads, registers and blocks.
-        return f"""
-            gpu_device_info {{
-                threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-                registers_per_core_limit: 65536 registers_per_block_limit: 65536
-                shared_memory_per_block: {48 * 1024} shared_memory_per_core: {shared}
-                shared_memory_per_block_optin: {(gpu.shared_memory - 1) * 1024}
-                block_dim_limit_x: {2**31 - 1} block_dim_limit_y: 65535 block_dim_limit_z: 65535
-                thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-                core_count: {gpu.cores} fpus_per_core: {gpu.lanes} clock_rate_ghz: {gpu.clock_ghz}
-                memory_bandwidth: {gpu.bandwidth * 10**9} device_memory_size: {self.memory}
-                l2_cache_size: {gpu.l2_cache * 2**20}
-                cuda_compute_capability {{ major: {major} minor: {minor} }}
-            }}
-            platform_name: "CUDA" {cudnn} device_description_str: "{self.device_kind}"
-        """
-
-
-_MEGACORE = (("chip_config_name", "megacore"),)
-# TPUs: Google Cloud's pages on TPU system architecture. GPUs: NVIDIA's data sheets and CUDA
-# programming guide. A clock is the peak bfloat16 rate divided by the number of multipliers of all
-# matrix units; a TPU7x is assumed to have as many for each device as a v6e. The compiler reserves
-# 0.25 to 1.25 GiB of each TPU's memory; the figures here are the rest, by its error messages.
-_CHIPS = (
-    Chip("cpu", "cpu", "cpu"),
-    Chip(
-        "v4",
-        "tpu",
-        "TPU v4",
-        int(30.75 * _GIB),
-        dims=3,
-        max_chips=4096,
-        options=_MEGACORE,
-        clock=1.05e9,
-    ),
-    Chip("v5e", "tpu", "TPU v5 lite", int(15.75 * _GIB), dims=2, max_chips=256, clock=1.5e9),
-    Chip("v5p", "tpu", "TPU v5", int(95.74 * _GIB), dims=3, max_chips=8960, clock=1.75e9),
-    Chip("v6e", "tpu", "TPU v6 lite", int(31.25 * _GIB), dims=2, max_chips=256, clock=1.75e9),
-    Chip(
-        "tpu7x", "tpu", "TPU7x", int(94.75 * _GIB), devices=2, dims=3, max_chips=9216, clock=2.2e9
-    ),
-    Chip(
-        "a100",
-        "cuda",
-        "NVIDIA A100-SXM4-80GB",
-        80 * _GIB,
-        gpu=Gpu(108, 2039, (8, 0), 40, 1.41, 164, lanes=64),
-    ),
-    Chip(
-        "h100",
-        "cuda",
-        "NVIDIA H100 80GB HBM3",
-        80 * _GIB,
-        gpu=Gpu(132, 3350, (9, 0), 50, 1.98, 228),
-    ),
-    Chip("h200", "cuda", "NVIDIA H200", 141 * 10**9, gpu=Gpu(132, 4800, (9, 0), 50, 1.98, 228)),
-    Chip("b200", "cuda", "NVIDIA B200", 180 * 10**9, gpu=Gpu(148, 8000, (10, 0), 126, 1.965, 228)),
-)
-CHIPS = {chip.kind: chip for chip in _CHIPS}
-"""Every chip that a topology can name."""
-
-EXAMPLES = (
-    "v4:4x4x4, v5e:16x16, v5p:4x4x8, v6e:16x16, tpu7x:4x4x4, a100:16x8, h100:16x8, h200:16x8, "
-    "b200:16x8, cpu:8"
-)
-"""One topology of each kind."""
 
 EXTRAS = {"tpu": ("tpu", ("libtpu",)), "cuda": ("cuda", ("jax_cuda13_plugin", "jax_cuda12_plugin"))}
 """Platform → extra of this package for its compiler, and the modules of which it installs one."""
@@ -203,16 +84,19 @@ class Topology:
     def wrap(self) -> tuple[bool, ...]:
         """For each dimension of a TPU slice, whether links lead from its last chip to its first.
 
-        Three dimensions. v4, v5p and TPU7x slices of whole cubes of 4 × 4 × 4 chips are joined in
-        all dimensions, others in none; v5e and v6e slices in a dimension that is as long as their
-        pod, 16. Empty for other machines.
+        Three dimensions. Of a 3D torus, slices of whole cubes (4 × 4 × 4 chips of v4, v5p and
+        TPU7x) are joined in all dimensions, others in none; of a 2D torus, slices in a dimension
+        that is as long as their pod (16 chips of v5e and v6e). Empty for other machines.
         """
-        if self.chip.dims == 3:
-            is_cubes = all(chips % 4 == 0 for chips in self.shape)
-            return (is_cubes,) * 3
         if not self.chip.dims:
             return ()
-        return tuple(chips == 16 for chips in (*self.shape, 1))
+        ring = self.chip.ring
+        if not ring:
+            return (False,) * 3
+        if self.chip.dims == 3:
+            is_cubes = all(chips % ring == 0 for chips in self.shape)
+            return (is_cubes,) * 3
+        return tuple(chips == ring for chips in (*self.shape, 1))
 
     @property
     def links(self) -> str:
@@ -232,6 +116,12 @@ class Topology:
 
     def __str__(self) -> str:
         return self.name
+
+
+def example_machines() -> list[str]:
+    """Return the name of one machine of each kind, simulated devices last."""
+    chips = sorted(CHIPS.values(), key=lambda chip: chip.platform == "cpu")
+    return list(map(_example, chips))
 
 
 def parse_topology(text: str) -> Topology:
@@ -265,9 +155,10 @@ def parse_topology(text: str) -> Topology:
 
 
 def _unknown_chip(text: str, kind: str) -> Problem:
-    fix = f"one of: {EXAMPLES}"
+    examples = ", ".join(example_machines())
+    fix = f"one of: {examples}"
     if kind:
-        fix = f"{did_you_mean(kind, CHIPS)} (such as {EXAMPLES})"
+        fix = f"{did_you_mean(kind, CHIPS)} (such as {examples})"
     return Problem(
         "topology",
         f"is {text!r}, and there is no chip {kind!r}",
@@ -278,7 +169,7 @@ def _unknown_chip(text: str, kind: str) -> Problem:
 
 def _example(chip: Chip) -> str:
     """Return a topology of this kind of chip."""
-    return next(name for name in EXAMPLES.split(", ") if name.startswith(f"{chip.kind}:"))
+    return f"{chip.kind}:{chip.example}"
 
 
 def _parse_shape(text: str, chip: Chip, size: str) -> tuple[int, ...]:

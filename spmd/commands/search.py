@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic
 
-from spmd.analysis.topology import EXAMPLES, Topology, missing_extra, parse_topology
+from spmd.analysis.topology import Topology, example_machines, missing_extra, parse_topology
 from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.commands.plan import mesh_on
 from spmd.errors import ConfigError, Problem
@@ -85,7 +85,7 @@ def run_search(arguments: list[str]) -> int:
 
 def _problems(command: SearchCommand) -> Iterator[Problem]:
     if not command.topology:
-        machine = EXAMPLES.split(", ")[2]
+        machine = example_machines()[2]
         yield Problem("--topology", "is not given", fix=f"a machine, such as {machine}")
         return
     if command.confirm < 0:

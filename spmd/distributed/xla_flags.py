@@ -1,4 +1,4 @@
-"""XLA flags of each platform and chip, each with its reason.
+"""XLA flags of each platform, and with those of each chip (`Chip.flags`), each with its reason.
 
 They are passed to the compiler with the train step, as compile options, so an unknown name is an
 error. `START_UP` has the environment variables that must be set before JAX starts: `spmd plan`
@@ -7,49 +7,16 @@ effect of each flag.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Mapping
 
+from spmd.chips import Flag, Value, chip_of
 from spmd.errors import Problem, did_you_mean
 
 PRESET = "preset"
 """Word for the flags of this module in the config's list of flags."""
 
-Value = bool | int | float | str
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """XLA flag, without dashes, or environment variable.
-
-    Example:
-        >>> print(Flag("xla_gpu_enable_latency_hiding_scheduler", True, "sends while it computes"))
-        xla_gpu_enable_latency_hiding_scheduler=true
-    """
-
-    name: str
-    value: Value
-    reason: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}={str(self.value).lower() if isinstance(self.value, bool) else self.value}"
-        )
-
-
 _SCHEDULER = (
     "latency-hiding scheduler: orders the program so that it computes while collectives run"
-)
-_FUSION = (
-    "async collective fusion: all-gathers of parameters run during the matmuls of the layer before"
-)
-_GATHERS = "a SparseCore gathers parameters, along one dimension of the torus or several, during the matmuls"
-_SCATTERS = (
-    "a SparseCore reduce-scatters gradients during the matmuls; in a 3D torus over whole slices too"
-)
-_WHOLE = "does not cut the matmuls of tensor parallelism into parts: the cut ones wait for each part's transfer"
-_ON_CHIP = (
-    "matmuls have this much of the on-chip memory (VMEM): larger tiles, and longer compilation"
 )
 _COMBINE = "combines all-reduces of gradients up to 256 MiB: the slow network has long latencies"
 _MEMORY = "JAX takes this part of a GPU's memory; its default is 0.75"
@@ -60,28 +27,6 @@ PRESETS: Mapping[str, tuple[Flag, ...]] = {
     "cuda": (Flag("xla_gpu_enable_latency_hiding_scheduler", True, _SCHEDULER),),
 }
 """Platform → flags of every step."""
-
-_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
-_SPARSE_CORE = (
-    *(Flag(f"{_OFFLOAD}_{form}all_gather", True, _GATHERS) for form in ("", "2d_", "3d_")),
-    *(Flag(f"{_OFFLOAD}_{form}reduce_scatter", True, _SCATTERS) for form in ("", "nd_")),
-)
-
-_WINDOWED = Flag("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1_000_000, _WHOLE)
-
-
-def _on_chip(mib: int) -> Flag:
-    return Flag("xla_tpu_scoped_vmem_limit_kib", 1024 * mib, _ON_CHIP)
-
-
-CHIPS: Mapping[str, tuple[Flag, ...]] = {
-    "TPU v5 lite": (Flag("xla_tpu_enable_async_collective_fusion", True, _FUSION), _on_chip(32)),
-    "TPU v5": (*_SPARSE_CORE, _WINDOWED, _on_chip(32)),
-    "TPU v6 lite": (*_SPARSE_CORE, _WINDOWED, _on_chip(64)),
-    "TPU7x": (*_SPARSE_CORE, _WINDOWED, _on_chip(60)),
-}
-"""Kind of device, as JAX names it → flags added there: asynchronous collectives, and tiles of
-matmuls."""
 
 CROSSING: Mapping[str, tuple[Flag, ...]] = {
     "cpu": (),
@@ -114,7 +59,7 @@ def flags_for(
         xla_gpu_enable_pipelined_all_gather=false
     """
     platform = known_platform(platform)
-    preset = PRESETS[platform] + CHIPS.get(kind, ()) + (CROSSING[platform] if crossing else ())
+    preset = PRESETS[platform] + chip_of(kind).flags + (CROSSING[platform] if crossing else ())
     chosen: dict[str, Flag] = {}
     for text in configured:
         chosen |= {flag.name: flag for flag in (preset if text == PRESET else [_parse_flag(text)])}

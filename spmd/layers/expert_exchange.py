@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from spmd.chips import chip_of
 from spmd.layers.router import RouterConfig
 from spmd.plan.scopes import comm_scope, in_scope
 from spmd.sharding.mesh import AnyMesh
@@ -27,9 +28,6 @@ _TILE = 128
 
 _SUBLANES = 16
 """The number of rows of a block is a multiple of this, for the same reason."""
-
-_ROUTED = 16
-"""Most TPU v5e in a slice whose links allow a ragged all-to-all (XLA: "limited ICI routing")."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +65,8 @@ def expert_axes(
         return ExpertAxes(names, size, DenseAllToAll)
     if size == 1:
         return ExpertAxes(names, size, None)
-    if device_kind.startswith("TPU v5 lite") and mesh.size > _ROUTED:
+    most = chip_of(device_kind).ragged_devices
+    if most and mesh.size > most:
         return ExpertAxes(names, size, DenseAllToAll)
     return ExpertAxes(names, size, RaggedAllToAll)
 

@@ -17,7 +17,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import resource
 import statistics
 import sys
@@ -29,6 +28,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from spmd.chips import peak_flops
 from spmd.errors import ConfigError, Problem
 
 Values = Mapping[str, float | int | str | np.ndarray | None]
@@ -87,49 +87,6 @@ def transformer_flops(
     )
     per_token = 6 * params_in_matmuls + 12 * layers * attention_width * keys
     return Flops(per_token, formula)
-
-
-PEAK_FLOPS: dict[str, float] = {
-    # Google Cloud's pages of TPU system architecture, bf16 per chip. JAX has one device for each
-    # chip ...
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    # ... except here, where it has one for each of two TensorCores.
-    "TPU7x": 2307e12 / 2,
-    # NVIDIA's data sheets, bf16 tensor cores without sparsity, which they print as half of the
-    # figure with it.
-    "A100": 312e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "H100": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200": 989e12,
-    "H200 NVL": 835e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
-}
-"""Peak dense bf16 FLOP/s of one JAX device, by words of its `device_kind`."""
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Return the peak dense bf16 FLOP/s of a device; None if it is not known, as for a CPU.
-
-    Example:
-        >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe"), peak_flops("cpu")
-        (989000000000000.0, 756000000000000.0, None)
-    """
-    known = []
-    for words in PEAK_FLOPS:
-        if re.search(rf"\b{words}\b", device_kind, re.IGNORECASE):
-            known.append(words)
-    if not known:
-        return None
-    most_exact = max(known, key=len)  # "H100 PCIe" before "H100"
-    return PEAK_FLOPS[most_exact]
 
 
 def utilization(

@@ -32,7 +32,7 @@ from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import ATTENTION, OPTIMIZER, annotate_scope, in_scope
 from spmd.plan.unseen import unseen_problems
 from spmd.sharding.dims import local_shape, spec_dims
-from spmd.sharding.mesh import AnyMesh, is_kind
+from spmd.sharding.mesh import AnyMesh, chip_of_mesh
 from spmd.sharding.optimizer_state import drop_fsdp
 
 F = TypeVar("F", bound=Callable)
@@ -85,7 +85,7 @@ def _store(
         local_shape(x.shape, dims, mesh.shape),
         place,
         on_host=name in current().remat.offload,
-        transposed=is_kind(mesh, "TPU7x"),
+        transposed=chip_of_mesh(mesh).reads_transposed,
         in_rule=in_rule,
     )
 

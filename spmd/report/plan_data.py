@@ -28,7 +28,6 @@ from spmd.run.build import TrainSetup, make_setup
 from spmd.run.describe import execution_lines
 from spmd.run.preflight import compile_step, estimate_step, preflight, topology_mesh
 from spmd.run.step_time import estimate_time, time_program
-from spmd.step_time.hardware import HARDWARE
 from spmd.step_time.report import CollectiveTime, StepTime
 from spmd.step_time.timeline import Span
 from spmd.tree import human_bytes
@@ -276,7 +275,7 @@ def collect_plan(name: str, setup: TrainSetup, topology: Topology, *, compiles: 
 
 def _predict(setup: TrainSetup, topology: Topology, notes: list[str]) -> StepTime | None:
     """Return the time of a step by closed forms, or add the reason for its absence to the notes."""
-    if topology.kind not in HARDWARE:
+    if topology.chip.speeds is None:
         notes.append(
             "No time is predicted of simulated devices: --topology v5p:4x4x8, or another machine."
         )

@@ -6,15 +6,11 @@ from collections.abc import Iterable
 
 from jax.sharding import Mesh
 
-from spmd.analysis.topology import CHIPS
+from spmd.chips import Chip, Hardware, chip_of
 from spmd.errors import Problem
 from spmd.plan.plan import ShardingPlan
 from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.mesh import AnyMesh
-from spmd.step_time.hardware import HARDWARE
-
-_BLOCKS_OF_32 = {"b200"}
-"""GPUs with matmuls in the format of `mxfp8`."""
 
 _TUNING = "xla_gpu_autotune_level"
 
@@ -24,11 +20,11 @@ def recipe_problems(recipes: Iterable[QuantizationRecipe], device_kind: str) -> 
 
     Simulated devices have all formats.
     """
-    kind = _kind(device_kind)
-    if kind not in HARDWARE or CHIPS[kind].platform == "tpu":
+    chip = chip_of(device_kind)
+    if chip.speeds is None or chip.platform == "tpu":
         # XLA has these formats on every TPU, and multiplies in bfloat16 where the chip does not.
         return []
-    has = HARDWARE[kind].products
+    has = chip.speeds.products
     others = list[str]()
     if "int8" in has:
         others.append("int8")
@@ -38,11 +34,11 @@ def recipe_problems(recipes: Iterable[QuantizationRecipe], device_kind: str) -> 
     problems = list[Problem]()
     for recipe in recipes:
         where = f"quantize {recipe.name}"
-        if recipe.block == 32 and kind not in _BLOCKS_OF_32:
-            what = f"requires Blackwell: {kind} does not support it"
+        if recipe.block == 32 and not chip.blocks_of_32:
+            what = f"requires Blackwell: {chip.kind} does not support it"
             problems.append(Problem(where, what, fix=fix))
         elif recipe.inputs.startswith("float8") and "float8" not in has:
-            what = f"requires float8: {kind} does not support it"
+            what = f"requires float8: {chip.kind} does not support it"
             problems.append(Problem(where, what, fix=fix))
     return problems
 
@@ -76,24 +72,24 @@ def untuned_problems(
 
 def recipe_lines(plan: ShardingPlan, device_kind: str) -> list[str]:
     """Return the kernels of each recipe, and its gain on a kind of chip or a warning."""
-    kind = _kind(device_kind)
+    chip = chip_of(device_kind)
     total = sum(math.prod(entry.shape) for entry in plan.params)
     lines = []
     for recipe, sizes in _kernels(plan).items():
         share = sum(sizes.values()) / total
         size = f"{len(sizes)} kernels, {share:.0%} of the parameters"
         lines.append(f"matmuls in {recipe.name}: {size}: {', '.join(sizes)}")
-        if kind in HARDWARE:
-            lines.append(f"  {_gain(recipe, kind)}")
+        if chip.speeds is not None:
+            lines.append(f"  {_gain(recipe, chip, chip.speeds)}")
     return lines
 
 
-def _gain(recipe: QuantizationRecipe, kind: str) -> str:
+def _gain(recipe: QuantizationRecipe, chip: Chip, speeds: Hardware) -> str:
     if recipe.scaling == "block":
         return f"WARNING: no faster: blocks of {recipe.block} are multiplied in the compute dtype"
-    time = HARDWARE[kind].products.get(recipe.kind, 1.0)
-    source = "the compiler's cycles" if CHIPS[kind].platform == "tpu" else "the data sheet"
-    gain = f"on {kind} a product takes {time:.2f} of its time in bfloat16, by {source}"
+    time = speeds.products.get(recipe.kind, 1.0)
+    source = "the compiler's cycles" if chip.platform == "tpu" else "the data sheet"
+    gain = f"on {chip.kind} a product takes {time:.2f} of its time in bfloat16, by {source}"
     if time < 1:
         return gain
     return f"WARNING: no faster: {gain}"
@@ -115,12 +111,4 @@ def device_kind(mesh: AnyMesh) -> str:
     """Return the kind of a mesh's devices; empty for an abstract mesh."""
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].device_kind
-    return ""
-
-
-def _kind(device_kind: str) -> str:
-    """Return the key of a chip in `CHIPS`; empty for another."""
-    for kind, chip in CHIPS.items():
-        if chip.device_kind == device_kind:
-            return kind
     return ""

@@ -26,9 +26,8 @@ from spmd.run.preflight import check_config, check_planned_init, check_step, est
 from spmd.run.step_time import ModelNumbers, count_model, time_compiled_step, workload
 from spmd.settings.compress import NO_COMPRESSION
 from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, MeshShape, abstract_mesh
-from spmd.step_time.calibration import CLOSED, COMPILED
 from spmd.step_time.closed_form import Workload, closed_form
-from spmd.step_time.hardware import hardware_of
+from spmd.step_time.hardware import closed_rates, hardware_of
 from spmd.step_time.network import Network, make_network
 from spmd.tree import human_bytes
 
@@ -127,7 +126,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.hardware = hardware_of(self.topology)
-        self.rates = CLOSED[self.topology.kind]
+        self.rates = closed_rates(self.topology)
         self.model = self._count()
         self._networks: dict[tuple[int, ...], Network] = {}
         self.known: dict[str, dict[str, Any]] = self._load()
@@ -154,7 +153,7 @@ class Search:
             config_values(self.config),
             str(self.topology),
             repr(self.rates),
-            repr(COMPILED.get(self.topology.kind)),
+            repr(self.topology.chip.compiled),
             jax.__version__,
         ]
         text = json.dumps(about, sort_keys=True)

@@ -35,9 +35,8 @@ from spmd.run.preflight import CompiledStep, compile_step, topology_mesh
 from spmd.settings.compress import powersgd_rank
 from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
-from spmd.step_time.calibration import CLOSED, COMPILED
 from spmd.step_time.closed_form import Workload, closed_form
-from spmd.step_time.hardware import hardware_of
+from spmd.step_time.hardware import closed_rates, compiled_rates, hardware_of
 from spmd.step_time.network import make_network
 from spmd.step_time.program import read_program_schedule
 from spmd.step_time.report import CollectiveTime, StepTime, write_trace
@@ -236,7 +235,7 @@ def estimate_time(setup: TrainSetup, topology: Topology) -> StepTime:
     """
     hardware = hardware_of(topology)
     shape = MeshShape(**setup.mesh.shape)
-    rates = CLOSED[topology.kind]
+    rates = closed_rates(topology)
     work = workload(setup.config, count_model(setup), shape)
     network = make_network(topology, shape, setup.config.slices.sizes, hardware)
     return StepTime(
@@ -302,7 +301,7 @@ def _schedule_time(
     hardware = hardware_of(topology)
     shape = MeshShape(**setup.mesh.shape)
     slices = setup.config.slices.sizes
-    rates = COMPILED[topology.kind]
+    rates = compiled_rates(topology)
     network = make_network(topology, shape, slices, hardware, rates.network)
     taken = tabulate(setup.schedule).waited if setup.schedule else {}
     schedule = read_program_schedule(

@@ -15,13 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from spmd.sharding.dims import Dims
-from spmd.sharding.mesh import AnyMesh, is_kind
-
-_SMALL = 32 * 2**20
-"""Bytes of a gathered array below which XLA compiles an all-gather to an all-reduce on v5e."""
-
-_MANY = 64
-"""Smallest number of devices for which XLA does so."""
+from spmd.sharding.mesh import AnyMesh, chip_of_mesh, is_tpu
 
 _Groups = list[list[int]]
 """Indices along an axis of the devices of each group."""
@@ -39,7 +33,7 @@ def all_gather(x: Array, mesh: AnyMesh | None, axis: str, dim: int) -> Array:
     """Gather a dimension over an axis."""
     steps: tuple[_Groups | None, ...] = (None,)
     count = jax.lax.axis_size(axis)
-    if _is_small(x, count) and _spans_slice(mesh, axis, "TPU v5 lite"):
+    if _is_small(mesh, x, count) and _spans_slice(mesh, axis):
         steps = (_pairs(count), _halves(count))
     for groups in steps:
         x = jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
@@ -58,7 +52,7 @@ def gather_within(x: Array, mesh: AnyMesh | None, axis: str, slices: int) -> Arr
         for first in (start, start + 1):
             halves.append(list(range(first, stop, 2)))
     steps: tuple[_Groups, ...] = (by_slice,)
-    if _is_small(x, count) and _spans_slice(mesh, axis, "TPU v5 lite", slices):
+    if _is_small(mesh, x, count) and _spans_slice(mesh, axis, slices):
         steps = (_pairs(whole), halves)
     x = x[None]  # [device of the slice, …]
     for groups in steps:
@@ -72,8 +66,8 @@ def psum_scatter(x: Array, mesh: AnyMesh | None, axis: str, dim: int, dtype: jnp
     The sum has a dtype of its own; terms are sent in that of `x`.
     """
     count = jax.lax.axis_size(axis)
-    is_whole = _spans_slice(mesh, axis, "TPU")
-    if not is_whole and not is_kind(mesh, "TPU"):
+    is_whole = _spans_slice(mesh, axis)
+    if not is_whole and not is_tpu(mesh):
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True).astype(dtype)
     x = jnp.moveaxis(x, dim, 0)  # of other dimensions XLA:TPU scatters none, or a copy
     if is_whole:
@@ -98,9 +92,12 @@ def _psum_scatter_in_two_steps(x: Array, axis: str, count: int, dtype: jnp.dtype
     return own.astype(dtype) + received.astype(dtype)
 
 
-def _is_small(x: Array, count: int) -> bool:
-    """Return whether XLA compiles an all-gather of this shard to an all-reduce on v5e."""
-    return count >= _MANY and count * math.prod(x.shape) * x.dtype.itemsize < _SMALL
+def _is_small(mesh: AnyMesh | None, x: Array, count: int) -> bool:
+    """Return whether XLA compiles the gather of this shard over a slice to an all-reduce."""
+    limits = chip_of_mesh(mesh).small_gathers
+    if limits is None or count < limits.devices:
+        return False
+    return count * math.prod(x.shape) * x.dtype.itemsize < limits.size
 
 
 def _halves(count: int) -> _Groups:
@@ -113,9 +110,9 @@ def _pairs(count: int) -> _Groups:
     return [[first, first + 1] for first in range(0, count, 2)]
 
 
-def _spans_slice(mesh: AnyMesh | None, axis: str, kind: str, slices: int = 1) -> bool:
-    """Return whether the devices along an axis form `slices` whole slices, of a kind of TPU."""
-    if not is_kind(mesh, kind):
+def _spans_slice(mesh: AnyMesh | None, axis: str, slices: int = 1) -> bool:
+    """Return whether the devices along an axis form `slices` whole slices of TPUs."""
+    if not is_tpu(mesh):
         return False
     count = mesh.shape[axis] // slices
     numbers = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]

@@ -16,6 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from spmd.chips import Chip, chip_of
 from spmd.errors import MeshError, Problem, did_you_mean
 
 AXES = ("pipe", "data", "fsdp", "expert", "sequence", "tensor")
@@ -274,9 +275,16 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
     return AbstractMesh(tuple(shape.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def is_kind(mesh: AnyMesh | None, kind: str) -> TypeGuard[Mesh]:
-    """Return whether a mesh has devices of a kind, by its first words, such as "TPU" or "TPU7x"."""
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].device_kind.startswith(kind)
+def is_tpu(mesh: AnyMesh | None) -> TypeGuard[Mesh]:
+    """Return whether a mesh has TPUs, also of a kind without an entry in `CHIPS`."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].device_kind.startswith("TPU")
+
+
+def chip_of_mesh(mesh: AnyMesh | None) -> Chip:
+    """Return the chip of a mesh's devices; one without facts for an abstract mesh."""
+    if isinstance(mesh, Mesh):
+        return chip_of(mesh.devices.flat[0].device_kind)
+    return chip_of("")
 
 
 def simulate_devices(count: int) -> None:

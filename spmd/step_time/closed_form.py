@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from spmd.chips import ClosedRates
 from spmd.observe.metrics import transformer_flops
 from spmd.step_time.network import Network
 
@@ -108,34 +109,6 @@ class Workload:
         attention = 4 * self.layers * self.attention_width * self.keys * repeats
         matmuls = 2 * self.recomputed * self.layer_params
         return self.model_flops + self.tokens * (matmuls + attention)
-
-
-@dataclasses.dataclass(frozen=True)
-class ClosedRates:
-    """Calibration of the closed forms for one kind of chip.
-
-    Fitted to published steps by `benchmarks.backtest`.
-
-    Attributes:
-        matmul: Share of the peak that large matmuls reach.
-        half: Width of a matrix at which matmuls reach half of that share.
-        attention: Share of the peak that attention reaches.
-        passes: Passes over activations, relative to those of `_STREAM` and `_HIDDEN`.
-        exposed: Share of the time of gathers and reductions that is not hidden.
-        hop: Seconds that each further host or slice adds to a collective.
-        straggling: Relative standard deviation of the slices' step times; all wait for the slowest.
-        spread: Relative half-width of the range with nine of ten predictions, for rows outside of
-            the fit.
-    """
-
-    matmul: float = 0.75
-    half: float = 300.0
-    attention: float = 0.4
-    passes: float = 1.0
-    exposed: float = 0.5
-    hop: float = 1e-5
-    straggling: float = 0.07
-    spread: float = 0.15
 
 
 _STREAM, _HIDDEN, _LOGITS = 16, 4, 8

@@ -22,8 +22,8 @@ from statistics import NormalDist
 import numpy as np
 
 from spmd.analysis.topology import Topology
+from spmd.chips import Hardware
 from spmd.sharding.mesh import AXES, MeshShape, arrange_devices
-from spmd.step_time.hardware import Hardware
 
 _EXCHANGES = ("all-to-all", "ragged-all-to-all")
 _ONE_TO_ONE = ("collective-permute", "collective-broadcast")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from spmd.analysis.topology import Topology
+from spmd.chips import Hardware
 from spmd.errors import ConfigError, Problem
 from spmd.observe.metrics import human_duration
 from spmd.step_time.closed_form import Workload
-from spmd.step_time.hardware import Hardware
 from spmd.step_time.roofline import Roofline
 from spmd.step_time.timeline import Span
 from spmd.tree import human_bytes

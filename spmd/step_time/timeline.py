@@ -4,33 +4,9 @@ import collections
 import dataclasses
 from typing import NamedTuple
 
-from spmd.step_time.hardware import Hardware
+from spmd.chips import Hardware, Rates
 from spmd.step_time.network import Network
 from spmd.step_time.program import ProgramSchedule, ScheduledBlock, ScheduledOp, Transfer
-
-
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """Calibration of compiled programs of one kind of chip.
-
-    Fitted to published steps by `benchmarks.backtest`.
-
-    Attributes:
-        matmul: Time of matmuls relative to the compiler's cycles.
-        memory: Time of all other operations with cycles, relative to these.
-        attention: Share of the peak FLOP/s that attention kernels reach, of heads as wide as a
-            matrix unit.
-        network: Share of the published bandwidth that collectives reach.
-        straggling: Relative standard deviation of the slices' step times; all wait for the slowest.
-        spread: As for `ClosedRates`.
-    """
-
-    matmul: float = 1.0
-    memory: float = 1.0
-    attention: float = 0.65
-    network: float = 0.8
-    straggling: float = 0.07
-    spread: float = 0.1
 
 
 class Span(NamedTuple):

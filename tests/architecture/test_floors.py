@@ -29,13 +29,13 @@ SETTINGS = ("precision", "settings")
 """What a user names in a config, and the techniques that the names lead to."""
 NAMED_BY_SETTINGS = ("codecs", "loss_scaling", "delayed_scaling", "coded_comm", "host_memory")
 """These techniques, and `codecs`, of which two are made."""
-LIBRARIES = ("codecs", "layers")
-"""What the core uses besides: arrays in fewer bits, and the head of a language model, for its loss."""
+LIBRARIES = ("chips", "codecs", "layers")
+"""What the core uses besides: kinds of chips, arrays in fewer bits, and the head of a language model, for its loss."""
 
 # Folders and flat modules of spmd, from the bottom up: a module imports from its own folder and
 # from those before it.
 FLOORS = (
-    *("errors", "tree", "sharding", "distributed", "jaxpr", "codecs", "model_interface"),
+    *("errors", "chips", "tree", "sharding", "distributed", "jaxpr", "codecs", "model_interface"),
     *(
         "loss_scaling",
         "precision",

@@ -210,7 +210,8 @@ def test_a_model_that_takes_all_parameters_at_once_is_refused():
         tiny.mesh(fsdp=8), rules, model, optax.adam(1e-2), remat="full", offload=PARAMS
     )
     with pytest.raises(
-        AnnotationError, match=r"Model reads all parameters at once:\n  layers/kernel: .*layer by layer\n.*remat_layer"
+        AnnotationError,
+        match=r"Model reads all parameters at once:\n  layers/kernel: .*layer by layer\n.*remat_layer",
     ):
         make_train_step(layout, next_token_loss(model)).trace(BATCHES[0])
 
@@ -219,5 +220,8 @@ def test_a_matmul_outside_of_a_layer_is_refused():
     """Its kernel would be read from host memory, and have no gradient."""
     sharding = NamedSharding(tiny.mesh(fsdp=8), P())
     kernel = nnx.Param(HostParam(jnp.ones((8, 4)), None, sharding, "layers/kernel"))
-    with pytest.raises(AnnotationError, match=r"Model reads all parameters at once:\n  layers/kernel: .*layer by layer"):
+    with pytest.raises(
+        AnnotationError,
+        match=r"Model reads all parameters at once:\n  layers/kernel: .*layer by layer",
+    ):
         dense(jnp.ones((2, 3, 8)), kernel)

@@ -1,5 +1,6 @@
 """What only TPUs do, over simulated devices with the same results: collectives in two hops, products of heads."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmd.chips import CHIPS, SmallGathers
 from spmd.gradients.base import value_and_grad
 from spmd.layers.kernel_gradient import kernel_gradient
 from spmd.models import linear, rope
@@ -32,8 +34,10 @@ INTEGERS = np.random.default_rng(0).integers(-8, 9, (8, 16, 24)).astype(np.float
 @pytest.fixture
 def whole_slice(monkeypatch):
     """Let every axis pass for a whole TPU slice."""
-    monkeypatch.setattr(collectives, "_spans_slice", lambda mesh, axis, kind, slices=1: True)
-    monkeypatch.setattr(collectives, "_MANY", 2)
+    limits = SmallGathers(devices=2, size=32 * 2**20)
+    chip = dataclasses.replace(CHIPS["v5e"], small_gathers=limits)
+    monkeypatch.setattr(collectives, "_spans_slice", lambda mesh, axis, slices=1: True)
+    monkeypatch.setattr(collectives, "chip_of_mesh", lambda mesh: chip)
 
 
 def over_fsdp(f, mesh, into, out):
@@ -49,8 +53,8 @@ def test_they_give_what_one_collective_gives(sizes, dim, is_whole, whole_slice, 
 
     Over a part of a slice there is one hop, along the first dimension.
     """
-    monkeypatch.setattr(collectives, "is_kind", lambda mesh, kind: True)
-    monkeypatch.setattr(collectives, "_spans_slice", lambda mesh, axis, kind: is_whole)
+    monkeypatch.setattr(collectives, "is_tpu", lambda mesh: True)
+    monkeypatch.setattr(collectives, "_spans_slice", lambda mesh, axis: is_whole)
     mesh, count = tiny.mesh(**sizes), sizes["fsdp"]
     split = P(*(None,) * dim, "fsdp")
     gathered = over_fsdp(lambda x: collectives.all_gather(x, mesh, "fsdp", dim), mesh, split, P())(
@@ -69,7 +73,7 @@ def test_they_give_what_one_collective_gives(sizes, dim, is_whole, whole_slice, 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_inside_of_a_slice_they_give_what_one_collective_gives(is_whole, whole_slice, monkeypatch):
     """Of two slices of four devices, each device gets those of its own, in order."""
-    monkeypatch.setattr(collectives, "_spans_slice", lambda mesh, axis, kind, slices=1: is_whole)
+    monkeypatch.setattr(collectives, "_spans_slice", lambda mesh, axis, slices=1: is_whole)
     mesh, numbers = tiny.mesh(fsdp=8), np.arange(8.0)
     gathered = over_fsdp(
         lambda x: collectives.gather_within(x, mesh, "fsdp", 2), mesh, P("fsdp"), P("fsdp")

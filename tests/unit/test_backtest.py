@@ -12,9 +12,9 @@ from benchmarks import backtest
 from benchmarks.backtest import CLOSED_PRIORS, fit, leave_one_out, predict_closed, rank
 from benchmarks.backtest_compile import compile_rows, describe, engine_digest, make_config
 from benchmarks.published_rows import Rebuilt, read_rows, rebuild
+from spmd.chips import Rates
 from spmd.errors import ConfigError
 from spmd.step_time.closed_form import closed_form
-from spmd.step_time.timeline import Rates
 
 # mosaicml/llm-foundry, scripts/train/benchmarking/README.md, A100 40GB: tokens/s of one GPU.
 MPT: dict[str, Any] = {

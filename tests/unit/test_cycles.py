@@ -9,11 +9,10 @@ import pytest
 from spmd.analysis.collective_audit import audit_collectives
 from spmd.analysis.cycles import count_cycles
 from spmd.analysis.hlo import parse
-from spmd.analysis.topology import CHIPS
+from spmd.chips import CHIPS, peak_flops
 from spmd.commands import plan
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError
-from spmd.observe.metrics import peak_flops
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.run.build import planned_mesh

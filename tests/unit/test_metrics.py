@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
+from spmd.chips import known_peaks, peak_flops
 from spmd.errors import ConfigError
 from spmd.observe.console import Console
 from spmd.observe.metrics import (
-    PEAK_FLOPS,
     Flops,
     JsonLines,
     StepClock,
@@ -30,7 +30,6 @@ from spmd.observe.metrics import (
     human_count,
     human_duration,
     mean_keys,
-    peak_flops,
     process_peak_rss,
     read_json_lines,
     transformer_flops,
@@ -93,7 +92,7 @@ def test_peak_flops_by_device_kind(kind: str, expected: float | None) -> None:
 
 def test_every_peak_is_reachable() -> None:
     """No entry of the table hides behind another."""
-    assert {name: peak_flops(f"x {name} y") for name in PEAK_FLOPS} == PEAK_FLOPS
+    assert {name: peak_flops(f"x {name} y") for name in known_peaks()} == known_peaks()
 
 
 def test_utilization_is_over_all_devices() -> None:

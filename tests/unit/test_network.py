@@ -5,9 +5,10 @@ import math
 import pytest
 
 from spmd.analysis.topology import parse_topology
+from spmd.chips import Hardware
 from spmd.errors import ConfigError
 from spmd.sharding.mesh import MeshShape
-from spmd.step_time.hardware import HARDWARE, Hardware, hardware_of
+from spmd.step_time.hardware import hardware_of
 from spmd.step_time.network import Extent, Network, make_network
 
 LINK, NETWORK = 1e9, 1e8
@@ -192,13 +193,14 @@ def test_slices_wait_for_what_is_inside() -> None:
 def test_latency_and_efficiency() -> None:
     """A hop for each chip of each ring; large transfers have a share of the published bandwidth."""
     topology, shape = parse_topology("v5e:16x16"), MeshShape(fsdp=256)
-    hardware = HARDWARE["v5e"]
+    hardware = hardware_of(topology)
     found = make_network(topology, shape, {}, hardware, efficiency=0.5)
     group = found.axis_group(("fsdp",))
     assert found.seconds("all-gather", 0, group) == pytest.approx(32 * hardware.latency)
     moved = found.seconds("all-gather", 1e9, group) - 32 * hardware.latency
     assert moved == pytest.approx(1e9 * 255 / 256 / (4 * hardware.link * 0.5))
-    gpus = make_network(parse_topology("h100:4x8"), MeshShape(fsdp=32), {}, HARDWARE["h100"])
+    hosts = parse_topology("h100:4x8")
+    gpus = make_network(hosts, MeshShape(fsdp=32), {}, hardware_of(hosts))
     assert gpus.between("all-gather", 0, range(32)) == pytest.approx(
         (math.log2(4) + 1) * gpus.hardware.network_latency
     )
@@ -206,8 +208,8 @@ def test_latency_and_efficiency() -> None:
 
 def test_speeds_of_chips() -> None:
     """The two devices of a TPU7x chip have half of its speeds each; a simulated device has none, by the flag's name."""
-    assert HARDWARE["tpu7x"].memory_bandwidth == 3690e9
-    assert HARDWARE["v5e"].peak == pytest.approx(197e12)
+    assert hardware_of(parse_topology("tpu7x:4x4x4")).memory_bandwidth == 3690e9
+    assert hardware_of(parse_topology("v5e:1x1")).peak == pytest.approx(197e12)
     with pytest.raises(ConfigError, match=r"topology: is cpu:8: no speeds are known of cpu"):
         hardware_of(parse_topology("cpu:8"))
 

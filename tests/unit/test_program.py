@@ -11,10 +11,10 @@ import pytest
 
 from spmd.analysis.hlo import parse
 from spmd.analysis.topology import parse_topology
+from spmd.chips import Hardware, Rates
 from spmd.errors import ConfigError
 from spmd.sharding.mesh import MeshShape
 from spmd.step_time import timeline
-from spmd.step_time.hardware import Hardware
 from spmd.step_time.network import make_network
 from spmd.step_time.program import (
     ProgramSchedule,
@@ -23,7 +23,7 @@ from spmd.step_time.program import (
     read_program_schedule,
 )
 from spmd.step_time.report import write_trace
-from spmd.step_time.timeline import Rates, StepTimeline, run_schedule
+from spmd.step_time.timeline import StepTimeline, run_schedule
 
 COST = 'backend_config={{"estimated_cycles":"{}"}}'.format
 GROUPS = "replica_groups=[1,4]<=[4], channel_id=1, dimensions={0}"

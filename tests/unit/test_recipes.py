@@ -9,7 +9,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.analysis.topology import CHIPS, parse_topology
+from spmd.analysis.topology import parse_topology
+from spmd.chips import CHIPS
 from spmd.cli import main
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, RuleError

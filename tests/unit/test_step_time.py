@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 
 from spmd.analysis.topology import parse_topology
+from spmd.chips import ClosedRates, Hardware
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, SpmdError
 from spmd.models import gemma, gpt2, llama, mixtral, transformer
@@ -24,8 +25,7 @@ from spmd.run.build import count_flops, make_setup, planned_mesh
 from spmd.run.load_config import load_config
 from spmd.run.step_time import count_model, estimate_time, workload
 from spmd.sharding.mesh import AXES, MeshShape
-from spmd.step_time.closed_form import ClosedRates, Workload, closed_form, collective_seconds
-from spmd.step_time.hardware import Hardware
+from spmd.step_time.closed_form import Workload, closed_form, collective_seconds
 from spmd.step_time.network import Network, make_network
 from spmd.step_time.report import StepTime
 

@@ -10,9 +10,9 @@ import types
 import pytest
 
 from spmd.analysis import topology as room
-from spmd.analysis.topology import CHIPS, EXAMPLES, EXTRAS, missing_extra, parse_topology
+from spmd.analysis.topology import EXTRAS, example_machines, missing_extra, parse_topology
+from spmd.chips import CHIPS, peak_flops
 from spmd.errors import MeshError
-from spmd.observe.metrics import peak_flops
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_what_is_no_machine(text, complaint):
 
 def test_every_kind_has_an_example_and_a_peak():
     """The list of examples is complete, and the utilization of each chip can be computed."""
-    examples = [parse_topology(name) for name in EXAMPLES.split(", ")]
+    examples = [parse_topology(name) for name in example_machines()]
     assert {example.kind for example in examples} == set(CHIPS)
     assert all(peak_flops(chip.device_kind) for chip in CHIPS.values() if chip.platform != "cpu")
 
@@ -127,7 +127,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
     """Each platform but the CPU has its extra; one that is there is not asked for."""
     for platform, (extra, modules) in EXTRAS.items():
         topology = next(
-            t for t in map(parse_topology, EXAMPLES.split(", ")) if t.platform == platform
+            t for t in map(parse_topology, example_machines()) if t.platform == platform
         )
         monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
         assert missing_extra(topology).fix == f"pip install 'spmd[{extra}]'"

@@ -1,0 +1,566 @@
+"""Kinds of chips, one entry for each: memory, speeds, network, compiler flags, rates and quirks.
+
+Everything that differs between two kinds of chips is a field of `Chip`, and other modules read that
+field, so a new kind is one entry of the table. CONTRIBUTING.md says how each figure is measured.
+
+Sources:
+
+- TPUs: Google Cloud's pages on TPU system architecture; for one-way link and network speeds also
+  "How to Scale Your Model" (Austin et al., 2025), chapter 2.
+- GPUs: NVIDIA's data sheets of A100, H100, H200, B200 (dense matmuls, NVLink, and one network card
+  of 200 or 400 Gbit/s for each GPU) and its CUDA programming guide.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+Value = bool | int | float | str
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """XLA flag, without dashes, or environment variable.
+
+    Example:
+        >>> print(Flag("xla_gpu_enable_latency_hiding_scheduler", True, "sends while it computes"))
+        xla_gpu_enable_latency_hiding_scheduler=true
+    """
+
+    name: str
+    value: Value
+    reason: str
+
+    def __str__(self) -> str:
+        value = str(self.value)
+        if isinstance(self.value, bool):
+            value = value.lower()
+        return f"{self.name}={value}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Figures of a GPU that XLA needs to compile without one, besides its memory.
+
+    Attributes:
+        cores: Streaming multiprocessors.
+        l2_cache: MiB.
+        shared_memory: KiB in each multiprocessor; a block may use one KiB less.
+        lanes: Single-precision units in each multiprocessor.
+    """
+
+    cores: int
+    capability: tuple[int, int]
+    l2_cache: int
+    clock_ghz: float
+    shared_memory: int
+    lanes: int = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Published speeds of one JAX device; bytes/s are of one direction.
+
+    Attributes:
+        peak: FLOP/s of dense bfloat16 matmuls. NVIDIA prints them as half of the figure with
+            sparsity.
+        memory_bandwidth: Bytes/s between the device and its own memory.
+        link: Bytes/s of one torus link of a TPU, or of a GPU's NVLinks together.
+        network: Bytes/s of the network between slices or hosts.
+        host: Bytes/s between the device and its host's memory.
+        latency: Seconds of one hop of a collective.
+        network_latency: The same, between slices or hosts.
+        matrix_unit: Width of heads with which a TPU's attention is as fast as can be; narrower ones
+            leave a part idle.
+        products: Dtype, `int8` or `float8`, that it has → the time of a large product, relative to
+            bfloat16. TPUs: cycles that libtpu 0.0.50 counts for a product of 4096 × 4096 matrices;
+            GPUs: data sheets.
+    """
+
+    peak: float
+    memory_bandwidth: float
+    link: float
+    network: float
+    host: float
+    latency: float = 1e-6
+    network_latency: float = 10e-6
+    matrix_unit: int = dataclasses.field(default=0, kw_only=True)
+    products: Mapping[str, float] = dataclasses.field(
+        default_factory=dict, kw_only=True, hash=False
+    )
+
+    def attention_peak(self, width: int) -> float:
+        """Return the peak FLOP/s in attention with heads of this width."""
+        if not self.matrix_unit:
+            return self.peak
+        return self.peak * min(1.0, width / self.matrix_unit)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosedRates:
+    """Calibration of the closed forms for one kind of chip (`spmd.step_time.closed_form`).
+
+    Fitted to published steps by `python -m benchmarks.backtest --rows FILE --fit`.
+
+    Attributes:
+        matmul: Share of the peak that large matmuls reach.
+        half: Width at which narrow matrices halve it.
+        attention: Share of the peak that attention reaches.
+        passes: Passes over activations, relative to those of `_STREAM` and `_HIDDEN`.
+        exposed: Share of the time of gathers and reductions that is not hidden.
+        hop: Seconds that each further host or slice adds to a collective.
+        straggling: Standard deviation of the steps of slices, relative; all wait for the slowest.
+        spread: Half of the range of nine predictions of ten, relative; of rows that were not
+            fitted. The least is 5 %: published tables are not more exact.
+    """
+
+    matmul: float = 0.75
+    half: float = 300.0
+    attention: float = 0.4
+    passes: float = 1.0
+    exposed: float = 0.5
+    hop: float = 1e-5
+    straggling: float = 0.07
+    spread: float = 0.15
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Calibration of compiled programs of one kind of chip (`spmd.step_time.timeline`).
+
+    Fitted to published steps by `python -m benchmarks.backtest --rows FILE --fit`. These are of
+    other programs than ours, with other collectives.
+
+    Attributes:
+        matmul: Time of matmuls relative to the compiler's cycles.
+        memory: The same, of all other operations with cycles.
+        attention: Share of the peak FLOP/s that attention kernels reach, of heads as wide as a
+            matrix unit.
+        network: Share of the published bandwidth that collectives reach.
+        straggling: Standard deviation of the steps of slices, relative; all wait for the slowest.
+        spread: As for `ClosedRates`.
+    """
+
+    matmul: float = 1.0
+    memory: float = 1.0
+    attention: float = 0.65
+    network: float = 0.8
+    straggling: float = 0.07
+    spread: float = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallGathers:
+    """All-gathers over a whole slice that XLA:TPU makes an all-reduce of (decision 0036).
+
+    That has twice the bytes on the wire. In two steps they stay gathers.
+
+    Attributes:
+        devices: Fewest devices with which it does.
+        size: Bytes of a gathered array below which it does.
+    """
+
+    devices: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One kind of accelerator.
+
+    Attributes:
+        kind: Name in a topology; empty for a device of another kind.
+        platform: `tpu`, `cuda` or `cpu`.
+        device_kind: Name in JAX.
+        family: Words that the names of all its boards have in JAX, such as `H100`; by default
+            `device_kind`.
+        example: Shape of a machine, for messages.
+        memory: Bytes that a program may use on one device; None if unlimited. The compiler reserves
+            0.25 to 1.25 GiB of each TPU's memory; this is what its error messages leave.
+        devices: JAX devices in one chip.
+        dims: Dimensions of a slice's network.
+        max_chips: Most chips in one slice; 0 if unlimited.
+        ring: Chips along a dimension whose last one is linked to the first. Of a torus of three
+            dimensions, all have a multiple of it, or none wraps around; of two, those wrap around
+            that have so many. 0 if none does.
+        options: Of libtpu, besides a topology's name and size.
+        clock: Cycles of a TPU in one second: the peak of bfloat16 by the multipliers of all matrix
+            units. None if unknown.
+        gpu: Figures for a GPU's compiler.
+        speeds: None if no time is predicted.
+        closed: Rates of the closed forms; those of its kin where nothing is published.
+        compiled: Rates of compiled programs, which TPUs have.
+        flags: XLA's flags of every step on it, besides those of its platform: asynchronous
+            collectives, and tiles of matmuls.
+        blocks_of_32: Whether it multiplies in the format of `mxfp8`.
+        small_gathers: Gathers to divide; None if there are none.
+        ragged_devices: Most devices in a slice whose links allow a ragged all-to-all; 0 if all do.
+        reads_transposed: Whether its products read an activation that was decoded transposed, so
+            that its rows cannot be kept whole (decision 0041).
+    """
+
+    kind: str
+    platform: str
+    device_kind: str
+    family: str = ""
+    example: str = ""
+    memory: int | None = None
+    devices: int = 1
+    dims: int = 0
+    max_chips: int = 0
+    ring: int = 0
+    options: tuple[tuple[str, str], ...] = ()
+    clock: float | None = None
+    gpu: Gpu | None = None
+    speeds: Hardware | None = None
+    closed: ClosedRates | None = None
+    compiled: Rates | None = None
+    flags: tuple[Flag, ...] = ()
+    blocks_of_32: bool = False
+    small_gathers: SmallGathers | None = None
+    ragged_devices: int = 0
+    reads_transposed: bool = False
+
+    @property
+    def words(self) -> str:
+        """Words of a JAX device's kind by which its peak is found."""
+        return self.family or self.device_kind
+
+    def target_config(self) -> str:
+        """Return XLA's `GpuTargetConfig` of a GPU, as a text protocol buffer."""
+        gpu = self.gpu
+        speeds = self.speeds
+        assert gpu is not None
+        assert speeds is not None
+        major, minor = gpu.capability
+        shared = gpu.shared_memory * 1024
+        bandwidth = int(speeds.memory_bandwidth)
+        cudnn = "dnn_version_info { major: 9 minor: 10 }"
+        # All capabilities from 8.0 to 10.0 have the same limits of threads, registers and blocks.
+        return f"""
+            gpu_device_info {{
+                threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+                registers_per_core_limit: 65536 registers_per_block_limit: 65536
+                shared_memory_per_block: {48 * 1024} shared_memory_per_core: {shared}
+                shared_memory_per_block_optin: {(gpu.shared_memory - 1) * 1024}
+                block_dim_limit_x: {2**31 - 1} block_dim_limit_y: 65535 block_dim_limit_z: 65535
+                thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+                core_count: {gpu.cores} fpus_per_core: {gpu.lanes} clock_rate_ghz: {gpu.clock_ghz}
+                memory_bandwidth: {bandwidth} device_memory_size: {self.memory}
+                l2_cache_size: {gpu.l2_cache * 2**20}
+                cuda_compute_capability {{ major: {major} minor: {minor} }}
+            }}
+            platform_name: "CUDA" {cudnn} device_description_str: "{self.device_kind}"
+        """
+
+
+_GATHERS = (
+    "a SparseCore gathers parameters, along one dimension of the torus or several, "
+    "during the matmuls"
+)
+_SCATTERS = (
+    "a SparseCore reduce-scatters gradients during the matmuls; in a 3D torus over whole slices too"
+)
+_SPARSE_CORE = (
+    Flag("xla_tpu_enable_sparse_core_collective_offload_all_gather", True, _GATHERS),
+    Flag("xla_tpu_enable_sparse_core_collective_offload_2d_all_gather", True, _GATHERS),
+    Flag("xla_tpu_enable_sparse_core_collective_offload_3d_all_gather", True, _GATHERS),
+    Flag("xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", True, _SCATTERS),
+    Flag("xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter", True, _SCATTERS),
+)
+_FUSION = Flag(
+    "xla_tpu_enable_async_collective_fusion",
+    True,
+    "async collective fusion: all-gathers of parameters run during the matmuls of the layer before",
+)
+_WINDOWED = Flag(
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib",
+    1_000_000,
+    "does not cut the matmuls of tensor parallelism into parts: "
+    "the cut ones wait for each part's transfer",
+)
+
+
+def _on_chip(mib: int) -> Flag:
+    return Flag(
+        "xla_tpu_scoped_vmem_limit_kib",
+        1024 * mib,
+        "matmuls have this much of the on-chip memory (VMEM): larger tiles, and longer compilation",
+    )
+
+
+_H100_CLOSED = ClosedRates(0.750, 550, 0.178, 2.20, 0.799, 3.0e-5, 0.07, spread=0.09)
+
+_ENTRIES = (
+    Chip(kind="cpu", platform="cpu", device_kind="cpu", example="8"),
+    Chip(
+        kind="v4",
+        platform="tpu",
+        device_kind="TPU v4",
+        example="4x4x4",
+        memory=int(30.75 * _GIB),
+        dims=3,
+        max_chips=4096,
+        ring=4,
+        options=(("chip_config_name", "megacore"),),
+        clock=1.05e9,
+        speeds=Hardware(
+            peak=275e12,
+            memory_bandwidth=1228e9,
+            link=45e9,
+            network=6.25e9,
+            host=16e9,
+            matrix_unit=128,
+            products={"int8": 1.09, "float8": 1.17},
+        ),
+        closed=ClosedRates(0.808, 291, 0.434, 1.51, 0.475, 1.0e-5, 0.068, spread=0.19),
+        compiled=Rates(1.052, 1.058, 0.623, 0.922, 0.0581, spread=0.10),
+    ),
+    Chip(
+        kind="v5e",
+        platform="tpu",
+        device_kind="TPU v5 lite",
+        example="16x16",
+        memory=int(15.75 * _GIB),
+        dims=2,
+        max_chips=256,
+        ring=16,
+        clock=1.5e9,
+        speeds=Hardware(
+            peak=197e12,
+            memory_bandwidth=819e9,
+            link=45e9,
+            network=3.125e9,
+            host=16e9,
+            matrix_unit=128,
+            products={"int8": 0.50, "float8": 1.01},
+        ),
+        closed=ClosedRates(0.919, 293, 0.449, 1.50, 0.477, 1.0e-5, 0.067, spread=0.05),
+        compiled=Rates(1.036, 1.043, 0.649, 0.825, 0.0646, spread=0.05),
+        flags=(_FUSION, _on_chip(32)),
+        # On a whole pod, key and value kernels were gathered by all-reduces of zeros (decision
+        # 0036).
+        small_gathers=SmallGathers(devices=64, size=32 * 2**20),
+        # XLA's words for larger slices: "limited ICI routing".
+        ragged_devices=16,
+    ),
+    Chip(
+        kind="v5p",
+        platform="tpu",
+        device_kind="TPU v5",
+        example="4x4x8",
+        memory=int(95.74 * _GIB),
+        dims=3,
+        max_chips=8960,
+        ring=4,
+        clock=1.75e9,
+        speeds=Hardware(
+            peak=459e12,
+            memory_bandwidth=2765e9,
+            link=90e9,
+            network=6.25e9,
+            host=16e9,
+            matrix_unit=128,
+            products={"int8": 0.51, "float8": 1.01},
+        ),
+        closed=ClosedRates(1.004, 294, 0.432, 1.50, 0.496, 1.0e-5, 0.068, spread=0.15),
+        compiled=Rates(1.104, 1.136, 0.635, 0.938, 0.0613, spread=0.14),
+        flags=(*_SPARSE_CORE, _WINDOWED, _on_chip(32)),
+    ),
+    Chip(
+        kind="v6e",
+        platform="tpu",
+        device_kind="TPU v6 lite",
+        example="16x16",
+        memory=int(31.25 * _GIB),
+        dims=2,
+        max_chips=256,
+        ring=16,
+        clock=1.75e9,
+        speeds=Hardware(
+            peak=918e12,
+            memory_bandwidth=1640e9,
+            link=90e9,
+            network=12.5e9,
+            host=32e9,
+            matrix_unit=256,
+            products={"int8": 0.76, "float8": 1.09},
+        ),
+        closed=ClosedRates(0.638, 332, 0.379, 1.58, 0.468, 1.0e-5, 0.080, spread=0.18),
+        compiled=Rates(1.109, 1.050, 0.682, 0.873, 0.0599, spread=0.10),
+        flags=(*_SPARSE_CORE, _WINDOWED, _on_chip(64)),
+    ),
+    Chip(
+        kind="tpu7x",
+        platform="tpu",
+        device_kind="TPU7x",
+        example="4x4x4",
+        memory=int(94.75 * _GIB),
+        # JAX has one device for each of two TensorCores, which share the chip's memory and links;
+        # other TPUs are one device.
+        devices=2,
+        dims=3,
+        max_chips=9216,
+        ring=4,
+        # It is taken to have as many multipliers for each device as a v6e.
+        clock=2.2e9,
+        speeds=Hardware(
+            peak=2307e12 / 2,
+            memory_bandwidth=7380e9 / 2,
+            link=90e9 / 2,
+            network=12.5e9 / 2,
+            host=32e9,
+            # It has units of 256, too, but is as fast with heads of 128 (decision 0040).
+            matrix_unit=128,
+            products={"int8": 1.00, "float8": 0.46},
+        ),
+        closed=ClosedRates(0.737, 302, 0.471, 1.50, 0.500, 1.0e-5, 0.070, spread=0.05),
+        compiled=Rates(1.173, 0.994, 0.638, 0.835, 0.0612, spread=0.10),
+        flags=(*_SPARSE_CORE, _WINDOWED, _on_chip(60)),
+        # Of blocks of 8 rows the compiler transposes, on SparseCores, the codes and the scales,
+        # these expanded to the whole array in float32: temporaries of 6202 instead of 4726 million
+        # bytes (decision 0041).
+        reads_transposed=True,
+    ),
+    Chip(
+        kind="a100",
+        platform="cuda",
+        device_kind="NVIDIA A100-SXM4-80GB",
+        family="A100",
+        example="16x8",
+        memory=80 * _GIB,
+        gpu=Gpu(
+            cores=108,
+            capability=(8, 0),
+            l2_cache=40,
+            clock_ghz=1.41,
+            shared_memory=164,
+            lanes=64,
+        ),
+        speeds=Hardware(
+            peak=312e12,
+            memory_bandwidth=2039e9,
+            link=300e9,
+            network=25e9,
+            host=32e9,
+            latency=5e-6,
+            products={"int8": 0.5},
+        ),
+        closed=ClosedRates(0.955, 482, 0.311, 1.67, 0.917, 3.0e-5, 0.07, spread=0.10),
+    ),
+    Chip(
+        kind="h100",
+        platform="cuda",
+        device_kind="NVIDIA H100 80GB HBM3",
+        family="H100",
+        example="16x8",
+        memory=80 * _GIB,
+        gpu=Gpu(cores=132, capability=(9, 0), l2_cache=50, clock_ghz=1.98, shared_memory=228),
+        speeds=Hardware(
+            peak=989e12,
+            memory_bandwidth=3350e9,
+            link=450e9,
+            network=50e9,
+            host=64e9,
+            latency=5e-6,
+            products={"int8": 0.5, "float8": 0.5},
+        ),
+        closed=_H100_CLOSED,
+    ),
+    Chip(
+        kind="h200",
+        platform="cuda",
+        device_kind="NVIDIA H200",
+        family="H200",
+        example="16x8",
+        memory=141 * 10**9,
+        gpu=Gpu(cores=132, capability=(9, 0), l2_cache=50, clock_ghz=1.98, shared_memory=228),
+        speeds=Hardware(
+            peak=989e12,
+            memory_bandwidth=4800e9,
+            link=450e9,
+            network=50e9,
+            host=64e9,
+            latency=5e-6,
+            products={"int8": 0.5, "float8": 0.5},
+        ),
+        # Without published rows of its own.
+        closed=_H100_CLOSED,
+    ),
+    Chip(
+        kind="b200",
+        platform="cuda",
+        device_kind="NVIDIA B200",
+        family="B200",
+        example="16x8",
+        memory=180 * 10**9,
+        gpu=Gpu(cores=148, capability=(10, 0), l2_cache=126, clock_ghz=1.965, shared_memory=228),
+        speeds=Hardware(
+            peak=2250e12,
+            memory_bandwidth=8000e9,
+            link=900e9,
+            network=50e9,
+            host=64e9,
+            latency=5e-6,
+            products={"int8": 0.5, "float8": 0.5},
+        ),
+        # Without published rows of its own.
+        closed=_H100_CLOSED,
+        blocks_of_32=True,
+    ),
+)
+CHIPS = {chip.kind: chip for chip in _ENTRIES}
+"""Kind → chip, of all that a topology can name."""
+
+_OTHER_PEAKS = {
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
+    "GB200": 2500e12,
+}
+"""Words of a device's kind → its peak, of GPUs that no topology names."""
+
+
+def chip_of(device_kind: str) -> Chip:
+    """Return the chip of a JAX device; one without a name and facts for an unknown device.
+
+    Example:
+        >>> chip_of("TPU v5 lite").kind, chip_of("TPU v1").kind
+        ('v5e', '')
+    """
+    for chip in CHIPS.values():
+        if chip.device_kind == device_kind:
+            return chip
+    return Chip(kind="", platform="", device_kind=device_kind)
+
+
+def known_peaks() -> dict[str, float]:
+    """Return the peak dense bf16 FLOP/s of one JAX device, by words of its kind."""
+    peaks = dict(_OTHER_PEAKS)
+    for chip in CHIPS.values():
+        if chip.speeds is not None:
+            peaks[chip.words] = chip.speeds.peak
+    return peaks
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Return the peak dense bf16 FLOP/s of a device; None if it is not known, as for a CPU.
+
+    Example:
+        >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe"), peak_flops("cpu")
+        (989000000000000.0, 756000000000000.0, None)
+    """
+    peaks = known_peaks()
+    known = []
+    for words in peaks:
+        if re.search(rf"\b{words}\b", device_kind, re.IGNORECASE):
+            known.append(words)
+    if not known:
+        return None
+    most_exact = max(known, key=len)  # "H100 PCIe" before "H100"
+    return peaks[most_exact]
