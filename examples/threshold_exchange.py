@@ -34,7 +34,7 @@ class ThresholdExchange(spmd.GradTransform):
     factor: float = 1.0
 
     def state(self, plan: spmd.ShardingPlan) -> dict[str, StateArray]:
-        """Return what each device of `data` has not sent: an array for each gradient, split as the gradient is."""
+        """Return an array of unsent values for each device of `data` and each gradient."""
         devices = plan.mesh.shape["data"]
         return {
             g.path: StateArray((devices, *g.shape), jnp.float32, P("data", *g.spec))
@@ -48,7 +48,7 @@ class ThresholdExchange(spmd.GradTransform):
         )
 
     def wrap(self, grad_fn: GradFn) -> GradFn:
-        """Return a gradient function whose gradients are exchanged once a step, by `_send_large`."""
+        """Exchange the gradients of `grad_fn` once a step, by `_send_large`."""
         return spmd.defer_grad_reduction(grad_fn, ("data",), self._send_large, own=self.name)
 
     def _send_large(self, local: LocalGradients, carry: spmd.Carry) -> tuple[Any, spmd.Carry]:
@@ -63,11 +63,11 @@ class ThresholdExchange(spmd.GradTransform):
         return jnp.where(x**2 >= self.factor**2 * mean_square, x, 0)
 
     def problems(self, plan: spmd.ShardingPlan) -> list[Problem]:
-        """Return why a mesh does not fit: one without replicas, or with a sum over stages besides."""
-        alone = Problem(
-            self.name, "sends nothing", "mesh.data = 1: there are no replicas", "data=2 or more"
-        )
-        staged = Problem(
-            self.name, "sums over data alone", "mesh.pipe > 1: stages share parameters", "pipe=1"
-        )
-        return [alone] * (plan.mesh.shape["data"] == 1) + [staged] * (plan.mesh.shape["pipe"] > 1)
+        """Return the problems of a mesh without replicas, or with a sum over stages besides."""
+        found = []
+        if plan.mesh.shape["data"] == 1:
+            found.append(Problem(self.name, "sends nothing", "mesh.data = 1", "data=2 or more"))
+        if plan.mesh.shape["pipe"] > 1:
+            what = "sums over data alone"
+            found.append(Problem(self.name, what, "stages share parameters", "pipe=1"))
+        return found
