@@ -181,11 +181,14 @@ def write_safetensors(
     header = _header(path, tensors, metadata)
     with path.open("xb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for (name, tensor), value in zip(tensors.items(), values, strict=True):
+        for name, tensor in tensors.items():
+            # Not `zip`: it would hold this tensor while the next one is made.
+            value = next(values)
             assert value.shape == tuple(tensor.shape), name
             assert value.dtype == tensor.dtype, name
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
             del value
+        assert next(values, None) is None
         file.flush()
         os.fsync(file.fileno())
 

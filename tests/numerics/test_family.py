@@ -5,6 +5,7 @@ import pytest
 from spmd.errors import ConfigError
 from spmd.hf.family import TensorMapping, families, family_for, family_of, tensor_sources
 from spmd.hf.save import parse_size
+from spmd.models.mixtral import PRESETS as MIXTURES
 
 
 def test_a_name_map_that_does_not_fit_is_said():
@@ -23,6 +24,8 @@ def test_families_are_found_by_entry_points():
     assert family_of(["X", "MixtralForCausalLM"]) is families()["mixtral"]
     with pytest.raises(ConfigError, match="matches no Hugging Face architecture"):
         family_for(object())
+    with pytest.raises(ConfigError, match="matches no Hugging Face architecture"):
+        family_for(MIXTURES["switch-c"])  # of one expert a token, without normalized weights
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
         family_of(["LamaForCausalLM"])
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+import weakref
 
 import hypothesis.strategies as st
 import jax.numpy as jnp
@@ -96,13 +97,18 @@ def test_bfloat16_keeps_its_bits(tmp_path):
 
 
 def test_tensors_are_made_one_at_a_time(tmp_path):
-    """A tensor is written before the next one is made."""
+    """A tensor is written, and no longer held, before the next one is made."""
     path, sizes = tmp_path / "a.safetensors", []
 
     def made():
+        last = None
         for value in range(3):
             sizes.append(path.stat().st_size)
-            yield np.full((1 << 16,), value, np.float32)
+            assert last is None or last() is None
+            tensor = np.full((1 << 16,), value, np.float32)
+            last = weakref.ref(tensor)
+            yield tensor
+            del tensor
 
     write_safetensors(path, {n: Kind((1 << 16,), np.dtype("float32")) for n in "abc"}, made(), {})
     assert sizes == sorted(set(sizes))
