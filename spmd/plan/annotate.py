@@ -42,7 +42,7 @@ _NUMBERED = "remat_layer(layer, scanned=…, number=i), or a policy without an i
 
 
 def annotate(x: jax.Array, name: str, *, in_rule: bool = False) -> jax.Array:
-    """Mark `x` as an activation of the rule table: constrain it, and name it for remat and offload.
+    """Constrain the sharding of an activation by the rule table, and name it for remat and offload.
 
     Args:
         x: Has its global shape; inside `shard_map`, the shape within the manual axes.
@@ -168,7 +168,7 @@ def cast_to_compute(x: jax.Array) -> jax.Array:
 
 
 def attention_config() -> AttentionConfig:
-    """Return the attention settings of the plan in scope; outside a plan, the most general ones."""
+    """Return the attention settings of the plan in scope; outside a plan, the defaults."""
     return current().attention
 
 
@@ -254,7 +254,7 @@ def _starting(layer: F) -> F:
 
 
 def _marked(layer: Callable) -> Callable:
-    """Leave a mark in the jaxpr, so `check_annotations` notices a policy without effect."""
+    """Mark the results in the jaxpr, so that `check_annotations` notices an unused policy."""
     return lambda *arrays: jax.tree.map(lambda x: checkpoint_name(x, REMAT_MARK), layer(*arrays))
 
 
@@ -284,7 +284,10 @@ def _check_seen(
 
 
 def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
-    """Check that a traced model marks every activation of the table and follows the settings."""
+    """Check that a traced model marks every activation of the rule table, and uses the settings.
+
+    These are the settings of attention, the compute dtype and the remat policy.
+    """
     marked = _marks(jaxpr)
     known = sorted(marked - {REMAT_MARK})
     problems = []
@@ -306,7 +309,7 @@ def check_annotations(plan: ShardingPlan, jaxpr: Any) -> None:
 
 
 def _check_attention(plan: ShardingPlan, jaxpr: Any) -> None:
-    """Check that a model follows the settings of attention, if any are not the default."""
+    """Check that a model calls `attend`, if a setting of attention is not the default."""
     changed = {}
     if plan.attention.kernel != "auto":
         changed["attention"] = plan.attention.kernel
@@ -326,7 +329,10 @@ def _has_attention(jaxpr: Any) -> bool:
 
 
 def _check_precision(plan: ShardingPlan, jaxpr: Any) -> None:
-    """Check that a product of the model is in the compute dtype, if this is below float32."""
+    """Check that a product has an operand in the compute dtype, if this is narrower than float32.
+
+    An operand in a narrower dtype counts, too. A model without products of floats passes.
+    """
     dtype = plan.precision.compute_dtype
     if dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:
         return

@@ -148,9 +148,9 @@ def reductions(plan: ShardingPlan) -> Iterator[Transfer]:
 
 
 def terms_dtypes(plan: ShardingPlan, entry: PlanEntry, placed: ParamPlacement) -> dict[str, str]:
-    """Return axis → dtype or codec of the terms of a gradient, for the axes that it is summed over.
+    """Return axis → dtype or codec of the terms of a gradient, for the axes of its sum.
 
-    They are those of one layer: what has no blocks there is not sent in codes.
+    They are decided for one layer: its terms are not sent in codes if they have no whole blocks.
     """
     sizes = plan.mesh.shape
     shape = without_dims(entry.shape, stored_dims(placed.stacks))

@@ -625,7 +625,7 @@ def _check_losses(unsown: Iterable[str]) -> None:
 
 
 def _check_persistent(before: Any, after: Any) -> None:
-    """Raise a `ConfigError` for arrays added by a call to persistent collections."""
+    """Raise a `ConfigError` if a call adds arrays to the persistent collections; list them all."""
     known = set(tree.flatten(before))
     what = "is added to the variables by a call"
     fix = "sow into a collection of its own, or make the variable at initialization, too"

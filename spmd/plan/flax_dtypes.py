@@ -42,7 +42,7 @@ def mark_own_dtypes(module: nnx.Module) -> None:
 
 @contextlib.contextmanager
 def record_own_dtypes() -> Iterator[set[str]]:
-    """Yield the paths of the Linen layers inside with a `dtype` of their own."""
+    """Yield a set; it collects the paths of called Linen layers with a `dtype` of their own."""
     found = set[str]()
 
     def record(
@@ -105,7 +105,7 @@ def _with_inferred_dtype(module: nnx.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def narrow_linen_attention() -> Iterator[None]:
-    """Make Linen attention inside compute in the plan's dtype, unless the layer has a `dtype`."""
+    """Run attention layers of Linen in the plan's compute dtype, unless they have a `dtype`."""
 
     def narrow(
         run: Callable[..., Any], args: Any, keywords: Any, context: nn.module.InterceptorContext

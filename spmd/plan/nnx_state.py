@@ -180,7 +180,10 @@ def _check_hidden(module: nnx.Module) -> list[Problem]:
 
 
 def _holds_tracer(value: Any, depth: int) -> bool:
-    """Return whether a function, a partial one or an object refers to a traced array."""
+    """Return whether a function, a `partial` or an object refers to a traced array.
+
+    References are followed through `depth` further objects, and not into pytrees.
+    """
     leaves = jax.tree.leaves(_references(value), is_leaf=_is_node)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return True

@@ -190,7 +190,7 @@ def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
 
 
 def _placements(params: Any, variables: Any, mesh: AnyMesh) -> dict[int, ParamPlacement]:
-    """Return the number of each placed input → its placement, with the gathered spec as `used`.
+    """Return the number of each placed input → its placement, its `compute_spec` gathered.
 
     If a parameter is a wrapper of several arrays, its first array is the parameter.
     """

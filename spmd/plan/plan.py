@@ -123,7 +123,10 @@ class ShardingPlan:
 
     @functools.cached_property
     def abstract_transforms(self) -> dict[str, Any]:
-        """The transforms' states by name, as `jax.ShapeDtypeStruct`s with shardings."""
+        """The transforms' states by name, as `jax.ShapeDtypeStruct`s with shardings.
+
+        Transforms without a state are absent.
+        """
         abstract = dict[str, jax.ShapeDtypeStruct]()
         for entry in self.transform_states:
             sharding = NamedSharding(self.mesh, entry.spec)

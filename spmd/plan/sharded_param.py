@@ -70,7 +70,7 @@ class ShardedParam(LocalLayout):
         return self.comm.sent(shape, self, axes, sizes)
 
     def reduce(self, gradient: Array, axes: Sequence[str]) -> Array:
-        """Sum a gradient over axes, and scatter it to the layout's `kept`."""
+        """Sum a gradient over axes, and scatter it to the layout's `grad_dims`."""
         return self.comm.reduce(gradient, self, axes)
 
 

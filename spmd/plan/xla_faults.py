@@ -33,7 +33,7 @@ _DimsOfOperands = list[tuple[TracedValue, Sequence[int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """An operation, computed wrongly by XLA where it is split.
+    """Kind of operation computed wrongly by XLA where it is split.
 
     Attributes:
         name: Heading on the page docs/xla-faults.md.
@@ -249,13 +249,13 @@ def fault_of(operation: Operation, mesh: AnyMesh) -> Fault | None:
 
 
 def replaced_fault(operation: Operation) -> str:
-    """Return the fault of the formula around an operation; empty for the program's own."""
+    """Return the name of the fault behind a formula's operation; empty for any other operation."""
     scopes = "/".join(str(equation.source_info.name_stack) for equation in operation.equations)
     return read_fault(scopes)
 
 
 def left_to_xla(program: TracedProgram, mesh: AnyMesh) -> Iterator[tuple[Operation, Fault]]:
-    """Yield the operations with a fault and no replacement, unless each device computes its own."""
+    """Yield the operations with a fault and no replacement, except in fully manual regions."""
     for operation in program.walk():
         fault = fault_of(operation, mesh)
         if fault is None or replaced_fault(operation):

@@ -31,7 +31,7 @@ def rules_from_annotations(
     table: Rules | None = None,
     report: Callable[[str], object] = print,
 ) -> Rules:
-    """Convert the sharding metadata of a Flax model to a table with a rule for each parameter.
+    """Convert the sharding metadata of a Flax model to a table: a rule for each annotated parameter.
 
     Args:
         annotations: Parameter path → annotation, such as `model.info().annotations`.

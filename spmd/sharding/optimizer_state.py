@@ -221,7 +221,10 @@ class _Matcher:
         return DerivedSpec(shape, leaf.dtype, _spec(found), _source(found, known, param))
 
     def _is_like_param(self, shape: Shape, found: _Found | None, param: str) -> bool:
-        """Return whether an array has the dimensions of its parameter, or at least its shape."""
+        """Return whether an array is like its parameter: by dimensions, or by shape without them.
+
+        The dimensions are those of a match, None without one.
+        """
         if found is None:
             return shape == self.shapes[param]
         return found == self.dims[param]
@@ -429,9 +432,10 @@ def _is_in_blocks(dim: _Dim, size: int, probed: int) -> bool:
 
 
 def _find_by_size(shape: Shape, known: _Dims) -> _Found | None:
-    """Match dimensions by size, None if a size is ambiguous.
+    """Match the dimensions of a state array with those of a parameter by size alone.
 
-    For state with a structure that depends on sizes, such as Adafactor's.
+    The result is None if a size above 1 is not that of exactly one dimension. It serves state with
+    a structure that depends on sizes, such as Adafactor's.
     """
     sizes = [dim.size for dim in known]
     found: list[_Dim | None] = []

@@ -113,7 +113,7 @@ class ParamComm:
         return 1
 
     def reduce(self, gradient: Array, layout: LocalLayout, axes: Sequence[str]) -> Array:
-        """Sum a gradient over axes, and scatter it to the layout's `kept`.
+        """Sum a gradient over axes, and scatter it to the layout's `grad_dims`.
 
         The gradient has its own dtype between the sums.
         """

@@ -311,7 +311,10 @@ class Rules:
         return found
 
     def _audit_axes(self, axes: Mapping[str, int]) -> list[Problem]:
-        """Return a problem for each unknown or repeated axis in the table itself."""
+        """Return the problems of axes in the table itself.
+
+        They are unknown or repeated axes, and `pipe` of size above 1 along another dimension than 0.
+        """
         problems = []
         for where, spec in self._named_specs():
             problems += _axis_problems(where, spec, axes)
