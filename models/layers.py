@@ -85,7 +85,10 @@ def gated(
 def gelu_gated(
     gate: Float[Array, "batch seq d"], up: Float[Array, "batch seq d"]
 ) -> Float[Array, "batch seq d"]:
-    """Return `gelu(gate) · up`, with the tanh approximation; only the inputs are saved."""
+    """Return `gelu(gate) · up`; only the inputs are saved for the backward pass.
+
+    The gelu is the tanh approximation.
+    """
     return jax.nn.gelu(gate, approximate=True) * up
 
 

@@ -44,7 +44,7 @@ def dense(
 
     The kernel is cast to the dtype of `x` and then gathered, so the collective is in bfloat16. Its
     gradient leaves the matmul in the kernel's own dtype, so sums over devices are in float32, and
-    is scattered by the plan.
+    is scattered into the plan's sharding.
 
     Args:
         x: Activations.
@@ -63,10 +63,10 @@ def columns(
 ) -> tuple[Float[Array, "batch seq hidden"], ...]:
     """Apply column-parallel kernels: from the residual stream into hidden units.
 
-    A table may split hidden units over `tensor`. If it splits the residual stream over `tensor`
-    too, by width or by tokens (sequence parallelism, Korthikanti et al., arXiv:2205.05198, section
-    4.2.2), tokens are gathered here, once for all kernels. For the backward pass they are saved
-    split, and gathered again, unless the whole layer is recomputed there.
+    A rule table may split hidden units over `tensor`. If it splits the residual stream over
+    `tensor` too, by width or by tokens (sequence parallelism, Korthikanti et al., arXiv:2205.05198,
+    section 4.2.2), tokens are gathered here, once for all kernels. For the backward pass they are
+    saved split, and gathered again, unless the whole layer is recomputed there.
 
     Args:
         x: Tokens.
@@ -428,9 +428,10 @@ def _placed(kernel: nnx.Param) -> ParamPlacement | None:
 
 
 class Dense(nnx.Module):
-    """Linear layer: `kernel` `[in, out]`, initialised with variance 1 / in, and an optional `bias`.
+    """Linear layer: a `kernel` `[in, out]`, and an optional `bias`.
 
-    See `columns`, `rows` and `biased`.
+    The initial kernel has variance scale² / in, and the bias is zero. See `columns`, `rows` and
+    `biased`.
     """
 
     def __init__(

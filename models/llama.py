@@ -303,7 +303,7 @@ class Embedding(nnx.Module):
         self.embedding = nnx.Param(table, gathered_by_layer=True, sent_exactly=True, role="lookup")
 
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d"]:
-        """Look up one row for each token; a table may shard the lookup and its result."""
+        """Look up one row for each token; a rule table may shard the lookup and its result."""
         tokens = annotate(tokens, "embed_tokens")
         rows = self.embedding.at[tokens].get(mode="clip")
         rows = annotate(cast_to_compute(rows), "embed_rows")

@@ -439,7 +439,7 @@ class Mixtral(nnx.Module):
     def embed_inputs(
         self, tokens: Int[Array, "batch seq"], segments: Segments = None, valid: Valid = None
     ) -> tuple[Array, Any]:
-        """Return the residual stream before the first layer with experts, and other inputs."""
+        """Return the residual stream before the layers with experts, and their other inputs."""
         x = annotate(self.embed(tokens), "residual")
         angles = self.config.angles(tokens.shape[1])
         if self.dense_layers is not None:

@@ -60,7 +60,7 @@ class LossStructure:
     unknown: str = ""
 
     def statistics(self) -> list[str]:
-        """Return the paths of statistics among the variables, such as means of batch norm."""
+        """Return the paths of statistics used by the loss, such as the means of batch norm."""
         sums = set[Operation]()
         for label in self.sums.values():
             for mix in label.mixes:
@@ -69,7 +69,7 @@ class LossStructure:
         return [path for path, label in self.variables.items() if label.sums & sums]
 
     def first_mix(self, label: Label, *, statistics: bool) -> Mix | None:
-        """Return the first operation across examples behind a value; None if there is none.
+        """Return the first mix of examples before a value; None if there is none.
 
         Args:
             statistics: Whether to count statistics among the model's variables.
@@ -101,7 +101,7 @@ class LossReader:
         self._read: dict[Any, LossStructure] = {}
 
     def read(self, params: Any, variables: Any, batch: Any, key: Any) -> LossStructure:
-        """Return the structure of the loss for arguments, arrays or abstract ones."""
+        """Return the structure of the loss for arguments of these shapes, arrays or abstract."""
         abstract = jax.tree.map(_abstract, (params, variables, batch, key))
         leaves, structure = jax.tree.flatten(abstract)
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
@@ -116,7 +116,10 @@ class LossReader:
         return any(_is_value(name) for name in sums)
 
     def check_mean(self, params: Any, variables: Any, batch: Any, key: jax.Array) -> None:
-        """Raise a `ConfigError` if the loss is a mean and the weight a count."""
+        """Raise a `ConfigError` if the loss is a mean and the weight a count.
+
+        The step divides the loss by the weight, so a mean would be divided twice.
+        """
         if self.weighted:
             return
         sums = self.read(params, variables, batch, key).sums

@@ -341,7 +341,10 @@ def choose_deferred_reduction(
 
 
 def _automatic_exchange(grad_fn: GradFn, plan: ShardingPlan, batch: Any) -> DeferredReduction:
-    """Return the reduction over all axes without more memory; none if it is refused."""
+    """Return the exchange over the axes of `_unsplit_axes`, or without axes if it is refused.
+
+    Over these axes it adds no memory.
+    """
     axes = _unsplit_axes(plan)
     if not axes:
         return DeferredReduction()

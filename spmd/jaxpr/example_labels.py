@@ -141,7 +141,8 @@ def same_layout(labels: Sequence[Label]) -> bool:
 def strongest(labels: Sequence[Label]) -> Label:
     """Return the label of several values together, of degree 0.
 
-    It has the highest of their kinds, and their layout, sums and mixes.
+    It has the highest of their kinds (`EXAMPLES` for `PLACES`), their mixes, and their layout or
+    sums.
     """
     kind = max((label.kind for label in labels), default=Kind.SHARED)
     mixes = all_mixes(labels)

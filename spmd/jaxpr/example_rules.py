@@ -702,7 +702,7 @@ _Role = tuple[str, int]
 
 
 def _role(label: Label, contracted: Sequence[int], batched: Sequence[int]) -> _Role:
-    """Return the role of an operand's dimension of examples in a product."""
+    """Return the role of an operand's dimension of examples in a product, and its number there."""
     if not label.has_examples:
         return "", 0
     if label.dim is None:

@@ -62,7 +62,7 @@ def declared_scope(name: str) -> str:
 
 
 def per_example(function: F) -> F:
-    """Declare a function as independent for each example of a batch: its code is not read.
+    """Declare a function to treat each example of a batch by itself; its code is not read.
 
     Results with a dimension of examples then depend, for each example, on its own part of the
     arguments; results without one are sums over the examples. Needed where the operations do not
@@ -223,7 +223,7 @@ class _Reader:
         carry: Sequence[Label],
         slices: Sequence[Label],
     ) -> tuple[list[Label], list[Label]]:
-        """Return the labels of a loop's carried values at its end, and of one iteration."""
+        """Return the labels of carried values after a loop, and of an iteration's results."""
         loop = operations[0]
         varies = loop.params.get("length") != operations[1].params.get("length")
         first = list(carry)
@@ -379,7 +379,7 @@ def _chosen(operation: Operation, index: Label, result: Label) -> Label:
 def adding_operation(
     loop: Operation, old: TracedValue, new: TracedValue, adding: Sequence[str] = ADDING
 ) -> Operation | None:
-    """Return a loop's addition to a carried value; None if the value has other uses.
+    """Return a loop's addition to a carried value; None unless it is the value's only use.
 
     If there is one, the order of the iterations makes no difference.
     """

@@ -33,7 +33,7 @@ _NO_PRECISION = (None, _LOWEST, (_LOWEST, _LOWEST))
 
 
 def multiply_narrow(jaxpr: ClosedJaxpr, params: int, dtype: Any) -> ClosedJaxpr:
-    """Compute products of a promoted parameter and a wider array in the parameter's dtype.
+    """Rewrite products of a promoted parameter and a wider array to the parameter's dtype.
 
     Args:
         params: The number of inputs that are parameters, the first ones.

@@ -204,7 +204,7 @@ def _once(dims: Iterable[tuple[str, ...]]) -> DimAxes:
 
 
 def _like_operands(operation: Operation) -> list[DimAxes | None]:
-    """Split each dimension like the first operand of equal rank and size with it split."""
+    """Split each dimension like the first operand of equal rank and size split along it."""
     results: list[DimAxes | None] = []
     for output in operation.outputs:
         rank = len(output.shape)
@@ -221,7 +221,7 @@ def _like_operands(operation: Operation) -> list[DimAxes | None]:
 
 
 def _first_split(values: Iterable[TracedValue], dim: int, size: int) -> tuple[str, ...]:
-    """Return the axes of a dimension in the first value of this size with it split."""
+    """Return the axes of a dimension in the first value of this size split along it."""
     for value in values:
         if value.dims and value.dims[dim] and value.shape[dim] == size:
             return value.dims[dim]

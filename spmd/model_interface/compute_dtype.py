@@ -85,7 +85,7 @@ def cast_arrays(values: Any, dtype: Any) -> Any:
 
 
 def widen_arrays(values: Any) -> Any:
-    """Cast the narrow float arrays of a tree to float32, unless a class `keeps_dtype`."""
+    """Cast float arrays narrower than float32 to it, except in a class with `keeps_dtype`."""
     full_size = jnp.dtype(jnp.float32).itemsize
 
     def widen(x: Any) -> Any:

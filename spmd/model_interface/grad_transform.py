@@ -141,7 +141,7 @@ class GradTransform:
     def targets(
         self, stored: Mapping[str, Any], wanted: Mapping[str, Any]
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the arrays to restore from a checkpoint, with shardings: all of equal shape.
+        """Return the arrays to restore, with shardings: those of equal shape in the checkpoint.
 
         Args:
             stored: Path → abstract array in the checkpoint.

@@ -107,7 +107,7 @@ class ModelInfo:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The outputs of a model besides logits: losses, metrics and arrays.
+    """Logits of a model, with losses, metrics and arrays.
 
     Losses and metrics are finite float32 scalars of the whole (micro)batch, without padding (by the
     mask `valid`). Each is reported under its name, as a mean over microbatches
@@ -134,7 +134,7 @@ class Outputs:
 
 
 def as_outputs(returned: Any) -> Outputs:
-    """Return `Outputs` of a model's result: `Outputs`, or logits alone."""
+    """Return the result of a model, `Outputs` or logits alone, as `Outputs`."""
     if isinstance(returned, Outputs):
         return returned
     return Outputs(returned)

@@ -331,7 +331,7 @@ def _has_attention(jaxpr: Any) -> bool:
 def _check_precision(plan: ShardingPlan, jaxpr: Any) -> None:
     """Check that a product has an operand in the compute dtype, if this is narrower than float32.
 
-    An operand in a narrower dtype counts, too. A model without products of floats passes.
+    An operand of another dtype, no wider, counts, too. A model without products of floats passes.
     """
     dtype = plan.precision.compute_dtype
     if dtype.itemsize >= jnp.dtype(jnp.float32).itemsize:

@@ -120,7 +120,7 @@ def gathered(
     dtype: Any = None,
     sum_first: bool = False,
 ) -> jax.Array:
-    """Apply `gather`, with `scatter` as the transpose, for a parameter used directly, such as a bias.
+    """Apply `gather`, with `scatter` as the transpose, for a parameter used as it is, like a bias.
 
     This holds for derivatives of any order: the cotangent of a gradient is gathered as the
     parameter is.

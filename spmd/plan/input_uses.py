@@ -195,7 +195,7 @@ class _Uses:
                 self.dynamic.add(inner)
 
     def _carry_over(self, operation: Operation) -> bool:
-        """Add a loop's values after an iteration to those before the next; tell if any is new."""
+        """Add a loop's values after an iteration to those before; return whether any is new."""
         is_more = False
         for old, new in operation.carried:
             before = self.sources.get(old, _NONE)

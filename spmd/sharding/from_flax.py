@@ -31,7 +31,9 @@ def rules_from_annotations(
     table: Rules | None = None,
     report: Callable[[str], object] = print,
 ) -> Rules:
-    """Convert the sharding metadata of a Flax model to a table: a rule for each annotated parameter.
+    """Convert the sharding metadata of a Flax model to a table, with `table` for other parameters.
+
+    Each annotated parameter without a match in `table` gets a rule.
 
     Args:
         annotations: Parameter path → annotation, such as `model.info().annotations`.

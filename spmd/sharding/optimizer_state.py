@@ -221,10 +221,7 @@ class _Matcher:
         return DerivedSpec(shape, leaf.dtype, _spec(found), _source(found, known, param))
 
     def _is_like_param(self, shape: Shape, found: _Found | None, param: str) -> bool:
-        """Return whether an array is like its parameter: by dimensions, or by shape without them.
-
-        The dimensions are those of a match, None without one.
-        """
+        """Return whether an array has its parameter's dimensions, or shape if they are unknown."""
         if found is None:
             return shape == self.shapes[param]
         return found == self.dims[param]

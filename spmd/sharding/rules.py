@@ -313,7 +313,7 @@ class Rules:
     def _audit_axes(self, axes: Mapping[str, int]) -> list[Problem]:
         """Return the problems of axes in the table itself.
 
-        They are unknown or repeated axes, and `pipe` of size above 1 along another dimension than 0.
+        They are unknown or repeated axes, and a `pipe` above size 1 along another dimension than 0.
         """
         problems = []
         for where, spec in self._named_specs():

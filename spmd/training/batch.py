@@ -15,7 +15,11 @@ _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
 def check_batch(plan: ShardingPlan, batch: Any) -> None:
-    """Raise a `MeshError` for leaves of a batch: no arrays, or indivisible over the mesh."""
+    """Raise a `MeshError` if leaves of a batch are no arrays, or do not divide over the mesh.
+
+    A row of the batch table that splits tokens and matches no leaf is an error, too. The first 5
+    problems are listed.
+    """
     leaves = tree.flatten(batch)
     problems = plan.rules.batch_table.unused(list(leaves), plan.mesh.shape)
     for path, x in leaves.items():

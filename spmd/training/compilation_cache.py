@@ -73,7 +73,7 @@ def without_faulty_cache(stages: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compilation_cache(folder: Path | None) -> Iterator[None]:
-    """Cache programs in `folder` if they take a second to compile; None disables the cache."""
+    """Cache programs in `folder` if they compile for a second or more; None disables the cache."""
     before = jax.config.values["jax_compilation_cache_dir"]
     _use(None if folder is None else str(folder))
     try:
