@@ -226,7 +226,7 @@ class TrainConfig(RunConfig, Generic[M]):
     }
 
     def wrong_types(self) -> Iterator[Problem]:
-        """Yield a problem for each field of another type: the rules, and fields with fields."""
+        """Yield a problem for `rules` of another type, and those of `RunConfig.wrong_types`."""
         yield from check_type("rules", self.rules, Rules, "spmd.Rules(…)")
         yield from super().wrong_types()
 
