@@ -297,8 +297,8 @@ def _read_schedule(config: TrainConfig, stages: int) -> Schedule:
 def _default_microbatches(config: TrainConfig, mesh: AnyMesh) -> int:
     """Return the largest number of microbatches, up to a limit, for equal parts on all devices.
 
-    The limit is `MICROBATCHES` for each stage. An interleaved schedule needs a multiple of
-    the stages. If no number divides the batch, return the limit.
+    The limit is `MICROBATCHES` for each stage. An interleaved schedule needs a multiple of the
+    stages. If no number divides the batch, return the limit.
     """
     devices = shards_of(BATCH_AXES, mesh.shape)
     stages = mesh.shape["pipe"]

@@ -103,7 +103,7 @@ def open_sets(
 
 
 def _all_rows(config: TrainConfig, corpus: Corpus) -> tuple[RandomAccessDataset, ...]:
-    """Return the rows of both splits of a corpus, without those too short for one."""
+    """Return the rows of each split of a corpus, without splits of fewer than two tokens."""
     train = (corpus.train, corpus.train_ends, corpus.train_mask)
     validation = (corpus.validation, corpus.validation_ends, corpus.validation_mask)
     parts = list[RandomAccessDataset]()
