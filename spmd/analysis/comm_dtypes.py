@@ -94,7 +94,7 @@ def _gradient_check(path: str, sent: Iterable[Transfer], *, explicit: bool) -> C
 
 
 def _gather_check(transfer: Transfer) -> CommDtypeCheck:
-    """Return the check of a parameter that is gathered as codes."""
+    """Return the check of a parameter gathered as codes."""
     return CommDtypeCheck(
         transfer.path,
         USED_WHOLE,

@@ -380,7 +380,7 @@ _EARLIER_NAMES = {"exchange_once": "defer_grad_reduction"}
 
 
 def by_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded values of a config by the names that fields have now.
+    """Return recorded values of a config by the current names of their fields.
 
     Example:
         >>> by_current_names({"exchange_once": "data", "steps": 5})
