@@ -31,7 +31,7 @@ _BODIES = ("cond", "pallas_call", "scan", "shard_map", "while")
 
 
 def find_annotated(jaxpr: Any) -> Annotated:
-    """Return the element-wise operations before each annotation of a jaxpr, with calls inlined."""
+    """Return the nearest element-wise operations before each annotation, with calls inlined."""
     outer = open_jaxpr(jaxpr)
     bodies = [outer]
     for equation in equations(outer):

@@ -71,7 +71,8 @@ class Collective:
             device keeps only its own part, `"all-gather"` where each adds its own part to zeros;
             else empty.
         dtype: Element type as XLA names it: `"bf16"`, `"s8"`.
-        entering: Payloads that one run sends into one slice over the slow network, at most.
+        cross_slice_count: Payloads that one run sends over the slow network into the slice with the
+            most.
         operand: Element type and dimensions of the operand on one device.
         array: Path of the argument of the step that is moved itself, or as its gradient or new
             value, such as `params/layers/mlp/up_proj/kernel`; empty if unknown.

@@ -120,7 +120,7 @@ class _Transfer:
         pairs: Whether groups are (source, target) pairs.
         axes: As for `Collective`.
         result: Result of the instruction; for a start, the result of its `-done`.
-        entering: As for `Collective`, like the following.
+        cross_slice_count: As for `Collective`, like the following.
     """
 
     computation: str

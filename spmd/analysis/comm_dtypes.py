@@ -24,7 +24,7 @@ from spmd.tree import human_bytes
 
 @dataclasses.dataclass(frozen=True)
 class CommDtypeCheck:
-    """The widest dtype of one parameter, or of its gradient, when it is sent over each axis.
+    """The widest dtype promised for one parameter, or its gradient, in transfers over each axis.
 
     Attributes:
         param: Its path in the plan.
@@ -94,7 +94,7 @@ def _gradient_check(path: str, sent: Iterable[Transfer], *, explicit: bool) -> C
 
 
 def _gather_check(transfer: Transfer) -> CommDtypeCheck:
-    """Return the check of a parameter that is gathered as codes."""
+    """Return the check of a parameter gathered as codes."""
     return CommDtypeCheck(
         transfer.path,
         USED_WHOLE,

@@ -42,7 +42,7 @@ def unsharded(value: Any) -> DimAxes:
 def mesh_dims(
     spec: P, value: Any, axes: Mapping[str, int], unconstrained: DimAxes | None = None
 ) -> DimAxes:
-    """Return the axes of each dimension of an array, of those in `axes`.
+    """Return the axes of each dimension of an array, restricted to `axes`.
 
     `unconstrained` has the axes of dimensions that the spec leaves open.
     """
@@ -203,11 +203,12 @@ def _constant_dims(
 def decided_dims(
     program: TracedProgram, mesh: AbstractMesh, returned: Mapping[TracedValue, DimAxes]
 ) -> dict[TracedValue, DimAxes]:
-    """Return the shardings of values with a single sharding constraint among their uses.
+    """Return the shardings of values if all of their uses lead to the same sharding constraint.
 
-    The uses reach it through element-wise operations and transposes alone. A sum of a whole array
-    does not count, as it takes any layout, and neither do uses of forward values in the backward
-    pass. `returned` has the results of the program with a sharding decided by its caller.
+    The uses reach it through element-wise operations and transposes alone; a value with any other
+    use has none. A sum of a whole array does not count, as it takes any layout, and neither do uses
+    of forward values in the backward pass. `returned` has the results of the program with a
+    sharding decided by its caller.
     """
     backward = _backward_values(program)
     wanted: dict[TracedValue, set[DimAxes | None]] = {}

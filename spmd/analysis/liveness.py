@@ -366,7 +366,7 @@ def _is_view(value: TracedValue, roots: _Values) -> bool:
 
 
 def _is_fused(value: TracedValue, roots: _Values) -> bool:
-    """Tell whether a value is computed from buffers by fused operations, without its own."""
+    """Tell whether a value is the result of fused operations on buffers, without its own."""
     return bool(roots) and roots != {value} and not _is_view(value, roots)
 
 

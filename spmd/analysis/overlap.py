@@ -20,7 +20,7 @@ def chain_of(instruction: Instruction) -> tuple[str, str] | None:
 
 
 def compute_beside(program: HloModule, name: str, instruction: Instruction) -> tuple[bool, int]:
-    """Return whether anything is computed while a collective runs, and its cycles on a TPU.
+    """Return whether anything is computed beside a collective, and the cycles of it on a TPU.
 
     `name` is the computation of the collective. The cycles are the compiler's estimate, without
     Pallas kernels and loops, for which it has none.

@@ -82,11 +82,11 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """For each dimension of a TPU slice, whether links lead from its last chip to its first.
+        """For x, y and z of a TPU slice, whether links lead from its last chip to its first.
 
-        Three dimensions. Of a 3D torus, slices of whole cubes (4 × 4 × 4 chips of v4, v5p and
-        TPU7x) are joined in all dimensions, others in none; of a 2D torus, slices in a dimension
-        that is as long as their pod (16 chips of v5e and v6e). Empty for other machines.
+        Of a 3D torus, slices of whole cubes (4 × 4 × 4 chips of v4, v5p and TPU7x) are joined in
+        all dimensions, others in none; of a 2D torus, slices in a dimension that is as long as
+        their pod (16 chips of v5e and v6e). Empty for other machines.
         """
         if not self.chip.dims:
             return ()
@@ -127,7 +127,7 @@ def example_machines() -> list[str]:
 def parse_topology(text: str) -> Topology:
     """Parse the name of a machine.
 
-    `cpu:N`, `v5e:16x16`, `2xv5e:16x16` for two slices, `h100:16x8` for hosts × GPUs.
+    Names are `cpu:N`, `v5e:16x16`, `2xv5e:16x16` for two slices, `h100:16x8` for hosts × GPUs.
 
     Raises:
         MeshError: Unknown chip, or no slice of that shape.

@@ -28,7 +28,8 @@ class FaultyOperation:
     Attributes:
         fault: Heading on the page.
         source: `file:line` of the model; empty if JAX kept none.
-        answer: How the plan avoids the fault, such as the formula in place of the operation.
+        answer: How the plan avoids the fault, such as the formula in place of the operation, or a
+            note that XLA does not split it.
         count: Number of such operations, forward and backward.
     """
 

@@ -127,9 +127,9 @@ def xla_attention(
 ) -> Array:
     """Apply `jax.nn.dot_product_attention` to `block` queries at a time.
 
-    A block is 128 queries, or an eighth of a long sequence. Each block uses only the keys that one
-    of its queries attends to, so nearly half of the scores are never computed. Without causality
-    there is a single block.
+    By default a block is 128 queries, or an eighth of a long sequence; without causality there is a
+    single one. Each block uses only the keys that one of its queries attends to, so nearly half of
+    the scores are never computed.
     """
     seq = query.shape[1]
     dtype = query.dtype

@@ -91,7 +91,7 @@ class Capacity:
         """Return None: the expert is a dimension of received rows."""
 
     def send_back(self, own: Array, pass_index: Any, accumulate_into: Array | None) -> Array:
-        """Return received rows to their senders, `accumulate_into` the rows of other passes."""
+        """Send rows back to their senders; `accumulate_into` has those of earlier passes."""
         examples, parts, experts, capacity = self._parts
         width = own.shape[2:]
         slots = own.reshape(experts, parts, examples, capacity, *width)
@@ -176,13 +176,13 @@ class Dropless:
         return received.at[order].get(mode="promise_in_bounds")
 
     def sizes(self, pass_index: Any) -> Array | None:
-        """Return the number of rows of each own expert; None if the expert is a dimension."""
+        """Return each own expert's number of rows in a pass; None if it is a dimension of rows."""
         if self._exchange is None:
             return self._counts
         return self._exchange.sizes(pass_index)
 
     def send_back(self, own: Array, pass_index: Any, accumulate_into: Array | None) -> Array:
-        """Return received rows to their senders, `accumulate_into` the rows of other passes."""
+        """Send rows back to their senders; `accumulate_into` has those of earlier passes."""
         if self._exchange is None:
             return own
         experts = self._exchange.experts(pass_index)

@@ -160,7 +160,7 @@ class RaggedAllToAll:
     def back(
         self, received: Float[Array, "buffer *d"], pass_index: Any, accumulate_into: Array | None
     ) -> Float[Array, "row *d"]:
-        """Return received rows to their senders, `accumulate_into` the rows of other passes."""
+        """Send rows back to their senders; `accumulate_into` has those of earlier passes."""
         leaves, arrives, count = (pairs.T for pairs in self._window(pass_index))
         received = row_by_row(received)
         accumulate_into = (
@@ -284,7 +284,7 @@ class DenseAllToAll:
     def back(
         self, received: Float[Array, "own row *d"], pass_index: Any, accumulate_into: Array | None
     ) -> Float[Array, "row *d"]:
-        """Return received rows to their senders, `accumulate_into` the rows of other passes."""
+        """Send rows back to their senders; `accumulate_into` has those of earlier passes."""
         width = received.shape[2:]
         blocks = received.reshape(self._own, self._axes.size, self._block, *width)
         blocks = self._swap(blocks.swapaxes(0, 1))

@@ -476,10 +476,10 @@ class _Head:
         *,
         dtype: Any,
     ) -> Array:
-        """Return this device's shard of the kernel's gradient, summed in turns of words.
+        """Return this device's shard of the kernel's gradient, summed over devices in turns.
 
-        `kept` is the first value of `of_chunk`. The gradient of a turn is no larger than the logits
-        of a chunk.
+        Each turn has some of the words; its gradient is no larger than the logits of a chunk.
+        `kept` is the first value of `of_chunk`.
         """
         layout = self.layout
         param = layout.param

@@ -63,9 +63,9 @@ def _largest_now(
 
 
 def magnitude(x: Array, over: tuple[int, ...], *, is_whole: bool = False) -> Float[Array, "..."]:
-    """Return the largest magnitude over dimensions, and over all devices unless one `is_whole`.
+    """Return the largest magnitude over dimensions, and over devices unless `is_whole`.
 
-    The dimensions stay, with size 1.
+    The dimensions stay, with size 1. With `is_whole`, a device has all elements over them.
     """
     largest = largest_magnitude(x, over)
     if is_whole:

@@ -217,7 +217,7 @@ class Routing:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RouterReport:
-    """Weighted losses of one router, and the choices of each expert, over a (micro)batch."""
+    """Weighted losses of one router, and how often each expert is chosen, over a (micro)batch."""
 
     balance: Float[Array, ""]
     z_loss: Float[Array, ""]
@@ -316,7 +316,7 @@ def _follow_second_at_random(
 def second_probability(weight: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return GShard's probability of following a second choice, min(1, 2 · weight).
 
-    Weights add up to 1.
+    The weights of a token's two choices add up to 1.
     """
     return jnp.minimum(1.0, 2.0 * weight)
 

@@ -171,7 +171,7 @@ def _restore_carry(carry: TickCarry, saved: dict[str, Any]) -> TickCarry:
 
 @dataclasses.dataclass(frozen=True)
 class InFlight(GradTransform):
-    """The state between steps of `pipedream`: a batch, its first weights, and streams of stages.
+    """The state between steps of `pipedream`: a batch, its weights, and streams of stages.
 
     Attributes:
         batch: Name of each array of a batch → its `jax.ShapeDtypeStruct`, as pairs.

@@ -189,8 +189,8 @@ class _Stage:
     ) -> tuple[Stream, Any, Sums]:
         """Return the gradient of the output of a backward task, and totals.
 
-        The last stage starts from the loss, and adds the sums of the loss and the gradient of its
-        parameters to the totals; other stages have the gradient from the next stage.
+        The last virtual stage starts from the loss, and adds the sums of the loss and the gradient
+        of its parameters to the totals; others have the gradient from the next stage.
         """
         i = row["backward"]
 

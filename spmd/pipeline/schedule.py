@@ -151,7 +151,7 @@ def check_values(rule: str, **values: float) -> list[Problem]:
 
 
 def alternate(forwards: list[Task], backwards: list[Task], warmup: int) -> Iterator[Task]:
-    """Yield `warmup` forwards, then one forward and one backward in turn, then other backwards."""
+    """Yield `warmup` forwards, then forwards and backwards in turn, then remaining backwards."""
     yield from forwards[:warmup]
     for i, backward in enumerate(backwards):
         yield from forwards[warmup + i : warmup + i + 1]
@@ -190,7 +190,7 @@ def _repeat_order(schedule: Schedule, order: tuple[Task, ...], batches: int) -> 
 
 
 def execution_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the tasks until the end or a deadlock, and each stage's index after its last task.
+    """Return the tasks run until the end or a deadlock, and the index of each stage's next task.
 
     Tasks are (stage, index in its order), each after its dependencies. Passes that no stage runs
     count as done: `check_schedule` reports them as missing.

@@ -81,7 +81,7 @@ class TickTable:
 
     @property
     def taken(self) -> dict[str, Fraction]:
-        """Share of ticks with a branch on the busiest stage, by scope.
+        """Share of ticks with a branch taken by the busiest stage, by the scope of the branch.
 
         The share of `from_loss` is of backward tasks.
         """
@@ -89,7 +89,7 @@ class TickTable:
 
     @property
     def waited(self) -> dict[str, Fraction]:
-        """Share of ticks with a branch on any stage, so that all wait; keys as in `taken`."""
+        """Share of ticks with a branch taken by any stage, so that all wait; keys as in `taken`."""
         return self._shares(lambda tasks: int(tasks.any(axis=1).sum()))
 
     def _shares(self, count: Callable[[np.ndarray], int]) -> dict[str, Fraction]:
@@ -108,7 +108,7 @@ class TickTable:
         return shares
 
     def time(self, forward: float, backward: float) -> float:
-        """Return the duration.
+        """Return the duration of all ticks.
 
         In each half of a tick, every stage waits for the slowest.
 

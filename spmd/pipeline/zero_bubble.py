@@ -36,10 +36,10 @@ def fill_bubbles(
 
     Args:
         limit: The memory limit of a stage. With `"loop"`, activations of microbatches, as in
-            `Timeline.peak_memory`: at least 1; twice the number of stages leaves no bubble. With
-            `"v"`, chunks of microbatches between F and W, as in `Timeline.peak_in_flight`: at least
-            2, because every microbatch runs on every stage twice; twice the number of stages leaves
-            no bubble.
+            `ScheduleTimeline.peak_memory`: at least 1; twice the number of stages leaves no bubble.
+            With `"v"`, chunks of microbatches between F and W, as in
+            `ScheduleTimeline.peak_in_flight`: at least 2, because every microbatch runs on every
+            stage twice; twice the number of stages leaves no bubble.
         placement: `"loop"` has one chunk per stage, `"v"` two.
 
     Example:
@@ -145,9 +145,9 @@ class _Build:
         return self._done[self._runs[stage, step]]
 
     def can_start(self, stage: int, step: _Next, spare: int = 0) -> bool:
-        """Return whether a stage's next F or B can start: it has its inputs, and an F memory.
+        """Return whether a stage's next F or B has its inputs and, for an F, enough memory.
 
-        After an F, memory of `spare` must be free.
+        After an F, memory for `spare` more must be free.
         """
         microbatch = self.microbatch(stage, step)
         is_ready = all(self._done[needed] > microbatch for needed in self._needs[stage, step])

@@ -147,9 +147,9 @@ def build_precision(config: TrainConfig) -> Precision:
 
 
 def applicable_compression(config: TrainConfig) -> CompressConfig:
-    """Return the applicable compression on the config's mesh, without -1.
+    """Return the config's compression, without fields of no effect on its mesh.
 
-    Nothing is sent over axes of size 1.
+    Nothing is sent over axes of size 1. The config's mesh is without -1.
     """
     return config.compress.on(config.mesh.sizes, config.slices.sizes, config.zero)
 
@@ -295,9 +295,10 @@ def _read_schedule(config: TrainConfig, stages: int) -> Schedule:
 
 
 def _default_microbatches(config: TrainConfig, mesh: AnyMesh) -> int:
-    """Return the largest fitting number of microbatches for the batch and the mesh.
+    """Return the largest number of microbatches, up to a limit, for equal parts on all devices.
 
-    There are at most `MICROBATCHES` for each stage.
+    The limit is `MICROBATCHES` for each stage. An interleaved schedule needs a multiple of the
+    stages. If no number divides the batch, return the limit.
     """
     devices = shards_of(BATCH_AXES, mesh.shape)
     stages = mesh.shape["pipe"]

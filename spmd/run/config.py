@@ -226,7 +226,7 @@ class TrainConfig(RunConfig, Generic[M]):
     }
 
     def wrong_types(self) -> Iterator[Problem]:
-        """Yield a problem for each field of another type: the rules, and fields with fields."""
+        """Yield a problem for `rules` of another type, and those of `RunConfig.wrong_types`."""
         yield from check_type("rules", self.rules, Rules, "spmd.Rules(…)")
         yield from super().wrong_types()
 
@@ -380,7 +380,7 @@ _EARLIER_NAMES = {"exchange_once": "defer_grad_reduction"}
 
 
 def by_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded values of a config by the names that fields have now.
+    """Return recorded values of a config by the current names of their fields.
 
     Example:
         >>> by_current_names({"exchange_once": "data", "steps": 5})

@@ -65,7 +65,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of the tokens with the highest probability."""
+        """Share of the targets with the highest probability of all tokens."""
         return self.correct / self.tokens
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def open_sets(
 
 
 def _all_rows(config: TrainConfig, corpus: Corpus) -> tuple[RandomAccessDataset, ...]:
-    """Return the rows of both splits of a corpus, without those too short for one."""
+    """Return the rows of each split of a corpus, without splits of fewer than two tokens."""
     train = (corpus.train, corpus.train_ends, corpus.train_mask)
     validation = (corpus.validation, corpus.validation_ends, corpus.validation_mask)
     parts = list[RandomAccessDataset]()
@@ -189,7 +189,7 @@ def _counts(each: EvaluationSet, tokens: int) -> Iterator[tuple[RandomAccessData
 def _shared_counts(
     each: EvaluationSet, tokens: int
 ) -> Iterator[tuple[RandomAccessDataset, int, float]]:
-    """Yield the same for a set with shares: weights make up for parts of other sizes."""
+    """Yield the same as `_counts` for a set with shares; weights make up for other sizes."""
     sequence = each.parts[0].sequence
     counts = list[int]()
     sizes = list[int]()  # in targets
@@ -204,7 +204,7 @@ def _shared_counts(
 
 
 def _targets(part: RandomAccessDataset, count: int) -> Iterator[np.ndarray]:
-    """Yield the targets with a weight of the first rows, some rows at a time."""
+    """Yield the targets of the first rows, without those of weight 0, some rows at a time."""
     for first in range(0, count, _COUNTED_AT_ONCE):
         rows = part.rows(np.arange(first, min(first + _COUNTED_AT_ONCE, count)))
         yield rows["targets"][rows["weights"] > 0]

@@ -64,7 +64,7 @@ class ConfigFolder(importlib.abc.MetaPathFinder):
         return found
 
     def activate(self) -> None:
-        """Make this the only config's folder of imports."""
+        """Make this the only folder of a config in the search of imports."""
         for other in _active():
             sys.meta_path.remove(other)
             other.modules = other.imported()
@@ -172,7 +172,7 @@ def _execute(path: Path) -> tuple[dict[str, Any], ConfigFolder]:
 
 
 def copy_config(source: Path, folder: Path) -> None:
-    """Write a config as `folder/config.py`, and beside it the imports from its own folder."""
+    """Write a config as `folder/config.py`, and beside it the modules imported from its folder."""
     copy = folder / "config.py"
     if source.resolve() == copy.resolve():
         return

@@ -137,7 +137,7 @@ def _restore(
 
 
 def _without_param(path: str, params: Collection[str]) -> str:
-    """Return the path of the tree of an array, if it is like the parameters; else its own."""
+    """Return the path of an array without the longest path of a parameter at its end, if any."""
     ends = [f"/{param}" for param in params if path.endswith(f"/{param}")]
     return path.removesuffix(max(ends, key=len, default=""))
 

@@ -63,7 +63,7 @@ def check_planned_init(setup: TrainSetup) -> str:
 
 
 def count_sample_tokens(config: TrainConfig, tokenizer: Tokenizer) -> int:
-    """Return the number of the sample's tokens behind its prompt; raise `ConfigError` for none."""
+    """Return the number of tokens to sample after the prompt; raise `ConfigError` for no room."""
     tokens = len(tokenizer.encode_prompt(config.sample.prompt))
     window = config.data.sequence
     if tokens >= window:

@@ -16,7 +16,7 @@ _TUNING = "xla_gpu_autotune_level"
 
 
 def recipe_problems(recipes: Iterable[QuantizationRecipe], device_kind: str) -> list[Problem]:
-    """Return a problem for each recipe in a format foreign to a kind of chip.
+    """Return a problem for each recipe in a format unsupported by a kind of chip.
 
     Simulated devices have all formats.
     """

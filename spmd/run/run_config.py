@@ -131,7 +131,7 @@ class RunConfig:
             raise ConfigError("Invalid configuration:", problems)
 
     def wrong_types(self) -> Iterator[Problem]:
-        """Yield a problem for each field of another type: tuples, and fields with fields."""
+        """Yield a problem for `metrics_to` and each dataclass field, if it has another type."""
         yield from check_type(
             "metrics_to", self.metrics_to, (tuple, list), f'("{self.metrics_to}",)'
         )

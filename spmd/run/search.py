@@ -79,7 +79,7 @@ class Candidate:
         return " ".join(f"--{name} {value}" for name, value in _flags(self.settings).items())
 
     def holds_less_than(self, other: "Candidate") -> bool:
-        """Return true if it needs less memory for certain.
+        """Return true if it certainly needs less memory than `other`.
 
         All else is equal, and its state is split further.
         """
@@ -99,7 +99,7 @@ class Candidate:
         return mine.fsdp >= theirs.fsdp and own_zero >= other_zero
 
     def loses(self, best: "Candidate") -> str:
-        """Return the reason against it: a refusal, or the slowest part by comparison."""
+        """Return the reason against it: a refusal, or the part with the most additional time."""
         if self.refused:
             return self.refused
         more = dict[str, float]()
@@ -182,7 +182,7 @@ class Search:
         partial.replace(self.file)
 
     def _rank(self) -> Iterator[Candidate]:
-        """Yield a candidate for all settings, with its time by closed forms."""
+        """Yield a candidate for each of the settings, with its time by closed forms."""
         for settings in enumerate_settings(self.config, self.topology):
             shape = settings["mesh"]
             work = workload(dataclasses.replace(self.config, **settings), self.model, shape)
@@ -303,7 +303,7 @@ class Search:
 
 
 def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator[Settings]:
-    """Yield all fitting settings of a machine for a config's batch and model."""
+    """Yield all settings of a machine; a config's batch and model divide evenly over each."""
     known = [remat for remat in REMATS if _knows(config, remat)]
     remats = dict.fromkeys((*known, config.remat))
     offloads = dict.fromkeys((config.offload, ("optimizer_state",)))
@@ -325,7 +325,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
 
 
 def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshShape]:
-    """Yield the meshes of a machine with fitting axes for the model and the sequence."""
+    """Yield the meshes of a machine; heads, layers and experts divide over their axes."""
     model = config.model
     heads = getattr(model, "heads", 1)
     kv_heads = getattr(model, "kv_heads", heads)

@@ -281,7 +281,7 @@ class _Session:
 
     @contextlib.contextmanager
     def waiting(self, activity: str, doing: str) -> Iterator[None]:
-        """Account the block to an activity, and show its progress."""
+        """Account the block to an activity, with a spinner on the console if there is one."""
         shown: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.console:
             shown = spinner(doing, plain=True)

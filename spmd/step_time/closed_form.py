@@ -122,7 +122,7 @@ _FUSED = 0.4
 
 
 def closed_form(work: Workload, network: Network, rates: ClosedRates) -> dict[str, float]:
-    """Return part of a device's step → seconds."""
+    """Return part of a step, such as `"matmuls"` → seconds on a device."""
     parts = {"matmuls": _matmul_seconds(work, network, rates)}
     parts["attention"] = _attention_seconds(work, network, rates)
     parts["memory-bound work"] = _memory_seconds(work, network, rates)
