@@ -1,6 +1,7 @@
 """The ledger of communication: bytes by hand, and every reader has the same records."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import pytest
@@ -21,6 +22,7 @@ ELEMENTS = 2 * 32 * 64
 """Of the kernel, in both layers."""
 
 
+@functools.cache
 def plan(**compress):
     config = TrainConfig(
         model=SMALL,
