@@ -105,7 +105,7 @@ class ByteTokenizer:
         return self.encode(text), np.stack([characters, characters + 1], axis=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode `ids`; invalid UTF-8 and ids above 255 become U+FFFD."""
+        """Decode `ids`; invalid UTF-8 and ids other than bytes become U+FFFD."""
         decoded = bytearray()
         for each in map(int, ids):
             is_byte = 0 <= each <= 0xFF
@@ -143,7 +143,7 @@ class JsonTokenizer:
         return np.concatenate([starts, ids])
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a template's output as `transformers` does: special tokens are only recognized.
+        """Encode a template's output as `transformers` does: recognize special tokens, add none.
 
         Characters that no token covers are of the next one: a tokenizer may leave spaces before a
         word out.
