@@ -63,7 +63,10 @@ class Tokenizer(Protocol):
         """Encode a prompt, 1-D: `starts`, then `text` with special tokens recognized."""
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a template's output: ids `[n]`, and first character and end, int64 `[n, 2]`."""
+        """Encode a template's output: ids `[n]`, and the first character and end of each id.
+
+        The latter are int64 `[n, 2]`.
+        """
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`."""
