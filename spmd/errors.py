@@ -308,7 +308,8 @@ def check_call(where: str, function: Any, parameters: str, fix: str = "") -> lis
 def describe_value(value: Any) -> str:
     """Return a value in a few words.
 
-    They are numbers and texts as they are written, shapes of arrays, and types of the rest.
+    Numbers and texts are as they are written; arrays are their dtype and shape, and all others
+    their type.
     """
     if isinstance(value, str):
         return repr(value)

@@ -261,7 +261,7 @@ class CheckpointManager:
         return None
 
     def best(self) -> int | None:
-        """Return the step with the lowest finite metric, the later of equal ones; None if none."""
+        """Return the step with the lowest finite metric, the later of equal ones, or None."""
         self.wait()
         steps = self._policy.best(self._metrics)
         if not steps:

@@ -60,7 +60,10 @@ def _read_metrics(folder: Path) -> tuple[dict[str, float], list[Problem]]:
 
 
 def quarantine(folder: Path) -> None:
-    """Rename a damaged checkpoint of step 100 to `damaged-100`, if it still exists."""
+    """Rename a damaged checkpoint to a name other than a step, if it still exists.
+
+    Step 100 becomes `damaged-100`, or `damaged-100.2` if that name is taken.
+    """
     target = folder.with_name(f"damaged-{folder.name}")
     number = 1
     while os.path.lexists(target):
@@ -82,7 +85,10 @@ class RetentionPolicy:
     metric: str
 
     def best(self, metrics: Mapping[int, Metrics]) -> list[int]:
-        """Return the steps with a finite metric, the lowest first; of equal ones, the later one."""
+        """Return the steps with a finite metric, the lowest first.
+
+        Of equal ones, the later is first.
+        """
         finite = dict[int, float]()
         for step, numbers in metrics.items():
             value = numbers.get(self.metric, math.inf)

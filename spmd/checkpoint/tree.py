@@ -126,7 +126,10 @@ class OptionalState:
 def structure_mismatches(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], branches: Sequence[str] = ("",)
 ) -> list[Problem]:
-    """Return all differences between stored and wanted arrays; extra ones count in `branches`."""
+    """Return all differences between stored and wanted arrays.
+
+    Stored arrays that are not wanted are differences only below one of `branches`.
+    """
     missing = [path for path in wanted if path not in stored]
     extra = list[str]()
     for path in stored:
@@ -200,7 +203,7 @@ def _rename_hint(path: str, others: Sequence[str], owner: str) -> str:
 
 
 def layout_problems(folder: Path) -> list[Problem]:
-    """Return the reasons for Orbax to read files outside of its folder.
+    """Return the dangers of reads outside of an Orbax folder, as problems.
 
     In an OCDBT store the name of an array is a key. Without one it is a path, which Orbax would
     follow.

@@ -10,7 +10,7 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sp
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of Python, of libraries of checkpoints, and of the backend's runtime.
+    """Return the versions of Python, the backend's runtime, and libraries relevant to checkpoints.
 
     `runtime` is the build of libtpu on a TPU and that of CUDA on a GPU. Reading it initializes the
     backend, so `jax.distributed` must be initialized before.

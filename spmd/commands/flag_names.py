@@ -75,7 +75,7 @@ def _with_flag(problem: Problem, path: str) -> Problem:
 
 
 def _fields(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of each flag, without a prefix for those of the config."""
+    """Yield the dotted path of each flag; fields of the config and of the launch have no prefix."""
     without_prefix = {"config": TrainConfig, "launch_args": LaunchArgs}
     for field in dataclasses.fields(kind):
         if field.name in without_prefix:

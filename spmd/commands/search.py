@@ -175,7 +175,7 @@ def _print_start(search: Search) -> None:
 def _fewest(
     command: SearchCommand, config: TrainConfig[Any], topology: Topology, path: Path
 ) -> Topology | None:
-    """Return the smallest machine of a kind with time for all steps, or None."""
+    """Return the smallest machine of a kind to train all steps in time, or None."""
     command_for_each = dataclasses.replace(command, state="")
     for machine in slice_sizes(topology):
         days = _fewest_days(_search(command_for_each, config, machine, path), config.steps)

@@ -300,7 +300,7 @@ class ChatTemplate:
             raise BadConversationError(f"the template {_said(error)}") from error
 
     def write(self, conversation: Conversation) -> ChatText:
-        """Return the text of a conversation, and the spans of the assistant's turns, unless off.
+        """Return a conversation's text, and the spans of the assistant's turns not turned off.
 
         Raises:
             BadConversationError: The template refuses it, or its turns cannot be told apart.
@@ -428,7 +428,10 @@ class _Generation(jinja2.ext.Extension):
 
 @functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of chat templates: blocks trimmed, `tojson` without HTML escapes."""
+    """Return the environment of chat templates.
+
+    Blocks are trimmed, `tojson` has no HTML escapes, and there is `raise_exception`.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -519,7 +522,7 @@ def _settings(path: Path, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _template_in_settings(folder: Path, problems: list[Problem]) -> str | None:
-    """Return `chat_template` of a tokenizer's settings: a text, or "default" of a list."""
+    """Return `chat_template` of a tokenizer's settings: a text, or the "default" of a list."""
     found = _settings(folder / SETTINGS, problems).get("chat_template")
     if isinstance(found, list):
         named = {}

@@ -300,7 +300,7 @@ def _shortened(about: dict[str, int], config: ChatConfig) -> str:
 
 
 def _write(arrays: dict[str, np.ndarray], about: dict[str, int], folder: Path) -> None:
-    """Write the arrays into `folder`, atomically."""
+    """Write the arrays and the counts into `folder`, atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=f".{folder.name[:16]}-"

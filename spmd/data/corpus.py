@@ -108,15 +108,15 @@ def _split(
 
 
 def validation_cut(scores: np.ndarray, fraction: float) -> int:
-    """Return the upper bound of the scores of validation documents, of two or more.
+    """Return the bound of the scores: documents below it are for validation.
 
-    Neither split is empty.
+    Neither split of two or more documents is empty.
     """
     return min(max(int(fraction * 2**64), int(scores.min()) + 1), int(scores.max()))
 
 
 def _scan(documents: Documents) -> np.ndarray:
-    """Read all documents, and return the score of each, uint64 `[documents]`."""
+    """Return the score of every document, uint64 `[documents]`; raise the problems of all."""
     scores = np.fromiter((score(key) for key, _ in documents), np.uint64)
     documents.check()
     if not len(scores):
@@ -159,7 +159,7 @@ def _build(
 
 
 def install(built: Path, folder: Path, is_whole: bool) -> None:
-    """Rename `built` to `folder`; an incomplete one is moved aside."""
+    """Rename `built` to `folder`; an incomplete `folder` is moved beside `built` before."""
     if not is_whole:
         # Another process may move the damaged folder, or create a valid one, at the same time.
         with contextlib.suppress(FileNotFoundError):

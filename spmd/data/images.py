@@ -329,7 +329,10 @@ def _center_box(size: tuple[int, int]) -> tuple[float, float, float, float]:
 def _random_box(
     size: tuple[int, int], min_area: float, random: np.random.Generator
 ) -> tuple[float, float, float, float]:
-    """Return a box of random area, ratio and place (Szegedy et al., arXiv:1409.4842, section 6)."""
+    """Return a box of random area, aspect ratio and place.
+
+    From Szegedy et al. (arXiv:1409.4842, section 6).
+    """
     width, height = size
     for _ in range(_TRIES):
         area = width * height * random.uniform(min_area, 1)

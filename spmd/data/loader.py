@@ -407,7 +407,10 @@ def _to_global(local: dict[str, np.ndarray], sharding: NamedSharding, batch: int
 
 
 def _sharding_of(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """Return the sharding of an array of a batch, by its first entries."""
+    """Return the sharding of an array of a batch, without entries beyond its dimensions.
+
+    Labels `[batch]` have no dimension for the second entry.
+    """
     if len(sharding.spec) <= ndim:
         return sharding
     return NamedSharding(sharding.mesh, P(*sharding.spec[:ndim]))

@@ -50,9 +50,9 @@ def _is_flag(value: Any) -> bool:
 
 
 class RecordedMessage(dict[str, Any]):
-    """A message with a record of the fields read.
+    """A message; the names of its fields go into the set `read` as they are read.
 
-    All of them where it is read whole.
+    A loop over the message adds all names.
     """
 
     def __init__(self, message: Mapping[str, Any], read: set[str]) -> None:

@@ -30,7 +30,7 @@ def split_name(entry: str) -> tuple[str, str]:
 def name_problems(
     where: str, names: Sequence[str], taken: Collection[str], fix: str
 ) -> Iterator[Problem]:
-    """Yield a problem for each evaluation set with a name given twice, or taken by the run."""
+    """Yield a problem for each name of an evaluation set given twice, or in use by the run."""
     for name in sorted(set(names)):
         if name in taken:
             what = f"has {name}, the name of the run's own validation split"

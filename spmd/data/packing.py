@@ -16,6 +16,8 @@ from spmd.errors import DataError, Problem, check_fields
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
     """Return the row of each piece, int64 `[pieces]`: the longest first, into the fullest row.
 
+    No row is longer than `size`.
+
     Example:
         >>> best_fit(np.array([3, 6, 4, 1]), size=7).tolist()
         [1, 0, 1, 0]
@@ -92,7 +94,7 @@ class PackedDocuments:
 
     @functools.cached_property
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pieces in the order of their rows, and the start of each row in it, with the last end."""
+        """Pieces in the order of their rows, and the first place of each row, with the last end."""
         lengths = self._pieces[1]
         if self.alone:
             return np.arange(len(lengths)), np.arange(len(lengths) + 1)

@@ -30,7 +30,10 @@ _NOT_STDLIB = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-    """A file to read: its path, the name for its split, and the SHA-256 of its bytes."""
+    """A file to read: its path, its key, and the SHA-256 of its bytes.
+
+    The key is a name; the split of the file's documents depends on it.
+    """
 
     path: Path
     key: str
@@ -143,9 +146,9 @@ def _walk(root: Path, skips: Callable[[str], bool]) -> Iterator[Path]:
 
 
 def _saved_files(found: list[Path], problems: list[Problem]) -> list[Path]:
-    """Return the files without Arrow files missing in the list of a folder saved by `datasets`.
+    """Remove the Arrow files not listed by a folder saved by `datasets`.
 
-    Caches of `map` are such files.
+    Caches of `map` are such files. Other files stay.
     """
     arrow: dict[Path, dict[str, Path]] = {}
     for path in found:

@@ -243,9 +243,9 @@ class Streamed:
         return np.argsort(bits, kind="stable")
 
     def _tokenize(self, number: int) -> list[Future[bool]]:
-        """Return the futures of a window's blocks.
+        """Start to tokenize the blocks of a window, and return the futures.
 
-        Those that another run is at are left to it.
+        Blocks that another run is at are left to it.
         """
         if number in self._ahead:
             return self._ahead.pop(number)

@@ -228,9 +228,9 @@ def _texts_of_range(part: LineRange, text_field: str, problems: list[Problem]) -
 
 @contextlib.contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold a lock inside the block; yield False if another process has it and `wait` is false.
+    """Hold a lock inside the block; yield False if it is taken and `wait` is false.
 
-    It ends with the process, too.
+    Another thread or process may have it. It ends with its process, too.
 
     Where the file system has no locks, several processes may do the same work.
     """

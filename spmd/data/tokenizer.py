@@ -63,7 +63,10 @@ class Tokenizer(Protocol):
         """Encode a prompt, 1-D: `starts`, then `text` with special tokens recognized."""
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a template's output: ids `[n]`, and first character and end, int64 `[n, 2]`."""
+        """Encode a template's output: ids `[n]`, and the first character and end of each id.
+
+        The latter are int64 `[n, 2]`.
+        """
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode `ids`."""
@@ -105,7 +108,7 @@ class ByteTokenizer:
         return self.encode(text), np.stack([characters, characters + 1], axis=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode `ids`; invalid UTF-8 and ids above 255 become U+FFFD."""
+        """Decode `ids`; invalid UTF-8 and ids other than bytes become U+FFFD."""
         decoded = bytearray()
         for each in map(int, ids):
             is_byte = 0 <= each <= 0xFF
@@ -143,7 +146,7 @@ class JsonTokenizer:
         return np.concatenate([starts, ids])
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a template's output as `transformers` does: special tokens are only recognized.
+        """Encode a template's output as `transformers` does: recognize special tokens, add none.
 
         Characters that no token covers are of the next one: a tokenizer may leave spaces before a
         word out.

@@ -95,7 +95,7 @@ def _obstacle(source: TensorSource) -> str:
 
 
 def _tensors(sources: Iterable[TensorSource]) -> _Tensors:
-    """Return two tensors for each tensor of the model."""
+    """Return the two tensors of the adapter of each of the model's tensors."""
     found: _Tensors = {}
     for source in sources:
         for index, tensor in source.tensors():

@@ -259,7 +259,7 @@ def _misplaced(file: SafetensorsFile, name: str, index: Mapping[str, str]) -> It
 
 
 def _no_weights(folder: Path) -> list[Problem]:
-    """Return a problem for each file in the place of weights."""
+    """Return a problem for each file found instead of weights, or one about their absence."""
     what = "is a pickle, and loading it would run code in it; only safetensors are supported"
     fix = "convert it to safetensors if you trust it: model.save_pretrained(folder)"
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)

@@ -23,7 +23,7 @@ OFFLOADABLE = ("optimizer_state", "params")
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory(Storage):
-    """Some tables of the training state are in host memory.
+    """Storage of some tables of the training state in host memory.
 
     Attributes:
         tables: Some of `OFFLOADABLE`.

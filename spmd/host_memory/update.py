@@ -157,8 +157,7 @@ def _put(chunk: UpdateChunk, x: jax.Array, part: jax.Array, index: jax.Array) ->
 
 
 def _local(chunk: UpdateChunk, x: jax.Array) -> tuple[jax.Array, int, int]:
-    """Return an array with its shards in a dimension of their own, the one to split, and a chunk's
-    size."""
+    """Return an array with a dimension for shards, the dimension of chunks, and their size."""
     size = x.shape[chunk.dim] // chunk.shards
     if chunk.shards == 1:
         return x, chunk.dim, size // chunk.chunks

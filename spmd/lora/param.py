@@ -18,7 +18,11 @@ from spmd.model_interface.wrapped_param import WrappedParam, has_fetched, operan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoRAParam(WrappedParam):
-    """A parameter `W` `[..., in, out]` with `A` `[..., in, rank]` and `B` `[..., rank, out]`."""
+    """A parameter and its adapter, not merged.
+
+    The parameter is `base` `[..., in, out]`; the adapter is `a` `[..., in, rank]` and `b`
+    `[..., rank, out]`.
+    """
 
     base: Any
     a: Any

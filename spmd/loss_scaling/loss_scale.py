@@ -90,7 +90,7 @@ class LossScale(GradTransform):
         return {"scale": scale, "good_steps": good_steps, "hysteresis": hysteresis}
 
     def after(self, state: Mapping[str, jax.Array], finite: jax.Array) -> dict[str, jax.Array]:
-        """Return the state after a step with `finite` gradients or not, a boolean scalar."""
+        """Return the state after a step; `finite` (boolean scalar): its gradients are finite."""
         scale = state["scale"]
         hysteresis = state["hysteresis"]
         good_steps = jnp.where(finite, state["good_steps"] + 1, 0)

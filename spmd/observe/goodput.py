@@ -122,7 +122,7 @@ def process_start() -> float:
 def start_ticks(pid: int | str) -> str:
     """Return the start of a process in ticks since the boot; empty if it has ended.
 
-    A process has also ended if nobody waited for it.
+    A zombie has ended, too: a process that nobody has waited for yet.
     """
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
@@ -153,7 +153,7 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """Fraction of the time in useful steps: those that are not repeated later."""
+        """Fraction of the time in steps, without those repeated later."""
         if not self.total:
             return 0.0
         return self.seconds["step"] / self.total
@@ -195,7 +195,7 @@ def measure_goodput(folder: Path) -> Goodput:
 
 
 def _rework(lines: list[dict[str, Any]]) -> float:
-    """Return the seconds of steps before their repetition by a later line.
+    """Return the seconds lost in steps repeated by a later line.
 
     The steps between two lines share their time evenly.
     """

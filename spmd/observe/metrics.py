@@ -53,7 +53,7 @@ class Flops:
 
 
 def mean_keys(sequence: int, windows: Sequence[int] = ()) -> float:
-    """Return the keys in sight of a query of causal attention, averaged over positions and layers.
+    """Return the mean number of keys of a query of causal attention, over positions and layers.
 
     Args:
         windows: Sliding windows of consecutive layers, repeated; 0 for all preceding tokens.
@@ -264,7 +264,7 @@ def _rounded(element: Any) -> float | None:
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the records of a file of `JsonLines`, without cut lines; no file has no records."""
+    """Read the records of a file of `JsonLines` without cut lines; none if there is no file."""
     path = Path(path)
     records: list[dict[str, Any]] = []
     if not path.exists():

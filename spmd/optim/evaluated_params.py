@@ -58,7 +58,10 @@ def _replace_leaves(params: Any, replaced: Mapping[str, jax.Array]) -> Any:
 
 
 def evaluated_kinds(state: Any) -> tuple[str, ...]:
-    """Return the names of the evaluated parameters in a state (`find_evaluated_params`)."""
+    """Return the kinds of parameters to evaluate in a state, by name; empty without any.
+
+    They are those of `find_evaluated_params`.
+    """
     names = [_KINDS[type(node)].name for node in _nodes(state)]
     return tuple(dict.fromkeys(names))
 

@@ -503,7 +503,7 @@ def _trace_first_layers(
 
 
 def _difference(stack: Traced, layer: Traced | None) -> str:
-    """Describe the difference between the updates of a stack and of a layer; empty if none is."""
+    """Describe the difference between the updates of a stack and of a layer; empty for none."""
     if stack.random:
         return "the optimizer draws random numbers for the stack as a whole"
     if stack.mixed:

@@ -64,7 +64,7 @@ def wrap_optimizer_for_precision(
 
 
 def unwrap_for_precision(state: Any, params: Any, precision: Precision) -> tuple[Any, Any]:
-    """Return the state and the parameters of the optimizer before the wrapping.
+    """Return the state and the parameters of the wrapped optimizer itself.
 
     Its parameters are the master weights, or the stored ones in float32.
     """

@@ -107,7 +107,10 @@ def _check_no_random_keys(states: Mapping[str, PyTree]) -> None:
 
 
 class _Part(NamedTuple):
-    """Path of a stack, with dots, and the dimensions added by each stack, the outermost first."""
+    """Path of a stack, with dots, and the dimensions of it and of the stacks around it.
+
+    The dimension of the outermost stack is the first.
+    """
 
     name: str
     dims: tuple[int, ...]
@@ -143,7 +146,7 @@ def _part_of(path: str, stacks: Mapping[str, Stack]) -> _Part:
 def _over_layers(
     f: Callable[..., Any], part: _Part, leaves: PyTree, axes: Callable[[int], Any]
 ) -> Callable[..., Any]:
-    """Map `f` over the stacked dimensions.
+    """Map `f` over the stacked dimensions, unless all of the stack is masked.
 
     `axes` gives the arguments of `jax.vmap` for one of them.
     """

@@ -37,7 +37,7 @@ def random_bits(below: jax.Array, seed: jax.Array) -> jax.Array:
 
 
 def salt_of(path: str) -> int:
-    """Return a number for an array, the same for all layers of a stack, unrolled or not.
+    """Return a number to tell arrays apart, equal for all layers of a stack, unrolled or not.
 
     Example:
         >>> salt_of("mu/layers/3/kernel") == salt_of("mu/layers/kernel")
@@ -50,7 +50,7 @@ def salt_of(path: str) -> int:
 
 
 def seed_of(count: jax.Array, salt: int) -> jax.Array:
-    """Return the uint32 seed of an array's salt in the step after `count` others."""
+    """Return an array's uint32 seed of a step, by the number of steps before and its salt."""
     steps = count.astype(jnp.uint32) * jnp.uint32(0x27D4EB2F)
     mixed = (steps ^ (steps >> 15)) * jnp.uint32(0x165667B1)
     return mixed + jnp.uint32(salt)

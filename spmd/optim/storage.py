@@ -50,7 +50,10 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """Everything is on the devices: a frozen value, hashable, compared by value."""
+    """Storage of everything on the devices, and the base class of other kinds.
+
+    It is a frozen value, hashable, and compared by value.
+    """
 
     @property
     def off_device_params(self) -> frozenset[str]:

@@ -183,8 +183,7 @@ class Treatment:
         return matrix, "", None
 
     def _is_repeated(self, path: str) -> bool:
-        """Return whether several equal layers have the parameter: then it is no lookup and no
-        head."""
+        """Return whether several equal layers have the parameter; then it is no lookup or head."""
         if own_stacks(path, self.stacks):
             return True
         return any(part.isdigit() for part in path.split("/"))

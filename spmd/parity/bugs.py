@@ -40,8 +40,8 @@ def scale_gradients(grad_fn: GradFn, factor: float) -> GradFn:
 def scale_one_leaf(grad_fn: GradFn, factor: float) -> GradFn:
     """Inject a bug: the gradient of one parameter is off by a factor.
 
-    So it is if it alone is reduced another time. The largest gradient of the parameter is the
-    median of all parameters, so that it is not rounding noise.
+    It is as if this one alone were reduced another time. The parameter is that with the median
+    largest gradient of all, so that it is not rounding noise.
     """
     return _changed(grad_fn, functools.partial(_scale_median, factor=factor))
 
@@ -63,7 +63,7 @@ def _scale_median(gradients: Any, factor: float) -> Any:
 def drop_reduction(grad_fn: GradFn) -> GradFn:
     """Inject a bug: gradients are summed over half of the examples.
 
-    So they are if a reduction skips a batch axis.
+    It is as if a reduction skipped a batch axis.
     """
     return _gradients_of(grad_fn, lambda x: _repeat(x, every=2))
 
@@ -71,7 +71,7 @@ def drop_reduction(grad_fn: GradFn) -> GradFn:
 def repeat_microbatch(grad_fn: GradFn) -> GradFn:
     """Inject a bug: of four microbatches one counts twice and another not at all.
 
-    So it is if a buffer is stale.
+    It is as if a buffer were stale.
     """
     return _gradients_of(grad_fn, lambda x: _repeat(x, every=4))
 

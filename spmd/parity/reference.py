@@ -62,7 +62,7 @@ class _Comparison:
     Attributes:
         losses: Mean loss of each step on the mesh; `reference_losses` on one device.
         compared: Steps with finite parameters and a finite loss.
-        stopped: The step that left no finite parameters; 0 if there was none.
+        stopped: The step that left parameters which are not all finite; 0 if there was none.
     """
 
     rows: list[Row]

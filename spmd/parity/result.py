@@ -86,8 +86,8 @@ class Parity:
     Attributes:
         losses: Mean loss of each compared step on the mesh.
         reference_losses: That of the same steps on one device, each from the mesh's own state.
-        stopped: The last step of a comparison that ended because no parameters were finite after
-            it, on both sides; or 0.
+        stopped: The step that left parameters which are not finite on both sides, where the
+            comparison ended; or 0.
     """
 
     losses: tuple[float, ...]
@@ -110,7 +110,7 @@ class Parity:
 
     @property
     def ending(self) -> str:
-        """Sentence about an end before the last step; empty if all steps were compared."""
+        """Sentence about an end before the last step; empty without one, or if a row failed."""
         if not self.stopped or not self.ok:
             return ""
         return (
@@ -195,9 +195,10 @@ BLUNT = 1e-2
 
 
 def badness(row: Row) -> tuple[bool, int, float, float]:
-    """Return the order of rows.
+    """Return the sort key of a row; the worst row has the largest.
 
-    Failures come last, then NaN, then the error in units of the tolerance, then the tightest.
+    Failures are worst, then the most NaN, then the largest error in units of the tolerance, then
+    the tightest tolerance.
     """
     error = row.error * 1e12
     if row.tolerance:

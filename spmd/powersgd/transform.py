@@ -254,7 +254,7 @@ def _restored_error(shape: tuple[int, ...], leaf: jax.ShapeDtypeStruct) -> jax.S
 
 
 def _fresh(path: str, shape: tuple[int, ...]) -> Array:
-    """Return the initial value of an array of the state: no error, or a Q by its path alone."""
+    """Return the initial value of an array of the state: no error, or a random Q by its path."""
     kind, _, param = path.partition("/")
     if kind == ERROR:
         return jnp.zeros(shape, jnp.float32)

@@ -79,7 +79,7 @@ class Line:
 
 
 def bokeh(module: str) -> Any:
-    """Import a module of Bokeh, or raise `ConfigError` without an installed one."""
+    """Import a module of Bokeh, or raise `ConfigError` if Bokeh is not installed."""
     try:
         return importlib.import_module(f"bokeh.{module}")
     except ModuleNotFoundError as error:

@@ -324,9 +324,10 @@ def _add_compiled(report: PlanReport) -> PlanReport:
 
 
 def merge_spans(spans: Sequence[Span], seconds: float) -> list[Span]:
-    """Return the visible spans: one for the short spans of each lane and part of the step.
+    """Return the long spans, and one for the short spans of each lane and part of the step.
 
-    It is named after the longest operation in it. Spans of no length are dropped.
+    A span is short if it is shorter than a part. The one for several is named after the longest.
+    Spans of no length are dropped.
     """
     part = seconds / RESOLUTION
     kept = []
@@ -342,7 +343,7 @@ def merge_spans(spans: Sequence[Span], seconds: float) -> list[Span]:
 
 
 def _merged(spans: Sequence[Span]) -> Span:
-    """Return one span for short ones of a lane, as long as all of them together."""
+    """Return one span for short ones of a lane, of the sum of their times."""
     first = spans[0]
     longest = max(spans, key=lambda span: span.seconds)
     name = longest.name

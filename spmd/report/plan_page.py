@@ -161,7 +161,7 @@ def _dim(size: int, axes: Mapping[str, int]) -> str:
 
 
 def _describe(picture: ShardPicture) -> str:
-    """Return the number of shards, after the dimensions without room in the picture."""
+    """Return the dimensions outside of the picture, the number of shards, and their size."""
     size = human_bytes(picture.entry.bytes_per_device)
     if picture.shards > 1:
         shards = f"{picture.shards:,} shards of {size}"

@@ -114,7 +114,7 @@ def _goodput_text(goodput: Goodput) -> str:
 
 
 def read_runs(paths: Sequence[str]) -> list[RunReport]:
-    """Read run folders; in the report they have their paths as names if their names are equal."""
+    """Read run folders; if two have the same name, the report names all of them by their paths."""
     runs = [read_run(path) for path in paths]
     names = {run.name for run in runs}
     if len(names) == len(runs):
@@ -203,7 +203,7 @@ def _read_checkpoints(folder: Path, notes: list[str]) -> tuple[int, ...]:
 
 
 def _changing(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Return the metrics with more than one value, and those with a single point."""
+    """Return the metrics with different values, and those with a single point."""
     found = {}
     for metric, each in series.items():
         if len(each.values) == 1 or len(set(each.values)) > 1:

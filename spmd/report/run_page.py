@@ -182,7 +182,7 @@ def _config(runs: Sequence[RunReport]) -> list[Html]:
 
 
 def _changed(run: RunReport, runs: Sequence[RunReport]) -> list[Html]:
-    """Return the fields of a run unlike its config file."""
+    """Return a table of the fields of a run with other values than in its config file."""
     title = "Fields"
     if len(runs) > 1:
         title = f"{run.name}: fields"

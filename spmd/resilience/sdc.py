@@ -66,7 +66,7 @@ class _Check(Hook, abc.ABC):
 
     @abc.abstractmethod
     def problems(self, state: TrainState) -> list[Problem]:
-        """Return a problem for each different array."""
+        """Return a problem for each array with differences."""
 
 
 class ReplicaCheck(_Check):
