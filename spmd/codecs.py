@@ -10,6 +10,10 @@
 All but `mask` also have a float32 scale for each block.
 Blocks are consecutive elements of one dimension. A block that is all zero has the scale 0 and stays
 zero; one with an element that is not finite decodes to elements that are not.
+
+`quantize` and `dequantize` convert numbers to codes and back, for arrays that are stored or sent
+here and for those that are multiplied in fewer bits (`spmd.layers.quantized_matmul`). Moments of
+optimizers have codes of another kind (`spmd.optim.quantized`).
 """
 
 import dataclasses
@@ -29,6 +33,116 @@ class Encoded(NamedTuple):
 
     codes: jax.Array
     scale: jax.Array | None
+
+
+def quantize(
+    x: jax.Array,
+    largest: jax.Array,
+    dtype: str,
+    top: float,
+    *,
+    has_exact_scales: bool = False,
+    divides: bool = True,
+    clips: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Quantize numbers to codes of `dtype`, the nearest to `x / scale`; return codes and scale.
+
+    Bfloat16 is converted to float8 as it is, all else in float32. Numbers are divided by the scale,
+    or multiplied by its rounded inverse, `x · (1 / scale)`, which takes one division for each
+    scale. The two differ by rounding, unless the scale is a power of two.
+
+    Args:
+        largest: The largest magnitude to represent, for each scale; it broadcasts to `x`.
+        top: The code of the largest magnitude.
+        has_exact_scales: Whether scales are rounded up to powers of two, so that numbers are
+            divided exactly; else they are `largest / top`.
+        divides: Whether numbers are divided.
+        clips: Whether numbers beyond `largest` are clipped. A cast of more than the largest float8
+            is not a number.
+
+    Example:
+        >>> x = jnp.array([0.5, -3.0])
+        >>> quantize(x, jnp.float32(3), "int8", 127.0)[0].tolist()
+        [21, -127]
+        >>> codes, scale = quantize(x, jnp.float32(3), "int8", 127.0, has_exact_scales=True)
+        >>> codes.tolist(), float(scale), dequantize(codes, scale, "float32").tolist()
+        ([16, -96], 0.03125, [0.5, -3.0])
+    """
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    scale = largest / top
+    if has_exact_scales:
+        scale = power_of_two(scale)
+    if is_integer or x.dtype != jnp.bfloat16:
+        x = x.astype(jnp.float32)
+    divisor = divisor_of(scale)
+    if divides:
+        codes = x / divisor
+    else:
+        inverse = 1 / divisor
+        codes = x * inverse.astype(x.dtype)
+    if clips:
+        codes = jnp.clip(codes, -top, top)
+    if is_integer:
+        codes = jnp.round(codes)
+    return codes.astype(dtype), scale
+
+
+def dequantize(codes: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Return codes times their scales, which broadcast to them: multiplied in float32."""
+    return (codes.astype(jnp.float32) * scale).astype(dtype)
+
+
+def divisor_of(scale: jax.Array) -> jax.Array:
+    """Return the divisor of numbers with a scale: 1 for the scale 0 of zeros, so they stay zero."""
+    return jnp.where(scale > 0, scale, 1.0)
+
+
+def largest_code(dtype: str) -> float:
+    """Return the largest finite number of a dtype.
+
+    Example:
+        >>> [largest_code(dtype) for dtype in ("int8", "float8_e4m3fn", "float8_e5m2")]
+        [127.0, 448.0, 57344.0]
+    """
+    if jnp.issubdtype(dtype, jnp.integer):
+        return float(jnp.iinfo(dtype).max)
+    return float(jnp.finfo(dtype).max)
+
+
+def power_of_two(x: jax.Array) -> jax.Array:
+    """Round up to a power of two, exactly; zero stays zero.
+
+    Example:
+        >>> power_of_two(jnp.array([0.0, 0.75, 1.0, 1.5])).tolist()
+        [0.0, 1.0, 1.0, 2.0]
+    """
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    exponent = (bits + 0x7FFFFF) & 0x7F800000
+    return jax.lax.bitcast_convert_type(exponent, jnp.float32)
+
+
+def split_blocks(x: jax.Array, blocks: Mapping[int, int]) -> tuple[jax.Array, tuple[int, ...]]:
+    """Divide dimensions into blocks; return the dimensions of a block's elements as well.
+
+    `[…, n, …]` becomes `[…, n / block, block, …]`.
+
+    Args:
+        blocks: Dimension → the elements of a block, a divisor of its size.
+
+    Example:
+        >>> blocks, inner = split_blocks(jnp.zeros((8, 5, 6)), {0: 4, 2: 3})
+        >>> blocks.shape, inner
+        ((2, 4, 5, 2, 3), (1, 4))
+    """
+    shape = list[int]()
+    inner = list[int]()
+    for dim, size in enumerate(x.shape):
+        if dim not in blocks:
+            shape.append(size)
+            continue
+        inner.append(len(shape) + 1)
+        shape += [size // blocks[dim], blocks[dim]]
+    return x.reshape(shape), tuple(inner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +193,8 @@ class BlockCodec:
         """
         axis = _axis(x.ndim, dim)
         blocks = _split(x, block, axis, rows).astype(jnp.float32)
-        scale = jnp.max(jnp.abs(blocks), axis=axis, keepdims=True) / self.top
-        codes = blocks / jnp.where(scale > 0, scale, 1.0)
-        # Clipped, because a cast of more than the largest float8 is not a number.
-        codes = jnp.clip(codes, -self.top, self.top)
-        if jnp.issubdtype(self.dtype, jnp.integer):
-            codes = jnp.round(codes)
-        codes = codes.astype(self.dtype)
+        largest = jnp.max(jnp.abs(blocks), axis=axis, keepdims=True)
+        codes, scale = quantize(blocks, largest, self.dtype, self.top)
         if self.packed == 2:
             low, high = jnp.split(codes, 2, axis=axis)
             codes = (low & 15) | (high << 4)
@@ -101,7 +210,7 @@ class BlockCodec:
         if (rows, self.packed, dim) == (0, 1, -1):
             block = codes.shape[-1] // scale.shape[-1]
             values = codes.astype(jnp.float32)
-            return (values * jnp.repeat(scale, block, -1)).astype(dtype)
+            return dequantize(values, jnp.repeat(scale, block, -1), dtype)
         axis = _axis(codes.ndim, dim)
         block = codes.shape[dim] // scale.shape[dim]
         blocks = _split(codes, block, axis, rows)
@@ -111,7 +220,7 @@ class BlockCodec:
             blocks = jnp.concatenate([low, high], axis=axis)
         values = blocks.astype(jnp.float32)
         scales = _split(scale, 1, axis, rows)
-        decoded = (values * scales).astype(dtype)
+        decoded = dequantize(values, scales, dtype)
         return _joined(decoded, codes.shape, axis)
 
 
@@ -174,7 +283,8 @@ def _split(x: jax.Array, block: int, axis: int, rows: int) -> jax.Array:
     if axis == -1:
         tiles = x.reshape(*x.shape[:-2], -1, rows, x.shape[-1] // block, block)
         return tiles.swapaxes(-3, -2)
-    return x.reshape(*x.shape[: axis - 1], -1, block, *x.shape[axis:])
+    blocks, _ = split_blocks(x, {axis - 1: block})
+    return blocks
 
 
 def _joined(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
@@ -214,8 +324,8 @@ class MaskCodec:
 Codec = BlockCodec | MaskCodec
 
 CODECS: Mapping[str, Codec] = {
-    "int8": BlockCodec("int8", "int8", 127.0),
-    "fp8": BlockCodec("fp8", "float8_e4m3fn", 448.0),
+    "int8": BlockCodec("int8", "int8", largest_code("int8")),
+    "fp8": BlockCodec("fp8", "float8_e4m3fn", largest_code("float8_e4m3fn")),
     "mask": MaskCodec(),
 }
 """Name → codec of stored activations."""
@@ -224,7 +334,7 @@ GATHERS = {name: codec for name, codec in CODECS.items() if isinstance(codec, Bl
 """Name → codec of gathered parameters."""
 
 EXCHANGES: Mapping[str, GradientCodec] = {
-    "int8": GradientCodec("int8", "int8", 127.0),
+    "int8": GradientCodec("int8", "int8", largest_code("int8")),
     "int4": GradientCodec("int4", "int8", 7.0, packed=2),
 }
 """Name → codec of the terms of a gradient's sum over devices."""

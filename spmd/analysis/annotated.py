@@ -8,9 +8,9 @@ annotation.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 
-from spmd.jaxpr.equations import equations, inner_jaxprs, name_of, open_jaxpr
+from spmd.jaxpr.equations import inner_jaxprs, name_of, nested_jaxprs, producers
 from spmd.jaxpr.source import equation_line
 from spmd.plan.scopes import read_scope
 
@@ -31,14 +31,10 @@ _BODIES = ("cond", "pallas_call", "scan", "shard_map", "while")
 
 
 def find_annotated(jaxpr: Any) -> Annotated:
-    """Return the nearest element-wise operations before each annotation, with calls inlined."""
-    outer = open_jaxpr(jaxpr)
-    bodies = [outer]
-    for equation in equations(outer):
-        bodies += inner_jaxprs(equation)
+    """Return the element-wise operations before each annotation of a jaxpr, with calls inlined."""
     found: dict[tuple[str, str], str] = {}
-    for body in bodies:
-        made = _producers(body)
+    for body in nested_jaxprs(jaxpr):
+        made = producers(body)
         for equation in body.eqns:
             scope, name = read_scope(str(equation.source_info.name_stack))
             if scope != "annotate" or name_of(equation) != "sharding_constraint":
@@ -61,7 +57,7 @@ def _before(made: dict[Any, JaxprEqn], value: Any) -> Iterator[JaxprEqn]:
         bodies = inner_jaxprs(equation)
         if bodies:
             result = bodies[0].outvars[equation.outvars.index(value)]
-            todo.append((_producers(bodies[0]), result))
+            todo.append((producers(bodies[0]), result))
         else:
             yield equation
             for operand in equation.invars:
@@ -78,12 +74,3 @@ def _ends_search(equation: JaxprEqn) -> bool:
     """Return whether a partitioner does not move a sharding across an operation."""
     name = name_of(equation)
     return name in _BODIES or name.startswith(_MIXES)
-
-
-def _producers(jaxpr: Jaxpr) -> dict[Any, JaxprEqn]:
-    """Return value → its equation."""
-    made = {}
-    for equation in jaxpr.eqns:
-        for value in equation.outvars:
-            made[value] = equation
-    return made

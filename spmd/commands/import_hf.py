@@ -27,6 +27,7 @@ from spmd.hf.load import check_published, load_published
 from spmd.hf.save import whole_folder
 from spmd.hf.sidecar_files import ORIGINAL, files_of, tokenizer_problems
 from spmd.model_interface.model import PRNG
+from spmd.model_interface.model_config import HasContext, HasVocab
 from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.config import TrainConfig, config_values
 from spmd.run.run_dir import IMPORTED, RunDir
@@ -124,8 +125,8 @@ def _checked(
             found = stack.enter_context(open_folder(source))
         if source.is_dir():
             vocab = None
-            if found is not None:
-                vocab = getattr(found.config, "vocab", None)
+            if found is not None and isinstance(found.config, HasVocab):
+                vocab = found.config.vocab
             problems += tokenizer_problems(source, vocab)
         with collect_errors(problems):
             if found is not None:
@@ -155,8 +156,9 @@ def _config(command: ImportCommand, found: HFFolder, out: Path) -> TrainConfig:
 
 def _context(found: HFFolder) -> int:
     """Return the context length of a model, or a default if it has none."""
-    published = found.values.get("max_position_embeddings")
-    context = getattr(found.config, "context", published)
+    context = found.values.get("max_position_embeddings")
+    if isinstance(found.config, HasContext):
+        context = found.config.context
     if isinstance(context, int) and context > 0:
         return context
     return _DEFAULT_SEQUENCE

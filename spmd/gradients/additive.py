@@ -16,7 +16,14 @@ from jax.sharding import get_abstract_mesh
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
-from spmd.gradients.losses import VALUES, LossFn, Sums, check_returned
+from spmd.gradients.losses import (
+    VALUES,
+    DeclaresAdditive,
+    DeclaresWeighted,
+    LossFn,
+    Sums,
+    check_returned,
+)
 from spmd.jaxpr.example_labels import Kind, Label, Mix, all_sums
 from spmd.jaxpr.example_rules import NUMBER, UNKNOWN
 from spmd.jaxpr.examples import UnlikeProgramsError, input_label, label_examples
@@ -96,8 +103,9 @@ class LossReader:
 
     def __init__(self, loss_fn: LossFn, *, additive: bool = False) -> None:
         self.loss_fn = loss_fn
-        self.additive = additive or getattr(loss_fn, "additive", False)
-        self.weighted = self.additive or getattr(loss_fn, "weighted", False)
+        self.additive = additive or (isinstance(loss_fn, DeclaresAdditive) and loss_fn.additive)
+        is_weighted = isinstance(loss_fn, DeclaresWeighted) and loss_fn.weighted
+        self.weighted = self.additive or is_weighted
         self._read: dict[Any, LossStructure] = {}
 
     def read(self, params: Any, variables: Any, batch: Any, key: Any) -> LossStructure:

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.gradients.base import GradFn, LossGradFn, with_loss_of
 from spmd.gradients.losses import VALUES, Sums
+from spmd.jaxpr.dependence import needed_inputs
 from spmd.model_interface.grad_transform import Carry, observers
 from spmd.model_interface.model import abstract_key
 from spmd.plan.context import constrain, current, use_plan
@@ -277,8 +277,7 @@ def _call_without_key(function: Callable[..., Any], arguments: tuple[Any, ...]) 
         ConfigError: The key is used.
     """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    _, is_used = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))
-    if is_used[-1]:
+    if needed_inputs(jaxpr)[-1]:
         what = "is used, and every device would draw the same numbers for other examples"
         raise ConfigError(_TITLE, [Problem("key", what, fix=_FIX)])
     results = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments))

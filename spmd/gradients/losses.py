@@ -7,7 +7,7 @@ a mean of means would depend on how padding is distributed over the mesh.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,25 @@ VALUES = "values"
 
 LossFn = Callable[[Any, Any, Any, jax.Array], tuple[Sums, Any]]
 """`(params, variables, batch, key) -> (Sums, updated variables)`; `loss` is differentiated."""
+
+
+@runtime_checkable
+class DeclaresAdditive(Protocol):
+    """A `LossFn` that declares its sums to be sums over examples, as `ModelLoss` can."""
+
+    @property
+    def additive(self) -> bool:
+        """Whether they are, so that this is not read from the loss."""
+
+
+@runtime_checkable
+class DeclaresWeighted(Protocol):
+    """A `LossFn` that declares its losses to be multiplied by their weights, as `ModelLoss` can."""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether they are, so that none can be a mean, and this is not read from the loss."""
+
 
 _STEP_METRICS = ("tokens", "gradient_norm", "gradients")
 """Metrics that a step adds."""

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
+from spmd.jaxpr.dependence import needed_inputs
 from spmd.plan.partition_safe import TracedCall
 
 
@@ -25,8 +25,7 @@ def check_weight(call: TracedCall) -> None:
     paths = tree.flatten(call.outputs)
     is_weight = [path == "0/weight" for path in paths]
     params = jax.tree.leaves(call.params)
-    _, used_by_weight = dce_jaxpr(call.jaxpr.jaxpr, is_weight)
-    if not any(used_by_weight[: len(params)]):
+    if not any(needed_inputs(call.jaxpr, is_weight)[: len(params)]):
         return
     others = jax.tree.leaves((call.variables, call.batch, call.others))
 
@@ -38,8 +37,7 @@ def check_weight(call: TracedCall) -> None:
         return jax.jvp(weight, params, tangents)[1]
 
     jaxpr = jax.make_jaxpr(derivative)(tuple(params), tuple(params))
-    _, used_by_derivative = dce_jaxpr(jaxpr.jaxpr, [True])
-    by_tangents = used_by_derivative[len(params) :]
+    by_tangents = needed_inputs(jaxpr)[len(params) :]
     names = list(itertools.compress(tree.flatten(call.params), by_tangents))
     if names:
         raise ConfigError("Loss weight depends on parameters:", [_trained_weight(names)])

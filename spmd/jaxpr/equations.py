@@ -1,5 +1,9 @@
 """Equations of a jaxpr and of the jaxprs inside them: their form, iteration and replacement.
 
+This is the one place that finds the jaxprs inside an equation, so a loop, a call or a custom
+derivative of a new form is walked by every reader at once. `spmd.jaxpr.interpret` computes with the
+equations of a jaxpr in order, and `spmd.jaxpr.traced_program` inlines its calls.
+
 JAX writes checkpoints, checkpoint names and custom derivatives in two forms: as primitives, and,
 under its upgrade flags (`spmd.jaxpr.upgrades`), as objects applied by one primitive of hijax.
 `name_of` and `params_of` give both in the first form; all code that reads jaxprs uses them. To
@@ -8,11 +12,11 @@ support another form, add an entry here.
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, primitives
 from jax.sharding import use_abstract_mesh
 
 _CUSTOM = (primitives.custom_jvp_call_p.name, primitives.custom_vjp_call_p.name)
@@ -127,12 +131,101 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr, *, outside: str = "") -> Iterator[Jaxp
     Args:
         outside: A name scope to skip, with all that is inside its equations.
     """
+
+    def is_kept(equation: JaxprEqn) -> bool:
+        return not outside or outside not in str(equation.source_info.name_stack).split("/")
+
+    for equation, *_ in nested_equations(jaxpr, enters=is_kept):
+        if is_kept(equation):
+            yield equation
+
+
+def nested_equations(
+    jaxpr: Jaxpr | ClosedJaxpr,
+    *,
+    enters: Callable[[JaxprEqn], bool] | None = None,
+    around: tuple[JaxprEqn, ...] = (),
+) -> Iterator[tuple[JaxprEqn, ...]]:
+    """Yield every equation of a jaxpr and inside it, with the equations around it, innermost first.
+
+    Args:
+        enters: Whether to walk the jaxprs inside an equation; None for all. The jaxpr of an object
+            of hijax is traced only when it is entered.
+        around: The equations around the jaxpr itself.
+
+    Example:
+        >>> jaxpr = jax.make_jaxpr(lambda x: -jax.jit(jax.numpy.sin)(x))(1.0)
+        >>> for nested in nested_equations(jaxpr):
+        ...     print(*map(name_of, nested))
+        jit
+        sin jit
+        neg
+    """
     for equation in open_jaxpr(jaxpr).eqns:
-        if outside and outside in str(equation.source_info.name_stack).split("/"):
-            continue
-        yield equation
+        nested = (equation, *around)
+        yield nested
+        if enters is None or enters(equation):
+            for inner in inner_jaxprs(equation):
+                yield from nested_equations(inner, enters=enters, around=nested)
+
+
+def nested_jaxprs(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr]:
+    """Yield a jaxpr, then those inside each of its equations."""
+    yield open_jaxpr(jaxpr)
+    for equation in open_jaxpr(jaxpr).eqns:
         for inner in inner_jaxprs(equation):
-            yield from equations(inner, outside=outside)
+            yield from nested_jaxprs(inner)
+
+
+def called_jaxpr(equation: JaxprEqn) -> Jaxpr | None:
+    """Return the jaxpr that takes an equation's operands and returns its results; None without one.
+
+    A loop and a condition have none: they take the results of other iterations or branches.
+    """
+    inner = inner_jaxprs(equation)
+    if name_of(equation) in ("scan", "while") or len(inner) != 1:
+        return None
+    if not has_arity(inner[0], equation):
+        return None
+    return inner[0]
+
+
+def has_arity(jaxpr: Jaxpr, equation: JaxprEqn) -> bool:
+    """Return whether a jaxpr takes and returns as many values as an equation."""
+    takes_as_many = len(jaxpr.invars) == len(equation.invars)
+    return takes_as_many and len(jaxpr.outvars) == len(equation.outvars)
+
+
+def stacked_operands(scan: JaxprEqn) -> list[bool]:
+    """Return a flag for each operand of a `scan`: one value for each step; others are whole.
+
+    A stack has one dimension more outside of the body than inside. JAX versions count operands
+    differently, so their counts among the parameters are not read.
+    """
+    body: Any = open_jaxpr(scan.params["jaxpr"])
+    return _are_stacked(scan.invars, body.invars)
+
+
+def stacked_outputs(scan: JaxprEqn) -> list[bool]:
+    """Return a flag for each output of a `scan`: one value for each step; others are carried."""
+    body: Any = open_jaxpr(scan.params["jaxpr"])
+    return _are_stacked(scan.outvars, body.outvars)
+
+
+def _are_stacked(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
+    """Return a flag for each value of a `scan`: more dimensions outside of its body than inside."""
+    flags = []
+    for outer, inner in zip(outside, inside, strict=True):
+        flags.append(len(outer.aval.shape) > len(inner.aval.shape))
+    return flags
+
+
+def producers(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
+    """Return value → the equation of a jaxpr that makes it. Inputs and literals have none."""
+    made = dict[Var, JaxprEqn]()
+    for equation in jaxpr.eqns:
+        made |= dict.fromkeys(equation.outvars, equation)
+    return made
 
 
 def _jaxprs(value: Any) -> Iterator[Jaxpr]:

@@ -8,7 +8,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from spmd.jaxpr.equations import name_of, params_of
+from spmd.jaxpr.equations import (
+    name_of,
+    open_jaxpr,
+    params_of,
+    stacked_operands,
+    stacked_outputs,
+)
 
 DimAxes = tuple[tuple[str, ...], ...]
 """The mesh axes of each dimension."""
@@ -158,7 +164,7 @@ def _read(
 ) -> TracedProgram:
     """Convert a jaxpr with these inputs, or with new ones; `around` are the equations around it."""
     consts = getattr(jaxpr, "consts", ())
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    jaxpr = open_jaxpr(jaxpr)
     if inputs is None:
         inputs = list(map(_value, jaxpr.invars))
     program = TracedProgram(list(inputs), [], [])
@@ -206,7 +212,7 @@ def _inlined(operation: Operation, stacks: _Stacks, eager: bool) -> TracedProgra
         return TracedProgram(operands, operands, [])
     called = _called(params)
     if called is not None and name not in _BODIES and name not in _NO_CALLS:
-        taken = len(getattr(called, "jaxpr", called).invars)
+        taken = len(open_jaxpr(called).invars)
         own = operands[len(operands) - taken :]
         return _read(called, own, stacks, eager, operation.equations)
     if name == "scan" and 1 < params["length"] <= params["unroll"]:
@@ -235,23 +241,12 @@ def _bodies(operation: Operation) -> tuple[Any, ...]:
 def _scan_params(equation: Any) -> dict[str, Any]:
     """Return the parameters of a `scan` in one form: JAX versions count its operands differently.
 
-    A stacked operand has one dimension more outside of the body than inside; all others are
-    constants or carried.
+    Operands that are not stacked are constants or carried.
     """
-    body = equation.params["jaxpr"].jaxpr
-    carry = _count_unstacked(equation.outvars, body.outvars)
-    consts = _count_unstacked(equation.invars, body.invars) - carry
+    carry = stacked_outputs(equation).count(False)
+    consts = stacked_operands(equation).count(False) - carry
     params = {key: equation.params[key] for key in ("jaxpr", "length", "reverse", "unroll")}
     return {**params, "num_carry": carry, "num_consts": consts}
-
-
-def _count_unstacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """Return the number of values with as many dimensions outside of a body as inside."""
-    count = 0
-    for outer, inner in zip(outside, inside, strict=True):
-        if len(outer.aval.shape) <= len(inner.aval.shape):
-            count += 1
-    return count
 
 
 def _unroll(loop: Operation, stacks: _Stacks, eager: bool) -> TracedProgram:

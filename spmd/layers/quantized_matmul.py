@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from spmd import codecs
 from spmd.jaxpr.examples import per_example
 from spmd.plan.manual import global_max
 from spmd.settings.quantize import QuantizationRecipe
@@ -86,42 +87,25 @@ def largest_magnitude(
 def scaled(
     x: Array, largest: Float[Array, "..."], dtype: str, *, is_bound: bool = True
 ) -> tuple[Array, Float[Array, "..."]]:
-    """Return the codes of an array, and their scale.
+    """Return the codes of an array, and their scale (`spmd.codecs.quantize`).
 
-    The scale of float8 is a power of two: numbers are divided by it exactly.
+    The scale of float8 is a power of two: numbers are divided by it exactly. Those of int8 are
+    multiplied by its inverse, unlike those that `spmd.codecs.BlockCodec` stores and sends.
 
     Args:
         largest: The largest magnitude to represent.
         is_bound: Whether no element is larger; if False, larger ones are clipped.
     """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
-    limits = jnp.iinfo(dtype) if is_integer else jnp.finfo(dtype)
-    top = float(limits.max)
-    scale = largest / top
-    if not is_integer:
-        scale = power_of_two(scale)
-    if is_integer or x.dtype != jnp.bfloat16:
-        x = x.astype(jnp.float32)
-    inverse = 1 / jnp.where(scale > 0, scale, 1.0)
-    codes = x * inverse.astype(x.dtype)
-    if not is_bound:
-        # A cast of a number beyond the largest one gives NaN.
-        codes = jnp.clip(codes, -top, top)
-    if is_integer:
-        codes = jnp.round(codes)
-    return codes.astype(dtype), scale
-
-
-def power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Round up to a power of two, exactly; zero stays zero.
-
-    Example:
-        >>> power_of_two(jnp.array([0.0, 0.75, 1.0, 1.5])).tolist()
-        [0.0, 1.0, 1.0, 2.0]
-    """
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    exponent = (bits + 0x7FFFFF) & 0x7F800000
-    return jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    return codecs.quantize(
+        x,
+        largest,
+        dtype,
+        codecs.largest_code(dtype),
+        has_exact_scales=not is_integer,
+        divides=False,
+        clips=not is_bound,
+    )
 
 
 def rounded_in_blocks(
@@ -134,22 +118,14 @@ def rounded_in_blocks(
 ) -> Array:
     """Round an array to blocks of codes with a scale each, in its own dtype."""
     free = [dim for dim in range(x.ndim) if dim not in summed]
-    lengths = {summed[-1]: recipe.block}
+    divided = [summed[-1]]
     if is_kernel and recipe.is_square and free:
-        lengths[free[-1]] = recipe.block
-    shape, inner = list[int](), list[int]()
-    for dim, size in enumerate(x.shape):
-        if dim not in lengths:
-            shape.append(size)
-            continue
-        block = math.gcd(size, lengths[dim])
-        inner.append(len(shape) + 1)
-        shape += [size // block, block]
-    blocks = x.reshape(shape)
-    largest = jnp.max(jnp.abs(blocks), axis=tuple(inner), keepdims=True)
+        divided.append(free[-1])
+    lengths = {dim: math.gcd(x.shape[dim], recipe.block) for dim in divided}
+    blocks, inner = codecs.split_blocks(x, lengths)
+    largest = jnp.max(jnp.abs(blocks), axis=inner, keepdims=True)
     codes, scale = scaled(blocks, largest, dtype)
-    rounded = codes.astype(jnp.float32) * scale
-    rounded = rounded.astype(x.dtype)
+    rounded = codecs.dequantize(codes, scale, x.dtype)
     return rounded.reshape(x.shape)
 
 

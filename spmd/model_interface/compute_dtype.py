@@ -11,7 +11,7 @@ Outside a plan nothing is cast.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,13 @@ import numpy as np
 from spmd import tree
 from spmd.model_interface.ambient import ambient_compute_dtype
 
-KEEPS_DTYPE = "keeps_dtype"
-"""Attribute of a class of outputs with a dtype of its own, such as logits that are not computed
-yet."""
+
+@runtime_checkable
+class KeepsDtype(Protocol):
+    """Outputs with a dtype of their own, such as logits that are not computed yet."""
+
+    keeps_dtype: ClassVar[bool]
+    """Whether the arrays inside stay in their dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +89,7 @@ def cast_arrays(values: Any, dtype: Any) -> Any:
 
 
 def widen_arrays(values: Any) -> Any:
-    """Cast float arrays narrower than float32 to it, except in a class with `keeps_dtype`."""
+    """Cast the narrow float arrays of a tree to float32, but for those in a `KeepsDtype`."""
     full_size = jnp.dtype(jnp.float32).itemsize
 
     def widen(x: Any) -> Any:
@@ -94,7 +98,7 @@ def widen_arrays(values: Any) -> Any:
         return x
 
     def keeps_dtype(node: Any) -> bool:
-        return getattr(type(node), KEEPS_DTYPE, False)
+        return isinstance(node, KeepsDtype) and node.keeps_dtype
 
     return jax.tree.map(widen, values, is_leaf=keeps_dtype)
 

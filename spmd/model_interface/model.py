@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -37,6 +37,36 @@ def takes_valid(function: Any) -> bool:
         return VALID in inspect.signature(function).parameters
     except (TypeError, ValueError):  # no function, or one without a signature
         return False
+
+
+@runtime_checkable
+class PositionAware(Protocol):
+    """A module that says whether the order of its tokens may change (`ModelInfo.position_aware`)."""
+
+    @property
+    def position_aware(self) -> bool:
+        """Whether it asks for the positions of its tokens."""
+
+
+@runtime_checkable
+class SupportsKVCache(Protocol):
+    """A module that says whether it can decode by tokens (`ModelInfo.supports_kv_cache`)."""
+
+    @property
+    def supports_kv_cache(self) -> bool:
+        """Whether tokens interact only through `spmd.layers.attention.attend`."""
+
+
+def is_position_aware(module: Any) -> bool:
+    """Return whether a module is position-aware; not so by default."""
+    return isinstance(module, PositionAware) and module.position_aware
+
+
+def supports_kv_cache(module: Any) -> bool:
+    """Return whether a module supports a KV cache; by default if it is position-aware."""
+    if isinstance(module, SupportsKVCache):
+        return module.supports_kv_cache
+    return is_position_aware(module)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +168,20 @@ def as_outputs(returned: Any) -> Outputs:
     if isinstance(returned, Outputs):
         return returned
     return Outputs(returned)
+
+
+@runtime_checkable
+class LayeredModule(Protocol):
+    """An NNX module with the three methods of a `LayeredModel`, each without its arrays."""
+
+    def embed_inputs(self, *inputs: Any) -> tuple[jax.Array, Any]:
+        """Return the input of the first layer, and other inputs of every layer."""
+
+    def apply_layers(self, x: jax.Array, context: Any) -> tuple[jax.Array, Any]:
+        """Run the layers."""
+
+    def compute_outputs(self, x: jax.Array, values: Any) -> Any:
+        """Return the outputs."""
 
 
 @dataclasses.dataclass(frozen=True)

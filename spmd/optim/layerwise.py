@@ -20,7 +20,8 @@ from jax.extend.core import Jaxpr
 
 from spmd import tree
 from spmd.errors import Problem
-from spmd.jaxpr.equations import inner_jaxprs, name_of
+from spmd.jaxpr.equations import called_jaxpr, inner_jaxprs, name_of
+from spmd.jaxpr.interpret import interpret
 from spmd.optim.extra_args import example_update
 from spmd.sharding.layer_paths import (
     Stack,
@@ -173,24 +174,14 @@ class _Tracer:
     """The number of parameters from which on a scalar counts as one of the whole gradient."""
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Seen]) -> list[_Seen]:
-        seen: dict[Any, _Seen] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for equation in jaxpr.eqns:
-            operands = _read(seen, equation.invars)
-            outputs = self.equation(equation, operands)
-            seen.update(zip(equation.outvars, outputs, strict=True))
-        return _read(seen, jaxpr.outvars)
+        return interpret(jaxpr, inputs, self.equation, _Seen())
 
     def equation(self, equation: Any, inputs: list[_Seen]) -> list[_Seen]:
-        name = name_of(equation)
-        inner = inner_jaxprs(equation)
-        if name == "cond":
-            return self.branches(inner, inputs)
-        if len(inner) == 1 and name not in ("scan", "while"):
-            called = inner[0]
-            has_inputs = len(called.invars) == len(inputs)
-            has_outputs = len(called.outvars) == len(equation.outvars)
-            if has_inputs and has_outputs:
-                return self.run(called, inputs)
+        if name_of(equation) == "cond":
+            return self.branches(inner_jaxprs(equation), inputs)
+        called = called_jaxpr(equation)
+        if called is not None:
+            return self.run(called, inputs)
         outputs = []
         for out in equation.outvars:
             outputs.append(self.output(equation, inputs, tuple(out.aval.shape)))
@@ -257,15 +248,6 @@ class _Tracer:
             if axis in layer_dims:
                 dims.append(layer_dims.index(axis) - len(layer_dims))
         return equation.primitive.name, tuple(dims)
-
-
-def _read(seen: Mapping[Any, _Seen], atoms: Iterable[Any]) -> list[_Seen]:
-    """Return the dependencies of variables; literals have none."""
-    values = []
-    for atom in atoms:
-        is_literal = hasattr(atom, "val")  # a literal may have no hash
-        values.append(_Seen() if is_literal else seen.get(atom, _Seen()))
-    return values
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

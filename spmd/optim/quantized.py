@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd.codecs import Encoded, block_of
+from spmd.codecs import Encoded, block_of, divisor_of, split_blocks
 from spmd.errors import ConfigError, Problem
 from spmd.optim.stochastic_rounding import random_bits, round_stochastically, salt_of, seed_of
 from spmd.sharding.layer_paths import Stack, dims_of, read_stacked
@@ -152,6 +152,10 @@ def _load(state: PyTree) -> PyTree:
 def quantize(x: jax.Array, block: int, seed: jax.Array, *, signed: bool) -> Encoded:
     """Quantize a float32 array `[..., n]` to 8 bits per element, rounded stochastically.
 
+    Codes are logarithms: a code `c` is the magnitude `2^((c - top) / 8) · scale`, with the block's
+    largest for `scale`. Those of `spmd.codecs.quantize` are multiples, `c · scale / top`, which span
+    7 powers of two, and are rounded to the nearest.
+
     Scales per block are from Dettmers et al. (arXiv:2110.02861, section 2.1). Their codes are a
     table with an exponent of variable length; these are evenly spaced logarithms, 9 % apart over 16
     (signed) or 32 powers of two, which need no table. The largest code is the magnitude 1. An
@@ -162,9 +166,9 @@ def quantize(x: jax.Array, block: int, seed: jax.Array, *, signed: bool) -> Enco
     """
     dtype = jnp.int8 if signed else jnp.uint8
     top = jnp.iinfo(dtype).max
-    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)  # [..., block, element]
+    blocks, _ = split_blocks(x, {x.ndim - 1: block})  # [..., block, element]
     scale = jnp.max(jnp.abs(blocks), axis=-1)
-    part = jnp.abs(blocks) / jnp.where(scale > 0, scale, 1.0)[..., None]
+    part = jnp.abs(blocks) / divisor_of(scale)[..., None]
     # Round up with the probability that makes the mean exact; below level 1, to level 1 or 0.
     level = jnp.clip(jnp.floor(top + _PER_OCTAVE * jnp.log2(part)), 0, top - 1)
     low = _magnitude(level, top)

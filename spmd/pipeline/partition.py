@@ -15,13 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import get_abstract_mesh
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.accumulate import join_microbatch, split_microbatches
 from spmd.gradients.losses import LossFn, ModelLoss, Sums
+from spmd.jaxpr.dependence import needed_inputs
 from spmd.layers.lm_head import lazy_logits
 from spmd.model_interface.model import LayeredModel, as_outputs
 from spmd.pipeline.interleave import AXIS
@@ -121,9 +121,8 @@ class StageModel:
 
         of_layers = self.some_layers, self.frozen[0]
         jaxpr, (stream, sums) = jax.make_jaxpr(outside, return_shape=True)(*of_layers)
-        _, is_used = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.out_avals))
         paths = [*tree.flatten(of_layers[0]), *tree.flatten(of_layers[1])]
-        used = itertools.compress(paths, is_used)
+        used = itertools.compress(paths, needed_inputs(jaxpr))
         problems = [*_use_problems(used), *_stream_problems(stream)]
         if problems:
             raise ConfigError(TITLE, problems)

@@ -20,7 +20,7 @@ from jax.interpreters import ad, mlir, partial_eval
 
 from spmd.codecs import Codec, Encoded
 from spmd.errors import Problem
-from spmd.jaxpr.equations import equations, inner_jaxprs, name_of, open_jaxpr, params_of
+from spmd.jaxpr.equations import equations, inner_jaxprs, name_of, nested_jaxprs, params_of
 from spmd.jaxpr.upgrades import HiPrim, checkpoints_are_hijax
 from spmd.model_interface.remat import Remat
 
@@ -214,7 +214,7 @@ class StoredActivation(HiPrim):
 def store_problems(jaxpr: Any, remat: Remat) -> list[Problem]:
     """Check the stored activations of a traced layer: last dimensions and readers of masks."""
     found = dict[str, Problem]()
-    for inner in _jaxprs(open_jaxpr(jaxpr)):
+    for inner in nested_jaxprs(jaxpr):
         for equation in inner.eqns:
             if name_of(equation) != _stored.name:
                 continue
@@ -288,10 +288,3 @@ def _is_relu(equation: JaxprEqn) -> bool:
     if len(inside) != 1 or name_of(inside[0]) != "max":
         return False
     return getattr(inside[0].invars[1], "val", None) == 0
-
-
-def _jaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for inner in inner_jaxprs(equation):
-            yield from _jaxprs(inner)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from spmd import tree
-from spmd.jaxpr.equations import inner_jaxprs
+from spmd.jaxpr.equations import has_arity, inner_jaxprs, producers, stacked_outputs
 from spmd.model_interface.kernels import Said
 from spmd.plan.flax_layers import said_of
 
@@ -107,9 +107,7 @@ class _Program:
     ) -> None:
         self.loops = loops
         self.outside = outside or {}
-        self.made_by = dict[Any, JaxprEqn]()
-        for equation in jaxpr.eqns:
-            self.made_by |= dict.fromkeys(equation.outvars, equation)
+        self.made_by = producers(jaxpr)
 
     def draws(self, value: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield each random draw behind a value: the maps around its module, and its shape."""
@@ -146,11 +144,9 @@ class _Program:
         """Yield the programs called by an equation with its operands, and the value in them."""
         index = equation.outvars.index(value)
         is_scan = equation.primitive.name == "scan"
-        is_stacked = is_scan and index >= equation.params["num_carry"]
+        is_stacked = is_scan and stacked_outputs(equation)[index]
         for inner in inner_jaxprs(equation):
-            if len(inner.invars) != len(equation.invars):
-                continue
-            if len(inner.outvars) != len(equation.outvars):
+            if not has_arity(inner, equation):
                 continue
             outside = {}
             for own, operand in zip(inner.invars, equation.invars, strict=True):

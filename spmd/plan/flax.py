@@ -40,9 +40,12 @@ from spmd.model_interface.kernels import Said
 from spmd.model_interface.model import (
     VALID,
     LayeredModel,
+    LayeredModule,
     Model,
     ModelInfo,
     abstract_key,
+    is_position_aware,
+    supports_kv_cache,
     takes_valid,
 )
 from spmd.plan.created import drawn_shapes, recording
@@ -70,7 +73,6 @@ from spmd.sharding.flax_metadata import PARAMS_AXES, linen_annotations, nnx_anno
 
 _NO_MODEL = "Invalid model:"
 _NO_CALL = "Invalid call of the module:"
-_PARTS = ("embed_inputs", "apply_layers", "compute_outputs")
 _MAKE_FIX = "spmd.from_nnx(lambda rngs: Module(…, rngs=rngs)), or spmd.from_linen(module, *inputs)"
 
 _MODES = ("deterministic", "use_running_average")
@@ -223,7 +225,7 @@ class _NNXFunctions:
         if self.training or self.evaluation:
             return None
         module = self._abstract_module
-        if not all(hasattr(module, name) for name in _PARTS):
+        if not isinstance(module, LayeredModule):
             return None
         if takes_valid(_called(module, {})) and not takes_valid(module.embed_inputs):
             what = f"does not take {VALID!r}, which {type(module).__name__}.__call__ takes"
@@ -257,7 +259,6 @@ class _NNXFunctions:
         structure = self._structure
         tied = _tied_params(module, structure)
         drawn = functools.partial(drawn_shapes, self.init, abstract_key())
-        position_aware = getattr(module, "position_aware", False)
         gathered_by_layer = self._params_with("gathered_by_layer")
         return dataclasses.replace(
             describe(_shapes(structure.params), nnx_said(module), drawn, tied),
@@ -270,8 +271,8 @@ class _NNXFunctions:
             sent_exactly=self._params_with("sent_exactly"),
             cast_by_layer=self._params_with(CAST_BY_LAYER) | gathered_by_layer,
             linear=self._params_with("linear"),
-            position_aware=position_aware,
-            supports_kv_cache=getattr(module, "supports_kv_cache", position_aware),
+            position_aware=is_position_aware(module),
+            supports_kv_cache=supports_kv_cache(module),
             padding_aware=takes_valid(_called(module, self.training)),
         )
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 from flax import nnx, traverse_util
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Literal
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
+from spmd.jaxpr.equations import producers
 from spmd.jaxpr.source import equation_line
 
 Names = tuple[str, ...]
@@ -98,14 +99,13 @@ def _check_stacked(names: Sequence[str], jaxpr: Jaxpr) -> list[Problem]:
     Args:
         names: The paths of the first outputs.
     """
-    origins = {}
-    for equation in jaxpr.eqns:
-        for output in equation.outvars:
-            origins[id(output)] = equation
+    origins = producers(jaxpr)
     problems = []
     for path, x in zip(names, jaxpr.outvars, strict=False):
-        origin = origins.get(id(x))
-        if origin is None or "vmap" not in str(origin.source_info.name_stack):
+        if isinstance(x, Literal) or x not in origins:
+            continue
+        origin = origins[x]
+        if "vmap" not in str(origin.source_info.name_stack):
             continue
         _, _, attribute = path.rpartition("/")
         problem = Problem(

@@ -14,12 +14,10 @@ from jax.extend.core import JaxprEqn, primitives
 
 from spmd.errors import Problem
 from spmd.jaxpr.equations import (
-    equations,
     has_own_rules,
-    inner_jaxprs,
     is_hijax,
     name_of,
-    open_jaxpr,
+    nested_equations,
     params_of,
 )
 from spmd.jaxpr.upgrades import IS_FIRST_FORM
@@ -59,38 +57,31 @@ def _unseen_names(jaxpr: Any) -> set[str]:
 
 def _has_products_in_rules(jaxpr: Any) -> bool:
     """Return whether a custom derivative has a matmul."""
-    for rule in equations(jaxpr):
-        if not has_own_rules(rule):
-            continue
-        for inner in inner_jaxprs(rule):
-            if any(name_of(equation) == "dot_general" for equation in equations(inner)):
-                return True
+    for equation, *around in nested_equations(jaxpr):
+        if name_of(equation) == "dot_general" and any(map(has_own_rules, around)):
+            return True
     return False
 
 
 def _has_regions(jaxpr: Any) -> bool:
-    return any(name_of(equation) == "shard_map" for equation in _outside_rules(jaxpr))
+    """Return whether a `shard_map` is outside of all custom derivatives."""
+    outside_rules = nested_equations(jaxpr, enters=_has_no_rules)
+    return any(name_of(equation) == "shard_map" for equation, *_ in outside_rules)
 
 
-def _unseen(jaxpr: Any, *, in_rule: bool = False, is_hidden: bool = False) -> Iterator[JaxprEqn]:
-    """Yield the equations invisible to `jax.checkpoint`."""
-    for equation in open_jaxpr(jaxpr).eqns:
-        if is_hidden:
+def _has_no_rules(equation: JaxprEqn) -> bool:
+    return not has_own_rules(equation)
+
+
+def _unseen(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """Yield the equations invisible to `jax.checkpoint`.
+
+    They are those in a custom derivative inside of another, or in one that is opaque.
+    """
+    for equation, *around in nested_equations(jaxpr):
+        rules = list(filter(has_own_rules, around))
+        if len(rules) > 1 or (rules and not _is_seen_through(rules[0])):
             yield equation
-        is_rule = has_own_rules(equation)
-        hides = is_rule and (in_rule or not _is_seen_through(equation))
-        for inner in inner_jaxprs(equation):
-            yield from _unseen(inner, in_rule=in_rule or is_rule, is_hidden=is_hidden or hides)
-
-
-def _outside_rules(jaxpr: Any) -> Iterator[JaxprEqn]:
-    """Yield the equations outside of all custom derivatives."""
-    for equation in open_jaxpr(jaxpr).eqns:
-        yield equation
-        if has_own_rules(equation):
-            continue
-        for inner in inner_jaxprs(equation):
-            yield from _outside_rules(inner)
 
 
 def _is_seen_through(equation: JaxprEqn) -> bool:

@@ -37,6 +37,7 @@ from spmd.lora.adapters import lora_rules, with_lora
 from spmd.loss_scaling.loss_scale import LossScale
 from spmd.model_interface.grad_transform import GradTransform
 from spmd.model_interface.model import Model
+from spmd.model_interface.model_config import windows_of
 from spmd.observe.metrics import Flops, mean_keys, transformer_flops
 from spmd.optim.config import check_patterns, make_learning_rate, make_optimizer
 from spmd.optim.skip_updates import skip_bad_updates, skipped_steps
@@ -425,10 +426,7 @@ def count_flops(config: TrainConfig) -> Flops | None:
 
 def keys_of(config: TrainConfig) -> float:
     """Return the average number of keys of a query, over positions and layers."""
-    windows = getattr(config.model, "windows", ())
-    if not windows:
-        windows = (getattr(config.model, "window", 0),)
-    return mean_keys(config.data.sequence, windows)
+    return mean_keys(config.data.sequence, windows_of(config.model))
 
 
 def open_text_dataset(config: TrainConfig) -> TextDataset:

@@ -30,6 +30,7 @@ from spmd.errors import ConfigError, Problem, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.lora.adapters import LoRAConfig
 from spmd.model_interface.attention_config import attention_problems
+from spmd.model_interface.model_config import HasContext
 from spmd.model_interface.remat import make_remat
 from spmd.optim.config import OptimizerConfig
 from spmd.pipeline.schedules import SCHEDULES
@@ -47,8 +48,8 @@ class ModelConfig(Protocol):
 
     Its fields are flags, `--model.FIELD`, and are recorded in checkpoints: numbers, strings, tuples
     and dataclasses. With the properties of `CountsFlops` it has a utilization and a predicted step
-    time. `context`, if there, is the longest sequence; `router`, a
-    `spmd.layers.router.RouterConfig`, adds a line about experts.
+    time. Others are in `spmd.model_interface.model_config`: `context`, if there, is the longest sequence;
+    `router`, a `spmd.layers.router.RouterConfig`, adds a line about experts.
     """
 
     @property
@@ -267,7 +268,10 @@ class TrainConfig(RunConfig, Generic[M]):
             what = "is for text, and task is sft"
             yield Problem("data.streaming", what, fix="no --data.streaming")
         sequence = self.data.sequence
-        longest = getattr(self.model, "context", sequence)
+        model: Any = self.model
+        longest = sequence
+        if isinstance(model, HasContext):
+            longest = model.context
         if longest < sequence:
             yield Problem(
                 "data.sequence",

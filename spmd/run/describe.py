@@ -15,6 +15,7 @@ from spmd.gradients.accumulate import values_of_microbatches
 from spmd.gradients.deferred_reduction import DEFERRABLE_AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
+from spmd.model_interface.model_config import router_of
 from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.communication import (
     batch_axes,
@@ -71,7 +72,7 @@ def pipeline_line(setup: TrainSetup) -> str:
 
 def experts_line(setup: TrainSetup, device: tuple[str, str] | None = None) -> str:
     """Return the experts of a layer and the exchange of their tokens; empty without experts."""
-    router = getattr(setup.config.model, "router", None)
+    router = router_of(setup.config.model)
     placed = _expert_kernel(setup.plan)
     if not isinstance(router, RouterConfig) or placed is None:
         return ""

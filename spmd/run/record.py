@@ -8,7 +8,7 @@ from spmd.checkpoint.versions import library_versions
 from spmd.errors import CheckpointError, Problem
 from spmd.plan.plan import ShardingPlan
 from spmd.run.config import by_current_names, config_difference, config_values
-from spmd.run.run_config import RunConfig
+from spmd.run.run_config import HasModel, RunConfig
 from spmd.run.run_dir import IMPORTED
 
 _TEXT = (
@@ -102,7 +102,9 @@ def checkpoint_record(
 
 def _kind(config: RunConfig) -> str:
     """Return the class of the model's config, or of a run's without a model."""
-    return type(getattr(config, "model", config)).__name__
+    if isinstance(config, HasModel):
+        return type(config.model).__name__
+    return type(config).__name__
 
 
 def changed_fields(record: Mapping[str, Any], config: RunConfig) -> dict[str, list[Any]]:
@@ -223,7 +225,7 @@ def _recorded(record: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
     An earlier version may have recorded fewer fields: the others had their defaults.
     """
     defaults = config_values(type(config))
-    if hasattr(config, "model"):
+    if isinstance(config, HasModel):
         defaults["model"] = config_values(type(config.model))
     return _merged(defaults, by_current_names(record["config"]))
 

@@ -2,13 +2,22 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 from spmd.errors import ConfigError, Problem, check_fields, check_type, did_you_mean
 from spmd.observe.writers import WriterName
 
 FieldRules = Mapping[str, str | Sequence[Any]]
 """Rules of fields by their dotted names, as `spmd.errors.check_fields` reads them."""
+
+
+@runtime_checkable
+class HasModel(Protocol):
+    """A run's config with the config of a model, as `spmd.run.config.TrainConfig` is."""
+
+    @property
+    def model(self) -> Any:
+        """The config of the model."""
 
 
 @dataclasses.dataclass(frozen=True)

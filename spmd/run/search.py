@@ -20,6 +20,7 @@ import jax
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.errors import SpmdError
+from spmd.model_interface.model_config import experts_of, heads_of, layers_of
 from spmd.run.build import applicable_compression, build_schedule, count_microbatches, make_setup
 from spmd.run.config import PipelineConfig, TrainConfig, config_values
 from spmd.run.preflight import check_config, check_planned_init, check_step, estimate_step
@@ -327,10 +328,9 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
 def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshShape]:
     """Yield the meshes of a machine; heads, layers and experts divide over their axes."""
     model = config.model
-    heads = getattr(model, "heads", 1)
-    kv_heads = getattr(model, "kv_heads", heads)
-    layers = getattr(model, "layers", 1)
-    experts = getattr(getattr(model, "router", None), "experts", 1)
+    heads, kv_heads = heads_of(model)
+    layers = layers_of(model)
+    experts = experts_of(model)
     inside = topology.devices // topology.slices
     sizes = _divisors(inside)
     tensors = [

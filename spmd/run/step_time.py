@@ -16,6 +16,7 @@ from spmd.analysis.topology import Topology, missing_extra
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
+from spmd.model_interface.model_config import HasHiddenWidth, HasKVWidth, HasWidth, router_of
 from spmd.model_interface.remat import Remat, make_remat
 from spmd.observe.spinner import spinner
 from spmd.pipeline.tick_table import tabulate
@@ -96,7 +97,7 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
             "(`spmd.run.config.CountsFlops`)",
         )
         raise ConfigError("The time of a step cannot be predicted:", [problem])
-    router = getattr(model, "router", None)
+    router = router_of(model)
     routed = router.top_k if isinstance(router, RouterConfig) else 0
     kernels, in_dtype = _count_kernels(plan, router, routed)
     if not kernels:  # layers that are no stack, or weights of other names
@@ -104,8 +105,7 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
     params = float(sum(math.prod(entry.shape) for entry in plan.params))
     layers = sum(kernels.values())
     state = _bytes(plan.params) + _bytes(plan.optimizer_state)
-    width = getattr(model, "d_model", 0) or min(plan.params[0].shape[-2:])
-    hidden = getattr(model, "d_ff", 4 * width) * max(1, routed)
+    width, hidden = _widths(model, plan)
     head = max(0.0, model.matmul_params - layers)
     return ModelNumbers(
         kernels=kernels,
@@ -114,9 +114,25 @@ def count_model(setup: TrainSetup) -> ModelNumbers:
         params=params,
         state_bytes=state / params,
         width=width,
-        hidden=hidden,
+        hidden=hidden * max(1, routed),
         routed=routed,
     )
+
+
+def _widths(config: Any, plan: ShardingPlan) -> tuple[int, int]:
+    """Return the width of a model, and the hidden units of a feed-forward layer or an expert.
+
+    For a config that does not say them, they are the smaller dimension of the first parameter, and
+    four times the width.
+    """
+    width = 0
+    if isinstance(config, HasWidth):
+        width = config.d_model
+    if not width:
+        width = min(plan.params[0].shape[-2:])
+    if isinstance(config, HasHiddenWidth):
+        return width, config.d_ff
+    return width, 4 * width
 
 
 def _count_kernels(
@@ -160,7 +176,9 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
     reduced = precision.exchange or precision.gradients
     parts, bubble = _pipeline(config, mesh)
     heads = config.model.attention_width
-    kv_width = getattr(config.model, "kv_width", heads)
+    kv_width = heads
+    if isinstance(config.model, HasKVWidth):
+        kv_width = config.model.kv_width
     widths = {
         "residual": model.width,
         "layer_input": model.width,

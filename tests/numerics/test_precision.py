@@ -15,6 +15,7 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import ConfigError
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
+from spmd.jaxpr.equations import equations, name_of
 from spmd.loss_scaling.loss_scale import LossScale
 from spmd.model_interface.grad_transform import Carry
 from spmd.optim.master_weights import MasterState, RoundedState, wrap_optimizer_for_precision
@@ -194,13 +195,9 @@ def test_a_run_resumes_bitwise(name, tmp_path):
 
 def outputs(jaxpr, primitive):
     """The abstract values that a primitive computes, inside loops too."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if equation.primitive.name == primitive:
+    for equation in equations(jaxpr):
+        if name_of(equation) == primitive:
             yield equation.outvars[0].aval
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from outputs(inner, primitive)
 
 
 def gradient_dtypes(precision, grad_fn):

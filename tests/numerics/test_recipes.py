@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd import tree
+from spmd import codecs, tree
 from spmd.delayed_scaling.amax_history import ASSUMED, AmaxHistory
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.jaxpr.equations import equations
 from spmd.layers.grouped_matmul import grouped_matmul, quantized_grouped_matmul
-from spmd.layers.quantized_matmul import magnitude, power_of_two, quantize, quantized_einsum
+from spmd.layers.quantized_matmul import (
+    magnitude,
+    quantize,
+    quantized_einsum,
+    rounded_in_blocks,
+)
 from spmd.model_interface.grad_transform import Carry
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL
@@ -89,12 +94,51 @@ def test_scales_are_powers_of_two_rounded_up():
     """Exactly, also of the smallest and of nothing."""
     x = np.float32([0, 1, 1.0000001, 3, 2.0**-126, 1e-30, 448 / 448])
     expected = np.float32([0, 1, 2, 4, 2.0**-126, 2.0**-99, 1])
-    assert power_of_two(jnp.asarray(x)).tolist() == expected.tolist()
+    assert codecs.power_of_two(jnp.asarray(x)).tolist() == expected.tolist()
     codes, scale = quantize(jnp.zeros((8, 8)), (1,), RECIPES["fp8"], "float8_e4m3fn")
     assert not np.asarray(codes, np.float32).any()
     assert float(scale.reshape(())) == 0
     broken = quantize(jnp.full((8, 8), jnp.nan), (1,), RECIPES["fp8"], "float8_e4m3fn")
     assert np.isnan(np.asarray(broken.array, np.float32)).all()
+
+
+@pytest.mark.parametrize("factor", [1, 0, 1e-30, 1e37])
+def test_codes_that_are_stored_or_multiplied_are_of_one_quantizer(factor):
+    """Bitwise, of each block; the control: blocks of half the size have other codes and scales."""
+    x = jnp.asarray(NORMAL * np.float32(factor))
+
+    def codes_of(codec, block):
+        blocks, inner = codecs.split_blocks(x, {2: block})
+        largest = jnp.abs(blocks).max(inner, keepdims=True)
+        codes, scale = codecs.quantize(blocks, largest, codec.dtype, codec.top)
+        return np.asarray(codes.reshape(x.shape)), np.asarray(scale.squeeze(-1))
+
+    for codec in (codecs.CODECS["int8"], codecs.CODECS["fp8"]):
+        found = codec.encode(x, 32)
+        codes, scale = codes_of(codec, 32)
+        np.testing.assert_array_equal(found.codes, codes)
+        np.testing.assert_array_equal(found.scale, scale)
+        others, other_scale = codes_of(codec, 16)
+        assert other_scale.shape != scale.shape
+        assert (others != codes).any() == (factor != 0)
+
+    recipe = RECIPES["mxfp8"]
+    blocks, inner = codecs.split_blocks(x, {2: recipe.block})
+    rounded = codecs.dequantize(
+        *codecs.quantize(
+            blocks,
+            jnp.abs(blocks).max(inner, keepdims=True),
+            recipe.inputs,
+            codecs.largest_code(recipe.inputs),
+            has_exact_scales=True,
+            divides=False,
+            clips=False,
+        ),
+        x.dtype,
+    )
+    np.testing.assert_array_equal(
+        rounded_in_blocks(x, (2,), recipe, recipe.inputs), rounded.reshape(x.shape)
+    )
 
 
 def test_magnitudes_beyond_the_history_are_clipped():

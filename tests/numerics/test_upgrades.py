@@ -18,7 +18,16 @@ from jax.extend.core import jaxpr_as_fun, primitives
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import AnnotationError, ConfigError
-from spmd.jaxpr.equations import equations, has_own_rules, name_of, params_of, replace_equations
+from spmd.jaxpr.equations import (
+    equations,
+    has_own_rules,
+    inner_jaxprs,
+    name_of,
+    nested_equations,
+    nested_jaxprs,
+    params_of,
+    replace_equations,
+)
 from spmd.jaxpr.traced_program import read_program
 from spmd.jaxpr.upgrades import HiPrim
 from spmd.model_interface.remat import make_remat
@@ -107,6 +116,31 @@ def test_calls_have_one_name_in_both_forms():
         call for call in read[1] if call[0] in kinds
     ]
     assert theirs[0] != theirs[1]
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_every_walk_finds_the_same_equations(on):
+    """A loop, a call and a custom derivative in a checkpoint; a walk that enters no rule misses its product."""
+
+    def run(x):
+        body = jax.checkpoint(lambda x, _: (product(jax.jit(jnp.tanh)(x), W), None))
+        return jax.lax.scan(body, x, length=2)[0]
+
+    with flags(on=on), override(mesh=MESH, activations=SPECS):
+        program = jax.make_jaxpr(run)(X)
+        found = [name_of(equation) for equation in equations(program)]
+        nested = list(nested_equations(program))
+        by_jaxpr = [name_of(e) for inner in nested_jaxprs(program) for e in inner.eqns]
+        outside_rules = nested_equations(program, enters=lambda e: not has_own_rules(e))
+        outside = [name_of(equation) for equation, *_ in outside_rules]
+        for equation, *around in nested:
+            bodies = inner_jaxprs(around[0]) if around else [program]
+            # one of a hijax object is traced anew for each walk
+            assert name_of(equation) in {name_of(e) for body in bodies for e in body.eqns}
+    assert [name_of(equation) for equation, *_ in nested] == found
+    assert Counter(by_jaxpr) == Counter(found)
+    assert {"scan", "tanh", "dot_general"} <= set(found)
+    assert "dot_general" not in outside
 
 
 def slope_with_a_replacement():

@@ -11,7 +11,15 @@ from spmd.commands.parsing import parse_command
 from spmd.commands.plan import PlanCommand
 from spmd.distributed.initialize import initialize
 from spmd.errors import CheckpointError, ConfigError, MeshError
+from spmd.model_interface.model_config import (
+    experts_of,
+    heads_of,
+    layers_of,
+    router_of,
+    windows_of,
+)
 from spmd.models.llama import LlamaConfig
+from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.config import config_difference, config_values, with_values
 from spmd.run.load_config import load_config, other_config, shipped
@@ -405,6 +413,19 @@ def test_a_model_that_lacks_something_is_refused(model, said):
         dataclasses.replace(CONFIG, model=model)
     found = [problem.what for problem in caught.value.problems]
     assert [part for part in said if not any(part in what for what in found)] == []
+
+
+def test_a_model_without_optional_numbers_counts_as_one_of_each():
+    """One layer, head and expert, and no windows; the control: those of a config that says them."""
+
+    def numbers(config):
+        return heads_of(config), layers_of(config), experts_of(config), windows_of(config)
+
+    assert numbers(NoDataclass()) == ((1, 1), 1, 1, (0,))
+    model = MIXTRALS["mixtral-8x7b"]
+    assert numbers(model) == ((32, 8), 32, 8, (model.window,))
+    assert router_of(NoDataclass()) is None
+    assert router_of(model) is model.router
 
 
 @pytest.mark.parametrize("number", [2**31, 99999999999999999999])

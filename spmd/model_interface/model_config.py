@@ -1,0 +1,169 @@
+"""Optional numbers of a model's config, each a protocol of one property.
+
+`spmd.run.config.ModelConfig` is what every config has. A config that has one of these properties
+too, as a field or computed, is checked, searched and timed with it; for one without it, the
+functions here return the value that makes no difference.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class HasVocab(Protocol):
+    """A config with a vocabulary."""
+
+    @property
+    def vocab(self) -> int:
+        """Vocabulary size."""
+
+
+@runtime_checkable
+class HasContext(Protocol):
+    """A config with a longest sequence."""
+
+    @property
+    def context(self) -> int:
+        """Positions of the longest sequence."""
+
+
+@runtime_checkable
+class HasLayers(Protocol):
+    """A config with a number of layers, which a pipeline divides among its stages."""
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+
+
+@runtime_checkable
+class HasHeads(Protocol):
+    """A config with attention heads, which tensor parallelism divides."""
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+
+
+@runtime_checkable
+class HasKVHeads(Protocol):
+    """A config with fewer heads of keys and values than of queries."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+
+
+@runtime_checkable
+class HasKVWidth(Protocol):
+    """A config with keys and values of another width than queries."""
+
+    @property
+    def kv_width(self) -> int:
+        """Total width of the heads of keys."""
+
+
+@runtime_checkable
+class HasWidth(Protocol):
+    """A config with a width."""
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream; 0 if it is not known."""
+
+
+@runtime_checkable
+class HasHiddenWidth(Protocol):
+    """A config with a width of feed-forward layers."""
+
+    @property
+    def d_ff(self) -> int:
+        """Hidden units of a feed-forward layer, or of one expert."""
+
+
+@runtime_checkable
+class HasWindow(Protocol):
+    """A config with one attention window for all layers."""
+
+    @property
+    def window(self) -> int:
+        """Tokens that a query sees; 0 for all before it."""
+
+
+@runtime_checkable
+class HasWindows(Protocol):
+    """A config with attention windows that differ between layers."""
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of consecutive layers, repeated; empty for `window`."""
+
+
+@runtime_checkable
+class HasRouter(Protocol):
+    """A config with experts."""
+
+    @property
+    def router(self) -> Any:
+        """A `spmd.layers.router.RouterConfig`; None for no experts."""
+
+
+@runtime_checkable
+class HasExperts(Protocol):
+    """A router's config with a number of experts."""
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of a layer."""
+
+
+def layers_of(config: Any) -> int:
+    """Return the number of layers of a config, or 1."""
+    if isinstance(config, HasLayers):
+        return config.layers
+    return 1
+
+
+def heads_of(config: Any) -> tuple[int, int]:
+    """Return the number of query heads, or 1, and of heads of keys and values, or as many.
+
+    Example:
+        >>> import types
+        >>> heads_of(types.SimpleNamespace(heads=8, kv_heads=2)), heads_of(None)
+        ((8, 2), (1, 1))
+    """
+    heads = 1
+    if isinstance(config, HasHeads):
+        heads = config.heads
+    if isinstance(config, HasKVHeads):
+        return heads, config.kv_heads
+    return heads, heads
+
+
+def router_of(config: Any) -> Any:
+    """Return the router's config, or None."""
+    if isinstance(config, HasRouter):
+        return config.router
+    return None
+
+
+def experts_of(config: Any) -> int:
+    """Return the number of experts of a layer, or 1."""
+    router = router_of(config)
+    if isinstance(router, HasExperts):
+        return router.experts
+    return 1
+
+
+def windows_of(config: Any) -> tuple[int, ...]:
+    """Return the attention windows of consecutive layers, repeated; 0 for all tokens before.
+
+    Example:
+        >>> import types
+        >>> windows_of(types.SimpleNamespace(windows=(64, 0), window=8)), windows_of(None)
+        ((64, 0), (0,))
+    """
+    if isinstance(config, HasWindows) and config.windows:
+        return config.windows
+    if isinstance(config, HasWindow):
+        return (config.window,)
+    return (0,)
