@@ -108,7 +108,9 @@ def test_a_new_chip_has_its_flags_and_its_peak(new: Chip) -> None:
     CHIPS["v9"] = new
 
 
-@pytest.mark.parametrize(("fsdp", "exchange"), [(4, RaggedAllToAll), (8, DenseAllToAll)])
+@pytest.mark.parametrize(
+    ("fsdp", "exchange"), [(4, RaggedAllToAll), (8, DenseAllToAll)], ids=["at-the-limit", "above"]
+)
 def test_a_new_chip_has_its_quirks(fsdp: int, exchange: type, new: Chip) -> None:
     """Experts are exchanged as its links allow."""
     mesh = abstract_mesh(MeshShape(fsdp=fsdp, expert=8))
