@@ -159,7 +159,7 @@ class GradTransform:
         return dict(restored)
 
     def sent(self, plan: Any) -> Mapping[str, Mapping[str, Sequence[int]]]:
-        """Return path → axis → bytes of each array that a device sends in place of a gradient."""
+        """Return path → axis → bytes of each array sent by a device in place of a gradient."""
         del plan
         return {}
 

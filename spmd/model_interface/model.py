@@ -41,7 +41,7 @@ def takes_valid(function: Any) -> bool:
 
 @runtime_checkable
 class PositionAware(Protocol):
-    """A module that says whether the order of its tokens may change (`ModelInfo.position_aware`)."""
+    """A module with `ModelInfo.position_aware`: whether the order of its tokens may change."""
 
     @property
     def position_aware(self) -> bool:
@@ -50,7 +50,7 @@ class PositionAware(Protocol):
 
 @runtime_checkable
 class SupportsKVCache(Protocol):
-    """A module that says whether it can decode by tokens (`ModelInfo.supports_kv_cache`)."""
+    """A module with `ModelInfo.supports_kv_cache`: whether it decodes token by token."""
 
     @property
     def supports_kv_cache(self) -> bool:

@@ -235,7 +235,7 @@ class Remat:
 
 
 def _is_stored(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a primitive is that of `spmd.plan.compressed_activations`, with codes."""
+    """Return whether a primitive is `stored` of `spmd.plan.compressed_activations`."""
     return primitive.name == "stored"
 
 
