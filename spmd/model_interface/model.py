@@ -41,7 +41,7 @@ def takes_valid(function: Any) -> bool:
 
 @runtime_checkable
 class PositionAware(Protocol):
-    """A module that says whether the order of its tokens may change (`ModelInfo.position_aware`)."""
+    """Declaration of a module about the order of its tokens (`ModelInfo.position_aware`)."""
 
     @property
     def position_aware(self) -> bool:
@@ -50,7 +50,7 @@ class PositionAware(Protocol):
 
 @runtime_checkable
 class SupportsKVCache(Protocol):
-    """A module that says whether it can decode by tokens (`ModelInfo.supports_kv_cache`)."""
+    """Declaration of a module about decoding token by token (`ModelInfo.supports_kv_cache`)."""
 
     @property
     def supports_kv_cache(self) -> bool:

@@ -28,7 +28,7 @@ class HasContext(Protocol):
 
 @runtime_checkable
 class HasLayers(Protocol):
-    """A config with a number of layers, which a pipeline divides among its stages."""
+    """A config with a number of layers, to divide among the stages of a pipeline."""
 
     @property
     def layers(self) -> int:
@@ -37,7 +37,7 @@ class HasLayers(Protocol):
 
 @runtime_checkable
 class HasHeads(Protocol):
-    """A config with attention heads, which tensor parallelism divides."""
+    """A config with attention heads, to divide over `tensor`."""
 
     @property
     def heads(self) -> int:
@@ -86,12 +86,12 @@ class HasWindow(Protocol):
 
     @property
     def window(self) -> int:
-        """Tokens that a query sees; 0 for all before it."""
+        """Tokens seen by a query; 0 for all before it."""
 
 
 @runtime_checkable
 class HasWindows(Protocol):
-    """A config with attention windows that differ between layers."""
+    """A config with an attention window for each layer."""
 
     @property
     def windows(self) -> tuple[int, ...]:
