@@ -88,7 +88,10 @@ def quantize(
 
 
 def dequantize(codes: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """Return codes times their scales, which broadcast to them: multiplied in float32."""
+    """Return codes times their scales, multiplied in float32.
+
+    Scales broadcast to the shape of the codes.
+    """
     return (codes.astype(jnp.float32) * scale).astype(dtype)
 
 

@@ -359,6 +359,19 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"one of: {', '.join(choices)}"
 
 
+def any_of(choices: Iterable[Any]) -> str:
+    """Return choices as a remedy: any of them will do.
+
+    Example:
+        >>> any_of([0, 1, 2]), any_of(["bf16"])
+        ('0, 1 or 2', 'bf16')
+    """
+    *others, last = map(str, choices)
+    if not others:
+        return last
+    return f"{', '.join(others)} or {last}"
+
+
 def nearest_file(path: Path, also: Iterable[str] = ()) -> str:
     """Return the sibling nearest to a missing path, or one of `also`, as a question.
 

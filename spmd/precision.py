@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd.errors import ConfigError, Problem, check_fields, did_you_mean
+from spmd.codecs import EXCHANGES
+from spmd.errors import ConfigError, Problem, any_of, check_fields, did_you_mean
 from spmd.loss_scaling.loss_scale import LossScale
 from spmd.model_interface.grad_transform import GradTransform
 
@@ -29,7 +30,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "params": ("float32", "bfloat16", "float64"),
     "compute": ("float32", "bfloat16", "float16", "float64"),
     "gradients": ("float32", "bfloat16", "float64"),
-    "exchange": (None, "float32", "bfloat16", "int8", "int4"),
+    "exchange": (None, "float32", "bfloat16", *EXCHANGES),
     "accumulation": ("float32", "bfloat16", "float64"),
     "master": (None, "float32"),
     "moments": (None, "float32", "bfloat16", "8bit"),
@@ -96,7 +97,7 @@ class Precision:
         for axis, dtype in self.exchange_over.items():
             if dtype not in _CHOICES["exchange"]:
                 where = f"exchange_over[{axis!r}]"
-                fix = "float32, bfloat16, int8 or int4"
+                fix = any_of(filter(None, _CHOICES["exchange"]))
                 problems.append(Problem(where, f"is {dtype!r}", fix=fix))
         if problems:
             raise ConfigError("Invalid precision:", problems)

@@ -13,6 +13,7 @@ from spmd.commands.parsing import ConfigFields, parse_command, parse_flags
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.observe.spinner import spin_until_each, spinner
+from spmd.parity.bugs import Bug
 from spmd.parity.result import Parity
 from spmd.run.build import abstract_batch, config_mesh, make_setup, planned_mesh
 from spmd.run.check import Check, StepCheck, Sweep, axes_text
@@ -33,9 +34,7 @@ class _CheckOptions:
     """Print one JSON object with a record for every leaf."""
     products: int = 0
     """Instead of one mesh, check every product of up to this many axes of size 2, a line each."""
-    inject: Literal[
-        "", "reduction", "token-weight", "gradient-scale", "leaf-scale", "stale-microbatch"
-    ] = ""
+    inject: Literal["", Bug] = ""
     """Inject a bug that the check must find: gradients of half of the examples, padding with weight,
     all gradients or those of one parameter 1 % too large, a microbatch that counts twice."""
     explicit: bool = False

@@ -28,7 +28,8 @@ from spmd.run.config import TrainConfig
 from spmd.run.load_params import is_run, read_adapters, read_params
 from spmd.run.run_dir import RunDir
 
-_DTYPES = {"bf16": jnp.bfloat16, "float32": jnp.float32}
+_Dtype = Literal["", "bf16", "float32"]
+_DTYPES: dict[_Dtype, Any] = {"bf16": jnp.bfloat16, "float32": jnp.float32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ExportCommand:
     """Export the trained parameters, where the run evaluates others, such as an average."""
     adapter: bool = False
     """Write the LoRA adapters alone, for `peft`."""
-    dtype: Literal["", "bf16", "float32"] = ""
+    dtype: _Dtype = ""
     """Dtype of the tensors; that of the parameters by default."""
     shard_size: str = "5GB"
     """Maximum size of a file; a larger tensor gets a file of its own."""

@@ -32,6 +32,7 @@ from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.config import TrainConfig, config_values
 from spmd.run.run_dir import IMPORTED, RunDir
 from spmd.sharding.mesh import MeshShape
+from spmd.sharding.optimizer_state import ZeroStage
 
 _DEFAULT_SEQUENCE = 2048
 
@@ -50,7 +51,7 @@ class ImportCommand:
     """Run folder; it must not exist."""
     mesh: MeshShape = MeshShape(fsdp=-1)
     """Size of each mesh axis; one may be -1."""
-    zero: Literal[0, 1, 2, 3] = 3
+    zero: ZeroStage = 3
     """ZeRO stage: parameters are sharded over fsdp at 3."""
     precision: Literal["float32", "bf16", "bf16-params"] = "float32"
     """float32; bf16: compute in it; bf16-params: also store parameters in it."""

@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jinja2.ext
 from jinja2 import TemplateError, meta, nodes
@@ -66,6 +66,8 @@ _FAILURES = (
 )
 _TITLE = "Invalid chat template:"
 
+Longer = Literal["refuse", "drop", "truncate"]
+
 
 @dataclasses.dataclass(frozen=True)
 class ChatConfig:
@@ -73,7 +75,7 @@ class ChatConfig:
 
     template: str = ""
     """Jinja file of the chat template; empty: that of the tokenizer's folder, or else of init."""
-    longer: Literal["refuse", "drop", "truncate"] = "refuse"
+    longer: Longer = "refuse"
     """Conversations that are longer than a sequence: refuse the data, drop them, or truncate
     them."""
     date: str = ""
@@ -81,7 +83,7 @@ class ChatConfig:
     same text."""
 
     def __post_init__(self) -> None:
-        problems = check_fields(self, {"longer": ("refuse", "drop", "truncate")}, "chat.")
+        problems = check_fields(self, {"longer": get_args(Longer)}, "chat.")
         try:
             _ = self.now
         except ValueError as error:

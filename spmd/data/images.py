@@ -18,7 +18,7 @@ import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
@@ -42,6 +42,10 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _FIX = "repair or remove the file, or unreadable='skip'"
 _ASPECT = 4 / 3
 _TRIES = 10
+
+Crop = Literal["center", "random"]
+Pixels = Literal["float32", "uint8"]
+Unreadable = Literal["error", "skip"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,12 +85,12 @@ class ImageFolder:
     _: dataclasses.KW_ONLY
     size: int
     classes: tuple[str, ...] = ()
-    crop: Literal["center", "random"] = "center"
+    crop: Crop = "center"
     min_area: float = 0.08
     views: int = 1
     seed: int = 0
-    pixels: Literal["float32", "uint8"] = "float32"
-    unreadable: Literal["error", "skip"] = "error"
+    pixels: Pixels = "float32"
+    unreadable: Unreadable = "error"
     threads: int = 2
     skipped: tuple[Problem, ...] = dataclasses.field(default=(), init=False, repr=False)
     """Images that cannot be read, with `unreadable="skip"`."""
@@ -121,9 +125,9 @@ class ImageFolder:
             "threads": "at least 1",
             "seed": "at least 0",
             "min_area": "above 0 and at most 1",
-            "crop": ("center", "random"),
-            "pixels": ("float32", "uint8"),
-            "unreadable": ("error", "skip"),
+            "crop": get_args(Crop),
+            "pixels": get_args(Pixels),
+            "unreadable": get_args(Unreadable),
         }
         problems = check_fields(self, rules)
         if self.crop == "center" and self.views != 1:

@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import grain
 import jax
@@ -38,7 +38,8 @@ BatchIndex = tuple[slice, ...]
 """Rows and columns of a batch that one device holds."""
 
 _DEFAULT_SOURCE = ("stdlib",)
-PACKINGS = ("auto", "windows", "documents", "padded")
+Packing = Literal["auto", "windows", "documents", "padded"]
+PACKINGS = get_args(Packing)
 _MAX_BIGRAM_VOCAB = 4096
 _COUNTED_AT_ONCE = 2**22
 
@@ -60,7 +61,7 @@ class DataConfig:
     """Field of JSON lines, or column of Parquet and Arrow files, that holds the text."""
     sequence: int = 256
     """Tokens per sequence."""
-    packing: Literal["auto", "windows", "documents", "padded"] = "auto"
+    packing: Packing = "auto"
     """How text becomes sequences: windows cut it every `sequence` tokens, across documents;
     documents puts whole ones side by side, of which none sees another, and cuts those that are
     longer; padded gives each a sequence of its own; auto is windows for text and documents for

@@ -38,7 +38,7 @@ LossFn = Callable[[Any, Any, Any, jax.Array], tuple[Sums, Any]]
 
 @runtime_checkable
 class DeclaresAdditive(Protocol):
-    """A `LossFn` that declares its sums to be sums over examples, as `ModelLoss` can."""
+    """Declaration of a `LossFn` about its sums: they are sums over examples."""
 
     @property
     def additive(self) -> bool:
@@ -47,7 +47,7 @@ class DeclaresAdditive(Protocol):
 
 @runtime_checkable
 class DeclaresWeighted(Protocol):
-    """A `LossFn` that declares its losses to be multiplied by their weights, as `ModelLoss` can."""
+    """Declaration of a `LossFn` about its losses: they are multiplied by their weights."""
 
     @property
     def weighted(self) -> bool:

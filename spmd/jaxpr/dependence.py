@@ -93,7 +93,7 @@ def made_by_scan(jaxpr: Any) -> list[bool]:
 
 
 def _stacked_here(equation: Any, _: list[bool]) -> list[bool]:
-    """Return a flag for each output of an equation: it is a scan that stacks it, or calls one."""
+    """Return a flag for each output of an equation: stacked by it, a scan, or by a scan it calls."""
     if equation.primitive.name == "scan":
         return stacked_outputs(equation)
     called = called_jaxpr(equation)

@@ -178,7 +178,7 @@ def nested_jaxprs(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr]:
 
 
 def called_jaxpr(equation: JaxprEqn) -> Jaxpr | None:
-    """Return the jaxpr that takes an equation's operands and returns its results; None without one.
+    """Return the jaxpr called by an equation with its own operands and results; None without one.
 
     A loop and a condition have none: they take the results of other iterations or branches.
     """
@@ -221,7 +221,7 @@ def _are_stacked(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
 
 
 def producers(jaxpr: Jaxpr) -> dict[Var, JaxprEqn]:
-    """Return value → the equation of a jaxpr that makes it. Inputs and literals have none."""
+    """Return value → its equation, in a jaxpr. Inputs and literals have none."""
     made = dict[Var, JaxprEqn]()
     for equation in jaxpr.eqns:
         made |= dict.fromkeys(equation.outvars, equation)

@@ -13,7 +13,7 @@ exchanged for tokens; any kernel).
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -21,10 +21,20 @@ from jax.sharding import Mesh
 from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.sharding.mesh import AnyMesh
 
-KERNELS = {"xla": "", "chunked": "", "cudnn": "gpu", "splash": "tpu"}
+Kernel = Literal["xla", "chunked", "cudnn", "splash"]
+
+KernelChoice = Literal["auto", Kernel]
+
+KERNELS: dict[str, str] = {
+    **dict.fromkeys(get_args(Kernel), ""),
+    "cudnn": "gpu",
+    "splash": "tpu",
+}
 """Kernel → the platform it needs, if any."""
 
-CONTEXTS = ("ring", "all-to-all")
+ContextChoice = Literal["ring", "all-to-all"]
+
+CONTEXTS = get_args(ContextChoice)
 """Algorithms for a sequence that is split over devices."""
 
 CHUNKED_FROM = 2048
@@ -162,7 +172,7 @@ def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> Attention
 def attention_problems(kernel: str, context: str) -> list[Problem]:
     """Return the problems of the two names alone."""
     problems = []
-    kernels = ("auto", *KERNELS)
+    kernels = get_args(KernelChoice)
     if kernel not in kernels:
         problems.append(Problem("attention", f"is {kernel!r}", fix=did_you_mean(kernel, kernels)))
     if context not in CONTEXTS:

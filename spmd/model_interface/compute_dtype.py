@@ -23,7 +23,7 @@ from spmd.model_interface.ambient import ambient_compute_dtype
 
 @runtime_checkable
 class KeepsDtype(Protocol):
-    """Outputs with a dtype of their own, such as lazy logits."""
+    """Outputs with a dtype of their own, such as logits before they are computed."""
 
     keeps_dtype: ClassVar[bool]
     """Whether the arrays inside stay in their dtype."""

@@ -41,7 +41,7 @@ def takes_valid(function: Any) -> bool:
 
 @runtime_checkable
 class PositionAware(Protocol):
-    """A module with `ModelInfo.position_aware`: whether the order of its tokens may change."""
+    """Declaration of a module about the order of its tokens (`ModelInfo.position_aware`)."""
 
     @property
     def position_aware(self) -> bool:
@@ -50,7 +50,7 @@ class PositionAware(Protocol):
 
 @runtime_checkable
 class SupportsKVCache(Protocol):
-    """A module with `ModelInfo.supports_kv_cache`: whether it decodes token by token."""
+    """Declaration of a module about decoding token by token (`ModelInfo.supports_kv_cache`)."""
 
     @property
     def supports_kv_cache(self) -> bool:

@@ -28,7 +28,7 @@ class HasContext(Protocol):
 
 @runtime_checkable
 class HasLayers(Protocol):
-    """A config with a number of layers, for a pipeline to divide among its stages."""
+    """A config with a number of layers, to divide among the stages of a pipeline."""
 
     @property
     def layers(self) -> int:
@@ -37,7 +37,7 @@ class HasLayers(Protocol):
 
 @runtime_checkable
 class HasHeads(Protocol):
-    """A config with attention heads, for tensor parallelism to divide."""
+    """A config with attention heads, to divide over `tensor`."""
 
     @property
     def heads(self) -> int:
@@ -91,7 +91,7 @@ class HasWindow(Protocol):
 
 @runtime_checkable
 class HasWindows(Protocol):
-    """A config with different attention windows of its layers."""
+    """A config with an attention window for each layer."""
 
     @property
     def windows(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from optax import contrib
 from spmd.errors import (
     ConfigError,
     Problem,
+    any_of,
     check_call,
     check_fields,
     check_type,
@@ -133,14 +134,19 @@ _FIELDS = {
 }
 
 
+_FLOAT32_STATE: tuple[OptimizerName, ...] = ("adafactor", "muon")
+"""Optimizers that keep their state in float32."""
+
+
 def _moments_problems(config: OptimizerConfig) -> list[Problem]:
     """Return a problem if narrow moments are asked of an optimizer without them."""
-    if config.moments == "float32" or config.name not in ("adafactor", "muon"):
+    if config.moments == "float32" or config.name not in _FLOAT32_STATE:
         return []
+    others = [name for name in get_args(OptimizerName) if name not in _FLOAT32_STATE]
     problem = Problem(
         "moments",
         f"is {config.moments}, and {config.name} keeps its state in float32",
-        fix="float32, or name adamw, lion or sgd",
+        fix=f"float32, or name {any_of(others)}",
     )
     return [problem]
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +109,8 @@ def _changed(grad_fn: GradFn, change: Callable[[Any], Any]) -> GradFn:
 
     return changed
 
+
+Bug = Literal["reduction", "token-weight", "gradient-scale", "leaf-scale", "stale-microbatch"]
 
 BUGS: dict[str, Callable[[GradFn], GradFn]] = {
     "reduction": drop_reduction,

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, RuleError, Together, first_of
+from spmd.errors import ConfigError, Problem, RuleError, Together, any_of, first_of
 from spmd.model_interface.attention_config import AttentionConfig, make_attention_config
 from spmd.model_interface.grad_transform import Carry, GradTransform
 from spmd.model_interface.model import Model, ModelInfo, abstract_key
@@ -449,7 +449,7 @@ def _check_arguments(
     """Raise a `ConfigError` with all arguments of a wrong kind."""
     problems = resolve.check_arguments(mesh, rules, model, optimizer, transforms)
     if zero not in ZERO_KEEPS:
-        problems.append(Problem("zero", f"is {zero!r}", fix="0, 1, 2 or 3"))
+        problems.append(Problem("zero", f"is {zero!r}", fix=any_of(ZERO_KEEPS)))
     if problems:
         raise ConfigError(_CANNOT, problems)
 

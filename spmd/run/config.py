@@ -18,7 +18,16 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    Protocol,
+    TypeVar,
+    get_args,
+    runtime_checkable,
+)
 
 import tyro
 from flax import nnx
@@ -29,7 +38,7 @@ from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.lora.adapters import LoRAConfig
-from spmd.model_interface.attention_config import attention_problems
+from spmd.model_interface.attention_config import ContextChoice, KernelChoice, attention_problems
 from spmd.model_interface.model_config import HasContext
 from spmd.model_interface.remat import make_remat
 from spmd.optim.config import OptimizerConfig
@@ -40,7 +49,11 @@ from spmd.run.run_config import EvaluationInterval, FieldRules, RunConfig
 from spmd.settings.compress import NO_COMPRESSION, CompressConfig
 from spmd.settings.quantize import table_problems
 from spmd.sharding.mesh import MeshShape
+from spmd.sharding.optimizer_state import ZeroStage
 from spmd.sharding.rules import Rules
+
+Task = Literal["pretrain", "sft"]
+ExchangeOnce = Literal["auto", "none", "data", "data+fsdp"]
 
 
 class ModelConfig(Protocol):
@@ -146,7 +159,7 @@ class TrainConfig(RunConfig, Generic[M]):
     slices: MeshShape = MeshShape()
     """Number of TPU slices or GPU hosts that each axis spans over the slow network; it divides the
     axis."""
-    zero: Literal[0, 1, 2, 3] = 3
+    zero: ZeroStage = 3
     """ZeRO stage: shard optimizer state (1), also gradients (2), also parameters (3) over fsdp."""
     remat: str = "none"
     """Activations that each layer saves for the backward pass: none (all of them), full (its
@@ -163,10 +176,10 @@ class TrainConfig(RunConfig, Generic[M]):
     """Matmuls of linear layers in fewer bits: fp8, fp8-delayed, fp8-block, mxfp8, int8 for all
     layers of blocks, or rows PATTERN=RECIPE,PATTERN=RECIPE of kernels' paths, of which the first
     that matches decides; empty: none."""
-    attention: Literal["auto", "xla", "chunked", "cudnn", "splash"] = "auto"
+    attention: KernelChoice = "auto"
     """Attention kernel: auto (by device and sequence length), xla, chunked (long sequences, any
     device), cudnn (GPUs, 16-bit floats), splash (TPUs)."""
-    context: Literal["ring", "all-to-all"] = "ring"
+    context: ContextChoice = "ring"
     """Attention over a sequence split over mesh.sequence: ring (rotates keys and values),
     all-to-all (exchanges heads for tokens)."""
     offload: tuple[str, ...] = ()
@@ -185,7 +198,7 @@ class TrainConfig(RunConfig, Generic[M]):
     """Optimizer, learning rate schedule and clipping."""
     data: DataConfig = DataConfig()
     """Corpus, tokenizer and batch shape."""
-    task: Literal["pretrain", "sft"] = "pretrain"
+    task: Task = "pretrain"
     """What is trained: pretrain, all of a text; sft (supervised fine-tuning), what the assistant
     says in conversations, lines of .jsonl files."""
     chat: ChatConfig = ChatConfig()
@@ -193,7 +206,7 @@ class TrainConfig(RunConfig, Generic[M]):
     accumulate: int = 1
     """Gradient accumulation: microbatches per batch, to save memory. Only auxiliary losses that are
     computed over a whole batch change."""
-    defer_grad_reduction: Literal["auto", "none", "data", "data+fsdp"] = "auto"
+    defer_grad_reduction: ExchangeOnce = "auto"
     """Mesh axes over which gradients are exchanged once a step, not in each microbatch, of
     accumulation or a pipeline: auto (those that take no memory, with a reason where there are
     none), none, data, data+fsdp (holds gradients and parameters whole over fsdp)."""
@@ -214,9 +227,9 @@ class TrainConfig(RunConfig, Generic[M]):
         "accumulate": "at least 1",
         "logits_chunk": "at least 1",
         "devices": "at least 0",
-        "zero": (0, 1, 2, 3),
-        "task": ("pretrain", "sft"),
-        "defer_grad_reduction": ("auto", "none", "data", "data+fsdp"),
+        "zero": get_args(ZeroStage),
+        "task": get_args(Task),
+        "defer_grad_reduction": get_args(ExchangeOnce),
         "pipeline.microbatches": "at least 0 and at most 65536",
         "pipeline.chunks": "at least 0 and at most 65536",
         "evaluate.tokens": "at least 1",

@@ -10,6 +10,9 @@ from spmd.observe.writers import WriterName
 FieldRules = Mapping[str, str | Sequence[Any]]
 """Rules of fields by their dotted names, as `spmd.errors.check_fields` reads them."""
 
+OnNaN = Literal["stop", "skip", "roll-back"]
+OnSpike = Literal["ignore", OnNaN]
+
 
 @runtime_checkable
 class HasModel(Protocol):
@@ -35,7 +38,7 @@ class EvaluationInterval:
 class RecoveryConfig:
     """Loss spikes, rollback and the watchdog's deadlines."""
 
-    on_spike: Literal["ignore", "stop", "skip", "roll-back"] = "ignore"
+    on_spike: OnSpike = "ignore"
     """Response to a loss spike: stop the run; skip updates whose gradient norm is a spike;
     roll-back to the last checkpoint and skip the batches since."""
     spike_factor: float = 3.0
@@ -86,7 +89,7 @@ class RunConfig:
     """Total number of steps."""
     seed: int = 0
     """Seed of parameters, shuffling and sample."""
-    on_nan: Literal["stop", "skip", "roll-back"] = "stop"
+    on_nan: OnNaN = "stop"
     """Response to a non-finite loss or gradient: stop the run; skip the step and count it;
     roll-back to the last checkpoint and skip the batches since. fp16 always skips; it stops or
     rolls back only at the minimum loss scale."""
@@ -120,8 +123,8 @@ class RunConfig:
         "evaluate.every": "at least 0",
         "evaluate.patience": "at least 0",
         "seed": "at least 0 and below 4294967296",
-        "on_nan": ("stop", "skip", "roll-back"),
-        "recovery.on_spike": ("ignore", "stop", "skip", "roll-back"),
+        "on_nan": get_args(OnNaN),
+        "recovery.on_spike": get_args(OnSpike),
         "recovery.spike_factor": "at least 1",
         "recovery.spike_window": "at least 2",
         "recovery.skips_in_a_row": "at least 1",

@@ -27,8 +27,7 @@ from spmd.sharding.param_comm import ParamComm
 GRADIENTS: Mapping[str, str] = {
     "float32": "float32",
     "bf16": "bfloat16",
-    "int8": "int8",
-    "int4": "int4",
+    **dict(zip(EXCHANGES, EXCHANGES, strict=True)),
 }
 """Value of `CompressConfig.gradients` → value of `Precision.exchange`."""
 

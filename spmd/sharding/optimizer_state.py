@@ -12,7 +12,7 @@ error.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ from spmd import tree
 from spmd.errors import Problem
 from spmd.sharding.mesh import as_entry, entry_axes, shards_of
 
-ZERO_KEEPS = {
+ZeroStage = Literal[0, 1, 2, 3]
+
+ZERO_KEEPS: dict[int, tuple[str, ...]] = {
     0: (),
     1: ("optimizer",),
     2: ("optimizer", "gradients"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -11,6 +12,7 @@ from spmd.commands.parsing import parse_command
 from spmd.commands.plan import PlanCommand
 from spmd.distributed.initialize import initialize
 from spmd.errors import CheckpointError, ConfigError, MeshError
+from spmd.model_interface.attention_config import KERNELS, Kernel
 from spmd.model_interface.model_config import (
     experts_of,
     heads_of,
@@ -20,10 +22,13 @@ from spmd.model_interface.model_config import (
 )
 from spmd.models.llama import LlamaConfig
 from spmd.models.mixtral import PRESETS as MIXTRALS
+from spmd.parity.bugs import BUGS, Bug
 from spmd.partition_rules.llama import LLAMA
+from spmd.precision import POLICIES
 from spmd.run.config import config_difference, config_values, with_values
 from spmd.run.load_config import load_config, other_config, shipped
 from spmd.run.run_dir import RunDir
+from spmd.sharding.optimizer_state import ZERO_KEEPS, ZeroStage
 from tests import tiny
 
 CONFIG = spmd.TrainConfig(model=tiny.CONFIG, rules=LLAMA)
@@ -426,6 +431,16 @@ def test_a_model_without_optional_numbers_counts_as_one_of_each():
     assert numbers(model) == ((32, 8), 32, 8, (model.window,))
     assert router_of(NoDataclass()) is None
     assert router_of(model) is model.router
+
+
+def test_the_names_of_flags_are_those_of_their_tables():
+    """In their order; the control: float64 is a policy, and no flag of a language model."""
+    assert get_args(Bug) == tuple(BUGS)
+    assert get_args(Kernel) == tuple(KERNELS)
+    assert get_args(ZeroStage) == tuple(ZERO_KEEPS)
+    policies = get_args(get_type_hints(spmd.TrainConfig)["precision"])
+    assert set(POLICIES) - set(policies) == {"float64"}
+    assert set(policies) <= set(POLICIES)
 
 
 @pytest.mark.parametrize("number", [2**31, 99999999999999999999])
