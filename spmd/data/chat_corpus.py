@@ -21,7 +21,7 @@ from spmd.data.chat import (
     ChatTemplate,
     read_conversation,
 )
-from spmd.data.corpus import Corpus, install, score, validation_cut
+from spmd.data.corpus import SPLITS, Corpus, install, score, validation_cut
 from spmd.data.message_fields import FLAGS, READ_HERE, is_turned_off
 from spmd.data.sources import SourceFile, find_files
 from spmd.data.tokenizer import Tokenizer, id_dtype
@@ -29,8 +29,7 @@ from spmd.errors import DataError, Problem
 
 _LAYOUT = 2  # version of the cached files
 _PROBLEMS_SHOWN = 10
-_SPLITS = ("train", "validation")
-_NAMES = [f"{split}{part}" for part in ("", "_ends", "_mask") for split in _SPLITS]
+_NAMES = [f"{split}{part}" for part in ("", "_ends", "_mask") for split in SPLITS]
 _ABOUT = "conversations.json"
 _FIELDS = {"message": "message field ", "line": "line field "}
 """What has fields → the start of the names under which fields that nobody reads are counted."""
@@ -144,7 +143,7 @@ class _Texts:
         if len(found) > 1:
             held_out = scores < validation_cut(scores, fraction)
         arrays: dict[str, np.ndarray] = {}
-        for split, wanted in zip(_SPLITS, (~held_out, held_out), strict=True):
+        for split, wanted in zip(SPLITS, (~held_out, held_out), strict=True):
             kept = [found[i] for i in np.flatnonzero(wanted)]
             arrays |= self._joined(split, kept)
         self.about["conversations"] = len(found)

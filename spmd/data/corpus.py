@@ -20,7 +20,8 @@ from spmd.data.sources import find_files
 from spmd.data.tokenizer import Tokenizer, document_ids, id_dtype
 from spmd.errors import DataError, Problem
 
-_SPLITS = ("train", "validation")
+SPLITS = ("train", "validation")
+"""Parts of a text, and names of their files."""
 _LAYOUT = 1  # version of the cached files
 
 
@@ -138,7 +139,7 @@ def _build(
     ) as temporary:
         built = Path(temporary, "built")
         built.mkdir()
-        files = [_token_file(built / f"{split}.npy", dtype) for split in _SPLITS]
+        files = [_token_file(built / f"{split}.npy", dtype) for split in SPLITS]
         lengths: tuple[list[int], list[int]] = ([], [])
         with files[0] as append_train, files[1] as append_validation:
             append = (append_train, append_validation)
@@ -147,7 +148,7 @@ def _build(
                 append[is_validation](document)
                 lengths[is_validation].append(len(document))
         documents.check()
-        for split, sizes in zip(_SPLITS, lengths, strict=True):
+        for split, sizes in zip(SPLITS, lengths, strict=True):
             np.save(built / f"{split}_ends.npy", np.cumsum(sizes, dtype=np.int64))
         (built / "corpus.json").write_text(
             json.dumps({"documents": len(scores), "skipped": documents.skipped})
@@ -200,7 +201,7 @@ def _open_cached(folder: Path) -> tuple[list[np.memmap], tuple[int, int]] | None
     None if a cache is missing or damaged.
     """
     try:
-        names = (*_SPLITS, *(f"{split}_ends" for split in _SPLITS))
+        names = (*SPLITS, *(f"{split}_ends" for split in SPLITS))
         arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names]
         counts = json.loads((folder / "corpus.json").read_text())
         return arrays, (int(counts["documents"]), int(counts["skipped"]))

@@ -22,6 +22,7 @@ from spmd.errors import CheckpointError, Problem, first_of
 from spmd.hf.family import Family, Ignored, TensorMapping, TensorSource, family_of
 from spmd.hf.fields import collect_errors
 from spmd.hf.safetensors import SafetensorsFile, Tensor
+from spmd.model_interface.model_config import experts_of, layers_of
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -149,8 +150,7 @@ def _size_problems(family: Family, config: Any, tensors: int) -> list[Problem]:
     It runs before any table of that size is built.
     """
     mappings = family.names(config)
-    router = getattr(config, "router", None)
-    counts = {"layer": getattr(config, "layers", 1), "expert": getattr(router, "experts", 1)}
+    counts = {"layer": layers_of(config), "expert": experts_of(config)}
     used: dict[str, int] = {}
     for field, count in counts.items():
         if any(f"{{{field}}}" in mapping.tensor for mapping in mappings):

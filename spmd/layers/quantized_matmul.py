@@ -124,7 +124,9 @@ def rounded_in_blocks(
     lengths = {dim: math.gcd(x.shape[dim], recipe.block) for dim in divided}
     blocks, inner = codecs.split_blocks(x, lengths)
     largest = jnp.max(jnp.abs(blocks), axis=inner, keepdims=True)
-    codes, scale = scaled(blocks, largest, dtype)
+    # In float16 the quotient of a small magnitude is subnormal: rounded down, it would be the scale
+    # of a code beyond the largest, which is not a number.
+    codes, scale = scaled(blocks, largest.astype(jnp.float32), dtype)
     rounded = codecs.dequantize(codes, scale, x.dtype)
     return rounded.reshape(x.shape)
 

@@ -141,6 +141,19 @@ def test_codes_that_are_stored_or_multiplied_are_of_one_quantizer(factor):
     )
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "fp8-block"])
+def test_small_blocks_of_float16_are_finite(name):
+    """A scale that float16 has no normal number for is computed in float32; the control is float32."""
+    recipe = RECIPES[name]
+    x = np.random.default_rng(0).uniform(-1, 1, (64, 256)).astype(np.float32)
+    magnitudes = 2.0 ** -np.arange(4.0, 20.0, 0.25)  # [row]
+    x = jnp.asarray(x * magnitudes[:, None], jnp.float16)
+    rounded = rounded_in_blocks(x, (1,), recipe, recipe.inputs)
+    expected = rounded_in_blocks(x.astype(jnp.float32), (1,), recipe, recipe.inputs)
+    np.testing.assert_array_equal(rounded, expected.astype(jnp.float16))
+    assert np.isfinite(rounded).all()
+
+
 def test_magnitudes_beyond_the_history_are_clipped():
     """To the largest code, not to what is no number."""
     codes, scale = quantize(
