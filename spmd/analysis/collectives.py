@@ -34,6 +34,7 @@ from spmd.analysis.replica_groups import (
     cross_slice_count,
     kind_of,
     mesh_axes,
+    mesh_places,
     per_device,
     read_groups,
 )
@@ -327,7 +328,7 @@ class _Search:
         """Return the figures of a collective; None if nothing leaves its device."""
         kind = kind_of(instruction)
         groups, pairs = read_groups(instruction.attributes, self.devices)
-        places = self._places(instruction, groups)
+        places = mesh_places(instruction, groups, self.places)
         axes = mesh_axes(places, self.axes, pairs=pairs)
         if axes == ():
             return None
@@ -345,18 +346,6 @@ class _Search:
             is_overlapped=is_overlapped,
             overlapped_cycles=cycles,
         )
-
-    def _places(self, instruction: Instruction, groups: Groups) -> Groups:
-        """Return the groups of all programs, with the devices' numbers in the mesh."""
-        if instruction.opcode == "send":
-            return self.places.T.tolist()
-        if len(self.places) == 1:
-            return groups
-        places = []
-        for row in self.places:
-            for group in groups:
-                places.append(row[list(group)].tolist())
-        return places
 
     def _record(self, transfer: _Transfer, part: int) -> Collective:
         """Return the record of one array of a collective, before its executions are counted."""

@@ -179,6 +179,26 @@ def mesh_axes(
     return named
 
 
+def mesh_places(instruction: Instruction, groups: Groups, places: np.ndarray) -> Groups:
+    """Return the groups of all programs, with the devices' numbers in the mesh.
+
+    Between slices there are several programs, and a `send` joins the same device of all.
+
+    Args:
+        groups: Of one program.
+        places: `[program, device]` → number in the mesh.
+    """
+    if instruction.opcode == "send":
+        return places.T.tolist()
+    if len(places) == 1:
+        return groups
+    found = []
+    for row in places:
+        for group in groups:
+            found.append(row[list(group)].tolist())
+    return found
+
+
 def cross_slice_count(groups: Groups, parts: np.ndarray, kind: str, *, pairs: bool) -> int:
     """Return the payloads per run of a collective into the part with the most from other parts.
 

@@ -18,7 +18,7 @@ import numpy as np
 from spmd.analysis.collective_record import KINDS
 from spmd.analysis.hlo import Computation, HloArray, HloModule, Instruction
 from spmd.analysis.overlap import chain_of
-from spmd.analysis.replica_groups import Groups, kind_of, mesh_axes, read_groups
+from spmd.analysis.replica_groups import kind_of, mesh_axes, mesh_places, read_groups
 from spmd.analysis.trip_count import trip_count
 from spmd.layers.expert_dispatch import EXTRA_PASSES
 
@@ -301,7 +301,7 @@ class _Reader:
         """Return the transfer of a collective."""
         kind = kind_of(instruction)
         groups, pairs = read_groups(instruction.attributes, self.devices)
-        places = self._places(instruction, groups)
+        places = mesh_places(instruction, groups, self.places)
         around = self._computation_of(instruction)
         if kind == "all-reduce" and around.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # XLA:TPU fuses an all-reduce with the slice of each device
@@ -312,18 +312,6 @@ class _Reader:
             payload *= max(map(len, places))
         axes = mesh_axes(places, self.axes, pairs=pairs)
         return Transfer(kind, payload, instruction.name, tuple(places[0]), axes)
-
-    def _places(self, instruction: Instruction, groups: Groups) -> Groups:
-        """Return the groups of all programs, with the devices' numbers in the mesh."""
-        if instruction.opcode == "send":
-            return self.places.T.tolist()
-        if len(self.places) == 1:
-            return groups
-        places = []
-        for row in self.places:
-            for group in groups:
-                places.append(row[list(group)].tolist())
-        return places
 
     def _computation_of(self, instruction: Instruction) -> Computation:
         """Return the computation of an instruction."""
