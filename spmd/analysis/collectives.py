@@ -36,6 +36,7 @@ from spmd.analysis.replica_groups import (
     mesh_axes,
     mesh_places,
     per_device,
+    program_places,
     read_groups,
 )
 from spmd.coded_comm import codes, comm
@@ -194,13 +195,8 @@ class _Search:
         self.axes = axes
         self.cpu = cpu
         self.slices = slices
-        self.devices = program.partitions * program.replicas
-        if self.devices == 1:
-            self.devices = slices.size
-        in_order = np.arange(slices.size)
-        if self.devices != slices.size:  # a TPU has one program for each slice
-            in_order = np.argsort(slices, kind="stable")
-        self.places = in_order.reshape(-1, self.devices)  # [program, device]
+        self.places = program_places(program, slices)
+        self.devices = self.places.shape[1]
         self.found: dict[_Key, Collective] = {}
         self._first: dict[_Key, str] = {}
         self._reduced: dict[HloValue, _Key] = {}

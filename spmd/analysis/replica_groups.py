@@ -179,6 +179,23 @@ def mesh_axes(
     return named
 
 
+def program_places(program: HloModule, slices: np.ndarray) -> np.ndarray:
+    """Return the devices' numbers in the mesh, `[program, device]`.
+
+    XLA:TPU makes one program for each slice, of the slice's devices in the order of the mesh.
+
+    Args:
+        slices: The number of each device's slice.
+    """
+    devices = program.partitions * program.replicas
+    if devices == 1:
+        devices = slices.size
+    in_order = np.arange(slices.size)
+    if devices != slices.size:
+        in_order = np.argsort(slices, kind="stable")
+    return in_order.reshape(-1, devices)
+
+
 def mesh_places(instruction: Instruction, groups: Groups, places: np.ndarray) -> Groups:
     """Return the groups of all programs, with the devices' numbers in the mesh.
 

@@ -18,7 +18,13 @@ import numpy as np
 from spmd.analysis.collective_record import KINDS
 from spmd.analysis.hlo import Computation, HloArray, HloModule, Instruction
 from spmd.analysis.overlap import chain_of
-from spmd.analysis.replica_groups import kind_of, mesh_axes, mesh_places, read_groups
+from spmd.analysis.replica_groups import (
+    kind_of,
+    mesh_axes,
+    mesh_places,
+    program_places,
+    read_groups,
+)
 from spmd.analysis.trip_count import trip_count
 from spmd.layers.expert_dispatch import EXTRA_PASSES
 
@@ -125,13 +131,8 @@ class _Reader:
         self.program = program
         self.axes = axes
         self.taken = taken
-        self.devices = program.partitions * program.replicas
-        if self.devices == 1:
-            self.devices = slices.size
-        in_order = np.arange(slices.size)
-        if self.devices != slices.size:  # a TPU has one program for each slice
-            in_order = np.argsort(slices, kind="stable")
-        self.places = in_order.reshape(-1, self.devices)  # [program, device]
+        self.places = program_places(program, slices)
+        self.devices = self.places.shape[1]
 
     def read(self, name: str) -> Iterator[ScheduledOp | ScheduledBlock]:
         """Yield the operations and blocks of a computation."""
