@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from spmd.optim.per_layer import per_layer
     from spmd.optim.skip_updates import skip_bad_updates
     from spmd.plan.annotate import annotate
+    from spmd.plan.context import use_plan, use_rules
     from spmd.plan.flax import from_linen, from_nnx
     from spmd.plan.plan import ShardingPlan, make_plan
     from spmd.precision import Precision
@@ -112,6 +113,8 @@ __all__ = [
     "simulate_devices",
     "skip_bad_updates",
     "train",
+    "use_plan",
+    "use_rules",
     "value_and_grad",
     "whole",
     "with_ema",
@@ -172,6 +175,8 @@ _HOMES = {
     "simulate_devices": "spmd.sharding.mesh",
     "skip_bad_updates": "spmd.optim.skip_updates",
     "train": "spmd.run.train",
+    "use_plan": "spmd.plan.context",
+    "use_rules": "spmd.plan.context",
     "value_and_grad": "spmd.gradients.base",
     "whole": "spmd.sharding.batch",
     "with_ema": "spmd.optim.ema",

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 from flax.core import FrozenDict
-from jax.sharding import NamedSharding, get_abstract_mesh
+from jax.sharding import AxisType, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from spmd.errors import AnnotationError
+from spmd.errors import AnnotationError, RuleError
 from spmd.model_interface.ambient import AMBIENT
 from spmd.model_interface.attention_config import AttentionConfig
 from spmd.model_interface.grad_transform import GradTransform
@@ -27,7 +27,7 @@ from spmd.precision import Precision
 from spmd.sharding.batch import BatchTable
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import drop_axis
-from spmd.sharding.rules import audit_spec, spec_text
+from spmd.sharding.rules import Rules, audit_spec, spec_text
 
 _NO_REMAT = Remat("none")
 _ANY_ATTENTION = AttentionConfig()
@@ -114,6 +114,33 @@ def use_plan(plan: ShardingPlan) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def use_rules(rules: Rules, mesh: AnyMesh) -> Iterator[None]:
+    """Put a table's activations in scope for the model code traced inside, without a plan.
+
+    `spmd.annotate` constrains them there as the table says; parameters are left to the caller
+    (`Rules.shardings`), as are remat and dtypes.
+
+    Args:
+        mesh: A mesh with axes of any names and types; along Explicit ones an annotation is a
+            `jax.sharding.reshard`.
+
+    Raises:
+        RuleError: The table has axes that the mesh does not have.
+    """
+    problems = rules.on_mesh(mesh).audit_axes(mesh.shape)
+    if problems:
+        raise RuleError("The rule table does not fit the mesh:", problems)
+    context = TraceContext(
+        mesh=mesh,
+        activations=FrozenDict(rules.activations),
+        logical=rules.logical_rows,
+        batch=rules.batch_table,
+    )
+    with AMBIENT(context):
+        yield
+
+
 def constrain(x: jax.Array, mesh: AnyMesh, spec: P, what: str) -> jax.Array:
     """Constrain `x` to `spec`, without the manual axes of the region.
 
@@ -143,4 +170,7 @@ def keep_whole(x: jax.Array, mesh: AnyMesh, dims: Sequence[int]) -> jax.Array:
 def _constrain(x: jax.Array, mesh: AnyMesh, spec: P) -> jax.Array:
     if get_abstract_mesh().manual_axes:  # a spec alone is of the mesh of the region
         return jax.lax.with_sharding_constraint(x, spec)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    sharding = NamedSharding(mesh, spec)
+    if AxisType.Explicit in mesh.axis_types:  # there a constraint only asserts
+        return jax.sharding.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)

@@ -25,7 +25,7 @@ from spmd.sharding.layer_paths import (
     stored_dims,
     without_dims,
 )
-from spmd.sharding.mesh import AXES, as_entry, entry_axes
+from spmd.sharding.mesh import AXES, AnyMesh, as_entry, entry_axes
 from spmd.sharding.patterns import PatternError, compile_pattern, compile_search
 from spmd.sharding.rules import (
     ANY_PATH,
@@ -85,6 +85,7 @@ def rules_from_search(
     params: Any,
     *,
     axes: Mapping[str, Any] | None = None,
+    mesh: AnyMesh | None = None,
     stacked: Any = None,
     activations: Any = (),
     batch: Any = (),
@@ -100,6 +101,7 @@ def rules_from_search(
             or Linen variables, also in boxes. Paths are those of `from_nnx` and `from_linen`.
         axes: The table's axis → the mesh's axis, a tuple of them, or None: `{"dp": "data", "mp":
             "tensor"}`.
+        mesh: A mesh with other axes than a plan's six, for `Rules.shardings`.
         activations: As in `Rules`.
         batch: As in `Rules`.
         stacked: As in `Rules`. The table's entry for a stacked dimension must be None or that
@@ -112,7 +114,8 @@ def rules_from_search(
     rules = _read(table, axes or {})
     leaves = flatten_module(params)
     found, problems = _match_params(leaves, rules, stack)
-    problems += _audit_axes(_rules_in_use(rules, found))
+    names = AXES if mesh is None else mesh.axis_names
+    problems += _audit_axes(_rules_in_use(rules, found), names)
     values: dict[str, Value] = {}
     for param in found:
         value = _value(param, one_layer)
@@ -208,20 +211,20 @@ def _rules_in_use(rules: Iterable[_SearchRule], params: Sequence[_Param]) -> lis
     return used
 
 
-def _audit_axes(rules: Iterable[_SearchRule]) -> Iterator[Problem]:
-    """Yield the problems of the axes of rules in use."""
+def _audit_axes(rules: Iterable[_SearchRule], names: Sequence[str]) -> Iterator[Problem]:
+    """Yield the problems of the axes of rules in use; `names` are those of the mesh."""
     unknown: dict[str, list[int]] = {}
     for rule in rules:
         repeated = repeated_axes(rule.entries)
         for axis in dict.fromkeys(_axes_of(rule.entries)):
-            if axis not in AXES:
+            if axis not in names:
                 unknown.setdefault(axis, []).append(rule.index)
             elif axis in repeated:
                 what = f"{_source_text(rule.spec)} uses the axis {axis!r} twice"
                 yield Problem(str(rule), what, fix="keep one of them")
     for axis, users in unknown.items():
         what = f"is no axis of a mesh, and is used by {_numbers(users)}"
-        fix = f"rename it, axes={{{_quote(axis)}: …}}: {did_you_mean(axis, AXES)}"
+        fix = f"rename it, axes={{{_quote(axis)}: …}}: {did_you_mean(axis, names)}"
         yield Problem(f"axis {axis!r}", what, fix=fix)
 
 

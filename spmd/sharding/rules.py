@@ -41,8 +41,9 @@ from spmd.sharding.layer_paths import (
     read_stacked,
     strip_layer_numbers,
 )
-from spmd.sharding.mesh import entry_axes, shards_of
+from spmd.sharding.mesh import AnyMesh, entry_axes, shards_of
 from spmd.sharding.patterns import PatternError, compile_pattern
+from spmd.sharding.tree_shardings import check_mesh, tree_shardings
 
 Tied = Iterable[Sequence[str]]
 """Groups of paths; the paths of a group are names of one array."""
@@ -189,6 +190,33 @@ class Rules:
             return Match(index, pattern, value, self.stored_spec(path, value), reason)
         return None
 
+    def shardings(self, mesh: AnyMesh, arrays: Any) -> Any:
+        """Return the sharding of each array of a tree, for a training loop without a plan.
+
+        Args:
+            mesh: A mesh with axes of any names, those of this table among them.
+            arrays: Parameters, the state of an NNX module, or a `TrainState` of Flax: arrays or
+                abstract ones (`spmd.sharding.tree_shardings`).
+
+        Raises:
+            RuleError: All mismatches of the table, the arrays and the mesh.
+
+        Example:
+            >>> import jax
+            >>> mesh = jax.sharding.AbstractMesh((2, 4), ("dp", "mp"))
+            >>> params = {"up": {"kernel": jax.ShapeDtypeStruct((16, 64), "float32")}}
+            >>> Rules([("up/kernel", P(None, "mp"))]).shardings(mesh, params)["up"]["kernel"].spec
+            P(None, 'mp')
+        """
+        return tree_shardings(self.on_mesh(mesh), mesh, arrays)
+
+    def on_mesh(self, mesh: AnyMesh) -> "Rules":
+        """Return the table for a mesh of a caller's own: without `pipe` stacks are not split."""
+        check_mesh(mesh)
+        if self.stacked is not None or "pipe" in mesh.shape:
+            return self
+        return dataclasses.replace(self, stacked=dict.fromkeys(self.stacks))
+
     @functools.cached_property
     def stacks(self) -> dict[str, Stack]:
         """The stacks by path component."""
@@ -249,7 +277,7 @@ class Rules:
         rule may match any.
         """
         tied = tuple(tied)
-        problems = self._audit_axes(axes)
+        problems = self.audit_axes(axes)
         problems += self.audit_tied(tied)
         problems += audit_stacks(shapes, self.stacks)
         unusable = {problem.where for problem in problems}
@@ -310,7 +338,7 @@ class Rules:
                 found[path] = match
         return found
 
-    def _audit_axes(self, axes: Mapping[str, int]) -> list[Problem]:
+    def audit_axes(self, axes: Mapping[str, int]) -> list[Problem]:
         """Return the problems of axes in the table itself.
 
         They are unknown or repeated axes, and a `pipe` above size 1 along another dimension than 0.
