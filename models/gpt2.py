@@ -21,7 +21,7 @@ from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
 from spmd.layers.zigzag import positions
 from spmd.models.layers import LayerNorm, gelu, make_layers, run_layers
-from spmd.models.linear import Dense, columns, rows
+from spmd.models.linear import Dense, column_parallel, row_parallel
 from spmd.models.llama import Embedding
 from spmd.plan.annotate import annotate
 
@@ -149,13 +149,13 @@ class Attention(nnx.Module):
         batch, seq, width = x.shape
         head = width // self.heads
         kernels = (self.q_proj.kernel, self.k_proj.kernel, self.v_proj.kernel)
-        query, key, value = columns(x, kernels, "attention_input", head)
+        query, key, value = column_parallel(x, kernels, "attention_input", head)
         query = annotate(self._heads(self.q_proj.with_bias(query)), "attention_query")
         key = annotate(self._heads(self.k_proj.with_bias(key)), "attention_key")
         value = annotate(self._heads(self.v_proj.with_bias(value)), "attention_value")
         out = attend(query, key, value, segments=segments, causal=self.causal)
         out = annotate(out.reshape(batch, seq, -1), "attention_out")
-        y = rows(out, self.o_proj.kernel, "attention_input", head)
+        y = row_parallel(out, self.o_proj.kernel, "attention_input", head)
         return self.o_proj.with_bias(y)
 
     def _heads(self, y: Float[Array, "batch seq d"]) -> Float[Array, "batch seq heads dim"]:
@@ -181,10 +181,10 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
         """Apply the MLP."""
-        (up,) = columns(x, (self.up_proj.kernel,), "mlp_input")
+        (up,) = column_parallel(x, (self.up_proj.kernel,), "mlp_input")
         up = annotate(self.up_proj.with_bias(up), "mlp_up")
         hidden = annotate(gelu(up, self.approximate), "mlp_hidden")
-        y = rows(hidden, self.down_proj.kernel, "mlp_input")
+        y = row_parallel(hidden, self.down_proj.kernel, "mlp_input")
         return self.down_proj.with_bias(y)
 
 

@@ -58,7 +58,7 @@ def dense(
     return y
 
 
-def columns(
+def column_parallel(
     x: Float[Array, "batch seq d"], kernels: Sequence[nnx.Param], whole: str, head: int = 0
 ) -> tuple[Float[Array, "batch seq hidden"], ...]:
     """Apply column-parallel kernels: from the residual stream into hidden units.
@@ -79,7 +79,7 @@ def columns(
     return _multiplied(x, kernels, how, head=head)
 
 
-def rows(
+def row_parallel(
     x: Float[Array, "batch seq hidden"], kernel: nnx.Param, whole: str, head: int = 0
 ) -> Float[Array, "batch seq d"]:
     """Apply a row-parallel kernel: from hidden units back into the residual stream.
@@ -430,8 +430,8 @@ def _placed(kernel: nnx.Param) -> ParamPlacement | None:
 class Dense(nnx.Module):
     """Linear layer: a `kernel` `[in, out]`, and an optional `bias`.
 
-    The initial kernel has variance scale² / in, and the bias is zero. See `columns`, `rows` and
-    `biased`.
+    The initial kernel has variance scale² / in, and the bias is zero. See `column_parallel`,
+    `row_parallel` and `biased`.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
 from spmd.layers.zigzag import positions
 from spmd.models.layers import RMSNorm, gated, make_layers, run_layers
-from spmd.models.linear import Dense, Head, columns, rows, unembed
+from spmd.models.linear import Dense, Head, column_parallel, row_parallel, unembed
 from spmd.models.rope import Angles, RopeScaling, rotary_angles, rotate
 from spmd.plan.annotate import annotate, annotate_param, cast_to_compute
 from spmd.plan.fsdp import placement_of
@@ -205,7 +205,7 @@ class Attention(nnx.Module):
         batch, seq, _ = x.shape
         config = self.config
         kernels = (self.q_proj.kernel, self.k_proj.kernel, self.v_proj.kernel)
-        query, key, value = columns(x, kernels, "attention_input", config.head_width)
+        query, key, value = column_parallel(x, kernels, "attention_input", config.head_width)
         query = self.q_proj.with_bias(query)
         key = self.k_proj.with_bias(key)
         value = self.v_proj.with_bias(value)
@@ -224,7 +224,7 @@ class Attention(nnx.Module):
             soft_cap=self.soft_cap,
         )
         out = annotate(out.reshape(batch, seq, -1), "attention_out")
-        return rows(out, self.o_proj.kernel, "attention_input", config.head_width)
+        return row_parallel(out, self.o_proj.kernel, "attention_input", config.head_width)
 
     def _heads(
         self, y: Float[Array, "batch seq hidden"], count: int
@@ -263,11 +263,11 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
         """Apply the MLP."""
         kernels = (self.gate_proj.kernel, self.up_proj.kernel)
-        gate, up = columns(x, kernels, "mlp_input")
+        gate, up = column_parallel(x, kernels, "mlp_input")
         gate = annotate(gate, "mlp_gate")
         up = annotate(up, "mlp_up")
         hidden = annotate(self.gate(gate, up), "mlp_hidden")
-        return rows(hidden, self.down_proj.kernel, "mlp_input")
+        return row_parallel(hidden, self.down_proj.kernel, "mlp_input")
 
 
 class Block(nnx.Module):
@@ -305,9 +305,9 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d"]:
         """Look up one row for each token; a rule table may shard the lookup and its result."""
         tokens = annotate(tokens, "embed_tokens")
-        rows = self.embedding.at[tokens].get(mode="clip")
-        rows = annotate(cast_to_compute(rows), "embed_rows")
-        return annotate(rows, "embed_exchange")
+        row_parallel = self.embedding.at[tokens].get(mode="clip")
+        row_parallel = annotate(cast_to_compute(row_parallel), "embed_rows")
+        return annotate(row_parallel, "embed_exchange")
 
     def attend(
         self, x: Float[Array, "batch seq d"], soft_cap: float | None = None

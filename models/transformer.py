@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from spmd.errors import Problem
 from spmd.layers.ring_attention import Segments
 from spmd.models.layers import RMSNorm, gated, gelu, gelu_gated, make_layers
-from spmd.models.linear import Dense, Head, columns, rows
+from spmd.models.linear import Dense, Head, column_parallel, row_parallel
 from spmd.models.llama import MLP as GatedMLP
 from spmd.models.llama import Attention, Embedding, Llama, LlamaConfig
 from spmd.models.rope import Angles
@@ -97,11 +97,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
         """Apply the MLP."""
-        (up,) = columns(x, (self.up_proj.kernel,), "mlp_input")
+        (up,) = column_parallel(x, (self.up_proj.kernel,), "mlp_input")
         up = annotate(up, "mlp_up")
         activation = _ACTIVATIONS[self.kind]
         hidden = annotate(activation(up), "mlp_hidden")
-        return rows(hidden, self.down_proj.kernel, "mlp_input")
+        return row_parallel(hidden, self.down_proj.kernel, "mlp_input")
 
 
 class Block(nnx.Module):
