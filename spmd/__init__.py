@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from spmd.plan.context import use_plan, use_rules
     from spmd.plan.flax import from_linen, from_nnx
     from spmd.plan.plan import ShardingPlan, make_plan
+    from spmd.plan.suggest import suggest_rules
     from spmd.precision import Precision
     from spmd.run.config import EvaluationConfig, PipelineConfig, SampleConfig, TrainConfig
     from spmd.run.hooks import Throughput
@@ -112,6 +113,7 @@ __all__ = [
     "rules_from_search",
     "simulate_devices",
     "skip_bad_updates",
+    "suggest_rules",
     "train",
     "use_plan",
     "use_rules",
@@ -174,6 +176,7 @@ _HOMES = {
     "rules_from_search": "spmd.sharding.from_search",
     "simulate_devices": "spmd.sharding.mesh",
     "skip_bad_updates": "spmd.optim.skip_updates",
+    "suggest_rules": "spmd.plan.suggest",
     "train": "spmd.run.train",
     "use_plan": "spmd.plan.context",
     "use_rules": "spmd.plan.context",

@@ -5,10 +5,8 @@ catch-all as the last rule hides every typo above it. The converted table has a 
 parameter and a reason for each replication.
 """
 
-import dataclasses
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -17,67 +15,29 @@ from spmd import tree
 from spmd.errors import Problem, RuleError, did_you_mean
 from spmd.sharding.flax_metadata import flatten_module
 from spmd.sharding.layer_paths import (
-    Stack,
     audit_stacks,
-    names_of,
     own_stacks,
-    stacked_text,
     stored_dims,
     without_dims,
 )
 from spmd.sharding.mesh import AXES, AnyMesh, as_entry, entry_axes
-from spmd.sharding.patterns import PatternError, compile_pattern, compile_search
+from spmd.sharding.patterns import PatternError, compile_search
 from spmd.sharding.rules import (
-    ANY_PATH,
-    Replicate,
     Rules,
-    is_catch_all,
-    matches,
     repeated_axes,
     replicate,
     rule_name,
 )
-
-Value = P | Replicate
-
-
-@dataclasses.dataclass(frozen=True)
-class _SearchRule:
-    """A rule for `re.search`; `entries` are those of its spec with the axes of the mesh."""
-
-    index: int
-    pattern: str
-    spec: P
-    entries: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        return rule_name(self.index, self.pattern)
-
-    @property
-    def is_catch_all(self) -> bool:
-        return compile_search(self.pattern).search(ANY_PATH)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Param:
-    """A parameter, and the rules matching it."""
-
-    path: str
-    shape: tuple[int, ...]
-    nbytes: int
-    stacks: tuple[Stack, ...]
-    rule: _SearchRule | None  # the first that matches, or None for one element
-    hits: tuple[_SearchRule, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _StrictRule:
-    """A rule of the new table."""
-
-    pattern: str
-    value: Value
-    origin: _SearchRule | None  # None for parameters of one element
-    params: tuple[_Param, ...]
+from spmd.sharding.strict_rules import (
+    SearchRule,
+    StrictRule,
+    TableParam,
+    Value,
+    as_python,
+    quote,
+    source_text,
+    strict_rules,
+)
 
 
 def rules_from_search(
@@ -127,8 +87,8 @@ def rules_from_search(
     problems += audit_stacks(shapes, stack.stacks)
     if problems:
         raise RuleError("Search table without a strict form:", problems)
-    strict = list(_strict_rules(found, values, stack))
-    lines = (*_report(found, strict, rules), "", *_as_python(strict, stack.stacks))
+    strict = list(strict_rules(found, values, stack))
+    lines = (*_report(found, strict, rules), "", *as_python(strict, stack.stacks))
     report("\n".join(lines))
     rows = []
     for rule in strict:
@@ -136,7 +96,7 @@ def rules_from_search(
     return Rules(rows, activations, stacked, batch)
 
 
-def _read(table: Iterable[tuple[str, Any]], axes: Mapping[str, Any]) -> list[_SearchRule]:
+def _read(table: Iterable[tuple[str, Any]], axes: Mapping[str, Any]) -> list[SearchRule]:
     """Return the rules of a search table, with the axes of the mesh."""
     rules, problems = [], []
     for index, (pattern, spec) in enumerate(table):
@@ -154,7 +114,7 @@ def _read(table: Iterable[tuple[str, Any]], axes: Mapping[str, Any]) -> list[_Se
             problems.append(Problem(where, "leaves a dimension to the compiler", fix=fix))
         else:
             entries = tuple(_renamed(entry, axes) for entry in spec)
-            rules.append(_SearchRule(index, pattern, spec, entries))
+            rules.append(SearchRule(index, pattern, spec, entries))
     if problems:
         raise RuleError("Invalid search table:", problems)
     return rules
@@ -169,10 +129,10 @@ def _renamed(entry: Any, axes: Mapping[str, Any]) -> Any:
 
 
 def _match_params(
-    leaves: Mapping[str, Any], rules: Sequence[_SearchRule], stack: Rules
-) -> tuple[list[_Param], list[Problem]]:
+    leaves: Mapping[str, Any], rules: Sequence[SearchRule], stack: Rules
+) -> tuple[list[TableParam], list[Problem]]:
     """Return the parameters with their matching rules, and the problems of those without any."""
-    found: list[_Param] = []
+    found: list[TableParam] = []
     problems: list[Problem] = []
     for path, leaf in leaves.items():
         hits = _hits(path, rules)
@@ -181,7 +141,7 @@ def _match_params(
             fix = "add a rule for it"
             problems.append(Problem(path, "no rule of the search table matches it", fix=fix))
             continue
-        param = _Param(
+        param = TableParam(
             path,
             shape=tuple(leaf.shape),
             nbytes=size * leaf.dtype.itemsize,
@@ -193,7 +153,7 @@ def _match_params(
     return found, problems
 
 
-def _hits(path: str, rules: Iterable[_SearchRule]) -> tuple[_SearchRule, ...]:
+def _hits(path: str, rules: Iterable[SearchRule]) -> tuple[SearchRule, ...]:
     """Return the rules matching a path, in the order of the table."""
     hits = []
     for rule in rules:
@@ -202,7 +162,7 @@ def _hits(path: str, rules: Iterable[_SearchRule]) -> tuple[_SearchRule, ...]:
     return tuple(hits)
 
 
-def _rules_in_use(rules: Iterable[_SearchRule], params: Sequence[_Param]) -> list[_SearchRule]:
+def _rules_in_use(rules: Iterable[SearchRule], params: Sequence[TableParam]) -> list[SearchRule]:
     """Return the rules in use, each the first match of a parameter, in the order of the table."""
     used = []
     for rule in rules:
@@ -211,7 +171,7 @@ def _rules_in_use(rules: Iterable[_SearchRule], params: Sequence[_Param]) -> lis
     return used
 
 
-def _audit_axes(rules: Iterable[_SearchRule], names: Sequence[str]) -> Iterator[Problem]:
+def _audit_axes(rules: Iterable[SearchRule], names: Sequence[str]) -> Iterator[Problem]:
     """Yield the problems of the axes of rules in use; `names` are those of the mesh."""
     unknown: dict[str, list[int]] = {}
     for rule in rules:
@@ -220,11 +180,11 @@ def _audit_axes(rules: Iterable[_SearchRule], names: Sequence[str]) -> Iterator[
             if axis not in names:
                 unknown.setdefault(axis, []).append(rule.index)
             elif axis in repeated:
-                what = f"{_source_text(rule.spec)} uses the axis {axis!r} twice"
+                what = f"{source_text(rule.spec)} uses the axis {axis!r} twice"
                 yield Problem(str(rule), what, fix="keep one of them")
     for axis, users in unknown.items():
         what = f"is no axis of a mesh, and is used by {_numbers(users)}"
-        fix = f"rename it, axes={{{_quote(axis)}: …}}: {did_you_mean(axis, names)}"
+        fix = f"rename it, axes={{{quote(axis)}: …}}: {did_you_mean(axis, names)}"
         yield Problem(f"axis {axis!r}", what, fix=fix)
 
 
@@ -236,12 +196,12 @@ def _axes_of(entries: Iterable[Any]) -> list[str]:
     return axes
 
 
-def _value(param: _Param, one_layer: bool) -> Value | Problem:
+def _value(param: TableParam, one_layer: bool) -> Value | Problem:
     """Return the value of a parameter in the new table, for one layer."""
     rule = param.rule
     if rule is None:
         return replicate("one element")
-    text = _source_text(rule.spec)
+    text = source_text(rule.spec)
     by = f"{rule} gives {text}"
     dims: tuple[int, ...] = ()
     if not one_layer:
@@ -269,168 +229,8 @@ def _value(param: _Param, one_layer: bool) -> Value | Problem:
     return replicate(f"{text} in the search table")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layers:
-    """The parameters by their path in a rule, the same for layers of equal value.
-
-    Attributes:
-        params: Path in a rule → the parameters of all layers with this path.
-        stacks: The stacks of the table.
-        forms: Path in a rule → the paths of its parameters, with and without the numbers of layers.
-    """
-
-    params: Mapping[str, Sequence[_Param]]
-    stacks: Mapping[str, Stack]
-    forms: Mapping[str, set[str]]
-
-    def covers(self, pattern: str, name: str) -> bool:
-        """Return whether a pattern matches every parameter with a path in a rule."""
-        return all(matches(pattern, param.path, self.stacks) for param in self.params[name])
-
-    def forms_of(self, names: Iterable[str]) -> list[str]:
-        """Return the forms of several paths."""
-        forms: list[str] = []
-        for name in names:
-            forms += self.forms[name]
-        return forms
-
-
-def _strict_rules(
-    params: Sequence[_Param], values: Mapping[str, Value], stack: Rules
-) -> Iterator[_StrictRule]:
-    """Yield strict rules, so that the first match of each parameter gives its value.
-
-    Each rule is the first match of a parameter. The order is that of the search table.
-    """
-    by_name: dict[str, list[_Param]] = {}
-    forms: dict[str, set[str]] = {}
-    names = stack.rule_names(values)
-    for param in params:
-        name = names[param.path]
-        by_name.setdefault(name, []).append(param)
-        forms.setdefault(name, set()).update(names_of(param.path, stack.stacks))
-    layers = _Layers(by_name, stack.stacks, forms)
-    left = dict(by_name)
-    for (rule, value), members in _groups(by_name, values):
-        others = layers.forms_of(left.keys() - members)
-        all_others = layers.forms_of(by_name.keys() - members)
-        for pattern in _patterns(rule, members, others, all_others, layers):
-            won: list[_Param] = []
-            for name in members:
-                if name in left and layers.covers(pattern, name):
-                    won += left.pop(name)
-            yield _StrictRule(pattern, value, rule, tuple(won))
-
-
-_Group = tuple[_SearchRule | None, Value]
-
-
-def _groups(
-    by_name: Mapping[str, Sequence[_Param]], values: Mapping[str, Value]
-) -> list[tuple[_Group, list[str]]]:
-    """Return the paths of each pair of rule and value, in the order of the rules.
-
-    Parameters of one element, which have no rule, come first.
-    """
-    groups: dict[_Group, list[str]] = {}
-    for name, members in by_name.items():
-        first = members[0]
-        groups.setdefault((first.rule, values[first.path]), []).append(name)
-    return sorted(groups.items(), key=_index_of)
-
-
-def _index_of(item: tuple[_Group, object]) -> int:
-    (rule, _), _ = item
-    if rule is None:
-        return -1
-    return rule.index
-
-
-def _patterns(
-    rule: _SearchRule | None,
-    members: Sequence[str],
-    others: Collection[str],
-    all_others: Collection[str],
-    layers: _Layers,
-) -> list[str]:
-    """Return patterns for the paths of a group: the rule's own if it separates them, else suffixes.
-
-    Args:
-        others: Paths of later groups; the rule's pattern may match none of them.
-        all_others: Paths of all other groups.
-    """
-    for pattern in _as_written(rule, members):
-        if _separates(pattern, members, others, layers):
-            return [pattern]
-    return _by_name(members, all_others, layers)
-
-
-def _as_written(rule: _SearchRule | None, names: Iterable[str]) -> Iterator[str]:
-    """Yield forms of a rule's pattern: as written, or followed by the last path components.
-
-    A pattern for `re.search` may match without the last component of a path.
-    """
-    if rule is None or rule.is_catch_all:
-        return
-    components = set()
-    for name in names:
-        last = name.rsplit("/", 1)[-1]
-        components.add(re.escape(last))
-    tail = "|".join(sorted(components))
-    if len(components) > 1:
-        tail = f"({tail})"
-    yield rule.pattern
-    yield f"{rule.pattern}/{tail}"
-    yield f"({rule.pattern})/{tail}"
-
-
-def _separates(pattern: str, names: Iterable[str], others: Iterable[str], layers: _Layers) -> bool:
-    """Return whether a pattern of `Rules` covers all of `names` and matches none of `others`."""
-    try:
-        compiled = compile_pattern(pattern)
-    except PatternError:  # a flag such as (?i) is only valid at the start of the expression
-        return False
-    if not all(layers.covers(pattern, name) for name in names):
-        return False
-    return not any(map(compiled.fullmatch, others)) and not is_catch_all(pattern)
-
-
-def _by_name(names: Iterable[str], others: Collection[str], layers: _Layers) -> list[str]:
-    """Return the shortest path suffixes to cover all `names` and match no `others`.
-
-    They have two components or more, unless the path has one.
-    """
-    patterns: list[str] = []
-    for name in names:
-        if not any(layers.covers(pattern, name) for pattern in patterns):
-            patterns.append(_shortest_end(name, others))
-    return patterns
-
-
-def _shortest_end(name: str, others: Collection[str]) -> str:
-    """Return the widest pattern for a path without a match among `others`."""
-    for pattern in _ends(name):
-        if not any(map(compile_pattern(pattern).fullmatch, others)):
-            return pattern
-    raise AssertionError("unreachable: the last pattern matches one path")
-
-
-def _ends(name: str) -> Iterator[str]:
-    """Yield patterns for a path, from the widest to the path itself."""
-    parts: list[str] = []
-    any_number: list[str] = []
-    for component in name.split("/"):
-        part = re.escape(component)
-        parts.append(part)
-        any_number.append(re.sub(r"(^|_)\d+$", r"\1\\d+", part))
-    for words in (any_number, parts):
-        for length in range(min(2, len(words)), len(words) + 1):
-            yield "/".join(words[-length:])
-    yield "^" + "/".join(parts)
-
-
 def _report(
-    params: Sequence[_Param], strict: Sequence[_StrictRule], rules: Sequence[_SearchRule]
+    params: Sequence[TableParam], strict: Sequence[StrictRule], rules: Sequence[SearchRule]
 ) -> Iterator[str]:
     """Yield lines about the rules of a search table.
 
@@ -441,13 +241,13 @@ def _report(
     yield f"{len(rules)} rules for re.search over {len(params)} parameters, {total}"
     yield "  rule  leaves       bytes"
     width = max((len(repr(rule.pattern)) for rule in rules), default=0)
-    by_rule: dict[int | None, list[_Param]] = {}
+    by_rule: dict[int | None, list[TableParam]] = {}
     for param in params:
         index = None if param.rule is None else param.rule.index
         by_rule.setdefault(index, []).append(param)
     for rule in rules:
         won = by_rule.get(rule.index, [])
-        spec = _source_text(rule.spec)
+        spec = source_text(rule.spec)
         yield f"{rule.index:>6}  {_row(won)}  {rule.pattern!r:<{width}}  {spec}"
         if rule.is_catch_all:
             yield from _caught(rule, strict)
@@ -458,7 +258,7 @@ def _report(
         yield f"        {_row(small)}  one element, always replicated"
 
 
-def _caught(rule: _SearchRule, strict: Iterable[_StrictRule]) -> Iterator[str]:
+def _caught(rule: SearchRule, strict: Iterable[StrictRule]) -> Iterator[str]:
     """Yield a line for each new rule made from a catch-all, the largest first."""
     caught = [new for new in strict if new.origin is rule]
     caught.sort(key=lambda new: -_nbytes(new.params))
@@ -466,7 +266,7 @@ def _caught(rule: _SearchRule, strict: Iterable[_StrictRule]) -> Iterator[str]:
         yield f"        {_row(new.params)}  catch-all: {new.pattern}"
 
 
-def _losses(rule: _SearchRule, params: Iterable[_Param], won: int) -> Iterator[str]:
+def _losses(rule: SearchRule, params: Iterable[TableParam], won: int) -> Iterator[str]:
     """Yield a line about a shadowed or dead rule; nothing for other rules."""
     is_matched = False
     lost = 0
@@ -491,51 +291,11 @@ def _losses(rule: _SearchRule, params: Iterable[_Param], won: int) -> Iterator[s
         yield f"{'':28}dead: it matches no parameter{of_which}"
 
 
-def _as_python(rules: Iterable[_StrictRule], stacks: Mapping[str, Stack]) -> Iterator[str]:
-    """Yield the new table as lines of Python."""
-    yield "rules = spmd.Rules("
-    yield "    params=["
-    for rule in rules:
-        yield f"        ({_quote(rule.pattern)}, {_value_text(rule.value)}),"
-    yield "    ],"
-    yield f"    {stacked_text(stacks)},"
-    yield ")"
-
-
-def _value_text(value: Value) -> str:
-    """Return a rule's value as Python source."""
-    if isinstance(value, Replicate):
-        return f"spmd.replicate({_quote(value.reason)})"
-    return _source_text(value)
-
-
-def _source_text(spec: P) -> str:
-    """Return a spec as Python source."""
-    words = []
-    for entry in spec:
-        if isinstance(entry, tuple):
-            words.append(f"({', '.join(map(_quote, entry))})")
-        else:
-            words.append(_quote(entry))
-    return f"P({', '.join(words)})"
-
-
-def _quote(value: str | None) -> str:
-    """Return a Python literal in double quotes, raw if it has backslashes."""
-    if not isinstance(value, str) or '"' in value or value.endswith("\\"):
-        return repr(value)
-    if not value.isprintable():
-        return repr(value)
-    if "\\" in value:
-        return f'r"{value}"'
-    return f'"{value}"'
-
-
-def _nbytes(params: Iterable[_Param]) -> int:
+def _nbytes(params: Iterable[TableParam]) -> int:
     return sum(param.nbytes for param in params)
 
 
-def _row(params: Sequence[_Param]) -> str:
+def _row(params: Sequence[TableParam]) -> str:
     """Return the number and the bytes of parameters, as two columns."""
     return f"{len(params):>6}  {tree.human_bytes(_nbytes(params)):>10}"
 

@@ -1,0 +1,83 @@
+"""A suggested table passes the audit as it is, and splits as much as tables that are written by hand."""
+
+import dataclasses
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import spmd
+from spmd.sharding.mesh import MeshShape, abstract_mesh
+from tests.numerics.test_wild import EXAMPLES, HYBRID
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Strangers add vectors to matrices."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def read(text):
+    """The table that a text makes when it is pasted."""
+    names = {"spmd": spmd, "P": P}
+    exec(text, names)
+    return names["rules"]
+
+
+def bytes_of(mesh, rules, example):
+    plan = spmd.make_plan(mesh, rules, example.model(), example.optimizer)
+    return sum(entry.bytes_per_device for entry in (*plan.params, *plan.optimizer_state))
+
+
+IN_CI = ("resnet", "scanned", "mamba")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in IN_CI else pytest.param(name, marks=pytest.mark.soak) for name in EXAMPLES],
+)
+def test_models_of_others_hold_as_few_bytes_as_by_hand(name):
+    """At most 1.2 times the bytes of the table written for the model."""
+    example = EXAMPLES[name]
+    mesh = abstract_mesh(MeshShape(**HYBRID))
+    rules = read(spmd.suggest_rules(example.model(), mesh))
+    tables = ("activations", "batch", "logical")
+    rules = dataclasses.replace(rules, **{table: getattr(example.rules, table) for table in tables})
+    assert bytes_of(mesh, rules, example) <= 1.2 * bytes_of(mesh, example.rules, example)
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def test_axes_of_any_mesh_by_shape():
+    """Into more outputs rows first, into fewer columns first; what an axis does not divide is left whole."""
+    params = {
+        "up": {"kernel": floats(64, 256), "bias": floats(256)},
+        "down": {"kernel": floats(256, 64)},
+        "odd": {"kernel": floats(3, 64), "weight": floats(3, 5)},
+        "table": {"long": floats(2**16)},
+        "scale": floats(),
+    }
+    text = spmd.suggest_rules(params, AbstractMesh((2, 4), ("dp", "mp")))
+    assert set(text.splitlines()[2:-3]) == {
+        '        ("up/kernel", P("dp", "mp")),',
+        '        ("down/kernel", P("mp", "dp")),',
+        '        ("odd/kernel", P(None, "mp")),',
+        '        ("long", P("dp")),',
+        '        ("bias", spmd.replicate("vectors, 1 KiB in all")),',
+        '        ("weight", spmd.replicate("no axis divides 3 × 5")),',
+        '        ("scale", spmd.replicate("one element")),',
+    }
+    one = read(spmd.suggest_rules(params, AbstractMesh((4,), ("x",))))
+    assert one.match("up/kernel").spec == P("x", None)
+
+
+def test_experts_are_split_over_their_axis():
+    """The control: where the axis has size 1 they are whole."""
+    params = {"experts": {"kernel": floats(4, 64, 256)}}
+    for experts, first in ((2, "expert"), (1, None)):
+        mesh = abstract_mesh(MeshShape(expert=experts, fsdp=2, tensor=2))
+        assert read(spmd.suggest_rules(params, mesh)).match("experts/kernel").spec[0] == first
