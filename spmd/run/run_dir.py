@@ -187,7 +187,10 @@ class RunDir:
             values = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
             if "architectures" in values:
                 fix = f"spmd import {self.path} --out RUN"
-            return values["config"]
+            config = values["config"]
+            if isinstance(config, dict):
+                return config
+            raise TypeError
         except (KeyError, TypeError, OSError, ValueError, RecursionError) as error:
             what = str(error)
             if isinstance(error, KeyError | TypeError):
