@@ -48,7 +48,7 @@ def suggest_rules(model: Model | Any, mesh: AnyMesh) -> str:
         >>> print(suggest_rules(params, mesh))
         rules = spmd.Rules(
             params=[
-                ("up/kernel", P("dp", "mp")),
+                ("kernel", P("dp", "mp")),
             ],
             stacked={"layers": None},
         )
