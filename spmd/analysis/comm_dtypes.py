@@ -1,8 +1,8 @@
 """Promises of a plan about the dtypes of transfers, and their violations by collectives.
 
 A conversion to fewer bits does not prove that fewer bits are sent: a partitioner or a compiler may
-move it behind the transfer. To add a promise, yield it in `comm_dtype_checks`, from the value that
-decides the dtype in the step.
+move it behind the transfer. A check follows from a record of the plan's ledger
+(`spmd.plan.communication`), so a new transfer is checked once it is recorded there.
 """
 
 import collections

@@ -25,7 +25,7 @@ from spmd.plan.records import ParamPlacement, PlanEntry
 from spmd.plan.sharded_param import ShardedParam, sharded_param
 from spmd.sharding.dims import local_shape
 from spmd.sharding.layer_paths import stored_dims, without_dims
-from spmd.sharding.mesh import BATCH_SPEC, entry_axes
+from spmd.sharding.mesh import TOKEN_AXES, entry_axes
 from spmd.sharding.optimizer_state import drop_axis, shard_bytes
 
 
@@ -83,13 +83,8 @@ def element_bytes(name: str, block: int = 128) -> float:
 
 
 def batch_axes(sizes: Mapping[str, int]) -> list[str]:
-    """Return the axes that split a batch, of those above size 1."""
-    axes = []
-    for entry in BATCH_SPEC:
-        for axis in entry_axes(entry):
-            if sizes[axis] > 1:
-                axes.append(axis)
-    return axes
+    """Return the axes above size 1 that split the tokens of a batch."""
+    return [axis for axis in TOKEN_AXES if sizes[axis] > 1]
 
 
 def gathers(plan: ShardingPlan) -> Iterator[Transfer]:

@@ -32,11 +32,8 @@ from spmd.plan.records import ParamPlacement
 from spmd.plan.scopes import fault_scope, param_scope
 from spmd.plan.xla_faults import Fault, fault_of, is_whole, left_to_xla, problem_of
 from spmd.sharding.dims import extra_axes, spec_dims
-from spmd.sharding.mesh import BATCH_AXES, AnyMesh, entry_axes
+from spmd.sharding.mesh import TOKEN_AXES, AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import drop_axis
-
-GATHERED = (*BATCH_AXES, "sequence")
-"""The axes that split arrays of a batch, and over which parameters are gathered."""
 
 _WRONG = "XLA would compute these operations of the model wrongly:"
 _IN_CUSTOM = "is in the code of a custom derivative, which cannot be replaced"
@@ -171,7 +168,7 @@ def _is_summed_right(placement: ParamPlacement, ndim: int) -> bool:
     other products wrongly (docs/xla-faults.md, Products).
     """
     split = split_axes(placement.mesh)
-    others = [axis for axis in split if axis not in GATHERED]
+    others = [axis for axis in split if axis not in TOKEN_AXES]
     if len(others) > 1:
         return False
     kept = spec_dims(placement.grad_spec, ndim, split)
@@ -218,7 +215,7 @@ def _placement(path: str, mesh: AnyMesh, *, is_variable: bool) -> ParamPlacement
 
 
 def _used_spec(spec: P) -> P:
-    for axis in GATHERED:
+    for axis in TOKEN_AXES:
         spec = drop_axis(spec, axis)
     return spec
 
@@ -229,7 +226,7 @@ def _gathered_axes(placement: ParamPlacement) -> frozenset[str]:
     axes = set[str]()
     for entry in placement.param_spec:
         axes.update(entry_axes(entry))
-    return frozenset(axes.intersection(GATHERED, split))
+    return frozenset(axes.intersection(TOKEN_AXES, split))
 
 
 def _read(

@@ -86,10 +86,15 @@ class _Axes:
     @classmethod
     def of(cls, mesh: AnyMesh) -> "_Axes":
         """Return the axes of a plan's mesh, or of any other."""
-        if {"fsdp", "tensor", "expert"} <= set(mesh.axis_names):
-            return cls("fsdp", "tensor", "expert")
-        first, *_, last = (*mesh.axis_names, "")[: max(2, len(mesh.axis_names))]
-        return cls(first, last)
+        names = mesh.axis_names
+        if {"fsdp", "tensor", "expert"} <= set(names):
+            experts = ""
+            if mesh.shape["expert"] > 1:
+                experts = "expert"
+            return cls("fsdp", "tensor", experts)
+        if len(names) == 1:
+            return cls(names[0], "")
+        return cls(names[0], names[-1])
 
 
 def _values(
@@ -150,7 +155,7 @@ def _parts(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> int:
     for size, name in zip(shape, spec, strict=True):
         if not name:
             continue
-        if size % sizes[name] or (name == "expert" and sizes[name] == 1):
+        if size % sizes[name]:
             return 0
         parts *= sizes[name]
         is_split = True

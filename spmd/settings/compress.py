@@ -21,7 +21,7 @@ from spmd.coded_comm.comm import WITHOUT_CODES, CodedComm
 from spmd.errors import Problem, did_you_mean
 from spmd.precision import Precision
 from spmd.sharding.dims import Dims, extra_axes, is_prefix, local_shape, spec_dims
-from spmd.sharding.mesh import BATCH_SPEC, entry_axes
+from spmd.sharding.mesh import TOKEN_AXES
 from spmd.sharding.param_comm import ParamComm
 
 GRADIENTS: Mapping[str, str] = {
@@ -256,14 +256,13 @@ def _useless_gather(sizes: Mapping[str, int], zero: int) -> _Useless | None:
 
 
 def _useless_gradients(sizes: Mapping[str, int]) -> _Useless | None:
-    axes = _batch_axes()
-    if any(sizes[axis] != 1 for axis in axes):
+    if any(sizes[axis] != 1 for axis in TOKEN_AXES):
         return None
-    return _Useless("there is one group of tokens", f"{' × '.join(axes)} = 1", "mesh.data 2")
+    return _Useless("there is one group of tokens", f"{' × '.join(TOKEN_AXES)} = 1", "mesh.data 2")
 
 
 def _useless_slices_gradients(slices: Mapping[str, int]) -> _Useless | None:
-    if any(slices.get(axis, 1) != 1 for axis in _batch_axes()):
+    if any(slices.get(axis, 1) != 1 for axis in TOKEN_AXES):
         return None
     return _Useless("no axis of tokens spans slices", "slices = 1", "slices.data 2")
 
@@ -271,14 +270,6 @@ def _useless_slices_gradients(slices: Mapping[str, int]) -> _Useless | None:
 def _spans(slices: Mapping[str, int]) -> dict[str, int]:
     """Return the axes over several slices, with their slices."""
     return {axis: count for axis, count in slices.items() if count > 1}
-
-
-def _batch_axes() -> list[str]:
-    """Return the mesh axes of a batch: of its examples and of its tokens."""
-    axes = list[str]()
-    for entry in BATCH_SPEC:
-        axes += entry_axes(entry)
-    return axes
 
 
 def _without_codes(sent: Mapping[str, str]) -> dict[str, str]:

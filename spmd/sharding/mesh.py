@@ -25,6 +25,9 @@ AXES = ("pipe", "data", "fsdp", "expert", "sequence", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 """Axes that split the examples of a batch."""
 
+TOKEN_AXES = (*BATCH_AXES, "sequence")
+"""Axes that split the tokens of a batch."""
+
 BATCH_SPEC = P(BATCH_AXES, "sequence")
 """Spec of a `[batch, sequence]` array of tokens."""
 

@@ -126,6 +126,9 @@ def _find_specs(
     shapes = {}
     for path, rule_path in specs.by_rule.items():
         shapes[rule_path] = leaves[path].shape
+    for rule_path in _scalar_paths(specs, arrays, rule_paths):
+        if table.match(rule_path) is not None:  # so that its rule is not idle
+            shapes[rule_path] = ()
     specs.problems += table.audit(shapes, mesh.shape)
     if specs.problems:
         return
@@ -141,6 +144,17 @@ def _rule_paths(arrays: Any, leaves: Mapping[str, Any]) -> dict[str, str]:
     for path, leaf in tree.flatten(arrays, is_leaf=_is_variable).items():
         if _is_variable(leaf):
             paths[f"{path}/value"] = path
+    return paths
+
+
+def _scalar_paths(specs: _Specs, arrays: Any, rule_paths: Mapping[str, str]) -> list[str]:
+    """Return the paths for the rules of leaves that are whole without a rule."""
+    paths = []
+    for path in specs.found:
+        rule_path = rule_paths[path]
+        if isinstance(arrays, TrainStateLike):
+            rule_path = rule_path.removeprefix(f"{_PARAMS}/")
+        paths.append(rule_path)
     return paths
 
 

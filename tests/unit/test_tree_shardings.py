@@ -10,6 +10,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+import spmd
 from spmd import Rules, replicate
 from spmd.errors import RuleError
 
@@ -101,6 +102,17 @@ def test_the_states_of_nnx():
     assert model["up"]["kernel"].get_value().spec == P("dp", "mp")
     assert optimizer["opt_state"][0]["mu"]["up"]["kernel"].get_value().spec == P("dp", "mp")
     assert model["drop"]["rngs"]["key"].get_value().spec == P()
+
+
+def test_a_suggested_table_has_shardings():
+    """With a rule for a scalar, too; the control: a rule for a scalar that is not there is idle."""
+    tree = {**params(), "scale": array()}
+    names = {"spmd": spmd, "P": P}
+    exec(spmd.suggest_rules(tree, MESH), names)
+    found = names["rules"].shardings(MESH, tree)
+    assert specs(found["scale"]) == P()
+    with pytest.raises(RuleError, match="matches no parameter"):
+        names["rules"].shardings(MESH, params())
 
 
 def test_everything_that_does_not_fit_is_in_one_error():
