@@ -39,14 +39,12 @@ from spmd.run.preflight import check_microbatches
 from spmd.sharding.mesh import MeshShape, mesh_of
 
 MESHES = (
-    *(
-        "data=2,fsdp=2,tensor=2",
-        "data=8",
-        "data=4,fsdp=2",
-        "data=2,fsdp=4",
-        "fsdp=8",
-        "data=4,tensor=2",
-    ),
+    "data=2,fsdp=2,tensor=2",
+    "data=8",
+    "data=4,fsdp=2",
+    "data=2,fsdp=4",
+    "fsdp=8",
+    "data=4,tensor=2",
     *("fsdp=4,tensor=2", "data=1"),
 )
 """The demo's own mesh first, then all others of `data`, `fsdp` and `tensor` on eight devices

@@ -62,16 +62,14 @@ ONE_DEVICE = (
     "1",
 )
 SHORT = (
-    *(
-        "--steps",
-        "20",
-        "--optimizer.warmup-steps",
-        "2",
-        "--model.unroll",
-        "1",
-        "--sample.prompt",
-        "",
-    ),
+    "--steps",
+    "20",
+    "--optimizer.warmup-steps",
+    "2",
+    "--model.unroll",
+    "1",
+    "--sample.prompt",
+    "",
     # Text of this repository: the standard library of another Python is another text.
     *("--data.source", "docs/how-to/*.md"),
 )
@@ -153,17 +151,15 @@ STEPS: dict[str, tuple[str, ...]] = {
     "llama3-8b, 4 layers": _LLAMA3,
     "llama3-8b, 4 layers, fp8": (*_LLAMA3, "--quantize", "fp8"),
     "mixtral-8x7b, 1 layer": (
-        *(
-            "mixtral-8x7b",
-            "--model.layers",
-            "1",
-            "--data.batch",
-            "4",
-            "--data.sequence",
-            "4096",
-            "--remat",
-            "full",
-        ),
+        "mixtral-8x7b",
+        "--model.layers",
+        "1",
+        "--data.batch",
+        "4",
+        "--data.sequence",
+        "4096",
+        "--remat",
+        "full",
     ),
 }
 """Name → a config and its flags, for a GPU with 80 GB."""

@@ -23,20 +23,18 @@ from spmd.step_time.network import Network, make_network
 Row = Mapping[str, Any]
 
 REQUIRED = (
-    *(
-        "model",
-        "chip",
-        "chips",
-        "mesh",
-        "layers",
-        "d_model",
-        "d_ff",
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "vocab",
-        "seq",
-    ),
+    "model",
+    "chip",
+    "chips",
+    "mesh",
+    "layers",
+    "d_model",
+    "d_ff",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocab",
+    "seq",
     *("remat", "precision"),
 )
 _GPUS = {

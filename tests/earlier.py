@@ -26,16 +26,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = (
-    *(
-        "--steps",
-        "20",
-        "--optimizer.warmup-steps",
-        "2",
-        "--log-every",
-        "1",
-        "--checkpoint-every",
-        "10",
-    ),
+    "--steps",
+    "20",
+    "--optimizer.warmup-steps",
+    "2",
+    "--log-every",
+    "1",
+    "--checkpoint-every",
+    "10",
     *("--evaluate.every", "0", "--evaluate.tokens", "4096", "--sample.prompt", ""),
 )
 STAGES = ("--mesh.pipe", "2", "--mesh.data", "1")

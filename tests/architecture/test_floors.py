@@ -36,28 +36,24 @@ LIBRARIES = ("chips", "codecs", "layers")
 # from those before it.
 FLOORS = (
     *("errors", "chips", "tree", "sharding", "distributed", "jaxpr", "codecs", "model_interface"),
-    *(
-        "loss_scaling",
-        "precision",
-        "optim",
-        "delayed_scaling",
-        "coded_comm",
-        "host_memory",
-        "settings",
-    ),
+    "loss_scaling",
+    "precision",
+    "optim",
+    "delayed_scaling",
+    "coded_comm",
+    "host_memory",
+    "settings",
     *("plan", "layers", "gradients", "powersgd", "pipeline", "pipedream", "training"),
-    *(
-        "lora",
-        "checkpoint",
-        "data",
-        "generate",
-        "observe",
-        "resilience",
-        "analysis",
-        "step_time",
-        "parity",
-        "testing",
-    ),
+    "lora",
+    "checkpoint",
+    "data",
+    "generate",
+    "observe",
+    "resilience",
+    "analysis",
+    "step_time",
+    "parity",
+    "testing",
     *("hf", "run", "report", "commands", "cli"),
 )
 
@@ -101,12 +97,10 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 # What the packages beside spmd may import, besides the standard library and themselves.
 MODELS_MAY_IMPORT = (
     *("flax", "jax", "jaxtyping", "numpy"),
-    *(
-        "spmd.errors",
-        "spmd.layers",
-        "spmd.model_interface.model",
-        "spmd.model_interface.wrapped_param",
-    ),
+    "spmd.errors",
+    "spmd.layers",
+    "spmd.model_interface.model",
+    "spmd.model_interface.wrapped_param",
     *("spmd.plan.annotate", "spmd.plan.fsdp", "spmd.plan.manual"),
 )
 PARTITION_RULES_MAY_IMPORT = (

@@ -158,11 +158,9 @@ def expected(path):
     [
         ("weights", "np.nan", ("--on-nan", "roll-back")),
         pytest.param(
-            *(
-                "targets",
-                "255",
-                ("--recovery.on-spike", "roll-back", "--recovery.spike-window", "4"),
-            ),
+            "targets",
+            "255",
+            ("--recovery.on-spike", "roll-back", "--recovery.spike-window", "4"),
             marks=pytest.mark.soak,
         ),
     ],

@@ -43,18 +43,16 @@ config = spmd.TrainConfig(
 )
 """
 EXAMPLE = (
-    *(
-        "--mesh.fsdp",
-        "2",
-        "--devices",
-        "1",
-        "--steps",
-        "3",
-        "--optimizer.warmup-steps",
-        "1",
-        "--data.cache",
-        "cache",
-    ),
+    "--mesh.fsdp",
+    "2",
+    "--devices",
+    "1",
+    "--steps",
+    "3",
+    "--optimizer.warmup-steps",
+    "1",
+    "--data.cache",
+    "cache",
     *("--data.sequence", "32", "--evaluate.tokens", "256", "--sample.tokens", "4"),
 )
 """How the example is made small."""

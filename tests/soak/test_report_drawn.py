@@ -78,24 +78,18 @@ def chromium(folder: Path, page: str, scheme: str, *arguments: str) -> str:
     file = folder / "page.html"
     file.write_text(page)
     command = [
-        *(
-            "chromium",
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--enable-logging=stderr",
-        ),
-        *(
-            f"--user-data-dir={folder}/profile",
-            f"--window-size=1280,{HIGH}",
-            "--virtual-time-budget=20000",
-        ),
-        *(
-            f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
-            *arguments,
-            file.as_uri(),
-        ),
+        "chromium",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+        f"--user-data-dir={folder}/profile",
+        f"--window-size=1280,{HIGH}",
+        "--virtual-time-budget=20000",
+        f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
+        *arguments,
+        file.as_uri(),
     ]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
 

@@ -154,14 +154,12 @@ def test_slurm_script():
     script = job.render(TRAIN)
     options = set(re.findall(r"^#SBATCH --(.*)$", script, re.M))
     assert options == {
-        *(
-            "job-name=tiny",
-            "nodes=4",
-            "ntasks-per-node=2",
-            "cpus-per-task=12",
-            "gpus-per-node=8",
-            "time=1:00:00",
-        ),
+        "job-name=tiny",
+        "nodes=4",
+        "ntasks-per-node=2",
+        "cpus-per-task=12",
+        "gpus-per-node=8",
+        "time=1:00:00",
         *("partition=gpu", "output=tiny-%j.log", "open-mode=append", "signal=USR1@90", "requeue"),
     }
     assert "\nmodule load x\n" in script
