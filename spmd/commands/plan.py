@@ -17,6 +17,7 @@ from spmd.commands.parsing import ConfigFields, parse_command
 from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
+from spmd.observe.metrics import human_duration
 from spmd.observe.spinner import spinner
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.pipeline.schedule import Schedule
@@ -47,10 +48,10 @@ from spmd.run.preflight import (
     compile_step,
     estimate_step,
     preflight,
-    suggest_memory_settings,
     topology_mesh,
 )
 from spmd.run.recipes import recipe_lines
+from spmd.run.search import changed_flags, own_settings, suggest_memory_settings
 from spmd.run.step_time import estimate_time, time_compiled_step
 from spmd.sharding.mesh import AnyMesh
 from spmd.step_time.report import StepTime
@@ -107,6 +108,34 @@ class _Figures:
         if self.refusal:
             return False
         return self.memory.fits
+
+
+@dataclasses.dataclass(frozen=True)
+class _WouldFit:
+    """Flags with which a step would fit.
+
+    Attributes:
+        total: Bytes of a device by the ledger.
+        seconds: Step by closed forms; None for a model that has none.
+    """
+
+    flags: str
+    total: int
+    seconds: float | None
+
+
+def _settings_that_fit(setup: TrainSetup, topology: Topology) -> list[_WouldFit]:
+    """Return the fastest settings with which a step fits, on the config's mesh; none if no such."""
+    found = list[_WouldFit]()
+    own = own_settings(setup)
+    with spinner("searching settings that fit"):
+        search = suggest_memory_settings(setup, topology)
+        for candidate in search.fitting(1):
+            if candidate.refused:
+                continue
+            flags = changed_flags(own, candidate.settings)
+            found.append(_WouldFit(flags, candidate.memory or 0, candidate.seconds or None))
+    return found
 
 
 def run_plan(arguments: list[str]) -> int:
@@ -208,9 +237,9 @@ def _print_figures(command: PlanCommand, setup: TrainSetup, topology: Topology, 
         absent = missing_extra(topology)
         if not absent:
             figures = _compile(setup.config, topology, figures.memory)
-    settings: list[tuple[str, int]] = []
+    settings: list[_WouldFit] = []
     if figures.fits is False:
-        settings = suggest_memory_settings(setup, topology)
+        settings = _settings_that_fit(setup, topology)
     if command.json:
         record = _to_json(setup, figures, settings, init)
         print(json.dumps(record, indent=2))
@@ -282,12 +311,12 @@ def _print_schedule(command: PlanCommand, schedule: Schedule | None) -> int:
 
 
 def _to_json(
-    setup: TrainSetup, figures: _Figures, settings: list[tuple[str, int]], init: str
+    setup: TrainSetup, figures: _Figures, settings: list[_WouldFit], init: str
 ) -> dict[str, Any]:
     """Return everything about a plan as JSON values.
 
     Args:
-        settings: Flags with which the step would fit, each with the bytes of a device.
+        settings: Flags with which the step would fit.
         init: What the run starts from; empty for a seed.
     """
     topology = figures.memory.topology
@@ -317,11 +346,11 @@ def _to_json(
     return record
 
 
-def _memory_json(figures: _Figures, settings: list[tuple[str, int]]) -> dict[str, Any]:
+def _memory_json(figures: _Figures, settings: list[_WouldFit]) -> dict[str, Any]:
     memory = {**figures.memory.to_json(), "fits": figures.fits}
     if figures.fits is False:
         memory["largest"] = figures.memory.largest
-        memory["would_fit"] = [{"flags": flags, "total": total} for flags, total in settings]
+        memory["would_fit"] = list(map(dataclasses.asdict, settings))
     return memory
 
 
@@ -351,10 +380,13 @@ def _print_plan(command: PlanCommand, setup: TrainSetup, figures: _Figures, init
         print(f"\nthe compiler refuses the step: {figures.refusal}")
 
 
-def _print_excess(memory: MemoryReport, settings: list[tuple[str, int]]) -> None:
+def _print_excess(memory: MemoryReport, settings: list[_WouldFit]) -> None:
     """Print the largest part of a step without room on the chip, and settings with less."""
     print(f"\nDOES NOT FIT: most of it is {CATEGORIES[memory.largest]}")
-    for flags, total in settings:
-        print(f"  {human_bytes(total)} with {flags}")
+    for found in settings:
+        predicted = ""
+        if found.seconds:
+            predicted = f", {human_duration(found.seconds)} a step"
+        print(wrap_to_terminal(f"  {human_bytes(found.total)}{predicted}, with {found.flags}"))
     if not settings:
         print("  no settings were found that fit: use more devices, or a smaller batch")

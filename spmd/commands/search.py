@@ -15,7 +15,7 @@ from spmd.observe.spinner import spin_until_each, spinner
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
-from spmd.run.search import Candidate, Search, largest_batch, slice_sizes
+from spmd.run.search import Candidate, ClosedFormTimes, Search, largest_batch, slice_sizes
 from spmd.tree import human_bytes
 
 _ROWS = 10
@@ -135,7 +135,8 @@ def _search(
     machine = str(topology).replace(":", "-")
     default = Path("runs", "search", f"{path.stem}-{machine}.json")
     with spinner("ranking settings"):
-        return Search(config, topology, Path(command.state or default))
+        times = ClosedFormTimes(config, topology)
+        return Search(config, topology, times, Path(command.state or default))
 
 
 def _examine(command: SearchCommand, search: Search) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -14,9 +14,9 @@ from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import check_batch_size
 from spmd.data.tokenizer import Tokenizer, load_tokenizer
 from spmd.distributed.native_output import compiler_log
-from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.errors import ConfigError, Problem
 from spmd.pipeline.tick_table import tabulate
-from spmd.run.build import TrainSetup, abstract_batch, count_microbatches, make_setup
+from spmd.run.build import TrainSetup, abstract_batch, count_microbatches
 from spmd.run.config import TrainConfig, config_values
 from spmd.run.init_from import check_init
 from spmd.sharding.mesh import AnyMesh, mesh_of
@@ -131,61 +131,3 @@ def compile_text(setup: TrainSetup) -> str:
 def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:
     """Return the config's mesh over the devices of an absent machine."""
     return mesh_of(config.mesh, topology_devices(topology), config.slices.sizes)
-
-
-def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> list[tuple[str, int]]:
-    """Return flags to make the step fit by the estimate, and the bytes per device.
-
-    The cheapest settings are tried first: ZeRO 3, rematerialization, offloading of optimizer state
-    and then of parameters, and smaller microbatches; each alone and together with the previous
-    ones.
-    """
-    config = setup.config
-    together = dict[str, Any]()
-    choices: list[tuple[str, Any]] = [
-        ("zero", 3),
-        ("remat", "full"),
-        ("offload", ("optimizer_state",)),
-        ("offload", ("optimizer_state", "params")),
-        ("accumulate", config.accumulate * 2),
-        ("accumulate", config.accumulate * 4),
-        ("accumulate", config.accumulate * 8),
-    ]
-    for name, value in choices:
-        if getattr(config, name) == value:
-            continue
-        found = list[tuple[str, int]]()
-        tried = [{name: value}]
-        combined = {**together, name: value}
-        if combined not in tried:
-            tried.append(combined)
-        for settings in tried:
-            total = _estimate_with(setup, settings, topology)
-            if total is None:
-                continue
-            if topology.memory is None or total <= topology.memory:
-                found.append((_flags(settings), total))
-            if settings.keys() >= together.keys():
-                together = settings
-        if found:
-            return found
-    return []
-
-
-def _estimate_with(setup: TrainSetup, settings: dict[str, Any], topology: Topology) -> int | None:
-    """Return the bytes of a device with other settings; None if these do not go together."""
-    try:
-        other = make_setup(dataclasses.replace(setup.config, **settings), setup.mesh)
-        check_microbatches(other)
-        return estimate_step(other, topology.platform).total
-    except SpmdError:  # such as a batch that does not divide into so many microbatches
-        return None
-
-
-def _flags(settings: dict[str, Any]) -> str:
-    """Return settings as on a command line."""
-    flags = list[str]()
-    for name, value in settings.items():
-        text = " ".join(value) if isinstance(value, tuple) else value
-        flags.append(f"--{name} {text}")
-    return " ".join(flags)

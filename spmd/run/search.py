@@ -3,15 +3,16 @@
 Layouts differ in mesh, ZeRO stage, remat, microbatches, pipeline and offload. All settings are
 ranked by closed forms. From the fastest on, each is built and its memory estimated, until enough
 fit; those are compiled. What was estimated or compiled is kept in a file, so that an interrupted
-search resumes.
+search resumes. On the mesh of a config that does not fit, the same search finds settings that do.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,15 @@ import jax
 
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, parse_topology
-from spmd.errors import SpmdError
+from spmd.errors import ConfigError, SpmdError
 from spmd.model_interface.model_config import experts_of, heads_of, layers_of
-from spmd.run.build import applicable_compression, build_schedule, count_microbatches, make_setup
+from spmd.run.build import (
+    TrainSetup,
+    applicable_compression,
+    build_schedule,
+    count_microbatches,
+    make_setup,
+)
 from spmd.run.config import PipelineConfig, TrainConfig, config_values
 from spmd.run.preflight import check_config, check_planned_init, check_step, estimate_step
 from spmd.run.step_time import ModelNumbers, count_model, time_compiled_step, workload
@@ -34,6 +41,8 @@ from spmd.tree import human_bytes
 
 Settings = Mapping[str, Any]
 """Field of a config → value, such as `mesh`."""
+
+_STATE, _STATE_AND_PARAMS = ("optimizer_state",), ("optimizer_state", "params")
 
 REMATS = (
     "none",
@@ -112,40 +121,93 @@ class Candidate:
         return f"{name} +{more[name]:.3g} s"
 
 
+class ClosedFormTimes:
+    """Times by closed forms of one config's settings on one machine.
+
+    Raises:
+        ConfigError: The model does not count its FLOPs, or no rates are known of the machine.
+    """
+
+    def __init__(self, config: TrainConfig[Any], topology: Topology) -> None:
+        self.config = config
+        self.topology = topology
+        self.hardware = hardware_of(topology)
+        self.rates = closed_rates(topology)
+        self.model = count_alone(config)
+        self._networks: dict[tuple[int, ...], Network] = {}
+
+    def seconds(self, settings: Settings) -> dict[str, float]:
+        """Return what a device does → seconds."""
+        network = self._network(settings["mesh"], settings["slices"])
+        return closed_form(self._workload(settings), network, self.rates)
+
+    def _workload(self, settings: Settings) -> Workload:
+        config = dataclasses.replace(self.config, **settings)
+        return workload(config, self.model, settings["mesh"])
+
+    def _network(self, shape: MeshShape, slices: MeshShape) -> Network:
+        """Return the network of a mesh; made once for each, as many settings share one."""
+        sizes = tuple(shape.sizes.values())
+        if sizes not in self._networks:
+            network = make_network(self.topology, shape, slices.sizes, self.hardware)
+            self._networks[sizes] = network
+        return self._networks[sizes]
+
+    def state_bytes(self, settings: Settings) -> float:
+        """Return the bytes of parameters and optimizer state on a device; 0 if any is offloaded."""
+        if settings["offload"]:
+            return 0
+        work = self._workload(settings)
+        fsdp = work.mesh["fsdp"]
+        shards = work.mesh["tensor"] * work.mesh["pipe"] * work.mesh["expert"]
+        state = work.params * self.model.state_bytes / shards
+        if work.zero:
+            state /= fsdp
+        if work.zero in (1, 2) and fsdp > 1:
+            # Parameters stay whole, at 4 bytes each.
+            state += work.params * 4 / shards * (1 - 1 / fsdp)
+        return state
+
+
+def count_alone(config: TrainConfig[Any]) -> ModelNumbers:
+    """Count a model's numbers on one device, and check the config."""
+    alone = dataclasses.replace(
+        config,
+        mesh=MeshShape(),
+        slices=MeshShape(),
+        pipeline=PipelineConfig(),
+    )
+    alone = dataclasses.replace(alone, compress=NO_COMPRESSION)
+    setup = make_setup(alone, abstract_mesh(alone.mesh))
+    check_config(setup)
+    check_planned_init(setup)
+    return count_model(setup)
+
+
 @dataclasses.dataclass
 class Search:
     """Search for one config on one machine.
 
     Attributes:
-        file: Where results are kept.
+        settings: What to try; None for everything that the machine allows.
+        times: Closed forms that rank it; None if there are none, for the order of `settings`.
+        file: Where results are kept; None to keep none.
     """
 
     config: TrainConfig[Any]
     topology: Topology
-    file: Path
+    times: ClosedFormTimes | None
+    file: Path | None = None
+    settings: Iterable[Settings] | None = None
     candidates: list[Candidate] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.hardware = hardware_of(self.topology)
-        self.rates = closed_rates(self.topology)
-        self.model = self._count()
-        self._networks: dict[tuple[int, ...], Network] = {}
+        if self.settings is None:
+            self.settings = enumerate_settings(self.config, self.topology)
         self.known: dict[str, dict[str, Any]] = self._load()
-        self.candidates = sorted(self._rank(), key=lambda candidate: candidate.seconds)
-
-    def _count(self) -> ModelNumbers:
-        """Count the model's numbers on one device, and check the config."""
-        alone = dataclasses.replace(
-            self.config,
-            mesh=MeshShape(),
-            slices=MeshShape(),
-            pipeline=PipelineConfig(),
-        )
-        alone = dataclasses.replace(alone, compress=NO_COMPRESSION)
-        setup = make_setup(alone, abstract_mesh(alone.mesh))
-        check_config(setup)
-        check_planned_init(setup)
-        return count_model(setup)
+        ranked = map(self._candidate, self.settings)
+        # Sorting is stable: without times, the order is kept.
+        self.candidates = sorted(ranked, key=lambda candidate: candidate.seconds)
 
     @property
     def key(self) -> str:
@@ -153,7 +215,7 @@ class Search:
         about = [
             config_values(self.config),
             str(self.topology),
-            repr(self.rates),
+            repr(self.times.rates if self.times else None),
             repr(self.topology.chip.compiled),
             jax.__version__,
         ]
@@ -162,6 +224,8 @@ class Search:
 
     def _load(self) -> dict[str, dict[str, Any]]:
         """Read the results of an earlier search; none if its causes were others."""
+        if self.file is None:
+            return {}
         try:
             saved = json.loads(self.file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -171,6 +235,8 @@ class Search:
         return {}
 
     def _save(self, candidate: Candidate) -> None:
+        if self.file is None:
+            return
         self.known[candidate.flags] = {
             "memory": candidate.memory,
             "compiled": candidate.compiled,
@@ -182,47 +248,26 @@ class Search:
         partial.write_text(text, encoding="utf-8")
         partial.replace(self.file)
 
-    def _rank(self) -> Iterator[Candidate]:
-        """Yield a candidate for each of the settings, with its time by closed forms."""
-        for settings in enumerate_settings(self.config, self.topology):
-            shape = settings["mesh"]
-            work = workload(dataclasses.replace(self.config, **settings), self.model, shape)
-            network = self._network(shape, settings["slices"])
-            candidate = Candidate(settings, closed_form(work, network, self.rates))
-            known = self.known.get(candidate.flags, {})
-            candidate.memory = known.get("memory")
-            candidate.compiled = known.get("compiled")
-            candidate.refused = known.get("refused", "")
-            if not candidate.refused:
-                self._refuse_large(candidate, work)
-            yield candidate
+    def _candidate(self, settings: Settings) -> Candidate:
+        """Return settings with their time by closed forms, and what is known of them."""
+        spent = self.times.seconds(settings) if self.times else {}
+        candidate = Candidate(settings, spent)
+        known = self.known.get(candidate.flags, {})
+        candidate.memory = known.get("memory")
+        candidate.compiled = known.get("compiled")
+        candidate.refused = known.get("refused", "")
+        if not candidate.refused:
+            self._refuse_large(candidate)
+        return candidate
 
-    def _network(self, shape: MeshShape, slices: MeshShape) -> Network:
-        """Return the network of a mesh; made once for each, as many settings share one."""
-        sizes = tuple(shape.sizes.values())
-        if sizes not in self._networks:
-            network = make_network(self.topology, shape, slices.sizes, self.hardware)
-            self._networks[sizes] = network
-        return self._networks[sizes]
-
-    def _refuse_large(self, candidate: Candidate, work: Workload) -> None:
+    def _refuse_large(self, candidate: Candidate) -> None:
         """Refuse settings if the training state alone does not fit."""
-        limit = self.topology.memory
-        if limit is None or candidate.settings["offload"]:
+        if self.times is None or self.topology.memory is None:
             return
-        mesh = work.mesh
-        fsdp = mesh["fsdp"]
-        shards = mesh["tensor"] * mesh["pipe"] * mesh["expert"]
-        state = work.params * self.model.state_bytes / shards
-        if work.zero:
-            state /= fsdp
-        if work.zero in (1, 2) and fsdp > 1:
-            # Parameters stay whole, at 4 bytes each.
-            state += work.params * 4 / shards * (1 - 1 / fsdp)
-        if state > limit:
-            candidate.memory = int(state)
-            sizes = f"{human_bytes(int(state))} of {human_bytes(limit)}"
-            candidate.refused = f"{_TOO_LARGE}: training state {sizes}"
+        state = int(self.times.state_bytes(candidate.settings))
+        if state > self.topology.memory:
+            candidate.memory = state
+            candidate.refused = f"{_TOO_LARGE}: training state {self._share_of_memory(state)}"
 
     def fitting(self, wanted: int) -> Iterator[Candidate]:
         """Yield candidates from the fastest on, with their memory, until some of them fit."""
@@ -234,8 +279,8 @@ class Search:
                 continue
             smaller = self._smaller_refused(candidate)
             if smaller is not None:
-                fsdp = smaller.settings["mesh"].fsdp
-                candidate.refused = f"{_TOO_LARGE}: more than with mesh.fsdp {fsdp}"
+                changed = changed_flags(candidate.settings, smaller.settings)
+                candidate.refused = f"{_TOO_LARGE}: more than with {changed}"
                 continue
             if candidate.memory is None:
                 self._ask_ledger(candidate)
@@ -307,7 +352,7 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
     """Yield all settings of a machine; a config's batch and model divide evenly over each."""
     known = [remat for remat in REMATS if _knows(config, remat)]
     remats = dict.fromkeys((*known, config.remat))
-    offloads = dict.fromkeys((config.offload, ("optimizer_state",)))
+    offloads = dict.fromkeys((config.offload, _STATE))
     for shape in _mesh_shapes(config, topology):
         zeros = (3, 1) if shape.fsdp > 1 else (0,)
         schedules = ("1f1b", "interleaved") if shape.pipe > 1 else ("1f1b",)
@@ -323,6 +368,66 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
                 **_microbatch_settings(config, shape, schedule, parts),
                 "offload": offload,
             }
+
+
+def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> Search:
+    """Search for settings with which a config fits, on its own mesh.
+
+    The fastest are asked first. Without closed forms of the model, it is those that change least.
+    """
+    times: ClosedFormTimes | None = None
+    # Models that do not count their FLOPs, and adapters, fit or not as any other.
+    with contextlib.suppress(ConfigError):
+        times = ClosedFormTimes(setup.config, topology)
+    return Search(setup.config, topology, times, settings=enumerate_on_mesh(setup))
+
+
+def own_settings(setup: TrainSetup) -> Settings:
+    """Return the settings of a config."""
+    config = setup.config
+    sizes = {axis: setup.mesh.shape[axis] for axis in AXES}
+    return {
+        "mesh": MeshShape(**sizes),
+        "slices": config.slices,
+        "zero": config.zero,
+        "remat": config.remat,
+        "accumulate": config.accumulate,
+        "pipeline": config.pipeline,
+        "offload": config.offload,
+    }
+
+
+def enumerate_on_mesh(setup: TrainSetup) -> Iterator[Settings]:
+    """Yield other settings on the mesh of a config, from the least change on."""
+    config = setup.config
+    own = own_settings(setup)
+    known = [remat for remat in REMATS if _knows(config, remat)]
+    remats = dict.fromkeys((config.remat, *known))
+    offloads = dict.fromkeys((config.offload, _STATE, _STATE_AND_PARAMS))
+    zeros = dict.fromkeys((config.zero, 3))
+    if own["mesh"].fsdp == 1:
+        zeros = dict.fromkeys((config.zero,))
+    for offload, remat, times, zero in itertools.product(offloads, remats, _MICROBATCHES, zeros):
+        microbatches = _times_as_many(setup, times)
+        if microbatches is None:
+            continue
+        settings = {**own, "offload": offload, "remat": remat, "zero": zero, **microbatches}
+        if settings != own:
+            yield settings
+
+
+def _times_as_many(setup: TrainSetup, times: int) -> dict[str, Any] | None:
+    """Return the settings for so many times more microbatches; None if the batch does not divide."""
+    config = setup.config
+    if times == 1:
+        return {}
+    parts = count_microbatches(config, setup.schedule) * times
+    shards = math.prod(setup.mesh.shape[axis] for axis in BATCH_AXES)
+    if config.data.batch % (shards * config.accumulate * parts):
+        return None
+    if setup.schedule is None:
+        return {"accumulate": config.accumulate * times}
+    return {"pipeline": dataclasses.replace(config.pipeline, microbatches=parts)}
 
 
 def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshShape]:
@@ -393,6 +498,14 @@ def _knows(config: TrainConfig[Any], remat: str) -> bool:
 
 def _divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def changed_flags(settings: Settings, other: Settings) -> str:
+    """Return the flags of `other` that differ from those of `settings`."""
+    mine = _flags(settings)
+    theirs = _flags(other)
+    changed = [f"--{name} {value}" for name, value in theirs.items() if mine.get(name) != value]
+    return " ".join(changed)
 
 
 def _flags(settings: Settings) -> dict[str, str]:

@@ -214,6 +214,7 @@ def workload(config: TrainConfig, model: ModelNumbers, mesh: MeshShape) -> Workl
         state_bytes=2 * model.state_bytes + 4,
         routed=model.routed,
         offloads_state="optimizer_state" in config.offload,
+        offloads_params="params" in config.offload,
         offloaded=_offloaded_bytes(remat, widths, model.hidden),
         bubble=bubble,
     )

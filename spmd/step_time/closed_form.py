@@ -56,6 +56,8 @@ class Workload:
         routed: Copies of a token that are sent to experts in each layer.
         offloaded: Bytes of a token's activations in each layer that are sent to the host.
         offloads_state: Whether the optimizer's state is in host memory.
+        offloads_params: Whether the parameters of layers are in host memory, and each use of a
+            layer copies its own to the device.
         bubble: Idle time of a stage, relative to its working time.
         is_fused: Whether a compiler fuses element-wise operations.
     """
@@ -86,6 +88,7 @@ class Workload:
     routed: int = 0
     offloaded: float = 0.0
     offloads_state: bool = False
+    offloads_params: bool = False
     bubble: float = 0.0
     matmul_params: float = 0.0
     is_fused: bool = True
@@ -116,6 +119,9 @@ _STREAM, _HIDDEN, _LOGITS = 16, 4, 8
 
 Without recomputation.
 """
+
+_PARAM_BYTES = 4
+"""Bytes of a stored parameter: float32."""
 
 _FUSED = 0.4
 """Share of these passes that remains if the compiler fuses element-wise operations."""
@@ -186,20 +192,28 @@ def _memory_seconds(work: Workload, network: Network, rates: ClosedRates) -> flo
 
 
 def _offload_seconds(work: Workload, network: Network) -> float:
-    """Return the time of activations sent to the host in one microbatch."""
-    sent = _device_tokens(work) * work.layers * work.offloaded
-    return sent / _layer_shards(work) / network.hardware.host
+    """Return the time of activations and parameters copied from or to the host in one microbatch."""
+    sent = _device_tokens(work) * work.layers * work.offloaded / _layer_shards(work)
+    if work.offloads_params:
+        uses = 1 + work.regathers
+        sent += uses * _own_params(work) * _PARAM_BYTES
+    return sent / network.hardware.host
+
+
+def _own_params(work: Workload) -> float:
+    """Return the parameters in the memory of one device, between steps."""
+    shards = _layer_shards(work) * work.mesh["expert"]
+    if work.zero:
+        shards *= work.mesh["fsdp"]
+    return work.params / shards
 
 
 def _optimizer_seconds(work: Workload, network: Network) -> float:
     """Return the time of the update of parameters in one step."""
-    shards = _layer_shards(work) * work.mesh["expert"]
-    if work.zero:
-        shards *= work.mesh["fsdp"]
     bandwidth = network.hardware.memory_bandwidth
     if work.offloads_state:
         bandwidth = network.hardware.host
-    return work.params / shards * work.state_bytes / bandwidth
+    return _own_params(work) * work.state_bytes / bandwidth
 
 
 def collective_seconds(work: Workload, network: Network, hop: float = 0.0) -> dict[str, float]:

@@ -18,7 +18,17 @@ from spmd.run import search
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.config import SampleConfig
 from spmd.run.load_config import load_config
-from spmd.run.search import Candidate, Search, enumerate_settings, largest_batch, slice_sizes
+from spmd.run.search import (
+    Candidate,
+    ClosedFormTimes,
+    Search,
+    changed_flags,
+    enumerate_settings,
+    largest_batch,
+    own_settings,
+    slice_sizes,
+    suggest_memory_settings,
+)
 from spmd.run.step_time import ModelNumbers, count_model
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 
@@ -61,16 +71,15 @@ def ledger(monkeypatch):
         )
         for check in ("check_config", "check_planned_init", "check_step"):
             monkeypatch.setattr(search, check, lambda setup: None)
-        monkeypatch.setattr(Search, "_count", lambda self: counted())
+        monkeypatch.setattr(search, "count_alone", lambda config: counted())
         return found
 
     return make
 
 
-def start(folder, **fields) -> Search:
-    return Search(
-        dataclasses.replace(load_config("demo"), **fields), TOPOLOGY, folder / "known.json"
-    )
+def start(folder, *, file="known.json", config=None, **fields) -> Search:
+    config = dataclasses.replace(config or load_config("demo"), **fields)
+    return Search(config, TOPOLOGY, ClosedFormTimes(config, TOPOLOGY), folder / file)
 
 
 MACHINES = [
@@ -132,6 +141,50 @@ def test_all_meshes_are_enumerated() -> None:
     assert {s["remat"] for s in enumerate_settings(bare, TOPOLOGY)} == {"none", "full"}
 
 
+BOTH = ("optimizer_state", "params")
+
+
+def suggested(ledger, fits, **fields):
+    """Flags that are suggested for the demo on one chip, where what fits takes half of its memory."""
+    ledger(lambda config: (8 if fits(config) else 20) * GIB)
+    config = dataclasses.replace(load_config("demo"), **fields)
+    mesh = abstract_mesh(MeshShape())
+    setup = SimpleNamespace(config=config, mesh=mesh, schedule=None)
+    own = own_settings(setup)
+    found = suggest_memory_settings(setup, parse_topology("v5e:1x1"))
+    return [changed_flags(own, c.settings) for c in found.fitting(1) if not c.refused]
+
+
+def test_settings_that_fit_are_suggested(ledger) -> None:
+    """The fastest that fit, in the flags that change; what is set is kept, and none is asked again."""
+    full = suggested(ledger, lambda config: config.remat == "full", remat="none")
+    assert full == ["--remat full"]
+    smaller = suggested(ledger, lambda config: config.accumulate == 4, remat="full")
+    assert len(smaller) == 1
+    assert "--accumulate 4" in smaller[0]
+    both = suggested(
+        ledger, lambda config: config.offload == BOTH and config.remat == "full", remat="full"
+    )
+    assert both == ["--offload optimizer_state params"]
+    assert suggested(ledger, lambda config: config.accumulate > 64) == []
+
+
+def test_settings_of_a_model_without_closed_forms_are_suggested(ledger, monkeypatch) -> None:
+    """Its own order ranks them: from the least change on."""
+
+    def uncounted(config):
+        raise ConfigError("no", [Problem("model", "does not count its FLOPs")])
+
+    ledger(lambda config: 8 * GIB)
+    monkeypatch.setattr(search, "count_alone", uncounted)
+    config = dataclasses.replace(load_config("demo"), remat="none", offload=())
+    setup = SimpleNamespace(config=config, mesh=abstract_mesh(MeshShape()), schedule=None)
+    found = suggest_memory_settings(setup, parse_topology("v5e:1x1"))
+    assert {candidate.seconds for candidate in found.candidates} == {0}
+    first = found.candidates[0].settings
+    assert changed_flags(own_settings(setup), first) == f"--accumulate {2 * config.accumulate}"
+
+
 def test_long_sequences_are_split() -> None:
     """Over `sequence`, and only these."""
     config = load_config("demo")
@@ -169,7 +222,7 @@ def test_dominated_settings_are_not_asked(tmp_path, ledger) -> None:
     found = start(tmp_path)
     examined = list(found.fitting(1))
     assert found.best is None
-    skipped = [c for c in found.candidates if "more than with mesh.fsdp" in c.refused]
+    skipped = [c for c in found.candidates if "more than with --" in c.refused]
     assert len(skipped) + len(asked) == len(found.candidates)
     assert len(examined) == len(asked)
     assert {(c.settings["zero"], c.settings["mesh"].fsdp) for c in skipped} == {
@@ -206,15 +259,13 @@ def test_an_interrupted_search_resumes(tmp_path, ledger) -> None:
     second = ledger(memory)
     examined = list(start(tmp_path).fitting(3))
     alone = ledger(memory)
-    whole = list(Search(load_config("demo"), TOPOLOGY, tmp_path / "alone.json").fitting(3))
+    whole = list(start(tmp_path, file="alone.json").fitting(3))
     assert len(second.asked) == len(alone.asked) - 2
     fits = [[(c.flags, c.memory) for c in found if not c.refused] for found in (examined, whole)]
     assert len(fits[0]) == 3
     assert fits[0] == fits[1]
     again = ledger(memory)
-    assert (
-        start(tmp_path).best == Search(load_config("demo"), TOPOLOGY, tmp_path / "alone.json").best
-    )
+    assert start(tmp_path).best == start(tmp_path, file="alone.json").best
     list(start(tmp_path).fitting(3))
     assert again.asked == []
     assert start(tmp_path, seed=7).known == {}
@@ -240,7 +291,7 @@ def test_a_state_that_is_too_large_is_not_asked(tmp_path, ledger, monkeypatch) -
     """Its arithmetic is enough: 12 bytes of 5 billion parameters fit in four parts, by ZeRO 3, tensors or stages."""
     asked = ledger(lambda config: 8 * GIB).asked
     large = dataclasses.replace(counted(), params=5e9)
-    monkeypatch.setattr(Search, "_count", lambda self: large)
+    monkeypatch.setattr(search, "count_alone", lambda config: large)
     found = start(tmp_path)
     kept = [c for c in found.candidates if not c.refused and not c.settings["offload"]]
     assert any(
@@ -411,11 +462,11 @@ def test_a_search_refuses_what_a_plan_refuses(tmp_path, monkeypatch) -> None:
     """What no layout changes at once; what one does where it is asked for; control: settings that can run."""
     config = dataclasses.replace(load_config("demo"), sample=SampleConfig(prompt="x" * 300))
     with pytest.raises(ConfigError, match="leaves no room for a token"):
-        Search(config, TOPOLOGY, tmp_path / "state.json")
+        start(tmp_path, config=config)
     with pytest.raises(ConfigError, match="leaves no room for a token"):
         largest_batch(config, TOPOLOGY, abstract_mesh(MeshShape(fsdp=4)))
-    monkeypatch.setattr(Search, "_count", lambda self: counted())
-    found = Search(load_config("demo"), TOPOLOGY, tmp_path / "state.json")
+    monkeypatch.setattr(search, "count_alone", lambda config: counted())
+    found = start(tmp_path)
     settings = {
         **found.candidates[0].settings,
         "mesh": MeshShape(fsdp=4),
