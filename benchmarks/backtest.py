@@ -34,7 +34,7 @@ from benchmarks.published_rows import Rebuilt, Row, read_rows, rebuild
 from spmd.chips import ClosedRates, Rates
 from spmd.errors import SpmdError
 from spmd.run.build import make_setup
-from spmd.run.preflight import estimate_step
+from spmd.run.planned_step import estimate_step
 from spmd.sharding.mesh import abstract_mesh
 from spmd.step_time.closed_form import closed_form
 

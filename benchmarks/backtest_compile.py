@@ -30,7 +30,7 @@ from spmd.models.transformer import TransformerConfig
 from spmd.observe.spinner import spin_until_each
 from spmd.partition_rules.transformer import transformer_rules
 from spmd.run.build import make_setup
-from spmd.run.preflight import compile_text, topology_mesh
+from spmd.run.planned_step import compile_text, topology_mesh
 from spmd.sharding.mesh import AXES, MeshShape, slice_numbers
 from spmd.step_time.network import Network, make_network
 from spmd.step_time.program import ProgramSchedule, read_program_schedule
@@ -231,7 +231,9 @@ def main() -> None:
         sys.exit(str(absent))
     initialize(0, target_platform=topology.platform)
     config = make_config(about)
-    text = compile_text(make_setup(config, topology_mesh(config, topology)))
+    text = compile_text(
+        make_setup(config, topology_mesh(config.mesh, topology, config.slices.sizes))
+    )
     partial = file.with_suffix(".partial")
     file.with_suffix(".engine").write_text(engine_digest(), encoding="utf-8")
     partial.write_bytes(gzip.compress(text.encode()))

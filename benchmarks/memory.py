@@ -18,7 +18,7 @@ from spmd.analysis.topology import parse_topology
 from spmd.distributed.initialize import initialize
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.load_config import load_config
-from spmd.run.preflight import compile_step, estimate_step, topology_mesh
+from spmd.run.planned_step import compile_step, estimate_step, topology_mesh
 from spmd.sharding.mesh import MeshShape
 
 
@@ -49,7 +49,10 @@ def measure(
         changes["model"] = dataclasses.replace(config.model, layers=options.layers)
     config = dataclasses.replace(config, **changes)
     setup = make_setup(
-        config, topology_mesh(config, topology) if options.compile else planned_mesh(config)
+        config,
+        topology_mesh(config.mesh, topology, config.slices.sizes)
+        if options.compile
+        else planned_mesh(config),
     )
     estimate = estimate_step(setup, topology.platform)
     line = {

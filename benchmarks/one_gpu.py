@@ -44,7 +44,7 @@ from spmd.run.build import (
     open_text_dataset,
 )
 from spmd.run.init_from import initial_state
-from spmd.run.preflight import estimate_step
+from spmd.run.planned_step import estimate_step
 from spmd.run.step_time import estimate_time
 from spmd.tree import size
 

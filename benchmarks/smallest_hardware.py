@@ -23,7 +23,7 @@ from spmd.errors import SpmdError
 from spmd.hf.family import family_for
 from spmd.lora.adapters import LoRAConfig
 from spmd.run.build import make_setup, planned_mesh
-from spmd.run.preflight import estimate_step
+from spmd.run.planned_step import estimate_step
 
 MACHINES = {
     "v5e": (

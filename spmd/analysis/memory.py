@@ -267,7 +267,7 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
     """
     plan = step.plan
     axes = dict(plan.mesh.shape)
-    program, count = _trace(step, batch, platform)
+    program, count = trace_program(step, batch, platform)
     buffers = find_buffers(program, axes, program.outputs[:count], platform)
     buffers += _results_beside_arguments(program, axes, count, buffers)
     logits = _logits(program)
@@ -301,7 +301,7 @@ def estimate_memory(step: TrainStep, batch: Any, platform: str = "cpu") -> Estim
     )
 
 
-def _trace(step: TrainStep, batch: Any, platform: str) -> tuple[TracedProgram, int]:
+def trace_program(step: TrainStep, batch: Any, platform: str) -> tuple[TracedProgram, int]:
     """Return the traced step with its shardings, and the number of arrays of the state.
 
     The state comes first among the inputs and the outputs of the program.

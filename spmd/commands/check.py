@@ -5,11 +5,10 @@ import json
 from typing import Any, Generic, Literal
 
 import jax
-import tyro
 
 from spmd.analysis.explicit_axes import check_explicit
 from spmd.analysis.xla_fault_report import FaultReport, find_faults
-from spmd.commands.parsing import ConfigFields, parse_command, parse_flags
+from spmd.commands.parsing import ConfigFields, F, StepFlags, parse_source, value_of
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.observe.spinner import spin_until_each, spinner
@@ -19,10 +18,10 @@ from spmd.run.build import abstract_batch, config_mesh, make_setup, planned_mesh
 from spmd.run.check import Check, StepCheck, Sweep, axes_text
 from spmd.run.config import M, TrainConfig
 from spmd.run.init_from import check_init
-from spmd.run.load_config import load_function
 from spmd.run.preflight import check_microbatches
+from spmd.run.step_source import ConfigSource, ReadyStep, StepFile
 from spmd.settings.compress import NO_COMPRESSION
-from spmd.sharding.mesh import AnyMesh, MeshShape, mesh_of
+from spmd.sharding.mesh import AnyMesh, mesh_of
 from spmd.training.step import TrainStep
 
 
@@ -59,30 +58,26 @@ class CheckCommand(_CheckOptions, Generic[M]):
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckStepCommand(_CheckOptions):
+class CheckStepCommand(_CheckOptions, Generic[F]):
     """Compare the first steps of your own train step on a mesh with one device, as for a config.
 
-    FUNCTION takes a mesh and returns `(step, batches)`: a step from spmd.make_train_step, and a
-    list of batches.
+    FILE defines make(mesh, **settings), which returns a step from spmd.make_train_step and a batch
+    or a list of batches; FILE.py:FUNCTION is another function. --devices N simulates N CPU devices.
     """
 
-    function: tyro.conf.Positional[str]
-    """FILE.py:FUNCTION."""
-    mesh: MeshShape = MeshShape()
-    """The mesh: a size for each axis."""
-    devices: int = 0
-    """Number of CPU devices to simulate; 0 takes what the machine has."""
+    flags: StepFlags[F]
     check_steps: int = 0
     """Number of steps; 0 is one for each batch."""
 
 
 def run_check(arguments: list[str]) -> int:
     """Run `spmd check`; return the exit code."""
-    for argument in arguments:
-        if ".py:" in argument and not argument.startswith("-"):
-            usage = "spmd check FILE.py:FUNCTION"
-            return _check_step(parse_flags(CheckStepCommand, arguments, usage))
-    command, _ = parse_command(CheckCommand, arguments, "check")
+    devices = value_of("--devices", arguments)
+    if devices.isdigit():  # before a file is executed, which may use them
+        initialize(int(devices))
+    command, source, _ = parse_source(CheckCommand, CheckStepCommand, arguments, "check")
+    if not isinstance(source, ConfigSource):
+        return _check_step(command, source)
     config: TrainConfig = command.config
     _check_flags(command, at_least=1)
     if command.explicit:
@@ -108,15 +103,15 @@ def run_check(arguments: list[str]) -> int:
     return _run(command, check, mesh, faults)
 
 
-def _check_step(command: CheckStepCommand) -> int:
+def _check_step(command: CheckStepCommand, source: StepFile | ReadyStep) -> int:
     _check_flags(command, at_least=0)
-    initialize(command.devices)
-    check = StepCheck(load_function(command.function), command.check_steps)
+    initialize(source.devices)
+    check = StepCheck(source.make_on, command.check_steps)
     mesh = None
     if command.products:
         step, batches = check.one_device
     else:
-        mesh = mesh_of(command.mesh, jax.devices())
+        mesh = mesh_of(source.shape, jax.devices())
         step, batches = check.made_on(mesh)
     if command.explicit:
         return _print_explicit(command, step, batches[0])

@@ -1,19 +1,30 @@
 """Parsing of command lines: a config and a flag for each of its fields, or flags alone."""
 
 import contextlib
+import dataclasses
 import io
+import itertools
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import tyro
 
+from spmd.analysis.topology import parse_topology
 from spmd.distributed.cluster_env import LaunchArgs
+from spmd.distributed.initialize import MOST_SIMULATED, initialize
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
+from spmd.run.step_source import ConfigSource, ReadyStep, Source, StepFile, load_source
+from spmd.sharding.mesh import MeshShape
 
 ConfigFields = Annotated[TrainConfig[M], tyro.conf.arg(name="")]
 """Type of a command's `config`, whose fields are flags without a prefix."""
+
+F = TypeVar("F")
+
+StepFlags = Annotated[F, tyro.conf.arg(name="")]
+"""Type of a command's `flags`, of a step of one's own, which are flags without a prefix."""
 
 LaunchFields = Annotated[LaunchArgs, tyro.conf.arg(name="")]
 """Type of a command's `launch_args`, whose fields are flags without a prefix."""
@@ -41,6 +52,96 @@ def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, P
         what = f"an annotation of {model.__name__} does not resolve: {error}"
         raise ConfigError("Invalid config:", [Problem("model", what)]) from error
     return parsed, shipped().get(name, Path(name))
+
+
+class ParsedSource(NamedTuple):
+    """A command, the source of its step with the command's settings, and the source's file."""
+
+    command: Any
+    source: Source
+    file: Path
+
+
+def parse_source(
+    config_command: Any, step_command: Any, arguments: list[str], verb: str
+) -> ParsedSource:
+    """Parse a command for a config or for a step of a file.
+
+    `config_command` is as for `parse_command`; `step_command` is a dataclass, generic in the flags
+    of a file, with a field `flags` of them.
+    """
+    name = ""
+    if arguments and not arguments[0].startswith("-"):
+        name = arguments[0]
+    loaded = load_source(name) if name else None
+    if loaded is None or isinstance(loaded, ConfigSource):
+        command, file = parse_command(config_command, arguments, verb)
+        return ParsedSource(command, ConfigSource(command.config), file)
+    command = _parse(
+        step_command[_flags_of(loaded, step_command)], arguments[1:], f"spmd {verb} {name}"
+    )
+    if isinstance(loaded, StepFile):
+        settings = dict(vars(command.flags))
+        shape = settings.pop("mesh")
+        devices = settings.pop("devices")
+        loaded = dataclasses.replace(loaded, settings=settings, shape=shape, devices=devices)
+    return ParsedSource(command, loaded, loaded.file)
+
+
+def start_without_devices(arguments: list[str]) -> None:
+    """Start JAX without the devices of this machine, before a file is executed that may use some.
+
+    The file's step is planned for the machine of `--topology`, which may be absent.
+    """
+    name = arguments[0] if arguments else ""
+    if not name.partition(":")[0].endswith(".py"):
+        return
+    topology = value_of("--topology", arguments)
+    if not topology:
+        initialize(target_platform="cpu")
+        return
+    machine = parse_topology(topology)
+    if machine.platform != "cpu":
+        initialize(target_platform=machine.platform)
+    elif machine.devices <= MOST_SIMULATED:
+        initialize(machine.devices)
+
+
+def value_of(flag: str, arguments: list[str]) -> str:
+    """Return the value of a flag before its command is parsed; empty without it.
+
+    Example:
+        >>> value_of("--devices", ["check", "--devices=8"])
+        '8'
+    """
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        name, equals, value = argument.partition("=")
+        if name == flag:
+            return value if equals else following
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoFlags:
+    """Flags of a step that is ready made."""
+
+
+def _flags_of(source: StepFile | ReadyStep, command: type) -> type:
+    """Return a dataclass of the mesh and of the keyword arguments of a file's function."""
+    if isinstance(source, ReadyStep):
+        return _NoFlags
+    taken = {field.name for field in dataclasses.fields(command)} | {"mesh", "devices"}
+    shape = dataclasses.field(default_factory=lambda: MeshShape(fsdp=-1))
+    fields: list[Any] = [("mesh", MeshShape, shape), ("devices", int, dataclasses.field(default=0))]
+    problems = []
+    for name, kind, default in source.arguments():
+        if name in taken:
+            what = "is the name of a flag of the command"
+            problems.append(Problem(f"{source.name}, {name}", what, fix="another name"))
+        fields.append((name, kind, dataclasses.field(default=default)))
+    if problems:
+        raise ConfigError("Invalid settings of a step:", problems)
+    return dataclasses.make_dataclass("StepFlags", fields, frozen=True, kw_only=True)
 
 
 def _check_asks_for_help(arguments: list[str], verb: str) -> None:

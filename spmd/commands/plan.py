@@ -13,8 +13,7 @@ from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.schedule_chart import chart, to_json, write_svg
 from spmd.analysis.topology import Topology, missing_extra, parse_topology
 from spmd.analysis.wide_products import find_wide_products, is_listed
-from spmd.commands.parsing import ConfigFields, parse_command
-from spmd.distributed.initialize import initialize
+from spmd.commands.parsing import ConfigFields, F, StepFlags, parse_source, start_without_devices
 from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.observe.metrics import human_duration
@@ -24,42 +23,40 @@ from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.simulate import simulate
 from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.plan import TABLES
-from spmd.run.build import (
-    TrainSetup,
-    abstract_batch,
-    build_flags,
-    build_powersgd,
-    build_schedule,
-    make_setup,
-    planned_mesh,
-)
-from spmd.run.config import M, TrainConfig
-from spmd.run.describe import (
-    compression_lines,
-    exchange_line,
-    execution_lines,
-    experts_line,
-    flags_text,
-    pipeline_line,
-)
+from spmd.run.build import build_schedule, make_setup, planned_mesh
+from spmd.run.config import M
+from spmd.run.describe import compression_lines, flags_text, powersgd_of
 from spmd.run.load_config import load_config, other_config
-from spmd.run.preflight import (
-    check_planned_init,
-    compile_step,
-    estimate_step,
-    preflight,
-    topology_mesh,
-)
+from spmd.run.planned_step import PlannedStep, estimate_step
 from spmd.run.recipes import recipe_lines
-from spmd.run.search import changed_flags, own_settings, suggest_memory_settings
-from spmd.run.step_time import estimate_time, time_compiled_step
+from spmd.run.search import changed_flags, suggest_memory_settings
+from spmd.run.step_source import StepSource, compile_on, time_compiled_step
 from spmd.sharding.mesh import AnyMesh
 from spmd.step_time.report import StepTime
 from spmd.tree import human_bytes
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PlanOptions:
+    all: bool = False
+    """Also print a line for each gradient and each leaf of the optimizer state."""
+    json: bool = False
+    """Print JSON: a record per parameter, gradient and leaf of the optimizer state."""
+    topology: str = ""
+    """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
+    compile: bool = False
+    """Compile the step; print its memory, compute time, and collectives by axis and source."""
+    estimate: bool = False
+    """Print a step's time, its range and its parts, by closed forms of a config or a roofline of the
+    traced step; nothing is compiled."""
+    time: bool = False
+    """Compile the step; print its time from the program's schedule, its range and its parts."""
+    trace: str = ""
+    """With --time: file for the schedule in Chrome's trace format."""
+
+
 @dataclasses.dataclass(frozen=True)
-class PlanCommand(Generic[M]):
+class PlanCommand(_PlanOptions, Generic[M]):
     """Print the sharding of every parameter, one line per parameter, and the memory per device
     during a step.
 
@@ -67,26 +64,23 @@ class PlanCommand(Generic[M]):
     """
 
     config: ConfigFields
-    all: bool = False
-    """Also print a line for each gradient and each leaf of the optimizer state."""
-    json: bool = False
-    """Print JSON: a record per parameter, gradient and leaf of the optimizer state."""
-    topology: str = ""
-    """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
     diff: str = ""
     """Print a diff with another config's plan: lines of this one with -, of that with +."""
     schedule: bool = False
     """Print a chart of the pipeline schedule, and write it to a file."""
     svg: str = "schedule.svg"
     """File of the chart; empty for none."""
-    compile: bool = False
-    """Compile the step; print its memory, compute time, and collectives by axis and source."""
-    estimate: bool = False
-    """Print a step's time by closed forms, its range and its parts; nothing is compiled."""
-    time: bool = False
-    """Compile the step; print its time from the program's schedule, its range and its parts."""
-    trace: str = ""
-    """With --time: file for the schedule in Chrome's trace format."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanStepCommand(_PlanOptions, Generic[F]):
+    """Print the sharding of every parameter of your own train step, and the memory per device.
+
+    FILE defines make(mesh, **settings), which returns a step from spmd.make_train_step and a batch
+    (shapes are enough); its keyword arguments are flags here. Or it has a step and a batch.
+    """
+
+    flags: StepFlags[F]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +118,13 @@ class _WouldFit:
     seconds: float | None
 
 
-def _settings_that_fit(setup: TrainSetup, topology: Topology) -> list[_WouldFit]:
-    """Return the fastest settings with which a step fits, on the config's mesh; none if no such."""
+def _settings_that_fit(
+    source: StepSource, planned: PlannedStep, topology: Topology
+) -> list[_WouldFit]:
+    """Return the fastest settings with which a step fits on its mesh; none if there are none."""
     found = list[_WouldFit]()
-    own = own_settings(setup)
     with spinner("searching settings that fit"):
-        search = suggest_memory_settings(setup, topology)
+        own, search = suggest_memory_settings(source, planned, topology)
         for candidate in search.fitting(1):
             if candidate.refused:
                 continue
@@ -143,33 +138,32 @@ def run_plan(arguments: list[str]) -> int:
 
     It is 3 if the plan exceeds the memory of the chips, 4 if the step breaks its promises.
     """
-    command, _ = parse_command(PlanCommand, arguments, "plan")
+    start_without_devices(arguments)
+    command, source, _ = parse_source(PlanCommand, PlanStepCommand, arguments, "plan")
     _check_views(command)
-    config = command.config
     if command.topology:
-        devices = parse_topology(command.topology).devices
-        config = dataclasses.replace(config, devices=devices)
-    mesh = mesh_on(command.topology, config)
-    if command.schedule:  # before the step, which some schedules cannot run
-        return _print_schedule(command, build_schedule(config, mesh))
+        source = source.with_devices(parse_topology(command.topology).devices)
+    mesh = mesh_on(command.topology, source)
+    if isinstance(command, PlanCommand) and command.schedule:
+        # Before the step, which some schedules cannot run.
+        return _print_schedule(command, build_schedule(command.config, mesh))
     topology = parse_topology(command.topology or f"cpu:{mesh.size}")
-    setup = make_setup(config, mesh, topology.chip.device_kind)
-    preflight(setup)
-    init = check_planned_init(setup)
+    planned = source.on(mesh, topology.chip.device_kind)
+    start = source.start(planned)
     if command.estimate:
-        return _print_time(command, estimate_time(setup, topology))
+        return _print_time(command, source.estimate_time(planned, topology))
     if command.time:
-        return _print_time(command, time_compiled_step(config, topology, command.trace))
-    if command.diff:
-        return _print_difference(command, setup)
-    return _print_figures(command, setup, topology, init)
+        return _print_time(command, time_compiled_step(source, topology, command.trace))
+    if isinstance(command, PlanCommand) and command.diff:
+        return _print_difference(command, planned)
+    return _print_figures(command, source, planned, topology, start)
 
 
-def _check_views(command: PlanCommand) -> None:
+def _check_views(command: _PlanOptions) -> None:
     """Raise if more than one view is asked for, or one without its flags."""
     views = []
     for name in ("all", "diff", "compile", "schedule", "estimate", "time"):
-        if getattr(command, name):
+        if getattr(command, name, False):
             views.append(name)
     if len(views) > 1:
         problems = []
@@ -186,7 +180,7 @@ def _check_views(command: PlanCommand) -> None:
         raise ConfigError("The time of a step cannot be predicted:", problems)
 
 
-def _time_problems(command: PlanCommand) -> Iterator[Problem]:
+def _time_problems(command: _PlanOptions) -> Iterator[Problem]:
     for name in ("estimate", "time"):
         if getattr(command, name) and not command.topology:
             yield Problem(f"--{name}", "needs a machine", fix="--topology v5p:4x4x8")
@@ -202,7 +196,7 @@ def _time_problems(command: PlanCommand) -> Iterator[Problem]:
         )
 
 
-def _print_time(command: PlanCommand, found: StepTime) -> int:
+def _print_time(command: _PlanOptions, found: StepTime) -> int:
     if command.json:
         print(json.dumps(found.to_json(), indent=2))
     else:
@@ -214,11 +208,11 @@ def _print_time(command: PlanCommand, found: StepTime) -> int:
     return 0
 
 
-def _print_difference(command: PlanCommand, setup: TrainSetup) -> int:
+def _print_difference(command: PlanCommand, planned: PlannedStep) -> int:
     with other_config():
         other = load_config(command.diff)
         other_plan = make_setup(other, planned_mesh(other)).plan
-        difference = setup.plan.diff(other_plan)
+        difference = planned.plan.diff(other_plan)
     if not command.json:
         print(difference or "the plans are the same")
         return 0
@@ -229,22 +223,28 @@ def _print_difference(command: PlanCommand, setup: TrainSetup) -> int:
     return 0
 
 
-def _print_figures(command: PlanCommand, setup: TrainSetup, topology: Topology, init: str) -> int:
+def _print_figures(
+    command: _PlanOptions,
+    source: StepSource,
+    planned: PlannedStep,
+    topology: Topology,
+    start: str,
+) -> int:
     """Print the plan and its memory, of the compiled step if asked for; return the exit code."""
     absent = None
-    figures = _Figures(MemoryReport(topology, estimate_step(setup, topology.platform)))
+    figures = _Figures(MemoryReport(topology, estimate_step(planned, topology.platform)))
     if command.compile:
         absent = missing_extra(topology)
         if not absent:
-            figures = _compile(setup.config, topology, figures.memory)
+            figures = _compile(source, planned, figures.memory)
     settings: list[_WouldFit] = []
     if figures.fits is False:
-        settings = _settings_that_fit(setup, topology)
+        settings = _settings_that_fit(source, planned, topology)
     if command.json:
-        record = _to_json(setup, figures, settings, init)
+        record = _to_json(source, planned, figures, settings, start)
         print(json.dumps(record, indent=2))
     else:
-        _print_plan(command, setup, figures, init)
+        _print_plan(command, source, planned, figures, start)
         if figures.fits is False:
             _print_excess(figures.memory, settings)
     if absent:
@@ -257,31 +257,26 @@ def _print_figures(command: PlanCommand, setup: TrainSetup, topology: Topology, 
     return 0
 
 
-def _compile(config: TrainConfig, topology: Topology, memory: MemoryReport) -> _Figures:
+def _compile(source: StepSource, planned: PlannedStep, memory: MemoryReport) -> _Figures:
     """Compile the step for a machine; without room for it there, return a refusal."""
-    if topology.platform == "cpu":
-        initialize(topology.devices)
-    else:
-        initialize(target_platform=topology.platform)
     try:
-        with spinner(f"compiling for {topology}"):
-            setup = make_setup(config, topology_mesh(config, topology))
-            audit, compiled, cycles, _ = compile_step(setup)
+        made = compile_on(source, memory.topology, planned.slices)
     except MemoryError as error:
         return _Figures(memory, refusal=str(error))
+    audit, compiled, cycles, _ = made.compiled
     return _Figures(dataclasses.replace(memory, compiled=compiled), audit, cycles)
 
 
-def mesh_on(topology: str, config: TrainConfig) -> AnyMesh:
+def mesh_on(topology: str, source: StepSource) -> AnyMesh:
     """Return the planned mesh; no error proposes to simulate devices of a named machine."""
     try:
-        return planned_mesh(config)
+        return source.planned_mesh()
     except MeshError as error:
         if not topology:
             raise
+        devices = parse_topology(topology).devices
         fix = (
-            f"--mesh sizes whose product is {config.devices}, one of them may be -1; "
-            "or another --topology"
+            f"--mesh sizes whose product is {devices}, one of them may be -1; or another --topology"
         )
         problems = []
         for problem in error.problems:
@@ -311,33 +306,35 @@ def _print_schedule(command: PlanCommand, schedule: Schedule | None) -> int:
 
 
 def _to_json(
-    setup: TrainSetup, figures: _Figures, settings: list[_WouldFit], init: str
+    source: StepSource,
+    planned: PlannedStep,
+    figures: _Figures,
+    settings: list[_WouldFit],
+    start: str,
 ) -> dict[str, Any]:
     """Return everything about a plan as JSON values.
 
     Args:
         settings: Flags with which the step would fit.
-        init: What the run starts from; empty for a seed.
+        start: What the run starts from; empty for a seed.
     """
     topology = figures.memory.topology
     platform = topology.platform
     kind = topology.chip.device_kind
     record = {
-        **setup.plan.to_json(),
-        "pipeline": pipeline_line(setup).strip() or None,
-        "experts": experts_line(setup, (platform, kind)).strip() or None,
-        "exchange": exchange_line(setup).strip() or None,
-        "quantization": recipe_lines(setup.plan, kind),
-        "compression": compression_lines(setup.plan, build_powersgd(setup.config)),
+        **planned.plan.to_json(),
+        **source.details(planned, (platform, kind)),
+        "quantization": recipe_lines(planned.plan, kind),
+        "compression": compression_lines(planned.plan, powersgd_of(planned.plan)),
         "topology": str(topology),
         "wrap": topology.wrap,
         "xla": {
-            "flags": list(map(dataclasses.asdict, build_flags(setup.config, platform, kind))),
+            "flags": list(map(dataclasses.asdict, source.flags(platform, kind))),
             "environment": list(map(dataclasses.asdict, START_UP[platform])),
         },
         "memory": _memory_json(figures, settings),
         "fits": figures.fits,
-        "start": init or None,
+        "start": start or None,
     }
     if figures.cycles:
         record["compute"] = figures.cycles.to_json(topology.chip.clock)
@@ -354,22 +351,28 @@ def _memory_json(figures: _Figures, settings: list[_WouldFit]) -> dict[str, Any]
     return memory
 
 
-def _print_plan(command: PlanCommand, setup: TrainSetup, figures: _Figures, init: str) -> None:
+def _print_plan(
+    command: _PlanOptions,
+    source: StepSource,
+    planned: PlannedStep,
+    figures: _Figures,
+    start: str,
+) -> None:
     topology = figures.memory.topology
     platform = topology.platform
     kind = topology.chip.device_kind
     if figures.audit:
         shown = str(figures.audit)
     elif command.all:
-        shown = setup.plan.text(*TABLES)
+        shown = planned.plan.text(*TABLES)
     else:
-        shown = str(setup.plan)
-    print(wrap_to_terminal(f"{shown}{execution_lines(setup, (platform, kind))}"))
-    if is_listed(setup.step):
-        print(find_wide_products(setup.step, abstract_batch(setup.config)))
-    if init:
-        print(init)
-    print(flags_text(setup, platform, kind), exports(platform), sep="", end="")
+        shown = str(planned.plan)
+    print(wrap_to_terminal(f"{shown}{source.lines(planned, (platform, kind))}"))
+    if is_listed(planned.step):
+        print(find_wide_products(planned.step, planned.batch))
+    if start:
+        print(start)
+    print(flags_text(source.flags(platform, kind), platform), exports(platform), sep="", end="")
     links = ""
     if topology.links:
         links = f" ({topology.links})"

@@ -8,7 +8,14 @@ from typing import Generic
 import tyro
 
 from spmd.analysis.topology import parse_topology
-from spmd.commands.parsing import ConfigFields, parse_command, parse_flags
+from spmd.commands.parsing import (
+    ConfigFields,
+    F,
+    StepFlags,
+    parse_flags,
+    parse_source,
+    start_without_devices,
+)
 from spmd.commands.plan import mesh_on
 from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.observe.spinner import spinner
@@ -17,7 +24,6 @@ from spmd.report.plan_data import collect_plan
 from spmd.report.plan_page import plan_page
 from spmd.report.run_data import read_runs
 from spmd.report.run_page import run_page
-from spmd.run.build import make_setup
 from spmd.run.config import M
 from spmd.run.load_config import shipped
 from spmd.tree import human_bytes
@@ -25,8 +31,16 @@ from spmd.tree import human_bytes
 _TITLE = "Report not written:"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ReportOptions:
+    topology: str = ""
+    """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
+    compile: bool = True
+    """Without compilation, which may take minutes, there are no collectives and no timeline."""
+
+
 @dataclasses.dataclass(frozen=True)
-class ReportCommand(Generic[M]):
+class ReportCommand(_ReportOptions, Generic[M]):
     """Write a report of a config's plan, with charts: one HTML file (--out) for offline use.
 
     The step is compiled for its collectives and their time; nothing is trained. `spmd report
@@ -34,10 +48,18 @@ class ReportCommand(Generic[M]):
     """
 
     config: ConfigFields
-    topology: str = ""
-    """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
-    compile: bool = True
-    """Without compilation, which may take minutes, there are no collectives and no timeline."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportStepCommand(_ReportOptions, Generic[F]):
+    """Write a report of the plan of your own train step, as of a config: one HTML file.
+
+    FILE defines make(mesh, **settings), which returns a step from spmd.make_train_step and a batch.
+    """
+
+    flags: StepFlags[F]
+    out: str = ""
+    """The HTML file to write."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +83,7 @@ def run_report(arguments: list[str]) -> int:
     if not name:
         _check_asks_for_help(arguments)
         return _report_plan(arguments, "demo")
-    if name in shipped() or name.endswith(".py"):
+    if name in shipped() or name.partition(":")[0].endswith(".py"):
         return _report_plan(arguments, name)
     if not Path(name).is_dir():
         meant = did_you_mean(name, shipped())
@@ -88,17 +110,17 @@ def _check_asks_for_help(arguments: list[str]) -> None:
 
 
 def _report_plan(arguments: list[str], name: str) -> int:
-    command, _ = parse_command(ReportCommand, arguments, "report")
-    config = command.config
-    _check_file(config.out)
+    start_without_devices(arguments)
+    command, source, _ = parse_source(ReportCommand, ReportStepCommand, arguments, "report")
+    out = command.config.out if isinstance(command, ReportCommand) else command.out
+    _check_file(out)
     if command.topology:
-        devices = parse_topology(command.topology).devices
-        config = dataclasses.replace(config, devices=devices)
-    mesh = mesh_on(command.topology, config)
+        source = source.with_devices(parse_topology(command.topology).devices)
+    mesh = mesh_on(command.topology, source)
     topology = parse_topology(command.topology or f"cpu:{mesh.size}")
-    setup = make_setup(config, mesh, topology.chip.device_kind)
-    report = collect_plan(name, setup, topology, compiles=command.compile)
-    _write(plan_page(report), config.out, report.notes)
+    planned = source.on(mesh, topology.chip.device_kind)
+    report = collect_plan(name, source, planned, topology, compiles=command.compile)
+    _write(plan_page(report), out, report.notes)
     return 0
 
 

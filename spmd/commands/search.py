@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from spmd.analysis.topology import Topology, example_machines, missing_extra, parse_topology
-from spmd.commands.parsing import ConfigFields, parse_command
+from spmd.commands.parsing import ConfigFields, F, StepFlags, parse_source, start_without_devices
 from spmd.commands.plan import mesh_on
 from spmd.errors import ConfigError, Problem
 from spmd.observe.metrics import human_duration
@@ -15,15 +15,28 @@ from spmd.observe.spinner import spin_until_each, spinner
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
-from spmd.run.search import Candidate, ClosedFormTimes, Search, largest_batch, slice_sizes
+from spmd.run.search import Candidate, Search, largest_batch, make_search, slice_sizes
+from spmd.run.step_source import ConfigSource, StepFile, StepSource
 from spmd.tree import human_bytes
 
 _ROWS = 10
 """Candidates that are printed, besides those that fit."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SearchOptions:
+    topology: str = ""
+    """Target machine, such as v5e:16x16 or h100:16x8."""
+    confirm: int = 3
+    """Settings to compile, of those that fit; 0 for none, as for GPUs (no cycles there)."""
+    state: str = ""
+    """File of results to resume from; empty for runs/search/CONFIG-TOPOLOGY.json."""
+    json: bool = False
+    """Print one JSON object."""
+
+
 @dataclasses.dataclass(frozen=True)
-class SearchCommand(Generic[M]):
+class SearchCommand(_SearchOptions, Generic[M]):
     """Search for the fastest layout of a config on a machine: mesh, ZeRO stage, remat,
     microbatches, pipeline.
 
@@ -34,41 +47,47 @@ class SearchCommand(Generic[M]):
     """
 
     config: ConfigFields
-    topology: str = ""
-    """Target machine, such as v5e:16x16 or h100:16x8."""
-    confirm: int = 3
-    """Settings to compile, of those that fit; 0 for none, as for GPUs (no cycles there)."""
     days: float = 0.0
     """Find the fewest chips of the machine's kind that train all steps in so many days."""
     largest_batch: bool = False
     """Search for the largest batch that fits with the config's own settings."""
     write: str = ""
     """Write a config with the best settings to this Python file."""
-    state: str = ""
-    """File of results to resume from; empty for runs/search/CONFIG-TOPOLOGY.json."""
-    json: bool = False
-    """Print one JSON object."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchStepCommand(_SearchOptions, Generic[F]):
+    """Search for the fastest layout of your own train step on a machine: the mesh, and the settings
+    zero, remat, accumulate and offload of its file that there are.
+
+    FILE defines make(mesh, **settings), which returns a step from spmd.make_train_step and a batch.
+    Layouts are ranked by a roofline of the traced step; from the fastest on their memory is
+    estimated, and the best are compiled.
+    """
+
+    flags: StepFlags[F]
 
 
 def run_search(arguments: list[str]) -> int:
     """Run `spmd search`; return 3 if nothing fits."""
-    command, path = parse_command(SearchCommand, arguments, "search")
+    start_without_devices(arguments)
+    command, source, path = parse_source(SearchCommand, SearchStepCommand, arguments, "search")
     problems = list(_problems(command))
     if problems:
         raise ConfigError("Nothing to search for:", problems)
     topology = parse_topology(command.topology)
-    config = command.config
-    if command.largest_batch:
-        return _print_largest(command, config, topology)
-    if command.days:
-        smallest = _fewest(command, config, topology, path)
+    if isinstance(command, SearchCommand) and command.largest_batch:
+        return _print_largest(command, command.config, topology)
+    if isinstance(command, SearchCommand) and command.days:
+        smallest = _fewest(command, topology, path)
         if smallest is None:
             return 3
         topology = smallest
-    search = _search(command, config, topology, path)
+    search = _search(command, source, topology, path)
     _examine(command, search)
     best = search.best
-    if best is not None and command.write:
+    write = command.write if isinstance(command, SearchCommand) else ""
+    if best is not None and write:
         _write(command, topology, path, best)
     if command.json:
         print(json.dumps(_to_json(search, best), indent=2))
@@ -76,20 +95,30 @@ def run_search(arguments: list[str]) -> int:
         _print_nothing(search)
     else:
         _print_table(search, best)
-        if command.write:
-            print(f"written to {command.write}")
+        if write:
+            print(f"written to {write}")
     if best is None:
         return 3
     return 0
 
 
-def _problems(command: SearchCommand) -> Iterator[Problem]:
+def _problems(command: _SearchOptions) -> Iterator[Problem]:
     if not command.topology:
         machine = example_machines()[2]
         yield Problem("--topology", "is not given", fix=f"a machine, such as {machine}")
         return
     if command.confirm < 0:
         yield Problem("--confirm", f"is {command.confirm}", fix="at least 0")
+    topology = parse_topology(command.topology)
+    if isinstance(command, SearchCommand):
+        yield from _config_problems(command, topology)
+    if command.confirm and topology.platform == "tpu":
+        absent = missing_extra(topology)
+        if absent:
+            yield dataclasses.replace(absent, fix=f"{absent.fix}, or --confirm 0")
+
+
+def _config_problems(command: SearchCommand, topology: Topology) -> Iterator[Problem]:
     if command.days < 0:
         yield Problem("--days", f"is {command.days}", fix="above 0")
     if command.write:
@@ -100,17 +129,12 @@ def _problems(command: SearchCommand) -> Iterator[Problem]:
             "is another search than --largest-batch",
             fix="ask for one of them",
         )
-    topology = parse_topology(command.topology)
     if command.largest_batch and topology.memory is None:
         yield Problem(
             "--largest-batch",
             f"{topology} has no memory of its own",
             fix="a TPU or a GPU, such as v5e:16x16",
         )
-    if command.confirm and topology.platform == "tpu":
-        absent = missing_extra(topology)
-        if absent:
-            yield dataclasses.replace(absent, fix=f"{absent.fix}, or --confirm 0")
 
 
 def _write_problems(command: SearchCommand) -> Iterator[Problem]:
@@ -128,18 +152,15 @@ def _write_problems(command: SearchCommand) -> Iterator[Problem]:
         )
 
 
-def _search(
-    command: SearchCommand, config: TrainConfig[Any], topology: Topology, path: Path
-) -> Search:
+def _search(command: _SearchOptions, source: StepSource, topology: Topology, path: Path) -> Search:
     """Rank all settings, with the figures of an earlier search."""
     machine = str(topology).replace(":", "-")
     default = Path("runs", "search", f"{path.stem}-{machine}.json")
     with spinner("ranking settings"):
-        times = ClosedFormTimes(config, topology)
-        return Search(config, topology, times, Path(command.state or default))
+        return make_search(source, topology, Path(command.state or default))
 
 
-def _examine(command: SearchCommand, search: Search) -> None:
+def _examine(command: _SearchOptions, search: Search) -> None:
     """Estimate and compile settings from the fastest on.
 
     It ends when as many as asked for are compiled, or without compilation when one fits.
@@ -173,13 +194,13 @@ def _print_start(search: Search) -> None:
     print(text, flush=True)
 
 
-def _fewest(
-    command: SearchCommand, config: TrainConfig[Any], topology: Topology, path: Path
-) -> Topology | None:
+def _fewest(command: SearchCommand, topology: Topology, path: Path) -> Topology | None:
     """Return the smallest machine of a kind to train all steps in time, or None."""
     command_for_each = dataclasses.replace(command, state="")
+    config = command.config
     for machine in slice_sizes(topology):
-        days = _fewest_days(_search(command_for_each, config, machine, path), config.steps)
+        search = _search(command_for_each, ConfigSource(config), machine, path)
+        days = _fewest_days(search, config.steps)
         if not command.json:
             found = "nothing fits"
             if days is not None:
@@ -208,7 +229,7 @@ def _fewest_days(search: Search, steps: int) -> float | None:
 def _print_largest(command: SearchCommand, config: TrainConfig[Any], topology: Topology) -> int:
     with spinner("estimating memory of larger and larger batches"):
         config = dataclasses.replace(config, devices=topology.devices)
-        mesh = mesh_on(str(topology), config)
+        mesh = mesh_on(str(topology), ConfigSource(config))
         batch, memory = largest_batch(config, topology, mesh)
     used = human_bytes(memory)
     if command.json:
@@ -223,7 +244,7 @@ def _print_largest(command: SearchCommand, config: TrainConfig[Any], topology: T
 
 
 def _print_table(search: Search, best: Candidate) -> None:
-    print(f"\n{'closed form':>12}{'compiled':>12}{'memory':>10}  settings")
+    print(f"\n{'predicted':>12}{'compiled':>12}{'memory':>10}  settings")
     shown = _shown(search)
     shown.sort(key=lambda candidate: (bool(candidate.refused), candidate.seconds))
     for candidate in shown:
@@ -239,6 +260,8 @@ def _print_table(search: Search, best: Candidate) -> None:
         if candidate is not best:
             print(wrap_to_terminal(f"{'':36}{candidate.loses(best)}", indent=0))
     how = "closed forms"
+    if isinstance(search.source, StepFile):
+        how = "the roofline of its trace"
     if best.compiled:
         how = "its compiled program"
     print(f"\nbest, {human_duration(best.seconds)} by {how}:\n{best.flags}")

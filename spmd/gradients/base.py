@@ -37,10 +37,12 @@ class LossGradFn:
     Attributes:
         grad_fn: The gradient function itself.
         loss: The reader of the loss's dependence on the examples of a batch.
+        tick_table: The tasks of a pipeline (`spmd.pipeline.tick_table`); None without one.
     """
 
     grad_fn: GradFn
     loss: LossReader
+    tick_table: Any = None
 
     def __call__(
         self, params: Any, carry: Carry, batch: Any, key: jax.Array
@@ -50,9 +52,9 @@ class LossGradFn:
 
 
 def with_loss_of(grad_fn: GradFn, wrapped: GradFn) -> GradFn:
-    """Return a wrapped gradient function with the loss of `grad_fn`, if it has one."""
+    """Return a wrapped gradient function with the loss and pipeline of `grad_fn`, if it has them."""
     if isinstance(grad_fn, LossGradFn):
-        return LossGradFn(wrapped, grad_fn.loss)
+        return dataclasses.replace(grad_fn, grad_fn=wrapped)
     return wrapped
 
 

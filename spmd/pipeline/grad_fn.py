@@ -61,7 +61,7 @@ def pipeline(loss_fn: LossFn, table: TickTable, *, per_microbatch: bool = False)
         gradients = merge_like(params, d_layers, sum_over_stages(d_shared))
         return gradients, sums, carry
 
-    return LossGradFn(grad_fn, loss)
+    return LossGradFn(grad_fn, loss, table)
 
 
 def _check_loss(

@@ -15,19 +15,17 @@ from spmd.analysis.collective_audit import CollectiveAudit
 from spmd.analysis.collective_record import Collective
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, missing_extra
-from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, SpmdError
 from spmd.observe.metrics import human_count, human_duration
-from spmd.observe.spinner import spinner
+from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.simulate import ScheduleTimeline as PipelineTimeline
 from spmd.pipeline.simulate import simulate
 from spmd.plan.plan import TABLES, ShardingPlan
 from spmd.plan.records import PlanEntry
 from spmd.report.shards import DeviceMap, ShardPicture, map_devices, shard_pictures
-from spmd.run.build import TrainSetup, make_setup
-from spmd.run.describe import execution_lines
-from spmd.run.preflight import compile_step, estimate_step, preflight, topology_mesh
-from spmd.run.step_time import estimate_time, time_program
+from spmd.run.planned_step import PlannedStep, estimate_step
+from spmd.run.step_source import StepSource, compile_on
+from spmd.run.step_time import time_program
 from spmd.step_time.report import CollectiveTime, StepTime
 from spmd.step_time.timeline import Span
 from spmd.tree import human_bytes
@@ -57,7 +55,7 @@ class PlanReport:
     """Contents of a plan's report.
 
     Attributes:
-        name: Config, as it was named.
+        name: Config or file, as it was named.
         time: Predicted step; None for simulated devices, and for models whose FLOPs are not known.
         audit: Collectives of the compiled step; None if it was not compiled.
         spans: Timeline of the compiled step on a TPU.
@@ -66,7 +64,8 @@ class PlanReport:
     """
 
     name: str
-    setup: TrainSetup
+    source: StepSource
+    planned: PlannedStep
     topology: Topology
     memory: MemoryReport
     time: StepTime | None
@@ -78,8 +77,8 @@ class PlanReport:
 
     @property
     def plan(self) -> ShardingPlan:
-        """Sharding plan of the config."""
-        return self.setup.plan
+        """Sharding plan of the step."""
+        return self.planned.plan
 
     def pictures(self) -> tuple[ShardPicture, ...]:
         """Return one picture for each rule, of its largest parameter."""
@@ -98,11 +97,13 @@ class PlanReport:
         if self.time:
             low, high = map(human_duration, self.time.range)
             seconds = human_duration(self.time.seconds)
+            speed, unit = self.time.speed
             found += [
                 ("predicted step", f"{seconds} ({low} to {high})"),
-                ("tokens/s on a chip", f"{self.time.tokens_per_second:,.0f}"),
-                ("MFU", f"{self.time.mfu:.1%}"),
+                (f"{unit}/s on a chip", f"{speed:,.0f}"),
             ]
+            if self.time.mfu is not None:
+                found.append(("MFU", f"{self.time.mfu:.1%}"))
         if self.audit:
             sent = human_bytes(self.audit.bytes())
             found.append(("sent by a device", f"{sent} in a step"))
@@ -126,7 +127,7 @@ class PlanReport:
     def decisions(self) -> str:
         """Return the heading of the plan, and its lines about the execution."""
         device = (self.topology.platform, self.topology.chip.device_kind)
-        return f"{self.plan.heading}{execution_lines(self.setup, device)}"
+        return f"{self.plan.heading}{self.source.lines(self.planned, device)}"
 
     def held(self) -> dict[str, int]:
         """Return table → bytes on each device, without empty tables."""
@@ -243,25 +244,31 @@ def _labelled(sizes: Mapping[str, int]) -> dict[str, int]:
     return {CATEGORIES[name]: size for name, size in sizes.items() if size}
 
 
-def collect_plan(name: str, setup: TrainSetup, topology: Topology, *, compiles: bool) -> PlanReport:
-    """Collect the report of a config's plan on a machine; a missing part is a note."""
-    preflight(setup)
-    memory = MemoryReport(topology, estimate_step(setup, topology.platform))
+def collect_plan(
+    name: str, source: StepSource, planned: PlannedStep, topology: Topology, *, compiles: bool
+) -> PlanReport:
+    """Collect the report of a step's plan on a machine; a missing part is a note.
+
+    Args:
+        planned: The step on the source's mesh.
+    """
+    memory = MemoryReport(topology, estimate_step(planned, topology.platform))
     notes: list[str] = []
     report = PlanReport(
         name=name,
-        setup=setup,
+        source=source,
+        planned=planned,
         topology=topology,
         memory=memory,
-        time=_predict(setup, topology, notes),
+        time=_predict(source, planned, topology, notes),
         audit=None,
         spans=(),
-        schedule=_simulate(setup),
+        schedule=_simulate(source.schedule(planned)),
         devices=map_devices(
             topology,
-            setup.mesh.shape,
-            setup.config.slices.sizes,
-            setup.config.data.batch,
+            planned.mesh.shape,
+            planned.slices,
+            planned.examples,
         ),
         notes=tuple(notes),
     )
@@ -273,24 +280,26 @@ def collect_plan(name: str, setup: TrainSetup, topology: Topology, *, compiles: 
     )
 
 
-def _predict(setup: TrainSetup, topology: Topology, notes: list[str]) -> StepTime | None:
-    """Return the time of a step by closed forms, or add the reason for its absence to the notes."""
+def _predict(
+    source: StepSource, planned: PlannedStep, topology: Topology, notes: list[str]
+) -> StepTime | None:
+    """Return the time of a step without a compiler, or add the reason for its absence to notes."""
     if topology.chip.speeds is None:
         notes.append(
             "No time is predicted of simulated devices: --topology v5p:4x4x8, or another machine."
         )
         return None
     try:
-        return estimate_time(setup, topology)
+        return source.estimate_time(planned, topology)
     except ConfigError as error:
         notes.append(str(error))
         return None
 
 
-def _simulate(setup: TrainSetup) -> PipelineTimeline | None:
-    if setup.schedule is None:
+def _simulate(schedule: Schedule | None) -> PipelineTimeline | None:
+    if schedule is None:
         return None
-    return simulate(setup.schedule)
+    return simulate(schedule)
 
 
 def _add_note(report: PlanReport, note: str) -> PlanReport:
@@ -304,19 +313,13 @@ def _add_compiled(report: PlanReport) -> PlanReport:
     if absent:
         error = SpmdError("The step was not compiled, so there are no collectives:", [absent])
         return _add_note(report, str(error))
-    if topology.platform == "cpu":
-        initialize(topology.devices)
-    else:
-        initialize(target_platform=topology.platform)
-    config = report.setup.config
-    setup = make_setup(config, topology_mesh(config, topology))
     try:
-        with spinner(f"compiling for {topology}"):
-            step = compile_step(setup)
+        made, step = compile_on(report.source, topology, report.planned.slices)
         memory = dataclasses.replace(report.memory, compiled=step.memory)
         report = dataclasses.replace(report, audit=step.audit, memory=memory)
         if topology.platform == "tpu" and report.time:
-            time, line = time_program(setup, topology, step, keep_spans=True)
+            work = report.source.workload(made)
+            time, line = time_program(made, topology, step, work, keep_spans=True)
             report = dataclasses.replace(report, time=time, spans=tuple(line.spans))
     except MemoryError as error:
         return _add_note(report, f"The compiler refuses the step: {error}")

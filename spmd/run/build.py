@@ -52,6 +52,7 @@ from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.powersgd.transform import PowerSGD
 from spmd.precision import Precision, make_precision
 from spmd.run.config import CountsFlops, TrainConfig
+from spmd.run.planned_step import PlannedStep
 from spmd.run.recipes import device_kind, recipe_problems, untuned_problems
 from spmd.settings.compress import CompressConfig, powersgd_rank
 from spmd.settings.quantize import RECIPES, parse_table
@@ -64,29 +65,25 @@ from spmd.sharding.mesh import (
     mesh_of,
     shards_of,
 )
-from spmd.training.step import TrainStep, Watch, make_train_step
+from spmd.training.step import Watch, make_train_step
 
 MICROBATCHES = 4
 """For each stage, at most, by default: enough for a negligible bubble (Huang et al.,
 arXiv:1811.06965, section 4)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainSetup:
-    """Parts of a run, built from its config on one mesh; the step is not yet compiled."""
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TrainSetup(PlannedStep):
+    """Parts of a run, built from its config on one mesh; the step is not yet compiled.
+
+    `batch` has the shapes of the config's batches.
+    """
 
     config: TrainConfig
-    plan: ShardingPlan
     schedule: Schedule | None
     exchange: DeferredReduction
     grad_fn: GradFn
     evaluation_loss_fn: LossFn
-    step: TrainStep
-
-    @property
-    def mesh(self) -> AnyMesh:
-        """The mesh, with devices or abstract."""
-        return self.plan.mesh
 
 
 def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup:
@@ -116,12 +113,12 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
     )
     return TrainSetup(
         config=config,
-        plan=plan,
         schedule=schedule,
         exchange=exchange,
         grad_fn=grad_fn,
         evaluation_loss_fn=_build_evaluation_loss(config, model, schedule),
         step=step,
+        batch=abstract_batch(config),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd.errors import ConfigError, Problem, SpmdError, check_type, describe_value
+from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.plan.plan import ShardingPlan
 from spmd.run.build import (
     TrainSetup,
@@ -110,7 +110,7 @@ class StepCheck:
 
     Attributes:
         make: A function of a mesh that returns a `TrainStep` and its batches, the same on all
-            meshes.
+            meshes (`spmd.run.step_source`).
         steps: Number of steps; 0 is one for each batch.
     """
 
@@ -142,29 +142,12 @@ class StepCheck:
         """Return the step and the batches of a mesh."""
         if mesh in self._made:
             return self._made[mesh]
-        returned = self.make(mesh)
-        problems = self._problems(returned)
+        step, batches = self.make(mesh)
+        problems = _batch_problems(batches, self.steps)
         if problems:
             raise ConfigError("No step to check:", problems)
-        step, batches = returned
         self._made[mesh] = (step, batches[: self.steps or len(batches)])
         return self._made[mesh]
-
-    def _problems(self, returned: Any) -> list[Problem]:
-        """Return the problems of the function's result."""
-        name = getattr(self.make, "__name__", "the function")
-        fix = "return step, batches, with step from spmd.make_train_step"
-        if not (isinstance(returned, tuple) and len(returned) == 2):
-            return [Problem(name, f"returns {describe_value(returned)}", fix=fix)]
-        step, batches = returned
-        where = f"{name}, batches"
-        problems = check_type(f"{name}, step", step, TrainStep, fix)
-        problems += check_type(where, batches, (list, tuple), f"{fix}, and batches a list")
-        if not problems and len(batches) < max(self.steps, 1):
-            what = f"are {len(batches)}, fewer than the steps"
-            detail = f"check-steps={self.steps}"
-            problems.append(Problem(where, what, detail, "one batch for each step"))
-        return problems
 
     @functools.cached_property
     def _reference(self) -> Reference:
@@ -180,6 +163,19 @@ class StepCheck:
         _check_flush(step.plan)
         grad_fn = BUGS[bug](step.grad_fn) if bug else step.grad_fn
         return self._reference.compare(step.plan, grad_fn)
+
+
+def _batch_problems(batches: Sequence[Any], steps: int) -> list[Problem]:
+    """Return the problems of batches: they are too few, or shapes."""
+    problems = list[Problem]()
+    if len(batches) < steps:
+        what = f"are {len(batches)}, fewer than the steps"
+        problems.append(Problem("batches", what, f"check-steps={steps}", "one batch for each step"))
+    for leaf in jax.tree.leaves(batches):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            problems.append(Problem("batches", "are shapes, and steps are taken", fix="arrays"))
+            break
+    return problems
 
 
 def _check_flush(plan: ShardingPlan) -> None:

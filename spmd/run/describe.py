@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from spmd.codecs import EXCHANGES
 from spmd.data.sampler import MixtureSchedule
-from spmd.distributed.xla_flags import describe
+from spmd.distributed.xla_flags import Flag, describe
 from spmd.gradients.accumulate import values_of_microbatches
 from spmd.gradients.deferred_reduction import DEFERRABLE_AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
@@ -31,12 +31,11 @@ from spmd.powersgd.matrices import AXIS, find_matrices
 from spmd.powersgd.transform import PowerSGD
 from spmd.run.build import (
     TrainSetup,
-    abstract_batch,
-    build_flags,
     build_powersgd,
     count_microbatches,
 )
 from spmd.run.config import TrainConfig
+from spmd.run.planned_step import PlannedStep
 from spmd.run.recipes import device_kind, recipe_lines
 from spmd.sharding.dims import spec_dims
 from spmd.tree import human_bytes
@@ -51,14 +50,30 @@ def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) ->
     text += experts_line(setup, device)
     text += exchange_line(setup)
     text += microbatch_line(setup)
-    text += slices_line(setup)
     text += mixture_line(setup.config)
     kind = device[1] if device else device_kind(setup.mesh)
-    lines = recipe_lines(setup.plan, kind)
-    lines += compression_lines(setup.plan, build_powersgd(setup.config))
+    return text + plan_lines(setup, kind)
+
+
+def plan_lines(planned: PlannedStep, kind: str) -> str:
+    """Return lines about slices, recipes and compression, each after a line break.
+
+    `kind` is that of the devices.
+    """
+    text = slices_line(planned)
+    lines = recipe_lines(planned.plan, kind)
+    lines += compression_lines(planned.plan, powersgd_of(planned.plan))
     for line in lines:
         text += f"\n{line}"
     return text
+
+
+def powersgd_of(plan: ShardingPlan) -> PowerSGD | None:
+    """Return the low-rank compression of gradients among a plan's transforms, if any."""
+    for transform in plan.transforms:
+        if isinstance(transform, PowerSGD):
+            return transform
+    return None
 
 
 def pipeline_line(setup: TrainSetup) -> str:
@@ -128,23 +143,23 @@ def microbatch_line(setup: TrainSetup) -> str:
     """Return the names of values of each microbatch, not of the batch; empty if there are none."""
     if setup.config.accumulate * count_microbatches(setup.config, setup.schedule) == 1:
         return ""
-    names = values_of_microbatches(setup.grad_fn, setup.plan, abstract_batch(setup.config))
+    names = values_of_microbatches(setup.grad_fn, setup.plan, setup.batch)
     if not names:
         return ""
     return f"\nof each microbatch, not of the batch: {', '.join(names)}"
 
 
-def slices_line(setup: TrainSetup) -> str:
+def slices_line(planned: PlannedStep) -> str:
     """Return the axes over the slow network; empty for one slice."""
-    slices = {axis: count for axis, count in setup.config.slices.sizes.items() if count > 1}
+    slices = planned.plan.slices
     if not slices:
         return ""
     total = math.prod(slices.values())
     named = list[str]()
     for axis, count in slices.items():
-        inside = setup.mesh.shape[axis] // count
+        inside = planned.mesh.shape[axis] // count
         named.append(f"{axis} {count} × {inside}")
-    devices = setup.mesh.size // total
+    devices = planned.mesh.size // total
     axes = ", ".join(named)
     return f"\nslices {total} of {devices} devices; over the slow network, × inside: {axes}"
 
@@ -293,9 +308,8 @@ def _table_lines(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return lines
 
 
-def flags_text(setup: TrainSetup, platform: str, kind: str) -> str:
-    """Return XLA's flags for a kind of device with their reasons; empty where there are none."""
-    flags = build_flags(setup.config, platform, kind)
+def flags_text(flags: Sequence[Flag], platform: str) -> str:
+    """Return XLA's flags for a platform with their reasons; empty where there are none."""
     if not flags:
         return ""
     return describe(f"\nflags for XLA on {platform}", flags)

@@ -7,6 +7,7 @@ modules that it imported, so that a run folder is complete.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -15,12 +16,13 @@ import shutil
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean, nearest_file
 from spmd.run.config import TrainConfig
+from spmd.training.loop import refuse_training
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 """Folder of the configs that ship with the package."""
@@ -102,6 +104,32 @@ def shipped() -> dict[str, Path]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class UserFile:
+    """A file of the user that was executed.
+
+    Attributes:
+        names: Its names and their values.
+        finder: Finder of the modules imported from its folder.
+    """
+
+    path: Path
+    names: Mapping[str, Any]
+    finder: ConfigFolder
+
+    @property
+    def config(self) -> TrainConfig:
+        """Its `config`; raise `ConfigError` without one."""
+        config = self.names.get("config")
+        if not isinstance(config, TrainConfig):
+            what = "defines no config" if config is None else f"defines config = {config!r}"
+            raise _unreadable(str(self.path), what, "config = spmd.TrainConfig(...)")
+        if "config" in self.finder.names:
+            what = "imports a module named config, and a run folder has its own config.py"
+            raise _unreadable(str(self.path), what, "give that module another name")
+        return config
+
+
 def load_config(name: str) -> TrainConfig:
     """Execute a config file and return its `config`.
 
@@ -110,6 +138,11 @@ def load_config(name: str) -> TrainConfig:
     Raises:
         ConfigError: The file does not exist, fails, or defines no `TrainConfig` named `config`.
     """
+    return read_file(find_file(name)).config
+
+
+def find_file(name: str) -> Path:
+    """Return the path of a file, or of a shipped config such as `demo`."""
     path = Path(name)
     if path.suffix != ".py":
         path = shipped().get(name, path)
@@ -120,15 +153,7 @@ def load_config(name: str) -> TrainConfig:
             fix = f"{inside}, the config of that run"
         problem = Problem(name, "is neither a file nor a shipped config", fix=fix)
         raise ConfigError("Config not found:", [problem])
-    defined, finder = _execute(path)
-    config = defined.get("config")
-    if not isinstance(config, TrainConfig):
-        what = "defines no config" if config is None else f"defines config = {config!r}"
-        raise _unreadable(str(path), what, "config = spmd.TrainConfig(...)")
-    if "config" in finder.names:
-        what = "imports a module named config, and a run folder has its own config.py"
-        raise _unreadable(str(path), what, "give that module another name")
-    return config
+    return path
 
 
 def load_function(target: str) -> Callable[..., Any]:
@@ -142,7 +167,7 @@ def load_function(target: str) -> Callable[..., Any]:
     if not path.is_file():
         problem = Problem(file, "does not exist", fix=nearest_file(path))
         raise ConfigError("File not found:", [problem])
-    defined, _ = _execute(path)
+    defined = read_file(path).names
     if not callable(defined.get(name)):
         functions = list[str]()
         for key, value in defined.items():
@@ -152,23 +177,35 @@ def load_function(target: str) -> Callable[..., Any]:
     return defined[name]
 
 
-def _execute(path: Path) -> tuple[dict[str, Any], ConfigFolder]:
-    """Run a file with imports from its folder; return its names and the finder of imports."""
+def read_file(path: Path) -> UserFile:
+    """Execute a file, with imports from its folder; training while it runs is an error."""
     finder = ConfigFolder(path.resolve().parent)
     finder.activate()
     module = types.ModuleType(f"config {path}")
     try:
-        vars(module).update(runpy.run_path(str(path), run_name=module.__name__))
-    except (SpmdError, KeyboardInterrupt):
-        raise
+        with calling_file(path, "Invalid config:"), refuse_training(str(path)):
+            vars(module).update(runpy.run_path(str(path), run_name=module.__name__))
     except SyntaxError as error:
         where = f"{error.filename or path}:{error.lineno}"
         raise _unreadable(where, f"is not Python: {error.msg}") from error
-    except BaseException as error:
-        raise _unreadable(_line_of(error, path), f"fails: {_text(error)}") from error
     # Where `typing` and `inspect` look for the names in its classes.
     sys.modules[module.__name__] = module
-    return vars(module), finder
+    return UserFile(path, vars(module), finder)
+
+
+@contextlib.contextmanager
+def calling_file(path: Path, title: str) -> Iterator[None]:
+    """Turn errors of a user's code in the block into a `ConfigError` with their line.
+
+    Errors of this package, and those of syntax, are raised as they are.
+    """
+    try:
+        yield
+    except (SpmdError, KeyboardInterrupt, SyntaxError):
+        raise
+    except BaseException as error:
+        problem = Problem(_line_of(error, path), f"fails: {_text(error)}")
+        raise ConfigError(title, [problem]) from error
 
 
 def copy_config(source: Path, folder: Path) -> None:

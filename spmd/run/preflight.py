@@ -1,26 +1,13 @@
-"""Check and measure a run before it starts: batch, trace, memory, and compiled step."""
+"""Check a run before it starts: config, batch and trace."""
 
-import dataclasses
 from pathlib import Path
-from typing import NamedTuple
 
-import jax
-
-from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
-from spmd.analysis.cycles import Cycles, count_cycles
-from spmd.analysis.hlo import HloModule, parse
-from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
-from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import check_batch_size
 from spmd.data.tokenizer import Tokenizer, load_tokenizer
-from spmd.distributed.native_output import compiler_log
 from spmd.errors import ConfigError, Problem
-from spmd.pipeline.tick_table import tabulate
-from spmd.run.build import TrainSetup, abstract_batch, count_microbatches
+from spmd.run.build import TrainSetup, count_microbatches
 from spmd.run.config import TrainConfig, config_values
 from spmd.run.init_from import check_init
-from spmd.sharding.mesh import AnyMesh, mesh_of
-from spmd.training.compilation_cache import compilation_cache
 
 
 def check_microbatches(setup: TrainSetup) -> None:
@@ -42,7 +29,7 @@ def check_config(setup: TrainSetup) -> None:
 def check_step(setup: TrainSetup) -> None:
     """Check that batch and activations fit the mesh, by a trace of the step."""
     check_microbatches(setup)
-    setup.step.trace(abstract_batch(setup.config))
+    setup.step.trace(setup.batch)
 
 
 def preflight(setup: TrainSetup) -> None:
@@ -76,58 +63,3 @@ def count_sample_tokens(config: TrainConfig, tokenizer: Tokenizer) -> int:
         )
         raise ConfigError("The sample cannot be generated:", [problem])
     return min(config.sample.tokens, window - tokens)
-
-
-def estimate_step(setup: TrainSetup, platform: str = "cpu") -> Estimate:
-    """Estimate the memory of the step on each device from its trace, for a platform's compiler."""
-    return estimate_memory(setup.step, abstract_batch(setup.config), platform)
-
-
-class CompiledStep(NamedTuple):
-    """Compiled step, read; memory and cycles are None where the compiler reports none."""
-
-    audit: CollectiveAudit
-    memory: CompiledMemory | None
-    cycles: Cycles | None
-    program: HloModule
-
-
-def compile_step(setup: TrainSetup) -> CompiledStep:
-    """Compile the step and read the program; raise `MemoryError` if the compiler finds no room."""
-    with compilation_cache(None), compiler_log() as log:  # a cached program has no compiler log
-        try:
-            compiled = setup.step.compile(abstract_batch(setup.config))
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise MemoryError(str(error).partition("\n")[0]) from None
-    program = parse(compiled.as_text() or "")
-    taken = tabulate(setup.schedule).taken if setup.schedule else {}
-    traced = setup.step.trace(abstract_batch(setup.config))  # JAX still has it
-    collectives = audit_collectives(
-        program,
-        setup.mesh,
-        log=log,
-        slices=setup.config.slices.sizes,
-        taken=taken,
-        plan=setup.plan,
-        jaxpr=traced.jaxpr,
-    )
-    cycles = None
-    try:
-        cycles = count_cycles(program, taken)
-    except ConfigError as error:  # a loop of unknown length is no reason to show nothing
-        warnings = (*collectives.warnings, *error.problems)
-        collectives = dataclasses.replace(collectives, warnings=warnings)
-    return CompiledStep(collectives, read_memory(compiled), cycles, program)
-
-
-def compile_text(setup: TrainSetup) -> str:
-    """Return the text of the compiled step."""
-    with compilation_cache(None), compiler_log():
-        return setup.step.compile(abstract_batch(setup.config)).as_text() or ""
-
-
-def topology_mesh(config: TrainConfig, topology: Topology) -> AnyMesh:
-    """Return the config's mesh over the devices of an absent machine."""
-    return mesh_of(config.mesh, topology_devices(topology), config.slices.sizes)

@@ -28,6 +28,7 @@ from spmd.run.run_dir import Resume
 from spmd.run.run_spec import RunSpec
 from spmd.run.session import RunResult, train_in_folder
 from spmd.training.evaluated_params import plan_evaluation_point
+from spmd.training.loop import check_may_train
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,6 +59,7 @@ class Run(RunSpec):
             DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks
                 are used up; or too many steps were skipped.
         """
+        check_may_train()
         check_packages(self.config.metrics_to)
         resumes = self.run_dir.check_use(resume)
         traced = parse_steps(profile)

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from spmd import tree
 from spmd.errors import ConfigError, Problem, check_call, check_type, describe_value
 from spmd.gradients.losses import LossFn
 from spmd.observe.metrics import Writer
@@ -18,7 +17,7 @@ from spmd.run.external_state import ExternalState
 from spmd.run.hooks import Throughput
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import RunDir
-from spmd.training.batch import place_batch
+from spmd.training.batch import count_examples, place_batch
 from spmd.training.loop import Hook
 from spmd.training.state import TrainState, abstract_state
 from spmd.training.step import TrainStep
@@ -135,12 +134,7 @@ class RunSpec:
     @functools.cached_property
     def examples(self) -> int:
         """Number of examples in a batch."""
-        table = self.step.plan.rules.batch_table
-        for path, x in tree.flatten(self.abstract_batch).items():
-            dim = table.examples(path)
-            if dim is not None and x.ndim > dim:
-                return int(x.shape[dim])
-        return 1
+        return count_examples(self.step.plan, self.abstract_batch)
 
     def read_first(self) -> Any:
         """Return the first batch of training, on the mesh."""

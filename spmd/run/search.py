@@ -1,9 +1,11 @@
-"""Search for the fastest layout of a config on a machine.
+"""Search for the fastest layout of a step on a machine.
 
-Layouts differ in mesh, ZeRO stage, remat, microbatches, pipeline and offload. All settings are
-ranked by closed forms. From the fastest on, each is built and its memory estimated, until enough
-fit; those are compiled. What was estimated or compiled is kept in a file, so that an interrupted
-search resumes. On the mesh of a config that does not fit, the same search finds settings that do.
+Layouts of a config differ in mesh, ZeRO stage, remat, microbatches, pipeline and offload; those of
+a file in the axes that its table names, and in those of its settings with such a name. All settings
+are ranked, by closed forms of a config or by the roofline of a traced step. From the fastest on,
+each is built and its memory estimated, until enough fit; those are compiled. What was estimated or
+compiled is kept in a file, so that an interrupted search resumes. On the mesh of a step that does
+not fit, the same search finds settings that do.
 """
 
 import contextlib
@@ -12,28 +14,30 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, parse_topology
-from spmd.errors import ConfigError, SpmdError
+from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.model_interface.model_config import experts_of, heads_of, layers_of
 from spmd.run.build import (
     TrainSetup,
-    applicable_compression,
     build_schedule,
     count_microbatches,
     make_setup,
 )
-from spmd.run.config import PipelineConfig, TrainConfig, config_values
-from spmd.run.preflight import check_config, check_planned_init, check_step, estimate_step
-from spmd.run.step_time import ModelNumbers, count_model, time_compiled_step, workload
+from spmd.run.config import PipelineConfig, TrainConfig
+from spmd.run.planned_step import PlannedStep, estimate_step
+from spmd.run.preflight import check_config, check_planned_init
+from spmd.run.step_source import ConfigSource, StepFile, StepSource, time_compiled_step
+from spmd.run.step_time import ModelNumbers, count_model, workload
 from spmd.settings.compress import NO_COMPRESSION
-from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, MeshShape, abstract_mesh
+from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, MeshShape, abstract_mesh, entry_axes
 from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import closed_rates, hardware_of
 from spmd.step_time.network import Network, make_network
@@ -53,6 +57,15 @@ REMATS = (
 """Policies to try, besides the config's own."""
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
+
+_STEP_SETTINGS: Mapping[str, Sequence[Any]] = {
+    "offload": ((), _STATE, _STATE_AND_PARAMS),
+    "remat": ("none", "full"),
+    "accumulate": _MICROBATCHES,
+    "zero": (3, 1),
+}
+"""Setting of a file's function → values to try, besides its own."""
+
 _MOST_TENSOR = 16
 _MOST_SEQUENCE = 16
 _MOST_PIPE = 16
@@ -66,14 +79,14 @@ class Candidate:
     """Settings, with the results known of them.
 
     Attributes:
-        spent: Predicted by closed forms: what a device does → seconds.
+        spent: Prediction: what a device does → seconds.
         memory: Bytes of a device by the ledger; None if it was not asked.
         compiled: Seconds of the compiled program.
         refused: Why it cannot run, or does not fit.
     """
 
     settings: Settings
-    spent: dict[str, float]
+    spent: Mapping[str, float]
     memory: int | None = None
     compiled: float | None = None
     refused: str = ""
@@ -93,16 +106,16 @@ class Candidate:
 
         All else is equal, and its state is split further.
         """
-        for name in ("remat", "accumulate", "pipeline", "offload"):
-            if self.settings[name] != other.settings[name]:
+        for name in self.settings:
+            if name not in ("mesh", "zero") and self.settings[name] != other.settings[name]:
                 return False
         mine = self.settings["mesh"]
         theirs = other.settings["mesh"]
         for axis in ("pipe", "expert", "sequence", "tensor"):
             if mine.sizes[axis] != theirs.sizes[axis]:
                 return False
-        own_zero = self.settings["zero"]
-        other_zero = other.settings["zero"]
+        own_zero = self.settings.get("zero", 0)
+        other_zero = other.settings.get("zero", 0)
         if (mine.fsdp, own_zero) == (theirs.fsdp, other_zero):
             return False
         # ZeRO 1 on many devices may need more than ZeRO 3 on few: both have to be larger.
@@ -121,8 +134,29 @@ class Candidate:
         return f"{name} +{more[name]:.3g} s"
 
 
+class Prediction(NamedTuple):
+    """Predicted step: what a device does → seconds; and bytes of parameters and optimizer state.
+
+    The bytes are 0 where they are not known.
+    """
+
+    spent: Mapping[str, float]
+    state_bytes: float
+
+
+class Times(Protocol):
+    """Predicts a step for settings, without a compiler."""
+
+    @property
+    def about(self) -> list[Any]:
+        """Causes of the results, besides the source and the machine."""
+
+    def predict(self, settings: Settings) -> Prediction:
+        """Return the prediction; raise `SpmdError` for settings that cannot run."""
+
+
 class ClosedFormTimes:
-    """Times by closed forms of one config's settings on one machine.
+    """Closed forms of one config's settings on one machine.
 
     Raises:
         ConfigError: The model does not count its FLOPs, or no rates are known of the machine.
@@ -136,10 +170,19 @@ class ClosedFormTimes:
         self.model = count_alone(config)
         self._networks: dict[tuple[int, ...], Network] = {}
 
-    def seconds(self, settings: Settings) -> dict[str, float]:
-        """Return what a device does → seconds."""
+    @property
+    def about(self) -> list[Any]:
+        """Rates of the machine."""
+        return [repr(self.rates)]
+
+    def predict(self, settings: Settings) -> Prediction:
+        """Return the prediction."""
         network = self._network(settings["mesh"], settings["slices"])
-        return closed_form(self._workload(settings), network, self.rates)
+        work = self._workload(settings)
+        spent = closed_form(work, network, self.rates)
+        if settings["offload"]:
+            return Prediction(spent, 0)
+        return Prediction(spent, self._state_bytes(work))
 
     def _workload(self, settings: Settings) -> Workload:
         config = dataclasses.replace(self.config, **settings)
@@ -153,11 +196,7 @@ class ClosedFormTimes:
             self._networks[sizes] = network
         return self._networks[sizes]
 
-    def state_bytes(self, settings: Settings) -> float:
-        """Return the bytes of parameters and optimizer state on a device; 0 if any is offloaded."""
-        if settings["offload"]:
-            return 0
-        work = self._workload(settings)
+    def _state_bytes(self, work: Workload) -> float:
         fsdp = work.mesh["fsdp"]
         shards = work.mesh["tensor"] * work.mesh["pipe"] * work.mesh["expert"]
         state = work.params * self.model.state_bytes / shards
@@ -167,6 +206,26 @@ class ClosedFormTimes:
             # Parameters stay whole, at 4 bytes each.
             state += work.params * 4 / shards * (1 - 1 / fsdp)
         return state
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedTimes:
+    """Rooflines of one file's step for settings on one machine; each is made and traced."""
+
+    source: StepFile
+    topology: Topology
+
+    @property
+    def about(self) -> list[Any]:
+        """The file's text."""
+        return [self.source.file.read_text(encoding="utf-8")]
+
+    def predict(self, settings: Settings) -> Prediction:
+        """Return the prediction."""
+        source = self.source.with_settings(settings)
+        planned = source.on(source.planned_mesh(), self.topology.chip.device_kind)
+        found = source.estimate_time(planned, self.topology)
+        return Prediction(found.spent, sum(planned.plan.bytes_per_device().values()))
 
 
 def count_alone(config: TrainConfig[Any]) -> ModelNumbers:
@@ -186,40 +245,38 @@ def count_alone(config: TrainConfig[Any]) -> ModelNumbers:
 
 @dataclasses.dataclass
 class Search:
-    """Search for one config on one machine.
+    """Search for a step's settings on one machine.
 
     Attributes:
-        settings: What to try; None for everything that the machine allows.
-        times: Closed forms that rank it; None if there are none, for the order of `settings`.
+        settings: What to try.
+        times: Predicts each; None if nothing can, for the order of `settings`.
         file: Where results are kept; None to keep none.
     """
 
-    config: TrainConfig[Any]
+    source: StepSource
     topology: Topology
-    times: ClosedFormTimes | None
+    settings: dataclasses.InitVar[Iterable[Settings]]
+    times: Times | None
     file: Path | None = None
-    settings: Iterable[Settings] | None = None
     candidates: list[Candidate] = dataclasses.field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.settings is None:
-            self.settings = enumerate_settings(self.config, self.topology)
+    def __post_init__(self, settings: Iterable[Settings]) -> None:
         self.known: dict[str, dict[str, Any]] = self._load()
-        ranked = map(self._candidate, self.settings)
         # Sorting is stable: without times, the order is kept.
-        self.candidates = sorted(ranked, key=lambda candidate: candidate.seconds)
+        ranked = map(self._candidate, settings)
+        self.candidates = sorted(ranked, key=lambda each: (not each.spent, each.seconds))
 
     @property
     def key(self) -> str:
-        """Digest of the causes of the results: config, machine, rates and version of JAX."""
+        """Digest of the causes of the results: source, machine, rates and version of JAX."""
         about = [
-            config_values(self.config),
+            self.source.values(),
             str(self.topology),
-            repr(self.times.rates if self.times else None),
+            *(self.times.about if self.times else []),
             repr(self.topology.chip.compiled),
             jax.__version__,
         ]
-        text = json.dumps(about, sort_keys=True)
+        text = json.dumps(about, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _load(self) -> dict[str, dict[str, Any]]:
@@ -249,25 +306,26 @@ class Search:
         partial.replace(self.file)
 
     def _candidate(self, settings: Settings) -> Candidate:
-        """Return settings with their time by closed forms, and what is known of them."""
-        spent = self.times.seconds(settings) if self.times else {}
-        candidate = Candidate(settings, spent)
+        """Return settings with their predicted time, and what is known of them."""
+        candidate = Candidate(settings, {})
         known = self.known.get(candidate.flags, {})
         candidate.memory = known.get("memory")
         candidate.compiled = known.get("compiled")
         candidate.refused = known.get("refused", "")
-        if not candidate.refused:
-            self._refuse_large(candidate)
-        return candidate
-
-    def _refuse_large(self, candidate: Candidate) -> None:
-        """Refuse settings if the training state alone does not fit."""
-        if self.times is None or self.topology.memory is None:
-            return
-        state = int(self.times.state_bytes(candidate.settings))
-        if state > self.topology.memory:
+        if self.times is None:
+            return candidate
+        try:
+            prediction = self.times.predict(settings)
+        except SpmdError as error:
+            candidate.refused = f"cannot run: {_first_reason(error)}"
+            return candidate
+        candidate.spent = prediction.spent
+        state = int(prediction.state_bytes)
+        limit = self.topology.memory
+        if limit is not None and state > limit and not candidate.refused:
             candidate.memory = state
             candidate.refused = f"{_TOO_LARGE}: training state {self._share_of_memory(state)}"
+        return candidate
 
     def fitting(self, wanted: int) -> Iterator[Candidate]:
         """Yield candidates from the fastest on, with their memory, until some of them fit."""
@@ -296,17 +354,12 @@ class Search:
                 return other
         return None
 
-    def _config_of(self, candidate: Candidate) -> TrainConfig[Any]:
-        return dataclasses.replace(self.config, devices=self.topology.devices, **candidate.settings)
-
     def _ask_ledger(self, candidate: Candidate) -> None:
         """Estimate the memory of a candidate; refuse a misfit."""
         try:
-            config = self._config_of(candidate)
-            config = dataclasses.replace(config, compress=applicable_compression(config))
-            setup = make_setup(config, abstract_mesh(config.mesh))
-            check_step(setup)
-            report = MemoryReport(self.topology, estimate_step(setup, self.topology.platform))
+            source = self.source.with_settings(candidate.settings)
+            planned = source.on(source.planned_mesh(), self.topology.chip.device_kind)
+            report = MemoryReport(self.topology, estimate_step(planned, self.topology.platform))
         except SpmdError as error:
             candidate.refused = f"cannot run: {_first_reason(error)}"
             return
@@ -324,8 +377,8 @@ class Search:
         if candidate.compiled is not None or candidate.refused:
             return
         try:
-            config = self._config_of(candidate)
-            found = time_compiled_step(config, self.topology)
+            source = self.source.with_settings(candidate.settings)
+            found = time_compiled_step(source, self.topology)
             candidate.compiled = found.seconds
             if found.fits is False:
                 over = self._share_of_memory(found.memory or 0)
@@ -370,16 +423,109 @@ def enumerate_settings(config: TrainConfig[Any], topology: Topology) -> Iterator
             }
 
 
-def suggest_memory_settings(setup: TrainSetup, topology: Topology) -> Search:
-    """Search for settings with which a config fits, on its own mesh.
+def make_search(source: StepSource, topology: Topology, file: Path | None) -> Search:
+    """Return the search over all layouts of a step on a machine.
+
+    Raises:
+        ConfigError: No time of the step can be predicted, or it is made for one mesh.
+    """
+    if isinstance(source, ConfigSource):
+        times: Times = ClosedFormTimes(source.config, topology)
+        settings = enumerate_settings(source.config, topology)
+        return Search(source, topology, settings, times, file)
+    if isinstance(source, StepFile):
+        hardware_of(topology)
+        settings = enumerate_step_settings(source, topology)
+        return Search(source, topology, settings, TracedTimes(source, topology), file)
+    problem = Problem("step", "is made for one mesh", fix="def make(mesh): … in the file")
+    raise ConfigError("Nothing to search for:", [problem])
+
+
+def suggest_memory_settings(
+    source: StepSource, planned: PlannedStep, topology: Topology
+) -> tuple[Settings, Search]:
+    """Return a step's own settings, and the search for those with which it fits on its mesh.
 
     The fastest are asked first. Without closed forms of the model, it is those that change least.
     """
-    times: ClosedFormTimes | None = None
-    # Models that do not count their FLOPs, and adapters, fit or not as any other.
-    with contextlib.suppress(ConfigError):
-        times = ClosedFormTimes(setup.config, topology)
-    return Search(setup.config, topology, times, settings=enumerate_on_mesh(setup))
+    if isinstance(planned, TrainSetup):
+        times: Times | None = None
+        # Models that do not count their FLOPs, and adapters, fit or not as any other.
+        with contextlib.suppress(ConfigError):
+            times = ClosedFormTimes(planned.config, topology)
+        own = own_settings(planned)
+        return own, Search(source, topology, enumerate_on_mesh(planned), times)
+    own = {"mesh": MeshShape(**planned.mesh.shape)}
+    if not isinstance(source, StepFile):
+        return own, Search(source, topology, (), None)
+    own |= _searched_settings(source)
+    others = (settings for settings in _variants(own, source) if settings != own)
+    return own, Search(source, topology, others, TracedTimes(source, topology))
+
+
+def _searched_settings(source: StepFile) -> dict[str, Any]:
+    """Return the settings of a file that the search knows, with their values."""
+    found = dict[str, Any]()
+    for name in _STEP_SETTINGS:
+        if name in source.settings:
+            found[name] = source.settings[name]
+    return found
+
+
+def _variants(own: Settings, source: StepFile) -> Iterator[Settings]:
+    """Yield settings on one mesh: all values of those that the file has."""
+    known = _searched_settings(source)
+    choices = []
+    for name, value in known.items():
+        choices.append(list(dict.fromkeys((value, *_STEP_SETTINGS[name]))))
+    for values in itertools.product(*choices):
+        yield {**own, **dict(zip(known, values, strict=True))}
+
+
+def enumerate_step_settings(source: StepFile, topology: Topology) -> Iterator[Settings]:
+    """Yield all settings of a file's step on a machine.
+
+    Meshes have the axes that the table of the file names, and `data`.
+    """
+    rules = _rules_of(source, topology)
+    named = {"data"}
+    for spec in rules:
+        for entry in spec:
+            named.update(entry_axes(entry))
+    axes = [axis for axis in AXES if axis in named]
+    for sizes in _splits(topology.devices, len(axes)):
+        shape = MeshShape(**dict(zip(axes, sizes, strict=True)))
+        if shape.pipe == 1 and shape.data % topology.slices == 0:
+            yield from _variants({"mesh": shape}, source)
+
+
+def _rules_of(source: StepFile, topology: Topology) -> list[P]:
+    """Return the specs of a file's table, by making its step on a mesh of `data` alone.
+
+    A batch may be too small for it: then on the mesh of the command line.
+    """
+    try:
+        alone = source.with_settings({"mesh": MeshShape(data=topology.devices)})
+        plan = alone.on(alone.planned_mesh()).plan
+    except SpmdError:
+        plan = source.on(source.planned_mesh()).plan
+    rows = (*plan.rules.params, *plan.rules.activations)
+    return [spec for _, spec in rows if isinstance(spec, P)]
+
+
+def _splits(count: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield every product of so many sizes.
+
+    Example:
+        >>> list(_splits(4, 2))
+        [(1, 4), (2, 2), (4, 1)]
+    """
+    if parts == 1:
+        yield (count,)
+        return
+    for first in _divisors(count):
+        for others in _splits(count // first, parts - 1):
+            yield (first, *others)
 
 
 def own_settings(setup: TrainSetup) -> Settings:
@@ -515,19 +661,20 @@ def _flags(settings: Settings) -> dict[str, str]:
     for axis in AXES:
         if mesh[axis] > 1 or axis in ("data", "fsdp", "tensor"):
             flags[f"mesh.{axis}"] = str(mesh[axis])
-    for axis, count in settings["slices"].sizes.items():
+    slices = settings.get("slices", MeshShape())
+    for axis, count in slices.sizes.items():
         if count > 1:
             flags[f"slices.{axis}"] = str(count)
-    flags["zero"] = str(settings["zero"])
-    flags["remat"] = settings["remat"]
-    flags["accumulate"] = str(settings["accumulate"])
-    if mesh["pipe"] > 1:
+    for name in ("zero", "remat", "accumulate"):
+        if name in settings:
+            flags[name] = str(settings[name])
+    if "pipeline" in settings and mesh["pipe"] > 1:
         pipeline = settings["pipeline"]
         flags["pipeline.schedule"] = pipeline.schedule
         flags["pipeline.microbatches"] = str(pipeline.microbatches)
         if pipeline.chunks:
             flags["pipeline.chunks"] = str(pipeline.chunks)
-    if settings["offload"]:
+    if settings.get("offload"):
         flags["offload"] = " ".join(settings["offload"])
     return flags
 
@@ -553,7 +700,6 @@ def largest_batch(config: TrainConfig[Any], topology: Topology, mesh: AnyMesh) -
     It is a multiple of the smallest batch that the mesh and the microbatches divide; 0 if that does
     not fit.
     """
-    check_config(make_setup(config, mesh))
     microbatches = config.accumulate * count_microbatches(config, build_schedule(config, mesh))
     least = math.prod(mesh.shape[axis] for axis in BATCH_AXES) * microbatches
     limit = topology.memory or 0
@@ -583,6 +729,5 @@ def _memory_of_batch(
 ) -> int:
     """Return the bytes of a device for a batch by the ledger."""
     data = dataclasses.replace(config.data, batch=batch)
-    setup = make_setup(dataclasses.replace(config, data=data), mesh)
-    check_step(setup)
-    return estimate_step(setup, topology.platform).total
+    planned = ConfigSource(dataclasses.replace(config, data=data)).on(mesh)
+    return estimate_step(planned, topology.platform).total

@@ -12,14 +12,12 @@ import jax.numpy as jnp
 from spmd.analysis.collective_audit import CollectiveAudit
 from spmd.analysis.collective_record import Collective
 from spmd.analysis.hlo import HloModule
-from spmd.analysis.topology import Topology, missing_extra
-from spmd.distributed.initialize import initialize
+from spmd.analysis.topology import Topology
+from spmd.chips import ClosedRates
 from spmd.errors import ConfigError, Problem
 from spmd.layers.router import RouterConfig
 from spmd.model_interface.model_config import HasHiddenWidth, HasKVWidth, HasWidth, router_of
 from spmd.model_interface.remat import Remat, make_remat
-from spmd.observe.spinner import spinner
-from spmd.pipeline.tick_table import tabulate
 from spmd.plan.communication import element_bytes
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.records import PlanEntry
@@ -28,11 +26,9 @@ from spmd.run.build import (
     build_precision,
     build_schedule,
     keys_of,
-    make_setup,
-    planned_mesh,
 )
 from spmd.run.config import CountsFlops, TrainConfig
-from spmd.run.preflight import CompiledStep, compile_step, topology_mesh
+from spmd.run.planned_step import CompiledStep, PlannedStep
 from spmd.settings.compress import powersgd_rank
 from spmd.settings.quantize import QuantizationRecipe
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh, slice_numbers
@@ -40,9 +36,10 @@ from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import closed_rates, compiled_rates, hardware_of
 from spmd.step_time.network import make_network
 from spmd.step_time.program import read_program_schedule
-from spmd.step_time.report import CollectiveTime, StepTime, write_trace
+from spmd.step_time.report import CollectiveTime, StepTime
 from spmd.step_time.roofline import roofline
 from spmd.step_time.timeline import StepTimeline, run_schedule
+from spmd.step_time.traced_form import count_work, traced_bounds, traced_form
 
 _SAVES = {
     "attention_query": "q",
@@ -246,6 +243,11 @@ def _offloaded_bytes(remat: Remat, widths: Mapping[str, int], hidden: int) -> fl
     return total
 
 
+def work_of(setup: TrainSetup) -> Workload:
+    """Return the numbers of a config's step on its mesh."""
+    return workload(setup.config, count_model(setup), MeshShape(**setup.mesh.shape))
+
+
 def estimate_time(setup: TrainSetup, topology: Topology) -> StepTime:
     """Predict the step of a config by closed forms.
 
@@ -255,8 +257,8 @@ def estimate_time(setup: TrainSetup, topology: Topology) -> StepTime:
     hardware = hardware_of(topology)
     shape = MeshShape(**setup.mesh.shape)
     rates = closed_rates(topology)
-    work = workload(setup.config, count_model(setup), shape)
-    network = make_network(topology, shape, setup.config.slices.sizes, hardware)
+    work = work_of(setup)
+    network = make_network(topology, shape, setup.slices, hardware)
     return StepTime(
         topology,
         "closed forms",
@@ -264,72 +266,73 @@ def estimate_time(setup: TrainSetup, topology: Topology) -> StepTime:
         hardware,
         closed_form(work, network, rates),
         rates.spread,
+        examples=setup.examples,
         roofline=roofline(work, network, rates, setup.config.steps),
     )
 
 
-def time_compiled_step(config: TrainConfig, topology: Topology, trace: str = "") -> StepTime:
-    """Compile the step of a config for a machine and predict its time.
-
-    A trace is written if a file is named. Programs of GPUs have no cycles: their time is that of
-    the closed forms.
+def estimate_traced_time(planned: PlannedStep, topology: Topology) -> StepTime:
+    """Predict the step of any model by the roofline of its trace.
 
     Raises:
-        ConfigError: There is no compiler or no speed for the machine, the step does not fit, or the
-            trace cannot be written.
+        ConfigError: The speeds of the machine are not known.
     """
-    hardware_of(topology)  # before the compiler
-    if topology.platform != "tpu":
-        if trace:
-            what = f"programs for {topology.kind} have no cycles"
-            problem = Problem("--trace", what, fix="a TPU, or no --trace")
-            raise ConfigError("Trace not written:", [problem])
-        return estimate_time(make_setup(config, planned_mesh(config)), topology)
-    absent = missing_extra(topology)
-    if absent:
-        raise ConfigError("The step cannot be compiled:", [absent])
-    initialize(0, target_platform=topology.platform)
-    setup = make_setup(config, topology_mesh(config, topology))
-    try:
-        with spinner(f"compiling for {topology}"):
-            compiled = compile_step(setup)
-    except MemoryError as error:
-        what = f"has no room for the step: {error}"
-        problem = Problem("topology", what, fix="spmd plan says what would fit")
-        raise ConfigError("The step cannot be compiled:", [problem]) from None
-    found, line = time_program(setup, topology, compiled, keep_spans=bool(trace))
-    if trace:
-        write_trace(trace, line.spans, str(topology))
-    return found
+    hardware = hardware_of(topology)
+    rates = topology.chip.closed or ClosedRates()
+    shape = MeshShape(**planned.mesh.shape)
+    network = make_network(topology, shape, planned.slices, hardware)
+    work = count_work(planned.step, planned.batch, topology.platform)
+    return StepTime(
+        topology,
+        "roofline of the trace",
+        None,
+        hardware,
+        traced_form(work, network, rates),
+        rates.spread,
+        bounds=traced_bounds(work, network, rates),
+        examples=planned.examples,
+    )
 
 
 def time_program(
-    setup: TrainSetup, topology: Topology, compiled: CompiledStep, *, keep_spans: bool = False
+    planned: PlannedStep,
+    topology: Topology,
+    compiled: CompiledStep,
+    work: Workload | None = None,
+    *,
+    keep_spans: bool = False,
 ) -> tuple[StepTime, StepTimeline]:
-    """Return the time of a compiled TPU step and its collectives, and its timeline."""
-    found, line = _schedule_time(setup, topology, compiled.program, keep_spans)
+    """Return the time of a compiled TPU step and its collectives, and its timeline.
+
+    `work` are the numbers of a transformer's step, for its utilization.
+    """
+    found, line = _schedule_time(planned, topology, compiled.program, work, keep_spans)
     collectives = _collective_times(compiled.audit, line)
     memory = compiled.memory.total if compiled.memory else None
     return dataclasses.replace(found, collectives=collectives, memory=memory), line
 
 
 def _schedule_time(
-    setup: TrainSetup, topology: Topology, program: HloModule, keep_spans: bool
+    planned: PlannedStep,
+    topology: Topology,
+    program: HloModule,
+    work: Workload | None,
+    keep_spans: bool,
 ) -> tuple[StepTime, StepTimeline]:
     """Return the time of a step by its program's schedule, and the timeline."""
     hardware = hardware_of(topology)
-    shape = MeshShape(**setup.mesh.shape)
-    slices = setup.config.slices.sizes
+    shape = MeshShape(**planned.mesh.shape)
+    slices = planned.slices
     rates = compiled_rates(topology)
     network = make_network(topology, shape, slices, hardware, rates.network)
-    taken = tabulate(setup.schedule).waited if setup.schedule else {}
+    table = planned.tick_table
+    taken = table.waited if table else {}
     schedule = read_program_schedule(
         program, shape.sizes, taken, slice_numbers(shape.sizes, slices)
     )
     clock = topology.chip.clock
     assert clock is not None
     line = run_schedule(schedule, network, clock, rates, keep_spans=keep_spans)
-    work = workload(setup.config, count_model(setup), shape)
     spent = dict(line.spent)
     waiting = network.waiting(line.seconds, rates.straggling)
     if waiting:
@@ -342,6 +345,7 @@ def _schedule_time(
         spent,
         rates.spread,
         uncounted=tuple(line.uncounted),
+        examples=planned.examples,
     )
     return found, line
 

@@ -22,6 +22,7 @@ from spmd.observe.writers import check_packages
 from spmd.run.build import (
     TrainSetup,
     abstract_batch,
+    build_flags,
     config_mesh,
     count_flops,
     make_setup,
@@ -134,7 +135,8 @@ def make_run(
     config = setup.config
     text = checked.text
     device = jax.devices()[0]
-    flags = flags_text(setup, device.platform, device.device_kind)
+    kind = device.device_kind
+    flags = flags_text(build_flags(config, device.platform, kind), device.platform)
     order = text.order(config.seed)
     corpus_line = f"\n{text.describe(config.steps, config.data.batch)}"
     frozen = frozen_base(config) if config.lora.targets else None

@@ -123,7 +123,7 @@ Without recomputation.
 _PARAM_BYTES = 4
 """Bytes of a stored parameter: float32."""
 
-_FUSED = 0.4
+FUSED = 0.4
 """Share of these passes that remains if the compiler fuses element-wise operations."""
 
 
@@ -186,7 +186,7 @@ def _memory_seconds(work: Workload, network: Network, rates: ClosedRates) -> flo
     passes_of_layer = _STREAM * work.width + _HIDDEN * work.hidden
     # Elements have 2 bytes.
     passes = work.layers * passes_of_layer * again * 2 + _LOGITS * work.vocab * 2
-    left = _FUSED if work.is_fused else 1
+    left = FUSED if work.is_fused else 1
     moved = _device_tokens(work) * passes / _layer_shards(work) * rates.passes * left
     return moved / network.hardware.memory_bandwidth
 

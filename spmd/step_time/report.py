@@ -49,7 +49,8 @@ class StepTime:
     """Predicted time of one step.
 
     Attributes:
-        method: `"closed forms"` or `"compiled program"`.
+        method: `"closed forms"`, `"compiled program"` or `"roofline of the trace"`.
+        work: Numbers of a transformer's step; None for another model, without a utilization.
         spent: Activity of a device → seconds; they add up to the step.
         spread: Relative half-width of the range with nine of ten steps, by the backtest of the
             chip's rows.
@@ -57,11 +58,13 @@ class StepTime:
         roofline: Of closed forms.
         memory: Bytes of a device, as compiled.
         uncounted: Loops and branches of a program whose length or share is unknown.
+        bounds: Shortest and longest step, in place of those by `spread`.
+        examples: Examples of a batch.
     """
 
     topology: Topology
     method: str
-    work: Workload
+    work: Workload | None
     hardware: Hardware
     spent: Mapping[str, float]
     spread: float
@@ -69,6 +72,8 @@ class StepTime:
     roofline: Roofline | None = None
     memory: int | None = None
     uncounted: tuple[str, ...] = ()
+    bounds: tuple[float, float] | None = None
+    examples: int = 0
 
     @property
     def seconds(self) -> float:
@@ -86,27 +91,40 @@ class StepTime:
     @property
     def range(self) -> tuple[float, float]:
         """Shortest and longest step of the range."""
+        if self.bounds:
+            return self.bounds
         return self.seconds / (1 + self.spread), self.seconds * (1 + self.spread)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens in a second on one chip."""
-        return self.work.tokens / self.seconds / self.topology.chips
+    def speed(self) -> tuple[float, str]:
+        """Tokens, or examples of a model without tokens, in a second on one chip; and the word."""
+        if self.work is None:
+            return self.examples / self.seconds / self.topology.chips, "examples"
+        return self.work.tokens / self.seconds / self.topology.chips, "tokens"
 
     @property
-    def mfu(self) -> float:
-        """Model FLOPs utilization: `Workload.model_flops` as a share of all devices' peak."""
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: `Workload.model_flops` as a share of all devices' peak.
+
+        None for a model whose FLOPs are not known.
+        """
+        if self.work is None:
+            return None
         return self.work.model_flops / (self.seconds * self.hardware.peak * self.topology.devices)
 
     @property
-    def hfu(self) -> float:
+    def hfu(self) -> float | None:
         """Hardware FLOPs utilization: MFU with recomputation."""
+        if self.work is None or self.mfu is None:
+            return None
         return self.mfu * self.work.hardware_flops / self.work.model_flops
 
     @property
     def formula(self) -> str:
-        """Formula of the MFU, on two lines."""
+        """Formula of the MFU, on two lines; empty without it."""
         work = self.work
+        if work is None:
+            return ""
         peak = self.hardware.peak / 1e12
         params = work.matmul_params or work.layer_params + work.head_params
         sizes = (
@@ -145,18 +163,23 @@ class StepTime:
         low = human_duration(shortest)
         high = human_duration(longest)
         yield f"step on {self.topology}: {length}, from {low} to {high} ({self.method})"
-        speed = f"{self.tokens_per_second:,.0f} tokens/s on each chip"
+        count, unit = self.speed
+        speed = f"{count:,.0f} {unit}/s on each chip"
+        if self.mfu is None:
+            yield speed
+            return
         yield f"{speed}; MFU {self.mfu:.1%}, HFU {self.hfu:.1%}"
         yield f"MFU = {self.formula}"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values, in seconds."""
         low, high = self.range
+        count, unit = self.speed
         return {
             "method": self.method,
             "seconds": self.seconds,
             "range": [low, high],
-            "tokens_per_second_per_chip": self.tokens_per_second,
+            f"{unit}_per_second_per_chip": count,
             "mfu": self.mfu,
             "hfu": self.hfu,
             "mfu_formula": " ".join(self.formula.split()),

@@ -64,3 +64,13 @@ def place_batch(plan: ShardingPlan, batch: Any) -> Any:
 def _is_placed(x: Any) -> bool:
     """Return whether somebody has chosen the devices of an array."""
     return getattr(x, "committed", False)
+
+
+def count_examples(plan: ShardingPlan, batch: Any) -> int:
+    """Return the number of examples in a batch of arrays or shapes; 1 for a batch without any."""
+    table = plan.rules.batch_table
+    for path, x in tree.flatten(batch).items():
+        dim = table.examples(path)
+        if dim is not None and x.ndim > dim:
+            return int(x.shape[dim])
+    return 1

@@ -5,8 +5,10 @@ just dispatched. Where a hook wants the state, step *n*'s own metrics are read f
 saved before it is known to be finite.
 """
 
+import contextlib
+import contextvars
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +25,30 @@ from spmd.errors import (
 from spmd.gradients.losses import split_arrays
 from spmd.training.state import TrainState
 from spmd.training.step import TrainStep
+
+_READ = contextvars.ContextVar("the file that is being read", default="")
+
+
+@contextlib.contextmanager
+def refuse_training(file: str) -> Iterator[None]:
+    """Refuse to train inside the block: a file is read for its step, not to run its training."""
+    token = _READ.set(file)
+    try:
+        yield
+    finally:
+        _READ.reset(token)
+
+
+def check_may_train() -> None:
+    """Raise `ConfigError` while a file is read for its step."""
+    file = _READ.get()
+    if file:
+        problem = Problem(
+            file,
+            "trains when it is imported",
+            fix='if __name__ == "__main__": before its training',
+        )
+        raise ConfigError("Training while a file is read:", [problem])
 
 
 class Hook:
@@ -96,6 +122,7 @@ def fit(
         ConfigError: An argument cannot be used, or the state is not that after `start` steps.
         BatchesEndedError: The batches ended before step `steps`; the error has the state.
     """
+    check_may_train()
     _check_arguments(state, step, batches, steps, start, hooks)
     unread = _UnreadMetrics(hooks)
     for hook in hooks:

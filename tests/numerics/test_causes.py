@@ -22,7 +22,7 @@ from spmd.plan.flax import from_nnx
 from spmd.plan.plan import make_plan
 from spmd.plan.scopes import annotate_scope
 from spmd.run.build import make_setup
-from spmd.run.preflight import compile_step
+from spmd.run.planned_step import compile_step
 from spmd.sharding.mesh import BATCH_AXES, MeshShape
 from spmd.sharding.rules import Rules, replicate
 from spmd.training.step import make_train_step

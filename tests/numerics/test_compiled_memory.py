@@ -10,7 +10,7 @@ MEASURE = """
     from spmd.run.load_config import load_config
     from spmd.sharding.mesh import MeshShape
     from spmd.run.build import config_mesh, make_setup
-    from spmd.run.preflight import estimate_step, compile_step
+    from spmd.run.planned_step import estimate_step, compile_step
     initialize(8)
     totals = {}
     for zero, remat in ((0, "save:attention_out,mlp_hidden"), (3, "full")):

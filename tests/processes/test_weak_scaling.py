@@ -24,7 +24,7 @@ from spmd.run.config import with_values
 from spmd.run.load_config import load_config
 from spmd.analysis.collective_audit import audit_collectives
 from spmd.run.build import abstract_batch, build_watch, config_mesh, make_setup
-from spmd.run.preflight import compile_step
+from spmd.run.planned_step import compile_step
 from spmd.training.step import make_train_step
 
 config, port, processes, process = sys.argv[1], *map(int, sys.argv[2:])

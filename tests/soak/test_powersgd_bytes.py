@@ -15,7 +15,7 @@ SCRIPT = """
     from spmd.plan.communication import reductions
     from spmd.run.build import make_setup
     from spmd.run.load_config import load_config
-    from spmd.run.preflight import compile_step, topology_mesh
+    from spmd.run.planned_step import compile_step, topology_mesh
 
     topology = parse_topology(sys.argv[1])
     initialize(target_platform=topology.platform)
@@ -27,7 +27,7 @@ SCRIPT = """
     fields = {"model": model, "data": data, "mesh": mesh, "compress": spmd.CompressConfig(gradients="powersgd:4")}
     slices = spmd.MeshShape(data=topology.slices)
     config = dataclasses.replace(config, **fields, slices=slices, devices=topology.devices)
-    setup = make_setup(config, topology_mesh(config, topology))
+    setup = make_setup(config, topology_mesh(config.mesh, topology, config.slices.sizes))
     audit = compile_step(setup).audit
     over = [r for r in audit.records if r.over == "data" and r.dtype == "f32" and r.payload > 4]
     sent = sum(r.payload * r.executions for r in over if r.crosses or topology.slices == 1)

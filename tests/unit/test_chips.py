@@ -85,7 +85,7 @@ def test_a_new_chip_is_planned_and_timed(new: Chip) -> None:
     model = LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
     config = spmd.TrainConfig(model=model, rules=LLAMA, data=data, mesh=MeshShape(fsdp=8))
     built = make_setup(config, planned_mesh(config), new.device_kind)
-    shown = flags_text(built, new.platform, new.device_kind)
+    shown = flags_text(build_flags(config, new.platform, new.device_kind), new.platform)
     assert "xla_tpu_new=true\n      what only this compiler knows" in shown
     found = estimate_time(built, parse_topology("v9:2x4"))
     assert found.hardware is new.speeds

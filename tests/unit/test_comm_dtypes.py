@@ -17,7 +17,8 @@ from spmd.commands.plan import run_plan
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.plan import make_plan
 from spmd.precision import make_precision
-from spmd.run.build import planned_mesh
+from spmd.run.planned_step import CompiledStep
+from spmd.run.step_source import CompiledOn
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from tests import tiny
 from tests.hlo_texts import ADD, CUBE, PAIRS, text
@@ -285,11 +286,8 @@ def test_promises_come_from_the_plan() -> None:
 
 def test_a_plan_that_breaks_a_promise_exits_with_4(monkeypatch, capsys) -> None:
     """`spmd plan --compile` prints it."""
-    monkeypatch.setattr(plan_command, "initialize", lambda *given, **named: None)
-    monkeypatch.setattr(
-        plan_command, "topology_mesh", lambda config, topology: planned_mesh(config)
-    )
     audited = audit(reduced(), plan=plan_of())
-    monkeypatch.setattr(plan_command, "compile_step", lambda setup: (audited, None, None, None))
+    compiled = CompiledStep(audited, None, None, None)
+    monkeypatch.setattr(plan_command, "compile_on", lambda source, *_: CompiledOn(None, compiled))
     assert run_plan(["demo", "--compile"]) == 4
     assert "WIDER THAN PLANNED: layers/mlp/up_proj/kernel" in capsys.readouterr().out

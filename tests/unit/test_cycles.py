@@ -15,9 +15,8 @@ from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
-from spmd.run.build import planned_mesh
-from spmd.run.load_config import load_config
-from spmd.run.preflight import compile_step
+from spmd.run.planned_step import CompiledStep, compile_step
+from spmd.run.step_source import CompiledOn
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 
 COST = 'backend_config={{"estimated_cycles":"{}"}}'.format
@@ -164,10 +163,10 @@ def test_a_plan_warns_of_a_loop_of_unknown_length() -> None:
     traced = types.SimpleNamespace(jaxpr=None)
     step = types.SimpleNamespace(compile=lambda batch: compiled, trace=lambda batch: traced)
     mesh = abstract_mesh(MeshShape(fsdp=2))
-    setup = types.SimpleNamespace(
-        config=load_config("demo"), mesh=mesh, schedule=None, step=step, plan=None
+    planned = types.SimpleNamespace(
+        mesh=mesh, slices={}, tick_table=None, step=step, plan=None, batch=None
     )
-    audit, _, cycles, _ = compile_step(setup)
+    audit, _, cycles, _ = compile_step(planned)
     assert cycles is None
     assert "is a loop of unknown length" in {warning.what for warning in audit.warnings}
 
@@ -176,10 +175,9 @@ def test_a_plan_has_the_compute_time(monkeypatch, capsys) -> None:
     """`spmd plan --compile` prints the line, at the clock of the machine; with `--json` it is `compute`."""
     cycles = count_cycles(parse(text()), {"pipeline_forward": Fraction(2, 5)})
     audit = audit_collectives(text(), abstract_mesh(MeshShape(fsdp=2)), backend="tpu")
-    monkeypatch.setattr(plan, "initialize", lambda *given, **named: None)
     monkeypatch.setattr(plan, "missing_extra", lambda topology: None)
-    monkeypatch.setattr(plan, "topology_mesh", lambda config, topology: planned_mesh(config))
-    monkeypatch.setattr(plan, "compile_step", lambda setup: (audit, None, cycles, None))
+    compiled = CompiledStep(audit, None, cycles, None)
+    monkeypatch.setattr(plan, "compile_on", lambda source, *_: CompiledOn(None, compiled))
     command = [
         "demo",
         "--topology",

@@ -20,15 +20,15 @@ from spmd.run.config import SampleConfig
 from spmd.run.load_config import load_config
 from spmd.run.search import (
     Candidate,
-    ClosedFormTimes,
     Search,
     changed_flags,
     enumerate_settings,
     largest_batch,
-    own_settings,
+    make_search,
     slice_sizes,
     suggest_memory_settings,
 )
+from spmd.run.step_source import ConfigSource
 from spmd.run.step_time import ModelNumbers, count_model
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 
@@ -67,10 +67,10 @@ def ledger(monkeypatch):
         found = Ledger(memory)
         monkeypatch.setattr(search, "estimate_step", found)
         monkeypatch.setattr(
-            search, "make_setup", lambda config, mesh: SimpleNamespace(config=config, mesh=mesh)
+            ConfigSource,
+            "on",
+            lambda self, mesh, chip="": SimpleNamespace(config=self.config, mesh=mesh),
         )
-        for check in ("check_config", "check_planned_init", "check_step"):
-            monkeypatch.setattr(search, check, lambda setup: None)
         monkeypatch.setattr(search, "count_alone", lambda config: counted())
         return found
 
@@ -79,7 +79,7 @@ def ledger(monkeypatch):
 
 def start(folder, *, file="known.json", config=None, **fields) -> Search:
     config = dataclasses.replace(config or load_config("demo"), **fields)
-    return Search(config, TOPOLOGY, ClosedFormTimes(config, TOPOLOGY), folder / file)
+    return make_search(ConfigSource(config), TOPOLOGY, folder / file)
 
 
 MACHINES = [
@@ -149,9 +149,9 @@ def suggested(ledger, fits, **fields):
     ledger(lambda config: (8 if fits(config) else 20) * GIB)
     config = dataclasses.replace(load_config("demo"), **fields)
     mesh = abstract_mesh(MeshShape())
-    setup = SimpleNamespace(config=config, mesh=mesh, schedule=None)
-    own = own_settings(setup)
-    found = suggest_memory_settings(setup, parse_topology("v5e:1x1"))
+    config = dataclasses.replace(config, mesh=MeshShape(), devices=1)
+    setup = make_setup(config, mesh)
+    own, found = suggest_memory_settings(ConfigSource(config), setup, parse_topology("v5e:1x1"))
     return [changed_flags(own, c.settings) for c in found.fitting(1) if not c.refused]
 
 
@@ -177,12 +177,14 @@ def test_settings_of_a_model_without_closed_forms_are_suggested(ledger, monkeypa
 
     ledger(lambda config: 8 * GIB)
     monkeypatch.setattr(search, "count_alone", uncounted)
-    config = dataclasses.replace(load_config("demo"), remat="none", offload=())
-    setup = SimpleNamespace(config=config, mesh=abstract_mesh(MeshShape()), schedule=None)
-    found = suggest_memory_settings(setup, parse_topology("v5e:1x1"))
+    config = dataclasses.replace(
+        load_config("demo"), remat="none", offload=(), mesh=MeshShape(), devices=1
+    )
+    setup = make_setup(config, abstract_mesh(MeshShape()))
+    own, found = suggest_memory_settings(ConfigSource(config), setup, parse_topology("v5e:1x1"))
     assert {candidate.seconds for candidate in found.candidates} == {0}
     first = found.candidates[0].settings
-    assert changed_flags(own_settings(setup), first) == f"--accumulate {2 * config.accumulate}"
+    assert changed_flags(own, first) == f"--accumulate {2 * config.accumulate}"
 
 
 def test_long_sequences_are_split() -> None:

@@ -279,7 +279,7 @@ def test_mfu_is_the_formula() -> None:
     assert found.seconds == 2
     assert found.mfu == pytest.approx(TOKENS * (6 * 2.3e5 + 12 * 4 * 64 * 64) / (2 * 1e12 * 8))
     assert found.hfu / found.mfu == pytest.approx(numbers.hardware_flops / numbers.model_flops)
-    assert found.tokens_per_second == TOKENS / 2 / 4
+    assert found.speed[0] == TOKENS / 2 / 4
     assert found.range == (1.6, 2.5)
     assert (found.fits, dataclasses.replace(found, memory=2**40).fits) == (None, False)
     assert "DOES NOT FIT: 1 TiB of 94.8 GiB" in str(dataclasses.replace(found, memory=2**40))
