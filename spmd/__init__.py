@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from spmd.plan.plan import ShardingPlan, make_plan
     from spmd.plan.suggest import suggest_rules
     from spmd.precision import Precision
+    from spmd.report.step_report import plan_report
     from spmd.run.config import EvaluationConfig, PipelineConfig, SampleConfig, TrainConfig
     from spmd.run.hooks import Throughput
     from spmd.run.run import Run
@@ -108,6 +109,7 @@ __all__ = [
     "per_example",
     "per_layer",
     "place_batch",
+    "plan_report",
     "replicate",
     "rules_from_annotations",
     "rules_from_search",
@@ -171,6 +173,7 @@ _HOMES = {
     "per_example": "spmd.jaxpr.examples",
     "per_layer": "spmd.optim.per_layer",
     "place_batch": "spmd.training.batch",
+    "plan_report": "spmd.report.step_report",
     "replicate": "spmd.sharding.rules",
     "rules_from_annotations": "spmd.sharding.from_flax",
     "rules_from_search": "spmd.sharding.from_search",

@@ -1,27 +1,36 @@
 """`spmd eval`."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
+from typing import Generic
 
 import jax
 import tyro
 
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.commands.parsing import parse_flags
+from spmd.commands.parsing import F, StepFlags, parse_flags, parse_step, value_of
 from spmd.data.tokenizer import load_tokenizer
 from spmd.distributed.initialize import initialize
-from spmd.errors import ConfigError, check_fields
+from spmd.errors import ConfigError, Problem, check_fields
 from spmd.observe.spinner import spin_until_each, spinner
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.run.build import TrainSetup, config_mesh, make_setup, open_text_dataset
 from spmd.run.config import TrainConfig
-from spmd.run.evaluate import Evaluation, evaluate, held_out_sets, open_sets
+from spmd.run.evaluate import (
+    Evaluation,
+    evaluate,
+    evaluate_batches,
+    held_out_sets,
+    open_sets,
+)
 from spmd.run.load_params import restore_model
 from spmd.run.preflight import check_microbatches
 from spmd.run.run_dir import RunDir
+from spmd.run.step_source import ConfigSource, load_source, shape_problems
 from spmd.settings.compress import NO_COMPRESSION
-from spmd.sharding.mesh import MeshShape
+from spmd.sharding.mesh import MeshShape, mesh_of
 from spmd.training.evaluated_params import plan_evaluation_point
 
 
@@ -52,8 +61,30 @@ class EvalCommand:
     """Print one JSON object for each set."""
 
 
+@dataclasses.dataclass(frozen=True)
+class EvalStepCommand(Generic[F]):
+    """Evaluate a run of your own train step: the means of its loss function over the batches of FILE.
+
+    FILE defines make(mesh, **settings), which returns the step and a list of batches; a setting
+    such as --split chooses which.
+    """
+
+    run: tyro.conf.Positional[str]
+    """Run directory."""
+    flags: StepFlags[F]
+    step: int | None = None
+    """Checkpoint to load; the newest by default."""
+    trained: bool = False
+    """Evaluate the trained parameters, where the run evaluates others, such as an average."""
+    json: bool = False
+    """Print one JSON object."""
+
+
 def run_eval(arguments: list[str]) -> int:
     """Print the figures and return the exit code."""
+    names = list(itertools.takewhile(lambda each: not each.startswith("-"), arguments))
+    if len(names) == 2:
+        return _eval_step(names[0], names[1], arguments[2:])
     command: EvalCommand = parse_flags(EvalCommand, arguments, "spmd eval")
     problems = check_fields(command, {"tokens": "at least 0", "batch": "at least 1"})
     if problems:
@@ -87,6 +118,43 @@ def run_eval(arguments: list[str]) -> int:
         print("\n".join(lines))
     else:
         print(wrap_to_terminal(_table(_title(command, step, setup), found)))
+    return 0
+
+
+def _eval_step(run: str, file: str, flags: list[str]) -> int:
+    """Evaluate a run with the step and the batches of a file."""
+    devices = value_of("--devices", flags)
+    if devices.isdigit():  # before the file is executed, which may use them
+        initialize(int(devices))
+    loaded = load_source(file)
+    if isinstance(loaded, ConfigSource):
+        problem = Problem(file, "has a config, and a run its own", fix=f"spmd eval {run}")
+        raise ConfigError("Nothing can be evaluated:", [problem])
+    parsed = parse_step(EvalStepCommand, loaded, [run, *flags], f"spmd eval {file}")
+    command, source = parsed
+    initialize(source.devices)
+    step, batches = source.make_on(mesh_of(source.shape, jax.devices()))
+    problems = shape_problems(batches)
+    if problems:
+        raise ConfigError("Nothing can be evaluated:", problems)
+    with (
+        spinner("restoring a checkpoint"),
+        CheckpointManager(RunDir(Path(run)).checkpoints, read_only=True) as checkpoints,
+    ):
+        model = restore_model(checkpoints, command.step, step.plan, trained=command.trained)
+        number = command.step
+        if number is None:
+            number = checkpoints.latest()
+    with spinner(f"evaluating {len(batches)} batches"):
+        found = evaluate_batches(step, model, batches)
+    if jax.process_index() != 0:
+        return 0
+    if command.json:
+        print(json.dumps({"step": number, **found}))
+        return 0
+    print(f"{run}, step {number}, {len(batches)} batches of {file}")
+    for name, value in found.items():
+        print(f"{name:<15} {value:.6g}")
     return 0
 
 

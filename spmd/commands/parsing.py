@@ -11,12 +11,12 @@ import tyro
 
 from spmd.analysis.topology import parse_topology
 from spmd.distributed.cluster_env import LaunchArgs
-from spmd.distributed.initialize import MOST_SIMULATED, initialize
+from spmd.distributed.initialize import MOST_SIMULATED, prepare_platform
 from spmd.errors import ConfigError, Problem, SpmdError
 from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
 from spmd.run.step_source import ConfigSource, ReadyStep, Source, StepFile, load_source
-from spmd.sharding.mesh import MeshShape
+from spmd.sharding.mesh import MeshShape, simulate_devices
 
 ConfigFields = Annotated[TrainConfig[M], tyro.conf.arg(name="")]
 """Type of a command's `config`, whose fields are flags without a prefix."""
@@ -77,34 +77,39 @@ def parse_source(
     if loaded is None or isinstance(loaded, ConfigSource):
         command, file = parse_command(config_command, arguments, verb)
         return ParsedSource(command, ConfigSource(command.config), file)
-    command = _parse(
-        step_command[_flags_of(loaded, step_command)], arguments[1:], f"spmd {verb} {name}"
-    )
-    if isinstance(loaded, StepFile):
-        settings = dict(vars(command.flags))
-        shape = settings.pop("mesh")
-        devices = settings.pop("devices")
-        loaded = dataclasses.replace(loaded, settings=settings, shape=shape, devices=devices)
-    return ParsedSource(command, loaded, loaded.file)
+    command, source = parse_step(step_command, loaded, arguments[1:], f"spmd {verb} {name}")
+    return ParsedSource(command, source, loaded.file)
 
 
-def start_without_devices(arguments: list[str]) -> None:
-    """Start JAX without the devices of this machine, before a file is executed that may use some.
+def parse_step(
+    step_command: Any, loaded: StepFile | ReadyStep, arguments: list[str], usage: str
+) -> tuple[Any, StepFile | ReadyStep]:
+    """Parse a command for a step of a file; return it, and the source with its flags.
+
+    `usage` comes before the arguments.
+    """
+    command = _parse(step_command[_flags_of(loaded, step_command)], arguments, usage)
+    if isinstance(loaded, ReadyStep):
+        return command, loaded
+    settings = dict(vars(command.flags))
+    shape = settings.pop("mesh")
+    devices = settings.pop("devices")
+    source = dataclasses.replace(loaded, settings=settings, shape=shape, devices=devices)
+    return command, source
+
+
+def leave_devices_alone(arguments: list[str]) -> None:
+    """Keep JAX from the devices of this machine, before a file is executed that may use some.
 
     The file's step is planned for the machine of `--topology`, which may be absent.
     """
     name = arguments[0] if arguments else ""
     if not name.partition(":")[0].endswith(".py"):
         return
-    topology = value_of("--topology", arguments)
-    if not topology:
-        initialize(target_platform="cpu")
-        return
-    machine = parse_topology(topology)
-    if machine.platform != "cpu":
-        initialize(target_platform=machine.platform)
-    elif machine.devices <= MOST_SIMULATED:
-        initialize(machine.devices)
+    machine = parse_topology(value_of("--topology", arguments) or "cpu:1")
+    prepare_platform(machine.platform)
+    if machine.platform == "cpu" and 1 < machine.devices <= MOST_SIMULATED:
+        simulate_devices(machine.devices)
 
 
 def value_of(flag: str, arguments: list[str]) -> str:

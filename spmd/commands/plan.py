@@ -13,7 +13,7 @@ from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.schedule_chart import chart, to_json, write_svg
 from spmd.analysis.topology import Topology, missing_extra, parse_topology
 from spmd.analysis.wide_products import find_wide_products, is_listed
-from spmd.commands.parsing import ConfigFields, F, StepFlags, parse_source, start_without_devices
+from spmd.commands.parsing import ConfigFields, F, StepFlags, leave_devices_alone, parse_source
 from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.observe.metrics import human_duration
@@ -138,7 +138,7 @@ def run_plan(arguments: list[str]) -> int:
 
     It is 3 if the plan exceeds the memory of the chips, 4 if the step breaks its promises.
     """
-    start_without_devices(arguments)
+    leave_devices_alone(arguments)
     command, source, _ = parse_source(PlanCommand, PlanStepCommand, arguments, "plan")
     _check_views(command)
     if command.topology:

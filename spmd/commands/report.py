@@ -12,9 +12,9 @@ from spmd.commands.parsing import (
     ConfigFields,
     F,
     StepFlags,
+    leave_devices_alone,
     parse_flags,
     parse_source,
-    start_without_devices,
 )
 from spmd.commands.plan import mesh_on
 from spmd.errors import ConfigError, Problem, did_you_mean
@@ -110,7 +110,7 @@ def _check_asks_for_help(arguments: list[str]) -> None:
 
 
 def _report_plan(arguments: list[str], name: str) -> int:
-    start_without_devices(arguments)
+    leave_devices_alone(arguments)
     command, source, _ = parse_source(ReportCommand, ReportStepCommand, arguments, "report")
     out = command.config.out if isinstance(command, ReportCommand) else command.out
     _check_file(out)

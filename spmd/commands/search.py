@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from spmd.analysis.topology import Topology, example_machines, missing_extra, parse_topology
-from spmd.commands.parsing import ConfigFields, F, StepFlags, parse_source, start_without_devices
+from spmd.commands.parsing import ConfigFields, F, StepFlags, leave_devices_alone, parse_source
 from spmd.commands.plan import mesh_on
 from spmd.errors import ConfigError, Problem
 from spmd.observe.metrics import human_duration
@@ -70,7 +70,7 @@ class SearchStepCommand(_SearchOptions, Generic[F]):
 
 def run_search(arguments: list[str]) -> int:
     """Run `spmd search`; return 3 if nothing fits."""
-    start_without_devices(arguments)
+    leave_devices_alone(arguments)
     command, source, path = parse_source(SearchCommand, SearchStepCommand, arguments, "search")
     problems = list(_problems(command))
     if problems:
@@ -248,7 +248,9 @@ def _print_table(search: Search, best: Candidate) -> None:
     shown = _shown(search)
     shown.sort(key=lambda candidate: (bool(candidate.refused), candidate.seconds))
     for candidate in shown:
-        closed = human_duration(sum(candidate.spent.values()))
+        closed = ""
+        if candidate.spent:
+            closed = human_duration(sum(candidate.spent.values()))
         compiled = ""
         if candidate.compiled:
             compiled = human_duration(candidate.compiled)

@@ -80,8 +80,7 @@ def initialize(
     group = detect_process_group(launch_args, os.environ)
     # Orbax logs tracebacks of errors that it also raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    if target_platform:
-        _prepare_cross_compilation()
+    prepare_platform(target_platform)
     if devices:
         if _CPU_TIMEOUT.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             _add_xla_flag(_CPU_TIMEOUT)
@@ -101,7 +100,13 @@ def _check_devices(devices: int) -> None:
     raise ConfigError("Invalid process group:", [problem])
 
 
-def _prepare_cross_compilation() -> None:
+def prepare_platform(target_platform: str) -> None:
+    """Prepare JAX to compile for a platform, `tpu` or `cuda`, without a device; none if empty.
+
+    No device is started.
+    """
+    if not target_platform:
+        return
     jax.config.update("jax_platforms", "cpu")
     for name, value in _TPU_COMPILER_VARIABLES.items():
         os.environ.setdefault(name, value)

@@ -17,6 +17,7 @@ from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, missing_extra
 from spmd.errors import ConfigError, SpmdError
 from spmd.observe.metrics import human_count, human_duration
+from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.simulate import ScheduleTimeline as PipelineTimeline
 from spmd.pipeline.simulate import simulate
@@ -79,6 +80,17 @@ class PlanReport:
     def plan(self) -> ShardingPlan:
         """Sharding plan of the step."""
         return self.planned.plan
+
+    def __str__(self) -> str:
+        parts = [str(self.audit or self.plan)]
+        parts[0] += self.source.lines(
+            self.planned, (self.topology.platform, self.topology.chip.device_kind)
+        )
+        parts.append(f"memory of one device, {self.topology}\n{self.memory}")
+        if self.time:
+            parts.append(str(self.time))
+        parts += self.notes
+        return wrap_to_terminal("\n\n".join(parts))
 
     def pictures(self) -> tuple[ShardPicture, ...]:
         """Return one picture for each rule, of its largest parameter."""

@@ -21,6 +21,7 @@ from spmd.run.build import (
 from spmd.run.config import TrainConfig
 from spmd.run.init_from import initial_state
 from spmd.run.preflight import preflight
+from spmd.run.step_source import shape_problems
 from spmd.sharding.mesh import AXES, AnyMesh, MeshShape, mesh_of
 from spmd.testing import BUGS, Parity, Reference, pad_unevenly
 from spmd.training.step import TrainStep
@@ -171,11 +172,7 @@ def _batch_problems(batches: Sequence[Any], steps: int) -> list[Problem]:
     if len(batches) < steps:
         what = f"are {len(batches)}, fewer than the steps"
         problems.append(Problem("batches", what, f"check-steps={steps}", "one batch for each step"))
-    for leaf in jax.tree.leaves(batches):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            problems.append(Problem("batches", "are shapes, and steps are taken", fix="arrays"))
-            break
-    return problems
+    return problems + shape_problems(batches)
 
 
 def _check_flush(plan: ShardingPlan) -> None:

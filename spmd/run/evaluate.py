@@ -1,5 +1,9 @@
-"""Evaluation of a language model on texts: loss, perplexity, bits per byte and accuracy."""
+"""Evaluation of a language model on texts, and of any train step on batches.
 
+Of texts: loss, perplexity, bits per byte and accuracy. Of batches: the means of the loss function.
+"""
+
+import collections
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,10 +19,12 @@ from spmd.data.mixture import VALIDATION, name_problems, split_name
 from spmd.data.text_dataset import TextDataset
 from spmd.data.tokenizer import ByteTokenizer, Tokenizer
 from spmd.errors import ConfigError, DataError, Problem
+from spmd.gradients.base import LossGradFn
 from spmd.run.build import TrainSetup, read_source
 from spmd.run.config import TrainConfig
+from spmd.training.batch import place_batch
 from spmd.training.state import ModelState
-from spmd.training.step import make_eval_step
+from spmd.training.step import TrainStep, make_eval_step
 
 _COUNTED_AT_ONCE = 1024
 
@@ -149,6 +155,30 @@ def evaluate(
             tokens=round(sums["weight"]),
             bytes=round(_size_in_bytes(each, tokens, tokenizer)),
         )
+
+
+def evaluate_batches(
+    step: TrainStep, model: ModelState, batches: Iterable[Any]
+) -> dict[str, float]:
+    """Return the means of a step's loss function over batches, and their weight.
+
+    Raises:
+        ConfigError: The step has a gradient function of its own, without a loss function.
+    """
+    if not isinstance(step.grad_fn, LossGradFn):
+        fix = "spmd.make_train_step(plan, loss_fn), or spmd.value_and_grad(loss_fn)"
+        problem = Problem("step", "has a gradient function, and no loss function", fix=fix)
+        raise ConfigError("Nothing can be evaluated:", [problem])
+    evaluate_batch = make_eval_step(step.plan, step.grad_fn.loss.loss_fn)
+    totals = collections.defaultdict[str, float](float)
+    for number, batch in enumerate(batches, 1):
+        placed = place_batch(step.plan, batch)
+        found = evaluate_batch(model.params, model.variables, placed, "eval", number)
+        for name, value in jax.device_get(found).items():
+            totals[name] += float(value)
+    weight = totals.pop("weight")
+    means = {name: total / weight if weight else math.nan for name, total in totals.items()}
+    return {**means, "weight": weight}
 
 
 def _size_in_bytes(each: EvaluationSet, tokens: int, tokenizer: Tokenizer) -> float:

@@ -123,7 +123,11 @@ class UserFile:
         config = self.names.get("config")
         if not isinstance(config, TrainConfig):
             what = "defines no config" if config is None else f"defines config = {config!r}"
-            raise _unreadable(str(self.path), what, "config = spmd.TrainConfig(...)")
+            fix = "config = spmd.TrainConfig(...)"
+            if config is None and ("make" in self.names or "step" in self.names):
+                what = "has a step of its own, and no config"
+                fix = "spmd plan, report, check and search take it, and spmd.Run trains it"
+            raise _unreadable(str(self.path), what, fix)
         if "config" in self.finder.names:
             what = "imports a module named config, and a run folder has its own config.py"
             raise _unreadable(str(self.path), what, "give that module another name")

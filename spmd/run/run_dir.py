@@ -164,7 +164,8 @@ class RunDir:
             problem = Problem(
                 str(self.path),
                 "has no config file: it was started in Python",
-                fix="spmd.train(config, source=Path(__file__))",
+                fix=f"spmd eval {self.path} FILE.py, with a step of one's own; a run of "
+                "spmd.train(config, source=Path(__file__)) has its config",
             )
             raise CheckpointError("Unreadable run:", [problem])
         config = load_config(str(self.path / "config.py"))

@@ -477,7 +477,10 @@ def _variants(own: Settings, source: StepFile) -> Iterator[Settings]:
     known = _searched_settings(source)
     choices = []
     for name, value in known.items():
-        choices.append(list(dict.fromkeys((value, *_STEP_SETTINGS[name]))))
+        tried = _STEP_SETTINGS[name]
+        if name == "zero" and own["mesh"].fsdp == 1:
+            tried = ()
+        choices.append(list(dict.fromkeys((value, *tried))))
     for values in itertools.product(*choices):
         yield {**own, **dict(zip(known, values, strict=True))}
 

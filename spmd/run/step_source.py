@@ -278,7 +278,7 @@ class StepFile(StepSource):
         Raises:
             ConfigError: It fails, or returns something else, or a step on another mesh.
         """
-        with calling_file(self.file, f"{self.name}(mesh)"):
+        with calling_file(self.file, f"{self.name}(mesh) fails:"):
             returned = self.make(mesh, **self.settings)
         return read_made(self.name, returned, mesh)
 
@@ -400,6 +400,14 @@ def _batch_problems(where: str, batch: Any) -> list[Problem]:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             fix = "arrays or shapes (jax.ShapeDtypeStruct) as its leaves"
             return [Problem(where, f"has {describe_value(leaf)}", fix=fix)]
+    return []
+
+
+def shape_problems(batches: Sequence[Any]) -> list[Problem]:
+    """Return the problem of batches that have shapes for arrays, where a step is to be run."""
+    for leaf in jax.tree.leaves(batches):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return [Problem("batches", "are shapes, and the step is run", fix="arrays")]
     return []
 
 
