@@ -12,7 +12,7 @@ import tyro
 from spmd.analysis.topology import parse_topology
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import MOST_SIMULATED, prepare_platform
-from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
 from spmd.run.step_source import ConfigSource, ReadyStep, Source, StepFile, load_source
@@ -109,7 +109,9 @@ def leave_devices_alone(arguments: list[str]) -> None:
     machine = parse_topology(value_of("--topology", arguments) or "cpu:1")
     prepare_platform(machine.platform)
     if machine.platform == "cpu" and 1 < machine.devices <= MOST_SIMULATED:
-        simulate_devices(machine.devices)
+        # A process that has started other ones, such as a notebook, can still plan.
+        with contextlib.suppress(MeshError):
+            simulate_devices(machine.devices)
 
 
 def value_of(flag: str, arguments: list[str]) -> str:
