@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from spmd.analysis.collective_audit import CollectiveAudit, audit_collectives
 from spmd.analysis.xla_fault_report import FaultReport, find_faults_in
 from spmd.distributed.native_output import compiler_log
-from spmd.errors import MeshError, Problem, check_type, describe_value
+from spmd.errors import ConfigError, MeshError, Problem, check_type, describe_value
 from spmd.training.compilation_cache import compilation_cache
 
 _TITLE = "Audit of the function not possible:"
@@ -51,6 +51,7 @@ def audit_function(
         kwargs: The keyword arguments.
 
     Raises:
+        ConfigError: `function` is none, or compiled already.
         MeshError: The program's shardings are of no mesh, or of several.
 
     Example:
@@ -60,9 +61,7 @@ def audit_function(
         >>> audit_function(jax.numpy.sum, x).collectives.records
         ()
     """
-    if not hasattr(function, "trace"):
-        function = jax.jit(function)
-    traced: Any = function.trace(*args, **kwargs)  # type: ignore[attr-defined]
+    traced: Any = _jitted(function).trace(*args, **kwargs)
     with compilation_cache(None), compiler_log(pass_on=False) as log:
         compiled = traced.lower().compile()
     if mesh is None:
@@ -75,6 +74,20 @@ def audit_function(
     return FunctionAudit(audit_collectives(compiled, mesh, log=log), faults)
 
 
+def _jitted(function: Any) -> Any:
+    """Return a function that can be traced: as it is, or jitted."""
+    if hasattr(function, "trace"):
+        return function
+    fix = "a function, such as of jax.jit"
+    is_compiled = isinstance(function, jax.stages.Compiled)
+    if is_compiled:
+        fix = "spmd.analysis.collective_audit.audit_collectives(compiled, mesh)"
+    if is_compiled or not callable(function):
+        problem = Problem("function", f"is {describe_value(function)}", fix=fix)
+        raise ConfigError(_TITLE, [problem])
+    return jax.jit(function)
+
+
 def _mesh_of(compiled: Any) -> Mesh:
     """Return the mesh of a program's shardings."""
     meshes = list(dict.fromkeys(_meshes(compiled)))
@@ -82,9 +95,13 @@ def _mesh_of(compiled: Any) -> Mesh:
         return meshes[0]
     problem = Problem("mesh", "is unknown: no argument or result is split over one", fix=_FIX)
     if meshes:
-        shown = " and ".join(describe_value(dict(mesh.shape)) for mesh in meshes)
+        shown = " and ".join(map(_sizes_text, meshes))
         problem = Problem("mesh", "is unknown: arrays are split over several", shown, _FIX)
     raise MeshError(_TITLE, [problem])
+
+
+def _sizes_text(mesh: Mesh) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
 def _meshes(compiled: Any) -> Iterator[Mesh]:

@@ -52,10 +52,11 @@ _EXIT_SECONDS = 20
 class CheckpointManager:
     """Checkpoint manager of one run, or of any tree of arrays.
 
-    No plan is needed, and meshes may have axes of any names. It keeps the newest `max_to_keep` checkpoints and the `keep_best` with the lowest `best`. Only
-    one run may write to a directory at a time (`spmd.resilience.lease`): opening it removes the
-    leftovers of an interrupted save. With several processes, each opens the same directory and
-    makes every call; only process 0 reads the file listing.
+    No plan is needed, and meshes may have axes of any names. It keeps the newest `max_to_keep`
+    checkpoints and the `keep_best` with the lowest `best`. Only one run may write to a directory at
+    a time (`spmd.resilience.lease`): opening it removes the leftovers of an interrupted save. With
+    several processes, each opens the same directory and makes every call; only process 0 reads the
+    file listing.
 
     Args:
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never

@@ -1,4 +1,4 @@
-"""A pretraining script with a partition table for `re.search`, in the style of public JAX repositories."""
+"""A pretraining script with a partition table for `re.search`; see the package's docstring."""
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +10,12 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as PS
 
-from tests.loops.partition_utils import (
-    as_shardings,
-    make_shard_and_gather_fns,
-    match_partition_rules,
-)
+from tests.loops import partition_utils
 
-VOCAB, WIDTH, HEADS, HIDDEN, LAYERS = 128, 64, 4, 128, 2
+VOCAB, WIDTH, HEADS, HIDDEN, LAYERS = 128, 64, 4, 128, 1
 BATCH, LENGTH, STEPS = 8, 16, 3
 
-PARTITION_RULES = (
+RULES = (
     ("tokens/embedding", PS("mp", "fsdp")),
     ("attention/(query|key|value)/kernel", PS("fsdp", "mp")),
     ("attention/output/kernel", PS("mp", "fsdp")),
@@ -38,7 +34,7 @@ def dense(features, name):
 def rotate(x):
     """Rotary positions of `[batch, token, head, feature]`."""
     half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None] / 10_000 ** (jnp.arange(half) / half)
+    angles = jnp.outer(jnp.arange(x.shape[1]), 10_000 ** (-jnp.arange(half) / half))
     sin, cos = jnp.sin(angles)[None, :, None, :], jnp.cos(angles)[None, :, None, :]
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -114,11 +110,13 @@ def main(dims=(2, 2, 2)):
     mesh = jax.make_mesh(dims, ("dp", "fsdp", "mp"), axis_types=(AxisType.Auto,) * 3)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(create_train_state, jax.random.key(0))
-        shardings = as_shardings(mesh, match_partition_rules(PARTITION_RULES, shapes))
-        shard_fns, gather_fns = make_shard_and_gather_fns(shardings)
-        init = jax.jit(create_train_state, out_shardings=shardings)
+        specs = partition_utils.match_partition_rules(RULES, shapes)
+        shardings = partition_utils.as_shardings(mesh, specs)
+        shard_fns, gather_fns = partition_utils.make_shard_and_gather_fns(shardings)
+        train_state = jax.jit(create_train_state)(jax.random.key(0))
+        train_state = jax.tree.map(lambda shard, x: shard(x), shard_fns, train_state)
         step = jax.jit(train_step, in_shardings=(shardings, None), out_shardings=(shardings, None))
-        train_state, losses = init(jax.random.key(0)), []
+        losses = []
         for batch in make_batches():
             train_state, loss = step(train_state, batch)
             losses.append(float(loss))
