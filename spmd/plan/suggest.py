@@ -76,14 +76,10 @@ def _read(model: Model | Any, mesh: AnyMesh) -> tuple[dict[str, Any], Rules]:
     for path, leaf in flatten_module(model, is_leaf=_is_model).items():
         if path not in networks:
             leaves[path] = leaf
-    stacks: dict[str, Stack] | None = None
     for path, network in networks.items():
         leaves |= _prefixed(path, _leaves_of(network))
-        recorded = network.info().stacks
-        if recorded is not None:
-            stacks = {**(stacks or {}), **recorded}
     _check_leaves(leaves)
-    return leaves, table.with_recorded(stacks).on_mesh(mesh)
+    return leaves, table.with_recorded(_stacks(networks, mesh)).on_mesh(mesh)
 
 
 def _networks(model: Model | Any) -> dict[str, Model]:
@@ -111,6 +107,32 @@ def _prefixed(prefix: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
     if not prefix:
         return dict(leaves)
     return {f"{prefix}/{path}": leaf for path, leaf in leaves.items()}
+
+
+def _stacks(networks: Mapping[str, Model], mesh: AnyMesh) -> dict[str, Stack] | None:
+    """Return the recorded stacks of all networks, whole on a mesh without their axis.
+
+    None if no network has recorded any.
+    """
+    found: dict[str, Stack] = {}
+    is_recorded = False
+    problems = []
+    for path, network in networks.items():
+        recorded = network.info().stacks
+        if recorded is None:
+            continue
+        is_recorded = True
+        for name, stack in recorded.items():
+            if stack.axis not in mesh.shape:
+                stack = dataclasses.replace(stack, axis=None)
+            if found.setdefault(name, stack) != stack:
+                what = f"its stack {name!r} is {stack}, and {found[name]} in another network"
+                problems.append(Problem(path, what, fix="suggest a table for each network"))
+    if problems:
+        raise RuleError(_TITLE, problems)
+    if not is_recorded:
+        return None
+    return found
 
 
 def _check_leaves(leaves: Mapping[str, Any]) -> None:

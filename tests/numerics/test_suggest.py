@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
@@ -83,6 +84,34 @@ def test_several_networks_have_one_table(name):
         spmd.suggest_rules(shapes, mesh).splitlines()[:-2]
         == (spmd.suggest_rules(models, mesh).splitlines()[:-2])
     )
+
+
+class Layers(nn.Module):
+    """Three layers, stacked along a dimension."""
+
+    dim: int
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.scan(
+            lambda layer, x, _: (layer(x), None),
+            variable_axes={"params": self.dim},
+            split_rngs={"params": True},
+            length=3,
+        )
+        return layer(nn.Dense(16, name="layers"), x, None)[0]
+
+
+def test_stacks_of_all_networks_are_in_the_table():
+    """The control, stacks of one name along other dimensions, is an error."""
+    mesh = AbstractMesh((2, 4), ("dp", "mp"))
+    x = jax.ShapeDtypeStruct((4, 16), "float32")
+    first, second = (spmd.from_linen(Layers(dim), x) for dim in (0, 1))
+    rules = read(spmd.suggest_rules({"actor": first, "critic": first}, mesh))
+    assert rules.stacks["layers"].dim == 0
+    assert rules.match("critic/layers/kernel").spec == P(None, "dp", "mp")
+    with pytest.raises(RuleError, match=r"critic: its stack 'layers' is .*dim=1"):
+        spmd.suggest_rules({"actor": first, "critic": second}, mesh)
 
 
 def test_modules_in_a_tree_have_the_paths_of_their_shardings():
