@@ -17,6 +17,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spmd.analysis.function_audit import audit_function
+    from spmd.checkpoint.manager import CheckpointManager
     from spmd.data.chat import ChatConfig
     from spmd.data.images import ImageFolder
     from spmd.data.loader import DataConfig
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Carry",
     "ChatConfig",
+    "CheckpointManager",
     "CompressConfig",
     "DataConfig",
     "EvaluationConfig",
@@ -92,6 +95,7 @@ __all__ = [
     "Writer",
     "accumulate",
     "annotate",
+    "audit_function",
     "classification_loss",
     "cross_entropy",
     "defer_grad_reduction",
@@ -127,6 +131,7 @@ __all__ = [
 _HOMES = {
     "Carry": "spmd.model_interface.grad_transform",
     "ChatConfig": "spmd.data.chat",
+    "CheckpointManager": "spmd.checkpoint.manager",
     "CompressConfig": "spmd.settings.compress",
     "DataConfig": "spmd.data.loader",
     "EvaluationConfig": "spmd.run.config",
@@ -156,6 +161,7 @@ _HOMES = {
     "Writer": "spmd.observe.metrics",
     "accumulate": "spmd.gradients.accumulate",
     "annotate": "spmd.plan.annotate",
+    "audit_function": "spmd.analysis.function_audit",
     "classification_loss": "spmd.gradients.losses",
     "cross_entropy": "spmd.gradients.losses",
     "defer_grad_reduction": "spmd.gradients.deferred_reduction",

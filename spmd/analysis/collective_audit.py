@@ -55,6 +55,8 @@ _WIDTH = 120
 """Columns of the tables."""
 
 _ALL_AXES = "all axes"
+_CONSTRAINTS = ("reshard", "sharding_constraint")
+"""Operations by which a program decides a layout."""
 
 _EVEN = (
     "experts have one pass, as with even load; those that follow with uneven load are not counted"
@@ -340,8 +342,8 @@ def _gather_warnings(record: Collective) -> Iterator[Problem]:
         return
     # A rule's constraint may gather within an example on purpose, but never all examples.
     unwanted = set(BATCH_AXES)
-    if "sharding_constraint" not in operations:
-        unwanted |= {"sequence", "tensor"}
+    if operations.isdisjoint(_CONSTRAINTS):
+        unwanted = {*axes} - {"pipe"}
     if unwanted.intersection(axes):
         yield Problem(
             _where(record),

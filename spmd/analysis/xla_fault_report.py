@@ -1,4 +1,4 @@
-"""Operations of a step with a fault of XLA (docs/xla-faults.md), and their replacements."""
+"""Operations of a program with a fault of XLA (docs/xla-faults.md), and their replacements."""
 
 import dataclasses
 from collections import Counter
@@ -18,7 +18,11 @@ _FEWEST_AXES = 3
 
 _GATHERED = "what XLA could multiply wrongly is gathered before the loss"
 _LEFT = "left to XLA, which does not split it there"
+_GATHER = "wrong for some layouts; right if split kernels are gathered before it"
 _REPLACED_IN = ("plan/xla_faults.py",)
+
+_Found = tuple[str, str, str, str]
+"""Fault, primitive, source line and answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +33,7 @@ class FaultyOperation:
         fault: Heading on the page.
         source: `file:line` of the model; empty if JAX kept none.
         answer: How the plan avoids the fault, such as the formula in place of the operation, or a
-            note that XLA does not split it.
+            note that XLA does not split it; without a plan, the condition of right results.
         count: Number of such operations, forward and backward.
     """
 
@@ -50,7 +54,7 @@ class FaultyOperation:
 
 @dataclasses.dataclass(frozen=True)
 class FaultReport:
-    """Operations of a step with wrong results wherever XLA splits them.
+    """Operations of a program with wrong results wherever XLA splits them.
 
     Attributes:
         axes: Axis → size, of those above 1.
@@ -62,8 +66,12 @@ class FaultReport:
 
     def __str__(self) -> str:
         if not self.operations:
-            return f"no operation of this step is on the page of what XLA computes wrongly ({PAGE})"
-        title = f"operations of this step that XLA computes wrongly where it splits them ({PAGE}):"
+            return (
+                f"no operation of this program is on the page of what XLA computes wrongly ({PAGE})"
+            )
+        title = (
+            f"operations of this program that XLA computes wrongly where it splits them ({PAGE}):"
+        )
         return "\n  ".join([title, *map(str, self.operations)])
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -77,19 +85,44 @@ def find_faults(step: TrainStep, batch: Any) -> FaultReport:
     Nothing is compiled, and the batch may be abstract.
     """
     mesh = step.plan.mesh
-    axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     program = read_program(step.trace(batch).jaxpr)
-    counts = Counter(_faults(program, mesh))
-    if len(axes) >= _FEWEST_AXES:
-        for product in _outside_of_regions(program, "dot_general"):
-            counts[PRODUCTS, product.primitive, "", _GATHERED] += 1
+    found = Counter(_faults(program, mesh))
+    for product in _products(program, mesh):
+        found[PRODUCTS, product.primitive, "", _GATHERED] += 1
+    return _report(found, mesh)
+
+
+def find_faults_in(jaxpr: Any, mesh: AnyMesh) -> FaultReport:
+    """List the operations of a traced function that XLA may compute wrongly; there is no plan."""
+    program = read_program(jaxpr)
+    found: Counter[_Found] = Counter()
+    for operation, fault in left_to_xla(program, mesh):
+        answer = f"right if {fault.instead}"
+        found[fault.name, operation.primitive, _line(operation), answer] += 1
+    for product in _products(program, mesh):
+        found[PRODUCTS, product.primitive, _line(product), _GATHER] += 1
+    return _report(found, mesh)
+
+
+def _report(found: Mapping[_Found, int], mesh: AnyMesh) -> FaultReport:
+    """Return the report of counted operations."""
     operations = []
-    for key, count in counts.items():
+    for key, count in found.items():
         operations.append(FaultyOperation(*key, count))
-    return FaultReport(axes, tuple(sorted(operations, key=dataclasses.astuple)))
+    return FaultReport(_above_one(mesh), tuple(sorted(operations, key=dataclasses.astuple)))
 
 
-def _faults(program: TracedProgram, mesh: AnyMesh) -> Iterator[tuple[str, str, str, str]]:
+def _products(program: TracedProgram, mesh: AnyMesh) -> Iterator[Operation]:
+    """Yield the products that XLA may compute wrongly on a mesh."""
+    if len(_above_one(mesh)) >= _FEWEST_AXES:
+        yield from _outside_of_regions(program, "dot_general")
+
+
+def _above_one(mesh: AnyMesh) -> dict[str, int]:
+    return {axis: size for axis, size in mesh.shape.items() if size > 1}
+
+
+def _faults(program: TracedProgram, mesh: AnyMesh) -> Iterator[_Found]:
     """Yield fault, primitive, source line and answer of each faulty operation."""
     instead = {fault.name: fault.instead for fault in FAULTS}
     is_split = any(size > 1 for size in mesh.shape.values())

@@ -1,4 +1,4 @@
-"""Checkpoint manager: background saves of the whole state of a run, restored onto any mesh.
+"""Checkpoint manager: background saves of a tree of arrays, restored onto any mesh.
 
 A checkpoint of step 100 is a folder that is complete or does not exist:
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import jax
@@ -50,12 +50,13 @@ _EXIT_SECONDS = 20
 
 
 class CheckpointManager:
-    """Checkpoint manager of one run.
+    """Checkpoint manager of one run, or of any tree of arrays.
 
-    It keeps the newest `max_to_keep` checkpoints and the `keep_best` with the lowest `best`. Only
-    one run may write to a directory at a time (`spmd.resilience.lease`): opening it removes the
-    leftovers of an interrupted save. With several processes, each opens the same directory and
-    makes every call; only process 0 reads the file listing.
+    No plan is needed, and meshes may have axes of any names. It keeps the newest `max_to_keep`
+    checkpoints and the `keep_best` with the lowest `best`. Only one run may write to a directory at
+    a time (`spmd.resilience.lease`): opening it removes the leftovers of an interrupted save. With
+    several processes, each opens the same directory and makes every call; only process 0 reads the
+    file listing.
 
     Args:
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never
@@ -73,7 +74,7 @@ class CheckpointManager:
 
     Example:
         >>> import tempfile, jax.numpy as jnp
-        >>> with CheckpointManager(Path(tempfile.mkdtemp())) as checkpoints:
+        >>> with CheckpointManager(tempfile.mkdtemp()) as checkpoints:
         ...     checkpoints.save(7, {"w": jnp.ones(2)}, {"seed": 0}, {"val_loss": 1.5})
         ...     print(checkpoints.latest(), checkpoints.record(7))
         7 {'seed': 0}
@@ -81,7 +82,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | str,
         *,
         max_to_keep: int = 3,
         keep_best: int = 1,
@@ -128,7 +129,7 @@ class CheckpointManager:
         self,
         step: int,
         state: PyTree,
-        record: Mapping[str, Any],
+        record: Mapping[str, Any] = MappingProxyType({}),
         metrics: Mapping[str, float] | None = None,
         copied: bool = True,
     ) -> None:

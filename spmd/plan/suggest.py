@@ -20,16 +20,17 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import RuleError
+from spmd.errors import Problem, RuleError, describe_value
 from spmd.model_interface.model import Model
 from spmd.sharding.flax_metadata import flatten_module
-from spmd.sharding.layer_paths import dims_of, own_stacks, without_dims
+from spmd.sharding.layer_paths import Stack, dims_of, own_stacks, without_dims
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import is_random_key
 from spmd.sharding.rules import Replicate, Rules, replicate
 from spmd.sharding.strict_rules import StrictRule, TableParam, Value, as_python, strict_rules
 from spmd.sharding.tree_shardings import check_mesh
 
+_TITLE = "No table can be suggested:"
 _SMALL = 64 * 1024
 """Bytes of the largest vector of a layer that is replicated."""
 
@@ -38,9 +39,14 @@ def suggest_rules(model: Model | Any, mesh: AnyMesh) -> str:
     """Return a rule table for a model as Python source; it passes the audit on the mesh.
 
     Args:
-        model: A model (`from_nnx`, `from_linen`, `Model`), or a tree of parameters.
+        model: A model (`from_nnx`, `from_linen`, `Model`), or a tree of parameters. Several
+            networks are a tree of those, such as a dictionary; the paths of each begin with its
+            key, as in the tree of all their parameters.
         mesh: A mesh of a plan, or one with axes of other names: then the first axis has the part of
             `fsdp` and the last one that of `tensor`.
+
+    Raises:
+        RuleError: Each leaf of `model` that is neither a model nor an array.
 
     Example:
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("dp", "mp"))
@@ -65,14 +71,79 @@ def suggest_rules(model: Model | Any, mesh: AnyMesh) -> str:
 def _read(model: Model | Any, mesh: AnyMesh) -> tuple[dict[str, Any], Rules]:
     """Return path → parameter, and an empty table with the stacks of layers."""
     table = Rules(())
-    if not isinstance(model, Model):
-        return flatten_module(model), table.on_mesh(mesh)
+    networks = _networks(model)
+    leaves = {}
+    for path, leaf in flatten_module(model, is_leaf=_is_model).items():
+        if path not in networks:
+            leaves[path] = leaf
+    for path, network in networks.items():
+        leaves |= _prefixed(path, _leaves_of(network))
+    _check_leaves(leaves)
+    return leaves, table.with_recorded(_stacks(networks, mesh)).on_mesh(mesh)
+
+
+def _networks(model: Model | Any) -> dict[str, Model]:
+    """Return path → model; the path of a model by itself is empty."""
+    leaves = tree.flatten(model, is_leaf=_is_model)
+    return {path: leaf for path, leaf in leaves.items() if _is_model(leaf)}
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, Model)
+
+
+def _leaves_of(model: Model) -> dict[str, Any]:
+    """Return path → parameter or variable of a model, without scalars and random keys."""
     key = jax.random.key(0)
     leaves = tree.flatten(jax.eval_shape(model.init, key))
     for path, leaf in tree.flatten(jax.eval_shape(model.init_variables, key)).items():
         if leaf.shape and not is_random_key(leaf):
             leaves[path] = leaf
-    return leaves, table.with_recorded(model.info().stacks).on_mesh(mesh)
+    return leaves
+
+
+def _prefixed(prefix: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves by their paths in a tree of several networks."""
+    if not prefix:
+        return dict(leaves)
+    return {f"{prefix}/{path}": leaf for path, leaf in leaves.items()}
+
+
+def _stacks(networks: Mapping[str, Model], mesh: AnyMesh) -> dict[str, Stack] | None:
+    """Return the recorded stacks of all networks, whole on a mesh without their axis.
+
+    None if no network has recorded any.
+    """
+    found: dict[str, Stack] = {}
+    is_recorded = False
+    problems = []
+    for path, network in networks.items():
+        recorded = network.info().stacks
+        if recorded is None:
+            continue
+        is_recorded = True
+        for name, stack in recorded.items():
+            if stack.axis not in mesh.shape:
+                stack = dataclasses.replace(stack, axis=None)
+            if found.setdefault(name, stack) != stack:
+                what = f"its stack {name!r} is {stack}, and {found[name]} in another network"
+                problems.append(Problem(path, what, fix="suggest a table for each network"))
+    if problems:
+        raise RuleError(_TITLE, problems)
+    if not is_recorded:
+        return None
+    return found
+
+
+def _check_leaves(leaves: Mapping[str, Any]) -> None:
+    """Raise if a leaf is not an array."""
+    problems = []
+    for path, leaf in leaves.items():
+        if not hasattr(leaf, "shape"):
+            fix = "spmd.from_linen(…), spmd.from_nnx(…), or a tree of parameters"
+            problems.append(Problem(path or "model", f"is {describe_value(leaf)}", fix=fix))
+    if problems:
+        raise RuleError(_TITLE, problems)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,4 +272,4 @@ def _check(rows: list[StrictRule], leaves: Mapping[str, Any], table: Rules, mesh
         shapes[path] = tuple(leaf.shape)
     problems = made.audit(shapes, mesh.shape)
     if problems:
-        raise RuleError("No table can be suggested:", problems)
+        raise RuleError(_TITLE, problems)

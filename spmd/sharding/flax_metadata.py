@@ -5,7 +5,7 @@ beside `params`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -109,14 +109,15 @@ def logical_rules(pairs: Any) -> LogicalRules:
     return tuple(rules)
 
 
-def flatten_module(params: Any) -> dict[str, Any]:
+def flatten_module(params: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> dict[str, Any]:
     """Return the arrays of a module or tree by path, without boxes.
 
     Paths are those of `spmd.from_nnx` and `spmd.from_linen`. Random state, which needs no rule, is
     dropped.
 
     Args:
-        params: An `nnx.State` or module, Linen variables, or any tree.
+        params: An `nnx.State` or module, Linen variables, or any tree of these.
+        is_leaf: Whether a value is returned as it is.
 
     Example:
         >>> params = {"kernel": nn.Partitioned(1.0, ("embed",))}
@@ -131,13 +132,26 @@ def flatten_module(params: Any) -> dict[str, Any]:
         return _flatten_state(params)
     in_collections = isinstance(params, Mapping) and isinstance(params.get("params"), Mapping)
     values = {}
-    for path, box in tree.flatten(params, is_leaf=nn.meta.is_axis_metadata).items():
+    for path, box in tree.flatten(params, is_leaf=lambda x: _is_box(x) or is_leaf(x)).items():
+        if isinstance(box, nnx.RngState):
+            continue
         if in_collections:
             path = path.removeprefix("params/")
-        if nn.meta.is_axis_metadata(box):
-            box = box.value
-        values[path] = box
+        values[path] = _unboxed(box)
     return values
+
+
+def _is_box(value: Any) -> bool:
+    return isinstance(value, nnx.Variable) or nn.meta.is_axis_metadata(value)
+
+
+def _unboxed(value: Any) -> Any:
+    """Return the array of a variable of NNX or a box of Linen, and others as they are."""
+    if isinstance(value, nnx.Variable):
+        return value.get_value()
+    if nn.meta.is_axis_metadata(value):
+        return value.value
+    return value
 
 
 def _flatten_state(state: nnx.State) -> dict[str, Any]:
