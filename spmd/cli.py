@@ -57,8 +57,8 @@ usage: spmd COMMAND …
   spmd check CONFIG [--FIELD VALUE …]                compare steps on the mesh with one device
        [--check-steps N] [--leaves] [--inject BUG]   … by leaf; with a bug that must be found
        [--products 2]                                … on every axis and every pair of axes
-  spmd check FILE.py:FUNCTION [--mesh.AXIS SIZE …]   the same for a train step of your own
   spmd eval RUN [--data NAME=SOURCE …] [--json]      loss, perplexity, bits per byte and accuracy
+  spmd eval RUN FILE                                 … of a train step of your own
   spmd generate RUN --prompt TEXT [--prompt TEXT …]  text from a trained model, token by token
        [--temperature T] [--top-k K] [--top-p P]     … sampled; temperature 0 is greedy
        [--mesh.fsdp 4 …] [--devices N]               … on another mesh than the run's
@@ -67,6 +67,8 @@ usage: spmd COMMAND …
 
 CONFIG is a Python file that defines `config = spmd.TrainConfig(...)`, or a shipped one:
 {names}.
+plan, report, search and check also take a file with a train step of your own: one that defines
+`make(mesh, **settings)`, which returns a step and a batch; FILE.py:FUNCTION is another function.
 Any field is a flag by its dotted path: --steps 100 --mesh.fsdp 4 --optimizer.learning-rate 1e-3.
 --devices N simulates N CPU devices. `spmd COMMAND --help` lists everything, `spmd --version` the
 versions.

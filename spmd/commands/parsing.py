@@ -99,7 +99,7 @@ def parse_step(
 
 
 def leave_devices_alone(arguments: list[str]) -> None:
-    """Keep JAX from the devices of this machine, before a file is executed that may use some.
+    """Keep JAX from the devices of this machine, before a file of a user is executed.
 
     The file's step is planned for the machine of `--topology`, which may be absent.
     """
@@ -130,7 +130,7 @@ def value_of(flag: str, arguments: list[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _NoFlags:
-    """Flags of a step that is ready made."""
+    """No flags: the step is ready made."""
 
 
 def _flags_of(source: StepFile | ReadyStep, command: type) -> type:

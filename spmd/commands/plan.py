@@ -106,7 +106,7 @@ class _Figures:
 
 @dataclasses.dataclass(frozen=True)
 class _WouldFit:
-    """Flags with which a step would fit.
+    """Flags to make a step fit.
 
     Attributes:
         total: Bytes of a device by the ledger.
@@ -121,7 +121,7 @@ class _WouldFit:
 def _settings_that_fit(
     source: StepSource, planned: PlannedStep, topology: Topology
 ) -> list[_WouldFit]:
-    """Return the fastest settings with which a step fits on its mesh; none if there are none."""
+    """Return the fastest settings to make a step fit on its mesh; none if there are none."""
     found = list[_WouldFit]()
     with spinner("searching settings that fit"):
         own, search = suggest_memory_settings(source, planned, topology)
@@ -315,7 +315,7 @@ def _to_json(
     """Return everything about a plan as JSON values.
 
     Args:
-        settings: Flags with which the step would fit.
+        settings: Flags to make the step fit.
         start: What the run starts from; empty for a seed.
     """
     topology = figures.memory.topology

@@ -57,8 +57,8 @@ class SearchCommand(_SearchOptions, Generic[M]):
 
 @dataclasses.dataclass(frozen=True)
 class SearchStepCommand(_SearchOptions, Generic[F]):
-    """Search for the fastest layout of your own train step on a machine: the mesh, and the settings
-    zero, remat, accumulate and offload of its file that there are.
+    """Search for the fastest layout of your own train step on a machine: the mesh, and zero, remat,
+    accumulate and offload if they are settings of its file.
 
     FILE defines make(mesh, **settings), which returns a step from spmd.make_train_step and a batch.
     Layouts are ranked by a roofline of the traced step; from the fastest on their memory is
@@ -244,7 +244,10 @@ def _print_largest(command: SearchCommand, config: TrainConfig[Any], topology: T
 
 
 def _print_table(search: Search, best: Candidate) -> None:
-    print(f"\n{'predicted':>12}{'compiled':>12}{'memory':>10}  settings")
+    how = "closed form"
+    if isinstance(search.source, StepFile):
+        how = "roofline"
+    print(f"\n{how:>12}{'compiled':>12}{'memory':>10}  settings")
     shown = _shown(search)
     shown.sort(key=lambda candidate: (bool(candidate.refused), candidate.seconds))
     for candidate in shown:
@@ -261,9 +264,7 @@ def _print_table(search: Search, best: Candidate) -> None:
         print(wrap_to_terminal(row, indent=24))
         if candidate is not best:
             print(wrap_to_terminal(f"{'':36}{candidate.loses(best)}", indent=0))
-    how = "closed forms"
-    if isinstance(search.source, StepFile):
-        how = "the roofline of its trace"
+    how = f"{how}s"
     if best.compiled:
         how = "its compiled program"
     print(f"\nbest, {human_duration(best.seconds)} by {how}:\n{best.flags}")
