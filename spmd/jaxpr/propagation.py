@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmd.jaxpr.traced_program import DimAxes, Operation, TracedProgram, TracedValue
 from spmd.sharding.mesh import entry_axes
@@ -37,14 +38,22 @@ VIEWS = (
 def place(value: TracedValue, sharding: Any) -> None:
     """Set the sharding and the memory of a value; ignored unless it is a `NamedSharding`."""
     if isinstance(sharding, NamedSharding):
-        value.dims = _dims(sharding.spec, len(value.shape))
+        value.dims = _dims(sharding.spec, _known(value))
         value.on_host = sharding.memory_kind == "pinned_host"
 
 
-def _dims(spec: Iterable[Any], rank: int) -> DimAxes:
-    """Convert a `PartitionSpec` to the axes of every dimension."""
-    entries = tuple(map(entry_axes, spec))
-    return entries + _whole(rank - len(entries))
+def _dims(spec: Iterable[Any], own: DimAxes) -> DimAxes:
+    """Convert a `PartitionSpec` to the axes of every dimension.
+
+    An unconstrained dimension keeps its `own` axes.
+    """
+    found = list(_whole(len(own)))
+    for dim, entry in enumerate(spec):
+        if entry is P.UNCONSTRAINED:
+            found[dim] = own[dim]
+        else:
+            found[dim] = entry_axes(entry)
+    return tuple(found)
 
 
 def _whole(rank: int) -> DimAxes:
@@ -155,7 +164,7 @@ def _propagate_bodies(operation: Operation) -> None:
         output.name = end.name
         output.on_host = end.on_host
         if specs is not None:
-            outside = _dims(specs[i], len(output.shape))
+            outside = _dims(specs[i], _whole(len(output.shape)))
             output.dims = _joined(outside, _known(output))
 
 
@@ -230,6 +239,7 @@ def _first_split(values: Iterable[TracedValue], dim: int, size: int) -> tuple[st
 
 def _constraint(operation: Operation) -> list[DimAxes | None]:
     (value,), (output,) = operation.inputs, operation.outputs
+    output.dims = output.dims or value.dims
     place(output, operation.params["sharding"])
     output.name = output.name or value.name
     return [output.dims or value.dims]

@@ -75,6 +75,11 @@ def test_a_pallas_kernel_is_one_operation():
             [(), ("tensor",)],
         ),
         (lambda x: constrain(x, "fsdp"), [((8, 6), P("data"))], [("fsdp",), ()]),
+        (
+            lambda x: constrain(x, P.UNCONSTRAINED, "fsdp"),
+            [((8, 6), P("data", "tensor"))],
+            [("data",), ("fsdp",)],
+        ),
         (lambda x: jax.jit(jnp.cos)(x)[:4], [((8, 6), P(None, "tensor"))], [(), ("tensor",)]),
         (
             lambda t: t.at[jnp.zeros(3, int)].get(mode="clip"),
