@@ -3,6 +3,7 @@
 | part | of one device, in one step |
 |---|---|
 | matmuls | FLOPs of matmuls and convolutions, by the shards of their operands |
+| starting operations | the least time of each, of which a share is fused into others |
 | memory-bound work | their operands and results, other results, and the update of the state |
 | collectives over an axis | gathers and reductions of parameters, and partial sums of matmuls |
 
@@ -29,6 +30,9 @@ from spmd.training.step import TrainStep
 _VIEWS = ("reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "sharding_constraint")
 """Operations whose results a compiler does not write."""
 
+_START = 1e-6
+"""Least seconds of an operation: a launch on GPUs, and the filling of pipelines on TPUs."""
+
 
 @dataclasses.dataclass
 class TracedWork:
@@ -39,15 +43,17 @@ class TracedWork:
         operands: Bytes of their operands and results.
         results: Bytes of the results of all other operations.
         state: Bytes that the update reads and writes.
-        sent: (kind, axes) → bytes of its collectives.
+        operations: Operations with a result of their own, those that may be fused included.
+        sent: (kind, axes, bytes) → the number of such collectives.
     """
 
     flops: float = 0.0
     operands: float = 0.0
     results: float = 0.0
     state: float = 0.0
-    sent: dict[tuple[str, tuple[str, ...]], float] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(float)
+    operations: float = 0.0
+    sent: collections.Counter[tuple[str, tuple[str, ...], float]] = dataclasses.field(
+        default_factory=collections.Counter
     )
 
 
@@ -72,6 +78,7 @@ def _add_program(
             _add_convolution(work, operation, axes, times)
         elif operation.primitive not in _VIEWS:
             work.results += times * _bytes(operation.outputs, axes)
+            work.operations += times
 
 
 def _add_bodies(
@@ -86,11 +93,11 @@ def _add_bodies(
         _add_program(branch, body, axes, times)
         branches.append(branch)
     longest = max(branches, key=lambda branch: (branch.flops, branch.results))
+    work.operations += longest.operations
     work.flops += longest.flops
     work.operands += longest.operands
     work.results += longest.results
-    for key, size in longest.sent.items():
-        work.sent[key] += size
+    work.sent += longest.sent
 
 
 def _add_matmul(
@@ -101,6 +108,7 @@ def _add_matmul(
     local = _local_shape(left, axes)
     depth = math.prod(local[dim] for dim in contracted)
     (product,) = operation.outputs
+    work.operations += times
     work.flops += times * 2 * depth * math.prod(_local_shape(product, axes))
     work.operands += times * _bytes((*operation.inputs, product), axes)
     summed = list[str]()
@@ -109,7 +117,7 @@ def _add_matmul(
             if axis not in TOKEN_AXES and axes[axis] > 1:
                 summed.append(axis)
     if summed:  # sums over the tokens of a batch are gradients, which the ledger has
-        work.sent["all-reduce", tuple(summed)] += times * product.bytes(axes)
+        work.sent["all-reduce", tuple(summed), product.bytes(axes)] += times
 
 
 def _add_convolution(
@@ -120,6 +128,7 @@ def _add_convolution(
     (product,) = operation.outputs
     # A kernel of [out, in / groups, …space] meets each element of the result with all but `out`.
     depth = math.prod(_local_shape(kernel, axes)[dim] for dim in numbers.rhs_spec[1:])
+    work.operations += times
     work.flops += times * 2 * depth * math.prod(_local_shape(product, axes))
     work.operands += times * _bytes((*operation.inputs, product), axes)
 
@@ -132,9 +141,9 @@ def _add_state(work: TracedWork, plan: ShardingPlan) -> None:
     if plan.remat.kind != "none":
         passes = 2
     for transfer in gathers(plan):
-        work.sent["all-gather", transfer.axes] += passes * transfer.bytes
+        work.sent["all-gather", transfer.axes, transfer.bytes] += passes
     for transfer in reductions(plan):
-        work.sent["reduce-scatter", transfer.axes] += transfer.bytes
+        work.sent["reduce-scatter", transfer.axes, transfer.bytes] += 1
 
 
 def _local_shape(value: TracedValue, axes: Mapping[str, int]) -> tuple[int, ...]:
@@ -153,11 +162,13 @@ def _bytes(values: Any, axes: Mapping[str, int]) -> int:
 def traced_form(work: TracedWork, network: Network, rates: ClosedRates) -> dict[str, float]:
     """Return part of a step → seconds: they add up to the step."""
     hardware = network.hardware
-    moved = work.operands + FUSED * work.results
+    bandwidth = hardware.memory_bandwidth
     parts = {"matmuls": work.flops / (hardware.peak * rates.matmul)}
-    # A matmul reads and writes while it multiplies.
-    parts["memory-bound work"] = max(0.0, moved / hardware.memory_bandwidth - parts["matmuls"])
-    parts["optimizer"] = work.state / hardware.memory_bandwidth
+    # A matmul reads and writes while it multiplies; other operations do so by themselves.
+    waiting = max(0.0, work.operands / bandwidth - parts["matmuls"])
+    parts["memory-bound work"] = waiting + FUSED * work.results / bandwidth
+    parts["starting operations"] = FUSED * work.operations * _START
+    parts["optimizer"] = work.state / bandwidth
     for axes, seconds in _collective_seconds(work, network).items():
         share = rates.exposed
         if not set(axes) <= set(TOKEN_AXES):  # the next matmul waits for a partial sum
@@ -173,6 +184,7 @@ def traced_bounds(work: TracedWork, network: Network, rates: ClosedRates) -> tup
     shortest = max(work.flops / hardware.peak, least / hardware.memory_bandwidth)
     most = work.operands + work.results + work.state
     longest = work.flops / (hardware.peak * rates.matmul) + most / hardware.memory_bandwidth
+    longest += work.operations * _START
     longest += sum(_collective_seconds(work, network).values())
     return shortest, longest * (1 + rates.spread)
 
@@ -180,7 +192,7 @@ def traced_bounds(work: TracedWork, network: Network, rates: ClosedRates) -> tup
 def _collective_seconds(work: TracedWork, network: Network) -> dict[tuple[str, ...], float]:
     """Return axes → seconds of their collectives, hidden or not."""
     found = collections.defaultdict[tuple[str, ...], float](float)
-    for (kind, axes), size in work.sent.items():
+    for (kind, axes, size), times in work.sent.items():
         group = network.axis_group(axes)
-        found[axes] += network.seconds(kind, size, group)
+        found[axes] += times * network.seconds(kind, size, group)
     return found

@@ -63,7 +63,7 @@ def test_tools_take_models_of_others(name, tmp_path):
     traced = json.loads(spmd(tmp_path, "plan", file, *machine, "--estimate"))
     compiled = json.loads(spmd(tmp_path, "plan", file, *machine, "--time"))
     print(name, traced["range"], compiled["seconds"])
-    assert traced["range"][0] <= compiled["seconds"]
+    assert traced["range"][0] <= compiled["seconds"] <= traced["range"][1]
     page = tmp_path / "page.html"
     spmd(tmp_path, "report", file, "--topology", "v5e:2x4", *MESH, "--out", page)
     assert page.stat().st_size > 100_000
