@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from spmd.sharding.layer_paths import Stack
     from spmd.sharding.mesh import MeshShape, make_mesh, simulate_devices
     from spmd.sharding.rules import Rules, replicate
+    from spmd.training.alternating import AlternatingState, AlternatingStep
     from spmd.training.batch import place_batch
     from spmd.training.evaluated_params import evaluated_params
     from spmd.training.loop import Hook, fit
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from spmd.training.step import make_train_step
 
 __all__ = [
+    "AlternatingState",
+    "AlternatingStep",
     "Carry",
     "ChatConfig",
     "CompressConfig",
@@ -123,6 +126,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AlternatingState": "spmd.training.alternating",
+    "AlternatingStep": "spmd.training.alternating",
     "Carry": "spmd.model_interface.grad_transform",
     "ChatConfig": "spmd.data.chat",
     "CompressConfig": "spmd.settings.compress",
