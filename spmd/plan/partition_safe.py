@@ -24,12 +24,12 @@ from spmd.jaxpr.propagation import propagate
 from spmd.jaxpr.traced_program import Operation, TracedProgram, TracedValue, read_program
 from spmd.jaxpr.upgrades import IS_FIRST_FORM
 from spmd.model_interface.wrapped_param import is_wrapped
-from spmd.plan.context import constrain, current
+from spmd.plan.context import current
 from spmd.plan.fsdp import gathered
 from spmd.plan.input_uses import unproven_uses
 from spmd.plan.manual import split_axes
 from spmd.plan.records import ParamPlacement
-from spmd.plan.scopes import comm_scope, fault_scope, in_scope, param_scope
+from spmd.plan.scopes import comm_scope, fault_scope, param_scope
 from spmd.plan.xla_faults import Fault, fault_of, is_whole, left_to_xla, problem_of
 from spmd.sharding.batch import BatchArray
 from spmd.sharding.dims import extra_axes, spec_dims
@@ -82,8 +82,8 @@ class TracedCall:
         if mesh is not None and split_axes(mesh):
             placements = _placements(self.params, self.variables, mesh)
             splits = self._splits_of_batch()
-            specs = {number: split.compute_spec for number, split in splits.items()}
-            _gather_whole(leaves, splits, mesh)
+            placements.update(_whole_placements(splits, mesh))
+            specs = {number: split.spec for number, split in splits.items()}
             program = _read(jaxpr, placements, specs, mesh)
             self._gather_unproven(leaves, program, placements)
             jaxpr = _without_faults(jaxpr, program, mesh)
@@ -134,17 +134,6 @@ class TracedCall:
     def _first_of_batch(self) -> int:
         """The number of the first input after parameters and variables."""
         return len(jax.tree.leaves((self.params, self.variables)))
-
-
-def _gather_whole(leaves: list[Any], splits: Mapping[int, BatchArray], mesh: AnyMesh) -> None:
-    """Gather the whole arrays of a batch over the axes that split batches, in place.
-
-    They have no gradient, so that nothing is summed into their sharding.
-    """
-    for number, split in splits.items():
-        if split.compute_spec != split.spec:
-            with in_scope(comm_scope("whole arrays of the batch")):
-                leaves[number] = constrain(leaves[number], mesh, split.compute_spec, "whole")
 
 
 def trace_call(
@@ -210,6 +199,22 @@ def _placements(params: Any, variables: Any, mesh: AnyMesh) -> dict[int, ParamPl
             if placed is not None:
                 found[number] = placed
             number += len(jax.tree.leaves(node))
+    return found
+
+
+def _whole_placements(
+    splits: Mapping[int, BatchArray], mesh: AnyMesh
+) -> dict[int, ParamPlacement]:
+    """Return the number of each whole array of the batch with a split → its placement.
+
+    Parameters of another plan are gathered for their uses as variables of this one are.
+    """
+    scope = comm_scope("whole arrays of the batch")
+    found = dict[int, ParamPlacement]()
+    for number, split in splits.items():
+        if split.compute_spec != split.spec:
+            spec = split.spec
+            found[number] = ParamPlacement(mesh, spec, split.compute_spec, spec, scope=scope)
     return found
 
 
