@@ -202,9 +202,7 @@ def _placements(params: Any, variables: Any, mesh: AnyMesh) -> dict[int, ParamPl
     return found
 
 
-def _whole_placements(
-    splits: Mapping[int, BatchArray], mesh: AnyMesh
-) -> dict[int, ParamPlacement]:
+def _whole_placements(splits: Mapping[int, BatchArray], mesh: AnyMesh) -> dict[int, ParamPlacement]:
     """Return the number of each whole array of the batch with a split → its placement.
 
     Parameters of another plan are gathered for their uses as variables of this one are.
