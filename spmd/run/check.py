@@ -23,6 +23,7 @@ from spmd.run.init_from import initial_state
 from spmd.run.preflight import preflight
 from spmd.sharding.mesh import AXES, AnyMesh, MeshShape, mesh_of
 from spmd.testing import BUGS, Parity, Reference, pad_unevenly
+from spmd.training.alternating import AlternatingStep
 from spmd.training.step import TrainStep
 
 
@@ -157,6 +158,9 @@ class StepCheck:
         if not (isinstance(returned, tuple) and len(returned) == 2):
             return [Problem(name, f"returns {describe_value(returned)}", fix=fix)]
         step, batches = returned
+        if isinstance(step, AlternatingStep):
+            one = 'return step.isolate("name", batches), one network at a time'
+            return [Problem(f"{name}, step", "is of several networks", fix=one)]
         where = f"{name}, batches"
         problems = check_type(f"{name}, step", step, TrainStep, fix)
         problems += check_type(where, batches, (list, tuple), f"{fix}, and batches a list")

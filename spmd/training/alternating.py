@@ -1,4 +1,4 @@
-"""A train step of several networks that take turns, each with a plan and an optimizer of its own.
+"""A train step of several networks in turns, each with a plan and an optimizer of its own.
 
 ```python
 def for_generator(states, batch):
@@ -119,7 +119,10 @@ class AlternatingStep:
     @property
     def text(self) -> str:
         """The plan of each network, below its name."""
-        return "\n\n".join(f"{name}\n{step.text}" for name, step in self.steps.items())
+        texts = list[str]()
+        for name, step in self.steps.items():
+            texts.append(f"{name}\n{step.text}")
+        return "\n\n".join(texts)
 
     @property
     def parts(self) -> dict[str, TrainStep]:
@@ -128,13 +131,13 @@ class AlternatingStep:
 
     @property
     def evaluated(self) -> str:
-        """Name of the network of the last turn, which is evaluated."""
+        """Name of the last turn's network, for evaluations."""
         name, _ = self.turns[-1]
         return name
 
     @property
     def evaluated_part(self) -> str:
-        """Prefix of the network that is evaluated."""
+        """Prefix of the network for evaluations."""
         return f"{self.evaluated}/"
 
     def part_state(self, prefix: str, state: Any) -> TrainState:
@@ -143,12 +146,32 @@ class AlternatingStep:
 
     def part_inputs(self, prefix: str, state: Any, batch: Any) -> tuple[TrainState, Any]:
         """Return the state of one of `parts` and the batch of its last turn, arrays or abstract."""
-        selects = {f"{name}/": select for name, select in self.turns}
+        selects = dict(self.turns)
+        name = prefix.removesuffix("/")
         states = MappingProxyType(state.states)
-        return self.part_state(prefix, state), selects[prefix](states, batch)
+        return state.states[name], selects[name](states, batch)
+
+    def isolate(self, name: str, batches: Sequence[Any]) -> tuple[TrainStep, list[Any]]:
+        """Return the step of one network and its part of some batches, for `spmd check`.
+
+        The other networks stay at their initial parameters. The batches are those of its last turn,
+        on the host.
+
+        Raises:
+            ConfigError: There is no network of this name.
+        """
+        if name not in self.steps:
+            problem = Problem("name", f"is {name!r}", fix=did_you_mean(name, self.steps))
+            raise ConfigError("No such network:", [problem])
+        state = self.init_state()
+        selected = list[Any]()
+        for batch in batches:
+            _, part = self.part_inputs(f"{name}/", state, batch)
+            selected.append(jax.device_get(part))
+        return self.steps[name], selected
 
     def place_batch(self, batch: Any) -> Any:
-        """Return a batch as it is: each turn places what it selects."""
+        """Return a batch as it is, since each turn places its own."""
         return batch
 
     def init_state(self, seed: int = 0) -> AlternatingState:
@@ -165,7 +188,9 @@ class AlternatingStep:
 
     def abstract_state(self) -> AlternatingState:
         """Return the state as `jax.ShapeDtypeStruct`s with shardings."""
-        states = {name: step.abstract_state() for name, step in self.steps.items()}
+        states = dict[str, TrainState]()
+        for name, step in self.steps.items():
+            states[name] = step.abstract_state()
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._replicated)
         return AlternatingState(count, states)
 
@@ -204,7 +229,7 @@ def _add_one(count: jax.Array) -> jax.Array:
 
 
 def _copy_donated(state: TrainState, batch: Any) -> Any:
-    """Copy the arrays of a batch that are also a state's, which a step donates."""
+    """Copy the arrays of a batch shared with a state, before a step donates them."""
     donated = {id(x) for x in jax.tree.leaves(state)}
 
     def copy(x: Any) -> Any:
@@ -221,8 +246,10 @@ def _named_metrics(found: Mapping[str, Metrics], last: str) -> Metrics:
     named_arrays: Metrics = {}
     for name, values in found.items():
         scalars, arrays = split_arrays(values)
-        metrics.update({f"{name}/{metric}": value for metric, value in scalars.items()})
-        named_arrays.update({f"{name}/{metric}": value for metric, value in arrays.items()})
+        for metric, value in scalars.items():
+            metrics[f"{name}/{metric}"] = value
+        for metric, value in arrays.items():
+            named_arrays[f"{name}/{metric}"] = value
     for metric in _OF_THE_ROUND:
         metrics[metric] = found[last][metric]
     if named_arrays:

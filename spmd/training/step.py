@@ -160,7 +160,7 @@ class TrainStep:
 
     @property
     def evaluated_part(self) -> str:
-        """Prefix of the part that a run evaluates."""
+        """Prefix of the part for evaluations."""
         return ""
 
     def part_state(self, prefix: str, state: Any) -> TrainState:

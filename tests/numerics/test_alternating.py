@@ -15,6 +15,7 @@ import spmd
 from spmd import tree
 from spmd.errors import ConfigError, NonFiniteError
 from spmd.examples import actor_critic, gan, teacher
+from spmd.run.check import StepCheck
 from tests import tiny
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -247,6 +248,22 @@ def test_a_run_evaluates_the_teacher_and_names_the_network_that_diverges(tmp_pat
     skip = dataclasses.replace(CONFIG, on_nan="skip")
     with pytest.raises(ConfigError, match="the optimizer of student skips no update"):
         spmd.Run(tmp_path / "skip", step, broken, config=skip)
+
+
+def test_each_network_is_compared_with_one_device():
+    """`spmd check` takes the step of one network; a gradient that is not summed is found."""
+
+    def critic(mesh):
+        batches = list(actor_critic.batches(0, 1))
+        return actor_critic.make_step(mesh).isolate("critic", batches)
+
+    mesh = tiny.mesh(**SIZES)
+    check = StepCheck(critic)
+    assert check.compare(mesh).ok
+    assert not check.compare(mesh, "reduction").ok
+    both = StepCheck(lambda mesh: (step_of(actor_critic), []))
+    with pytest.raises(ConfigError, match=r"is of several networks\n.*step.isolate"):
+        both.compare(mesh)
 
 
 def test_wrong_turns_are_one_error():
