@@ -197,6 +197,11 @@ class BatchTable:
             return 0
         return _dims_of_examples(value)[0]
 
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether a row declares arrays whole."""
+        return any(isinstance(value, Whole) for _, value in self.rows)
+
     def arrays(self, batch: Any) -> dict[str, BatchArray]:
         """Return path → split of each array of a batch, in the order of the tree."""
         found = dict[str, BatchArray]()

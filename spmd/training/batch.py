@@ -56,15 +56,17 @@ def place_batch(plan: ShardingPlan, batch: Any) -> Any:
     """Split arrays of a batch as the plan says, if on the host or on JAX's default device.
 
     Each array is split by examples, its first dimension, unless the rules' batch table or a mark
-    (`spmd.whole`) says otherwise.
+    (`spmd.whole`) says otherwise. An array that a row declares whole is copied to every device,
+    also if it is on the mesh.
     """
 
     def place(x: Any, sharding: NamedSharding) -> jax.Array:
-        if _is_placed(x):
+        if _is_placed(x) and (x.sharding.is_fully_replicated or not sharding.is_fully_replicated):
             return x
         return jax.device_put(x, sharding)
 
-    if all(_is_placed(x) for x in jax.tree.leaves(batch)):
+    all_placed = all(_is_placed(x) for x in jax.tree.leaves(batch))
+    if all_placed and not plan.rules.batch_table.has_whole_rows:
         return batch
     check_batch(plan, batch)
     return jax.tree.map(place, batch, plan.batch_shardings(batch))

@@ -143,6 +143,19 @@ def test_stages_have_whole_arrays():
         spmd.make_train_step(plan, grad_fn=grad_fn).trace(bare)
 
 
+def test_a_row_copies_an_array_on_the_mesh_to_every_device():
+    """The same array with a mark stays split."""
+    rules = spmd.Rules(RULES.params, batch=[("teacher/.*", spmd.whole("of another plan"))])
+    plan = spmd.make_plan(tiny.mesh(**SIZES), rules, MODEL, optax.sgd(0.1))
+    x = spmd.place_batch(plan, {"x": normal(8, 4)})["x"]
+    teacher = batch()["teacher"].value
+    placed = spmd.place_batch(plan, {"x": x, "teacher": teacher})
+    assert placed["teacher"]["up"].is_fully_replicated
+    assert placed["x"] is x
+    marked = spmd.place_batch(plan, {"x": x, "teacher": spmd.whole(teacher)})
+    assert marked["teacher"].value["up"] is teacher["up"]
+
+
 def test_what_cannot_be_marked():
     """Nothing, numbers, arrays of another mesh, and arrays in host memory."""
     for nothing in ({}, [1, 2]):
