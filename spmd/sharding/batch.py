@@ -86,7 +86,7 @@ def whole(of: Any) -> Any:
         The value of a row; or a node of a batch with the attribute `value`.
 
     Raises:
-        RuleError: The reason is empty, the tree has no arrays, or arrays are in host memory.
+        RuleError: The reason is empty, or the tree has no arrays.
 
     Example:
         >>> print(whole("one graph for all examples"))
@@ -97,37 +97,23 @@ def whole(of: Any) -> Any:
     """
     if isinstance(of, str) and of.strip():
         return Whole(of)
-    leaves = tree.flatten(of)
-    if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves.values()):
+    leaves = jax.tree.leaves(of)
+    if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
         fix = 'whole("one graph for all examples"), or whole(x) of the arrays of a batch'
         what = f"has no reason, and is not made of arrays: {describe_value(of)}"
         raise RuleError("Nothing is declared whole:", [Problem("whole()", what, fix=fix)])
-    shardings = {path: _mesh_sharding(leaf) for path, leaf in leaves.items()}
-    problems = list(_host_problems(shardings))
-    if problems:
-        raise RuleError("Arrays of a batch must be in device memory:", problems)
-    specs = []
-    for sharding in shardings.values():
-        specs.append(sharding.spec if sharding else P())
+    specs = [_spec_of(leaf) for leaf in leaves]
     return WholeArrays(of, tuple(specs))
 
 
-def _mesh_sharding(x: Any) -> NamedSharding | None:
-    """Return the sharding of an array that was placed on a mesh; None for others."""
+def _spec_of(x: Any) -> P:
+    """Return the spec of an array that was placed on a mesh; without a split for others."""
     if isinstance(x, jax.core.Tracer):
-        return None
+        return P()
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        return sharding
-    return None
-
-
-def _host_problems(shardings: Mapping[str, NamedSharding | None]) -> Iterator[Problem]:
-    """Yield a problem for each array in host memory, as offloaded parameters are."""
-    fix = 'jax.device_put(x, x.sharding.with_memory_kind("device"))'
-    for path, sharding in shardings.items():
-        if sharding and sharding.memory_kind == "pinned_host":
-            yield Problem(path, "is in host memory", fix=fix)
+        return sharding.spec
+    return P()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,5 +73,7 @@ def place_batch(plan: ShardingPlan, batch: Any) -> Any:
 
 
 def _is_placed(x: Any) -> bool:
-    """Return whether somebody has chosen the devices of an array."""
-    return getattr(x, "committed", False)
+    """Return whether somebody has chosen the devices of an array, and it is in their memory."""
+    if not getattr(x, "committed", False):
+        return False
+    return x.sharding.memory_kind != "pinned_host"

@@ -154,10 +154,15 @@ def test_a_row_copies_an_array_on_the_mesh_to_every_device():
     assert placed["x"] is x
     marked = spmd.place_batch(plan, {"x": x, "teacher": spmd.whole(teacher)})
     assert marked["teacher"].value["up"] is teacher["up"]
+    sharding = teacher["up"].sharding
+    on_host = jax.device_put(teacher["up"], sharding.with_memory_kind("pinned_host"))
+    fetched = spmd.place_batch(plan, {"x": x, "up": spmd.whole(on_host)})["up"].value
+    assert fetched.sharding.is_equivalent_to(sharding, 2)
+    assert fetched.sharding.memory_kind == "device"
 
 
 def test_what_cannot_be_marked():
-    """Nothing, numbers, arrays of another mesh, and arrays in host memory."""
+    """Nothing, numbers, and arrays of another mesh."""
     for nothing in ({}, [1, 2]):
         with pytest.raises(RuleError, match="is not made of arrays"):
             spmd.whole(nothing)
@@ -167,6 +172,3 @@ def test_what_cannot_be_marked():
     plan = spmd.make_plan(tiny.mesh(**SIZES), RULES, MODEL, optax.sgd(0.1))
     with pytest.raises(MeshError, match="split over rows, which the plan's mesh does not have"):
         spmd.place_batch(plan, {"x": normal(8, 4), "other": spmd.whole(other)})
-    on_host = jax.device_put(other, sharding.with_memory_kind("pinned_host"))
-    with pytest.raises(RuleError, match="is in host memory"):
-        spmd.whole({"kernel": on_host})
