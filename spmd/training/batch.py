@@ -59,17 +59,28 @@ def place_batch(plan: ShardingPlan, batch: Any) -> Any:
     (`spmd.whole`) says otherwise. An array that a row declares whole is copied to every device,
     also if it is on the mesh.
     """
-
-    def place(x: Any, sharding: NamedSharding) -> jax.Array:
-        if _is_placed(x) and (x.sharding.is_fully_replicated or not sharding.is_fully_replicated):
-            return x
-        return jax.device_put(x, sharding)
-
-    all_placed = all(_is_placed(x) for x in jax.tree.leaves(batch))
-    if all_placed and not plan.rules.batch_table.has_whole_rows:
+    is_placed = all(map(_is_placed, jax.tree.leaves(batch)))
+    if is_placed and not plan.rules.batch_table.has_whole_rows:
         return batch
-    check_batch(plan, batch)
-    return jax.tree.map(place, batch, plan.batch_shardings(batch))
+    if not is_placed:
+        check_batch(plan, batch)
+    shardings = plan.batch_shardings(batch)
+    if jax.tree.all(jax.tree.map(_is_in_place, batch, shardings)):
+        return batch
+    return jax.tree.map(_place, batch, shardings)
+
+
+def _place(x: Any, sharding: NamedSharding) -> jax.Array:
+    if _is_in_place(x, sharding):
+        return x
+    return jax.device_put(x, sharding)
+
+
+def _is_in_place(x: Any, sharding: NamedSharding) -> bool:
+    """Return whether an array is placed; one that is to be whole, on every device."""
+    if not _is_placed(x):
+        return False
+    return x.sharding.is_fully_replicated or not sharding.is_fully_replicated
 
 
 def _is_placed(x: Any) -> bool:
