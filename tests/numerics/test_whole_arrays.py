@@ -100,8 +100,8 @@ def test_microbatches_have_whole_arrays(grad_fn):
         step(spmd.init_state(plan), unmarked())
 
 
-def test_a_placed_array_keeps_its_sharding():
-    """The compiled step takes a teacher as it is split, and gathers it over the axes of batches."""
+def test_a_placed_array_keeps_its_sharding(tmp_path):
+    """The compiled step takes a teacher as it is split; a run counts the examples of other arrays."""
     plan = spmd.make_plan(tiny.mesh(**SIZES), RULES, MODEL, optax.sgd(0.1))
     step = spmd.make_train_step(plan, loss_fn)
     given, _ = step.compile(batch()).input_shardings
@@ -110,6 +110,8 @@ def test_a_placed_array_keeps_its_sharding():
     assert teacher["up"].is_equivalent_to(plan.abstract_params["up"].sharding, 2)
     assert not teacher["up"].is_fully_replicated
     assert shardings["centers"].value.is_fully_replicated
+    run = spmd.Run(tmp_path, step, lambda *_: [batch()], config=spmd.RunConfig())
+    assert run.examples == 16
     placed = step.place_batch(batch())
     assert placed["teacher"].value["up"] is batch()["teacher"].value["up"]
 
