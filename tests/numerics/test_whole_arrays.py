@@ -16,6 +16,7 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.deferred_reduction import defer_grad_reduction
 from spmd.gradients.losses import ModelLoss, cross_entropy
+from spmd.pipedream.grad_fn import InFlight
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
@@ -164,7 +165,7 @@ def test_a_row_copies_an_array_on_the_mesh_to_every_device():
 
 
 def test_what_cannot_be_marked():
-    """Nothing, numbers, and arrays of another mesh."""
+    """Nothing, numbers, arrays of another mesh, and arrays that stay in flight between steps."""
     for nothing in ({}, [1, 2]):
         with pytest.raises(RuleError, match="is not made of arrays"):
             spmd.whole(nothing)
@@ -174,3 +175,6 @@ def test_what_cannot_be_marked():
     plan = spmd.make_plan(tiny.mesh(**SIZES), RULES, MODEL, optax.sgd(0.1))
     with pytest.raises(MeshError, match="split over rows, which the plan's mesh does not have"):
         spmd.place_batch(plan, {"x": normal(8, 4), "other": spmd.whole(other)})
+    job, loss = stage_job()
+    with pytest.raises(ConfigError, match="batch class_weights: is a WholeArrays"):
+        InFlight.of(loss, tabulate(make_schedule("pipedream", 2, 4, 1)), job.batches[0])
