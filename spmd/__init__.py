@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from spmd.sharding.layer_paths import Stack
     from spmd.sharding.mesh import MeshShape, make_mesh, simulate_devices
     from spmd.sharding.rules import Rules, replicate
+    from spmd.training.alternating import AlternatingState, AlternatingStep
     from spmd.training.batch import place_batch
     from spmd.training.evaluated_params import evaluated_params
     from spmd.training.loop import Hook, fit
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     from spmd.training.step import make_train_step
 
 __all__ = [
+    "AlternatingState",
+    "AlternatingStep",
     "Carry",
     "ChatConfig",
     "CheckpointManager",
@@ -129,6 +132,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AlternatingState": "spmd.training.alternating",
+    "AlternatingStep": "spmd.training.alternating",
     "Carry": "spmd.model_interface.grad_transform",
     "ChatConfig": "spmd.data.chat",
     "CheckpointManager": "spmd.checkpoint.manager",

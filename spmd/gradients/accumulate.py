@@ -20,7 +20,6 @@ from spmd.model_interface.model import abstract_key
 from spmd.plan.context import current, use_plan
 from spmd.plan.fsdp import zero_gradients
 from spmd.plan.plan import ShardingPlan
-from spmd.sharding.batch import BatchTable
 
 _TITLE = "The batch cannot be split into microbatches:"
 _EXAMPLES_FIRST = 'P(("data", "fsdp", "expert"))'
@@ -143,9 +142,9 @@ def split_microbatches(
         >>> split_microbatches({"x": jnp.arange(6)}, 2)[0]["x"].tolist()
         [[0, 2, 4], [1, 3, 5]]
     """
-    table = current().batch
     arrays = tree.flatten(batch)
-    dims = {path: table.examples(path) for path in arrays}
+    splits = current().batch.arrays(batch)
+    dims = {path: array.examples for path, array in splits.items()}
     problems = _example_problems(arrays, dims, microbatches)
     if problems:
         raise ConfigError(_TITLE, problems)
@@ -334,10 +333,10 @@ def _check_no_order(program: TracedProgram, before: int, batch: Any) -> None:
 
 def _mark_examples(program: TracedProgram, before: int, batch: Any) -> dict[str, str]:
     """Mark the first dimension of each array as split over a mesh axis of its own; axis → path."""
-    table: BatchTable = current().batch
+    splits = current().batch.arrays(batch)
     axes = dict[str, str]()
     for number, (path, x) in enumerate(tree.flatten(batch).items(), before):
-        if table.value(path) is None:
+        if not splits[path].is_declared:
             axis = f"examples of {path}"
             axes[axis] = path
             others = ((),) * (x.ndim - 1)

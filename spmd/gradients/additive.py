@@ -263,11 +263,11 @@ class LossReader:
 
         The number is also None if no array has examples.
         """
-        table = current().batch
+        splits = current().batch.arrays(batch)
         arrays = tree.flatten(batch)
         dims = dict[str, int | None]()
         for path, x in arrays.items():
-            dim = table.examples(path)
+            dim = splits[path].examples
             if dim is not None and dim >= len(x.shape):
                 dim = None
             dims[path] = dim

@@ -186,7 +186,7 @@ class _Region:
         stored = params, variables, states
         in_specs = (
             *self.specs(stored, self.stages),
-            tree.map_with_path(self.batch_spec, batch),
+            self.batch_specs(batch),
             P(),
         )
         out_specs = self.gradient_specs(params), P()
@@ -231,10 +231,14 @@ class _Region:
 
         return tree.map_with_path(spec, params)
 
-    def batch_spec(self, path: str, x: Any) -> P:
-        """Return the spec of an array of the batch, restricted to the axes of the exchange."""
-        spec = current().batch.spec(path, x.ndim)
-        return dims_spec(spec_dims(spec, x.ndim, self.over))
+    def batch_specs(self, batch: Any) -> Any:
+        """Return the spec of each array of the batch, restricted to the axes of the exchange."""
+        arrays = current().batch.arrays(batch)
+
+        def spec(path: str, x: Any) -> P:
+            return dims_spec(spec_dims(arrays[path].compute_spec, x.ndim, self.over))
+
+        return tree.map_with_path(spec, batch)
 
     def _dims(self, path: str, x: Any, axes: tuple[str, ...]) -> Dims:
         """Return the axes of each dimension, without the axes of the gradient's sum."""

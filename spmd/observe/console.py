@@ -3,9 +3,10 @@
 On a terminal or in a notebook they are a bar, values and the curve of the loss; elsewhere, lines.
 """
 
+import functools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 import rich.console
@@ -41,15 +42,27 @@ COLUMNS: Mapping[str, Callable[[Any], str]] = {
 """Name → format of the values on the console, in this order; others are for the other writers."""
 
 
-def columns_of(unit: str) -> Mapping[str, Callable[[Any], str]]:
-    """Return `COLUMNS` with a throughput in another unit than tokens."""
+def columns_of(unit: str, prefixes: Iterable[str] = ("",)) -> Mapping[str, Callable[[Any], str]]:
+    """Return `COLUMNS` with a throughput in another unit than tokens.
+
+    Args:
+        prefixes: Prefixes of the losses of several networks, `name/`.
+    """
     columns: dict[str, Callable[[Any], str]] = {}
+    for prefix in prefixes:
+        columns[f"{prefix}loss"] = functools.partial(_loss_text, prefix)
     for name, show in COLUMNS.items():
+        if name == "loss":
+            continue
         if name == "tokens_per_s":
             columns[f"{unit}_per_s"] = lambda x: f"{human_count(x):>5} {unit}/s"
         else:
             columns[name] = show
     return columns
+
+
+def _loss_text(prefix: str, loss: float) -> str:
+    return f"{prefix}loss {loss:7.4f}"
 
 
 _BARS = "▁▂▃▄▅▆▇█"

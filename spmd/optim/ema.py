@@ -18,7 +18,9 @@ from spmd.optim.skip_updates import counts_skips
 from spmd.optim.two_phase import TwoPhaseOptimizer, phases, treatment_of, two_phase
 
 
-def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseOptimizer:
+def with_ema(
+    optimizer: optax.GradientTransformation, decay: float, *, debias: bool = True
+) -> TwoPhaseOptimizer:
     """Wrap an optimizer to average the parameters after each of its updates.
 
     The updates stay as they are. The average after t updates is the sum of `decay**(t - i) *
@@ -31,6 +33,9 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseO
 
     Args:
         decay: Above 0 and below 1; the average is of about the last `1 / (1 - decay)` updates.
+        debias: Whether the initial parameters have no weight. If not, the average begins at them
+            and moves by `1 - decay` of the distance, as target networks (Polyak averaging) and
+            teachers do.
 
     Example:
         >>> optimizer = with_ema(optax.sgd(1.0), decay=0.5)
@@ -66,8 +71,9 @@ def with_ema(optimizer: optax.GradientTransformation, decay: float) -> TwoPhaseO
     ) -> tuple[Any, ParamEmaState]:
         updates, inner = param_phase.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.averaged)
-        # (1 - decay) / (1 - decay**count)
-        weight = (1 - decay) / -jnp.expm1(count.astype(jnp.float32) * math.log(decay))
+        weight = jnp.float32(1 - decay)
+        if debias:  # (1 - decay) / (1 - decay**count)
+            weight = (1 - decay) / -jnp.expm1(count.astype(jnp.float32) * math.log(decay))
         after = find_evaluated_params(inner, optax.apply_updates(params, updates))
 
         def move(old: jax.Array, new: jax.Array) -> jax.Array:

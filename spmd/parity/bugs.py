@@ -7,10 +7,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from spmd import tree
 from spmd.errors import ConfigError, Problem
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import Sums
 from spmd.model_interface.grad_transform import Carry
+from spmd.plan.context import current
 
 
 def drop_weights(grad_fn: GradFn) -> GradFn:
@@ -65,7 +67,7 @@ def drop_reduction(grad_fn: GradFn) -> GradFn:
 
     It is as if a reduction skipped a batch axis.
     """
-    return _gradients_of(grad_fn, lambda x: _repeat(x, every=2))
+    return _gradients_of(grad_fn, functools.partial(_repeat, every=2))
 
 
 def repeat_microbatch(grad_fn: GradFn) -> GradFn:
@@ -73,17 +75,25 @@ def repeat_microbatch(grad_fn: GradFn) -> GradFn:
 
     It is as if a buffer were stale.
     """
-    return _gradients_of(grad_fn, lambda x: _repeat(x, every=4))
+    return _gradients_of(grad_fn, functools.partial(_repeat, every=4))
 
 
-def _repeat(x: jax.Array, every: int) -> jax.Array:
-    """Replace example 1 of each `every` by the one before it."""
-    rows = jnp.arange(x.shape[0])
-    taken = jnp.where(rows % every == 1, rows - 1, rows)
-    return x[taken]
+def _repeat(batch: Any, every: int) -> Any:
+    """Replace example 1 of each `every` of a batch by the one before it."""
+    splits = current().batch.arrays(batch)
+
+    def repeat(path: str, x: jax.Array) -> jax.Array:
+        dim = splits[path].examples
+        if dim is None or x.ndim <= dim:
+            return x
+        rows = jnp.arange(x.shape[dim])
+        taken = jnp.where(rows % every == 1, rows - 1, rows)
+        return jnp.take(x, taken, axis=dim)
+
+    return tree.map_with_path(repeat, batch)
 
 
-def _gradients_of(grad_fn: GradFn, change: Callable[[jax.Array], jax.Array]) -> GradFn:
+def _gradients_of(grad_fn: GradFn, change: Callable[[Any], Any]) -> GradFn:
     """Return the gradient function of a changed batch.
 
     The gradients are scaled to the weight of the true batch; sums and carry are of the true one.
@@ -91,8 +101,7 @@ def _gradients_of(grad_fn: GradFn, change: Callable[[jax.Array], jax.Array]) -> 
 
     def changed(params: Any, carry: Carry, batch: Any, key: jax.Array) -> tuple[Any, Sums, Carry]:
         _, sums, after = grad_fn(params, carry, batch, key)
-        other = jax.tree.map(change, batch)
-        gradients, other_sums, _ = grad_fn(params, carry, other, key)
+        gradients, other_sums, _ = grad_fn(params, carry, change(batch), key)
         scale = sums["weight"] / other_sums["weight"]
         scaled = jax.tree.map(lambda gradient: gradient * scale, gradients)
         return scaled, sums, after

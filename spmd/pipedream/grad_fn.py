@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem
+from spmd.errors import ConfigError, Problem, describe_value
 from spmd.gradients.base import GradFn
 from spmd.gradients.losses import LossFn, Sums
 from spmd.model_interface.grad_transform import Carry, GradTransform, StateArray
@@ -186,9 +186,17 @@ class InFlight(GradTransform):
 
     @classmethod
     def of(cls, loss_fn: LossFn, table: TickTable, batch: Mapping[str, Any]) -> "InFlight":
-        """Return the state for batches of these shapes, arrays or abstract ones."""
+        """Return the state for batches of these shapes, arrays or abstract ones.
+
+        Raises:
+            ConfigError: An entry of the batch is no array, such as one with a mark.
+        """
         shapes = []
         for name, x in batch.items():
+            if not hasattr(x, "shape"):
+                fix = f'an array, and Rules(batch=[("{name}", spmd.whole("why"))]) if it is whole'
+                problem = Problem(f"batch {name}", f"is {describe_value(x)}", fix=fix)
+                raise ConfigError("A pipeline without a flush keeps arrays alone:", [problem])
             shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
             shapes.append((name, shape))
         return cls(loss_fn, table, tuple(shapes))

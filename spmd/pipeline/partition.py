@@ -37,6 +37,25 @@ def read_slot(slots: Any, slot: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), slots)
 
 
+def read_microbatch(microbatches: tuple[Any, jax.Array], i: Any) -> tuple[Any, jax.Array]:
+    """Return a microbatch and its key.
+
+    Args:
+        microbatches: Arrays `[microbatch, …]` and keys. An array without examples is `[batch, …]`,
+            one for all microbatches of each batch.
+    """
+    _, keys = microbatches
+    total = keys.shape[0]
+
+    def read(x: jax.Array) -> jax.Array:
+        count = x.shape[0]
+        if count == 1:
+            return x[0]
+        return jax.lax.dynamic_index_in_dim(x, i * count // total, keepdims=False)
+
+    return jax.tree.map(read, microbatches)
+
+
 def select_chunk(chunks: Any, which: Any) -> Any:
     """Return one of several chunks; without indexing where there is only one."""
     is_single = all(w.shape[0] == 1 for w in jax.tree.leaves(chunks))
@@ -139,7 +158,7 @@ class StageModel:
             )
 
         arrays = self._arrays(self.some_layers, shared, 0)
-        batch, key = read_slot(self.microbatches, i)
+        batch, key = read_microbatch(self.microbatches, i)
         x, context = partition_safe(embed)(*arrays, batch, key)
         apply = functools.partial(layered.apply_layers, train=loss.train)
         _, values = jax.eval_shape(apply, *arrays, x, context)
@@ -163,7 +182,7 @@ class StageModel:
             return layered.apply_layers(params, variables, x, context, train=loss.train)
 
         arrays = self._arrays(layers, shared, chunk)
-        batch, key = read_slot(self.microbatches, i)
+        batch, key = read_microbatch(self.microbatches, i)
         x, values = partition_safe(apply)(*arrays, batch, key, stream.x)
         virtual_stage = chunk * self.stages + jax.lax.axis_index(AXIS)
         first = virtual_stage * self.size
@@ -182,7 +201,7 @@ class StageModel:
                 return loss.sums(as_outputs(outputs), batch)
 
         arrays = self._arrays(self.some_layers, shared, 0)
-        batch, _ = read_slot(self.microbatches, i)
+        batch, _ = read_microbatch(self.microbatches, i)
         sums = partition_safe(finish)(*arrays, batch, stream)
         return sums["loss"], sums
 
@@ -308,9 +327,7 @@ def _path_problems(shared: Any, variables: Any) -> Iterator[Problem]:
 
 
 def _stack_microbatches(batch: Any, microbatches: int) -> Any:
-    """Return a batch as arrays `[microbatch, …]`."""
+    """Return a batch as arrays `[microbatch, …]`; those without examples are `[1, …]`."""
     split, shared = split_microbatches(batch, microbatches)
-    repeated = dict[str, jax.Array]()
-    for path, x in shared.items():
-        repeated[path] = jnp.broadcast_to(x[None], (microbatches, *x.shape))
-    return join_microbatch(batch, split, repeated)
+    of_batch = {path: x[None] for path, x in shared.items()}
+    return join_microbatch(batch, split, of_batch)

@@ -29,8 +29,9 @@ from spmd.plan.fsdp import gathered
 from spmd.plan.input_uses import unproven_uses
 from spmd.plan.manual import split_axes
 from spmd.plan.records import ParamPlacement
-from spmd.plan.scopes import fault_scope, param_scope
+from spmd.plan.scopes import comm_scope, fault_scope, param_scope
 from spmd.plan.xla_faults import Fault, fault_of, is_whole, left_to_xla, problem_of
+from spmd.sharding.batch import BatchArray
 from spmd.sharding.dims import extra_axes, spec_dims
 from spmd.sharding.mesh import TOKEN_AXES, AnyMesh, entry_axes
 from spmd.sharding.optimizer_state import drop_axis
@@ -80,7 +81,10 @@ class TracedCall:
         leaves = jax.tree.leaves((self.params, self.variables, self.batch, self.others))
         if mesh is not None and split_axes(mesh):
             placements = _placements(self.params, self.variables, mesh)
-            program = _read(jaxpr, placements, self._batch_specs(), mesh)
+            splits = self._splits_of_batch()
+            placements.update(_whole_placements(splits, mesh))
+            specs = {number: split.spec for number, split in splits.items()}
+            program = _read(jaxpr, placements, specs, mesh)
             self._gather_unproven(leaves, program, placements)
             jaxpr = _without_faults(jaxpr, program, mesh)
         results = jaxpr_as_fun(jaxpr)(*leaves)
@@ -121,14 +125,10 @@ class TracedCall:
         count = len(jax.tree.leaves(self.params))
         return multiply_narrow(self.jaxpr, count, precision.compute_dtype)
 
-    def _batch_specs(self) -> dict[int, P]:
-        """Return the number of each input of the batch → its spec in the batch table."""
-        table = current().batch
-        specs = {}
-        arrays = tree.flatten(self.batch)
-        for number, (path, x) in enumerate(arrays.items(), self._first_of_batch):
-            specs[number] = table.spec(path, jnp.ndim(x))
-        return specs
+    def _splits_of_batch(self) -> dict[int, BatchArray]:
+        """Return the number of each input of the batch → its split."""
+        splits = current().batch.arrays(self.batch)
+        return dict(enumerate(splits.values(), self._first_of_batch))
 
     @property
     def _first_of_batch(self) -> int:
@@ -199,6 +199,20 @@ def _placements(params: Any, variables: Any, mesh: AnyMesh) -> dict[int, ParamPl
             if placed is not None:
                 found[number] = placed
             number += len(jax.tree.leaves(node))
+    return found
+
+
+def _whole_placements(splits: Mapping[int, BatchArray], mesh: AnyMesh) -> dict[int, ParamPlacement]:
+    """Return the number of each whole array of the batch with a split → its placement.
+
+    Parameters of another plan are gathered for their uses as variables of this one are.
+    """
+    scope = comm_scope("whole arrays of the batch")
+    found = dict[int, ParamPlacement]()
+    for number, split in splits.items():
+        if split.compute_spec != split.spec:
+            spec = split.spec
+            found[number] = ParamPlacement(mesh, spec, split.compute_spec, spec, scope=scope)
     return found
 
 

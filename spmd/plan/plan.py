@@ -181,7 +181,13 @@ class ShardingPlan:
 
     def batch_shardings(self, batch: Any) -> Any:
         """Return the sharding of each array of a batch, a tree like the batch."""
-        return tree.map_with_path(lambda path, x: self.batch_sharding(path, x.ndim), batch)
+        arrays = self.rules.batch_table.arrays(batch)
+
+        def sharding(path: str, x: Any) -> NamedSharding:
+            del x
+            return NamedSharding(self.mesh, arrays[path].spec)
+
+        return tree.map_with_path(sharding, batch)
 
     def bytes_per_device(self) -> dict[str, int]:
         """Return table → bytes on each device.

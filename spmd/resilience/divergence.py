@@ -29,6 +29,7 @@ class DivergenceCheck(Hook):
             number.
         skipped_share: Fraction of all steps that may be skipped, after `skips_in_a_row` of them; at
             the last one of `steps`, if it was skipped, of any number.
+        prefix: Prefix of the names of metrics, `name/` of one of several networks.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class DivergenceCheck(Hook):
         skips_in_a_row: int = 0,
         skipped_share: float = 1.0,
         steps: int = 0,
+        prefix: str = "",
     ) -> None:
         self.batch = batch
+        self.prefix = prefix
         self.skipped_batches = skipped_batches
         self.last_good = last_good
         self.non_finite = non_finite
@@ -67,10 +70,12 @@ class DivergenceCheck(Hook):
 
     def on_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Raise a `DivergenceError` with the step, its batch and the newest checkpoint."""
-        bad = [
-            name for name in ("loss", "gradient_norm") if not math.isfinite(metrics.get(name, 0.0))
-        ]
-        has_lowest_scale = metrics.get("loss_scale", self.floor) <= self.floor
+        prefix = self.prefix
+        bad = list[str]()
+        for name in (f"{prefix}loss", f"{prefix}gradient_norm"):
+            if not math.isfinite(metrics.get(name, 0.0)):
+                bad.append(name)
+        has_lowest_scale = metrics.get(f"{prefix}loss_scale", self.floor) <= self.floor
         if bad and self.non_finite and has_lowest_scale:
             what = " and ".join(f"{name} is {metrics[name]}" for name in bad)
             fix = (
@@ -79,10 +84,10 @@ class DivergenceCheck(Hook):
             )
             title = f"Step {step} is not finite: {what}."
             raise NonFiniteError(title, [self._problem(step, fix)], step)
-        self._check_skips(step, metrics.get("skipped_steps", 0.0))
+        self._check_skips(step, metrics.get(f"{prefix}skipped_steps", 0.0))
         if bad:
             return
-        loss = metrics.get("loss", 0.0)
+        loss = metrics.get(f"{prefix}loss", 0.0)
         self._check_spike(step, loss)
         self._losses.append(loss)
 
@@ -94,7 +99,7 @@ class DivergenceCheck(Hook):
         if not loss > self.factor * median:
             return
         count = len(self._losses)
-        what = f"the loss is {loss:.4g}, and the median of the last {count} is {median:.4g}"
+        what = f"the {self.prefix}loss is {loss:.4g}, and the median of the last {count} is {median:.4g}"
         ratio = f"{loss:.4g} / {median:.4g} = {loss / median:.3g}"
         detail = f"{ratio}, which is above {self.factor:g}"
         fix = "lower the learning rate and --resume always, or --recovery.on-spike roll-back"

@@ -25,27 +25,42 @@ from spmd.model_interface.grad_transform import wrap_all
 from spmd.plan.context import use_plan
 from spmd.plan.plan import ShardingPlan
 from spmd.resilience.digests import digest_shards, make_digest, name_device, replica_differences
+from spmd.training.batch import place_batch
 from spmd.training.compilation_cache import without_faulty_cache
 from spmd.training.loop import Hook
-from spmd.training.state import TrainState, abstract_arguments, abstract_state
+from spmd.training.state import TrainState, abstract_state
 
 _Around = Callable[[], AbstractContextManager[None]]
+
+
+def _own_state(state: Any) -> TrainState:
+    return state
+
+
+def _own_inputs(state: Any, batch: Any) -> tuple[TrainState, Any]:
+    return state, batch
 
 
 class _Check(Hook, abc.ABC):
     """Check of the state, every so many steps (0: never); training stops if it fails.
 
-    `around` makes a context for each check, such as one that measures its time.
+    `around` makes a context for each check, such as one that measures its time. `part_state`
+    returns the plan's part of a state of several networks.
     """
 
     title: str
 
     def __init__(
-        self, plan: ShardingPlan, every: int, around: _Around = contextlib.nullcontext
+        self,
+        plan: ShardingPlan,
+        every: int,
+        around: _Around = contextlib.nullcontext,
+        part_state: Callable[[Any], TrainState] = _own_state,
     ) -> None:
         self.plan = plan
         self.every = every
         self.around = around
+        self.part_state = part_state
 
     @functools.cached_property
     def abstract(self) -> TrainState:
@@ -54,7 +69,7 @@ class _Check(Hook, abc.ABC):
     def wants_state(self, step: int) -> bool:
         return bool(self.every) and step % self.every == 0
 
-    def on_state(self, step: int, state: TrainState) -> None:
+    def on_state(self, step: int, state: Any) -> None:
         """Raise `DataCorruptionError` with each corrupt array and its devices.
 
         The error is the same on every process.
@@ -65,7 +80,7 @@ class _Check(Hook, abc.ABC):
             raise DataCorruptionError(f"{self.title} after step {step}:", problems)
 
     @abc.abstractmethod
-    def problems(self, state: TrainState) -> list[Problem]:
+    def problems(self, state: Any) -> list[Problem]:
         """Return a problem for each array with differences."""
 
 
@@ -79,9 +94,9 @@ class ReplicaCheck(_Check):
         """Digest program of the state, compiled at the first check."""
         return make_digest(self.abstract, self.plan.mesh)
 
-    def problems(self, state: TrainState) -> list[Problem]:
+    def problems(self, state: Any) -> list[Problem]:
         """Return a problem for each array, with the devices in the minority."""
-        digests = np.asarray(self.digest(state))
+        digests = np.asarray(self.digest(self.part_state(state)))
         return replica_differences(digests, self.abstract, self.plan.mesh)
 
 
@@ -90,7 +105,8 @@ class DeterminismCheck(_Check):
 
     A difference is a device that miscomputes, a link that flips bits, or a nondeterministic
     operation. Nothing is donated and only digests are returned, so it needs the memory of a step
-    without its update. `probe` is the batch, on the devices; it is kept.
+    without its update. `probe` is the batch, on the devices; it is kept. `part_inputs` returns the
+    plan's part of a state of several networks, and of the batch.
     """
 
     title = "Gradients are not reproducible"
@@ -102,27 +118,29 @@ class DeterminismCheck(_Check):
         probe: Any,
         every: int,
         around: _Around = contextlib.nullcontext,
+        part_inputs: Callable[[Any, Any], tuple[TrainState, Any]] = _own_inputs,
     ) -> None:
         super().__init__(plan, every, around)
         self.grad_fn = grad_fn
         self.probe = probe
+        self.part_inputs = part_inputs
 
     @functools.cached_property
-    def compiled(self) -> jax.stages.Compiled:
+    def program(self) -> Callable[..., jax.Array]:
         """Program `(state, batch) -> uint32[devices, leaves, 2]`, replicated.
 
         It is compiled at the first check.
         """
-        digests = jax.jit(self._digests, out_shardings=NamedSharding(self.plan.mesh, P()))
-        with without_faulty_cache(self.plan.mesh.shape["pipe"]):
-            arguments = abstract_arguments(self.plan, self.probe)
-            return digests.lower(*arguments).compile()
+        cache = without_faulty_cache(self.plan.mesh.shape["pipe"])
+        replicated = NamedSharding(self.plan.mesh, P())
+        return cache(jax.jit(self._digests, out_shardings=replicated))
 
-    def digests(self, state: TrainState) -> jax.Array:
+    def digests(self, state: Any) -> jax.Array:
         """Compute the gradients once, and return their digests."""
-        return self.compiled(state, self.probe)
+        own, batch = self.part_inputs(state, self.probe)
+        return self.program(own, place_batch(self.plan, batch))
 
-    def problems(self, state: TrainState) -> list[Problem]:
+    def problems(self, state: Any) -> list[Problem]:
         """Return a problem for each array with different bits the second time, and the devices."""
         first = np.asarray(self.digests(state))
         second = np.asarray(self.digests(state))

@@ -27,7 +27,7 @@ from spmd.observe.stragglers import StepTimeExchange
 from spmd.resilience.lease import Lease
 from spmd.resilience.watchdog import Watchdog
 from spmd.training.loop import Hook
-from spmd.training.state import ModelState, TrainState, as_stored
+from spmd.training.state import ModelState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,10 +158,14 @@ class Log(Hook):
     def _metric_values(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return the step's own metrics, with the number of tokens by the name of the unit."""
         scalars, arrays = split_arrays(metrics)
-        weight = scalars.pop("tokens")
-        values: dict[str, Any] = {**scalars, **arrays}
-        values[self.throughput.unit] = int(weight) if weight.is_integer() else weight
-        return values
+        values: dict[str, Any] = {}
+        for name, value in scalars.items():
+            prefix, slash, metric = name.rpartition("/")
+            if metric == "tokens":
+                name = f"{prefix}{slash}{self.throughput.unit}"
+                value = int(value) if value.is_integer() else value
+            values[name] = value
+        return values | arrays
 
     def on_stop(self, step: int) -> None:
         """Write the metrics of this step, too."""
@@ -193,7 +197,7 @@ class Evaluate(Hook):
     Args:
         evaluate: `(params, variables, batch, name of the set, number of the batch)` → sums; None
             without sets.
-        params: The training state → the parameters to evaluate.
+        model: The training state → the parameters to evaluate, and the variables.
         sets: Name → a function that returns the batches of an evaluation set, the same at each
             call.
         patience: Evaluations without a lower loss on the first set, after which to stop; 0 for any
@@ -206,7 +210,7 @@ class Evaluate(Hook):
     steps: int
     patience: int
     evaluate: Callable[..., Sums] | None
-    params: Callable[[TrainState], Any]
+    model: Callable[[Any], ModelState]
     sets: Mapping[str, Callable[[], Iterable[Any]]]
     writers: Writers
     telemetry: Telemetry
@@ -224,10 +228,10 @@ class Evaluate(Hook):
             return False
         return step == self.steps or _is_multiple(step, self.every)
 
-    def on_state(self, step: int, state: TrainState) -> None:
+    def on_state(self, step: int, state: Any) -> None:
         """Write the mean of each sum over each set, such as `val_loss` of the set `val`."""
         with self.telemetry.during("evaluate", f"evaluating after step {step}"):
-            model = ModelState(self.params(state), state.variables)
+            model = self.model(state)
             totals = dict[str, dict[str, float]]()
             for name, batches in self.sets.items():
                 totals[name] = self._sums(name, batches(), step, model)
@@ -294,7 +298,7 @@ class Save(Hook):
     evaluate: Evaluate
     telemetry: Telemetry
     skipped_batches: int
-    saved: Callable[[TrainState], Any] = as_stored
+    saved: Callable[[Any], Any]
 
     def on_stop(self, step: int) -> None:
         """Save after this step."""
@@ -304,7 +308,7 @@ class Save(Hook):
         """Return true at the interval and at the end."""
         return step == self.last_step or _is_multiple(step, self.every)
 
-    def on_state(self, step: int, state: TrainState) -> None:
+    def on_state(self, step: int, state: Any) -> None:
         """Start an asynchronous save of the state and record for a resumed run."""
         position = (step + self.skipped_batches) * self.batch
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}

@@ -6,10 +6,11 @@ from typing import Any
 
 from spmd.checkpoint.versions import library_versions
 from spmd.errors import CheckpointError, Problem
-from spmd.plan.plan import ShardingPlan
 from spmd.run.config import by_current_names, config_difference, config_values
 from spmd.run.run_config import HasModel, RunConfig
 from spmd.run.run_dir import IMPORTED
+from spmd.training.alternating import AlternatingStep
+from spmd.training.step import TrainStep
 
 _TEXT = (
     "data.source",
@@ -82,7 +83,7 @@ _SAME_STATE = {"float32", "bf16"}
 
 
 def checkpoint_record(
-    config: RunConfig, plan: ShardingPlan, data: str, batch: int
+    config: RunConfig, step: TrainStep | AlternatingStep, data: str, batch: int
 ) -> dict[str, Any]:
     """Return the metadata of a run for its checkpoints.
 
@@ -94,8 +95,8 @@ def checkpoint_record(
         "batch": batch,
         "model": _kind(config),
         "config": config_values(config),
-        "plan": str(plan),
-        "mesh": dict(plan.mesh.shape),
+        "plan": step.text,
+        "mesh": dict(step.mesh.shape),
         "versions": library_versions(),
     }
 

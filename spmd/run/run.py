@@ -68,7 +68,9 @@ class Run(RunSpec):
             console = None
             if is_first:
                 print(wrap_to_terminal("\n".join((self.description, *self.notes))))
-                console = Console(self.config.steps, columns=columns_of(self.rate.unit))
+                console = Console(
+                    self.config.steps, columns=columns_of(self.rate.unit, self.step.parts)
+                )
                 stack.enter_context(contextlib.closing(console))
             result = train_in_folder(self, lease, console, resumes, traced, said)
         if console:
@@ -94,12 +96,13 @@ class Run(RunSpec):
                 mfu=result.metrics.get("mfu"),
                 memory=device_memory(),
             )
-        point = plan_evaluation_point(self.step.plan).name
-        evaluated = f", {point}" if point else ""
+        evaluated = self.step.parts[self.step.evaluated_part]
+        point = plan_evaluation_point(evaluated.plan).name
+        of_point = f", {point}" if point else ""
         for name, weight in result.weights.items():
             title = "validation loss" if name == "val" else f"{name} loss"
             loss = result.evaluation[f"{name}_loss"]
-            print(f"{title:<15} {loss:.4f} over {weight:,.0f} {rate.unit}{evaluated}")
+            print(f"{title:<15} {loss:.4f} over {weight:,.0f} {rate.unit}{of_point}")
         print(f"checkpoint      {folder.checkpoints}/{result.checkpoint}")
         print(f"metrics         {folder.metrics}")
         print(wrap_to_terminal(f"\n{measure_goodput(folder.path)}", indent=16))

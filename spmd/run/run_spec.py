@@ -17,9 +17,9 @@ from spmd.run.external_state import ExternalState
 from spmd.run.hooks import Throughput
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import RunDir
-from spmd.training.batch import count_examples, place_batch
+from spmd.training.alternating import AlternatingStep
+from spmd.training.batch import count_examples
 from spmd.training.loop import Hook
-from spmd.training.state import TrainState, abstract_state
 from spmd.training.step import TrainStep
 
 OpenBatches = Callable[[int, int], Iterable[Any]]
@@ -33,7 +33,7 @@ class RunSpec:
 
     Args:
         folder: The run folder, made if it does not exist.
-        step: The train step, with its plan.
+        step: The train step, with its plan; or an `spmd.AlternatingStep` of several networks.
         batches: `(start, steps)` → the batches of those steps.
         config: When to log, evaluate and save, and how to recover; its fields are recorded in
             checkpoints.
@@ -48,8 +48,8 @@ class RunSpec:
             array.
         batch: Arrays or shapes of a batch, for compilation; by default, of the first one.
         reloaded: Part of the state that is not saved, but loaded again.
-        initial_state: Makes the state of a run that is not resumed; by default, `init_state(plan,
-            config.seed)`.
+        initial_state: Makes the state of a run that is not resumed; by default,
+            `step.init_state(config.seed)`.
         text: What is printed at the start and written to `plan.txt`; by default, the plan.
         notes: What is printed after it.
         source: Config file that is copied into the folder.
@@ -59,7 +59,7 @@ class RunSpec:
     """
 
     folder: str | Path
-    step: TrainStep
+    step: TrainStep | AlternatingStep
     batches: OpenBatches
     _: dataclasses.KW_ONLY
     config: RunConfig
@@ -71,7 +71,7 @@ class RunSpec:
     throughput: Throughput | None = None
     batch: Any = None
     reloaded: ExternalState | None = None
-    initial_state: Callable[[], TrainState] | None = None
+    initial_state: Callable[[], Any] | None = None
     text: str = ""
     notes: Sequence[str] = ()
     source: Path | None = None
@@ -84,20 +84,28 @@ class RunSpec:
     def _problems(self) -> Iterator[Problem]:
         """Yield the problems of the arguments."""
         yield from check_type("config", self.config, RunConfig, "config=spmd.RunConfig(steps=…)")
-        yield from check_type("step", self.step, TrainStep, "spmd.make_train_step(plan, loss_fn)")
+        kinds = TrainStep, AlternatingStep
+        yield from check_type("step", self.step, kinds, "spmd.make_train_step(plan, loss_fn)")
         example = "def batches(start, steps): return (make_batch(n) for n in range(start, steps))"
         yield from check_call("batches", self.batches, "start, steps", example)
         yield from self._problems_of_evaluation()
         yield from _problems_of_items("hooks", self.hooks, Hook)
         yield from _problems_of_items("writers", self.writers, Writer)
-        if isinstance(self.config, RunConfig) and isinstance(self.step, TrainStep):
-            skips = "skip" in (self.config.on_nan, self.config.recovery.on_spike)
-            if skips and not counts_skips(abstract_state(self.step.plan).optimizer_state):
-                yield Problem(
-                    "on_nan, recovery.on_spike",
-                    "is skip, and the optimizer skips no update",
-                    fix="make the plan with spmd.skip_bad_updates(optimizer), or on_nan roll-back",
-                )
+        if isinstance(self.config, RunConfig) and isinstance(self.step, kinds):
+            yield from self._problems_of_skips()
+
+    def _problems_of_skips(self) -> Iterator[Problem]:
+        """Yield a problem for each network without skips, if the config asks for them."""
+        if "skip" not in (self.config.on_nan, self.config.recovery.on_spike):
+            return
+        for prefix, part in self.step.parts.items():
+            if counts_skips(part.plan.abstract_optimizer_state):
+                continue
+            what = "is skip, and the optimizer skips no update"
+            if prefix:
+                what = f"is skip, and the optimizer of {prefix.removesuffix('/')} skips no update"
+            fix = "make the plan with spmd.skip_bad_updates(optimizer), or on_nan roll-back"
+            yield Problem("on_nan, recovery.on_spike", what, fix=fix)
 
     def _problems_of_evaluation(self) -> Iterator[Problem]:
         sets = self.evaluation if isinstance(self.evaluation, Mapping) else {"": self.evaluation}
@@ -124,7 +132,7 @@ class RunSpec:
     @property
     def description(self) -> str:
         """Text to print at the start, and to write to the folder."""
-        return self.text or str(self.step.plan)
+        return self.text or self.step.text
 
     @functools.cached_property
     def rate(self) -> Throughput:
@@ -134,12 +142,15 @@ class RunSpec:
     @functools.cached_property
     def examples(self) -> int:
         """Number of examples in a batch."""
-        return count_examples(self.step.plan, self.abstract_batch)
+        part = self.step.evaluated_part
+        state = self.step.abstract_state()
+        _, batch = self.step.part_inputs(part, state, self.abstract_batch)
+        return count_examples(self.step.parts[part].plan, batch)
 
     def read_first(self) -> Any:
         """Return the first batch of training, on the mesh."""
         with closing(self.batches(0, 1)) as batches:
-            return place_batch(self.step.plan, next(iter(batches)))
+            return self.step.place_batch(next(iter(batches)))
 
 
 def _problems_of_items(name: str, items: Iterable[Any], kind: type) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ import jax
 
 from spmd.checkpoint.arrays import bytes_read
 from spmd.checkpoint.manager import CheckpointManager
+from spmd.checkpoint.tree import OptionalState
 from spmd.checkpoint.versions import library_versions
 from spmd.distributed.initialize import compiler_environment
 from spmd.distributed.native_output import redirect_native_stdout
@@ -30,7 +31,7 @@ from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
 from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
 from spmd.run.config import config_values
-from spmd.run.external_state import EXTERNAL_STATE, ExternalState
+from spmd.run.external_state import EXTERNAL_STATE
 from spmd.run.hooks import Evaluate, Log, Save, Telemetry
 from spmd.run.record import changed_fields, check_resumable, checkpoint_record
 from spmd.run.run_dir import ProcessLog
@@ -39,8 +40,8 @@ from spmd.run.transforms import optional_states
 from spmd.training.compilation_cache import cache_dir, cache_fault, compilation_cache
 from spmd.training.evaluated_params import evaluated_params
 from spmd.training.loop import Hook, fit
-from spmd.training.state import TrainState, abstract_state, as_stored, from_stored, init_state
-from spmd.training.step import make_eval_step
+from spmd.training.state import ModelState
+from spmd.training.step import TrainStep, make_eval_step
 from spmd.tree import human_bytes
 
 
@@ -49,6 +50,7 @@ class RunResult:
     """Result of a run.
 
     Attributes:
+        state: The last state, as the step returned it.
         metrics: Metrics of the last step that was logged.
         evaluation: Newest means over the evaluation sets, such as `val_loss`.
         weights: Weight of each evaluation set, by its name.
@@ -59,7 +61,7 @@ class RunResult:
             step.
     """
 
-    state: TrainState
+    state: Any
     metrics: Mapping[str, Any]
     evaluation: Mapping[str, float]
     weights: Mapping[str, float]
@@ -86,7 +88,7 @@ class ResumePoint:
 
     step: int
     skipped_batches: int
-    state: TrainState
+    state: Any
     evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reloaded: Mapping[str, Any] | None = None
 
@@ -95,7 +97,7 @@ class ResumePoint:
 class _Trained:
     """End of training: the state, its step, and the hooks with the last metrics."""
 
-    state: TrainState
+    state: Any
     last_step: int
     log: Log
     evaluate: Evaluate
@@ -114,7 +116,7 @@ def train_in_folder(
     recovery = config.recovery
     folder = run.run_dir
     with contextlib.ExitStack() as stack:
-        fault = cache_fault(run.step.plan.mesh.shape["pipe"])
+        fault = cache_fault(run.step.mesh.shape["pipe"])
         stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
         log = stack.enter_context(ProcessLog(folder.log))
         if jax.process_count() > 1:
@@ -299,11 +301,11 @@ class _Session:
                 reloaded = run.reloaded.record(state)
             return ResumePoint(0, 0, state, reloaded=reloaded)
 
-    def initial_state(self) -> TrainState:
+    def initial_state(self) -> Any:
         run = self.run
         if run.initial_state:
             return run.initial_state()
-        return init_state(run.step.plan, run.config.seed)
+        return run.step.init_state(run.config.seed)
 
     def restore(self) -> ResumePoint:
         """Restore the newest intact checkpoint, or return the initial state if none was saved."""
@@ -334,20 +336,22 @@ class _Session:
             reloaded=reloaded,
         )
 
-    def read_checkpoint(self) -> tuple[TrainState, Mapping[str, Any]]:
+    def read_checkpoint(self) -> tuple[Any, Mapping[str, Any]]:
         """Read the state and the record of the newest intact checkpoint."""
-        plan = self.run.step.plan
+        step = self.run.step
         reloaded = self.run.reloaded
-        optional = optional_states(plan.transforms)
+        optional = list[OptionalState]()
+        for prefix, part in step.parts.items():
+            optional += optional_states(part.plan.transforms, prefix)
         if reloaded:
             optional.append(reloaded.optional)
         before = bytes_read()
-        wanted = as_stored(abstract_state(plan))
+        wanted = step.as_stored(step.abstract_state())
         stored, record = self.checkpoints.restore(None, wanted, optional=optional)
         self.telemetry.say(f"read {human_bytes(bytes_read() - before)} of the checkpoint")
         if reloaded:
             stored = reloaded.fill(stored, record)
-        return from_stored(stored, plan), record
+        return step.from_stored(stored), record
 
     def roll_back(self, point: ResumePoint, bad_step: int) -> ResumePoint:
         """Restore the newest checkpoint and skip the batches through `bad_step`."""
@@ -373,7 +377,7 @@ class _Session:
             evaluate = self.make_evaluate(writers, point.evaluation)
             save = self.make_save(evaluate, point)
             hooks = [
-                self.divergence_check(skipped),
+                *self.divergence_checks(skipped),
                 telemetry.watchdog,
                 self.preemption,
                 self.profile,
@@ -412,7 +416,7 @@ class _Session:
             every=run.config.log_every,
             steps=run.config.steps,
             throughput=run.rate,
-            devices=list(run.step.plan.mesh.devices.flat),
+            devices=list(run.step.mesh.devices.flat),
             writers=writers,
             telemetry=self.telemetry,
             goodput_dir=run.run_dir.path if self.console else None,
@@ -422,17 +426,23 @@ class _Session:
     def make_evaluate(self, writers: Writers, progress: Mapping[str, Any]) -> Evaluate:
         """Return the evaluation hook; `progress` is its early stopping so far."""
         run = self.run
-        plan = run.step.plan
+        prefix = run.step.evaluated_part
+        plan = run.step.parts[prefix].plan
         interval = run.config.evaluate
         eval_step = None
         if run.evaluation_loss:
             eval_step = make_eval_step(plan, run.evaluation_loss)
+
+        def model(state: Any) -> ModelState:
+            own = run.step.part_state(prefix, state)
+            return ModelState(evaluated_params(plan, own), own.variables)
+
         return Evaluate(
             every=interval.every,
             steps=run.config.steps,
             patience=interval.patience,
             evaluate=eval_step,
-            params=functools.partial(evaluated_params, plan),
+            model=model,
             sets=run.evaluation,
             writers=writers,
             telemetry=self.telemetry,
@@ -445,15 +455,16 @@ class _Session:
             every=run.config.checkpoint_every,
             last_step=run.config.steps,
             batch=run.examples,
-            record=checkpoint_record(run.config, run.step.plan, run.data, run.examples),
+            record=checkpoint_record(run.config, run.step, run.data, run.examples),
             checkpoints=self.checkpoints,
             evaluate=evaluate,
             telemetry=self.telemetry,
             skipped_batches=point.skipped_batches,
+            saved=run.step.as_stored,
         )
         if run.reloaded and point.reloaded:
             save.record = {**save.record, EXTERNAL_STATE: point.reloaded}
-            save.saved = functools.partial(_rest, run.reloaded)
+            save.saved = functools.partial(_rest, run)
         return save
 
     def say_why_stopped(self, last_step: int, evaluate: Evaluate) -> None:
@@ -468,10 +479,19 @@ class _Session:
         elif last_step != self.run.config.steps:
             self.telemetry.say(f"stopped after step {last_step}")
 
-    def divergence_check(self, skipped_batches: int) -> DivergenceCheck:
+    def divergence_checks(self, skipped_batches: int) -> list[DivergenceCheck]:
+        """Return a check of each network."""
+        checks = list[DivergenceCheck]()
+        for prefix, part in self.run.step.parts.items():
+            checks.append(self.divergence_check(prefix, part, skipped_batches))
+        return checks
+
+    def divergence_check(
+        self, prefix: str, part: TrainStep, skipped_batches: int
+    ) -> DivergenceCheck:
         config = self.run.config
         recovery = config.recovery
-        scaling = self.run.step.plan.precision.loss_scale
+        scaling = part.plan.precision.loss_scale
         checks_spikes = recovery.on_spike in ("stop", "roll-back")
         return DivergenceCheck(
             self.run.examples,
@@ -484,6 +504,7 @@ class _Session:
             window=recovery.spike_window,
             skips_in_a_row=recovery.skips_in_a_row,
             skipped_share=recovery.skipped_share,
+            prefix=prefix,
         )
 
     def sdc_checks(self) -> list[Hook]:
@@ -493,17 +514,19 @@ class _Session:
         checking = functools.partial(self.telemetry.during, "check", doing)
         hooks: list[Hook] = []
         if every.replicas_every:
-            hooks.append(ReplicaCheck(run.step.plan, every.replicas_every, checking))
+            for prefix, part in run.step.parts.items():
+                part_state = functools.partial(run.step.part_state, prefix)
+                hooks.append(ReplicaCheck(part.plan, every.replicas_every, checking, part_state))
         if every.repeat_every:
             probe = run.read_first()
-            hooks.append(
-                DeterminismCheck(
-                    run.step.plan, run.step.grad_fn, probe, every.repeat_every, checking
-                )
-            )
+            for prefix, part in run.step.parts.items():
+                part_inputs = functools.partial(run.step.part_inputs, prefix)
+                given = part.plan, part.grad_fn, probe, every.repeat_every, checking
+                hooks.append(DeterminismCheck(*given, part_inputs))
         return hooks
 
 
-def _rest(reloaded: ExternalState, state: TrainState) -> dict[str, Any]:
+def _rest(run: RunSpec, state: Any) -> dict[str, Any]:
     """Return the arrays of a state as checkpoints have them, without the reloaded part."""
-    return reloaded.rest(as_stored(state))
+    assert run.reloaded is not None
+    return run.reloaded.rest(run.step.as_stored(state))

@@ -55,6 +55,7 @@ from spmd.sharding.mesh import AnyMesh, MeshShape, abstract_mesh
 from spmd.step_time.closed_form import Workload
 from spmd.step_time.hardware import hardware_of
 from spmd.step_time.report import StepTime, write_trace
+from spmd.training.alternating import AlternatingStep
 from spmd.training.step import TrainStep
 
 _RETURNS = "return step, batch, with step from spmd.make_train_step"
@@ -376,6 +377,9 @@ def read_made(name: str, returned: Any, mesh: AnyMesh) -> tuple[TrainStep, Seque
         problem = Problem(name, f"returns {describe_value(returned)}", fix=_RETURNS)
         raise ConfigError("No step:", [problem])
     step, batches = returned
+    if isinstance(step, AlternatingStep):
+        one = 'return step.isolate("name", batches), one network at a time'
+        raise ConfigError("No step:", [Problem(f"{name}, step", "is of several networks", fix=one)])
     if not isinstance(batches, list):
         batches = [batches]
     problems = check_type(f"{name}, step", step, TrainStep, _RETURNS)

@@ -13,17 +13,20 @@ TRANSFORMS: tuple[type[GradTransform], ...] = (PowerSGD, InFlight, AmaxHistory, 
 """All of them with a state. A checkpoint has it among the variables, by its name."""
 
 
-def optional_states(transforms: Iterable[GradTransform]) -> list[OptionalState]:
+def optional_states(transforms: Iterable[GradTransform], prefix: str = "") -> list[OptionalState]:
     """Return the optional states of checkpoints.
 
     A checkpoint may lack them, have them for another mesh, or have more than a resumed run needs.
+
+    Args:
+        prefix: Prefix of the paths of one of several networks, `name/`.
     """
     used = {transform.name: transform for transform in transforms}
     states = []
     for kind in TRANSFORMS:
         if not kind.optional:
             continue
-        path = f"variables/{kind.name}"
+        path = f"{prefix}variables/{kind.name}"
         if kind.name in used:
             transform = used[kind.name]
             states.append(OptionalState(path, transform.targets, transform.adapt))

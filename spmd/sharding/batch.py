@@ -12,15 +12,24 @@ rules = Rules(
     ],
 )
 ```
+
+An array may also be marked where the batch is made, `{"images": images, "centers": whole(centers)}`.
+Rows and marks end in one function, `BatchTable.arrays`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, overload
 
+import jax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmd.errors import Problem, RuleError
-from spmd.sharding.mesh import BATCH_AXES, BATCH_SPEC, entry_axes
+from spmd import tree
+from spmd.errors import Problem, RuleError, describe_value
+from spmd.sharding.mesh import BATCH_AXES, BATCH_SPEC, TOKEN_AXES, entry_axes
+from spmd.sharding.optimizer_state import drop_axis
 from spmd.sharding.patterns import PatternError, compile_pattern
 
 TOKENS = (("tokens|targets|weights|segments|valid", BATCH_SPEC),)
@@ -40,17 +49,96 @@ class Whole:
         return f"whole({self.reason!r})"
 
 
-def whole(reason: str) -> Whole:
-    """Return the value of a row for an array without examples.
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("value",), meta_fields=("specs",))
+@dataclasses.dataclass(frozen=True)
+class WholeArrays:
+    """Node of a batch with arrays without examples, made by `whole(x)`.
+
+    Every microbatch has them whole. An array that was placed on a mesh stays split as it is.
+
+    Attributes:
+        value: The arrays.
+        specs: Spec of each array.
+    """
+
+    value: Any
+    specs: tuple[P, ...]
+
+
+@overload
+def whole(of: str) -> Whole: ...
+
+
+@overload
+def whole(of: Any) -> Any: ...
+
+
+def whole(of: Any) -> Any:
+    """Declare arrays of a batch to be without examples: of a row by a reason, or the arrays given.
+
+    A row of the batch table has a reason, and its arrays are copied to every device. Arrays in a
+    batch are marked instead, and read by `.value`; parameters of another plan keep their sharding.
+
+    Args:
+        of: A reason; or an array, or a tree of arrays.
+
+    Returns:
+        The value of a row; or a node of a batch with the attribute `value`.
+
+    Raises:
+        RuleError: The reason is empty, or the tree has no arrays.
 
     Example:
         >>> print(whole("one graph for all examples"))
         whole('one graph for all examples')
+        >>> batch = {"x": jax.numpy.ones((8, 2)), "centers": whole(jax.numpy.ones((3, 2)))}
+        >>> {path: array.examples for path, array in BatchTable().arrays(batch).items()}
+        {'centers/value': None, 'x': 0}
     """
-    if not isinstance(reason, str) or not reason.strip():
-        problem = Problem("whole()", "has no reason", fix='whole("one graph for all examples")')
-        raise RuleError("Invalid row of the batch table:", [problem])
-    return Whole(reason)
+    if isinstance(of, str) and of.strip():
+        return Whole(of)
+    leaves = jax.tree.leaves(of)
+    if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
+        fix = 'whole("one graph for all examples"), or whole(x) of the arrays of a batch'
+        what = f"has no reason, and is not made of arrays: {describe_value(of)}"
+        raise RuleError("Nothing is declared whole:", [Problem("whole()", what, fix=fix)])
+    specs = [_spec_of(leaf) for leaf in leaves]
+    return WholeArrays(of, tuple(specs))
+
+
+def _spec_of(x: Any) -> P:
+    """Return the spec of an array that was placed on a mesh; without a split for others."""
+    if isinstance(x, jax.core.Tracer):
+        return P()
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    return P()
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchArray:
+    """Split of one array of a batch.
+
+    Attributes:
+        spec: Its spec as an argument of a step.
+        examples: Dimension of the examples; None if it is whole.
+        is_declared: Whether a row or a mark declares it.
+    """
+
+    spec: P
+    examples: int | None
+    is_declared: bool
+
+    @property
+    def compute_spec(self) -> P:
+        """Spec for computations: a whole array is split over axes that split no batch."""
+        spec = self.spec
+        if self.examples is not None:
+            return spec
+        for axis in ("pipe", *TOKEN_AXES):
+            spec = drop_axis(spec, axis)
+        return spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +183,23 @@ class BatchTable:
             return 0
         return _dims_of_examples(value)[0]
 
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether a row declares arrays whole."""
+        return any(isinstance(value, Whole) for _, value in self.rows)
+
+    def arrays(self, batch: Any) -> dict[str, BatchArray]:
+        """Return path → split of each array of a batch, in the order of the tree."""
+        found = dict[str, BatchArray]()
+        for path, node in tree.flatten(batch, is_leaf=_is_marked).items():
+            if _is_marked(node):
+                found.update(_marked_arrays(path, node))
+                continue
+            spec = self.spec(path, getattr(node, "ndim", 0))
+            is_declared = self.value(path) is not None
+            found[path] = BatchArray(spec, self.examples(path), is_declared)
+        return found
+
     def problems(self) -> list[Problem]:
         """Return the problems of the rows alone."""
         problems = []
@@ -137,6 +242,18 @@ class BatchTable:
             if compile_pattern(row[0]).fullmatch(path):
                 return row
         return None
+
+
+def _is_marked(node: Any) -> bool:
+    return isinstance(node, WholeArrays)
+
+
+def _marked_arrays(path: str, node: WholeArrays) -> Iterator[tuple[str, BatchArray]]:
+    """Yield path and split of each array of a marked node at a path of a batch."""
+    inner = tree.flatten(node)
+    for name, spec in zip(inner, node.specs, strict=True):
+        full_path = f"{path}/{name}" if path else name
+        yield full_path, BatchArray(spec, None, is_declared=True)
 
 
 def _other_axes(value: P | Whole) -> list[str]:

@@ -8,8 +8,8 @@ saved before it is known to be finite.
 import contextlib
 import contextvars
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 
@@ -23,8 +23,9 @@ from spmd.errors import (
     did_you_mean,
 )
 from spmd.gradients.losses import split_arrays
+from spmd.training.alternating import AlternatingState
 from spmd.training.state import TrainState
-from spmd.training.step import TrainStep
+from spmd.training.step import Metrics
 
 _READ = contextvars.ContextVar("the file that is being read", default="")
 
@@ -96,23 +97,30 @@ class Hook:
         """Return whether to call `on_state` after this step."""
         return False
 
-    def on_state(self, step: int, state: TrainState) -> None:
-        """Receive the state after a step, valid during this call only."""
+    def on_state(self, step: int, state: Any) -> None:
+        """Receive the state after a step, valid during this call only.
+
+        It is a `TrainState`, or of several networks an `AlternatingState`.
+        """
+
+
+State = TypeVar("State", TrainState, AlternatingState)
 
 
 def fit(
-    state: TrainState,
-    step: TrainStep,
+    state: State,
+    step: Callable[[State, Any], tuple[State, Metrics]],
     batches: Iterable[Any],
     *,
     steps: int,
     start: int = 0,
     hooks: Sequence[Hook] = (),
-) -> TrainState:
+) -> State:
     """Take the steps `start + 1 … steps`, or until a hook stops; return the state after the last.
 
     Args:
         state: The state after `start` steps; it is donated.
+        step: From `spmd.make_train_step`, or an `spmd.AlternatingStep` of several networks.
         batches: Global batches, the first one for step `start + 1`. Host arrays are placed as
             `spmd.place_batch` does, while nothing else happens: placing them ahead, as
             `spmd.data.loader.batches` does, is faster.
@@ -206,7 +214,7 @@ def _check_arguments(
         what = f"is {describe_value(steps)}, and start is {describe_value(start)}"
         fix = "whole numbers; steps counts from the beginning and is at least start"
         problems.append(Problem("steps", what, fix=fix))
-    if isinstance(state, TrainState) and not state.step.is_deleted():
+    if isinstance(state, TrainState | AlternatingState) and not state.step.is_deleted():
         problems += _start_problems(int(state.step), start)
     if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
         fix = "an iterable of batches, such as [batch] * steps"

@@ -24,13 +24,17 @@ from spmd.plan.fsdp import params_for_forward
 from spmd.plan.partition_safe import check_replaced, partition_safe
 from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import METRICS, OPTIMIZER
+from spmd.sharding.mesh import AnyMesh
 from spmd.training.batch import place_batch
 from spmd.training.compilation_cache import without_faulty_cache
 from spmd.training.state import (
     TrainState,
     abstract_arguments,
     abstract_state,
+    as_stored,
     check_state,
+    from_stored,
+    init_state,
     place_state,
 )
 
@@ -135,6 +139,59 @@ class TrainStep:
             if name in said:
                 problems.append(Problem(name, f"is {value!r}", said, fix))
         return problems
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """The plan's mesh."""
+        return self.plan.mesh
+
+    @property
+    def text(self) -> str:
+        """The plan as text."""
+        return str(self.plan)
+
+    @property
+    def parts(self) -> dict[str, "TrainStep"]:
+        """Prefix of metrics and of paths in a checkpoint → train step: this one, without any.
+
+        The parts of several networks are those of `spmd.training.alternating.AlternatingStep`.
+        """
+        return {"": self}
+
+    @property
+    def evaluated_part(self) -> str:
+        """Prefix of the part for evaluations."""
+        return ""
+
+    def part_state(self, prefix: str, state: Any) -> TrainState:
+        """Return the state of one of `parts`."""
+        del prefix
+        return state
+
+    def part_inputs(self, prefix: str, state: Any, batch: Any) -> tuple[TrainState, Any]:
+        """Return the state and the batch of one of `parts`, arrays or abstract ones."""
+        del prefix
+        return state, batch
+
+    def place_batch(self, batch: Any) -> Any:
+        """Place a batch as `spmd.place_batch` does."""
+        return place_batch(self.plan, batch)
+
+    def init_state(self, seed: int = 0) -> TrainState:
+        """Create the state at step 0 as `spmd.init_state` does."""
+        return init_state(self.plan, seed)
+
+    def abstract_state(self) -> TrainState:
+        """Return the state as `jax.ShapeDtypeStruct`s with shardings."""
+        return abstract_state(self.plan)
+
+    def as_stored(self, state: Any) -> TrainState:
+        """Return a state in the form of checkpoints."""
+        return as_stored(state)
+
+    def from_stored(self, stored: TrainState) -> TrainState:
+        """Return a state from the form of `as_stored`."""
+        return from_stored(stored, self.plan)
 
     @property
     def programs(self) -> tuple[jax.stages.Compiled, ...]:

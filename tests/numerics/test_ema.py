@@ -75,6 +75,20 @@ def averages_of_a_plain_loop(params, decay):
     return averages, params
 
 
+def test_a_target_network_begins_at_the_initial_parameters():
+    """Without the correction of its start the average moves by a fixed share; with it the start has no weight."""
+    averages = {}
+    for debias in (False, True):
+        optimizer = spmd.with_ema(optax.sgd(1.0), 0.5, debias=debias)
+        params = {"w": jnp.array(4.0)}
+        state = optimizer.init(params)
+        for _ in range(2):  # w is 3, then 2
+            updates, state = optimizer.update({"w": jnp.array(1.0)}, state, params)
+            params = optax.apply_updates(params, updates)
+        averages[debias] = float(spmd.ema_params(state)["w"])
+    assert averages == {False: 2.75, True: pytest.approx(7 / 3)}
+
+
 def test_it_is_the_average_of_a_plain_loop_and_a_resumed_run_has_the_same_bits(tmp_path):
     """On data=2, fsdp=2, tensor=2; another decay gives another average. Evaluations, restored models and the best
     checkpoint are of the average."""

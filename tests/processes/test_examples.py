@@ -20,7 +20,14 @@ ENVIRONMENT = {
 SCRIPTS = {"linen_model": 20, "nnx_model": 50, "vit_digits": 50}
 """Scripts and how many steps they take here: enough to print a line of metrics."""
 
-RUNS = {"diffusion_transformer": 60, "recommender": 60, "t5_encoder_decoder": 60}
+RUNS = {
+    "actor_critic": 60,
+    "diffusion_transformer": 60,
+    "gan": 60,
+    "recommender": 60,
+    "t5_encoder_decoder": 60,
+    "teacher": 60,
+}
 """Scripts that train in a run folder, and how many steps they take here: more than one checkpoint needs."""
 
 IMPORTED = {"threshold_exchange"}
