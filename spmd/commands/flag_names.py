@@ -28,7 +28,7 @@ def name_flags(
     fields: list[str] = []
     for command in commands:
         fields += _fields(command)
-    given = _given_flags(arguments)
+    given = given_flags(arguments)
     flag_of_value = {}
     for flag, value in itertools.pairwise(arguments):
         if flag.startswith("--"):
@@ -44,7 +44,7 @@ def name_flags(
     return named
 
 
-def _given_flags(arguments: Sequence[str]) -> list[str]:
+def given_flags(arguments: Sequence[str]) -> list[str]:
     """Return the flags on a command line as dotted paths of fields."""
     given = []
     for argument in arguments:

@@ -22,6 +22,7 @@ from spmd.model_interface.model_config import (
 )
 from spmd.models.llama import LlamaConfig
 from spmd.models.mixtral import PRESETS as MIXTRALS
+from spmd.optim.config import describe_schedule, make_learning_rate
 from spmd.parity.bugs import BUGS, Bug
 from spmd.partition_rules.llama import LLAMA
 from spmd.precision import POLICIES
@@ -40,6 +41,38 @@ def wrong(error=ConfigError, **fields):
         dataclasses.replace(CONFIG, **fields)
     assert all(problem.fix for problem in caught.value.problems)
     return [problem.where for problem in caught.value.problems]
+
+
+def test_fewer_steps_on_the_command_line_shorten_the_warmup(tmp_path):
+    """It keeps its share where it no longer fits, and the plan says what it is.
+
+    What fits stays, and so do a warmup that a flag gives and a config that contradicts itself.
+    """
+
+    def optimizer(config, *flags):
+        parsed, _ = parse_command(PlanCommand, [config, *flags], "plan")
+        return parsed.config.optimizer
+
+    own = load_config("demo").optimizer
+    assert optimizer("demo", "--steps", "20") == dataclasses.replace(own, warmup_steps=1)
+    assert optimizer("demo", "--steps", "1").warmup_steps == 0
+    assert optimizer("demo", "--steps", "100") == own
+    wsd = ("--optimizer.schedule", "wsd", "--optimizer.decay-fraction", "0.9")
+    for steps in range(1, 30):
+        shorter = optimizer("demo", "--steps", str(steps), *wsd)
+        make_learning_rate(shorter, steps)
+    assert describe_schedule(optimizer("demo", "--steps", "20"), 20) == (
+        "learning rate 0.002, cosine: warmup of 1 of 20 steps, decay over the last 19 to 0.0002"
+    )
+    given = optimizer("demo", "--steps", "20", "--optimizer.warmup-steps", "30")
+    path = tmp_path / "wrong.py"
+    path.write_text(
+        "import dataclasses\nfrom spmd.examples.demo import config\n"
+        "config = dataclasses.replace(config, steps=20)\n"
+    )
+    for wrong in (given, optimizer(str(path)), optimizer(str(path), "--steps", "10")):
+        with pytest.raises(ConfigError, match="too few for warmup and decay"):
+            make_learning_rate(wrong, 20)
 
 
 def test_the_shipped_configs_are_those_of_the_readme():
