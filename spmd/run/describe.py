@@ -17,8 +17,8 @@ from spmd.gradients.deferred_reduction import DEFERRABLE_AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.model_interface.model_config import router_of
-from spmd.pipeline.tick_table import describe_execution
 from spmd.optim.config import describe_schedule
+from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.communication import (
     batch_axes,
     deferred_reduction_bytes,
