@@ -217,6 +217,8 @@ def _print_time(command: PlanCommand, found: StepTime) -> int:
 def _print_difference(command: PlanCommand, setup: TrainSetup) -> int:
     with other_config():
         other = load_config(command.diff)
+        if other.mesh.total() is None:
+            other = dataclasses.replace(other, devices=setup.mesh.size)
         other_plan = make_setup(other, planned_mesh(other)).plan
         difference = setup.plan.diff(other_plan)
     if not command.json:
@@ -274,6 +276,10 @@ def _compile(config: TrainConfig, topology: Topology, memory: MemoryReport) -> _
 
 def mesh_on(topology: str, config: TrainConfig) -> AnyMesh:
     """Return the planned mesh; no error proposes to simulate devices of a named machine."""
+    if not topology and not config.devices and config.mesh.total() is None:
+        what = "takes all devices of a machine, and none is named"
+        fix = "a machine, such as --topology v5e:4x4, a number, --devices 16, or a size of each axis"
+        raise MeshError("Unknown number of devices:", [Problem("mesh", what, fix=fix)])
     try:
         return planned_mesh(config)
     except MeshError as error:

@@ -544,7 +544,7 @@ def planned_mesh(config: TrainConfig) -> AnyMesh:
     """Return the config's mesh without devices; a -1 is filled in from `config.devices`."""
     total = config.devices or config.mesh.total()
     if total is None:
-        fix = "give --devices N, or each axis a size"
+        fix = "--devices N, or a size for each axis"
         problem = Problem("mesh", "has an axis of -1", fix=fix)
         raise ConfigError("Unknown number of devices:", [problem])
     shape = config.mesh.resolve(total)
