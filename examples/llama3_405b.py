@@ -4,8 +4,8 @@
     spmd plan llama3-405b --devices 16384 --mesh.data 16
     spmd train llama3-405b --data.source 'corpus/**/*.jsonl' --data.tokenizer tokenizer.json
 
-The plans need no accelerator; the second is of hybrid sharding, 16 copies of 1,024 shards. The run reads your text with your tokenizer, whose
-vocabulary must not exceed the model's.
+The plans need no accelerator; the second is of hybrid sharding, 16 copies of 1,024 shards. The run
+reads your text with your tokenizer, whose vocabulary must not exceed the model's.
 """
 
 import spmd

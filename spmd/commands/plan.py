@@ -68,7 +68,8 @@ class PlanCommand(Generic[M]):
 
     config: ConfigFields
     all: bool = False
-    """Also print a line for each gradient and each leaf of the optimizer state."""
+    """Also print a line for each gradient and each leaf of the optimizer state; equal lines of
+    unrolled layers are not folded."""
     json: bool = False
     """Print JSON: a record per parameter, gradient and leaf of the optimizer state."""
     topology: str = ""
@@ -278,7 +279,9 @@ def mesh_on(topology: str, config: TrainConfig) -> AnyMesh:
     """Return the planned mesh; no error proposes to simulate devices of a named machine."""
     if not topology and not config.devices and config.mesh.total() is None:
         what = "takes all devices of a machine, and none is named"
-        fix = "a machine, such as --topology v5e:4x4, a number, --devices 16, or a size of each axis"
+        fix = (
+            "a machine, such as --topology v5e:4x4, a number, --devices 16, or a size of each axis"
+        )
         raise MeshError("Unknown number of devices:", [Problem("mesh", what, fix=fix)])
     try:
         return planned_mesh(config)
