@@ -212,6 +212,11 @@ class ShardingPlan:
     def __str__(self) -> str:
         return self._text(folded_rows, "params", "variables", "transforms")
 
+    def __repr__(self) -> str:
+        heading = " ".join(self.heading.split())
+        footer = " ".join(self._footer.split())
+        return f"ShardingPlan({heading}; {footer})"
+
     def _repr_html_(self) -> str:
         """Return the plan as HTML for a notebook: the heading, the bytes, and a folded table."""
         entries = [*self.params, *self.variables, *self.transform_states]

@@ -30,7 +30,7 @@ from spmd.run.session import RunResult, train_in_folder
 from spmd.training.evaluated_params import plan_evaluation_point
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Run(RunSpec):
     """Training run of one step, in one folder; its arguments are those of `RunSpec`."""
 

@@ -68,6 +68,19 @@ class RunResult:
     steps: int
     preempted: int | None
 
+    def __repr__(self) -> str:
+        parts = [f"{self.steps:,} step{'s' * (self.steps != 1)} in {human_duration(self.seconds)}"]
+        if "loss" in self.metrics:
+            parts.append(f"loss {float(self.metrics['loss']):.4g}")
+        for name, value in self.evaluation.items():
+            if name.endswith("_loss"):
+                parts.append(f"{name} {value:.4g}")
+        if self.checkpoint is not None:
+            parts.append(f"checkpoint of step {self.checkpoint:,}")
+        if self.preempted is not None:
+            parts.append(f"preempted after step {self.preempted:,}")
+        return f"RunResult({', '.join(parts)}; {self.state!r})"
+
     @property
     def exit_code(self) -> int:
         """Exit code for the scheduler: 0, or 75 of a preempted run, to be started again."""
