@@ -16,7 +16,10 @@ _NUMBER = re.compile(r"(\d+)")
 
 def rows(entries: Sequence[PlanEntry]) -> list[Row]:
     """Return the cells of each entry."""
-    return [entry.row for entry in entries]
+    found = []
+    for entry in entries:
+        found.append(entry.row)
+    return found
 
 
 def folded_rows(entries: Sequence[PlanEntry]) -> list[Row]:
@@ -36,14 +39,16 @@ def folded_rows(entries: Sequence[PlanEntry]) -> list[Row]:
     """
     lines: dict[int, Row] = {}
     left = list(range(len(entries)))
-    deepest = max((len(_NUMBER.findall(entry.path)) for entry in entries), default=0)
+    deepest = 0
+    for entry in entries:
+        deepest = max(deepest, len(_NUMBER.findall(entry.path)))
     for position in range(deepest):
         folded = set[int]()
         for run in _runs(entries, left, position):
-            indices = [index for _, index in run]
+            _, indices = zip(*run, strict=True)
             folded.update(indices)
             lines[min(indices)] = _folded(entries[indices[0]], position, run)
-        left = [index for index in left if index not in folded]
+        left = sorted(set(left) - folded)
     for index in left:
         lines[index] = entries[index].row
     return [lines[index] for index in sorted(lines)]

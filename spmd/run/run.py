@@ -14,6 +14,7 @@ same bits.
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import jax
@@ -41,6 +42,7 @@ class Run(RunSpec):
         take_over: bool = False,
         profile: str = "",
         said: Sequence[str] = (),
+        began: float | None = None,
     ) -> RunResult:
         """Train until the config's last step or preemption.
 
@@ -52,12 +54,16 @@ class Run(RunSpec):
             take_over: Take the folder from the process that writes to it.
             profile: Steps to trace, such as `10:15`.
             said: Lines for the log.
+            began: Start of the session for its goodput, in seconds since the epoch; by default,
+                this call.
 
         Raises:
             CheckpointError: The folder cannot be used, or has a run that this one cannot continue.
             DivergenceError: A step is non-finite or a spike, and the config says stop, or rollbacks
                 are used up; or too many steps were skipped.
         """
+        if began is None:
+            began = time.time()
         check_packages(self.config.metrics_to)
         resumes = self.run_dir.check_use(resume)
         traced = parse_steps(profile)
@@ -68,7 +74,7 @@ class Run(RunSpec):
                 print(wrap_to_terminal("\n".join((self.description, *self.notes))))
                 console = Console(self.config.steps, columns=columns_of(self.rate.unit))
                 stack.enter_context(contextlib.closing(console))
-            result = train_in_folder(self, lease, console, resumes, traced, said)
+            result = train_in_folder(self, lease, console, resumes, traced, said, began)
         if console:
             self._report(console, result)
         return result

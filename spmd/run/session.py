@@ -121,8 +121,12 @@ def train_in_folder(
     resume: bool,
     profile: tuple[int, int] | None,
     said: Sequence[str],
+    began: float,
 ) -> RunResult:
-    """Train in the run's folder, with its lease entered."""
+    """Train in the run's folder, with its lease entered.
+
+    `began` is the start of the session, in seconds since the epoch.
+    """
     config = run.config
     recovery = config.recovery
     folder = run.run_dir
@@ -152,7 +156,7 @@ def train_in_folder(
         notes: list[Callable[[str], None]] = [log.say]
         if console:
             notes.append(console.note)
-        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, lease, log.say, notes)
+        telemetry = Telemetry(StepClock(), Stopwatch(began=began), watchdog, lease, log.say, notes)
         session = _Session(run, console, checkpoints, telemetry, preemption, tracing)
         return session.train(resume)
 

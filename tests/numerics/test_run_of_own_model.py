@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import CheckpointError, ConfigError, NonFiniteError
+from spmd.observe.goodput import measure_goodput
 from spmd.run.run_dir import RunDir
 from spmd.training.state import abstract_state
 
@@ -117,6 +119,18 @@ def test_results_are_a_line_in_a_notebook(step, tmp_path):
     assert all("TrainState(step int32[]" in text for text in shown[-2:])
     step(state, next(numbers(0, 1)))
     assert "step deleted, as the state was donated" in repr(state)
+
+
+def test_goodput_counts_from_the_call(step, tmp_path):
+    """All of it, and nothing before: the control has a session that began 1,000 seconds ago."""
+    run = spmd.Run(tmp_path / "run", step, numbers, config=dataclasses.replace(CONFIG, steps=1))
+    called = time.time()
+    run.train()
+    took = time.time() - called
+    assert 0.5 * took < measure_goodput(run.run_dir.path).total <= took
+    other = dataclasses.replace(run, folder=tmp_path / "other")
+    other.train(began=called - 1000)
+    assert measure_goodput(other.run_dir.path).seconds["start"] > 1000
 
 
 def test_a_run_rolls_back_and_skips_what_led_there(step, tmp_path, capsys):
