@@ -294,7 +294,7 @@ def mesh_on(topology: str, config: TrainConfig) -> AnyMesh:
         )
         problems = []
         for problem in error.problems:
-            if "--devices" in problem.fix:
+            if "simulate_devices" in problem.fix:
                 problem = dataclasses.replace(problem, fix=fix)
             problems.append(problem)
         raise MeshError(f"The mesh does not fit {topology}:", problems) from None

@@ -240,7 +240,7 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
             "steps",
             "too few for warmup and decay",
             f"(warmup_steps={config.warmup_steps}) + (decay={decay_steps}) against (steps={steps})",
-            f"--optimizer.warmup-steps {steps // 10}, or more --steps",
+            f"warmup_steps={steps // 10}, or more steps",
         )
         raise ConfigError("Invalid schedule:", [problem])
     warmup_steps = max(1, config.warmup_steps)

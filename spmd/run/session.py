@@ -281,8 +281,8 @@ class _Session:
         self.telemetry.stopwatch.switch_to("step")
         if point.step == run.config.steps:
             self.say(
-                f"nothing is left to train: step {point.step} of {point.step} is done (--steps "
-                "for more)"
+                f"nothing is left to train: step {point.step} of {point.step} is done; give more "
+                "steps"
             )
         return point
 
