@@ -98,7 +98,9 @@ def _report_plan(arguments: list[str], name: str) -> int:
     topology = parse_topology(command.topology or f"cpu:{mesh.size}")
     setup = make_setup(config, mesh, topology.chip.device_kind)
     report = collect_plan(name, setup, topology, compiles=command.compile)
-    _write(plan_page(report), config.out, report.notes)
+    with spinner("drawing the page"):
+        text = plan_page(report)
+    _write(text, config.out, report.notes)
     return 0
 
 

@@ -246,25 +246,26 @@ def _labelled(sizes: Mapping[str, int]) -> dict[str, int]:
 def collect_plan(name: str, setup: TrainSetup, topology: Topology, *, compiles: bool) -> PlanReport:
     """Collect the report of a config's plan on a machine; a missing part is a note."""
     preflight(setup)
-    memory = MemoryReport(topology, estimate_step(setup, topology.platform))
-    notes: list[str] = []
-    report = PlanReport(
-        name=name,
-        setup=setup,
-        topology=topology,
-        memory=memory,
-        time=_predict(setup, topology, notes),
-        audit=None,
-        spans=(),
-        schedule=_simulate(setup),
-        devices=map_devices(
-            topology,
-            setup.mesh.shape,
-            setup.config.slices.sizes,
-            setup.config.data.batch,
-        ),
-        notes=tuple(notes),
-    )
+    with spinner("estimating memory and time"):
+        memory = MemoryReport(topology, estimate_step(setup, topology.platform))
+        notes: list[str] = []
+        report = PlanReport(
+            name=name,
+            setup=setup,
+            topology=topology,
+            memory=memory,
+            time=_predict(setup, topology, notes),
+            audit=None,
+            spans=(),
+            schedule=_simulate(setup),
+            devices=map_devices(
+                topology,
+                setup.mesh.shape,
+                setup.config.slices.sizes,
+                setup.config.data.batch,
+            ),
+            notes=tuple(notes),
+        )
     if compiles:
         return _add_compiled(report)
     return _add_note(
