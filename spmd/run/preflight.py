@@ -13,7 +13,7 @@ from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read
 from spmd.analysis.topology import Topology, topology_devices
 from spmd.data.loader import check_batch_size
 from spmd.data.tokenizer import Tokenizer, load_tokenizer
-from spmd.distributed.native_output import compiler_log
+from spmd.distributed.native_output import REMATERIALIZATION, compiler_log
 from spmd.errors import ConfigError, Problem
 from spmd.pipeline.tick_table import tabulate
 from spmd.run.build import TrainSetup, abstract_batch, count_microbatches
@@ -94,7 +94,8 @@ class CompiledStep(NamedTuple):
 
 def compile_step(setup: TrainSetup) -> CompiledStep:
     """Compile the step and read the program; raise `MemoryError` if the compiler finds no room."""
-    with compilation_cache(None), compiler_log() as log:  # a cached program has no compiler log
+    # A cached program has no compiler log; the audit says what is left out of it.
+    with compilation_cache(None), compiler_log(without=REMATERIALIZATION) as log:
         try:
             compiled = setup.step.compile(abstract_batch(setup.config))
         except jax.errors.JaxRuntimeError as error:
@@ -124,7 +125,7 @@ def compile_step(setup: TrainSetup) -> CompiledStep:
 
 def compile_text(setup: TrainSetup) -> str:
     """Return the text of the compiled step."""
-    with compilation_cache(None), compiler_log():
+    with compilation_cache(None), compiler_log(without=REMATERIALIZATION):
         return setup.step.compile(abstract_batch(setup.config)).as_text() or ""
 
 
