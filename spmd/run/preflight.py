@@ -94,7 +94,7 @@ class CompiledStep(NamedTuple):
 
 def compile_step(setup: TrainSetup) -> CompiledStep:
     """Compile the step and read the program; raise `MemoryError` if the compiler finds no room."""
-    # A cached program has no compiler log; the audit says what is left out of it.
+    # A cached program has no compiler log; the audit says what is not passed on.
     with compilation_cache(None), compiler_log(without=REMATERIALIZATION) as log:
         try:
             compiled = setup.step.compile(abstract_batch(setup.config))
