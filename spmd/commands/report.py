@@ -20,6 +20,7 @@ from spmd.report.run_page import run_page
 from spmd.run.build import make_setup
 from spmd.run.config import M
 from spmd.run.load_config import shipped
+from spmd.run.run_dir import RunDir
 from spmd.tree import human_bytes
 
 _TITLE = "Report not written:"
@@ -63,6 +64,7 @@ def run_report(arguments: list[str]) -> int:
         return _report_plan(arguments, "demo")
     if name in shipped() or name.endswith(".py"):
         return _report_plan(arguments, name)
+    RunDir(Path(name))  # which must be local
     if not Path(name).is_dir():
         meant = did_you_mean(name, shipped())
         problem = Problem(

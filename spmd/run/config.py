@@ -35,7 +35,7 @@ from flax import nnx
 from spmd.data.chat import ChatConfig
 from spmd.data.loader import DataConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
-from spmd.errors import ConfigError, Problem, check_type, did_you_mean
+from spmd.errors import ConfigError, Problem, check_local, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.lora.adapters import LoRAConfig
 from spmd.model_interface.attention_config import ContextChoice, KernelChoice, attention_problems
@@ -261,6 +261,9 @@ class TrainConfig(RunConfig, Generic[M]):
         """Yield the problems of the values, alone and together."""
         yield from super().problems()
         yield from _large_numbers(self)
+        yield from check_local("out", self.out)
+        yield from check_local("init", self.init)
+        yield from check_local("evaluate.sets", self.evaluate.sets)
         yield from attention_problems(self.attention, self.context)
         yield from flag_problems(self.xla)
         yield from self.compress.problems()

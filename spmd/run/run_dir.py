@@ -27,7 +27,7 @@ from typing import Any, Literal, Self
 import jax
 
 from spmd.data.tokenizer import TOKENIZER
-from spmd.errors import CheckpointError, Problem
+from spmd.errors import CheckpointError, Problem, check_local
 from spmd.resilience.lease import Lease
 from spmd.run.config import (
     TrainConfig,
@@ -49,6 +49,11 @@ class RunDir:
     """Paths of one run, below `path`; `describe` makes the folder."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        problems = check_local("folder", self.path)
+        if problems:
+            raise CheckpointError("Not a local folder:", problems)
 
     @property
     def checkpoints(self) -> Path:
