@@ -1,10 +1,11 @@
-"""Llama-3 405B on 16,384 accelerators, in batches of 16 M tokens: hybrid sharding and tensor parallelism.
+"""Llama-3 405B on as many accelerators as there are, in batches of 16 M tokens: sharded and tensor parallel.
 
-    spmd plan llama3-405b --topology cpu:16384
+    spmd plan llama3-405b --topology v5p:16x16x16
+    spmd plan llama3-405b --devices 16384 --mesh.data 16
     spmd train llama3-405b --data.source 'corpus/**/*.jsonl' --data.tokenizer tokenizer.json
 
-The first command needs no accelerator. The second reads your text with your tokenizer, whose
-vocabulary must not exceed the model's.
+The plans need no accelerator; the second is of hybrid sharding, 16 copies of 1,024 shards. The run
+reads your text with your tokenizer, whose vocabulary must not exceed the model's.
 """
 
 import spmd
@@ -14,7 +15,7 @@ from spmd.partition_rules.llama import LLAMA
 config = spmd.TrainConfig(
     model=PRESETS["llama3-405b"],
     rules=LLAMA,
-    mesh=spmd.MeshShape(data=16, fsdp=128, tensor=8),
+    mesh=spmd.MeshShape(fsdp=-1, tensor=8),
     remat="full",
     precision="bf16",
     data=spmd.DataConfig(

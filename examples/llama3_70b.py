@@ -1,6 +1,6 @@
-"""Llama-3 70B on 256 accelerators, sharded and tensor parallel.
+"""Llama-3 70B on as many accelerators as there are, sharded and over four of them tensor parallel.
 
-    spmd plan llama3-70b
+    spmd plan llama3-70b --topology v5p:4x8x8
     spmd train llama3-70b --data.source 'corpus/**/*.jsonl' --data.tokenizer tokenizer.json
 
 The first command needs no accelerator. The second reads your text with your tokenizer, whose
@@ -14,7 +14,7 @@ from spmd.partition_rules.llama import LLAMA
 config = spmd.TrainConfig(
     model=PRESETS["llama3-70b"],
     rules=LLAMA,
-    mesh=spmd.MeshShape(fsdp=64, tensor=4),
+    mesh=spmd.MeshShape(fsdp=-1, tensor=4),
     remat="full",
     precision="bf16",
     data=spmd.DataConfig(

@@ -1,6 +1,6 @@
-"""Llama-3 8B on 64 accelerators, parameters and optimizer state fully sharded.
+"""Llama-3 8B on as many accelerators as there are, parameters and optimizer state fully sharded.
 
-    spmd plan llama3-8b
+    spmd plan llama3-8b --topology v5e:8x8
     spmd train llama3-8b --data.source 'corpus/**/*.jsonl' --data.tokenizer tokenizer.json
 
 The first command needs no accelerator. The second reads your text with your tokenizer, whose
@@ -14,7 +14,7 @@ from spmd.partition_rules.llama import LLAMA
 config = spmd.TrainConfig(
     model=PRESETS["llama3-8b"],
     rules=LLAMA,
-    mesh=spmd.MeshShape(fsdp=64),
+    mesh=spmd.MeshShape(fsdp=-1),
     remat="full",
     precision="bf16",
     data=spmd.DataConfig(

@@ -1,6 +1,6 @@
-"""Mixtral 8x7B on 64 accelerators: eight groups of one expert's devices, parameters and optimizer state fully sharded.
+"""Mixtral 8x7B on as many accelerators as there are, its experts over eight of them, fully sharded.
 
-    spmd plan mixtral-8x7b
+    spmd plan mixtral-8x7b --topology v5e:8x8
     spmd train mixtral-8x7b --data.source 'corpus/**/*.jsonl' --data.tokenizer tokenizer.json
 
 The first command needs no accelerator. The second reads your text with your tokenizer, whose
@@ -14,7 +14,7 @@ from spmd.partition_rules.mixtral import MIXTRAL
 config = spmd.TrainConfig(
     model=PRESETS["mixtral-8x7b"],
     rules=MIXTRAL,
-    mesh=spmd.MeshShape(fsdp=8, expert=8),
+    mesh=spmd.MeshShape(fsdp=-1, expert=8),
     remat="full",
     precision="bf16",
     data=spmd.DataConfig(

@@ -1,6 +1,6 @@
-"""TinyLlama 1.1B on one host of eight accelerators.
+"""TinyLlama 1.1B on as many accelerators as there are, fully sharded.
 
-    spmd plan tinyllama-1b
+    spmd plan tinyllama-1b --topology v5e:2x4
     spmd train tinyllama-1b --data.source 'corpus/**/*.jsonl' --data.tokenizer tokenizer.json
 
 The first command needs no accelerator. The second reads your text with your tokenizer, whose
@@ -14,7 +14,7 @@ from spmd.partition_rules.llama import LLAMA
 config = spmd.TrainConfig(
     model=PRESETS["tinyllama-1b"],
     rules=LLAMA,
-    mesh=spmd.MeshShape(fsdp=8),
+    mesh=spmd.MeshShape(fsdp=-1),
     remat="full",
     precision="bf16",
     data=spmd.DataConfig(

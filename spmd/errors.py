@@ -10,6 +10,7 @@ import inspect
 import math
 import numbers
 import operator
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -370,6 +371,40 @@ def any_of(choices: Iterable[Any]) -> str:
     if not others:
         return last
     return f"{', '.join(others)} or {last}"
+
+
+_ADDRESS = re.compile(r"(?:^|[=:,])([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_ADDRESS_AS_PATH = re.compile(r"^([a-z][a-z0-9+.-]+):/", re.IGNORECASE)
+
+
+def check_local(where: str, paths: Any) -> list[Problem]:
+    """Return a problem for each path that is an address, such as that of a bucket.
+
+    Python would take it for the name of a local folder.
+
+    Args:
+        paths: A path or several; of a text `NAME=PATH`, the path is checked.
+
+    Example:
+        >>> print(*check_local("out", "gs://bucket/run"))
+        out: is 'gs://bucket/run', and only local paths are read and written
+            fix: mount the bucket (gcsfuse, mountpoint-s3), and give a folder of it
+        >>> check_local("data.source", ["books", "/mnt/bucket/run"])
+        []
+    """
+    if isinstance(paths, Path):  # which makes one slash of two
+        paths = _ADDRESS_AS_PATH.sub(r"\1://", str(paths))
+    if isinstance(paths, str):
+        paths = [paths]
+    problems: list[Problem] = []
+    if not isinstance(paths, list | tuple):
+        return problems
+    for path in paths:
+        if isinstance(path, str) and _ADDRESS.search(path):
+            what = f"is {path!r}, and only local paths are read and written"
+            fix = "mount the bucket (gcsfuse, mountpoint-s3), and give a folder of it"
+            problems.append(Problem(where, what, fix=fix))
+    return problems
 
 
 def nearest_file(path: Path, also: Iterable[str] = ()) -> str:

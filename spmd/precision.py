@@ -177,15 +177,29 @@ _ALL_POLICIES = (
 
 POLICIES = {policy.name: policy for policy in _ALL_POLICIES}
 """The policies by name."""
+_OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "fp32": "float32", "fp64": "float64"}
+"""Other name of a policy → its name in plans and records."""
+
+
+def canonical_precision(name: str) -> str:
+    """Return the name of a policy in plans and records; of an unknown one, the name as it is.
+
+    Example:
+        >>> canonical_precision("bfloat16")
+        'bf16'
+    """
+    return _OTHER_NAMES.get(name, name)
 
 
 def make_precision(name: str | Precision) -> Precision:
     """Return the precision policy with a name, or a `Precision` as it is.
 
+    `bfloat16` is `bf16`, `float16` is `fp16`, `fp32` is `float32`, and `fp64` is `float64`.
     ConfigError if there is no such policy.
     """
     if isinstance(name, Precision):
         return name
+    name = canonical_precision(name)
     if name not in POLICIES:
         fix = did_you_mean(str(name), POLICIES)
         problem = Problem("precision", f"{name!r} does not exist", fix=fix)

@@ -195,6 +195,21 @@ def human_bytes(n: float) -> str:
     raise AssertionError("unreachable")
 
 
+def describe_arrays(tree: PyTree) -> str:
+    """Return the number of arrays in a tree and their bytes, in words.
+
+    Example:
+        >>> describe_arrays({"a": jnp.ones((2, 3)), "b": jax.ShapeDtypeStruct((4,), "int8")})
+        '2 arrays of 28 B'
+    """
+    leaves = jax.tree.leaves(tree)
+    total = 0
+    for leaf in leaves:
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            total += math.prod(leaf.shape) * leaf.dtype.itemsize
+    return f"{len(leaves):,} array{'s' * (len(leaves) != 1)} of {human_bytes(total)}"
+
+
 def all_finite(tree: PyTree) -> jax.Array:
     """Return whether the norm of a tree of arrays is finite: one boolean, the same on every device.
 

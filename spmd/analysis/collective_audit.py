@@ -15,6 +15,7 @@ Backends write some collectives in other forms (`spmd.analysis.collectives`).
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from types import EllipsisType, MappingProxyType
@@ -29,10 +30,15 @@ from spmd.analysis.collective_record import MIN_BYTES, Collective
 from spmd.analysis.collectives import find_collectives
 from spmd.analysis.comm_dtypes import comm_dtype_checks, wider_transfers
 from spmd.analysis.hlo import HloModule, parse
+from spmd.distributed.native_output import REMATERIALIZATION
 from spmd.errors import MeshError, Problem
+from spmd.model_interface.kernels import LOOKUP
 from spmd.plan.plan import ShardingPlan
+from spmd.plan.records import PlanEntry
 from spmd.plan.scopes import read_names
-from spmd.sharding.mesh import BATCH_AXES, AnyMesh, slice_numbers
+from spmd.sharding.dims import spec_dims
+from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, slice_numbers
+from spmd.sharding.rules import spec_text
 from spmd.training.step import TrainStep
 from spmd.tree import human_bytes
 
@@ -49,7 +55,8 @@ LARGE = 2**20
 MIN_SHARE = 0.01
 """Smallest share of a step's bytes for which a gather is reported."""
 
-_REMATERIALIZATION = "Involuntary full rematerialization"
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[[\d,]*\]")
+_CHANGE = re.compile(r"from sharding (\{.*?\}) to (\{.*?\}) efficiently")
 
 _WIDTH = 120
 """Columns of the tables."""
@@ -256,7 +263,7 @@ def audit_collectives(
         mesh=_above_one(mesh.shape),
         backend=backend,
         records=records,
-        warnings=tuple(_warnings(records, backend, log)),
+        warnings=(*_warnings(records, backend), *_copied_arrays(log, plan)),
         slices=_above_one(slices),
         broken=broken,
     )
@@ -290,8 +297,8 @@ def _backend_of(mesh: AnyMesh) -> str:
     return "an unknown backend"
 
 
-def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -> Iterator[Problem]:
-    """Yield warnings on oversized and on uncounted collectives, and from the compiler's log."""
+def _warnings(records: Sequence[Collective], backend: str) -> Iterator[Problem]:
+    """Yield warnings on oversized and on uncounted collectives."""
     total = _total(records)
     for record in records:
         if record.kind == "all-gather" and record.bytes >= MIN_SHARE * total:
@@ -312,15 +319,59 @@ def _warnings(records: Sequence[Collective], backend: str, log: Sequence[str]) -
                 _amount(record),
                 "multiply by what you know of the loop",
             )
-    for line in dict.fromkeys(log):
-        if _REMATERIALIZATION in line:
-            yield Problem(
-                "the partitioner",
-                "copies an array whole to every device",
-                line.partition(_REMATERIALIZATION)[2].strip(" ."),
-                "give the array in between a sharding that leads from the first to the second "
-                "in steps",
+
+
+def _copied_arrays(log: Sequence[str], plan: ShardingPlan | None) -> Iterator[Problem]:
+    """Yield a warning for each array that the partitioner copies whole to change its sharding.
+
+    It may be the rows of a lookup: they arrive split by features, and are used split by examples.
+    """
+    what = "copies an array whole to every device, to change its sharding"
+    for array, detail in _copies(log).items():
+        cause = ""
+        fix = "give the array in between a sharding that leads from one to the other in steps"
+        table = _looked_up(array, plan)
+        if table:
+            cause = (
+                f", rows of the lookup {table.path}, whose features {spec_text(table.spec)} splits"
             )
+            fix = f'split the rows of {table.path}, such as P("fsdp"), not its features'
+        yield Problem("the partitioner", what, f"{array}{cause}: {detail}", fix)
+
+
+def _copies(log: Sequence[str]) -> dict[str, str]:
+    """Return array → the change of its sharding, in lines of XLA about copies."""
+    found: dict[str, str] = {}
+    for line in log:
+        _, said, rest = line.partition(REMATERIALIZATION)
+        if not said:
+            continue
+        array = _ARRAY.search(rest)
+        shardings = _CHANGE.search(rest)
+        detail = rest.strip(" .")
+        if shardings:
+            detail = f"from {shardings[1]} to {shardings[2]}"
+        found.setdefault(array[0] if array else "an array", detail)
+    return found
+
+
+def _looked_up(array: str, plan: ShardingPlan | None) -> PlanEntry | None:
+    """Return the table whose rows an array may have; None if there is no such table.
+
+    Its features are split by axes of the batch alone.
+    """
+    if plan is None:
+        return None
+    roles = plan.model.info().no_matrix
+    widths = re.findall(r"\d+", array.partition("[")[2])
+    for entry in plan.params:
+        if roles.get(entry.path) != LOOKUP:
+            continue
+        *_, features = spec_dims(entry.spec, len(entry.shape), AXES)
+        is_split = features and set(features) <= set(BATCH_AXES)
+        if is_split and str(entry.shape[-1]) in widths:
+            return entry
+    return None
 
 
 def _gather_warnings(record: Collective) -> Iterator[Problem]:

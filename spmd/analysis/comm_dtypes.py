@@ -88,7 +88,7 @@ def _gradient_check(path: str, sent: Iterable[Transfer], *, explicit: bool) -> C
         dtypes,
         explicit=explicit,
         overhead=scales,
-        fix="--compress.gradients float32, if these bytes are meant",
+        fix='compress.gradients="float32", if these bytes are meant',
         largest=largest,
     )
 
@@ -100,7 +100,7 @@ def _gather_check(transfer: Transfer) -> CommDtypeCheck:
         USED_WHOLE,
         dict.fromkeys(transfer.axes, _wire_dtype(transfer.dtype)),
         overhead=_SCALES[transfer.dtype],
-        fix="leave out --compress.gather, if these bytes are meant",
+        fix='compress.gather="", if these bytes are meant',
     )
 
 

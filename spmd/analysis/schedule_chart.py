@@ -381,7 +381,7 @@ def write_svg(timeline: ScheduleTimeline, path: str | Path) -> None:
         problem = Problem(
             str(path),
             f"cannot be written: {error.strerror}",
-            fix='--svg FILE, or --svg "" for none',
+            fix="a file in a folder that exists",
         )
         raise ConfigError("The schedule was not drawn:", [problem]) from error
 

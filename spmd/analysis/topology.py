@@ -185,7 +185,7 @@ def _parse_shape(text: str, chip: Chip, size: str) -> tuple[int, ...]:
 
 
 def _refused_slices(chip: Chip, slices: str, size: str) -> Problem:
-    fix = f"{_example(chip)}, and --slices.data for the network of hosts"
+    fix = f"{_example(chip)}, and slices over data for the network of hosts"
     if chip.platform == "tpu":
         fix = f"{chip.kind}:{size}"
     what = f"has {slices} slices of {chip.kind}: only TPUs have slices"

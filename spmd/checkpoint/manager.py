@@ -39,7 +39,7 @@ from spmd.distributed.hosts import (
     plain_problems,
     read_problems,
 )
-from spmd.errors import CheckpointError, Problem, check_fields
+from spmd.errors import CheckpointError, Problem, check_fields, check_local
 from spmd.tree import human_bytes
 
 PyTree = Any
@@ -96,6 +96,9 @@ class CheckpointManager:
         problems = check_fields(self._policy, rules)
         if problems:
             raise CheckpointError("invalid retention policy", problems)
+        problems = check_local("directory", Path(directory))
+        if problems:
+            raise CheckpointError("Not a local folder:", problems)
         self.directory = Path(directory).absolute()
         self._before_write = before_write
         self._unfinished_suffix = ".saving"

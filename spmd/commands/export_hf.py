@@ -28,8 +28,12 @@ from spmd.run.config import TrainConfig
 from spmd.run.load_params import is_run, read_adapters, read_params
 from spmd.run.run_dir import RunDir
 
-_Dtype = Literal["", "bf16", "float32"]
-_DTYPES: dict[_Dtype, Any] = {"bf16": jnp.bfloat16, "float32": jnp.float32}
+_Dtype = Literal["", "bf16", "bfloat16", "float32"]
+_DTYPES: dict[_Dtype, Any] = {
+    "bf16": jnp.bfloat16,
+    "bfloat16": jnp.bfloat16,
+    "float32": jnp.float32,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,17 @@ from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import Problem
 from spmd.run.config import TrainConfig
 
+_ARGUMENT = re.compile(r'(?<![\w.(])([a-z]\w*(?:\.\w+)*)=("[^"]*"|[\w+-]+(?:\.\d+)?)')
+"""An argument and its value, as Python writes them."""
+_SIMULATE = re.compile(r"spmd\.simulate_devices\((\d+)\)")
+
 
 def name_flags(
     problems: Sequence[Problem], commands: Sequence[Any], arguments: Sequence[str]
 ) -> list[Problem]:
     """Return the problems with the flag of each field in its fix, unless it names a flag already.
 
+    A library function names an argument, `on_nan="skip"`, which is the flag `--on-nan skip`.
     A library function that has a part of the config calls a field by its last name. `commands` are
     the dataclasses with flags as fields; of several flags with that name, the one in `arguments` is
     meant. A problem that is about the value of a flag, such as a file, is one of that flag.
@@ -28,13 +33,14 @@ def name_flags(
     fields: list[str] = []
     for command in commands:
         fields += _fields(command)
-    given = _given_flags(arguments)
+    given = given_flags(arguments)
     flag_of_value = {}
     for flag, value in itertools.pairwise(arguments):
         if flag.startswith("--"):
             flag_of_value[value] = flag[2:]
     named = []
     for problem in problems:
+        problem = dataclasses.replace(problem, fix=_flags_for_arguments(problem.fix, fields))
         meant = _meant(problem, fields, given)
         if not meant and problem.where in flag_of_value:
             meant = [flag_of_value[problem.where]]
@@ -44,7 +50,53 @@ def name_flags(
     return named
 
 
-def _given_flags(arguments: Sequence[str]) -> list[str]:
+def _flags_for_arguments(fix: str, fields: Sequence[str]) -> str:
+    """Return a fix with flags in place of the arguments of a config or command in it.
+
+    Arguments in parentheses are those of a call, and stay.
+
+    Example:
+        >>> _flags_for_arguments('warmup_steps=3, or f(zero=1)', ["optimizer.warmup_steps", "zero"])
+        '--optimizer.warmup-steps 3, or f(zero=1)'
+    """
+
+    def flag(found: re.Match[str]) -> str:
+        before = fix[: found.start()]
+        name, value = found.groups()
+        path = _field_named(name, fields)
+        is_of_call = before.count("(") > before.count(")")
+        if is_of_call or not path:
+            return found[0]
+        return _as_flag(path, value)
+
+    fix = _ARGUMENT.sub(flag, fix)
+    return _SIMULATE.sub(r"--devices \1", fix)
+
+
+def _field_named(name: str, fields: Sequence[str]) -> str:
+    """Return the dotted path of the field with a name; empty if there is none, or several."""
+    if name in fields or re.fullmatch(r"model(\.\w+)+", name):
+        return name
+    ending = {path for path in fields if path.endswith(f".{name}")}
+    if len(ending) == 1:
+        return ending.pop()
+    return ""
+
+
+def _as_flag(path: str, value: str) -> str:
+    """Return the flag of a field with a value as Python writes it."""
+    name = f"--{path.replace('_', '-')}"
+    if value == "True":
+        return name
+    if value == "False":
+        return f"no {name}"
+    if value == '""':
+        return f"{name} ''"
+    text = value.strip('"')
+    return f"{name} {text}"
+
+
+def given_flags(arguments: Sequence[str]) -> list[str]:
     """Return the flags on a command line as dotted paths of fields."""
     given = []
     for argument in arguments:

@@ -53,8 +53,9 @@ class ImportCommand:
     """Size of each mesh axis; one may be -1."""
     zero: ZeroStage = 3
     """ZeRO stage: parameters are sharded over fsdp at 3."""
-    precision: Literal["float32", "bf16", "bf16-params"] = "float32"
-    """float32; bf16: compute in it; bf16-params: also store parameters in it."""
+    precision: Literal["float32", "bf16", "bf16-params", "fp32", "bfloat16"] = "float32"
+    """float32; bf16: compute in it; bf16-params: also store parameters in it. bfloat16 is bf16, and
+    fp32 is float32."""
     sequence: int = 0
     """Sequence length for training and generation (0: the model's context length, at most 2048)."""
     devices: int = 0

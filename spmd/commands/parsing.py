@@ -10,9 +10,11 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import tyro
 
 from spmd.analysis.topology import parse_topology
+from spmd.commands.flag_names import given_flags
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import MOST_SIMULATED, prepare_platform
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
+from spmd.optim.config import fit_warmup
 from spmd.run.config import M, TrainConfig
 from spmd.run.load_config import load_config, shipped
 from spmd.run.step_source import ConfigSource, ReadyStep, Source, StepFile, load_source
@@ -33,6 +35,8 @@ LaunchFields = Annotated[LaunchArgs, tyro.conf.arg(name="")]
 def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, Path]:
     """Parse a command with a config; return it with the config's file.
 
+    Fewer steps than the config's have a shorter warmup, unless a flag gives it (`fit_warmup`).
+
     `command` is a dataclass, generic in the model's config, with a field `config`; `arguments`
     follow the verb.
     """
@@ -51,7 +55,18 @@ def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, P
     except NameError as error:  # of `typing.get_type_hints`
         what = f"an annotation of {model.__name__} does not resolve: {error}"
         raise ConfigError("Invalid config:", [Problem("model", what)]) from error
+    if "optimizer.warmup_steps" not in given_flags(flags):
+        parsed = _with_fitting_warmup(parsed, config.steps)
     return parsed, shipped().get(name, Path(name))
+
+
+def _with_fitting_warmup(parsed: Any, planned: int) -> Any:
+    """Return a parsed command with a warmup that fits its steps, if they are fewer than planned."""
+    config = parsed.config
+    optimizer = fit_warmup(config.optimizer, planned, config.steps)
+    if optimizer == config.optimizer:
+        return parsed
+    return dataclasses.replace(parsed, config=dataclasses.replace(config, optimizer=optimizer))
 
 
 class ParsedSource(NamedTuple):

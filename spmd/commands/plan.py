@@ -39,7 +39,8 @@ from spmd.tree import human_bytes
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PlanOptions:
     all: bool = False
-    """Also print a line for each gradient and each leaf of the optimizer state."""
+    """Also print a line for each gradient and each leaf of the optimizer state; equal lines of
+    unrolled layers are not folded."""
     json: bool = False
     """Print JSON: a record per parameter, gradient and leaf of the optimizer state."""
     topology: str = ""
@@ -211,6 +212,8 @@ def _print_time(command: _PlanOptions, found: StepTime) -> int:
 def _print_difference(command: PlanCommand, planned: PlannedStep) -> int:
     with other_config():
         other = load_config(command.diff)
+        if other.mesh.total() is None:
+            other = dataclasses.replace(other, devices=planned.mesh.size)
         other_plan = make_setup(other, planned_mesh(other)).plan
         difference = planned.plan.diff(other_plan)
     if not command.json:
@@ -280,7 +283,7 @@ def mesh_on(topology: str, source: StepSource) -> AnyMesh:
         )
         problems = []
         for problem in error.problems:
-            if "--devices" in problem.fix:
+            if "simulate_devices" in problem.fix:
                 problem = dataclasses.replace(problem, fix=fix)
             problems.append(problem)
         raise MeshError(f"The mesh does not fit {topology}:", problems) from None

@@ -26,6 +26,7 @@ from spmd.report.run_data import read_runs
 from spmd.report.run_page import run_page
 from spmd.run.config import M
 from spmd.run.load_config import shipped
+from spmd.run.run_dir import RunDir
 from spmd.tree import human_bytes
 
 _TITLE = "Report not written:"
@@ -85,6 +86,7 @@ def run_report(arguments: list[str]) -> int:
         return _report_plan(arguments, "demo")
     if name in shipped() or name.partition(":")[0].endswith(".py"):
         return _report_plan(arguments, name)
+    RunDir(Path(name))  # which must be local
     if not Path(name).is_dir():
         meant = did_you_mean(name, shipped())
         problem = Problem(
@@ -120,7 +122,9 @@ def _report_plan(arguments: list[str], name: str) -> int:
     topology = parse_topology(command.topology or f"cpu:{mesh.size}")
     planned = source.on(mesh, topology.chip.device_kind)
     report = collect_plan(name, source, planned, topology, compiles=command.compile)
-    _write(plan_page(report), out, report.notes)
+    with spinner("drawing the page"):
+        text = plan_page(report)
+    _write(text, out, report.notes)
     return 0
 
 

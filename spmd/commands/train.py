@@ -6,6 +6,7 @@ from typing import Any, Generic
 
 from spmd.commands.parsing import ConfigFields, LaunchFields, parse_command
 from spmd.distributed.cluster_env import LaunchArgs
+from spmd.observe.goodput import command_start
 from spmd.observe.profiling import parse_steps
 from spmd.run.config import M
 from spmd.run.run_dir import Resume
@@ -44,6 +45,7 @@ def run_train(arguments: list[str]) -> int:
         profile=command.profile,
         source=source,
         launch_args=command.launch_args,
+        began=command_start(),
     )
     return result.exit_code
 

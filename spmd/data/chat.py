@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from spmd.checkpoint.manifest import read_bounded, read_object
 from spmd.data.message_fields import RecordedMessage, flag_problems, is_turned_off, map_texts
 from spmd.data.tokenizer import SETTINGS
-from spmd.errors import ConfigError, DataError, Problem, check_fields, did_you_mean
+from spmd.errors import ConfigError, DataError, Problem, check_fields, check_local, did_you_mean
 
 TEMPLATE = "chat_template.jinja"
 """File with the template beside a tokenizer; otherwise it is the field `chat_template` of
@@ -84,6 +84,7 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         problems = check_fields(self, {"longer": get_args(Longer)}, "chat.")
+        problems += check_local("chat.template", self.template)
         try:
             _ = self.now
         except ValueError as error:

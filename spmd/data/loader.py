@@ -30,7 +30,7 @@ from spmd.data.mixture import MixtureSource, mixture_problems
 from spmd.data.packing import PackedDocuments
 from spmd.data.sampler import RandomAccessDataset, Sampler, ShuffledSampler
 from spmd.data.tokenizer import load_tokenizer
-from spmd.errors import ConfigError, DataError, MeshError, Problem, check_fields
+from spmd.errors import ConfigError, DataError, MeshError, Problem, check_fields, check_local
 from spmd.sharding.mesh import entry_axes
 
 Batch = dict[str, jax.Array]
@@ -94,6 +94,8 @@ class DataConfig:
         if not self.source or not all(self.source):
             what = f"is {self.source!r}"
             problems.append(Problem("data.source", what, fix="name a file or folder"))
+        for field in ("source", "mixture", "tokenizer", "cache"):
+            problems += check_local(f"data.{field}", getattr(self, field))
         problems += mixture_problems(self.mixture)
         if self.mixture and self.source != _DEFAULT_SOURCE:
             fix = "leave one of them out, or name the source in the mixture"

@@ -135,7 +135,7 @@ class AmaxHistory(GradTransform):
 
     def problems(self, plan: Any) -> list[Problem]:
         """Return the reasons against observing magnitudes."""
-        fix = "--quantize fp8, which scales by this step"
+        fix = 'quantize="fp8", which scales by this step'
         problems = []
         if not kernels_with_history(plan):
             problems.append(Problem(f"transform {self.name}", "remembers no matmul", fix=fix))

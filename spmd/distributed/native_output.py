@@ -35,12 +35,17 @@ def _stdout_descriptor() -> int | None:
     return None
 
 
+REMATERIALIZATION = "Involuntary full rematerialization"
+"""Words of XLA's line about an array that is copied whole to every device to change its sharding."""
+
+
 @contextlib.contextmanager
-def compiler_log(*, pass_on: bool = True) -> Iterator[list[str]]:
+def compiler_log(*, pass_on: bool = True, without: str = "") -> Iterator[list[str]]:
     """Hold back XLA's lines on the process's standard error until the end of the block.
 
     When the block ends, the lines are in the list, and are written to standard error. With
-    `pass_on=False` they are written only if the block fails.
+    `pass_on=False` they are written only if the block fails, and so are lines that contain
+    `without`, such as `REMATERIALIZATION`.
 
     The partitioner reports an involuntary full rematerialization only there. JAX 0.10 prints such
     lines; JAX 0.12 has not been seen to do so for the same programs, and the copies then show as
@@ -67,7 +72,16 @@ def compiler_log(*, pass_on: bool = True) -> Iterator[list[str]]:
             os.dup2(before, 2)
             os.close(before)
             caught.seek(0)
-            said = caught.read()
-            log.extend(said.decode(errors="replace").splitlines())
-            while said and (pass_on or failed):
-                said = said[os.write(2, said) :]
+            lines = caught.read().splitlines(keepends=True)
+            for line in lines:
+                text = line.decode(errors="replace")
+                log.append(text.rstrip("\r\n"))
+                is_passed_on = pass_on and not (without and without in text)
+                if failed or is_passed_on:
+                    _write_all(line)
+
+
+def _write_all(data: bytes) -> None:
+    """Write to standard error."""
+    while data:
+        data = data[os.write(2, data) :]

@@ -108,7 +108,8 @@ def value_and_grad(loss_fn: LossFn, *, additive: bool = False) -> LossGradFn:
 
         loss.check_mean(params, own, batch, key)
         if has_part_of_batch():
-            loss.check_additive(_ONCE, params, own, batch, key, fix="--defer-grad-reduction none")
+            fix = 'defer_grad_reduction="none"'
+            loss.check_additive(_ONCE, params, own, batch, key, fix=fix)
         differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
         found, (sums, after) = differentiate(grad_targets(params), entered.riders)
         gradients, seen = found

@@ -29,7 +29,7 @@ DEFERRABLE_AXES = ("data", "fsdp")
 """The axes over which an exchange can wait for the end of a step."""
 
 _TITLE = "Gradients cannot be exchanged once a step:"
-_FIX = "--defer-grad-reduction none"
+_FIX = 'defer_grad_reduction="none"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _codec_problems(placements: Mapping[str, ParamPlacement]) -> Iterator[Proble
         yield Problem(
             "compress.gather",
             f"is {codec}, and an exchange over fsdp gathers once",
-            fix="--defer-grad-reduction data, or no --compress.gather",
+            fix='defer_grad_reduction="data", or compress.gather=""',
         )
 
 
@@ -335,7 +335,7 @@ def choose_deferred_reduction(
     if seeing and choice not in ("auto", "none"):
         what = f"is {choice}, and {seeing} must see every microbatch, also of other devices"
         raise ConfigError(
-            _TITLE, [Problem("defer_grad_reduction", what, fix="--defer-grad-reduction auto")]
+            _TITLE, [Problem("defer_grad_reduction", what, fix='defer_grad_reduction="auto"')]
         )
     if choice == "auto":
         return _automatic_exchange(grad_fn, plan, batch)

@@ -352,7 +352,7 @@ def _check_whole_microbatch(names: Sequence[str]) -> None:
     if not names or not is_part:
         return
     what = "are of all examples of a microbatch"
-    problem = Problem(", ".join(names), what, fix="--defer-grad-reduction none")
+    problem = Problem(", ".join(names), what, fix='defer_grad_reduction="none"')
     raise ConfigError("A device cannot compute the loss of its examples alone:", [problem])
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.checkpoint.manifest import read_object
-from spmd.errors import CheckpointError, Problem, first_of
+from spmd.errors import CheckpointError, Problem, check_local, first_of
 from spmd.hf.family import Family, Ignored, TensorMapping, TensorSource, family_of
 from spmd.hf.fields import collect_errors
 from spmd.hf.safetensors import SafetensorsFile, Tensor
@@ -110,7 +110,9 @@ def open_folder(path: Path) -> Iterator[HFFolder]:
 
     An error lists all problems of config.json, the index and the header of each file.
     """
-    problems: list[Problem] = []
+    problems = check_local("Hugging Face folder", path)
+    if problems:
+        raise CheckpointError("Nothing was read:", problems)
     if not path.is_dir():
         fix = "give a local folder; nothing is downloaded"
         problem = Problem(str(path), "is not a folder", fix=fix)

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd import tree
 from spmd.checkpoint.manifest import sync
-from spmd.errors import CheckpointError, ConfigError, Problem
+from spmd.errors import CheckpointError, ConfigError, Problem, check_local
 from spmd.hf.family import Family, TensorSource, tensor_sources
 from spmd.hf.fields import HARMLESS
 from spmd.hf.folder import CONFIG, INDEX, SINGLE
@@ -135,6 +135,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
     The unfinished one must not exist; after an error it is removed.
     """
+    problems = check_local("out", path)
+    if problems:
+        raise CheckpointError("Nothing was written:", problems)
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         unfinished.mkdir(parents=True)

@@ -178,7 +178,8 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
 
     init = functools.partial(_init_adapters, paths=paths, rank=lora.rank)
     info = functools.partial(_adapted_info, model, paths, rules)
-    return Model(init, _apply, init_variables, forward, info, layered)
+    name = f"{model.name} with adapters"
+    return Model(init, _apply, init_variables, forward, info, layered, name)
 
 
 def _init_adapters(key: jax.Array, *, paths: Mapping[str, tuple[int, ...]], rank: int) -> Any:

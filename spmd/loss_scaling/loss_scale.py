@@ -159,9 +159,9 @@ class LossScale(GradTransform):
         problems = []
         if any(other.exchanges for other in plan.transforms):
             why = "the scale changes between steps, and errors are of gradients without it"
-            problems.append(Problem(where, what, why, "--precision bf16"))
+            problems.append(Problem(where, what, why, 'precision="bf16"'))
         if any(other.overlapping_steps for other in plan.transforms):
             why = "the scale may change while microbatches are in flight"
-            fix = "--precision bf16, or a schedule with a flush"
+            fix = 'precision="bf16", or a schedule with a flush'
             problems.append(Problem(where, what, why, fix))
         return problems

@@ -228,6 +228,7 @@ class Model:
         info: Returns the `ModelInfo`; by default of functions, `padding_aware` if they have a
             parameter `valid`.
         layered: The forward pass in parts, for a pipeline.
+        name: Name of the module, for `repr`; by default, that of `apply`.
 
     Example:
         >>> model = Model(lambda key: {"w": jax.numpy.ones(3)}, lambda params, x: params["w"] * x)
@@ -244,6 +245,10 @@ class Model:
     )
     info: Callable[[], ModelInfo] = dataclasses.field(default=None)  # type: ignore[assignment]
     layered: Callable[[], LayeredModel | None] = lambda: None
+    name: str = dataclasses.field(default="", compare=False)
+
+    def __repr__(self) -> str:
+        return f"Model({self.name})"
 
     def __post_init__(self) -> None:
         problems = check_call("init", self.init, "key")
@@ -254,6 +259,8 @@ class Model:
         if self.info is None:
             function = apply if forward is None else forward
             object.__setattr__(self, "info", _info_of_function(function))
+        if not self.name:
+            object.__setattr__(self, "name", name_of_callable(apply))
         if not isinstance(apply, InComputeDtype):
             apply = InComputeDtype(apply, self.info, inputs_from=0)
         if forward is None:
@@ -262,6 +269,25 @@ class Model:
             forward = InComputeDtype(forward, self.info, inputs_from=2, has_variables=True)
         object.__setattr__(self, "apply", apply)
         object.__setattr__(self, "forward", forward)
+
+
+def name_of_callable(function: Any) -> str:
+    """Return the name of a function or class, the line of a lambda, or the type of another callable.
+
+    Example:
+        >>> name_of_callable(functools.partial(jax.numpy.zeros, 3))
+        'zeros'
+    """
+    if isinstance(function, functools.partial):
+        return name_of_callable(function.func)
+    if isinstance(function, InComputeDtype):
+        return name_of_callable(function.function)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if not name.endswith("<lambda>"):
+        return name
+    code = function.__code__
+    file = code.co_filename.replace("\\", "/").rpartition("/")[2]
+    return f"lambda of {file}:{code.co_firstlineno}"
 
 
 def _info_of_function(function: Any) -> Callable[[], ModelInfo]:

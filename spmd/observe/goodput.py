@@ -37,7 +37,7 @@ _FILE = "goodput.jsonl"
 class Stopwatch:
     """Seconds by activity; every moment belongs to exactly one.
 
-    The first begins at `began`, by default at `session_start()`.
+    The first begins at `began`, in seconds since the epoch; by default, now.
 
     Example:
         >>> times = iter([0.0, 3.0, 4.0, 9.0])
@@ -51,7 +51,7 @@ class Stopwatch:
 
     def __init__(self, now: Callable[[], float] = time.time, began: float | None = None) -> None:
         if began is None:
-            began = session_start()
+            began = now()
         self._now = now
         self.began = began
         self._since = began
@@ -99,12 +99,12 @@ class Stopwatch:
             file.write(json.dumps(record) + "\n")
 
 
-_SESSIONS = itertools.count()
+_COMMANDS = itertools.count()
 
 
-def session_start() -> float:
-    """Return the start of a new session: of the process for its first one, now for others."""
-    if next(_SESSIONS) == 0:
+def command_start() -> float:
+    """Return the start of a command: of the process for its first one, now for others."""
+    if next(_COMMANDS) == 0:
         return process_start()
     return time.time()
 

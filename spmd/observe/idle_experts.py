@@ -38,5 +38,5 @@ class IdleExperts(Hook):
             named += f" and {len(found) - NAMED} more"
         self._say(
             f"step {step}   no token in {self._steps} steps for expert {named}: "
-            "raise --model.router.balance or --model.router.bias-rate"
+            "raise the router's balance or bias_rate"
         )

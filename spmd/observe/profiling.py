@@ -30,7 +30,7 @@ def parse_steps(text: str) -> tuple[int, int] | None:
     problem = Problem(
         "profile",
         f"is {text!r}",
-        fix="the first step and the last, from 1: --profile 10:15",
+        fix='the first step and the last, from 1: profile="10:15"',
     )
     raise ConfigError("Nothing can be profiled:", [problem])
 

@@ -235,12 +235,12 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     if config.schedule_fn is not None:
         return _checked(config.schedule_fn)
     decay_steps = _decay_steps(config, steps)
-    if config.warmup_steps >= steps or config.warmup_steps + decay_steps > steps:
+    if not _schedule_fits(config, steps):
         problem = Problem(
             "steps",
             "too few for warmup and decay",
             f"(warmup_steps={config.warmup_steps}) + (decay={decay_steps}) against (steps={steps})",
-            f"--optimizer.warmup-steps {steps // 10}, or more --steps",
+            f"warmup_steps={steps // 10}, or more steps",
         )
         raise ConfigError("Invalid schedule:", [problem])
     warmup_steps = max(1, config.warmup_steps)
@@ -260,6 +260,52 @@ def make_learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         return rate * (final + (1 - final) * remaining)
 
     return schedule
+
+
+def fit_warmup(config: OptimizerConfig, planned: int, steps: int) -> OptimizerConfig:
+    """Return the config for a run of `steps` steps that is shorter than the one planned.
+
+    A warmup that no longer fits keeps its share of the steps, rounded down. A schedule that does
+    not fit the planned steps either is left as it is, for `make_learning_rate` to refuse.
+
+    Example:
+        >>> fit_warmup(OptimizerConfig(warmup_steps=30), planned=400, steps=20).warmup_steps
+        1
+    """
+    if steps >= planned or steps < 1:
+        return config
+    if _schedule_fits(config, steps) or not _schedule_fits(config, planned):
+        return config
+    return dataclasses.replace(config, warmup_steps=config.warmup_steps * steps // planned)
+
+
+def describe_schedule(config: OptimizerConfig, steps: int) -> str:
+    """Return the learning rate, its warmup and its decay, in words.
+
+    Example:
+        >>> describe_schedule(OptimizerConfig(warmup_steps=30, schedule="wsd"), 400)
+        'learning rate 0.0003, wsd: warmup of 30 of 400 steps, decay over the last 80 to 3e-05'
+    """
+    if config.schedule_fn is not None:
+        return "learning rate by schedule_fn"
+    text = f"learning rate {config.learning_rate:.4g}, {config.schedule}: "
+    if config.warmup_steps:
+        text += f"warmup of {config.warmup_steps:,} of {steps:,} steps"
+    else:
+        text += f"{steps:,} steps without warmup"
+    decay_steps = _decay_steps(config, steps)
+    if decay_steps:
+        final = config.learning_rate * config.final_fraction
+        text += f", decay over the last {decay_steps:,} to {final:.4g}"
+    return text
+
+
+def _schedule_fits(config: OptimizerConfig, steps: int) -> bool:
+    """Return whether a run has a step after the warmup, and steps for the decay."""
+    if config.schedule_fn is not None:
+        return True
+    warmup = config.warmup_steps
+    return warmup < steps and warmup + _decay_steps(config, steps) <= steps
 
 
 def _decay_steps(config: OptimizerConfig, steps: int) -> int:

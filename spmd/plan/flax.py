@@ -45,6 +45,7 @@ from spmd.model_interface.model import (
     ModelInfo,
     abstract_key,
     is_position_aware,
+    name_of_callable,
     supports_kv_cache,
     takes_valid,
 )
@@ -155,6 +156,7 @@ def from_nnx(
         functions.forward,
         functions.info,
         functions.layered,
+        name_of_callable(make),
     )
 
 
@@ -451,6 +453,7 @@ def from_linen(
         functions.init_variables,
         functions.forward,
         functions.info,
+        name=type(module).__name__,
     )
 
 

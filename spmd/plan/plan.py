@@ -28,8 +28,9 @@ from spmd.optim.storage import State, Storage
 from spmd.optim.treatment import Treatment
 from spmd.optim.two_phase import treatment_of
 from spmd.plan import resolve
+from spmd.plan.fold import Row, folded_rows, rows
 from spmd.plan.records import ParamPlacement, PlanEntry, make_entry
-from spmd.plan.render import diff_texts, format_entries, format_footer, format_html
+from spmd.plan.render import diff_texts, format_footer, format_html, format_rows
 from spmd.plan.scopes import param_scope
 from spmd.precision import Precision, cast_floats, check_float64, make_precision
 from spmd.settings.compress import NO_COMPRESSION, CompressConfig
@@ -215,7 +216,12 @@ class ShardingPlan:
         return getattr(self, table)
 
     def __str__(self) -> str:
-        return self.text("params", "variables", "transforms")
+        return self._text(folded_rows, "params", "variables", "transforms")
+
+    def __repr__(self) -> str:
+        heading = " ".join(self.heading.split())
+        footer = " ".join(self._footer.split())
+        return f"ShardingPlan({heading}; {footer})"
 
     def _repr_html_(self) -> str:
         """Return the plan as HTML for a notebook: the heading, the bytes, and a folded table."""
@@ -239,11 +245,16 @@ class ShardingPlan:
     def text(self, *tables: str) -> str:
         """Return the plan as text: a heading, a line for each entry of some tables, and the bytes.
 
+        In `str(plan)`, lines of layers that differ in their number alone are one.
+
         Args:
             tables: Names of `TABLES`.
         """
-        entries = {table: self.entries(table) for table in tables}
-        return "\n".join([self.heading, *format_entries(entries), self._footer])
+        return self._text(rows, *tables)
+
+    def _text(self, rows_of: Callable[[Sequence[PlanEntry]], list[Row]], *tables: str) -> str:
+        cells = {table: rows_of(self.entries(table)) for table in tables}
+        return "\n".join([self.heading, *format_rows(cells), self._footer])
 
     def diff(self, other: "ShardingPlan") -> str:
         """Return the differing lines of two plans' texts with all tables; empty if equal."""

@@ -4,22 +4,22 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from spmd.plan.fold import Row, folded_rows
 from spmd.plan.records import PlanEntry
 from spmd.tree import human_bytes
 
 
-def format_entries(tables: Mapping[str, Sequence[PlanEntry]]) -> list[str]:
-    """Align the entries of some tables as lines.
+def format_rows(tables: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Align the rows of some tables as lines.
 
     Lines of gradients and optimizer state begin with the name of the table.
     """
     rows = []
-    for table, entries in tables.items():
+    for table, cells_of_table in tables.items():
         prefix = ""
         if table not in ("params", "variables", "transforms"):
             prefix = f"{table.removesuffix('_state')}: "
-        for entry in entries:
-            path, *others = entry.row
+        for path, *others in cells_of_table:
             rows.append((prefix + path, *others))
     widths = [0, 0, 0, 0]  # the last column, the rule, is not padded
     for row in rows:
@@ -57,8 +57,8 @@ def format_html(heading: str, entries: Sequence[PlanEntry], footer: str) -> str:
     """Return a plan for a notebook: the heading, the bytes, and the table, opened by a click."""
     head = _html_cells("th", ("path", "array", "spec", "bytes of a device", "rule"))
     body = ""
-    for entry in entries:
-        cells = _html_cells("td", entry.row)
+    for row in folded_rows(entries):
+        cells = _html_cells("td", row)
         body += f'<tr style="text-align:left">{cells}</tr>'
     return (
         f"<div><b>{html.escape(heading)}</b><br>{html.escape(footer)}"

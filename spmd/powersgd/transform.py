@@ -194,7 +194,7 @@ class PowerSGD(GradTransform):
         if any(other.overlapping_steps for other in plan.transforms):
             what = "is PowerSGD, which compresses the sum of a step"
             detail = "a step has no sum of its own while microbatches are in flight"
-            yield Problem(_SETTING, what, detail, "--pipeline.schedule 1f1b or interleaved")
+            yield Problem(_SETTING, what, detail, 'pipeline.schedule="1f1b"')
 
     def _axis_problems(self, plan: ShardingPlan) -> Iterator[Problem]:
         """Yield a problem if there are no replicas."""
@@ -205,7 +205,7 @@ class PowerSGD(GradTransform):
         detail = f"mesh.{AXIS} = 1: there are no replicas"
         if sizes["fsdp"] > 1:
             detail += f"; fsdp={sizes['fsdp']} splits gradients, whose sum over it is scattered"
-        yield Problem(_SETTING, what, detail, f"--mesh.{AXIS} 2 or more")
+        yield Problem(_SETTING, what, detail, f"mesh.{AXIS}=2 or more")
 
     def _slice_problems(self, plan: ShardingPlan) -> Iterator[Problem]:
         """Yield the problems of slices."""
@@ -216,14 +216,12 @@ class PowerSGD(GradTransform):
                 f"slices.fsdp = {over_fsdp}: "
                 "gradients are scattered over the slow network, without replicas"
             )
-            yield Problem(
-                _SETTING, what, detail, f"--slices.{AXIS} {over_fsdp} and --slices.fsdp 1"
-            )
+            yield Problem(_SETTING, what, detail, f"slices.{AXIS}={over_fsdp} and slices.fsdp=1")
         devices = plan.mesh.shape[AXIS]
         if self.slices > 1 and devices % self.slices:
             what = f"is over slices that do not divide {AXIS}"
             detail = f"{devices} / {self.slices} = {devices / self.slices:.4g}"
-            yield Problem(_SETTING, what, detail, f"--slices.{AXIS} 1")
+            yield Problem(_SETTING, what, detail, f"slices.{AXIS}=1")
 
     def _matrix_problems(self, plan: ShardingPlan) -> Iterator[Problem]:
         """Yield the problems if no gradient would be compressed."""

@@ -17,6 +17,7 @@ from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, missing_extra
 from spmd.errors import ConfigError, SpmdError
 from spmd.observe.metrics import human_count, human_duration
+from spmd.observe.spinner import spinner
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.pipeline.schedule import Schedule
 from spmd.pipeline.simulate import ScheduleTimeline as PipelineTimeline
@@ -264,26 +265,27 @@ def collect_plan(
     Args:
         planned: The step on the source's mesh.
     """
-    memory = MemoryReport(topology, estimate_step(planned, topology.platform))
-    notes: list[str] = []
-    report = PlanReport(
-        name=name,
-        source=source,
-        planned=planned,
-        topology=topology,
-        memory=memory,
-        time=_predict(source, planned, topology, notes),
-        audit=None,
-        spans=(),
-        schedule=_simulate(source.schedule(planned)),
-        devices=map_devices(
-            topology,
-            planned.mesh.shape,
-            planned.slices,
-            planned.examples,
-        ),
-        notes=tuple(notes),
-    )
+    with spinner("estimating memory and time"):
+        memory = MemoryReport(topology, estimate_step(planned, topology.platform))
+        notes: list[str] = []
+        report = PlanReport(
+            name=name,
+            source=source,
+            planned=planned,
+            topology=topology,
+            memory=memory,
+            time=_predict(source, planned, topology, notes),
+            audit=None,
+            spans=(),
+            schedule=_simulate(source.schedule(planned)),
+            devices=map_devices(
+                topology,
+                planned.mesh.shape,
+                planned.slices,
+                planned.examples,
+            ),
+            notes=tuple(notes),
+        )
     if compiles:
         return _add_compiled(report)
     return _add_note(

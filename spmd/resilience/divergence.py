@@ -79,8 +79,8 @@ class DivergenceCheck(Hook):
         if bad and self.non_finite and has_lowest_scale:
             what = " and ".join(f"{name} is {metrics[name]}" for name in bad)
             fix = (
-                "lower the learning rate or --on-nan roll-back, and --resume always; or a new "
-                "run --on-nan skip"
+                'lower the learning rate or on_nan="roll-back", and resume="always"; or a new run '
+                'with on_nan="skip"'
             )
             title = f"Step {step} is not finite: {what}."
             raise NonFiniteError(title, [self._problem(step, fix)], step)
@@ -102,10 +102,10 @@ class DivergenceCheck(Hook):
         what = f"the {self.prefix}loss is {loss:.4g}, and the median of the last {count} is {median:.4g}"
         ratio = f"{loss:.4g} / {median:.4g} = {loss / median:.3g}"
         detail = f"{ratio}, which is above {self.factor:g}"
-        fix = "lower the learning rate and --resume always, or --recovery.on-spike roll-back"
+        fix = 'lower the learning rate and resume="always", or recovery.on_spike="roll-back"'
         problems = [
             self._problem(step, fix),
-            Problem("recovery.spike-factor", "is exceeded", detail),
+            Problem("recovery.spike_factor", "is exceeded", detail),
         ]
         raise SpikeError(f"Step {step} is a spike: {what}.", problems, step)
 
@@ -123,15 +123,15 @@ class DivergenceCheck(Hook):
         problems = []
         if self._in_a_row > self.skips_in_a_row > 0:
             detail = f"{self._in_a_row} skipped steps > {self.skips_in_a_row}"
-            problems.append(Problem("recovery.skips-in-a-row", "is exceeded", detail))
+            problems.append(Problem("recovery.skips_in_a_row", "is exceeded", detail))
         if is_skipped and skipped > max(self.skipped_share * step, exempt):
             share = f"{skipped:.0f} skipped / {step} steps = {skipped / step:.3g}"
             detail = f"{share} > {self.skipped_share:g}"
-            problems.append(Problem("recovery.skipped-share", "is exceeded", detail))
+            problems.append(Problem("recovery.skipped_share", "is exceeded", detail))
         if problems:
             fix = (
-                "lower the learning rate and --resume always, or raise "
-                "--recovery.skips-in-a-row or .skipped-share"
+                'lower the learning rate and resume="always", or raise recovery.skips_in_a_row or '
+                "recovery.skipped_share"
             )
             problems.append(self._problem(step, fix))
             title = f"Step {step} was skipped, and too many before it."

@@ -173,7 +173,7 @@ class Lease:
         if self._held is None:
             return
         with disk_errors(
-            self._held, "renewing the lease", "--resume auto, once the folder can be written"
+            self._held, "renewing the lease", 'resume="auto", once the folder can be written'
         ):
             try:
                 os.utime(self._held)  # to the file server's time
@@ -206,7 +206,7 @@ class Lease:
         """Claim the lease; return the problems of the claim, or of the folder."""
         try:
             with disk_errors(
-                self._folder, "claiming the folder", "choose an --out that can be written"
+                self._folder, "claiming the folder", "choose a folder that can be written"
             ):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 taken = None
@@ -248,7 +248,7 @@ class Lease:
                         f"{holder} writes to it",
                         f"last heartbeat {age:.0f} s ago; without another its lease expires in "
                         f"{remaining:.0f} s",
-                        "stop that run, or another --out; --take-over takes the folder from it",
+                        "stop that run, or another folder; take_over=True takes the folder from it",
                     )
                     raise CheckpointError("", [problem])
                 if first is None:

@@ -108,7 +108,7 @@ class Watchdog(Hook):
         message = (
             f"{now} spmd: no progress for {self._limit:g} s. Last finished: {self._last}; "
             f"since then: {self._activity}.\nThe stack of every thread follows. "
-            f"Exit code {EXIT_HUNG}. If this is not a hang, raise --recovery.deadline.\n"
+            f"Exit code {EXIT_HUNG}. If this is not a hang, raise recovery.deadline.\n"
         )
         for file in (self._log, sys.__stderr__):
             if file:

@@ -325,12 +325,12 @@ def _problems_without_flush(config: TrainConfig, schedule: Schedule | None) -> l
     skips_spike = config.recovery.on_spike == "skip"
     no_end = "a batch does not end"
     no_skip = "a step cannot be skipped"
-    other = "--pipeline.schedule 1f1b"
+    other = 'pipeline.schedule="1f1b"'
     checks = [
-        ("accumulate", accumulates, no_end, "--accumulate 1 and more --pipeline.microbatches"),
-        ("defer_grad_reduction", defers_reduction, no_end, "--defer-grad-reduction auto"),
-        ("on_nan", skips_nan, no_skip, f"--on-nan stop, or {other}"),
-        ("recovery.on_spike", skips_spike, no_skip, f"--recovery.on-spike stop, or {other}"),
+        ("accumulate", accumulates, no_end, "accumulate=1 and more pipeline.microbatches"),
+        ("defer_grad_reduction", defers_reduction, no_end, 'defer_grad_reduction="auto"'),
+        ("on_nan", skips_nan, no_skip, f'on_nan="stop", or {other}'),
+        ("recovery.on_spike", skips_spike, no_skip, f'recovery.on_spike="stop", or {other}'),
     ]
     problems = list[Problem]()
     for field, is_wrong, reason, fix in checks:
@@ -350,7 +350,7 @@ def _problems_once(config: TrainConfig, schedule: Schedule | None) -> list[Probl
         "defer_grad_reduction",
         "is none",
         "PowerSGD compresses the sum of a step",
-        "--defer-grad-reduction auto, data or data+fsdp",
+        'defer_grad_reduction="auto", "data" or "data+fsdp"',
     )
     return [problem]
 
@@ -541,7 +541,7 @@ def planned_mesh(config: TrainConfig) -> AnyMesh:
     """Return the config's mesh without devices; a -1 is filled in from `config.devices`."""
     total = config.devices or config.mesh.total()
     if total is None:
-        fix = "give --devices N, or each axis a size"
+        fix = "--devices N, or a size for each axis"
         problem = Problem("mesh", "has an axis of -1", fix=fix)
         raise ConfigError("Unknown number of devices:", [problem])
     shape = config.mesh.resolve(total)

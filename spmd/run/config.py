@@ -35,7 +35,7 @@ from flax import nnx
 from spmd.data.chat import ChatConfig
 from spmd.data.loader import DataConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
-from spmd.errors import ConfigError, Problem, check_type, did_you_mean
+from spmd.errors import ConfigError, Problem, check_local, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.lora.adapters import LoRAConfig
 from spmd.model_interface.attention_config import ContextChoice, KernelChoice, attention_problems
@@ -43,7 +43,7 @@ from spmd.model_interface.model_config import HasContext
 from spmd.model_interface.remat import make_remat
 from spmd.optim.config import OptimizerConfig
 from spmd.pipeline.schedules import SCHEDULES
-from spmd.precision import make_precision
+from spmd.precision import canonical_precision, make_precision
 from spmd.run.callables import describe_callable
 from spmd.run.run_config import EvaluationInterval, FieldRules, RunConfig
 from spmd.settings.compress import NO_COMPRESSION, CompressConfig
@@ -54,6 +54,16 @@ from spmd.sharding.rules import Rules
 
 Task = Literal["pretrain", "sft"]
 ExchangeOnce = Literal["auto", "none", "data", "data+fsdp"]
+PrecisionName = Literal[
+    "float32",
+    "bf16",
+    "bf16-params",
+    "bf16-params-stochastic",
+    "fp16",
+    "fp32",
+    "bfloat16",
+    "float16",
+]
 
 
 class ModelConfig(Protocol):
@@ -164,12 +174,10 @@ class TrainConfig(RunConfig, Generic[M]):
     remat: str = "none"
     """Activations that each layer saves for the backward pass: none (all of them), full (its
     input), save:NAME,NAME."""
-    precision: Literal["float32", "bf16", "bf16-params", "bf16-params-stochastic", "fp16"] = (
-        "float32"
-    )
+    precision: PrecisionName = "float32"
     """float32; bf16 or fp16: compute dtype; bf16-params: parameters are also stored in it, with
     float32 master weights or stochastic rounding. Gradients are accumulated in float32. fp16 scales
-    the loss."""
+    the loss. bfloat16 is bf16, float16 is fp16, and fp32 is float32."""
     compress: CompressConfig = NO_COMPRESSION
     """Fewer bits for what devices send to each other: gathered parameters, and gradients."""
     quantize: str = ""
@@ -239,6 +247,11 @@ class TrainConfig(RunConfig, Generic[M]):
         "sample.top_p": "above 0 and at most 1",
     }
 
+    def __post_init__(self) -> None:
+        if isinstance(self.precision, str):
+            object.__setattr__(self, "precision", canonical_precision(self.precision))
+        super().__post_init__()
+
     def wrong_types(self) -> Iterator[Problem]:
         """Yield a problem for `rules` of another type, and those of `RunConfig.wrong_types`."""
         yield from check_type("rules", self.rules, Rules, "spmd.Rules(…)")
@@ -248,6 +261,9 @@ class TrainConfig(RunConfig, Generic[M]):
         """Yield the problems of the values, alone and together."""
         yield from super().problems()
         yield from _large_numbers(self)
+        yield from check_local("out", self.out)
+        yield from check_local("init", self.init)
+        yield from check_local("evaluate.sets", self.evaluate.sets)
         yield from attention_problems(self.attention, self.context)
         yield from flag_problems(self.xla)
         yield from self.compress.problems()

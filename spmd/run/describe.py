@@ -1,6 +1,7 @@
 """Lines below a plan's text.
 
-They describe the pipeline, experts, exchange and compression, the slices, and XLA's flags.
+They describe the learning rate, pipeline, experts, exchange and compression, the slices, and XLA's
+flags.
 """
 
 import collections
@@ -16,6 +17,7 @@ from spmd.gradients.deferred_reduction import DEFERRABLE_AXES
 from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.model_interface.model_config import router_of
+from spmd.optim.config import describe_schedule
 from spmd.pipeline.tick_table import describe_execution
 from spmd.plan.communication import (
     batch_axes,
@@ -42,11 +44,13 @@ from spmd.tree import human_bytes
 
 
 def execution_lines(setup: TrainSetup, device: tuple[str, str] | None = None) -> str:
-    """Return lines about the pipeline, experts, exchange, slices and data, each after a line break.
+    """Return lines about the schedules, experts, exchange, slices and data.
 
-    `device` is the platform and kind of absent devices; by default, those of the mesh.
+    Each comes after a line break. `device` is the platform and kind of absent devices; by default,
+    those of the mesh.
     """
-    text = pipeline_line(setup)
+    text = f"\n{describe_schedule(setup.config.optimizer, setup.config.steps)}"
+    text += pipeline_line(setup)
     text += experts_line(setup, device)
     text += exchange_line(setup)
     text += microbatch_line(setup)

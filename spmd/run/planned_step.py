@@ -11,7 +11,7 @@ from spmd.analysis.cycles import Cycles, count_cycles
 from spmd.analysis.hlo import HloModule, parse
 from spmd.analysis.memory import CompiledMemory, Estimate, estimate_memory, read_memory
 from spmd.analysis.topology import Topology, topology_devices
-from spmd.distributed.native_output import compiler_log
+from spmd.distributed.native_output import REMATERIALIZATION, compiler_log
 from spmd.errors import ConfigError
 from spmd.gradients.base import LossGradFn
 from spmd.pipedream.grad_fn import InFlight
@@ -82,7 +82,8 @@ class CompiledStep(NamedTuple):
 
 def compile_step(planned: PlannedStep) -> CompiledStep:
     """Compile the step and read the program; raise `MemoryError` if the compiler finds no room."""
-    with compilation_cache(None), compiler_log() as log:  # a cached program has no compiler log
+    # A cached program has no compiler log; the audit says what is not passed on.
+    with compilation_cache(None), compiler_log(without=REMATERIALIZATION) as log:
         try:
             compiled = planned.step.compile(planned.batch)
         except jax.errors.JaxRuntimeError as error:
@@ -113,5 +114,5 @@ def compile_step(planned: PlannedStep) -> CompiledStep:
 
 def compile_text(planned: PlannedStep) -> str:
     """Return the text of the compiled step."""
-    with compilation_cache(None), compiler_log():
+    with compilation_cache(None), compiler_log(without=REMATERIALIZATION):
         return planned.step.compile(planned.batch).as_text() or ""

@@ -135,7 +135,7 @@ def check_resumable(
         problems.append(Problem("batch", what, fix=f"batches of {before}"))
     if config.steps < record["step"]:
         what = f"is {config.steps}, and the checkpoint is of step {record['step']}"
-        problems.append(Problem("steps", what, fix=f"--steps {record['step']} or more"))
+        problems.append(Problem("steps", what, fix=f"steps={record['step']} or more"))
     if problems:
         raise CheckpointError(f"{path} cannot be resumed with this config:", problems)
 
@@ -146,7 +146,7 @@ def _check_origin(record: Mapping[str, Any], path: Path) -> None:
         problem = Problem(
             str(path),
             "contains imported parameters, not a run that can be resumed",
-            fix=f"--init {path}, and another --out",
+            fix=f'init="{path}", and another folder',
         )
         raise CheckpointError("Nothing was resumed:", [problem])
     kinds = {"step": int, "position": int, "config": dict}
@@ -172,12 +172,12 @@ def _refused_changes(
         if name not in bound and _is_below(name, free):
             continue
         what = f"was {_shown(old)} and is {_shown(new)}"
-        fix = f"{_how_to_keep(name, old)}, or another --out"
+        fix = f"{_how_to_keep(name, old)}, or another folder"
         yield Problem(name, what, bound.get(name, ""), fix)
     if not same_text and not changed.keys() & set(_TEXT):
         where = "data.source" if "data" in after else "data"
         what = "is not that with which the run was started"
-        yield Problem(where, what, fix="restore it, or another --out")
+        yield Problem(where, what, fix="restore it, or another folder")
 
 
 def _bound_fields(
@@ -207,9 +207,11 @@ def _shown(value: Any) -> Any:
 
 
 def _how_to_keep(name: str, old: Any) -> str:
-    """Return the flag of a field's old value, if a command line has such values."""
-    if isinstance(old, int | float | str) and not isinstance(old, bool) and old != "":
-        return f"--{name.replace('_', '-')} {old}"
+    """Return a field with its old value, if it can be written in a few words."""
+    if isinstance(old, str) and old:
+        return f'{name}="{old}"'
+    if isinstance(old, int | float) and not isinstance(old, bool):
+        return f"{name}={old}"
     return "the value that the run was started with"
 
 

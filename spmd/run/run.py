@@ -14,6 +14,7 @@ same bits.
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import jax
@@ -31,7 +32,7 @@ from spmd.training.evaluated_params import plan_evaluation_point
 from spmd.training.loop import check_may_train
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Run(RunSpec):
     """Training run of one step, in one folder; its arguments are those of `RunSpec`."""
 
@@ -42,6 +43,7 @@ class Run(RunSpec):
         take_over: bool = False,
         profile: str = "",
         said: Sequence[str] = (),
+        began: float | None = None,
     ) -> RunResult:
         """Train until the config's last step or preemption.
 
@@ -53,6 +55,8 @@ class Run(RunSpec):
             take_over: Take the folder from the process that writes to it.
             profile: Steps to trace, such as `10:15`.
             said: Lines for the log.
+            began: Start of the session for its goodput, in seconds since the epoch; by default,
+                this call.
 
         Raises:
             CheckpointError: The folder cannot be used, or has a run that this one cannot continue.
@@ -60,6 +64,8 @@ class Run(RunSpec):
                 are used up; or too many steps were skipped.
         """
         check_may_train()
+        if began is None:
+            began = time.time()
         check_packages(self.config.metrics_to)
         resumes = self.run_dir.check_use(resume)
         traced = parse_steps(profile)
@@ -72,7 +78,7 @@ class Run(RunSpec):
                     self.config.steps, columns=columns_of(self.rate.unit, self.step.parts)
                 )
                 stack.enter_context(contextlib.closing(console))
-            result = train_in_folder(self, lease, console, resumes, traced, said)
+            result = train_in_folder(self, lease, console, resumes, traced, said, began)
         if console:
             self._report(console, result)
         return result

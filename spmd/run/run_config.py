@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
-from spmd.errors import ConfigError, Problem, check_fields, check_type, did_you_mean
+from spmd.errors import ConfigError, Problem, check_fields, check_local, check_type, did_you_mean
 from spmd.observe.writers import WriterName
 
 FieldRules = Mapping[str, str | Sequence[Any]]
@@ -157,6 +157,7 @@ class RunConfig:
     def problems(self) -> Iterator[Problem]:
         """Yield the problems of the values; subclasses add their own."""
         yield from check_fields(self, self.field_rules)
+        yield from check_local("compilation_cache_dir", self.compilation_cache_dir)
         names = get_args(WriterName)
         for name in self.metrics_to:
             if name not in names:

@@ -27,7 +27,7 @@ from typing import Any, Literal, Self
 import jax
 
 from spmd.data.tokenizer import TOKENIZER
-from spmd.errors import CheckpointError, Problem
+from spmd.errors import CheckpointError, Problem, check_local
 from spmd.resilience.lease import Lease
 from spmd.run.config import (
     TrainConfig,
@@ -49,6 +49,11 @@ class RunDir:
     """Paths of one run, below `path`; `describe` makes the folder."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        problems = check_local("folder", self.path)
+        if problems:
+            raise CheckpointError("Not a local folder:", problems)
 
     @property
     def checkpoints(self) -> Path:
@@ -85,11 +90,11 @@ class RunDir:
         steps = [path for path in self.checkpoints.glob("*") if path.name.isdecimal()]
         if resume == "always" and not steps:
             what = "contains a run without a checkpoint" if exists else "contains no run"
-            fix = "give the folder of the run, or --resume auto to start a run if there is none"
+            fix = 'give the folder of the run, or resume="auto" to start a run if there is none'
             raise CheckpointError("Nothing was resumed:", [Problem(str(self.path), what, fix=fix)])
         if resume == "never" and exists:
             what = "already contains a run"
-            fix = "--resume always (or auto) to resume it, or another --out"
+            fix = 'resume="always" (or "auto") to resume it, or another folder'
             raise CheckpointError("Nothing was started:", [Problem(str(self.path), what, fix=fix)])
         self._check_links()
         return exists
@@ -105,7 +110,7 @@ class RunDir:
             what = "cannot be written"
         else:
             return
-        problem = Problem(str(there), what, fix="another --out")
+        problem = Problem(str(there), what, fix="another folder")
         raise CheckpointError("Nothing was started:", [problem])
 
     def _check_links(self) -> None:

@@ -118,6 +118,10 @@ class RunSpec:
             what = "is there without the other"
             yield Problem("evaluation, evaluation_loss", what, fix="give both or none")
 
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"{kind}({str(self.folder)!r}, {self.config.steps:,} steps, {self.step!r})"
+
     @property
     def run_dir(self) -> RunDir:
         """The folder."""

@@ -70,6 +70,19 @@ class RunResult:
     steps: int
     preempted: int | None
 
+    def __repr__(self) -> str:
+        parts = [f"{self.steps:,} step{'s' * (self.steps != 1)} in {human_duration(self.seconds)}"]
+        if "loss" in self.metrics:
+            parts.append(f"loss {float(self.metrics['loss']):.4g}")
+        for name, value in self.evaluation.items():
+            if name.endswith("_loss"):
+                parts.append(f"{name} {value:.4g}")
+        if self.checkpoint is not None:
+            parts.append(f"checkpoint of step {self.checkpoint:,}")
+        if self.preempted is not None:
+            parts.append(f"preempted after step {self.preempted:,}")
+        return f"RunResult({', '.join(parts)}; {self.state!r})"
+
     @property
     def exit_code(self) -> int:
         """Exit code for the scheduler: 0, or 75 of a preempted run, to be started again."""
@@ -110,8 +123,12 @@ def train_in_folder(
     resume: bool,
     profile: tuple[int, int] | None,
     said: Sequence[str],
+    began: float,
 ) -> RunResult:
-    """Train in the run's folder, with its lease entered."""
+    """Train in the run's folder, with its lease entered.
+
+    `began` is the start of the session, in seconds since the epoch.
+    """
     config = run.config
     recovery = config.recovery
     folder = run.run_dir
@@ -141,7 +158,7 @@ def train_in_folder(
         notes: list[Callable[[str], None]] = [log.say]
         if console:
             notes.append(console.note)
-        telemetry = Telemetry(StepClock(), Stopwatch(), watchdog, lease, log.say, notes)
+        telemetry = Telemetry(StepClock(), Stopwatch(began=began), watchdog, lease, log.say, notes)
         session = _Session(run, console, checkpoints, telemetry, preemption, tracing)
         return session.train(resume)
 
@@ -266,8 +283,8 @@ class _Session:
         self.telemetry.stopwatch.switch_to("step")
         if point.step == run.config.steps:
             self.say(
-                f"nothing is left to train: step {point.step} of {point.step} is done (--steps "
-                "for more)"
+                f"nothing is left to train: step {point.step} of {point.step} is done; give more "
+                "steps"
             )
         return point
 

@@ -155,6 +155,7 @@ class ConfigSource(StepSource):
 
     def planned_mesh(self) -> AnyMesh:
         """Return the config's mesh without devices."""
+        _count_devices(self.config.mesh, self.config.devices)
         return planned_mesh(self.config)
 
     def on(self, mesh: AnyMesh, chip: str = "") -> TrainSetup:
@@ -259,12 +260,7 @@ class StepFile(StepSource):
 
     def planned_mesh(self) -> AnyMesh:
         """Return the mesh without devices."""
-        total = self.devices or self.shape.total()
-        if total is None:
-            fix = "give --topology, --devices N, or each axis a size"
-            problem = Problem("mesh", "has an axis of -1", fix=fix)
-            raise ConfigError("Unknown number of devices:", [problem])
-        return abstract_mesh(self.shape.resolve(total))
+        return abstract_mesh(self.shape.resolve(_count_devices(self.shape, self.devices)))
 
     def on(self, mesh: AnyMesh, chip: str = "") -> PlannedStep:
         """Make the step with its first batch, and trace it."""
@@ -356,6 +352,18 @@ class ReadyStep(StepSource):
     def estimate_time(self, planned: PlannedStep, topology: Topology) -> StepTime:
         """Predict the time of a step by the roofline of its trace."""
         return estimate_traced_time(planned, topology)
+
+
+def _count_devices(shape: MeshShape, devices: int) -> int:
+    """Return the given number of devices, or that of a mesh; raise `MeshError` without any."""
+    total = devices or shape.total()
+    if total is None:
+        what = "takes all devices of a machine, and none is named"
+        fix = (
+            "a machine, such as --topology v5e:4x4, a number, --devices 16, or a size of each axis"
+        )
+        raise MeshError("Unknown number of devices:", [Problem("mesh", what, fix=fix)])
+    return total
 
 
 def _axes(mesh: AnyMesh) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def train(
     writers: Sequence[Writer] = (),
     source: Path | None = None,
     launch_args: LaunchArgs = SINGLE_PROCESS,
+    began: float | None = None,
 ) -> RunResult:
     """Train a language model as its config says.
 
@@ -69,10 +71,14 @@ def train(
         source: The file that defines the config; `spmd generate` and `spmd export` of the run need
             it.
         launch_args: How to connect to other processes.
+        began: Start of the session for its goodput, in seconds since the epoch; by default, this
+            call.
 
     Raises:
         SpmdError: The config, the data or the folder cannot be used, or training diverged.
     """
+    if began is None:
+        began = time.time()
     check_packages(config.metrics_to)
     folder = run_dir(config, source)
     resumes = folder.check_use(resume)
@@ -80,7 +86,7 @@ def train(
     said = initialize(config.devices, launch_args)
     checked = check(config, config_mesh(config), resumes)
     run = make_run(checked, folder.path, hooks, writers, source)
-    result = run.train(resume, take_over=take_over, profile=profile, said=said)
+    result = run.train(resume, take_over=take_over, profile=profile, said=said, began=began)
     if result.preempted is None:
         _compare(config, checked.text, result)
         if config.sample.prompt:

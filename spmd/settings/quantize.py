@@ -81,7 +81,7 @@ class QuantizationRecipe:
             reasons.append("stages of a pipeline remember none")
         if not is_trained:
             reasons.append("frozen kernels remember none")
-        fix = "--quantize fp8, which scales by this step"
+        fix = 'quantize="fp8", which scales by this step'
         problems = []
         for reason in reasons:
             what = f"scales by earlier steps, and {reason}"

@@ -108,7 +108,7 @@ class MeshShape:
             what,
             detail=f"{self._product()} = {known}, and there are {devices} devices",
             fix=f"change an axis, set one to -1, or use {known} devices (simulated on CPU: "
-            f"--devices {known})",
+            f"spmd.simulate_devices({known}))",
         )
 
     def _product(self) -> str:
@@ -237,7 +237,7 @@ def _split(devices: Sequence[Any], count: int) -> list[list[Any]]:
             "slices",
             "do not fit the devices",
             detail=f"product of slices = {count}, and the devices form {len(units)} {kind}",
-            fix=f"{fix}, such as --slices.data {len(units)}",
+            fix=f"{fix}, such as slices.data={len(units)}",
         )
         raise MeshError("The mesh does not fit the slow network:", [problem])
     slice_of = {unit: place * count // len(units) for place, unit in enumerate(units)}

@@ -154,6 +154,16 @@ class Rules:
     batch: Sequence[tuple[str, P | Whole]] = ()
     logical: Sequence[tuple[str, Any]] = ()
 
+    def __repr__(self) -> str:
+        parts = []
+        for field in ("params", "activations", "batch", "logical"):
+            count = len(getattr(self, field))
+            if count:
+                parts.append(f"{field}: {count} row{'s' * (count > 1)}")
+        if self.stacked is not None:
+            parts.append(f"stacked={self.stacked!r}")
+        return f"Rules({', '.join(parts)})"
+
     def __post_init__(self) -> None:
         for field in ("params", "activations", "batch", "logical"):
             object.__setattr__(self, field, _as_pairs(getattr(self, field)))

@@ -40,6 +40,15 @@ class TrainState:
     key: Any
     transforms: Any = dataclasses.field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        parts = [f"params {tree.describe_arrays(self.params)}"]
+        if jax.tree.leaves(self.variables):
+            parts.append(f"variables {tree.describe_arrays(self.variables)}")
+        parts.append(f"optimizer_state {tree.describe_arrays(self.optimizer_state)}")
+        if jax.tree.leaves(self.transforms):
+            parts.append(f"transforms {tree.describe_arrays(self.transforms)}")
+        return f"TrainState(step {_shown_step(self.step)}: {', '.join(parts)})"
+
     @property
     def carry(self) -> Carry:
         """Carry of a gradient function: variables, and states of transforms."""
@@ -48,6 +57,15 @@ class TrainState:
     def step_key(self) -> jax.Array:
         """Return the key of the next step."""
         return jax.random.fold_in(jax.random.wrap_key_data(self.key, impl=PRNG), self.step)
+
+
+def _shown_step(step: Any) -> str:
+    """Return the step of a state, or a word about one without a value."""
+    if not isinstance(step, jax.Array) or isinstance(step, jax.core.Tracer):
+        return describe_value(step)
+    if step.is_deleted():
+        return "deleted, as the state was donated"
+    return str(step)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,6 +62,12 @@ class TrainStep:
     _compiled: dict[Any, jax.stages.Compiled] = dataclasses.field(default_factory=dict, init=False)
     _newest: weakref.ref[TrainState] | None = dataclasses.field(default=None, init=False)
 
+    def __repr__(self) -> str:
+        count = len(self._compiled)
+        return (
+            f"TrainStep(compiled for {count} shape{'s' * (count != 1)} of batches; {self.plan!r})"
+        )
+
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Dispatch one step and return at once; `state` is donated.
 

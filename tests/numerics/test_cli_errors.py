@@ -42,7 +42,11 @@ def test_what_is_not_there_is_named(arguments, complaint, capsys):
 @pytest.mark.parametrize(
     ("arguments", "where", "flag"),
     [
-        (["train", "demo", "--steps", "10"], "steps", "--optimizer.warmup-steps 1"),
+        (
+            ["train", "demo", "--steps", "10", "--optimizer.warmup-steps", "30"],
+            "steps",
+            "--optimizer.warmup-steps 1",
+        ),
         (["train", "demo", "--data.sequence", "9"], "sample.prompt", "--data.sequence 17"),
         (["train", "demo", "--data.batch", "6"], "batch", "(--data.batch)"),
         (["train", "demo", "--optimizer.b1", "7"], "b1", "(--optimizer.b1)"),

@@ -239,8 +239,8 @@ def test_a_run_that_skips_every_step_stops_before_its_last_save(tmp_path, capsys
         POISON.format(windows="indices", length="len(self)", name="weights", value="np.nan"),
     )
     for more, step, field in (
-        (("--recovery.skips-in-a-row", 5), 6, "skips-in-a-row"),
-        ((), 12, "skipped-share"),
+        (("--recovery.skips-in-a-row", 5), 6, "skips_in_a_row"),
+        ((), 12, "skipped_share"),
     ):
         out = tmp_path / field
         assert train(path, "--out", out, "--on-nan", "skip", *more) == 2

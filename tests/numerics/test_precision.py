@@ -83,6 +83,7 @@ def test_policies_by_name():
         jnp.float32,
     )
     assert make_precision(half) is half
+    assert make_precision("bfloat16") is half
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.errors import CheckpointError, ConfigError, NonFiniteError
+from spmd.observe.goodput import measure_goodput
 from spmd.run.run_dir import RunDir
+from spmd.training.state import abstract_state
 
 RULES = spmd.Rules(params=[("w", P("fsdp", "tensor"))], activations=[])
 MODEL = spmd.Model(
@@ -89,6 +92,45 @@ def test_a_resumed_run_ends_with_the_same_bits(step, tmp_path):
     assert metrics(again)[0]["examples"] == 8
     other = spmd.Run(tmp_path / "other", step, lambda a, b: numbers(a + 1, b + 1), config=CONFIG)
     assert not same(other.train().state, expected.state)
+
+
+def test_results_are_a_line_in_a_notebook(step, tmp_path):
+    """Of a run, its state, model, plan, step and table; the control is what a dataclass prints of itself.
+
+    A state that was donated, and one that is traced or abstract, are described too.
+    """
+    run = spmd.Run(tmp_path / "run", step, numbers, config=dataclasses.replace(CONFIG, steps=1))
+    result = run.train()
+    state = spmd.init_state(step.plan)
+    shown = [result, result.state, MODEL, step.plan, step, RULES, run]
+    for value in shown:
+        assert len(repr(value)) < 500
+        assert "Array" not in repr(value)
+    plain = dataclasses.make_dataclass(
+        "TrainState", [each.name for each in dataclasses.fields(state)]
+    )
+    fields = {each.name: getattr(state, each.name) for each in dataclasses.fields(state)}
+    assert len(repr(plain(**fields))) > 500
+    assert repr(result).startswith("RunResult(1 step in ")
+    assert "checkpoint of step 1; TrainState(step 1: params 1 array of " in repr(result)
+    assert repr(MODEL).startswith("Model(lambda of test_run_of_own_model.py:")
+    jax.eval_shape(lambda state: shown.append(repr(state)), state)
+    shown.append(repr(abstract_state(step.plan)))
+    assert all("TrainState(step int32[]" in text for text in shown[-2:])
+    step(state, next(numbers(0, 1)))
+    assert "step deleted, as the state was donated" in repr(state)
+
+
+def test_goodput_counts_from_the_call(step, tmp_path):
+    """All of it, and nothing before: the control has a session that began 1,000 seconds ago."""
+    run = spmd.Run(tmp_path / "run", step, numbers, config=dataclasses.replace(CONFIG, steps=1))
+    called = time.time()
+    run.train()
+    took = time.time() - called
+    assert 0.5 * took < measure_goodput(run.run_dir.path).total <= took
+    other = dataclasses.replace(run, folder=tmp_path / "other")
+    other.train(began=called - 1000)
+    assert measure_goodput(other.run_dir.path).seconds["start"] > 1000
 
 
 def test_a_run_rolls_back_and_skips_what_led_there(step, tmp_path, capsys):

@@ -179,7 +179,7 @@ def test_sources_are_told_apart(tmp_path, capsys):
     file = write_step(tmp_path)
     assert isinstance(load_source(str(file)), StepFile)
     assert run("plan", file) == 2
-    assert "give --topology, --devices N, or each axis a size" in said(capsys)
+    assert "takes all devices of a machine, and none is named" in said(capsys)
     assert run("train", file) == 2
     assert "has a step of its own, and no config" in said(capsys)
     assert len(jax.devices()) == 8

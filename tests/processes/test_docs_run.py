@@ -77,7 +77,8 @@ def run_block(block: Block, namespace: dict[str, object]) -> str:
             except SystemExit as exit_:
                 if exit_.code not in (0, None):
                     print(f"[exit code {exit_.code}]")
-    return printed.getvalue()
+    # On a terminal, progress leaves nothing behind.
+    return re.sub(r"^\[\d+:\d\d\] .*\n", "", printed.getvalue(), flags=re.M)
 
 
 def run_page(text: str) -> list[str]:

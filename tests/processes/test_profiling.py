@@ -85,5 +85,5 @@ def test_a_trace_is_closed_where_training_ends(tmp_path):
 @pytest.mark.parametrize("text", ["5", "5:4", "0:3", "a:b", "1:2:3"])
 def test_bad_steps_are_refused(text):
     """With the way to write them."""
-    with pytest.raises(ConfigError, match="--profile 10:15"):
+    with pytest.raises(ConfigError, match='profile="10:15"'):
         parse_steps(text)

@@ -256,7 +256,7 @@ def _commands() -> list[Call]:
         Call("train {config} --steps", "steps"),
         Call("train {config} --stesp 4", "steps"),
         Call("train demo --out {out} --data.sequence 64 --steps 0", "steps"),
-        Call("train demo --out {out} --steps 10", "warmup"),
+        Call("train demo --out {out} --steps 10 --optimizer.warmup-steps 30", "warmup"),
         Call("plan", "CONFIG"),
         Call("plan {config} --topology", "topology"),
         Call("plan {config} --topology v9:4x4", "v9"),

@@ -249,7 +249,7 @@ def test_a_broken_promise_names_array_dtypes_bytes_and_fix() -> None:
     assert str(problem).splitlines() == [
         "layers/mlp/up_proj/kernel: its gradient is sent in f32 over fsdp, promised bf16",
         "    all-reduce: 25 KiB in each step, not 12.5 KiB",
-        "    fix: --compress.gradients float32, if these bytes are meant",
+        '    fix: compress.gradients="float32", if these bytes are meant',
     ]
 
 

@@ -22,9 +22,10 @@ from spmd.model_interface.model_config import (
 )
 from spmd.models.llama import LlamaConfig
 from spmd.models.mixtral import PRESETS as MIXTRALS
+from spmd.optim.config import describe_schedule, make_learning_rate
 from spmd.parity.bugs import BUGS, Bug
 from spmd.partition_rules.llama import LLAMA
-from spmd.precision import POLICIES
+from spmd.precision import POLICIES, canonical_precision
 from spmd.run.config import config_difference, config_values, with_values
 from spmd.run.load_config import load_config, other_config, shipped
 from spmd.run.run_dir import RunDir
@@ -40,6 +41,48 @@ def wrong(error=ConfigError, **fields):
         dataclasses.replace(CONFIG, **fields)
     assert all(problem.fix for problem in caught.value.problems)
     return [problem.where for problem in caught.value.problems]
+
+
+def test_other_names_of_precisions_are_recorded_by_the_canonical_one():
+    """In Python, on the command line, and in a record of a run."""
+    for name, canonical in (("bfloat16", "bf16"), ("float16", "fp16"), ("fp32", "float32")):
+        config = dataclasses.replace(CONFIG, precision=name)
+        assert config_values(config)["precision"] == config.precision == canonical
+        parsed, _ = parse_command(PlanCommand, ["demo", "--precision", name], "plan")
+        assert parsed.config.precision == canonical
+    assert wrong(precision="bfloat") == ["precision"]
+
+
+def test_fewer_steps_on_the_command_line_shorten_the_warmup(tmp_path):
+    """It keeps its share where it no longer fits, and the plan says what it is.
+
+    What fits stays, and so do a warmup that a flag gives and a config that contradicts itself.
+    """
+
+    def optimizer(config, *flags):
+        parsed, _ = parse_command(PlanCommand, [config, *flags], "plan")
+        return parsed.config.optimizer
+
+    own = load_config("demo").optimizer
+    assert optimizer("demo", "--steps", "20") == dataclasses.replace(own, warmup_steps=1)
+    assert optimizer("demo", "--steps", "1").warmup_steps == 0
+    assert optimizer("demo", "--steps", "100") == own
+    wsd = ("--optimizer.schedule", "wsd", "--optimizer.decay-fraction", "0.9")
+    for steps in range(1, 30):
+        shorter = optimizer("demo", "--steps", str(steps), *wsd)
+        make_learning_rate(shorter, steps)
+    assert describe_schedule(optimizer("demo", "--steps", "20"), 20) == (
+        "learning rate 0.002, cosine: warmup of 1 of 20 steps, decay over the last 19 to 0.0002"
+    )
+    given = optimizer("demo", "--steps", "20", "--optimizer.warmup-steps", "30")
+    path = tmp_path / "wrong.py"
+    path.write_text(
+        "import dataclasses\nfrom spmd.examples.demo import config\n"
+        "config = dataclasses.replace(config, steps=20)\n"
+    )
+    for wrong in (given, optimizer(str(path)), optimizer(str(path), "--steps", "10")):
+        with pytest.raises(ConfigError, match="too few for warmup and decay"):
+            make_learning_rate(wrong, 20)
 
 
 def test_the_shipped_configs_are_those_of_the_readme():
@@ -438,9 +481,10 @@ def test_the_names_of_flags_are_those_of_their_tables():
     assert get_args(Bug) == tuple(BUGS)
     assert get_args(Kernel) == tuple(KERNELS)
     assert get_args(ZeroStage) == tuple(ZERO_KEEPS)
-    policies = get_args(get_type_hints(spmd.TrainConfig)["precision"])
-    assert set(POLICIES) - set(policies) == {"float64"}
-    assert set(policies) <= set(POLICIES)
+    names = get_args(get_type_hints(spmd.TrainConfig)["precision"])
+    policies = set(map(canonical_precision, names))
+    assert set(POLICIES) - policies == {"float64"}
+    assert policies <= set(POLICIES)
 
 
 @pytest.mark.parametrize("number", [2**31, 99999999999999999999])

@@ -110,7 +110,7 @@ def test_auxiliary_losses_of_a_devices_own_examples_are_refused(of_all_devices):
 
     refused = pytest.raises(
         ConfigError,
-        match=r"balance_loss.*are of all examples(.|\n)*fix: --defer-grad-reduction none",
+        match=r"balance_loss.*are of all examples(.|\n)*fix: defer_grad_reduction=.none.",
     )
     with contextlib.nullcontext() if of_all_devices else refused:
         trace(model, loss_fn)

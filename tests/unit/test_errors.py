@@ -1,13 +1,22 @@
 """An error of a user's code ends with its reason, and an error of `spmd` about one has all of it."""
 
+import contextlib
+import dataclasses
 import sys
+from pathlib import Path
 
 import jax
 import optax
 import pytest
 
-from spmd.errors import ConfigError, Problem, RuleError, Together, print_traceback
+import spmd
+from spmd.checkpoint.manager import CheckpointManager
+from spmd.data.chat import ChatConfig
+from spmd.errors import ConfigError, Problem, RuleError, SpmdError, Together, print_traceback
+from spmd.hf.save import whole_folder
 from spmd.optim.extra_args import check_update
+from spmd.run.load_config import load_config
+from spmd.run.run_dir import RunDir
 
 A, B = Problem("a", "is 0"), Problem("b", "is 1")
 
@@ -89,3 +98,36 @@ def test_an_error_says_all_of_its_reason():
     (problem,) = check_update(optimizer, jax.ShapeDtypeStruct((3,), "float32"))
     assert "float32[1,3]" in problem.what
     assert "float32[1,3]" not in problem.what.splitlines()[0]
+
+
+BUCKET = "gs://bucket/a"
+
+
+@pytest.mark.parametrize(
+    ("where", "use"),
+    [
+        ("out", lambda path: dataclasses.replace(load_config("demo"), out=path)),
+        ("init", lambda path: dataclasses.replace(load_config("demo"), init=path)),
+        ("compilation_cache_dir", lambda path: spmd.RunConfig(compilation_cache_dir=path)),
+        ("data.source", lambda path: spmd.DataConfig(source=("books", path))),
+        ("data.mixture", lambda path: spmd.DataConfig(mixture=(f"a=1:{path}", "b=1:books"))),
+        ("data.tokenizer", lambda path: spmd.DataConfig(tokenizer=path)),
+        ("data.cache", lambda path: spmd.DataConfig(cache=path)),
+        ("chat.template", lambda path: ChatConfig(template=path)),
+        ("folder", lambda path: RunDir(Path(path))),
+        ("directory", lambda path: CheckpointManager(Path(path)).close()),
+        ("out", lambda path: contextlib.ExitStack().enter_context(whole_folder(Path(path)))),
+    ],
+)
+def test_buckets_are_refused_by_name(where, use, tmp_path, monkeypatch):
+    """Before anything is written, with what to do instead; the control is a local path with a colon."""
+    monkeypatch.chdir(tmp_path)
+    for path in (BUCKET, BUCKET.replace("gs", "s3")):
+        with pytest.raises(SpmdError) as caught:
+            use(path)
+        (problem,) = caught.value.problems
+        assert problem.where == where
+        assert path in problem.what
+        assert "gcsfuse" in problem.fix
+    assert list(tmp_path.iterdir()) == []
+    use("runs/at 12:30/s3")

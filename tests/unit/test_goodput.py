@@ -1,11 +1,13 @@
 """Every second of a run is accounted for once, over kills and roll-backs."""
 
+import itertools
 import json
 import time
 
 import pytest
 
-from spmd.observe.goodput import Stopwatch, measure_goodput, process_start
+from spmd.observe import goodput
+from spmd.observe.goodput import Stopwatch, command_start, measure_goodput, process_start
 
 
 class Clock:
@@ -129,6 +131,15 @@ def test_each_session_of_a_process_is_one(tmp_path):
     second.write(tmp_path, 1)
     assert measure_goodput(tmp_path).sessions == 2
     assert second.began >= between
+
+
+def test_a_command_counts_from_the_start_of_its_process(monkeypatch):
+    """Only the first command of a process does; a stopwatch by itself begins now."""
+    monkeypatch.setattr(goodput, "_COMMANDS", itertools.count())
+    before = time.time()
+    assert command_start() == pytest.approx(process_start(), abs=1.0)
+    assert command_start() >= before
+    assert Stopwatch().began >= before
 
 
 def test_this_process_was_started_before_now():

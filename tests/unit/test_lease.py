@@ -56,7 +56,7 @@ def test_one_holds_it_until_it_is_released(tmp_path):
             " since 2",
             "last heartbeat",
             "expires in",
-            "--take-over",
+            "take_over=True",
         ):
             assert part in text
     with pytest.raises(KeyError), Lease(tmp_path):
@@ -216,4 +216,4 @@ def test_problems_of_the_folder_release_it(tmp_path):
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     """With its path and the flag."""
     (tmp_path / "file").write_text("")
-    assert "choose an --out that can be written" in refusal(tmp_path / "file")
+    assert "choose a folder that can be written" in refusal(tmp_path / "file")

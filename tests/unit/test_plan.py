@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -80,6 +81,35 @@ def test_the_text_of_a_plan_is_as_reviewed(family, strategy):
     if os.environ.get("SPMD_UPDATE_GOLDEN"):
         golden.write_text(text, encoding="utf-8")
     assert text == golden.read_text(encoding="utf-8")
+
+
+def test_equal_lines_of_unrolled_layers_are_one():
+    """Those of consecutive layers in everything else equal, and the bytes still add up; JSON and `text` have each."""
+    shapes = {
+        f"blocks_{i}/mlp/{j}/kernel": (16, 8 + 8 * (i == 11)) for i in range(24) for j in (1, 3)
+    }
+    shapes |= {"out/1/kernel": (16, 8), "out/3/kernel": (16, 8)}
+
+    def init(key):
+        return {path: jnp.zeros(shape) for path, shape in shapes.items()}
+
+    rules = Rules([("kernel", P("fsdp"))])
+    plan = plan_of(optax.sgd(1.0), rules, init, abstract_mesh(MeshShape(fsdp=8)))
+    lines = [line.split("  ")[0] for line in str(plan).split("\n")[1:-1]]
+    assert lines == [
+        *("blocks_{0…10}/mlp/1/kernel", "blocks_{0…10}/mlp/3/kernel"),
+        *("blocks_11/mlp/1/kernel", "blocks_11/mlp/3/kernel"),
+        *("blocks_{12…23}/mlp/1/kernel", "blocks_{12…23}/mlp/3/kernel"),
+        *("out/1/kernel", "out/3/kernel"),
+    ]
+    assert "11 × 64 B = 704 B" in str(plan)
+    total = 0
+    for line in str(plan).split("\n")[1:-1]:
+        cell = re.search(r"(?:= |  )(\d+) B  ", line)
+        total += int(cell[1])
+    assert total == plan.bytes_per_device()["params"]
+    assert "blocks_{0…10}/mlp/1/kernel" in plan._repr_html_()
+    assert len(plan.to_json()["params"]) == plan.text("params").count(" float32[") == len(shapes)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +230,7 @@ def test_remat_names_must_be_activations():
     ("options", "error"),
     [
         ({"zero": 4}, ConfigError),
-        ({"precision": "float16"}, ConfigError),
+        ({"precision": "float15"}, ConfigError),
         ({"offload": ("optimiser_state",)}, ConfigError),
         ({"remat": "ful"}, ConfigError),
         ({"remat": "save"}, ConfigError),

@@ -40,7 +40,7 @@ def problems(values, record=RECORD, data="abc", batch=16):
     [
         (
             {"model": {"layers": 4}},
-            {"model.layers": "was 2 and is 4; --model.layers 2, or another --out"},
+            {"model.layers": "was 2 and is 4; model.layers=2, or another folder"},
         ),
         (
             {"model": {"heads": 8, "kv_heads": 4}},
@@ -48,7 +48,7 @@ def problems(values, record=RECORD, data="abc", batch=16):
         ),
         (
             {"model": {"rope_theta": 500.0}},
-            {"model.rope_theta": "was 10000.0 and is 500.0; --model.rope-theta"},
+            {"model.rope_theta": "was 10000.0 and is 500.0; model.rope_theta=10000.0"},
         ),
         (
             {"model": {"rope_scaling": {"factor": 8.0}}},
@@ -62,9 +62,9 @@ def problems(values, record=RECORD, data="abc", batch=16):
         ({"optimizer": {"name": "lion"}}, {"optimizer.name": "was adamw and is lion"}),
         (
             {"data": {"batch": 8}, "seed": 1},
-            {"data.batch": "was 16 and is 8; --data.batch 16", "seed": "was 0 and is 1"},
+            {"data.batch": "was 16 and is 8; data.batch=16", "seed": "was 0 and is 1"},
         ),
-        ({"steps": 3}, {"steps": "is 3, and the checkpoint is of step 4; --steps 4 or more"}),
+        ({"steps": 3}, {"steps": "is 3, and the checkpoint is of step 4; steps=4 or more"}),
         ({"precision": "bf16-params"}, {"precision": "was float32 and is bf16-params"}),
         ({"on_nan": "skip"}, {"on_nan": "was stop and is skip"}),
         ({"recovery": {"on_spike": "skip"}}, {"recovery.on_spike": "was ignore and is skip"}),
@@ -72,7 +72,7 @@ def problems(values, record=RECORD, data="abc", batch=16):
     ids=lambda value: next(iter(value)),
 )
 def test_a_field_that_must_stay_is_refused(values, expected):
-    """By its dotted path, with both values and the flag, whether or not a shape changes."""
+    """By its dotted path, with both values and the argument, whether or not a shape changes."""
     found = problems(values)
     assert found.keys() == expected.keys()
     assert all(text in found[name] for name, text in expected.items())

@@ -1,4 +1,4 @@
-"""A wait is shown on a terminal, and elsewhere as one line or not at all."""
+"""A wait is shown on a terminal, and elsewhere as some lines."""
 
 import io
 import sys
@@ -33,8 +33,19 @@ def test_a_wait_moves_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "comparing" not in lines[-1]
 
 
-def test_a_wait_is_one_line_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    """If asked for; nothing moves in a file."""
+def test_a_wait_is_some_lines_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at the start and one at each interval; of many results together; or one on standard output."""
+    monkeypatch.setattr(spinner, "INTERVAL", 0.2)
     with spinner.spinner("compiling"), spinner.spinner("loading", plain=True):
-        pass
-    assert capsys.readouterr() == ("loading …\n", "")
+        time.sleep(0.5)
+    printed = capsys.readouterr()
+    assert printed.out == "loading …\n"
+    assert printed.err.splitlines() in (["[0:00] compiling"] * 2, ["[0:00] compiling"] * 3)
+    assert list(spinner.spin_until_each(iter(range(100)), "comparing")) == [*range(100)]
+    assert capsys.readouterr().err == "[0:00] comparing\n"
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with spinner.spinner("compiling"):
+            pass

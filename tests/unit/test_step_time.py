@@ -166,7 +166,7 @@ def test_transfers_to_the_host_hide_behind_matmuls() -> None:
 
 @functools.cache
 def setup(name: str):
-    config = load_config(name)
+    config = dataclasses.replace(load_config(name), devices=64)
     return make_setup(config, planned_mesh(config))
 
 

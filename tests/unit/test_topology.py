@@ -102,7 +102,7 @@ def test_simulated_devices_have_no_memory_of_their_own():
         ("cpu", "cpu:N"),
         ("cpu:-1", "cpu:N"),
         ("v5e:32x16", "32 × 16 = 512 > 256"),
-        ("2xh100:4x8", "h100:16x8, and --slices.data for the network of hosts"),
+        ("2xh100:4x8", "h100:16x8, and slices over data for the network of hosts"),
         ("0xv5e:2x4", "only TPUs have slices"),
         ("2xv5e", "v5e:AxB"),
         ("v5e:3x4", "dimension 0: 3 / 2 = 1.5"),

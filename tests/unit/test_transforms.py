@@ -55,11 +55,11 @@ def setup_of(config: TrainConfig) -> build.TrainSetup:
 
 
 def mended(config: TrainConfig, error: SpmdError) -> TrainConfig:
-    """The config with the first flag of each fix."""
+    """The config with the first argument of each fix."""
     for problem in error.problems:
-        flag = re.match(r"--([\w.-]+) ([\w:]+)", problem.fix)
-        assert flag, f"{problem} names no flag"
-        *outer, name = flag[1].replace("-", "_").split(".")
+        flag = re.match(r'([\w.]+)="?([\w:]+)', problem.fix)
+        assert flag, f"{problem} names no argument"
+        *outer, name = flag[1].split(".")
         inner = config
         for part in outer:
             inner = getattr(inner, part)
