@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from spmd import tree
 from spmd.errors import ConfigError, NonFiniteError
 from spmd.examples import actor_critic, gan, teacher
 from spmd.run.check import StepCheck
+from spmd.run.step_source import StepFile
 from tests import tiny
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -258,12 +260,12 @@ def test_each_network_is_compared_with_one_device():
         return actor_critic.make_step(mesh).isolate("critic", batches)
 
     mesh = tiny.mesh(**SIZES)
-    check = StepCheck(critic)
+    check = StepCheck(StepFile(Path(__file__), critic).make_on)
     assert check.compare(mesh).ok
     assert not check.compare(mesh, "reduction").ok
-    both = StepCheck(lambda mesh: (step_of(actor_critic), []))
+    both = StepFile(Path(__file__), lambda mesh: (step_of(actor_critic), []))
     with pytest.raises(ConfigError, match=r"is of several networks\n.*step.isolate"):
-        both.compare(mesh)
+        both.make_on(mesh)
 
 
 def test_wrong_turns_are_one_error():

@@ -237,7 +237,7 @@ def test_plan_that_does_not_fit_exits_with_3(config, capsys):
         "--topology",
         "v5e:2x4",
         "--data.batch",
-        "2048",
+        "1024",
         "--data.sequence",
         "2048",
         "--attention",
