@@ -105,7 +105,7 @@ def test_a_full_disk_is_no_traceback(stream, tmp_path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("x = 1", "defines no config"),
+        ("x = 1", "offers no step"),
         ("config = 1", "defines config = 1"),
         ("config = (", "is not Python"),
         ("import nothing_of_this_name", "No module named"),

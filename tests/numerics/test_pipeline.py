@@ -141,7 +141,7 @@ def test_the_number_of_microbatches_follows_the_batch():
             "splits the backward pass into B and W",
         ),
         ({"pipeline": spmd.PipelineConfig("nowhere.csv")}, "nowhere.csv"),
-        ({"mesh": spmd.MeshShape(pipe=2, sequence=2)}, "--context all-to-all"),
+        ({"mesh": spmd.MeshShape(pipe=2, sequence=2)}, 'context="all-to-all"'),
     ],
     ids=str,
 )

@@ -5,17 +5,17 @@ import pytest
 from spmd.analysis.topology import parse_topology
 from spmd.report.plan_data import collect_plan
 from spmd.report.plan_page import plan_page
-from spmd.run.build import make_setup, planned_mesh
 from spmd.run.load_config import load_config
+from spmd.run.step_source import ConfigSource
 from tests.command_line import write_config
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     config = load_config(str(write_config(tmp_path_factory.mktemp("config"))))
-    return collect_plan(
-        "tiny", make_setup(config, planned_mesh(config)), parse_topology("cpu:8"), compiles=True
-    )
+    source = ConfigSource(config)
+    planned = source.on(source.planned_mesh())
+    return collect_plan("tiny", source, planned, parse_topology("cpu:8"), compiles=True)
 
 
 def test_rows_are_the_bytes_of_the_audit(report):

@@ -28,6 +28,7 @@ from spmd.report.run_data import read_runs
 from spmd.report.run_page import run_page
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.load_config import load_config
+from spmd.run.step_source import ConfigSource
 from spmd.sharding.mesh import MeshShape
 from tests.unit.test_report import MIB, write_run
 
@@ -55,7 +56,8 @@ def pages(tmp_path_factory) -> dict[str, str]:
         config, mesh=MeshShape(pipe=2, data=2, fsdp=2, tensor=2), devices=16
     )
     setup = make_setup(config, planned_mesh(config))
-    plan = collect_plan("demo", setup, parse_topology("v5e:4x4"), compiles=False)
+    source = ConfigSource(config)
+    plan = collect_plan("demo", source, setup, parse_topology("v5e:4x4"), compiles=False)
     metrics = "".join(
         json.dumps(
             {
@@ -252,6 +254,7 @@ def test_large_reports_stay_small(tmp_path):
     config = load_config("llama3-405b")
     config = dataclasses.replace(config, mesh=MeshShape(data=8, fsdp=64, tensor=8))
     setup = make_setup(config, planned_mesh(config))
-    plan = collect_plan("llama3-405b", setup, parse_topology("v5p:16x16x16"), compiles=False)
+    topology = parse_topology("v5p:16x16x16")
+    plan = collect_plan("llama3-405b", ConfigSource(config), setup, topology, compiles=False)
     assert len(plan.devices.x) == 4096
     assert len(plan_page(plan).encode()) < 5 * MIB

@@ -23,6 +23,7 @@ from spmd.report.run_page import run_page
 from spmd.report.shards import MOST_DEVICES, map_devices, shard_pictures
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.load_config import load_config
+from spmd.run.step_source import ConfigSource
 from spmd.sharding.mesh import MeshShape
 from spmd.step_time.timeline import Span
 from tests import tiny
@@ -327,7 +328,8 @@ def setup(tmp_path_factory):
 
 def test_the_page_of_a_plan_is_one_file(setup):
     """Its figures are those of the plan, the estimate and the prediction, and each part is there."""
-    report = collect_plan(NAME, setup, parse_topology("v5e:2x4"), compiles=False)
+    source = ConfigSource(setup.config)
+    report = collect_plan(NAME, source, setup, parse_topology("v5e:2x4"), compiles=False)
     text = plan_page(report)
     found = check_page(text)
     assert plan_page(report) == text
