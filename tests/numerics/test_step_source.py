@@ -111,7 +111,7 @@ def test_a_ready_step_has_one_mesh(tmp_path, capsys):
     assert "data=2 fsdp=2 tensor=2" in said(capsys)
     assert run("plan", file, "--topology", "v5e:2x2") == 2
     assert "data 2 × fsdp 2 × tensor 2 = 8, not 4" in said(capsys)
-    assert run("search", file, "--topology", "v5e:2x4") == 2
+    assert run("search", file, "--topology", "v5e:2x4", "--confirm", "0") == 2
     assert "is made for one mesh" in said(capsys)
     assert run("check", file) == 0
 
