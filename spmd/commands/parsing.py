@@ -35,20 +35,39 @@ LaunchFields = Annotated[LaunchArgs, tyro.conf.arg(name="")]
 def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, Path]:
     """Parse a command with a config; return it with the config's file.
 
-    Fewer steps than the config's have a shorter warmup, unless a flag gives it (`fit_warmup`).
-
     `command` is a dataclass, generic in the model's config, with a field `config`; `arguments`
     follow the verb.
     """
+    name = _name_of(arguments)
+    if not name:
+        return _parse_help(command, arguments, verb)
+    parsed = _parse_config(command, load_config(name), arguments[1:], f"spmd {verb} {name}")
+    return parsed, _path_of(name)
+
+
+def _name_of(arguments: list[str]) -> str:
+    """Return the config or file of a command; empty if flags come first."""
     if arguments and not arguments[0].startswith("-"):
-        name, *flags = arguments
-        usage = f"spmd {verb} {name}"
-    else:
-        _check_asks_for_help(arguments, verb)
-        name = "demo"  # help needs some config for the fields of its model
-        flags = arguments
-        usage = f"spmd {verb} CONFIG"
-    config = load_config(name)
+        return arguments[0]
+    return ""
+
+
+def _path_of(name: str) -> Path:
+    return shipped().get(name, Path(name))
+
+
+def _parse_help(command: Any, arguments: list[str], verb: str) -> tuple[Any, Path]:
+    """Print the help of a command without a config, with the fields of a shipped one's model."""
+    _check_asks_for_help(arguments, verb)
+    parsed = _parse_config(command, load_config("demo"), arguments, f"spmd {verb} CONFIG")
+    return parsed, _path_of("demo")
+
+
+def _parse_config(command: Any, config: TrainConfig, flags: list[str], usage: str) -> Any:
+    """Parse a command with a config's fields as flags.
+
+    Fewer steps than the config's have a shorter warmup, unless a flag gives it (`fit_warmup`).
+    """
     model = type(config.model)
     try:
         parsed = _parse(command[model], flags, usage, default=command(config))
@@ -57,7 +76,7 @@ def parse_command(command: Any, arguments: list[str], verb: str) -> tuple[Any, P
         raise ConfigError("Invalid config:", [Problem("model", what)]) from error
     if "optimizer.warmup_steps" not in given_flags(flags):
         parsed = _with_fitting_warmup(parsed, config.steps)
-    return parsed, shipped().get(name, Path(name))
+    return parsed
 
 
 def _with_fitting_warmup(parsed: Any, planned: int) -> Any:
@@ -85,14 +104,17 @@ def parse_source(
     `config_command` is as for `parse_command`; `step_command` is a dataclass, generic in the flags
     of a file, with a field `flags` of them.
     """
-    name = ""
-    if arguments and not arguments[0].startswith("-"):
-        name = arguments[0]
-    loaded = load_source(name) if name else None
-    if loaded is None or isinstance(loaded, ConfigSource):
-        command, file = parse_command(config_command, arguments, verb)
+    name = _name_of(arguments)
+    if not name:
+        command, file = _parse_help(config_command, arguments, verb)
         return ParsedSource(command, ConfigSource(command.config), file)
-    command, source = parse_step(step_command, loaded, arguments[1:], f"spmd {verb} {name}")
+    flags = arguments[1:]
+    usage = f"spmd {verb} {name}"
+    loaded = load_source(name)
+    if isinstance(loaded, ConfigSource):
+        command = _parse_config(config_command, loaded.config, flags, usage)
+        return ParsedSource(command, ConfigSource(command.config), _path_of(name))
+    command, source = parse_step(step_command, loaded, flags, usage)
     return ParsedSource(command, source, loaded.file)
 
 
@@ -118,8 +140,7 @@ def leave_devices_alone(arguments: list[str]) -> None:
 
     The file's step is planned for the machine of `--topology`, which may be absent.
     """
-    name = arguments[0] if arguments else ""
-    if not name.partition(":")[0].endswith(".py"):
+    if not _name_of(arguments).partition(":")[0].endswith(".py"):
         return
     machine = parse_topology(value_of("--topology", arguments) or "cpu:1")
     prepare_platform(machine.platform)
