@@ -1,7 +1,9 @@
 """Parsing of command lines: a config and a flag for each of its fields, or flags alone."""
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import io
 import itertools
 from pathlib import Path
@@ -181,7 +183,10 @@ def _flags_of(source: StepFile | ReadyStep, command: type) -> type:
         if name in taken:
             what = "is the name of a flag of the command"
             problems.append(Problem(f"{source.name}, {name}", what, fix="another name"))
-        fields.append((name, kind, dataclasses.field(default=default)))
+        field = dataclasses.field(default=default)
+        if default is not dataclasses.MISSING:  # which may be a list, of which each has its own
+            field = dataclasses.field(default_factory=functools.partial(copy.copy, default))
+        fields.append((name, kind, field))
     if problems:
         raise ConfigError("Invalid settings of a step:", problems)
     return dataclasses.make_dataclass("StepFlags", fields, frozen=True, kw_only=True)

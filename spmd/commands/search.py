@@ -289,11 +289,16 @@ def _print_nothing(search: Search) -> None:
     limit = human_bytes(search.topology.memory or 0)
     print(f"nothing fits {search.topology}: {limit} on each device")
     nearest = search.nearest
-    if nearest is None:
-        print("no mesh divides batch and model, or none of them can run")
-    else:
+    if nearest is not None:
         print(f"nearest: {human_bytes(nearest.memory or 0)} with {nearest.flags}")
-    print("try more chips, a smaller --data.batch, or --offload optimizer_state params")
+    else:
+        print("no mesh divides batch and model, or none of them can run")
+        for candidate in search.candidates[:1]:
+            print(f"the first, {candidate.flags}: {candidate.refused}")
+    if isinstance(search.source, ConfigSource):
+        print("try more chips, a smaller --data.batch, or --offload optimizer_state params")
+    else:
+        print("try more chips, or a smaller batch")
 
 
 def _to_json(search: Search, best: Candidate | None) -> dict[str, Any]:

@@ -282,10 +282,11 @@ def name_of_callable(function: Any) -> str:
         return name_of_callable(function.func)
     if isinstance(function, InComputeDtype):
         return name_of_callable(function.function)
+    function = inspect.unwrap(function)  # a function of `jax.jit` or `jax.vmap`
     name = getattr(function, "__qualname__", type(function).__name__)
-    if not name.endswith("<lambda>"):
+    code = getattr(function, "__code__", None)
+    if code is None or not name.endswith("<lambda>"):
         return name
-    code = function.__code__
     file = code.co_filename.replace("\\", "/").rpartition("/")[2]
     return f"lambda of {file}:{code.co_firstlineno}"
 

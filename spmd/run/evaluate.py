@@ -20,6 +20,7 @@ from spmd.data.text_dataset import TextDataset
 from spmd.data.tokenizer import ByteTokenizer, Tokenizer
 from spmd.errors import ConfigError, DataError, Problem
 from spmd.gradients.base import LossGradFn
+from spmd.gradients.losses import split_arrays
 from spmd.run.build import TrainSetup, read_source
 from spmd.run.config import TrainConfig
 from spmd.training.batch import place_batch
@@ -174,7 +175,8 @@ def evaluate_batches(
     for number, batch in enumerate(batches, 1):
         placed = place_batch(step.plan, batch)
         found = evaluate_batch(model.params, model.variables, placed, "eval", number)
-        for name, value in jax.device_get(found).items():
+        scalars, _ = split_arrays(jax.device_get(found))
+        for name, value in scalars.items():
             totals[name] += float(value)
     weight = totals.pop("weight")
     means = {name: total / weight if weight else math.nan for name, total in totals.items()}

@@ -186,12 +186,8 @@ def read_file(path: Path) -> UserFile:
     finder = ConfigFolder(path.resolve().parent)
     finder.activate()
     module = types.ModuleType(f"config {path}")
-    try:
-        with calling_file(path, "Invalid config:"), refuse_training(str(path)):
-            vars(module).update(runpy.run_path(str(path), run_name=module.__name__))
-    except SyntaxError as error:
-        where = f"{error.filename or path}:{error.lineno}"
-        raise _unreadable(where, f"is not Python: {error.msg}") from error
+    with calling_file(path, "Invalid config:"), refuse_training(str(path)):
+        vars(module).update(runpy.run_path(str(path), run_name=module.__name__))
     # Where `typing` and `inspect` look for the names in its classes.
     sys.modules[module.__name__] = module
     return UserFile(path, vars(module), finder)
@@ -201,12 +197,15 @@ def read_file(path: Path) -> UserFile:
 def calling_file(path: Path, title: str) -> Iterator[None]:
     """Turn errors of a user's code in the block into a `ConfigError` with their line.
 
-    Errors of this package, and those of syntax, are raised as they are.
+    Errors of this package are raised as they are.
     """
     try:
         yield
-    except (SpmdError, KeyboardInterrupt, SyntaxError):
+    except (SpmdError, KeyboardInterrupt):
         raise
+    except SyntaxError as error:
+        where = f"{error.filename or path}:{error.lineno}"
+        raise ConfigError(title, [Problem(where, f"is not Python: {error.msg}")]) from error
     except BaseException as error:
         problem = Problem(_line_of(error, path), f"fails: {_text(error)}")
         raise ConfigError(title, [problem]) from error

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, parse_topology
@@ -38,6 +37,7 @@ from spmd.run.step_source import ConfigSource, StepFile, StepSource, time_compil
 from spmd.run.step_time import ModelNumbers, count_model, workload
 from spmd.settings.compress import NO_COMPRESSION
 from spmd.sharding.mesh import AXES, BATCH_AXES, AnyMesh, MeshShape, abstract_mesh, entry_axes
+from spmd.sharding.rules import Rules
 from spmd.step_time.closed_form import Workload, closed_form
 from spmd.step_time.hardware import closed_rates, hardware_of
 from spmd.step_time.network import Network, make_network
@@ -217,8 +217,9 @@ class TracedTimes:
 
     @property
     def about(self) -> list[Any]:
-        """The file's text."""
-        return [self.source.file.read_text(encoding="utf-8")]
+        """Texts of the file and of the modules beside it, which it may import."""
+        beside = sorted(self.source.file.resolve().parent.glob("*.py"))
+        return [path.read_text(encoding="utf-8", errors="replace") for path in beside]
 
     def predict(self, settings: Settings) -> Prediction:
         """Return the prediction."""
@@ -435,6 +436,7 @@ def make_search(source: StepSource, topology: Topology, file: Path | None) -> Se
         return Search(source, topology, settings, times, file)
     if isinstance(source, StepFile):
         hardware_of(topology)
+        source = source.with_devices(topology.devices)
         settings = enumerate_step_settings(source, topology)
         return Search(source, topology, settings, TracedTimes(source, topology), file)
     problem = Problem("step", "is made for one mesh", fix="def make(mesh): … in the file")
@@ -477,12 +479,26 @@ def _variants(own: Settings, source: StepFile) -> Iterator[Settings]:
     known = _searched_settings(source)
     choices = []
     for name, value in known.items():
-        tried = _STEP_SETTINGS[name]
-        if name == "zero" and own["mesh"].fsdp == 1:
-            tried = ()
-        choices.append(list(dict.fromkeys((value, *tried))))
+        choices.append(_values_to_try(name, value, own["mesh"]))
     for values in itertools.product(*choices):
         yield {**own, **dict(zip(known, values, strict=True))}
+
+
+def _values_to_try(name: str, value: Any, mesh: MeshShape) -> list[Any]:
+    """Return the values of a file's setting to try, its own first: of the same type alone.
+
+    Nothing returns to the device from host memory, since no flag says so.
+    """
+    values = [value]
+    if name == "zero" and mesh.fsdp == 1:
+        return values
+    for other in _STEP_SETTINGS[name]:
+        if type(other) is not type(value) or other in values:
+            continue
+        if name == "offload" and not set(value) <= set(other):
+            continue
+        values.append(other)
+    return values
 
 
 def enumerate_step_settings(source: StepFile, topology: Topology) -> Iterator[Settings]:
@@ -490,9 +506,8 @@ def enumerate_step_settings(source: StepFile, topology: Topology) -> Iterator[Se
 
     Meshes have the axes that the table of the file names, and `data`.
     """
-    rules = _rules_of(source, topology)
     named = {"data"}
-    for spec in rules:
+    for _, spec in _rules_of(source, topology).named_specs():
         for entry in spec:
             named.update(entry_axes(entry))
     axes = [axis for axis in AXES if axis in named]
@@ -502,18 +517,20 @@ def enumerate_step_settings(source: StepFile, topology: Topology) -> Iterator[Se
             yield from _variants({"mesh": shape}, source)
 
 
-def _rules_of(source: StepFile, topology: Topology) -> list[P]:
-    """Return the specs of a file's table, by making its step on a mesh of `data` alone.
+def _rules_of(source: StepFile, topology: Topology) -> Rules:
+    """Return a file's table, by making its step on a mesh of `data` alone.
 
-    A batch may be too small for it: then on the mesh of the command line.
+    A batch may be too small for it: then on the mesh of the command line. If both are refused, the
+    first reason is raised.
     """
+    alone = source.with_settings({"mesh": MeshShape(data=topology.devices)})
     try:
-        alone = source.with_settings({"mesh": MeshShape(data=topology.devices)})
-        plan = alone.on(alone.planned_mesh()).plan
-    except SpmdError:
-        plan = source.on(source.planned_mesh()).plan
-    rows = (*plan.rules.params, *plan.rules.activations)
-    return [spec for _, spec in rows if isinstance(spec, P)]
+        return alone.on(alone.planned_mesh()).plan.rules
+    except SpmdError as refused:
+        try:
+            return source.on(source.planned_mesh()).plan.rules
+        except SpmdError:
+            raise refused from None
 
 
 def _splits(count: int, parts: int) -> Iterator[tuple[int, ...]]:

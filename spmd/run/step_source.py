@@ -231,7 +231,10 @@ class StepFile(StepSource):
         The type is the annotation, or that of the default; a required one has
         `dataclasses.MISSING`.
         """
-        hints = typing.get_type_hints(self.make)
+        try:
+            hints = typing.get_type_hints(getattr(self.make, "func", self.make))
+        except (NameError, TypeError):  # names for type checkers alone, or an object with a call
+            hints = {}
         _, *others = inspect.signature(self.make).parameters.values()
         for parameter in others:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -266,7 +269,8 @@ class StepFile(StepSource):
         """Make the step with its first batch, and trace it."""
         step, batches = self.make_on(mesh)
         planned = PlannedStep(step=step, batch=jax.tree.map(_shape, batches[0]))
-        planned.step.trace(planned.batch)
+        with calling_file(self.file, f"The step of {self.name}(mesh) fails:"):
+            planned.step.trace(planned.batch)
         return planned
 
     def make_on(self, mesh: AnyMesh) -> tuple[TrainStep, Sequence[Any]]:
@@ -438,7 +442,9 @@ def load_source(target: str) -> Source:
     if file.endswith(".py"):
         return StepFile(Path(file), _checked(function, load_function(target)))
     read = read_file(find_file(target))
-    if "config" in read.names:
+    config = read.names.get("config")
+    has_own = "make" in read.names or "step" in read.names
+    if isinstance(config, TrainConfig) or (config is not None and not has_own):
         return ConfigSource(read.config)
     if "make" in read.names:
         return StepFile(read.path, _checked("make", read.names["make"]))

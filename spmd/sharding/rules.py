@@ -354,7 +354,7 @@ class Rules:
         They are unknown or repeated axes, and a `pipe` above size 1 along another dimension than 0.
         """
         problems = []
-        for where, spec in self._named_specs():
+        for where, spec in self.named_specs():
             problems += _axis_problems(where, spec, axes)
         for name, stack in self.stacks.items():
             if stack.dim and stack.axis == "pipe" and axes.get("pipe", 1) > 1:
@@ -368,7 +368,7 @@ class Rules:
                 problems.append(problem)
         return problems
 
-    def _named_specs(self) -> Iterator[tuple[str, P]]:
+    def named_specs(self) -> Iterator[tuple[str, P]]:
         """Yield the specs of all tables, each with its name in problems."""
         for index, (pattern, value) in enumerate(self.params):
             if isinstance(value, P):

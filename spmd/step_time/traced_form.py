@@ -7,8 +7,11 @@
 | memory-bound work | their operands and results, other results, and the update of the state |
 | collectives over an axis | gathers and reductions of parameters, and partial sums of matmuls |
 
+Collectives that a program writes by itself (`shard_map`), and those of further microbatches, are
+not counted; a `while` loop counts as one iteration.
+
 The shortest step is as long as the longer of matmuls at the published peak and their bytes at the
-published bandwidth. The longest does everything one after the other, and fuses nothing.
+published bandwidth. The longest does what is counted one after the other, and fuses nothing.
 """
 
 import collections
@@ -43,6 +46,7 @@ class TracedWork:
         operands: Bytes of their operands and results.
         results: Bytes of the results of all other operations.
         state: Bytes that the update reads and writes.
+        on_host: Those of them in host memory.
         operations: Operations with a result of their own, those that may be fused included.
         sent: (kind, axes, bytes) → the number of such collectives.
     """
@@ -51,6 +55,7 @@ class TracedWork:
     operands: float = 0.0
     results: float = 0.0
     state: float = 0.0
+    on_host: float = 0.0
     operations: float = 0.0
     sent: collections.Counter[tuple[str, tuple[str, ...], float]] = dataclasses.field(
         default_factory=collections.Counter
@@ -135,8 +140,8 @@ def _add_convolution(
 
 def _add_state(work: TracedWork, plan: ShardingPlan) -> None:
     """Add the update, which reads and writes all state, and the collectives of parameters."""
-    sizes = plan.bytes_per_device()
-    work.state = 2 * sum(sizes.values())
+    work.state = 2 * sum(plan.bytes_per_device().values())
+    work.on_host = 2 * sum(plan.bytes_on_host().values())
     passes = 1
     if plan.remat.kind != "none":
         passes = 2
@@ -144,6 +149,10 @@ def _add_state(work: TracedWork, plan: ShardingPlan) -> None:
         work.sent["all-gather", transfer.axes, transfer.bytes] += passes
     for transfer in reductions(plan):
         work.sent["reduce-scatter", transfer.axes, transfer.bytes] += 1
+    fsdp = plan.mesh.shape["fsdp"]
+    if plan.zero in (1, 2) and fsdp > 1:  # updated in shards, and stored whole
+        whole = plan.bytes_per_device()["params"]
+        work.sent["all-gather", ("fsdp",), whole] += 1
 
 
 def _local_shape(value: TracedValue, axes: Mapping[str, int]) -> tuple[int, ...]:
@@ -169,6 +178,7 @@ def traced_form(work: TracedWork, network: Network, rates: ClosedRates) -> dict[
     parts["memory-bound work"] = waiting + FUSED * work.results / bandwidth
     parts["starting operations"] = FUSED * work.operations * _START
     parts["optimizer"] = work.state / bandwidth
+    parts["host transfers"] = work.on_host / hardware.host
     for axes, seconds in _collective_seconds(work, network).items():
         share = rates.exposed
         if not set(axes) <= set(TOKEN_AXES):  # the next matmul waits for a partial sum
@@ -184,7 +194,7 @@ def traced_bounds(work: TracedWork, network: Network, rates: ClosedRates) -> tup
     shortest = max(work.flops / hardware.peak, least / hardware.memory_bandwidth)
     most = work.operands + work.results + work.state
     longest = work.flops / (hardware.peak * rates.matmul) + most / hardware.memory_bandwidth
-    longest += work.operations * _START
+    longest += work.operations * _START + work.on_host / hardware.host
     longest += sum(_collective_seconds(work, network).values())
     return shortest, longest * (1 + rates.spread)
 

@@ -1,5 +1,6 @@
 """`spmd plan`, `report`, `check`, `search` and `eval` take a file that makes a step, or has one."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,8 +9,10 @@ import pytest
 
 import spmd
 from spmd.errors import ConfigError
+from spmd.run import search
 from spmd.run.load_config import load_function
 from spmd.run.step_source import ConfigSource, ReadyStep, StepFile, load_source
+from spmd.sharding.mesh import MeshShape
 from tests import tiny
 from tests.command_line import run
 from tests.own_step import write_step
@@ -183,3 +186,49 @@ def test_sources_are_told_apart(tmp_path, capsys):
     assert run("train", file) == 2
     assert "has a step of its own, and no config" in said(capsys)
     assert len(jax.devices()) == 8
+
+
+OWN = """
+    import functools
+
+    config = {"width": 8}
+
+
+    def build(mesh, size, names: list = ["a"], remat: bool = False, zero: int = 3):
+        return make(mesh, zero=zero)
+
+
+    other = functools.partial(build, size=3)
+
+
+    def fails(mesh):
+        step, batch = make(mesh)
+        return step, {"x": batch["x"]}
+"""
+
+
+def test_settings_of_any_type_and_losses_that_fail(tmp_path, capsys):
+    """A list, a partial function and a variable named config work; a loss that fails has its line."""
+    file = write_step(tmp_path, OWN)
+    assert run("plan", f"{file}:other", "--topology", "v5e:2x4", "--zero", "1") == 0
+    assert "zero 1" in said(capsys)
+    assert isinstance(load_source(str(file)), StepFile)
+    assert run("plan", f"{file}:fails", *CPU) == 2
+    printed = said(capsys)
+    assert "The step of fails(mesh) fails:" in printed
+    assert "KeyError: 'y'" in printed
+
+
+def test_no_setting_of_another_type_is_tried(tmp_path):
+    """Only values like the file's own; nothing returns from host memory."""
+    file = write_step(tmp_path)
+    source = load_source(str(file))
+    own = {"zero": 3, "remat": False, "offload": ("optimizer_state",)}
+    source = dataclasses.replace(source, settings=own)
+    settings = list(search._variants({"mesh": MeshShape(fsdp=4)}, source))
+    assert {each["remat"] for each in settings} == {False}
+    assert {each["offload"] for each in settings} == {
+        ("optimizer_state",),
+        ("optimizer_state", "params"),
+    }
+    assert {each["zero"] for each in settings} == {3, 1}
