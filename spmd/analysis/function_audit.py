@@ -19,6 +19,7 @@ from spmd.analysis.xla_fault_report import FaultReport, find_faults_in
 from spmd.distributed.native_output import compiler_log
 from spmd.errors import ConfigError, MeshError, Problem, check_type, describe_value
 from spmd.training.compilation_cache import compilation_cache
+from spmd.training.step import TrainStep
 
 _TITLE = "Audit of the function not possible:"
 _FIX = "mesh=…, the mesh that the function is compiled for"
@@ -76,7 +77,10 @@ def audit_function(
 
 def _jitted(function: Any) -> Any:
     """Return a function that can be traced: as it is, or jitted."""
-    if hasattr(function, "trace"):
+    if isinstance(function, TrainStep):
+        fix = "spmd.plan_report(step, batch), whose audit has the causes too"
+        raise ConfigError(_TITLE, [Problem("function", "is a train step with a plan", fix=fix)])
+    if callable(function) and hasattr(function, "trace"):
         return function
     fix = "a function, such as of jax.jit"
     is_compiled = isinstance(function, jax.stages.Compiled)

@@ -80,7 +80,10 @@ def _is_in_place(x: Any, sharding: NamedSharding) -> bool:
     """Return whether an array is placed; one that is to be whole, on every device."""
     if not _is_placed(x):
         return False
-    return x.sharding.is_fully_replicated or not sharding.is_fully_replicated
+    if not sharding.is_fully_replicated:
+        return True
+    is_everywhere = x.sharding.device_set == sharding.device_set
+    return bool(is_everywhere and x.sharding.is_fully_replicated)
 
 
 def _is_placed(x: Any) -> bool:
