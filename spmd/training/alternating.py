@@ -89,6 +89,8 @@ class AlternatingStep:
         """Dispatch the steps of a round and return at once; `state` is donated."""
         self._check_state(state)
         states = dict(state.states)
+        for _, select in self.turns:  # one that fails does so before anything is donated
+            select(MappingProxyType(states), batch)
         found = dict[str, Metrics]()
         for name, select in self.turns:
             selected = select(MappingProxyType(states), batch)

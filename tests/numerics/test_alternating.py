@@ -288,3 +288,19 @@ def test_wrong_turns_are_one_error():
     one = spmd.AlternatingStep({"student": step}, [("student", select)])
     with pytest.raises(ConfigError, match="The step cannot take this state"):
         one(step.init_state(), next(teacher.batches(0, 1)))
+
+
+def test_a_turn_that_fails_costs_no_state():
+    """The state is not donated before all turns have selected their batches."""
+    step = step_of(actor_critic)
+    names = [name for name, _ in step.turns]
+
+    def fails(states, batch):
+        raise KeyError("y")
+
+    wrong = spmd.AlternatingStep(step.steps, [*step.turns, (names[-1], fails)])
+    state = wrong.init_state()
+    batch = next(iter(actor_critic.batches(0, 1)))
+    with pytest.raises(KeyError):
+        wrong(state, batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
