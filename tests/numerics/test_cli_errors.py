@@ -33,8 +33,9 @@ FULL = "A file cannot be read or written:\n  the system: No space left on device
         (["generate", "/no/such/run", "--prompt", "x"], "Run not found"),
     ],
 )
-def test_what_is_not_there_is_named(arguments, complaint, capsys):
+def test_what_is_not_there_is_named(arguments, complaint, capsys, tmp_path, monkeypatch):
     """Verbs, configs and runs."""
+    monkeypatch.chdir(tmp_path)
     assert run(*arguments) == 2
     assert complaint in capsys.readouterr().err
 
@@ -67,8 +68,9 @@ def test_what_is_not_there_is_named(arguments, complaint, capsys):
         (["launch", "--processes", "3", "--", "train", "demo"], "devices", "--devices-per-process"),
     ],
 )
-def test_errors_name_the_field_and_the_flag(arguments, where, flag, capsys):
+def test_errors_name_the_field_and_the_flag(arguments, where, flag, capsys, tmp_path, monkeypatch):
     """Where is the field, and the fix has its flag; nothing is started, and nothing is a traceback or a usage box."""
+    monkeypatch.chdir(tmp_path)
     assert run(*arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("spmd: ")
