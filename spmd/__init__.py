@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from spmd.model_interface.model import Model
     from spmd.model_interface.remat import Remat
     from spmd.observe.metrics import Writer
+    from spmd.observe.mlflow_writer import MLflowConfig
+    from spmd.observe.wandb_writer import WandBConfig
     from spmd.optim.config import OptimizerConfig, make_optimizer
     from spmd.optim.ema import ema_params, with_ema
     from spmd.optim.per_layer import per_layer
@@ -76,6 +78,7 @@ __all__ = [
     "GradTransform",
     "Hook",
     "ImageFolder",
+    "MLflowConfig",
     "MeshShape",
     "Model",
     "OptimizerConfig",
@@ -95,6 +98,7 @@ __all__ = [
     "Throughput",
     "TrainConfig",
     "TrainState",
+    "WandBConfig",
     "Writer",
     "accumulate",
     "annotate",
@@ -144,6 +148,7 @@ _HOMES = {
     "GradTransform": "spmd.model_interface.grad_transform",
     "Hook": "spmd.training.loop",
     "ImageFolder": "spmd.data.images",
+    "MLflowConfig": "spmd.observe.mlflow_writer",
     "MeshShape": "spmd.sharding.mesh",
     "Model": "spmd.model_interface.model",
     "OptimizerConfig": "spmd.optim.config",
@@ -163,6 +168,7 @@ _HOMES = {
     "Throughput": "spmd.run.hooks",
     "TrainConfig": "spmd.run.config",
     "TrainState": "spmd.training.state",
+    "WandBConfig": "spmd.observe.wandb_writer",
     "Writer": "spmd.observe.metrics",
     "accumulate": "spmd.gradients.accumulate",
     "annotate": "spmd.plan.annotate",

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 
 import jax
 
+from spmd.distributed.hosts import broadcast_problems
+from spmd.errors import ConfigError
 from spmd.observe.console import Console, columns_of
 from spmd.observe.goodput import measure_goodput
 from spmd.observe.metrics import device_memory
@@ -67,6 +69,9 @@ class Run(RunSpec):
         if began is None:
             began = time.time()
         check_packages(self.config.metrics_to)
+        problems = broadcast_problems(self.config.writers.login_problems)
+        if problems:
+            raise ConfigError("Metrics cannot be written:", problems)
         resumes = self.run_dir.check_use(resume)
         traced = parse_steps(profile)
         is_first = jax.process_index() == 0

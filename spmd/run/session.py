@@ -422,7 +422,7 @@ class _Session:
         folder = run.run_dir
         lines = stack.enter_context(contextlib.closing(JsonLines(folder.metrics, start)))
         named = open_writers(
-            run.config.metrics_to, folder.path, folder.metrics, start, config_values(run.config)
+            run.config.writers, folder.path, folder.metrics, start, config_values(run.config)
         )
         own = stack.enter_context(contextlib.closing(Writers(named)))
         return Writers([lines, own, *run.writers, self.console])

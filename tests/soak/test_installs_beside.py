@@ -20,7 +20,7 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_installs_beside_libraries_of_last_year(tmp_path: Path) -> None:
-    """pip changes none of them, `pip check` finds no conflict, and the unit tests pass. The control is a
+    """Pip changes none of them, `pip check` finds no conflict, and the unit tests pass. The control is a
     requirement that cannot be met beside them."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv/bin/python"
