@@ -1,4 +1,4 @@
-"""Diagnosis of a machine: what all processes report and measure, and the problems in it."""
+"""Diagnosis of a machine: reports and measurements of all processes, and its problems."""
 
 import dataclasses
 import os
@@ -25,7 +25,7 @@ from spmd.doctor.machine import (
 from spmd.doctor.timing import AxisTime, PairTime, time_axes, time_pairs, time_products
 from spmd.errors import Problem
 from spmd.resilience.consistency import differences
-from spmd.sharding.mesh import AXES, MeshShape
+from spmd.sharding.mesh import MeshShape
 from spmd.step_time.network import make_network
 
 SLOW = {"cpu": 2.5}
@@ -75,28 +75,38 @@ def gather_reports() -> list[Report]:
     gather_json(None)  # so that all read their clocks at the same time
     clock = time.time()
     devices = jax.local_devices()
+    kinds = []
+    for device in devices:
+        kinds.append(device.device_kind)
     transports = read_transports()
-    up = [transport.kind for transport in transports if transport.is_up]
+    fastest = ""
+    if transports and transports[0].is_up:
+        fastest = transports[0].kind
     own = Report(
         host=socket.gethostname(),
         platform=devices[0].platform,
-        devices=[device.device_kind for device in devices],
+        devices=kinds,
         versions=library_versions(),
         drivers=read_drivers(),
         transports=list(map(str, transports)),
-        fastest="".join(up[:1]),
+        fastest=fastest,
         variables=network_environment(),
         shared_memory=shared_memory_bytes(),
         cores=len(os.sched_getaffinity(0)),
         clock=clock,
     )
-    return [Report(**plain) for plain in gather_json(dataclasses.asdict(own))]
+    reports = []
+    for values in gather_json(dataclasses.asdict(own)):
+        reports.append(Report(**values))
+    return reports
 
 
 def report_problems(reports: Sequence[Report]) -> list[Problem]:
-    """Return the problems of processes that differ, and of hosts that lack something."""
+    """Return the problems of differing processes and of badly equipped hosts."""
     statements = []
+    clocks = []
     for report in reports:
+        clocks.append(report.clock)
         statements.append(
             {
                 "device kinds": ", ".join(sorted(set(report.devices))),
@@ -108,7 +118,6 @@ def report_problems(reports: Sequence[Report]) -> list[Problem]:
             }
         )
     problems = differences(statements)
-    clocks = [report.clock for report in reports]
     usual = statistics.median_low(clocks)
     for process, report in enumerate(reports):
         where = f"process {process} ({report.host})"
@@ -133,7 +142,7 @@ def slow_devices(
     Args:
         seconds: Of the same product on each device of each process.
     """
-    usual = _quartile([each for row in seconds for each in row])
+    usual = _quartile(np.concatenate(seconds))
     problems = []
     for process, row in enumerate(seconds):
         slow = []
@@ -152,13 +161,16 @@ def slow_devices(
 
 
 def slow_links(pairs: Sequence[PairTime], hosts: Sequence[str], platform: str) -> list[Problem]:
-    """Return a problem for each pair of processes that is much slower than the others.
+    """Return a problem for each pair of processes much slower than the others.
 
     Pairs on one host are compared with each other, and so are pairs of two hosts.
     """
     problems = []
     for is_local in (True, False):
-        alike = [pair for pair in pairs if (hosts[pair.first] == hosts[pair.second]) == is_local]
+        alike = []
+        for pair in pairs:
+            if (hosts[pair.first] == hosts[pair.second]) == is_local:
+                alike.append(pair)
         if not alike:
             continue
         usual = _quartile([pair.seconds for pair in alike])
@@ -178,7 +190,7 @@ def _slow_link(pair: PairTime, hosts: Sequence[str], usual: float) -> Problem:
     return Problem(f"{first} and {second}", what, detail, _LINK_FIX)
 
 
-def _quartile(values: Sequence[float]) -> float:
+def _quartile(values: Sequence[float] | np.ndarray) -> float:
     """Return the first quartile: a slow half does not move it."""
     return float(np.quantile(values, 0.25))
 
@@ -211,7 +223,7 @@ def expected_seconds(
         return [None] * len(times)
     speeds = topology.chip.speeds
     assert speeds is not None
-    shape = MeshShape(**{axis: mesh.shape[axis] for axis in AXES})
+    shape = MeshShape(**mesh.shape)
     network = make_network(topology, shape, slices, speeds)
     expected: list[float | None] = []
     for each in times:
@@ -239,7 +251,7 @@ def slow_axes(times: Sequence[AxisTime], expected: Sequence[float | None]) -> li
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Everything that `spmd doctor` found.
+    """Findings of `spmd doctor`.
 
     Attributes:
         folder: Run folder that all processes must see; empty if none was given.

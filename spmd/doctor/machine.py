@@ -52,7 +52,7 @@ def read_drivers(root: Path = Path("/")) -> dict[str, str]:
 
 
 def read_transports(root: Path = Path("/")) -> list[Transport]:
-    """Return the network cards, the fastest kind first; loopback and virtual ones are left out."""
+    """Return the network cards, the fastest kind first; without loopback and virtual ones."""
     found = [
         *_verbs_devices(root / "sys/class/infiniband"),
         *_slingshot_cards(root / "sys/class/cxi"),
@@ -109,7 +109,7 @@ def _ethernet_cards(folder: Path) -> list[Transport]:
 
 
 def shared_memory_bytes(folder: Path = Path("/dev/shm")) -> int:
-    """Return the size of the shared memory, which NCCL uses between processes of a host."""
+    """Return the size of the shared memory of a host, NCCL's between its processes."""
     try:
         sizes = os.statvfs(folder)
     except OSError:
@@ -133,7 +133,7 @@ def _read(file: Path) -> str:
 
 
 def _first_number(text: str) -> float:
-    """Return the number that a text such as `400 Gb/sec (4X NDR)` begins with, 0 if none."""
+    """Return the first number of a text such as `400 Gb/sec (4X NDR)`, 0 if none."""
     first = text.partition(" ")[0]
     try:
         return float(first)

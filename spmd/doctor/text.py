@@ -1,6 +1,6 @@
 """A diagnosis as text for a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spmd.doctor.diagnosis import Diagnosis, Report
 from spmd.doctor.timing import AxisTime, PairTime
@@ -23,13 +23,16 @@ def format_diagnosis(found: Diagnosis) -> str:
 
 
 def _title(reports: Sequence[Report]) -> str:
-    devices = sum(len(report.devices) for report in reports)
-    hosts = len({report.host for report in reports})
+    devices = 0
+    hosts = set[str]()
+    for report in reports:
+        devices += len(report.devices)
+        hosts.add(report.host)
     kind = reports[0].devices[0]
     counts = [
         f"{_count(devices, 'device')} of the kind {kind} ({reports[0].platform})",
         _count(len(reports), "process", "processes"),
-        _count(hosts, "host"),
+        _count(len(hosts), "host"),
     ]
     return ", ".join(counts)
 
@@ -42,23 +45,21 @@ def _count(number: int, one: str, many: str = "") -> str:
 
 
 def _facts(found: Diagnosis, first: Report) -> str:
-    """Return what process 0 reports; the verdict names the processes that differ."""
+    """Return the report of process 0; the verdict names the others' differences."""
     shown = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "spmd")
-    versions = [f"{name} {first.versions[name]}" for name in shown]
-    versions.append(f"Python {first.versions['python']}")
-    drivers = [f"{name} {version}" for name, version in first.drivers.items()]
-    variables = [f"{name}={value}" for name, value in first.variables.items()]
+    versions = {name: first.versions[name] for name in shown}
+    versions["Python"] = first.versions["python"]
     seen = ""
     if found.folder:
         seen = f"{found.folder}, seen by all processes"
         if any(problem.where == "run folder" for problem in found.problems):
             seen = f"{found.folder}, not seen by all processes"
     rows = {
-        "versions": ", ".join(versions),
+        "versions": _listed(versions, " "),
         "runtime": first.versions["runtime"].replace("\n", " "),
-        "drivers": ", ".join(drivers) or "none",
+        "drivers": _listed(first.drivers, " ") or "none",
         "transport": ", ".join(first.transports) or "no network card",
-        "variables": ", ".join(variables) or "none that collectives read",
+        "variables": _listed(first.variables, "=") or "none that collectives read",
         "memory": found.memory,
         "/dev/shm": human_bytes(first.shared_memory),
         "cores": f"{first.cores} for this process",
@@ -69,6 +70,11 @@ def _facts(found: Diagnosis, first: Report) -> str:
         if text:
             lines.append(f"{name:<12}{text}")
     return "\n".join(lines)
+
+
+def _listed(values: Mapping[str, str], between: str) -> str:
+    """Return names and values in one line."""
+    return ", ".join(f"{name}{between}{value}" for name, value in values.items())
 
 
 def _devices(found: Diagnosis) -> str:

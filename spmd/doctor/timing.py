@@ -54,7 +54,7 @@ class AxisTime:
 
 @dataclasses.dataclass(frozen=True)
 class PairTime:
-    """Time in which two processes send each other the same number of bytes.
+    """Time of an exchange of equally many bytes between two processes.
 
     Attributes:
         payload: Bytes in each direction.
@@ -101,7 +101,7 @@ def time_axes(mesh: Mesh, size: int) -> Iterator[AxisTime]:
 
 
 def _collective(mesh: Mesh, axis: str, kind: str, size: int) -> tuple[Callable[[], jax.Array], int]:
-    """Return a function that runs a collective over an axis, and the bytes of its payload."""
+    """Return a function to run a collective over an axis, and the bytes of its payload."""
     count = mesh.shape[axis]
     rows = max(size // (4 * 128 * count), 1) * count  # of 128 float32, divisible over the axis
     ring = [(place, (place + 1) % count) for place in range(count)]
@@ -150,9 +150,10 @@ def _collective(mesh: Mesh, axis: str, kind: str, size: int) -> tuple[Callable[[
 
 
 def time_pairs(size: int) -> Iterator[PairTime]:
-    """Yield the times of exchanges between processes, whose numbers differ in one binary digit.
+    """Yield the times of exchanges between processes.
 
-    So every process is measured with ⌈log₂ n⌉ others, and all pairs of a round at once.
+    Their numbers differ in one binary digit, so every process is measured with ⌈log₂ n⌉ others, and
+    all pairs of a round at once.
 
     Args:
         size: Bytes that each device sends.
@@ -174,11 +175,11 @@ def time_pairs(size: int) -> Iterator[PairTime]:
 
 def _devices_by_process() -> list[list[jax.Device]]:
     """Return as many devices of each process as the smallest one has."""
-    rows: list[list[jax.Device]] = [[] for _ in range(jax.process_count())]
-    for device in jax.devices():
-        rows[device.process_index].append(device)
-    count = min(map(len, rows))
-    return [row[:count] for row in rows]
+    rows: dict[int, list[jax.Device]] = {}
+    for device in sorted(jax.devices(), key=lambda device: device.process_index):
+        rows.setdefault(device.process_index, []).append(device)
+    count = min(map(len, rows.values()))
+    return [row[:count] for row in rows.values()]
 
 
 def _partners(processes: int, distance: int) -> list[tuple[int, int]]:
@@ -210,7 +211,7 @@ def _exchange_seconds(mesh: Mesh, partners: list[tuple[int, int]], size: int) ->
 
 
 def _median_seconds(function: Callable[..., jax.Array], *arguments: jax.Array) -> float:
-    """Return the median time of a call, which is compiled before."""
+    """Return the median time of a compiled call."""
     jax.block_until_ready(function(*arguments))
     times = []
     for _ in range(_ROUNDS):

@@ -191,7 +191,9 @@ def test_a_run_of_a_command_stops_and_goes_on(stop, tmp_path, monkeypatch):
 
 def test_wandb_is_offline(tmp_path):
     """Its settings say so, and the values of the config are there."""
-    (writer,) = open_writers(WriterConfig(("wandb",)), tmp_path, tmp_path / "none", 0, {"a": {"b": 1}})
+    (writer,) = open_writers(
+        WriterConfig(("wandb",)), tmp_path, tmp_path / "none", 0, {"a": {"b": 1}}
+    )
     assert writer._run.offline
     assert writer._run.config["a"] == {"b": 1}
     writer.close()

@@ -44,7 +44,7 @@ def fake(root: Path, **files: str) -> None:
 
 
 def test_each_kind_of_network_card_is_told_apart(tmp_path: Path) -> None:
-    """InfiniBand, RoCE and EFA are one class of the kernel; Slingshot has its own; virtual cards are left out."""
+    """InfiniBand, RoCE and EFA are one class of the kernel; Slingshot has its own; virtual cards are skipped."""
     fake(
         tmp_path,
         **{
