@@ -1,12 +1,16 @@
 """Save and restore the arrays of a checkpoint with Orbax."""
 
+import collections
 import contextlib
+import functools
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
@@ -26,6 +30,68 @@ def save_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
     made = _make_checkpointer(arrays.values(), _WRITTEN_AT_ONCE)
     with contextlib.closing(made) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays))
+
+
+def missing_shards(folder: Path, arrays: Mapping[str, jax.Array]) -> dict[int, int]:
+    """Return process → number of its shards that are not in a written folder.
+
+    Orbax merges what this process finds, and a folder that is not shared has its own shards alone.
+    """
+    base = {"driver": "file", "path": f"{folder}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    written = set(store.list().result())
+    # Of a large state there are millions of chunks: count first, and look for each only if needed.
+    counts = collections.Counter(key.rpartition(b"/")[0] for key in written)
+    layouts = {path: store.read(f"{path}/.zarray") for path in arrays}
+    missing: collections.Counter[int] = collections.Counter()
+    for path, array in arrays.items():
+        layout = layouts[path].result().value
+        chunk = array.sharding.shard_shape(array.shape)
+        if layout:
+            chunk = tuple(json.loads(layout)["chunks"])
+        grid = tuple(map(_divide_up, array.shape, chunk))
+        if counts[path.encode()] == math.prod(grid) + 1:  # all chunks, and the layout
+            continue
+        owners = _shard_owners(array.sharding, array.shape)
+        for shard in _missing_starts(path, array, chunk, grid, written):
+            missing[owners[shard]] += 1
+    return dict(missing)
+
+
+def _missing_starts(
+    path: str,
+    array: jax.Array,
+    chunk: tuple[int, ...],
+    grid: tuple[int, ...],
+    written: Container[bytes],
+) -> set[tuple[int, ...]]:
+    """Return the first index of each shard that lacks a chunk; it has one, or several."""
+    shard = array.sharding.shard_shape(array.shape)
+    starts = set[tuple[int, ...]]()
+    for numbers in np.ndindex(grid):
+        name = ".".join(map(str, numbers)) or "0"
+        if f"{path}/{name}".encode() in written:
+            continue
+        first = np.multiply(numbers, chunk)
+        start = first - first % np.array(shard, np.int64)
+        starts.add(tuple(start.tolist()))
+    return starts
+
+
+def _divide_up(size: int, part: int) -> int:
+    return -(-size // part)
+
+
+@functools.lru_cache(maxsize=256)
+def _shard_owners(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> dict[tuple[int, ...], int]:
+    """Return the first index of each shard → the process that writes it: that of replica 0."""
+    owners: dict[tuple[int, ...], int] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        start = tuple(part.start or 0 for part in index)
+        owners.setdefault(start, device.process_index)
+    return owners
 
 
 def restore_arrays(

@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -29,15 +30,33 @@ from typing import Any, Self
 import jax
 
 from spmd import tree
-from spmd.checkpoint.arrays import disk_errors, read_errors, restore_arrays, save_arrays
-from spmd.checkpoint.manifest import read_object, sync, verify_manifest, write_manifest
+from spmd.checkpoint.arrays import (
+    disk_errors,
+    missing_shards,
+    read_errors,
+    restore_arrays,
+    save_arrays,
+)
+from spmd.checkpoint.manifest import (
+    manifest_digest,
+    read_object,
+    sync,
+    verify_manifest,
+    write_manifest,
+)
 from spmd.checkpoint.retention import Metrics, RetentionPolicy, quarantine, scan
 from spmd.checkpoint.tree import OptionalState, from_serialized, host_copies, storable
 from spmd.distributed.hosts import (
     broadcast_from_first,
     broadcast_problems,
+    gather_json,
     plain_problems,
     read_problems,
+)
+from spmd.distributed.shared_folder import (
+    process_names,
+    shared_folder_problems,
+    wait_until_seen,
 )
 from spmd.errors import CheckpointError, Problem, check_fields, check_local
 from spmd.tree import human_bytes
@@ -45,6 +64,7 @@ from spmd.tree import human_bytes
 PyTree = Any
 
 _UNWRITABLE = "free disk space, or resolve the error; earlier checkpoints are unchanged"
+_UNSHARED = "another directory, on storage that all hosts mount"
 _RECORD_MAX_BYTES = 64 << 20
 _EXIT_SECONDS = 20
 
@@ -108,6 +128,10 @@ class CheckpointManager:
         self._metrics: dict[int, Metrics] = {}
         self.damaged: dict[int, tuple[Problem, ...]] = {}
         self._to_quarantine: set[int] = set()
+        if not read_only:
+            problems = shared_folder_problems(self.directory, str(self.directory))
+            if problems:
+                raise CheckpointError("opening the checkpoints failed", problems)
         leftovers = self._scan(create=not read_only)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self.leftovers: tuple[str, ...] = ()
@@ -185,6 +209,8 @@ class CheckpointManager:
         save_arrays(unfinished / "state", copies)
         if jax.process_index() != 0:
             return
+        if jax.process_count() > 1:
+            self._check_complete(step, copies)
         for name, text in files.items():
             (unfinished / name).write_text(text, encoding="utf-8")
         write_manifest(unfinished)
@@ -197,6 +223,17 @@ class CheckpointManager:
             with contextlib.suppress(FileNotFoundError):  # removed by the user
                 (self.directory / str(old)).rename(self.directory / f"{old}.pruned")
             self._remove([f"{old}.pruned"])
+
+    def _check_complete(self, step: int, copies: Mapping[str, jax.Array]) -> None:
+        """Raise a `CheckpointError` unless process 0 sees the shards of every process."""
+        folder = self._unfinished(step)
+        problems = list[Problem]()
+        for process, count in missing_shards(folder / "state", copies).items():
+            what = f"lacks {count} shards of process {process}"
+            detail = "process 0 does not see all files of that process"
+            problems.append(Problem(str(folder), what, detail, _UNSHARED))
+        if problems:
+            raise CheckpointError("nothing was saved", problems)
 
     def _unfinished(self, step: int) -> Path:
         return self.directory / f"{step}{self._unfinished_suffix}"
@@ -296,6 +333,7 @@ class CheckpointManager:
             optional: State that the checkpoint may lack, or have in other shapes.
         """
         step = self._verified(step)
+        self._check_seen(step)
         wanted = tree.flatten(abstract_state)
         folder = self.directory / str(step)
         restored = restore_arrays(folder / "state", wanted, branches, optional)
@@ -343,6 +381,22 @@ class CheckpointManager:
             self._to_quarantine.add(step)
             del self._metrics[step]
         return problems
+
+    def _check_seen(self, step: int) -> None:
+        """Raise a `CheckpointError` unless every process sees the checkpoint of process 0."""
+        if jax.process_count() == 1:
+            return
+        folder = self.directory / str(step)
+        expected = broadcast_from_first(lambda: manifest_digest(folder))
+        is_seen = wait_until_seen(lambda: manifest_digest(folder) == expected, folder)
+        answers = gather_json([socket.gethostname(), is_seen])
+        hosts = [host for host, _ in answers]
+        blind = [process for process, (_, seen) in enumerate(answers) if not seen]
+        if blind:
+            what = "is not what process 0 sees there: "
+            what += process_names(blind, hosts)
+            fix = "read it from storage that all hosts mount, or copy it to each host"
+            raise CheckpointError("nothing was restored", [Problem(str(folder), what, fix=fix)])
 
     def _read_record(self, step: int) -> dict[str, Any]:
         path = self.directory / str(step) / "record.json"

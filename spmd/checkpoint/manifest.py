@@ -98,6 +98,14 @@ def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
     return sorted(problems)
 
 
+def manifest_digest(folder: Path) -> str:
+    """Return a digest of the manifest, which names all contents; empty if it cannot be read."""
+    try:
+        return hashlib.sha256(read_bounded(_manifest_path(folder), _MAX_BYTES)).hexdigest()
+    except (OSError, ValueError):
+        return ""
+
+
 def _manifest_path(folder: Path) -> Path:
     """Return the path of a folder's manifest, which may be missing."""
     earlier = folder / _EARLIER

@@ -6,6 +6,7 @@ import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from spmd.checkpoint.versions import library_versions
 from spmd.chips import chip_of
 from spmd.distributed.hosts import gather_json
 from spmd.distributed.initialize import network_environment
+from spmd.distributed.shared_folder import shared_folder_problems
 from spmd.doctor.machine import (
     read_drivers,
     read_transports,
@@ -286,6 +288,8 @@ def diagnose(mesh: Mesh, slices: Mapping[str, int], folder: str, size: int) -> D
     hosts = [report.host for report in reports]
     platform = reports[0].platform
     problems = report_problems(reports)
+    if folder:
+        problems += shared_folder_problems(Path(folder), "run folder")
     products = time_products()
     problems += slow_devices(products, hosts, platform)
     axes = list(time_axes(mesh, size))

@@ -25,6 +25,7 @@ from spmd.hf.family import TensorSource, tensor_sources
 from spmd.hf.fields import collect_errors
 from spmd.hf.folder import HFFolder, open_folder, tensor_problems
 from spmd.hf.safetensors import SafetensorsFile, Tensor
+from spmd.resilience.consistency import check_hosts_agree
 
 BUFFER_BYTES = 4 << 20
 """Bytes that are read before they are copied to the devices; small enough for a processor's
@@ -50,7 +51,11 @@ def load_params(folder: Path, abstract: Any) -> Any:
 
 
 def load_published(found: HFFolder, abstract: Any) -> Any:
-    """Load parameters as `load_params` does, from an opened folder."""
+    """Load parameters as `load_params` does, from an opened folder.
+
+    Of several processes, all make this call, and all must have the same files.
+    """
+    _check_same_files(found)
     sources = check_published(found, abstract)
     buffer = _allocate((BUFFER_BYTES,), np.uint8)
     non_finite = set[tuple[str, str]]()
@@ -67,6 +72,16 @@ def load_published(found: HFFolder, abstract: Any) -> Any:
     if problems:
         raise CheckpointError(f"{found.path} cannot be loaded:", first_of(problems))
     return params
+
+
+def _check_same_files(found: HFFolder) -> None:
+    """Raise `AgreementError` if the folder has other files on another host."""
+    if jax.process_count() == 1:
+        return
+    digests = dict[str, str]()
+    for file in set(found.files.values()):
+        digests[file.path.name] = file.sample_digest()[:16]
+    check_hosts_agree({f"digest of {found.path.name}": digests})
 
 
 def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:

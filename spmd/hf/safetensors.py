@@ -7,6 +7,7 @@ kills the process) or read the whole tensor each time; its writer needs all tens
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -38,6 +39,8 @@ DTYPES: dict[str, np.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 _MAX_DIMENSIONS = 32
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +108,18 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
             chunk = buffer[: tensor.nbytes - start]
             self._read(chunk, tensor.begin + start)
             yield chunk
+
+    def sample_digest(self) -> str:
+        """Return a digest of the size and of samples of the content: the header, then every part.
+
+        It tells apart files of different models or versions, and reads little of a large file.
+        """
+        number = self._file.fileno()
+        size = os.fstat(number).st_size
+        digest = hashlib.sha256(str(size).encode())
+        for offset in np.linspace(0, max(size - _SAMPLE_BYTES, 0), _SAMPLES, dtype=np.int64):
+            digest.update(os.pread(number, _SAMPLE_BYTES, int(offset)))
+        return digest.hexdigest()
 
     def _read(self, buffer: np.ndarray, offset: int) -> None:
         number = self._file.fileno()

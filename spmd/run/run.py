@@ -72,7 +72,7 @@ class Run(RunSpec):
         problems = broadcast_problems(self.config.writers.login_problems)
         if problems:
             raise ConfigError("Metrics cannot be written:", problems)
-        resumes = self.run_dir.check_use(resume)
+        resumes = self.run_dir.check_use_together(resume)
         traced = parse_steps(profile)
         is_first = jax.process_index() == 0
         with self.run_dir.lease(resumes, take_over) as lease, contextlib.ExitStack() as stack:

@@ -27,6 +27,8 @@ from typing import Any, Literal, Self
 import jax
 
 from spmd.data.tokenizer import TOKENIZER
+from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
+from spmd.distributed.shared_folder import shared_folder_problems
 from spmd.errors import CheckpointError, Problem, check_local
 from spmd.resilience.lease import Lease
 from spmd.run.config import (
@@ -98,6 +100,26 @@ class RunDir:
             raise CheckpointError("Nothing was started:", [Problem(str(self.path), what, fix=fix)])
         self._check_links()
         return exists
+
+    def check_use_together(self, resume: Resume) -> bool:
+        """Return the result of `check_use` on process 0, once every process sees the folder.
+
+        Every process makes this call, after all are connected, and all raise the same error.
+        """
+        problems = shared_folder_problems(self.path, str(self.path))
+        if problems:
+            raise CheckpointError("Nothing was started:", problems)
+        found = broadcast_from_first(lambda: self._check_use_alone(resume))
+        if "failed" in found:
+            raise CheckpointError(found["title"], read_problems(found["failed"]))
+        return bool(found["exists"])
+
+    def _check_use_alone(self, resume: Resume) -> dict[str, Any]:
+        """Return the result of `check_use`, or its error, as JSON values."""
+        try:
+            return {"exists": self.check_use(resume)}
+        except CheckpointError as error:
+            return {"title": error.title, "failed": plain_problems(error.problems)}
 
     def _check_writable(self) -> None:
         """Raise if the folder, or the nearest one above it, cannot be written."""

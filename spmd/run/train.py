@@ -81,9 +81,9 @@ def train(
         began = time.time()
     check_packages(config.metrics_to)
     folder = run_dir(config, source)
-    resumes = folder.check_use(resume)
     parse_steps(profile)  # a wrong flag is an error before anything is built
     said = initialize(config.devices, launch_args)
+    resumes = folder.check_use_together(resume)
     checked = check(config, config_mesh(config), resumes)
     run = make_run(checked, folder.path, hooks, writers, source)
     result = run.train(resume, take_over=take_over, profile=profile, said=said, began=began)
