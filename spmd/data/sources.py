@@ -10,16 +10,20 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from spmd.data.compression import content_suffix
+from spmd.data.file_formats import ROW_SUFFIXES, TABLES, FileFormat, detect_format
+from spmd.data.hub import download_fix
 from spmd.errors import DataError, Problem, nearest_file
 
 TEXT_SUFFIXES = " ".join(
     [
-        ".txt .md .rst .tex .html .jsonl .parquet .arrow .feather",
+        ".txt .md .rst .tex .html .jsonl .ndjson .parquet .arrow .feather",
         ".py .c .h .cpp .cu .rs .go .java .js .ts .jl .r .sh",
     ]
 )
-_ROW_SUFFIXES = frozenset({".jsonl", ".parquet", ".arrow", ".feather"})
 _DATASET_CARD = "README.md"  # of a folder of the Hugging Face Hub
+_DESCRIPTIONS = frozenset({"dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
+"""Files of JSON that the `datasets` library writes beside data."""
 _EVALUATION_SPLIT = re.compile(r"(test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 
 # Folders of a Python installation that hold tests or differ between machines.
@@ -28,9 +32,12 @@ _NOT_STDLIB = frozenset(
 )
 
 
+_NAMED = {".jsonl": FileFormat.JSON_LINES, **TABLES}
+
+
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-    """A file to read: its path, its key, and the SHA-256 of its bytes.
+    """A file to read: its path, its key, the SHA-256 of its bytes, and its format.
 
     The key is a name; the split of the file's documents depends on it.
     """
@@ -38,6 +45,18 @@ class SourceFile:
     path: Path
     key: str
     digest: str
+    format: FileFormat
+
+    @property
+    def content_key(self) -> tuple[str, ...]:
+        """Digest, and the format unless the last suffix says it, for the keys of caches.
+
+        Earlier versions took any other file for text, so their caches must not be found for these.
+        """
+        named = _NAMED.get(self.path.suffix.lower(), FileFormat.TEXT)
+        if self.format is named:
+            return (self.digest,)
+        return (self.digest, self.format.value)
 
 
 def find_files(source: Iterable[str]) -> list[SourceFile]:
@@ -45,14 +64,16 @@ def find_files(source: Iterable[str]) -> list[SourceFile]:
 
     Args:
         source: Files, folders, globs or "stdlib" (Python's own source). A folder is searched for
-            visible files with `TEXT_SUFFIXES`; files with other suffixes must be named or matched
-            by a glob. Of a folder that the `datasets` library saved, the files that it lists are
-            read; a README.md at the top of a folder with tables or JSON lines describes them, and
-            is not. A folder of which only some files are a test or validation split is refused: the
-            files to read must be named.
+            visible files with `TEXT_SUFFIXES`, also compressed ones; files with other suffixes must
+            be named or matched by a glob, but `.json` is read in a folder without other text. Of a
+            folder that the `datasets` library saved, the files that it lists are read; a README.md
+            at the top of a folder with tables or rows of JSON describes them, and is not. A folder
+            of which only some files are a test or validation split is refused: the files to read
+            must be named.
 
     Raises:
-        DataError: A source does not exist, holds no text files or cannot be read.
+        DataError: A source does not exist, holds no text files or cannot be read, or the name of a
+            file contradicts its content.
     """
     problems: list[Problem] = []
     paths: dict[Path, tuple[Path, str]] = {}
@@ -63,7 +84,9 @@ def find_files(source: Iterable[str]) -> list[SourceFile]:
     files = []
     for path, key in paths.values():
         try:
-            files.append(SourceFile(path, key, file_digest(path)))
+            files.append(SourceFile(path, key, file_digest(path), detect_format(path)))
+        except DataError as error:
+            problems += error.problems
         except OSError as error:
             problems.append(Problem(str(path), "cannot be read", str(error)))
     if problems:
@@ -95,7 +118,8 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
             root = root.parent
         found = list(map(Path, glob.glob(str(path), recursive=True)))
     else:
-        problems.append(Problem(entry, "does not exist", fix=nearest_file(path)))
+        fix = download_fix(entry) or nearest_file(path)
+        problems.append(Problem(entry, "does not exist", fix=fix))
         return []
     named = []
     for file in found:
@@ -122,11 +146,20 @@ def _folder_files(entry: str, root: Path, problems: list[Problem]) -> list[Path]
     """Return the visible files of text in a folder; add a problem if they mix splits."""
     suffixes = TEXT_SUFFIXES.split()
     found = []
+    json_files = []
     for path in _walk(root, lambda name: name.startswith(".")):
-        if not path.name.startswith(".") and path.suffix.lower() in suffixes:
+        suffix = content_suffix(path)
+        if path.name.startswith("."):
+            continue
+        if suffix in suffixes:
             found.append(path)
+        elif suffix == ".json" and path.name not in _DESCRIPTIONS:
+            json_files.append(path)
     card = root / _DATASET_CARD
-    if card in found and any(path.suffix.lower() in _ROW_SUFFIXES for path in found):
+    # Beside other files, JSON is a description of them, or of a program.
+    if json_files and found in ([], [card]):
+        found += json_files
+    if card in found and any(content_suffix(path) in ROW_SUFFIXES for path in found):
         found.remove(card)
     found = _saved_files(found, problems)
     names = sorted(path.relative_to(root) for path in found)
@@ -194,7 +227,7 @@ def _mixed_splits(entry: str, names: list[Path]) -> list[Problem]:
     held_out: list[Path] = []
     others: list[Path] = []
     for name in names:
-        if name.suffix.lower() not in _ROW_SUFFIXES:
+        if content_suffix(name) not in ROW_SUFFIXES:
             continue
         if any(map(is_split, name.parts)):
             held_out.append(name)

@@ -70,7 +70,7 @@ HOMES = {
     "orbax": {"checkpoint.arrays"},
     "tensorstore": {"checkpoint.arrays"},
     "grain": {"data.loader", "data.sampler"},
-    "pyarrow": {"data.tables"},
+    "pyarrow": {"data.compression", "data.image_tables", "data.tables"},
     "PIL": {"data.images"},
     "tokenizers": {"data.tokenizer"},
     "jinja2": {"data.chat"},
