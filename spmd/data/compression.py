@@ -45,6 +45,5 @@ def open_content(path: Path) -> BinaryIO:
     if not source.size():  # which pyarrow reads as no content
         source.close()
         raise OSError(f"is empty, without the header of {codec}")
-    # A NativeFile has the methods of a raw stream, but not its type.
-    stream: io.RawIOBase = pa.CompressedInputStream(source, codec)  # type: ignore[assignment]
+    stream: io.RawIOBase = pa.CompressedInputStream(source, codec)
     return io.BufferedReader(stream, _BUFFER_BYTES)

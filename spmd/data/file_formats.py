@@ -90,16 +90,17 @@ def _renamed(path: Path) -> str:
 
 
 def _first_character(content: BinaryIO) -> bytes:
-    """Return the first byte that is not blank, without moving on; empty if there is none."""
+    """Return the first byte that is not blank; empty if there is none. A mark is passed."""
     beginning: bytes = content.peek(1)  # type: ignore[attr-defined]
+    if beginning.startswith(_BYTE_ORDER_MARK):
+        content.read(len(_BYTE_ORDER_MARK))
     return beginning.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]
 
 
 def _has_json_lines(content: BinaryIO) -> bool:
     """Return whether the first line is a JSON object, and another begins below it."""
-    first = _next_line(content).removeprefix(_BYTE_ORDER_MARK)
     try:
-        is_object = isinstance(json.loads(first), dict)
+        is_object = isinstance(json.loads(_next_line(content)), dict)
     except (ValueError, RecursionError):
         return False
     return is_object and _next_line(content).lstrip().startswith(b"{")

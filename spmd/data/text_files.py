@@ -12,7 +12,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TextIO, TypeVar
 
 from spmd.data.compression import is_compressed, open_content
 from spmd.data.file_formats import JSON_FORMATS, MAX_LINE_BYTES, FileFormat
@@ -64,13 +64,15 @@ class JsonRows(Generic[T]):
     def read(self, form: FileFormat) -> Iterator[tuple[str, T]]:
         """Yield the name of each row within the file, and its value."""
         assert form in JSON_FORMATS
-        with open_content(self.path) as content:
-            if form is FileFormat.JSON_LINES:
+        if form is FileFormat.JSON_LINES:
+            with open_content(self.path) as content:
                 lines = iter(lambda: content.readline(MAX_LINE_BYTES + 1), b"")
                 yield from self.read_lines(enumerate(lines, start=1))
-            elif form is FileFormat.JSON_ARRAY:
-                yield from self._read_array(content)
-            else:
+        elif form is FileFormat.JSON_ARRAY:
+            with io.TextIOWrapper(open_content(self.path), encoding="utf-8-sig") as text:
+                yield from self._read_array(text)
+        else:
+            with open_content(self.path) as content:
                 yield from self._read_object(content)
 
     def read_lines(self, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[str, T]]:
@@ -90,9 +92,8 @@ class JsonRows(Generic[T]):
             else:
                 yield f":{number}", value
 
-    def _read_array(self, content: BinaryIO) -> Iterator[tuple[str, T]]:
+    def _read_array(self, text: TextIO) -> Iterator[tuple[str, T]]:
         """Yield the rows of an array; the first bad character ends it."""
-        text = io.TextIOWrapper(content, encoding="utf-8-sig")
         items = array_items(text, MAX_LINE_BYTES)
         number = 0
         while True:
