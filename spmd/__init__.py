@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from spmd.analysis.function_audit import audit_function
     from spmd.checkpoint.manager import CheckpointManager
     from spmd.data.chat import ChatConfig
+    from spmd.data.image_shards import ImageShards
     from spmd.data.images import ImageFolder
     from spmd.data.loader import DataConfig
     from spmd.errors import SpmdError
@@ -76,6 +77,7 @@ __all__ = [
     "GradTransform",
     "Hook",
     "ImageFolder",
+    "ImageShards",
     "MeshShape",
     "Model",
     "OptimizerConfig",
@@ -144,6 +146,7 @@ _HOMES = {
     "GradTransform": "spmd.model_interface.grad_transform",
     "Hook": "spmd.training.loop",
     "ImageFolder": "spmd.data.images",
+    "ImageShards": "spmd.data.image_shards",
     "MeshShape": "spmd.sharding.mesh",
     "Model": "spmd.model_interface.model",
     "OptimizerConfig": "spmd.optim.config",

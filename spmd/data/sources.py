@@ -162,8 +162,11 @@ def _folder_files(entry: str, root: Path, problems: list[Problem]) -> list[Path]
     if card in found and any(content_suffix(path) in ROW_SUFFIXES for path in found):
         found.remove(card)
     found = _saved_files(found, problems)
-    names = sorted(path.relative_to(root) for path in found)
-    problems += _mixed_splits(entry, names)
+    names = []
+    for path in sorted(found):
+        if content_suffix(path) in ROW_SUFFIXES:
+            names.append(path.relative_to(root))
+    problems += mixed_splits(entry, names, "--data.source ")
     return found
 
 
@@ -222,13 +225,16 @@ def is_split(name: str) -> bool:
     return _EVALUATION_SPLIT.match(name) is not None
 
 
-def _mixed_splits(entry: str, names: list[Path]) -> list[Problem]:
-    """Return a problem if some files of a folder, but not all, are a split for evaluation."""
+def mixed_splits(entry: str, names: Iterable[Path], argument: str = "") -> list[Problem]:
+    """Return a problem if some files of a folder, but not all, are a split for evaluation.
+
+    Args:
+        names: Paths in the folder, in order.
+        argument: What to write before the name of the files to train on.
+    """
     held_out: list[Path] = []
     others: list[Path] = []
     for name in names:
-        if content_suffix(name) not in ROW_SUFFIXES:
-            continue
         if any(map(is_split, name.parts)):
             held_out.append(name)
         else:
@@ -242,7 +248,7 @@ def _mixed_splits(entry: str, names: list[Path]) -> list[Problem]:
     else:
         named = Path(entry, one.parent, re.sub(r"[^A-Za-z_].*", "*", one.stem) + one.suffix)
     what = "holds splits for training and for evaluation"
-    fix = f"name what to train on: --data.source '{named}'"
+    fix = f"name what to train on: {argument}'{named}'"
     return [Problem(entry, what, f"{other} beside {one}", fix)]
 
 
