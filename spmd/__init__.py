@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from spmd.training.batch import place_batch
     from spmd.training.evaluated_params import evaluated_params
     from spmd.training.loop import Hook, fit
+    from spmd.training.process_batches import process_shard
     from spmd.training.state import TrainState, init_state
     from spmd.training.step import make_train_step
 
@@ -119,6 +120,7 @@ __all__ = [
     "per_layer",
     "place_batch",
     "plan_report",
+    "process_shard",
     "replicate",
     "rules_from_annotations",
     "rules_from_search",
@@ -188,6 +190,7 @@ _HOMES = {
     "per_layer": "spmd.optim.per_layer",
     "place_batch": "spmd.training.batch",
     "plan_report": "spmd.report.step_report",
+    "process_shard": "spmd.training.process_batches",
     "replicate": "spmd.sharding.rules",
     "rules_from_annotations": "spmd.sharding.from_flax",
     "rules_from_search": "spmd.sharding.from_search",

@@ -1,4 +1,4 @@
-"""Read compressed files as the bytes that they hold: `x.jsonl.gz`, `x.txt.zst`.
+"""Decompress files while reading them: `x.jsonl.gz`, `x.txt.zst`.
 
 pyarrow decompresses files of several gzip members or Zstandard frames, checks their checksums, and
 raises an OSError for what is damaged or truncated.
@@ -21,7 +21,7 @@ def is_compressed(path: PurePath) -> bool:
 
 
 def content_suffix(path: PurePath) -> str:
-    """Return the suffix of a file's content, in lower case and without that of a compression.
+    """Return the suffix before that of a compression, in lower case.
 
     Example:
         >>> content_suffix(Path("a.jsonl.gz")), content_suffix(Path("b.TXT")), content_suffix(Path("c.zst"))

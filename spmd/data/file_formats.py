@@ -42,7 +42,7 @@ ROW_SUFFIXES = JSON_LINES_SUFFIXES | TABLES.keys() | {".json"}
 
 
 def detect_format(path: Path) -> FileFormat:
-    """Return the format of a file, of which the beginning may be read.
+    """Return the format of a file by its name and its beginning.
 
     Raises:
         DataError: The name contradicts the content, or the file is a compressed table.
@@ -72,7 +72,7 @@ def _json_format(suffix: str, first: bytes, content: BinaryIO) -> FileFormat:
 
 
 def _check_table(path: Path) -> None:
-    """Raise a `DataError` for a table that is compressed as a whole."""
+    """Raise a `DataError` for a table inside of a compressed file."""
     if not is_compressed(path):
         return
     what = "is a compressed table, which is not read: tables are compressed inside"
@@ -81,7 +81,7 @@ def _check_table(path: Path) -> None:
 
 
 def _renamed(path: Path) -> str:
-    """Return the name under which a file's rows are read."""
+    """Return the fix: a name for rows."""
     if is_compressed(path):
         name = path.with_suffix("").with_suffix(f".jsonl{path.suffix}").name
     else:
@@ -90,7 +90,7 @@ def _renamed(path: Path) -> str:
 
 
 def _first_character(content: BinaryIO) -> bytes:
-    """Return the first byte that is not blank; empty if there is none. A mark is passed."""
+    """Return the first byte after blanks, and pass a byte order mark; empty at the end."""
     beginning: bytes = content.peek(1)  # type: ignore[attr-defined]
     if beginning.startswith(_BYTE_ORDER_MARK):
         content.read(len(_BYTE_ORDER_MARK))
@@ -107,7 +107,7 @@ def _has_json_lines(content: BinaryIO) -> bool:
 
 
 def _next_line(content: BinaryIO) -> bytes:
-    """Return the next line that is not blank; empty at the end."""
+    """Skip blank lines, and return the next; empty at the end."""
     while line := content.readline(MAX_LINE_BYTES):
         if line.strip():
             return line

@@ -61,7 +61,7 @@ def _command(name: str, revision: str, files: str) -> str:
 
 
 def source_problems(where: str, entries: Iterable[Any]) -> Iterator[Problem]:
-    """Yield a problem for each source that is an address, of the Hub or of a bucket."""
+    """Yield a problem for each address of the Hub or of a bucket among sources."""
     for entry in entries:
         if isinstance(entry, str) and _ADDRESS.search(entry):
             what = f"is {entry!r}, and only local files are read"

@@ -211,7 +211,7 @@ class _Shard:
                 yield found
 
     def _number(self, value: Any, numbers: dict[str, int]) -> int:
-        """Return the number of a label's class; -1 for a label that is none."""
+        """Return the number of a label's class; -1 for a label without one."""
         if isinstance(value, str):
             return numbers.get(value, -1)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -223,7 +223,7 @@ class _Shard:
 
 
 def _label_problem(where: str, value: Any, classes: Sequence[str]) -> Problem:
-    """Return the problem of an image whose label is missing or no class."""
+    """Return the problem of an image with a missing or unknown label."""
     if value is None or value == -1:
         return Problem(where, "has no label", "looked for key.cls, key.json or the label's column")
     fix = f"classes 0 to {len(classes) - 1}"
@@ -233,7 +233,7 @@ def _label_problem(where: str, value: Any, classes: Sequence[str]) -> Problem:
 
 
 def _names_of(shards: Iterable[_Shard], problems: list[Problem]) -> tuple[str, ...]:
-    """Return the names of classes that shards have; add a problem where they differ."""
+    """Return the names of classes in shards; add a problem where they differ."""
     found = {shard.names for shard in shards if shard.names}
     if len(found) > 1:
         counts = " and ".join(str(len(names)) for names in sorted(found))
@@ -243,7 +243,7 @@ def _names_of(shards: Iterable[_Shard], problems: list[Problem]) -> tuple[str, .
 
 
 def _classes_of(values: Iterable[Any]) -> tuple[str, ...]:
-    """Return the names of classes that labels make: names in order, or numbers from 0."""
+    """Return the names of classes of labels: names in order, or numbers from 0."""
     found = set(values)
     names = sorted(value for value in found if isinstance(value, str))
     if names:
@@ -260,7 +260,7 @@ def _table_shard(path: Path, image_field: str, label_field: str) -> _Shard:
 
 
 def _tar_shard(path: Path, label_field: str, problems: list[Problem]) -> _Shard:
-    """Return the images of a tar file; add the problems of samples that are none."""
+    """Return the images of a tar file; add the problems of other samples."""
     images = []
     labels = []
     for key, members in _samples(path, problems).items():

@@ -51,7 +51,7 @@ Unreadable = Literal["error", "skip"]
 
 
 class EncodedImage(Protocol):
-    """Image as the bytes of a file in one of the formats that are read."""
+    """Encoded image, in a file or as bytes."""
 
     @property
     def label(self) -> int:

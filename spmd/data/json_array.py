@@ -16,7 +16,7 @@ def array_items(text: TextIO, longest: int) -> Iterator[Any]:
         longest: Characters after which an item without an end is given up.
 
     Raises:
-        ValueError: The text is no array, is cut off, or goes on after it.
+        ValueError: The text is no array, is cut off, or has text after it.
 
     Example:
         >>> import io
@@ -46,7 +46,7 @@ class _ValueReader:
         self._decoder = json.JSONDecoder()
 
     def next_character(self) -> str:
-        """Return the next character that is not blank, without passing it; empty at the end."""
+        """Skip blanks, and return the next character without passing it; empty at the end."""
         self._skip_blanks()
         return self._buffer[self._at : self._at + 1]
 

@@ -114,7 +114,7 @@ class JsonRows(Generic[T]):
             number += 1
 
     def _read_object(self, content: BinaryIO) -> Iterator[tuple[str, T]]:
-        """Yield the one row of a file that is a single object."""
+        """Yield the single row of a file with one object."""
         found: Any = None
         what = "is neither JSON lines, nor an array of objects, nor one object"
         try:
@@ -151,7 +151,7 @@ def _text_of(text_field: str, row: Any) -> str | None:
 
 
 def _how_to_make_rows(path: Path, found: Any) -> str:
-    """Return how to make rows of a file that has none."""
+    """Return the fix of a file without rows."""
     as_text = f"to train on its text as it is, name it {path.stem}.txt"
     if not isinstance(found, dict):
         return f"JSON lines, or one array of objects; {as_text}"
