@@ -12,7 +12,7 @@ waits for the message. All processes stop before the first batch that one of the
 
 import dataclasses
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -65,20 +65,26 @@ def process_shard(plan: ShardingPlan) -> ProcessShard:
         >>> process_shard(spmd.make_plan(spmd.make_mesh(fsdp=8), rules, model, optax.sgd(1)))
         ProcessShard(index=0, count=1, processes=(0,))
     """
-    holders = _holders(plan.mesh)
+    holders = group_processes(_rows_of_processes(plan.mesh))
     me = jax.process_index()
     index = next(number for number, processes in enumerate(holders) if me in processes)
     return ProcessShard(index, len(holders), holders[index])
 
 
-def _holders(mesh: AnyMesh) -> list[tuple[int, ...]]:
+def group_processes(rows_of: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the processes of each part of a batch, in the order of the rows.
+
+    Args:
+        rows_of: Process → its rows of a batch.
 
     Raises:
         MeshError: Parts overlap, or are of several sizes.
+
+    Example:
+        >>> group_processes({0: (0, 1), 1: (2, 3), 2: (0, 1), 3: (2, 3)})
+        [(0, 2), (1, 3)]
     """
     holders: dict[tuple[int, ...], tuple[int, ...]] = {}
-    rows_of = _rows_of_processes(mesh)
     for process, rows in rows_of.items():
         holders[rows] = (*holders.get(rows, ()), process)
     all_rows = [row for rows in holders for row in rows]
@@ -171,7 +177,7 @@ class ProcessBatches(Iterator[Any]):
         self.ended: tuple[Problem, ...] = ()
         self._plan = plan
         self._shard = process_shard(plan)
-        self._holders = _holders(plan.mesh)
+        self._holders = group_processes(_rows_of_processes(plan.mesh))
         self._batches = iter(batches)
         self._number = first
         self._sizes: dict[str, str] | None = None
