@@ -79,16 +79,15 @@ def find_shards(shards: str | Path | Sequence[str | Path]) -> list[Path]:
     Raises:
         DataError: A shard does not exist or is of another kind, or a folder has several splits.
     """
-    entries: list[str] = []
     if isinstance(shards, str | Path):
         shards = [shards]
-    for entry in shards:
-        entries += expand_range(str(Path(entry).expanduser()))
     problems: list[Problem] = []
     found: dict[Path, None] = {}
-    for text in entries:
-        paths = _files_of(text, problems)
-        found |= dict.fromkeys(paths)
+    for entry in shards:
+        pattern = str(Path(entry).expanduser())
+        for text in expand_range(pattern):
+            paths = _files_of(text, pattern, problems)
+            found |= dict.fromkeys(paths)
     if problems:
         raise DataError("images not found:", first_of(problems))
     return list(found)
@@ -116,8 +115,8 @@ def expand_range(pattern: str) -> list[str]:
     return names
 
 
-def _files_of(text: str, problems: list[Problem]) -> list[Path]:
-    """Return the shards of one entry without ranges."""
+def _files_of(text: str, pattern: str, problems: list[Problem]) -> list[Path]:
+    """Return the shards of one name that a pattern makes."""
     path = Path(text)
     if path.is_file():
         if path.suffix.lower() not in SHARD_SUFFIXES:
@@ -134,7 +133,10 @@ def _files_of(text: str, problems: list[Problem]) -> list[Path]:
         return files
     files = sorted(filter(_is_shard, map(Path, glob.glob(text, recursive=True))))
     if not files:
-        problems.append(Problem(text, "does not exist", fix=nearest_file(path)))
+        fix = nearest_file(path)
+        if text != pattern:
+            fix = f"a range of files that exist, in place of {pattern}"
+        problems.append(Problem(text, "does not exist", fix=fix))
     return files
 
 

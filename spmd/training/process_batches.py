@@ -136,8 +136,8 @@ def place_process_batch(plan: ShardingPlan, batch: Any, shard: ProcessShard) -> 
 
 def _abstract(x: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of another shape without content; other values as they are."""
-    if not hasattr(x, "dtype"):
-        return x
+    if not isinstance(x, np.ndarray | np.generic | jax.Array):
+        return x  # which is refused by its type
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
