@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spmd.data.image_shards import ImageShards
     from spmd.data.images import ImageFolder
     from spmd.data.loader import DataConfig
+    from spmd.data.process_batches import ProcessBatches, process_shard
     from spmd.errors import SpmdError
     from spmd.gradients.accumulate import accumulate
     from spmd.gradients.base import value_and_grad
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
     from spmd.training.batch import place_batch
     from spmd.training.evaluated_params import evaluated_params
     from spmd.training.loop import Hook, fit
-    from spmd.training.process_batches import process_shard
     from spmd.training.state import TrainState, init_state
     from spmd.training.step import make_train_step
 
@@ -84,6 +84,7 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "Precision",
+    "ProcessBatches",
     "RecoveryConfig",
     "Remat",
     "Rules",
@@ -154,6 +155,7 @@ _HOMES = {
     "OptimizerConfig": "spmd.optim.config",
     "PipelineConfig": "spmd.run.config",
     "Precision": "spmd.precision",
+    "ProcessBatches": "spmd.data.process_batches",
     "RecoveryConfig": "spmd.run.run_config",
     "Remat": "spmd.model_interface.remat",
     "Rules": "spmd.sharding.rules",
@@ -190,7 +192,7 @@ _HOMES = {
     "per_layer": "spmd.optim.per_layer",
     "place_batch": "spmd.training.batch",
     "plan_report": "spmd.report.step_report",
-    "process_shard": "spmd.training.process_batches",
+    "process_shard": "spmd.data.process_batches",
     "replicate": "spmd.sharding.rules",
     "rules_from_annotations": "spmd.sharding.from_flax",
     "rules_from_search": "spmd.sharding.from_search",

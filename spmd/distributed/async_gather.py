@@ -1,4 +1,4 @@
-"""Rows of numbers gathered from all processes, without waiting for a device that has other work."""
+"""Gather rows of numbers from all processes without waiting for busy devices."""
 
 from collections.abc import Sequence
 

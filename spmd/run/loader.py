@@ -1,4 +1,4 @@
-"""Loaders with a state, which is saved in the checkpoints of a run.
+"""Save the state of a loader in the checkpoints of a run.
 
 A loader is an iterable that says its state and can be set to one: by `get_state` and `set_state`, as
 iterators of grain do, or by `state_dict` and `load_state_dict`, as `StatefulDataLoader` of torchdata
@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from spmd.data.process_batches import ProcessShard
 from spmd.distributed.hosts import gather_json
 from spmd.errors import CheckpointError, ConfigError, Problem, describe_value
-from spmd.training.process_batches import ProcessShard
 
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 _STATES_KEPT = 4
@@ -80,7 +80,7 @@ class SavedLoader:
         )
 
     def _start(self, saved: Mapping[str, Any] | None) -> tuple[Iterator[Any], Callable[[], Any]]:
-        """Return an iterator at a state, and the function that returns its state."""
+        """Return an iterator at a state, and the method to read its state."""
         state = self._beginning
         if saved is not None:
             state = saved["states"][self._shard.index]
@@ -104,7 +104,7 @@ class SavedLoader:
 
 
 def _state_methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return the methods that read and set a state; None without them."""
+    """Return the methods to read and to set a state; None without them."""
     for read, write in _METHODS:
         get_state = getattr(owner, read, None)
         set_state = getattr(owner, write, None)
@@ -123,7 +123,7 @@ def _encode(state: Any) -> str:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Return a value in terms of JSON; what JSON lacks is an object with one key, such as $bytes."""
+    """Return a value in terms of JSON: other values as objects with one key, such as $bytes."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -3,12 +3,20 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from spmd.data.process_batches import (
+    ProcessBatches,
+    ProcessShard,
+    check_ended_together,
+    place_process_batch,
+    process_shard,
+)
 from spmd.errors import ConfigError, DataError, Problem, check_call, check_type, describe_value
 from spmd.gradients.losses import LossFn
 from spmd.observe.metrics import Writer
@@ -21,14 +29,7 @@ from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import RunDir
 from spmd.training.alternating import AlternatingStep
 from spmd.training.batch import count_examples
-from spmd.training.loop import Hook, process_batches_problems
-from spmd.training.process_batches import (
-    ProcessBatches,
-    ProcessShard,
-    check_ended_together,
-    place_process_batch,
-    process_shard,
-)
+from spmd.training.loop import Hook
 from spmd.training.step import TrainStep
 
 OpenBatches = Callable[[int, int], Iterable[Any]]
@@ -105,8 +106,10 @@ class RunSpec:
         example = "def batches(start, steps): return (make_batch(n) for n in range(start, steps))"
         if callable(self.batches) or not isinstance(self.batches, Iterable):
             yield from check_call("batches", self.batches, "start, steps", example)
-        if self.process_batches:
-            yield from process_batches_problems(self.step)
+        if self.process_batches and not isinstance(self.step, TrainStep):
+            what = f"is true, and the step is {describe_value(self.step)}"
+            fix = "a step of spmd.make_train_step, or process_batches=False and global batches"
+            yield Problem("process_batches", what, fix=fix)
         yield from self._problems_of_evaluation()
         yield from _problems_of_items("hooks", self.hooks, Hook)
         yield from _problems_of_items("writers", self.writers, Writer)
@@ -203,14 +206,21 @@ class RunSpec:
 
     @functools.cached_property
     def shard(self) -> ProcessShard:
-        """Part of each batch that this process gives: without `process_batches`, all of it."""
+        """Part of each batch for this process to give; without `process_batches`, all of it."""
         if self.process_batches:
             return process_shard(self._plan)
         return ProcessShard(0, 1, tuple(range(jax.process_count())))
 
+    def as_global(self, batches: Iterable[Any], start: int) -> Iterable[Any]:
+        """Return the global batches after step `start`; unchanged without `process_batches`."""
+        if not self.process_batches:
+            return batches
+        needed = itertools.islice(batches, self.config.steps - start)
+        return ProcessBatches(self._plan, needed, start + 1)
+
     @property
     def evaluation_sets(self) -> Mapping[str, Callable[[], Iterable[Any]]]:
-        """Functions that return the global batches of each evaluation set."""
+        """Functions for the global batches of each evaluation set."""
         if not self.process_batches:
             return self.evaluation
         sets = {}
@@ -223,7 +233,7 @@ class RunSpec:
 
     @property
     def _plan(self) -> ShardingPlan:
-        """Plan of the step that is evaluated, of one network."""
+        """Plan of a step of one network."""
         return self.step.parts[self.step.evaluated_part].plan
 
 

@@ -394,9 +394,8 @@ class _Session:
         skipped = point.skipped_batches
         with contextlib.ExitStack() as stack:
             writers = self.open_writers(stack, start)
-            batches = stack.enter_context(
-                run.open_batches(start + skipped, steps + skipped, point.loader)
-            )
+            opened = run.open_batches(start + skipped, steps + skipped, point.loader)
+            batches = stack.enter_context(opened)
             log = self.make_log(writers, skipped)
             evaluate = self.make_evaluate(writers, point.evaluation)
             save = self.make_save(evaluate, point)
@@ -412,16 +411,8 @@ class _Session:
                 *run.hooks,
                 save,
             ]
-            timed = telemetry.stopwatch.time_batches(batches)
-            state = fit(
-                point.state,
-                run.step,
-                timed,
-                steps=steps,
-                start=start,
-                hooks=hooks,
-                process_batches=run.process_batches,
-            )
+            timed = run.as_global(telemetry.stopwatch.time_batches(batches), start)
+            state = fit(point.state, run.step, timed, steps=steps, start=start, hooks=hooks)
             with telemetry.during("checkpoint", "waiting for the last checkpoint to be written"):
                 self.checkpoints.wait()
             telemetry.watchdog.reset("the last checkpoint")

@@ -8,7 +8,6 @@ saved before it is known to be finite.
 import contextlib
 import contextvars
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,9 +24,8 @@ from spmd.errors import (
 )
 from spmd.gradients.losses import split_arrays
 from spmd.training.alternating import AlternatingState
-from spmd.training.process_batches import ProcessBatches
 from spmd.training.state import TrainState
-from spmd.training.step import Metrics, TrainStep
+from spmd.training.step import Metrics
 
 _READ = contextvars.ContextVar("the file that is being read", default="")
 
@@ -117,7 +115,6 @@ def fit(
     steps: int,
     start: int = 0,
     hooks: Sequence[Hook] = (),
-    process_batches: bool = False,
 ) -> State:
     """Take the steps `start + 1 … steps`, or until a hook stops; return the state after the last.
 
@@ -128,28 +125,19 @@ def fit(
             `spmd.place_batch` does, while nothing else happens: placing them ahead, as
             `spmd.data.loader.batches` does, is faster.
         hooks: Called in order.
-        process_batches: Whether each of several processes gives its own rows, NumPy arrays of the
-            part of a batch that `spmd.process_shard` names, not the global batch. All processes
-            stop after the same step when one of them has no further batch. Batches are drawn one
-            step ahead.
 
     Raises:
         ConfigError: An argument cannot be used, or the state is not that after `start` steps.
-        DataError: Processes give batches of different sizes, or the loader of one has failed.
         BatchesEndedError: The batches ended before step `steps`; the error has the state.
     """
     check_may_train()
-    _check_arguments(state, step, batches, steps, start, hooks, process_batches)
-    drawn = batches
-    if process_batches:
-        assert isinstance(step, TrainStep)
-        drawn = ProcessBatches(step.plan, itertools.islice(batches, steps - start), start + 1)
+    _check_arguments(state, step, batches, steps, start, hooks)
     unread = _UnreadMetrics(hooks)
     for hook in hooks:
         hook.on_start(start)
     number = start
     is_last = False
-    for number, batch in zip(range(start + 1, steps + 1), drawn, strict=False):
+    for number, batch in zip(range(start + 1, steps + 1), batches, strict=False):
         # An implicit transfer is an error, but where batches are drawn.
         with jax.transfer_guard("disallow"):
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
@@ -175,10 +163,9 @@ def fit(
             f"give {steps - start} batches, or catch the error: its state is the one after step "
             f"{number}",
         )
-        problems = [problem]
-        if isinstance(drawn, ProcessBatches):
-            problems += drawn.ended
-        raise BatchesEndedError("Training ended before the last step:", problems, state)
+        # Batches of several processes say which of these had no further one.
+        reasons: Sequence[Problem] = getattr(batches, "ended", ())
+        raise BatchesEndedError("Training ended before the last step:", [problem, *reasons], state)
     return state
 
 
@@ -221,13 +208,7 @@ def _stops_after(hooks: Sequence[Hook], number: int) -> bool:
 
 
 def _check_arguments(
-    state: Any,
-    step: Any,
-    batches: Any,
-    steps: Any,
-    start: Any,
-    hooks: Any,
-    process_batches: bool,
+    state: Any, step: Any, batches: Any, steps: Any, start: Any, hooks: Any
 ) -> None:
     """Raise a `ConfigError` with all problems of the arguments of `fit`."""
     problems = check_call("step", step, "state, batch", "fit(state, step, batches, steps=…)")
@@ -241,19 +222,8 @@ def _check_arguments(
         fix = "an iterable of batches, such as [batch] * steps"
         problems += check_type("batches", batches, (), fix)
     problems += _hook_problems(hooks)
-    if process_batches:
-        problems += process_batches_problems(step)
     if problems:
         raise ConfigError("Training cannot start:", problems)
-
-
-def process_batches_problems(step: Any) -> list[Problem]:
-    """Return a problem for a step without a plan of its batches."""
-    if isinstance(step, TrainStep):
-        return []
-    what = f"is true, and the step is {describe_value(step)}"
-    fix = "a step of spmd.make_train_step, or process_batches=False and global batches"
-    return [Problem("process_batches", what, fix=fix)]
 
 
 def _start_problems(taken: int, start: Any) -> list[Problem]:

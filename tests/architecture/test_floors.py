@@ -118,7 +118,7 @@ NAME_MAPS_MAY_IMPORT = (
 ONE_BROAD_EXCEPT = {
     "analysis.explicit_rules": "the error of JAX's rules for Explicit axes has no public name; others are raised again",
     "data.tokenizer": "tokenizers raises `Exception` for a file that is not a tokenizer",
-    "training.process_batches": "a loader of others fails with anything, and is raised again after all processes know",
+    "data.process_batches": "a loader of others fails with anything, and is raised again after all processes know",
     "run.load_config": "a config is a user's program, whose failures are his, of whatever type",
 }
 

@@ -106,7 +106,7 @@ def caught(f):
 
 def fit(batches, **options):
     state = spmd.init_state(STEP.plan)
-    return spmd.fit(state, STEP, batches, steps=6, process_batches=True, **options)
+    return spmd.fit(state, STEP, spmd.ProcessBatches(STEP.plan, batches), steps=6, **options)
 
 out = {}
 """
@@ -234,7 +234,7 @@ def test_all_processes_stop_after_the_same_step(both: list[dict[str, Any]]) -> N
 
 
 ALONE = """
-from spmd.training.process_batches import ProcessBatches
+from spmd.data.process_batches import ProcessBatches
 ProcessBatches._exchange = lambda self, current: np.array([current.row])
 print("ready", flush=True)
 out["ended"] = caught(lambda: fit(Loader(stop=3 if me == 1 else 99)))

@@ -2,9 +2,9 @@
 
 import pytest
 
+from spmd.data.process_batches import _rows_of_processes, group_processes
 from spmd.errors import MeshError
 from spmd.sharding.mesh import make_mesh
-from spmd.training.process_batches import _rows_of_processes, group_processes
 
 
 @pytest.mark.parametrize(

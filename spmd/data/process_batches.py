@@ -1,8 +1,8 @@
 """Global batches made of the rows of each process, and the end of all processes at one step.
 
-    shard = process_shard(plan)
-    rows = dataset[shard.index :: shard.count]
-    for batch in ProcessBatches(plan, loader_of(rows)): ...
+    shard = spmd.process_shard(plan)
+    loader = make_loader(dataset[shard.index :: shard.count])
+    spmd.fit(state, step, spmd.ProcessBatches(plan, loader), steps=1000)
 
 A process that has no further batch, or one of another size, or whose loader fails, would leave the
 others waiting in the next step. So the processes tell each other about each batch before its step:
@@ -51,7 +51,7 @@ class ProcessShard:
 
 
 def process_shard(plan: ShardingPlan) -> ProcessShard:
-    """Return the part of each global batch that this process gives with `process_batches=True`.
+    """Return the part of each global batch for this process to give.
 
     Processes that are apart only along axes such as `tensor` or `pipe` hold the same rows.
 
@@ -160,7 +160,7 @@ class _Drawn:
 class ProcessBatches(Iterator[Any]):
     """Global batches of a plan, each made of one batch of every process.
 
-    Every process draws from it as often as the others.
+    Every process draws from it as often as the others. One batch is drawn ahead.
 
     Args:
         batches: Batches of this process, all of one size: NumPy arrays of the rows of its shard.
