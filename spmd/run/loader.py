@@ -10,7 +10,7 @@ import collections
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,10 @@ from spmd.errors import CheckpointError, ConfigError, Problem, describe_value
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 _STATES_KEPT = 4
 """States of the last batches: a step is saved after the batch of the next one was drawn."""
-_FIX = "a loader with get_state() and set_state(state), or a function of (start, steps)"
+_FIX = (
+    "def batches(start, steps): return (make_batch(n) for n in range(start, steps)); or a loader "
+    "with get_state() and set_state(state)"
+)
 
 
 class SavedLoader:
@@ -93,14 +96,29 @@ class SavedLoader:
             if saved is None:
                 state = None
         if methods is None:
-            what = f"is {describe_value(self._loader)}, without a state to save"
-            raise ConfigError("Invalid run:", [Problem("batches", what, fix=_FIX)])
+            raise ConfigError("Invalid run:", [_without_state(self._loader)])
         get_state, set_state = methods
         if self._beginning is None:
             self._beginning = _encode(get_state())
         if state is not None:
             set_state(_decode(json.loads(state)))
         return iter(owner), get_state
+
+
+def loader_problems(loader: Any) -> list[Problem]:
+    """Return a problem for an object without batches, or with batches and without a state.
+
+    Only iterating tells whether the iterator of another object has a state.
+    """
+    if _state_methods(loader) is not None:
+        return []
+    if isinstance(loader, Iterator | Sequence | Mapping) or not isinstance(loader, Iterable):
+        return [_without_state(loader)]
+    return []
+
+
+def _without_state(loader: Any) -> Problem:
+    return Problem("batches", f"is {describe_value(loader)}, without a state to save", fix=_FIX)
 
 
 def _state_methods(owner: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

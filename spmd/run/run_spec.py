@@ -24,7 +24,7 @@ from spmd.optim.skip_updates import counts_skips
 from spmd.plan.plan import ShardingPlan
 from spmd.run.external_state import ExternalState
 from spmd.run.hooks import Throughput
-from spmd.run.loader import SavedLoader
+from spmd.run.loader import SavedLoader, loader_problems
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import RunDir
 from spmd.training.alternating import AlternatingStep
@@ -104,8 +104,10 @@ class RunSpec:
         kinds = TrainStep, AlternatingStep
         yield from check_type("step", self.step, kinds, "spmd.make_train_step(plan, loss_fn)")
         example = "def batches(start, steps): return (make_batch(n) for n in range(start, steps))"
-        if callable(self.batches) or not isinstance(self.batches, Iterable):
+        if callable(self.batches):
             yield from check_call("batches", self.batches, "start, steps", example)
+        else:
+            yield from loader_problems(self.batches)
         if self.process_batches and not isinstance(self.step, TrainStep):
             what = f"is true, and the step is {describe_value(self.step)}"
             fix = "a step of spmd.make_train_step, or process_batches=False and global batches"
