@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from spmd.data.image_tables import ImageTable, TableImage
+from spmd.data.image_tables import ImageTable, RowGroups, TableImage
 from spmd.data.images import IMAGE_SUFFIXES, EncodedImage, Images
 from spmd.data.sources import mixed_splits
 from spmd.errors import ConfigError, DataError, Problem, did_you_mean, first_of, nearest_file
@@ -52,12 +52,13 @@ class ImageShards(Images):
     def _find(self) -> tuple[tuple[str, ...], list[EncodedImage]]:
         problems: list[Problem] = []
         found = []
+        groups = RowGroups()
         for path in find_shards(self.shards):
             try:
                 if path.suffix.lower() == ".tar":
                     found.append(_tar_shard(path, self.label_field, problems))
                 else:
-                    found.append(_table_shard(path, self.image_field, self.label_field))
+                    found.append(_table_shard(path, self.image_field, self.label_field, groups))
             except DataError as error:
                 problems += error.problems
         names = _names_of(found, problems)
@@ -145,7 +146,7 @@ def _is_shard(path: Path) -> bool:
     return path.suffix.lower() in SHARD_SUFFIXES and is_visible and path.is_file()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Member:
     """Position of a member's content in a tar file."""
 
@@ -167,7 +168,7 @@ class _Member:
         return content
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _TarImage:
     """Image in a tar file."""
 
@@ -254,9 +255,9 @@ def _classes_of(values: Iterable[Any]) -> tuple[str, ...]:
     return tuple(map(str, range(most + 1)))
 
 
-def _table_shard(path: Path, image_field: str, label_field: str) -> _Shard:
+def _table_shard(path: Path, image_field: str, label_field: str, groups: RowGroups) -> _Shard:
     """Return the images of a Parquet file."""
-    table = ImageTable(path, image_field, label_field)
+    table = ImageTable(path, image_field, label_field, groups)
     images = [(table, row) for row in range(len(table.labels))]
     return _Shard(images, table.labels, table.class_names)
 

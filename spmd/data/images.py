@@ -75,7 +75,7 @@ class EncodedImage(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Images:
+class Images(abc.ABC):
     """Images with labels, cropped to squares: base of `ImageFolder` and `ImageShards`.
 
     Rows are `images`, float32 or uint8 `[rows, size, size, 3]`, `labels`, int32 `[rows]`, and
@@ -244,7 +244,7 @@ class Images:
             return list(pool.map(error, self._images))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _ImageFile:
     """Image in a folder; `name` is the path inside of it."""
 

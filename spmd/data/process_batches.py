@@ -25,6 +25,7 @@ from spmd.distributed.async_gather import AsyncGather
 from spmd.distributed.hosts import gather_json
 from spmd.errors import DataError, MeshError, Problem, first_of
 from spmd.plan.plan import ShardingPlan
+from spmd.sharding.batch import BatchArray
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
 from spmd.training.batch import check_batch, place_batch
 
@@ -118,20 +119,37 @@ def place_process_batch(plan: ShardingPlan, batch: Any, shard: ProcessShard) -> 
     shapes = {}
     for path, x in tree.flatten(batch).items():
         shape = list(np.shape(x))
-        examples = splits[path].examples
-        if examples is not None and len(shape) > examples:
-            shape[examples] *= shard.count
+        dim = _dim_of_rows(splits[path], x)
+        if dim is not None:
+            shape[dim] *= shard.count
         shapes[path] = tuple(shape)
     check_batch(plan, tree.map_with_path(lambda path, x: _abstract(x, shapes[path]), batch))
 
     def place(path: str, x: Any) -> Any:
-        if shapes[path] == np.shape(x) and shard.count > 1:
+        if _dim_of_rows(splits[path], x) is None:
             return x
         sharding = NamedSharding(plan.mesh, splits[path].spec)
         with jax.transfer_guard("allow"):
             return jax.make_array_from_process_local_data(sharding, np.asarray(x), shapes[path])
 
     return place_batch(plan, tree.map_with_path(place, batch))
+
+
+def _dim_of_rows(split: BatchArray, x: Any) -> int | None:
+    """Return the dimension of an array's rows; None if it is whole."""
+    if split.examples is None or np.ndim(x) <= split.examples:
+        return None
+    return split.examples
+
+
+def _own_rows(plan: ShardingPlan, batch: Any) -> dict[str, Any]:
+    """Return the arrays of a batch that have rows, by their paths."""
+    splits = plan.rules.batch_table.arrays(batch)
+    own = {}
+    for path, x in tree.flatten(batch).items():
+        if _dim_of_rows(splits[path], x) is not None:
+            own[path] = x
+    return own
 
 
 def _abstract(x: Any, shape: tuple[int, ...]) -> Any:
@@ -219,7 +237,7 @@ class ProcessBatches(Iterator[Any]):
         content = None
         if drawn.state == _READY:
             sizes = _sizes(drawn.batch)
-            content = _content(drawn.batch)
+            content = _content(_own_rows(self._plan, drawn.batch))
         everyone = gather_json([sizes, content])
         self._check_contents([found for _, found in everyone])
         expected = next((found for found, _ in everyone if found), sizes)
@@ -240,7 +258,8 @@ class ProcessBatches(Iterator[Any]):
         except Exception as error:  # noqa: BLE001
             reason = f"failed to draw the batch of step {number}"
             return _Drawn(_FAILED, reason=reason, error=error)
-        for path, x in tree.flatten(batch).items():
+        own = _own_rows(self._plan, batch)
+        for path, x in own.items():
             if getattr(x, "committed", False):
                 reason = f"has {path or 'an array'} on the mesh, in place of its own rows in NumPy"
                 return _Drawn(_OTHER, reason=reason)
@@ -250,7 +269,7 @@ class ProcessBatches(Iterator[Any]):
             return _Drawn(_OTHER, reason=reason)
         digest = 0
         if len(self._shard.processes) > 1:
-            digest = _digest(batch, _SAMPLE)
+            digest = _digest(own, _SAMPLE)
         return _Drawn(_READY, batch, digest)
 
     def _stop(self, current: _Drawn) -> None:
@@ -333,19 +352,19 @@ def _difference(expected: dict[str, str], found: dict[str, str] | None) -> str:
     return "nothing differs"
 
 
-def _content(batch: Any) -> int | None:
-    """Return a checksum of a batch; None if its rows are all the same, as in a benchmark."""
-    for x in jax.tree.leaves(batch):
+def _content(own: Mapping[str, Any]) -> int | None:
+    """Return a checksum of arrays; None if their rows are all the same, as in a benchmark."""
+    for x in own.values():
         rows = np.asarray(x)
-        if rows.ndim and (rows != rows[:1]).any():
-            return _digest(batch, None)
+        if (rows != rows[:1]).any():
+            return _digest(own, None)
     return None
 
 
-def _digest(batch: Any, most: int | None) -> int:
+def _digest(own: Mapping[str, Any], most: int | None) -> int:
     """Return a checksum of the first bytes of each array: other rows begin otherwise."""
     checksum = 0
-    for x in jax.tree.leaves(batch):
+    for x in own.values():
         flat = np.asarray(x).reshape(-1)
         if most is not None:
             flat = flat[: max(most // flat.itemsize, 1)]

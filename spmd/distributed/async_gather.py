@@ -1,11 +1,36 @@
 """Gather rows of numbers from all processes without waiting for busy devices."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """All-gather over all devices; `first` are the numbers of the first of each process."""
+
+    sharded: NamedSharding
+    all_gather: Callable[[jax.Array], jax.Array]
+    first: np.ndarray
+
+
+@functools.cache
+def _program(devices: tuple[jax.Device, ...]) -> _Program:
+    """Return the program, compiled once however many objects gather."""
+    # All devices take part, as in a step: XLA:CPU orders programs of several local devices among
+    # each other, but a program of a single device can run at the same time, and Gloo then mixes up
+    # their messages.
+    ordered = sorted(devices, key=lambda device: device.process_index)
+    owners = [device.process_index for device in ordered]
+    mesh = Mesh(np.array(ordered), "device")
+    all_gather = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, P()))
+    first = np.unique(owners, return_index=True)[1]
+    return _Program(NamedSharding(mesh, P("device")), all_gather, first)
 
 
 class AsyncGather:
@@ -16,16 +41,7 @@ class AsyncGather:
     """
 
     def __init__(self) -> None:
-        # All devices take part, as in a step: XLA:CPU orders programs of several local devices
-        # among each other, but a program of a single device can run at the same time, and Gloo then
-        # mixes up their messages.
-        devices = sorted(jax.devices(), key=lambda device: device.process_index)
-        owners = [device.process_index for device in devices]
-        mesh = Mesh(np.array(devices), "device")
-        self._first = np.unique(owners, return_index=True)[1]  # of the devices of each process
-        self._local_devices = jax.local_devices()
-        self._sharded = NamedSharding(mesh, P("device"))
-        self._all_gather = jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, P()))
+        self._program = _program(tuple(jax.devices()))
         self._sent: jax.Array | None = None
 
     def gather(self, row: Sequence[float]) -> np.ndarray | None:
@@ -33,15 +49,17 @@ class AsyncGather:
 
         Rows are float32 `[processes, numbers]`.
         """
+        program = self._program
         before = None
         if self._sent is not None:
             rows = np.asarray(jax.device_get(self._sent))  # [device, number]
-            before = rows[self._first]
+            before = rows[program.first]
         own = np.array([row], np.float32)
-        copies = [own] * len(self._local_devices)
+        local_devices = jax.local_devices()
+        copies = [own] * len(local_devices)
         with jax.transfer_guard("allow"):  # the training loop disallows transfers
-            local = jax.device_put(copies, self._local_devices)
-            shape = (self._sharded.mesh.size, len(row))
-            rows_of_all = jax.make_array_from_single_device_arrays(shape, self._sharded, local)
-            self._sent = self._all_gather(rows_of_all)
+            local = jax.device_put(copies, local_devices)
+            shape = (program.sharded.mesh.size, len(row))
+            rows_of_all = jax.make_array_from_single_device_arrays(shape, program.sharded, local)
+            self._sent = program.all_gather(rows_of_all)
         return before

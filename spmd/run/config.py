@@ -209,7 +209,7 @@ class TrainConfig(RunConfig, Generic[M]):
     """Corpus, tokenizer and batch shape."""
     task: Task = "pretrain"
     """What is trained: pretrain, all of a text; sft (supervised fine-tuning), what the assistant
-    says in conversations, lines of .jsonl files."""
+    says in conversations, rows of JSON."""
     chat: ChatConfig = ChatConfig()
     """Conversations, with task sft."""
     accumulate: int = 1
