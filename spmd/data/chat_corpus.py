@@ -103,9 +103,9 @@ def _find_rows(source: Iterable[str]) -> list[SourceFile]:
     others = [str(file.path) for file in files if file.format not in JSON_FORMATS]
     if not others:
         return files
-    what = "is not a .jsonl file"
+    what = "has no rows of JSON"
     if len(others) > 1:
-        what += f", nor are {len(others) - 1} more"
+        what += f", nor have {len(others) - 1} more"
     fix = "--data.source chats.jsonl, or a glob such as 'chats/*.jsonl'"
     raise DataError(_TITLE, [Problem(f"data.source: {others[0]}", what, fix=fix)])
 

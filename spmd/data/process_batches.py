@@ -185,14 +185,14 @@ class ProcessBatches(Iterator[Any]):
         first: Number of the first one, for messages.
 
     Attributes:
-        ended: Problems with the processes that had no further batch, while others had.
+        end_problems: Problems with the processes that had no further batch, while others had.
 
     Raises:
         DataError: Sizes differ, or processes of one shard give different rows.
     """
 
     def __init__(self, plan: ShardingPlan, batches: Iterable[Any], first: int = 1) -> None:
-        self.ended: tuple[Problem, ...] = ()
+        self.end_problems: tuple[Problem, ...] = ()
         self._plan = plan
         self._shard = process_shard(plan)
         self._holders = group_processes(_rows_of_processes(plan.mesh))
@@ -290,7 +290,7 @@ class ProcessBatches(Iterator[Any]):
             problems[0] = dataclasses.replace(problems[0], fix=fix)
             raise DataError(_TITLE, first_of(problems))
         if states != {_ENDED}:
-            self.ended = tuple(problems)
+            self.end_problems = tuple(problems)
         raise StopIteration
 
     def _check_contents(self, contents: list[int | None]) -> None:
@@ -326,8 +326,8 @@ def check_ended_together(batches: ProcessBatches) -> Iterator[Any]:
         DataError: A process ended before another one.
     """
     yield from batches
-    if batches.ended:
-        first, *others = batches.ended
+    if batches.end_problems:
+        first, *others = batches.end_problems
         fix = "as many batches in every process; rows of weight 0 fill the last ones"
         problems = [dataclasses.replace(first, fix=fix), *others]
         raise DataError("The processes have different numbers of batches:", problems)

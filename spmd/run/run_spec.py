@@ -14,7 +14,6 @@ from spmd.data.process_batches import (
     ProcessBatches,
     ProcessShard,
     check_ended_together,
-    place_process_batch,
     process_shard,
 )
 from spmd.errors import ConfigError, DataError, Problem, check_call, check_type, describe_value
@@ -176,14 +175,17 @@ class RunSpec:
         return count_examples(self.step.parts[part].plan, batch)
 
     def read_first(self) -> Any:
-        """Return the first batch of training, on the mesh."""
-        with self.open_batches(0, 1) as batches:
+        """Return the first batch of training, on the mesh.
+
+        With `process_batches` every process makes this call.
+        """
+        with self.open_batches(0, 1) as opened:
+            batches = self.as_global(opened, 0)
             batch = next(iter(batches), None)
         if batch is None:
             problem = Problem("batches", "has none for the first step", fix="one for each step")
-            raise DataError("No training data:", [problem])
-        if self.process_batches:
-            return place_process_batch(self._plan, batch, self.shard)
+            reasons: Sequence[Problem] = getattr(batches, "end_problems", ())
+            raise DataError("No training data:", [problem, *reasons])
         return self.step.place_batch(batch)
 
     def open_batches(

@@ -164,7 +164,7 @@ def fit(
             f"{number}",
         )
         # Batches of several processes say which of these had no further one.
-        reasons: Sequence[Problem] = getattr(batches, "ended", ())
+        reasons: Sequence[Problem] = getattr(batches, "end_problems", ())
         raise BatchesEndedError("Training ended before the last step:", [problem, *reasons], state)
     return state
 

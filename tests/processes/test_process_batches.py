@@ -119,6 +119,7 @@ out["whole"] = bits(run("whole", Loader()).train())
 
 killed = Loader(stop=4 if me == 1 else 99, error=OSError("the disk is gone"))
 out["killed"] = caught(run("cut", killed).train)
+out["none"] = caught(run("none", Loader(stop=0 if me == 1 else 99)).train)
 out["resumed"] = bits(run("cut", Loader()).train("auto"))
 record = json.loads((folder / "cut" / "checkpoints" / "2" / "record.json").read_text())
 out["record"] = record["loader"]["batches"], len(record["loader"]["states"])
@@ -191,6 +192,8 @@ def test_a_run_resumes_bitwise_from_the_states_of_all_loaders(both: list[dict[st
         assert found["resumed"] == found["whole"]
         assert found["forgets"] != found["whole"]
         assert found["record"] == [2, 2]
+        name, text, _ = found["none"]
+        assert (name, "process 1: has no batch for step 1" in text) == ("DataError", True)
     assert second["killed"][:2] == ["OSError", "the disk is gone"]
     name, text, _ = first["killed"]
     assert (name, "process 1: failed to draw the batch of step 5" in text) == ("DataError", True)
