@@ -143,6 +143,9 @@ sets = {"val": lambda: [rows(global_batch(n)) for n in range(3 - me)]}
 out["uneven"] = caught(run("uneven", functional, evaluation=sets, evaluation_loss=loss_fn).train)
 """
 STOPS = """
+# The control: without ProcessBatches each gives the global batch, which JAX compares.
+state = spmd.init_state(STEP.plan)
+out["compared"] = caught(lambda: spmd.fit(state, STEP, [rows(global_batch(1))] * 6, steps=6))
 out["ended"] = caught(lambda: fit(Loader(stop=3 if me == 1 else 99)))
 out["all ended"] = caught(lambda: fit(Loader(stop=3)))
 out["failed"] = caught(lambda: fit(Loader(stop=2 if me == 0 else 99, error=KeyError("row"))))
@@ -214,6 +217,7 @@ def test_all_processes_stop_after_the_same_step(both: list[dict[str, Any]]) -> N
     """Whichever process ends, fails, or gives other sizes or rows: both stop, and say which; none waits."""
     first, second = both
     for found in (first, second):
+        assert "is not the same on each process" in found["compared"][1]
         name, text, step = found["ended"]
         assert (name, step) == ("BatchesEndedError", 3)
         assert "process 1: has no batch for step 4" in text

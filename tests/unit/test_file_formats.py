@@ -1,5 +1,6 @@
 """Files as people have them: JSON rows under any name, compressed text, ids of the Hub."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -25,6 +26,10 @@ from spmd.data.streaming import Streamed
 from spmd.data.text_dataset import open_text
 from spmd.data.tokenizer import ByteTokenizer
 from spmd.errors import ConfigError, DataError
+from spmd.models.llama import PRESETS
+from spmd.partition_rules.llama import LLAMA
+from spmd.run.build import read_source
+from spmd.run.config import EvaluationConfig, TrainConfig
 
 ROWS = [{"text": f"Row {number} of the set. " * 4, "id": number} for number in range(30)]
 TEXTS = [row["text"] for row in ROWS]
@@ -301,6 +306,18 @@ def test_sets_of_a_mixture_are_decided_alike(tmp_path: Path) -> None:
     config = DataConfig(mixture=(f"one=1:{good}", f"two=1:{bad}"), sequence=8)
     with pytest.raises(DataError, match=r"two: .*b\.txt: holds JSON lines"):
         open_text(config)
+
+
+def test_evaluation_sets_are_decided_alike(tmp_path: Path) -> None:
+    """Rows of `.json`, text that holds rows, and an address of the Hub, in a set for evaluation."""
+    rows = write(tmp_path / "a.json", LINES)
+    data = DataConfig(cache=str(tmp_path / "c"))
+    config = TrainConfig(model=PRESETS["test"], rules=LLAMA, data=data)
+    assert read_source(config, [str(rows)], ByteTokenizer()).documents == len(ROWS)
+    with pytest.raises(DataError, match=r"rename it to b\.jsonl"):
+        read_source(config, [str(write(tmp_path / "b.txt", LINES))], ByteTokenizer())
+    with pytest.raises(ConfigError, match="hf download a/b"):
+        dataclasses.replace(config, evaluate=EvaluationConfig(sets=("web=hf://datasets/a/b",)))
 
 
 @pytest.mark.parametrize(
