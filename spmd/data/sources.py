@@ -24,7 +24,10 @@ TEXT_SUFFIXES = " ".join(
 _DATASET_CARD = "README.md"  # of a folder of the Hugging Face Hub
 _DESCRIPTIONS = frozenset({"dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
 """Files of JSON that the `datasets` library writes beside data."""
-_EVALUATION_SPLIT = re.compile(r"(test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
+_EVALUATION_SPLIT = re.compile(
+    r"(?:^|[-.])(test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE
+)
+_SHARD_NUMBER = re.compile(r"([-._]\d|\d{3}).*")  # to the end of a name
 
 # Folders of a Python installation that hold tests or differ between machines.
 _NOT_STDLIB = frozenset(
@@ -218,11 +221,11 @@ def is_split(name: str) -> bool:
     """Return whether a file or folder has the name of a test or validation split.
 
     Example:
-        >>> names = ("test-00000-of-00001.parquet", "validation", "train", "testing")
+        >>> names = ("test-00000-of-00001.parquet", "c4-validation.00000.json", "train", "testing")
         >>> [is_split(name) for name in names]
         [True, True, False, False]
     """
-    return _EVALUATION_SPLIT.match(name) is not None
+    return _EVALUATION_SPLIT.search(name) is not None
 
 
 def mixed_splits(entry: str, names: Iterable[Path], argument: str = "") -> list[Problem]:
@@ -246,7 +249,7 @@ def mixed_splits(entry: str, names: Iterable[Path], argument: str = "") -> list[
     if one.parts[0] != other.parts[0] and len(one.parts) > 1:
         named = Path(entry, one.parts[0])
     else:
-        named = Path(entry, one.parent, re.sub(r"[^A-Za-z_].*", "*", one.stem) + one.suffix)
+        named = Path(entry, one.parent, _SHARD_NUMBER.sub("*", one.stem) + one.suffix)
     what = "holds splits for training and for evaluation"
     fix = f"name what to train on: {argument}'{named}'"
     return [Problem(entry, what, f"{other} beside {one}", fix)]

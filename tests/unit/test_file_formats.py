@@ -203,10 +203,12 @@ def test_a_folder_is_searched_for_compressed_text_and_for_json_alone(tmp_path: P
     write(tmp_path / "c4" / "dataset_infos.json", "{}")
     write(tmp_path / "c4" / "en" / "c4-train.00000-of-01024.json.gz", gzipped(LINES))
     assert texts(tmp_path / "c4") == TEXTS
-    write(tmp_path / "c4" / "test" / "a.ndjson", LINES)
-    write(tmp_path / "c4" / "train.ndjson", LINES)
-    with pytest.raises(DataError, match="splits for training and for evaluation"):
+    write(tmp_path / "c4" / "en" / "c4-validation.00000-of-00008.json.gz", gzipped(LINES))
+    with pytest.raises(DataError, match="splits for training and for evaluation") as caught:
         texts(tmp_path / "c4")
+    named = tmp_path / "c4" / "en" / "c4-train*.gz"
+    assert f"--data.source '{named}'" in str(caught.value)
+    assert texts(named) == TEXTS
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzipped), (".zst", zstd)])
