@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 Value = bool | int | float | str
 
+_MIB = 2**20
 _GIB = 2**30
 
 
@@ -179,6 +180,7 @@ class Chip:
         example: Shape of a machine, for messages.
         memory: Bytes that a program may use on one device; None if unlimited. The compiler reserves
             0.25 to 1.25 GiB of each TPU's memory; this is what its error messages leave.
+            Of a GPU, what nvidia-smi prints; JAX takes a share of it (`spmd.distributed.gpu_memory`).
         devices: JAX devices in one chip.
         dims: Dimensions of a slice's network.
         max_chips: Most chips in one slice; 0 if unlimited.
@@ -456,7 +458,7 @@ _ENTRIES = (
         device_kind="NVIDIA H100 80GB HBM3",
         family="H100",
         example="16x8",
-        memory=80 * _GIB,
+        memory=81559 * _MIB,
         gpu=Gpu(cores=132, capability=(9, 0), l2_cache=50, clock_ghz=1.98, shared_memory=228),
         speeds=Hardware(
             peak=989e12,
@@ -475,7 +477,7 @@ _ENTRIES = (
         device_kind="NVIDIA H200",
         family="H200",
         example="16x8",
-        memory=141 * 10**9,
+        memory=143771 * _MIB,
         gpu=Gpu(cores=132, capability=(9, 0), l2_cache=50, clock_ghz=1.98, shared_memory=228),
         speeds=Hardware(
             peak=989e12,
@@ -495,7 +497,7 @@ _ENTRIES = (
         device_kind="NVIDIA B200",
         family="B200",
         example="16x8",
-        memory=180 * 10**9,
+        memory=183359 * _MIB,
         gpu=Gpu(cores=148, capability=(10, 0), l2_cache=126, clock_ghz=1.965, shared_memory=228),
         speeds=Hardware(
             peak=2250e12,

@@ -22,6 +22,7 @@ from spmd.distributed.cluster_env import (
     detect_process_group,
     split_address,
 )
+from spmd.distributed.gpu_memory import DEFAULT_FRACTION, FRACTION_VARIABLE, read_fraction
 from spmd.distributed.native_output import compiler_log, separate_stdout
 from spmd.errors import ConfigError, Problem, print_traceback
 from spmd.sharding.mesh import simulate_devices
@@ -91,6 +92,8 @@ def initialize(
         if _CPU_TIMEOUT.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             _add_xla_flag(_CPU_TIMEOUT)
         simulate_devices(devices)
+    elif not target_platform:
+        os.environ[FRACTION_VARIABLE] = str(gpu_memory_fraction())
     if group:
         _connect(group, launch_args)
     return _start_backends()
@@ -117,6 +120,14 @@ def prepare_platform(target_platform: str) -> None:
     for name, value in _TPU_COMPILER_VARIABLES.items():
         os.environ.setdefault(name, value)
     _add_xla_flag(_NO_AUTOTUNING)
+
+
+def gpu_memory_fraction() -> float:
+    """Return the share of each GPU's memory that JAX takes: the user's, or the default."""
+    fraction = read_fraction(os.environ)
+    if fraction is None:
+        fraction = DEFAULT_FRACTION
+    return fraction
 
 
 def _start_backends() -> list[str]:
