@@ -3,6 +3,7 @@
 Only this module and `spmd.testing` read or write environment variables.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -11,19 +12,20 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 import jax
 
-from spmd.distributed.cluster_env import (
-    LaunchArgs,
-    ProcessGroup,
-    detect_process_group,
-    split_address,
-)
+from spmd.distributed.cluster_env import LaunchArgs, detect_process_group, split_address
+from spmd.distributed.gpu_share import local_device_ids, visible_gpus
+from spmd.distributed.launchers import ProcessGroup
+from spmd.distributed.liveness import Liveness
+from spmd.distributed.metadata_server import MetadataServer, on_compute_engine
 from spmd.distributed.native_output import compiler_log, separate_stdout
-from spmd.errors import ConfigError, Problem, print_traceback
+from spmd.distributed.rendezvous import Meeting, Rendezvous, RendezvousError, Report, report_to
+from spmd.errors import BusyDeviceError, ConfigError, Problem, print_traceback
 from spmd.sharding.mesh import simulate_devices
 
 EXIT_LOST = 69
@@ -46,6 +48,12 @@ _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 # Lines of libtpu, but not JAX's own about a TPU.
 _LIBTPU = re.compile(r"^(?!.*xla_bridge).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
 
+# Of JAX and libtpu: another process has libtpu's lock, or the device files.
+_BUSY_TPU = re.compile(
+    r"TPU is already in use by|libtpu\.so already in use|/dev/(vfio/\d+|accel\d+)\W.*busy"
+)
+_TPU_FILE = re.compile(r"/dev/(vfio/\d+|accel\d+)")
+
 _BIND_FIXES = {
     errno.EADDRNOTAVAIL: (
         "start process 0 on that machine, or give --coordinator HOST:PORT of this one"
@@ -53,9 +61,17 @@ _BIND_FIXES = {
     errno.EADDRINUSE: ("give --coordinator another port, or stop the program that uses this one"),
 }
 
+_BACKLOG = 1024
+
 # gRPC reads the first of each group that is set.
 _PROXY = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY = ("no_grpc_proxy", "no_proxy")
+
+# JAX takes a process for dead that sends no heartbeat, as one that compiles or pins memory on a busy
+# machine; `Liveness` finds those that are gone much earlier.
+_JAX_HEARTBEAT = 600
+# JAX connects in seconds once all processes are there.
+_JAX_START = 120
 
 # The name of a Kubernetes pod is published some seconds after the pod starts.
 _DNS_TIMEOUT = 60
@@ -86,7 +102,7 @@ def initialize(
             _add_xla_flag(_CPU_TIMEOUT)
         simulate_devices(devices)
     if group:
-        _connect(group, launch_args)
+        _connect(group, launch_args, simulated=bool(devices))
     return _start_backends()
 
 
@@ -116,7 +132,13 @@ def prepare_platform(target_platform: str) -> None:
 def _start_backends() -> list[str]:
     """Let JAX find the devices; return libtpu's lines, and print the other ones."""
     with compiler_log(pass_on=False) as log:
-        jax.devices()
+        try:
+            jax.devices()
+        except RuntimeError as error:
+            busy = busy_tpu_error(str(error))
+            if busy is None:
+                raise
+            raise busy from error
     of_libtpu: list[str] = []
     for line in log:
         if _LIBTPU.search(line):
@@ -124,6 +146,46 @@ def _start_backends() -> list[str]:
         else:
             print(line, file=sys.stderr)
     return of_libtpu
+
+
+def busy_tpu_error(reason: str, processes: Path = Path("/proc")) -> BusyDeviceError | None:
+    """Return the error of a TPU that another process holds; None of another reason.
+
+    Args:
+        reason: Text of JAX's exception.
+    """
+    if not _BUSY_TPU.search(reason):
+        return None
+    pid = _holder_of_tpu(processes)
+    named = re.search(r"by process with pid (\d+)", reason)
+    if named:
+        pid = named[1]
+    what = f"is held by process {pid}, probably a leftover of an earlier run"
+    fix = f"kill {pid}, and start again"
+    if not pid:
+        what = "is held by another process, probably of another user"
+        fix = "find it by `sudo lsof /dev/accel* /dev/vfio/*`, stop it, and start again; "
+        fix += "if there is none, remove /tmp/libtpu_lockfile"
+    problem = Problem("TPU", what, reason.splitlines()[0], fix)
+    return BusyDeviceError("The TPU of this machine cannot be used:", [problem])
+
+
+def _holder_of_tpu(processes: Path) -> str:
+    """Return the number of another process that has a device file of a TPU open, empty if unknown."""
+    for link in processes.glob("[0-9]*/fd/*"):
+        pid = link.parts[-3]
+        with contextlib.suppress(OSError):  # of another user, or gone
+            target = os.readlink(link)
+            if pid != str(os.getpid()) and _TPU_FILE.fullmatch(target):
+                return pid
+    return ""
+
+
+def metadata_server() -> MetadataServer | None:
+    """Return the metadata server of this machine, if it is one of Compute Engine."""
+    if not on_compute_engine(os.environ):
+        return None
+    return MetadataServer.of(os.environ)
 
 
 def _add_xla_flag(flag: str) -> None:
@@ -143,27 +205,36 @@ def exit_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
+def _connect(group: ProcessGroup, launch_args: LaunchArgs, simulated: bool) -> None:
+    """Meet the other processes, and connect JAX to them."""
     _exempt_from_proxy(group.coordinator)
     separate_stdout()
     # The only collectives between CPU devices, real or simulated, of several processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    own_address: str | None = None
+    listener: socket.socket | None = None
+    if group.process_id == 0:
+        listener, own_address = listen(group)
+    meeting = _meet(group, launch_args, listener)
+    device_ids: list[int] | None = None
+    if not simulated:
+        device_ids, problems = local_device_ids(group.process_id, meeting.reports, os.environ)
+        if problems:
+            raise ConfigError("The GPUs of a machine cannot be shared:", problems)
     # At its own timeout JAX aborts the process without an exception, so this timer fires before.
-    timer = threading.Timer(launch_args.start_timeout, _exit_at_timeout, (group, launch_args))
+    timer = threading.Timer(_JAX_START, _exit_at_timeout, (group,))
     timer.daemon = True
     timer.start()
-    own_address: str | None = None
     try:
-        if group.process_id == 0:
-            own_address = bind_address(group)
         jax.distributed.initialize(
             group.coordinator,
             group.processes,
             group.process_id,
+            local_device_ids=device_ids,
             cluster_detection_method="deactivate",
             coordinator_bind_address=own_address,
-            initialization_timeout=launch_args.start_timeout + 60,
-            heartbeat_timeout_seconds=launch_args.heartbeat,
+            initialization_timeout=2 * _JAX_START,
+            heartbeat_timeout_seconds=max(launch_args.heartbeat, _JAX_HEARTBEAT),
             shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
         )
     except jax.errors.JaxRuntimeError as error:
@@ -171,6 +242,49 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
     finally:
         timer.cancel()
     sys.excepthook = _excepthook
+    Liveness(meeting, group.process_id, launch_args.heartbeat, EXIT_LOST).start()
+
+
+def _meet(group: ProcessGroup, launch_args: LaunchArgs, listener: socket.socket | None) -> Meeting:
+    """Return the reports of all processes; `listener` is process 0's."""
+    own = Report(
+        group.process_id,
+        group.processes or 1,
+        socket.gethostname(),
+        _machine_id(),
+        visible_gpus(os.environ),
+    )
+    seconds = launch_args.start_timeout
+
+    def missing(names: str) -> Problem:
+        what = f"process 0 listened at {_named(group)}, and not all {group.processes} processes "
+        what += f"connected: {names} did not"
+        return _timeout_problem(what, seconds)
+
+    def unreachable(reason: str) -> Problem:
+        what = f"process {group.process_id} tried {_named(group)} and found no process 0 ({reason})"
+        return _timeout_problem(what, seconds)
+
+    try:
+        if listener:
+            return Rendezvous(listener, own, group).collect(seconds, missing)
+        return report_to(split_address(group.coordinator), own, seconds, unreachable)
+    except RendezvousError as error:
+        raise ConfigError("The processes cannot connect:", [error.problem]) from error
+
+
+def _timeout_problem(what: str, seconds: int) -> Problem:
+    fix = "start the same command on every machine, and check that each can reach that port of "
+    fix += "process 0; or raise --start-timeout"
+    return Problem("coordinator", what, f"{seconds} s have passed", fix)
+
+
+def _machine_id() -> str:
+    """Return the identity of the running kernel, which machines with one name do not share."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    if boot_id.is_file():
+        return boot_id.read_text().strip()
+    return socket.gethostname()
 
 
 def _exempt_from_proxy(coordinator: str) -> None:
@@ -184,33 +298,44 @@ def _exempt_from_proxy(coordinator: str) -> None:
     os.environ[_NO_PROXY[0]] = f"{exempt},{host}".strip(",")
 
 
-def bind_address(group: ProcessGroup) -> str | None:
-    """Return process 0's own interface and port to listen on; None for all interfaces.
+def listen(group: ProcessGroup) -> tuple[socket.socket, str | None]:
+    """Return process 0's listening socket, and its HOST:PORT, or None for all interfaces.
 
-    That is the coordinator's own address, unless a cluster names a host that resolves to a loopback
-    address on the host itself (Debian writes its own name beside 127.0.1.1), which other machines
-    cannot reach.
+    At the address of a coordinator, process 0 listens on that interface. At a name, it listens on
+    all: machines have several networks, and the others may resolve the name to another one of its
+    addresses (jax#20562). The name must be one of this machine.
     """
     host, port = split_address(group.coordinator)
     family, address = _resolve(host, group)
-    is_loopback = address.startswith("127.") or address == "::1"
-    all_interfaces = is_loopback and group.source != "--coordinator" and not group.is_local
-    interface = address
-    if all_interfaces:
-        interface = ""
-    with socket.socket(family) as probe:
+    probed = socket.socket(family)
+    try:
         # gRPC would share the port with another coordinator, and JAX crashes where it cannot
         # listen.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((interface, port))
-        except OSError as error:
-            what = f"process 0 cannot listen at {_named(group)}: {error.strerror}"
-            fix = _BIND_FIXES.get(error.errno or 0, "")
-            raise _connection_error(what, f"{host} is {address}", fix) from error
-    if all_interfaces:
-        return None
-    if family == socket.AF_INET6:
+        probed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probed.bind((address, port))
+        if address == host:
+            probed.listen(_BACKLOG)
+            return probed, _host_and_port(address, port)
+        probed.close()
+        return _listen_everywhere(port), None
+    except OSError as error:
+        probed.close()
+        what = f"process 0 cannot listen at {_named(group)}: {error.strerror}"
+        fix = _BIND_FIXES.get(error.errno or 0, "")
+        raise _connection_error(what, f"{host} is {address}", fix) from error
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    """Return a socket that listens on all interfaces."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def _host_and_port(address: str, port: int) -> str:
+    if ":" in address:
         return f"[{address}]:{port}"
     return f"{address}:{port}"
 
@@ -240,16 +365,12 @@ def _named(group: ProcessGroup) -> str:
     return f"{group.coordinator} (as {group.source} says)"
 
 
-def _exit_at_timeout(group: ProcessGroup, launch_args: LaunchArgs) -> None:
+def _exit_at_timeout(group: ProcessGroup) -> None:
     """Exit from a timer's thread, because the main thread blocks inside of JAX."""
-    tried = "tried"
-    if group.process_id == 0:
-        tried = "listened at"
-    what = f"process {group.process_id} {tried} {_named(group)}, "
-    what += f"and not all {group.processes} processes connected"
-    fix = "check that all were started and can reach that port of process 0; "
-    fix += "or raise --start-timeout"
-    error = _connection_error(what, f"{launch_args.start_timeout} s have passed", fix)
+    what = f"process {group.process_id}: all processes are there, and JAX did not connect them at "
+    what += f"{_named(group)}"
+    fix = "check that nothing else uses that port, or give --coordinator another one"
+    error = _connection_error(what, f"{_JAX_START} s have passed", fix)
     print(f"spmd: {error}", file=sys.stderr, flush=True)
     os._exit(2)
 

@@ -14,7 +14,8 @@ import pytest
 from spmd.cli import main
 from spmd.distributed import initialize as distributed
 from spmd.distributed import local as rehearsal
-from spmd.distributed.cluster_env import LaunchArgs, ProcessGroup
+from spmd.distributed.cluster_env import LaunchArgs
+from spmd.distributed.launchers import ProcessGroup
 from spmd.distributed.local import free_port, launch_local, process_commands
 from spmd.errors import ConfigError
 
