@@ -97,6 +97,9 @@ def report_to(
             connection.sendall(_line(dataclasses.asdict(own)))
             connection.settimeout(seconds + _MARGIN)
             reports = _read_answer(_read_line(connection))
+        except RendezvousError:
+            connection.close()
+            raise
         except (OSError, ValueError):
             connection.close()
             reason = "the connection was closed, or another program answers"
