@@ -120,10 +120,10 @@ def _seen(launcher: Launcher, environment: Environment) -> str:
 
 
 def _conflicts(found: list[tuple[ProcessGroup, str]]) -> list[Problem]:
-    """Return a problem for each outer launcher that contradicts the innermost."""
+    """Return a problem for each outer launcher in contradiction to the innermost."""
     inner, seen = found[0]
     problems: list[Problem] = []
-    if LAUNCHERS.get(inner.source, Launcher((), read_tpu)).has_daemons:
+    if len(found) == 1 or LAUNCHERS[inner.source].has_daemons:
         return problems
     for outer, seen_of_outer in found[1:]:
         if outer.processes is None or _agree(inner, outer) or inner.agents == outer.processes:
@@ -142,7 +142,7 @@ def _agree(one: ProcessGroup, other: ProcessGroup) -> bool:
 
 
 def _chosen(found: list[tuple[ProcessGroup, str]]) -> tuple[ProcessGroup, str]:
-    """Return the innermost launcher, or an outer one that agrees and knows where process 0 is.
+    """Return the innermost launcher, or an agreeing outer one with the address of process 0.
 
     Slurm sets variables of MPI as well, and knows the nodes of its step.
     """
@@ -154,7 +154,7 @@ def _chosen(found: list[tuple[ProcessGroup, str]]) -> tuple[ProcessGroup, str]:
 
 
 def _asks_metadata(launch_args: LaunchArgs, environment: Environment) -> bool:
-    """Return whether this may be one of several hosts of a TPU slice, which no variable says."""
+    """Return whether to ask for the hosts of a TPU slice: no variable has them."""
     if launch_args.cluster == TPU_VM:
         return True
     if launch_args.cluster != "auto" or launch_args.is_complete:

@@ -1,4 +1,4 @@
-"""Share of a machine's GPUs for each of several processes that see the same ones.
+"""Share of a machine's GPUs for each of several processes with the same view of them.
 
 A launcher may start one process for each GPU and show it all of them, so that NCCL finds its
 neighbours (`srun` without `--gpus-per-task`, mpirun, torchrun); or it may show each process its own
@@ -20,7 +20,7 @@ def visible_gpus(
     dev: Path = Path("/dev"),
     nodes: Path = Path("/sys/class/kfd/kfd/topology/nodes"),
 ) -> tuple[str, ...]:
-    """Return the GPUs that this process can use; no driver is asked.
+    """Return the GPUs visible to this process; no driver is asked.
 
     Example:
         >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"})
@@ -52,7 +52,7 @@ def _until_invalid(listed: str) -> tuple[str, ...]:
 def local_device_ids(
     process_id: int, reports: Sequence[Report], environment: Environment
 ) -> tuple[list[int] | None, list[Problem]]:
-    """Return the numbers of this process's GPUs among those that it sees; None for all of them.
+    """Return the numbers of this process's GPUs among the visible ones; None for all of them.
 
     GPUs that several processes of a machine see are divided among those, in the order of the
     processes. Processes that see fewer GPUs than they are have their own.
@@ -85,7 +85,7 @@ def local_device_ids(
 
 
 def _is_divided(environment: Environment) -> bool:
-    """Return whether Slurm gave each task GPUs of its own, which it may number from 0 for each."""
+    """Return whether Slurm gave each task GPUs of its own, perhaps numbered from 0 for each."""
     if environment.get("SLURM_GPUS_PER_TASK"):
         return True
     return "gpu" in environment.get("SLURM_TRES_PER_TASK", "")

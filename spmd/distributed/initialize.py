@@ -149,7 +149,7 @@ def _start_backends() -> list[str]:
 
 
 def busy_tpu_error(reason: str, processes: Path = Path("/proc")) -> BusyDeviceError | None:
-    """Return the error of a TPU that another process holds; None of another reason.
+    """Return the error of a TPU held by another process; None of another reason.
 
     Args:
         reason: Text of JAX's exception.
@@ -171,7 +171,7 @@ def busy_tpu_error(reason: str, processes: Path = Path("/proc")) -> BusyDeviceEr
 
 
 def _holder_of_tpu(processes: Path) -> str:
-    """Return the number of another process that has a device file of a TPU open, empty if unknown."""
+    """Return the number of another process with an open device file of a TPU, empty if unknown."""
     for link in processes.glob("[0-9]*/fd/*"):
         pid = link.parts[-3]
         with contextlib.suppress(OSError):  # of another user, or gone
@@ -280,7 +280,7 @@ def _timeout_problem(what: str, seconds: int) -> Problem:
 
 
 def _machine_id() -> str:
-    """Return the identity of the running kernel, which machines with one name do not share."""
+    """Return the identity of the running kernel: machines may share a name."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     if boot_id.is_file():
         return boot_id.read_text().strip()
@@ -326,7 +326,7 @@ def listen(group: ProcessGroup) -> tuple[socket.socket, str | None]:
 
 
 def _listen_everywhere(port: int) -> socket.socket:
-    """Return a socket that listens on all interfaces."""
+    """Return a listening socket on all interfaces."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True

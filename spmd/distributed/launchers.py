@@ -46,7 +46,7 @@ class ProcessGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """Environment variables that identify a launcher, and their reader.
+    """Environment variables of a launcher, and their reader.
 
     Attributes:
         variables: Set for each process that it starts.
@@ -109,7 +109,7 @@ def _at(host: str, port: int) -> str:
 
 
 def _torchrun(env: Environment) -> ProcessGroup:
-    """Read torchrun's variables, which PyTorchJobs and many job scripts set as well."""
+    """Read torchrun's variables; PyTorchJobs and many job scripts set them as well."""
     processes = int(env["WORLD_SIZE"])
     port = int(env["MASTER_PORT"])
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
@@ -161,7 +161,7 @@ def _mpich(env: Environment) -> ProcessGroup:
 
 
 def _pals(env: Environment) -> ProcessGroup:
-    """Read the variables of Cray's PALS without PMI, which have no number of processes."""
+    """Read the variables of Cray's PALS without PMI, without a number of processes."""
     coordinator = _at(_first_node(env), _mpi_port(env))
     return ProcessGroup(None, int(env["PALS_RANKID"]), coordinator, "pals")
 

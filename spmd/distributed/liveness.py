@@ -1,4 +1,4 @@
-"""Watch over the other processes of a run: one that is gone ends all, and is named.
+"""Watch over the other processes of a run: a lost one ends all, and is named.
 
 JAX's coordination service counts a process as dead that sends no heartbeat, as while it compiles or
 pins memory on a busy machine (jax#23599); so its limit is long. This watch is at the connections
@@ -23,7 +23,7 @@ _GRACE = 30.0  # in which a process that fails finishes its part of a checkpoint
 
 
 class Liveness:
-    """Thread that ends this process after another one is gone.
+    """Thread to end this process after the loss of another.
 
     Args:
         own: Number of this process.
@@ -55,7 +55,7 @@ class Liveness:
         thread.start()
 
     def leave(self) -> None:
-        """Tell the others that this process ends as it should."""
+        """Announce the regular end of this process to the others."""
         self._ended.set()
         self._send(_LEAVING)
 
@@ -77,7 +77,7 @@ class Liveness:
         self._exit(self._exit_code)
 
     def _wait(self) -> str:
-        """Return the name of a process that is gone; empty after all have left."""
+        """Return the name of a lost process; empty after all have left."""
         with selectors.DefaultSelector() as selector:
             for process_id, connection in self._meeting.connections.items():
                 connection.setblocking(False)
@@ -100,7 +100,7 @@ class Liveness:
 
 
 def _receive(connection: object) -> bytes:
-    """Return what a process says; nothing if it is gone."""
+    """Return the message of a process; nothing if it is gone."""
     assert isinstance(connection, socket.socket)
     try:
         return connection.recv(4096)

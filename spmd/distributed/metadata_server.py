@@ -27,12 +27,12 @@ _ROW = re.compile(r"\s*(\w+)\s*:\s*'?([^']*)'?\s*")
 
 
 class MetadataError(Exception):
-    """Answer of the metadata server that cannot be used, as a clause about the server."""
+    """Unusable answer of the metadata server, as a clause about the server."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """Value of a key, and the tag with which to wait for the next one."""
+class MetadataValue:
+    """Value of a key, and its tag to wait for the next one."""
 
     text: str
     etag: str
@@ -68,7 +68,7 @@ class MetadataServer:
                 reason = f"does not answer: {getattr(error, 'reason', None) or error}"
         raise MetadataError(reason)
 
-    def wait_for_change(self, key: str, last: Answer, seconds: float) -> Answer:
+    def wait_for_change(self, key: str, last: MetadataValue, seconds: float) -> MetadataValue:
         """Return the value of a key once it differs from the last one, or after some seconds.
 
         Raises:
@@ -77,7 +77,7 @@ class MetadataServer:
         query = f"{key}?wait_for_change=true&last_etag={last.etag}&timeout_sec={seconds:.0f}"
         return self._request(query, seconds + _SECONDS)
 
-    def read(self, key: str) -> Answer:
+    def read(self, key: str) -> MetadataValue:
         """Return the value of a key with its tag, in one try.
 
         Raises:
@@ -85,14 +85,14 @@ class MetadataServer:
         """
         return self._request(key, _SECONDS)
 
-    def _request(self, key: str, seconds: float) -> Answer:
+    def _request(self, key: str, seconds: float) -> MetadataValue:
         url = f"http://{self.host}/computeMetadata/v1/instance/{key}"
         request = urllib.request.Request(url, headers=_HEADER)
         # Proxies are for other machines.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=seconds) as response:
             text = response.read().decode(errors="replace").strip()
-            return Answer(text, response.headers.get("ETag", "0"))
+            return MetadataValue(text, response.headers.get("ETag", "0"))
 
 
 def has_tpu(dev: Path = Path("/dev"), groups: Path = Path("/sys/kernel/iommu_groups")) -> bool:
@@ -119,7 +119,7 @@ def on_compute_engine(environment: Environment) -> bool:
 
 
 def slice_variables(server: MetadataServer, environment: Environment) -> dict[str, str]:
-    """Return the variables that Google Kubernetes Engine would set for this host of a TPU slice.
+    """Return the variables of this host of a TPU slice, as Google Kubernetes Engine sets them.
 
     A machine that is no part of a slice has none. Variables of the environment about several slices
     come before those of the server.

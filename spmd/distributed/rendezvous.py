@@ -1,4 +1,4 @@
-"""Rendezvous of the processes of a run, before JAX connects them: everybody learns who is there.
+"""Rendezvous of the processes of a run, before JAX connects them: all learn of all.
 
 JAX's coordination service waits for all processes and names none of those that are missing. So each
 process first reports to process 0, at the address where the coordination service listens
@@ -49,7 +49,7 @@ class Report:
 
 
 class RendezvousError(Exception):
-    """Processes that did not meet; `problem` says why."""
+    """Failed rendezvous; `problem` says why."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -111,13 +111,13 @@ def report_to(
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """Return the first line, and nothing of a longer text, which another program sent."""
+    """Return the first line."""
     with connection.makefile("rb") as file:
         return file.readline(_LONGEST_ANSWER)
 
 
 def _read_answer(line: bytes) -> list[Report]:
-    """Return the reports; a text that is no answer is a ValueError."""
+    """Return the reports; any other text is a ValueError."""
     answer = json.loads(line)
     if not isinstance(answer, dict) or not {"problem", "reports"} & answer.keys():
         raise ValueError(answer)
@@ -135,7 +135,7 @@ def _line(value: Any) -> bytes:
 
 
 class Rendezvous:
-    """Process 0's part: collects reports at a listening socket, which it closes.
+    """Process 0's part: collects reports at a listening socket, and closes it.
 
     Example:
         >>> own = Report(0, 2, "node1", "a", ())
@@ -185,7 +185,7 @@ class Rendezvous:
                 self._serve(key.fileobj)
 
     def missing(self) -> str:
-        """Name the processes that have not reported, with their hosts if those are known."""
+        """Name the processes without a report, with their hosts if known."""
         numbers = [number for number in range(self._count) if number not in self._reports]
         names: list[str] = []
         for number in numbers:
@@ -219,7 +219,7 @@ class Rendezvous:
             self._drop(ready)
 
     def _drop(self, connection: socket.socket) -> None:
-        """Forget a connection; a process that has reported there is missing again."""
+        """Forget a connection; its process is missing again."""
         for number, reporter in list(self._reporters.items()):
             if reporter is connection:
                 del self._reporters[number]
@@ -229,7 +229,7 @@ class Rendezvous:
         connection.close()
 
     def _add(self, connection: socket.socket, line: bytes) -> None:
-        """Take a report; what is none, such as that of a port scanner, is dropped."""
+        """Take a report; any other text, such as a port scanner's, is dropped."""
         try:
             report = _report(json.loads(line))
         except (ValueError, TypeError, KeyError):
@@ -254,7 +254,7 @@ class Rendezvous:
             raise RendezvousError(Problem("process_id", what, fix=fix))
 
     def _answer(self, connections: Iterable[socket.socket], answer: Any) -> None:
-        """Send an answer to processes that wait."""
+        """Send an answer to waiting processes."""
         line = _line(answer)
         for connection in connections:
             with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from spmd.distributed.metadata_server import Answer, MetadataServer
+from spmd.distributed.metadata_server import MetadataValue, MetadataServer
 
 PREEMPTED = ("preempted", "TRUE")
 MAINTENANCE = ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
@@ -20,7 +20,7 @@ MAINTENANCE = ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
 
 _WAIT_SECONDS = 300.0
 _PAUSE = 10.0
-_NO_ANSWER = Answer("", "0")
+_NO_VALUE = MetadataValue("", "0")
 
 
 class Notices:
@@ -66,8 +66,8 @@ class Notices:
                 self._ended.wait(_PAUSE)
             standing = standing and last.text == notice
 
-    def _first(self, server: MetadataServer, key: str) -> Answer:
+    def _first(self, server: MetadataServer, key: str) -> MetadataValue:
         """Return the value at the start; an empty one if the server does not answer."""
         with contextlib.suppress(OSError):
             return server.read(key)
-        return _NO_ANSWER
+        return _NO_VALUE
