@@ -114,17 +114,16 @@ def _torchrun(env: Environment) -> ProcessGroup:
     port = int(env["MASTER_PORT"])
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens there
         port = job_port(env["MASTER_PORT"], env.get("TORCHELASTIC_RUN_ID", ""))
+    is_local = env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
+    host = env["MASTER_ADDR"]
+    if is_local:
+        host = _LOOPBACK
     agents: int | None = None
     if "GROUP_WORLD_SIZE" in env:
         agents = int(env["GROUP_WORLD_SIZE"])
-    return ProcessGroup(
-        processes,
-        int(env["RANK"]),
-        _at(env["MASTER_ADDR"], port),
-        "torchrun",
-        is_local=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"],
-        agents=agents,
-    )
+    process_id = int(env["RANK"])
+    coordinator = _at(host, port)
+    return ProcessGroup(processes, process_id, coordinator, "torchrun", is_local, agents=agents)
 
 
 def _openmpi(env: Environment) -> ProcessGroup:

@@ -135,14 +135,7 @@ def _line(value: Any) -> bytes:
 
 
 class Rendezvous:
-    """Process 0's part: collects reports at a listening socket, and closes it.
-
-    Example:
-        >>> own = Report(0, 2, "node1", "a", ())
-        >>> group = ProcessGroup(2, 0, "127.0.0.1:7777", "slurm", hosts=("node1", "node2"))
-        >>> Rendezvous(socket.socket(), own, group).missing()
-        'process 1 on node2'
-    """
+    """Process 0's part: collects reports at a listening socket, and closes it."""
 
     def __init__(self, listener: socket.socket, own: Report, group: ProcessGroup) -> None:
         self._listener = listener

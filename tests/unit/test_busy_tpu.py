@@ -50,16 +50,27 @@ def test_other_failures_keep_their_traceback():
     assert busy_tpu_error("Unable to initialize backend 'tpu': INTERNAL: no topology") is None
 
 
-@pytest.mark.parametrize("reason", [LOCKED, VFIO])
-def test_a_command_ends_with_one_sentence_and_starts_again(reason, monkeypatch, capsys, tmp_path):
-    """`spmd train`: no traceback, and an exit code of `RESTARTED`; before, JAX's traceback and 1."""
+def train(reason, monkeypatch, tmp_path):
+    """`spmd train` where JAX fails to start for a reason."""
 
     def devices():
         raise RuntimeError(reason)
 
     monkeypatch.setattr(jax, "devices", devices)
+    cli.main(["train", "demo", "--devices", "0", "--out", str(tmp_path / "run")])
+
+
+def test_a_command_that_fails_otherwise_has_a_traceback(monkeypatch, tmp_path):
+    """The control: so it was for a TPU that is held."""
+    with pytest.raises(RuntimeError, match="no topology"):
+        train("Unable to initialize backend 'tpu': INTERNAL: no topology", monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("reason", [LOCKED, VFIO])
+def test_a_command_ends_with_one_sentence_and_starts_again(reason, monkeypatch, capsys, tmp_path):
+    """`spmd train`: no traceback, and an exit code of `RESTARTED`; before, JAX's traceback and 1."""
     with pytest.raises(SystemExit) as caught:
-        cli.main(["train", "demo", "--devices", "0", "--out", str(tmp_path / "run")])
+        train(reason, monkeypatch, tmp_path)
     assert caught.value.code == BusyDeviceError.exit_code
     assert caught.value.code in RESTARTED
     error = capsys.readouterr().err

@@ -100,7 +100,7 @@ def problems(environment, **launch_args):
             *(5, 6, "s", "tpu", False),
         ),
         (TORCHRUN, 5, 8, "10.0.0.7", "torchrun", False),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, 5, 8, "10.0.0.7", "torchrun", True),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, 5, 8, "127.0.0.1", "torchrun", True),
         # one agent of torchrun in each task
         ({**STEP, **TORCHRUN, "GROUP_WORLD_SIZE": "4"}, 5, 8, "10.0.0.7", "torchrun", False),
         ({**SKYPILOT, **TORCHRUN}, 5, 8, "10.0.0.7", "torchrun", False),
