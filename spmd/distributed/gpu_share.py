@@ -5,12 +5,13 @@ neighbours (`srun` without `--gpus-per-task`, mpirun, torchrun); or it may show 
 GPUs only. The reports of all processes tell which it is.
 """
 
+import collections
 from collections.abc import Sequence
 from pathlib import Path
 
 from spmd.distributed.launchers import Environment
 from spmd.distributed.rendezvous import Report
-from spmd.errors import Problem
+from spmd.errors import ConfigError, Problem
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
@@ -51,7 +52,7 @@ def _until_invalid(listed: str) -> tuple[str, ...]:
 
 def local_device_ids(
     process_id: int, reports: Sequence[Report], environment: Environment
-) -> tuple[list[int] | None, list[Problem]]:
+) -> list[int] | None:
     """Return the numbers of this process's GPUs among the visible ones; None for all of them.
 
     GPUs that several processes of a machine see are divided among those, in the order of the
@@ -60,28 +61,39 @@ def local_device_ids(
     Args:
         reports: Reports of all processes, in order.
 
+    Raises:
+        ConfigError: The GPUs of some machine do not divide; the same on all processes.
+
     Example:
         >>> gpus = ("0", "1", "2", "3")
         >>> reports = [Report(i, 2, "node1", "a", gpus) for i in range(2)]
         >>> local_device_ids(1, reports, {})
-        ([2, 3], [])
+        [2, 3]
     """
-    own = reports[process_id]
-    neighbours: list[int] = []
+    neighbours = collections.defaultdict[tuple[str, tuple[str, ...]], list[int]](list)
     for report in reports:
-        if report.machine == own.machine and report.gpus == own.gpus:
-            neighbours.append(report.process_id)
-    gpus = len(own.gpus)
-    count = len(neighbours)
-    if count == 1 or gpus < count or _is_divided(environment):
-        return None, []
-    if gpus % count:
-        what = f"do not divide: {count} processes on {own.host} see the same {gpus} GPUs"
-        fix = "start a number of processes on each machine that divides its GPUs"
-        return None, [Problem("processes", what, f"{gpus} / {count} = {gpus / count:g}", fix)]
-    share = gpus // count
-    first = neighbours.index(process_id) * share
-    return list(range(first, first + share)), []
+        neighbours[report.machine, report.gpus].append(report.process_id)
+    if _is_divided(environment):
+        return None
+    problems: list[Problem] = []
+    for (_, gpus), processes in neighbours.items():
+        if len(gpus) > len(processes) and len(gpus) % len(processes):
+            problems.append(_indivisible(reports[processes[0]].host, len(gpus), len(processes)))
+    if problems:
+        raise ConfigError("The GPUs of a machine cannot be shared:", problems)
+    own = reports[process_id]
+    sharing = neighbours[own.machine, own.gpus]
+    share = len(own.gpus) // len(sharing)
+    if len(sharing) == 1 or share == 0:
+        return None
+    first = sharing.index(process_id) * share
+    return list(range(first, first + share))
+
+
+def _indivisible(host: str, gpus: int, processes: int) -> Problem:
+    what = f"do not divide: {processes} processes on {host} see the same {gpus} GPUs"
+    fix = "start a number of processes on each machine that divides its GPUs"
+    return Problem("processes", what, f"{gpus} / {processes} = {gpus / processes:g}", fix)
 
 
 def _is_divided(environment: Environment) -> bool:

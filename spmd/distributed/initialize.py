@@ -3,29 +3,25 @@
 Only this module and `spmd.testing` read or write environment variables.
 """
 
-import contextlib
-import errno
 import logging
 import os
 import re
-import socket
 import sys
 import threading
-import time
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 import jax
 
+from spmd.distributed.busy_tpu import busy_tpu_error
 from spmd.distributed.cluster_env import LaunchArgs, detect_process_group, split_address
+from spmd.distributed.coordinator import connection_error, meet, name_address
 from spmd.distributed.gpu_share import local_device_ids, visible_gpus
 from spmd.distributed.launchers import ProcessGroup
 from spmd.distributed.liveness import Liveness
 from spmd.distributed.metadata_server import MetadataServer, on_compute_engine
 from spmd.distributed.native_output import compiler_log, separate_stdout
-from spmd.distributed.rendezvous import Meeting, Rendezvous, RendezvousError, Report, report_to
-from spmd.errors import BusyDeviceError, ConfigError, Problem, print_traceback
+from spmd.errors import ConfigError, Problem, print_traceback
 from spmd.sharding.mesh import simulate_devices
 
 EXIT_LOST = 69
@@ -48,21 +44,6 @@ _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 # Lines of libtpu, but not JAX's own about a TPU.
 _LIBTPU = re.compile(r"^(?!.*xla_bridge).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
 
-# Of JAX and libtpu: another process has libtpu's lock, or the device files.
-_BUSY_TPU = re.compile(
-    r"TPU is already in use by|libtpu\.so already in use|/dev/(vfio/\d+|accel\d+)\W.*busy"
-)
-_TPU_FILE = re.compile(r"/dev/(vfio/\d+|accel\d+)")
-
-_BIND_FIXES = {
-    errno.EADDRNOTAVAIL: (
-        "start process 0 on that machine, or give --coordinator HOST:PORT of this one"
-    ),
-    errno.EADDRINUSE: ("give --coordinator another port, or stop the program that uses this one"),
-}
-
-_BACKLOG = 1024
-
 # gRPC reads the first of each group that is set.
 _PROXY = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY = ("no_grpc_proxy", "no_proxy")
@@ -73,8 +54,6 @@ _JAX_HEARTBEAT = 600
 # JAX connects in seconds once all processes are there.
 _JAX_START = 120
 
-# The name of a Kubernetes pod is published some seconds after the pod starts.
-_DNS_TIMEOUT = 60
 # A process that has finished waits this long for the others: process 0 may still be writing a
 # checkpoint.
 _SHUTDOWN_TIMEOUT = 300
@@ -148,39 +127,6 @@ def _start_backends() -> list[str]:
     return of_libtpu
 
 
-def busy_tpu_error(reason: str, processes: Path = Path("/proc")) -> BusyDeviceError | None:
-    """Return the error of a TPU held by another process; None of another reason.
-
-    Args:
-        reason: Text of JAX's exception.
-    """
-    if not _BUSY_TPU.search(reason):
-        return None
-    pid = _holder_of_tpu(processes)
-    named = re.search(r"by process with pid (\d+)", reason)
-    if named:
-        pid = named[1]
-    what = f"is held by process {pid}, probably a leftover of an earlier run"
-    fix = f"kill {pid}, and start again"
-    if not pid:
-        what = "is held by another process, probably of another user"
-        fix = "find it by `sudo lsof /dev/accel* /dev/vfio/*`, stop it, and start again; "
-        fix += "if there is none, remove /tmp/libtpu_lockfile"
-    problem = Problem("TPU", what, reason.splitlines()[0], fix)
-    return BusyDeviceError("The TPU of this machine cannot be used:", [problem])
-
-
-def _holder_of_tpu(processes: Path) -> str:
-    """Return the number of another process with an open device file of a TPU, empty if unknown."""
-    for link in processes.glob("[0-9]*/fd/*"):
-        pid = link.parts[-3]
-        with contextlib.suppress(OSError):  # of another user, or gone
-            target = os.readlink(link)
-            if pid != str(os.getpid()) and _TPU_FILE.fullmatch(target):
-                return pid
-    return ""
-
-
 def metadata_server() -> MetadataServer | None:
     """Return the metadata server of this machine, if it is one of Compute Engine."""
     if not on_compute_engine(os.environ):
@@ -211,16 +157,11 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs, simulated: bool) -> N
     separate_stdout()
     # The only collectives between CPU devices, real or simulated, of several processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    own_address: str | None = None
-    listener: socket.socket | None = None
-    if group.process_id == 0:
-        listener, own_address = listen(group)
-    meeting = _meet(group, launch_args, listener)
-    device_ids: list[int] | None = None
-    if not simulated:
-        device_ids, problems = local_device_ids(group.process_id, meeting.reports, os.environ)
-        if problems:
-            raise ConfigError("The GPUs of a machine cannot be shared:", problems)
+    gpus = visible_gpus(os.environ)
+    if simulated:
+        gpus = ()
+    meeting, own_address = meet(group, launch_args.start_timeout, gpus)
+    device_ids = local_device_ids(group.process_id, meeting.reports, os.environ)
     # At its own timeout JAX aborts the process without an exception, so this timer fires before.
     timer = threading.Timer(_JAX_START, _exit_at_timeout, (group,))
     timer.daemon = True
@@ -238,53 +179,11 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs, simulated: bool) -> N
             shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
         )
     except jax.errors.JaxRuntimeError as error:
-        raise _connection_error(f"{_named(group)}: {str(error).splitlines()[0]}") from error
+        raise connection_error(f"{name_address(group)}: {str(error).splitlines()[0]}") from error
     finally:
         timer.cancel()
     sys.excepthook = _excepthook
     Liveness(meeting, group.process_id, launch_args.heartbeat, EXIT_LOST).start()
-
-
-def _meet(group: ProcessGroup, launch_args: LaunchArgs, listener: socket.socket | None) -> Meeting:
-    """Return the reports of all processes; `listener` is process 0's."""
-    own = Report(
-        group.process_id,
-        group.processes or 1,
-        socket.gethostname(),
-        _machine_id(),
-        visible_gpus(os.environ),
-    )
-    seconds = launch_args.start_timeout
-
-    def missing(names: str) -> Problem:
-        what = f"process 0 listened at {_named(group)}, and not all {group.processes} processes "
-        what += f"connected: {names} did not"
-        return _timeout_problem(what, seconds)
-
-    def unreachable(reason: str) -> Problem:
-        what = f"process {group.process_id} tried {_named(group)} and found no process 0 ({reason})"
-        return _timeout_problem(what, seconds)
-
-    try:
-        if listener:
-            return Rendezvous(listener, own, group).collect(seconds, missing)
-        return report_to(split_address(group.coordinator), own, seconds, unreachable)
-    except RendezvousError as error:
-        raise ConfigError("The processes cannot connect:", [error.problem]) from error
-
-
-def _timeout_problem(what: str, seconds: int) -> Problem:
-    fix = "start the same command on every machine, and check that each can reach that port of "
-    fix += "process 0; or raise --start-timeout"
-    return Problem("coordinator", what, f"{seconds} s have passed", fix)
-
-
-def _machine_id() -> str:
-    """Return the identity of the running kernel: machines may share a name."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    if boot_id.is_file():
-        return boot_id.read_text().strip()
-    return socket.gethostname()
 
 
 def _exempt_from_proxy(coordinator: str) -> None:
@@ -298,79 +197,12 @@ def _exempt_from_proxy(coordinator: str) -> None:
     os.environ[_NO_PROXY[0]] = f"{exempt},{host}".strip(",")
 
 
-def listen(group: ProcessGroup) -> tuple[socket.socket, str | None]:
-    """Return process 0's listening socket, and its HOST:PORT, or None for all interfaces.
-
-    At the address of a coordinator, process 0 listens on that interface. At a name, it listens on
-    all: machines have several networks, and the others may resolve the name to another one of its
-    addresses (jax#20562). The name must be one of this machine.
-    """
-    host, port = split_address(group.coordinator)
-    family, address = _resolve(host, group)
-    probed = socket.socket(family)
-    try:
-        # gRPC would share the port with another coordinator, and JAX crashes where it cannot
-        # listen.
-        probed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probed.bind((address, port))
-        if address == host:
-            probed.listen(_BACKLOG)
-            return probed, _host_and_port(address, port)
-        probed.close()
-        return _listen_everywhere(port), None
-    except OSError as error:
-        probed.close()
-        what = f"process 0 cannot listen at {_named(group)}: {error.strerror}"
-        fix = _BIND_FIXES.get(error.errno or 0, "")
-        raise _connection_error(what, f"{host} is {address}", fix) from error
-
-
-def _listen_everywhere(port: int) -> socket.socket:
-    """Return a listening socket on all interfaces."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
-        )
-    return socket.create_server(("", port), backlog=_BACKLOG)
-
-
-def _host_and_port(address: str, port: int) -> str:
-    if ":" in address:
-        return f"[{address}]:{port}"
-    return f"{address}:{port}"
-
-
-def _resolve(host: str, group: ProcessGroup) -> tuple[socket.AddressFamily, str]:
-    """Return the address family and the address of a host, once DNS knows it."""
-    deadline = time.monotonic() + _DNS_TIMEOUT
-    while True:
-        try:
-            family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-            return family, str(address[0])
-        except socket.gaierror as error:
-            if time.monotonic() > deadline:
-                what = f"{_named(group)}: the name {host} has no address ({error.strerror})"
-                fix = "give --coordinator a name or address that this machine can resolve"
-                raise _connection_error(what, fix=fix) from error
-            time.sleep(1)
-
-
-def _connection_error(what: str, detail: str = "", fix: str = "") -> ConfigError:
-    return ConfigError("The processes cannot connect:", [Problem("coordinator", what, detail, fix)])
-
-
-def _named(group: ProcessGroup) -> str:
-    if group.source == "--coordinator":
-        return group.coordinator
-    return f"{group.coordinator} (as {group.source} says)"
-
-
 def _exit_at_timeout(group: ProcessGroup) -> None:
     """Exit from a timer's thread, because the main thread blocks inside of JAX."""
     what = f"process {group.process_id}: all processes are there, and JAX did not connect them at "
-    what += f"{_named(group)}"
+    what += f"{name_address(group)}"
     fix = "check that nothing else uses that port, or give --coordinator another one"
-    error = _connection_error(what, f"{_JAX_START} s have passed", fix)
+    error = connection_error(what, f"{_JAX_START} s have passed", fix)
     print(f"spmd: {error}", file=sys.stderr, flush=True)
     os._exit(2)
 

@@ -47,6 +47,12 @@ class Report:
     machine: str
     gpus: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.process_id < self.processes:
+            raise ValueError(f"process {self.process_id} of {self.processes}")
+        if not isinstance(self.host, str):
+            raise TypeError(f"host is {self.host!r}")
+
 
 class RendezvousError(Exception):
     """Failed rendezvous; `problem` says why."""

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from spmd.distributed.metadata_server import MetadataValue, MetadataServer
+from spmd.distributed.metadata_server import MetadataServer, MetadataValue
 
 PREEMPTED = ("preempted", "TRUE")
 MAINTENANCE = ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")

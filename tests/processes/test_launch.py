@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from spmd.cli import main
+from spmd.distributed import coordinator
 from spmd.distributed import initialize as distributed
 from spmd.distributed import local as rehearsal
 from spmd.distributed.cluster_env import LaunchArgs
@@ -33,13 +34,13 @@ def test_a_free_port_is_one_that_no_connection_is_given(monkeypatch):
             free_port()
 
 
-def group(coordinator, source="--coordinator", is_local=False):
-    return ProcessGroup(2, 0, coordinator, source, is_local)
+def group(address, source="--coordinator"):
+    return ProcessGroup(2, 0, address, source)
 
 
 def where(group):
     """Where process 0 listens, and the address for JAX."""
-    listener, address = distributed.listen(group)
+    listener, address = coordinator.listen(group)
     with listener:
         return listener.getsockname()[0], address
 
@@ -56,13 +57,13 @@ def test_process_0_listens_at_the_named_interface():
 def test_an_address_that_is_not_here_or_in_use_is_refused():
     """Process 0 says what is wrong with its address before JAX fails at it."""
     with pytest.raises(ConfigError, match=r"192\.0\.2\.77:9 .*Cannot assign") as caught:
-        distributed.listen(group("192.0.2.77:9", "slurm"))
+        coordinator.listen(group("192.0.2.77:9", "slurm"))
     assert "as slurm says" in str(caught.value)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match="Address already in use"):
-            distributed.listen(group(f"127.0.0.1:{taken.getsockname()[1]}"))
+            coordinator.listen(group(f"127.0.0.1:{taken.getsockname()[1]}"))
 
 
 def test_an_unknown_name_is_waited_for_and_refused(monkeypatch):
@@ -79,10 +80,10 @@ def test_an_unknown_name_is_waited_for_and_refused(monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     port = free_port()
     assert where(group(f"late:{port}"))[1] is None
-    monkeypatch.setattr(distributed, "_DNS_TIMEOUT", -1)
+    monkeypatch.setattr(coordinator, "_DNS_TIMEOUT", -1)
     answers.append(socket.gaierror(-2, "unknown"))
     with pytest.raises(ConfigError, match="the name never has no address"):
-        distributed.listen(group(f"never:{port}"))
+        coordinator.listen(group(f"never:{port}"))
 
 
 def python(program, *arguments):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from spmd.cli import main
+from spmd.distributed import metadata_server
 from spmd.distributed.initialize import EXIT_LOST
 from spmd.distributed.local import free_port
 from spmd.resilience.preemption import EXIT_PREEMPTED
@@ -192,6 +193,7 @@ def test_bad_input_is_one_sentence_and_starts_nothing(
     environment, flags, said, monkeypatch, capsys, tmp_path
 ):
     """A metadata server that does not answer, and launchers that contradict each other."""
+    monkeypatch.setattr(metadata_server, "_PAUSE", 0.01)
     out = tmp_path / "run"
     code, error = run_command(
         ("train", "demo", "--devices", 8, "--out", out, *flags), environment, monkeypatch, capsys

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from spmd import cli
-from spmd.distributed.initialize import busy_tpu_error
+from spmd.distributed.busy_tpu import busy_tpu_error
 from spmd.errors import BusyDeviceError
 from spmd.run.job_files import RESTARTED
 

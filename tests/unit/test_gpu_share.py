@@ -4,6 +4,7 @@ import pytest
 
 from spmd.distributed.gpu_share import local_device_ids, visible_gpus
 from spmd.distributed.rendezvous import Report
+from spmd.errors import ConfigError
 
 ALL = tuple("01234567")
 
@@ -17,12 +18,7 @@ def reports(*machines):
 
 
 def shares(group, **environment):
-    found = []
-    for number in range(len(group)):
-        ids, problems = local_device_ids(number, group, environment)
-        assert problems == []
-        found.append(ids)
-    return found
+    return [local_device_ids(number, group, environment) for number in range(len(group))]
 
 
 def test_each_process_gets_its_share():
@@ -68,10 +64,12 @@ def test_a_task_with_cpus_alone_is_not_divided_by_slurm():
 
 
 def test_gpus_that_do_not_divide_are_an_error():
-    """Eight GPUs and three processes on a machine: the arithmetic, before anything starts."""
-    _, problems = local_device_ids(0, reports(*[("a", ALL)] * 3), {})
-    assert "8 / 3" in str(problems[0])
-    assert "host-a" in str(problems[0])
+    """Eight GPUs and three processes on a machine: every process, also of other machines, has the arithmetic."""
+    group = reports(("b", ALL), *[("a", ALL)] * 3)
+    for number in range(4):
+        with pytest.raises(ConfigError, match="8 / 3") as caught:
+            local_device_ids(number, group, {})
+        assert "host-a" in str(caught.value)
 
 
 def test_visible_gpus(tmp_path):
