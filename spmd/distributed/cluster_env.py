@@ -39,7 +39,8 @@ class LaunchArgs:
     """Suffix of the name of process 0's host in the network to use, if the launcher names the host,
     such as i for node1i."""
     heartbeat: int = 100
-    """Seconds without a heartbeat after which a process counts as dead, and the others stop."""
+    """Seconds without an answer of a machine after which its processes count as gone, and the
+    others stop."""
     start_timeout: int = 300
     """Seconds in which all processes must have connected."""
 

@@ -39,15 +39,19 @@ from spmd.errors import SpmdError
 cluster_env.has_tpu = lambda: True
 os.environ.pop("TPU_SKIP_MDS_QUERY")  # JAX sets it where it finds no chips
 values = dict(word.split("=") for word in sys.argv[1:])
+devices = int(values.pop("devices", 1))
 for name in ("processes", "process_id", "start_timeout", "heartbeat"):
     if name in values:
         values[name] = int(values[name])
 try:
-    initialize(1, LaunchArgs(**values))
+    initialize(devices, LaunchArgs(**values))
 except SpmdError as error:
     print(error, file=sys.stderr)
     sys.exit(2)
-print(f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} devices", flush=True)
+said = f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} devices"
+if not devices:
+    said += f", GPUs {jax.config.values['jax_cuda_visible_devices']}"
+print(said, flush=True)
 sys.stdin.read()
 """
 FIRST_HOSTS = (f"127.0.{number}.1" for number in range(40, 90))
@@ -131,6 +135,25 @@ def test_without_the_metadata_server_each_worker_is_alone():
         (result,) = finish([start(stub.environment, "cluster=none")])
         assert result[0] == "process 0 of 1, 1 devices"
         assert stub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "shares"),
+    [
+        (("0,1,2,3", "0,1,2,3"), ("0,1", "2,3")),
+        pytest.param(("0,1", "2,3"), ("all", "all"), marks=pytest.mark.soak),
+    ],
+    ids=["same", "own"],
+)
+def test_processes_that_see_the_same_gpus_share_them(visible, shares):
+    """What JAX is told in each of two processes with these visible GPUs; here are none, so all run on CPUs."""
+    common = (f"coordinator=127.0.0.1:{free_port()}", "cluster=none", "processes=2", "devices=0")
+    started = []
+    for number, gpus in enumerate(visible):
+        environment = {"CUDA_VISIBLE_DEVICES": gpus, "JAX_PLATFORMS": "cpu"}
+        started.append(start(environment, *common, f"process_id={number}"))
+    said = [line.partition("GPUs ")[2] for line, _, _ in finish(started)]
+    assert tuple(said) == shares
 
 
 def run_command(arguments, environment, monkeypatch, capsys):
