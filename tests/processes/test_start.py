@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from spmd.distributed.local import free_port
 from spmd.resilience.preemption import EXIT_PREEMPTED
 from tests.metadata_servers import MetadataStub, workers
 from tests.networks import ADDRESSES, two_networks
+from tests.slurm_cluster import slurm_cluster
 from tests.train_runs import PACED, Run, assert_same, losses, state, train, write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -381,3 +383,28 @@ def test_mpich_trains_as_two_processes(folder):
     command = (sys.executable, "-m", "spmd.cli", "train", folder / "tiny.py", "--out", out)
     started = (found, "-n", 2, *command, "--devices", 2)
     assert launched(started, folder, out) == losses(folder / "whole")
+
+
+@pytest.mark.soak
+def test_slurm_names_the_node_of_a_task_that_is_missing(tmp_path):
+    """Two nodes with two tasks each on a real Slurm, one of which never starts the command: all others name it."""
+    arguments = f"-m spmd.cli train demo --devices 2 --start-timeout 6 --out {tmp_path / 'run'}"
+    command = f"test $SLURM_PROCID != 2 || exec sleep 15; exec {sys.executable} {arguments}"
+    # Slurm's sockets lie deep in its folder, and a path to a socket has at most 108 bytes.
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as short,
+        slurm_cluster(Path(short) / "slurm", nodes=2) as cluster,
+    ):
+        environment = {name: value for name, value in cluster.items() if name.startswith("SLURM")}
+        done = subprocess.run(
+            ["srun", "--overcommit", "-N2", "-n4", "sh", "-c", command],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            check=False,
+        )
+    assert done.returncode == 2
+    said = "and not all 4 processes connected: process 2 on 127.0.0.2 did not"
+    assert done.stderr.count(said) == 3, done.stderr
