@@ -18,6 +18,7 @@ import jax
 
 from spmd.checkpoint.versions import library_version
 from spmd.commands.check import CheckCommand, CheckStepCommand, run_check
+from spmd.commands.doctor import DoctorCommand, run_doctor
 from spmd.commands.evaluate import EvalCommand, run_eval
 from spmd.commands.export_hf import ExportCommand, run_export
 from spmd.commands.flag_names import name_flags
@@ -54,6 +55,7 @@ usage: spmd COMMAND …
   spmd search CONFIG --topology v5p:4x4x8            the fastest layout of a machine, as flags
        [--confirm K] [--write FILE]                  … compiling the best K; as a config
        [--days N] [--largest-batch]                  the fewest chips; the largest batch that fits
+  spmd doctor [--mesh.fsdp 8 …] [--out RUN] [--json] drivers, network and speeds of a machine
   spmd check CONFIG [--FIELD VALUE …]                compare steps on the mesh with one device
        [--check-steps N] [--leaves] [--inject BUG]   … by leaf; with a bug that must be found
        [--products 2]                                … on every axis and every pair of axes
@@ -80,6 +82,7 @@ COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "plan": (run_plan, (PlanCommand,)),
     "report": (run_report, (ReportCommand, ReportRunCommand)),
     "search": (run_search, (SearchCommand,)),
+    "doctor": (run_doctor, (DoctorCommand,)),
     "check": (run_check, (CheckCommand, CheckStepCommand)),
     "eval": (run_eval, (EvalCommand,)),
     "generate": (run_generate, (GenerateCommand,)),

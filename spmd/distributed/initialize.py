@@ -41,6 +41,12 @@ _TPU_COMPILER_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOA
 # By default the GPU compiler autotunes kernels on a GPU, and here is none.
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 
+# Prefixes of the variables with an effect on collectives and memory.
+_NETWORK_VARIABLES = (
+    *("NCCL_", "RCCL_", "FI_", "UCX_", "GLOO_", "MEGASCALE_", "LIBTPU_"),
+    *("XLA_PYTHON_CLIENT_", "XLA_CLIENT_"),
+)
+
 # Lines of libtpu, but not JAX's own about a TPU.
 _LIBTPU = re.compile(r"^(?!.*xla_bridge).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
 
@@ -234,5 +240,14 @@ def compiler_environment() -> dict[str, str]:
     found = {}
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *of_jax):
         if name in os.environ and name not in own:
+            found[name] = os.environ[name]
+    return found
+
+
+def network_environment() -> dict[str, str]:
+    """Return the variables with an effect on collectives and memory."""
+    found = {}
+    for name in sorted(os.environ):
+        if name.startswith(_NETWORK_VARIABLES):
             found[name] = os.environ[name]
     return found

@@ -54,6 +54,7 @@ FLOORS = (
     "step_time",
     "parity",
     "testing",
+    "doctor",
     *("hf", "run", "report", "commands", "cli"),
 )
 
