@@ -33,8 +33,8 @@ class LaunchArgs:
     process_id: int | None = None
     """Number of this process, from 0."""
     cluster: str = "auto"
-    """Launcher that started the processes: torchrun, openmpi, mpich, pals, slurm, tpu, tpu-vm,
-    skypilot, sagemaker, kubernetes, auto to detect it, none to ignore it."""
+    """Launcher that started the processes: torchrun, openmpi, mpich, pmi, pals, slurm, tpu,
+    tpu-vm, skypilot, sagemaker, kubernetes, auto to detect it, none to ignore it."""
     coordinator_suffix: str = ""
     """Suffix of the name of process 0's host in the network to use, if the launcher names the host,
     such as i for node1i."""
@@ -148,6 +148,8 @@ def _chosen(found: list[tuple[ProcessGroup, str]]) -> tuple[ProcessGroup, str]:
     Slurm sets variables of MPI as well, and knows the nodes of its step.
     """
     chosen = found[0]
+    if len(found) == 1 or LAUNCHERS[chosen[0].source].has_daemons:
+        return chosen
     for group, seen in found[1:]:
         if _agree(group, chosen[0]) and group.coordinator:
             chosen = group, seen

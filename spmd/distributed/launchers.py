@@ -148,15 +148,19 @@ def _host_of_mpirun(env: Environment) -> str:
     return tcp[1]
 
 
-def _mpich(env: Environment) -> ProcessGroup:
-    """Read the variables of PMI: MPICH, Intel MPI, and Cray's PALS."""
+def _pmi(env: Environment, source: str = "pmi") -> ProcessGroup:
+    """Read the variables of PMI: those of MPICH, Intel MPI, Cray's PALS, and of Slurm for MPI."""
     processes = env["PMI_SIZE"]
     is_local = processes in (env.get("MPI_LOCALNRANKS"), env.get("PMI_LOCAL_SIZE"))
     host = _LOOPBACK
     if not is_local:
         host = _first_node(env)
     coordinator = _at(host, _mpi_port(env))
-    return ProcessGroup(int(processes), int(env["PMI_RANK"]), coordinator, "mpich", is_local)
+    return ProcessGroup(int(processes), int(env["PMI_RANK"]), coordinator, source, is_local)
+
+
+def _mpich(env: Environment) -> ProcessGroup:
+    return _pmi(env, "mpich")
 
 
 def _pals(env: Environment) -> ProcessGroup:
@@ -266,8 +270,9 @@ LAUNCHERS: Mapping[str, Launcher] = {
     "openmpi": Launcher(
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), _openmpi, has_daemons=True
     ),
-    "mpich": Launcher(("PMI_SIZE", "PMI_RANK"), _mpich, has_daemons=True),
-    "pals": Launcher(("PALS_RANKID",), _pals, has_daemons=True),
+    "mpich": Launcher(("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"), _mpich, has_daemons=True),
+    "pmi": Launcher(("PMI_SIZE", "PMI_RANK"), _pmi),
+    "pals": Launcher(("PALS_RANKID",), _pals),
     # A batch script has no step, and a shell in an allocation is a step of one task.
     "slurm": Launcher(
         ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), _slurm

@@ -263,6 +263,7 @@ def test_named_cluster_must_be_there():
     [
         ({**STEP, **EXPORTED, "RANK": "0"}, ("process 0 of 4", "process 3 of 4")),
         ({**STEP, **EXPORTED, "WORLD_SIZE": "8"}, ("process 3 of 8", "process 3 of 4")),
+        ({**STEP, "PMI_RANK": "0", "PMI_SIZE": "2"}, ("process 0 of 2", "process 3 of 4")),
         # torchrun alone in each task of srun: four runs
         ({**STEP, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, ("process 5 of 8", "process 3 of 4")),
         (
@@ -270,7 +271,7 @@ def test_named_cluster_must_be_there():
             ("process 0 of 2", "process 1 of 2"),
         ),
     ],
-    ids=["another-number", "another-count", "torchrun-alone", "clouds"],
+    ids=["another-number", "another-count", "pmi", "torchrun-alone", "clouds"],
 )
 def test_launchers_that_contradict_each_other_start_nothing(environment, numbers):
     """Two launchers claim the process, and it is not one inside of the other: one error, with the numbers of both."""
@@ -278,7 +279,7 @@ def test_launchers_that_contradict_each_other_start_nothing(environment, numbers
     assert found.keys() == {"cluster"}
     assert "contradict each other" in found["cluster"]
     assert [number for number in numbers if number not in found["cluster"]] == []
-    for name in ("torchrun", "slurm", "skypilot", "sagemaker"):
+    for name in ("torchrun", "pmi", "slurm", "skypilot", "sagemaker"):
         if f"--cluster {name}" in found["cluster"]:  # either alone is taken
             assert find(environment, cluster=name).source == name
 
@@ -346,7 +347,7 @@ def test_pals_does_not_say_how_many():
     assert "PALS_RANKID=1" in problems(environment)["processes"]
     assert find(environment, processes=8, coordinator="n0:7").process_id == 1
     with_pmi = {**environment, "PMI_RANK": "1", "PMI_SIZE": "4", "PMI_LOCAL_SIZE": "4"}
-    assert find(with_pmi).processes == 4
+    assert (find(with_pmi).processes, find(with_pmi).source) == (4, "pmi")
 
 
 def test_the_first_node_of_pbs(tmp_path):
