@@ -1,4 +1,4 @@
-"""Share of a GPU's memory that JAX takes at its start: one limit for plans, searches and runs.
+"""JAX's share of a GPU's memory: one limit for plans, searches and runs.
 
 JAX's own default is 0.75, of which a plan would know nothing. So a run sets the share before JAX
 starts, unless the user has set it.
@@ -18,7 +18,7 @@ DEFAULT_FRACTION = 0.9
 
 
 def read_fraction(environment: Mapping[str, str]) -> float | None:
-    """Return the share that the user has set; None if there is none.
+    """Return the user's share; None if there is none.
 
     Raises:
         ConfigError: It is no positive number, or both of its names are set, which jaxlib refuses.

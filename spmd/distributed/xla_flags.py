@@ -68,7 +68,7 @@ def compiler_options(flags: Iterable[Flag]) -> dict[str, Value]:
 
 
 def flag_problems(configured: Iterable[str]) -> list[Problem]:
-    """Return what is wrong with a config's flags; unknown names are left to the compiler.
+    """Return the problems of a config's flags; unknown names are left to the compiler.
 
     Example:
         >>> print(*flag_problems(["preset", "xla_a=1", "prset"]))

@@ -14,7 +14,7 @@ from spmd.checkpoint.arrays import bytes_read
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.tree import OptionalState
 from spmd.checkpoint.versions import library_versions
-from spmd.distributed.initialize import compiler_environment
+from spmd.distributed.initialize import compiler_environment, metadata_server
 from spmd.distributed.native_output import redirect_native_stdout
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.observe.console import Console
@@ -27,6 +27,7 @@ from spmd.observe.writers import open_writers
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.resilience.divergence import DivergenceCheck
 from spmd.resilience.lease import Lease
+from spmd.resilience.notices import Notices
 from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
 from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
@@ -153,6 +154,7 @@ def train_in_folder(
         )
         check_hosts_agree(_common_to_hosts(run, resume))
         preemption = stack.enter_context(Preemption())
+        stack.enter_context(Notices(metadata_server(), log.say))
         for writer in run.writers:
             stack.enter_context(contextlib.closing(writer))
         tracing = stack.enter_context(Profile(folder.path / "profile", profile, log.say))
