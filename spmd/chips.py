@@ -167,6 +167,27 @@ class SmallGathers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CloudNames:
+    """Names of a TPU's slices in Google Cloud, such as `v4-32` and `tpu-v4-podslice`.
+
+    Attributes:
+        accelerator_type: Name before the number of a slice.
+        cores: What the number of a name counts in each chip: TensorCores of older kinds, 1 for
+            chips.
+        shapes: Shapes with a name, the smallest first; of a torus of three dimensions all whole
+            cubes have names, too.
+        gke: Name of the accelerator in Google Kubernetes Engine; empty if it has none.
+        one_host: Most chips of a slice that is a single host.
+    """
+
+    accelerator_type: str
+    cores: int
+    shapes: tuple[tuple[int, ...], ...]
+    gke: str = ""
+    one_host: int = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
     """One kind of accelerator.
 
@@ -185,6 +206,7 @@ class Chip:
         ring: Chips along a dimension whose last one is linked to the first. Of a torus of three
             dimensions, all have a multiple of it, or none wraps around; of two, those wrap around
             that have so many. 0 if none does.
+        cloud: Names of its slices in Google Cloud; None if it has none.
         options: Of libtpu, besides a topology's name and size.
         clock: Cycles of a TPU in one second: the peak of bfloat16 by the multipliers of all matrix
             units. None if unknown.
@@ -211,6 +233,7 @@ class Chip:
     dims: int = 0
     max_chips: int = 0
     ring: int = 0
+    cloud: CloudNames | None = None
     options: tuple[tuple[str, str], ...] = ()
     clock: float | None = None
     gpu: Gpu | None = None
@@ -291,10 +314,76 @@ def _on_chip(mib: int) -> Flag:
     )
 
 
+_SMALL_3D = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_SHAPES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+
 _H100_CLOSED = ClosedRates(0.750, 550, 0.178, 2.20, 0.799, 3.0e-5, 0.07, spread=0.09)
 
 _ENTRIES = (
     Chip(kind="cpu", platform="cpu", device_kind="cpu", example="8"),
+    # v2, v3: Google Cloud's pages on TPU v2 and v3, and Norrie et al., "The Design Process for
+    # Google's Training Chips: TPUv2 and TPUv3" (IEEE Micro, 2021): 46 and 123 TFLOP/s, 700 and 900
+    # GB/s a chip, two TensorCores, four links of 496 and 656 Gbit/s. Each TensorCore is a JAX
+    # device with half of the chip.
+    Chip(
+        kind="v2",
+        platform="tpu",
+        device_kind="TPU v2",
+        example="16x16",
+        memory=int(7.75 * _GIB),
+        devices=2,
+        dims=2,
+        max_chips=256,
+        ring=16,
+        cloud=CloudNames(
+            accelerator_type="v2",
+            cores=2,
+            shapes=((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)),
+        ),
+        clock=0.7e9,
+        speeds=Hardware(
+            peak=46e12 / 2,
+            memory_bandwidth=700e9 / 2,
+            link=62e9 / 2,
+            network=3.125e9,
+            host=16e9,
+            matrix_unit=128,
+        ),
+    ),
+    Chip(
+        kind="v3",
+        platform="tpu",
+        device_kind="TPU v3",
+        example="32x32",
+        memory=int(15.75 * _GIB),
+        devices=2,
+        dims=2,
+        max_chips=1024,
+        ring=32,
+        cloud=CloudNames(
+            accelerator_type="v3",
+            cores=2,
+            shapes=(
+                (2, 2),
+                (4, 4),
+                (4, 8),
+                (8, 8),
+                (8, 16),
+                (16, 16),
+                (16, 32),
+                (32, 32),
+            ),
+        ),
+        clock=0.94e9,
+        speeds=Hardware(
+            peak=123e12 / 2,
+            memory_bandwidth=900e9 / 2,
+            link=82e9 / 2,
+            network=3.125e9,
+            host=16e9,
+            matrix_unit=128,
+        ),
+    ),
     Chip(
         kind="v4",
         platform="tpu",
@@ -304,6 +393,7 @@ _ENTRIES = (
         dims=3,
         max_chips=4096,
         ring=4,
+        cloud=CloudNames(accelerator_type="v4", cores=2, shapes=_SMALL_3D, gke="tpu-v4-podslice"),
         options=(("chip_config_name", "megacore"),),
         clock=1.05e9,
         speeds=Hardware(
@@ -327,6 +417,13 @@ _ENTRIES = (
         dims=2,
         max_chips=256,
         ring=16,
+        cloud=CloudNames(
+            accelerator_type="v5litepod",
+            cores=1,
+            shapes=_SHAPES_2D,
+            gke="tpu-v5-lite-podslice",
+            one_host=8,
+        ),
         clock=1.5e9,
         speeds=Hardware(
             peak=197e12,
@@ -355,6 +452,7 @@ _ENTRIES = (
         dims=3,
         max_chips=8960,
         ring=4,
+        cloud=CloudNames(accelerator_type="v5p", cores=2, shapes=_SMALL_3D, gke="tpu-v5p-slice"),
         clock=1.75e9,
         speeds=Hardware(
             peak=459e12,
@@ -378,6 +476,9 @@ _ENTRIES = (
         dims=2,
         max_chips=256,
         ring=16,
+        cloud=CloudNames(
+            accelerator_type="v6e", cores=1, shapes=_SHAPES_2D, gke="tpu-v6e-slice", one_host=8
+        ),
         clock=1.75e9,
         speeds=Hardware(
             peak=918e12,
@@ -404,6 +505,7 @@ _ENTRIES = (
         dims=3,
         max_chips=9216,
         ring=4,
+        cloud=CloudNames(accelerator_type="tpu7x", cores=2, shapes=_SMALL_3D, gke="tpu7x"),
         # It is taken to have as many multipliers for each device as a v6e.
         clock=2.2e9,
         speeds=Hardware(

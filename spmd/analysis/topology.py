@@ -1,10 +1,12 @@
 """Machines by name: their size and memory, and their devices to compile for without the hardware.
 
-`v5e:16x16` is a slice of 256 TPU chips, `2xv5e:16x16` is two of them, `h100:16x8` is 16 hosts with
-8 GPUs each, `cpu:8` is 8 simulated devices. XLA compiles for all of them on any machine.
+`v5e:16x16` is a slice of 256 TPU chips, `2xv5e:16x16` is two of them, and so is
+`2xv5litepod-256`, the name in Google Cloud. `h100:16x8` is 16 hosts with 8 GPUs each, `cpu:8` is 8
+simulated devices. XLA compiles for all of them on any machine, but for AMD's GPUs.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import re
@@ -14,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from spmd.chips import CHIPS, Chip
+from spmd.chips import CHIPS, Chip, CloudNames
 from spmd.distributed.native_output import compiler_log
 from spmd.errors import ConfigError, MeshError, Problem, did_you_mean
 
@@ -33,12 +35,14 @@ class Topology:
         shape: Chips along each dimension of a slice; or hosts, and GPUs of each; or the number of
             devices.
         slices: TPU slices, joined by the data-centre network.
+        one_host: A TPU slice is a single host, though it has more than four chips.
     """
 
     name: str
     chip: Chip
     shape: tuple[int, ...]
     slices: int = 1
+    one_host: bool = False
 
     @property
     def kind(self) -> str:
@@ -67,7 +71,7 @@ class Topology:
 
     @property
     def hosts(self) -> int:
-        """Hosts of all slices; a TPU host has up to four chips."""
+        """Hosts of all slices; a TPU host has up to four chips, or eight (`one_host`)."""
         if self.platform == "tpu":
             return self.chips // math.prod(self.host_bounds)
         if len(self.shape) > 1:
@@ -77,7 +81,9 @@ class Topology:
     @property
     def host_bounds(self) -> tuple[int, int, int]:
         """Chips of one TPU host along each of three dimensions."""
-        x, y, _ = (*self.shape, 1, 1)[:3]
+        x, y, z = (*self.shape, 1, 1)[:3]
+        if self.one_host:
+            return x, y, z
         return min(x, 2), min(y, 2), 1
 
     @property
@@ -127,7 +133,8 @@ def example_machines() -> list[str]:
 def parse_topology(text: str) -> Topology:
     """Parse the name of a machine.
 
-    Names are `cpu:N`, `v5e:16x16`, `2xv5e:16x16` for two slices, `h100:16x8` for hosts × GPUs.
+    Names are `cpu:N`, `v5e:16x16`, `2xv5e:16x16` for two slices, `h100:16x8` for hosts × GPUs; and
+    those of Google Cloud, as for `cloud_slice`.
 
     Raises:
         MeshError: Unknown chip, or no slice of that shape.
@@ -138,9 +145,12 @@ def parse_topology(text: str) -> Topology:
         >>> parse_topology("h100:16x8").hosts, parse_topology("2xv5e:16x16").chips
         (16, 512)
     """
+    if _cloud_chip(text) is not None:
+        return cloud_slice(text)
     found = re.fullmatch(r"(?:(\d+)x)?([^:]*):?(.*)", text, re.S)
     assert found is not None  # it matches any text
     slices, kind, size = found.groups()
+    kind = _kinds_of_gke().get(kind, kind)
     if kind not in CHIPS:
         raise MeshError("Invalid topology:", [_unknown_chip(text, kind)])
     chip = CHIPS[kind]
@@ -152,6 +162,114 @@ def parse_topology(text: str) -> Topology:
     if problems:
         raise MeshError("Unknown topology:", problems)
     return topology
+
+
+def cloud_slice(name: str) -> Topology:
+    """Return the TPU slice of a name in Google Cloud (its accelerator type).
+
+    The number counts TensorCores (v2, v3, v4, v5p, TPU7x) or chips (v5e, v6e). The shape is the one
+    that Google Cloud gives by default: the most cube-like.
+
+    Raises:
+        MeshError: There is no slice of that name.
+
+    Example:
+        >>> found = cloud_slice("v4-32")
+        >>> found.kind, found.chips, found.shape, found.hosts
+        ('v4', 16, (2, 2, 4), 4)
+        >>> cloud_slice("v5litepod-8").hosts, cloud_slice("2xv5litepod-64").hosts
+        (1, 32)
+    """
+    chip = _cloud_chip(name)
+    if chip is None or chip.cloud is None:
+        raise MeshError("Unknown TPU slice:", [_unknown_slice(name, _first_slices())])
+    match = _CLOUD_NAME.fullmatch(name)
+    assert match is not None  # as it has a chip
+    slices = int(match["slices"] or 1)
+    named = _named_shapes(chip, chip.cloud)
+    number = int(match["number"])
+    if number not in named or not slices:
+        nearest = sorted(named, key=lambda other: abs(math.log2(other / max(number, 1))))[:2]
+        near = [f"{chip.cloud.accelerator_type}-{other}" for other in sorted(nearest)]
+        raise MeshError("Unknown TPU slice:", [_unknown_slice(name, near)])
+    shape = named[number]
+    four_chips = 4
+    one_host = four_chips < math.prod(shape) <= chip.cloud.one_host
+    return Topology(name, chip, shape, slices, one_host)
+
+
+_CLOUD_NAME = re.compile(r"(?:(?P<slices>\d+)x)?(?P<type>[^:]+)-(?P<number>\d+)")
+
+
+def _cloud_chip(text: str) -> Chip | None:
+    """Return the chip of a text with the form of a slice's name in Google Cloud."""
+    match = _CLOUD_NAME.fullmatch(text)
+    if match is None:
+        return None
+    for chip in CHIPS.values():
+        if chip.cloud is not None and chip.cloud.accelerator_type == match["type"]:
+            return chip
+    return None
+
+
+def _first_slices() -> list[str]:
+    """Return the name of one slice of each kind in Google Cloud."""
+    names = []
+    for chip in CHIPS.values():
+        if chip.cloud is not None:
+            number = math.prod(chip.cloud.shapes[-1]) * chip.cloud.cores
+            names.append(f"{chip.cloud.accelerator_type}-{number}")
+    return names
+
+
+def _kinds_of_gke() -> dict[str, str]:
+    """Return the names of accelerators in Google Kubernetes Engine → kind of chip."""
+    kinds = {}
+    for chip in CHIPS.values():
+        if chip.cloud is not None and chip.cloud.gke:
+            kinds[chip.cloud.gke] = chip.kind
+    return kinds
+
+
+def _unknown_slice(name: str, known: list[str]) -> Problem:
+    return Problem(
+        "topology", f"is {name!r}, and Google Cloud has no such slice", fix=", ".join(known)
+    )
+
+
+@functools.cache
+def _named_shapes(chip: Chip, cloud: CloudNames) -> dict[int, tuple[int, ...]]:
+    """Return the number in a slice's name → its shape.
+
+    Of a torus of three dimensions with whole cubes, the sizes of cubes are as equal as they can be.
+    """
+    shapes = list(cloud.shapes)
+    if chip.dims == 3:
+        cube = chip.ring**3
+        for cubes in range(1, chip.max_chips // cube + 1):
+            sides = _most_equal_factors(cubes)
+            shapes.append(tuple(side * chip.ring for side in sides))
+    return {math.prod(shape) * cloud.cores: shape for shape in shapes}
+
+
+def _most_equal_factors(number: int) -> tuple[int, int, int]:
+    """Return three factors, ascending, with the smallest sum.
+
+    Example:
+        >>> _most_equal_factors(78), _most_equal_factors(8)
+        ((2, 3, 13), (2, 2, 2))
+    """
+    found = []
+    for first in range(1, number + 1):
+        if first**3 > number:
+            break
+        rest, remainder = divmod(number, first)
+        if remainder:
+            continue
+        second = max(side for side in range(1, math.isqrt(rest) + 1) if rest % side == 0)
+        if second >= first:
+            found.append((first, second, rest // second))
+    return min(found, key=sum)
 
 
 def _unknown_chip(text: str, kind: str) -> Problem:

@@ -259,5 +259,5 @@ def _place(topology: Topology, number: int) -> Place:
         coords=(at % x, at // x % y, at // (x * y) % z),
         core_on_chip=core,
         slice_index=slice_index,
-        process_index=number // 4,
+        process_index=number // (topology.devices // topology.hosts),
     )
