@@ -199,11 +199,14 @@ def parse_topology(text: str) -> Topology:
     return topology
 
 
-def cloud_slice(name: str) -> Topology:
+def cloud_slice(name: str, where: str = "topology") -> Topology:
     """Return the TPU slice of a name in Google Cloud (its accelerator type).
 
     The number counts TensorCores (v2, v3, v4, v5p, TPU7x) or chips (v5e, v6e). The shape is the one
     that Google Cloud gives by default: the most cube-like.
+
+    Args:
+        where: Name of the field or flag, for an error.
 
     Raises:
         MeshError: There is no slice of that name.
@@ -217,7 +220,7 @@ def cloud_slice(name: str) -> Topology:
     """
     chip = _cloud_chip(name)
     if chip is None or chip.cloud is None:
-        raise MeshError("Unknown TPU slice:", [_unknown_slice(name, _first_slices())])
+        raise MeshError("Unknown TPU slice:", [_unknown_kind(where, name)])
     match = _CLOUD_NAME.fullmatch(name)
     assert match is not None  # as it has a chip
     slices = int(match["slices"] or 1)
@@ -226,7 +229,7 @@ def cloud_slice(name: str) -> Topology:
     if number not in named or not slices:
         nearest = sorted(named, key=lambda other: abs(math.log2(other / max(number, 1))))[:2]
         near = [f"{chip.cloud.accelerator_type}-{other}" for other in sorted(nearest)]
-        raise MeshError("Unknown TPU slice:", [_unknown_slice(name, near)])
+        raise MeshError("Unknown TPU slice:", [_unknown_slice(where, name, near)])
     shape = named[number]
     four_chips = 4
     one_host = four_chips < math.prod(shape) <= chip.cloud.one_host
@@ -266,10 +269,14 @@ def _kinds_of_gke() -> dict[str, str]:
     return kinds
 
 
-def _unknown_slice(name: str, known: list[str]) -> Problem:
-    return Problem(
-        "topology", f"is {name!r}, and Google Cloud has no such slice", fix=", ".join(known)
-    )
+def _unknown_kind(where: str, name: str) -> Problem:
+    what = f"is {name!r}, and Google Cloud has no such kind of TPU"
+    return Problem(where, what, fix=f"such as {', '.join(_first_slices())}")
+
+
+def _unknown_slice(where: str, name: str, known: list[str]) -> Problem:
+    what = f"is {name!r}, and Google Cloud has no such slice"
+    return Problem(where, what, fix=f"the nearest are {' and '.join(known)}")
 
 
 @functools.cache

@@ -151,9 +151,9 @@ def _cause(machine: Machine, platform: str, evidence: str, failure_of: Failures)
         cause = f"no device file or PCI device of {_NAMES[platform]} is in this machine"
         return cause, "start it on a machine with one"
     checks = {"cuda": _cuda_cause, "rocm": _rocm_cause, "tpu": _tpu_cause}
-    cause = checks[platform](machine)
-    if cause is not None:
-        return cause
+    found = checks[platform](machine)
+    if found is not None:
+        return found
     return failure_of(platform), "what JAX's error says"
 
 

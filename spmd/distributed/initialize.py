@@ -146,7 +146,7 @@ def _choose_platform(devices: int, platform: str) -> None:
 
 def _configured_platforms() -> list[str]:
     """Return the platforms of JAX_PLATFORMS, or of JAX's own setting."""
-    configured = jax.config.jax_platforms or ""
+    configured = str(jax.config.values["jax_platforms"] or "")
     return [name for name in configured.split(",") if name]
 
 
