@@ -154,7 +154,7 @@ def _cause(machine: Machine, platform: str, evidence: str, failure_of: Failures)
     found = checks[platform](machine)
     if found is not None:
         return found
-    return failure_of(platform), "what JAX's error says"
+    return failure_of(platform), "python -c 'import jax; jax.devices()' prints all that JAX says"
 
 
 def _cuda_cause(machine: Machine) -> tuple[str, str] | None:
