@@ -382,7 +382,7 @@ def missing_extra(topology: Topology) -> Problem | None:
     """Return why nothing compiles for a machine, such as an extra to install; None if it does."""
     if topology.platform == "rocm":
         what = "is not possible: XLA compiles for AMD's GPUs on a machine with one"
-        fix = "leave out --compile: the memory and the time are estimated"
+        fix = "the memory and the time are estimated without it"
         return Problem(f"compiling for {topology}", what, fix=fix)
     if topology.platform == "cuda" and topology.chip.gpu is None:
         what = f"needs the table [gpu] in the file of {topology.kind}"

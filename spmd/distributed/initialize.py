@@ -182,7 +182,7 @@ def _check_accelerators(devices: int, launch_args: LaunchArgs, log: list[str]) -
 
 
 def _platform_failure(log: list[str], platform: str) -> str:
-    """Return JAX's reason against a platform: its last error, or that of a request for it."""
+    """Return JAX's reason against a platform: its last error, or its answer to a request."""
     printed = _last_error(log)
     if printed:
         return printed
@@ -194,7 +194,7 @@ def _platform_failure(log: list[str], platform: str) -> str:
 
 
 def _last_error(log: list[str]) -> str:
-    """Return the last error that JAX printed; of a plugin it prints a whole traceback."""
+    """Return the last error in JAX's lines; after a plugin's traceback it is the last line."""
     errors = [line for line in log if _ERROR.match(line)]
     if not errors:
         return ""
@@ -202,7 +202,7 @@ def _last_error(log: list[str]) -> str:
 
 
 def _start_backends(launch_args: LaunchArgs) -> list[str]:
-    """Let JAX find the devices; return the lines that it and libtpu print about it."""
+    """Let JAX find the devices; return its lines and those of libtpu."""
     failure: Exception | None = None
     with compiler_log(pass_on=False) as log:
         try:
