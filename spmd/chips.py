@@ -225,6 +225,8 @@ class Chip:
         flags: XLA's flags of every step on it, besides those of its platform: asynchronous
             collectives, and tiles of matmuls.
         bfloat16: Whether it multiplies bfloat16.
+        fused_attention: Whether the fused kernel of its platform compiles for it. Mosaic has no
+            matmuls of bfloat16 for TPU v2 and v3 (libtpu 0.0.42), cuDNN needs an A100 or newer.
         blocks_of_32: Whether it multiplies in the format of `mxfp8`.
         small_gathers: Gathers to divide; None if there are none.
         ragged_devices: Most devices in a slice whose links allow a ragged all-to-all; 0 if all do.
@@ -255,6 +257,7 @@ class Chip:
     rates_of: str = ""
     flags: tuple[Flag, ...] = ()
     bfloat16: bool = True
+    fused_attention: bool = True
     blocks_of_32: bool = False
     small_gathers: SmallGathers | None = None
     ragged_devices: int = 0
@@ -393,6 +396,7 @@ _ENTRIES = (
         closed=_LIKE_V4,
         compiled=_LIKE_V4_COMPILED,
         rates_of="v4",
+        fused_attention=False,
     ),
     Chip(
         kind="v3",
@@ -430,6 +434,7 @@ _ENTRIES = (
         closed=_LIKE_V4,
         compiled=_LIKE_V4_COMPILED,
         rates_of="v4",
+        fused_attention=False,
     ),
     Chip(
         kind="v4",
@@ -935,6 +940,7 @@ _ENTRIES = (
         closed=_LIKE_A100,
         rates_of="a100",
         bfloat16=False,
+        fused_attention=False,
     ),
     Chip(
         kind="t4",
@@ -966,6 +972,7 @@ _ENTRIES = (
         closed=_LIKE_A100,
         rates_of="a100",
         bfloat16=False,
+        fused_attention=False,
     ),
     # AMD, "Instinct MI250X" and "MI300X" data sheets. Each of an MI250X's two dies is a GPU here,
     # as in JAX; Infinity Fabric of 200 GB/s in the package counts as three links of 50 GB/s, as a

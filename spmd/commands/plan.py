@@ -44,7 +44,8 @@ class _PlanOptions:
     json: bool = False
     """Print JSON: a record per parameter, gradient and leaf of the optimizer state."""
     topology: str = ""
-    """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
+    """Target machine, such as v5e:16x16, v4-32, h100:16x8, mychip.toml:1x8 or cpu:8; it need not be
+    present."""
     compile: bool = False
     """Compile the step; print its memory, compute time, and collectives by axis and source."""
     estimate: bool = False
