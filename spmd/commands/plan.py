@@ -43,7 +43,8 @@ class _PlanOptions:
     json: bool = False
     """Print JSON: a record per parameter, gradient and leaf of the optimizer state."""
     topology: str = ""
-    """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
+    """Target machine, such as v5e:16x16, v4-32, h100:16x8, mychip.toml:1x8 or cpu:8; it need not be
+    present."""
     compile: bool = False
     """Compile the step; print its memory, compute time, and collectives by axis and source."""
     estimate: bool = False
@@ -374,10 +375,10 @@ def _print_plan(
     if start:
         print(start)
     print(flags_text(source.flags(platform, kind), platform), end="")
-    links = ""
-    if topology.links:
-        links = f" ({topology.links})"
-    print(wrap_to_terminal(f"\nmemory of one device, {topology}{links}\n{figures.memory}"))
+    details = ""
+    if topology.details:
+        details = f" ({topology.details})"
+    print(wrap_to_terminal(f"\nmemory of one device, {topology}{details}\n{figures.memory}"))
     if figures.cycles:
         print(figures.cycles.text(topology.chip.clock))
     if figures.refusal:

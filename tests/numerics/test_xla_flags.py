@@ -90,7 +90,7 @@ ABSENT = """
         "h100:1x1",
         *(
             pytest.param(topology, marks=pytest.mark.soak)
-            for topology in ("v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
+            for topology in ("v3:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
         ),
     ],
 )
