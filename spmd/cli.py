@@ -1,9 +1,9 @@
 """Command line: `spmd train`, `spmd plan` and the other commands of `USAGE`.
 
 Every field of a `TrainConfig` is a flag by its dotted path. User errors are printed without a
-traceback and exit with 2, as do errors of the operating system, such as a full disk; a check that
-fails exits with 1, a plan that exceeds the memory of its chips with 3. `spmd_command` runs this as
-a process.
+traceback and exit with 2, as do errors of the operating system, such as a full disk; a TPU that
+another process holds exits with 69, a check that fails with 1, a plan that exceeds the memory of
+its chips with 3. `spmd_command` runs this as a process.
 """
 
 import contextlib
@@ -115,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _say(f"spmd: {shown}")
         code = 2
+        if isinstance(error, SpmdError):
+            code = error.exit_code
     try:
         sys.stdout.flush()
     except OSError:  # nothing may be flushed there at exit

@@ -3,25 +3,28 @@
 Only this module and `spmd.testing` read or write environment variables.
 """
 
-import errno
+import functools
+import importlib.util
 import logging
 import os
 import re
-import socket
 import sys
 import threading
-import time
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 import jax
 
-from spmd.distributed.cluster_env import (
-    LaunchArgs,
-    ProcessGroup,
-    detect_process_group,
-    split_address,
-)
+from spmd.distributed.accelerators import Machine, device_problems, start_problems
+from spmd.distributed.busy_tpu import busy_tpu_error
+from spmd.distributed.cluster_env import LaunchArgs, detect_process_group, split_address
+from spmd.distributed.coordinator import connection_error, meet, name_address
+from spmd.distributed.gpu_memory import DEFAULT_FRACTION, FRACTION_VARIABLE, read_fraction
+from spmd.distributed.gpu_share import local_device_ids, visible_gpus
+from spmd.distributed.launchers import ProcessGroup
+from spmd.distributed.liveness import Liveness
+from spmd.distributed.metadata_server import MetadataServer, on_compute_engine
 from spmd.distributed.native_output import compiler_log, separate_stdout
 from spmd.errors import ConfigError, Problem, print_traceback
 from spmd.sharding.mesh import simulate_devices
@@ -35,6 +38,11 @@ MOST_SIMULATED = 1024
 
 SINGLE_PROCESS = LaunchArgs(cluster="none")
 """One process, whatever the cluster says."""
+
+_WRONG_DEVICES = "Not the devices to run on:"
+
+MACHINE_ROOT = Path("/")
+"""Folder with the device files of this machine."""
 
 # Simulated devices share cores, so one of them may reach a collective late.
 _CPU_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
@@ -52,19 +60,18 @@ _NETWORK_VARIABLES = (
 # Lines of libtpu, but not JAX's own about a TPU.
 _LIBTPU = re.compile(r"^(?!.*xla_bridge).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
 
-_BIND_FIXES = {
-    errno.EADDRNOTAVAIL: (
-        "start process 0 on that machine, or give --coordinator HOST:PORT of this one"
-    ),
-    errno.EADDRINUSE: ("give --coordinator another port, or stop the program that uses this one"),
-}
+_ERROR = re.compile(r"\w*Error: ")
 
 # gRPC reads the first of each group that is set.
 _PROXY = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
-# The name of a Kubernetes pod is published some seconds after the pod starts.
-_DNS_TIMEOUT = 60
+# JAX takes a process for dead that sends no heartbeat, as one that compiles or pins memory on a busy
+# machine; `Liveness` finds those that are gone much earlier.
+_JAX_HEARTBEAT = 600
+# JAX connects in seconds once all processes are there.
+_JAX_START = 120
+
 # A process that has finished waits this long for the others: process 0 may still be writing a
 # checkpoint.
 _SHUTDOWN_TIMEOUT = 300
@@ -83,6 +90,7 @@ def initialize(
         target_platform: `tpu` or `cuda`: cross-compile for this platform, without a device of it.
     """
     _check_devices(devices)
+    _choose_platform(devices, launch_args.platform)
     group = detect_process_group(launch_args, os.environ)
     # Orbax logs tracebacks of errors that it also raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -91,9 +99,21 @@ def initialize(
         if _CPU_TIMEOUT.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             _add_xla_flag(_CPU_TIMEOUT)
         simulate_devices(devices)
+    elif not target_platform:
+        _take_gpu_memory()
     if group:
-        _connect(group, launch_args)
-    return _start_backends()
+        _connect(group, launch_args, simulated=bool(devices))
+    log = _start_backends(launch_args)
+    if not target_platform:
+        _check_accelerators(devices, launch_args, log)
+    return _print_log(log)
+
+
+def starts_alone(launch_args: LaunchArgs) -> bool:
+    """Return true in a process without others to connect to; nothing is connected."""
+    if jax.distributed.is_initialized():
+        return False
+    return detect_process_group(launch_args, os.environ) is None
 
 
 def _check_devices(devices: int) -> None:
@@ -119,10 +139,120 @@ def prepare_platform(target_platform: str) -> None:
     _add_xla_flag(_NO_AUTOTUNING)
 
 
-def _start_backends() -> list[str]:
-    """Let JAX find the devices; return libtpu's lines, and print the other ones."""
+def gpu_memory_fraction() -> float:
+    """Return JAX's share of each GPU's memory: the user's, or the default."""
+    fraction = read_fraction(os.environ)
+    if fraction is None:
+        fraction = DEFAULT_FRACTION
+    return fraction
+
+
+def _take_gpu_memory() -> None:
+    """Set JAX's share of GPU memory to the one of plans; a variable of the user stays."""
+    if read_fraction(os.environ) is None:
+        os.environ[FRACTION_VARIABLE] = str(DEFAULT_FRACTION)
+
+
+def _choose_platform(devices: int, platform: str) -> None:
+    """Let JAX use CPUs only where they were asked for; raise if flags contradict each other."""
+    configured = _configured_platforms()
+    problems = []
+    if devices and platform not in ("", "cpu"):
+        what = f"is {platform}, but {devices} simulated devices are CPUs"
+        problems.append(Problem("platform", what, fix='devices=0, or platform="cpu"'))
+    names = [platform]
+    if platform in ("cuda", "rocm"):
+        names.append("gpu")
+    if platform and configured and not set(names) & set(configured):
+        what = f"is {platform}, but JAX_PLATFORMS={','.join(configured)}"
+        problems.append(Problem("platform", what, fix="unset JAX_PLATFORMS, or drop --platform"))
+    if problems:
+        raise ConfigError("Contradicting platforms:", problems)
+    if platform == "cpu" and not configured:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _configured_platforms() -> list[str]:
+    """Return the platforms of JAX_PLATFORMS, or of JAX's own setting."""
+    configured = str(jax.config.values["jax_platforms"] or "")
+    return [name for name in configured.split(",") if name]
+
+
+def _this_machine() -> Machine:
+    return Machine(MACHINE_ROOT, os.environ, _has_module)
+
+
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _check_accelerators(devices: int, launch_args: LaunchArgs, log: list[str]) -> None:
+    """Raise if JAX found other devices than were asked for, or CPUs beside an accelerator.
+
+    Args:
+        log: Lines that JAX printed while it searched for devices.
+    """
+    asked = launch_args.platform
+    if devices or _configured_platforms()[:1] == ["cpu"]:
+        asked = "cpu"
+    problems = device_problems(
+        _this_machine(),
+        jax.devices(),
+        asked,
+        launch_args.expect_devices,
+        functools.partial(_platform_failure, log),
+    )
+    if problems:
+        raise ConfigError(_WRONG_DEVICES, problems)
+
+
+def _platform_failure(log: list[str], platform: str) -> str:
+    """Return JAX's reason against a platform: its last error, or its answer to a request."""
+    printed = _last_error(log)
+    if printed:
+        return printed
+    try:
+        jax.devices(platform)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _last_error(log: list[str]) -> str:
+    """Return the last error in JAX's lines; after a plugin's traceback it is the last line."""
+    errors = [line for line in log if _ERROR.match(line)]
+    if not errors:
+        return ""
+    return errors[-1]
+
+
+def _start_backends(launch_args: LaunchArgs) -> list[str]:
+    """Let JAX find the devices; return its lines and those of libtpu."""
+    failure: Exception | None = None
     with compiler_log(pass_on=False) as log:
-        jax.devices()
+        try:
+            jax.devices()
+        except (RuntimeError, AssertionError) as error:
+            # An assertion where JAX_PLATFORMS names a platform without a plugin.
+            failure = error
+    if failure is None:
+        return log
+    busy = busy_tpu_error(str(failure))
+    if busy is not None:
+        raise busy from failure
+    platforms = _configured_platforms()
+    if launch_args.platform:
+        platforms = [launch_args.platform]
+    if not platforms:
+        _print_log(log)
+        raise failure
+    reason = _last_error(log) or str(failure).partition("\n")[0]
+    problems = start_problems(_this_machine(), platforms[0], reason)
+    raise ConfigError(_WRONG_DEVICES, problems) from failure
+
+
+def _print_log(log: list[str]) -> list[str]:
+    """Return libtpu's lines, and print the other ones."""
     of_libtpu: list[str] = []
     for line in log:
         if _LIBTPU.search(line):
@@ -130,6 +260,13 @@ def _start_backends() -> list[str]:
         else:
             print(line, file=sys.stderr)
     return of_libtpu
+
+
+def metadata_server() -> MetadataServer | None:
+    """Return the metadata server of this machine, if it is one of Compute Engine."""
+    if not on_compute_engine(os.environ):
+        return None
+    return MetadataServer.of(os.environ)
 
 
 def _add_xla_flag(flag: str) -> None:
@@ -149,34 +286,39 @@ def exit_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
+def _connect(group: ProcessGroup, launch_args: LaunchArgs, simulated: bool) -> None:
+    """Meet the other processes, and connect JAX to them."""
     _exempt_from_proxy(group.coordinator)
     separate_stdout()
     # The only collectives between CPU devices, real or simulated, of several processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    gpus = visible_gpus(os.environ)
+    if simulated:
+        gpus = ()
+    meeting, own_address = meet(group, launch_args.start_timeout, gpus)
+    device_ids = local_device_ids(group.process_id, meeting.reports, os.environ)
     # At its own timeout JAX aborts the process without an exception, so this timer fires before.
-    timer = threading.Timer(launch_args.start_timeout, _exit_at_timeout, (group, launch_args))
+    timer = threading.Timer(_JAX_START, _exit_at_timeout, (group,))
     timer.daemon = True
     timer.start()
-    own_address: str | None = None
     try:
-        if group.process_id == 0:
-            own_address = bind_address(group)
         jax.distributed.initialize(
             group.coordinator,
             group.processes,
             group.process_id,
+            local_device_ids=device_ids,
             cluster_detection_method="deactivate",
             coordinator_bind_address=own_address,
-            initialization_timeout=launch_args.start_timeout + 60,
-            heartbeat_timeout_seconds=launch_args.heartbeat,
+            initialization_timeout=2 * _JAX_START,
+            heartbeat_timeout_seconds=max(launch_args.heartbeat, _JAX_HEARTBEAT),
             shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
         )
     except jax.errors.JaxRuntimeError as error:
-        raise _connection_error(f"{_named(group)}: {str(error).splitlines()[0]}") from error
+        raise connection_error(f"{name_address(group)}: {str(error).splitlines()[0]}") from error
     finally:
         timer.cancel()
     sys.excepthook = _excepthook
+    Liveness(meeting, group.process_id, launch_args.heartbeat, EXIT_LOST).start()
 
 
 def _exempt_from_proxy(coordinator: str) -> None:
@@ -190,72 +332,12 @@ def _exempt_from_proxy(coordinator: str) -> None:
     os.environ[_NO_PROXY[0]] = f"{exempt},{host}".strip(",")
 
 
-def bind_address(group: ProcessGroup) -> str | None:
-    """Return process 0's own interface and port to listen on; None for all interfaces.
-
-    That is the coordinator's own address, unless a cluster names a host that resolves to a loopback
-    address on the host itself (Debian writes its own name beside 127.0.1.1), which other machines
-    cannot reach.
-    """
-    host, port = split_address(group.coordinator)
-    family, address = _resolve(host, group)
-    is_loopback = address.startswith("127.") or address == "::1"
-    all_interfaces = is_loopback and group.source != "--coordinator" and not group.is_local
-    interface = address
-    if all_interfaces:
-        interface = ""
-    with socket.socket(family) as probe:
-        # gRPC would share the port with another coordinator, and JAX crashes where it cannot
-        # listen.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((interface, port))
-        except OSError as error:
-            what = f"process 0 cannot listen at {_named(group)}: {error.strerror}"
-            fix = _BIND_FIXES.get(error.errno or 0, "")
-            raise _connection_error(what, f"{host} is {address}", fix) from error
-    if all_interfaces:
-        return None
-    if family == socket.AF_INET6:
-        return f"[{address}]:{port}"
-    return f"{address}:{port}"
-
-
-def _resolve(host: str, group: ProcessGroup) -> tuple[socket.AddressFamily, str]:
-    """Return the address family and the address of a host, once DNS knows it."""
-    deadline = time.monotonic() + _DNS_TIMEOUT
-    while True:
-        try:
-            family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-            return family, str(address[0])
-        except socket.gaierror as error:
-            if time.monotonic() > deadline:
-                what = f"{_named(group)}: the name {host} has no address ({error.strerror})"
-                fix = "give --coordinator a name or address that this machine can resolve"
-                raise _connection_error(what, fix=fix) from error
-            time.sleep(1)
-
-
-def _connection_error(what: str, detail: str = "", fix: str = "") -> ConfigError:
-    return ConfigError("The processes cannot connect:", [Problem("coordinator", what, detail, fix)])
-
-
-def _named(group: ProcessGroup) -> str:
-    if group.source == "--coordinator":
-        return group.coordinator
-    return f"{group.coordinator} (as {group.source} says)"
-
-
-def _exit_at_timeout(group: ProcessGroup, launch_args: LaunchArgs) -> None:
+def _exit_at_timeout(group: ProcessGroup) -> None:
     """Exit from a timer's thread, because the main thread blocks inside of JAX."""
-    tried = "tried"
-    if group.process_id == 0:
-        tried = "listened at"
-    what = f"process {group.process_id} {tried} {_named(group)}, "
-    what += f"and not all {group.processes} processes connected"
-    fix = "check that all were started and can reach that port of process 0; "
-    fix += "or raise --start-timeout"
-    error = _connection_error(what, f"{launch_args.start_timeout} s have passed", fix)
+    what = f"process {group.process_id}: all processes are there, and JAX did not connect them at "
+    what += f"{name_address(group)}"
+    fix = "check that nothing else uses that port, or give --coordinator another one"
+    error = connection_error(what, f"{_JAX_START} s have passed", fix)
     print(f"spmd: {error}", file=sys.stderr, flush=True)
     os._exit(2)
 

@@ -77,11 +77,11 @@ class Run(RunSpec):
         is_first = jax.process_index() == 0
         with self.run_dir.lease(resumes, take_over) as lease, contextlib.ExitStack() as stack:
             console = None
+            # Here on every process, since they read their first batches together.
+            columns = columns_of(self.rate.unit, self.step.parts)
             if is_first:
                 print(wrap_to_terminal("\n".join((self.description, *self.notes))))
-                console = Console(
-                    self.config.steps, columns=columns_of(self.rate.unit, self.step.parts)
-                )
+                console = Console(self.config.steps, columns=columns)
                 stack.enter_context(contextlib.closing(console))
             result = train_in_folder(self, lease, console, resumes, traced, said, began)
         if console:

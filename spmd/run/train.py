@@ -12,8 +12,9 @@ from spmd.data.corpus import Corpus
 from spmd.data.loader import Batch, Batches, Sampler, bigram_loss, ordered_batches
 from spmd.data.text_dataset import TextDataset
 from spmd.data.tokenizer import Tokenizer
+from spmd.distributed.accelerators import describe_devices
 from spmd.distributed.cluster_env import LaunchArgs
-from spmd.distributed.initialize import SINGLE_PROCESS, initialize
+from spmd.distributed.initialize import SINGLE_PROCESS, initialize, starts_alone
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator
 from spmd.observe.metrics import Writer
@@ -82,10 +83,14 @@ def train(
     check_packages(config.metrics_to)
     folder = run_dir(config, source)
     parse_steps(profile)  # a wrong flag is an error before anything is built
+    if starts_alone(launch_args):
+        folder.check_use(resume)  # now, since devices may take a while to start
     said = initialize(config.devices, launch_args)
     resumes = folder.check_use_together(resume)
     checked = check(config, config_mesh(config), resumes)
     run = make_run(checked, folder.path, hooks, writers, source)
+    if jax.process_index() == 0:
+        print(describe_devices(jax.devices()), flush=True)
     result = run.train(resume, take_over=take_over, profile=profile, said=said, began=began)
     if result.preempted is None:
         _compare(config, checked.text, result)
