@@ -88,7 +88,8 @@ def _shard_owners(
 ) -> dict[tuple[int, ...], int]:
     """Return the first index of each shard → the process that writes it: that of replica 0."""
     owners: dict[tuple[int, ...], int] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
+    indices: Mapping[Any, tuple[slice, ...]] = sharding.devices_indices_map(shape)
+    for device, index in indices.items():
         start = tuple(part.start or 0 for part in index)
         owners.setdefault(start, device.process_index)
     return owners

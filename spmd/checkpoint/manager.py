@@ -129,9 +129,9 @@ class CheckpointManager:
         self.damaged: dict[int, tuple[Problem, ...]] = {}
         self._to_quarantine: set[int] = set()
         if not read_only:
-            problems = shared_folder_problems(self.directory, str(self.directory))
-            if problems:
-                raise CheckpointError("opening the checkpoints failed", problems)
+            unseen = shared_folder_problems(self.directory, str(self.directory))
+            if unseen:
+                raise CheckpointError("opening the checkpoints failed", unseen)
         leftovers = self._scan(create=not read_only)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self.leftovers: tuple[str, ...] = ()

@@ -75,9 +75,9 @@ def mount_of(folder: Path, table: Path = _MOUNTS) -> Mount:
     """Return the file system of a folder, which need not exist."""
     try:
         lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+        place = folder.resolve()
+    except (OSError, RuntimeError):  # no Linux, or a circular link
         return Mount()
-    place = folder.resolve()
     found = Mount()
     for line in lines:
         before, _, after = line.partition(" - ")
@@ -139,17 +139,21 @@ def _revalidate(folder: Path) -> None:
 
 def _write_nonce(folder: Path, where: str) -> dict[str, Any]:
     """Write the nonce on process 0; return its place and text, or the problem."""
-    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     name = f".shared-{secrets.token_hex(8)}"
     text = secrets.token_hex(16)
+    missing = list[str]()
     try:
+        for parent in (folder, *folder.parents):
+            if not parent.exists():
+                missing.append(str(parent))
         (folder / name).mkdir(parents=True)
         (folder / name / _NONCE).write_text(text, encoding="ascii")
     except OSError as error:
+        _remove(folder / name, missing)
         what = f"cannot be written by process 0 ({socket.gethostname()}): {error.strerror}"
         problem = Problem(where, what, fix="another folder")
         return {"failed": plain_problems([problem])}
-    return {"name": name, "text": text, "made": list(map(str, missing))}
+    return {"name": name, "text": text, "made": missing}
 
 
 def _answer(folder: Path, offer: Mapping[str, Any]) -> dict[str, str]:
@@ -204,13 +208,24 @@ def _close(
         wait_until_seen(all_seen, folder)
     for name in expected - found:
         faults[int(name)] = _UNSEEN_REPLY
-    shutil.rmtree(probe, ignore_errors=True)
     problems = _problems(where, faults, answers)
+    made = list[str]()
     if problems:
-        for parent in offer["made"]:
-            with contextlib.suppress(OSError):  # it is in use
-                os.rmdir(parent)
+        made = offer["made"]
+    _remove(probe, made)
     return problems
+
+
+def _remove(probe: Path, made: Sequence[str]) -> None:
+    """Remove the nonce with the replies, and folders that were made for it unless they are in use.
+
+    Args:
+        made: Innermost first.
+    """
+    shutil.rmtree(probe, ignore_errors=True)
+    for folder in made:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
 
 
 def _problems(

@@ -3,14 +3,22 @@
 A mount namespace gives one of the processes another file system at a path of the other, as a second host would have.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import pytest
 
 from spmd.distributed.local import free_port, launch_local, process_commands
+from spmd.hf.family import family_for
+from spmd.hf.save import save_params
+from spmd.models.llama import PRESETS
+from spmd.training.state import init_state
+from tests import tiny
 from tests.train_runs import finish_together, write_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -121,14 +129,17 @@ config = dataclasses.replace(
 """
 
 
-def launch(out: Path, disks: str, *arguments: object) -> int:
-    """Launch a command in two processes, of which the second has a disk of its own above `out`, or not."""
-    command = [*map(str, arguments), "--out", str(out)]
-    commands = process_commands(command, processes=2, devices=2, port=free_port())
-    if disks == "own":
-        own = in_namespace('mount -t tmpfs disk-1 "$1"', out.parent)
-        commands[1] = [*own, *commands[1]]
-    return launch_local(commands, grace=60)
+def launch(prefix: Sequence[str], *arguments: object) -> int:
+    """Launch a command in two processes; `prefix` are words before that of the second."""
+    first, second = process_commands(
+        list(map(str, arguments)), processes=2, devices=2, port=free_port()
+    )
+    return launch_local([first, [*prefix, *second]], grace=60)
+
+
+def own_disk(place: Path) -> list[str]:
+    """Words before the command of a process with a disk of its own at a place."""
+    return in_namespace('mount -t tmpfs disk-1 "$1"', place)
 
 
 @pytest.fixture
@@ -149,7 +160,7 @@ def test_a_run_in_folders_that_are_not_shared_ends_before_it_compiles(
     if resume == "always":
         (disk / "run" / "checkpoints" / "1").mkdir(parents=True)
     before = sorted(disk.rglob("*"))
-    code = launch(disk / "run", "own", "train", config, "--resume", resume)
+    code = launch(own_disk(disk), "train", config, "--out", disk / "run", "--resume", resume)
     printed = capfd.readouterr()
     assert code == 2, printed.err
     assert printed.err.count("is not shared: process 1 (") == 2
@@ -165,9 +176,9 @@ def test_the_same_run_trains_in_a_shared_folder(
 ) -> None:
     """Control of the test above: the launch differs in the disk alone, and the run can be resumed."""
     config = write_tiny(disk.parent, SHORT)
-    assert launch(disk / "run", "shared", "train", config) == 0, capfd.readouterr().err
-    more = ["train", config, "--steps", 3, "--resume", "always"]
-    assert launch(disk / "run", "shared", *more) == 0, capfd.readouterr().err
+    train = ["train", config, "--out", disk / "run"]
+    assert launch([], *train) == 0, capfd.readouterr().err
+    assert launch([], *train, "--steps", 3, "--resume", "always") == 0, capfd.readouterr().err
     assert "resuming from step 2" in capfd.readouterr().out
     assert not list((disk / "run").glob(".shared-*"))
 
@@ -178,8 +189,32 @@ def test_doctor_examines_the_run_folder(
     disks: str, disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A folder that is not shared is one of the problems, under the name that the table of facts has for it."""
-    launch(disk / "run", disks, "doctor", "--mesh.fsdp", 4, "--megabytes", 1, "--json")
+    prefix = own_disk(disk) if disks == "own" else []
+    doctor = ["doctor", "--mesh.fsdp", 4, "--megabytes", 1, "--json"]
+    launch(prefix, *doctor, "--out", disk / "run")
     printed = capfd.readouterr()
     found = json.loads(printed.out[printed.out.index("{") :].splitlines()[0])
     places = [problem["where"] for problem in found["problems"]]
     assert ("run folder" in places) == (disks == "own"), printed
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("copies", ["other", "equal"])
+def test_other_files_of_a_model_on_another_host_are_refused(
+    copies: str, disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Folders of equal names and shapes that hold other numbers are told apart, and copies are fine."""
+    config = write_tiny(disk.parent, SHORT)
+    model = dataclasses.replace(PRESETS["test"], vocab=256)
+    params = init_state(tiny.plan(model)).params
+    first, second = disk / "model", disk / "copy"
+    save_params(first, params, family_for(model), model)
+    if copies == "other":
+        params = jax.tree.map(lambda x: x * 2, params)
+    save_params(second, params, family_for(model), model)
+    prefix = in_namespace('mount --bind "$2" "$1"', first, second)
+    code = launch(prefix, "train", config, "--out", disk / "run", "--init", first)
+    printed = capfd.readouterr().err
+    assert code == (2 if copies == "other" else 0), printed
+    refused = "process 1: digest of model.model.safetensors is "
+    assert (refused in printed) == (copies == "other"), printed

@@ -1,4 +1,4 @@
-"""Where a folder is mounted, and how processes are named."""
+"""Folders that all processes must see, and shards that process 0 must see."""
 
 from pathlib import Path
 
@@ -9,6 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.checkpoint.arrays import missing_shards, save_arrays
+from spmd.distributed import shared_folder
+from spmd.distributed.hosts import read_problems
 from spmd.distributed.shared_folder import (
     Mount,
     mount_of,
@@ -72,6 +74,20 @@ def test_a_single_process_writes_nothing(tmp_path: Path) -> None:
     """It shares the folder with nobody."""
     assert shared_folder_problems(tmp_path / "run", "run") == ()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_process_0_cannot_write_is_a_problem(tmp_path: Path) -> None:
+    """It is named with the reason of the system, and what was made before is removed."""
+    (tmp_path / "file").write_text("")
+    offer = shared_folder._write_nonce(tmp_path / "file" / "run", "the run folder")
+    [problem] = read_problems(offer["failed"])
+    assert problem.where == "the run folder"
+    assert "cannot be written by process 0 (" in problem.what
+    assert "Not a directory" in problem.what
+    offer = shared_folder._write_nonce(tmp_path / "new" / "run", "the run folder")
+    assert sorted(path.name for path in (tmp_path / "new" / "run").iterdir()) == [offer["name"]]
+    shared_folder._remove(tmp_path / "new" / "run" / offer["name"], offer["made"])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_missing_shards_are_counted_by_process(tmp_path: Path) -> None:
