@@ -33,7 +33,7 @@ def save_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
 
 
 def missing_shards(folder: Path, arrays: Mapping[str, jax.Array]) -> dict[int, int]:
-    """Return process → number of its shards that are not in a written folder.
+    """Return process → number of its shards missing in a written folder.
 
     Orbax merges what this process finds, and a folder that is not shared has its own shards alone.
     """
@@ -65,7 +65,7 @@ def _missing_starts(
     grid: tuple[int, ...],
     written: Container[bytes],
 ) -> set[tuple[int, ...]]:
-    """Return the first index of each shard that lacks a chunk; it has one, or several."""
+    """Return the first index of each shard without all of its chunks."""
     shard = array.sharding.shard_shape(array.shape)
     starts = set[tuple[int, ...]]()
     for numbers in np.ndindex(grid):
@@ -86,7 +86,7 @@ def _divide_up(size: int, part: int) -> int:
 def _shard_owners(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[int, ...], int]:
-    """Return the first index of each shard → the process that writes it: that of replica 0."""
+    """Return the first index of each shard → the process of its replica 0, its writer."""
     owners: dict[tuple[int, ...], int] = {}
     indices: Mapping[Any, tuple[slice, ...]] = sharding.devices_indices_map(shape)
     for device, index in indices.items():

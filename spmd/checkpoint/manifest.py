@@ -99,7 +99,7 @@ def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
 
 
 def manifest_digest(folder: Path) -> str:
-    """Return a digest of the manifest, which names all contents; empty if it cannot be read."""
+    """Return a digest of the manifest, and so of all contents; empty if it cannot be read."""
     try:
         return hashlib.sha256(read_bounded(_manifest_path(folder), _MAX_BYTES)).hexdigest()
     except (OSError, ValueError):

@@ -65,14 +65,14 @@ class Mount:
 
     @property
     def patience(self) -> float:
-        """Seconds after which a change by another host is visible."""
+        """Seconds until a change by another host is visible."""
         if self.kind in _LOCAL_KINDS:
             return _LOCAL_SECONDS
         return _NETWORK_SECONDS
 
 
 def mount_of(folder: Path, table: Path = _MOUNTS) -> Mount:
-    """Return the file system of a folder, which need not exist."""
+    """Return the file system of a folder, existing or not."""
     try:
         lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
         place = folder.resolve()
@@ -90,7 +90,7 @@ def mount_of(folder: Path, table: Path = _MOUNTS) -> Mount:
 
 
 def shared_folder_problems(folder: Path, where: str) -> tuple[Problem, ...]:
-    """Return the problems of a folder that some process does not see or cannot write to.
+    """Return the problems of a folder without access from every process.
 
     Every process makes this call, and all return the same. The folder is made if it does not exist,
     and removed again if there is a problem. A single process has none.
@@ -121,7 +121,7 @@ def wait_until_seen(is_seen: Callable[[], bool], folder: Path) -> bool:
 
 
 def process_names(processes: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return processes with their hosts, of which the first ones are named."""
+    """Return the first few processes with their hosts, and the count of the others."""
     names = []
     for process in processes[:SHOWN]:
         names.append(f"process {process} ({hosts[process]})")
@@ -131,7 +131,7 @@ def process_names(processes: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _revalidate(folder: Path) -> None:
-    """Let an NFS client ask the server: it does so for each folder that is opened."""
+    """Open each folder on the path: an NFS client then asks the server."""
     for parent in (*reversed(folder.parents), folder):
         with contextlib.suppress(OSError):
             os.close(os.open(parent, os.O_RDONLY | os.O_DIRECTORY))
@@ -217,7 +217,7 @@ def _close(
 
 
 def _remove(probe: Path, made: Sequence[str]) -> None:
-    """Remove the nonce with the replies, and folders that were made for it unless they are in use.
+    """Remove the nonce with the replies, and folders made for it unless they are in use.
 
     Args:
         made: Innermost first.
@@ -231,7 +231,7 @@ def _remove(probe: Path, made: Sequence[str]) -> None:
 def _problems(
     where: str, faults: Sequence[str], answers: Sequence[Mapping[str, str]]
 ) -> list[Problem]:
-    """Return a problem for each kind of fault, with all processes that have it."""
+    """Return a problem for each kind of fault, with its processes."""
     having: dict[str, list[int]] = {}
     for process, fault in enumerate(faults):
         if fault:
