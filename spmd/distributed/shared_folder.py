@@ -35,8 +35,8 @@ _LOCAL_KINDS = frozenset(
 )
 """File systems of one host, which show every change at once."""
 _LOCAL_SECONDS = 1.0
-_NETWORK_SECONDS = 60.0
-"""Linux caches the attributes of an NFS folder for as long by default (`acdirmax`)."""
+_NETWORK_SECONDS = 70.0
+"""Linux caches the attributes of an NFS folder for up to 60 s by default (`acdirmax`)."""
 _POLL_SECONDS = 0.2
 
 _NONCE = "nonce"

@@ -75,7 +75,7 @@ class RunDir:
     @property
     def has_run(self) -> bool:
         """Whether the folder contains a run."""
-        return self.metrics.exists() or any(self.checkpoints.glob("*"))
+        return self.metrics.exists() or any(self.checkpoints.glob("[!.]*"))
 
     def check_use(self, resume: Resume) -> bool:
         """Return true if the folder contains a run to resume.
