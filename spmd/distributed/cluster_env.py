@@ -38,6 +38,10 @@ class LaunchArgs:
     """Seconds without a heartbeat after which a process counts as dead, and the others stop."""
     start_timeout: int = 300
     """Seconds in which all processes must have connected."""
+    platform: str = ""
+    """Platform that the devices must have: cpu, cuda, rocm or tpu; empty for what JAX finds."""
+    expect_devices: int = 0
+    """Number of devices that all processes must have together (0: any)."""
 
     def problems(self) -> list[Problem]:
         """Return a problem for each flag with an invalid value, in any environment."""

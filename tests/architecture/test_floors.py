@@ -54,7 +54,7 @@ FLOORS = (
     "step_time",
     "parity",
     "testing",
-    *("hf", "run", "report", "commands", "cli"),
+    *("hf", "run", "job_files", "report", "commands", "cli"),
 )
 
 # Those that may be imported inside a block. tensorboardX sets a variable of the environment, and

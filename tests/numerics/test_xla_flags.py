@@ -19,9 +19,10 @@ from spmd.distributed.xla_flags import (
     flags_for,
 )
 from spmd.errors import ConfigError
+from spmd.job_files.kubernetes import KubernetesJob
+from spmd.job_files.slurm import SlurmJob
 from spmd.run.build import build_flags, make_setup
 from spmd.run.describe import flags_text
-from spmd.run.job_files import KubernetesJob, SlurmJob
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import MeshShape
 from spmd.training.step import make_train_step
