@@ -38,7 +38,6 @@ CROSSING: Mapping[str, tuple[Flag, ...]] = {
 START_UP: Mapping[str, tuple[Flag, ...]] = {
     **{"cpu": (), "tpu": ()},
     "cuda": (Flag("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.9, _MEMORY),),
-    "rocm": (Flag("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.9, _MEMORY),),
 }
 """Platform → environment variables that must be set before JAX starts."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.chips import CHIPS
-from spmd.distributed.xla_flags import START_UP
+from spmd.distributed.xla_flags import START_UP, known_platform
 from spmd.errors import Problem
 from spmd.job_files.job import CACHE, RESTARTED, GpuPlatform, Job
 
@@ -245,6 +245,6 @@ class KubernetesJob(Job):
             {"name": "JAX_COMPILATION_CACHE_DIR", "value": cache},
             {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
         ]
-        for flag in START_UP[self.platform]:
+        for flag in START_UP[known_platform(self.platform)]:
             env.append({"name": flag.name, "value": str(flag.value)})
         return env
