@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 
+from spmd.distributed.accelerators import PLATFORMS
 from spmd.errors import ConfigError, Problem, check_fields
 
 Environment = Mapping[str, str]
@@ -39,9 +40,10 @@ class LaunchArgs:
     start_timeout: int = 300
     """Seconds in which all processes must have connected."""
     platform: str = ""
-    """Platform that the devices must have: cpu, cuda, rocm or tpu; empty for what JAX finds."""
+    """Platform to train on: cpu, cuda, rocm or tpu; another one is refused. Empty: the one JAX
+    finds, but CPUs only in a machine without accelerators."""
     expect_devices: int = 0
-    """Number of devices that all processes must have together (0: any)."""
+    """Number of devices of all processes; with another number nothing starts. 0: any."""
 
     def problems(self) -> list[Problem]:
         """Return a problem for each flag with an invalid value, in any environment."""
@@ -51,6 +53,8 @@ class LaunchArgs:
             "processes": "at least 1",
             "heartbeat": "at least 1",
             "start_timeout": "at least 1",
+            "platform": ["", *PLATFORMS],
+            "expect_devices": "at least 0",
         }
         return check_fields(self, rules)
 

@@ -4,6 +4,7 @@ Only this module and `spmd.testing` read or write environment variables.
 """
 
 import errno
+import importlib.util
 import logging
 import os
 import re
@@ -11,11 +12,13 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 import jax
 
+from spmd.distributed.accelerators import Machine, device_problems, start_problems
 from spmd.distributed.cluster_env import (
     LaunchArgs,
     ProcessGroup,
@@ -35,6 +38,11 @@ MOST_SIMULATED = 1024
 
 SINGLE_PROCESS = LaunchArgs(cluster="none")
 """One process, whatever the cluster says."""
+
+_WRONG_DEVICES = "Not the devices to run on:"
+
+MACHINE_ROOT = Path("/")
+"""Folder with the device files of this machine."""
 
 # Simulated devices share cores, so one of them may reach a collective late.
 _CPU_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
@@ -77,6 +85,7 @@ def initialize(
         target_platform: `tpu` or `cuda`: cross-compile for this platform, without a device of it.
     """
     _check_devices(devices)
+    _choose_platform(devices, launch_args.platform)
     group = detect_process_group(launch_args, os.environ)
     # Orbax logs tracebacks of errors that it also raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -87,7 +96,10 @@ def initialize(
         simulate_devices(devices)
     if group:
         _connect(group, launch_args)
-    return _start_backends()
+    log = _start_backends(launch_args.platform)
+    if not target_platform:
+        _check_accelerators(devices, launch_args)
+    return log
 
 
 def _check_devices(devices: int) -> None:
@@ -113,10 +125,75 @@ def prepare_platform(target_platform: str) -> None:
     _add_xla_flag(_NO_AUTOTUNING)
 
 
-def _start_backends() -> list[str]:
+def _choose_platform(devices: int, platform: str) -> None:
+    """Let JAX use CPUs only where they were asked for; raise if flags contradict each other."""
+    configured = _configured_platforms()
+    problems = []
+    if devices and platform not in ("", "cpu"):
+        what = f"is {platform}, but {devices} simulated devices are CPUs"
+        problems.append(Problem("platform", what, fix='devices=0, or platform="cpu"'))
+    names = [platform]
+    if platform in ("cuda", "rocm"):
+        names.append("gpu")
+    if platform and configured and not set(names) & set(configured):
+        what = f"is {platform}, but JAX_PLATFORMS={','.join(configured)}"
+        problems.append(Problem("platform", what, fix="unset JAX_PLATFORMS, or drop --platform"))
+    if problems:
+        raise ConfigError("Contradicting platforms:", problems)
+    if platform == "cpu" and not configured:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _configured_platforms() -> list[str]:
+    """Return the platforms of JAX_PLATFORMS, or of JAX's own setting."""
+    configured = jax.config.jax_platforms or ""
+    return [name for name in configured.split(",") if name]
+
+
+def _this_machine() -> Machine:
+    return Machine(MACHINE_ROOT, os.environ, _has_module)
+
+
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _check_accelerators(devices: int, launch_args: LaunchArgs) -> None:
+    """Raise if JAX found other devices than were asked for, or CPUs beside an accelerator."""
+    asked = launch_args.platform
+    if devices or _configured_platforms()[:1] == ["cpu"]:
+        asked = "cpu"
+    problems = device_problems(
+        _this_machine(), jax.devices(), asked, launch_args.expect_devices, _platform_failure
+    )
+    if problems:
+        raise ConfigError(_WRONG_DEVICES, problems)
+
+
+def _platform_failure(platform: str) -> str:
+    """Return JAX's reason against a platform; empty if it has devices."""
+    try:
+        jax.devices(platform)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _start_backends(asked: str) -> list[str]:
     """Let JAX find the devices; return libtpu's lines, and print the other ones."""
     with compiler_log(pass_on=False) as log:
-        jax.devices()
+        try:
+            jax.devices()
+        except (RuntimeError, AssertionError) as error:
+            # An assertion where JAX_PLATFORMS names a platform without a plugin.
+            platforms = _configured_platforms()
+            if asked:
+                platforms = [asked]
+            if not platforms:
+                raise
+            failure = str(error).partition("\n")[0]
+            problems = start_problems(_this_machine(), platforms[0], failure)
+            raise ConfigError(_WRONG_DEVICES, problems) from error
     of_libtpu: list[str] = []
     for line in log:
         if _LIBTPU.search(line):
