@@ -1,6 +1,7 @@
 """Shell scripts for TPU VMs of Google Cloud, which no scheduler starts."""
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,7 +107,7 @@ class TpuVmJob(WrappedJob):
         return problems
 
     def _slice_problems(self) -> list[Problem]:
-        if "x" in self.tpu.partition("-")[0]:
+        if re.match(r"\d+x", self.tpu):
             fix = "--slices N before --tpu TYPE"
             return [Problem("tpu", f"{self.tpu!r} has a number of slices", fix=fix)]
         try:
@@ -233,11 +234,14 @@ REMOTE
 IFS= read -r -d '' start << 'REMOTE'
 cd "$HOME/{folder}" || exit 1
 [ -f pid ] && grep -qs "{folder}/train.sh" "/proc/$(cat pid)/cmdline" && exit 0
-rm -f code
+[ -f code ] && exit 0
 setsid nohup bash "$PWD/train.sh" > log.txt 2>&1 < /dev/null &
 echo $! > pid
 REMOTE
 
+# Lets a run that has ended start again.
+forget='rm -f "$HOME/{folder}/code"
+'
 follow='cd "$HOME/{folder}" && tail -n +1 -f --pid="$(cat pid)" log.txt'
 
 # The others end soon after the first; one that does not is stuck.
@@ -302,6 +306,7 @@ ended() {{
 trap 'echo "spmd: training goes on, if it was started; the same script follows it" >&2; exit 130' INT
 
 last=
+again=
 while true; do
   if ! now=$(state); then
     failed "gcloud cannot list what is in {zone}"
@@ -319,10 +324,11 @@ while true; do
     failed "spmd was not installed on every host"
     continue
   fi
-  if ! on_all "$start"; then
+  if ! on_all "$again$start"; then
     failed "training was not started on every host"
     continue
   fi
+  again=
   failures=0
   if ! on_first "$follow"; then
     failed "the connection to the first host was lost"
@@ -333,6 +339,7 @@ while true; do
     failed "not every host could tell its exit code"
     continue
   fi
+  again=$forget
   result=0
   for code in $codes; do
     case "$code" in
