@@ -67,8 +67,10 @@ def flags_for(
 
 
 def known_platform(platform: str) -> str:
-    """Return the tables' name of a platform: JAX calls a CUDA device `gpu`."""
-    return "cuda" if platform == "gpu" else platform
+    """Return the tables' name of a platform: GPUs of AMD take the same flags as NVIDIA's."""
+    if platform in ("gpu", "rocm"):
+        return "cuda"
+    return platform
 
 
 def compiler_options(flags: Iterable[Flag]) -> dict[str, Value]:

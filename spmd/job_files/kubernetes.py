@@ -13,6 +13,7 @@ from spmd.errors import Problem
 from spmd.job_files.job import CACHE, RESTARTED, GpuPlatform, Job
 
 _PORT = 7777  # of process 0 in its pod, which has an address of its own
+_GROUP = 1000
 _TPU = re.compile(r"[-a-z0-9]+:\d+(x\d+)+")
 _GPU_RESOURCES: Mapping[str, str] = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 # Amazon's guide to EFA on its Kubernetes service asks for both: libfabric takes huge pages, which
@@ -194,6 +195,8 @@ class KubernetesJob(Job):
         return {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": self.save_seconds,
+            # The user of the image (Containerfile) is not root, as the owner of a new volume is.
+            "securityContext": {"fsGroup": _GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
             "containers": [self._container(train)],
             "volumes": [runs, shared_memory],
             "nodeSelector": node_selector,

@@ -206,6 +206,7 @@ _SCRIPT = r"""#!/bin/bash
 # Trains on {machines} in {zone}: creates the slice, installs spmd, starts one process on each
 # host, prints the log of the first, and creates the slice again after a preemption.
 # Keep it running, such as in tmux. If it is interrupted, training goes on: the same script follows it.
+# shellcheck disable=SC2016  # hosts expand what is quoted for them
 set -u
 common=({common})
 
