@@ -47,7 +47,6 @@ def run_script(arguments: list[str]) -> int:
     problems = job.problems()
     if not problems:  # which options a file sets depends on its devices
         problems = _flag_problems(job, kind, further)
-        problems += _simulation_problems(job, parsed.config.devices)
     if problems:
         raise ConfigError("Invalid job script:", problems)
     devices = job.devices or job.processes * parsed.config.devices
@@ -85,15 +84,6 @@ def _flag_problems(job: Job, kind: str, train: list[str]) -> list[Problem]:
         what = f"is set by the job file for {kind}"
         problems.append(Problem(f"{flag} after --", what, fix=f"remove {flag}"))
     return problems
-
-
-def _simulation_problems(job: Job, simulated: int) -> list[Problem]:
-    """Return a problem if a config simulates devices, and the job asks for real ones."""
-    if not simulated or not job.devices:
-        return []
-    what = f"is {simulated}, which simulates CPU devices, and the job has {job.devices} "
-    what += f"of {job.platform}"
-    return [Problem("devices", what, fix="--devices 0 after --")]
 
 
 def _note_missing_wrapper(job: Job) -> None:

@@ -1,1 +1,1 @@
-"""Job files, which start a run on machines and start it again: Slurm, Kubernetes, TPU VMs."""
+"""Job files for Slurm, Kubernetes and TPU VMs."""

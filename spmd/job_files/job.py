@@ -1,4 +1,4 @@
-"""Options of every job file, the exit codes after which one starts again, and its command.
+"""Options, restarts and command of every job file.
 
 A job file trains until the last step. After a preemption, a lost node or another exit code in
 `RESTARTED`, all processes start again with `--resume auto`; any other failure ends the job. The run
@@ -91,7 +91,7 @@ class Job(abc.ABC):
         return {"save_seconds": "at least 1", "max_restarts": "at least 1"}
 
     def launch_flags(self) -> dict[str, str]:
-        """Return the fields of `LaunchArgs` that the file passes to `spmd train`, with values.
+        """Return the values of `LaunchArgs` on the command line of `spmd train`.
 
         A node without its driver would train on CPUs, so accelerators are asked for by platform and
         number.
@@ -101,15 +101,18 @@ class Job(abc.ABC):
         return {"platform": self.platform, "expect_devices": str(self.devices)}
 
     def set_flags(self) -> frozenset[str]:
-        """Return the fields of `spmd train` that the file sets, so no flag may."""
-        return frozenset(
-            ("resume", "max_restarts", *self.SET_BY_LAUNCHER, *self.launch_flags().keys())
-        )
+        """Return the fields of `spmd train` on its command line, or set by the launcher."""
+        fields = {"resume", "max_restarts", *self.SET_BY_LAUNCHER, *self.launch_flags()}
+        if self.devices:
+            fields.add("devices")
+        return frozenset(fields)
 
     def command(self, train: Sequence[str]) -> list[str]:
         """Return the command of each process; `train` is the config and flags of `spmd train`."""
         command = ["spmd", "train", *train, "--out", self.out, "--resume", "auto"]
         command += ["--max-restarts", str(self.max_restarts)]
+        if self.devices:
+            command += ["--devices", "0"]  # a config may simulate some
         for field, value in self.launch_flags().items():
             command += [f"--{field.replace('_', '-')}", value]
         return command
@@ -117,18 +120,18 @@ class Job(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrappedJob(Job):
-    """Options of a job file whose processes may run in a container of the node."""
+    """Options of a job file with processes in containers of the nodes."""
 
     wrapper: str = ""
     """Command that runs each process, such as "apptainer exec --nv image.sif"."""
 
     def wrapped(self, command: Sequence[str]) -> str:
-        """Return a command after the wrapper, which is shell, so it may name variables."""
+        """Return a command after the wrapper; that is shell, so it may name variables."""
         return f"{self.wrapper} {shlex.join(command)}".lstrip()
 
 
 def command_line_problems(job: Job, fields: Mapping[str, str]) -> list[Problem]:
-    """Return a problem for each field, named with an example, that is no command line."""
+    """Return a problem for each invalid command line; `fields` has an example of each."""
     problems: list[Problem] = []
     for field, example in fields.items():
         value = getattr(job, field)

@@ -27,8 +27,9 @@ class KubernetesJob(Job):
     """JobSet for Kubernetes, as JSON, to submit with kubectl apply -f.
 
     Flags of `spmd train` follow after `--`. CONFIG and its corpus are read from the volume. Each
-    node has one pod, and the pod one process for all GPUs or TPU chips of the node: pods with a part
-    of the GPUs would hide them from each other's NCCL, and nothing starts several processes in one.
+    node has one pod, and the pod one process for all GPUs or TPU chips of the node: pods with a
+    part of the GPUs would hide them from each other's NCCL, and nothing starts several processes in
+    one.
     """
 
     nodes: int
@@ -119,7 +120,7 @@ class KubernetesJob(Job):
         return problems
 
     def launch_flags(self) -> dict[str, str]:
-        """Return the fields of `LaunchArgs` that a pod passes, with the address of the first one.
+        """Return the values of `LaunchArgs` of a pod, with the address of the first one.
 
         A single pod has none.
         """
@@ -219,7 +220,7 @@ class KubernetesJob(Job):
         }
 
     def _resources(self) -> dict[str, dict[str, int | str]]:
-        """Return the requests of a pod, and its limits, which extended resources need."""
+        """Return the requests and limits of a pod; extended resources are limits."""
         limits = dict[str, int | str]()
         requests = dict[str, int | str]()
         if self.tpu:

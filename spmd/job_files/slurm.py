@@ -145,7 +145,7 @@ exit "$status"
         return "\n".join(lines)
 
     def _cpus(self) -> str:
-        """Return the lines that set `cpus`, the CPUs of each process.
+        """Return the lines for `cpus`, the CPUs of each process.
 
         A step does not inherit the job's. Slurm gives whole cores, which may be two CPUs.
         """
@@ -158,7 +158,7 @@ cpus=$((cpus / {self.tasks}))
 if [ "$cpus" -ge 2 ]; then cpus=$((cpus - cpus % 2)); else cpus=1; fi"""
 
     def _check_of_wrapper(self) -> str:
-        """Return the lines that end the job if the wrapper does not run on every node."""
+        """Return the lines for a trial of the wrapper on every node."""
         if not self.wrapper:
             return ""
         words = self.wrapped(["spmd", "--version"])

@@ -1,4 +1,4 @@
-"""Shell scripts for TPU VMs of Google Cloud, which no scheduler starts."""
+"""Shell scripts for TPU VMs of Google Cloud, without a scheduler."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ _STOPPED = "PREEMPTED | STOPPED | TERMINATED | SUSPENDED | FAILED"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuVmJob(WrappedJob):
-    """Shell script that trains on a TPU slice of Google Cloud, from any machine that has gcloud.
+    """Shell script for a TPU slice of Google Cloud, to run on any machine with gcloud.
 
     It creates the slice, installs spmd, starts one process on each host, follows the log of the
     first, and creates the slice again after a preemption. Flags of `spmd train` follow after `--`.
@@ -120,7 +120,7 @@ class TpuVmJob(WrappedJob):
         return []
 
     def render(self, train: Sequence[str]) -> str:
-        """Return the script of `command(train)`; a config that is a file is copied."""
+        """Return the script of `command(train)`, with a copy of the config's file."""
         train = list(train)
         copied = [*self.copy]
         if Path(train[0]).is_file():
@@ -170,7 +170,7 @@ class TpuVmJob(WrappedJob):
         return "  delete"
 
     def _commands(self) -> dict[str, str]:
-        """Return the parts of gcloud's commands that differ between nodes and queued resources."""
+        """Return the parts of gcloud's commands for a node, or for a queued resource."""
         spot = ""
         if self.spot:
             spot = "--spot"
@@ -205,7 +205,8 @@ class TpuVmJob(WrappedJob):
 _SCRIPT = r"""#!/bin/bash
 # Trains on {machines} in {zone}: creates the slice, installs spmd, starts one process on each
 # host, prints the log of the first, and creates the slice again after a preemption.
-# Keep it running, such as in tmux. If it is interrupted, training goes on: the same script follows it.
+# Keep it running, such as in tmux. If it is interrupted, training goes on, and the same script
+# follows it.
 # shellcheck disable=SC2016  # hosts expand what is quoted for them
 set -u
 common=({common})
@@ -260,28 +261,33 @@ REMOTE
 
 # Part 2: gcloud.
 
+tpus() {{
+  local verb=$1
+  shift
+  gcloud compute tpus {group} "$verb" "${{common[@]}}" "$@"
+}}
 state() {{
-  gcloud compute tpus {group} list "${{common[@]}}" --filter='name~"(^|/){name}$"' --format='value({state})'
+  tpus list --filter='name~"(^|/){name}$"' --format='value({state})'
 }}
 create() {{
-  gcloud compute tpus {group} create {name} "${{common[@]}}" {create}
+  tpus create {name} {create}
 }}
 delete() {{
-  gcloud compute tpus {group} delete {name} "${{common[@]}}" --quiet{force}
+  tpus delete {name} --quiet{force}
 }}
 on_all() {{
-  gcloud compute tpus {group} ssh {name} "${{common[@]}}" --quiet{all_nodes} --worker=all{ssh_options} --command="$1"
+  tpus ssh {name} --quiet{all_nodes} --worker=all{ssh_options} --command="$1"
 }}
 on_first() {{
-  gcloud compute tpus {group} ssh {name} "${{common[@]}}" --quiet{first_node} --worker=0{ssh_options} --command="$1"
+  tpus ssh {name} --quiet{first_node} --worker=0{ssh_options} --command="$1"
 }}
 copy() {{
   local script
   script=$(mktemp -d) || return 1
   printf '%s' "$train" > "$script/train.sh"
   on_all 'mkdir -p "$HOME/{folder}"' &&
-    gcloud compute tpus {group} scp --recurse {copied} "$script/train.sh" "{name}:{folder}/" \
-      "${{common[@]}}" --quiet{all_nodes} --worker=all{ssh_options}
+    tpus scp --recurse {copied} "$script/train.sh" "{name}:{folder}/" \
+      --quiet{all_nodes} --worker=all{ssh_options}
   local status=$?
   rm -r "$script"
   return $status
@@ -304,7 +310,11 @@ ended() {{
 {end}
   exit "$1"
 }}
-trap 'echo "spmd: training goes on, if it was started; the same script follows it" >&2; exit 130' INT
+interrupted() {{
+  echo "spmd: training goes on, if it was started; the same script follows it" >&2
+  exit 130
+}}
+trap interrupted INT
 
 last=
 again=

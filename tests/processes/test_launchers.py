@@ -272,7 +272,7 @@ def test_slurm_files_start_several_processes_in_a_wrapper_or_nothing(folder, env
     files = {
         "several": ("--processes-per-node", 2, "--wrapper", "./contained", "--", *mesh),
         "no-wrapper": ("--processes-per-node", 2, "--wrapper", "apptainer-x exec", "--", *mesh),
-        "no-driver": ("--gpus-per-node", 2, "--", *mesh, "--devices", 0),
+        "no-driver": ("--gpus-per-node", 2, "--", *mesh),
     }
     for name, flags in files.items():
         written = ("--nodes", 2, "--name", name, "--file", f"{name}.sh", *flags)

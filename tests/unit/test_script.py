@@ -196,7 +196,7 @@ def test_slurm_script():
     assert "\ncpus=12\n" in script
     assert '--wait=60 --cpus-per-task="$cpus" --gpu-bind=none \\\n  spmd train' in script
     command = "spmd train tiny.py --steps 9 --out runs/tiny --resume auto --max-restarts 7"
-    assert f"{command} --platform cuda --expect-devices 32" in script
+    assert f"{command} --devices 0 --platform cuda --expect-devices 32" in script
     assert f"{command}\n" in SLURM.render(TRAIN), "CPUs are not counted"
 
 

@@ -23,7 +23,7 @@ HOSTS = 2
 
 GCLOUD = r"""#!/bin/bash
 echo "$*" >> calls.txt
-group=$3 verb=$4 name=$5
+group=$3 verb=$4
 ready=READY
 [ "$group" = tpu-vm ] || ready=ACTIVE
 on_hosts() {
@@ -132,7 +132,7 @@ def test_training_is_started_on_every_host_and_followed(stubs, monkeypatch):
     assert [verb for verb in verbs if verb in ("create", "delete")] == ["create", "delete"]
     trained = sorted((stubs / "trained.txt").read_text().splitlines())
     command = "spmd train tiny.py --steps 9 --out /mnt/runs/tiny --resume auto --max-restarts 3"
-    command += " --platform tpu --expect-devices 8"
+    command += " --devices 0 --platform tpu --expect-devices 8"
     assert trained == [f"host {host}: {command}" for host in range(HOSTS)]
     assert "attempt 1 on host 0" in printed
     assert "attempt 1 on host 1" not in printed, "the log of the first host only"
@@ -275,7 +275,7 @@ def test_the_command_writes_a_script(tmp_path, capsys):
         (["--tpu", "v4-16", *WHERE, "--package", "a.whl"], "'a.whl' is not on this machine"),
         (["--tpu", "v4-16", *WHERE, "--wrapper", "a 'b"], "no closing quotation"),
         (["--tpu", "v4-16", *WHERE, "--", "--process-id", "0"], "remove --process-id"),
-        (["--tpu", "v4-16", *WHERE, "--", "--devices", "8"], "simulates CPU devices"),
+        (["--tpu", "v4-16", *WHERE, "--", "--devices", "8"], "remove --devices"),
     ],
 )
 def test_what_could_not_run_is_refused(arguments, said, tmp_path, capsys):
