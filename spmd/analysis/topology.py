@@ -6,19 +6,22 @@ simulated devices. XLA compiles for all of them on any machine, but for AMD's GP
 """
 
 import dataclasses
+import difflib
 import functools
 import importlib.util
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
+from spmd.analysis import chip_file
 from spmd.chips import CHIPS, Chip, CloudNames
 from spmd.distributed.native_output import compiler_log
-from spmd.errors import ConfigError, MeshError, Problem, did_you_mean
+from spmd.errors import ConfigError, MeshError, Problem
 
 _MOST_DEVICES = 2**20  # of a kind without a limit of its own
 
@@ -51,7 +54,7 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """`"tpu"`, `"cuda"` or `"cpu"`."""
+        """`"tpu"`, `"cuda"`, `"rocm"` or `"cpu"`."""
         return self.chip.platform
 
     @property
@@ -105,11 +108,24 @@ class Topology:
         return tuple(chips == ring for chips in (*self.shape, 1))
 
     @property
-    def links(self) -> str:
-        """Text on the wrap-around links of a TPU slice; empty for other machines.
+    def part(self) -> str:
+        """Name of the devices that fast links join: a slice, a host, or an NVLink domain."""
+        if self.platform == "tpu":
+            return "slice"
+        if self.chip.joined:
+            return "NVLink domain"
+        return "host"
 
-        libtpu 0.0.42 to 0.0.50 ignore these links for several 3D slices.
+    @property
+    def links(self) -> str:
+        """Text on links that wrap around in a TPU slice, or are not those of a GPU's own host.
+
+        libtpu 0.0.42 to 0.0.50 ignore links that wrap around for several 3D slices.
         """
+        if self.chip.pcie:
+            return "GPUs of a host are joined by PCIe"
+        if self.chip.joined and self.hosts > 1:
+            return f"NVLink joins {self.chip.joined} GPUs of several hosts"
         if not self.wrap:
             return ""
         wrapped = [axis for axis, wraps in zip("xyz", self.wrap, strict=False) if wraps]
@@ -119,6 +135,20 @@ class Topology:
         if self.slices > 1 and self.chip.dims == 3:
             text += ", which the compiler does not use for several slices"
         return text
+
+    @property
+    def details(self) -> str:
+        """Text on the size, for a name of Google Cloud, and on the links; empty without either."""
+        notes = []
+        if _CLOUD_NAME.fullmatch(self.name):
+            shape = "x".join(map(str, self.shape))
+            size = f"{self.chips} chips, {shape}, {self.hosts} hosts"
+            if self.slices > 1:
+                size = f"{self.slices} slices of {shape}, {self.chips} chips, {self.hosts} hosts"
+            notes.append(size.replace(", 1 hosts", ", 1 host"))
+        if self.links:
+            notes.append(self.links)
+        return "; ".join(notes)
 
     def __str__(self) -> str:
         return self.name
@@ -133,11 +163,13 @@ def example_machines() -> list[str]:
 def parse_topology(text: str) -> Topology:
     """Parse the name of a machine.
 
-    Names are `cpu:N`, `v5e:16x16`, `2xv5e:16x16` for two slices, `h100:16x8` for hosts × GPUs; and
-    those of Google Cloud, as for `cloud_slice`.
+    Names are `cpu:N`, `v5e:16x16`, `2xv5e:16x16` for two slices, `h100:16x8` for hosts × GPUs; those
+    of Google Cloud, as for `cloud_slice`; and `mychip.toml:16x8` for a chip of one's own
+    (`spmd.analysis.chip_file`).
 
     Raises:
         MeshError: Unknown chip, or no slice of that shape.
+        ConfigError: The file of a chip is wrong.
 
     Example:
         >>> parse_topology("v5p:4x4x8").devices, parse_topology("cpu:16384").devices
@@ -147,6 +179,9 @@ def parse_topology(text: str) -> Topology:
     """
     if _cloud_chip(text) is not None:
         return cloud_slice(text)
+    file, _, size = text.rpartition(":")
+    if file.endswith(chip_file.SUFFIX):
+        text = f"{chip_file.load_chip(Path(file)).kind}:{size}"
     found = re.fullmatch(r"(?:(\d+)x)?([^:]*):?(.*)", text, re.S)
     assert found is not None  # it matches any text
     slices, kind, size = found.groups()
@@ -164,11 +199,14 @@ def parse_topology(text: str) -> Topology:
     return topology
 
 
-def cloud_slice(name: str) -> Topology:
+def cloud_slice(name: str, where: str = "topology") -> Topology:
     """Return the TPU slice of a name in Google Cloud (its accelerator type).
 
     The number counts TensorCores (v2, v3, v4, v5p, TPU7x) or chips (v5e, v6e). The shape is the one
     that Google Cloud gives by default: the most cube-like.
+
+    Args:
+        where: Name of the field or flag, for an error.
 
     Raises:
         MeshError: There is no slice of that name.
@@ -182,7 +220,7 @@ def cloud_slice(name: str) -> Topology:
     """
     chip = _cloud_chip(name)
     if chip is None or chip.cloud is None:
-        raise MeshError("Unknown TPU slice:", [_unknown_slice(name, _first_slices())])
+        raise MeshError("Unknown TPU slice:", [_unknown_kind(where, name)])
     match = _CLOUD_NAME.fullmatch(name)
     assert match is not None  # as it has a chip
     slices = int(match["slices"] or 1)
@@ -191,7 +229,7 @@ def cloud_slice(name: str) -> Topology:
     if number not in named or not slices:
         nearest = sorted(named, key=lambda other: abs(math.log2(other / max(number, 1))))[:2]
         near = [f"{chip.cloud.accelerator_type}-{other}" for other in sorted(nearest)]
-        raise MeshError("Unknown TPU slice:", [_unknown_slice(name, near)])
+        raise MeshError("Unknown TPU slice:", [_unknown_slice(where, name, near)])
     shape = named[number]
     four_chips = 4
     one_host = four_chips < math.prod(shape) <= chip.cloud.one_host
@@ -231,10 +269,14 @@ def _kinds_of_gke() -> dict[str, str]:
     return kinds
 
 
-def _unknown_slice(name: str, known: list[str]) -> Problem:
-    return Problem(
-        "topology", f"is {name!r}, and Google Cloud has no such slice", fix=", ".join(known)
-    )
+def _unknown_kind(where: str, name: str) -> Problem:
+    what = f"is {name!r}, and Google Cloud has no such kind of TPU"
+    return Problem(where, what, fix=f"such as {', '.join(_first_slices())}")
+
+
+def _unknown_slice(where: str, name: str, known: list[str]) -> Problem:
+    what = f"is {name!r}, and Google Cloud has no such slice"
+    return Problem(where, what, fix=f"the nearest are {' and '.join(known)}")
 
 
 @functools.cache
@@ -273,10 +315,10 @@ def _most_equal_factors(number: int) -> tuple[int, int, int]:
 
 
 def _unknown_chip(text: str, kind: str) -> Problem:
-    examples = ", ".join(example_machines())
-    fix = f"one of: {examples}"
-    if kind:
-        fix = f"{did_you_mean(kind, CHIPS)} (such as {examples})"
+    fix = "such as v5e:16x16, h100:16x8, v4-32 or cpu:8"
+    near = difflib.get_close_matches(kind, CHIPS, n=1, cutoff=0.5)
+    if near:
+        fix = f'did you mean "{near[0]}" (such as {_example(CHIPS[near[0]])})?'
     return Problem(
         "topology",
         f"is {text!r}, and there is no chip {kind!r}",
@@ -292,8 +334,8 @@ def _example(chip: Chip) -> str:
 
 def _parse_shape(text: str, chip: Chip, size: str) -> tuple[int, ...]:
     """Parse the size of a machine, such as `16x16`; raise `MeshError` for another form."""
-    forms = {"tpu": "x".join("ABC"[: chip.dims]), "cuda": "HOSTSxGPUS", "cpu": "N"}
-    form = forms[chip.platform]
+    forms = {"tpu": "x".join("ABC"[: chip.dims]), "cpu": "N"}
+    form = forms.get(chip.platform, "HOSTSxGPUS")
     parts = size.split("x")
     shape = tuple(int(part) for part in parts if part.isdigit() and int(part))
     if len(parts) == len(shape) == len(form.split("x")):
@@ -337,7 +379,14 @@ def _size_problems(topology: Topology) -> Iterator[Problem]:
 
 
 def missing_extra(topology: Topology) -> Problem | None:
-    """Return the extra to install before compiling for a machine; None if it is installed."""
+    """Return why nothing compiles for a machine, such as an extra to install; None if it does."""
+    if topology.platform == "rocm":
+        what = "is not possible: XLA compiles for AMD's GPUs on a machine with one"
+        fix = "the memory and the time are estimated without it"
+        return Problem(f"compiling for {topology}", what, fix=fix)
+    if topology.platform == "cuda" and topology.chip.gpu is None:
+        what = f"needs the table [gpu] in the file of {topology.kind}"
+        return Problem(f"compiling for {topology}", what, fix="its fields are those of Gpu")
     if topology.platform not in EXTRAS:
         return None
     extra, modules = EXTRAS[topology.platform]

@@ -376,10 +376,10 @@ def _print_plan(
     if start:
         print(start)
     print(flags_text(source.flags(platform, kind), platform), exports(platform), sep="", end="")
-    links = ""
-    if topology.links:
-        links = f" ({topology.links})"
-    print(wrap_to_terminal(f"\nmemory of one device, {topology}{links}\n{figures.memory}"))
+    details = ""
+    if topology.details:
+        details = f" ({topology.details})"
+    print(wrap_to_terminal(f"\nmemory of one device, {topology}{details}\n{figures.memory}"))
     if figures.cycles:
         print(figures.cycles.text(topology.chip.clock))
     if figures.refusal:

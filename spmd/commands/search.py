@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic
 
-from spmd.analysis.topology import Topology, example_machines, missing_extra, parse_topology
+from spmd.analysis.topology import Topology, missing_extra, parse_topology
 from spmd.commands.parsing import ConfigFields, F, StepFlags, leave_devices_alone, parse_source
 from spmd.commands.plan import mesh_on
 from spmd.errors import ConfigError, Problem
@@ -104,8 +104,7 @@ def run_search(arguments: list[str]) -> int:
 
 def _problems(command: _SearchOptions) -> Iterator[Problem]:
     if not command.topology:
-        machine = example_machines()[2]
-        yield Problem("--topology", "is not given", fix=f"a machine, such as {machine}")
+        yield Problem("--topology", "is not given", fix="a machine, such as v5p:4x4x8")
         return
     if command.confirm < 0:
         yield Problem("--confirm", f"is {command.confirm}", fix="at least 0")
@@ -192,6 +191,8 @@ def _print_start(search: Search) -> None:
     if known:
         text += f"; {known} are known from {search.file}"
     print(text, flush=True)
+    if search.topology.chip.calibration:
+        print(search.topology.chip.calibration, flush=True)
 
 
 def _fewest(command: SearchCommand, topology: Topology, path: Path) -> Topology | None:

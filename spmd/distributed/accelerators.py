@@ -124,7 +124,7 @@ def _read(file: Path) -> str:
 
 
 def cpu_problems(machine: Machine, asked: str, failure_of: Failures) -> list[Problem]:
-    """Return a problem for each accelerator that is in a machine or asked for; JAX found CPUs only.
+    """Return a problem for each accelerator of a machine, or the one asked for, beside CPUs only.
 
     Args:
         asked: Platform that was asked for; empty for none.
@@ -151,10 +151,10 @@ def _cause(machine: Machine, platform: str, evidence: str, failure_of: Failures)
         cause = f"no device file or PCI device of {_NAMES[platform]} is in this machine"
         return cause, "start it on a machine with one"
     checks = {"cuda": _cuda_cause, "rocm": _rocm_cause, "tpu": _tpu_cause}
-    cause = checks[platform](machine)
-    if cause is not None:
-        return cause
-    return failure_of(platform), "what JAX's error says"
+    found = checks[platform](machine)
+    if found is not None:
+        return found
+    return failure_of(platform), "python -c 'import jax; jax.devices()' prints all that JAX says"
 
 
 def _cuda_cause(machine: Machine) -> tuple[str, str] | None:
@@ -244,7 +244,7 @@ def _no_failure(platform: str) -> str:
 
 
 def start_problems(machine: Machine, asked: str, failure: str) -> list[Problem]:
-    """Return the problems of a platform that JAX was told to start, and cannot.
+    """Return the problems of a platform after an error of JAX at its start.
 
     Args:
         asked: Platform in the words of JAX, which has `gpu` for either kind.
@@ -265,7 +265,7 @@ def device_problems(
     expected: int,
     failure_of: Failures = _no_failure,
 ) -> list[Problem]:
-    """Return the problems of the devices that JAX found.
+    """Return the problems of the devices found by JAX.
 
     Args:
         devices: Devices of all processes.

@@ -4,6 +4,7 @@ Only this module and `spmd.testing` read or write environment variables.
 """
 
 import errno
+import functools
 import importlib.util
 import logging
 import os
@@ -54,6 +55,8 @@ _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 # Lines of libtpu, but not JAX's own about a TPU.
 _LIBTPU = re.compile(r"^(?!.*xla_bridge).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
 
+_ERROR = re.compile(r"\w*Error: ")
+
 _BIND_FIXES = {
     errno.EADDRNOTAVAIL: (
         "start process 0 on that machine, or give --coordinator HOST:PORT of this one"
@@ -96,10 +99,10 @@ def initialize(
         simulate_devices(devices)
     if group:
         _connect(group, launch_args)
-    log = _start_backends(launch_args.platform)
+    log = _start_backends(launch_args)
     if not target_platform:
-        _check_accelerators(devices, launch_args)
-    return log
+        _check_accelerators(devices, launch_args, log)
+    return _print_log(log)
 
 
 def _check_devices(devices: int) -> None:
@@ -146,7 +149,7 @@ def _choose_platform(devices: int, platform: str) -> None:
 
 def _configured_platforms() -> list[str]:
     """Return the platforms of JAX_PLATFORMS, or of JAX's own setting."""
-    configured = jax.config.jax_platforms or ""
+    configured = str(jax.config.values["jax_platforms"] or "")
     return [name for name in configured.split(",") if name]
 
 
@@ -158,42 +161,70 @@ def _has_module(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _check_accelerators(devices: int, launch_args: LaunchArgs) -> None:
-    """Raise if JAX found other devices than were asked for, or CPUs beside an accelerator."""
+def _check_accelerators(devices: int, launch_args: LaunchArgs, log: list[str]) -> None:
+    """Raise if JAX found other devices than were asked for, or CPUs beside an accelerator.
+
+    Args:
+        log: Lines that JAX printed while it searched for devices.
+    """
     asked = launch_args.platform
     if devices or _configured_platforms()[:1] == ["cpu"]:
         asked = "cpu"
     problems = device_problems(
-        _this_machine(), jax.devices(), asked, launch_args.expect_devices, _platform_failure
+        _this_machine(),
+        jax.devices(),
+        asked,
+        launch_args.expect_devices,
+        functools.partial(_platform_failure, log),
     )
     if problems:
         raise ConfigError(_WRONG_DEVICES, problems)
 
 
-def _platform_failure(platform: str) -> str:
-    """Return JAX's reason against a platform; empty if it has devices."""
+def _platform_failure(log: list[str], platform: str) -> str:
+    """Return JAX's reason against a platform: its last error, or its answer to a request."""
+    printed = _last_error(log)
+    if printed:
+        return printed
     try:
         jax.devices(platform)
     except RuntimeError as error:
-        return str(error).splitlines()[0]
+        return str(error).partition("\n")[0]
     return ""
 
 
-def _start_backends(asked: str) -> list[str]:
-    """Let JAX find the devices; return libtpu's lines, and print the other ones."""
+def _last_error(log: list[str]) -> str:
+    """Return the last error in JAX's lines; after a plugin's traceback it is the last line."""
+    errors = [line for line in log if _ERROR.match(line)]
+    if not errors:
+        return ""
+    return errors[-1]
+
+
+def _start_backends(launch_args: LaunchArgs) -> list[str]:
+    """Let JAX find the devices; return its lines and those of libtpu."""
+    failure: Exception | None = None
     with compiler_log(pass_on=False) as log:
         try:
             jax.devices()
         except (RuntimeError, AssertionError) as error:
             # An assertion where JAX_PLATFORMS names a platform without a plugin.
-            platforms = _configured_platforms()
-            if asked:
-                platforms = [asked]
-            if not platforms:
-                raise
-            failure = str(error).partition("\n")[0]
-            problems = start_problems(_this_machine(), platforms[0], failure)
-            raise ConfigError(_WRONG_DEVICES, problems) from error
+            failure = error
+    if failure is None:
+        return log
+    platforms = _configured_platforms()
+    if launch_args.platform:
+        platforms = [launch_args.platform]
+    if not platforms:
+        _print_log(log)
+        raise failure
+    reason = _last_error(log) or str(failure).partition("\n")[0]
+    problems = start_problems(_this_machine(), platforms[0], reason)
+    raise ConfigError(_WRONG_DEVICES, problems) from failure
+
+
+def _print_log(log: list[str]) -> list[str]:
+    """Return libtpu's lines, and print the other ones."""
     of_libtpu: list[str] = []
     for line in log:
         if _LIBTPU.search(line):

@@ -85,10 +85,10 @@ def train(
     resumes = folder.check_use(resume)
     parse_steps(profile)  # a wrong flag is an error before anything is built
     said = initialize(config.devices, launch_args)
-    if jax.process_index() == 0:
-        print(describe_devices(jax.devices()), flush=True)
     checked = check(config, config_mesh(config), resumes)
     run = make_run(checked, folder.path, hooks, writers, source)
+    if jax.process_index() == 0:
+        print(describe_devices(jax.devices()), flush=True)
     result = run.train(resume, take_over=take_over, profile=profile, said=said, began=began)
     if result.preempted is None:
         _compare(config, checked.text, result)
