@@ -60,10 +60,12 @@ def train(reason, monkeypatch, tmp_path):
     cli.main(["train", "demo", "--devices", "0", "--out", str(tmp_path / "run")])
 
 
-def test_a_command_that_fails_otherwise_has_a_traceback(monkeypatch, tmp_path):
-    """The control: so it was for a TPU that is held."""
-    with pytest.raises(RuntimeError, match="no topology"):
+def test_a_command_that_fails_otherwise_does_not_start_again(monkeypatch, tmp_path):
+    """The control: the exit code of another failure is final."""
+    with pytest.raises(SystemExit) as caught:
         train("Unable to initialize backend 'tpu': INTERNAL: no topology", monkeypatch, tmp_path)
+    assert caught.value.code == 2
+    assert caught.value.code not in RESTARTED
 
 
 @pytest.mark.parametrize("reason", [LOCKED, VFIO])

@@ -266,7 +266,7 @@ def test_the_command_writes_a_script(tmp_path, capsys):
     ("arguments", "said"),
     [
         (["--tpu", "v5litepod-65", *WHERE], "v5litepod-64"),
-        (["--tpu", "h100-8", *WHERE], "has no such slice"),
+        (["--tpu", "h100-8", *WHERE], "no such kind of TPU"),
         (["--tpu", "tpu7x-16", *WHERE], "spmd script kubernetes"),
         (["--tpu", "2xv5litepod-8", *WHERE], "--slices N before"),
         (["--tpu", "v4-8", *WHERE], "there are 4 devices"),
