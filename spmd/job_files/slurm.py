@@ -47,7 +47,7 @@ class SlurmJob(WrappedJob):
     account: str = ""
     """Account to charge."""
     srun_options: str = ""
-    """Further options of srun, such as "--container-image=image.sqsh" of pyxis."""
+    """Further options of srun, such as --srun-options="--container-image=image.sqsh" (pyxis)."""
 
     @property
     def tasks(self) -> int:

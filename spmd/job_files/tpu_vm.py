@@ -47,9 +47,9 @@ class TpuVmJob(WrappedJob):
     copy: tuple[str, ...] = ()
     """Further files and folders to copy beside CONFIG, such as a corpus."""
     create_options: str = ""
-    """Further options of the command that creates, such as "--network=my-network"."""
+    """Further options of the create command, such as --create-options="--network=my-network"."""
     ssh_options: str = ""
-    """Further options of ssh and scp, such as "--internal-ip"."""
+    """Further options of ssh and scp, such as --ssh-options="--internal-ip"."""
     attempts: int = 60
     """Failures in a row to create, reach or prepare the slice, a minute apart, until the script
     gives up."""
