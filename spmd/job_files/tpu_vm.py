@@ -15,6 +15,7 @@ _COMMAND_LINES = {
     "create_options": "--network=my-network --internal-ips",
     "ssh_options": "--internal-ip",
 }
+_ZONE = re.compile(r"[a-z0-9-]+")
 _STOPPED = "PREEMPTED | STOPPED | TERMINATED | SUSPENDED | FAILED"
 """States of a node, and of a queued resource, that never become usable again."""
 
@@ -99,6 +100,8 @@ class TpuVmJob(WrappedJob):
             what = f"{self.out!r} is a folder of each host, and all hosts write to it"
             fix = "an absolute path on a disk that setup mounts on every host"
             problems.append(Problem("out", what, fix=fix))
+        if not _ZONE.fullmatch(self.zone):
+            problems.append(Problem("zone", f"{self.zone!r} is no zone", fix="such as us-west4-a"))
         for path in self.copy:
             if not Path(path).exists():
                 problems.append(Problem("copy", f"{path!r} is not on this machine"))

@@ -269,6 +269,7 @@ def test_the_command_writes_a_script(tmp_path, capsys):
         (["--tpu", "h100-8", *WHERE], "no such kind of TPU"),
         (["--tpu", "tpu7x-16", *WHERE], "spmd script kubernetes"),
         (["--tpu", "2xv5litepod-8", *WHERE], "--slices N before"),
+        (["--tpu", "v4-16", *WHERE, "--zone", "a; b"], "is no zone"),
         (["--tpu", "v4-8", *WHERE], "there are 4 devices"),
         (["--tpu", "v4-16", *WHERE[:4]], "a folder of each host"),
         (["--tpu", "v4-16", *WHERE, "--copy", "none.txt"], "'none.txt' is not on this machine"),
