@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 Value = bool | int | float | str
 
+_MIB = 2**20
 _GIB = 2**30
 
 
@@ -206,6 +207,7 @@ class Chip:
         example: Shape of a machine, for messages; its last number is the GPUs of a host.
         memory: Bytes that a program may use on one device; None if unlimited. The compiler reserves
             0.25 to 1.25 GiB of each TPU's memory; this is what its error messages leave.
+            Of a GPU, what nvidia-smi prints; JAX takes a share of it (`spmd.distributed.gpu_memory`).
         devices: JAX devices in one chip.
         dims: Dimensions of a slice's network; 0 for GPUs.
         max_chips: Most chips in one slice; 0 if unlimited.
@@ -228,6 +230,8 @@ class Chip:
         flags: XLA's flags of every step on it, besides those of its platform: asynchronous
             collectives, and tiles of matmuls.
         bfloat16: Whether it multiplies bfloat16.
+        fused_attention: Whether the fused kernel of its platform compiles for it. Mosaic has no
+            matmuls of bfloat16 for TPU v2 and v3 (libtpu 0.0.42), cuDNN needs an A100 or newer.
         blocks_of_32: Whether it multiplies in the format of `mxfp8`.
         small_gathers: Gathers to divide; None if there are none.
         ragged_devices: Most devices in a slice whose links allow a ragged all-to-all; 0 if all do.
@@ -258,6 +262,7 @@ class Chip:
     rates_of: str = ""
     flags: tuple[Flag, ...] = ()
     bfloat16: bool = True
+    fused_attention: bool = True
     blocks_of_32: bool = False
     small_gathers: SmallGathers | None = None
     ragged_devices: int = 0
@@ -397,6 +402,7 @@ _ENTRIES = (
         closed=_LIKE_V4,
         compiled=_LIKE_V4_COMPILED,
         rates_of="v4",
+        fused_attention=False,
     ),
     Chip(
         kind="v3",
@@ -435,6 +441,7 @@ _ENTRIES = (
         closed=_LIKE_V4,
         compiled=_LIKE_V4_COMPILED,
         rates_of="v4",
+        fused_attention=False,
     ),
     Chip(
         kind="v4",
@@ -621,7 +628,7 @@ _ENTRIES = (
         device_kind="NVIDIA H100 80GB HBM3",
         family="H100",
         example="16x8",
-        memory=80 * _GIB,
+        memory=81559 * _MIB,
         gpu=_HOPPER_GPU,
         speeds=Hardware(
             peak=989e12,
@@ -640,7 +647,7 @@ _ENTRIES = (
         device_kind="NVIDIA H200",
         family="H200",
         example="16x8",
-        memory=141 * 10**9,
+        memory=143771 * _MIB,
         gpu=_HOPPER_GPU,
         speeds=Hardware(
             peak=989e12,
@@ -660,7 +667,7 @@ _ENTRIES = (
         device_kind="NVIDIA B200",
         family="B200",
         example="16x8",
-        memory=180 * 10**9,
+        memory=183359 * _MIB,
         gpu=Gpu(cores=148, capability=(10, 0), l2_cache=126, clock_ghz=1.965, shared_memory=228),
         speeds=Hardware(
             peak=2250e12,
@@ -958,6 +965,7 @@ _ENTRIES = (
         closed=_LIKE_A100,
         rates_of="a100",
         bfloat16=False,
+        fused_attention=False,
     ),
     Chip(
         kind="t4",
@@ -989,6 +997,7 @@ _ENTRIES = (
         closed=_LIKE_A100,
         rates_of="a100",
         bfloat16=False,
+        fused_attention=False,
     ),
     # AMD, "Instinct MI250X" and "MI300X" data sheets. Each of an MI250X's two dies is a GPU here,
     # as in JAX; Infinity Fabric of 200 GB/s in the package counts as three links of 50 GB/s, as a

@@ -31,7 +31,17 @@ SUFFIX = ".toml"
 _PARTS: Mapping[str, type] = {"speeds": Hardware, "gpu": Gpu, "closed": ClosedRates}
 """Tables of a file."""
 
-_OWN = ("platform", "device_kind", "family", "example", "memory", "joined", "pcie", "bfloat16")
+_OWN = (
+    "platform",
+    "device_kind",
+    "family",
+    "example",
+    "memory",
+    "joined",
+    "pcie",
+    "bfloat16",
+    "fused_attention",
+)
 """Fields of a file that are not tables. Those of TPUs describe a network that only libtpu knows."""
 
 _NEEDED = ("platform", "device_kind", "memory", "speeds")

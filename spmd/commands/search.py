@@ -26,7 +26,7 @@ _ROWS = 10
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SearchOptions:
     topology: str = ""
-    """Target machine, such as v5e:16x16 or h100:16x8."""
+    """Target machine, such as v5e:16x16, v4-32, h100:16x8 or mychip.toml:1x8."""
     confirm: int = 3
     """Settings to compile, of those that fit; 0 for none, as for GPUs (no cycles there)."""
     state: str = ""

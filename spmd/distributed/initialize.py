@@ -20,6 +20,7 @@ from spmd.distributed.accelerators import Machine, device_problems, start_proble
 from spmd.distributed.busy_tpu import busy_tpu_error
 from spmd.distributed.cluster_env import LaunchArgs, detect_process_group, split_address
 from spmd.distributed.coordinator import connection_error, meet, name_address
+from spmd.distributed.gpu_memory import DEFAULT_FRACTION, FRACTION_VARIABLE, read_fraction
 from spmd.distributed.gpu_share import local_device_ids, visible_gpus
 from spmd.distributed.launchers import ProcessGroup
 from spmd.distributed.liveness import Liveness
@@ -98,6 +99,8 @@ def initialize(
         if _CPU_TIMEOUT.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             _add_xla_flag(_CPU_TIMEOUT)
         simulate_devices(devices)
+    elif not target_platform:
+        _take_gpu_memory()
     if group:
         _connect(group, launch_args, simulated=bool(devices))
     log = _start_backends(launch_args)
@@ -127,6 +130,20 @@ def prepare_platform(target_platform: str) -> None:
     for name, value in _TPU_COMPILER_VARIABLES.items():
         os.environ.setdefault(name, value)
     _add_xla_flag(_NO_AUTOTUNING)
+
+
+def gpu_memory_fraction() -> float:
+    """Return JAX's share of each GPU's memory: the user's, or the default."""
+    fraction = read_fraction(os.environ)
+    if fraction is None:
+        fraction = DEFAULT_FRACTION
+    return fraction
+
+
+def _take_gpu_memory() -> None:
+    """Set JAX's share of GPU memory to the one of plans; a variable of the user stays."""
+    if read_fraction(os.environ) is None:
+        os.environ[FRACTION_VARIABLE] = str(DEFAULT_FRACTION)
 
 
 def _choose_platform(devices: int, platform: str) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.chips import CHIPS
-from spmd.distributed.xla_flags import START_UP, known_platform
 from spmd.errors import Problem
 from spmd.job_files.job import CACHE, RESTARTED, GpuPlatform, Job
 
@@ -242,13 +241,10 @@ class KubernetesJob(Job):
         return command
 
     def _environment(self) -> list[dict[str, Any]]:
-        """Return the variables of a pod: cache, number of the process, and the platform's."""
+        """Return the variables of a pod: cache, and number of the process."""
         cache = f"{self.mount.rstrip('/')}/{CACHE}"
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        env: list[dict[str, Any]] = [
+        return [
             {"name": "JAX_COMPILATION_CACHE_DIR", "value": cache},
             {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
         ]
-        for flag in START_UP[known_platform(self.platform)]:
-            env.append({"name": flag.name, "value": str(flag.value)})
-        return env

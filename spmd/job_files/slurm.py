@@ -9,7 +9,6 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 
-from spmd.distributed.xla_flags import exports
 from spmd.errors import Problem
 from spmd.job_files.job import CACHE, RESTARTED, GpuPlatform, WrappedJob, command_line_problems
 from spmd.resilience.preemption import EXIT_PREEMPTED
@@ -113,7 +112,6 @@ class SlurmJob(WrappedJob):
 
 {self.setup or hint}
 export JAX_COMPILATION_CACHE_DIR="$SLURM_SUBMIT_DIR/{CACHE}"
-{exports(self.platform)}
 {self._cpus()}
 {self._check_of_wrapper()}{about_signals}
 srun --kill-on-bad-exit=0 --wait=60 --cpus-per-task="$cpus"{self._step_options()} \\

@@ -1,8 +1,8 @@
 """Fused attention of a mesh's devices: splash on TPUs, cuDNN on NVIDIA's GPUs.
 
-JAX calls AMD's GPUs `gpu`, too, and they have no cuDNN. On a GPU of this machine cuDNN must compile
-a small attention before it is chosen: it is missing from some installations, and some of its
-versions have no kernel for a GPU.
+JAX calls AMD's GPUs `gpu`, too, and they have no cuDNN. Some chips are too old for their platform's
+kernel. On a GPU of this machine cuDNN must compile a small attention before it is chosen: it is
+missing from some installations, and some of its versions have no kernel for a GPU.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ from spmd.sharding.mesh import AnyMesh, platform_of
 FUSED = {"tpu": "splash", "cuda": "cudnn"}
 """Platform → its fused kernel."""
 
-_OLDEST_CAPABILITY = (8, 0)
 _PROBE = (1, 128, 1, 64)  # batch, sequence, heads, dim
 
 
@@ -48,20 +47,19 @@ def find_fused_kernel(mesh: AnyMesh | None) -> FusedKernel:
     if platform == "rocm":
         return FusedKernel(failure="cudnn: these GPUs are of AMD")
     name = FUSED.get(platform, "")
+    chip = chip_of(device.device_kind)
     failure = ""
-    if name == "cudnn":
+    if name and not chip.fused_attention:
+        failure = f"{chip.kind} does not support it"
+    elif name == "cudnn":
         failure = _cudnn_failure(mesh)
     if failure:
-        return FusedKernel(failure=f"cudnn: {failure}")
+        return FusedKernel(failure=f"{name}: {failure}")
     return FusedKernel(name)
 
 
 def _cudnn_failure(mesh: Mesh) -> str:
     """Return why cuDNN has no attention for a mesh's devices; empty if it has."""
-    gpu = chip_of(mesh.devices.flat[0].device_kind).gpu
-    if gpu is not None and gpu.capability < _OLDEST_CAPABILITY:
-        major, minor = gpu.capability
-        return f"needs compute capability 8.0, and this is {major}.{minor}"
     here = set(jax.local_devices())
     for device in mesh.devices.flat:
         if device in here:

@@ -81,3 +81,19 @@ def test_a_platform_without_devices_is_refused(tmp_path):
     assert "platform: is cuda, and JAX found CPUs only" in done.stderr
     assert "no device file or PCI device of an NVIDIA GPU is in this machine" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("machine", "code", "said"),
+    [
+        ("a100-40gb:1x8", 0, "a100-40gb has, and is left"),
+        ("v5litepod-48", 2, "the nearest are v5litepod-32 and v5litepod-64"),
+    ],
+    ids=["chip", "control"],
+)
+def test_chips_that_people_have_are_planned(tmp_path, machine, code, said):
+    """An A100 of 40 GB has a name; control: a slice that does not exist is refused."""
+    done = run_on(tmp_path, "plan", "demo", "--topology", machine)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

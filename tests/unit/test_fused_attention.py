@@ -68,18 +68,18 @@ def test_control_cudnn_that_compiles_is_chosen(monkeypatch):
     assert find_fused_kernel(mesh) == FusedKernel("cudnn")
 
 
-@pytest.mark.parametrize(("capability", "name"), [((7, 0), ""), ((8, 0), "cudnn")])
-def test_older_gpus_have_no_fused_attention(monkeypatch, capability, name):
-    """By the capability of the chip's entry."""
-    chip = CHIPS["a100"]
-    assert chip.gpu is not None
-    old = dataclasses.replace(chip, gpu=dataclasses.replace(chip.gpu, capability=capability))
-    pretend(monkeypatch, "cuda")
-    monkeypatch.setattr(fused_attention, "chip_of", lambda kind: old)
+@pytest.mark.parametrize(("platform", "name"), [("cuda", "cudnn"), ("tpu", "splash")])
+def test_older_chips_have_no_fused_attention(monkeypatch, platform, name):
+    """By the chip's entry; control: the same chip with it."""
+    mesh = tiny.mesh(fsdp=2)
+    pretend(monkeypatch, platform)
     monkeypatch.setattr(fused_attention.jax, "local_devices", lambda: [])
-    found = find_fused_kernel(tiny.mesh(fsdp=2))
-    assert found.name == name
-    assert ("needs compute capability 8.0, and this is 7.0" in found.failure) == (not name)
+    for supported in (False, True):
+        chip = dataclasses.replace(CHIPS["v3"], fused_attention=supported)
+        monkeypatch.setattr(fused_attention, "chip_of", lambda kind, chip=chip: chip)
+        found = find_fused_kernel(mesh)
+        assert (found.name == name) == supported
+        assert (found.failure == f"{name}: v3 does not support it") == (not supported)
 
 
 def test_abstract_meshes_have_no_fused_kernel():
