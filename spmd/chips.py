@@ -182,6 +182,8 @@ class CloudNames:
             cubes have names, too.
         gke: Name of the accelerator in Google Kubernetes Engine; empty if it has none.
         one_host: Most chips of a slice that is a single host.
+        vm_version: Software version of its virtual machines (Google Cloud's page on TPU software
+            versions); empty if it has none without Kubernetes.
     """
 
     accelerator_type: str
@@ -189,6 +191,7 @@ class CloudNames:
     shapes: tuple[tuple[int, ...], ...]
     gke: str = ""
     one_host: int = 4
+    vm_version: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -385,6 +388,7 @@ _ENTRIES = (
             accelerator_type="v2",
             cores=2,
             shapes=((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)),
+            vm_version="tpu-ubuntu2204-base",
         ),
         clock=0.7e9,
         speeds=Hardware(
@@ -423,6 +427,7 @@ _ENTRIES = (
                 (16, 32),
                 (32, 32),
             ),
+            vm_version="tpu-ubuntu2204-base",
         ),
         clock=0.94e9,
         speeds=Hardware(
@@ -447,7 +452,13 @@ _ENTRIES = (
         dims=3,
         max_chips=4096,
         ring=4,
-        cloud=CloudNames(accelerator_type="v4", cores=2, shapes=_SMALL_3D, gke="tpu-v4-podslice"),
+        cloud=CloudNames(
+            accelerator_type="v4",
+            cores=2,
+            shapes=_SMALL_3D,
+            gke="tpu-v4-podslice",
+            vm_version="tpu-ubuntu2204-base",
+        ),
         options=(("chip_config_name", "megacore"),),
         clock=1.05e9,
         speeds=Hardware(
@@ -477,6 +488,7 @@ _ENTRIES = (
             shapes=_SHAPES_2D,
             gke="tpu-v5-lite-podslice",
             one_host=8,
+            vm_version="v2-alpha-tpuv5-lite",
         ),
         clock=1.5e9,
         speeds=Hardware(
@@ -506,7 +518,13 @@ _ENTRIES = (
         dims=3,
         max_chips=8960,
         ring=4,
-        cloud=CloudNames(accelerator_type="v5p", cores=2, shapes=_SMALL_3D, gke="tpu-v5p-slice"),
+        cloud=CloudNames(
+            accelerator_type="v5p",
+            cores=2,
+            shapes=_SMALL_3D,
+            gke="tpu-v5p-slice",
+            vm_version="v2-alpha-tpuv5",
+        ),
         clock=1.75e9,
         speeds=Hardware(
             peak=459e12,
@@ -531,7 +549,12 @@ _ENTRIES = (
         max_chips=256,
         ring=16,
         cloud=CloudNames(
-            accelerator_type="v6e", cores=1, shapes=_SHAPES_2D, gke="tpu-v6e-slice", one_host=8
+            accelerator_type="v6e",
+            cores=1,
+            shapes=_SHAPES_2D,
+            gke="tpu-v6e-slice",
+            one_host=8,
+            vm_version="v2-alpha-tpuv6e",
         ),
         clock=1.75e9,
         speeds=Hardware(

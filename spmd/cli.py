@@ -27,12 +27,11 @@ from spmd.commands.import_hf import ImportCommand, run_import
 from spmd.commands.launch import LaunchCommand, run_launch
 from spmd.commands.plan import PlanCommand, run_plan
 from spmd.commands.report import ReportCommand, ReportRunCommand, run_report
-from spmd.commands.script import run_script
+from spmd.commands.script import JOBS, run_script
 from spmd.commands.search import SearchCommand, run_search
 from spmd.commands.train import TrainCommand, run_train
 from spmd.distributed.initialize import exit_process
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean, print_traceback
-from spmd.run.job_files import KubernetesJob, SlurmJob
 from spmd.run.load_config import shipped
 
 USAGE = """\
@@ -43,6 +42,7 @@ usage: spmd COMMAND …
        [--profile 10:15]                             … tracing these steps
   spmd launch --processes N -- train CONFIG …        the same in N processes on this machine
   spmd script slurm|kubernetes CONFIG --nodes N      a batch file or manifest for N nodes
+  spmd script tpu-vm CONFIG --tpu v5litepod-64 …     a script that creates a TPU slice and trains
   spmd plan CONFIG [--FIELD VALUE …]                 sharding of each parameter, memory per device
        [--all] [--json]                              … also of gradients and optimizer state; JSON
        [--topology v5e:16x16]                        for an absent machine; 3 if it does not fit
@@ -78,7 +78,7 @@ versions.
 COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "train": (run_train, (TrainCommand,)),
     "launch": (run_launch, (LaunchCommand, TrainCommand)),
-    "script": (run_script, (SlurmJob, KubernetesJob, TrainCommand)),
+    "script": (run_script, (*JOBS.values(), TrainCommand)),
     "plan": (run_plan, (PlanCommand,)),
     "report": (run_report, (ReportCommand, ReportRunCommand)),
     "search": (run_search, (SearchCommand,)),

@@ -30,6 +30,8 @@ class TrainCommand(Generic[M]):
     always (resume from the newest intact checkpoint; refuse a folder without one)."""
     take_over: bool = False
     """Take the folder from the process that writes to it, which then ends."""
+    max_restarts: int = 0
+    """Attempts in a row without a newer checkpoint, after the first (0: any number)."""
     profile: str = ""
     """Steps to trace into DIR/profile, such as 10:15; SIGUSR2 traces the next five."""
     launch_args: LaunchFields = LaunchArgs()

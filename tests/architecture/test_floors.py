@@ -55,7 +55,7 @@ FLOORS = (
     "parity",
     "testing",
     "doctor",
-    *("hf", "run", "report", "commands", "cli"),
+    *("hf", "run", "job_files", "report", "commands", "cli"),
 )
 
 # Those that may be imported inside a block. tensorboardX sets a variable of the environment, and
