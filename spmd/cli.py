@@ -25,6 +25,12 @@ from spmd.commands.generate import GenerateCommand, run_generate
 from spmd.commands.import_hf import ImportCommand, run_import
 from spmd.commands.launch import LaunchCommand, run_launch
 from spmd.commands.plan import PlanCommand, run_plan
+from spmd.commands.processes import (
+    IN_PROCESSES,
+    common_exit_code,
+    connect_command,
+    is_reported_elsewhere,
+)
 from spmd.commands.report import ReportCommand, ReportRunCommand, run_report
 from spmd.commands.script import run_script
 from spmd.commands.search import SearchCommand, run_search
@@ -110,13 +116,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown = _users_error(error, arguments)
         if shown is None:
             raise
-        _say(f"spmd: {shown}")
+        if _is_in_processes(arguments) and is_reported_elsewhere(str(shown)):
+            end = sys.exit
+        else:
+            _say(f"spmd: {shown}")
         code = 2
     try:
         sys.stdout.flush()
     except OSError:  # nothing may be flushed there at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     end(code)
+
+
+def _is_in_processes(arguments: list[str]) -> bool:
+    return bool(arguments) and arguments[0] in IN_PROCESSES
 
 
 def _users_error(error: Exception, arguments: list[str]) -> SpmdError | None:
@@ -180,7 +193,10 @@ def _dispatch(arguments: list[str]) -> int:
         problem = Problem(command, "is an unknown command", fix=did_you_mean(command, COMMANDS))
         raise ConfigError("Unknown command:", [problem])
     run, _ = COMMANDS[command]
-    return run(arguments[1:])
+    if command not in IN_PROCESSES:
+        return run(arguments[1:])
+    connect_command(arguments[1:])
+    return common_exit_code(run(arguments[1:]))
 
 
 def _print_usage() -> None:

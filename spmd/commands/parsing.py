@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -14,7 +15,7 @@ import tyro
 from spmd.analysis.topology import parse_topology
 from spmd.commands.flag_names import given_flags
 from spmd.distributed.cluster_env import LaunchArgs
-from spmd.distributed.initialize import MOST_SIMULATED, prepare_platform
+from spmd.distributed.initialize import MOST_SIMULATED, SINGLE_PROCESS, prepare_platform
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.optim.config import fit_warmup
 from spmd.run.config import M, TrainConfig
@@ -150,6 +151,28 @@ def leave_devices_alone(arguments: list[str]) -> None:
         # A process that has started other ones, such as a notebook, can still plan.
         with contextlib.suppress(MeshError):
             simulate_devices(machine.devices)
+
+
+def launch_args_of(arguments: Sequence[str]) -> LaunchArgs:
+    """Return the flags for the processes of a command before the command is parsed.
+
+    An invalid one, and a request for help, are left to the command's own parser.
+
+    Example:
+        >>> launch_args_of(["runs/demo", "--processes", "2", "--prompt", "a"]).processes
+        2
+    """
+    options = (tyro.conf.FlagCreatePairsOff, tyro.conf.SuppressFixed)
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.suppress(SystemExit),
+    ):
+        launch_args, _ = tyro.cli(
+            LaunchArgs, args=list(arguments), return_unknown_args=True, config=options
+        )
+        return launch_args
+    return SINGLE_PROCESS
 
 
 def value_of(flag: str, arguments: list[str]) -> str:

@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import Any, Generic
 
 from spmd.analysis.topology import Topology, example_machines, missing_extra, parse_topology
-from spmd.commands.parsing import ConfigFields, F, StepFlags, leave_devices_alone, parse_source
+from spmd.commands.parsing import (
+    ConfigFields,
+    F,
+    LaunchFields,
+    StepFlags,
+    launch_args_of,
+    leave_devices_alone,
+    parse_source,
+)
 from spmd.commands.plan import mesh_on
+from spmd.distributed.cluster_env import LaunchArgs
+from spmd.distributed.initialize import is_first_process
 from spmd.errors import ConfigError, Problem
 from spmd.observe.metrics import human_duration
 from spmd.observe.spinner import spin_until_each, spinner
@@ -33,6 +43,7 @@ class _SearchOptions:
     """File of results to resume from; empty for runs/search/CONFIG-TOPOLOGY.json."""
     json: bool = False
     """Print one JSON object."""
+    launch_args: LaunchFields = LaunchArgs()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +80,13 @@ class SearchStepCommand(_SearchOptions, Generic[F]):
 
 
 def run_search(arguments: list[str]) -> int:
-    """Run `spmd search`; return 3 if nothing fits."""
+    """Run `spmd search`; return 3 if nothing fits.
+
+    Of several processes, process 0 searches alone: layouts are compiled for an absent machine, and
+    no device is used.
+    """
+    if not is_first_process(launch_args_of(arguments)):
+        return 0
     leave_devices_alone(arguments)
     command, source, path = parse_source(SearchCommand, SearchStepCommand, arguments, "search")
     problems = list(_problems(command))

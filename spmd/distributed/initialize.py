@@ -77,7 +77,6 @@ def initialize(
         target_platform: `tpu` or `cuda`: cross-compile for this platform, without a device of it.
     """
     _check_devices(devices)
-    group = detect_process_group(launch_args, os.environ)
     # Orbax logs tracebacks of errors that it also raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     prepare_platform(target_platform)
@@ -85,9 +84,26 @@ def initialize(
         if _CPU_TIMEOUT.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             _add_xla_flag(_CPU_TIMEOUT)
         simulate_devices(devices)
+    connect(launch_args)
+    return _start_backends()
+
+
+def connect(launch_args: LaunchArgs) -> None:
+    """Connect to the other processes, if there are any; no device is started.
+
+    A process that is connected stays so.
+    """
+    if jax.distributed.is_initialized():
+        return
+    group = detect_process_group(launch_args, os.environ)
     if group:
         _connect(group, launch_args)
-    return _start_backends()
+
+
+def is_first_process(launch_args: LaunchArgs) -> bool:
+    """Return true in process 0, and in one that runs alone; nothing is connected."""
+    group = detect_process_group(launch_args, os.environ)
+    return group is None or group.process_id == 0
 
 
 def _check_devices(devices: int) -> None:

@@ -533,8 +533,11 @@ def config_mesh(config: TrainConfig) -> AnyMesh:
 
 
 def one_device_mesh() -> AnyMesh:
-    """Return a mesh of the first device alone, the reference of every layout."""
-    return mesh_of(MeshShape(), jax.devices()[:1])
+    """Return a mesh of one device alone, the reference of every layout.
+
+    It is this process's own: each of several processes computes the reference.
+    """
+    return mesh_of(MeshShape(), jax.local_devices()[:1])
 
 
 def planned_mesh(config: TrainConfig) -> AnyMesh:
