@@ -26,10 +26,8 @@ from spmd.commands.import_hf import ImportCommand, run_import
 from spmd.commands.launch import LaunchCommand, run_launch
 from spmd.commands.plan import PlanCommand, run_plan
 from spmd.commands.processes import (
-    IN_PROCESSES,
-    common_exit_code,
-    connect_command,
-    is_reported_elsewhere,
+    is_common_error,
+    run_command,
 )
 from spmd.commands.report import ReportCommand, ReportRunCommand, run_report
 from spmd.commands.script import run_script
@@ -116,9 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown = _users_error(error, arguments)
         if shown is None:
             raise
-        if _is_in_processes(arguments) and is_reported_elsewhere(str(shown)):
+        is_common = is_common_error(arguments, str(shown))
+        if is_common:
             end = sys.exit
-        else:
+        if not is_common or jax.process_index() == 0:
             _say(f"spmd: {shown}")
         code = 2
     try:
@@ -126,10 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError:  # nothing may be flushed there at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     end(code)
-
-
-def _is_in_processes(arguments: list[str]) -> bool:
-    return bool(arguments) and arguments[0] in IN_PROCESSES
 
 
 def _users_error(error: Exception, arguments: list[str]) -> SpmdError | None:
@@ -193,10 +188,7 @@ def _dispatch(arguments: list[str]) -> int:
         problem = Problem(command, "is an unknown command", fix=did_you_mean(command, COMMANDS))
         raise ConfigError("Unknown command:", [problem])
     run, _ = COMMANDS[command]
-    if command not in IN_PROCESSES:
-        return run(arguments[1:])
-    connect_command(arguments[1:])
-    return common_exit_code(run(arguments[1:]))
+    return run_command(command, run, arguments[1:])
 
 
 def _print_usage() -> None:

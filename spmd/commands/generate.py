@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import tyro
 
 from spmd.checkpoint.manager import CheckpointManager
@@ -79,7 +78,7 @@ def run_generate(arguments: list[str]) -> int:
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
         model = restore_model(checkpoints, command.step, plan, trained=command.trained)
-    if generator.whole_window and jax.process_index() == 0:
+    if generator.whole_window:
         print(
             f"spmd: each token takes the whole window: {generator.whole_window}",
             file=sys.stderr,

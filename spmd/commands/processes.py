@@ -6,8 +6,10 @@ on each machine, for models larger than a machine. Process 0 prints, and the oth
 
 import contextlib
 import dataclasses
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +18,12 @@ from spmd.checkpoint.versions import library_versions
 from spmd.commands.parsing import launch_args_of
 from spmd.distributed.barrier import all_reach
 from spmd.distributed.hosts import broadcast_from_first
-from spmd.distributed.initialize import compiler_environment, connect, initialize
-from spmd.distributed.native_output import silence_stdout
+from spmd.distributed.initialize import (
+    compiler_environment,
+    connect,
+    initialize,
+    is_first_process,
+)
 from spmd.errors import MeshError
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.run.config import config_values
@@ -26,23 +32,47 @@ from spmd.sharding.mesh import simulate_devices
 IN_PROCESSES = ("check", "eval", "generate", "import", "export")
 """Commands that run in several processes together, besides `train`."""
 
+OF_FIRST_PROCESS = ("search",)
+"""Commands that process 0 runs alone, as they use no device: a search compiles for an absent machine."""
+
 _ERROR_SECONDS = 15.0
 """Seconds in which the other processes find the same error, or have another one."""
 
 
-def connect_command(arguments: Sequence[str]) -> None:
-    """Connect the processes of a command before it is parsed, so that its errors are reported once.
+def run_command(name: str, run: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Run a command in this process, and with others if something started several; return its code.
 
-    A file of the user may then use devices: JAX connects processes before the first use of one.
+    Processes connect before the command is parsed, so that its errors are reported once, and a
+    file of the user may use devices: JAX connects processes before the first use of one.
     """
-    connect(launch_args_of(arguments))
+    if name in OF_FIRST_PROCESS and not is_first_process(launch_args_of(arguments)):
+        return 0
+    if name not in IN_PROCESSES:
+        return run(arguments)
+    launch_args = launch_args_of(arguments)
+    connect(launch_args)
+    shown: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if not is_first_process(launch_args):
+        shown = _silent()
+    with shown:
+        return _common_exit_code(run(arguments))
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Drop what Python prints in the block; an error that leaves it is printed outside of it."""
+    with (
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
 
 
 def start_devices(devices: int, command: Any) -> None:
     """Start the devices of all processes of a command.
 
-    Every process must have the same command, versions and environment. All but process 0 are silent
-    from here on.
+    Every process must have the same command, versions and environment.
 
     Args:
         devices: CPU devices to simulate in each process; 0 uses the real ones.
@@ -58,8 +88,6 @@ def start_devices(devices: int, command: Any) -> None:
         "devices": f"{jax.local_device_count()} {jax.local_devices()[0].device_kind}",
     }
     check_hosts_agree(statements)
-    if jax.process_index() != 0:
-        silence_stdout()
 
 
 def _statements(command: Any) -> Mapping[str, Any]:
@@ -74,20 +102,22 @@ def _statements(command: Any) -> Mapping[str, Any]:
     return statements
 
 
-def is_reported_elsewhere(error: str) -> bool:
-    """Return true if process 0 reports the same error, and this is another process.
+def is_common_error(arguments: Sequence[str], error: str) -> bool:
+    """Return true if all processes of a command have ended with the same error.
 
-    Processes that find the same error wait for each other; one with an error of its own reports it.
+    They wait for each other, so that process 0 can report it, and all exit together. A process with
+    an error of its own reports it.
     """
-    if not jax.distributed.is_initialized():
+    is_in_processes = bool(arguments) and arguments[0] in IN_PROCESSES
+    if not is_in_processes or not jax.distributed.is_initialized():
         return False
     # before a device was started: the error needs none
     with contextlib.suppress(MeshError):
         simulate_devices(1)
-    return all_reach(error, _ERROR_SECONDS) and jax.process_index() != 0
+    return all_reach(error, _ERROR_SECONDS)
 
 
-def common_exit_code(code: int) -> int:
+def _common_exit_code(code: int) -> int:
     """Return the exit code of process 0 on every process."""
     if not jax.distributed.is_initialized():
         return code

@@ -12,13 +12,11 @@ from spmd.commands.parsing import (
     F,
     LaunchFields,
     StepFlags,
-    launch_args_of,
     leave_devices_alone,
     parse_source,
 )
 from spmd.commands.plan import mesh_on
 from spmd.distributed.cluster_env import LaunchArgs
-from spmd.distributed.initialize import is_first_process
 from spmd.errors import ConfigError, Problem
 from spmd.observe.metrics import human_duration
 from spmd.observe.spinner import spin_until_each, spinner
@@ -80,13 +78,7 @@ class SearchStepCommand(_SearchOptions, Generic[F]):
 
 
 def run_search(arguments: list[str]) -> int:
-    """Run `spmd search`; return 3 if nothing fits.
-
-    Of several processes, process 0 searches alone: layouts are compiled for an absent machine, and
-    no device is used.
-    """
-    if not is_first_process(launch_args_of(arguments)):
-        return 0
+    """Run `spmd search`; return 3 if nothing fits."""
     leave_devices_alone(arguments)
     command, source, path = parse_source(SearchCommand, SearchStepCommand, arguments, "search")
     problems = list(_problems(command))

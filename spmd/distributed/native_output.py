@@ -22,11 +22,6 @@ def separate_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def silence_stdout() -> None:
-    """Drop what Python prints from here on, in a process whose output repeats that of another."""
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-
 def redirect_native_stdout(file: TextIO) -> None:
     """Append the output of C++ on descriptor 1 to a file, if `separate_stdout` has been called."""
     if _stdout_descriptor() not in (None, 1):

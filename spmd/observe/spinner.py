@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import jax
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -24,11 +23,8 @@ def spinner(doing: str, *, plain: bool = False) -> Iterator[None]:
 
     On a terminal it is a line on standard error that vanishes with the block. Elsewhere standard
     error gets a line at the start and one every `INTERVAL`, `[0:10] compiling for v5e:4x4`; or with
-    `plain` standard output gets one line. Of several processes the first one reports.
+    `plain` standard output gets one line.
     """
-    if _is_silent():
-        yield
-        return
     if not sys.stderr.isatty():
         if plain:
             print(f"{doing} …", flush=True)
@@ -58,9 +54,6 @@ def spin_until_each(results: Iterator[T], doing: str) -> Iterator[T]:
 
     Without a terminal the lines are about all of them.
     """
-    if _is_silent():
-        yield from results
-        return
     if not sys.stderr.isatty():
         with _lines(doing):
             yield from results
@@ -71,11 +64,6 @@ def spin_until_each(results: Iterator[T], doing: str) -> Iterator[T]:
         if result is None:
             return
         yield result
-
-
-def _is_silent() -> bool:
-    """Return true if another process reports the same work."""
-    return jax.distributed.is_initialized() and jax.process_index() != 0
 
 
 @contextlib.contextmanager
