@@ -19,6 +19,7 @@ from spmd.commands.parsing import launch_args_of
 from spmd.distributed.barrier import all_reach
 from spmd.distributed.hosts import broadcast_from_first
 from spmd.distributed.initialize import (
+    collectives_environment,
     compiler_environment,
     connect,
     initialize,
@@ -84,7 +85,7 @@ def start_devices(devices: int, command: Any) -> None:
         "command": _statements(command),
         "versions": library_versions(),
         "source": source_fingerprint(),
-        "environment": compiler_environment(),
+        "environment": {**compiler_environment(), **collectives_environment()},
         "devices": f"{jax.local_device_count()} {jax.local_devices()[0].device_kind}",
     }
     check_hosts_agree(statements)

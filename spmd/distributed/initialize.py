@@ -3,6 +3,7 @@
 Only this module and `spmd.testing` read or write environment variables.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -11,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -42,6 +44,14 @@ _CPU_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 _TPU_COMPILER_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
 # By default the GPU compiler autotunes kernels on a GPU, and here is none.
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
+
+# Variables of libraries of collectives. They choose algorithms and protocols, and processes that
+# choose differently hang.
+_COLLECTIVES = re.compile(r"(NCCL|RCCL|NVSHMEM|UCX|FI|GLOO|MEGASCALE)_")
+# They name the network cards of a machine, what is logged and where, or this process.
+_OF_MACHINE = re.compile(
+    r".*(DEBUG|_LOG|DUMP|IFNAME|IFACE|HCA|NET_DEVICES|TOPO_FILE|HOSTID)|MEGASCALE_SLICE_ID$"
+)
 
 # Lines of libtpu, but not JAX's own about a TPU.
 _LIBTPU = re.compile(r"^(?!.*xla_bridge).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
@@ -161,7 +171,10 @@ def exit_process(code: int) -> NoReturn:
 
 def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
     _exempt_from_proxy(group.coordinator)
-    separate_stdout()
+    debug = native_debug()
+    separate_stdout(keep=bool(debug))
+    if debug:
+        print(f"{debug}: output of C++ libraries goes to standard error", file=sys.stderr)
     # The only collectives between CPU devices, real or simulated, of several processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # At its own timeout JAX aborts the process without an exception, so this timer fires before.
@@ -283,6 +296,54 @@ def _excepthook(
         file=sys.stderr,
     )
     exit_process(EXIT_LOST)
+
+
+def native_debug() -> str:
+    """Return NCCL_DEBUG and its value if it asks for output on standard output; else empty.
+
+    RCCL has the same variables.
+    """
+    value = os.environ.get("NCCL_DEBUG", "")
+    if not value or os.environ.get("NCCL_DEBUG_FILE"):
+        return ""
+    return f"NCCL_DEBUG={value}"
+
+
+def collectives_environment() -> dict[str, str]:
+    """Return the variables of libraries of collectives that must be equal on all processes."""
+    found = {}
+    for name, value in sorted(os.environ.items()):
+        if _COLLECTIVES.match(name) and not _OF_MACHINE.match(name):
+            found[name] = value
+    return found
+
+
+def user_xla_flags() -> dict[str, str]:
+    """Return the XLA flags of the environment by name, without those that spmd has added.
+
+    A flag without a value is true, as for XLA. A variable that does not begin with a dash is the
+    name of a file of flags.
+    """
+    found = {}
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        text = os.environ.get(variable, "").strip()
+        if text and not text.startswith("-"):
+            text = _text_of(Path(text))
+        for word in text.split():
+            name, equals, value = word.lstrip("-").partition("=")
+            if word in (_CPU_TIMEOUT, _NO_AUTOTUNING):
+                continue
+            if not equals:
+                value = "true"
+            found[name] = value
+    return found
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read, as XLA itself reports."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    return ""
 
 
 def compiler_environment() -> dict[str, str]:
