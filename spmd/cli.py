@@ -45,6 +45,7 @@ usage: spmd COMMAND …
        [--resume auto]                               … from the newest checkpoint, if there is one
        [--profile 10:15]                             … tracing these steps
   spmd launch --processes N -- train CONFIG …        the same in N processes on this machine
+  spmd launch --processes N -- eval RUN …            … also check, generate, import and export
   spmd script slurm|kubernetes CONFIG --nodes N      a batch file or manifest for N nodes
   spmd plan CONFIG [--FIELD VALUE …]                 sharding of each parameter, memory per device
        [--all] [--json]                              … also of gradients and optimizer state; JSON

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from spmd.checkpoint.versions import library_versions
-from spmd.commands.parsing import launch_args_of
+from spmd.commands.parsing import launch_args_of, value_of
 from spmd.distributed.barrier import all_reach
 from spmd.distributed.hosts import broadcast_from_first
 from spmd.distributed.initialize import (
@@ -112,9 +112,13 @@ def is_common_error(arguments: Sequence[str], error: str) -> bool:
     is_in_processes = bool(arguments) and arguments[0] in IN_PROCESSES
     if not is_in_processes or not jax.distributed.is_initialized():
         return False
-    # before a device was started: the error needs none
+    # Where no device was started yet: a barrier needs JAX's count of processes, which needs devices.
+    given = value_of("--devices", arguments)
+    devices = 1
+    if given.isdigit():
+        devices = max(int(given), 1)
     with contextlib.suppress(MeshError):
-        simulate_devices(1)
+        simulate_devices(devices)
     return all_reach(error, _ERROR_SECONDS)
 
 

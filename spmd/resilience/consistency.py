@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from spmd.distributed.hosts import gather_json
 from spmd.errors import AgreementError, Problem
 
@@ -27,6 +29,9 @@ def check_hosts_agree(statements: Statements) -> None:
 
     Every process makes this call, and all raise the same error.
     """
+    problems = _unequal_devices()
+    if problems:
+        raise AgreementError("Processes disagree, none starts:", problems)
     text = json.dumps(statements, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     # Digests first: they are short, and almost always equal.
@@ -36,6 +41,15 @@ def check_hosts_agree(statements: Statements) -> None:
     everyone = [json.loads(other) for other in gather_json(text)]
     title = "Processes disagree, none starts:"
     raise AgreementError(title, differences(everyone))
+
+
+def _unequal_devices() -> list[Problem]:
+    """Return a problem for each process with another number of devices than the most common one.
+
+    JAX has told every process the devices of all, and exchanges no values where they differ.
+    """
+    counts = collections.Counter(device.process_index for device in jax.devices())
+    return differences([{"devices": count} for _, count in sorted(counts.items())])
 
 
 def source_fingerprint() -> str:

@@ -1,19 +1,22 @@
 """Commands in two processes print and write what one process does, once; their environments are compared."""
 
 import filecmp
+import os
 import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd import tree
+from spmd.distributed.initialize import EXIT_LOST
 from spmd.distributed.local import free_port
-from spmd.run.build import make_setup
+from spmd.hf.family import families
+from spmd.hf.save import save_params
+from spmd.model_interface.model import abstract_key
+from spmd.run.build import build_model
 from spmd.run.load_config import load_config
-from spmd.run.load_params import read_params
-from spmd.sharding.mesh import mesh_of
 from tests import forked
 from tests.train_runs import write_tiny
 
@@ -26,8 +29,6 @@ def serve(cache: str, config: str) -> None:
     """Answers with `spmd` commands, each after the variables that it is to find: NAME=VALUE … COMMAND …"""
 
     def run(arguments: list[str]) -> None:
-        import os
-
         while re.match(r"[A-Z_]+=", arguments[0]):
             name, _, value = arguments.pop(0).partition("=")
             os.environ[name] = value
@@ -80,7 +81,7 @@ def plain(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """A run of one step in `run`, and the processes."""
+    """A folder of random parameters in `hf`, the run of one process that imports it in `run`, and the processes."""
     folder = tmp_path_factory.mktemp("commands")
     config = write_tiny(folder)
     program = (
@@ -88,10 +89,22 @@ def processes(tmp_path_factory):
         f"test.serve({str(folder / 'xla')!r}, {str(config)!r})"
     )
     with forked.server(program) as first, forked.server(program) as second:
+        tiny = load_config(str(config))
+        params = random_params(build_model(tiny))
+        save_params(folder / "hf", params, families()["llama"], tiny.model)
         found = Processes(folder, [first, second])
-        flags = ("--steps", 1, "--optimizer.warmup-steps", 0)
-        found.alone("train", config, "--out", folder / "run", *flags)
+        found.alone("import", folder / "hf", "--out", folder / "run", "--sequence", 32)
         yield found
+
+
+def random_params(model):
+    """Parameters of a model, random without a compilation."""
+    rng = np.random.default_rng(0)
+
+    def draw(leaf):
+        return jnp.asarray(rng.normal(scale=0.1, size=leaf.shape).astype(np.float32))
+
+    return jax.tree.map(draw, jax.eval_shape(model.init, abstract_key()))
 
 
 def assert_equal_output(processes, *arguments):
@@ -104,11 +117,12 @@ def assert_equal_output(processes, *arguments):
 
 def test_evaluation_in_two_processes_is_that_of_one(processes):
     """Two processes evaluate the same figures; with another number of tokens, others."""
-    run = processes.folder / "run"
-    printed = assert_equal_output(processes, "eval", run, "--tokens", 256)
-    assert printed != processes.alone("eval", run, "--tokens", 64)
+    command = ("eval", processes.folder / "run", "--data", processes.folder / "corpus.txt")
+    printed = assert_equal_output(processes, *command, "--tokens", 256)
+    assert printed != processes.alone(*command, "--tokens", 64)
 
 
+@pytest.mark.soak
 def test_text_of_two_processes_is_that_of_one(processes):
     """Two processes generate the same text; with another seed, another one."""
     command = ("generate", processes.folder / "run", "--prompt", "line 7", "--tokens", 8)
@@ -116,72 +130,132 @@ def test_text_of_two_processes_is_that_of_one(processes):
     assert printed != processes.alone(*command, "--seed", 1)
 
 
-def test_export_and_import_in_two_processes_write_what_one_writes(processes):
-    """The tensors are bitwise equal; a run of another seed has others."""
+@pytest.mark.soak
+def test_the_layout_of_two_processes_is_checked_against_one_device(processes):
+    """The initial state is that of one device, and the layouts agree; an injected bug is found by both."""
+    command = ("check", processes.folder / "tiny.py", "--check-steps", 1)
+    codes, (printed, silent) = processes.together(*command)
+    assert (codes, silent) == ([0, 0], "")
+    assert re.search(r"initial state +step +0.00e\+00 .* ok", printed)
+    assert printed.endswith("the layouts agree\n")
+    codes, (printed, silent) = processes.together(*command, "--inject", "gradient-scale")
+    assert (codes, silent) == ([1, 1], "")
+    assert "the injected bug was found" in printed
+
+
+@pytest.mark.soak
+def test_products_of_axes_are_for_one_process(processes):
+    """Meshes of some of the devices leave processes without any: refused, once."""
+    command = ("check", processes.folder / "tiny.py", "--products", 1)
+    codes, (printed, silent) = processes.together(*command)
+    assert (codes, silent) == ([2, 2], "")
+    assert "products: are compared by one process, and there are 2" in printed
+
+
+def test_two_processes_import_and_export_what_one_does(processes):
+    """Each process writes its shards of the run; the files of its export are bitwise those of one process.
+
+    In another dtype they are not.
+    """
     folder = processes.folder
-    for name, command in (("one", processes.alone), ("two", processes.together)):
-        command("export", folder / "run", "--out", folder / f"hf-{name}", "--shard-size", "50KB")
-    names = sorted(path.name for path in (folder / "hf-one").iterdir())
-    assert len([name for name in names if name.endswith(".safetensors")]) > 1
-    equal, *different = filecmp.cmpfiles(folder / "hf-one", folder / "hf-two", names, shallow=False)
-    assert (sorted(equal), different) == (names, [[], []])
     codes, (printed, silent) = processes.together(
-        "import", folder / "hf-two", "--out", folder / "imported"
+        "import", folder / "hf", "--out", folder / "imported"
     )
     assert (codes, silent) == ([0, 0], "")
     assert "parameters" in printed
     state = folder / "imported" / "checkpoints" / "0" / "state"
     assert {"ocdbt.process_0", "ocdbt.process_1"} <= {path.name for path in state.iterdir()}
-    imported, trained = params(processes, "imported"), params(processes, "run")
-    for path, x in trained.items():
-        np.testing.assert_array_equal(imported[path], x)
-    processes.alone("export", folder / "run", "--out", folder / "other", "--dtype", "bf16")
-    assert not filecmp.cmp(
-        folder / "other" / "config.json", folder / "hf-one" / "config.json", shallow=False
-    )
+    small = ("--shard-size", "50KB")
+    exported = ("export", folder / "imported", *small, "--out")
+    codes, _ = processes.together(*exported, folder / "two")
+    assert codes == [0, 0]
+    processes.alone("export", folder / "run", *small, "--out", folder / "one")
+    names = sorted(path.name for path in (folder / "one").iterdir())
+    assert len([name for name in names if name.endswith(".safetensors")]) > 1
+    assert same_files(folder / "one", folder / "two", names) == names
+    processes.alone(*exported, folder / "narrow", "--dtype", "bf16")
+    assert len(same_files(folder / "one", folder / "narrow", names)) < len(names)
 
 
-def params(processes, name: str) -> dict[str, np.ndarray]:
-    """The parameters of a run, on one device."""
-    config = load_config(str(processes.folder / "tiny.py"))
-    plan = make_setup(config, mesh_of(config.mesh, jax.devices()[:2])).plan
-    found = tree.flatten(read_params(processes.folder / name, plan.abstract_params))
-    return {path: np.asarray(x) for path, x in found.items()}
+def same_files(one: Path, other: Path, names: list[str]) -> list[str]:
+    """The names of files that are bitwise equal in two folders."""
+    equal, _, _ = filecmp.cmpfiles(one, other, names, shallow=False)
+    return sorted(equal)
 
 
 def test_a_mistake_is_reported_once_and_ends_all(processes):
-    """What both refuse, process 0 prints; both exit with 2."""
+    """What both refuse, process 0 prints, and so it does where their commands differ; both exit with 2."""
     run = processes.folder / "run"
-    codes, (first, second) = processes.together("eval", run, "--step", 77)
+    codes, (first, second) = processes.together(*refused(processes))
     assert (codes, second) == ([2, 2], "")
-    assert "there is no checkpoint of step 77" in first
-    own = ((), ("--tokens", 64))
-    codes, (first, second) = processes.together("eval", run, own=own)
+    assert REFUSAL in first
+    codes, (first, second) = processes.together("eval", run, own=((), ("--tokens", 64)))
     assert (codes, second) == ([2, 2], "")
     assert "process 1: command.tokens is 64" in first
 
 
+@pytest.mark.soak
+def test_a_process_reports_a_mistake_of_its_own(processes):
+    """What one process alone refuses, it prints; the other ends, too."""
+    run = processes.folder / "run"
+    codes, (_, second) = processes.together("eval", run, own=((), ("--tokens", "-3")))
+    assert codes == [EXIT_LOST, 2]
+    assert "tokens: is -3" in second
+
+
+REFUSAL = "there is no checkpoint of step 77"
+
+
+def refused(processes):
+    """A command that is refused after the processes have agreed, before it compiles."""
+    return (
+        "eval",
+        processes.folder / "run",
+        "--step",
+        77,
+        "--data",
+        processes.folder / "corpus.txt",
+    )
+
+
 def test_an_environment_that_differs_is_one_error(processes):
     """A variable of NCCL with two values stops both; equal ones, and names of network cards, do not."""
-    run = processes.folder / "run"
     differ = (("NCCL_ALGO=Tree", "FI_PROVIDER=efa"), ("NCCL_ALGO=Ring", "FI_PROVIDER=efa"))
-    codes, (first, second) = processes.together("eval", run, "--tokens", 64, variables=differ)
+    codes, (first, second) = processes.together(*refused(processes), variables=differ)
     assert (codes, second) == ([2, 2], "")
     assert "process 1: environment.NCCL_ALGO is Ring\n      process 0: Tree" in first
     assert "FI_PROVIDER" not in first
     equal = (("NCCL_ALGO=Tree", "NCCL_IB_HCA=mlx5_0"), ("NCCL_ALGO=Tree", "NCCL_IB_HCA=mlx5_1"))
-    codes, _ = processes.together("eval", run, "--tokens", 64, variables=equal)
-    assert codes == [0, 0]
+    _, (first, _) = processes.together(*refused(processes), variables=equal)
+    assert REFUSAL in first
 
 
 @pytest.mark.parametrize("variable", ["NCCL_DEBUG=INFO", ""])
 def test_output_of_libraries_is_shown_where_it_is_asked_for(processes, variable):
-    """With NCCL_DEBUG, what C++ prints comes from the start (here that of Gloo), and it is said where; else it does not."""
+    """With NCCL_DEBUG, what C++ prints is shown from the start, and it is said where; else it is not.
+
+    Without a GPU, that is the output of Gloo.
+    """
     variables = (tuple(filter(None, [variable])),) * 2
-    command = ("eval", processes.folder / "run", "--tokens", 64)
-    codes, printed = processes.together(*command, variables=variables)
-    assert codes == [0, 0]
+    _, printed = processes.together(*refused(processes), variables=variables)
     for text in printed:
         assert (GLOO in text) == bool(variable)
         said = f"{variable}: output of C++ libraries goes to standard error"
         assert (said in text) == bool(variable)
+
+
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+
+
+def test_the_plan_says_which_flags_the_user_has_set(processes):
+    """A flag that XLA_FLAGS switches off stays off; two values in config and variable are refused."""
+    plan = ("plan", processes.folder / "tiny.py", "--topology", "h100:1x4")
+    off = f"XLA_FLAGS=--{SCHEDULER}=false"
+    assert f"  {SCHEDULER}=true\n      latency-hiding scheduler" in processes.alone(*plan)
+    printed = processes.alone(off, *plan)
+    assert f"  {SCHEDULER}=false\n      set in the environment; the preset has" in printed
+    log = processes.folder / "refused"
+    log.touch()
+    refused = (off, *plan, "--xla", f"{SCHEDULER}=true")
+    assert processes.servers[0](log, refused).wait() == 2
+    assert "Contradicting XLA flags" in log.read_text()
