@@ -177,7 +177,7 @@ def _mesh() -> AnyMesh:
 
 
 def _divided(shape: tuple[int, ...], parts: int) -> P:
-    """Return the spec that divides the largest dimension that the number of parts divides.
+    """Return the spec of an array divided over parts along its largest divisible dimension.
 
     Example:
         >>> _divided((3, 8, 6), 2), _divided((3, 5), 2)

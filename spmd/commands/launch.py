@@ -47,7 +47,10 @@ def run_launch(arguments: list[str]) -> int:
     if launched[0] == "train":
         each = _check_train(command, launched)
     else:
-        each = _devices_of_each(command, launched, _configured_devices(launched))
+        devices = _configured_devices(launched)
+        if devices < command.processes:  # as each process of a run of several has
+            devices = 0
+        each = _devices_of_each(command, launched, devices)
     commands = process_commands(launched, command.processes, each, free_port())
     return launch_local(commands, grace=command.grace)
 
@@ -65,7 +68,7 @@ def _check_train(command: LaunchCommand, launched: list[str]) -> int:
 
 
 def _check_verb(launched: list[str]) -> None:
-    """Raise if no command comes after `--`, or one that runs in one process."""
+    """Raise unless a command for several processes comes after `--`."""
     names = ("train", *IN_PROCESSES)
     if launched and launched[0] in names:
         return
@@ -136,7 +139,7 @@ def _devices_of_each(command: LaunchCommand, launched: list[str], devices: int) 
 
 
 def _set_for_each(launched: list[str]) -> list[Problem]:
-    """Return a problem for each flag of the command that is set for each process."""
+    """Return a problem for each given flag of the process group."""
     given: Any = launch_args_of(launched[1:])
     problems = []
     for name in ("coordinator", "processes", "process_id"):

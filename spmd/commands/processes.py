@@ -61,7 +61,7 @@ def run_command(name: str, run: Callable[[list[str]], int], arguments: list[str]
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Drop what Python prints in the block; an error that leaves it is printed outside of it."""
+    """Drop the output of Python in the block, but not the error at its end."""
     with (
         Path(os.devnull).open("w", encoding="utf-8") as nowhere,
         contextlib.redirect_stdout(nowhere),
@@ -92,7 +92,7 @@ def start_devices(devices: int, command: Any) -> None:
 
 
 def _statements(command: Any) -> Mapping[str, Any]:
-    """Return the fields of a command, but not those that differ between processes."""
+    """Return the values of a command to compare between processes."""
     statements: dict[str, Any] = {}
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)

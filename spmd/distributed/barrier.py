@@ -1,6 +1,7 @@
-"""Barrier of all processes that uses no device, so that it may be left after a time.
+"""Barrier of all processes with a time limit.
 
-A collective between devices waits forever for a process that does not take part.
+It is one of JAX's coordination service, not of the devices: a collective waits forever for a
+process that does not take part.
 """
 
 import contextlib

@@ -111,7 +111,7 @@ def connect(launch_args: LaunchArgs) -> None:
 
 
 def is_first_process(launch_args: LaunchArgs) -> bool:
-    """Return true in process 0, and in one that runs alone; nothing is connected."""
+    """Return true in process 0 of a group, and without a group; nothing is connected."""
     group = detect_process_group(launch_args, os.environ)
     return group is None or group.process_id == 0
 
@@ -310,7 +310,7 @@ def native_debug() -> str:
 
 
 def collectives_environment() -> dict[str, str]:
-    """Return the variables of libraries of collectives that must be equal on all processes."""
+    """Return the variables of libraries of collectives, to compare between processes."""
     found = {}
     for name, value in sorted(os.environ.items()):
         if _COLLECTIVES.match(name) and not _OF_MACHINE.match(name):
@@ -319,10 +319,10 @@ def collectives_environment() -> dict[str, str]:
 
 
 def user_xla_flags() -> dict[str, str]:
-    """Return the XLA flags of the environment by name, without those that spmd has added.
+    """Return the user's XLA flags in the environment by name.
 
-    A flag without a value is true, as for XLA. A variable that does not begin with a dash is the
-    name of a file of flags.
+    Those that spmd itself has added are no choice of the user. A flag without a value is true, as
+    for XLA. A variable that does not begin with a dash is the name of a file of flags.
     """
     found = {}
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):

