@@ -176,17 +176,20 @@ def launch_args_of(arguments: Sequence[str]) -> LaunchArgs:
 
 
 def value_of(flag: str, arguments: list[str]) -> str:
-    """Return the value of a flag before its command is parsed; empty without it.
+    """Return the value of a flag before its command is parsed, the last of several; empty without it.
 
     Example:
-        >>> value_of("--devices", ["check", "--devices=8"])
+        >>> value_of("--devices", ["check", "--devices=4", "--devices", "8"])
         '8'
     """
+    found = ""
     for argument, following in itertools.pairwise([*arguments, ""]):
         name, equals, value = argument.partition("=")
         if name == flag:
-            return value if equals else following
-    return ""
+            found = following
+            if equals:
+                found = value
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +202,8 @@ def _flags_of(source: StepFile | ReadyStep, command: type) -> type:
     if isinstance(source, ReadyStep):
         return _NoFlags
     taken = {field.name for field in dataclasses.fields(command)} | {"mesh", "devices"}
+    if "launch_args" in taken:  # whose fields are flags, too
+        taken.update(field.name for field in dataclasses.fields(LaunchArgs))
     shape = dataclasses.field(default_factory=lambda: MeshShape(fsdp=-1))
     fields: list[Any] = [("mesh", MeshShape, shape), ("devices", int, dataclasses.field(default=0))]
     problems = []

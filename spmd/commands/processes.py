@@ -113,7 +113,7 @@ def is_common_error(arguments: Sequence[str], error: str) -> bool:
     if not is_in_processes or not jax.distributed.is_initialized():
         return False
     # Where no device was started yet: a barrier needs JAX's count of processes, which needs devices.
-    given = value_of("--devices", arguments)
+    given = value_of("--devices", list(arguments))
     devices = 1
     if given.isdigit():
         devices = max(int(given), 1)
