@@ -51,7 +51,7 @@ def run_command(name: str, run: Callable[[list[str]], int], arguments: list[str]
     if name not in IN_PROCESSES:
         return run(arguments)
     launch_args = launch_args_of(arguments)
-    connect(launch_args)
+    connect(launch_args, simulated=_simulated_devices(arguments) > 0)
     shown: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if not is_first_process(launch_args):
         shown = _silent()
@@ -113,13 +113,17 @@ def is_common_error(arguments: Sequence[str], error: str) -> bool:
     if not is_in_processes or not jax.distributed.is_initialized():
         return False
     # Where no device was started yet: a barrier needs JAX's count of processes, which needs devices.
-    given = value_of("--devices", list(arguments))
-    devices = 1
-    if given.isdigit():
-        devices = max(int(given), 1)
     with contextlib.suppress(MeshError):
-        simulate_devices(devices)
+        simulate_devices(max(_simulated_devices(list(arguments)), 1))
     return all_reach(error, _ERROR_SECONDS)
+
+
+def _simulated_devices(arguments: list[str]) -> int:
+    """Return the simulated devices of a command before it is parsed; 0 if no flag says so."""
+    given = value_of("--devices", arguments)
+    if not given.isdigit():
+        return 0
+    return int(given)
 
 
 def _common_exit_code(code: int) -> int:

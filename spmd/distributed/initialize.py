@@ -4,26 +4,24 @@ Only this module and `spmd.testing` read or write environment variables.
 """
 
 import contextlib
-import errno
 import logging
 import os
 import re
-import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 import jax
 
-from spmd.distributed.cluster_env import (
-    LaunchArgs,
-    ProcessGroup,
-    detect_process_group,
-    split_address,
-)
+from spmd.distributed.busy_tpu import busy_tpu_error
+from spmd.distributed.cluster_env import LaunchArgs, detect_process_group, split_address
+from spmd.distributed.coordinator import connection_error, meet, name_address
+from spmd.distributed.gpu_share import local_device_ids, visible_gpus
+from spmd.distributed.launchers import ProcessGroup
+from spmd.distributed.liveness import Liveness
+from spmd.distributed.metadata_server import MetadataServer, on_compute_engine
 from spmd.distributed.native_output import compiler_log, separate_stdout
 from spmd.errors import ConfigError, Problem, print_traceback
 from spmd.sharding.mesh import simulate_devices
@@ -45,10 +43,13 @@ _TPU_COMPILER_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOA
 # By default the GPU compiler autotunes kernels on a GPU, and here is none.
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 
-# Variables of libraries of collectives. They choose algorithms and protocols, and processes that
-# choose differently hang.
-_COLLECTIVES = re.compile(r"(NCCL|RCCL|NVSHMEM|UCX|FI|GLOO|MEGASCALE)_")
-# They name the network cards of a machine, what is logged and where, or this process.
+# Prefixes of the variables with an effect on collectives and memory.
+_NETWORK_VARIABLES = (
+    *("NCCL_", "RCCL_", "NVSHMEM_", "FI_", "UCX_", "GLOO_", "MEGASCALE_", "LIBTPU_"),
+    *("XLA_PYTHON_CLIENT_", "XLA_CLIENT_"),
+)
+
+# Those that name the network cards of a machine, what is logged and where, or a process.
 _OF_MACHINE = re.compile(
     r".*(DEBUG|_LOG|DUMP|IFNAME|IFACE|HCA|NET_DEVICES|TOPO_FILE|HOSTID)|MEGASCALE_SLICE_ID$"
 )
@@ -56,19 +57,16 @@ _OF_MACHINE = re.compile(
 # Lines of libtpu, but not JAX's own about a TPU.
 _LIBTPU = re.compile(r"^(?!.*xla_bridge).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
 
-_BIND_FIXES = {
-    errno.EADDRNOTAVAIL: (
-        "start process 0 on that machine, or give --coordinator HOST:PORT of this one"
-    ),
-    errno.EADDRINUSE: ("give --coordinator another port, or stop the program that uses this one"),
-}
-
 # gRPC reads the first of each group that is set.
 _PROXY = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
-# The name of a Kubernetes pod is published some seconds after the pod starts.
-_DNS_TIMEOUT = 60
+# JAX takes a process for dead that sends no heartbeat, as one that compiles or pins memory on a busy
+# machine; `Liveness` finds those that are gone much earlier.
+_JAX_HEARTBEAT = 600
+# JAX connects in seconds once all processes are there.
+_JAX_START = 120
+
 # A process that has finished waits this long for the others: process 0 may still be writing a
 # checkpoint.
 _SHUTDOWN_TIMEOUT = 300
@@ -94,20 +92,23 @@ def initialize(
         if _CPU_TIMEOUT.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             _add_xla_flag(_CPU_TIMEOUT)
         simulate_devices(devices)
-    connect(launch_args)
+    connect(launch_args, simulated=bool(devices))
     return _start_backends()
 
 
-def connect(launch_args: LaunchArgs) -> None:
+def connect(launch_args: LaunchArgs, *, simulated: bool = False) -> None:
     """Connect to the other processes, if there are any; no device is started.
 
     A process that is connected stays so.
+
+    Args:
+        simulated: The devices are simulated, so the processes share no GPUs.
     """
     if jax.distributed.is_initialized():
         return
     group = detect_process_group(launch_args, os.environ)
     if group:
-        _connect(group, launch_args)
+        _connect(group, launch_args, simulated)
 
 
 def is_first_process(launch_args: LaunchArgs) -> bool:
@@ -142,7 +143,13 @@ def prepare_platform(target_platform: str) -> None:
 def _start_backends() -> list[str]:
     """Let JAX find the devices; return libtpu's lines, and print the other ones."""
     with compiler_log(pass_on=False) as log:
-        jax.devices()
+        try:
+            jax.devices()
+        except RuntimeError as error:
+            busy = busy_tpu_error(str(error))
+            if busy is None:
+                raise
+            raise busy from error
     of_libtpu: list[str] = []
     for line in log:
         if _LIBTPU.search(line):
@@ -150,6 +157,13 @@ def _start_backends() -> list[str]:
         else:
             print(line, file=sys.stderr)
     return of_libtpu
+
+
+def metadata_server() -> MetadataServer | None:
+    """Return the metadata server of this machine, if it is one of Compute Engine."""
+    if not on_compute_engine(os.environ):
+        return None
+    return MetadataServer.of(os.environ)
 
 
 def _add_xla_flag(flag: str) -> None:
@@ -169,7 +183,8 @@ def exit_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
+def _connect(group: ProcessGroup, launch_args: LaunchArgs, simulated: bool) -> None:
+    """Meet the other processes, and connect JAX to them."""
     _exempt_from_proxy(group.coordinator)
     debug = native_debug()
     separate_stdout(keep=bool(debug))
@@ -177,29 +192,33 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
         print(f"{debug}: output of C++ libraries goes to standard error", file=sys.stderr)
     # The only collectives between CPU devices, real or simulated, of several processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    gpus = visible_gpus(os.environ)
+    if simulated:
+        gpus = ()
+    meeting, own_address = meet(group, launch_args.start_timeout, gpus)
+    device_ids = local_device_ids(group.process_id, meeting.reports, os.environ)
     # At its own timeout JAX aborts the process without an exception, so this timer fires before.
-    timer = threading.Timer(launch_args.start_timeout, _exit_at_timeout, (group, launch_args))
+    timer = threading.Timer(_JAX_START, _exit_at_timeout, (group,))
     timer.daemon = True
     timer.start()
-    own_address: str | None = None
     try:
-        if group.process_id == 0:
-            own_address = bind_address(group)
         jax.distributed.initialize(
             group.coordinator,
             group.processes,
             group.process_id,
+            local_device_ids=device_ids,
             cluster_detection_method="deactivate",
             coordinator_bind_address=own_address,
-            initialization_timeout=launch_args.start_timeout + 60,
-            heartbeat_timeout_seconds=launch_args.heartbeat,
+            initialization_timeout=2 * _JAX_START,
+            heartbeat_timeout_seconds=max(launch_args.heartbeat, _JAX_HEARTBEAT),
             shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
         )
     except jax.errors.JaxRuntimeError as error:
-        raise _connection_error(f"{_named(group)}: {str(error).splitlines()[0]}") from error
+        raise connection_error(f"{name_address(group)}: {str(error).splitlines()[0]}") from error
     finally:
         timer.cancel()
     sys.excepthook = _excepthook
+    Liveness(meeting, group.process_id, launch_args.heartbeat, EXIT_LOST).start()
 
 
 def _exempt_from_proxy(coordinator: str) -> None:
@@ -213,72 +232,12 @@ def _exempt_from_proxy(coordinator: str) -> None:
     os.environ[_NO_PROXY[0]] = f"{exempt},{host}".strip(",")
 
 
-def bind_address(group: ProcessGroup) -> str | None:
-    """Return process 0's own interface and port to listen on; None for all interfaces.
-
-    That is the coordinator's own address, unless a cluster names a host that resolves to a loopback
-    address on the host itself (Debian writes its own name beside 127.0.1.1), which other machines
-    cannot reach.
-    """
-    host, port = split_address(group.coordinator)
-    family, address = _resolve(host, group)
-    is_loopback = address.startswith("127.") or address == "::1"
-    all_interfaces = is_loopback and group.source != "--coordinator" and not group.is_local
-    interface = address
-    if all_interfaces:
-        interface = ""
-    with socket.socket(family) as probe:
-        # gRPC would share the port with another coordinator, and JAX crashes where it cannot
-        # listen.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((interface, port))
-        except OSError as error:
-            what = f"process 0 cannot listen at {_named(group)}: {error.strerror}"
-            fix = _BIND_FIXES.get(error.errno or 0, "")
-            raise _connection_error(what, f"{host} is {address}", fix) from error
-    if all_interfaces:
-        return None
-    if family == socket.AF_INET6:
-        return f"[{address}]:{port}"
-    return f"{address}:{port}"
-
-
-def _resolve(host: str, group: ProcessGroup) -> tuple[socket.AddressFamily, str]:
-    """Return the address family and the address of a host, once DNS knows it."""
-    deadline = time.monotonic() + _DNS_TIMEOUT
-    while True:
-        try:
-            family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-            return family, str(address[0])
-        except socket.gaierror as error:
-            if time.monotonic() > deadline:
-                what = f"{_named(group)}: the name {host} has no address ({error.strerror})"
-                fix = "give --coordinator a name or address that this machine can resolve"
-                raise _connection_error(what, fix=fix) from error
-            time.sleep(1)
-
-
-def _connection_error(what: str, detail: str = "", fix: str = "") -> ConfigError:
-    return ConfigError("The processes cannot connect:", [Problem("coordinator", what, detail, fix)])
-
-
-def _named(group: ProcessGroup) -> str:
-    if group.source == "--coordinator":
-        return group.coordinator
-    return f"{group.coordinator} (as {group.source} says)"
-
-
-def _exit_at_timeout(group: ProcessGroup, launch_args: LaunchArgs) -> None:
+def _exit_at_timeout(group: ProcessGroup) -> None:
     """Exit from a timer's thread, because the main thread blocks inside of JAX."""
-    tried = "tried"
-    if group.process_id == 0:
-        tried = "listened at"
-    what = f"process {group.process_id} {tried} {_named(group)}, "
-    what += f"and not all {group.processes} processes connected"
-    fix = "check that all were started and can reach that port of process 0; "
-    fix += "or raise --start-timeout"
-    error = _connection_error(what, f"{launch_args.start_timeout} s have passed", fix)
+    what = f"process {group.process_id}: all processes are there, and JAX did not connect them at "
+    what += f"{name_address(group)}"
+    fix = "check that nothing else uses that port, or give --coordinator another one"
+    error = connection_error(what, f"{_JAX_START} s have passed", fix)
     print(f"spmd: {error}", file=sys.stderr, flush=True)
     os._exit(2)
 
@@ -310,10 +269,13 @@ def native_debug() -> str:
 
 
 def collectives_environment() -> dict[str, str]:
-    """Return the variables of libraries of collectives, to compare between processes."""
+    """Return the variables of libraries of collectives, to compare between processes.
+
+    They choose algorithms and protocols: processes with other ones hang.
+    """
     found = {}
-    for name, value in sorted(os.environ.items()):
-        if _COLLECTIVES.match(name) and not _OF_MACHINE.match(name):
+    for name, value in network_environment().items():
+        if not name.startswith("XLA_") and not _OF_MACHINE.match(name):
             found[name] = value
     return found
 
@@ -358,5 +320,14 @@ def compiler_environment() -> dict[str, str]:
     found = {}
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *of_jax):
         if name in os.environ and name not in own:
+            found[name] = os.environ[name]
+    return found
+
+
+def network_environment() -> dict[str, str]:
+    """Return the variables with an effect on collectives and memory."""
+    found = {}
+    for name in sorted(os.environ):
+        if name.startswith(_NETWORK_VARIABLES):
             found[name] = os.environ[name]
     return found
