@@ -19,13 +19,12 @@ from spmd.commands.parsing import launch_args_of, value_of
 from spmd.distributed.barrier import all_reach
 from spmd.distributed.hosts import broadcast_from_first
 from spmd.distributed.initialize import (
-    collectives_environment,
     compiler_environment,
     connect,
     initialize,
     is_first_process,
 )
-from spmd.errors import MeshError
+from spmd.errors import AgreementError, MeshError
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.run.config import config_values
 from spmd.sharding.mesh import simulate_devices
@@ -35,6 +34,9 @@ IN_PROCESSES = ("check", "eval", "generate", "import", "export")
 
 OF_FIRST_PROCESS = ("search",)
 """Commands that process 0 runs alone, as they use no device: a search compiles for an absent machine."""
+
+_REFUSED = 2
+"""Exit code of a mistake that process 0 reports."""
 
 _ERROR_SECONDS = 15.0
 """Seconds in which the other processes find the same error, or have another one."""
@@ -51,9 +53,15 @@ def run_command(name: str, run: Callable[[list[str]], int], arguments: list[str]
     if name not in IN_PROCESSES:
         return run(arguments)
     launch_args = launch_args_of(arguments)
-    connect(launch_args, simulated=_simulated_devices(arguments) > 0)
+    is_first = is_first_process(launch_args)
+    try:
+        connect(launch_args, simulated=_simulated_devices(arguments) > 0)
+    except AgreementError:  # on every process
+        if is_first:
+            raise
+        return _REFUSED
     shown: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if not is_first_process(launch_args):
+    if not is_first:
         shown = _silent()
     with shown:
         return _common_exit_code(run(arguments))
@@ -85,7 +93,7 @@ def start_devices(devices: int, command: Any) -> None:
         "command": _statements(command),
         "versions": library_versions(),
         "source": source_fingerprint(),
-        "environment": {**compiler_environment(), **collectives_environment()},
+        "environment": compiler_environment(),
         "devices": f"{jax.local_device_count()} {jax.local_devices()[0].device_kind}",
     }
     check_hosts_agree(statements)

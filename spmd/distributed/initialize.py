@@ -195,7 +195,8 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs, simulated: bool) -> N
     gpus = visible_gpus(os.environ)
     if simulated:
         gpus = ()
-    meeting, own_address = meet(group, launch_args.start_timeout, gpus)
+    variables = collectives_environment()
+    meeting, own_address = meet(group, launch_args.start_timeout, gpus, variables)
     device_ids = local_device_ids(group.process_id, meeting.reports, os.environ)
     # At its own timeout JAX aborts the process without an exception, so this timer fires before.
     timer = threading.Timer(_JAX_START, _exit_at_timeout, (group,))
@@ -271,7 +272,8 @@ def native_debug() -> str:
 def collectives_environment() -> dict[str, str]:
     """Return the variables of libraries of collectives, to compare between processes.
 
-    They choose algorithms and protocols: processes with other ones hang.
+    They choose algorithms and protocols: processes with other ones hang. LIBTPU_INIT_ARGS has flags
+    of both collectives and the compiler.
     """
     found = {}
     for name, value in network_environment().items():
@@ -318,7 +320,7 @@ def compiler_environment() -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR",
     )
     found = {}
-    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *of_jax):
+    for name in ("XLA_FLAGS", *of_jax):
         if name in os.environ and name not in own:
             found[name] = os.environ[name]
     return found

@@ -15,7 +15,6 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.tree import OptionalState
 from spmd.checkpoint.versions import library_versions
 from spmd.distributed.initialize import (
-    collectives_environment,
     compiler_environment,
     metadata_server,
     native_debug,
@@ -198,7 +197,7 @@ def _common_to_hosts(run: RunSpec, resume: bool) -> dict[str, Any]:
         "data": run.data,
         "versions": library_versions(),
         "source": source_fingerprint(),
-        "environment": {**compiler_environment(), **collectives_environment()},
+        "environment": compiler_environment(),
         "resume": resume,
         "devices": f"{jax.local_device_count()} {jax.local_devices()[0].device_kind}",
     }
