@@ -1,6 +1,7 @@
 """`spmd launch`."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,10 @@ def _configured_devices(launched: list[str]) -> int:
     if given.isdigit():
         return int(given)
     name, *arguments = launched
-    if not arguments or arguments[0].startswith("-") or name not in _DEVICES:
+    names = list(itertools.takewhile(lambda each: not each.startswith("-"), arguments))
+    if len(names) != 1 or name not in _DEVICES:  # two are a run and the file of its step
         return 0
-    return _DEVICES[name](arguments[0])
+    return _DEVICES[name](names[0])
 
 
 def _devices_of_run(name: str) -> int:
