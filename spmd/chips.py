@@ -7,8 +7,8 @@ Sources:
 
 - TPUs: Google Cloud's pages on TPU system architecture; for one-way link and network speeds also
   "How to Scale Your Model" (Austin et al., 2025), chapter 2.
-- GPUs: NVIDIA's data sheets of A100, H100, H200, B200 (dense matmuls, NVLink, and one network card
-  of 200 or 400 Gbit/s for each GPU) and its CUDA programming guide.
+- GPUs: the vendor's data sheet of each board (dense matmuls, NVLink or PCIe; network cards of the
+  vendor's machine, or of the cloud's that an entry names), and NVIDIA's CUDA programming guide.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 Value = bool | int | float | str
 
+_MIB = 2**20
 _GIB = 2**30
 
 
@@ -49,6 +50,7 @@ class Gpu:
         l2_cache: MiB.
         shared_memory: KiB in each multiprocessor; a block may use one KiB less.
         lanes: Single-precision units in each multiprocessor.
+        threads: Most threads at a time in each multiprocessor.
     """
 
     cores: int
@@ -57,6 +59,7 @@ class Gpu:
     clock_ghz: float
     shared_memory: int
     lanes: int = 128
+    threads: int = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +67,11 @@ class Hardware:
     """Published speeds of one JAX device; bytes/s are of one direction.
 
     Attributes:
-        peak: FLOP/s of dense bfloat16 matmuls. NVIDIA prints them as half of the figure with
-            sparsity.
+        peak: FLOP/s of dense bfloat16 matmuls, or of float16 ones where a chip has no bfloat16.
+            NVIDIA prints them as half of the figure with sparsity.
         memory_bandwidth: Bytes/s between the device and its own memory.
-        link: Bytes/s of one torus link of a TPU, or of a GPU's NVLinks together.
+        link: Bytes/s of one torus link of a TPU; or of a GPU's links in its host together, which
+            are NVLink, AMD's Infinity Fabric, or PCIe (`Chip.pcie`).
         network: Bytes/s of the network between slices or hosts.
         host: Bytes/s between the device and its host's memory.
         latency: Seconds of one hop of a collective.
@@ -167,24 +171,49 @@ class SmallGathers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CloudNames:
+    """Names of a TPU's slices in Google Cloud, such as `v4-32` and `tpu-v4-podslice`.
+
+    Attributes:
+        accelerator_type: Name before the number of a slice.
+        cores: What the number of a name counts in each chip: TensorCores of older kinds, 1 for
+            chips.
+        shapes: Shapes with a name, the smallest first; of a torus of three dimensions all whole
+            cubes have names, too.
+        gke: Name of the accelerator in Google Kubernetes Engine; empty if it has none.
+        one_host: Most chips of a slice that is a single host.
+    """
+
+    accelerator_type: str
+    cores: int
+    shapes: tuple[tuple[int, ...], ...]
+    gke: str = ""
+    one_host: int = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
     """One kind of accelerator.
 
     Attributes:
         kind: Name in a topology; empty for a device of another kind.
-        platform: `tpu`, `cuda` or `cpu`.
+        platform: `tpu`, `cuda`, `rocm` or `cpu`.
         device_kind: Name in JAX.
         family: Words that the names of all its boards have in JAX, such as `H100`; by default
             `device_kind`.
-        example: Shape of a machine, for messages.
+        example: Shape of a machine, for messages; its last number is the GPUs of a host.
         memory: Bytes that a program may use on one device; None if unlimited. The compiler reserves
             0.25 to 1.25 GiB of each TPU's memory; this is what its error messages leave.
+            Of a GPU, what nvidia-smi prints; JAX takes a share of it (`spmd.distributed.gpu_memory`).
         devices: JAX devices in one chip.
-        dims: Dimensions of a slice's network.
+        dims: Dimensions of a slice's network; 0 for GPUs.
         max_chips: Most chips in one slice; 0 if unlimited.
         ring: Chips along a dimension whose last one is linked to the first. Of a torus of three
             dimensions, all have a multiple of it, or none wraps around; of two, those wrap around
             that have so many. 0 if none does.
+        joined: GPUs that links join, over several hosts; 0 for those of one host.
+        pcie: Whether the GPUs of a host have no links but PCIe.
+        cloud: Names of its slices in Google Cloud; None if it has none.
         options: Of libtpu, besides a topology's name and size.
         clock: Cycles of a TPU in one second: the peak of bfloat16 by the multipliers of all matrix
             units. None if unknown.
@@ -192,8 +221,14 @@ class Chip:
         speeds: None if no time is predicted.
         closed: Rates of the closed forms; those of its kin where nothing is published.
         compiled: Rates of compiled programs, which TPUs have.
+        own: Whether it is of a user's file.
+        rates_of: Kind of chip whose rates it has, as nothing is published for it; empty for its
+            own. Its times are not calibrated.
         flags: XLA's flags of every step on it, besides those of its platform: asynchronous
             collectives, and tiles of matmuls.
+        bfloat16: Whether it multiplies bfloat16.
+        fused_attention: Whether the fused kernel of its platform compiles for it. Mosaic has no
+            matmuls of bfloat16 for TPU v2 and v3 (libtpu 0.0.42), cuDNN needs an A100 or newer.
         blocks_of_32: Whether it multiplies in the format of `mxfp8`.
         small_gathers: Gathers to divide; None if there are none.
         ragged_devices: Most devices in a slice whose links allow a ragged all-to-all; 0 if all do.
@@ -211,17 +246,36 @@ class Chip:
     dims: int = 0
     max_chips: int = 0
     ring: int = 0
+    joined: int = 0
+    pcie: bool = False
+    cloud: CloudNames | None = None
     options: tuple[tuple[str, str], ...] = ()
     clock: float | None = None
     gpu: Gpu | None = None
     speeds: Hardware | None = None
     closed: ClosedRates | None = None
     compiled: Rates | None = None
+    own: bool = False
+    rates_of: str = ""
     flags: tuple[Flag, ...] = ()
+    bfloat16: bool = True
+    fused_attention: bool = True
     blocks_of_32: bool = False
     small_gathers: SmallGathers | None = None
     ragged_devices: int = 0
     reads_transposed: bool = False
+
+    @property
+    def calibration(self) -> str:
+        """Text on the rates of a chip without published steps; empty for a calibrated one."""
+        notes = []
+        if self.rates_of:
+            notes.append(
+                f"not calibrated: rates of {self.rates_of}, as for {self.kind} no step is published"
+            )
+        if not self.bfloat16:
+            notes.append(f"{self.kind} has no bfloat16: matmuls are taken to be of float16")
+        return "; ".join(notes)
 
     @property
     def words(self) -> str:
@@ -238,10 +292,10 @@ class Chip:
         shared = gpu.shared_memory * 1024
         bandwidth = int(speeds.memory_bandwidth)
         cudnn = "dnn_version_info { major: 9 minor: 10 }"
-        # All capabilities from 8.0 to 10.0 have the same limits of threads, registers and blocks.
+        # All capabilities from 7.0 to 10.3 have the same limits of registers and blocks.
         return f"""
             gpu_device_info {{
-                threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+                threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {gpu.threads}
                 registers_per_core_limit: 65536 registers_per_block_limit: 65536
                 shared_memory_per_block: {48 * 1024} shared_memory_per_core: {shared}
                 shared_memory_per_block_optin: {(gpu.shared_memory - 1) * 1024}
@@ -291,10 +345,99 @@ def _on_chip(mib: int) -> Flag:
     )
 
 
+_SMALL_3D = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_SHAPES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+
+_V4_CLOSED = ClosedRates(0.808, 291, 0.434, 1.51, 0.475, 1.0e-5, 0.068, spread=0.19)
+_V4_COMPILED = Rates(1.052, 1.058, 0.623, 0.922, 0.0581, spread=0.10)
+_A100_CLOSED = ClosedRates(0.955, 482, 0.311, 1.67, 0.917, 3.0e-5, 0.07, spread=0.10)
 _H100_CLOSED = ClosedRates(0.750, 550, 0.178, 2.20, 0.799, 3.0e-5, 0.07, spread=0.09)
+
+# The range of chips without published steps, whose rates are those of a chip of another family.
+_UNKNOWN_SPREAD = 0.3
+_LIKE_V4 = dataclasses.replace(_V4_CLOSED, spread=_UNKNOWN_SPREAD)
+_LIKE_V4_COMPILED = dataclasses.replace(_V4_COMPILED, spread=_UNKNOWN_SPREAD)
+_LIKE_A100 = dataclasses.replace(_A100_CLOSED, spread=_UNKNOWN_SPREAD)
+_LIKE_H100 = dataclasses.replace(_H100_CLOSED, spread=_UNKNOWN_SPREAD)
+
+_A100_GPU = Gpu(
+    cores=108, capability=(8, 0), l2_cache=40, clock_ghz=1.41, shared_memory=164, lanes=64
+)
+_HOPPER_GPU = Gpu(cores=132, capability=(9, 0), l2_cache=50, clock_ghz=1.98, shared_memory=228)
 
 _ENTRIES = (
     Chip(kind="cpu", platform="cpu", device_kind="cpu", example="8"),
+    # v2, v3: Google Cloud's pages on TPU v2 and v3, and Norrie et al., "The Design Process for
+    # Google's Training Chips: TPUv2 and TPUv3" (IEEE Micro, 2021): 46 and 123 TFLOP/s, 700 and 900
+    # GB/s a chip, two TensorCores, four links of 496 and 656 Gbit/s. Each TensorCore is a JAX
+    # device with half of the chip.
+    Chip(
+        kind="v2",
+        platform="tpu",
+        device_kind="TPU v2",
+        example="16x16",
+        memory=int(7.48 * _GIB),
+        devices=2,
+        dims=2,
+        max_chips=256,
+        ring=16,
+        cloud=CloudNames(
+            accelerator_type="v2",
+            cores=2,
+            shapes=((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)),
+        ),
+        clock=0.7e9,
+        speeds=Hardware(
+            peak=46e12 / 2,
+            memory_bandwidth=700e9 / 2,
+            link=62e9 / 2,
+            network=3.125e9,
+            host=16e9,
+            matrix_unit=128,
+        ),
+        closed=_LIKE_V4,
+        compiled=_LIKE_V4_COMPILED,
+        rates_of="v4",
+        fused_attention=False,
+    ),
+    Chip(
+        kind="v3",
+        platform="tpu",
+        device_kind="TPU v3",
+        example="32x32",
+        memory=int(15.48 * _GIB),
+        devices=2,
+        dims=2,
+        max_chips=1024,
+        ring=32,
+        cloud=CloudNames(
+            accelerator_type="v3",
+            cores=2,
+            shapes=(
+                (2, 2),
+                (4, 4),
+                (4, 8),
+                (8, 8),
+                (8, 16),
+                (16, 16),
+                (16, 32),
+                (32, 32),
+            ),
+        ),
+        clock=0.94e9,
+        speeds=Hardware(
+            peak=123e12 / 2,
+            memory_bandwidth=900e9 / 2,
+            link=82e9 / 2,
+            network=3.125e9,
+            host=16e9,
+            matrix_unit=128,
+        ),
+        closed=_LIKE_V4,
+        compiled=_LIKE_V4_COMPILED,
+        rates_of="v4",
+        fused_attention=False,
+    ),
     Chip(
         kind="v4",
         platform="tpu",
@@ -304,6 +447,7 @@ _ENTRIES = (
         dims=3,
         max_chips=4096,
         ring=4,
+        cloud=CloudNames(accelerator_type="v4", cores=2, shapes=_SMALL_3D, gke="tpu-v4-podslice"),
         options=(("chip_config_name", "megacore"),),
         clock=1.05e9,
         speeds=Hardware(
@@ -315,8 +459,8 @@ _ENTRIES = (
             matrix_unit=128,
             products={"int8": 1.09, "float8": 1.17},
         ),
-        closed=ClosedRates(0.808, 291, 0.434, 1.51, 0.475, 1.0e-5, 0.068, spread=0.19),
-        compiled=Rates(1.052, 1.058, 0.623, 0.922, 0.0581, spread=0.10),
+        closed=_V4_CLOSED,
+        compiled=_V4_COMPILED,
     ),
     Chip(
         kind="v5e",
@@ -327,6 +471,13 @@ _ENTRIES = (
         dims=2,
         max_chips=256,
         ring=16,
+        cloud=CloudNames(
+            accelerator_type="v5litepod",
+            cores=1,
+            shapes=_SHAPES_2D,
+            gke="tpu-v5-lite-podslice",
+            one_host=8,
+        ),
         clock=1.5e9,
         speeds=Hardware(
             peak=197e12,
@@ -355,6 +506,7 @@ _ENTRIES = (
         dims=3,
         max_chips=8960,
         ring=4,
+        cloud=CloudNames(accelerator_type="v5p", cores=2, shapes=_SMALL_3D, gke="tpu-v5p-slice"),
         clock=1.75e9,
         speeds=Hardware(
             peak=459e12,
@@ -378,6 +530,9 @@ _ENTRIES = (
         dims=2,
         max_chips=256,
         ring=16,
+        cloud=CloudNames(
+            accelerator_type="v6e", cores=1, shapes=_SHAPES_2D, gke="tpu-v6e-slice", one_host=8
+        ),
         clock=1.75e9,
         speeds=Hardware(
             peak=918e12,
@@ -404,6 +559,7 @@ _ENTRIES = (
         dims=3,
         max_chips=9216,
         ring=4,
+        cloud=CloudNames(accelerator_type="tpu7x", cores=2, shapes=_SMALL_3D, gke="tpu7x"),
         # It is taken to have as many multipliers for each device as a v6e.
         clock=2.2e9,
         speeds=Hardware(
@@ -431,14 +587,7 @@ _ENTRIES = (
         family="A100",
         example="16x8",
         memory=80 * _GIB,
-        gpu=Gpu(
-            cores=108,
-            capability=(8, 0),
-            l2_cache=40,
-            clock_ghz=1.41,
-            shared_memory=164,
-            lanes=64,
-        ),
+        gpu=_A100_GPU,
         speeds=Hardware(
             peak=312e12,
             memory_bandwidth=2039e9,
@@ -448,7 +597,7 @@ _ENTRIES = (
             latency=5e-6,
             products={"int8": 0.5},
         ),
-        closed=ClosedRates(0.955, 482, 0.311, 1.67, 0.917, 3.0e-5, 0.07, spread=0.10),
+        closed=_A100_CLOSED,
     ),
     Chip(
         kind="h100",
@@ -456,8 +605,8 @@ _ENTRIES = (
         device_kind="NVIDIA H100 80GB HBM3",
         family="H100",
         example="16x8",
-        memory=80 * _GIB,
-        gpu=Gpu(cores=132, capability=(9, 0), l2_cache=50, clock_ghz=1.98, shared_memory=228),
+        memory=81559 * _MIB,
+        gpu=_HOPPER_GPU,
         speeds=Hardware(
             peak=989e12,
             memory_bandwidth=3350e9,
@@ -475,8 +624,8 @@ _ENTRIES = (
         device_kind="NVIDIA H200",
         family="H200",
         example="16x8",
-        memory=141 * 10**9,
-        gpu=Gpu(cores=132, capability=(9, 0), l2_cache=50, clock_ghz=1.98, shared_memory=228),
+        memory=143771 * _MIB,
+        gpu=_HOPPER_GPU,
         speeds=Hardware(
             peak=989e12,
             memory_bandwidth=4800e9,
@@ -486,8 +635,8 @@ _ENTRIES = (
             latency=5e-6,
             products={"int8": 0.5, "float8": 0.5},
         ),
-        # Without published rows of its own.
         closed=_H100_CLOSED,
+        rates_of="h100",
     ),
     Chip(
         kind="b200",
@@ -495,7 +644,7 @@ _ENTRIES = (
         device_kind="NVIDIA B200",
         family="B200",
         example="16x8",
-        memory=180 * 10**9,
+        memory=183359 * _MIB,
         gpu=Gpu(cores=148, capability=(10, 0), l2_cache=126, clock_ghz=1.965, shared_memory=228),
         speeds=Hardware(
             peak=2250e12,
@@ -506,22 +655,377 @@ _ENTRIES = (
             latency=5e-6,
             products={"int8": 0.5, "float8": 0.5},
         ),
-        # Without published rows of its own.
         closed=_H100_CLOSED,
+        rates_of="h100",
         blocks_of_32=True,
+    ),
+    # NVIDIA, "A100 Tensor Core GPU" data sheet, of 2021.
+    Chip(
+        kind="a100-40gb",
+        platform="cuda",
+        device_kind="NVIDIA A100-SXM4-40GB",
+        family="A100",
+        example="16x8",
+        memory=40 * _GIB,
+        gpu=_A100_GPU,
+        speeds=Hardware(
+            peak=312e12,
+            memory_bandwidth=1555e9,
+            link=300e9,
+            network=25e9,
+            host=32e9,
+            latency=5e-6,
+            products={"int8": 0.5},
+        ),
+        closed=_A100_CLOSED,
+        rates_of="a100",
+    ),
+    # NVIDIA, "HGX" page, of 2025; ConnectX-8 of 800 Gbit/s. Its int8 is slower than bfloat16.
+    Chip(
+        kind="b300",
+        platform="cuda",
+        device_kind="NVIDIA B300 SXM6 AC",
+        family="B300",
+        example="16x8",
+        memory=270 * 10**9,
+        gpu=Gpu(cores=148, capability=(10, 3), l2_cache=126, clock_ghz=1.92, shared_memory=228),
+        speeds=Hardware(
+            peak=2250e12,
+            memory_bandwidth=7700e9,
+            link=900e9,
+            network=100e9,
+            host=64e9,
+            latency=5e-6,
+            products={"float8": 0.5},
+        ),
+        closed=_LIKE_H100,
+        rates_of="h100",
+        blocks_of_32=True,
+    ),
+    # NVIDIA, "GB200 NVL72" and "GB300 NVL72" pages: 72 GPUs of 18 hosts on one NVLink switch. Two
+    # GPUs share the 900 GB/s (of both directions) of NVLink-C2C to a Grace CPU.
+    Chip(
+        kind="gb200",
+        platform="cuda",
+        device_kind="NVIDIA GB200",
+        family="GB200",
+        example="18x4",
+        memory=186 * 10**9,
+        joined=72,
+        gpu=Gpu(cores=152, capability=(10, 0), l2_cache=126, clock_ghz=2.06, shared_memory=228),
+        speeds=Hardware(
+            peak=2500e12,
+            memory_bandwidth=8000e9,
+            link=900e9,
+            network=50e9,
+            host=225e9,
+            latency=5e-6,
+            products={"int8": 0.5, "float8": 0.5},
+        ),
+        closed=_LIKE_H100,
+        rates_of="h100",
+        blocks_of_32=True,
+    ),
+    Chip(
+        kind="gb300",
+        platform="cuda",
+        device_kind="NVIDIA GB300",
+        family="GB300",
+        example="18x4",
+        memory=279 * 10**9,
+        joined=72,
+        gpu=Gpu(cores=152, capability=(10, 3), l2_cache=126, clock_ghz=2.06, shared_memory=228),
+        speeds=Hardware(
+            peak=2500e12,
+            memory_bandwidth=8000e9,
+            link=900e9,
+            network=100e9,
+            host=225e9,
+            latency=5e-6,
+            products={"float8": 0.5},
+        ),
+        closed=_LIKE_H100,
+        rates_of="h100",
+        blocks_of_32=True,
+    ),
+    # NVIDIA, "GH200 Grace Hopper Superchip" data sheet, of 96 GB HBM3; four superchips of a host
+    # with 200 Gbit/s each, as in the machines of computing centres.
+    Chip(
+        kind="gh200",
+        platform="cuda",
+        device_kind="NVIDIA GH200 480GB",
+        family="GH200",
+        example="16x4",
+        memory=96 * 10**9,
+        gpu=_HOPPER_GPU,
+        speeds=Hardware(
+            peak=989e12,
+            memory_bandwidth=4000e9,
+            link=450e9,
+            network=25e9,
+            host=450e9,
+            latency=5e-6,
+            products={"int8": 0.5, "float8": 0.5},
+        ),
+        closed=_H100_CLOSED,
+        rates_of="h100",
+    ),
+    # NVIDIA, "L40S", "L4" and "A10 Tensor Core GPU" data sheets (A10G: AWS's page on its G5
+    # machines); network of AWS's g6e.48xlarge, g6.48xlarge and g5.48xlarge, divided by 8 GPUs.
+    Chip(
+        kind="l40s",
+        platform="cuda",
+        device_kind="NVIDIA L40S",
+        family="L40S",
+        example="4x8",
+        memory=48 * 10**9,
+        pcie=True,
+        gpu=Gpu(
+            cores=142,
+            capability=(8, 9),
+            l2_cache=96,
+            clock_ghz=2.52,
+            shared_memory=100,
+            threads=1536,
+        ),
+        speeds=Hardware(
+            peak=362e12,
+            memory_bandwidth=864e9,
+            link=32e9,
+            network=6.25e9,
+            host=32e9,
+            latency=1e-5,
+            network_latency=2e-5,
+            products={"int8": 0.5, "float8": 0.5},
+        ),
+        closed=_LIKE_A100,
+        rates_of="a100",
+    ),
+    Chip(
+        kind="l4",
+        platform="cuda",
+        device_kind="NVIDIA L4",
+        family="L4",
+        example="4x8",
+        memory=24 * 10**9,
+        pcie=True,
+        gpu=Gpu(
+            cores=58,
+            capability=(8, 9),
+            l2_cache=48,
+            clock_ghz=2.04,
+            shared_memory=100,
+            threads=1536,
+        ),
+        speeds=Hardware(
+            peak=121e12,
+            memory_bandwidth=300e9,
+            link=32e9,
+            network=1.56e9,
+            host=32e9,
+            latency=1e-5,
+            network_latency=2e-5,
+            products={"int8": 0.5, "float8": 0.5},
+        ),
+        closed=_LIKE_A100,
+        rates_of="a100",
+    ),
+    Chip(
+        kind="a10g",
+        platform="cuda",
+        device_kind="NVIDIA A10G",
+        family="A10G",
+        example="4x8",
+        memory=24 * 10**9,
+        pcie=True,
+        gpu=Gpu(
+            cores=80,
+            capability=(8, 6),
+            l2_cache=6,
+            clock_ghz=1.71,
+            shared_memory=100,
+            threads=1536,
+        ),
+        speeds=Hardware(
+            peak=70e12,
+            memory_bandwidth=600e9,
+            link=32e9,
+            network=1.56e9,
+            host=32e9,
+            latency=1e-5,
+            network_latency=2e-5,
+            products={"int8": 0.5},
+        ),
+        closed=_LIKE_A100,
+        rates_of="a100",
+    ),
+    # NVIDIA's white papers on the Ada and GA102 architectures: matmuls that add in float32, which
+    # GeForce cards do at half of their speed. Ethernet of 10 Gbit/s between workstations.
+    Chip(
+        kind="rtx4090",
+        platform="cuda",
+        device_kind="NVIDIA GeForce RTX 4090",
+        family="RTX 4090",
+        example="1x4",
+        memory=24 * 10**9,
+        pcie=True,
+        gpu=Gpu(
+            cores=128,
+            capability=(8, 9),
+            l2_cache=72,
+            clock_ghz=2.52,
+            shared_memory=100,
+            threads=1536,
+        ),
+        speeds=Hardware(
+            peak=165e12,
+            memory_bandwidth=1008e9,
+            link=32e9,
+            network=1.25e9,
+            host=32e9,
+            latency=1e-5,
+            network_latency=3e-5,
+            products={"int8": 0.25, "float8": 0.5},
+        ),
+        closed=_LIKE_A100,
+        rates_of="a100",
+    ),
+    Chip(
+        kind="rtx3090",
+        platform="cuda",
+        device_kind="NVIDIA GeForce RTX 3090",
+        family="RTX 3090",
+        example="1x4",
+        memory=24 * 10**9,
+        pcie=True,
+        gpu=Gpu(
+            cores=82,
+            capability=(8, 6),
+            l2_cache=6,
+            clock_ghz=1.70,
+            shared_memory=100,
+            threads=1536,
+        ),
+        speeds=Hardware(
+            peak=71e12,
+            memory_bandwidth=936e9,
+            link=32e9,
+            network=1.25e9,
+            host=32e9,
+            latency=1e-5,
+            network_latency=3e-5,
+            products={"int8": 0.25},
+        ),
+        closed=_LIKE_A100,
+        rates_of="a100",
+    ),
+    # NVIDIA, "V100" and "T4" data sheets; network of AWS's p3dn.24xlarge and g4dn.metal, divided by
+    # 8 GPUs. They have no bfloat16, which XLA computes in float32.
+    Chip(
+        kind="v100",
+        platform="cuda",
+        device_kind="Tesla V100-SXM2-32GB",
+        family="V100",
+        example="4x8",
+        memory=32 * 10**9,
+        gpu=Gpu(
+            cores=80, capability=(7, 0), l2_cache=6, clock_ghz=1.53, shared_memory=96, lanes=64
+        ),
+        speeds=Hardware(
+            peak=125e12,
+            memory_bandwidth=900e9,
+            link=150e9,
+            network=1.56e9,
+            host=16e9,
+            latency=5e-6,
+        ),
+        closed=_LIKE_A100,
+        rates_of="a100",
+        bfloat16=False,
+        fused_attention=False,
+    ),
+    Chip(
+        kind="t4",
+        platform="cuda",
+        device_kind="Tesla T4",
+        family="T4",
+        example="1x8",
+        memory=16 * 10**9,
+        pcie=True,
+        gpu=Gpu(
+            cores=40,
+            capability=(7, 5),
+            l2_cache=4,
+            clock_ghz=1.59,
+            shared_memory=64,
+            lanes=64,
+            threads=1024,
+        ),
+        speeds=Hardware(
+            peak=65e12,
+            memory_bandwidth=320e9,
+            link=16e9,
+            network=1.56e9,
+            host=16e9,
+            latency=1e-5,
+            network_latency=2e-5,
+            products={"int8": 0.5},
+        ),
+        closed=_LIKE_A100,
+        rates_of="a100",
+        bfloat16=False,
+        fused_attention=False,
+    ),
+    # AMD, "Instinct MI250X" and "MI300X" data sheets. Each of an MI250X's two dies is a GPU here,
+    # as in JAX; Infinity Fabric of 200 GB/s in the package counts as three links of 50 GB/s, as a
+    # ring over a host crosses those between packages.
+    Chip(
+        kind="mi250x",
+        platform="rocm",
+        device_kind="AMD Instinct MI250X",
+        family="MI250X",
+        example="16x8",
+        memory=64 * _GIB,
+        speeds=Hardware(
+            peak=191.5e12,
+            memory_bandwidth=1638e9,
+            link=150e9,
+            network=12.5e9,
+            host=36e9,
+            latency=1e-5,
+            network_latency=2e-5,
+            products={"int8": 1.0},
+        ),
+        closed=_LIKE_A100,
+        rates_of="a100",
+    ),
+    Chip(
+        kind="mi300x",
+        platform="rocm",
+        device_kind="AMD Instinct MI300X",
+        family="MI300X",
+        example="16x8",
+        memory=192 * _GIB,
+        speeds=Hardware(
+            peak=1307e12,
+            memory_bandwidth=5300e9,
+            link=448e9,
+            network=50e9,
+            host=64e9,
+            latency=5e-6,
+            products={"int8": 0.5, "float8": 0.5},
+        ),
+        closed=_LIKE_H100,
+        rates_of="h100",
     ),
 )
 CHIPS = {chip.kind: chip for chip in _ENTRIES}
 """Kind → chip, of all that a topology can name."""
 
 _OTHER_PEAKS = {
-    "L4": 121e12,
-    "L40S": 362e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H200 NVL": 835e12,
-    "GH200": 989e12,
-    "GB200": 2500e12,
 }
 """Words of a device's kind → its peak, of GPUs that no topology names."""
 

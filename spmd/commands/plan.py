@@ -14,7 +14,6 @@ from spmd.analysis.schedule_chart import chart, to_json, write_svg
 from spmd.analysis.topology import Topology, missing_extra, parse_topology
 from spmd.analysis.wide_products import find_wide_products, is_listed
 from spmd.commands.parsing import ConfigFields, F, StepFlags, leave_devices_alone, parse_source
-from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.observe.metrics import human_duration
 from spmd.observe.spinner import spinner
@@ -44,7 +43,8 @@ class _PlanOptions:
     json: bool = False
     """Print JSON: a record per parameter, gradient and leaf of the optimizer state."""
     topology: str = ""
-    """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
+    """Target machine, such as v5e:16x16, v4-32, h100:16x8, mychip.toml:1x8 or cpu:8; it need not be
+    present."""
     compile: bool = False
     """Compile the step; print its memory, compute time, and collectives by axis and source."""
     estimate: bool = False
@@ -333,7 +333,6 @@ def _to_json(
         "wrap": topology.wrap,
         "xla": {
             "flags": list(map(dataclasses.asdict, source.flags(platform, kind))),
-            "environment": list(map(dataclasses.asdict, START_UP[platform])),
         },
         "memory": _memory_json(figures, settings),
         "fits": figures.fits,
@@ -375,11 +374,11 @@ def _print_plan(
         print(find_wide_products(planned.step, planned.batch))
     if start:
         print(start)
-    print(flags_text(source.flags(platform, kind), platform), exports(platform), sep="", end="")
-    links = ""
-    if topology.links:
-        links = f" ({topology.links})"
-    print(wrap_to_terminal(f"\nmemory of one device, {topology}{links}\n{figures.memory}"))
+    print(flags_text(source.flags(platform, kind), platform), end="")
+    details = ""
+    if topology.details:
+        details = f" ({topology.details})"
+    print(wrap_to_terminal(f"\nmemory of one device, {topology}{details}\n{figures.memory}"))
     if figures.cycles:
         print(figures.cycles.text(topology.chip.clock))
     if figures.refusal:

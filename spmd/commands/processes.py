@@ -86,7 +86,7 @@ def start_devices(devices: int, command: Any) -> None:
     Args:
         devices: CPU devices to simulate in each process; 0 uses the real ones.
     """
-    initialize(devices)
+    initialize(devices, command.launch_args)
     if jax.process_count() == 1:
         return
     statements = {

@@ -35,7 +35,8 @@ _TITLE = "Report not written:"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ReportOptions:
     topology: str = ""
-    """Target machine, such as v5e:16x16, h100:16x8 or cpu:8; it need not be present."""
+    """Target machine, such as v5e:16x16, v4-32, h100:16x8, mychip.toml:1x8 or cpu:8; it need not be
+    present."""
     compile: bool = True
     """Without compilation, which may take minutes, there are no collectives and no timeline."""
 

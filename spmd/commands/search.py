@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic
 
-from spmd.analysis.topology import Topology, example_machines, missing_extra, parse_topology
+from spmd.analysis.topology import Topology, missing_extra, parse_topology
 from spmd.commands.parsing import (
     ConfigFields,
     F,
@@ -34,7 +34,7 @@ _ROWS = 10
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SearchOptions:
     topology: str = ""
-    """Target machine, such as v5e:16x16 or h100:16x8."""
+    """Target machine, such as v5e:16x16, v4-32, h100:16x8 or mychip.toml:1x8."""
     confirm: int = 3
     """Settings to compile, of those that fit; 0 for none, as for GPUs (no cycles there)."""
     state: str = ""
@@ -113,8 +113,7 @@ def run_search(arguments: list[str]) -> int:
 
 def _problems(command: _SearchOptions) -> Iterator[Problem]:
     if not command.topology:
-        machine = example_machines()[2]
-        yield Problem("--topology", "is not given", fix=f"a machine, such as {machine}")
+        yield Problem("--topology", "is not given", fix="a machine, such as v5p:4x4x8")
         return
     if command.confirm < 0:
         yield Problem("--confirm", f"is {command.confirm}", fix="at least 0")
@@ -201,6 +200,8 @@ def _print_start(search: Search) -> None:
     if known:
         text += f"; {known} are known from {search.file}"
     print(text, flush=True)
+    if search.topology.chip.calibration:
+        print(search.topology.chip.calibration, flush=True)
 
 
 def _fewest(command: SearchCommand, topology: Topology, path: Path) -> Topology | None:

@@ -9,6 +9,7 @@ Slurm and Open MPI a single GPU, and names the coordinator only after it could n
 import dataclasses
 import re
 
+from spmd.distributed.accelerators import PLATFORMS
 from spmd.distributed.launchers import LAUNCHERS, Environment, Launcher, ProcessGroup, read_tpu
 from spmd.distributed.metadata_server import MetadataError, MetadataServer, has_tpu, slice_variables
 from spmd.errors import ConfigError, Problem, check_fields
@@ -43,6 +44,11 @@ class LaunchArgs:
     others stop."""
     start_timeout: int = 300
     """Seconds in which all processes must have connected."""
+    platform: str = ""
+    """Platform to train on: cpu, cuda, rocm or tpu; another one is refused. Empty: the one JAX
+    finds, but CPUs only in a machine without accelerators."""
+    expect_devices: int = 0
+    """Number of devices of all processes; with another number nothing starts. 0: any."""
 
     def problems(self) -> list[Problem]:
         """Return a problem for each flag with an invalid value, in any environment."""
@@ -52,6 +58,8 @@ class LaunchArgs:
             "processes": "at least 1",
             "heartbeat": "at least 1",
             "start_timeout": "at least 1",
+            "platform": ["", *PLATFORMS],
+            "expect_devices": "at least 0",
         }
         return check_fields(self, rules)
 

@@ -4,6 +4,8 @@ Only this module and `spmd.testing` read or write environment variables.
 """
 
 import contextlib
+import functools
+import importlib.util
 import logging
 import os
 import re
@@ -15,9 +17,11 @@ from typing import NoReturn
 
 import jax
 
+from spmd.distributed.accelerators import Machine, device_problems, start_problems
 from spmd.distributed.busy_tpu import busy_tpu_error
 from spmd.distributed.cluster_env import LaunchArgs, detect_process_group, split_address
 from spmd.distributed.coordinator import connection_error, meet, name_address
+from spmd.distributed.gpu_memory import DEFAULT_FRACTION, FRACTION_VARIABLE, read_fraction
 from spmd.distributed.gpu_share import local_device_ids, visible_gpus
 from spmd.distributed.launchers import ProcessGroup
 from spmd.distributed.liveness import Liveness
@@ -35,6 +39,11 @@ MOST_SIMULATED = 1024
 
 SINGLE_PROCESS = LaunchArgs(cluster="none")
 """One process, whatever the cluster says."""
+
+_WRONG_DEVICES = "Not the devices to run on:"
+
+MACHINE_ROOT = Path("/")
+"""Folder with the device files of this machine."""
 
 # Simulated devices share cores, so one of them may reach a collective late.
 _CPU_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
@@ -56,6 +65,8 @@ _OF_MACHINE = re.compile(
 
 # Lines of libtpu, but not JAX's own about a TPU.
 _LIBTPU = re.compile(r"^(?!.*xla_bridge).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
+
+_ERROR = re.compile(r"\w*Error: ")
 
 # gRPC reads the first of each group that is set.
 _PROXY = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -85,6 +96,7 @@ def initialize(
         target_platform: `tpu` or `cuda`: cross-compile for this platform, without a device of it.
     """
     _check_devices(devices)
+    _choose_platform(devices, launch_args.platform)
     # Orbax logs tracebacks of errors that it also raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     prepare_platform(target_platform)
@@ -92,8 +104,13 @@ def initialize(
         if _CPU_TIMEOUT.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             _add_xla_flag(_CPU_TIMEOUT)
         simulate_devices(devices)
+    elif not target_platform:
+        _take_gpu_memory()
     connect(launch_args, simulated=bool(devices))
-    return _start_backends()
+    log = _start_backends(launch_args)
+    if not target_platform:
+        _check_accelerators(devices, launch_args, log)
+    return _print_log(log)
 
 
 def connect(launch_args: LaunchArgs, *, simulated: bool = False) -> None:
@@ -140,16 +157,120 @@ def prepare_platform(target_platform: str) -> None:
     _add_xla_flag(_NO_AUTOTUNING)
 
 
-def _start_backends() -> list[str]:
-    """Let JAX find the devices; return libtpu's lines, and print the other ones."""
+def gpu_memory_fraction() -> float:
+    """Return JAX's share of each GPU's memory: the user's, or the default."""
+    fraction = read_fraction(os.environ)
+    if fraction is None:
+        fraction = DEFAULT_FRACTION
+    return fraction
+
+
+def _take_gpu_memory() -> None:
+    """Set JAX's share of GPU memory to the one of plans; a variable of the user stays."""
+    if read_fraction(os.environ) is None:
+        os.environ[FRACTION_VARIABLE] = str(DEFAULT_FRACTION)
+
+
+def _choose_platform(devices: int, platform: str) -> None:
+    """Let JAX use CPUs only where they were asked for; raise if flags contradict each other."""
+    configured = _configured_platforms()
+    problems = []
+    if devices and platform not in ("", "cpu"):
+        what = f"is {platform}, but {devices} simulated devices are CPUs"
+        problems.append(Problem("platform", what, fix='devices=0, or platform="cpu"'))
+    names = [platform]
+    if platform in ("cuda", "rocm"):
+        names.append("gpu")
+    if platform and configured and not set(names) & set(configured):
+        what = f"is {platform}, but JAX_PLATFORMS={','.join(configured)}"
+        problems.append(Problem("platform", what, fix="unset JAX_PLATFORMS, or drop --platform"))
+    if problems:
+        raise ConfigError("Contradicting platforms:", problems)
+    if platform == "cpu" and not configured:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _configured_platforms() -> list[str]:
+    """Return the platforms of JAX_PLATFORMS, or of JAX's own setting."""
+    configured = str(jax.config.values["jax_platforms"] or "")
+    return [name for name in configured.split(",") if name]
+
+
+def _this_machine() -> Machine:
+    return Machine(MACHINE_ROOT, os.environ, _has_module)
+
+
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _check_accelerators(devices: int, launch_args: LaunchArgs, log: list[str]) -> None:
+    """Raise if JAX found other devices than were asked for, or CPUs beside an accelerator.
+
+    Args:
+        log: Lines that JAX printed while it searched for devices.
+    """
+    asked = launch_args.platform
+    if devices or _configured_platforms()[:1] == ["cpu"]:
+        asked = "cpu"
+    problems = device_problems(
+        _this_machine(),
+        jax.devices(),
+        asked,
+        launch_args.expect_devices,
+        functools.partial(_platform_failure, log),
+    )
+    if problems:
+        raise ConfigError(_WRONG_DEVICES, problems)
+
+
+def _platform_failure(log: list[str], platform: str) -> str:
+    """Return JAX's reason against a platform: its last error, or its answer to a request."""
+    printed = _last_error(log)
+    if printed:
+        return printed
+    try:
+        jax.devices(platform)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _last_error(log: list[str]) -> str:
+    """Return the last error in JAX's lines; after a plugin's traceback it is the last line."""
+    errors = [line for line in log if _ERROR.match(line)]
+    if not errors:
+        return ""
+    return errors[-1]
+
+
+def _start_backends(launch_args: LaunchArgs) -> list[str]:
+    """Let JAX find the devices; return its lines and those of libtpu."""
+    failure: Exception | None = None
     with compiler_log(pass_on=False) as log:
         try:
             jax.devices()
-        except RuntimeError as error:
-            busy = busy_tpu_error(str(error))
-            if busy is None:
-                raise
-            raise busy from error
+        except (RuntimeError, AssertionError) as error:
+            # An assertion where JAX_PLATFORMS names a platform without a plugin.
+            failure = error
+    if failure is None:
+        return log
+    busy = busy_tpu_error(str(failure))
+    if busy is not None:
+        raise busy from failure
+    platforms = _configured_platforms()
+    if launch_args.platform:
+        platforms = [launch_args.platform]
+    if not platforms:
+        _print_log(log)
+        raise failure
+    reason = _last_error(log) or str(failure).partition("\n")[0]
+    problems = start_problems(_this_machine(), platforms[0], reason)
+    raise ConfigError(_WRONG_DEVICES, problems) from failure
+
+
+def _print_log(log: list[str]) -> list[str]:
+    """Return libtpu's lines, and print the other ones."""
     of_libtpu: list[str] = []
     for line in log:
         if _LIBTPU.search(line):

@@ -17,7 +17,7 @@ from spmd.checkpoint.versions import library_versions
 from spmd.chips import chip_of
 from spmd.distributed.differences import differences
 from spmd.distributed.hosts import gather_json
-from spmd.distributed.initialize import network_environment
+from spmd.distributed.initialize import gpu_memory_fraction, network_environment
 from spmd.doctor.machine import (
     read_drivers,
     read_transports,
@@ -293,4 +293,7 @@ def diagnose(mesh: Mesh, slices: Mapping[str, int], folder: str, size: int) -> D
     problems += slow_axes(axes, expected)
     pairs = list(time_pairs(size))
     problems += slow_links(pairs, hosts, platform)
-    return Diagnosis(reports, folder, "", products, axes, expected, pairs, problems)
+    memory = ""
+    if platform == "gpu":
+        memory = f"JAX takes {gpu_memory_fraction():g} of each GPU's memory"
+    return Diagnosis(reports, folder, memory, products, axes, expected, pairs, problems)

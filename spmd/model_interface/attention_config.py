@@ -4,7 +4,7 @@
 |---|---|---|
 | `xla` | `jax.nn.dot_product_attention` over blocks of queries; saves all scores | everywhere |
 | `chunked` | online softmax over chunks of keys; saves a number per query and head | everywhere |
-| `cudnn` | cuDNN's fused attention | NVIDIA GPUs, 16-bit floats |
+| `cudnn` | cuDNN's fused attention | NVIDIA GPUs from A100 on, 16-bit floats |
 | `splash` | JAX's splash attention | TPUs, sequences in blocks of 128 |
 
 Kernels save arrays for the backward pass. With a mesh axis `sequence` above 1, `context` is `ring`
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from spmd.errors import ConfigError, Problem, did_you_mean
-from spmd.sharding.mesh import AnyMesh
+from spmd.model_interface.fused_attention import NO_FUSED_KERNEL, FusedKernel, find_fused_kernel
+from spmd.sharding.mesh import AnyMesh, platform_of
 
 Kernel = Literal["xla", "chunked", "cudnn", "splash"]
 
@@ -27,7 +28,7 @@ KernelChoice = Literal["auto", Kernel]
 
 KERNELS: dict[str, str] = {
     **dict.fromkeys(get_args(Kernel), ""),
-    "cudnn": "gpu",
+    "cudnn": "cuda",
     "splash": "tpu",
 }
 """Kernel → the platform it needs, if any."""
@@ -45,7 +46,7 @@ SPLASH_BLOCK = 128
 """Splash attention takes sequences of a multiple of this."""
 
 _CUDNN_HEAD_DIM = 128
-_FUSED = {"tpu": "splash", "gpu": "cudnn"}
+_DEVICES = {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +54,15 @@ class AttentionConfig:
     """The attention settings of a plan, made by `make_attention_config`.
 
     Without a mesh, they are the settings outside a plan.
+
+    Attributes:
+        fused: Fused kernel of the mesh's devices.
     """
 
     mesh: AnyMesh | None = None
     kernel: str = "auto"
     context: str = "ring"
+    fused: FusedKernel = NO_FUSED_KERNEL
 
     @property
     def sequence(self) -> int:
@@ -80,10 +85,10 @@ class AttentionConfig:
 
     @property
     def platform(self) -> str:
-        """`"cpu"`, `"gpu"` or `"tpu"`; empty for an abstract mesh."""
+        """`"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`; empty for an abstract mesh."""
         if not isinstance(self.mesh, Mesh):
             return ""
-        return self.mesh.devices.flat[0].platform
+        return platform_of(self.mesh.devices.flat[0])
 
     def choose(
         self,
@@ -124,7 +129,7 @@ class AttentionConfig:
         self, seq: int, head_dim: int, dtype: Any, *, packed: bool, capped: bool, causal: bool
     ) -> str:
         """Choose the kernel of `"auto"` for one call."""
-        fused = _FUSED.get(self.platform)
+        fused = self.fused.name
         if fused and not _unsupported(fused, seq, head_dim, dtype, packed, capped, causal):
             return fused
         if seq < CHUNKED_FROM or not causal:
@@ -137,8 +142,10 @@ class AttentionConfig:
         kernel = self.kernel
         if kernel == "auto":
             kernel = f"xla, chunked from {CHUNKED_FROM}"
-            if self.platform in _FUSED:
-                kernel = f"{_FUSED[self.platform]} or {kernel}"
+            if self.fused.name:
+                kernel = f"{self.fused.name} or {kernel}"
+            if self.fused.failure:
+                kernel += f" (without {self.fused.failure})"
         if self.sequence > 1:
             return f"{kernel}   context {self.context}"
         return kernel
@@ -155,12 +162,18 @@ def make_attention_config(mesh: AnyMesh, kernel: str, context: str) -> Attention
         >>> print(make_attention_config(abstract_mesh(MeshShape(sequence=4)), "xla", "all-to-all"))
         xla   context all-to-all
     """
-    config = AttentionConfig(mesh, kernel, context)
+    fused = NO_FUSED_KERNEL
+    if kernel in ("auto", "cudnn", "splash"):
+        fused = find_fused_kernel(mesh)
+    config = AttentionConfig(mesh, kernel, context, fused)
     problems = attention_problems(kernel, context)
     needed = KERNELS.get(kernel, "")
     if needed and config.platform not in ("", needed):
-        what = f"{kernel} needs a {needed.upper()}, and the mesh is of {config.platform} devices"
+        what = f"{kernel} needs {_DEVICES[needed]}, and the mesh is of {config.platform} devices"
         problems.append(Problem("attention", what, fix='"auto"'))
+    elif needed and fused.failure:
+        what = f"is {kernel}, which does not compile for these devices"
+        problems.append(Problem("attention", what, fused.failure, '"auto"'))
     if config.is_ring and kernel in KERNELS and kernel != "chunked":
         what = f"is {kernel}, and a ring needs chunked"
         problems.append(Problem("attention", what, fix='attention "auto", or context "all-to-all"'))

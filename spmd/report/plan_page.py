@@ -79,8 +79,8 @@ def _mesh_text(report: PlanReport) -> str:
     if topology.platform == "cpu":
         what = "Simulated devices"
     links = ""
-    if topology.links:
-        links = f"; {topology.links}"
+    if topology.details:
+        links = f"; {topology.details}"
         if any(topology.wrap):
             links += ", as the stubs over an edge show"
     shown = len(devices.x)

@@ -232,7 +232,7 @@ def _label(topology: Topology, part: int, plane: int, depth: int) -> str:
         if depth > 1:
             names.append(f"z = {plane}")
     elif topology.hosts > 1:
-        names.append(f"host {part}")
+        names.append(f"{topology.part} {part}")
     return ", ".join(names)
 
 

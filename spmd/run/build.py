@@ -53,7 +53,7 @@ from spmd.powersgd.transform import PowerSGD
 from spmd.precision import Precision, make_precision
 from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.planned_step import PlannedStep
-from spmd.run.recipes import device_kind, recipe_problems, untuned_problems
+from spmd.run.recipes import device_kind, precision_problems, recipe_problems, untuned_problems
 from spmd.settings.compress import CompressConfig, powersgd_rank
 from spmd.settings.quantize import RECIPES, parse_table
 from spmd.sharding.mesh import (
@@ -256,7 +256,9 @@ def _problems_of_chip(config: TrainConfig, mesh: AnyMesh, chip: str) -> list[Pro
     if isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices():
         runs_on = jax.default_backend()
     flags = [*compiler_environment().get("XLA_FLAGS", "").split(), *config.xla]
-    problems = recipe_problems(recipes, chip or device_kind(mesh))
+    kind = chip or device_kind(mesh)
+    compute = make_precision(config.precision).compute
+    problems = precision_problems(compute, kind) + recipe_problems(recipes, kind)
     return problems + untuned_problems(recipes, runs_on, flags)
 
 

@@ -43,6 +43,18 @@ def recipe_problems(recipes: Iterable[QuantizationRecipe], device_kind: str) -> 
     return problems
 
 
+def precision_problems(compute: str, device_kind: str) -> list[Problem]:
+    """Return a problem for matmuls of bfloat16 on a kind of chip without them.
+
+    XLA refuses to compile them: "Unsupported algorithm on the current device(s)".
+    """
+    chip = chip_of(device_kind)
+    if chip.bfloat16 or compute != "bfloat16":
+        return []
+    what = f"is bfloat16, which {chip.kind} does not support"
+    return [Problem("precision", what, fix='precision="fp16", or precision="float32"')]
+
+
 def untuned_problems(
     recipes: Iterable[QuantizationRecipe], platform: str, flags: Iterable[str]
 ) -> list[Problem]:

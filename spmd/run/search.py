@@ -701,9 +701,10 @@ def _flags(settings: Settings) -> dict[str, str]:
 
 def slice_sizes(topology: Topology) -> Iterator[Topology]:
     """Yield machines of a topology's kind, the smallest first."""
-    if topology.platform == "cuda":
+    if not topology.chip.dims:
+        gpus = topology.chip.example.split("x")[-1]
         for exponent in range(10):
-            yield parse_topology(f"{topology.kind}:{2**exponent}x8")
+            yield parse_topology(f"{topology.kind}:{2**exponent}x{gpus}")
         return
     shape = [2, 2] if topology.chip.dims == 2 else [2, 2, 1]
     while math.prod(shape) <= topology.chip.max_chips:

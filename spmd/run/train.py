@@ -12,6 +12,7 @@ from spmd.data.corpus import Corpus
 from spmd.data.loader import Batch, Batches, Sampler, bigram_loss, ordered_batches
 from spmd.data.text_dataset import TextDataset
 from spmd.data.tokenizer import Tokenizer
+from spmd.distributed.accelerators import describe_devices
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import SINGLE_PROCESS, initialize
 from spmd.generate.sampling import Sampling
@@ -86,6 +87,8 @@ def train(
     said = initialize(config.devices, launch_args)
     checked = check(config, config_mesh(config), resumes)
     run = make_run(checked, folder.path, hooks, writers, source)
+    if jax.process_index() == 0:
+        print(describe_devices(jax.devices()), flush=True)
     result = run.train(resume, take_over=take_over, profile=profile, said=said, began=began)
     if result.preempted is None:
         _compare(config, checked.text, result)

@@ -278,6 +278,16 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
     return AbstractMesh(tuple(shape.sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def platform_of(device: Any) -> str:
+    """Return `cpu`, `cuda`, `rocm` or `tpu`: JAX calls the GPUs of NVIDIA and of AMD `gpu`."""
+    if device.platform != "gpu":
+        return str(device.platform)
+    version = str(getattr(device.client, "platform_version", ""))
+    if "rocm" in version.lower():
+        return "rocm"
+    return "cuda"
+
+
 def is_tpu(mesh: AnyMesh | None) -> TypeGuard[Mesh]:
     """Return whether a mesh has TPUs, also of a kind without an entry in `CHIPS`."""
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].device_kind.startswith("TPU")

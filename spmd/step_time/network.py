@@ -1,11 +1,12 @@
 """Time of collectives on a machine's network.
 
-It is the torus of a TPU slice or NVLink inside a host, and the network between slices or hosts.
+It is the torus of a TPU slice or the links inside a host, and the network between slices or hosts.
 
 | machine | inside | between |
 |---|---|---|
 | TPU | links to both neighbours in each dimension: a ring if it wraps, else a line | slices |
-| GPU | all GPUs of a host with each other | hosts |
+| GPU | all GPUs of a host with each other, by NVLink, Infinity Fabric or PCIe | hosts |
+| GPU on an NVLink switch for several hosts | all GPUs of the switch | switches |
 
 A gather of V bytes over a ring of n chips takes V·(n − 1)/n divided by the bandwidth of both
 directions; over several dimensions of a torus, by the bandwidth of all of them together. A line has
@@ -200,12 +201,12 @@ def make_network(
 def device_places(topology: Topology, sizes: MeshShape, slices: Mapping[str, int]) -> np.ndarray:
     """Return `[device, (part, core, x, y, z)]` in the order of a mesh shape without -1.
 
-    A part is a slice or a host.
+    A part is a slice or a host (`Topology.part`).
     """
     places = [_place(topology, number) for number in range(topology.devices)]
-    part = "process_index"
-    if topology.platform == "tpu":
-        part = "slice_index"
+    part = "slice_index"
+    if topology.part == "host":
+        part = "process_index"
     rows = []
     for place in arrange_devices(sizes, places, slices).ravel():
         rows.append((getattr(place, part), place.core_on_chip, *place.coords))
@@ -247,8 +248,17 @@ def _place(topology: Topology, number: int) -> Place:
     chip = topology.chip
     if topology.platform != "tpu":
         host, inside = divmod(number, topology.shape[-1])
-        platform = "gpu" if topology.platform == "cuda" else "cpu"
-        return Place(number, platform, chip.device_kind, (inside, 0, 0), process_index=host)
+        platform = "gpu"
+        if topology.platform == "cpu":
+            platform = "cpu"
+        domain = 0
+        coords = (inside, 0, 0)
+        if chip.joined:
+            domain, within = divmod(number, chip.joined)
+            coords = (inside, within // topology.shape[-1], 0)
+        return Place(
+            number, platform, chip.device_kind, coords, slice_index=domain, process_index=host
+        )
     slice_index, inside = divmod(number, math.prod(topology.shape) * chip.devices)
     at, core = divmod(inside, chip.devices)
     x, y, z = (*topology.shape, 1, 1)[:3]
@@ -259,5 +269,5 @@ def _place(topology: Topology, number: int) -> Place:
         coords=(at % x, at // x % y, at // (x * y) % z),
         core_on_chip=core,
         slice_index=slice_index,
-        process_index=number // 4,
+        process_index=number // (topology.devices // topology.hosts),
     )

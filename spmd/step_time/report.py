@@ -163,6 +163,8 @@ class StepTime:
         low = human_duration(shortest)
         high = human_duration(longest)
         yield f"step on {self.topology}: {length}, from {low} to {high} ({self.method})"
+        if self.topology.chip.calibration:
+            yield self.topology.chip.calibration
         count, unit = self.speed
         speed = f"{count:,.0f} {unit}/s on each chip"
         if self.mfu is None:
@@ -177,6 +179,7 @@ class StepTime:
         count, unit = self.speed
         return {
             "method": self.method,
+            "calibrated": not self.topology.chip.rates_of,
             "seconds": self.seconds,
             "range": [low, high],
             f"{unit}_per_second_per_chip": count,

@@ -19,6 +19,7 @@ from spmd.model_interface.attention_config import (
     AttentionConfig,
     make_attention_config,
 )
+from spmd.model_interface.fused_attention import FUSED, FusedKernel
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.context import use_plan
 from spmd.run.config import TrainConfig
@@ -215,25 +216,22 @@ def test_the_choice_follows_devices_and_shapes():
     """Splash on TPUs and cuDNN on GPUs where the shapes fit them, else XLA, in chunks from some length on."""
 
     def choose(platform, seq, head_dim=64, dtype="bfloat16", packed=False, **options):
-        class There(AttentionConfig):
-            platform = property(lambda self: where)
+        there = AttentionConfig(fused=FusedKernel(FUSED.get(platform, "")))
+        return there.choose(seq, head_dim, dtype, packed=packed, **options)
 
-        where = platform
-        return There().choose(seq, head_dim, dtype, packed=packed, **options)
-
-    for platform in ("", "cpu", "gpu", "tpu"):
+    for platform in ("", "cpu", "rocm", "cuda", "tpu"):
         assert choose(platform, CHUNKED_FROM - 1, dtype="float32") == "xla"
-    assert choose("cpu", CHUNKED_FROM) == "chunked"
+    assert choose("cpu", CHUNKED_FROM) == choose("rocm", CHUNKED_FROM) == "chunked"
     assert choose("tpu", 1024) == choose("tpu", 8192, dtype="float32") == "splash"
     assert choose("tpu", 8200) == "chunked"
-    assert choose("gpu", 8192) == "cudnn"
+    assert choose("cuda", 8192) == "cudnn"
     assert {
-        choose("gpu", 8192, 256),
-        choose("gpu", 8192, packed=True),
-        choose("gpu", 8192, dtype="float32"),
+        choose("cuda", 8192, 256),
+        choose("cuda", 8192, packed=True),
+        choose("cuda", 8192, dtype="float32"),
     } == {"chunked"}
-    assert choose("gpu", 8192, capped=True) == "chunked"
-    assert choose("gpu", 8192, causal=False) == "cudnn"
+    assert choose("cuda", 8192, capped=True) == "chunked"
+    assert choose("cuda", 8192, causal=False) == "cudnn"
     assert choose("tpu", 8192, capped=True) == choose("tpu", 8192, causal=False) == "splash"
     assert choose("cpu", 8192, causal=False) == choose("tpu", 197, causal=False) == "xla"
 
@@ -275,7 +273,7 @@ def test_the_kernel_that_a_plan_names_is_the_one_that_runs():
     [
         ("flash", "ring", r'did you mean "splash"'),
         ("auto", "rings", r'did you mean "ring"'),
-        ("cudnn", "ring", r"needs a GPU, and the mesh is of cpu devices"),
+        ("cudnn", "ring", r"needs an NVIDIA GPU, and the mesh is of cpu devices"),
         ("splash", "ring", r"needs a TPU, and the mesh is of cpu devices"),
     ],
 )

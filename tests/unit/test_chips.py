@@ -165,12 +165,14 @@ def implausible(chip: Chip) -> list[str]:
     """Fields of an entry that cannot be right together."""
     is_tpu_chip, speeds = chip.platform == "tpu", chip.speeds
     checks = {
-        "platform": chip.platform in ("tpu", "cuda", "cpu"),
+        "platform": chip.platform in ("tpu", "cuda", "rocm", "cpu"),
         "example": bool(chip.example),
         "torus": (chip.dims in (2, 3)) == bool(chip.max_chips) == bool(chip.ring) == is_tpu_chip,
         "compiler": bool(chip.clock) == is_tpu_chip and bool(chip.gpu) == (chip.platform == "cuda"),
         "rates": (chip.closed is None) == (speeds is None),
         "compiled": (chip.compiled is not None) == is_tpu_chip,
+        "kin": chip.rates_of in ("", *CHIPS) and chip.rates_of != chip.kind,
+        "links": not (chip.pcie and chip.joined) and bool(chip.cloud) in (is_tpu_chip, False),
         "quirks": is_tpu_chip or not (chip.flags or chip.small_gathers or chip.ragged_devices),
     }
     spreads = [rates.spread for rates in (chip.closed, chip.compiled) if rates is not None]
@@ -179,9 +181,10 @@ def implausible(chip: Chip) -> list[str]:
         checks["memory"] = chip.memory is not None and 8e9 < chip.memory < 1e12
         checks["bandwidths"] = speeds.memory_bandwidth > speeds.link > speeds.network
         checks["host"] = speeds.memory_bandwidth > speeds.host > 1e9
-        checks["intensity"] = 100 < speeds.peak / speeds.memory_bandwidth < 1000
+        checks["intensity"] = 60 < speeds.peak / speeds.memory_bandwidth < 1000
         checks["latencies"] = 0 < speeds.latency < speeds.network_latency < 1e-3
         checks["matrix unit"] = (speeds.matrix_unit in (128, 256)) == is_tpu_chip
+        checks["pcie"] = not chip.pcie or speeds.link == speeds.host
         checks["products"] = set(speeds.products) <= {"int8", "float8"}
         checks["times"] = all(0.2 < time < 1.3 for time in speeds.products.values())
         checks["formats"] = not chip.blocks_of_32 or "float8" in speeds.products

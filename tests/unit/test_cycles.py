@@ -225,6 +225,8 @@ def test_a_schedule_says_how_often_branches_are_taken(name, chunks) -> None:
 
 
 MULTIPLIERS = {
+    "v2": 128**2,
+    "v3": 2 * 128**2,
     "v4": 8 * 128**2,
     "v5e": 4 * 128**2,
     "v5p": 8 * 128**2,

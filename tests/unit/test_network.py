@@ -225,3 +225,32 @@ def test_transfers_of_different_dimensions_use_other_links():
     assert sliced.links(sliced.axis_group(("data",))) == ("between",)
     hosts = network("h100:4x8", fsdp=32)
     assert hosts.links(hosts.axis_group(("fsdp",))) == ("inside", "between")
+
+
+def test_pcie_is_no_nvlink() -> None:
+    """A gather inside of a host takes as long as its own links; control: NVLink of A100 is faster."""
+    payload, times = 8e9, {}
+    for kind in ("l40s", "a100"):
+        machine = parse_topology(f"{kind}:1x8")
+        found = network(f"{kind}:1x8", hardware=hardware_of(machine), fsdp=8)
+        times[kind] = found.seconds("all-gather", payload, found.axis_group(("fsdp",)))
+    assert times["l40s"] == pytest.approx(payload * 7 / 8 / 32e9, rel=0.01)
+    assert times["l40s"] > 9 * times["a100"]
+
+
+def test_nvlink_joins_hosts() -> None:
+    """72 GPUs of 18 hosts are one domain, 144 are two; control: GPUs of other hosts use the network."""
+    group = network("gb200:18x4", fsdp=72)
+    assert group.extent(group.axis_group(("fsdp",))) == Extent((), 72, 1)
+    assert group.links(group.axis_group(("fsdp",))) == ("inside",)
+    two = network("gb200:36x4", fsdp=144)
+    assert two.extent(two.axis_group(("fsdp",))) == Extent((), 72, 2)
+    hosts = network("h100:18x4", fsdp=72)
+    assert hosts.extent(hosts.axis_group(("fsdp",))) == Extent((), 4, 18)
+
+
+def test_domains_are_the_slices_of_a_mesh() -> None:
+    """Data over two domains, and everything else in one of them."""
+    found = network("gb200:36x4", {"data": 2}, data=2, fsdp=72)
+    assert found.extent(found.axis_group(("fsdp",))) == Extent((), 72, 1)
+    assert found.extent(found.axis_group(("data",))) == Extent((), 1, 2)

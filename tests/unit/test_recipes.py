@@ -23,7 +23,12 @@ from spmd.plan.plan import make_plan
 from spmd.run import build
 from spmd.run.build import config_mesh, make_setup, planned_mesh
 from spmd.run.config import TrainConfig, config_values, with_values
-from spmd.run.recipes import recipe_lines, recipe_problems, untuned_problems
+from spmd.run.recipes import (
+    precision_problems,
+    recipe_lines,
+    recipe_problems,
+    untuned_problems,
+)
 from spmd.run.record import MAY_CHANGE
 from spmd.run.step_time import estimate_time
 from spmd.settings.quantize import RECIPES
@@ -271,3 +276,13 @@ def share():
     """Layers' part of the FLOPs in matmuls."""
     layers = 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64)
     return layers / (layers + 32 * 64)
+
+
+def test_bfloat16_needs_a_chip_with_it() -> None:
+    """XLA refuses it on the others; control: float16 there, and bfloat16 elsewhere."""
+    (problem,) = precision_problems("bfloat16", "Tesla V100-SXM2-32GB")
+    assert problem.what == "is bfloat16, which v100 does not support"
+    assert precision_problems("float16", "Tesla V100-SXM2-32GB") == []
+    assert (
+        precision_problems("bfloat16", "NVIDIA L4") == precision_problems("bfloat16", "cpu") == []
+    )

@@ -292,6 +292,23 @@ def test_mfu_is_the_formula() -> None:
     ]
 
 
+def test_times_without_published_steps_are_marked() -> None:
+    """By the kin whose rates they have; control: those of a calibrated chip are not."""
+
+    def shown(machine: str) -> tuple[str, bool]:
+        topology = parse_topology(machine)
+        found = StepTime(topology, "closed forms", None, ROUND, {"matmuls": 1.0}, 0.3, examples=1)
+        return str(found), found.to_json()["calibrated"]
+
+    text, calibrated = shown("l40s:1x8")
+    assert "not calibrated: rates of a100, as for l40s no step is published" in text
+    assert not calibrated
+    text, calibrated = shown("h100:1x8")
+    assert "not calibrated" not in text
+    assert calibrated
+    assert "v100 has no bfloat16" in shown("v100:1x8")[0]
+
+
 def test_the_command_estimates(capsys) -> None:
     """As a table and as JSON, which is the estimate of the setup."""
     expected = estimate_time(setup("llama3-8b"), parse_topology("v5e:8x8"))

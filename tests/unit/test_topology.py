@@ -10,7 +10,13 @@ import types
 import pytest
 
 from spmd.analysis import topology as room
-from spmd.analysis.topology import EXTRAS, example_machines, missing_extra, parse_topology
+from spmd.analysis.topology import (
+    EXTRAS,
+    cloud_slice,
+    example_machines,
+    missing_extra,
+    parse_topology,
+)
 from spmd.chips import CHIPS, peak_flops
 from spmd.errors import MeshError
 
@@ -26,15 +32,15 @@ from spmd.errors import MeshError
         ("v4:2x2x2", 8, 8, 2, 30.75),
         ("v6e:16x16", 256, 256, 64, 31.25),
         ("tpu7x:4x4x4", 64, 128, 16, 94.75),
-        ("h100:16x8", 128, 128, 16, 80),
-        ("a100:2x8", 16, 16, 2, 80),
+        ("h100:16x8", 128, 128, 16, 71.683),
+        ("a100:2x8", 16, 16, 2, 72),
     ],
 )
 def test_sizes(name, chips, devices, hosts, gib):
     """Chips, devices, hosts and usable memory, in GiB, as the compilers have them."""
     topology = parse_topology(name)
     assert (topology.chips, topology.devices, topology.hosts) == (chips, devices, hosts)
-    assert topology.memory == int(gib * 2**30)
+    assert topology.memory == pytest.approx(gib * 2**30, rel=1e-5)
     assert str(topology) == name
 
 
@@ -92,9 +98,9 @@ def test_simulated_devices_have_no_memory_of_their_own():
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("v9:16x16", "known: cpu, v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200"),
+        ("v9:16x16", "known: cpu, v2, v3, v4, v5e, v5p, v6e, tpu7x, a100, h100"),
         ("v5:4x4", 'did you mean "v5'),
-        ("", "one of: v4:4x4x4"),
+        ("", "such as v5e:16x16, h100:16x8, v4-32 or cpu:8"),
         ("v5e:256", "v5e:AxB"),
         ("v5p:16x16", "v5p:AxBxC"),
         ("v5e:0x4", "v5e:AxB"),
@@ -114,6 +120,83 @@ def test_what_is_no_machine(text, complaint):
     with pytest.raises(MeshError, match=r".") as caught:
         parse_topology(text)
     assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "same", "hosts"),
+    [
+        ("v2-8", "v2:2x2", 1),
+        ("v3-32", "v3:4x4", 4),
+        ("v4-8", "v4:2x2x1", 1),
+        ("v4-32", "v4:2x2x4", 4),
+        ("v5litepod-8", "v5e:2x4", 1),
+        ("v5litepod-64", "v5e:8x8", 16),
+        ("v5p-128", "v5p:4x4x4", 16),
+        ("v5p-9984", "v5p:8x12x52", 1248),
+        ("v5p-12288", "v5p:16x16x24", 1536),
+        ("v6e-8", "v6e:2x4", 1),
+        ("v6e-256", "v6e:16x16", 64),
+        ("tpu7x-128", "tpu7x:4x4x4", 16),
+        ("2xv5litepod-256", "2xv5e:16x16", 128),
+        ("tpu-v5-lite-podslice:4x4", "v5e:4x4", 4),
+        ("tpu-v6e-slice:2x4", "v6e:2x4", 2),
+    ],
+)
+def test_names_of_google_cloud_are_topologies(name, same, hosts):
+    """Cores of older kinds and chips of newer ones are counted; eight chips of one name are one host."""
+    topology, other = parse_topology(name), parse_topology(same)
+    assert (topology.kind, topology.shape, topology.slices, topology.hosts) == (
+        other.kind,
+        other.shape,
+        other.slices,
+        hosts,
+    )
+
+
+def test_a_slice_is_printed_with_its_size():
+    """Chips, shape and hosts; control: a name with the shape has no more than its links."""
+    assert parse_topology("v4-32").details == "16 chips, 2x2x4, 4 hosts; no links wrap around"
+    assert parse_topology("v6e-8").details.startswith("8 chips, 2x4, 1 host;")
+    assert parse_topology("2xv5litepod-64").details.startswith(
+        "2 slices of 8x8, 128 chips, 32 hosts"
+    )
+    assert parse_topology("v4:2x2x4").details == "no links wrap around"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("v4-33", "v4-32 and v4-64"),
+        ("v5litepod-48", "v5litepod-32 and v5litepod-64"),
+        ("v5p-6", "v5p-8 and v5p-16"),
+        ("v3-16", "v3-8 and v3-32"),
+        ("0xv4-32", "v4-32"),
+    ],
+)
+def test_a_slice_that_does_not_exist_is_refused(name, nearest):
+    """One sentence with the nearest ones, for the flag that names it."""
+    with pytest.raises(MeshError) as caught:
+        cloud_slice(name, "tpu")
+    (problem,) = caught.value.problems
+    assert problem.where == "tpu"
+    assert nearest in problem.fix
+    with pytest.raises(MeshError, match="no such kind of TPU"):
+        cloud_slice("h100-8")
+
+
+def test_every_host_of_a_slice_has_its_chips():
+    """The compiler is told a host of eight chips; control: of the same shape by name, hosts of four."""
+    for name, bounds in (("v5litepod-8", (2, 4, 1)), ("v5e:2x4", (2, 2, 1))):
+        topology = parse_topology(name)
+        assert topology.host_bounds == bounds
+        assert math.prod(bounds) * topology.hosts == topology.chips
+
+
+def test_nothing_compiles_for_amd():
+    """XLA needs one of its GPUs; control: NVIDIA's compiler is an extra."""
+    absent = missing_extra(parse_topology("mi300x:1x8"))
+    assert absent is not None
+    assert "on a machine with one" in absent.what
 
 
 def test_every_kind_has_an_example_and_a_peak():
