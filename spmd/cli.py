@@ -26,6 +26,10 @@ from spmd.commands.generate import GenerateCommand, run_generate
 from spmd.commands.import_hf import ImportCommand, run_import
 from spmd.commands.launch import LaunchCommand, run_launch
 from spmd.commands.plan import PlanCommand, run_plan
+from spmd.commands.processes import (
+    is_common_error,
+    run_command,
+)
 from spmd.commands.report import ReportCommand, ReportRunCommand, run_report
 from spmd.commands.script import JOBS, run_script
 from spmd.commands.search import SearchCommand, run_search
@@ -41,6 +45,7 @@ usage: spmd COMMAND …
        [--resume auto]                               … from the newest checkpoint, if there is one
        [--profile 10:15]                             … tracing these steps
   spmd launch --processes N -- train CONFIG …        the same in N processes on this machine
+  spmd launch --processes N -- eval RUN …            … also check, generate, import and export
   spmd script slurm|kubernetes CONFIG --nodes N      a batch file or manifest for N nodes
   spmd script tpu-vm CONFIG --tpu v5litepod-64 …     a script that creates a TPU slice and trains
   spmd plan CONFIG [--FIELD VALUE …]                 sharding of each parameter, memory per device
@@ -113,7 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown = _users_error(error, arguments)
         if shown is None:
             raise
-        _say(f"spmd: {shown}")
+        is_common = is_common_error(arguments, str(shown))
+        if is_common:
+            end = sys.exit
+        if not is_common or jax.process_index() == 0:
+            _say(f"spmd: {shown}")
         code = 2
         if isinstance(error, SpmdError):
             code = error.exit_code
@@ -185,7 +194,7 @@ def _dispatch(arguments: list[str]) -> int:
         problem = Problem(command, "is an unknown command", fix=did_you_mean(command, COMMANDS))
         raise ConfigError("Unknown command:", [problem])
     run, _ = COMMANDS[command]
-    return run(arguments[1:])
+    return run_command(command, run, arguments[1:])
 
 
 def _print_usage() -> None:
