@@ -37,8 +37,10 @@ def main() -> None:
 
 
 def _end_now() -> NoReturn:
-    if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), b"\x1b[?25h\r\n")  # a progress bar hides the cursor
+    # Until release 14, rich's replacement of `sys.stdout` says that it is no terminal.
+    descriptor = sys.stdout.fileno()
+    if os.isatty(descriptor):
+        os.write(descriptor, b"\x1b[?25h\r\n")  # a progress bar hides the cursor
     os._exit(INTERRUPTED)
 
 

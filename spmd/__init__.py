@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from spmd.analysis.function_audit import audit_function
     from spmd.checkpoint.manager import CheckpointManager
     from spmd.data.chat import ChatConfig
+    from spmd.data.image_shards import ImageShards
     from spmd.data.images import ImageFolder
     from spmd.data.loader import DataConfig
+    from spmd.data.process_batches import ProcessBatches, process_shard
     from spmd.errors import SpmdError
     from spmd.gradients.accumulate import accumulate
     from spmd.gradients.base import value_and_grad
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from spmd.model_interface.model import Model
     from spmd.model_interface.remat import Remat
     from spmd.observe.metrics import Writer
+    from spmd.observe.mlflow_writer import MLflowConfig
+    from spmd.observe.wandb_writer import WandBConfig
     from spmd.optim.config import OptimizerConfig, make_optimizer
     from spmd.optim.ema import ema_params, with_ema
     from spmd.optim.per_layer import per_layer
@@ -76,11 +80,14 @@ __all__ = [
     "GradTransform",
     "Hook",
     "ImageFolder",
+    "ImageShards",
+    "MLflowConfig",
     "MeshShape",
     "Model",
     "OptimizerConfig",
     "PipelineConfig",
     "Precision",
+    "ProcessBatches",
     "RecoveryConfig",
     "Remat",
     "Rules",
@@ -95,6 +102,7 @@ __all__ = [
     "Throughput",
     "TrainConfig",
     "TrainState",
+    "WandBConfig",
     "Writer",
     "accumulate",
     "annotate",
@@ -117,6 +125,7 @@ __all__ = [
     "per_layer",
     "place_batch",
     "plan_report",
+    "process_shard",
     "replicate",
     "rules_from_annotations",
     "rules_from_search",
@@ -144,11 +153,14 @@ _HOMES = {
     "GradTransform": "spmd.model_interface.grad_transform",
     "Hook": "spmd.training.loop",
     "ImageFolder": "spmd.data.images",
+    "ImageShards": "spmd.data.image_shards",
+    "MLflowConfig": "spmd.observe.mlflow_writer",
     "MeshShape": "spmd.sharding.mesh",
     "Model": "spmd.model_interface.model",
     "OptimizerConfig": "spmd.optim.config",
     "PipelineConfig": "spmd.run.config",
     "Precision": "spmd.precision",
+    "ProcessBatches": "spmd.data.process_batches",
     "RecoveryConfig": "spmd.run.run_config",
     "Remat": "spmd.model_interface.remat",
     "Rules": "spmd.sharding.rules",
@@ -163,6 +175,7 @@ _HOMES = {
     "Throughput": "spmd.run.hooks",
     "TrainConfig": "spmd.run.config",
     "TrainState": "spmd.training.state",
+    "WandBConfig": "spmd.observe.wandb_writer",
     "Writer": "spmd.observe.metrics",
     "accumulate": "spmd.gradients.accumulate",
     "annotate": "spmd.plan.annotate",
@@ -185,6 +198,7 @@ _HOMES = {
     "per_layer": "spmd.optim.per_layer",
     "place_batch": "spmd.training.batch",
     "plan_report": "spmd.report.step_report",
+    "process_shard": "spmd.data.process_batches",
     "replicate": "spmd.sharding.rules",
     "rules_from_annotations": "spmd.sharding.from_flax",
     "rules_from_search": "spmd.sharding.from_search",

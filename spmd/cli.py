@@ -1,9 +1,9 @@
 """Command line: `spmd train`, `spmd plan` and the other commands of `USAGE`.
 
 Every field of a `TrainConfig` is a flag by its dotted path. User errors are printed without a
-traceback and exit with 2, as do errors of the operating system, such as a full disk; a check that
-fails exits with 1, a plan that exceeds the memory of its chips with 3. `spmd_command` runs this as
-a process.
+traceback and exit with 2, as do errors of the operating system, such as a full disk; a TPU that
+another process holds exits with 69, a check that fails with 1, a plan that exceeds the memory of
+its chips with 3. `spmd_command` runs this as a process.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import jax
 
 from spmd.checkpoint.versions import library_version
 from spmd.commands.check import CheckCommand, CheckStepCommand, run_check
+from spmd.commands.doctor import DoctorCommand, run_doctor
 from spmd.commands.evaluate import EvalCommand, run_eval
 from spmd.commands.export_hf import ExportCommand, run_export
 from spmd.commands.flag_names import name_flags
@@ -54,6 +55,7 @@ usage: spmd COMMAND …
   spmd search CONFIG --topology v5p:4x4x8            the fastest layout of a machine, as flags
        [--confirm K] [--write FILE]                  … compiling the best K; as a config
        [--days N] [--largest-batch]                  the fewest chips; the largest batch that fits
+  spmd doctor [--mesh.fsdp 8 …] [--out RUN] [--json] drivers, network and speeds of a machine
   spmd check CONFIG [--FIELD VALUE …]                compare steps on the mesh with one device
        [--check-steps N] [--leaves] [--inject BUG]   … by leaf; with a bug that must be found
        [--products 2]                                … on every axis and every pair of axes
@@ -80,6 +82,7 @@ COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "plan": (run_plan, (PlanCommand,)),
     "report": (run_report, (ReportCommand, ReportRunCommand)),
     "search": (run_search, (SearchCommand,)),
+    "doctor": (run_doctor, (DoctorCommand,)),
     "check": (run_check, (CheckCommand, CheckStepCommand)),
     "eval": (run_eval, (EvalCommand,)),
     "generate": (run_generate, (GenerateCommand,)),
@@ -112,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _say(f"spmd: {shown}")
         code = 2
+        if isinstance(error, SpmdError):
+            code = error.exit_code
     try:
         sys.stdout.flush()
     except OSError:  # nothing may be flushed there at exit

@@ -10,6 +10,7 @@ import inspect
 import math
 import numbers
 import operator
+import os
 import re
 import sys
 import traceback
@@ -80,7 +81,10 @@ class SpmdError(ValueError):
     """Invalid input.
 
     `title` is one line about the operation that failed, `problems` has every reason, sorted.
+    Commands exit with `exit_code`.
     """
+
+    exit_code = 2
 
     def __init__(self, title: str, problems: Iterable[Problem] = ()) -> None:
         self.title = title
@@ -179,6 +183,12 @@ class CheckpointError(SpmdError):
 
 class AgreementError(SpmdError):
     """Processes of one run are about to do different things."""
+
+
+class BusyDeviceError(SpmdError):
+    """Another process holds a device; a job may start again."""
+
+    exit_code = os.EX_UNAVAILABLE
 
 
 class DivergenceError(SpmdError):

@@ -22,6 +22,7 @@ ROWS = [
     [
         ("parity", "each step against one device", SERVICE),
         ("testing", "for tests of users", SERVICE),
+        ("doctor", "drivers, network, speeds", SERVICE),
         ("hf", "Hugging Face checkpoints", SERVICE),
     ],
     [

@@ -212,7 +212,7 @@ class MemoryReport:
         limit = self.topology.memory
         if limit is not None:
             left = human_bytes(limit - self.total).replace("-", "−")
-            rows.append((f"{self.topology.kind} has, and is left", human_bytes(limit), left))
+            rows.append((_limit_label(self.topology), human_bytes(limit), left))
         if host:
             each = self.topology.devices // self.topology.hosts
             label = f"in host memory: for a device, on a host of {each}"
@@ -236,6 +236,13 @@ class MemoryReport:
             yield from _copy_rows(self.estimated.copies.get(name, {}))
         if name == "activations":
             yield from _saved_rows(self.estimated.saved)
+
+
+def _limit_label(topology: Topology) -> str:
+    fraction = topology.memory_fraction
+    if fraction == 1:
+        return f"{topology.kind} has, and is left"
+    return f"JAX takes {fraction:g} of {topology.kind}, and is left"
 
 
 def _copy_rows(copies: Mapping[tuple[str, int], int]) -> Iterator[_Row]:

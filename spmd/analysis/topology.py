@@ -20,6 +20,7 @@ from jax.experimental import topologies
 
 from spmd.analysis import chip_file
 from spmd.chips import CHIPS, Chip, CloudNames
+from spmd.distributed.initialize import gpu_memory_fraction
 from spmd.distributed.native_output import compiler_log
 from spmd.errors import ConfigError, MeshError, Problem
 
@@ -38,6 +39,7 @@ class Topology:
         shape: Chips along each dimension of a slice; or hosts, and GPUs of each; or the number of
             devices.
         slices: TPU slices, joined by the data-centre network.
+        memory_fraction: Share of a GPU's memory that JAX takes, and so a program may use.
         one_host: A TPU slice is a single host, though it has more than four chips.
     """
 
@@ -45,6 +47,7 @@ class Topology:
     chip: Chip
     shape: tuple[int, ...]
     slices: int = 1
+    memory_fraction: float = 1.0
     one_host: bool = False
 
     @property
@@ -60,7 +63,9 @@ class Topology:
     @property
     def memory(self) -> int | None:
         """Usable bytes on one device; None for simulated devices."""
-        return self.chip.memory
+        if self.chip.memory is None:
+            return None
+        return int(self.chip.memory * self.memory_fraction)
 
     @property
     def chips(self) -> int:
@@ -189,7 +194,11 @@ def parse_topology(text: str) -> Topology:
     if kind not in CHIPS:
         raise MeshError("Invalid topology:", [_unknown_chip(text, kind)])
     chip = CHIPS[kind]
-    topology = Topology(text, chip, _parse_shape(text, chip, size), int(slices or 1))
+    fraction = 1.0
+    if chip.platform in ("cuda", "rocm"):
+        fraction = gpu_memory_fraction()
+    shape = _parse_shape(text, chip, size)
+    topology = Topology(text, chip, shape, int(slices or 1), fraction)
     problems = []
     if slices is not None and (chip.platform != "tpu" or topology.slices < 1):
         problems.append(_refused_slices(chip, slices, size))
@@ -233,7 +242,7 @@ def cloud_slice(name: str, where: str = "topology") -> Topology:
     shape = named[number]
     four_chips = 4
     one_host = four_chips < math.prod(shape) <= chip.cloud.one_host
-    return Topology(name, chip, shape, slices, one_host)
+    return Topology(name, chip, shape, slices, one_host=one_host)
 
 
 _CLOUD_NAME = re.compile(r"(?:(?P<slices>\d+)x)?(?P<type>[^:]+)-(?P<number>\d+)")

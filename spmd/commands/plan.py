@@ -14,7 +14,6 @@ from spmd.analysis.schedule_chart import chart, to_json, write_svg
 from spmd.analysis.topology import Topology, missing_extra, parse_topology
 from spmd.analysis.wide_products import find_wide_products, is_listed
 from spmd.commands.parsing import ConfigFields, F, StepFlags, leave_devices_alone, parse_source
-from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.observe.metrics import human_duration
 from spmd.observe.spinner import spinner
@@ -334,7 +333,6 @@ def _to_json(
         "wrap": topology.wrap,
         "xla": {
             "flags": list(map(dataclasses.asdict, source.flags(platform, kind))),
-            "environment": list(map(dataclasses.asdict, START_UP[platform])),
         },
         "memory": _memory_json(figures, settings),
         "fits": figures.fits,
@@ -376,7 +374,7 @@ def _print_plan(
         print(find_wide_products(planned.step, planned.batch))
     if start:
         print(start)
-    print(flags_text(source.flags(platform, kind), platform), exports(platform), sep="", end="")
+    print(flags_text(source.flags(platform, kind), platform), end="")
     details = ""
     if topology.details:
         details = f" ({topology.details})"

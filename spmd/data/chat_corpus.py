@@ -22,13 +22,15 @@ from spmd.data.chat import (
     read_conversation,
 )
 from spmd.data.corpus import SPLITS, Corpus, install, score, validation_cut
+from spmd.data.documents import FileProblems
+from spmd.data.file_formats import JSON_FORMATS
 from spmd.data.message_fields import FLAGS, READ_HERE, is_turned_off
 from spmd.data.sources import SourceFile, find_files
+from spmd.data.text_files import JsonRows
 from spmd.data.tokenizer import Tokenizer, id_dtype
 from spmd.errors import DataError, Problem
 
 _LAYOUT = 2  # version of the cached files
-_PROBLEMS_SHOWN = 10
 _NAMES = [f"{split}{part}" for part in ("", "_ends", "_mask") for split in SPLITS]
 _ABOUT = "conversations.json"
 _FIELDS = {"message": "message field ", "line": "line field "}
@@ -47,7 +49,7 @@ def make_chat_corpus(
     validation: float,
     cache: Path,
 ) -> Corpus:
-    """Return the corpus of all conversations in `source`, each a line of a `.jsonl` file.
+    """Return the corpus of all conversations in `source`, each a row of JSON.
 
     See `read_conversation`.
 
@@ -58,14 +60,14 @@ def make_chat_corpus(
     Raises:
         DataError: All conversations that cannot be used, up to ten of a file.
     """
-    files = _find_lines(source)
+    files = _find_rows(source)
     settings = {
         "layout": _LAYOUT,
         "tokenizer": tokenizer.name,
         "template": [template.source, template.tokens, str(template.now)],
         "longer": [config.longer, sequence],
         "validation": validation,
-        "files": [(file.key, file.digest) for file in files],
+        "files": [(file.key, *file.content_key) for file in files],
     }
     fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     cached = _open_cached(cache / fingerprint)
@@ -95,15 +97,15 @@ def make_chat_corpus(
     )
 
 
-def _find_lines(source: Iterable[str]) -> list[SourceFile]:
-    """Return the files of all sources, and refuse other suffixes than `.jsonl`."""
+def _find_rows(source: Iterable[str]) -> list[SourceFile]:
+    """Return the files of all sources, and refuse those without rows of JSON."""
     files = find_files(source)
-    others = [str(file.path) for file in files if file.path.suffix.lower() != ".jsonl"]
+    others = [str(file.path) for file in files if file.format not in JSON_FORMATS]
     if not others:
         return files
-    what = "is not a .jsonl file"
+    what = "has no rows of JSON"
     if len(others) > 1:
-        what += f", nor are {len(others) - 1} more"
+        what += f", nor have {len(others) - 1} more"
     fix = "--data.source chats.jsonl, or a glob such as 'chats/*.jsonl'"
     raise DataError(_TITLE, [Problem(f"data.source: {others[0]}", what, fix=fix)])
 
@@ -186,36 +188,13 @@ class _Texts:
         Add what is wrong with others to `problems`.
         """
         for file in files:
-            digest = hashlib.sha256()
-            bad = 0
-            with file.path.open("rb") as content:
-                for number, raw in enumerate(content, 1):
-                    digest.update(raw)
-                    try:
-                        encoded = self._encode_line(raw)
-                    except (ValueError, RecursionError) as error:
-                        bad += 1
-                        if bad <= _PROBLEMS_SHOWN:
-                            where = f"{file.path}:{number}"
-                            fix = getattr(error, "fix", "")
-                            problems.append(Problem(where, "cannot be used", str(error), fix))
-                        continue
+            found = FileProblems(file)
+            rows = JsonRows(file.path, self._encode, "cannot be used", found.report)
+            with found.of_reading():
+                for part, encoded in rows.read(file.format):
                     if encoded:
-                        yield f"{file.key}:{number}", *encoded
-            more = bad - _PROBLEMS_SHOWN
-            if more > 0:
-                problems.append(Problem(str(file.path), f"has {more} more lines like these"))
-            if digest.hexdigest() != file.digest:
-                problems.append(
-                    Problem(str(file.path), "changed while it was read", fix="run again")
-                )
-
-    def _encode_line(self, raw: bytes) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the ids and the mask of a line of a file; None for a blank or dropped one."""
-        text = raw.decode("utf-8-sig")
-        if not text.strip():
-            return None
-        return self._encode(json.loads(text))
+                        yield f"{file.key}{part}", *encoded
+            problems += found.all()
 
     def _encode(self, line: Any) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the ids and the mask of a line.

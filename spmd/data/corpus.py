@@ -71,7 +71,7 @@ def make_corpus(
         "tokenizer": tokenizer.name,
         "validation": validation,
         "text_field": text_field,
-        "files": [(file.key, file.digest) for file in files],
+        "files": [(file.key, *file.content_key) for file in files],
     }
     fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     cached = _open_cached(cache / fingerprint)

@@ -9,13 +9,16 @@ document within its file (nothing where the file is one document), and its text,
 none. It hands each problem to `report` and continues after it, so that all are found.
 """
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from spmd.data.file_formats import FileFormat
 from spmd.data.sources import SourceFile, file_digest
 from spmd.data.tables import read_arrow, read_parquet
-from spmd.data.text_files import read_json_lines, read_text
+from spmd.data.text_files import read_json, read_text
 from spmd.errors import DataError, Problem, first_of
 
 _SHOWN = 10  # problems of one file
@@ -23,13 +26,14 @@ _SHOWN = 10  # problems of one file
 
 Reader = Callable[[Path, str, Callable[[Problem], None]], Iterator[tuple[str, str | None]]]
 
-READERS: dict[str, Reader] = {
-    ".jsonl": read_json_lines,
-    ".parquet": read_parquet,
-    ".arrow": read_arrow,
-    ".feather": read_arrow,
+READERS: dict[FileFormat, Reader] = {
+    FileFormat.TEXT: read_text,
+    FileFormat.PARQUET: read_parquet,
+    FileFormat.ARROW: read_arrow,
+    FileFormat.JSON_LINES: functools.partial(read_json, form=FileFormat.JSON_LINES),
+    FileFormat.JSON_ARRAY: functools.partial(read_json, form=FileFormat.JSON_ARRAY),
+    FileFormat.JSON_OBJECT: functools.partial(read_json, form=FileFormat.JSON_OBJECT),
 }
-"""Readers by suffix; any other file is one document."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,30 +65,49 @@ class Documents:
             raise DataError("invalid text:", first_of(self.problems))
 
     def _read(self, file: SourceFile) -> Iterator[tuple[str, str]]:
-        count = 0
-
-        def report(problem: Problem) -> None:
-            nonlocal count
-            count += 1
-            if count <= _SHOWN:
-                self.problems.append(problem)
-
-        read = READERS.get(file.path.suffix.lower(), read_text)
-        try:
-            for part, text in read(file.path, self.text_field, report):
+        problems = FileProblems(file)
+        read = READERS[file.format]
+        with problems.of_reading():
+            for part, text in read(file.path, self.text_field, problems.report):
                 if text is not None and text.strip():
                     yield f"{file.key}{part}", text
                 elif part:
                     self.skipped += 1
-            is_same = file_digest(file.path) == file.digest
+        self.problems += problems.all()
+
+
+class FileProblems:
+    """Problems of one file: the first ones, and the number of the others."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = file
+        self._shown: list[Problem] = []
+        self._count = 0
+
+    def report(self, problem: Problem) -> None:
+        """Add a problem."""
+        self._count += 1
+        if self._count <= _SHOWN:
+            self._shown.append(problem)
+
+    @contextlib.contextmanager
+    def of_reading(self) -> Iterator[None]:
+        """Read the file in the block; add a problem if it cannot be read or has changed."""
+        path = self._file.path
+        try:
+            yield
+            is_same = file_digest(path) == self._file.digest
         except OSError as error:
-            report(Problem(str(file.path), "cannot be read", str(error)))
-        else:
-            if not is_same:
-                self.problems.append(
-                    Problem(str(file.path), "changed while it was read", fix="run again")
-                )
-        if count > _SHOWN:
-            self.problems.append(
-                Problem(str(file.path), f"has {count - _SHOWN:,} more problems like these")
-            )
+            # Of a compressed file: it is damaged or truncated.
+            self.report(Problem(str(path), "cannot be read", str(error)))
+            return
+        if not is_same:
+            self._shown.append(Problem(str(path), "changed while it was read", fix="run again"))
+
+    def all(self) -> list[Problem]:
+        """Return the problems."""
+        more = self._count - _SHOWN
+        if more <= 0:
+            return self._shown
+        rest = Problem(str(self._file.path), f"has {more:,} more problems like these")
+        return [*self._shown, rest]

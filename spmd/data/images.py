@@ -1,4 +1,4 @@
-"""Images in a folder of classes as rows of batches.
+"""Images with labels as rows of batches; here those in a folder of classes.
 
     images = ImageFolder("flowers/train", size=224, crop="random", views=90)
     sharding = plan.batch_sharding("images", ndim=4)
@@ -8,6 +8,7 @@
 Pillow is imported here and nowhere else, when the first folder is opened.
 """
 
+import abc
 import dataclasses
 import functools
 import hashlib
@@ -16,9 +17,10 @@ import json
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -48,11 +50,33 @@ Pixels = Literal["float32", "uint8"]
 Unreadable = Literal["error", "skip"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ImageFolder:
-    """Images of a folder with a sub-folder for each class.
+class EncodedImage(Protocol):
+    """Encoded image, in a file or as bytes."""
 
-    A row is one image, cropped to a square.
+    @property
+    def label(self) -> int:
+        """Number of the class."""
+
+    @property
+    def where(self) -> str:
+        """Name in messages."""
+
+    @property
+    def key(self) -> tuple[str | int, ...]:
+        """Name, size or position, for fingerprints."""
+
+    def open(self) -> Path | BinaryIO:
+        """Return the file, or its content; from any thread.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: There is no content.
+        """
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Images(abc.ABC):
+    """Images with labels, cropped to squares: base of `ImageFolder` and `ImageShards`.
 
     Rows are `images`, float32 or uint8 `[rows, size, size, 3]`, `labels`, int32 `[rows]`, and
     `weights`, float32 `[rows]`: what `spmd.classification_loss` takes. A row is a function of the
@@ -60,10 +84,9 @@ class ImageFolder:
     upright as its camera says, and is in RGB.
 
     Args:
-        folder: The folder; images may be in sub-folders of a class.
         size: Pixels of a side.
-        classes: Names of the classes by label; by default the sub-folders in alphabetical order. A
-            validation set takes the `classes` of its training set.
+        classes: Names of the classes by label; by default those found. A validation set takes the
+            `classes` of its training set.
         crop: center, the largest square; random, a part of random area and aspect ratio, flipped or
             not.
         min_area: Smallest part of an image's area in a random crop.
@@ -78,11 +101,9 @@ class ImageFolder:
 
     Raises:
         ConfigError: A field has an invalid value, or Pillow is not installed.
-        DataError: The folder holds no classes, or a class no images.
+        DataError: There are no images, or some have no class.
     """
 
-    folder: str | Path
-    _: dataclasses.KW_ONLY
     size: int
     classes: tuple[str, ...] = ()
     crop: Crop = "center"
@@ -94,28 +115,21 @@ class ImageFolder:
     threads: int = 2
     skipped: tuple[Problem, ...] = dataclasses.field(default=(), init=False, repr=False)
     """Images that cannot be read, with `unreadable="skip"`."""
-    _files: tuple[tuple[Path, int], ...] = dataclasses.field(default=(), init=False, repr=False)
+    _images: tuple[EncodedImage, ...] = dataclasses.field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         problems = self._problems()
         if problems:
-            raise ConfigError("invalid folder of images:", problems)
-        root = Path(self.folder).expanduser()
-        found = _class_folders(root)
-        classes = self.classes or tuple(found)
-        for name in sorted(found.keys() - set(classes)):
-            fix = did_you_mean(name, classes)
-            problems.append(Problem(str(root / name), "is not a class", fix=fix))
-        if problems:
-            raise DataError("invalid images:", first_of(problems))
-        files = []
-        for name, paths in found.items():
-            label = classes.index(name)
-            files += [(path, label) for path in paths]
+            raise ConfigError("invalid images:", problems)
+        classes, images = self._find()
         object.__setattr__(self, "classes", classes)
-        object.__setattr__(self, "_files", tuple(files))
+        object.__setattr__(self, "_images", tuple(images))
         if self.unreadable == "skip":
             self._skip_unreadable()
+
+    @abc.abstractmethod
+    def _find(self) -> tuple[tuple[str, ...], Sequence[EncodedImage]]:
+        """Return the names of the classes, and all images in an order of names only."""
 
     def _problems(self) -> list[Problem]:
         """Return invalid fields, and a missing Pillow."""
@@ -144,15 +158,15 @@ class ImageFolder:
         """Keep the readable files, and the problems of the others."""
         readable = []
         skipped = []
-        for file, error in zip(self._files, self._errors(), strict=True):
+        for image, error in zip(self._images, self._errors(), strict=True):
             if error is None:
-                readable.append(file)
+                readable.append(image)
             else:
                 skipped.append(error)
         object.__setattr__(self, "skipped", tuple(skipped))
         if not readable:
             raise DataError("no image can be read:", first_of(self.skipped))
-        object.__setattr__(self, "_files", tuple(readable))
+        object.__setattr__(self, "_images", tuple(readable))
 
     @property
     def sequence(self) -> int:
@@ -160,16 +174,13 @@ class ImageFolder:
         return 1
 
     def __len__(self) -> int:
-        return len(self._files) * self.views
+        return len(self._images) * self.views
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 in hex of names, sizes and labels of files, and of fields that affect rows."""
-        root = Path(self.folder).expanduser()
         fields = ("size", "classes", "crop", "min_area", "views", "seed", "pixels")
-        files = []
-        for path, label in self._files:
-            files.append((path.relative_to(root).as_posix(), path.stat().st_size, label))
+        files = [(*image.key, image.label) for image in self._images]
         settings = {name: getattr(self, name) for name in fields}
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
@@ -177,7 +188,7 @@ class ImageFolder:
         """Read all images, and raise a DataError with the unreadable ones."""
         problems = [error for error in self._errors() if error is not None]
         if problems:
-            title = f"{len(problems):,} of {len(self._files):,} images cannot be read:"
+            title = f"{len(problems):,} of {len(self._images):,} images cannot be read:"
             raise DataError(title, first_of(problems))
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -187,10 +198,13 @@ class ImageFolder:
         pixels = np.zeros((len(indices), self.size, self.size, 3), np.uint8)
         labels = np.zeros(len(indices), np.int32)
         problems = []
-        for row, index in enumerate(indices.tolist()):
-            path, labels[row] = self._files[index // self.views]
+        # In the order of the files, since a table is read by groups of rows.
+        for row in np.argsort(indices, kind="stable").tolist():
+            index = int(indices[row])
+            image = self._images[index // self.views]
+            labels[row] = image.label
             try:
-                pixels[row] = self._crop(_read_image(path), index)
+                pixels[row] = self._crop(_decode(image), index)
             except _UnreadableError as error:
                 problems.append(error.problem)
         if problems:
@@ -219,15 +233,66 @@ class ImageFolder:
     def _errors(self) -> list[Problem | None]:
         """Return for each file why it cannot be read, or None."""
 
-        def error(file: tuple[Path, int]) -> Problem | None:
+        def error(image: EncodedImage) -> Problem | None:
             try:
-                _read_image(file[0])
+                _decode(image)
             except _UnreadableError as error:
                 return error.problem
             return None
 
         with ThreadPoolExecutor(self.threads) as pool:
-            return list(pool.map(error, self._files))
+            return list(pool.map(error, self._images))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ImageFile:
+    """Image in a folder; `name` is the path inside of it."""
+
+    path: Path
+    name: str
+    label: int
+
+    @property
+    def where(self) -> str:
+        return str(self.path)
+
+    @property
+    def key(self) -> tuple[str | int, ...]:
+        return self.name, self.path.stat().st_size
+
+    def open(self) -> Path:
+        return self.path
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImageFolder(Images):
+    """Images of a folder with a sub-folder for each class.
+
+    Classes are numbered by the alphabetical order of their sub-folders. The other arguments are
+    those of `Images`.
+
+    Args:
+        folder: The folder; images may be in sub-folders of a class.
+    """
+
+    folder: str | Path
+
+    def _find(self) -> tuple[tuple[str, ...], list[_ImageFile]]:
+        root = Path(self.folder).expanduser()
+        found = _class_folders(root)
+        classes = self.classes or tuple(found)
+        problems = []
+        for name in sorted(found.keys() - set(classes)):
+            fix = did_you_mean(name, classes)
+            problems.append(Problem(str(root / name), "is not a class", fix=fix))
+        if problems:
+            raise DataError("invalid images:", first_of(problems))
+        images = []
+        for name, paths in found.items():
+            label = classes.index(name)
+            for path in paths:
+                images.append(_ImageFile(path, path.relative_to(root).as_posix(), label))
+        return classes, images
 
 
 class _UnreadableError(Exception):
@@ -291,7 +356,7 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES.split() and is_visible and path.is_file()
 
 
-def _read_image(path: Path) -> "PIL.Image.Image":
+def _decode(image: EncodedImage) -> "PIL.Image.Image":
     """Return an image in RGB."""
     import PIL.Image
     import PIL.ImageOps
@@ -306,14 +371,14 @@ def _read_image(path: Path) -> "PIL.Image.Image":
         PIL.Image.DecompressionBombError,
     )
     try:
-        with PIL.Image.open(path, formats=_FORMATS) as image:
-            if image.mode.startswith(("I", "F")):
+        with PIL.Image.open(image.open(), formats=_FORMATS) as found:
+            if found.mode.startswith(("I", "F")):
                 raise ValueError(
-                    f"more than 8 bits a channel (mode {image.mode}), which would be clipped"
+                    f"more than 8 bits a channel (mode {found.mode}), which would be clipped"
                 )
-            return PIL.ImageOps.exif_transpose(image).convert("RGB")
+            return PIL.ImageOps.exif_transpose(found).convert("RGB")
     except errors as error:
-        raise _UnreadableError(Problem(str(path), "cannot be read", str(error), _FIX)) from error
+        raise _UnreadableError(Problem(image.where, "cannot be read", str(error), _FIX)) from error
 
 
 def _center_box(size: tuple[int, int]) -> tuple[float, float, float, float]:

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd.data.corpus import Corpus, make_corpus
+from spmd.data.hub import source_problems
 from spmd.data.mixture import MixtureSource, mixture_problems
 from spmd.data.packing import PackedDocuments
 from spmd.data.sampler import RandomAccessDataset, Sampler, ShuffledSampler
@@ -49,8 +50,8 @@ class DataConfig:
     """Data configuration: source, tokenizer and batch shape."""
 
     source: tuple[str, ...] = _DEFAULT_SOURCE
-    """Files of text, JSON lines, Parquet or Arrow, folders or globs; "stdlib" is Python's own
-    source."""
+    """Files of text, JSON, Parquet or Arrow, also compressed (.gz, .zst), folders or globs;
+    "stdlib" is Python's own source."""
     mixture: tuple[str, ...] = ()
     """Sets to train on in place of source, NAME=WEIGHT:SOURCE or NAME=WEIGHT,epochs=N:SOURCE,
     with a weight above 0 and at most N passes over the set's training text: code=0.7:src
@@ -58,7 +59,7 @@ class DataConfig:
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json."""
     text_field: str = "text"
-    """Field of JSON lines, or column of Parquet and Arrow files, that holds the text."""
+    """Field of rows of JSON, or column of Parquet and Arrow files, that holds the text."""
     sequence: int = 256
     """Tokens per sequence."""
     packing: Packing = "auto"
@@ -94,8 +95,10 @@ class DataConfig:
         if not self.source or not all(self.source):
             what = f"is {self.source!r}"
             problems.append(Problem("data.source", what, fix="name a file or folder"))
-        for field in ("source", "mixture", "tokenizer", "cache"):
+        for field in ("tokenizer", "cache"):
             problems += check_local(f"data.{field}", getattr(self, field))
+        for field in ("source", "mixture"):
+            problems += source_problems(f"data.{field}", getattr(self, field))
         problems += mixture_problems(self.mixture)
         if self.mixture and self.source != _DEFAULT_SOURCE:
             fix = "leave one of them out, or name the source in the mixture"

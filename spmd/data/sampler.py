@@ -19,7 +19,7 @@ number of them."""
 
 
 class RandomAccessDataset(Protocol):
-    """Rows of batches: `Windows` or `PackedDocuments` of tokens, `ImageFolder`, or one's own."""
+    """Rows of batches: `Windows` or `PackedDocuments` of tokens, `Images`, or one's own."""
 
     @property
     def sequence(self) -> int:

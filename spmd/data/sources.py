@@ -10,17 +10,24 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from spmd.data.compression import content_suffix
+from spmd.data.file_formats import ROW_SUFFIXES, TABLES, FileFormat, detect_format
+from spmd.data.hub import download_fix
 from spmd.errors import DataError, Problem, nearest_file
 
 TEXT_SUFFIXES = " ".join(
     [
-        ".txt .md .rst .tex .html .jsonl .parquet .arrow .feather",
+        ".txt .md .rst .tex .html .jsonl .ndjson .parquet .arrow .feather",
         ".py .c .h .cpp .cu .rs .go .java .js .ts .jl .r .sh",
     ]
 )
-_ROW_SUFFIXES = frozenset({".jsonl", ".parquet", ".arrow", ".feather"})
 _DATASET_CARD = "README.md"  # of a folder of the Hugging Face Hub
-_EVALUATION_SPLIT = re.compile(r"(test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
+_DESCRIPTIONS = frozenset({"dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
+"""Files of JSON that the `datasets` library writes beside data."""
+_EVALUATION_SPLIT = re.compile(
+    r"(?:^|[-.])(test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE
+)
+_SHARD_NUMBER = re.compile(r"([-._]\d|\d{3}).*")  # to the end of a name
 
 # Folders of a Python installation that hold tests or differ between machines.
 _NOT_STDLIB = frozenset(
@@ -28,9 +35,12 @@ _NOT_STDLIB = frozenset(
 )
 
 
+_NAMED = {".jsonl": FileFormat.JSON_LINES, **TABLES}
+
+
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-    """A file to read: its path, its key, and the SHA-256 of its bytes.
+    """A file to read: its path, its key, the SHA-256 of its bytes, and its format.
 
     The key is a name; the split of the file's documents depends on it.
     """
@@ -38,6 +48,18 @@ class SourceFile:
     path: Path
     key: str
     digest: str
+    format: FileFormat
+
+    @property
+    def content_key(self) -> tuple[str, ...]:
+        """Digest, and the format unless the last suffix says it, for the keys of caches.
+
+        Earlier versions took any other file for text, so their caches must not be found for these.
+        """
+        named = _NAMED.get(self.path.suffix.lower(), FileFormat.TEXT)
+        if self.format is named:
+            return (self.digest,)
+        return (self.digest, self.format.value)
 
 
 def find_files(source: Iterable[str]) -> list[SourceFile]:
@@ -45,14 +67,16 @@ def find_files(source: Iterable[str]) -> list[SourceFile]:
 
     Args:
         source: Files, folders, globs or "stdlib" (Python's own source). A folder is searched for
-            visible files with `TEXT_SUFFIXES`; files with other suffixes must be named or matched
-            by a glob. Of a folder that the `datasets` library saved, the files that it lists are
-            read; a README.md at the top of a folder with tables or JSON lines describes them, and
-            is not. A folder of which only some files are a test or validation split is refused: the
-            files to read must be named.
+            visible files with `TEXT_SUFFIXES`, also compressed ones; files with other suffixes must
+            be named or matched by a glob, but `.json` is read in a folder without other text. Of a
+            folder that the `datasets` library saved, the files that it lists are read; a README.md
+            at the top of a folder with tables or rows of JSON describes them, and is not. A folder
+            of which only some files are a test or validation split is refused: the files to read
+            must be named.
 
     Raises:
-        DataError: A source does not exist, holds no text files or cannot be read.
+        DataError: A source does not exist, holds no text files or cannot be read, or the name of a
+            file contradicts its content.
     """
     problems: list[Problem] = []
     paths: dict[Path, tuple[Path, str]] = {}
@@ -63,7 +87,9 @@ def find_files(source: Iterable[str]) -> list[SourceFile]:
     files = []
     for path, key in paths.values():
         try:
-            files.append(SourceFile(path, key, file_digest(path)))
+            files.append(SourceFile(path, key, file_digest(path), detect_format(path)))
+        except DataError as error:
+            problems += error.problems
         except OSError as error:
             problems.append(Problem(str(path), "cannot be read", str(error)))
     if problems:
@@ -95,7 +121,8 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
             root = root.parent
         found = list(map(Path, glob.glob(str(path), recursive=True)))
     else:
-        problems.append(Problem(entry, "does not exist", fix=nearest_file(path)))
+        fix = download_fix(entry) or nearest_file(path)
+        problems.append(Problem(entry, "does not exist", fix=fix))
         return []
     named = []
     for file in found:
@@ -122,15 +149,27 @@ def _folder_files(entry: str, root: Path, problems: list[Problem]) -> list[Path]
     """Return the visible files of text in a folder; add a problem if they mix splits."""
     suffixes = TEXT_SUFFIXES.split()
     found = []
+    json_files = []
     for path in _walk(root, lambda name: name.startswith(".")):
-        if not path.name.startswith(".") and path.suffix.lower() in suffixes:
+        suffix = content_suffix(path)
+        if path.name.startswith("."):
+            continue
+        if suffix in suffixes:
             found.append(path)
+        elif suffix == ".json" and path.name not in _DESCRIPTIONS:
+            json_files.append(path)
     card = root / _DATASET_CARD
-    if card in found and any(path.suffix.lower() in _ROW_SUFFIXES for path in found):
+    # Beside other files, JSON is a description of them, or of a program.
+    if json_files and found in ([], [card]):
+        found += json_files
+    if card in found and any(content_suffix(path) in ROW_SUFFIXES for path in found):
         found.remove(card)
     found = _saved_files(found, problems)
-    names = sorted(path.relative_to(root) for path in found)
-    problems += _mixed_splits(entry, names)
+    names = []
+    for path in sorted(found):
+        if content_suffix(path) in ROW_SUFFIXES:
+            names.append(path.relative_to(root))
+    problems += mixed_splits(entry, names, "--data.source ")
     return found
 
 
@@ -182,20 +221,23 @@ def is_split(name: str) -> bool:
     """Return whether a file or folder has the name of a test or validation split.
 
     Example:
-        >>> names = ("test-00000-of-00001.parquet", "validation", "train", "testing")
+        >>> names = ("test-00000-of-00001.parquet", "c4-validation.00000.json", "train", "testing")
         >>> [is_split(name) for name in names]
         [True, True, False, False]
     """
-    return _EVALUATION_SPLIT.match(name) is not None
+    return _EVALUATION_SPLIT.search(name) is not None
 
 
-def _mixed_splits(entry: str, names: list[Path]) -> list[Problem]:
-    """Return a problem if some files of a folder, but not all, are a split for evaluation."""
+def mixed_splits(entry: str, names: Iterable[Path], argument: str = "") -> list[Problem]:
+    """Return a problem if some files of a folder, but not all, are a split for evaluation.
+
+    Args:
+        names: Paths in the folder, in order.
+        argument: What to write before the name of the files to train on.
+    """
     held_out: list[Path] = []
     others: list[Path] = []
     for name in names:
-        if name.suffix.lower() not in _ROW_SUFFIXES:
-            continue
         if any(map(is_split, name.parts)):
             held_out.append(name)
         else:
@@ -207,9 +249,9 @@ def _mixed_splits(entry: str, names: list[Path]) -> list[Problem]:
     if one.parts[0] != other.parts[0] and len(one.parts) > 1:
         named = Path(entry, one.parts[0])
     else:
-        named = Path(entry, one.parent, re.sub(r"[^A-Za-z_].*", "*", one.stem) + one.suffix)
+        named = Path(entry, one.parent, _SHARD_NUMBER.sub("*", one.stem) + one.suffix)
     what = "holds splits for training and for evaluation"
-    fix = f"name what to train on: --data.source '{named}'"
+    fix = f"name what to train on: {argument}'{named}'"
     return [Problem(entry, what, f"{other} beside {one}", fix)]
 
 

@@ -16,12 +16,15 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from spmd.data.compression import open_content
 from spmd.data.documents import Documents
+from spmd.data.file_formats import MAX_LINE_BYTES, FileFormat
 from spmd.data.sources import SourceFile
-from spmd.data.text_files import MAX_LINE_BYTES, parse_json_lines
+from spmd.data.text_files import text_rows
 from spmd.data.tokenizer import Tokenizer, document_ids, id_dtype
 from spmd.errors import DataError, Problem, first_of
 
@@ -29,12 +32,16 @@ MOST_BYTES = 2**23
 LEAST_BYTES = 2**16
 _BLOCKS = 256
 """Blocks that a text is cut into, as far as the limits of their bytes allow."""
+_SKIPPED_AT_ONCE = 2**20
 _LAYOUT = 1  # version of the cached files
 
 
 @dataclasses.dataclass(frozen=True)
 class LineRange:
-    """Part of a file of JSON lines: first byte, size, number of the first line, and SHA-256."""
+    """Part of a file of JSON lines: first byte, size, number of the first line, and SHA-256.
+
+    Bytes are those of the decompressed content.
+    """
 
     file: SourceFile
     begin: int
@@ -57,11 +64,11 @@ class TextBlock:
         digests = []
         for part in self.parts:
             if isinstance(part, LineRange):
-                path = part.file.path
+                suffixes.append(".jsonl")
+                digests.append(part.digest)
             else:
-                path = part.path
-            suffixes.append(path.suffix.lower())
-            digests.append(part.digest)
+                suffixes.append(part.path.suffix.lower())
+                digests += part.content_key
         return _hash(suffixes + digests)
 
 
@@ -69,15 +76,22 @@ def cut_blocks(files: Sequence[SourceFile]) -> list[TextBlock]:
     """Return the blocks of files, each document in one.
 
     The order depends on names and bytes alone.
+
+    Raises:
+        DataError: Compressed files are damaged or truncated.
     """
     sizes = {file.key: file.path.stat().st_size for file in files}
     size = min(max(sum(sizes.values()) // _BLOCKS, LEAST_BYTES), MOST_BYTES)
     blocks: list[TextBlock] = []
+    problems: list[Problem] = []
     group: list[SourceFile] = []
     held = 0  # bytes of the group
     for file in sorted(files, key=lambda file: _hash(file.key)):
-        if sizes[file.key] > size and file.path.suffix.lower() == ".jsonl":
-            blocks += [TextBlock((each,), each.size) for each in _line_ranges(file, size)]
+        if sizes[file.key] > size and file.format is FileFormat.JSON_LINES:
+            try:
+                blocks += [TextBlock((each,), each.size) for each in _line_ranges(file, size)]
+            except OSError as error:
+                problems.append(Problem(str(file.path), "cannot be read", str(error)))
             continue
         group.append(file)
         held += sizes[file.key]
@@ -87,12 +101,14 @@ def cut_blocks(files: Sequence[SourceFile]) -> list[TextBlock]:
             held = 0
     if held:
         blocks.append(TextBlock(tuple(group), held))
+    if problems:
+        raise DataError("invalid text:", first_of(problems))
     return blocks
 
 
 def _line_ranges(file: SourceFile, size: int) -> Iterator[LineRange]:
     """Cut a file at the first end of a line, `size` bytes or more after the last cut."""
-    with file.path.open("rb") as content:
+    with open_content(file.path) as content:
         begin = 0
         line = 1
         while piece := content.read(size):
@@ -210,8 +226,8 @@ def _texts_of_files(
 def _texts_of_range(part: LineRange, text_field: str, problems: list[Problem]) -> Iterator[str]:
     path = part.file.path
     try:
-        with path.open("rb") as content:
-            content.seek(part.begin)
+        with open_content(path) as content:
+            _go_to(content, part.begin)
             raw = content.read(part.size)
     except OSError as error:
         problems.append(Problem(str(path), "cannot be read", str(error)))
@@ -221,9 +237,18 @@ def _texts_of_range(part: LineRange, text_field: str, problems: list[Problem]) -
         problems.append(Problem(str(path), "changed while it was read", fix=fix))
         return
     numbered = enumerate(io.BytesIO(raw), start=part.line)
-    for _, text in parse_json_lines(numbered, path, text_field, problems.append):
+    for _, text in text_rows(path, text_field, problems.append).read_lines(numbered):
         if text is not None and text.strip():
             yield text
+
+
+def _go_to(content: BinaryIO, begin: int) -> None:
+    """Go to a byte; of a compressed file all before it is decompressed, as it has no index."""
+    if content.seekable():
+        content.seek(begin)
+        return
+    while begin:
+        begin -= len(content.read(min(begin, _SKIPPED_AT_ONCE)))
 
 
 @contextlib.contextmanager

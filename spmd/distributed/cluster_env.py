@@ -1,7 +1,6 @@
-"""Process groups from the environment variables of Slurm, Open MPI, TPU pods and Kubernetes.
+"""Process group of this run, from the launcher's environment variables and the command line.
 
-`detect_process_group` merges the cluster's variables with the command line, and reports every
-contradiction.
+`detect_process_group` merges both, and reports every contradiction.
 
 JAX's own detection is not used: it takes a batch script for one of its tasks, gives each task of
 Slurm and Open MPI a single GPU, and names the coordinator only after it could not be reached.
@@ -9,17 +8,19 @@ Slurm and Open MPI a single GPU, and names the coordinator only after it could n
 
 import dataclasses
 import re
-import zlib
-from collections.abc import Callable, Mapping
 
 from spmd.distributed.accelerators import PLATFORMS
+from spmd.distributed.launchers import LAUNCHERS, Environment, Launcher, ProcessGroup, read_tpu
+from spmd.distributed.metadata_server import MetadataError, MetadataServer, has_tpu, slice_variables
 from spmd.errors import ConfigError, Problem, check_fields
 
-Environment = Mapping[str, str]
+TPU_VM = "tpu-vm"
+"""Name of the metadata server of Google's virtual machines, as a launcher."""
 
-_FIRST_PORT, _PORTS = 61440, 4096  # above Linux's ephemeral ports, which outgoing connections get
-_TPU_PORT = 8482
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[^\[\]:\s]+):(?P<port>\d{1,5})")
+_NUMERIC = re.compile(r"[\d.]+|\[.*\]")
+# These say that a machine with TPU chips is no part of a slice that has a metadata server.
+_TPU_ELSEWHERE = ("TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +34,14 @@ class LaunchArgs:
     process_id: int | None = None
     """Number of this process, from 0."""
     cluster: str = "auto"
-    """Cluster that started the processes: openmpi, slurm, tpu, kubernetes, auto to detect it,
-    none to ignore it."""
-    heartbeat: int = 30
-    """Seconds without a heartbeat after which a process counts as dead, and the others stop."""
+    """Launcher that started the processes: torchrun, openmpi, mpich, pmi, pals, slurm, tpu,
+    tpu-vm, skypilot, sagemaker, kubernetes, auto to detect it, none to ignore it."""
+    coordinator_suffix: str = ""
+    """Suffix of the name of process 0's host in the network to use, if the launcher names the host,
+    such as i for node1i."""
+    heartbeat: int = 100
+    """Seconds without an answer of a machine after which its processes count as gone, and the
+    others stop."""
     start_timeout: int = 300
     """Seconds in which all processes must have connected."""
     platform: str = ""
@@ -48,7 +53,7 @@ class LaunchArgs:
     def problems(self) -> list[Problem]:
         """Return a problem for each flag with an invalid value, in any environment."""
         rules = {
-            "cluster": ["auto", "none", *CLUSTERS],
+            "cluster": ["auto", "none", *LAUNCHERS, TPU_VM],
             "process_id": "at least 0",
             "processes": "at least 1",
             "heartbeat": "at least 1",
@@ -58,115 +63,10 @@ class LaunchArgs:
         }
         return check_fields(self, rules)
 
-
-@dataclasses.dataclass(frozen=True)
-class ProcessGroup:
-    """Processes of one run, and the number of this one.
-
-    Attributes:
-        processes: 2 or more; as a cluster says it, also 1, or None if the cluster does not know.
-        coordinator: HOST:PORT where process 0 listens; empty if a cluster does not know.
-        source: `--coordinator`, or the name of the cluster that says it.
-        is_local: All processes are known to be on one machine.
-    """
-
-    processes: int | None
-    process_id: int
-    coordinator: str
-    source: str
-    is_local: bool = False
-
-
-def job_port(*numbers: str) -> int:
-    """Derive a port from the numbers of a job and its step, so that all processes agree on it.
-
-    Example:
-        >>> job_port("1234", "0") == job_port("1234", "0") != job_port("1235", "0")
-        True
-        >>> 61440 <= job_port("1234", "0") <= 65535
-        True
-    """
-    return _FIRST_PORT + zlib.crc32(".".join(numbers).encode()) % _PORTS
-
-
-def first_host(nodes: str) -> str:
-    """Return the first name of a node list of Slurm.
-
-    Example:
-        >>> first_host("node7"), first_host("gpu[003-010,012]-ib,login1"), first_host("a1,b[2-3]")
-        ('node7', 'gpu003-ib', 'a1')
-    """
-    match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\])?([^\[,]*)", nodes)
-    if match is None:
-        return nodes
-    prefix, number, suffix = match.groups(default="")
-    return prefix + number + suffix
-
-
-def _openmpi(env: Environment) -> ProcessGroup:
-    processes = env["OMPI_COMM_WORLD_SIZE"]
-    process_id = env["OMPI_COMM_WORLD_RANK"]
-    is_local = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == processes
-    host = "127.0.0.1"
-    if not is_local:
-        host = _host_of_mpirun(env)
-    coordinator = ""
-    if host:
-        port = job_port(env.get("PMIX_NAMESPACE", ""))
-        coordinator = f"{host}:{port}"
-    return ProcessGroup(int(processes), int(process_id), coordinator, "openmpi", is_local)
-
-
-def _host_of_mpirun(env: Environment) -> str:
-    """Return the machine of mpirun, empty if unknown.
-
-    Process 0 is there, unless the host file says otherwise. Open MPI 5 does not name that machine.
-    """
-    tcp = re.search(r"tcp://([^,:;]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
-    if tcp is None:
-        return ""
-    return tcp[1]
-
-
-def _slurm(env: Environment) -> ProcessGroup:
-    port = job_port(env["SLURM_JOB_ID"], env.get("SLURM_STEP_ID", ""))
-    host = first_host(env["SLURM_STEP_NODELIST"])
-    is_local = env.get("SLURM_STEP_NUM_NODES") == "1"
-    processes = int(env["SLURM_STEP_NUM_TASKS"])
-    process_id = int(env["SLURM_PROCID"])
-    return ProcessGroup(processes, process_id, f"{host}:{port}", "slurm", is_local)
-
-
-def _tpu(env: Environment) -> ProcessGroup:
-    hosts = env["TPU_WORKER_HOSTNAMES"].split(",")
-    this_slice = int(env.get("MEGASCALE_SLICE_ID") or 0)
-    process_id = this_slice * len(hosts) + int(env["TPU_WORKER_ID"])
-    address = env.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]
-    host = address.split(":")[0]
-    slices = int(env.get("MEGASCALE_NUM_SLICES") or 1)
-    return ProcessGroup(len(hosts) * slices, process_id, f"{host}:{_TPU_PORT}", "tpu")
-
-
-def _kubernetes(env: Environment) -> ProcessGroup:
-    return ProcessGroup(None, int(env["JOB_COMPLETION_INDEX"]), "", "kubernetes")
-
-
-CLUSTERS: Mapping[str, tuple[tuple[str, ...], Callable[[Environment], ProcessGroup]]] = {
-    "openmpi": (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), _openmpi),
-    # A batch script has no step, and a shell in an allocation is a step of one task.
-    "slurm": (
-        ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-        _slurm,
-    ),
-    # One or several slices of several hosts on Google Kubernetes Engine.
-    "tpu": (("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"), _tpu),
-    # A pod of an indexed Job knows its index only.
-    "kubernetes": (("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"), _kubernetes),
-}
-"""Name of a cluster → variables that it sets for each process, and the function that reads them.
-
-Inner ones come first, such as mpirun in a Slurm job: the first that started several processes
-counts."""
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the flags alone say where the processes meet."""
+        return None not in (self.processes, self.process_id) and bool(self.coordinator)
 
 
 def detect_process_group(launch_args: LaunchArgs, environment: Environment) -> ProcessGroup | None:
@@ -175,43 +75,152 @@ def detect_process_group(launch_args: LaunchArgs, environment: Environment) -> P
     Flags and cluster complete each other, and must not contradict each other.
     """
     problems = launch_args.problems()
-    group: ProcessGroup | None = None
-    seen = ""
+    found: list[tuple[ProcessGroup, str]] = []
     try:
-        group, seen = _read_cluster(launch_args.cluster, environment)
+        found = _read_launchers(launch_args.cluster, environment)
     except ValueError as error:
-        what = f"an environment variable is not a number: {error}"
+        what = f"an environment variable is invalid: {error}"
         fix = "correct the variable, or --cluster none to ignore it"
         problems.append(Problem("cluster", what, fix=fix))
+    if not found and not problems and _asks_metadata(launch_args, environment):
+        found = _read_metadata(environment)
+    group, seen = None, ""
     completed = launch_args
-    if group:
+    if found:
+        problems += _conflicts(found)
+        group, seen = _chosen(found)
         problems += _contradictions(launch_args, group, seen)
+        group, more = _with_suffix(group, launch_args)
+        problems += more
         completed = _complete(launch_args, group)
-    elif launch_args.cluster in CLUSTERS:
-        problems.append(_not_started_by(launch_args.cluster))
+    else:
+        problems += _unused(launch_args)
     problems += _incomplete(completed, seen)
     if problems:
         raise ConfigError("Invalid process group:", problems)
     processes, process_id = completed.processes, completed.process_id
     if processes is None or process_id is None or processes == 1:
         return None
-    if launch_args.coordinator or not group:
+    if group is None:
         return ProcessGroup(processes, process_id, completed.coordinator, "--coordinator")
+    if launch_args.coordinator:
+        group = dataclasses.replace(
+            group, coordinator=launch_args.coordinator, source="--coordinator"
+        )
     return dataclasses.replace(group, processes=processes, process_id=process_id)
 
 
-def _read_cluster(cluster: str, environment: Environment) -> tuple[ProcessGroup | None, str]:
-    """Return the group, and its variables with their values."""
-    for name, (variables, read) in CLUSTERS.items():
+def _read_launchers(cluster: str, environment: Environment) -> list[tuple[ProcessGroup, str]]:
+    """Return the group of each launcher, with its variables, the innermost launcher first."""
+    found: list[tuple[ProcessGroup, str]] = []
+    for name, launcher in LAUNCHERS.items():
         if cluster not in ("auto", name):
             continue
-        if not all(map(environment.get, variables)):
+        if not all(map(environment.get, launcher.variables)):
             continue
-        group = read(environment)
+        group = launcher.read(environment)
         if group.processes != 1:
-            seen = [f"{variable}={environment[variable]}" for variable in variables]
-            return group, ", ".join(seen)
-    return None, ""
+            found.append((group, _seen(launcher, environment)))
+    return found
+
+
+def _seen(launcher: Launcher, environment: Environment) -> str:
+    return ", ".join(f"{name}={environment[name]}" for name in launcher.variables)
+
+
+def _conflicts(found: list[tuple[ProcessGroup, str]]) -> list[Problem]:
+    """Return a problem for each outer launcher in contradiction to the innermost."""
+    inner, seen = found[0]
+    problems: list[Problem] = []
+    if len(found) == 1 or LAUNCHERS[inner.source].has_daemons:
+        return problems
+    for outer, seen_of_outer in found[1:]:
+        if outer.processes is None or _agree(inner, outer) or inner.agents == outer.processes:
+            continue
+        what = f"{inner.source} and {outer.source} contradict each other: "
+        what += f"process {inner.process_id} of {inner.processes}, "
+        what += f"process {outer.process_id} of {outer.processes}"
+        fix = f"--cluster {inner.source} or --cluster {outer.source}, "
+        fix += "or unset the variables of the other"
+        problems.append(Problem("cluster", what, f"{seen}; {seen_of_outer}", fix))
+    return problems
+
+
+def _agree(one: ProcessGroup, other: ProcessGroup) -> bool:
+    return (one.processes, one.process_id) == (other.processes, other.process_id)
+
+
+def _chosen(found: list[tuple[ProcessGroup, str]]) -> tuple[ProcessGroup, str]:
+    """Return the innermost launcher, or an agreeing outer one with the address of process 0.
+
+    Slurm sets variables of MPI as well, and knows the nodes of its step.
+    """
+    chosen = found[0]
+    if len(found) == 1 or LAUNCHERS[chosen[0].source].has_daemons:
+        return chosen
+    for group, seen in found[1:]:
+        if _agree(group, chosen[0]) and group.coordinator:
+            chosen = group, seen
+    return chosen
+
+
+def _asks_metadata(launch_args: LaunchArgs, environment: Environment) -> bool:
+    """Return whether to ask for the hosts of a TPU slice: no variable has them."""
+    if launch_args.cluster == TPU_VM:
+        return True
+    if launch_args.cluster != "auto" or launch_args.is_complete:
+        return False
+    return has_tpu() and not any(map(environment.get, _TPU_ELSEWHERE))
+
+
+def _read_metadata(environment: Environment) -> list[tuple[ProcessGroup, str]]:
+    """Return the group of the hosts of this TPU slice, or of several; nothing for one host."""
+    server = MetadataServer.of(environment)
+    try:
+        variables = slice_variables(server, environment)
+        if not variables:
+            return []
+        group = read_tpu(variables, TPU_VM)
+    except (MetadataError, ValueError) as error:
+        what = f"the metadata server {server.host} of this TPU VM {error}"
+        fix = "--cluster none for a process that trains alone, or give --coordinator HOST:PORT, "
+        fix += "--processes N and --process-id I"
+        problem = Problem("cluster", what, fix=fix)
+        raise ConfigError("Invalid process group:", [problem]) from error
+    if group.processes == 1:
+        return []
+    return [(group, ", ".join(f"{name}={value}" for name, value in variables.items()))]
+
+
+def _with_suffix(
+    group: ProcessGroup, launch_args: LaunchArgs
+) -> tuple[ProcessGroup, list[Problem]]:
+    """Append the suffix to the name of process 0's host, before its domain."""
+    suffix = launch_args.coordinator_suffix
+    if not suffix or group.is_local:  # one machine needs no network
+        return group, []
+    host, _, port = group.coordinator.rpartition(":")
+    if launch_args.coordinator or not host or _NUMERIC.fullmatch(host):
+        named = launch_args.coordinator or group.coordinator or "no host"
+        what = f"is {suffix!r}, and {named} has no name of a launcher that could end in it"
+        fix = "give the whole address as --coordinator HOST:PORT"
+        return group, [Problem("coordinator_suffix", what, fix=fix)]
+    name, dot, domain = host.partition(".")
+    coordinator = f"{name}{suffix}{dot}{domain}:{port}"
+    return dataclasses.replace(group, coordinator=coordinator), []
+
+
+def _unused(launch_args: LaunchArgs) -> list[Problem]:
+    """Return a problem for each flag about a launcher, where there is none."""
+    problems: list[Problem] = []
+    if launch_args.cluster in (*LAUNCHERS, TPU_VM):
+        problems.append(_not_started_by(launch_args.cluster))
+    elif launch_args.coordinator_suffix and launch_args.coordinator:
+        fix = "add the suffix to the host of --coordinator"
+        problems.append(
+            Problem("coordinator_suffix", "is for hosts that a launcher names", fix=fix)
+        )
+    return problems
 
 
 def _contradictions(launch_args: LaunchArgs, group: ProcessGroup, seen: str) -> list[Problem]:
@@ -242,9 +251,12 @@ def _complete(launch_args: LaunchArgs, group: ProcessGroup) -> LaunchArgs:
 
 
 def _not_started_by(cluster: str) -> Problem:
-    variables, _ = CLUSTERS[cluster]
     what = f"{cluster} did not start this process with others"
-    fix = f"{', '.join(variables)} must be set, for several processes; or --cluster auto"
+    if cluster == TPU_VM:
+        what = "this machine is not one of several hosts of a TPU slice, says the metadata server"
+        return Problem("cluster", what, fix="--cluster auto")
+    variables = ", ".join(LAUNCHERS[cluster].variables)
+    fix = f"{variables} must be set, for several processes; or --cluster auto"
     return Problem("cluster", what, fix=fix)
 
 

@@ -3,16 +3,13 @@
 Only this module and `spmd.testing` read or write environment variables.
 """
 
-import errno
 import functools
 import importlib.util
 import logging
 import os
 import re
-import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -20,12 +17,14 @@ from typing import NoReturn
 import jax
 
 from spmd.distributed.accelerators import Machine, device_problems, start_problems
-from spmd.distributed.cluster_env import (
-    LaunchArgs,
-    ProcessGroup,
-    detect_process_group,
-    split_address,
-)
+from spmd.distributed.busy_tpu import busy_tpu_error
+from spmd.distributed.cluster_env import LaunchArgs, detect_process_group, split_address
+from spmd.distributed.coordinator import connection_error, meet, name_address
+from spmd.distributed.gpu_memory import DEFAULT_FRACTION, FRACTION_VARIABLE, read_fraction
+from spmd.distributed.gpu_share import local_device_ids, visible_gpus
+from spmd.distributed.launchers import ProcessGroup
+from spmd.distributed.liveness import Liveness
+from spmd.distributed.metadata_server import MetadataServer, on_compute_engine
 from spmd.distributed.native_output import compiler_log, separate_stdout
 from spmd.errors import ConfigError, Problem, print_traceback
 from spmd.sharding.mesh import simulate_devices
@@ -52,24 +51,27 @@ _TPU_COMPILER_VARIABLES = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOA
 # By default the GPU compiler autotunes kernels on a GPU, and here is none.
 _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 
+# Prefixes of the variables with an effect on collectives and memory.
+_NETWORK_VARIABLES = (
+    *("NCCL_", "RCCL_", "FI_", "UCX_", "GLOO_", "MEGASCALE_", "LIBTPU_"),
+    *("XLA_PYTHON_CLIENT_", "XLA_CLIENT_"),
+)
+
 # Lines of libtpu, but not JAX's own about a TPU.
 _LIBTPU = re.compile(r"^(?!.*xla_bridge).*(TPU|libtpu|InitGoogle|Source Location Trace|/tfrc/)")
 
 _ERROR = re.compile(r"\w*Error: ")
 
-_BIND_FIXES = {
-    errno.EADDRNOTAVAIL: (
-        "start process 0 on that machine, or give --coordinator HOST:PORT of this one"
-    ),
-    errno.EADDRINUSE: ("give --coordinator another port, or stop the program that uses this one"),
-}
-
 # gRPC reads the first of each group that is set.
 _PROXY = ("grpc_proxy", "https_proxy", "http_proxy")
 _NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
-# The name of a Kubernetes pod is published some seconds after the pod starts.
-_DNS_TIMEOUT = 60
+# JAX takes a process for dead that sends no heartbeat, as one that compiles or pins memory on a busy
+# machine; `Liveness` finds those that are gone much earlier.
+_JAX_HEARTBEAT = 600
+# JAX connects in seconds once all processes are there.
+_JAX_START = 120
+
 # A process that has finished waits this long for the others: process 0 may still be writing a
 # checkpoint.
 _SHUTDOWN_TIMEOUT = 300
@@ -97,8 +99,10 @@ def initialize(
         if _CPU_TIMEOUT.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             _add_xla_flag(_CPU_TIMEOUT)
         simulate_devices(devices)
+    elif not target_platform:
+        _take_gpu_memory()
     if group:
-        _connect(group, launch_args)
+        _connect(group, launch_args, simulated=bool(devices))
     log = _start_backends(launch_args)
     if not target_platform:
         _check_accelerators(devices, launch_args, log)
@@ -126,6 +130,20 @@ def prepare_platform(target_platform: str) -> None:
     for name, value in _TPU_COMPILER_VARIABLES.items():
         os.environ.setdefault(name, value)
     _add_xla_flag(_NO_AUTOTUNING)
+
+
+def gpu_memory_fraction() -> float:
+    """Return JAX's share of each GPU's memory: the user's, or the default."""
+    fraction = read_fraction(os.environ)
+    if fraction is None:
+        fraction = DEFAULT_FRACTION
+    return fraction
+
+
+def _take_gpu_memory() -> None:
+    """Set JAX's share of GPU memory to the one of plans; a variable of the user stays."""
+    if read_fraction(os.environ) is None:
+        os.environ[FRACTION_VARIABLE] = str(DEFAULT_FRACTION)
 
 
 def _choose_platform(devices: int, platform: str) -> None:
@@ -212,6 +230,9 @@ def _start_backends(launch_args: LaunchArgs) -> list[str]:
             failure = error
     if failure is None:
         return log
+    busy = busy_tpu_error(str(failure))
+    if busy is not None:
+        raise busy from failure
     platforms = _configured_platforms()
     if launch_args.platform:
         platforms = [launch_args.platform]
@@ -234,6 +255,13 @@ def _print_log(log: list[str]) -> list[str]:
     return of_libtpu
 
 
+def metadata_server() -> MetadataServer | None:
+    """Return the metadata server of this machine, if it is one of Compute Engine."""
+    if not on_compute_engine(os.environ):
+        return None
+    return MetadataServer.of(os.environ)
+
+
 def _add_xla_flag(flag: str) -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
@@ -251,34 +279,39 @@ def exit_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _connect(group: ProcessGroup, launch_args: LaunchArgs) -> None:
+def _connect(group: ProcessGroup, launch_args: LaunchArgs, simulated: bool) -> None:
+    """Meet the other processes, and connect JAX to them."""
     _exempt_from_proxy(group.coordinator)
     separate_stdout()
     # The only collectives between CPU devices, real or simulated, of several processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    gpus = visible_gpus(os.environ)
+    if simulated:
+        gpus = ()
+    meeting, own_address = meet(group, launch_args.start_timeout, gpus)
+    device_ids = local_device_ids(group.process_id, meeting.reports, os.environ)
     # At its own timeout JAX aborts the process without an exception, so this timer fires before.
-    timer = threading.Timer(launch_args.start_timeout, _exit_at_timeout, (group, launch_args))
+    timer = threading.Timer(_JAX_START, _exit_at_timeout, (group,))
     timer.daemon = True
     timer.start()
-    own_address: str | None = None
     try:
-        if group.process_id == 0:
-            own_address = bind_address(group)
         jax.distributed.initialize(
             group.coordinator,
             group.processes,
             group.process_id,
+            local_device_ids=device_ids,
             cluster_detection_method="deactivate",
             coordinator_bind_address=own_address,
-            initialization_timeout=launch_args.start_timeout + 60,
-            heartbeat_timeout_seconds=launch_args.heartbeat,
+            initialization_timeout=2 * _JAX_START,
+            heartbeat_timeout_seconds=max(launch_args.heartbeat, _JAX_HEARTBEAT),
             shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
         )
     except jax.errors.JaxRuntimeError as error:
-        raise _connection_error(f"{_named(group)}: {str(error).splitlines()[0]}") from error
+        raise connection_error(f"{name_address(group)}: {str(error).splitlines()[0]}") from error
     finally:
         timer.cancel()
     sys.excepthook = _excepthook
+    Liveness(meeting, group.process_id, launch_args.heartbeat, EXIT_LOST).start()
 
 
 def _exempt_from_proxy(coordinator: str) -> None:
@@ -292,72 +325,12 @@ def _exempt_from_proxy(coordinator: str) -> None:
     os.environ[_NO_PROXY[0]] = f"{exempt},{host}".strip(",")
 
 
-def bind_address(group: ProcessGroup) -> str | None:
-    """Return process 0's own interface and port to listen on; None for all interfaces.
-
-    That is the coordinator's own address, unless a cluster names a host that resolves to a loopback
-    address on the host itself (Debian writes its own name beside 127.0.1.1), which other machines
-    cannot reach.
-    """
-    host, port = split_address(group.coordinator)
-    family, address = _resolve(host, group)
-    is_loopback = address.startswith("127.") or address == "::1"
-    all_interfaces = is_loopback and group.source != "--coordinator" and not group.is_local
-    interface = address
-    if all_interfaces:
-        interface = ""
-    with socket.socket(family) as probe:
-        # gRPC would share the port with another coordinator, and JAX crashes where it cannot
-        # listen.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((interface, port))
-        except OSError as error:
-            what = f"process 0 cannot listen at {_named(group)}: {error.strerror}"
-            fix = _BIND_FIXES.get(error.errno or 0, "")
-            raise _connection_error(what, f"{host} is {address}", fix) from error
-    if all_interfaces:
-        return None
-    if family == socket.AF_INET6:
-        return f"[{address}]:{port}"
-    return f"{address}:{port}"
-
-
-def _resolve(host: str, group: ProcessGroup) -> tuple[socket.AddressFamily, str]:
-    """Return the address family and the address of a host, once DNS knows it."""
-    deadline = time.monotonic() + _DNS_TIMEOUT
-    while True:
-        try:
-            family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-            return family, str(address[0])
-        except socket.gaierror as error:
-            if time.monotonic() > deadline:
-                what = f"{_named(group)}: the name {host} has no address ({error.strerror})"
-                fix = "give --coordinator a name or address that this machine can resolve"
-                raise _connection_error(what, fix=fix) from error
-            time.sleep(1)
-
-
-def _connection_error(what: str, detail: str = "", fix: str = "") -> ConfigError:
-    return ConfigError("The processes cannot connect:", [Problem("coordinator", what, detail, fix)])
-
-
-def _named(group: ProcessGroup) -> str:
-    if group.source == "--coordinator":
-        return group.coordinator
-    return f"{group.coordinator} (as {group.source} says)"
-
-
-def _exit_at_timeout(group: ProcessGroup, launch_args: LaunchArgs) -> None:
+def _exit_at_timeout(group: ProcessGroup) -> None:
     """Exit from a timer's thread, because the main thread blocks inside of JAX."""
-    tried = "tried"
-    if group.process_id == 0:
-        tried = "listened at"
-    what = f"process {group.process_id} {tried} {_named(group)}, "
-    what += f"and not all {group.processes} processes connected"
-    fix = "check that all were started and can reach that port of process 0; "
-    fix += "or raise --start-timeout"
-    error = _connection_error(what, f"{launch_args.start_timeout} s have passed", fix)
+    what = f"process {group.process_id}: all processes are there, and JAX did not connect them at "
+    what += f"{name_address(group)}"
+    fix = "check that nothing else uses that port, or give --coordinator another one"
+    error = connection_error(what, f"{_JAX_START} s have passed", fix)
     print(f"spmd: {error}", file=sys.stderr, flush=True)
     os._exit(2)
 
@@ -389,5 +362,14 @@ def compiler_environment() -> dict[str, str]:
     found = {}
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *of_jax):
         if name in os.environ and name not in own:
+            found[name] = os.environ[name]
+    return found
+
+
+def network_environment() -> dict[str, str]:
+    """Return the variables with an effect on collectives and memory."""
+    found = {}
+    for name in sorted(os.environ):
+        if name.startswith(_NETWORK_VARIABLES):
             found[name] = os.environ[name]
     return found

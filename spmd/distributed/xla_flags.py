@@ -1,9 +1,7 @@
 """XLA flags of each platform, and with those of each chip (`Chip.flags`), each with its reason.
 
 They are passed to the compiler with the train step, as compile options, so an unknown name is an
-error. `START_UP` has the environment variables that must be set before JAX starts: `spmd plan`
-prints the lines to export, and `spmd script` writes them. docs/how-to/slow-networks.md shows the
-effect of each flag.
+error. docs/how-to/slow-networks.md shows the effect of each flag.
 """
 
 import contextlib
@@ -19,7 +17,6 @@ _SCHEDULER = (
     "latency-hiding scheduler: orders the program so that it computes while collectives run"
 )
 _COMBINE = "combines all-reduces of gradients up to 256 MiB: the slow network has long latencies"
-_MEMORY = "JAX takes this part of a GPU's memory; its default is 0.75"
 
 PRESETS: Mapping[str, tuple[Flag, ...]] = {
     "cpu": (),
@@ -34,12 +31,6 @@ CROSSING: Mapping[str, tuple[Flag, ...]] = {
     "cuda": (Flag("xla_gpu_all_reduce_combine_threshold_bytes", 256 * 2**20, _COMBINE),),
 }
 """Platform → flags added if a mesh axis crosses the slow network."""
-
-START_UP: Mapping[str, tuple[Flag, ...]] = {
-    **{"cpu": (), "tpu": ()},
-    "cuda": (Flag("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.9, _MEMORY),),
-}
-"""Platform → environment variables that must be set before JAX starts."""
 
 
 def flags_for(
@@ -79,7 +70,7 @@ def compiler_options(flags: Iterable[Flag]) -> dict[str, Value]:
 
 
 def flag_problems(configured: Iterable[str]) -> list[Problem]:
-    """Return what is wrong with a config's flags; unknown names are left to the compiler.
+    """Return the problems of a config's flags; unknown names are left to the compiler.
 
     Example:
         >>> print(*flag_problems(["preset", "xla_a=1", "prset"]))
@@ -100,19 +91,6 @@ def flag_problems(configured: Iterable[str]) -> list[Problem]:
 def describe(title: str, flags: Iterable[Flag]) -> str:
     """Return the title, and two lines for each flag: value and reason."""
     return "".join([f"{title}\n", *(f"  {flag}\n      {flag.reason}\n" for flag in flags)])
-
-
-def exports(platform: str) -> str:
-    """Return shell lines that set the variables of `START_UP`, empty if there are none.
-
-    Example:
-        >>> print(exports("cuda"), end="")
-        # JAX takes this part of a GPU's memory; its default is 0.75
-        export XLA_PYTHON_CLIENT_MEM_FRACTION=0.9
-    """
-    return "".join(
-        f"# {flag.reason}\nexport {flag}\n" for flag in START_UP[known_platform(platform)]
-    )
 
 
 def _parse_flag(text: str) -> Flag:

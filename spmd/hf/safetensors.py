@@ -125,7 +125,7 @@ def _read_header(path: Path, file_size: int) -> tuple[dict[str, Tensor], dict[st
     codes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     try:
-        with safetensors.safe_open(path, "np", backend="pread") as file:
+        with safetensors.safe_open(path, "np") as file:
             metadata = dict(file.metadata() or {})
             for name in file.offset_keys():
                 spec = file.get_slice(name)

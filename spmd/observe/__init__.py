@@ -1,1 +1,1 @@
-"""Metrics, profiler traces, stragglers and goodput."""
+"""Metrics, profiler traces and goodput."""

@@ -1,5 +1,6 @@
-"""Writer of MLflow runs into a folder."""
+"""Writer of MLflow runs, into a folder or to a server."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.errors import ConfigError, Problem
 from spmd.observe.metrics import Values, Writer
 
 # Limits of MLflow.
@@ -15,15 +17,32 @@ _PARAMS_AT_ONCE = 100
 _LONGEST_PARAM = 6000
 
 
-class MLflow(Writer):
-    """One MLflow run in the file store `folder/mlflow`: finite numbers as metrics, texts as tags.
+@dataclasses.dataclass(frozen=True)
+class MLflowConfig:
+    """MLflow, for `metrics_to=("mlflow",)`."""
 
-    No server is used: `MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri folder/mlflow`
-    shows it. A later process continues the run; steps that a metric has are not written again.
-    MLflow's telemetry, a thread that uses the network, is off.
+    tracking_uri: str = ""
+    """Server, such as https://mlflow.example.com; empty for files in the run folder."""
+    experiment: str = "spmd"
+    """Experiment of the run."""
+
+
+class MLflow(Writer):
+    """One MLflow run, of a server or in the file store `folder/mlflow`.
+
+    Finite numbers are metrics, texts are tags. `MLFLOW_ALLOW_FILE_STORE=true mlflow ui
+    --backend-store-uri folder/mlflow` shows a file store. A later process continues the run; steps
+    that a metric has are not written again. MLflow's telemetry, a thread that uses the network, is
+    off.
+
+    Args:
+        values: Values of the run's config.
+
+    Raises:
+        ConfigError: The server cannot be reached, or refuses the run.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, values: Mapping[str, Any], config: MLflowConfig) -> None:
         import mlflow
         import mlflow.environment_variables
 
@@ -32,36 +51,50 @@ class MLflow(Writer):
         variables.MLFLOW_ALLOW_FILE_STORE.set(True)  # refused otherwise, since MLflow 3.13
         self._metric = mlflow.entities.Metric
         self._param = mlflow.entities.Param
-        store = (folder / "mlflow").absolute().as_uri()
+        store = config.tracking_uri or (folder / "mlflow").absolute().as_uri()
         self._client = mlflow.MlflowClient(tracking_uri=store)
-        experiment = self._open_experiment()
         self._last: dict[str, int] = {}
-        runs = self._client.search_runs([experiment], max_results=1)
-        if runs:
-            run = runs[0]
-            self._run = run.info.run_id
-            for name in run.data.metrics:
-                history = self._client.get_metric_history(self._run, name)
-                self._last[name] = max(point.step for point in history)
-            self._client.update_run(self._run, status="RUNNING")
-        else:
-            run = self._client.create_run(experiment, run_name=folder.resolve().name)
-            self._run = run.info.run_id
-            self._write_params(config)
+        record = folder / "mlflow" / "spmd.txt"
+        try:
+            if record.exists():
+                self._run = record.read_text(encoding="utf-8")
+                self._continue()
+            else:
+                self._run = self._create(folder.resolve().name, values, config.experiment)
+                record.parent.mkdir(parents=True, exist_ok=True)
+                record.write_text(self._run, encoding="utf-8")
+        except mlflow.exceptions.MlflowException as error:
+            fix = "check mlflow.tracking_uri and mlflow.experiment"
+            first = str(error).splitlines()[0]
+            problem = Problem("mlflow", f"the run cannot be opened at {store}", first, fix)
+            raise ConfigError("MLflow cannot be used:", [problem]) from error
 
-    def _open_experiment(self) -> str:
-        known = self._client.get_experiment_by_name("spmd")
+    def _continue(self) -> None:
+        """Read the last step of each metric of the run."""
+        run = self._client.get_run(self._run)
+        for name in run.data.metrics:
+            history = self._client.get_metric_history(self._run, name)
+            self._last[name] = max(point.step for point in history)
+        self._client.update_run(self._run, status="RUNNING")
+
+    def _create(self, name: str, values: Mapping[str, Any], experiment: str) -> str:
+        """Return the id of a new run with the values of the config."""
+        known = self._client.get_experiment_by_name(experiment)
         if known:
-            return known.experiment_id
-        return self._client.create_experiment("spmd")
+            number = known.experiment_id
+        else:
+            number = self._client.create_experiment(experiment)
+        run: str = self._client.create_run(number, run_name=name).info.run_id
+        self._write_params(run, values)
+        return run
 
-    def _write_params(self, config: Mapping[str, Any]) -> None:
+    def _write_params(self, run: str, values: Mapping[str, Any]) -> None:
         params = []
-        for name, text in _flat(config):
+        for name, text in _flat(values):
             params.append(self._param(name, text[:_LONGEST_PARAM]))
         for first in range(0, len(params), _PARAMS_AT_ONCE):
             some = params[first : first + _PARAMS_AT_ONCE]
-            self._client.log_batch(self._run, params=some)
+            self._client.log_batch(run, params=some)
 
     def write(self, step: int, values: Values) -> None:
         """Append the values of one step."""
@@ -82,9 +115,9 @@ class MLflow(Writer):
         self._client.set_terminated(self._run)
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield dotted names and values as text."""
-    for name, value in config.items():
+    for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:

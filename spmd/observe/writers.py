@@ -1,5 +1,6 @@
 """Writers of metrics by name, some of them by packages of extras."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,9 +10,9 @@ import numpy as np
 
 from spmd.errors import ConfigError, Problem
 from spmd.observe.metrics import Writer, read_json_lines
-from spmd.observe.mlflow_writer import MLflow
+from spmd.observe.mlflow_writer import MLflow, MLflowConfig
 from spmd.observe.tensorboard import TensorBoard
-from spmd.observe.wandb_writer import WandB
+from spmd.observe.wandb_writer import WandB, WandBConfig, check_login
 
 WriterName = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -20,6 +21,33 @@ EXTRAS = ("wandb", "mlflow")
 
 _OWN = ("step", "non_finite")
 """Keys without a value of a step in a line of `JsonLines`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WriterConfig:
+    """Writers of a run by name, and the settings of those that have some."""
+
+    names: Sequence[str]
+    wandb: WandBConfig = WandBConfig()
+    mlflow: MLflowConfig = MLflowConfig()
+
+    def problems(self) -> list[Problem]:
+        """Return a problem for each setting of a writer that is not named."""
+        problems = []
+        for name, settings in (("wandb", self.wandb), ("mlflow", self.mlflow)):
+            if name in self.names or settings == type(settings)():
+                continue
+            fix = f'metrics_to=("{name}",)'
+            problems.append(
+                Problem(name, f"acts on nothing: metrics_to does not name {name}", fix=fix)
+            )
+        return problems
+
+    def login_problems(self) -> list[Problem]:
+        """Return a problem if a server needs a key that is missing; the user may be asked for it."""
+        if "wandb" in self.names:
+            return check_login(self.wandb)
+        return []
 
 
 def check_packages(names: Sequence[str]) -> None:
@@ -44,24 +72,24 @@ def _is_installed(package: str) -> bool:
 
 
 def open_writers(
-    names: Sequence[str], folder: Path, metrics: Path, keep_through: int, config: Mapping[str, Any]
+    writers: WriterConfig, folder: Path, metrics: Path, start: int, values: Mapping[str, Any]
 ) -> list[Writer]:
-    """Open writers in a run folder, for a run from the step after `keep_through` on.
+    """Open writers in a run folder, for a run from the step after `start` on.
 
     Those of extras get the missing lines of `metrics`, a file of `JsonLines`: a kill may have lost
     them, or the run did not write to them before.
 
     Args:
-        config: Values of the run's config.
+        values: Values of the run's config.
     """
     makers: Mapping[str, Callable[[], Writer]] = {
-        "tensorboard": lambda: TensorBoard(folder / "tensorboard", keep_through),
-        "wandb": lambda: WandB(folder, config),
-        "mlflow": lambda: MLflow(folder, config),
+        "tensorboard": lambda: TensorBoard(folder / "tensorboard", start),
+        "wandb": lambda: WandB(folder, start, values, writers.wandb),
+        "mlflow": lambda: MLflow(folder, values, writers.mlflow),
     }
     opened = []
     extras = []
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(writers.names):
         writer = makers[name]()
         opened.append(writer)
         if name in EXTRAS:

@@ -33,6 +33,7 @@ import tyro
 from flax import nnx
 
 from spmd.data.chat import ChatConfig
+from spmd.data.hub import source_problems
 from spmd.data.loader import DataConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
 from spmd.errors import ConfigError, Problem, check_local, check_type, did_you_mean
@@ -208,7 +209,7 @@ class TrainConfig(RunConfig, Generic[M]):
     """Corpus, tokenizer and batch shape."""
     task: Task = "pretrain"
     """What is trained: pretrain, all of a text; sft (supervised fine-tuning), what the assistant
-    says in conversations, lines of .jsonl files."""
+    says in conversations, rows of JSON."""
     chat: ChatConfig = ChatConfig()
     """Conversations, with task sft."""
     accumulate: int = 1
@@ -263,7 +264,7 @@ class TrainConfig(RunConfig, Generic[M]):
         yield from _large_numbers(self)
         yield from check_local("out", self.out)
         yield from check_local("init", self.init)
-        yield from check_local("evaluate.sets", self.evaluate.sets)
+        yield from source_problems("evaluate.sets", self.evaluate.sets)
         yield from attention_problems(self.attention, self.context)
         yield from flag_problems(self.xla)
         yield from self.compress.problems()

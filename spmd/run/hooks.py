@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from spmd.checkpoint.manager import CheckpointManager
+from spmd.distributed.async_gather import AsyncGather
 from spmd.errors import DataError, Problem
 from spmd.gradients.losses import Sums, split_arrays
 from spmd.observe.goodput import Stopwatch
@@ -23,11 +24,14 @@ from spmd.observe.metrics import (
     process_peak_rss,
     utilization,
 )
-from spmd.observe.stragglers import StepTimeExchange
 from spmd.resilience.lease import Lease
 from spmd.resilience.watchdog import Watchdog
+from spmd.run.loader import SavedLoader
 from spmd.training.loop import Hook
 from spmd.training.state import ModelState
+
+LOADER = "loader"
+"""Key in the record of a checkpoint: the state of the loader."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +112,7 @@ class Log(Hook):
 
     def __post_init__(self) -> None:
         self.last: dict[str, Any] = {}
-        self._exchange = StepTimeExchange() if jax.process_count() > 1 else None
+        self._exchange = AsyncGather() if jax.process_count() > 1 else None
         self._row: list[float] = []
         self._rows: np.ndarray | None = None
         self._seconds = dict(self.telemetry.stopwatch.seconds)
@@ -121,8 +125,7 @@ class Log(Hook):
     def on_dispatch(self, step: int) -> None:
         """Exchange step times between processes: all are between the same two steps here."""
         if self._exchange and self._row and step % self.every == 0:
-            with jax.transfer_guard("allow"):
-                self._rows = self._exchange.exchange(self._row)
+            self._rows = self._exchange.gather(self._row)
 
     def on_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the step's metrics with throughput and memory."""
@@ -288,6 +291,7 @@ class Save(Hook):
         evaluate: Provides the metrics by which checkpoints are ranked.
         skipped_batches: Batches of the data that rollbacks have skipped.
         saved: State → the part of it to save.
+        loader: Loader whose state is saved in the record.
     """
 
     every: int
@@ -299,6 +303,7 @@ class Save(Hook):
     telemetry: Telemetry
     skipped_batches: int
     saved: Callable[[Any], Any]
+    loader: SavedLoader | None
 
     def on_stop(self, step: int) -> None:
         """Save after this step."""
@@ -322,6 +327,8 @@ class Save(Hook):
                 "position": position,
                 "evaluation": progress,
             }
+            if self.loader is not None:
+                record[LOADER] = self.loader.record(step + self.skipped_batches)
             self.checkpoints.save(step, self.saved(state), record, metrics)
         self.telemetry.watchdog.reset(f"copying the state of step {step} for its checkpoint")
         self.telemetry.note(f"saving step {step}")

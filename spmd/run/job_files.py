@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd.distributed.initialize import EXIT_LOST
-from spmd.distributed.xla_flags import START_UP, exports
 from spmd.errors import Problem, check_fields
 from spmd.resilience.preemption import EXIT_PREEMPTED
 from spmd.resilience.watchdog import EXIT_HUNG
@@ -144,7 +143,6 @@ class SlurmJob(Job):
 
 {self.setup or hint}
 export JAX_COMPILATION_CACHE_DIR="$SLURM_SUBMIT_DIR/{_CACHE}"
-{exports(self.platform)}
 {about_signals}
 srun --kill-on-bad-exit=0 --wait=60{self._step_options()} \\
   {shlex.join(self.command(train))}
@@ -334,10 +332,7 @@ class KubernetesJob(Job):
         """Return the variables of a pod: cache, number of the process, and the platform's."""
         cache = f"{self.mount.rstrip('/')}/{_CACHE}"
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        env: list[dict[str, Any]] = [
+        return [
             {"name": "JAX_COMPILATION_CACHE_DIR", "value": cache},
             {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
         ]
-        for flag in START_UP[self.platform]:
-            env.append({"name": flag.name, "value": str(flag.value)})
-        return env

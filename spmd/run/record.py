@@ -69,6 +69,8 @@ MAY_CHANGE = (
     "out",
     "log_every",
     "metrics_to",
+    "wandb",
+    "mlflow",
     "checkpoint_every",
     "max_to_keep",
     "keep_best",

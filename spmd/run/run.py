@@ -19,6 +19,8 @@ from collections.abc import Sequence
 
 import jax
 
+from spmd.distributed.hosts import broadcast_problems
+from spmd.errors import ConfigError
 from spmd.observe.console import Console, columns_of
 from spmd.observe.goodput import measure_goodput
 from spmd.observe.metrics import device_memory
@@ -67,16 +69,19 @@ class Run(RunSpec):
         if began is None:
             began = time.time()
         check_packages(self.config.metrics_to)
+        problems = broadcast_problems(self.config.writers.login_problems)
+        if problems:
+            raise ConfigError("Metrics cannot be written:", problems)
         resumes = self.run_dir.check_use(resume)
         traced = parse_steps(profile)
         is_first = jax.process_index() == 0
         with self.run_dir.lease(resumes, take_over) as lease, contextlib.ExitStack() as stack:
             console = None
+            # Here on every process, since they read their first batches together.
+            columns = columns_of(self.rate.unit, self.step.parts)
             if is_first:
                 print(wrap_to_terminal("\n".join((self.description, *self.notes))))
-                console = Console(
-                    self.config.steps, columns=columns_of(self.rate.unit, self.step.parts)
-                )
+                console = Console(self.config.steps, columns=columns)
                 stack.enter_context(contextlib.closing(console))
             result = train_in_folder(self, lease, console, resumes, traced, said, began)
         if console:

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 from spmd.errors import ConfigError, Problem, check_fields, check_local, check_type, did_you_mean
-from spmd.observe.writers import WriterName
+from spmd.observe.mlflow_writer import MLflowConfig
+from spmd.observe.wandb_writer import WandBConfig
+from spmd.observe.writers import WriterConfig, WriterName
 
 FieldRules = Mapping[str, str | Sequence[Any]]
 """Rules of fields by their dotted names, as `spmd.errors.check_fields` reads them."""
@@ -102,8 +104,12 @@ class RunConfig:
     log_every: int = 10
     """Steps between lines of metrics."""
     metrics_to: tuple[WriterName, ...] = ("tensorboard",)
-    """Writers of metrics beside metrics.jsonl, into the run folder: tensorboard, wandb (offline),
-    mlflow (file store); the latter two are extras, spmd[wandb] and spmd[mlflow]."""
+    """Writers of metrics beside metrics.jsonl: tensorboard, wandb, mlflow. The latter two are
+    extras, spmd[wandb] and spmd[mlflow]; they write into the run folder, or to a server."""
+    wandb: WandBConfig = WandBConfig()
+    """Settings of Weights & Biases."""
+    mlflow: MLflowConfig = MLflowConfig()
+    """Settings of MLflow."""
     checkpoint_every: int = 0
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
     max_to_keep: int = 3
@@ -162,3 +168,9 @@ class RunConfig:
         for name in self.metrics_to:
             if name not in names:
                 yield Problem("metrics_to", f"names {name!r}", fix=did_you_mean(str(name), names))
+        yield from self.writers.problems()
+
+    @property
+    def writers(self) -> WriterConfig:
+        """Writers of metrics, and their settings."""
+        return WriterConfig(self.metrics_to, self.wandb, self.mlflow)

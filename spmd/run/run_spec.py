@@ -3,18 +3,27 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from spmd.errors import ConfigError, Problem, check_call, check_type, describe_value
+from spmd.data.process_batches import (
+    ProcessBatches,
+    ProcessShard,
+    check_ended_together,
+    process_shard,
+)
+from spmd.errors import ConfigError, DataError, Problem, check_call, check_type, describe_value
 from spmd.gradients.losses import LossFn
 from spmd.observe.metrics import Writer
 from spmd.optim.skip_updates import counts_skips
+from spmd.plan.plan import ShardingPlan
 from spmd.run.external_state import ExternalState
 from spmd.run.hooks import Throughput
+from spmd.run.loader import SavedLoader, loader_problems
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import RunDir
 from spmd.training.alternating import AlternatingStep
@@ -34,12 +43,18 @@ class RunSpec:
     Args:
         folder: The run folder, made if it does not exist.
         step: The train step, with its plan; or an `spmd.AlternatingStep` of several networks.
-        batches: `(start, steps)` → the batches of those steps.
+        batches: `(start, steps)` → the batches of those steps; or a loader with a state, which is
+            saved in checkpoints and restored with them: an iterable with `get_state` and
+            `set_state`, or with `state_dict` and `load_state_dict`, or whose iterator has them.
         config: When to log, evaluate and save, and how to recover; its fields are recorded in
             checkpoints.
         evaluation: Name → a function that returns the batches of an evaluation set, the same at
             each call. Checkpoints are ranked by the loss on the first.
         evaluation_loss: Loss of these sets, such as that of the step without dropout.
+        process_batches: Whether each of several processes gives its own rows of a batch, NumPy
+            arrays of the part that `spmd.process_shard` names, in training and evaluation; by
+            default, each gives the global batch. All processes stop after the same step when the
+            batches of one of them end.
         data: Fingerprint of the data, which a resumed run and all processes must agree on.
         hooks: Further hooks, called after those of the run and before the one that saves.
         writers: Further writers of metrics, called on the first process; all are closed at the end
@@ -60,11 +75,12 @@ class RunSpec:
 
     folder: str | Path
     step: TrainStep | AlternatingStep
-    batches: OpenBatches
+    batches: OpenBatches | Iterable[Any]
     _: dataclasses.KW_ONLY
     config: RunConfig
     evaluation: Mapping[str, Callable[[], Iterable[Any]]] = dataclasses.field(default_factory=dict)
     evaluation_loss: LossFn | None = None
+    process_batches: bool = False
     data: str = ""
     hooks: Sequence[Hook] = ()
     writers: Sequence[Writer] = ()
@@ -87,7 +103,14 @@ class RunSpec:
         kinds = TrainStep, AlternatingStep
         yield from check_type("step", self.step, kinds, "spmd.make_train_step(plan, loss_fn)")
         example = "def batches(start, steps): return (make_batch(n) for n in range(start, steps))"
-        yield from check_call("batches", self.batches, "start, steps", example)
+        if callable(self.batches):
+            yield from check_call("batches", self.batches, "start, steps", example)
+        else:
+            yield from loader_problems(self.batches)
+        if self.process_batches and not isinstance(self.step, TrainStep):
+            what = f"is true, and the step is {describe_value(self.step)}"
+            fix = "a step of spmd.make_train_step, or process_batches=False and global batches"
+            yield Problem("process_batches", what, fix=fix)
         yield from self._problems_of_evaluation()
         yield from _problems_of_items("hooks", self.hooks, Hook)
         yield from _problems_of_items("writers", self.writers, Writer)
@@ -152,9 +175,70 @@ class RunSpec:
         return count_examples(self.step.parts[part].plan, batch)
 
     def read_first(self) -> Any:
-        """Return the first batch of training, on the mesh."""
-        with closing(self.batches(0, 1)) as batches:
-            return self.step.place_batch(next(iter(batches)))
+        """Return the first batch of training, on the mesh.
+
+        With `process_batches` every process makes this call.
+        """
+        with self.open_batches(0, 1) as opened:
+            batches = self.as_global(opened, 0)
+            batch = next(iter(batches), None)
+        if batch is None:
+            problem = Problem("batches", "has none for the first step", fix="one for each step")
+            reasons: Sequence[Problem] = getattr(batches, "end_problems", ())
+            raise DataError("No training data:", [problem, *reasons])
+        return self.step.place_batch(batch)
+
+    def open_batches(
+        self, start: int, steps: int, saved: Mapping[str, Any] | None = None
+    ) -> contextlib.AbstractContextManager[Iterable[Any]]:
+        """Return a context with the batches of some steps.
+
+        Args:
+            saved: State of the loader in the record of a checkpoint.
+        """
+        if self.loader is not None:
+            return closing(self.loader.open(saved, start))
+        assert callable(self.batches)
+        return closing(self.batches(start, steps))
+
+    @functools.cached_property
+    def loader(self) -> SavedLoader | None:
+        """Loader with a state; None if batches are a function of the step."""
+        if callable(self.batches):
+            return None
+        return SavedLoader(self.batches, self.shard)
+
+    @functools.cached_property
+    def shard(self) -> ProcessShard:
+        """Part of each batch for this process to give; without `process_batches`, all of it."""
+        if self.process_batches:
+            return process_shard(self._plan)
+        return ProcessShard(0, 1, tuple(range(jax.process_count())))
+
+    def as_global(self, batches: Iterable[Any], start: int) -> Iterable[Any]:
+        """Return the global batches after step `start`; unchanged without `process_batches`."""
+        if not self.process_batches:
+            return batches
+        needed = itertools.islice(batches, self.config.steps - start)
+        return ProcessBatches(self._plan, needed, start + 1)
+
+    @property
+    def evaluation_sets(self) -> Mapping[str, Callable[[], Iterable[Any]]]:
+        """Functions for the global batches of each evaluation set."""
+        if not self.process_batches:
+            return self.evaluation
+        sets = {}
+        for name, batches in self.evaluation.items():
+            sets[name] = functools.partial(self._evaluation_batches, batches)
+        return sets
+
+    def _evaluation_batches(self, batches: Callable[[], Iterable[Any]]) -> Iterable[Any]:
+        return check_ended_together(ProcessBatches(self._plan, batches()))
+
+    @property
+    def _plan(self) -> ShardingPlan:
+        """Plan of a step of one network."""
+        return self.step.parts[self.step.evaluated_part].plan
 
 
 def _problems_of_items(name: str, items: Iterable[Any], kind: type) -> Iterator[Problem]:

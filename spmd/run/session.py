@@ -14,7 +14,7 @@ from spmd.checkpoint.arrays import bytes_read
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.tree import OptionalState
 from spmd.checkpoint.versions import library_versions
-from spmd.distributed.initialize import compiler_environment
+from spmd.distributed.initialize import compiler_environment, metadata_server
 from spmd.distributed.native_output import redirect_native_stdout
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.observe.console import Console
@@ -27,15 +27,16 @@ from spmd.observe.writers import open_writers
 from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.resilience.divergence import DivergenceCheck
 from spmd.resilience.lease import Lease
+from spmd.resilience.notices import Notices
 from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
 from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
 from spmd.run.config import config_values
 from spmd.run.external_state import EXTERNAL_STATE
-from spmd.run.hooks import Evaluate, Log, Save, Telemetry
+from spmd.run.hooks import LOADER, Evaluate, Log, Save, Telemetry
 from spmd.run.record import changed_fields, check_resumable, checkpoint_record
 from spmd.run.run_dir import ProcessLog
-from spmd.run.run_spec import RunSpec, closing
+from spmd.run.run_spec import RunSpec
 from spmd.run.transforms import optional_states
 from spmd.training.compilation_cache import cache_dir, cache_fault, compilation_cache
 from spmd.training.evaluated_params import evaluated_params
@@ -97,6 +98,7 @@ class ResumePoint:
         skipped_batches: Batches of the data that rollbacks have skipped so far.
         evaluation: Progress of early stopping: the lowest loss and the evaluations since.
         reloaded: Origin of the part of the state that is not saved; None if all is.
+        loader: State of the loader, from the record of a checkpoint.
     """
 
     step: int
@@ -104,6 +106,7 @@ class ResumePoint:
     state: Any
     evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reloaded: Mapping[str, Any] | None = None
+    loader: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +154,7 @@ def train_in_folder(
         )
         check_hosts_agree(_common_to_hosts(run, resume))
         preemption = stack.enter_context(Preemption())
+        stack.enter_context(Notices(metadata_server(), log.say))
         for writer in run.writers:
             stack.enter_context(contextlib.closing(writer))
         tracing = stack.enter_context(Profile(folder.path / "profile", profile, log.say))
@@ -297,6 +301,8 @@ class _Session:
     def check_resumable(self, record: Mapping[str, Any]) -> None:
         run = self.run
         check_resumable(record, run.config, run.data, run.examples, run.run_dir.path)
+        if run.loader is not None and LOADER in record:
+            run.loader.check_record(record[LOADER])
 
     @contextlib.contextmanager
     def waiting(self, activity: str, doing: str) -> Iterator[None]:
@@ -351,6 +357,7 @@ class _Session:
             state=state,
             evaluation=record.get("evaluation", {}),
             reloaded=reloaded,
+            loader=record.get(LOADER),
         )
 
     def read_checkpoint(self) -> tuple[Any, Mapping[str, Any]]:
@@ -389,7 +396,8 @@ class _Session:
         skipped = point.skipped_batches
         with contextlib.ExitStack() as stack:
             writers = self.open_writers(stack, start)
-            batches = stack.enter_context(closing(run.batches(start + skipped, steps + skipped)))
+            opened = run.open_batches(start + skipped, steps + skipped, point.loader)
+            batches = stack.enter_context(opened)
             log = self.make_log(writers, skipped)
             evaluate = self.make_evaluate(writers, point.evaluation)
             save = self.make_save(evaluate, point)
@@ -405,7 +413,7 @@ class _Session:
                 *run.hooks,
                 save,
             ]
-            timed = telemetry.stopwatch.time_batches(batches)
+            timed = run.as_global(telemetry.stopwatch.time_batches(batches), start)
             state = fit(point.state, run.step, timed, steps=steps, start=start, hooks=hooks)
             with telemetry.during("checkpoint", "waiting for the last checkpoint to be written"):
                 self.checkpoints.wait()
@@ -422,7 +430,7 @@ class _Session:
         folder = run.run_dir
         lines = stack.enter_context(contextlib.closing(JsonLines(folder.metrics, start)))
         named = open_writers(
-            run.config.metrics_to, folder.path, folder.metrics, start, config_values(run.config)
+            run.config.writers, folder.path, folder.metrics, start, config_values(run.config)
         )
         own = stack.enter_context(contextlib.closing(Writers(named)))
         return Writers([lines, own, *run.writers, self.console])
@@ -460,7 +468,7 @@ class _Session:
             patience=interval.patience,
             evaluate=eval_step,
             model=model,
-            sets=run.evaluation,
+            sets=run.evaluation_sets,
             writers=writers,
             telemetry=self.telemetry,
             **progress,
@@ -478,6 +486,7 @@ class _Session:
             telemetry=self.telemetry,
             skipped_batches=point.skipped_batches,
             saved=run.step.as_stored,
+            loader=run.loader,
         )
         if run.reloaded and point.reloaded:
             save.record = {**save.record, EXTERNAL_STATE: point.reloaded}

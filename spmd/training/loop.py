@@ -163,7 +163,9 @@ def fit(
             f"give {steps - start} batches, or catch the error: its state is the one after step "
             f"{number}",
         )
-        raise BatchesEndedError("Training ended before the last step:", [problem], state)
+        # Batches of several processes say which of these had no further one.
+        reasons: Sequence[Problem] = getattr(batches, "end_problems", ())
+        raise BatchesEndedError("Training ended before the last step:", [problem, *reasons], state)
     return state
 
 

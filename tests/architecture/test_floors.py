@@ -54,6 +54,7 @@ FLOORS = (
     "step_time",
     "parity",
     "testing",
+    "doctor",
     *("hf", "run", "report", "commands", "cli"),
 )
 
@@ -70,7 +71,7 @@ HOMES = {
     "orbax": {"checkpoint.arrays"},
     "tensorstore": {"checkpoint.arrays"},
     "grain": {"data.loader", "data.sampler"},
-    "pyarrow": {"data.tables"},
+    "pyarrow": {"data.compression", "data.image_tables", "data.tables"},
     "PIL": {"data.images"},
     "tokenizers": {"data.tokenizer"},
     "jinja2": {"data.chat"},
@@ -118,6 +119,7 @@ NAME_MAPS_MAY_IMPORT = (
 ONE_BROAD_EXCEPT = {
     "analysis.explicit_rules": "the error of JAX's rules for Explicit axes has no public name; others are raised again",
     "data.tokenizer": "tokenizers raises `Exception` for a file that is not a tokenizer",
+    "data.process_batches": "a loader of others fails with anything, and is raised again after all processes know",
     "run.load_config": "a config is a user's program, whose failures are his, of whatever type",
 }
 

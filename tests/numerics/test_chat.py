@@ -94,8 +94,10 @@ def test_tools_and_the_date_are_given_to_the_template(theirs):
         {"role": "assistant", "content": None, "tool_calls": [{"id": "é"}]},
     ]
     line = {"messages": [*messages, PLAIN[0]], "tools": tools}
+    # Until release 5.15 transformers hands a template None, which it prints.
+    without_none = [messages[0], {**messages[1], "content": ""}, PLAIN[0]]
     text = theirs.apply_chat_template(
-        line["messages"], tools=tools, chat_template=TOOLS, tokenize=False
+        without_none, tools=tools, chat_template=TOOLS, tokenize=False
     )
     read = read_conversation(line)
     assert template(TOOLS, now=now).render(read.messages, read.tools) == text

@@ -144,6 +144,47 @@ def test_a_run_rolls_back_and_skips_what_led_there(step, tmp_path, capsys):
         stops.train()
 
 
+class Numbered:
+    """Batches one after the other, with the number of the next one as a state."""
+
+    def __init__(self, bad=(), stop=None):
+        self.next, self.bad, self.stop = 0, bad, stop
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.next += 1
+        return next(numbers(self.next - 1, self.next, self.bad, self.stop))
+
+    def get_state(self):
+        """Return the number of the next batch."""
+        return {"next": self.next}
+
+    def set_state(self, state):
+        """Go to a batch."""
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize("process_batches", [False, True])
+def test_a_loader_with_a_state_is_a_function_of_the_step(step, tmp_path, process_batches):
+    """Resumed and rolled back, its run has the bits of that with the function; one that is not set back has not."""
+    config = dataclasses.replace(CONFIG, on_nan="roll-back")
+    options = {"config": config, "process_batches": process_batches}
+    back = spmd.Run(tmp_path / "f", step, lambda a, b: numbers(a, b, (3,)), config=config).train()
+    loader = spmd.Run(tmp_path / "back", step, Numbered((3,)), **options).train()
+    assert same(loader.state, back.state)
+    cut = spmd.Run(tmp_path / "cut", step, Numbered((3,), stop=7), **options)
+    with pytest.raises(OSError, match="the disk is gone"):
+        cut.train()
+    again = dataclasses.replace(cut, batches=Numbered((3,))).train("auto")
+    assert again.steps == 2  # of a checkpoint with two batches skipped before it
+    assert same(again.state, back.state)
+    keeps = Numbered((3,))
+    keeps.set_state = lambda state: None
+    assert not same(spmd.Run(tmp_path / "k", step, keeps, **options).train().state, back.state)
+
+
 class Stop(spmd.Hook):
     """Stops after the third step."""
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,12 @@ from spmd.commands.plan import run_plan
 from spmd.distributed.xla_flags import (
     CROSSING,
     PRESETS,
-    START_UP,
     compiler_options,
     flags_for,
 )
 from spmd.errors import ConfigError
 from spmd.run.build import build_flags, make_setup
 from spmd.run.describe import flags_text
-from spmd.run.job_files import KubernetesJob, SlurmJob
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import MeshShape
 from spmd.training.step import make_train_step
@@ -41,7 +38,7 @@ def every(machine):
 FLAGS_OF_CHIPS = {kind: chip.flags for kind, chip in CHIPS.items()}
 
 
-@pytest.mark.parametrize("table", [PRESETS, FLAGS_OF_CHIPS, CROSSING, START_UP])
+@pytest.mark.parametrize("table", [PRESETS, FLAGS_OF_CHIPS, CROSSING])
 def test_tables(table):
     """Every platform has an entry; every flag is named once, and has a reason that fits a line."""
     known = set(CHIPS) if table is FLAGS_OF_CHIPS else {"cpu", "tpu", "cuda"}
@@ -198,13 +195,11 @@ def test_the_plan_shows_them(topology, platform, capsys):
     for flag in every(topology):
         assert f"  {flag}\n      {flag.reason}\n" in printed
     assert ("flags for XLA" in printed) == bool(every(topology))
-    assert re.findall(r"^export (.*)$", printed, re.M) == [str(flag) for flag in START_UP[platform]]
     others = {flag.name for name, flags in EVERY.items() if name != platform for flag in flags}
     assert not any(name in printed for name in others)
     assert run_plan([*PLAN, "--topology", topology, "--json"]) == 0
     written = json.loads(capsys.readouterr().out)["xla"]
     assert written["flags"] == [dataclasses.asdict(flag) for flag in every(topology)]
-    assert written["environment"] == [dataclasses.asdict(flag) for flag in START_UP[platform]]
 
 
 def test_one_slice_shows_nothing_of_slow_networks(capsys):
@@ -214,23 +209,3 @@ def test_one_slice_shows_nothing_of_slow_networks(capsys):
         text = flags_text(build_flags(config, platform, ""), platform)
         assert all(flag.name in text for flag in PRESETS[platform])
         assert not any(flag.name in text for flag in CROSSING[platform])
-
-
-@pytest.mark.parametrize(("gpus", "platform"), [(8, "cuda"), (0, "cpu")])
-def test_scripts_set_what_jax_must_find_when_it_starts(gpus, platform):
-    """On machines with GPUs, both scripts set the variables; on others, neither does."""
-    options = {"out": "runs/tiny", "name": "tiny", "nodes": 2, "gpus_per_node": gpus}
-    wanted = {flag.name: str(flag.value) for flag in START_UP[platform]}
-    exported = dict(
-        re.findall(r"^export (XLA_\w+)=(.*)$", SlurmJob(**options).render(["tiny.py"]), re.M)
-    )
-    jobset = KubernetesJob(**options).manifest(["tiny.py"])
-    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
-        "containers"
-    ][0]
-    values = {
-        entry["name"]: entry.get("value")
-        for entry in container["env"]
-        if entry["name"].startswith("XLA_")
-    }
-    assert exported == values == wanted

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from spmd.cli import main
+from spmd.distributed import coordinator
 from spmd.distributed import initialize as distributed
 from spmd.distributed import local as rehearsal
-from spmd.distributed.cluster_env import LaunchArgs, ProcessGroup
+from spmd.distributed.cluster_env import LaunchArgs
+from spmd.distributed.launchers import ProcessGroup
 from spmd.distributed.local import free_port, launch_local, process_commands
 from spmd.errors import ConfigError
 
@@ -32,41 +34,36 @@ def test_a_free_port_is_one_that_no_connection_is_given(monkeypatch):
             free_port()
 
 
-def group(coordinator, source="--coordinator", is_local=False):
-    return ProcessGroup(2, 0, coordinator, source, is_local)
+def group(address, source="--coordinator"):
+    return ProcessGroup(2, 0, address, source)
+
+
+def where(group):
+    """Where process 0 listens, and the address for JAX."""
+    listener, address = coordinator.listen(group)
+    with listener:
+        return listener.getsockname()[0], address
 
 
 def test_process_0_listens_at_the_named_interface():
-    """The coordinator binds to the address it is given, not to all of them; a name is resolved first."""
+    """At an address it listens there; at a name on all interfaces, as the others may know it by another address."""
     port = free_port()
-    assert distributed.bind_address(group(f"127.0.0.1:{port}")) == f"127.0.0.1:{port}"
-    assert distributed.bind_address(group(f"127.0.0.3:{port}")) == f"127.0.0.3:{port}"
-    assert distributed.bind_address(group(f"localhost:{port}")) in (
-        f"127.0.0.1:{port}",
-        f"[::1]:{port}",
-    )
-
-
-def test_a_cluster_that_names_a_loopback_address_needs_all_interfaces():
-    """Where other machines must come in, a node's name that is 127.0.1.1 on the node itself is not listened at."""
-    port = free_port()
-    assert distributed.bind_address(group(f"127.0.1.1:{port}", "slurm")) is None
-    assert (
-        distributed.bind_address(group(f"127.0.1.1:{port}", "slurm", is_local=True))
-        == f"127.0.1.1:{port}"
-    )
+    for host in ("127.0.0.1", "127.0.0.3"):
+        assert where(group(f"{host}:{port}")) == (host, f"{host}:{port}")
+    for source in ("--coordinator", "slurm"):
+        assert where(group(f"localhost:{port}", source)) in (("::", None), ("0.0.0.0", None))
 
 
 def test_an_address_that_is_not_here_or_in_use_is_refused():
     """Process 0 says what is wrong with its address before JAX fails at it."""
     with pytest.raises(ConfigError, match=r"192\.0\.2\.77:9 .*Cannot assign") as caught:
-        distributed.bind_address(group("192.0.2.77:9", "slurm"))
+        coordinator.listen(group("192.0.2.77:9", "slurm"))
     assert "as slurm says" in str(caught.value)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match="Address already in use"):
-            distributed.bind_address(group(f"127.0.0.1:{taken.getsockname()[1]}"))
+            coordinator.listen(group(f"127.0.0.1:{taken.getsockname()[1]}"))
 
 
 def test_an_unknown_name_is_waited_for_and_refused(monkeypatch):
@@ -82,11 +79,11 @@ def test_an_unknown_name_is_waited_for_and_refused(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     port = free_port()
-    assert distributed.bind_address(group(f"late:{port}")) == f"127.0.0.1:{port}"
-    monkeypatch.setattr(distributed, "_DNS_TIMEOUT", -1)
+    assert where(group(f"late:{port}"))[1] is None
+    monkeypatch.setattr(coordinator, "_DNS_TIMEOUT", -1)
     answers.append(socket.gaierror(-2, "unknown"))
     with pytest.raises(ConfigError, match="the name never has no address"):
-        distributed.bind_address(group(f"never:{port}"))
+        coordinator.listen(group(f"never:{port}"))
 
 
 def python(program, *arguments):
@@ -101,7 +98,10 @@ from spmd.errors import SpmdError
 
 address, process_id, seconds = sys.argv[1:]
 launch_args = LaunchArgs(address, 2, int(process_id), "none", start_timeout=int(seconds))
-initialize(1, launch_args)
+try:
+    initialize(1, launch_args)
+except SpmdError as error:
+    sys.exit(f"spmd: {error}")
 print("met", flush=True)
 if process_id == "1":
     raise KeyError("a bug")
@@ -123,10 +123,12 @@ def test_processes_that_wait_in_vain_say_where(process_id):
         timeout=60,
         check=False,
     )
-    assert done.returncode == 2
+    assert done.returncode == 1
+    assert done.stderr.startswith("spmd: The processes cannot connect:")
     assert address in done.stderr
     assert "2 s have passed" in done.stderr
-    assert "not all 2 processes connected" in done.stderr
+    said = ["found no process 0 (Connection refused)", "not all 2 processes connected: process 1"]
+    assert said[process_id == 0] in done.stderr
     assert time.monotonic() - began < 40
 
 

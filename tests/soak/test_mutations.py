@@ -152,8 +152,8 @@ MUTATIONS = {
     ),
     "off-by-one resume of a run": Mutation(
         "spmd/run/session.py",
-        "run.batches(start + skipped, steps + skipped)",
-        "run.batches(start + skipped + (start > 0), steps + skipped + (start > 0))",
+        "run.open_batches(start + skipped, steps + skipped, point.loader)",
+        "run.open_batches(start + skipped + (start > 0), steps + skipped + (start > 0))",
         (
             "tests/numerics/test_divergence.py"
             "::test_a_run_rolls_back_behind_the_batches_that_led_there[weights-np.nan-flags0]",

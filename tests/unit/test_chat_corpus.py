@@ -128,7 +128,7 @@ def test_everything_that_is_wrong_is_said_with_its_line(tmp_path):
         for problem in caught.value.problems
     ]
     assert sorted(where) == sorted(["", ":2", ":4", ":5", *(f":{n}" for n in range(6, 13))])
-    assert "has 3 more lines like these" in str(caught.value)
+    assert "has 3 more problems like these" in str(caught.value)
     refusing = ChatTemplate("{{ raise_exception('a system message comes first') }}", "x")
     with pytest.raises(
         DataError, match=r"chats\.jsonl:1: cannot be used\n.*refuses: a system message comes first"

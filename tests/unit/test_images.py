@@ -290,10 +290,10 @@ def test_a_process_reads_only_its_images(folder: Path, monkeypatch: pytest.Monke
     options = {"batch": 4, "seed": 0, "start": 0, "steps": 2, "threads": 0}
     with batches(images, sharding=by_rows(mesh), **options) as found:
         whole = [np.asarray(batch["images"]) for batch in found]
-    read: list[Path] = []
-    read_image = images_module._read_image
+    read: list[object] = []
+    read_image = images_module._decode
     monkeypatch.setattr(
-        images_module, "_read_image", lambda path: read.append(path) or read_image(path)
+        images_module, "_decode", lambda image: read.append(image) or read_image(image)
     )
     monkeypatch.setattr(
         jax, "make_array_from_process_local_data", lambda sharding, rows, shape: (rows, shape)

@@ -1,0 +1,1 @@
+"""Health of a machine before a run: its drivers and network, its speeds, its slow processes."""
