@@ -207,7 +207,8 @@ class Chip:
         example: Shape of a machine, for messages; its last number is the GPUs of a host.
         memory: Bytes that a program may use on one device; None if unlimited. The compiler reserves
             0.25 to 1.25 GiB of each TPU's memory; this is what its error messages leave.
-            Of a GPU, what nvidia-smi prints; JAX takes a share of it (`spmd.distributed.gpu_memory`).
+            Of a GPU, what nvidia-smi prints (of B300, GB300 and AMD's, the data sheet); JAX takes a
+            share of it (`spmd.distributed.gpu_memory`).
         devices: JAX devices in one chip.
         dims: Dimensions of a slice's network; 0 for GPUs.
         max_chips: Most chips in one slice; 0 if unlimited.
@@ -689,7 +690,7 @@ _ENTRIES = (
         device_kind="NVIDIA A100-SXM4-40GB",
         family="A100",
         example="16x8",
-        memory=40 * _GIB,
+        memory=40960 * _MIB,
         gpu=_A100_GPU,
         speeds=Hardware(
             peak=312e12,
@@ -733,7 +734,7 @@ _ENTRIES = (
         device_kind="NVIDIA GB200",
         family="GB200",
         example="18x4",
-        memory=186 * 10**9,
+        memory=189471 * _MIB,
         joined=72,
         gpu=Gpu(cores=152, capability=(10, 0), l2_cache=126, clock_ghz=2.06, shared_memory=228),
         speeds=Hardware(
@@ -779,7 +780,7 @@ _ENTRIES = (
         device_kind="NVIDIA GH200 480GB",
         family="GH200",
         example="16x4",
-        memory=96 * 10**9,
+        memory=97871 * _MIB,
         gpu=_HOPPER_GPU,
         speeds=Hardware(
             peak=989e12,
@@ -801,7 +802,7 @@ _ENTRIES = (
         device_kind="NVIDIA L40S",
         family="L40S",
         example="4x8",
-        memory=48 * 10**9,
+        memory=46068 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=142,
@@ -830,7 +831,7 @@ _ENTRIES = (
         device_kind="NVIDIA L4",
         family="L4",
         example="4x8",
-        memory=24 * 10**9,
+        memory=23034 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=58,
@@ -859,7 +860,7 @@ _ENTRIES = (
         device_kind="NVIDIA A10G",
         family="A10G",
         example="4x8",
-        memory=24 * 10**9,
+        memory=23028 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=80,
@@ -890,7 +891,7 @@ _ENTRIES = (
         device_kind="NVIDIA GeForce RTX 4090",
         family="RTX 4090",
         example="1x4",
-        memory=24 * 10**9,
+        memory=24564 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=128,
@@ -919,7 +920,7 @@ _ENTRIES = (
         device_kind="NVIDIA GeForce RTX 3090",
         family="RTX 3090",
         example="1x4",
-        memory=24 * 10**9,
+        memory=24576 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=82,
@@ -950,7 +951,7 @@ _ENTRIES = (
         device_kind="Tesla V100-SXM2-32GB",
         family="V100",
         example="4x8",
-        memory=32 * 10**9,
+        memory=32768 * _MIB,
         gpu=Gpu(
             cores=80, capability=(7, 0), l2_cache=6, clock_ghz=1.53, shared_memory=96, lanes=64
         ),
@@ -973,7 +974,7 @@ _ENTRIES = (
         device_kind="Tesla T4",
         family="T4",
         example="1x8",
-        memory=16 * 10**9,
+        memory=15360 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=40,

@@ -59,7 +59,7 @@ def test_a_file_takes_fields_from_a_chip(tmp_path):
     assert kin.speeds is not None
     assert hardware_of(machine).link == 64e9
     assert hardware_of(machine).peak == kin.speeds.peak
-    assert (kin.speeds.link, kin.memory) == (32e9, 48 * 10**9)
+    assert (kin.speeds.link, kin.memory) == (32e9, 46068 * 2**20)
     assert machine.chip.gpu == kin.gpu
     assert machine.chip.rates_of == kin.rates_of
 
