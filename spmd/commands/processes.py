@@ -29,7 +29,7 @@ from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 from spmd.run.config import config_values
 from spmd.sharding.mesh import simulate_devices
 
-IN_PROCESSES = ("check", "eval", "generate", "import", "export")
+IN_PROCESSES = ("doctor", "check", "eval", "generate", "import", "export")
 """Commands that run in several processes together, besides `train`."""
 
 OF_FIRST_PROCESS = ("search",)

@@ -38,8 +38,8 @@ def test_the_slow_one_of_two_processes_is_named(slowed: bool, tmp_path: Path) ->
     ended = threading.Event()
     slower = threading.Thread(target=stop_and_go, args=(second, ended))
     try:
-        assert second.stderr is not None
-        for line in second.stderr:
+        assert first.stderr is not None
+        for line in first.stderr:
             if "measuring" in line:
                 break
         if slowed:
