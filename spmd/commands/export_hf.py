@@ -180,8 +180,8 @@ def _divided(shape: tuple[int, ...], parts: int) -> P:
     """Return the spec of an array divided over parts along its largest divisible dimension.
 
     Example:
-        >>> _divided((3, 8, 6), 2), _divided((3, 5), 2)
-        (PartitionSpec(None, 'fsdp', None), PartitionSpec())
+        >>> tuple(_divided((3, 8, 6), 2)), tuple(_divided((3, 5), 2))
+        ((None, 'fsdp', None), ())
     """
     divisible = [size for size in shape if size % parts == 0]
     if not divisible:
