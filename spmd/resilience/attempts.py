@@ -46,11 +46,26 @@ class Attempt:
 
     @property
     def is_final(self) -> bool:
-        """Whether it ended with an error after which nothing starts the run again."""
-        return any(end.startswith(_FINAL) for end in self.ends.values())
+        """Whether all processes ended with an error after which nothing starts the run again.
+
+        Where only some did, Slurm starts the run again: the others end with another code.
+        """
+        return self.hosts.keys() == self._errors.keys()
+
+    @property
+    def _errors(self) -> dict[int, str]:
+        """Process → its error, of those that end a run for good."""
+        found = {}
+        for process, end in self.ends.items():
+            if end.startswith(_FINAL):
+                found[process] = end.removeprefix(_FINAL)
+        return found
 
     def __str__(self) -> str:
         killed = sorted(self.hosts.keys() - self.ends.keys())
+        if self._errors:
+            process, error = min(self._errors.items())
+            return f"process {process} on {self.hosts[process]} failed: {error}"
         if self.gone:
             return f"{self.gone} was gone first"
         if killed and self.ends:

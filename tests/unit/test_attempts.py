@@ -103,6 +103,19 @@ def test_the_process_that_was_gone_first_is_named(tmp_path: Path) -> None:
     assert attempt(tmp_path, None) == "attempt 2; the one before: process 2 on node2 was gone first"
 
 
+def test_an_error_of_one_process_counts_and_is_named(tmp_path: Path) -> None:
+    """Slurm starts the run again where one process fails for good and the others end with 69."""
+    for number in range(1, 4):
+        for process in range(2):
+            write(tmp_path, process, attempt=number, host=f"node{process}", checkpoint=None)
+        write(tmp_path, 0, attempt=number, end="JaxRuntimeError: reset", gone="process 1 on node1")
+        write(tmp_path, 1, attempt=number, end="final: KeyError: 'tokens'")
+    with pytest.raises(
+        RestartsError, match="attempt 3: process 1 on node1 failed: KeyError: 'tokens'"
+    ):
+        attempt(tmp_path, None)
+
+
 def test_a_line_that_a_kill_cut_off_is_skipped(tmp_path: Path) -> None:
     attempt(tmp_path, None)
     file = tmp_path / "attempts/process-0.jsonl"
