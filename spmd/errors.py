@@ -192,7 +192,7 @@ class BusyDeviceError(SpmdError):
 
 
 class RestartsError(SpmdError):
-    """A run that was started again and again gets no further."""
+    """A restarted run without progress."""
 
 
 class DivergenceError(SpmdError):

@@ -1,4 +1,4 @@
-"""Attempts of a run that something starts again: those without progress are counted, and end it.
+"""Attempts of a run: those without progress are counted, and end it.
 
 A run that is preempted fifty times and gets further each time may go on; one that is killed three
 times at the same step, such as for its memory, should stop, and say so. So each process of an
@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -46,15 +46,16 @@ class Attempt:
 
     @property
     def is_final(self) -> bool:
-        """Whether all processes ended with an error after which nothing starts the run again.
+        """Whether all processes ended with an error for good.
 
-        Where only some did, Slurm starts the run again: the others end with another code.
+        Nothing starts the run again. Where only some did, Slurm starts it again: the others end
+        with another code.
         """
         return self.hosts.keys() == self._errors.keys()
 
     @property
     def _errors(self) -> dict[int, str]:
-        """Process → its error, of those that end a run for good."""
+        """Process → its error for good."""
         found = {}
         for process, end in self.ends.items():
             if end.startswith(_FINAL):
@@ -97,14 +98,8 @@ def count_attempt(folder: Path, checkpoint: int | None, most: int) -> Iterator[s
     record = _Record(folder, jax.process_index(), found["number"])
     record.write(checkpoint=checkpoint, host=socket.gethostname())
     call_at_loss(lambda gone: record.write(gone=gone))
-    end = "ended"
-    try:
+    with record:
         yield found["before"]
-    except BaseException as error:
-        end = _end_of(error)
-        raise
-    finally:
-        record.write(end=end)
 
 
 def _begin(folder: Path, checkpoint: int | None, most: int) -> dict[str, Any]:
@@ -162,11 +157,20 @@ def _end_of(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Record:
-    """File of one process, and the attempt that it writes about."""
+    """File of one process, for one attempt; the end of a `with` block is written there."""
 
     folder: Path
     process: int
     attempt: int
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        end = "ended"
+        if error is not None:
+            end = _end_of(error)
+        self.write(end=end)
 
     def write(self, **values: Any) -> None:
         """Append a line; a full disk must not end the run."""
@@ -189,7 +193,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
 
 
 def _read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file, without one that a kill cut off."""
+    """Yield the lines of a file, without an incomplete one."""
     for line in file.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):
             yield json.loads(line)
