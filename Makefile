@@ -13,7 +13,7 @@ UPGRADES := JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_REMAT_BARRIER_N
 
 VENV := .venv
 NEWEST := .venv-newest
-SYSTEM_PACKAGES := slurm-wlm munge openmpi-bin iproute2 chromium
+SYSTEM_PACKAGES := shellcheck slurm-wlm munge openmpi-bin iproute2 chromium
 BENCH_MESHES := data=1,fsdp=8,tensor=1 data=2,fsdp=2,tensor=2 data=1,fsdp=1,tensor=1
 
 # One stamp for each thing that was installed; pip runs again only when what it reads has changed.
@@ -58,7 +58,7 @@ $(SOAK_INSTALLED): $(TEST_INSTALLED)
 	@$(PIP) -e '.[soak]'
 	@touch $@
 
-system: ## install Debian's packages of Slurm, Open MPI, ip and Chromium, which soak tests start (as root)
+system: ## install Debian's packages of Slurm, Open MPI, ip, shellcheck and Chromium, which soak tests start (as root)
 	@dpkg -s $(SYSTEM_PACKAGES) >/dev/null 2>&1 || { \
 	  [ "$$(id -u)" = 0 ] || { echo "as root: apt-get install $(SYSTEM_PACKAGES)" >&2; exit 1; }; \
 	  echo "installing $(SYSTEM_PACKAGES)"; \

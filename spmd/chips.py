@@ -182,6 +182,8 @@ class CloudNames:
             cubes have names, too.
         gke: Name of the accelerator in Google Kubernetes Engine; empty if it has none.
         one_host: Most chips of a slice that is a single host.
+        vm_version: Software version of its virtual machines (Google Cloud's page on TPU software
+            versions); empty if it has none without Kubernetes.
     """
 
     accelerator_type: str
@@ -189,6 +191,7 @@ class CloudNames:
     shapes: tuple[tuple[int, ...], ...]
     gke: str = ""
     one_host: int = 4
+    vm_version: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,7 +207,8 @@ class Chip:
         example: Shape of a machine, for messages; its last number is the GPUs of a host.
         memory: Bytes that a program may use on one device; None if unlimited. The compiler reserves
             0.25 to 1.25 GiB of each TPU's memory; this is what its error messages leave.
-            Of a GPU, what nvidia-smi prints; JAX takes a share of it (`spmd.distributed.gpu_memory`).
+            Of a GPU, what nvidia-smi prints (of B300, GB300 and AMD's, the data sheet); JAX takes a
+            share of it (`spmd.distributed.gpu_memory`).
         devices: JAX devices in one chip.
         dims: Dimensions of a slice's network; 0 for GPUs.
         max_chips: Most chips in one slice; 0 if unlimited.
@@ -385,6 +389,7 @@ _ENTRIES = (
             accelerator_type="v2",
             cores=2,
             shapes=((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)),
+            vm_version="tpu-ubuntu2204-base",
         ),
         clock=0.7e9,
         speeds=Hardware(
@@ -423,6 +428,7 @@ _ENTRIES = (
                 (16, 32),
                 (32, 32),
             ),
+            vm_version="tpu-ubuntu2204-base",
         ),
         clock=0.94e9,
         speeds=Hardware(
@@ -447,7 +453,13 @@ _ENTRIES = (
         dims=3,
         max_chips=4096,
         ring=4,
-        cloud=CloudNames(accelerator_type="v4", cores=2, shapes=_SMALL_3D, gke="tpu-v4-podslice"),
+        cloud=CloudNames(
+            accelerator_type="v4",
+            cores=2,
+            shapes=_SMALL_3D,
+            gke="tpu-v4-podslice",
+            vm_version="tpu-ubuntu2204-base",
+        ),
         options=(("chip_config_name", "megacore"),),
         clock=1.05e9,
         speeds=Hardware(
@@ -477,6 +489,7 @@ _ENTRIES = (
             shapes=_SHAPES_2D,
             gke="tpu-v5-lite-podslice",
             one_host=8,
+            vm_version="v2-alpha-tpuv5-lite",
         ),
         clock=1.5e9,
         speeds=Hardware(
@@ -506,7 +519,13 @@ _ENTRIES = (
         dims=3,
         max_chips=8960,
         ring=4,
-        cloud=CloudNames(accelerator_type="v5p", cores=2, shapes=_SMALL_3D, gke="tpu-v5p-slice"),
+        cloud=CloudNames(
+            accelerator_type="v5p",
+            cores=2,
+            shapes=_SMALL_3D,
+            gke="tpu-v5p-slice",
+            vm_version="v2-alpha-tpuv5",
+        ),
         clock=1.75e9,
         speeds=Hardware(
             peak=459e12,
@@ -531,7 +550,12 @@ _ENTRIES = (
         max_chips=256,
         ring=16,
         cloud=CloudNames(
-            accelerator_type="v6e", cores=1, shapes=_SHAPES_2D, gke="tpu-v6e-slice", one_host=8
+            accelerator_type="v6e",
+            cores=1,
+            shapes=_SHAPES_2D,
+            gke="tpu-v6e-slice",
+            one_host=8,
+            vm_version="v2-alpha-tpuv6e",
         ),
         clock=1.75e9,
         speeds=Hardware(
@@ -666,7 +690,7 @@ _ENTRIES = (
         device_kind="NVIDIA A100-SXM4-40GB",
         family="A100",
         example="16x8",
-        memory=40 * _GIB,
+        memory=40960 * _MIB,
         gpu=_A100_GPU,
         speeds=Hardware(
             peak=312e12,
@@ -710,7 +734,7 @@ _ENTRIES = (
         device_kind="NVIDIA GB200",
         family="GB200",
         example="18x4",
-        memory=186 * 10**9,
+        memory=189471 * _MIB,
         joined=72,
         gpu=Gpu(cores=152, capability=(10, 0), l2_cache=126, clock_ghz=2.06, shared_memory=228),
         speeds=Hardware(
@@ -756,7 +780,7 @@ _ENTRIES = (
         device_kind="NVIDIA GH200 480GB",
         family="GH200",
         example="16x4",
-        memory=96 * 10**9,
+        memory=97871 * _MIB,
         gpu=_HOPPER_GPU,
         speeds=Hardware(
             peak=989e12,
@@ -778,7 +802,7 @@ _ENTRIES = (
         device_kind="NVIDIA L40S",
         family="L40S",
         example="4x8",
-        memory=48 * 10**9,
+        memory=46068 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=142,
@@ -807,7 +831,7 @@ _ENTRIES = (
         device_kind="NVIDIA L4",
         family="L4",
         example="4x8",
-        memory=24 * 10**9,
+        memory=23034 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=58,
@@ -836,7 +860,7 @@ _ENTRIES = (
         device_kind="NVIDIA A10G",
         family="A10G",
         example="4x8",
-        memory=24 * 10**9,
+        memory=23028 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=80,
@@ -867,7 +891,7 @@ _ENTRIES = (
         device_kind="NVIDIA GeForce RTX 4090",
         family="RTX 4090",
         example="1x4",
-        memory=24 * 10**9,
+        memory=24564 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=128,
@@ -896,7 +920,7 @@ _ENTRIES = (
         device_kind="NVIDIA GeForce RTX 3090",
         family="RTX 3090",
         example="1x4",
-        memory=24 * 10**9,
+        memory=24576 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=82,
@@ -927,7 +951,7 @@ _ENTRIES = (
         device_kind="Tesla V100-SXM2-32GB",
         family="V100",
         example="4x8",
-        memory=32 * 10**9,
+        memory=32768 * _MIB,
         gpu=Gpu(
             cores=80, capability=(7, 0), l2_cache=6, clock_ghz=1.53, shared_memory=96, lanes=64
         ),
@@ -950,7 +974,7 @@ _ENTRIES = (
         device_kind="Tesla T4",
         family="T4",
         example="1x8",
-        memory=16 * 10**9,
+        memory=15360 * _MIB,
         pcie=True,
         gpu=Gpu(
             cores=40,

@@ -26,13 +26,16 @@ from spmd.commands.generate import GenerateCommand, run_generate
 from spmd.commands.import_hf import ImportCommand, run_import
 from spmd.commands.launch import LaunchCommand, run_launch
 from spmd.commands.plan import PlanCommand, run_plan
+from spmd.commands.processes import (
+    is_common_error,
+    run_command,
+)
 from spmd.commands.report import ReportCommand, ReportRunCommand, run_report
-from spmd.commands.script import run_script
+from spmd.commands.script import JOBS, run_script
 from spmd.commands.search import SearchCommand, run_search
 from spmd.commands.train import TrainCommand, run_train
 from spmd.distributed.initialize import exit_process
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean, print_traceback
-from spmd.run.job_files import KubernetesJob, SlurmJob
 from spmd.run.load_config import shipped
 
 USAGE = """\
@@ -42,7 +45,9 @@ usage: spmd COMMAND …
        [--resume auto]                               … from the newest checkpoint, if there is one
        [--profile 10:15]                             … tracing these steps
   spmd launch --processes N -- train CONFIG …        the same in N processes on this machine
+  spmd launch --processes N -- eval RUN …            … also check, generate, import and export
   spmd script slurm|kubernetes CONFIG --nodes N      a batch file or manifest for N nodes
+  spmd script tpu-vm CONFIG --tpu v5litepod-64 …     a script that creates a TPU slice and trains
   spmd plan CONFIG [--FIELD VALUE …]                 sharding of each parameter, memory per device
        [--all] [--json]                              … also of gradients and optimizer state; JSON
        [--topology v5e:16x16]                        for an absent machine; 3 if it does not fit
@@ -78,7 +83,7 @@ versions.
 COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "train": (run_train, (TrainCommand,)),
     "launch": (run_launch, (LaunchCommand, TrainCommand)),
-    "script": (run_script, (SlurmJob, KubernetesJob, TrainCommand)),
+    "script": (run_script, (*JOBS.values(), TrainCommand)),
     "plan": (run_plan, (PlanCommand,)),
     "report": (run_report, (ReportCommand, ReportRunCommand)),
     "search": (run_search, (SearchCommand,)),
@@ -113,7 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown = _users_error(error, arguments)
         if shown is None:
             raise
-        _say(f"spmd: {shown}")
+        is_common = is_common_error(arguments, str(shown))
+        if is_common:
+            end = sys.exit
+        if not is_common or jax.process_index() == 0:
+            _say(f"spmd: {shown}")
         code = 2
         if isinstance(error, SpmdError):
             code = error.exit_code
@@ -185,7 +194,7 @@ def _dispatch(arguments: list[str]) -> int:
         problem = Problem(command, "is an unknown command", fix=did_you_mean(command, COMMANDS))
         raise ConfigError("Unknown command:", [problem])
     run, _ = COMMANDS[command]
-    return run(arguments[1:])
+    return run_command(command, run, arguments[1:])
 
 
 def _print_usage() -> None:

@@ -191,6 +191,10 @@ class BusyDeviceError(SpmdError):
     exit_code = os.EX_UNAVAILABLE
 
 
+class RestartsError(SpmdError):
+    """A restarted run without progress."""
+
+
 class DivergenceError(SpmdError):
     """A step diverged; `step` is its number."""
 

@@ -40,6 +40,8 @@ ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 MpiDefault=none
 SelectType=select/cons_tres
+GresTypes=gpu
+SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=5
 SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1
@@ -63,8 +65,13 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path, nodes: int) -> Iterator[Mapping[str, str]]:
-    """Runs a cluster of so many nodes inside the block; the environment in which its commands find it."""
+def slurm_cluster(
+    folder: Path, nodes: int, cpus: int = 1, gpus: int = 0
+) -> Iterator[Mapping[str, str]]:
+    """Runs a cluster of so many nodes inside the block; the environment in which its commands find it.
+
+    Nodes have as many CPUs and GPUs as they say, but there is no GPU: Slurm counts them only.
+    """
     absent = missing_programs(PROGRAMS)
     assert not absent, f"not installed: {', '.join(absent)}; run `make system` as root"
     assert os.geteuid() == 0, (
@@ -74,8 +81,10 @@ def slurm_cluster(folder: Path, nodes: int) -> Iterator[Mapping[str, str]]:
     # addresses of the loopback interface, so every name resolves
     names = [f"127.0.0.{i + 1}" for i in range(nodes)]
     host = socket.gethostname()
+    gres = f" Gres=gpu:{gpus}" if gpus else ""
     lines = [
-        f"NodeName={name} NodeAddr={name} NodeHostname={host} Port={its_port} CPUs=1 RealMemory=1000"
+        f"NodeName={name} NodeAddr={name} NodeHostname={host} Port={its_port} CPUs={cpus} "
+        f"RealMemory=1000{gres}"
         for name, its_port in zip(names, ports, strict=True)
     ]
     (folder / "state").mkdir(parents=True)
@@ -85,6 +94,11 @@ def slurm_cluster(folder: Path, nodes: int) -> Iterator[Mapping[str, str]]:
     configuration.write_text(
         CONFIGURATION.format(folder=folder, host=host, port=port, nodes="\n".join(lines))
     )
+    if gpus:
+        for gpu in range(gpus):
+            (folder / f"gpu{gpu}").touch()
+        listed = f"Name=gpu File={folder}/gpu[0-{gpus - 1}]\n"
+        configuration.with_name("gres.conf").write_text(listed)
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
     environment = {

@@ -242,7 +242,7 @@ def cloud_slice(name: str, where: str = "topology") -> Topology:
     shape = named[number]
     four_chips = 4
     one_host = four_chips < math.prod(shape) <= chip.cloud.one_host
-    return Topology(name, chip, shape, slices, one_host)
+    return Topology(name, chip, shape, slices, one_host=one_host)
 
 
 _CLOUD_NAME = re.compile(r"(?:(?P<slices>\d+)x)?(?P<type>[^:]+)-(?P<number>\d+)")

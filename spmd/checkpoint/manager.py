@@ -76,7 +76,8 @@ class CheckpointManager:
     checkpoints and the `keep_best` with the lowest `best`. Only one run may write to a directory at
     a time (`spmd.resilience.lease`): opening it removes the leftovers of an interrupted save. With
     several processes, each opens the same directory and makes every call; only process 0 reads the
-    file listing.
+    file listing. All must see the directory: opening and restoring check that, and a save fails if
+    process 0 does not see the shards of all.
 
     Args:
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never

@@ -8,7 +8,16 @@ import jax
 
 from spmd.analysis.explicit_axes import check_explicit
 from spmd.analysis.xla_fault_report import FaultReport, find_faults
-from spmd.commands.parsing import ConfigFields, F, StepFlags, parse_source, value_of
+from spmd.commands.parsing import (
+    ConfigFields,
+    F,
+    LaunchFields,
+    StepFlags,
+    parse_source,
+    value_of,
+)
+from spmd.commands.processes import start_devices
+from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem
 from spmd.observe.spinner import spin_until_each, spinner
@@ -40,6 +49,7 @@ class _CheckOptions:
     """Instead of taking steps, list operations with an ambiguous layout: JAX refuses them under
     Explicit axes, and no sharding constraint follows. Compiles nothing. Exit code 1 if there are
     any."""
+    launch_args: LaunchFields = LaunchArgs()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +92,8 @@ def run_check(arguments: list[str]) -> int:
     _check_flags(command, at_least=1)
     if command.explicit:
         return _check_explicit(command)
-    initialize(config.devices)
+    start_devices(config.devices, command)
+    _check_processes(command)
     fewer_bits = config.compress != NO_COMPRESSION or config.quantize
     if fewer_bits and not command.json:
         print(
@@ -105,7 +116,8 @@ def run_check(arguments: list[str]) -> int:
 
 def _check_step(command: CheckStepCommand, source: StepFile | ReadyStep) -> int:
     _check_flags(command, at_least=0)
-    initialize(source.devices)
+    start_devices(source.devices, command)
+    _check_processes(command)
     check = StepCheck(source.make_on, command.check_steps)
     mesh = None
     if command.products:
@@ -151,6 +163,18 @@ def _check_flags(command: CheckCommand | CheckStepCommand, at_least: int) -> Non
             )
     if problems:
         raise ConfigError("Nothing to check:", problems)
+
+
+def _check_processes(command: _CheckOptions) -> None:
+    """Raise if several processes are asked for meshes of a part of their devices."""
+    processes = jax.process_count()
+    if not command.products or processes == 1:
+        return
+    what = f"are compared by one process, and there are {processes}"
+    fix = "one process with --devices, or a mesh of all devices (products=0)"
+    detail = "on a mesh of fewer devices some processes have none"
+    problem = Problem("products", what, detail, fix)
+    raise ConfigError("Nothing to check:", [problem])
 
 
 def _run(

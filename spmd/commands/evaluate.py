@@ -10,8 +10,17 @@ import jax
 import tyro
 
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.commands.parsing import F, StepFlags, parse_flags, parse_step, value_of
+from spmd.commands.parsing import (
+    F,
+    LaunchFields,
+    StepFlags,
+    parse_flags,
+    parse_step,
+    value_of,
+)
+from spmd.commands.processes import start_devices
 from spmd.data.tokenizer import load_tokenizer
+from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import initialize
 from spmd.errors import ConfigError, Problem, check_fields
 from spmd.observe.spinner import spin_until_each, spinner
@@ -59,6 +68,7 @@ class EvalCommand:
     """Simulate this many CPU devices (0: use the real ones); by default as in the run."""
     json: bool = False
     """Print one JSON object for each set."""
+    launch_args: LaunchFields = LaunchArgs()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +88,7 @@ class EvalStepCommand(Generic[F]):
     """Evaluate the trained parameters, where the run evaluates others, such as an average."""
     json: bool = False
     """Print one JSON object."""
+    launch_args: LaunchFields = LaunchArgs()
 
 
 def run_eval(arguments: list[str]) -> int:
@@ -91,7 +102,7 @@ def run_eval(arguments: list[str]) -> int:
         raise ConfigError("Nothing can be evaluated:", problems)
     run_dir = RunDir(Path(command.run))
     config = _override(command, run_dir.config())
-    initialize(config.devices)
+    start_devices(config.devices, command)
     plain = dataclasses.replace(config, compress=NO_COMPRESSION, quantize="")
     setup = make_setup(plain, config_mesh(config))
     check_microbatches(setup)
@@ -111,8 +122,6 @@ def run_eval(arguments: list[str]) -> int:
             step = checkpoints.latest()
     results = evaluate(setup, model, sets, tokenizer, command.tokens)
     found = list(spin_until_each(results, "evaluating"))
-    if jax.process_index() != 0:
-        return 0
     if command.json:
         lines = [json.dumps(each.to_json()) for each in found]
         print("\n".join(lines))
@@ -132,7 +141,7 @@ def _eval_step(run: str, file: str, flags: list[str]) -> int:
         raise ConfigError("Nothing can be evaluated:", [problem])
     parsed = parse_step(EvalStepCommand, loaded, [run, *flags], f"spmd eval {file}")
     command, source = parsed
-    initialize(source.devices)
+    start_devices(source.devices, command)
     step, batches = source.make_on(mesh_of(source.shape, jax.devices()))
     problems = shape_problems(batches)
     if problems:
@@ -147,8 +156,6 @@ def _eval_step(run: str, file: str, flags: list[str]) -> int:
             number = checkpoints.latest()
     with spinner(f"evaluating {len(batches)} batches"):
         found = evaluate_batches(step, model, batches)
-    if jax.process_index() != 0:
-        return 0
     if command.json:
         print(json.dumps({"step": number, **found}))
         return 0

@@ -12,10 +12,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
-from spmd.commands.parsing import parse_flags
+from spmd.commands.parsing import LaunchFields, parse_flags
+from spmd.commands.processes import start_devices
 from spmd.data.tokenizer import load_tokenizer
-from spmd.distributed.initialize import initialize
-from spmd.errors import ConfigError, Problem
+from spmd.distributed.cluster_env import LaunchArgs
+from spmd.errors import ConfigError, Problem, check_fields
 from spmd.hf.adapter import save_adapter
 from spmd.hf.family import Family, family_for
 from spmd.hf.folder import architectures_of
@@ -23,10 +24,11 @@ from spmd.hf.save import parse_size, save_params
 from spmd.hf.sidecar_files import sidecar_files
 from spmd.model_interface.model import PRNG
 from spmd.precision import cast_floats
-from spmd.run.build import build_base_model, build_precision, one_device_mesh
+from spmd.run.build import build_base_model, build_precision
 from spmd.run.config import TrainConfig
 from spmd.run.load_params import is_run, read_adapters, read_params
 from spmd.run.run_dir import RunDir
+from spmd.sharding.mesh import AnyMesh, MeshShape, mesh_of
 
 _Dtype = Literal["", "bf16", "bfloat16", "float32"]
 _DTYPES: dict[_Dtype, Any] = {
@@ -58,6 +60,9 @@ class ExportCommand:
     """Dtype of the tensors; that of the parameters by default."""
     shard_size: str = "5GB"
     """Maximum size of a file; a larger tensor gets a file of its own."""
+    devices: int | None = None
+    """CPU devices that hold the parameters in each process; by default as in the run, at least 1."""
+    launch_args: LaunchFields = LaunchArgs()
 
 
 def run_export(arguments: list[str]) -> int:
@@ -72,7 +77,7 @@ def run_export(arguments: list[str]) -> int:
         return _export_adapter(command, config)
     files, values = sidecar_files(run, config.data.tokenizer, config.model)
     family = family_for(config.model, architectures_of(values))
-    initialize(config.devices or 1)  # simulated devices
+    start_devices(_devices(command, config), command)
     params = read_params(run, _abstract(config), command.step, trained=command.trained)
     save_params(
         out,
@@ -84,6 +89,8 @@ def run_export(arguments: list[str]) -> int:
         files=files,
         values=values or _values(config, family),
     )
+    if jax.process_index() != 0:
+        return 0
     took = time.perf_counter() - began
     print(f"{family.architectures[0]}: {tree.size(params):,} parameters in {took:.3g} s")
     print(_written(out))
@@ -107,9 +114,8 @@ def _export_adapter(command: ExportCommand, config: TrainConfig) -> int:
             fix="export it without --adapter",
         )
         raise ConfigError("Nothing was exported:", [problem])
-    initialize(config.devices or 1)  # simulated devices
-    adapters = read_adapters(run, one_device_mesh(), command.step, trained=command.trained)
-    params = tree.flatten(_abstract(config))
+    start_devices(_devices(command, config), command)
+    adapters = read_adapters(run, _mesh(), command.step, trained=command.trained)
     base = ""
     if config.init and not is_run(Path(config.init)):
         base = str(Path(config.init).absolute())
@@ -119,10 +125,12 @@ def _export_adapter(command: ExportCommand, config: TrainConfig) -> int:
         config.lora,
         family_for(config.model),
         config.model,
-        shapes={path: leaf.shape for path, leaf in params.items()},
+        shapes={path: leaf.shape for path, leaf in tree.flatten(_abstract(config)).items()},
         dtype=_DTYPES.get(command.dtype),
         base=base,
     )
+    if jax.process_index() != 0:
+        return 0
     print(f"adapters of rank {config.lora.rank}: {tree.size(adapters):,} parameters")
     print(_written(out))
     return 0
@@ -147,12 +155,47 @@ def _values(config: TrainConfig, family: Family) -> dict[str, Any]:
 
 
 def _abstract(config: TrainConfig) -> Any:
-    """Return the model's parameters without adapters, unsharded, in the run's parameter dtype."""
-    sharding = NamedSharding(one_device_mesh(), P())
+    """Return the model's parameters without adapters, in the run's parameter dtype.
+
+    Each is divided over all devices, so that a process holds its part of the model alone.
+    """
+    mesh = _mesh()
     model = build_base_model(config)
     dtype = build_precision(config).params_dtype
     shapes = jax.eval_shape(lambda: cast_floats(model.init(jax.random.key(0, impl=PRNG)), dtype))
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-    )
+
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, _divided(leaf.shape, mesh.size))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes)
+
+
+def _mesh() -> AnyMesh:
+    """Return a mesh of all devices along one axis."""
+    return mesh_of(MeshShape(fsdp=-1), jax.devices())
+
+
+def _divided(shape: tuple[int, ...], parts: int) -> P:
+    """Return the spec of an array divided over parts along its largest divisible dimension.
+
+    Example:
+        >>> tuple(_divided((3, 8, 6), 2)), tuple(_divided((3, 5), 2))
+        ((None, 'fsdp', None), ())
+    """
+    divisible = [size for size in shape if size % parts == 0]
+    if not divisible:
+        return P()
+    entries: list[str | None] = [None] * len(shape)
+    entries[shape.index(max(divisible))] = "fsdp"
+    return P(*entries)
+
+
+def _devices(command: ExportCommand, config: TrainConfig) -> int:
+    """Return the number of CPU devices to simulate."""
+    if command.devices is None:
+        return max(config.devices, 1)
+    problems = check_fields(command, {"devices": "at least 1"})
+    if problems:
+        raise ConfigError("Nothing was exported:", problems)
+    return command.devices

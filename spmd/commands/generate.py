@@ -5,13 +5,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import tyro
 
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.commands.parsing import parse_flags
+from spmd.commands.parsing import LaunchFields, parse_flags
+from spmd.commands.processes import start_devices
 from spmd.data.tokenizer import Tokenizer, load_tokenizer
-from spmd.distributed.initialize import initialize
+from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import ConfigError, Problem, check_fields
 from spmd.generate.generator import window_problems
 from spmd.generate.sampling import Sampling
@@ -60,6 +60,7 @@ class GenerateCommand:
     """Size of each mesh axis; by default the run's. For one device: --mesh.fsdp -1 --devices 1."""
     devices: int | None = None
     """Simulate this many CPU devices (0: use the real ones); by default as in the run."""
+    launch_args: LaunchFields = LaunchArgs()
 
 
 def run_generate(arguments: list[str]) -> int:
@@ -67,7 +68,7 @@ def run_generate(arguments: list[str]) -> int:
     command: GenerateCommand = parse_flags(GenerateCommand, arguments, "spmd generate")
     run_dir = RunDir(Path(command.run))
     config = _override_mesh(command, run_dir.config())
-    initialize(config.devices)
+    start_devices(config.devices, command)
     prompts, tokens, sampling, tokenizer = _check_request(command, config)
     plain = dataclasses.replace(config, compress=NO_COMPRESSION, quantize="")
     plan = make_setup(plain, config_mesh(config)).plan
@@ -77,7 +78,7 @@ def run_generate(arguments: list[str]) -> int:
         CheckpointManager(run_dir.checkpoints, read_only=True) as checkpoints,
     ):
         model = restore_model(checkpoints, command.step, plan, trained=command.trained)
-    if generator.whole_window and _is_first():
+    if generator.whole_window:
         print(
             f"spmd: each token takes the whole window: {generator.whole_window}",
             file=sys.stderr,
@@ -93,14 +94,9 @@ def run_generate(arguments: list[str]) -> int:
     return 0
 
 
-def _is_first() -> bool:
-    return jax.process_index() == 0
-
-
 def _show(text: str) -> None:
-    """Print a text at once, in the first process."""
-    if _is_first():
-        print(text, end="", flush=True)
+    """Print a text at once."""
+    print(text, end="", flush=True)
 
 
 def _show_stream(prompt: str, pieces: Iterator[str]) -> None:

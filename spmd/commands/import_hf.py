@@ -15,16 +15,17 @@ import tyro
 from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.versions import library_versions
-from spmd.commands.parsing import parse_flags
+from spmd.commands.parsing import LaunchFields, parse_flags
+from spmd.commands.processes import start_devices
 from spmd.data.loader import DataConfig
 from spmd.data.tokenizer import TOKENIZER
-from spmd.distributed.initialize import initialize
+from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import families
 from spmd.hf.fields import collect_errors
 from spmd.hf.folder import CONFIG, HFFolder, inside, open_folder
 from spmd.hf.load import check_published, load_published
-from spmd.hf.save import whole_folder
+from spmd.hf.save import shared_folder
 from spmd.hf.sidecar_files import ORIGINAL, files_of, tokenizer_problems
 from spmd.model_interface.model import PRNG
 from spmd.model_interface.model_config import HasContext, HasVocab
@@ -60,6 +61,7 @@ class ImportCommand:
     """Sequence length for training and generation (0: the model's context length, at most 2048)."""
     devices: int = 0
     """Simulate this many CPU devices (0: use the real ones)."""
+    launch_args: LaunchFields = LaunchArgs()
 
 
 def run_import(arguments: list[str]) -> int:
@@ -68,12 +70,14 @@ def run_import(arguments: list[str]) -> int:
     began = time.perf_counter()
     source = Path(command.folder)
     out = Path(command.out)
-    initialize(command.devices)
+    start_devices(command.devices, command)
     with _checked(command, source, out) as (found, setup):
         params = load_published(found, setup.plan.abstract_params)
         state = {"params": params, "variables": _variables(setup)}
-        with whole_folder(out) as folder:
+        with shared_folder(out) as folder:
             _write_run(folder, source, found, setup, state)
+    if jax.process_index() != 0:
+        return 0
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     took = time.perf_counter() - began
     print(
@@ -90,14 +94,12 @@ def run_import(arguments: list[str]) -> int:
 def _write_run(
     folder: Path, source: Path, found: HFFolder, setup: TrainSetup, state: dict[str, Any]
 ) -> None:
-    """Write the config, the published files and a checkpoint of step 0 into a folder."""
-    config_file = folder / "config.py"
-    config_file.write_text(config_source(setup.config, found), encoding="utf-8")
-    files = files_of(found.path)
-    files[ORIGINAL] = inside(found.path, CONFIG)
-    for name, file in files.items():
-        shutil.copyfile(file, folder / name)
-    RunDir(folder).describe(setup.config, config_file, str(setup.plan))
+    """Write the config, the published files and a checkpoint of step 0 into a folder.
+
+    Process 0 writes the files, and each process its shards of the checkpoint.
+    """
+    if jax.process_index() == 0:
+        _write_files(folder, found, setup)
     record = {
         "step": 0,
         IMPORTED: str(source.absolute()),
@@ -106,6 +108,17 @@ def _write_run(
     }
     with CheckpointManager(folder / "checkpoints") as checkpoints:
         checkpoints.save(0, state, record, copied=False)
+
+
+def _write_files(folder: Path, found: HFFolder, setup: TrainSetup) -> None:
+    """Write the config and the published files into a folder."""
+    config_file = folder / "config.py"
+    config_file.write_text(config_source(setup.config, found), encoding="utf-8")
+    files = files_of(found.path)
+    files[ORIGINAL] = inside(found.path, CONFIG)
+    for name, file in files.items():
+        shutil.copyfile(file, folder / name)
+    RunDir(folder).describe(setup.config, config_file, str(setup.plan))
 
 
 @contextlib.contextmanager

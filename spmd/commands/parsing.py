@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import io
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -14,7 +15,7 @@ import tyro
 from spmd.analysis.topology import parse_topology
 from spmd.commands.flag_names import given_flags
 from spmd.distributed.cluster_env import LaunchArgs
-from spmd.distributed.initialize import MOST_SIMULATED, prepare_platform
+from spmd.distributed.initialize import MOST_SIMULATED, SINGLE_PROCESS, prepare_platform
 from spmd.errors import ConfigError, MeshError, Problem, SpmdError
 from spmd.optim.config import fit_warmup
 from spmd.run.config import M, TrainConfig
@@ -152,18 +153,43 @@ def leave_devices_alone(arguments: list[str]) -> None:
             simulate_devices(machine.devices)
 
 
-def value_of(flag: str, arguments: list[str]) -> str:
-    """Return the value of a flag before its command is parsed; empty without it.
+def launch_args_of(arguments: Sequence[str]) -> LaunchArgs:
+    """Return the flags for the processes of a command before the command is parsed.
+
+    An invalid one, and a request for help, are left to the command's own parser.
 
     Example:
-        >>> value_of("--devices", ["check", "--devices=8"])
+        >>> launch_args_of(["runs/demo", "--processes", "2", "--prompt", "a"]).processes
+        2
+    """
+    options = (tyro.conf.FlagCreatePairsOff, tyro.conf.SuppressFixed)
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.suppress(SystemExit),
+    ):
+        launch_args, _ = tyro.cli(
+            LaunchArgs, args=list(arguments), return_unknown_args=True, config=options
+        )
+        return launch_args
+    return SINGLE_PROCESS
+
+
+def value_of(flag: str, arguments: list[str]) -> str:
+    """Return the value of a flag before its command is parsed, the last of several; empty without it.
+
+    Example:
+        >>> value_of("--devices", ["check", "--devices=4", "--devices", "8"])
         '8'
     """
+    found = ""
     for argument, following in itertools.pairwise([*arguments, ""]):
         name, equals, value = argument.partition("=")
         if name == flag:
-            return value if equals else following
-    return ""
+            found = following
+            if equals:
+                found = value
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +202,8 @@ def _flags_of(source: StepFile | ReadyStep, command: type) -> type:
     if isinstance(source, ReadyStep):
         return _NoFlags
     taken = {field.name for field in dataclasses.fields(command)} | {"mesh", "devices"}
+    if "launch_args" in taken:  # whose fields are flags, too
+        taken.update(field.name for field in dataclasses.fields(LaunchArgs))
     shape = dataclasses.field(default_factory=lambda: MeshShape(fsdp=-1))
     fields: list[Any] = [("mesh", MeshShape, shape), ("devices", int, dataclasses.field(default=0))]
     problems = []

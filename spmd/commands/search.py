@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Any, Generic
 
 from spmd.analysis.topology import Topology, missing_extra, parse_topology
-from spmd.commands.parsing import ConfigFields, F, StepFlags, leave_devices_alone, parse_source
+from spmd.commands.parsing import (
+    ConfigFields,
+    F,
+    LaunchFields,
+    StepFlags,
+    leave_devices_alone,
+    parse_source,
+)
 from spmd.commands.plan import mesh_on
+from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import ConfigError, Problem
 from spmd.observe.metrics import human_duration
 from spmd.observe.spinner import spin_until_each, spinner
@@ -33,6 +41,7 @@ class _SearchOptions:
     """File of results to resume from; empty for runs/search/CONFIG-TOPOLOGY.json."""
     json: bool = False
     """Print one JSON object."""
+    launch_args: LaunchFields = LaunchArgs()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -301,13 +301,7 @@ def count_problems(devices: Sequence[Any], expected: int) -> list[Problem]:
 
 
 def describe_devices(devices: Sequence[Any]) -> str:
-    """Return a line with platform, kind and number of the devices of all processes.
-
-    Example:
-        >>> import jax
-        >>> describe_devices(jax.devices())  # doctest: +SKIP
-        'devices: 16 × NVIDIA H100 80GB HBM3, platform cuda, 2 processes'
-    """
+    """Return a line with platform, kind and number of the devices of all processes."""
     kinds = collections.Counter(device.device_kind for device in devices)
     counted = [f"{count} × {kind}" for kind, count in kinds.items()]
     processes = len({device.process_index for device in devices})

@@ -3,12 +3,15 @@
 import errno
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from spmd.distributed.cluster_env import split_address
+from spmd.distributed.differences import differences
 from spmd.distributed.launchers import ProcessGroup
 from spmd.distributed.rendezvous import Meeting, Rendezvous, RendezvousError, Report, report_to
-from spmd.errors import ConfigError, Problem
+from spmd.errors import AgreementError, ConfigError, Problem
 
 _BIND_FIXES = {
     errno.EADDRNOTAVAIL: (
@@ -22,7 +25,12 @@ _BACKLOG = 1024
 _DNS_TIMEOUT = 60
 
 
-def meet(group: ProcessGroup, seconds: int, gpus: tuple[str, ...]) -> tuple[Meeting, str | None]:
+def meet(
+    group: ProcessGroup,
+    seconds: int,
+    gpus: tuple[str, ...],
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Meeting, str | None]:
     """Meet the other processes; return the meeting, and where the coordinator is to listen.
 
     That is process 0's HOST:PORT; None for all of its interfaces, and on all other processes.
@@ -30,12 +38,22 @@ def meet(group: ProcessGroup, seconds: int, gpus: tuple[str, ...]) -> tuple[Meet
     Args:
         seconds: Time in which all processes must be there.
         gpus: GPUs visible to this process.
+        variables: Variables that must be equal on all processes. They are compared here, as
+            processes that differ in them may hang in the first collective.
 
     Raises:
         ConfigError: They do not meet: the reason, and those that are missing.
+        AgreementError: Variables differ; every process raises it.
     """
     host = socket.gethostname()
-    own = Report(group.process_id, group.processes or 1, host, _machine_id(), gpus)
+    own = Report(
+        group.process_id,
+        group.processes or 1,
+        host,
+        _machine_id(),
+        gpus,
+        tuple(variables.items()),
+    )
 
     place = name_address(group)
 
@@ -50,11 +68,16 @@ def meet(group: ProcessGroup, seconds: int, gpus: tuple[str, ...]) -> tuple[Meet
     try:
         if group.process_id:
             address = split_address(group.coordinator)
-            return report_to(address, own, seconds, unreachable), None
-        listener, own_address = listen(group)
-        return Rendezvous(listener, own, group).collect(seconds, missing), own_address
+            meeting, own_address = report_to(address, own, seconds, unreachable), None
+        else:
+            listener, own_address = listen(group)
+            meeting = Rendezvous(listener, own, group).collect(seconds, missing)
     except RendezvousError as error:
         raise ConfigError("The processes cannot connect:", [error.problem]) from error
+    problems = differences([{"environment": dict(each.variables)} for each in meeting.reports])
+    if problems:
+        raise AgreementError("Processes disagree, none starts:", problems)
+    return meeting, own_address
 
 
 def _timeout_problem(what: str, seconds: int) -> Problem:

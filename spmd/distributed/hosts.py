@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from spmd.errors import Problem
+from spmd.errors import Problem, SpmdError
 
 
 def broadcast_from_first(f: Callable[[], Any]) -> Any:
@@ -61,6 +61,26 @@ def _pad(text: bytes, size: int) -> np.ndarray:
     padded = np.zeros(1 << max(size - 1, 0).bit_length(), np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     return padded
+
+
+def run_on_first(f: Callable[[], object]) -> None:
+    """Call `f` on process 0 alone; raise its `SpmdError` on every process."""
+    raised: list[SpmdError] = []
+
+    def attempt() -> Any:
+        try:
+            f()
+        except SpmdError as error:
+            raised.append(error)
+            return [error.title, plain_problems(error.problems)]
+        return None
+
+    failed = broadcast_from_first(attempt)
+    if raised:
+        raise raised[0]
+    if failed:
+        title, problems = failed
+        raise SpmdError(title, read_problems(problems))
 
 
 def broadcast_problems(f: Callable[[], Sequence[Problem]]) -> tuple[Problem, ...]:

@@ -3,6 +3,7 @@
 Only this module and `spmd.testing` read or write environment variables.
 """
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -53,8 +54,13 @@ _NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 
 # Prefixes of the variables with an effect on collectives and memory.
 _NETWORK_VARIABLES = (
-    *("NCCL_", "RCCL_", "FI_", "UCX_", "GLOO_", "MEGASCALE_", "LIBTPU_"),
+    *("NCCL_", "RCCL_", "NVSHMEM_", "FI_", "UCX_", "GLOO_", "MEGASCALE_", "LIBTPU_"),
     *("XLA_PYTHON_CLIENT_", "XLA_CLIENT_"),
+)
+
+# Those that name the network cards of a machine, what is logged and where, or a process.
+_OF_MACHINE = re.compile(
+    r".*(DEBUG|_LOG|DUMP|IFNAME|IFACE|HCA|NET_DEVICES|TOPO_FILE|HOSTID)|MEGASCALE_SLICE_ID$"
 )
 
 # Lines of libtpu, but not JAX's own about a TPU.
@@ -91,7 +97,6 @@ def initialize(
     """
     _check_devices(devices)
     _choose_platform(devices, launch_args.platform)
-    group = detect_process_group(launch_args, os.environ)
     # Orbax logs tracebacks of errors that it also raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     prepare_platform(target_platform)
@@ -101,12 +106,32 @@ def initialize(
         simulate_devices(devices)
     elif not target_platform:
         _take_gpu_memory()
-    if group:
-        _connect(group, launch_args, simulated=bool(devices))
+    connect(launch_args, simulated=bool(devices))
     log = _start_backends(launch_args)
     if not target_platform:
         _check_accelerators(devices, launch_args, log)
     return _print_log(log)
+
+
+def connect(launch_args: LaunchArgs, *, simulated: bool = False) -> None:
+    """Connect to the other processes, if there are any; no device is started.
+
+    A process that is connected stays so.
+
+    Args:
+        simulated: The devices are simulated, so the processes share no GPUs.
+    """
+    if jax.distributed.is_initialized():
+        return
+    group = detect_process_group(launch_args, os.environ)
+    if group:
+        _connect(group, launch_args, simulated)
+
+
+def is_first_process(launch_args: LaunchArgs) -> bool:
+    """Return true in process 0 of a group, and without a group; nothing is connected."""
+    group = detect_process_group(launch_args, os.environ)
+    return group is None or group.process_id == 0
 
 
 def starts_alone(launch_args: LaunchArgs) -> bool:
@@ -289,13 +314,17 @@ def exit_process(code: int) -> NoReturn:
 def _connect(group: ProcessGroup, launch_args: LaunchArgs, simulated: bool) -> None:
     """Meet the other processes, and connect JAX to them."""
     _exempt_from_proxy(group.coordinator)
-    separate_stdout()
+    debug = native_debug()
+    separate_stdout(keep=bool(debug))
+    if debug:
+        print(f"{debug}: output of C++ libraries goes to standard error", file=sys.stderr)
     # The only collectives between CPU devices, real or simulated, of several processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     gpus = visible_gpus(os.environ)
     if simulated:
         gpus = ()
-    meeting, own_address = meet(group, launch_args.start_timeout, gpus)
+    variables = collectives_environment()
+    meeting, own_address = meet(group, launch_args.start_timeout, gpus, variables)
     device_ids = local_device_ids(group.process_id, meeting.reports, os.environ)
     # At its own timeout JAX aborts the process without an exception, so this timer fires before.
     timer = threading.Timer(_JAX_START, _exit_at_timeout, (group,))
@@ -357,6 +386,58 @@ def _excepthook(
     exit_process(EXIT_LOST)
 
 
+def native_debug() -> str:
+    """Return NCCL_DEBUG and its value if it asks for output on standard output; else empty.
+
+    RCCL has the same variables.
+    """
+    value = os.environ.get("NCCL_DEBUG", "")
+    if not value or os.environ.get("NCCL_DEBUG_FILE"):
+        return ""
+    return f"NCCL_DEBUG={value}"
+
+
+def collectives_environment() -> dict[str, str]:
+    """Return the variables of libraries of collectives, to compare between processes.
+
+    They choose algorithms and protocols: processes with other ones hang. LIBTPU_INIT_ARGS has flags
+    of both collectives and the compiler.
+    """
+    found = {}
+    for name, value in network_environment().items():
+        if not name.startswith("XLA_") and not _OF_MACHINE.match(name):
+            found[name] = value
+    return found
+
+
+def user_xla_flags() -> dict[str, str]:
+    """Return the user's XLA flags in the environment by name.
+
+    Those that spmd itself has added are no choice of the user. A flag without a value is true, as
+    for XLA. A variable that does not begin with a dash is the name of a file of flags.
+    """
+    found = {}
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        text = os.environ.get(variable, "").strip()
+        if text and not text.startswith("-"):
+            text = _text_of(Path(text))
+        for word in text.split():
+            name, equals, value = word.lstrip("-").partition("=")
+            if word in (_CPU_TIMEOUT, _NO_AUTOTUNING):
+                continue
+            if not equals:
+                value = "true"
+            found[name] = value
+    return found
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read, as XLA itself reports."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    return ""
+
+
 def compiler_environment() -> dict[str, str]:
     """Return the variables with an effect on compilation; they must be equal on all processes."""
     of_jax = sorted(name for name in os.environ if name.startswith("JAX_"))
@@ -367,7 +448,7 @@ def compiler_environment() -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR",
     )
     found = {}
-    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *of_jax):
+    for name in ("XLA_FLAGS", *of_jax):
         if name in os.environ and name not in own:
             found[name] = os.environ[name]
     return found

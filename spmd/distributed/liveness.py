@@ -22,6 +22,14 @@ _LEAVING = b"leaving\n"
 _GRACE = 30.0  # in which a process that fails finishes its part of a checkpoint
 
 
+_AT_LOSS: list[Callable[[str], object]] = []
+
+
+def call_at_loss(listener: Callable[[str], object]) -> None:
+    """Call a function with the name of a lost process, before this one ends."""
+    _AT_LOSS.append(listener)
+
+
 class Liveness:
     """Thread to end this process after the loss of another.
 
@@ -64,6 +72,8 @@ class Liveness:
         gone = self._wait()
         if not gone:
             return
+        for listener in _AT_LOSS:
+            listener(gone)
         # The others learn from process 0 which it was.
         self._send(f"{gone}\n".encode())
         if self._ended.wait(self._grace):

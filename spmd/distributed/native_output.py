@@ -9,17 +9,20 @@ from collections.abc import Iterator
 from typing import TextIO
 
 
-def separate_stdout() -> None:
+def separate_stdout(*, keep: bool = False) -> None:
     """Give `sys.stdout` a descriptor of its own, and drop the output of C++ on descriptor 1.
 
-    Gloo reports its connections there.
+    Gloo reports its connections there. With `keep` that output goes to standard error.
     """
     if _stdout_descriptor() != 1:
         return
     sys.stdout.flush()
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=encoding, errors=errors)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    target = 2
+    if not keep:
+        target = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(target, 1)
 
 
 def redirect_native_stdout(file: TextIO) -> None:

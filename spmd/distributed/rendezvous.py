@@ -39,6 +39,7 @@ class Report:
         host: Name of its host.
         machine: Identity of the running machine, the same for all processes on it.
         gpus: GPUs that it sees.
+        variables: Names and values of variables to compare between processes.
     """
 
     process_id: int
@@ -46,6 +47,7 @@ class Report:
     host: str
     machine: str
     gpus: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.process_id < self.processes:
@@ -133,7 +135,8 @@ def _read_answer(line: bytes) -> list[Report]:
 
 
 def _report(values: Mapping[str, Any]) -> Report:
-    return Report(**{**values, "gpus": tuple(values["gpus"])})
+    variables = tuple((name, value) for name, value in values["variables"])
+    return Report(**{**values, "gpus": tuple(values["gpus"]), "variables": variables})
 
 
 def _line(value: Any) -> bytes:

@@ -1,14 +1,17 @@
 """XLA flags of each platform, and with those of each chip (`Chip.flags`), each with its reason.
 
 They are passed to the compiler with the train step, as compile options, so an unknown name is an
-error. docs/how-to/slow-networks.md shows the effect of each flag.
+error. A flag of the preset that is set in the environment has the user's value.
+docs/how-to/slow-networks.md shows the effect of each flag.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from spmd.chips import Flag, Value, chip_of
-from spmd.errors import Problem, did_you_mean
+from spmd.errors import ConfigError, Problem, did_you_mean
 
 PRESET = "preset"
 """Word for the flags of this module in the config's list of flags."""
@@ -34,14 +37,24 @@ CROSSING: Mapping[str, tuple[Flag, ...]] = {
 
 
 def flags_for(
-    configured: Iterable[str], platform: str, kind: str = "", *, crossing: bool
+    configured: Iterable[str],
+    platform: str,
+    kind: str = "",
+    *,
+    crossing: bool,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Flag, ...]:
     """Return the flags of a step, from words `"preset"` or `"NAME=VALUE"` of a config.
 
     The last value of a name counts.
 
-    `kind` is the device's kind, as JAX names it; `crossing` says that a mesh axis crosses the slow
-    network.
+    Args:
+        kind: Kind of the device, as JAX names it.
+        crossing: True if a mesh axis crosses the slow network.
+        environment: Flags that are set in the environment; they count instead of the preset's.
+
+    Raises:
+        ConfigError: Config and environment have different values of a flag.
 
     Example:
         >>> configured = ["preset", "xla_gpu_enable_pipelined_all_gather=false"]
@@ -52,9 +65,40 @@ def flags_for(
     platform = known_platform(platform)
     preset = PRESETS[platform] + chip_of(kind).flags + (CROSSING[platform] if crossing else ())
     chosen: dict[str, Flag] = {}
+    problems: list[Problem] = []
     for text in configured:
-        chosen |= {flag.name: flag for flag in (preset if text == PRESET else [_parse_flag(text)])}
+        if text == PRESET:
+            chosen |= {flag.name: _as_set_by_user(flag, environment) for flag in preset}
+            continue
+        flag = _parse_flag(text)
+        problems += _contradictions(flag, environment)
+        chosen[flag.name] = flag
+    if problems:
+        raise ConfigError("Contradicting XLA flags:", problems)
     return tuple(chosen.values())
+
+
+def _as_set_by_user(flag: Flag, environment: Mapping[str, str]) -> Flag:
+    """Return a flag of the preset with the user's value, if there is one.
+
+    XLA takes compile options before the environment, so a flag without an option is not enough.
+    """
+    if flag.name not in environment:
+        return flag
+    written = _parse_flag(f"{flag.name}={environment[flag.name]}")
+    reason = f"set in the environment; the preset has {flag}: {flag.reason}"
+    return dataclasses.replace(written, reason=reason)
+
+
+def _contradictions(flag: Flag, environment: Mapping[str, str]) -> list[Problem]:
+    """Return a problem if a flag of the config has another value in the environment."""
+    if flag.name not in environment:
+        return []
+    other = _parse_flag(f"{flag.name}={environment[flag.name]}")
+    if other.value == flag.value:
+        return []
+    what = f"has {flag}, and the environment (XLA_FLAGS, LIBTPU_INIT_ARGS) {other}"
+    return [Problem("xla", what, fix="remove one of them")]
 
 
 def known_platform(platform: str) -> str:

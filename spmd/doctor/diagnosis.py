@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from spmd.analysis.topology import Topology
 from spmd.checkpoint.versions import library_versions
 from spmd.chips import chip_of
+from spmd.distributed.differences import differences
 from spmd.distributed.hosts import gather_json
 from spmd.distributed.initialize import gpu_memory_fraction, network_environment
 from spmd.distributed.shared_folder import shared_folder_problems
@@ -26,7 +27,6 @@ from spmd.doctor.machine import (
 )
 from spmd.doctor.timing import AxisTime, PairTime, time_axes, time_pairs, time_products
 from spmd.errors import Problem
-from spmd.resilience.consistency import differences
 from spmd.sharding.mesh import MeshShape
 from spmd.step_time.network import make_network
 

@@ -3,6 +3,7 @@
 A folder has `adapter_config.json` and `adapter_model.safetensors`.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,17 @@ import jax
 import numpy as np
 
 from spmd import tree
-from spmd.errors import CheckpointError, ConfigError, Problem
+from spmd.distributed.hosts import run_on_first
+from spmd.errors import ConfigError, Problem
 from spmd.hf.family import Family, TensorSource, tensor_sources
 from spmd.hf.safetensors import write_safetensors
-from spmd.hf.save import host_slice, whole_folder, write_json
+from spmd.hf.save import (
+    check_absent,
+    gather_and_write,
+    host_slice,
+    whole_folder,
+    write_json,
+)
 from spmd.lora.adapters import LORA_A, LORA_B, LoRAConfig
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -36,7 +44,7 @@ def save_adapter(
     dtype: Any = None,
     base: str = "",
 ) -> None:
-    """Write a folder for `peft.PeftModel.from_pretrained`.
+    """Write a folder for `peft.PeftModel.from_pretrained`; of several processes, all make this call.
 
     Args:
         out: The folder; it must not exist.
@@ -50,19 +58,20 @@ def save_adapter(
     Raises:
         ConfigError: `peft` has no adapter for such a parameter.
     """
-    if out.exists():
-        problem = Problem(str(out), "exists", fix="choose another --out")
-        raise CheckpointError("Nothing was exported:", [problem])
+    run_on_first(functools.partial(check_absent, out))
     leaves = tree.flatten(adapters)
     sources = tensor_sources(family.names(config), shapes)
     adapted = _adapted(leaves, sources)
     tensors = _tensors(sorted(adapted, key=lambda source: source.path))
     specs = _specs(tensors, leaves, dtype)
     values = _config_values(adapted, lora, base)
-    with whole_folder(out) as folder:
-        arrays = _arrays(tensors, leaves, specs)
-        write_safetensors(folder / ADAPTER, specs, arrays, {"format": "pt"})
-        write_json(folder / ADAPTER_CONFIG, values)
+
+    def write(arrays: Iterator[np.ndarray]) -> None:
+        with whole_folder(out) as folder:
+            write_safetensors(folder / ADAPTER, specs, arrays, {"format": "pt"})
+            write_json(folder / ADAPTER_CONFIG, values)
+
+    gather_and_write(_arrays(tensors, leaves, specs), write)
 
 
 def _adapted(leaves: Iterable[str], sources: Mapping[str, TensorSource]) -> list[TensorSource]:

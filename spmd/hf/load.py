@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
+from spmd.distributed.hosts import gather_json
 from spmd.errors import CheckpointError, Problem, first_of
 from spmd.hf.family import TensorSource, tensor_sources
 from spmd.hf.fields import collect_errors
@@ -67,11 +68,20 @@ def load_published(found: HFFolder, abstract: Any) -> Any:
         params = tree.map_with_path(load, abstract)
     what, fix = "has values that are NaN or infinite", "get the file again: training cannot mend it"
     problems: list[Problem] = []
-    for path, name in non_finite:
+    for path, name in _of_all_processes(non_finite):
         problems.append(Problem(path, what, f"in the tensor {name}", fix))
     if problems:
         raise CheckpointError(f"{found.path} cannot be loaded:", first_of(problems))
     return params
+
+
+def _of_all_processes(found: Collection[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the pairs that any process has found; each has read its own rows."""
+    pairs: set[tuple[str, str]] = set()
+    for of_process in gather_json(sorted(found)):
+        for path, name in of_process:
+            pairs.add((path, name))
+    return sorted(pairs)
 
 
 def _check_same_files(found: HFFolder) -> None:

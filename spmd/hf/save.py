@@ -3,20 +3,24 @@
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.checkpoint.manifest import sync
-from spmd.errors import CheckpointError, ConfigError, Problem, check_local
+from spmd.distributed.hosts import run_on_first
+from spmd.errors import CheckpointError, ConfigError, Problem, SpmdError, check_local
 from spmd.hf.family import Family, TensorSource, tensor_sources
 from spmd.hf.fields import HARMLESS
 from spmd.hf.folder import CONFIG, INDEX, SINGLE
@@ -43,6 +47,9 @@ def save_params(
 ) -> None:
     """Write a folder for `transformers`; it appears complete or not at all.
 
+    Of several processes, all make this call, each with its shards of the parameters. They gather
+    one tensor at a time, and process 0 writes it.
+
     Args:
         out: The folder; it must not exist.
         dtype: The tensors' dtype; None for that of each parameter.
@@ -50,26 +57,60 @@ def save_params(
         files: Name → file to copy into the folder.
         values: The original config.json; its fields that do not change the model are copied.
     """
-    if out.exists():
-        problem = Problem(str(out), "exists", fix="choose another --out")
-        raise CheckpointError("Nothing was exported:", [problem])
+    run_on_first(functools.partial(check_absent, out))
     leaves = tree.flatten(params)
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     tensors = _tensors(tensor_sources(family.names(config), shapes).values())
     specs = _specs(tensors, leaves, dtype)
     shards = _split_into_files(specs, shard_size)
     needed = sum(map(_nbytes, specs.values()))
-    _check_disk_space(out, needed)
+    run_on_first(functools.partial(_check_disk_space, out, needed))
     config_values = _config_values(family, config, specs, values or {})
-    with whole_folder(out) as folder:
-        for name, shard in shards.items():
-            arrays = _arrays(tensors, leaves, shard)
-            write_safetensors(folder / name, shard, arrays, {"format": "pt"})
-        if list(shards) != [SINGLE]:
-            write_json(folder / INDEX, _index(shards, needed))
-        write_json(folder / CONFIG, config_values)
-        for name, file in (files or {}).items():
-            shutil.copyfile(file, folder / name)
+
+    def write(arrays: Iterator[np.ndarray]) -> None:
+        with whole_folder(out) as folder:
+            for name, shard in shards.items():
+                values_of_file = itertools.islice(arrays, len(shard))
+                write_safetensors(folder / name, shard, values_of_file, {"format": "pt"})
+            if list(shards) != [SINGLE]:
+                write_json(folder / INDEX, _index(shards, needed))
+            write_json(folder / CONFIG, config_values)
+            for name, file in (files or {}).items():
+                shutil.copyfile(file, folder / name)
+
+    gather_and_write(_arrays(tensors, leaves, shards), write)
+
+
+def check_absent(out: Path) -> None:
+    """Raise `CheckpointError` if the folder to export to exists."""
+    if out.exists():
+        problem = Problem(str(out), "exists", fix="choose another --out")
+        raise CheckpointError("Nothing was exported:", [problem])
+
+
+def gather_and_write(
+    arrays: Iterator[np.ndarray], write: Callable[[Iterator[np.ndarray]], None]
+) -> None:
+    """Let process 0 write arrays that all processes gather; raise its error on all of them.
+
+    Args:
+        arrays: Each array is gathered when it is requested, so all processes request all of them.
+    """
+    # outside of `run_on_first`, as process 0 writes while the others gather
+    failed: list[SpmdError] = []
+    if jax.process_index() == 0:
+        try:
+            write(arrays)
+        except SpmdError as error:
+            failed.append(error)
+    if jax.process_count() > 1:
+        collections.deque(arrays, maxlen=0)
+    run_on_first(functools.partial(_raise_first, failed))
+
+
+def _raise_first(errors: Sequence[SpmdError]) -> None:
+    for error in errors:
+        raise error
 
 
 def _specs(tensors: Mapping[str, _Parts], leaves: Mapping[str, jax.Array], dtype: Any) -> _Specs:
@@ -113,11 +154,12 @@ def _config_values(
 
 
 def _arrays(
-    tensors: Mapping[str, _Parts], leaves: Mapping[str, jax.Array], specs: _Specs
+    tensors: Mapping[str, _Parts], leaves: Mapping[str, jax.Array], shards: Mapping[str, _Specs]
 ) -> Iterator[np.ndarray]:
-    """Yield the values of a file's tensors."""
-    for name, spec in specs.items():
-        yield _to_host(tensors[name], leaves, spec.dtype)
+    """Yield the values of the tensors of all files."""
+    for specs in shards.values():
+        for name, spec in specs.items():
+            yield _to_host(tensors[name], leaves, spec.dtype)
 
 
 def _index(shards: Mapping[str, _Specs], total_size: int) -> dict[str, Any]:
@@ -138,7 +180,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     problems = check_local("out", path)
     if problems:
         raise CheckpointError("Nothing was written:", problems)
-    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished = _unfinished(path)
     try:
         unfinished.mkdir(parents=True)
     except FileExistsError as error:
@@ -159,6 +201,22 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise _write_error(path, error) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def shared_folder(path: Path) -> Iterator[Path]:
+    """Write a folder as `whole_folder` does, from all processes: process 0 makes and renames it."""
+    written = contextlib.ExitStack()
+    run_on_first(lambda: written.enter_context(whole_folder(path)))
+    with contextlib.ExitStack() as after_error:
+        after_error.push(written)
+        yield _unfinished(path)
+        after_error.pop_all()
+    run_on_first(written.close)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unfinished")
 
 
 def _write_error(path: Path, error: OSError) -> CheckpointError:
@@ -252,8 +310,19 @@ def _to_host(parts: _Parts, leaves: Mapping[str, jax.Array], dtype: Any) -> np.n
 
 
 def host_slice(array: jax.Array, index: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return the element at an index of the leading dimensions, cast to `dtype`, in host memory."""
-    return np.asarray(_take(array, np.array(index, np.int32), dtype))
+    """Return the element at an index of the leading dimensions, cast to `dtype`, in host memory.
+
+    Of several processes, each has the whole element.
+    """
+    element = _take(array, np.array(index, np.int32), dtype)
+    if not element.is_fully_addressable:
+        element = _place(element, NamedSharding(element.sharding.mesh, P()))
+    return np.asarray(element)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _place(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 @functools.partial(jax.jit, static_argnums=2)

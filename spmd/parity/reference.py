@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from spmd import tree
 from spmd.errors import ConfigError, Problem
@@ -394,7 +395,17 @@ def _shape_text(leaves: Mapping[str, Any], path: str) -> str:
 
 
 def _on_host(values: Any) -> Leaves:
-    return {path: np.asarray(leaf) for path, leaf in tree.flatten(values).items()}
+    """Copy arrays to the host by path; of several processes, each has them whole."""
+    leaves = {}
+    for path, leaf in tree.flatten(values).items():
+        leaves[path] = _whole(leaf)
+    return leaves
+
+
+def _whole(x: Any) -> np.ndarray:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)
 
 
 def _part(leaves: Leaves, name: str) -> Leaves:

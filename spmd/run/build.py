@@ -21,7 +21,7 @@ from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.loader import DataConfig, load_corpus, packing_of
 from spmd.data.text_dataset import TextDataset, open_text
 from spmd.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer
-from spmd.distributed.initialize import compiler_environment
+from spmd.distributed.initialize import compiler_environment, user_xla_flags
 from spmd.distributed.xla_flags import Flag, Value, compiler_options, flags_for
 from spmd.errors import ConfigError, DataError, Problem, RuleError, Together
 from spmd.gradients.accumulate import accumulate
@@ -407,7 +407,13 @@ def build_watch(config: TrainConfig) -> dict[str, Watch]:
 def build_flags(config: TrainConfig, platform: str, kind: str) -> tuple[Flag, ...]:
     """Return XLA's flags for the step, for one platform's compiler and kind of device."""
     is_crossing_slices = max(config.slices.sizes.values()) > 1
-    return flags_for(config.xla, platform, kind, crossing=is_crossing_slices)
+    return flags_for(
+        config.xla,
+        platform,
+        kind,
+        crossing=is_crossing_slices,
+        environment=user_xla_flags(),
+    )
 
 
 def count_flops(config: TrainConfig) -> Flops | None:
@@ -535,8 +541,11 @@ def config_mesh(config: TrainConfig) -> AnyMesh:
 
 
 def one_device_mesh() -> AnyMesh:
-    """Return a mesh of the first device alone, the reference of every layout."""
-    return mesh_of(MeshShape(), jax.devices()[:1])
+    """Return a mesh of one device alone, the reference of every layout.
+
+    It is this process's own: each of several processes computes the reference.
+    """
+    return mesh_of(MeshShape(), jax.local_devices()[:1])
 
 
 def planned_mesh(config: TrainConfig) -> AnyMesh:

@@ -7,6 +7,7 @@ runs/demo/
   plan.txt             the sharding plan
   metrics.jsonl        one JSON object per logged step and per evaluation
   goodput.jsonl        time by activity, over all restarts
+  attempts/            starts and ends of each process, of runs with a limit of restarts
   lease/               which process writes to the folder
   logs/process-0.log   one log per process: restarts, steps, signals, stacks of a hang
   checkpoints/         Orbax: state, with data position, seed, config, plan, mesh, versions
@@ -77,6 +78,11 @@ class RunDir:
         """Whether the folder contains a run."""
         return self.metrics.exists() or any(self.checkpoints.glob("[!.]*"))
 
+    def newest_checkpoint(self) -> int | None:
+        """Return the step of the newest checkpoint, which was not verified; None if none exists."""
+        steps = [int(path.name) for path in self.checkpoints.glob("*") if path.name.isdecimal()]
+        return max(steps, default=None)
+
     def check_use(self, resume: Resume) -> bool:
         """Return true if the folder contains a run to resume.
 
@@ -89,8 +95,7 @@ class RunDir:
         """
         self._check_writable()
         exists = self.has_run
-        steps = [path for path in self.checkpoints.glob("*") if path.name.isdecimal()]
-        if resume == "always" and not steps:
+        if resume == "always" and self.newest_checkpoint() is None:
             what = "contains a run without a checkpoint" if exists else "contains no run"
             fix = 'give the folder of the run, or resume="auto" to start a run if there is none'
             raise CheckpointError("Nothing was resumed:", [Problem(str(self.path), what, fix=fix)])

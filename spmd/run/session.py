@@ -14,7 +14,11 @@ from spmd.checkpoint.arrays import bytes_read
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.tree import OptionalState
 from spmd.checkpoint.versions import library_versions
-from spmd.distributed.initialize import compiler_environment, metadata_server
+from spmd.distributed.initialize import (
+    compiler_environment,
+    metadata_server,
+    native_debug,
+)
 from spmd.distributed.native_output import redirect_native_stdout
 from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.observe.console import Console
@@ -139,7 +143,7 @@ def train_in_folder(
         fault = cache_fault(run.step.mesh.shape["pipe"])
         stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
         log = stack.enter_context(ProcessLog(folder.log))
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 and not native_debug():
             redirect_native_stdout(log.file)
         watchdog = stack.enter_context(
             Watchdog(recovery.deadline, recovery.start_deadline, log.file)

@@ -1,9 +1,10 @@
 """Training of a language model as its config says: `spmd.train(config)` and `spmd train`."""
 
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ from spmd.observe.metrics import Writer
 from spmd.observe.profiling import parse_steps
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.observe.writers import check_packages
+from spmd.resilience.attempts import count_attempt
 from spmd.run.build import (
     TrainSetup,
     abstract_batch,
@@ -56,6 +58,7 @@ def train(
     source: Path | None = None,
     launch_args: LaunchArgs = SINGLE_PROCESS,
     began: float | None = None,
+    max_restarts: int = 0,
 ) -> RunResult:
     """Train a language model as its config says.
 
@@ -74,8 +77,11 @@ def train(
         launch_args: How to connect to other processes.
         began: Start of the session for its goodput, in seconds since the epoch; by default, this
             call.
+        max_restarts: Attempts in a row without a newer checkpoint, after which a further one is
+            refused; 0 for any number, without a record.
 
     Raises:
+        RestartsError: The last attempts got no further.
         SpmdError: The config, the data or the folder cannot be used, or training diverged.
     """
     if began is None:
@@ -87,16 +93,31 @@ def train(
         folder.check_use(resume)  # now, since devices may take a while to start
     said = initialize(config.devices, launch_args)
     resumes = folder.check_use_together(resume)
-    checked = check(config, config_mesh(config), resumes)
-    run = make_run(checked, folder.path, hooks, writers, source)
-    if jax.process_index() == 0:
-        print(describe_devices(jax.devices()), flush=True)
-    result = run.train(resume, take_over=take_over, profile=profile, said=said, began=began)
+    with _counted(folder, max_restarts) as before:
+        checked = check(config, config_mesh(config), resumes)
+        run = make_run(checked, folder.path, hooks, writers, source)
+        if jax.process_index() == 0:
+            print(describe_devices(jax.devices()), flush=True)
+            print(before, end="", flush=True)
+        said += before.splitlines()
+        result = run.train(resume, take_over=take_over, profile=profile, said=said, began=began)
     if result.preempted is None:
         _compare(config, checked.text, result)
         if config.sample.prompt:
             _sample(checked.setup, checked.text.tokenizer, result)
     return result
+
+
+@contextlib.contextmanager
+def _counted(folder: RunDir, max_restarts: int) -> Iterator[str]:
+    """Count the attempt of a block if there is a limit; yield a line about the one before."""
+    if not max_restarts:
+        yield ""
+        return
+    with count_attempt(folder.path, folder.newest_checkpoint(), max_restarts) as before:
+        if before:
+            before += "\n"
+        yield before
 
 
 def run_dir(config: TrainConfig, source: Path | None) -> RunDir:

@@ -55,7 +55,7 @@ FLOORS = (
     "parity",
     "testing",
     "doctor",
-    *("hf", "run", "report", "commands", "cli"),
+    *("hf", "run", "job_files", "report", "commands", "cli"),
 )
 
 # Those that may be imported inside a block. tensorboardX sets a variable of the environment, and
@@ -68,7 +68,7 @@ IN_BLOCKS = {
 # Where a dependency may be imported; one that is not named here may be imported anywhere.
 HOMES = {
     "regex": {"sharding.patterns"},
-    "orbax": {"checkpoint.arrays"},
+    "orbax": {"checkpoint.arrays", "distributed.barrier"},
     "tensorstore": {"checkpoint.arrays"},
     "grain": {"data.loader", "data.sampler"},
     "pyarrow": {"data.compression", "data.image_tables", "data.tables"},

@@ -10,6 +10,7 @@ import pytest
 from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.chips import CHIPS
 from spmd.commands.plan import run_plan
+from spmd.distributed.initialize import user_xla_flags
 from spmd.distributed.xla_flags import (
     CROSSING,
     PRESETS,
@@ -136,6 +137,49 @@ def test_a_config_may_say_otherwise():
     )
     with pytest.raises(ConfigError, match=r'xla: is \'presets\'(.|\n)*did you mean "preset"'):
         dataclasses.replace(config, xla=("presets",))
+
+
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+
+
+def test_a_flag_of_the_environment_counts_instead_of_the_presets(monkeypatch):
+    """The step is compiled with the user's value, and the text says so; without the variable, with the preset's."""
+    config = load_config("demo")
+    (preset,) = build_flags(config, "cuda", "")
+    assert (preset.name, preset.value) == (SCHEDULER, True)
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_ftz --{SCHEDULER}=false")
+    flags = build_flags(config, "cuda", "")
+    assert compiler_options(flags) == {SCHEDULER: False}
+    assert f"set in the environment; the preset has {SCHEDULER}=true" in flags_text(flags, "cuda")
+    monkeypatch.delenv("XLA_FLAGS")
+    tpu = "xla_tpu_enable_latency_hiding_scheduler"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{tpu}=false")
+    assert compiler_options(build_flags(config, "tpu", "TPU v4"))[tpu] is False
+    assert build_flags(config, "cuda", "") == (preset,)
+
+
+def test_config_and_environment_may_not_contradict_each_other(monkeypatch):
+    """Two values of one flag are refused with both; equal ones are not."""
+    config = dataclasses.replace(load_config("demo"), xla=("preset", f"{SCHEDULER}=true"))
+    monkeypatch.setenv("XLA_FLAGS", f"--{SCHEDULER}=false")
+    with pytest.raises(ConfigError, match=f"{SCHEDULER}=true, and the environment .*=false"):
+        build_flags(config, "cuda", "")
+    monkeypatch.setenv("XLA_FLAGS", f"--{SCHEDULER}")
+    assert compiler_options(build_flags(config, "cuda", "")) == {SCHEDULER: True}
+
+
+def test_flags_of_the_environment_are_read_as_xla_reads_them(monkeypatch, tmp_path):
+    """A name without a value is true, a file has flags, and what spmd itself adds is no choice of the user."""
+    file = tmp_path / "flags"
+    file.write_text("--xla_a=1\n--xla_b")
+    monkeypatch.setenv("XLA_FLAGS", str(file))
+    assert user_xla_flags() == {"xla_a": "1", "xla_b": "true"}
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "absent"))
+    assert user_xla_flags() == {}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_a=1")
+    assert user_xla_flags() == {"xla_a": "1"}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=2")
+    assert user_xla_flags() == {"xla_gpu_autotune_level": "2"}
 
 
 def test_what_is_added_on_slow_networks():

@@ -86,7 +86,7 @@ def test_a_platform_without_devices_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("machine", "code", "said"),
     [
-        ("a100-40gb:1x8", 0, "a100-40gb has, and is left"),
+        ("a100-40gb:1x8", 0, "a100-40gb, and is left"),
         ("v5litepod-48", 2, "the nearest are v5litepod-32 and v5litepod-64"),
     ],
     ids=["chip", "control"],

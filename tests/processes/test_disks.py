@@ -66,7 +66,8 @@ def restore(folder):
 found["opened"] = attempt(lambda: save(own / "opened"))
 manager.shared_folder_problems = lambda *names: ()  # as if the disk had been lost since
 found["saved in shared"] = attempt(lambda: save(shared / "saved"))
-(own / "saved").mkdir()
+for name in ("saved", "unchecked"):
+    (own / name).mkdir()
 found["saved in own"] = attempt(lambda: save(own / "saved"))
 found["valid in own"] = sorted(path.name for path in (own / "saved").glob("*"))
 found["restored from shared"] = attempt(lambda: restore(shared / "saved"))
@@ -74,6 +75,8 @@ found["restored from shared"] = attempt(lambda: restore(shared / "saved"))
 if me == 1:
     (own / "copied").unlink()
 found["restored from own"] = attempt(lambda: restore(own / "copied"))
+manager.missing_shards = lambda *names: {}
+found["saved without a check"] = attempt(lambda: save(own / "unchecked"))
 print(json.dumps({"found": found}))
 """
 
@@ -118,6 +121,7 @@ def test_folders_that_are_not_shared_are_named_and_hold_nothing_valid(tmp_path: 
     assert "does not see what process 0 writes" in found["opened"]
     assert "lacks 2 shards of process 1" in found["saved in own"]
     assert found["saved in shared"] == "done"
+    assert found["saved without a check"] == "done"  # so nothing else finds it
     assert found["restored from shared"] == "done"
     assert "is not what process 0 sees there: process 1 (" in found["restored from own"]
 

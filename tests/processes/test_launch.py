@@ -307,7 +307,7 @@ def test_process_commands():
     ("arguments", "said"),
     [
         (["--processes", "2"], "there is no command"),
-        (["--processes", "2", "--", "check", "demo"], "'check' cannot be launched"),
+        (["--processes", "2", "--", "search", "demo"], "'search' cannot be launched"),
         (["--processes", "1", "--", "train", "demo"], "processes: is 1"),
         (["--processes", "3", "--", "train", "demo"], "8 / 3 = 2.66667"),
         (["--processes", "2", "--", "train", "demo", "--process-id", "0"], "train --process-id"),

@@ -258,6 +258,67 @@ def test_slurm_takes_the_nodes_and_the_run_goes_on(folder, environment, by_mpi):
     jax.tree.map(np.testing.assert_array_equal, params(folder, out), params(folder, by_mpi))
 
 
+@pytest.mark.soak
+def test_slurm_files_start_several_processes_in_a_wrapper_or_nothing(folder, environment):
+    """Two processes on each of two whole nodes, in a wrapper, train together.
+
+    The controls end for good, and train nothing: a wrapper that no node has, and GPUs without a driver (Slurm counts
+    GPUs that are not there).
+    """
+    wrapper, wrapped = folder / "contained", folder / "wrapped.txt"
+    wrapper.write_text(f'#!/bin/sh\necho "$SLURM_PROCID $2" >> {wrapped}\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    mesh = ("--steps", 3, "--mesh.fsdp", 4)
+    files = {
+        "several": ("--processes-per-node", 2, "--wrapper", "./contained", "--", *mesh),
+        "no-wrapper": ("--processes-per-node", 2, "--wrapper", "apptainer-x exec", "--", *mesh),
+        "no-driver": ("--gpus-per-node", 2, "--", *mesh),
+    }
+    for name, flags in files.items():
+        written = ("--nodes", 2, "--name", name, "--file", f"{name}.sh", *flags)
+        subprocess.run(
+            command("spmd", "script", "slurm", "tiny.py", *written),
+            cwd=folder,
+            env=environment,
+            check=True,
+            timeout=120,
+        )
+    ended = {}
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as short,
+        slurm_cluster(Path(short) / "slurm", nodes=2, cpus=4, gpus=2) as cluster,
+    ):
+        variables = {**environment, **{n: cluster[n] for n in cluster if n.startswith("SLURM")}}
+        for name in files:
+            submit = ("sbatch", "--parsable", f"{name}.sh")
+            job = slurm(variables, folder, *submit).strip()
+            wait_for(name, lambda job=job: has_ended(variables, folder, job), 150)
+            shown = slurm(variables, folder, "scontrol", "show", "job", job)
+            log = (folder / f"{name}-{job}.log").read_text()
+            ended[name] = (*re.findall(r"(?:JobState|ExitCode)=(\S+)", shown), log)
+    state, code, log = ended["several"]
+    assert (state, code) == ("COMPLETED", "0:0"), log
+    assert "4 processes" in log
+    assert "done: 3 steps" in log
+    trained = sorted(line for line in wrapped.read_text().splitlines() if "train" in line)
+    assert trained == [f"{process} train" for process in range(4)]
+    assert list(losses(folder / "runs" / "several")) == [1, 2, 3]
+    for name, sentence in (
+        ("no-wrapper", "apptainer-x exec spmd --version fails on a node"),
+        ("no-driver", "cuda"),
+    ):
+        state, code, log = ended[name]
+        assert (state, code) == ("FAILED", "2:0"), log
+        assert sentence in log
+        assert "Traceback" not in log
+        assert not (folder / "runs" / name).exists()
+
+
+def has_ended(environment, folder, job):
+    shown = slurm(environment, folder, "scontrol", "show", "job", job)
+    return re.search("JobState=(COMPLETED|FAILED)", shown) is not None
+
+
 def slurm(environment: Mapping[str, str], folder: Path, *words: str, seconds: float = 60) -> str:
     done = subprocess.run(
         words,

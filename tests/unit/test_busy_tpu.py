@@ -12,7 +12,7 @@ import pytest
 from spmd import cli
 from spmd.distributed.busy_tpu import busy_tpu_error
 from spmd.errors import BusyDeviceError
-from spmd.run.job_files import RESTARTED
+from spmd.job_files.job import RESTARTED
 
 LOCKED = (
     "Unable to initialize backend 'tpu': ABORTED: The TPU is already in use by process with pid 2718466. "
@@ -60,10 +60,12 @@ def train(reason, monkeypatch, tmp_path):
     cli.main(["train", "demo", "--devices", "0", "--out", str(tmp_path / "run")])
 
 
-def test_a_command_that_fails_otherwise_has_a_traceback(monkeypatch, tmp_path):
-    """The control: so it was for a TPU that is held."""
-    with pytest.raises(RuntimeError, match="no topology"):
+def test_a_command_that_fails_otherwise_does_not_start_again(monkeypatch, tmp_path):
+    """The control: the exit code of another failure is final."""
+    with pytest.raises(SystemExit) as caught:
         train("Unable to initialize backend 'tpu': INTERNAL: no topology", monkeypatch, tmp_path)
+    assert caught.value.code == 2
+    assert caught.value.code not in RESTARTED
 
 
 @pytest.mark.parametrize("reason", [LOCKED, VFIO])

@@ -151,7 +151,7 @@ def test_everything_that_is_wrong_is_said_with_its_line(tmp_path):
 def test_files_that_hold_no_conversations_are_said(tmp_path):
     """Text, an empty file, and none."""
     (tmp_path / "text.md").write_text("text")
-    for source, says in (("text.md", r"is not a \.jsonl file"), ("none.jsonl", "does not exist")):
+    for source, says in (("text.md", "has no rows of JSON"), ("none.jsonl", "does not exist")):
         with pytest.raises(DataError, match=says):
             make_chat_corpus(
                 [str(tmp_path / source)],

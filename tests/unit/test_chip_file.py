@@ -41,7 +41,7 @@ def test_a_file_is_a_chip(tmp_path):
     """All fields are the file's; its time is not calibrated, and the next parse knows it by name."""
     machine = parse(tmp_path, ALONE)
     assert (str(machine), machine.devices, machine.hosts) == ("mine:2x8", 16, 2)
-    assert machine.memory == 32 * 10**9
+    assert machine.chip.memory == 32 * 10**9
     assert hardware_of(machine).peak == 200e12
     assert closed_rates(machine).spread == 0.3
     assert "not calibrated" in machine.chip.calibration
@@ -59,7 +59,7 @@ def test_a_file_takes_fields_from_a_chip(tmp_path):
     assert kin.speeds is not None
     assert hardware_of(machine).link == 64e9
     assert hardware_of(machine).peak == kin.speeds.peak
-    assert (kin.speeds.link, kin.memory) == (32e9, 48 * 10**9)
+    assert (kin.speeds.link, kin.memory) == (32e9, 46068 * 2**20)
     assert machine.chip.gpu == kin.gpu
     assert machine.chip.rates_of == kin.rates_of
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from spmd.resilience.consistency import SHOWN, check_hosts_agree, differences, source_fingerprint
+from spmd.distributed.differences import SHOWN, differences
+from spmd.resilience.consistency import check_hosts_agree, source_fingerprint
 
 
 def test_equal_statements_have_no_differences():

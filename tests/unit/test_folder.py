@@ -30,6 +30,14 @@ def test_a_run_is_there_or_is_not(folder, tmp_path):
         folder.check_use("always")
 
 
+def test_hidden_names_among_checkpoints_are_no_run(tmp_path):
+    """Such as one left by a check of the folder that was killed."""
+    (tmp_path / "checkpoints" / ".shared-0123").mkdir(parents=True)
+    assert not RunDir(tmp_path).check_use("never")
+    (tmp_path / "checkpoints" / "5.saving").mkdir()
+    assert RunDir(tmp_path).has_run
+
+
 def test_links_out_of_the_folder_are_refused(folder, tmp_path):
     """Each is named with where it leads; one that stays inside is fine, and so is a folder that is itself a link."""
     (folder.path / "config.json").symlink_to(folder.path / "metrics.jsonl")

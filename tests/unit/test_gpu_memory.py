@@ -48,14 +48,14 @@ def test_a_run_sets_what_the_plan_counted_with(
     """Before JAX starts; the user's own variable stays the only one, as jaxlib refuses both."""
     if name:
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed, "_start_backends", list)
+    monkeypatch.setattr(distributed, "_start_backends", lambda launch_args: [])
     distributed.initialize()
     set_now = {each: os.environ[each] for each in (FRACTION_VARIABLE, OLD) if each in os.environ}
     assert set_now == {name or FRACTION_VARIABLE: value}
 
 
 def test_simulated_devices_set_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "_start_backends", list)
+    monkeypatch.setattr(distributed, "_start_backends", lambda launch_args: [])
     monkeypatch.setattr(distributed, "simulate_devices", lambda count: None)
     distributed.initialize(2)
     assert FRACTION_VARIABLE not in os.environ

@@ -96,6 +96,19 @@ def test_bfloat16_keeps_its_bits(tmp_path):
     assert b'"dtype":"BF16"' in header
 
 
+def test_a_sample_tells_versions_of_a_model_apart(tmp_path):
+    """Copies have one digest; other values, another name and another size have others."""
+    weights = np.arange(300_000, dtype=np.float32)
+    tables = [{"w": weights}, {"w": weights + 1}, {"v": weights}, {"w": weights[:-1]}]
+    digests = []
+    for number, table in enumerate([tables[0], *tables]):
+        write(tmp_path / f"{number}.safetensors", table)
+        with SafetensorsFile(tmp_path / f"{number}.safetensors") as file:
+            digests.append(file.sample_digest())
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == len(tables)
+
+
 def test_tensors_are_made_one_at_a_time(tmp_path):
     """A tensor is written, and no longer held, before the next one is made."""
     path, sizes = tmp_path / "a.safetensors", []

@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -13,17 +13,19 @@ import pytest
 import yaml
 
 from spmd.cli import main
-from spmd.run.job_files import RESTARTED, KubernetesJob, SlurmJob
+from spmd.job_files.job import RESTARTED
+from spmd.job_files.kubernetes import KubernetesJob
+from spmd.job_files.slurm import SlurmJob
 from tests.command_line import run, write_config
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text(encoding="utf-8"))
 TRAIN = ["tiny.py", "--steps", "9"]
-SLURM = SlurmJob(out="runs/tiny", name="tiny", nodes=4, restarts=7)
+SLURM = SlurmJob(out="runs/tiny", name="tiny", nodes=4, max_restarts=7)
 JOBSET = KubernetesJob(
     out="runs/tiny",
     name="tiny",
     nodes=4,
-    restarts=7,
+    max_restarts=7,
     image="registry.invalid/spmd:1",
     claim="shared",
 )
@@ -52,8 +54,8 @@ def parts(jobset):
         {"nodes": 1},
         {
             "gpus_per_node": 8,
-            "processes_per_node": 2,
-            "cpus_per_process": 4,
+            "efa": 32,
+            "cpus_per_node": 96,
             "setup": 'echo "ü"; source x',
         },
         {"tpu": "tpu-v5-lite-podslice:4x4"},
@@ -98,32 +100,52 @@ def test_jobset_control(change):
         jsonschema.Draft202012Validator(SCHEMA).validate(jobset)
 
 
+def flags_of(command):
+    """Each flag of a command with its value."""
+    return {flag: value for flag, value in itertools.pairwise(command) if flag.startswith("--")}
+
+
 def test_jobset_meets_and_starts_again():
     """Every pod is told where pod 0 is, how many they are and which it is; only some exit codes start all again."""
-    jobset = manifest(processes_per_node=2, gpus_per_node=8)
+    jobset = manifest(gpus_per_node=8)
     job, pod, container = parts(jobset)
-    command = container["command"]
-    flags = command[command.index("--cluster") :]
-    flags = dict(zip(flags[::2], flags[1::2], strict=True))
+    flags = flags_of(container["command"])
     assert flags["--coordinator"] == "tiny-workers-0-0.tiny:7777"
     assert jobset["spec"]["network"]["subdomain"] == jobset["metadata"]["name"] == "tiny"
-    assert (flags["--processes"], flags["--process-id"]) == ("8", "$(PROCESS_ID)")
-    assert job["completions"] == 8
+    assert (flags["--processes"], flags["--process-id"]) == ("4", "$(PROCESS_ID)")
     index = next(entry for entry in container["env"] if entry["name"] == "PROCESS_ID")
     assert "batch.kubernetes.io/job-completion-index" in index["valueFrom"]["fieldRef"]["fieldPath"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     rules = job["podFailurePolicy"]["rules"]
     assert rules[0]["action"] == "FailJob"
     assert 75 in rules[0]["onExitCodes"]["values"]
     assert {0, 1, 2}.isdisjoint(RESTARTED), "an end, an exception and a user's mistake are final"
     assert job["backoffLimit"] == 0
     policy = jobset["spec"]["failurePolicy"]
-    assert policy["maxRestarts"] == 7
     assert [(rule["action"], rule.get("onJobFailureReasons")) for rule in policy["rules"]] == [
-        ("RestartJobSet", ["PodFailurePolicy"]),
+        ("RestartJobSetAndIgnoreMaxRestarts", ["PodFailurePolicy"]),
         ("FailJobSet", None),
     ]
+    assert flags["--max-restarts"] == "7", "the run counts restarts without progress"
     assert pod["terminationGracePeriodSeconds"] == JOBSET.save_seconds
+
+
+@pytest.mark.parametrize(
+    ("platform", "resource"), [("cuda", "nvidia.com/gpu"), ("rocm", "amd.com/gpu")]
+)
+def test_a_node_has_one_pod_with_all_of_its_gpus(platform, resource):
+    """A pod has each GPU and adapter of its node, and shared memory of more than 64 MiB; it asks for them by count."""
+    jobset = manifest(gpus_per_node=8, gpu_platform=platform, efa=4)
+    job, pod, container = parts(jobset)
+    assert job["completions"] == 4
+    assert container["resources"] == {
+        "limits": {resource: 8, "vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "5120Mi"},
+        "requests": {"memory": "8000Mi"},
+    }
+    flags = flags_of(container["command"])
+    assert (flags["--platform"], flags["--expect-devices"]) == (platform, "32")
+    mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mounted["/dev/shm"]]["emptyDir"] == {"medium": "Memory"}
 
 
 def test_one_pod_meets_nobody():
@@ -134,10 +156,19 @@ def test_one_pod_meets_nobody():
 
 
 def test_tpu_chips_are_shared_out():
-    """The chips of a slice divide over its hosts, which are chosen by accelerator and topology."""
+    """The chips of a slice divide over its hosts, which are chosen by accelerator and topology, and are expected."""
     _, pod, container = parts(manifest(tpu="tpu-v5p-slice:2x2x4"))
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
     assert sorted(pod["nodeSelector"].values()) == ["2x2x4", "tpu-v5p-slice"]
+    flags = flags_of(container["command"])
+    assert (flags["--platform"], flags["--expect-devices"]) == ("tpu", "16")
+    _, _, container = parts(manifest(tpu="tpu7x:2x2x4"))
+    flags = flags_of(container["command"])
+    assert flags["--expect-devices"] == "32", "two devices in each chip"
+
+
+def options_of(script):
+    return set(re.findall(r"^#SBATCH --(.*)$", script, re.M))
 
 
 def test_slurm_script():
@@ -145,15 +176,14 @@ def test_slurm_script():
     changes = {
         "processes_per_node": 2,
         "gpus_per_node": 8,
-        "cpus_per_process": 12,
+        "cpus_per_node": 25,
         "save_seconds": 90,
     }
     job = dataclasses.replace(
         SLURM, **changes, setup="module load x", time="1:00:00", partition="gpu"
     )
     script = job.render(TRAIN)
-    options = set(re.findall(r"^#SBATCH --(.*)$", script, re.M))
-    assert options == {
+    assert options_of(script) == {
         "job-name=tiny",
         "nodes=4",
         "ntasks-per-node=2",
@@ -163,44 +193,102 @@ def test_slurm_script():
         *("partition=gpu", "output=tiny-%j.log", "open-mode=append", "signal=USR1@90", "requeue"),
     }
     assert "\nmodule load x\n" in script
-    assert "--wait=60 --cpus-per-task=12 --gpus-per-task=4 \\\n  spmd train" in script
-    assert (
-        shlex.join(
-            ["spmd", "train", "tiny.py", "--steps", "9", "--out", "runs/tiny", "--resume", "auto"]
-        )
-        in script
-    )
-    assert not re.search("[cg]pus", SLURM.render(TRAIN))
+    assert "\ncpus=12\n" in script
+    assert '--wait=60 --cpus-per-task="$cpus" --gpu-bind=none \\\n  spmd train' in script
+    command = "spmd train tiny.py --steps 9 --out runs/tiny --resume auto --max-restarts 7"
+    assert f"{command} --devices 0 --platform cuda --expect-devices 32" in script
+    assert f"{command}\n" in SLURM.render(TRAIN), "CPUs are not counted"
+
+
+def test_slurm_starts_a_process_for_each_gpu():
+    """Each sees all GPUs of its node, since NCCL needs its neighbours; without GPUs there is one process."""
+    job = dataclasses.replace(SLURM, gpus_per_node=8)
+    assert "ntasks-per-node=8" in options_of(job.render(TRAIN))
+    assert job.processes == 32
+    assert "gpus-per-task" not in job.render(TRAIN)
+    assert "ntasks-per-node=1" in options_of(SLURM.render(TRAIN))
 
 
 @pytest.mark.parametrize(
-    ("status", "restarts", "code", "requeued"),
-    [
-        (0, "", 0, False),
-        (75, "", 0, True),
-        (143, "6", 0, True),
-        (75, "7", 75, False),
-        (2, "", 2, False),
-    ],
+    ("cpus_of_nodes", "cpus"),
+    [("208(x4)", 26), ("104", 12), ("96(x2),72,96", 8), ("8", 1), ("4", 1)],
 )
-def test_slurm_script_ends(status, restarts, code, requeued, tmp_path):
-    """The end is final, a preempted job is requeued so many times, anything else fails with the code of srun."""
-    programs = {"srun": f"exit {status}", "scontrol": f'echo "$@" > {tmp_path}/scontrol.txt'}
+def test_slurm_divides_the_cpus_of_whole_nodes(cpus_of_nodes, cpus, tmp_path):
+    """By default the nodes are whole, and each process gets its share of the node with the fewest CPUs."""
+    job = dataclasses.replace(SLURM, gpus_per_node=8)
+    assert {"exclusive", "mem=0"} <= options_of(job.render(TRAIN))
+    with_cpus = dataclasses.replace(job, cpus_per_node=8)
+    assert {"exclusive", "mem=0"}.isdisjoint(options_of(with_cpus.render(TRAIN))), "the control"
+    done, calls = run_batch_file(job, tmp_path, SLURM_JOB_CPUS_PER_NODE=cpus_of_nodes)
+    assert done.returncode == 0, done.stderr
+    assert f"--cpus-per-task={cpus} " in calls
+
+
+def run_batch_file(job, folder, srun="exit 0", **variables):
+    """Run a batch file with stubs of Slurm's commands; return the process and the calls of them."""
+    programs = {"srun": srun, "scontrol": "exit 0"}
+    calls = folder / "calls.txt"
     for name, line in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
+        (folder / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {calls}\n{line}\n')
+        (folder / name).chmod(0o755)
     environment = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "PATH": f"{folder}:/usr/bin:/bin",
         "SLURM_JOB_ID": "41",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_NNODES": "4",
+        **variables,
     }
-    environment |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
     done = subprocess.run(
-        ["bash", "-c", SLURM.render(TRAIN)], env=environment, check=False, capture_output=True
+        ["bash", "-c", job.render(TRAIN)],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
     )
+    return done, calls.read_text()
+
+
+WRAPPED = dataclasses.replace(
+    SLURM, wrapper="apptainer exec --nv $IMAGE", srun_options="--container-mounts=/data"
+)
+
+
+def test_a_wrapper_is_tried_on_every_node_first(tmp_path):
+    """It comes before spmd, after the further options of srun; its words may be variables of the job."""
+    done, calls = run_batch_file(WRAPPED, tmp_path, IMAGE="x.sif")
+    tried, trained = calls.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert tried == (
+        "srun --ntasks-per-node=1 --ntasks=4 --container-mounts=/data "
+        "apptainer exec --nv x.sif spmd --version"
+    )
+    assert "--container-mounts=/data apptainer exec --nv x.sif spmd train tiny.py" in trained
+
+
+def test_a_wrapper_that_fails_starts_nothing(tmp_path):
+    """One sentence names it, and the job ends for good."""
+    done, calls = run_batch_file(WRAPPED, tmp_path, srun="exit 127", IMAGE="x.sif")
+    assert done.returncode == 2
+    assert len(calls.splitlines()) == 1
+    assert "apptainer exec --nv $IMAGE spmd --version fails on a node" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "requeued"),
+    [(0, 0, False), (75, 0, True), (143, 0, True), (69, 0, True), (1, 1, False), (2, 2, False)],
+)
+@pytest.mark.parametrize("restarts", ["", "400"])
+def test_slurm_script_ends(status, restarts, code, requeued, tmp_path):
+    """The end is final, a preempted job is requeued at any number, anything else fails with the code of srun."""
+    variables = {}
+    if restarts:
+        variables["SLURM_RESTART_COUNT"] = restarts
+    done, calls = run_batch_file(SLURM, tmp_path, srun=f"exit {status}", **variables)
     assert done.returncode == code
-    called = tmp_path / "scontrol.txt"
-    assert (called.read_text() if called.exists() else "") == ("requeue 41\n" if requeued else "")
+    assert ("scontrol requeue 41\n" in calls) == requeued
+
+
+POD = ("--image", "i", "--claim", "c")
 
 
 def script(config, *arguments, kind="slurm"):
@@ -209,15 +297,56 @@ def script(config, *arguments, kind="slurm"):
 
 def test_script_goes_to_the_terminal_or_a_file(config, tmp_path, capsys):
     """A script is printed, or written to the file that is named, with the further flags in it."""
-    assert script(config, "--nodes", "2", "--gpus-per-node", "4", "--", "--steps", "7") == 0
+    assert (
+        script(
+            config,
+            "--nodes",
+            "2",
+            "--gpus-per-node",
+            "4",
+            "--",
+            "--steps",
+            "7",
+            "--start-timeout",
+            "900",
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert printed.startswith("#!/bin/bash\n")
-    assert f"spmd train {config} --steps 7 --out runs/tiny --resume auto" in printed
+    assert f"spmd train {config} --steps 7 --start-timeout 900 --out runs/tiny" in printed
     file = tmp_path / "job.yaml"
-    places = ("--image", "i", "--claim", "c", "--file", file, "--name", "other")
+    places = (*POD, "--file", file, "--name", "other")
     assert script(config, "--nodes", "2", *places, kind="kubernetes") == 0
     assert capsys.readouterr().out == ""
     assert yaml.safe_load(file.read_text())["metadata"]["name"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "flag"),
+    [
+        ("slurm", ["--nodes", "2"], "--heartbeat"),
+        ("slurm", ["--nodes", "2"], "--coordinator"),
+        ("slurm", ["--nodes", "2"], "--cluster"),
+        ("kubernetes", ["--nodes", "1", *POD], "--start-timeout"),
+    ],
+)
+def test_launch_flags_that_a_file_does_not_set_are_passed_on(kind, arguments, flag, config, capsys):
+    """Which those are depends on the kind of file."""
+    value = {"--coordinator": "node1:7777", "--cluster": "slurm"}.get(flag, "900")
+    assert script(config, *arguments, "--", flag, value, kind=kind) == 0
+    text = " ".join(re.findall(r"[^\s\",]+", capsys.readouterr().out))
+    assert f"{flag} {value}" in text
+
+
+def test_a_wrapper_that_is_not_here_is_noted(config, capsys):
+    """The machine that writes a job need not have it; the control is one that is here."""
+    assert (
+        script(config, "--nodes", "2", "--gpus-per-node", "4", "--wrapper", "apptainer-x exec") == 0
+    )
+    assert "apptainer-x is not on this machine" in capsys.readouterr().err
+    assert script(config, "--nodes", "2", "--gpus-per-node", "4", "--wrapper", "bash -c") == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -231,10 +360,36 @@ def test_script_goes_to_the_terminal_or_a_file(config, tmp_path, capsys):
         ),
         ("slurm", ["--nodes", "2", "--gpus-per-node", "8", "--processes-per-node", "3"], "8 / 3"),
         ("slurm", ["--nodes", "2", "--name", "My job"], "'My job' is not a valid name"),
-        ("slurm", ["--nodes", "2", "--", "--resume", "auto"], "(resume)"),
-        ("slurm", ["--nodes", "2", "--", "--processes", "2"], "(launch_args)"),
+        ("slurm", ["--nodes", "2", "--", "--resume", "auto"], "remove --resume"),
+        ("slurm", ["--nodes", "2", "--", "--processes=2"], "remove --processes"),
+        ("slurm", ["--nodes", "2", "--", "--max-restarts", "2"], "remove --max-restarts"),
+        (
+            "slurm",
+            ["--nodes", "2", "--gpus-per-node", "4", "--", "--platform", "cpu"],
+            "remove --platform",
+        ),
+        ("slurm", ["--nodes", "2", "--wrapper", "run 'it"], "no closing quotation"),
+        (
+            "slurm",
+            ["--nodes", "2", "--gpus-per-node", "8", "--cpus-per-node", "4"],
+            "each of 8 processes",
+        ),
         ("kubernetes", ["--nodes", "2"], "image: is missing"),
-        ("kubernetes", ["--nodes", "2", "--mount", "runs", "--restarts", "-1"], "restarts: is -1"),
+        (
+            "kubernetes",
+            ["--nodes", "2", "--mount", "runs", "--max-restarts", "-1"],
+            "max_restarts: is -1",
+        ),
+        (
+            "kubernetes",
+            ["--nodes", "2", *POD, "--", "--coordinator", "a:1"],
+            "remove --coordinator",
+        ),
+        (
+            "kubernetes",
+            ["--nodes", "2", *POD, "--tpu", "a:2x2", "--efa", "1"],
+            "efa: and tpu exclude",
+        ),
         ("kubernetes", ["--nodes", "2", "--tpu", "v5e"], "'v5e' is not ACCELERATOR:TOPOLOGY"),
         ("kubernetes", ["--nodes", "3", "--tpu", "tpu-v6e-slice:2x4"], "8 / 3"),
         ("pbs", ["--nodes", "2"], "Unknown kind of script"),

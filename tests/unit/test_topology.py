@@ -151,6 +151,7 @@ def test_names_of_google_cloud_are_topologies(name, same, hosts):
         other.slices,
         hosts,
     )
+    assert topology.memory == other.memory
 
 
 def test_a_slice_is_printed_with_its_size():

@@ -1,0 +1,1 @@
+"""Job files for Slurm, Kubernetes and TPU VMs."""

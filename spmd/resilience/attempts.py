@@ -1,0 +1,218 @@
+"""Attempts of a run: those without progress are counted, and end it.
+
+A run that is preempted fifty times and gets further each time may go on; one that is killed three
+times at the same step, such as for its memory, should stop, and say so. So each process of an
+attempt writes its start and its end to a file of its own in the run folder, `attempts/process-N.jsonl`.
+A process that was killed has no end, and the others name it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
+from spmd.distributed.liveness import call_at_loss
+from spmd.errors import Problem, RestartsError, SpmdError
+
+_FOLDER = "attempts"
+_SHOWN = 3
+_FINAL = "final: "
+"""Beginning of an end after which nothing starts the run again, except for a user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """Past attempt of a run, from the files of its processes.
+
+    Attributes:
+        checkpoint: Newest checkpoint when it began; None if there was none.
+        hosts: Process → its host.
+        ends: Process → its end in words; a killed process has none.
+        gone: Process that was gone first, as another one named it; empty if none did.
+    """
+
+    number: int
+    checkpoint: int | None
+    hosts: Mapping[int, str]
+    ends: Mapping[int, str]
+    gone: str
+
+    @property
+    def is_final(self) -> bool:
+        """Whether all processes ended with an error for good.
+
+        Nothing starts the run again. Where only some did, Slurm starts it again: the others end
+        with another code.
+        """
+        return self.hosts.keys() == self._errors.keys()
+
+    @property
+    def _errors(self) -> dict[int, str]:
+        """Process → its error for good."""
+        found = {}
+        for process, end in self.ends.items():
+            if end.startswith(_FINAL):
+                found[process] = end.removeprefix(_FINAL)
+        return found
+
+    def __str__(self) -> str:
+        killed = sorted(self.hosts.keys() - self.ends.keys())
+        if self._errors:
+            process, error = min(self._errors.items())
+            return f"process {process} on {self.hosts[process]} failed: {error}"
+        if self.gone:
+            return f"{self.gone} was gone first"
+        if killed and self.ends:
+            first = killed[0]
+            return f"process {first} on {self.hosts[first]} was gone first"
+        if killed:
+            return "ended without a word: killed, such as for its memory, hung, or its machine was lost"
+        return min(self.ends.items())[1]
+
+
+@contextlib.contextmanager
+def count_attempt(folder: Path, checkpoint: int | None, most: int) -> Iterator[str]:
+    """Record the attempt of a block; yield a sentence about the one before, empty for the first.
+
+    Every process makes this call.
+
+    Args:
+        folder: Run folder.
+        checkpoint: Step of the newest checkpoint.
+        most: Attempts in a row without a newer checkpoint, after which a further one is refused.
+
+    Raises:
+        RestartsError: So many attempts got no further.
+    """
+    found = broadcast_from_first(lambda: _begin(folder, checkpoint, most))
+    problems = read_problems(found["problems"])
+    if problems:
+        raise RestartsError("The run gets no further:", problems)
+    record = _Record(folder, jax.process_index(), found["number"])
+    record.write(checkpoint=checkpoint, host=socket.gethostname())
+    call_at_loss(lambda gone: record.write(gone=gone))
+    with record:
+        yield found["before"]
+
+
+def _begin(folder: Path, checkpoint: int | None, most: int) -> dict[str, Any]:
+    """Return the number of a new attempt, a sentence about the last one, and problems."""
+    try:
+        attempts = read_attempts(folder)
+        number = len(attempts) + 1
+        problems = _problems(folder, attempts, checkpoint, most)
+        if problems:  # a user who starts the run again has looked at the cause
+            record = _Record(folder, 0, number)
+            record.write(checkpoint=checkpoint, host=socket.gethostname())
+            record.write(end=f"{_FINAL}refused")
+    except OSError as error:
+        what = "cannot be read or written"
+        problems = [Problem(str(folder / _FOLDER), what, error.strerror or str(error))]
+        return {"number": 0, "before": "", "problems": plain_problems(problems)}
+    before = ""
+    if attempts:
+        before = f"attempt {number}; the one before: {attempts[-1]}"
+    return {"number": number, "before": before, "problems": plain_problems(problems)}
+
+
+def _problems(
+    folder: Path, attempts: Sequence[Attempt], checkpoint: int | None, most: int
+) -> list[Problem]:
+    """Return a problem if too many of the last attempts got no further than `checkpoint`."""
+    stuck: list[Attempt] = []
+    for attempt in reversed(attempts):
+        if attempt.is_final or attempt.checkpoint != checkpoint:
+            break
+        stuck.append(attempt)
+    if len(stuck) < most:
+        return []
+    newest = "without a checkpoint"
+    if checkpoint is not None:
+        newest = f"without a newer checkpoint than step {checkpoint}"
+    what = f"{len(stuck)} attempts in a row ended {newest}"
+    reasons = []
+    for attempt in stuck[:_SHOWN]:
+        reasons.append(f"attempt {attempt.number}: {attempt}")
+    fix = "look at the output and logs of the processes named, mend the cause, and start again"
+    return [Problem(str(folder), what, "; ".join(reasons), fix)]
+
+
+def _end_of(error: BaseException) -> str:
+    """Return the end of a block in words."""
+    first_line = str(error).partition("\n")[0]
+    text = f"{type(error).__name__}: {first_line}"
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in text:
+        return text  # mostly because another process is gone
+    if isinstance(error, SpmdError) and error.exit_code != SpmdError.exit_code:
+        return text
+    return f"{_FINAL}{text}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    """File of one process, for one attempt; the end of a `with` block is written there."""
+
+    folder: Path
+    process: int
+    attempt: int
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        end = "ended"
+        if error is not None:
+            end = _end_of(error)
+        self.write(end=end)
+
+    def write(self, **values: Any) -> None:
+        """Append a line; a full disk must not end the run."""
+        line = json.dumps({"attempt": self.attempt, "time": time.time(), **values})
+        file = self.folder / _FOLDER / f"process-{self.process}.jsonl"
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(f"{line}\n")
+
+
+def read_attempts(folder: Path) -> list[Attempt]:
+    """Return the attempts of a run in a folder, in order."""
+    lines: dict[int, list[tuple[int, dict[str, Any]]]] = {}
+    for file in sorted((folder / _FOLDER).glob("process-*.jsonl")):
+        process = int(file.stem.removeprefix("process-"))
+        for line in _read_lines(file):
+            lines.setdefault(line["attempt"], []).append((process, line))
+    return [_attempt(number, lines[number]) for number in sorted(lines)]
+
+
+def _read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file, without an incomplete one."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
+def _attempt(number: int, lines: Iterable[tuple[int, dict[str, Any]]]) -> Attempt:
+    checkpoint: int | None = None
+    hosts: dict[int, str] = {}
+    ends: dict[int, str] = {}
+    losses: list[tuple[float, str]] = []
+    for process, line in lines:
+        if "host" in line:
+            hosts[process] = line["host"]
+            checkpoint = line["checkpoint"]
+        if "end" in line:
+            ends[process] = line["end"]
+        if "gone" in line:
+            losses.append((line["time"], line["gone"]))
+    gone = ""
+    if losses:
+        _, gone = min(losses)
+    return Attempt(number, checkpoint, hosts, ends, gone)

@@ -1,0 +1,124 @@
+"""Attempts without progress are counted, and the process that was gone first is named."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from spmd.errors import BusyDeviceError, DataError, Problem, RestartsError
+from spmd.resilience.attempts import count_attempt, read_attempts
+from tests.forked import fork
+
+
+def attempt(folder: Path, checkpoint: int | None, error: BaseException | None = None) -> str:
+    """Make an attempt that ends, or raises; the sentence about the one before."""
+    try:
+        with count_attempt(folder, checkpoint, most=3) as before:
+            if error is not None:
+                raise error
+    except (jax.errors.JaxRuntimeError, DataError):
+        pass
+    return before
+
+
+def killed(folder: Path, checkpoint: int | None) -> None:
+    """Make an attempt in a process that is killed with SIGKILL."""
+
+    def run() -> None:
+        with count_attempt(folder, checkpoint, most=3):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _, status = os.waitpid(fork(run, folder / "log"), 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+def write(folder: Path, process: int, **values: object) -> None:
+    """Append a line as another process would."""
+    file = folder / "attempts" / f"process-{process}.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(json.dumps({"time": time.time(), **values}) + "\n")
+
+
+def test_three_kills_without_progress_end_the_run(tmp_path: Path) -> None:
+    """With the reason of each; a user who starts it again has three more. The limit is never reached before."""
+    for _ in range(3):
+        killed(tmp_path, None)
+    with pytest.raises(RestartsError) as caught:
+        attempt(tmp_path, None)
+    text = str(caught.value)
+    assert "3 attempts in a row ended without a checkpoint" in text
+    assert "attempt 3: ended without a word: killed" in text
+    for _ in range(3):
+        killed(tmp_path, None)
+    with pytest.raises(RestartsError, match="attempt 7"):
+        attempt(tmp_path, None)
+
+
+def test_a_hundred_attempts_with_progress_do_not(tmp_path: Path) -> None:
+    """The control: each begins with a newer checkpoint, and ends by preemption or a lost process."""
+    lost = jax.errors.JaxRuntimeError("UNAVAILABLE: connection reset by peer")
+    for checkpoint in range(100):
+        attempt(tmp_path, checkpoint, [None, lost][checkpoint % 2])
+    assert len(read_attempts(tmp_path)) == 100
+
+
+def test_progress_and_errors_of_the_user_begin_a_new_count(tmp_path: Path) -> None:
+    killed(tmp_path, 5)
+    killed(tmp_path, 5)
+    attempt(tmp_path, 5, DataError("no text", [Problem("a", "b")]))
+    killed(tmp_path, 5)
+    killed(tmp_path, 5)
+    killed(tmp_path, 7)
+    killed(tmp_path, 7)
+    assert attempt(tmp_path, 7).startswith("attempt 8; the one before: ended without a word")
+
+
+def test_a_held_device_counts_as_it_starts_again(tmp_path: Path) -> None:
+    for _ in range(3):
+        with (
+            pytest.raises(BusyDeviceError),
+            count_attempt(tmp_path, 1, most=3),
+        ):
+            raise BusyDeviceError("busy", [Problem("TPU", "is held")])
+    with pytest.raises(RestartsError, match="without a newer checkpoint than step 1"):
+        attempt(tmp_path, 1)
+
+
+def test_the_process_that_was_gone_first_is_named(tmp_path: Path) -> None:
+    """As the others saw it; else the one without an end, where the others have one."""
+    for process in range(3):
+        write(tmp_path, process, attempt=1, host=f"node{process}", checkpoint=None)
+    write(tmp_path, 0, attempt=1, end="JaxRuntimeError: connection reset by peer")
+    write(tmp_path, 2, attempt=1, end="JaxRuntimeError: connection reset by peer")
+    [first] = read_attempts(tmp_path)
+    assert str(first) == "process 1 on node1 was gone first"
+    write(tmp_path, 0, attempt=1, gone="process 2 on node2")
+    [first] = read_attempts(tmp_path)
+    assert str(first) == "process 2 on node2 was gone first"
+    assert attempt(tmp_path, None) == "attempt 2; the one before: process 2 on node2 was gone first"
+
+
+def test_an_error_of_one_process_counts_and_is_named(tmp_path: Path) -> None:
+    """Slurm starts the run again where one process fails for good and the others end with 69."""
+    for number in range(1, 4):
+        for process in range(2):
+            write(tmp_path, process, attempt=number, host=f"node{process}", checkpoint=None)
+        write(tmp_path, 0, attempt=number, end="JaxRuntimeError: reset", gone="process 1 on node1")
+        write(tmp_path, 1, attempt=number, end="final: KeyError: 'tokens'")
+    with pytest.raises(
+        RestartsError, match="attempt 3: process 1 on node1 failed: KeyError: 'tokens'"
+    ):
+        attempt(tmp_path, None)
+
+
+def test_a_line_that_a_kill_cut_off_is_skipped(tmp_path: Path) -> None:
+    attempt(tmp_path, None)
+    file = tmp_path / "attempts/process-0.jsonl"
+    file.write_text(file.read_text() + '{"attempt": 2, "ti')
+    assert len(read_attempts(tmp_path)) == 1
+    attempt(tmp_path, None)
