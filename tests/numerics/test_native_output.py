@@ -26,8 +26,13 @@ def test_lines_of_libtpu_are_for_the_log(capfd, monkeypatch) -> None:
         "E0000 common_lib.cc] from TPU_WORKER_HOSTNAMES",
     ]
 
-    def start() -> None:
-        os.write(2, "\n".join([*theirs, ours, "Fatal: anything else", ""]).encode())
+    devices = jax.devices()
+    lines = [*theirs, ours, "Fatal: anything else"]
+
+    def start() -> list[jax.Device]:
+        while lines:
+            os.write(2, f"{lines.pop(0)}\n".encode())
+        return devices
 
     monkeypatch.setattr(jax, "devices", start)
     assert initialize() == theirs
