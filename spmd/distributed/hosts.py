@@ -15,8 +15,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from spmd.distributed.barrier import all_reach
 from spmd.distributed.differences import differences
 from spmd.errors import AgreementError, Problem, SpmdError
+
+_START_SECONDS = 60.0
 
 
 def broadcast_from_first(f: Callable[[], Any]) -> Any:
@@ -68,6 +71,8 @@ def _require_equal_devices() -> None:
     counts = collections.Counter(device.process_index for device in jax.devices())
     problems = differences([{"devices": count} for _, count in sorted(counts.items())])
     if problems:
+        # Devices of others may still be starting, which an exit of process 0 would interrupt.
+        all_reach("unequal devices", _START_SECONDS)
         raise AgreementError("Processes disagree, none starts:", problems)
 
 
