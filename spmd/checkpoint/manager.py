@@ -73,11 +73,12 @@ class CheckpointManager:
     """Checkpoint manager of one run, or of any tree of arrays.
 
     No plan is needed, and meshes may have axes of any names. It keeps the newest `max_to_keep`
-    checkpoints and the `keep_best` with the lowest `best`. Only one run may write to a directory at
-    a time (`spmd.resilience.lease`): opening it removes the leftovers of an interrupted save. With
-    several processes, each opens the same directory and makes every call; only process 0 reads the
-    file listing. All must see the directory: opening and restoring check that, and a save fails if
-    process 0 does not see the shards of all.
+    checkpoints, the `keep_best` with the lowest `best`, and those of every `keep_every` steps.
+
+    Only one run may write to a directory at a time (`spmd.resilience.lease`): opening it removes
+    the leftovers of an interrupted save. With several processes, each opens the same directory and
+    makes every call; only process 0 reads the file listing. All must see the directory: opening and
+    restoring check that, and a save fails if process 0 does not see the shards of all.
 
     Args:
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never
@@ -108,12 +109,17 @@ class CheckpointManager:
         max_to_keep: int = 3,
         keep_best: int = 1,
         best: str = "val_loss",
+        keep_every: int = 0,
         read_only: bool = False,
         before_write: Callable[[], object] = lambda: None,
         owner: int = 0,
     ) -> None:
-        self._policy = RetentionPolicy(max_to_keep, keep_best, best)
-        rules = {"max_to_keep": "at least 1", "keep_best": "at least 0"}
+        self._policy = RetentionPolicy(max_to_keep, keep_best, best, keep_every)
+        rules = {
+            "max_to_keep": "at least 1",
+            "keep_best": "at least 0",
+            "keep_every": "at least 0",
+        }
         problems = check_fields(self._policy, rules)
         if problems:
             raise CheckpointError("invalid retention policy", problems)

@@ -77,12 +77,14 @@ def quarantine(folder: Path) -> None:
 class RetentionPolicy:
     """The checkpoints to keep: the `max_to_keep` newest, the `keep_best` with the lowest `metric`.
 
-    A metric that is not finite does not count.
+    A metric that is not finite does not count. Milestones, every `keep_every` steps, are always
+    kept; 0 is for none.
     """
 
     max_to_keep: int
     keep_best: int
     metric: str
+    keep_every: int = 0
 
     def best(self, metrics: Mapping[int, Metrics]) -> list[int]:
         """Return the steps with a finite metric, the lowest first.
@@ -100,4 +102,7 @@ class RetentionPolicy:
         """Return the steps to keep."""
         newest = sorted(metrics)[-self.max_to_keep :]
         best = self.best(metrics)[: self.keep_best]
-        return {*newest, *best}
+        milestones = set[int]()
+        if self.keep_every:
+            milestones = {step for step in metrics if step % self.keep_every == 0}
+        return {*newest, *best, *milestones}

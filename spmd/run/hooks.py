@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -279,13 +280,41 @@ class Evaluate(Hook):
         return dict(totals)
 
 
+class CommonClock(Hook):
+    """Seconds since the start of training, the same on all processes at each step.
+
+    One process has its own clock. Of several, process 0's counts: it is exchanged every `every`
+    steps without waiting, and is known at the next exchange.
+    """
+
+    def __init__(self, every: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._every = every
+        self._now = now
+        self._began = now()
+        self._gather = AsyncGather() if jax.process_count() > 1 else None
+        self.seconds = 0.0
+
+    def on_dispatch(self, step: int) -> None:
+        """Read the clock."""
+        own = self._now() - self._began
+        if self._gather is None:
+            self.seconds = own
+        elif step % self._every == 0:
+            rows = self._gather.gather([own])
+            if rows is not None:
+                self.seconds = float(rows[0, 0])
+
+
 @dataclasses.dataclass(eq=False)
 class Save(Hook):
-    """Saves a checkpoint every `every` steps (0: never) and after the last.
+    """Saves a checkpoint every `every` steps (0: never), by time, and after the last step.
 
     The last is step `last_step` or that of a stop.
 
     Args:
+        minutes: Time after a save or the start in which the next one begins; 0 for any.
+        milestones: Steps between checkpoints that are kept; 0 for none.
+        clock: A hook before this one.
         batch: Examples of a batch.
         record: Metadata of the run, saved with the step and the data position.
         evaluate: Provides the metrics by which checkpoints are ranked.
@@ -295,6 +324,9 @@ class Save(Hook):
     """
 
     every: int
+    minutes: float
+    milestones: int
+    clock: CommonClock
     last_step: int
     batch: int
     record: Mapping[str, Any]
@@ -305,16 +337,24 @@ class Save(Hook):
     saved: Callable[[Any], Any]
     loader: SavedLoader | None
 
+    def __post_init__(self) -> None:
+        self._saved_at = 0.0
+
     def on_stop(self, step: int) -> None:
         """Save after this step."""
         self.last_step = step
 
     def wants_state(self, step: int) -> bool:
-        """Return true at the interval and at the end."""
-        return step == self.last_step or _is_multiple(step, self.every)
+        """Return true at the intervals, after the minutes, and at the end."""
+        if _is_multiple(step, self.every) or _is_multiple(step, self.milestones):
+            return True
+        elapsed = self.clock.seconds - self._saved_at
+        is_late = self.minutes > 0 and elapsed >= 60 * self.minutes
+        return is_late or step == self.last_step
 
     def on_state(self, step: int, state: Any) -> None:
         """Start an asynchronous save of the state and record for a resumed run."""
+        self._saved_at = self.clock.seconds
         position = (step + self.skipped_batches) * self.batch
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}
         with self.telemetry.during(

@@ -72,6 +72,8 @@ MAY_CHANGE = (
     "wandb",
     "mlflow",
     "checkpoint_every",
+    "checkpoint_minutes",
+    "keep_every",
     "max_to_keep",
     "keep_best",
     "lora.save_base",

@@ -111,7 +111,11 @@ class RunConfig:
     mlflow: MLflowConfig = MLflowConfig()
     """Settings of MLflow."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; the last step is always saved. 0: only the last."""
+    """Steps between checkpoints; 0: none by steps. The last step is always saved."""
+    checkpoint_minutes: float = 15.0
+    """Minutes after a checkpoint within which the next one is saved; 0: none by time."""
+    keep_every: int = 0
+    """Steps between milestones: checkpoints that are saved and never removed. 0: none."""
     max_to_keep: int = 3
     """Number of most recent checkpoints to keep."""
     keep_best: int = 1
@@ -125,6 +129,8 @@ class RunConfig:
         "log_every": "at least 1",
         "max_to_keep": "at least 1",
         "checkpoint_every": "at least 0",
+        "checkpoint_minutes": "at least 0",
+        "keep_every": "at least 0",
         "keep_best": "at least 0",
         "evaluate.every": "at least 0",
         "evaluate.patience": "at least 0",

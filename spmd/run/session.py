@@ -37,7 +37,7 @@ from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
 from spmd.run.config import config_values
 from spmd.run.external_state import EXTERNAL_STATE
-from spmd.run.hooks import LOADER, Evaluate, Log, Save, Telemetry
+from spmd.run.hooks import LOADER, CommonClock, Evaluate, Log, Save, Telemetry
 from spmd.run.record import changed_fields, check_resumable, checkpoint_record
 from spmd.run.run_dir import ProcessLog
 from spmd.run.run_spec import RunSpec
@@ -178,6 +178,7 @@ def _open_checkpoints(run: RunSpec, lease: Lease) -> CheckpointManager:
         run.run_dir.checkpoints,
         max_to_keep=run.config.max_to_keep,
         keep_best=run.config.keep_best,
+        keep_every=run.config.keep_every,
         best=f"{first_set}_loss",
         before_write=lease.renew,
         owner=lease.number,
@@ -404,7 +405,8 @@ class _Session:
             batches = stack.enter_context(opened)
             log = self.make_log(writers, skipped)
             evaluate = self.make_evaluate(writers, point.evaluation)
-            save = self.make_save(evaluate, point)
+            clock = CommonClock(run.config.log_every)
+            save = self.make_save(evaluate, clock, point)
             hooks = [
                 *self.divergence_checks(skipped),
                 telemetry.watchdog,
@@ -415,6 +417,7 @@ class _Session:
                 evaluate,
                 *self.sdc_checks(),
                 *run.hooks,
+                clock,
                 save,
             ]
             timed = run.as_global(telemetry.stopwatch.time_batches(batches), start)
@@ -478,10 +481,13 @@ class _Session:
             **progress,
         )
 
-    def make_save(self, evaluate: Evaluate, point: ResumePoint) -> Save:
+    def make_save(self, evaluate: Evaluate, clock: CommonClock, point: ResumePoint) -> Save:
         run = self.run
         save = Save(
             every=run.config.checkpoint_every,
+            minutes=run.config.checkpoint_minutes,
+            milestones=run.config.keep_every,
+            clock=clock,
             last_step=run.config.steps,
             batch=run.examples,
             record=checkpoint_record(run.config, run.step, run.data, run.examples),

@@ -1,0 +1,101 @@
+"""Checkpoints by time and milestones: which steps are saved, and which are kept."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spmd.checkpoint.retention import RetentionPolicy
+from spmd.errors import ConfigError
+from spmd.run import hooks
+from spmd.run.hooks import CommonClock, Save
+from spmd.run.run_config import RunConfig
+
+
+def saved_steps(seconds_per_step: float, steps: int, **options: Any) -> list[int]:
+    """The steps that are saved in a run with a clock of its own."""
+    clock = CommonClock(1, now=iter(np.arange(steps + 1) * seconds_per_step).__next__)
+    return [step for step in range(1, steps + 1) if save_at(clock, step, steps, **options)]
+
+
+def save_at(clock: CommonClock, step: int, steps: int, **options: Any) -> bool:
+    """Take a step; whether it is saved."""
+    save = clock.__dict__.setdefault("save", make_save(clock, steps, **options))
+    clock.on_dispatch(step)
+    if not save.wants_state(step):
+        return False
+    save._saved_at = clock.seconds  # as `on_state` does
+    return True
+
+
+def make_save(
+    clock: CommonClock, steps: int, every: int = 0, minutes: float = 0.0, milestones: int = 0
+) -> Save:
+    unused: Any = SimpleNamespace()
+    unused_call: Callable[[Any], Any] = lambda state: state  # noqa: E731
+    return Save(
+        every=every,
+        minutes=minutes,
+        milestones=milestones,
+        clock=clock,
+        last_step=steps,
+        batch=1,
+        record={},
+        checkpoints=unused,
+        evaluate=unused,
+        telemetry=unused,
+        skipped_batches=0,
+        saved=unused_call,
+        loader=None,
+    )
+
+
+def test_a_step_is_saved_when_the_minutes_have_passed() -> None:
+    """Counted from the last save of any kind; the control saves the last step only."""
+    assert saved_steps(20.0, 10, minutes=1.0) == [3, 6, 9, 10]
+    assert saved_steps(20.0, 10, minutes=1.0, every=5) == [3, 5, 8, 10]
+    assert saved_steps(20.0, 10) == [10]
+    assert saved_steps(0.1, 10, minutes=15.0) == [10]
+
+
+def test_milestones_are_saved() -> None:
+    assert saved_steps(0.1, 10, milestones=4) == [4, 8, 10]
+    assert saved_steps(0.1, 10, milestones=4, every=3) == [3, 4, 6, 8, 9, 10]
+
+
+def test_milestones_are_kept() -> None:
+    """Beside the newest; the control keeps the newest only."""
+    steps: dict[int, dict[str, float]] = {step: {} for step in (4, 6, 8, 9, 10)}
+    assert RetentionPolicy(2, 0, "val_loss", 4).kept(steps) == {4, 8, 9, 10}
+    assert RetentionPolicy(2, 0, "val_loss").kept(steps) == {9, 10}
+
+
+def test_processes_go_by_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seconds are known one exchange later, at the same step everywhere, whatever the own clock says."""
+    sent: list[float] = []
+
+    class Gather:
+        def gather(self, row: list[float]) -> np.ndarray | None:
+            sent.append(row[0])
+            if len(sent) == 1:
+                return None
+            return np.array([[100.0 * (len(sent) - 1)], [sent[-2]]], np.float32)
+
+    monkeypatch.setattr(hooks, "AsyncGather", Gather)
+    monkeypatch.setattr(hooks.jax, "process_count", lambda: 2)
+    clock = CommonClock(5, now=iter(range(100)).__next__)
+    seconds = []
+    for step in range(1, 16):
+        clock.on_dispatch(step)
+        seconds.append(clock.seconds)
+    assert seconds == [0.0] * 9 + [100.0] * 5 + [200.0]
+
+
+def test_values_are_checked() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(checkpoint_minutes=-1.0, keep_every=-2)
+    assert "checkpoint_minutes: is -1" in str(caught.value)
+    assert "keep_every: is -2" in str(caught.value)
+    assert RunConfig().checkpoint_minutes == 15
