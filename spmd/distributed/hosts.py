@@ -5,6 +5,7 @@ the next collective, so process 0 reads, and all act on its result. Every proces
 in the same order, from its main thread.
 """
 
+import collections
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -14,7 +15,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from spmd.errors import Problem, SpmdError
+from spmd.distributed.barrier import all_reach
+from spmd.distributed.differences import differences
+from spmd.errors import AgreementError, Problem, SpmdError
+
+_START_SECONDS = 60.0
 
 
 def broadcast_from_first(f: Callable[[], Any]) -> Any:
@@ -28,6 +33,7 @@ def broadcast_from_first(f: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return f()
+    _require_equal_devices()
     text = b""
     if jax.process_index() == 0:
         text = json.dumps(f()).encode()
@@ -46,6 +52,7 @@ def gather_json(value: Any) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [value]
+    _require_equal_devices()
     text = json.dumps(value).encode()
     with jax.transfer_guard("allow"):
         sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(text)))).tolist()
@@ -54,6 +61,19 @@ def gather_json(value: Any) -> list[Any]:
     for row, size in zip(rows, sizes, strict=True):
         values.append(json.loads(row[:size].tobytes()))
     return values
+
+
+def _require_equal_devices() -> None:
+    """Raise `AgreementError` if processes have other numbers of devices than the most common one.
+
+    JAX has told every process the devices of all, and exchanges no values where they differ.
+    """
+    counts = collections.Counter(device.process_index for device in jax.devices())
+    problems = differences([{"devices": count} for _, count in sorted(counts.items())])
+    if problems:
+        # Devices of others may still be starting, which an exit of process 0 would interrupt.
+        all_reach("unequal devices", _START_SECONDS)
+        raise AgreementError("Processes disagree, none starts:", problems)
 
 
 def _pad(text: bytes, size: int) -> np.ndarray:

@@ -5,16 +5,13 @@ some of them reach, or train something else. So each states its config, plan, ve
 all statements are compared.
 """
 
-import collections
 import hashlib
 import json
 from pathlib import Path
 
-import jax
-
 from spmd.distributed.differences import Statements, differences
 from spmd.distributed.hosts import gather_json
-from spmd.errors import AgreementError, Problem
+from spmd.errors import AgreementError
 
 
 def check_hosts_agree(statements: Statements) -> None:
@@ -22,9 +19,6 @@ def check_hosts_agree(statements: Statements) -> None:
 
     Every process makes this call, and all raise the same error.
     """
-    problems = _unequal_devices()
-    if problems:
-        raise AgreementError("Processes disagree, none starts:", problems)
     text = json.dumps(statements, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     # Digests first: they are short, and almost always equal.
@@ -34,15 +28,6 @@ def check_hosts_agree(statements: Statements) -> None:
     everyone = [json.loads(other) for other in gather_json(text)]
     title = "Processes disagree, none starts:"
     raise AgreementError(title, differences(everyone))
-
-
-def _unequal_devices() -> list[Problem]:
-    """Return a problem for each process with another number of devices than the most common one.
-
-    JAX has told every process the devices of all, and exchanges no values where they differ.
-    """
-    counts = collections.Counter(device.process_index for device in jax.devices())
-    return differences([{"devices": count} for _, count in sorted(counts.items())])
 
 
 def source_fingerprint() -> str:

@@ -61,7 +61,10 @@ def test_cpus_beside_a_gpu_are_refused(nvidia):
 
 @pytest.mark.parametrize(
     ("flags", "variables"),
-    [(("--platform", "cpu"), {}), ((), {"JAX_PLATFORMS": "cpu"})],
+    [
+        (("--platform", "cpu"), {}),
+        pytest.param((), {"JAX_PLATFORMS": "cpu"}, marks=pytest.mark.soak),
+    ],
     ids=["flag", "variable"],
 )
 def test_control_cpus_that_were_asked_for_are_used(nvidia, flags, variables):
@@ -87,7 +90,12 @@ def test_a_platform_without_devices_is_refused(tmp_path):
     ("machine", "code", "said"),
     [
         ("a100-40gb:1x8", 0, "a100-40gb, and is left"),
-        ("v5litepod-48", 2, "the nearest are v5litepod-32 and v5litepod-64"),
+        pytest.param(
+            "v5litepod-48",
+            2,
+            "the nearest are v5litepod-32 and v5litepod-64",
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["chip", "control"],
 )

@@ -25,7 +25,9 @@ def stop_and_go(process: subprocess.Popen[str], until: threading.Event) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("slowed", [True, False], ids=["slowed", "control"])
+@pytest.mark.parametrize(
+    "slowed", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["slowed", "control"]
+)
 def test_the_slow_one_of_two_processes_is_named(slowed: bool, tmp_path: Path) -> None:
     doctor = ["doctor", "--mesh.fsdp", "8", "--megabytes", "1", "--json"]
     processes = []

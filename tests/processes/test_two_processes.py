@@ -276,3 +276,14 @@ def test_the_one_that_waits_for_data_is_named(folder):
     assert all(line["process_step_s_least"] <= line["process_step_s_most"] for line in lines)
     control = [line for line in metrics(folder / "whole") if "process_data_s_most" in line]
     assert min(line["process_data_s_most"] for line in control) < 0.05
+
+
+@pytest.mark.soak
+def test_unequal_numbers_of_devices_are_named(written):
+    """Before the first exchange, which JAX cannot make between them."""
+    config, out = written / "tiny.py", written / "unequal"
+    with Run(config, out, processes=2, devices=2, own=([], ["--devices", 4])) as run:
+        assert run.codes(120) == [2, 2]
+        for process in (0, 1):
+            assert "process 1: devices is 4" in run.text(process)
+            assert "Traceback" not in run.text(process)
