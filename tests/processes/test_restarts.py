@@ -34,7 +34,8 @@ class Killed:
         run = self.start()
         deadline = time.monotonic() + 60
         while not condition():
-            assert not run.ended() and time.monotonic() < deadline, self.log.read_text()
+            assert not run.ended(), self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.02)
         os.kill(run.pid, signal.SIGKILL)
         assert run.wait() == -signal.SIGKILL
