@@ -85,7 +85,7 @@ def count_attempt(folder: Path, checkpoint: int | None, most: int) -> Iterator[s
 
     Args:
         folder: Run folder.
-        checkpoint: Step of the newest checkpoint.
+        checkpoint: Step of the newest checkpoint; what process 0 sees counts.
         most: Attempts in a row without a newer checkpoint, after which a further one is refused.
 
     Raises:
@@ -96,7 +96,7 @@ def count_attempt(folder: Path, checkpoint: int | None, most: int) -> Iterator[s
     if problems:
         raise RestartsError("The run gets no further:", problems)
     record = _Record(folder, jax.process_index(), found["number"])
-    record.write(checkpoint=checkpoint, host=socket.gethostname())
+    record.write(checkpoint=found["checkpoint"], host=socket.gethostname())
     call_at_loss(lambda gone: record.write(gone=gone))
     with record:
         yield found["before"]
@@ -115,11 +115,16 @@ def _begin(folder: Path, checkpoint: int | None, most: int) -> dict[str, Any]:
     except OSError as error:
         what = "cannot be read or written"
         problems = [Problem(str(folder / _FOLDER), what, error.strerror or str(error))]
-        return {"number": 0, "before": "", "problems": plain_problems(problems)}
+        number, attempts = 0, []
     before = ""
     if attempts:
         before = f"attempt {number}; the one before: {attempts[-1]}"
-    return {"number": number, "before": before, "problems": plain_problems(problems)}
+    return {
+        "number": number,
+        "checkpoint": checkpoint,
+        "before": before,
+        "problems": plain_problems(problems),
+    }
 
 
 def _problems(
@@ -128,7 +133,7 @@ def _problems(
     """Return a problem if too many of the last attempts got no further than `checkpoint`."""
     stuck: list[Attempt] = []
     for attempt in reversed(attempts):
-        if attempt.is_final or attempt.checkpoint != checkpoint:
+        if attempt.is_final or _is_newer(checkpoint, attempt.checkpoint):
             break
         stuck.append(attempt)
     if len(stuck) < most:
@@ -142,6 +147,13 @@ def _problems(
         reasons.append(f"attempt {attempt.number}: {attempt}")
     fix = "look at the output and logs of the processes named, mend the cause, and start again"
     return [Problem(str(folder), what, "; ".join(reasons), fix)]
+
+
+def _is_newer(checkpoint: int | None, before: int | None) -> bool:
+    """Return true for progress; a newest checkpoint that was removed as damaged is none."""
+    if checkpoint is None:
+        return False
+    return before is None or checkpoint > before
 
 
 def _end_of(error: BaseException) -> str:

@@ -78,6 +78,18 @@ def test_progress_and_errors_of_the_user_begin_a_new_count(tmp_path: Path) -> No
     assert attempt(tmp_path, 7).startswith("attempt 8; the one before: ended without a word")
 
 
+def test_a_damaged_checkpoint_is_no_progress(tmp_path: Path) -> None:
+    """The newest one was removed: the run begins at an older step. The control gets further each time."""
+    (tmp_path / "back").mkdir()
+    (tmp_path / "on").mkdir()
+    for checkpoint in (20, 10, None):
+        killed(tmp_path / "back", checkpoint)
+        killed(tmp_path / "on", 20 - (checkpoint or 0))
+    with pytest.raises(RestartsError, match="3 attempts in a row ended without a checkpoint"):
+        attempt(tmp_path / "back", None)
+    assert attempt(tmp_path / "on", 30).startswith("attempt 4;")
+
+
 def test_a_held_device_counts_as_it_starts_again(tmp_path: Path) -> None:
     for _ in range(3):
         with (
