@@ -34,7 +34,7 @@ def saved(out: Path) -> list[int]:
 @pytest.mark.soak
 def test_processes_save_together_by_the_first_clock(tmp_path: Path) -> None:
     """By the clock of process 1 none would be due before the last. Numbers are those of the control, without saves by
-    time, and a resumed run may change the options."""
+    time, and a resumed run may change the options: then milestones stay."""
     config = write_tiny(tmp_path, CLOCK)
     flags = ("--steps", 12, "--checkpoint-every", 0, "--keep-best", 0)
     by_time, control = tmp_path / "by-time", tmp_path / "control"
@@ -45,3 +45,6 @@ def test_processes_save_together_by_the_first_clock(tmp_path: Path) -> None:
     assert saved(control) == [12]
     assert losses(by_time) == losses(control)
     assert_same(*(state(config, out, 12, fsdp=4) for out in (by_time, control)))
+    changed = ("--steps", 16, "--checkpoint-minutes", 0, "--keep-every", 5, "--max-to-keep", 1)
+    train(config, by_time, *flags, *changed, "--resume", "auto", **TWO)
+    assert saved(by_time) == [10, 15, 16]
