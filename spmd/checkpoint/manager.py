@@ -81,6 +81,7 @@ class CheckpointManager:
     restoring check that, and a save fails if process 0 does not see the shards of all.
 
     Args:
+        keep_every: Checkpoints of multiples of it are never removed; 0 for none.
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never
             among the best.
         read_only: Nothing is created, saved or removed, so the directory may be in use by a run.

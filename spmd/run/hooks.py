@@ -312,9 +312,9 @@ class Save(Hook):
     The last is step `last_step` or that of a stop.
 
     Args:
-        minutes: Time after a save or the start in which the next one begins; 0 for any.
-        milestones: Steps between checkpoints that are kept; 0 for none.
-        clock: A hook before this one.
+        minutes: Time from a save or the start to the next save; 0 for none by time.
+        milestones: Steps between checkpoints that are never removed; 0 for none.
+        clock: Time since the start; it must come before this hook, to be read at the same step.
         batch: Examples of a batch.
         record: Metadata of the run, saved with the step and the data position.
         evaluate: Provides the metrics by which checkpoints are ranked.

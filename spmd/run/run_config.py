@@ -113,9 +113,11 @@ class RunConfig:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: none by steps. The last step is always saved."""
     checkpoint_minutes: float = 15.0
-    """Minutes after a checkpoint within which the next one is saved; 0: none by time."""
+    """Minutes from a checkpoint, or from the start, to the next one; 0: none by time. Several
+    processes save at a step whose metrics are logged, up to two times log_every late."""
     keep_every: int = 0
-    """Steps between milestones: checkpoints that are saved and never removed. 0: none."""
+    """Steps between milestones: checkpoints that are saved, whatever checkpoint_every is, and never
+    removed. 0: none."""
     max_to_keep: int = 3
     """Number of most recent checkpoints to keep."""
     keep_best: int = 1

@@ -198,6 +198,19 @@ def test_unmeasured_checkpoints_do_not_pile_up_as_best(tmp_path: Path) -> None:
         assert (checkpoints.steps(), checkpoints.best()) == ((3,), None)
 
 
+@pytest.mark.parametrize(("keep_every", "left"), [(2, (2, 4, 5)), (0, (5,))])
+def test_milestones_stay_on_disk(tmp_path: Path, keep_every: int, left: tuple[int, ...]) -> None:
+    """Also when the folder is opened again; the control has none."""
+    with CheckpointManager(
+        tmp_path, max_to_keep=1, keep_best=0, keep_every=keep_every
+    ) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, {"w": jnp.ones(2)})
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == list(left)
+    with CheckpointManager(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.steps() == left
+
+
 def test_the_first_step_can_be_the_best(tmp_path: Path) -> None:
     """Step 0 is a step like any other; of two equals the later one is the best."""
     with CheckpointManager(tmp_path, best="error", max_to_keep=3) as checkpoints:

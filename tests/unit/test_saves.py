@@ -1,6 +1,6 @@
 """Checkpoints by time and milestones: which steps are saved, and which are kept."""
 
-from collections.abc import Callable
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,30 +11,46 @@ from spmd.checkpoint.retention import RetentionPolicy
 from spmd.errors import ConfigError
 from spmd.run import hooks
 from spmd.run.hooks import CommonClock, Save
+from spmd.run.record import MAY_CHANGE
 from spmd.run.run_config import RunConfig
+
+
+class Checkpoints:
+    """A manager that only notes the steps."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def save(self, step: int, *others: Any) -> None:
+        self.saved.append(step)
 
 
 def saved_steps(seconds_per_step: float, steps: int, **options: Any) -> list[int]:
     """The steps that are saved in a run with a clock of its own."""
     clock = CommonClock(1, now=iter(np.arange(steps + 1) * seconds_per_step).__next__)
-    return [step for step in range(1, steps + 1) if save_at(clock, step, steps, **options)]
-
-
-def save_at(clock: CommonClock, step: int, steps: int, **options: Any) -> bool:
-    """Take a step; whether it is saved."""
-    save = clock.__dict__.setdefault("save", make_save(clock, steps, **options))
-    clock.on_dispatch(step)
-    if not save.wants_state(step):
-        return False
-    save._saved_at = clock.seconds  # as `on_state` does
-    return True
+    checkpoints = Checkpoints()
+    save = make_save(clock, checkpoints, steps, **options)
+    for step in range(1, steps + 1):
+        clock.on_dispatch(step)
+        if save.wants_state(step):
+            save.on_state(step, None)
+    return checkpoints.saved
 
 
 def make_save(
-    clock: CommonClock, steps: int, every: int = 0, minutes: float = 0.0, milestones: int = 0
+    clock: CommonClock,
+    checkpoints: Any,
+    steps: int,
+    every: int = 0,
+    minutes: float = 0.0,
+    milestones: int = 0,
 ) -> Save:
-    unused: Any = SimpleNamespace()
-    unused_call: Callable[[Any], Any] = lambda state: state  # noqa: E731
+    evaluate: Any = SimpleNamespace(last={}, last_step=-1, best=None, since=0)
+    telemetry: Any = SimpleNamespace(
+        during=lambda *about: contextlib.nullcontext(),
+        watchdog=SimpleNamespace(reset=lambda about: None),
+        note=lambda event: None,
+    )
     return Save(
         every=every,
         minutes=minutes,
@@ -43,11 +59,11 @@ def make_save(
         last_step=steps,
         batch=1,
         record={},
-        checkpoints=unused,
-        evaluate=unused,
-        telemetry=unused,
+        checkpoints=checkpoints,
+        evaluate=evaluate,
+        telemetry=telemetry,
         skipped_batches=0,
-        saved=unused_call,
+        saved=lambda state: state,
         loader=None,
     )
 
@@ -73,7 +89,7 @@ def test_milestones_are_kept() -> None:
 
 
 def test_processes_go_by_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its seconds are known one exchange later, at the same step everywhere, whatever the own clock says."""
+    """Its seconds are known one exchange later, at the same step, whatever the own clock says."""
     sent: list[float] = []
 
     class Gather:
@@ -98,4 +114,10 @@ def test_values_are_checked() -> None:
         RunConfig(checkpoint_minutes=-1.0, keep_every=-2)
     assert "checkpoint_minutes: is -1" in str(caught.value)
     assert "keep_every: is -2" in str(caught.value)
+    with pytest.raises(ConfigError):
+        RunConfig(checkpoint_minutes=float("nan"))
     assert RunConfig().checkpoint_minutes == 15
+
+
+def test_both_may_change_on_resume() -> None:
+    assert {"checkpoint_minutes", "keep_every"} <= set(MAY_CHANGE)
