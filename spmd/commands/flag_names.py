@@ -10,7 +10,8 @@ from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import Problem
 from spmd.run.config import TrainConfig
 
-_ARGUMENT = re.compile(r'(?<![\w.(])([a-z]\w*(?:\.\w+)*)=("[^"]*"|[\w+-]+(?:\.\d+)?)')
+_VALUE = r'"[^"]*"|\("[^"]*",\)|[\w+-]+(?:\.\d+)?'
+_ARGUMENT = re.compile(rf"(?<![\w.(])([a-z]\w*(?:\.\w+)*)=({_VALUE})")
 """An argument and its value, as Python writes them."""
 _SIMULATE = re.compile(r"spmd\.simulate_devices\((\d+)\)")
 
@@ -58,6 +59,8 @@ def _flags_for_arguments(fix: str, fields: Sequence[str]) -> str:
     Example:
         >>> _flags_for_arguments('warmup_steps=3, or f(zero=1)', ["optimizer.warmup_steps", "zero"])
         '--optimizer.warmup-steps 3, or f(zero=1)'
+        >>> _flags_for_arguments('metrics_to=("wandb",)', ["metrics_to"])
+        '--metrics-to wandb'
     """
 
     def flag(found: re.Match[str]) -> str:
@@ -92,7 +95,7 @@ def _as_flag(path: str, value: str) -> str:
         return f"no {name}"
     if value == '""':
         return f"{name} ''"
-    text = value.strip('"')
+    text = value.strip('(",)')
     return f"{name} {text}"
 
 
