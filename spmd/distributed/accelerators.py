@@ -28,21 +28,30 @@ _NAMES = {"cuda": "an NVIDIA GPU", "rocm": "an AMD GPU", "tpu": "a TPU"}
 # integrated graphics and Google's network cards and disks have the same vendors.
 _DISPLAY = "0x0300"
 _3D_CONTROLLER = "0x0302"
+_OTHER_DISPLAY = "0x0380"  # of AMD: MI200, without a screen
 _ACCELERATOR = "0x1200"
 _PCI = {
     "0x10de": ("cuda", (_DISPLAY, _3D_CONTROLLER)),
-    "0x1002": ("rocm", (_ACCELERATOR,)),
+    "0x1002": ("rocm", (_OTHER_DISPLAY, _ACCELERATOR)),
 }
+_PCI_DEVICES = "sys/bus/pci/devices"
 _GOOGLE = "0x1ae0"
 # PCI devices of TPU v2 and v3, v4 (two), v5p, v5e, v6e and TPU7x, as in JAX's hardware_utils.py.
 _TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 
 _DEVICE_FILES = {
-    "cuda": ("dev/nvidia[0-9]*", "dev/dxg"),
-    "rocm": ("dev/kfd",),
+    "cuda": (
+        "dev/nvidia[0-9]*",
+        "proc/driver/nvidia/version",
+        "usr/lib/wsl/lib/libcuda.so*",
+    ),
     "tpu": ("dev/accel[0-9]*",),
 }
-"""Platform → files of its devices; `/dev/dxg` is that of Windows' subsystem for Linux."""
+"""Platform → files that only its accelerators have."""
+
+_UNSURE_FILES = {"cuda": ("dev/dxg",), "rocm": ("dev/kfd",)}
+"""Platform → files that other machines have, too: Windows' subsystem for Linux has `/dev/dxg` for
+any graphics, and AMD's integrated graphics have `/dev/kfd`."""
 
 _PLUGINS = {
     "cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin"),
@@ -82,17 +91,26 @@ class Machine:
     has_module: Callable[[str], bool]
 
 
-def find_accelerators(root: Path) -> dict[str, str]:
-    """Return platform → evidence for an accelerator of it: a device file or a PCI device."""
+def find_accelerators(machine: Machine) -> dict[str, str]:
+    """Return platform → evidence for an accelerator of it: a device file or a PCI device.
+
+    A device file that other machines have, too, needs JAX's plugin or the device on PCI beside it.
+    A graphics card of NVIDIA on PCI, perhaps an old one without a driver, needs the plugin.
+    """
     found = {}
     for platform, patterns in _DEVICE_FILES.items():
-        file = _first_file(root, patterns)
+        file = _first_file(machine.root, patterns)
         if file:
             found[platform] = file
-    if (root / "proc/driver/nvidia/version").exists():
-        found.setdefault("cuda", "/proc/driver/nvidia/version")
-    for platform, device in _pci_accelerators(root):
-        found.setdefault(platform, f"PCI device {device}")
+    pci = dict(_pci_accelerators(machine.root))
+    for platform, patterns in _UNSURE_FILES.items():
+        file = _first_file(machine.root, patterns)
+        if file and (platform in pci or _has_plugin(machine, platform)):
+            found.setdefault(platform, file)
+    for platform, device in pci.items():
+        is_card = _read(machine.root / _PCI_DEVICES / device / "class").startswith(_DISPLAY)
+        if not is_card or _has_plugin(machine, platform):
+            found.setdefault(platform, f"PCI device {device}")
     return found
 
 
@@ -105,7 +123,7 @@ def _first_file(root: Path, patterns: Sequence[str]) -> str:
 
 def _pci_accelerators(root: Path) -> Iterator[tuple[str, str]]:
     """Yield the platform and the address of each accelerator on PCI."""
-    for folder in sorted(root.glob("sys/bus/pci/devices/*")):
+    for folder in sorted(root.glob(f"{_PCI_DEVICES}/*")):
         vendor = _read(folder / "vendor")
         if vendor == _GOOGLE and _read(folder / "device") in _TPUS:
             yield "tpu", folder.name
@@ -129,7 +147,7 @@ def cpu_problems(machine: Machine, asked: str, failure_of: Failures) -> list[Pro
     Args:
         asked: Platform that was asked for; empty for none.
     """
-    found = find_accelerators(machine.root)
+    found = find_accelerators(machine)
     platforms = list(found)
     if asked:
         platforms = [asked]
@@ -252,7 +270,7 @@ def start_problems(machine: Machine, asked: str, failure: str) -> list[Problem]:
     """
     platform = asked
     if asked == "gpu":
-        platform = next(iter(find_accelerators(machine.root)), "cuda")
+        platform = next(iter(find_accelerators(machine)), "cuda")
     if platform not in _NAMES:
         return [Problem("platform", f"{asked} does not start", failure)]
     return cpu_problems(machine, platform, lambda _: failure)

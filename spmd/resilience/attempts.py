@@ -17,12 +17,13 @@ from typing import Any, Self
 
 import jax
 
-from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
+from spmd.distributed.hosts import broadcast_from_first
 from spmd.distributed.liveness import call_at_loss
 from spmd.errors import Problem, RestartsError, SpmdError
 
 _FOLDER = "attempts"
 _SHOWN = 3
+_FINISHED = "finished"
 _FINAL = "final: "
 """Beginning of an end after which nothing starts the run again, except for a user."""
 
@@ -46,11 +47,13 @@ class Attempt:
 
     @property
     def is_final(self) -> bool:
-        """Whether all processes ended with an error for good.
+        """Whether all processes finished, or ended with an error for good.
 
         Nothing starts the run again. Where only some did, Slurm starts it again: the others end
         with another code.
         """
+        if set(self.ends.values()) == {_FINISHED}:
+            return True
         return self.hosts.keys() == self._errors.keys()
 
     @property
@@ -77,54 +80,94 @@ class Attempt:
         return min(self.ends.items())[1]
 
 
-@contextlib.contextmanager
-def count_attempt(folder: Path, checkpoint: int | None, most: int) -> Iterator[str]:
-    """Record the attempt of a block; yield a sentence about the one before, empty for the first.
+class CurrentAttempt(contextlib.AbstractContextManager["CurrentAttempt"]):
+    """Attempt of a run, in a `with` block that begins before the processes are connected.
 
-    Every process makes this call.
+    So a start that fails counts, too, such as one on a TPU that another process holds. Process 0
+    counts and records at the beginning, the others once they are connected (`share`).
 
     Args:
         folder: Run folder.
-        checkpoint: Step of the newest checkpoint; what process 0 sees counts.
-        most: Attempts in a row without a newer checkpoint, after which a further one is refused.
+        checkpoint: Step of the newest checkpoint, as process 0 sees it.
+        most: Attempts in a row without a newer checkpoint, after which a further one is refused; 0
+            for any number, without a record.
+        is_first: This is process 0.
 
     Raises:
-        RestartsError: So many attempts got no further.
+        RestartsError: On entering, so many attempts got no further.
     """
-    found = broadcast_from_first(lambda: _begin(folder, checkpoint, most))
-    problems = read_problems(found["problems"])
-    if problems:
-        raise RestartsError("The run gets no further:", problems)
-    record = _Record(folder, jax.process_index(), found["number"])
-    record.write(checkpoint=found["checkpoint"], host=socket.gethostname())
-    call_at_loss(lambda gone: record.write(gone=gone))
-    with record:
-        yield found["before"]
+
+    def __init__(self, folder: Path, checkpoint: int | None, most: int, is_first: bool) -> None:
+        self._folder = folder
+        self._checkpoint = checkpoint
+        self._most = most
+        self._is_first = is_first
+        self._before = ""
+        self._record: _Record | None = None
+        self._end = "ended"
+
+    def __enter__(self) -> Self:
+        if self._most and self._is_first:
+            number, self._before = _count(self._folder, self._checkpoint, self._most)
+            self._start(0, number)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._end = _end_of(error)
+        self._write(end=self._end)
+
+    def share(self) -> str:
+        """Record the attempt of the other processes; return a sentence about the one before.
+
+        Every process makes this call once all are connected. The sentence is empty for the first.
+        """
+        if not self._most:
+            return ""
+        number = 0
+        if self._record is not None:
+            number = self._record.attempt
+        shared = broadcast_from_first(lambda: [number, self._before])
+        if self._record is None:
+            self._start(jax.process_index(), shared[0])
+        return str(shared[1])
+
+    def finish(self) -> None:
+        """State that the run has reached its last step: nothing has to get further."""
+        self._end = _FINISHED
+
+    def _start(self, process: int, number: int) -> None:
+        self._record = _Record(self._folder, process, number)
+        self._write(checkpoint=self._checkpoint, host=socket.gethostname())
+        call_at_loss(lambda gone: self._write(gone=gone))
+
+    def _write(self, **values: Any) -> None:
+        if self._record is not None:
+            self._record.write(**values)
 
 
-def _begin(folder: Path, checkpoint: int | None, most: int) -> dict[str, Any]:
-    """Return the number of a new attempt, a sentence about the last one, and problems."""
+def _count(folder: Path, checkpoint: int | None, most: int) -> tuple[int, str]:
+    """Return the number of a new attempt, and a sentence about the last one.
+
+    Raises:
+        RestartsError: The last attempts got no further, or the records cannot be read.
+    """
     try:
         attempts = read_attempts(folder)
-        number = len(attempts) + 1
-        problems = _problems(folder, attempts, checkpoint, most)
-        if problems:  # a user who starts the run again has looked at the cause
-            record = _Record(folder, 0, number)
-            record.write(checkpoint=checkpoint, host=socket.gethostname())
-            record.write(end=f"{_FINAL}refused")
     except OSError as error:
-        what = "cannot be read or written"
-        problems = [Problem(str(folder / _FOLDER), what, error.strerror or str(error))]
-        number, attempts = 0, []
-    before = ""
-    if attempts:
-        before = f"attempt {number}; the one before: {attempts[-1]}"
-    return {
-        "number": number,
-        "checkpoint": checkpoint,
-        "before": before,
-        "problems": plain_problems(problems),
-    }
+        what = "cannot be read"
+        problem = Problem(str(folder / _FOLDER), what, error.strerror or str(error))
+        raise RestartsError("Restarts cannot be counted:", [problem]) from error
+    if not attempts:
+        return 1, ""
+    number = attempts[-1].number + 1
+    problems = _problems(folder, attempts, checkpoint, most)
+    if problems:  # a user who starts the run again has looked at the cause
+        record = _Record(folder, 0, number)
+        record.write(checkpoint=checkpoint, host=socket.gethostname())
+        record.write(end=f"{_FINAL}refused")
+        raise RestartsError("The run gets no further:", problems)
+    return number, f"attempt {number}; the one before: {attempts[-1]}"
 
 
 def _problems(
@@ -169,20 +212,11 @@ def _end_of(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Record:
-    """File of one process, for one attempt; the end of a `with` block is written there."""
+    """File of one process, for one attempt."""
 
     folder: Path
     process: int
     attempt: int
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        end = "ended"
-        if error is not None:
-            end = _end_of(error)
-        self.write(end=end)
 
     def write(self, **values: Any) -> None:
         """Append a line; a full disk must not end the run."""
@@ -191,7 +225,7 @@ class _Record:
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8") as lines:
-                lines.write(f"{line}\n")
+                lines.write(f"\n{line}\n")  # a line before it may have been cut off
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
@@ -205,10 +239,13 @@ def read_attempts(folder: Path) -> list[Attempt]:
 
 
 def _read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file, without an incomplete one."""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+    """Yield the lines of a file, without damaged ones."""
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        line: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
+            line = json.loads(text)
+        if isinstance(line, dict) and isinstance(line.get("attempt"), int):
+            yield line
 
 
 def _attempt(number: int, lines: Iterable[tuple[int, dict[str, Any]]]) -> Attempt:
@@ -219,11 +256,11 @@ def _attempt(number: int, lines: Iterable[tuple[int, dict[str, Any]]]) -> Attemp
     for process, line in lines:
         if "host" in line:
             hosts[process] = line["host"]
-            checkpoint = line["checkpoint"]
+            checkpoint = line.get("checkpoint")
         if "end" in line:
             ends[process] = line["end"]
         if "gone" in line:
-            losses.append((line["time"], line["gone"]))
+            losses.append((line.get("time", 0.0), line["gone"]))
     gone = ""
     if losses:
         _, gone = min(losses)

@@ -1,10 +1,9 @@
 """Training of a language model as its config says: `spmd.train(config)` and `spmd train`."""
 
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -15,14 +14,19 @@ from spmd.data.text_dataset import TextDataset
 from spmd.data.tokenizer import Tokenizer
 from spmd.distributed.accelerators import describe_devices
 from spmd.distributed.cluster_env import LaunchArgs
-from spmd.distributed.initialize import SINGLE_PROCESS, initialize, starts_alone
+from spmd.distributed.initialize import (
+    SINGLE_PROCESS,
+    initialize,
+    is_first_process,
+    starts_alone,
+)
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator
 from spmd.observe.metrics import Writer
 from spmd.observe.profiling import parse_steps
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.observe.writers import check_packages
-from spmd.resilience.attempts import count_attempt
+from spmd.resilience.attempts import CurrentAttempt
 from spmd.run.build import (
     TrainSetup,
     abstract_batch,
@@ -91,33 +95,26 @@ def train(
     parse_steps(profile)  # a wrong flag is an error before anything is built
     if starts_alone(launch_args):
         folder.check_use(resume)  # now, since devices may take a while to start
-    said = initialize(config.devices, launch_args)
-    resumes = folder.check_use_together(resume)
-    with _counted(folder, max_restarts) as before:
+    is_first = is_first_process(launch_args)
+    newest = folder.newest_checkpoint()
+    with CurrentAttempt(folder.path, newest, max_restarts, is_first) as attempt:
+        said = initialize(config.devices, launch_args)
+        resumes = folder.check_use_together(resume)
+        before = attempt.share()
         checked = check(config, config_mesh(config), resumes)
         run = make_run(checked, folder.path, hooks, writers, source)
         if jax.process_index() == 0:
             print(describe_devices(jax.devices()), flush=True)
-            print(before, end="", flush=True)
+            print(f"{before}\n".lstrip(), end="", flush=True)
         said += before.splitlines()
         result = run.train(resume, take_over=take_over, profile=profile, said=said, began=began)
+        if result.preempted is None:
+            attempt.finish()
     if result.preempted is None:
         _compare(config, checked.text, result)
         if config.sample.prompt:
             _sample(checked.setup, checked.text.tokenizer, result)
     return result
-
-
-@contextlib.contextmanager
-def _counted(folder: RunDir, max_restarts: int) -> Iterator[str]:
-    """Count the attempt of a block if there is a limit; yield a line about the one before."""
-    if not max_restarts:
-        yield ""
-        return
-    with count_attempt(folder.path, folder.newest_checkpoint(), max_restarts) as before:
-        if before:
-            before += "\n"
-        yield before
 
 
 def run_dir(config: TrainConfig, source: Path | None) -> RunDir:

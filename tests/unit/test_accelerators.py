@@ -65,18 +65,36 @@ CPU = fake_device("cpu", "cpu")
     ("files", "platform", "evidence"),
     [
         (GPU, "cuda", "/dev/nvidia0"),
-        ({"dev/dxg": ""}, "cuda", "/dev/dxg"),
+        ({"usr/lib/wsl/lib/libcuda.so.1": ""}, "cuda", "/usr/lib/wsl/lib/libcuda.so.1"),
         ({"proc/driver/nvidia/version": "x"}, "cuda", "/proc/driver/nvidia/version"),
         (H100_ON_PCI, "cuda", "PCI device 0000:01:00.0"),
-        ({"dev/kfd": ""}, "rocm", "/dev/kfd"),
+        ({**MI300X_ON_PCI, "dev/kfd": ""}, "rocm", "/dev/kfd"),
         (MI300X_ON_PCI, "rocm", "PCI device 0000:01:00.0"),
         ({"dev/accel0": ""}, "tpu", "/dev/accel0"),
         ({**V5E_ON_PCI, "dev/vfio/0": ""}, "tpu", "PCI device 0000:01:00.0"),
     ],
 )
 def test_accelerators_are_found_by_their_files(tmp_path, files, platform, evidence):
-    """Device files, the driver's, and PCI ids where a container has no device files."""
-    assert find_accelerators(make_root(tmp_path, files)) == {platform: evidence}
+    """Device files, the driver's, and PCI ids where a container with a plugin has no device files."""
+    plugins = ("jax_cuda13_plugin", "jax_rocm7_plugin")
+    machine = make_machine(tmp_path, files, *plugins)
+    assert find_accelerators(machine) == {platform: evidence}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"dev/dxg": ""},
+        {**pci("0x1002", "0x15bf", "0x030000"), "dev/kfd": ""},
+        pci("0x10de", "0x1380", "0x030000"),
+    ],
+    ids=["wsl", "integrated", "old-card"],
+)
+def test_laptops_train_on_their_cpus(tmp_path, files):
+    """Graphics without a driver or plugin of JAX are no accelerator; the control has the plugin."""
+    assert find_accelerators(make_machine(tmp_path, files)) == {}
+    plugins = ("jax_cuda13_plugin", "jax_rocm7_plugin")
+    assert find_accelerators(make_machine(tmp_path, files, *plugins)) != {}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +117,7 @@ def test_accelerators_are_found_by_their_files(tmp_path, files, platform, eviden
 def test_control_other_devices_are_no_accelerators(tmp_path, files):
     """Devices of the same vendors, and CPUs are no problem in such a machine."""
     machine = make_machine(tmp_path, files)
-    assert find_accelerators(machine.root) == {}
+    assert find_accelerators(machine) == {}
     assert device_problems(machine, [CPU], "", 0) == []
 
 
@@ -124,7 +142,13 @@ CAUSES = [
     (GPU, (), {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= hides all", "unset it"),
     (GPU, (), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "hides all", "the scheduler"),
     (MI300X_ON_PCI, (), {}, "no /dev/kfd", "--device /dev/kfd"),
-    ({"dev/kfd": ""}, (), {}, "plugin for ROCm is not installed", "spmd[rocm]"),
+    (
+        {**MI300X_ON_PCI, "dev/kfd": ""},
+        (),
+        {},
+        "plugin for ROCm is not installed",
+        "spmd[rocm]",
+    ),
     ({"dev/kfd": ""}, ("jax_rocm7_plugin",), {}, "libamdhip64.so is not found", "ROCm 7"),
     ({"dev/accel0": ""}, (), {}, "libtpu is not installed", "pip install 'spmd[tpu]'"),
     (V5E_ON_PCI, ("libtpu",), {}, "no /dev/accel0 or /dev/vfio/0", "--privileged"),

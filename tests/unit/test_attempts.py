@@ -10,14 +10,16 @@ import jax
 import pytest
 
 from spmd.errors import BusyDeviceError, DataError, Problem, RestartsError
-from spmd.resilience.attempts import count_attempt, read_attempts
+from spmd.resilience.attempts import CurrentAttempt, read_attempts
 from tests.forked import fork
 
 
 def attempt(folder: Path, checkpoint: int | None, error: BaseException | None = None) -> str:
     """Make an attempt that ends, or raises; the sentence about the one before."""
+    before = ""
     try:
-        with count_attempt(folder, checkpoint, most=3) as before:
+        with CurrentAttempt(folder, checkpoint, 3, is_first=True) as current:
+            before = current.share()
             if error is not None:
                 raise error
     except (jax.errors.JaxRuntimeError, DataError):
@@ -29,7 +31,7 @@ def killed(folder: Path, checkpoint: int | None) -> None:
     """Make an attempt in a process that is killed with SIGKILL."""
 
     def run() -> None:
-        with count_attempt(folder, checkpoint, most=3):
+        with CurrentAttempt(folder, checkpoint, 3, is_first=True):
             os.kill(os.getpid(), signal.SIGKILL)
 
     _, status = os.waitpid(fork(run, folder / "log"), 0)
@@ -94,7 +96,7 @@ def test_a_held_device_counts_as_it_starts_again(tmp_path: Path) -> None:
     for _ in range(3):
         with (
             pytest.raises(BusyDeviceError),
-            count_attempt(tmp_path, 1, most=3),
+            CurrentAttempt(tmp_path, 1, 3, is_first=True),
         ):
             raise BusyDeviceError("busy", [Problem("TPU", "is held")])
     with pytest.raises(RestartsError, match="without a newer checkpoint than step 1"):
@@ -134,3 +136,32 @@ def test_a_line_that_a_kill_cut_off_is_skipped(tmp_path: Path) -> None:
     file.write_text(file.read_text() + '{"attempt": 2, "ti')
     assert len(read_attempts(tmp_path)) == 1
     attempt(tmp_path, None)
+
+
+def test_a_finished_run_may_be_started_again(tmp_path: Path) -> None:
+    """Chains of jobs do so; the control, ends by preemption without a newer checkpoint, are counted."""
+    for _ in range(5):
+        with CurrentAttempt(tmp_path, 9, 3, is_first=True) as current:
+            current.finish()
+    assert len(read_attempts(tmp_path)) == 5
+    for _ in range(3):
+        attempt(tmp_path, 9)
+    with pytest.raises(RestartsError, match="3 attempts in a row"):
+        attempt(tmp_path, 9)
+
+
+def test_lost_lines_do_not_stop_the_count(tmp_path: Path) -> None:
+    """Numbers go on from the last one, and damage is skipped."""
+    for number in (1, 3, 4):
+        write(tmp_path, 0, attempt=number, host="node0", checkpoint=None)
+    file = tmp_path / "attempts/process-0.jsonl"
+    file.write_bytes(file.read_bytes() + b'\xff[[]\n"text"\n{"attempt": "x"}\n{"cut')
+    with pytest.raises(RestartsError, match="3 attempts in a row"):
+        attempt(tmp_path, None)
+    assert [each.number for each in read_attempts(tmp_path)] == [1, 3, 4, 5]
+
+
+def test_nothing_is_recorded_without_a_limit(tmp_path: Path) -> None:
+    with CurrentAttempt(tmp_path, None, 0, is_first=True) as current:
+        assert current.share() == ""
+    assert not (tmp_path / "attempts").exists()
