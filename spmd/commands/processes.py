@@ -49,13 +49,16 @@ def run_command(name: str, run: Callable[[list[str]], int], arguments: list[str]
     file of the user may use devices: JAX connects processes before the first use of one.
     """
     if name in OF_FIRST_PROCESS and not is_first_process(launch_args_of(arguments)):
+        said = f"spmd {name}: process 0 does it alone; --cluster none for this process"
+        print(said, file=sys.stderr)
         return 0
     if name not in IN_PROCESSES:
         return run(arguments)
     launch_args = launch_args_of(arguments)
     is_first = is_first_process(launch_args)
     try:
-        connect(launch_args, simulated=_simulated_devices(arguments) > 0)
+        simulated = name == "export" or _simulated_devices(arguments) > 0
+        connect(launch_args, simulated=simulated)
     except AgreementError:  # on every process
         if is_first:
             raise

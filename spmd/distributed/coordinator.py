@@ -82,7 +82,7 @@ def meet(
 
 def _timeout_problem(what: str, seconds: int) -> Problem:
     fix = "start the same command on every machine, and check that each can reach that port of "
-    fix += "process 0; or raise --start-timeout"
+    fix += "process 0; or raise --start-timeout; or --cluster none for a process that works alone"
     return Problem("coordinator", what, f"{seconds} s have passed", fix)
 
 

@@ -15,6 +15,13 @@ from spmd.errors import ConfigError, Problem
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
+_DIVIDED_BY_USER = (
+    "JAX_LOCAL_DEVICE_IDS",
+    "JAX_CUDA_VISIBLE_DEVICES",
+    "JAX_ROCM_VISIBLE_DEVICES",
+)
+"""JAX's own variables for the GPUs of a process."""
+
 
 def visible_gpus(
     environment: Environment,
@@ -92,12 +99,18 @@ def local_device_ids(
 
 def _indivisible(host: str, gpus: int, processes: int) -> Problem:
     what = f"do not divide: {processes} processes on {host} see the same {gpus} GPUs"
-    fix = "start a number of processes on each machine that divides its GPUs"
+    fix = "start a number of processes on each machine that divides its GPUs; or set "
+    fix += f"{_DIVIDED_BY_USER[0]} of each process to its own; or --platform cpu"
     return Problem("processes", what, f"{gpus} / {processes} = {gpus / processes:g}", fix)
 
 
 def _is_divided(environment: Environment) -> bool:
-    """Return whether Slurm gave each task GPUs of its own, perhaps numbered from 0 for each."""
+    """Return whether the user or Slurm gave each process GPUs of its own.
+
+    Those of Slurm are perhaps numbered from 0 for each.
+    """
+    if any(map(environment.get, _DIVIDED_BY_USER)):
+        return True
     if environment.get("SLURM_GPUS_PER_TASK"):
         return True
     return "gpu" in environment.get("SLURM_TRES_PER_TASK", "")

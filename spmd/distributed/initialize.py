@@ -321,7 +321,7 @@ def _connect(group: ProcessGroup, launch_args: LaunchArgs, simulated: bool) -> N
     # The only collectives between CPU devices, real or simulated, of several processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     gpus = visible_gpus(os.environ)
-    if simulated:
+    if simulated or launch_args.platform == "cpu":
         gpus = ()
     variables = collectives_environment()
     meeting, own_address = meet(group, launch_args.start_timeout, gpus, variables)

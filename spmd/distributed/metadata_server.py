@@ -5,6 +5,7 @@ environment say where it is: `GCE_METADATA_HOST` or `GCE_METADATA_IP`.
 """
 
 import dataclasses
+import http.client
 import re
 import time
 import urllib.error
@@ -90,9 +91,12 @@ class MetadataServer:
         request = urllib.request.Request(url, headers=_HEADER)
         # Proxies are for other machines.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=seconds) as response:
-            text = response.read().decode(errors="replace").strip()
-            return MetadataValue(text, response.headers.get("ETag", "0"))
+        try:
+            with opener.open(request, timeout=seconds) as response:
+                text = response.read().decode(errors="replace").strip()
+                return MetadataValue(text, response.headers.get("ETag", "0"))
+        except http.client.HTTPException as error:  # an answer that was cut off, or is none
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def has_tpu(dev: Path = Path("/dev"), groups: Path = Path("/sys/kernel/iommu_groups")) -> bool:

@@ -50,7 +50,7 @@ class Report:
     variables: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.process_id < self.processes:
+        if type(self.process_id) is not int or not 0 <= self.process_id < self.processes:
             raise ValueError(f"process {self.process_id} of {self.processes}")
         if not isinstance(self.host, str):
             raise TypeError(f"host is {self.host!r}")
@@ -234,7 +234,7 @@ class Rendezvous:
         """Take a report; any other text, such as a port scanner's, is dropped."""
         try:
             report = _report(json.loads(line))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             self._drop(connection)
             return
         self._check(report)

@@ -94,13 +94,20 @@ def gather_reports() -> list[Report]:
         fastest=fastest,
         variables=network_environment(),
         shared_memory=shared_memory_bytes(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=_usable_cores(),
         clock=clock,
     )
     reports = []
     for values in gather_json(dataclasses.asdict(own)):
         reports.append(Report(**values))
     return reports
+
+
+def _usable_cores() -> int:
+    """Return the number of cores for this process; of the machine where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def report_problems(reports: Sequence[Report]) -> list[Problem]:

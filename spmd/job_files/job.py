@@ -94,10 +94,10 @@ class Job(abc.ABC):
         """Return the values of `LaunchArgs` on the command line of `spmd train`.
 
         A node without its driver would train on CPUs, so accelerators are asked for by platform and
-        number.
+        number; and a job on CPUs says so, as its nodes may have accelerators.
         """
         if not self.devices:
-            return {}
+            return {"platform": self.platform}
         return {"platform": self.platform, "expect_devices": str(self.devices)}
 
     def set_flags(self) -> frozenset[str]:

@@ -87,3 +87,12 @@ def test_visible_gpus(tmp_path):
         (nodes / node).mkdir(parents=True)
         (nodes / node / "gpu_id").write_text(f"{gpu_id}\n")
     assert visible_gpus({}, tmp_path, nodes) == ("1", "2")
+
+
+@pytest.mark.parametrize("name", ["JAX_LOCAL_DEVICE_IDS", "JAX_CUDA_VISIBLE_DEVICES"])
+def test_a_division_of_the_user_stays(name):
+    """JAX reads its own variables; the control divides."""
+    gpus = ("0", "1", "2", "3")
+    reports = [Report(i, 2, "node1", "a", gpus) for i in range(2)]
+    assert local_device_ids(1, reports, {name: "0"}) is None
+    assert local_device_ids(1, reports, {}) == [2, 3]

@@ -20,9 +20,11 @@ def test_flags_of_processes_are_read_beside_those_of_a_command():
 
 
 def test_one_of_several_processes_searches(capsys):
-    """Process 1 exits at once, where process 0 reports what it lacks."""
+    """Process 1 exits at once and says so, where process 0 reports what it lacks."""
     assert run("search", "demo", *TWO, 1) == 0
-    assert "".join(capsys.readouterr()) == ""
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "process 0 does it alone; --cluster none" in shown.err
     assert run("search", "demo", *TWO, 0) == 2
     assert "--topology: is not given" in capsys.readouterr().err
 

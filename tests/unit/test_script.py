@@ -197,7 +197,7 @@ def test_slurm_script():
     assert '--wait=60 --cpus-per-task="$cpus" --gpu-bind=none \\\n  spmd train' in script
     command = "spmd train tiny.py --steps 9 --out runs/tiny --resume auto --max-restarts 7"
     assert f"{command} --devices 0 --platform cuda --expect-devices 32" in script
-    assert f"{command}\n" in SLURM.render(TRAIN), "CPUs are not counted"
+    assert f"{command} --platform cpu\n" in SLURM.render(TRAIN), "CPUs are not counted"
 
 
 def test_slurm_starts_a_process_for_each_gpu():
