@@ -22,6 +22,7 @@ TEXT_SUFFIXES = " ".join(
     ]
 )
 _DATASET_CARD = "README.md"  # of a folder of the Hugging Face Hub
+_STATE = "state.json"  # beside the Arrow files of a saved dataset
 _DESCRIPTIONS = frozenset({"dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
 """Files of JSON that the `datasets` library writes beside data."""
 _EVALUATION_SPLIT = re.compile(
@@ -158,7 +159,7 @@ def _folder_files(entry: str, root: Path, problems: list[Problem]) -> list[Path]
             continue
         if suffix in suffixes:
             found.append(path)
-        elif suffix == ".json" and path.name not in _DESCRIPTIONS:
+        elif suffix == ".json" and not _is_description(path):
             json_files.append(path)
     card = root / _DATASET_CARD
     # Beside other files, JSON is a description of them, or of a program.
@@ -175,6 +176,13 @@ def _folder_files(entry: str, root: Path, problems: list[Problem]) -> list[Path]
             names.append(path.relative_to(root))
     problems += mixed_splits(entry, names, "--data.source ")
     return found
+
+
+def _is_description(path: Path) -> bool:
+    """Return whether the `datasets` library wrote a file of JSON beside data."""
+    if path.name == _STATE:
+        return any(path.parent.glob("*.arrow"))
+    return path.name in _DESCRIPTIONS
 
 
 def _rows_beside_text(entry: str, root: Path, files: list[Path], text: Path) -> list[Problem]:
@@ -232,11 +240,11 @@ def _saved_files(found: list[Path], problems: list[Problem]) -> list[Path]:
     """
     arrow: dict[Path, dict[str, Path]] = {}
     for path in found:
-        if path.suffix == ".arrow" and (path.parent / "state.json").is_file():
+        if path.suffix == ".arrow" and (path.parent / _STATE).is_file():
             arrow.setdefault(path.parent, {})[path.name] = path
     unlisted: set[Path] = set()
     for folder, files in arrow.items():
-        state = folder / "state.json"
+        state = folder / _STATE
         try:
             listed = _listed_files(state)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
