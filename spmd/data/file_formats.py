@@ -45,10 +45,14 @@ def detect_format(path: Path) -> FileFormat:
     """Return the format of a file by its name and its beginning.
 
     Raises:
-        DataError: The name contradicts the content, or the file is a compressed table.
+        DataError: The name contradicts the content, or the file is a compressed table, an archive
+            or no text.
         OSError: The file cannot be read.
     """
     suffix = content_suffix(path)
+    if suffix == ".tar":
+        what = "is an archive of files, and would be one document"
+        raise DataError("invalid text:", [Problem(str(path), what, fix="unpack it")])
     if suffix in TABLES:
         _check_table(path)
         return TABLES[suffix]
@@ -56,6 +60,10 @@ def detect_format(path: Path) -> FileFormat:
         first = _first_character(content)
         if suffix in JSON_LINES_SUFFIXES or suffix == ".json":
             return _json_format(suffix, first, content)
+        if b"\0" in _beginning(content):
+            what = "holds zero bytes, which are no text"
+            fix = "unpack it if it is an archive, or write it as UTF-8"
+            raise DataError("invalid text:", [Problem(str(path), what, fix=fix)])
         if first == b"{" and _has_json_lines(content):
             what = "holds JSON lines, and by its name would be one document of raw JSON"
             raise DataError("invalid text:", [Problem(str(path), what, fix=_renamed(path))])
@@ -89,9 +97,15 @@ def _renamed(path: Path) -> str:
     return f"rename it to {name}"
 
 
+def _beginning(content: BinaryIO) -> bytes:
+    """Return some of the next bytes without passing them; empty at the end."""
+    beginning: bytes = content.peek(1)  # type: ignore[attr-defined]
+    return beginning
+
+
 def _first_character(content: BinaryIO) -> bytes:
     """Return the first byte after blanks, and pass a byte order mark; empty at the end."""
-    beginning: bytes = content.peek(1)  # type: ignore[attr-defined]
+    beginning = _beginning(content)
     if beginning.startswith(_BYTE_ORDER_MARK):
         content.read(len(_BYTE_ORDER_MARK))
     return beginning.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1]

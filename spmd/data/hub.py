@@ -5,15 +5,17 @@ Nothing is downloaded: a run of weeks must not depend on a server, and many host
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from spmd.data.compression import content_suffix
 from spmd.errors import Problem, check_local
 
 _ADDRESS = re.compile(
     r"""(?:hf://datasets/|https?://(?:www\.)?huggingface\.co/datasets/|hf\.co/datasets/)
-    (?P<id>[\w.-]+(?:/[\w.-]+)?)          # owner/name, or the name of an old data set
+    (?P<id>[\w.-]+                        # owner/name, or the name of an old data set
+        (?:/(?!(?:tree|resolve|blob)(?![\w.-]))[\w.-]+)?)
     (?:@(?P<revision>[^/]+))?
     (?:/(?:(?:tree|resolve|blob)/[^/]+/?)?(?P<files>.*))?""",
     re.VERBOSE,
@@ -21,10 +23,13 @@ _ADDRESS = re.compile(
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)")
 
 
-def download_fix(entry: str) -> str:
+def download_fix(entry: str, suffixes: Collection[str] = ()) -> str:
     """Return the command to download a data set, and the source to give; empty for other text.
 
     A name such as `owner/name` is one if there is no folder `owner`.
+
+    Args:
+        suffixes: Of files; a name with one of them is a path.
 
     Example:
         >>> download_fix("hf://datasets/allenai/c4/en")
@@ -37,7 +42,8 @@ def download_fix(entry: str) -> str:
         revision = address["revision"] or ""
         return _command(address["id"], revision, (address["files"] or "").strip("/"))
     name = _ID.fullmatch(entry)
-    if name is None or Path(entry).parent.exists():
+    path = Path(entry)
+    if name is None or path.parent.exists() or content_suffix(path) in suffixes:
         return ""
     return _command(name["id"], "", "")
 

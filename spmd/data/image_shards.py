@@ -34,7 +34,7 @@ _TITLE = "invalid images:"
 class ImageShards(Images):
     """Images of tar files (WebDataset), or of Parquet files (data sets of the Hub).
 
-    In a tar file the members `key.jpg` and `key.cls`, a number or name, or `key.json`, an object
+    In a tar file the members `key.jpg` and `key.cls`, a number from 0 or a name, or `key.json`, an object
     with the label, are an image of a class. In a Parquet file each row is one; the names of its
     classes are read where the `datasets` library wrote them. Without names, classes are called by
     their numbers. The other arguments are those of `Images`.
@@ -64,6 +64,7 @@ class ImageShards(Images):
         names = _names_of(found, problems)
         values = [value for shard in found for value in shard.labels]
         classes = self.classes or names or _classes_of(values)
+        problems += _unclear_labels(values, classes)
         images: list[EncodedImage] = []
         for shard in found:
             images += shard.labeled(classes, problems)
@@ -187,6 +188,10 @@ class _TarImage:
         return io.BytesIO(self.member.read())
 
 
+class _ClassNumber(int):
+    """Number in a `.cls` member, where a name would be written alike."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Shard:
     """Images of a shard, and the label of each as it is written: a number or a name.
@@ -255,6 +260,26 @@ def _classes_of(values: Iterable[Any]) -> tuple[str, ...]:
     return tuple(map(str, range(most + 1)))
 
 
+def _unclear_labels(values: Iterable[Any], classes: Sequence[str]) -> list[Problem]:
+    """Return a problem if numbers in `.cls` members may be names of classes."""
+    numbers = []
+    names = []
+    for value in values:
+        if isinstance(value, str):
+            names.append(value)
+        elif isinstance(value, _ClassNumber) and value >= 0:
+            numbers.append(value)
+    for number, name in enumerate(classes):
+        if name.isdecimal() and int(name) != number:
+            names.append(name)
+    if not numbers or not names:
+        return []
+    what = "have labels that may be numbers or names"
+    detail = f"the number {numbers[0]} beside the name {names[0]!r}"
+    fix = "names that are no numbers, or numbers from 0 alone"
+    return [Problem("shards", what, detail, fix)]
+
+
 def _table_shard(path: Path, image_field: str, label_field: str, groups: RowGroups) -> _Shard:
     """Return the images of a Parquet file."""
     table = ImageTable(path, image_field, label_field, groups)
@@ -321,7 +346,7 @@ def _label_of(members: dict[str, _Member], label_field: str) -> Any:
         text = members[suffix].read().decode("utf-8").strip()
         if suffix == ".cls":
             if re.fullmatch(r"-?\d+", text):
-                return int(text)
+                return _ClassNumber(text)
             return text
         record = json.loads(text)
         if not isinstance(record, dict):

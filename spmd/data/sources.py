@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from spmd.data.compression import content_suffix
+from spmd.data.compression import content_suffix, is_compressed
 from spmd.data.file_formats import ROW_SUFFIXES, TABLES, FileFormat, detect_format
 from spmd.data.hub import download_fix
 from spmd.errors import DataError, Problem, nearest_file
@@ -22,6 +22,7 @@ TEXT_SUFFIXES = " ".join(
     ]
 )
 _DATASET_CARD = "README.md"  # of a folder of the Hugging Face Hub
+_STATE = "state.json"  # beside the Arrow files of a saved dataset
 _DESCRIPTIONS = frozenset({"dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
 """Files of JSON that the `datasets` library writes beside data."""
 _EVALUATION_SPLIT = re.compile(
@@ -68,15 +69,15 @@ def find_files(source: Iterable[str]) -> list[SourceFile]:
     Args:
         source: Files, folders, globs or "stdlib" (Python's own source). A folder is searched for
             visible files with `TEXT_SUFFIXES`, also compressed ones; files with other suffixes must
-            be named or matched by a glob, but `.json` is read in a folder without other text. Of a
-            folder that the `datasets` library saved, the files that it lists are read; a README.md
-            at the top of a folder with tables or rows of JSON describes them, and is not. A folder
-            of which only some files are a test or validation split is refused: the files to read
-            must be named.
+            be named or matched by a glob, but `.json` is read in a folder without other text, and
+            rows of JSON beside other text are refused. Of a folder that the `datasets` library
+            saved, the files that it lists are read; a README.md at the top of a folder with tables
+            or rows of JSON describes them, and is not. A folder of which only some files are a test
+            or validation split is refused: the files to read must be named.
 
     Raises:
-        DataError: A source does not exist, holds no text files or cannot be read, or the name of a
-            file contradicts its content.
+        DataError: A source does not exist, holds no text files or cannot be read, the name of a
+            file contradicts its content, or a file is there twice, also compressed.
     """
     problems: list[Problem] = []
     paths: dict[Path, tuple[Path, str]] = {}
@@ -84,6 +85,7 @@ def find_files(source: Iterable[str]) -> list[SourceFile]:
         for name, path in sorted(_files_of(entry, problems)):
             # The source's number distinguishes files with the same name in two folders.
             paths.setdefault(path.resolve(), (path, f"{number}/{name}"))
+    problems += _compressed_twice(path for path, _ in paths.values())
     files = []
     for path, key in paths.values():
         try:
@@ -121,7 +123,8 @@ def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
             root = root.parent
         found = list(map(Path, glob.glob(str(path), recursive=True)))
     else:
-        fix = download_fix(entry) or nearest_file(path)
+        suffixes = ROW_SUFFIXES.union(TEXT_SUFFIXES.split())
+        fix = download_fix(entry, suffixes) or nearest_file(path)
         problems.append(Problem(entry, "does not exist", fix=fix))
         return []
     named = []
@@ -156,12 +159,14 @@ def _folder_files(entry: str, root: Path, problems: list[Problem]) -> list[Path]
             continue
         if suffix in suffixes:
             found.append(path)
-        elif suffix == ".json" and path.name not in _DESCRIPTIONS:
+        elif suffix == ".json" and not _is_description(path):
             json_files.append(path)
     card = root / _DATASET_CARD
     # Beside other files, JSON is a description of them, or of a program.
-    if json_files and found in ([], [card]):
+    if found in ([], [card]):
         found += json_files
+    else:
+        problems += _rows_beside_text(entry, root, sorted(json_files), min(found))
     if card in found and any(content_suffix(path) in ROW_SUFFIXES for path in found):
         found.remove(card)
     found = _saved_files(found, problems)
@@ -171,6 +176,50 @@ def _folder_files(entry: str, root: Path, problems: list[Problem]) -> list[Path]
             names.append(path.relative_to(root))
     problems += mixed_splits(entry, names, "--data.source ")
     return found
+
+
+def _is_description(path: Path) -> bool:
+    """Return whether the `datasets` library wrote a file of JSON beside data."""
+    if path.name == _STATE:
+        return any(path.parent.glob("*.arrow"))
+    return path.name in _DESCRIPTIONS
+
+
+def _rows_beside_text(entry: str, root: Path, files: list[Path], text: Path) -> list[Problem]:
+    """Return a problem for the first file of JSON with rows in a folder of other text."""
+    for path in files:
+        if _holds_rows(path):
+            name = path.relative_to(root)
+            detail = f"{name} beside {text.relative_to(root)}"
+            fix = f"name the files to read, or a glob: --data.source '{Path(entry, name)}'"
+            return [Problem(entry, "holds rows of JSON beside other text", detail, fix)]
+    return []
+
+
+def _holds_rows(path: Path) -> bool:
+    """Return whether a file of JSON is lines or an array; not if it is empty or unreadable."""
+    try:
+        is_empty = path.stat().st_size == 0
+        found = detect_format(path)
+    except (DataError, OSError):
+        return False
+    return not is_empty and found in (FileFormat.JSON_LINES, FileFormat.JSON_ARRAY)
+
+
+def _compressed_twice(paths: Iterable[Path]) -> list[Problem]:
+    """Return a problem for each file with the name of another but for a compression."""
+    problems = []
+    found: dict[Path, Path] = {}
+    for path in sorted(paths):
+        plain = path
+        if is_compressed(path):
+            plain = path.with_suffix("")
+        other = found.setdefault(plain, path)
+        if other is not path:
+            what = "is there twice, also compressed"
+            fix = "remove one, or name the files to read"
+            problems.append(Problem(str(other), what, f"{path.name} beside it", fix))
+    return problems
 
 
 def _walk(root: Path, skips: Callable[[str], bool]) -> Iterator[Path]:
@@ -191,11 +240,11 @@ def _saved_files(found: list[Path], problems: list[Problem]) -> list[Path]:
     """
     arrow: dict[Path, dict[str, Path]] = {}
     for path in found:
-        if path.suffix == ".arrow" and (path.parent / "state.json").is_file():
+        if path.suffix == ".arrow" and (path.parent / _STATE).is_file():
             arrow.setdefault(path.parent, {})[path.name] = path
     unlisted: set[Path] = set()
     for folder, files in arrow.items():
-        state = folder / "state.json"
+        state = folder / _STATE
         try:
             listed = _listed_files(state)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -248,7 +248,10 @@ def _go_to(content: BinaryIO, begin: int) -> None:
         content.seek(begin)
         return
     while begin:
-        begin -= len(content.read(min(begin, _SKIPPED_AT_ONCE)))
+        skipped = len(content.read(min(begin, _SKIPPED_AT_ONCE)))
+        if not skipped:  # the file is shorter than it was at the scan
+            return
+        begin -= skipped
 
 
 @contextlib.contextmanager

@@ -2,8 +2,10 @@
 
 import dataclasses
 import gzip
+import io
 import json
 import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,6 +213,50 @@ def test_a_folder_is_searched_for_compressed_text_and_for_json_alone(tmp_path: P
     assert texts(named) == TEXTS
 
 
+@pytest.mark.parametrize("rows", [LINES, as_array(ROWS)])
+def test_rows_of_json_beside_text_are_refused(tmp_path: Path, rows: str) -> None:
+    """They are not dropped; named, they are read. The control: an object or no JSON describes the text."""
+    for name, content in (("LICENSE.txt", "a licence"), ("a.json", "{}"), ("b.json", "")):
+        write(tmp_path / name, content)
+    write(tmp_path / "c.json.gz", b"damaged")
+    assert texts(tmp_path) == ["a licence"]
+    path = write(tmp_path / "train.json", rows)
+    with pytest.raises(DataError, match="holds rows of JSON beside other text") as caught:
+        texts(tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.detail == "train.json beside LICENSE.txt"
+    assert str(path) in problem.fix
+    assert texts(path) == TEXTS
+
+
+def test_text_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """Plain and compressed in one folder; the control: in two folders, or with another name."""
+    write(tmp_path / "a.txt", "a")
+    write(tmp_path / "b.txt.gz", gzipped("b"))
+    write(tmp_path / "c" / "a.txt.gz", gzipped("a"))
+    assert len(texts(tmp_path)) == 3
+    write(tmp_path / "a.txt.zst", zstd("a"))
+    for source in (tmp_path, tmp_path / "*.*"):
+        with pytest.raises(DataError, match="is there twice, also compressed") as caught:
+            texts(source)
+        (problem,) = caught.value.problems
+        assert problem.where == str(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tgz", "a.txt", "a.txt.gz"])
+def test_an_archive_is_refused(tmp_path: Path, name: str) -> None:
+    """By its suffix or its zero bytes; it would be one document with the headers of its members."""
+    with io.BytesIO() as archive:
+        with tarfile.open(fileobj=archive, mode="w") as tar:
+            tar.addfile(tarfile.TarInfo("text.txt"))
+        content = archive.getvalue()
+    if name.endswith("gz"):
+        content = gzip.compress(content)
+    path = write(tmp_path / name, content)
+    with pytest.raises(DataError, match="unpack it"):
+        detect_format(path)
+
+
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzipped), (".zst", zstd)])
 def test_compressed_text_is_its_content(tmp_path, suffix: str, compress: Callable) -> None:
     """Also of several members; the digest is that of the file's bytes."""
@@ -297,6 +343,19 @@ def test_damage_of_a_streamed_file_is_named_at_the_scan(tmp_path: Path) -> None:
     ]
 
 
+def test_a_compressed_file_that_became_shorter_has_changed(tmp_path: Path) -> None:
+    """A block beyond its new end is a problem, and reading comes to an end."""
+    path = write(tmp_path / "a.jsonl.gz", gzipped(LINES))
+    (file,) = find_files([str(path)])
+    last = list(blocks_module._line_ranges(file, 300))[-1]
+    block = blocks_module.TextBlock((last,), last.size)
+    ids, _ = blocks_module.tokenize(block, ByteTokenizer(), "text")
+    assert len(ids)
+    write(path, gzipped(LINES[:300]))
+    with pytest.raises(DataError, match="changed while it was read"):
+        blocks_module.tokenize(block, ByteTokenizer(), "text")
+
+
 def test_sets_of_a_mixture_are_decided_alike(tmp_path: Path) -> None:
     """A set of `.json` lines is rows; a problem of another names the set."""
     good = write(tmp_path / "a.json", "\n".join([LINES] * 3))
@@ -333,6 +392,11 @@ def test_evaluation_sets_are_decided_alike(tmp_path: Path) -> None:
             "and give 'b/data/*.parquet'",
         ),
         ("https://huggingface.co/datasets/a/b/tree/main/en", "--include 'en/*' --local-dir b"),
+        (
+            "https://huggingface.co/datasets/wikitext/tree/main/x",
+            "wikitext --repo-type dataset --include 'x/*' --local-dir wikitext",
+        ),
+        ("https://huggingface.co/datasets/a/treebank", "a/treebank --repo-type dataset"),
     ],
 )
 def test_an_id_of_the_hub_is_refused_with_its_download(entry, command, tmp_path, monkeypatch):
@@ -353,5 +417,9 @@ def test_paths_are_not_taken_for_ids_of_the_hub(tmp_path: Path, monkeypatch) -> 
     assert download_fix("HuggingFaceFW/fineweb")
     for entry in ("books/trian", "./a/b", "/a/b", "a/b/c", "a/*.txt", "books", "~/a"):
         assert download_fix(entry) == ""
+    for entry in ("data/train.txt", "train/corpus.jsonl", "train/a.json.gz"):
+        with pytest.raises(DataError, match="does not exist") as caught:
+            find_files([entry])
+        assert "hf download" not in str(caught.value)
     with pytest.raises(DataError, match=r"did you mean .train\.txt"):
         find_files(["books/trian.txt"])

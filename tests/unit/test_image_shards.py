@@ -142,6 +142,27 @@ def test_names_of_classes_are_labels(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 2
 
 
+def test_numbers_that_may_be_names_are_refused(tmp_path: Path) -> None:
+    """Beside names, and with classes called by other numbers; not with those called 0, 1, 2."""
+
+    def write(name: str, *labels: str) -> Path:
+        members = []
+        for key, label in enumerate(labels):
+            members += [(f"{key}.png", b"x"), (f"{key}.cls", label.encode())]
+        return write_tar(tmp_path / name, members)
+
+    mixed = write("mixed.tar", "a", "b", "c", "1")
+    numbers = write("numbers.tar", "0", "1", "2")
+    what = "have labels that may be numbers or names"
+    with pytest.raises(DataError, match=what) as caught:
+        ImageShards(mixed, size=4)
+    assert caught.value.problems[0].detail == "the number 1 beside the name 'a'"
+    with pytest.raises(DataError, match=what):
+        ImageShards(numbers, size=4, classes=("1", "2", "3"))
+    for classes in ((), ("0", "1", "2"), CLASSES):
+        assert len(ImageShards(numbers, size=4, classes=classes)) == 3
+
+
 def test_all_samples_without_a_label_or_an_image_are_named(tmp_path: Path) -> None:
     """In one error over all shards; the control is the same shards with all members."""
     good = [each for number in range(1, 6) for each in sample(number, 1)]
@@ -174,6 +195,7 @@ def test_all_samples_without_a_label_or_an_image_are_named(tmp_path: Path) -> No
         "c.parquet, row 1",
         "c.parquet, row 2",
         "c.parquet, row 3",
+        "shards",  # a name beside numbers
     ]
     assert 'did you mean "labels"' in str(caught.value)
 
