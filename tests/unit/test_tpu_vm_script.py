@@ -204,10 +204,9 @@ def test_an_interrupted_script_follows_a_run_that_goes_on(stubs, monkeypatch):
     try:
         for _ in range(600):
             subprocess.run(["/bin/sleep", "0.05"], check=True)
-            started = (stubs / f"starts-{host}.txt" for host in range(HOSTS))
-            if (stubs / "host-1" / "spmd-tiny" / "pid").exists() and all(
-                file.exists() for file in started
-            ):
+            started = [stubs / f"starts-{host}.txt" for host in range(HOSTS)]
+            started.append(stubs / "host-1" / "spmd-tiny" / "pid")
+            if all(file.exists() for file in started):
                 break
     finally:
         first.kill()
