@@ -232,10 +232,11 @@ common=({common})
 
 # Part 1: what runs on the hosts.
 
-# A run that has ended, and whose exit code was not collected, counts as well.
+# A run that has ended, and whose exit code was not collected, counts as well. It may end meanwhile,
+# and its code is there before its process is gone: look for the code last.
 IFS= read -r -d '' find_run << 'REMOTE'
 cd "$HOME/{folder}" 2> /dev/null || exit 0
-[ -f code ] || {{ {is_running}; }} || exit 0
+{{ {is_running}; }} || [ -f code ] || exit 0
 echo run-found
 REMOTE
 
