@@ -1,6 +1,7 @@
 """Shell scripts for TPU VMs of Google Cloud, without a scheduler."""
 
 import dataclasses
+import hashlib
 import re
 import shlex
 from collections.abc import Sequence
@@ -18,6 +19,11 @@ _COMMAND_LINES = {
 _ZONE = re.compile(r"[a-z0-9-]+")
 _STOPPED = "PREEMPTED | STOPPED | TERMINATED | SUSPENDED | FAILED"
 """States of a node, and of a queued resource, that never become usable again."""
+
+_KEEP = """\
+  on_all "$forget" || echo "spmd: not every host was told to train when the script runs again" >&2
+  echo "the slice is kept: delete it to stop its costs"\
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,6 +140,7 @@ class TpuVmJob(WrappedJob):
             copied.append(package)
             package = f"./{Path(package).name}"
         folder = f"spmd-{self.name}"
+        is_running = f'[ -f pid ] && grep -qs "{folder}/train.sh" "/proc/$(cat pid)/cmdline"'
         size = f"chips: {self.topology.chips}, hosts: {self.topology.hosts}"
         machines = f"{self.slices} x {self.tpu} ({size})"
         cache = str(Path(self.out).parent / CACHE)
@@ -146,6 +153,8 @@ class TpuVmJob(WrappedJob):
             copied=shlex.join(copied),
             folder=folder,
             package=shlex.quote(f"{package}[tpu]"),
+            package_hash=self._package_hash(),
+            is_running=is_running,
             setup=self.setup or "# --setup: none",
             cache=shlex.quote(cache),
             train=self.wrapped(self.command(train)),
@@ -167,9 +176,16 @@ class TpuVmJob(WrappedJob):
         """Return words for the shell, without empty ones."""
         return shlex.join(filter(None, words))
 
+    def _package_hash(self) -> str:
+        """Return a hash of the file of the package, or of the requirement."""
+        content = self.package.encode()
+        if Path(self.package).is_file():
+            content = Path(self.package).read_bytes()
+        return hashlib.sha256(content).hexdigest()[:12]
+
     def _end(self) -> str:
         if self.keep:
-            return '  echo "the slice is kept: delete it to stop its costs"'
+            return _KEEP
         return "  delete"
 
     def _commands(self) -> dict[str, str]:
@@ -216,14 +232,36 @@ common=({common})
 
 # Part 1: what runs on the hosts.
 
+# A run that has ended, and whose exit code was not collected, counts as well. It may end meanwhile,
+# and its code is there before its process is gone: look for the code last.
+IFS= read -r -d '' find_run << 'REMOTE'
+cd "$HOME/{folder}" 2> /dev/null || exit 0
+{{ {is_running}; }} || [ -f code ] || exit 0
+echo run-found
+REMOTE
+
+# Files that a process has open or mapped are replaced, not overwritten.
+prepare='rm -rf "$HOME/{folder}/copy.part" && mkdir -p "$HOME/{folder}/copy.part"'
+IFS= read -r -d '' replace << 'REMOTE'
+cd "$HOME/{folder}/copy.part" || exit 1
+shopt -s dotglob
+for file in *; do
+  [ ! -d "../$file" ] || rm -r "../$file" || exit 1
+  mv -f "$file" ../ || exit 1
+done
+rmdir ../copy.part
+REMOTE
+
 IFS= read -r -d '' install << 'REMOTE'
 cd "$HOME/{folder}" || exit 1
-[ -f installed ] && exit 0
+[ -f installed-{package_hash} ] && exit 0
+rm -f installed-*
 python3 -m pip install --quiet --user uv ||
   python3 -m pip install --quiet --user --break-system-packages uv || exit 1
 uv="$HOME/.local/bin/uv"
 "$uv" venv --quiet --allow-existing --python 3.12 .venv || exit 1
-"$uv" pip install --quiet --python .venv {package} && touch installed
+"$uv" pip install --quiet --python .venv --reinstall-package spmd {package} &&
+  touch installed-{package_hash}
 REMOTE
 
 IFS= read -r -d '' train << 'REMOTE'
@@ -236,10 +274,11 @@ echo $? > code.part
 mv code.part code
 REMOTE
 
+# Hosts that gave up because another did not start have an exit code: they start again.
 IFS= read -r -d '' start << 'REMOTE'
 cd "$HOME/{folder}" || exit 1
-[ -f pid ] && grep -qs "{folder}/train.sh" "/proc/$(cat pid)/cmdline" && exit 0
-[ -f code ] && exit 0
+{is_running} && exit 0
+rm -f code
 setsid nohup bash "$PWD/train.sh" > log.txt 2>&1 < /dev/null &
 echo $! > pid
 REMOTE
@@ -259,6 +298,10 @@ for second in $(seq {seconds}); do
 done
 kill -KILL -- "-$(cat pid)" 2> /dev/null
 [ -f code ] || echo 137 > code
+case "$(cat code)" in
+  0 | 69 | 75) ;;
+  *) {{ echo "spmd: end of the log of $(uname -n):"; tail -n 30 log.txt; }} >&2 ;;
+esac
 echo "exit-code=$(cat code)"
 REMOTE
 
@@ -288,9 +331,10 @@ copy() {{
   local script
   script=$(mktemp -d) || return 1
   printf '%s' "$train" > "$script/train.sh"
-  on_all 'mkdir -p "$HOME/{folder}"' &&
-    tpus scp --recurse {copied} "$script/train.sh" "{name}:{folder}/" \
-      --quiet{all_nodes} --worker=all{ssh_options}
+  on_all "$prepare" &&
+    tpus scp --recurse {copied} "$script/train.sh" "{name}:{folder}/copy.part/" \
+      --quiet{all_nodes} --worker=all{ssh_options} &&
+    on_all "$replace"
   local status=$?
   rm -r "$script"
   return $status
@@ -334,17 +378,26 @@ while true; do
     {stopped}) delete; failed "the slice was $now"; continue ;;
     *) sleep 30; continue ;;
   esac
-  if ! {{ copy && on_all "$install"; }}; then
-    failed "spmd was not installed on every host"
-    continue
-  fi
-  if ! on_all "$again$start"; then
-    failed "training was not started on every host"
+  if ! found=$(on_all "$again$find_run"); then
+    failed "not every host was reached"
     continue
   fi
   again=
-  failures=0
-  if ! on_first "$follow"; then
+  if [ "$(echo "$found" | grep -c run-found)" -ne {hosts} ]; then
+    if ! {{ copy && on_all "$install"; }}; then
+      failed "spmd was not installed on every host"
+      continue
+    fi
+    if ! on_all "$start"; then
+      failed "training was not started on every host"
+      continue
+    fi
+  fi
+  began=$SECONDS
+  on_first "$follow"
+  status=$?
+  [ $((SECONDS - began)) -le 600 ] || failures=0
+  if [ "$status" -ne 0 ]; then
     failed "the connection to the first host was lost"
     continue
   fi
@@ -353,6 +406,7 @@ while true; do
     failed "not every host could tell its exit code"
     continue
   fi
+  failures=0
   again=$forget
   result=0
   for code in $codes; do
@@ -363,6 +417,7 @@ while true; do
     esac
   done
   [ "$result" = 0 ] && ended 0
+  sleep 60
   echo "spmd: exit code $result: training starts again"
 done
 """

@@ -5,6 +5,7 @@ as well. The options of the commands are those of Google Cloud SDK 528.
 """
 
 import dataclasses
+import platform
 import re
 import subprocess
 
@@ -124,6 +125,11 @@ def execute(job, stubs, monkeypatch, *attempts):
     return done.returncode, done.stdout + done.stderr, verbs
 
 
+def starts(stubs):
+    """Return how often training was started on the first host."""
+    return len((stubs / "starts-0.txt").read_text().splitlines())
+
+
 def test_training_is_started_on_every_host_and_followed(stubs, monkeypatch):
     """The slice is created, spmd installed once, the log of the first host printed, and the slice deleted."""
     (stubs / "of-host" / "tail").unlink()
@@ -148,7 +154,7 @@ def test_a_preempted_slice_is_created_again(stubs, monkeypatch):
     assert code == 0, printed
     assert verbs.count("create") == 2
     assert verbs.count("delete") == 2
-    assert len((stubs / "starts-0.txt").read_text().splitlines()) == 4
+    assert starts(stubs) == 4
     installs = (stubs / "installs.txt").read_text().count("uv pip install")
     assert installs == 2 * HOSTS, "on new machines only"
 
@@ -159,7 +165,7 @@ def test_a_final_code_of_any_host_ends(codes, stubs, monkeypatch):
     code, printed, verbs = execute(JOB, stubs, monkeypatch, "75 75", codes, "0 0")
     assert code in (1, 2), printed
     assert f"ended with exit code {code}" in printed
-    assert len((stubs / "starts-0.txt").read_text().splitlines()) == 2
+    assert starts(stubs) == 2
     assert verbs[-1] == "delete"
 
 
@@ -198,7 +204,9 @@ def test_an_interrupted_script_follows_a_run_that_goes_on(stubs, monkeypatch):
     try:
         for _ in range(600):
             subprocess.run(["/bin/sleep", "0.05"], check=True)
-            if (stubs / "starts-0.txt").exists():
+            started = [stubs / f"starts-{host}.txt" for host in range(HOSTS)]
+            started.append(stubs / "host-1" / "spmd-tiny" / "pid")
+            if all(file.exists() for file in started):
                 break
     finally:
         first.kill()
@@ -207,7 +215,84 @@ def test_an_interrupted_script_follows_a_run_that_goes_on(stubs, monkeypatch):
     code, printed, verbs = execute(JOB, stubs, monkeypatch, "0 0")
     assert code == 0, printed
     assert verbs.count("create") == 1
-    assert len((stubs / "starts-0.txt").read_text().splitlines()) == 1
+    assert verbs.count("scp") == 1, "nothing is copied while it runs"
+    assert starts(stubs) == 1
+
+
+LOST = r"""#!/bin/bash
+echo x >> "$STUBS/followed.txt"
+[ "$(wc -l < "$STUBS/followed.txt")" -gt LIMIT ] || exit 255
+"""
+
+
+def test_after_a_lost_connection_the_run_is_only_followed(stubs, monkeypatch):
+    """Files that it uses are not copied again."""
+    lost = LOST.replace("LIMIT", "2")
+    (stubs / "of-host" / "tail").write_text(lost + TAIL.partition("\n")[2])
+    code, printed, verbs = execute(JOB, stubs, monkeypatch, "0 0")
+    assert code == 0, printed
+    assert printed.count("connection to the first host was lost") == 2
+    assert verbs.count("scp") == 1
+    assert starts(stubs) == 1
+
+
+def test_lasting_failures_to_follow_are_limited(stubs, monkeypatch):
+    """A start that succeeds does not reset their number."""
+    (stubs / "of-host" / "tail").write_text(LOST.replace("LIMIT", "9"))
+    code, printed, _ = execute(JOB, stubs, monkeypatch, "0 0")
+    assert code == 1
+    assert "connection to the first host was lost; given up after 4 failures in a row" in printed
+
+
+def test_copied_files_are_replaced(stubs, monkeypatch):
+    """A process that has mapped the old file keeps its content; folders are replaced as well."""
+    text = SPMD.replace(
+        'exit "${codes[$HOST]}"', 'ln -f data/corpus mapped-$attempt\nexit "${codes[$HOST]}"'
+    )
+    (stubs / "spmd-stub").write_text(text)
+    (stubs / "data").mkdir()
+    (stubs / "data" / "corpus").write_text("text")
+    job = dataclasses.replace(JOB, copy=("data",), keep=True)
+    code, printed, _ = execute(job, stubs, monkeypatch, "75 75", "0 0")
+    assert code == 0, printed
+    folder = stubs / "host-1" / "spmd-tiny"
+    first, second = (folder / f"mapped-{attempt}" for attempt in (1, 2))
+    assert not first.samefile(second)
+    assert (folder / "data" / "corpus").samefile(second)
+    assert not (folder / "copy.part").exists()
+
+
+def test_a_kept_slice_trains_when_the_script_runs_again(stubs, monkeypatch):
+    """Another package is installed anew; the same one is not."""
+    job = dataclasses.replace(JOB, keep=True)
+    other = dataclasses.replace(job, package="spmd==2")
+    for again, (this, installs) in enumerate([(job, 1), (job, 1), (other, 2), (job, 3)], start=1):
+        code, printed, _ = execute(this, stubs, monkeypatch, *["0 0"] * 4)
+        assert code == 0, printed
+        assert starts(stubs) == again
+        commands = (stubs / "installs.txt").read_text().count("uv pip install")
+        assert commands == installs * HOSTS
+
+
+def test_hosts_that_gave_up_start_again(stubs, monkeypatch):
+    """Their exit code is forgotten where another host did not start."""
+    (stubs / "state").write_text("READY")
+    (stubs / "host-0" / "spmd-tiny").mkdir(parents=True)
+    (stubs / "host-0" / "spmd-tiny" / "code").write_text("2")
+    (stubs / "host-1").mkdir()
+    code, printed, _ = execute(JOB, stubs, monkeypatch, "0 0")
+    assert code == 0, printed
+    assert starts(stubs) == 1
+
+
+def test_the_log_of_a_host_that_failed_is_shown(stubs, monkeypatch):
+    """The slice, and the log with it, is deleted afterwards."""
+    code, printed, _ = execute(JOB, stubs, monkeypatch, "75 1")
+    assert code == 1
+    _, heading, log = printed.partition(f"end of the log of {platform.node()}:\n")
+    assert heading
+    assert "attempt 1 on host 1" in log
+    assert printed.count("end of the log of") == 1, "of that host only"
 
 
 @pytest.mark.parametrize("changes", [{"queued": True}, {"slices": 2}], ids=["queued", "slices"])
