@@ -1067,6 +1067,18 @@ def chip_of(device_kind: str) -> Chip:
     return Chip(kind="", platform="", device_kind=device_kind)
 
 
+def is_board_of(chip: Chip, device_kind: str) -> bool:
+    """Return whether a JAX device is a board with a chip, also of another memory or socket.
+
+    Example:
+        >>> is_board_of(CHIPS["v100"], "Tesla V100-SXM2-16GB"), is_board_of(CHIPS["v100"], "cpu")
+        (True, False)
+    """
+    if not chip.words:
+        return False
+    return re.search(rf"\b{re.escape(chip.words)}\b", device_kind, re.IGNORECASE) is not None
+
+
 def known_peaks() -> dict[str, float]:
     """Return the peak dense bf16 FLOP/s of one JAX device, by words of its kind."""
     peaks = dict(_OTHER_PEAKS)
@@ -1086,7 +1098,7 @@ def peak_flops(device_kind: str) -> float | None:
     peaks = known_peaks()
     known = []
     for words in peaks:
-        if re.search(rf"\b{words}\b", device_kind, re.IGNORECASE):
+        if re.search(rf"\b{re.escape(words)}\b", device_kind, re.IGNORECASE):
             known.append(words)
     if not known:
         return None

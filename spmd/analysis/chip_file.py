@@ -58,7 +58,9 @@ def load_chip(file: Path) -> Chip:
     values = _read(file)
     kin = values.pop("like", "")
     problems = list(_kin_problems(file, kin))
-    base = CHIPS.get(kin)
+    base = None
+    if isinstance(kin, str):
+        base = CHIPS.get(kin)
     problems += _field_problems(values, base)
     if problems:
         raise ConfigError(f"Invalid chip {file}:", problems)
@@ -178,6 +180,8 @@ def _make_chip(kind: str, values: Mapping[str, Any], base: Chip | None) -> Chip:
     rates_of = base.rates_of or base.kind
     if "closed" in fields:
         rates_of = ""
+    if "device_kind" in fields:  # the words of the chip that it is like name other boards
+        fields.setdefault("family", "")
     fields.update(kind=kind, rates_of=rates_of, own=True)
     return dataclasses.replace(base, **fields)
 

@@ -62,8 +62,9 @@ class WandB(Writer):
     """W&B run of one attempt: numbers, texts, and arrays as histograms, in `folder/wandb`.
 
     Each process that continues a run is an attempt, and so is a roll-back; their W&B runs have ids
-    of their own, and one group. Steps of earlier attempts are not written again, as charts of a
-    group would show them twice. Offline, W&B loses what a killed process wrote last, so the run of
+    of their own, and one group. Steps of closed attempts are not written again, as charts of a
+    group would show them twice; online, a killed attempt may have sent steps after its checkpoint,
+    which the next one takes again. Offline, W&B loses what a killed process wrote last, so the run of
     an attempt that was not closed is removed: write its steps again. `wandb sync
     folder/wandb/offline-run-*` uploads them.
 

@@ -81,7 +81,7 @@ class Attempt:
 
 
 class CurrentAttempt(contextlib.AbstractContextManager["CurrentAttempt"]):
-    """Attempt of a run, in a `with` block that begins before the processes are connected.
+    """Attempt of a run, as a `with` block from before the processes are connected.
 
     So a start that fails counts, too, such as one on a TPU that another process holds. Process 0
     counts and records at the beginning, the others once they are connected (`share`).
@@ -133,7 +133,7 @@ class CurrentAttempt(contextlib.AbstractContextManager["CurrentAttempt"]):
         return str(shared[1])
 
     def finish(self) -> None:
-        """State that the run has reached its last step: nothing has to get further."""
+        """Mark the run as finished: nothing has to get further."""
         self._end = _FINISHED
 
     def _start(self, process: int, number: int) -> None:
@@ -193,7 +193,7 @@ def _problems(
 
 
 def _is_newer(checkpoint: int | None, before: int | None) -> bool:
-    """Return true for progress; a newest checkpoint that was removed as damaged is none."""
+    """Return true for progress; the removal of a damaged checkpoint is none."""
     if checkpoint is None:
         return False
     return before is None or checkpoint > before

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jax.sharding import Mesh
 
-from spmd.chips import Chip, Hardware, chip_of
+from spmd.chips import CHIPS, Chip, Hardware, chip_of, is_board_of
 from spmd.errors import Problem
 from spmd.plan.plan import ShardingPlan
 from spmd.settings.quantize import QuantizationRecipe
@@ -30,7 +30,7 @@ def recipe_problems(recipes: Iterable[QuantizationRecipe], device_kind: str) -> 
         others.append("int8")
     if "float8" in has:
         others += ["fp8", "fp8-block"]
-    fix = ", ".join(others) + ", or bf16"
+    fix = ", ".join([*others, "or bf16"])
     problems = list[Problem]()
     for recipe in recipes:
         where = f"quantize {recipe.name}"
@@ -40,6 +40,9 @@ def recipe_problems(recipes: Iterable[QuantizationRecipe], device_kind: str) -> 
         elif recipe.inputs.startswith("float8") and "float8" not in has:
             what = f"requires float8: {chip.kind} does not support it"
             problems.append(Problem(where, what, fix=fix))
+        elif recipe.inputs == "int8" and "int8" not in has:
+            what = f"requires fast products of int8: {chip.kind} has none"
+            problems.append(Problem(where, what, fix=fix))
     return problems
 
 
@@ -48,10 +51,10 @@ def precision_problems(compute: str, device_kind: str) -> list[Problem]:
 
     XLA refuses to compile them: "Unsupported algorithm on the current device(s)".
     """
-    chip = chip_of(device_kind)
-    if chip.bfloat16 or compute != "bfloat16":
+    chips = [chip for chip in CHIPS.values() if is_board_of(chip, device_kind)]
+    if compute != "bfloat16" or not chips or chips[0].bfloat16:
         return []
-    what = f"is bfloat16, which {chip.kind} does not support"
+    what = f"is bfloat16, which {chips[0].kind} does not support"
     return [Problem("precision", what, fix='precision="fp16", or precision="float32"')]
 
 
