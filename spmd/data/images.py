@@ -376,7 +376,8 @@ def _decode(image: EncodedImage) -> "PIL.Image.Image":
                 raise ValueError(
                     f"more than 8 bits a channel (mode {found.mode}), which would be clipped"
                 )
-            return PIL.ImageOps.exif_transpose(found).convert("RGB")
+            PIL.ImageOps.exif_transpose(found, in_place=True)
+            return found.convert("RGB")
     except errors as error:
         raise _UnreadableError(Problem(image.where, "cannot be read", str(error), _FIX)) from error
 
