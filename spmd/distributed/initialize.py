@@ -130,6 +130,8 @@ def connect(launch_args: LaunchArgs, *, simulated: bool = False) -> None:
 
 def is_first_process(launch_args: LaunchArgs) -> bool:
     """Return true in process 0 of a group, and without a group; nothing is connected."""
+    if jax.distributed.is_initialized():
+        return jax.process_index() == 0
     group = detect_process_group(launch_args, os.environ)
     return group is None or group.process_id == 0
 

@@ -13,7 +13,7 @@ import selectors
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from spmd.distributed.rendezvous import Meeting
 
@@ -25,9 +25,14 @@ _GRACE = 30.0  # in which a process that fails finishes its part of a checkpoint
 _AT_LOSS: list[Callable[[str], object]] = []
 
 
-def call_at_loss(listener: Callable[[str], object]) -> None:
-    """Call a function with the name of a lost process, before this one ends."""
+@contextlib.contextmanager
+def call_at_loss(listener: Callable[[str], object]) -> Iterator[None]:
+    """Call a function with the name of a process lost in the block, before this one ends."""
     _AT_LOSS.append(listener)
+    try:
+        yield
+    finally:
+        _AT_LOSS.remove(listener)
 
 
 class Liveness:
@@ -72,7 +77,7 @@ class Liveness:
         gone = self._wait()
         if not gone:
             return
-        for listener in _AT_LOSS:
+        for listener in tuple(_AT_LOSS):
             listener(gone)
         # The others learn from process 0 which it was.
         self._send(f"{gone}\n".encode())

@@ -105,16 +105,18 @@ class CurrentAttempt(contextlib.AbstractContextManager["CurrentAttempt"]):
         self._before = ""
         self._record: _Record | None = None
         self._end = "ended"
+        self._at_loss = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         if self._most and self._is_first:
             number, self._before = _count(self._folder, self._checkpoint, self._most)
-            self._start(0, number)
+            self._start(0, number, checkpoint=self._checkpoint)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._end = _end_of(error)
+        self._at_loss.close()
         self._write(end=self._end)
 
     def share(self) -> str:
@@ -136,10 +138,10 @@ class CurrentAttempt(contextlib.AbstractContextManager["CurrentAttempt"]):
         """Mark the run as finished: nothing has to get further."""
         self._end = _FINISHED
 
-    def _start(self, process: int, number: int) -> None:
+    def _start(self, process: int, number: int, **values: Any) -> None:
         self._record = _Record(self._folder, process, number)
-        self._write(checkpoint=self._checkpoint, host=socket.gethostname())
-        call_at_loss(lambda gone: self._write(gone=gone))
+        self._write(host=socket.gethostname(), **values)
+        self._at_loss.enter_context(call_at_loss(lambda gone: self._write(gone=gone)))
 
     def _write(self, **values: Any) -> None:
         if self._record is not None:
@@ -256,7 +258,10 @@ def _attempt(number: int, lines: Iterable[tuple[int, dict[str, Any]]]) -> Attemp
     for process, line in lines:
         if "host" in line:
             hosts[process] = line["host"]
-            checkpoint = line.get("checkpoint")
+        if (
+            process == 0 and "checkpoint" in line
+        ):  # the others may have an old listing of the folder
+            checkpoint = line["checkpoint"]
         if "end" in line:
             ends[process] = line["end"]
         if "gone" in line:

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from spmd.distributed import liveness
 from spmd.errors import BusyDeviceError, DataError, Problem, RestartsError
 from spmd.resilience.attempts import CurrentAttempt, read_attempts
 from tests.forked import fork
@@ -165,3 +166,24 @@ def test_nothing_is_recorded_without_a_limit(tmp_path: Path) -> None:
     with CurrentAttempt(tmp_path, None, 0, is_first=True) as current:
         assert current.share() == ""
     assert not (tmp_path / "attempts").exists()
+
+
+def test_the_newest_checkpoint_is_that_of_process_0(tmp_path: Path) -> None:
+    """Another process may list a folder of NFS late: what it writes is no progress."""
+    for number in range(1, 4):
+        write(tmp_path, 0, attempt=number, host="node0", checkpoint=5)
+        write(tmp_path, 1, attempt=number, host="node1", checkpoint=4 - number)
+    assert [each.checkpoint for each in read_attempts(tmp_path)] == [5, 5, 5]
+    with pytest.raises(RestartsError, match="3 attempts in a row"):
+        attempt(tmp_path, 5)
+
+
+def test_a_later_run_of_a_process_writes_into_its_own_folder(tmp_path: Path) -> None:
+    """The name of a lost process goes to the attempt that is under way; the control is the first attempt."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    attempt(first, None)
+    with CurrentAttempt(second, None, 3, is_first=True):
+        for listener in liveness._AT_LOSS:
+            listener("process 1 on node1")
+    assert [each.gone for each in read_attempts(first)] == [""]
+    assert [each.gone for each in read_attempts(second)] == ["process 1 on node1"]
