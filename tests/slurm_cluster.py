@@ -27,6 +27,7 @@ CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={port}
 SlurmUser=root
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
@@ -70,7 +71,8 @@ def slurm_cluster(
 ) -> Iterator[Mapping[str, str]]:
     """Runs a cluster of so many nodes inside the block; the environment in which its commands find it.
 
-    Nodes have as many CPUs and GPUs as they say, but there is no GPU: Slurm counts them only.
+    Nodes have as many CPUs and GPUs as they say, but there is no GPU: Slurm counts them only. Two clusters may run at
+    the same time: their jobs have other numbers, from which the port of a job's processes follows.
     """
     absent = missing_programs(PROGRAMS)
     assert not absent, f"not installed: {', '.join(absent)}; run `make system` as root"

@@ -19,6 +19,7 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.run.build import make_setup
 from spmd.run.config import with_values
 from spmd.run.load_config import load_config
+from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import mesh_of
 from spmd.training.state import abstract_state
 from tests.slurm_cluster import missing_programs, slurm_cluster
@@ -311,7 +312,7 @@ def test_slurm_files_start_several_processes_in_a_wrapper_or_nothing(folder, env
         assert (state, code) == ("FAILED", "2:0"), log
         assert sentence in log
         assert "Traceback" not in log
-        assert not (folder / "runs" / name).exists()
+        assert not RunDir(folder / "runs" / name).has_run
 
 
 def has_ended(environment, folder, job):
