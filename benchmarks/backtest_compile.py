@@ -26,9 +26,10 @@ from spmd.analysis.topology import missing_extra, parse_topology
 from spmd.chips import CHIPS, ClosedRates, Rates
 from spmd.distributed.initialize import initialize
 from spmd.distributed.xla_flags import PRESET, flags_for
-from spmd.models.transformer import TransformerConfig
+from spmd.models.decoder import DecoderConfig, decoder_rules
+from spmd.models.transformer import transformer
 from spmd.observe.spinner import spin_until_each
-from spmd.partition_rules.transformer import transformer_rules
+from spmd.partition_rules.layouts import split_by_rows
 from spmd.run.build import make_setup
 from spmd.run.planned_step import compile_text, topology_mesh
 from spmd.sharding.mesh import AXES, MeshShape, slice_numbers
@@ -206,13 +207,12 @@ def _read(file: Path, job: Rebuilt) -> CompiledRow:
     return CompiledRow(schedule, make_network(topology, shape, {}, job.network.hardware))
 
 
-def make_config(about: Mapping[str, Any]) -> spmd.TrainConfig[TransformerConfig]:
+def make_config(about: Mapping[str, Any]) -> spmd.TrainConfig[DecoderConfig]:
     """Return the config of a description."""
-    model = TransformerConfig(**{**about["model"], "windows": tuple(about["model"]["windows"])})
-    gated = model.mlp in ("swiglu", "geglu")
+    model = transformer(**{**about["model"], "windows": tuple(about["model"]["windows"])})
     return spmd.TrainConfig(
         model=model,
-        rules=transformer_rules(gated=gated, tied=model.tied, qk_norm=model.qk_norm),
+        rules=split_by_rows(decoder_rules(model)),
         mesh=MeshShape(**about["mesh"]),
         remat=about["remat"],
         accumulate=about["accumulate"],

@@ -32,7 +32,7 @@ from spmd.distributed.initialize import initialize
 from spmd.hf.family import Family, family_for, tensor_sources
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import write_safetensors
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.plan import flax
 from spmd.plan.plan import ShardingPlan, make_plan
@@ -41,20 +41,20 @@ from spmd.tree import human_bytes
 
 FILES = 4
 DEVICES = 4
-SHAPE = LlamaConfig(vocab=32_000, d_model=2048, layers=1, heads=32, kv_heads=8, d_ff=5632)
-SMALL = LlamaConfig(vocab=8192, d_model=1024, layers=1, heads=16, kv_heads=4, d_ff=2816)
+SHAPE = DecoderConfig(vocab=32_000, d_model=2048, layers=1, heads=32, kv_heads=8, d_ff=5632)
+SMALL = DecoderConfig(vocab=8192, d_model=1024, layers=1, heads=16, kv_heads=4, d_ff=2816)
 DTYPES = {"float32": np.dtype(np.float32), "bf16": np.dtype(jnp.bfloat16)}
 
 
-def shape_of(gib: float, dtype: str) -> LlamaConfig:
+def shape_of(gib: float, dtype: str) -> DecoderConfig:
     """Return a Llama with as many layers as fill so much memory."""
     shape = SHAPE if gib >= 1 else SMALL
     ends, layer = 2 * shape.vocab * shape.d_model, shape.matmul_params - shape.d_model * shape.vocab
     layers = round((gib * 2**30 / DTYPES[dtype].itemsize - ends) / layer)
-    return LlamaConfig(**{**vars(shape), "layers": max(1, layers)})
+    return DecoderConfig(**{**vars(shape), "layers": max(1, layers)})
 
 
-def plan_of(config: LlamaConfig, dtype: str) -> ShardingPlan:
+def plan_of(config: DecoderConfig, dtype: str) -> ShardingPlan:
     """Return the plan of its parameters over four devices, in the dtype of the files."""
     mesh = mesh_of(MeshShape(fsdp=DEVICES), jax.devices(), MeshShape().sizes)
     precision = "float32" if dtype == "float32" else "bf16-params"
@@ -68,7 +68,7 @@ def plan_of(config: LlamaConfig, dtype: str) -> ShardingPlan:
     )
 
 
-def write(folder: Path, config: LlamaConfig, dtype: str) -> int:
+def write(folder: Path, config: DecoderConfig, dtype: str) -> int:
     """Write the folder; the bytes of its largest tensor."""
     family: Family = family_for(config)
     shapes = {leaf.path: leaf.shape for leaf in plan_of(config, dtype).params}
@@ -106,7 +106,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(folder: Path, config: LlamaConfig, dtype: str, reader: str) -> dict[str, float]:
+def measure(folder: Path, config: DecoderConfig, dtype: str, reader: str) -> dict[str, float]:
     """Read the folder in this process.
 
     Seconds, and bytes beyond those of before and of what was read.
@@ -133,7 +133,7 @@ def measure(folder: Path, config: LlamaConfig, dtype: str, reader: str) -> dict[
     return {"seconds": seconds, "over": peak() - before - held}
 
 
-def measure_command(folder: Path, config: LlamaConfig, dtype: str) -> dict[str, float]:
+def measure_command(folder: Path, config: DecoderConfig, dtype: str) -> dict[str, float]:
     """Run the whole command in this process; bytes beyond those of before and of the shards."""
     shards = sum(leaf.bytes_per_device for leaf in plan_of(config, dtype).params) * DEVICES
     precision = "float32" if dtype == "float32" else "bf16-params"

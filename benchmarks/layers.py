@@ -38,9 +38,9 @@ from benchmarks.collectives import describe
 from spmd import tree
 from spmd.layers.router import RouterConfig
 from spmd.layers.zigzag import positions, zigzag, zigzag_batch
-from spmd.models.llama import Attention, Block, LlamaConfig
-from spmd.models.mixtral import MixtralConfig, MixtureOfExperts
-from spmd.models.rope import rotary_angles
+from spmd.models.decoder import DecoderConfig
+from spmd.models.decoder.inputs import LayerInputs
+from spmd.models.mixtral import mixtral
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan.context import use_plan
@@ -59,7 +59,7 @@ class Case:
     Attributes:
         axis: The mesh axis of size `DEVICES`.
         name: Under which the module is found in its model, and in the rule table.
-        make: The module.
+        make: `(layer spec, rngs) -> module`.
         call: `(module, x) -> y`.
         rules: The table of its model.
         bare: The same by hand.
@@ -73,7 +73,7 @@ class Case:
     call: Callable[[Any, jax.Array], jax.Array]
     rules: Rules
     bare: bare_layers.Layer
-    config: LlamaConfig
+    config: DecoderConfig
     x: tuple[int, int, int]
 
 
@@ -82,7 +82,7 @@ class OneLayer(nnx.Module):
 
     def __init__(self, case: Case, rngs: nnx.Rngs) -> None:
         self.case = case
-        setattr(self, case.name, case.make(case.config, rngs=rngs))
+        setattr(self, case.name, case.make(case.config.pattern.group[0], rngs))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.case.call(getattr(self, self.case.name), x)
@@ -157,19 +157,24 @@ def bare(case: Case, arguments: tuple[Tree, Any, Any]) -> Program:
     )
 
 
+def layer_inputs(config: DecoderConfig, seq: int) -> LayerInputs:
+    """Return the inputs of a layer besides the residual stream."""
+    at = positions(seq)
+    angles = tuple(rotary.angles(at, width) for rotary, width in config.rotaries)
+    return LayerInputs(angles)
+
+
 def tensor_case(quick: bool) -> Case:
     """Return a Llama block over `tensor`."""
     batch, seq = (2, 32) if quick else (1, 256)
-    config = LlamaConfig(d_model=64, heads=8, kv_heads=8, d_ff=128, layers=1)
+    config = DecoderConfig(d_model=64, heads=8, kv_heads=8, d_ff=128, layers=1)
     if not quick:
         config = dataclasses.replace(config, d_model=2048, heads=16, d_ff=5632)
     return Case(
         axis="tensor",
         name="block",
-        make=Block,
-        call=lambda block, x: block(
-            x, rotary_angles(positions(seq), config.head_width, config.rope_theta)
-        ),
+        make=lambda layer, rngs: layer.build(config.sizes, None, 0, rngs),
+        call=lambda block, x: block(x, None, layer_inputs(config, seq))[0],
         rules=LLAMA,
         bare=bare_layers.tensor_layer(DEVICES, config.head_width),
         config=config,
@@ -180,14 +185,12 @@ def tensor_case(quick: bool) -> Case:
 def ring_case(quick: bool) -> Case:
     """Llama's attention over `sequence`, in zigzag order."""
     batch, seq = (2, 64) if quick else (1, 4096)
-    config = LlamaConfig(d_model=64 if quick else 256, heads=4, kv_heads=2, layers=1)
+    config = DecoderConfig(d_model=64 if quick else 256, heads=4, kv_heads=2, layers=1)
     return Case(
         axis="sequence",
         name="attention",
-        make=Attention,
-        call=lambda layer, x: layer(
-            x, rotary_angles(positions(seq), config.head_width, config.rope_theta)
-        ),
+        make=lambda layer, rngs: layer.mixer.build(config.sizes, 0, rngs),
+        call=lambda layer, x: layer(x, layer_inputs(config, seq)),
         rules=LLAMA,
         bare=bare_layers.ring_layer(DEVICES, config.head_width),
         config=config,
@@ -201,14 +204,14 @@ def expert_case(quick: bool, dispatch: str) -> Case:
     # work.
     batch, seq = 8, 16 if quick else {"capacity": 256, "dropless": 64}[dispatch]
     router = RouterConfig(experts=8, top_k=2, dispatch=dispatch)
-    config = MixtralConfig(d_model=64, heads=4, kv_heads=4, d_ff=64, layers=1, router=router)
+    config = mixtral(d_model=64, heads=4, kv_heads=4, d_ff=64, layers=1, router=router)
     if not quick:
         config = dataclasses.replace(config, d_model=512, d_ff=1024)
     factor = router.capacity_factor if dispatch == "capacity" else None
     return Case(
         axis="expert",
         name="moe",
-        make=MixtureOfExperts,
+        make=lambda layer, rngs: layer.mlp.build(config.sizes, router, rngs),
         call=lambda layer, x: layer(x, None)[0],
         rules=MIXTRAL,
         bare=bare_layers.expert_layer(DEVICES, router.experts, router.top_k, factor),

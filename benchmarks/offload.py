@@ -17,7 +17,7 @@ import time
 import jax
 
 import spmd
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.testing import token_batches
 
@@ -44,7 +44,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     spmd.simulate_devices(8)
-    config = LlamaConfig(
+    config = DecoderConfig(
         options.vocab,
         options.d_model,
         options.layers,

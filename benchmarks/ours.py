@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.tree import size
 
@@ -25,7 +25,7 @@ class Side:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        config = LlamaConfig(
+        config = DecoderConfig(
             args.vocab, args.d_model, args.layers, args.heads, args.kv_heads, args.d_ff
         )
         config = dataclasses.replace(config, unroll=args.layers if args.remat == "none" else 1)

@@ -9,23 +9,20 @@ The first release has a window of 4,096 tokens, later ones have none. The heads 
 narrower than d_model / heads.
 """
 
-import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
-from spmd.models.llama import LlamaConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class MistralConfig(LlamaConfig):
-    """Shape of a Mistral."""
-
+from spmd.hf.fields import Fields
+from spmd.models.decoder import DecoderConfig
+from spmd.models.decoder.published import decoder_family, read_sizes, read_window, write_sizes
 
 PRESETS = {
-    "test": MistralConfig(
+    "test": DecoderConfig(
         vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64, head_dim=4, window=5
     ),
-    "mistral-7b": MistralConfig(32_000, 4096, 32, 32, 8, 14_336, window=4096),
-    "mistral-7b-v0.3": MistralConfig(32_768, 4096, 32, 32, 8, 14_336, rope_theta=1e6),
-    "mistral-nemo-12b": MistralConfig(
+    "mistral-7b": DecoderConfig(32_000, 4096, 32, 32, 8, 14_336, window=4096),
+    "mistral-7b-v0.3": DecoderConfig(32_768, 4096, 32, 32, 8, 14_336, rope_theta=1e6),
+    "mistral-nemo-12b": DecoderConfig(
         vocab=131_072,
         d_model=5120,
         layers=40,
@@ -37,3 +34,18 @@ PRESETS = {
     ),
 }
 """Published shapes by name, and a small one for tests."""
+
+
+def _read(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    sizes = read_sizes(fields)
+    window = read_window(fields, absent=4096)
+    return fields.build(DecoderConfig, **sizes, window=window)
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    window = config.pattern.group[0].mixer.window or None
+    return {"model_type": "mistral", **write_sizes(config), "sliding_window": window}
+
+
+FAMILY = decoder_family("MistralForCausalLM", _read, _write)

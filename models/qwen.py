@@ -8,57 +8,62 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
-import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
 
-from spmd.models.llama import LlamaConfig
+from spmd.hf.fields import Fields
+from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
+from spmd.models.decoder.published import (
+    check_layer_types,
+    decoder_family,
+    read_sizes,
+    write_sizes,
+)
 
+QWEN2 = LayerSpec(AttentionSpec(qkv_bias=True))
+QWEN3 = LayerSpec(AttentionSpec(qk_norm="head"))
 
-@dataclasses.dataclass(frozen=True)
-class QwenConfig(LlamaConfig):
-    """Shape of a Qwen; of a Qwen 2 by default."""
-
-    rope_theta: float = 1e6
-    """Base of the rotary frequencies."""
-    norm_eps: float = 1e-6
-    """Added to the mean square in RMSNorm."""
-    qkv_bias: bool = True
-    """Add biases to queries, keys and values (Qwen 2)."""
-
-
-_QWEN3 = QwenConfig(head_dim=128, qkv_bias=False, qk_norm=True)
+_qwen2 = functools.partial(DecoderConfig, rope_theta=1e6, norm_eps=1e-6, layer=QWEN2)
+_qwen3 = functools.partial(DecoderConfig, rope_theta=1e6, norm_eps=1e-6, head_dim=128, layer=QWEN3)
 
 PRESETS = {
-    "test-qwen2": QwenConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64),
-    "test-qwen3": dataclasses.replace(
-        _QWEN3,
-        vocab=64,
-        d_model=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        d_ff=64,
-        head_dim=4,
-        tied=True,
-    ),
-    "qwen2.5-0.5b": QwenConfig(151_936, 896, 24, 14, 2, 4864, tied=True),
-    "qwen2.5-1.5b": QwenConfig(151_936, 1536, 28, 12, 2, 8960, tied=True),
-    "qwen2.5-7b": QwenConfig(152_064, 3584, 28, 28, 4, 18_944),
-    "qwen2.5-72b": QwenConfig(152_064, 8192, 80, 64, 8, 29_568, norm_eps=1e-5),
-    "qwen3-0.6b": dataclasses.replace(
-        _QWEN3,
-        vocab=151_936,
-        d_model=1024,
-        layers=28,
-        heads=16,
-        kv_heads=8,
-        d_ff=3072,
-        tied=True,
-    ),
-    "qwen3-8b": dataclasses.replace(
-        _QWEN3, vocab=151_936, d_model=4096, layers=36, heads=32, kv_heads=8, d_ff=12_288
-    ),
-    "qwen3-32b": dataclasses.replace(
-        _QWEN3, vocab=151_936, d_model=5120, layers=64, heads=64, kv_heads=8, d_ff=25_600
-    ),
+    "test-qwen2": _qwen2(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64),
+    "test-qwen3": _qwen3(64, 32, 2, 4, 2, 64, head_dim=4, tied=True),
+    "qwen2.5-0.5b": _qwen2(151_936, 896, 24, 14, 2, 4864, tied=True),
+    "qwen2.5-1.5b": _qwen2(151_936, 1536, 28, 12, 2, 8960, tied=True),
+    "qwen2.5-7b": _qwen2(152_064, 3584, 28, 28, 4, 18_944),
+    "qwen2.5-72b": _qwen2(152_064, 8192, 80, 64, 8, 29_568, norm_eps=1e-5),
+    "qwen3-0.6b": _qwen3(151_936, 1024, 28, 16, 8, 3072, tied=True),
+    "qwen3-8b": _qwen3(151_936, 4096, 36, 32, 8, 12_288),
+    "qwen3-32b": _qwen3(151_936, 5120, 64, 64, 8, 25_600),
 }
 """Published shapes by name, and small ones for tests."""
+
+
+def _read(values: Mapping[str, Any], *, head_dim: int, layer: LayerSpec) -> DecoderConfig:
+    fields = Fields(values)
+    fields.only("attention_bias", False)
+    fields.only("use_sliding_window", False)
+    # both are unused without `use_sliding_window`
+    fields.value("sliding_window")
+    fields.value("max_window_layers")
+    sizes = read_sizes(fields, head_dim=head_dim)
+    check_layer_types(fields, sizes["layers"], "full_attention")
+    return fields.build(DecoderConfig, **sizes, layer=layer)
+
+
+def _write(config: DecoderConfig, kind: str) -> dict[str, Any]:
+    return {"model_type": kind, **write_sizes(config), "use_sliding_window": False}
+
+
+QWEN2_FAMILY = decoder_family(
+    "Qwen2ForCausalLM",
+    functools.partial(_read, head_dim=0, layer=QWEN2),
+    functools.partial(_write, kind="qwen2"),
+)
+QWEN3_FAMILY = decoder_family(
+    "Qwen3ForCausalLM",
+    functools.partial(_read, head_dim=128, layer=QWEN3),
+    functools.partial(_write, kind="qwen3"),
+)

@@ -15,10 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.errors import ConfigError, Problem
-from spmd.models.gpt2 import Block, transformer_problems
-from spmd.models.layers import LayerNorm, make_layers, run_layers
-from spmd.models.linear import Dense, biased, dense
+from spmd.errors import ConfigError, Problem, check_fields
+from spmd.models.decoder import AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from spmd.models.decoder.inputs import LayerInputs
+from spmd.models.decoder.layer_stack import make_layers, scan_layers_with_outputs
+from spmd.models.decoder.linear import Dense, biased, dense
+from spmd.models.decoder.norms import make_norm
+from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate, cast_to_compute
 
 
@@ -50,7 +53,17 @@ class ViTConfig:
     """Stacked layers per iteration of the scan: more is faster and compiles longer."""
 
     def __post_init__(self) -> None:
-        problems = transformer_problems(self, "image", "patch", "channels", "classes", "unroll")
+        sizes = ("image", "patch", "channels", "d_model", "layers", "heads", "d_ff", "classes")
+        rules = dict.fromkeys((*sizes, "unroll"), "at least 1")
+        problems = check_fields(self, rules, prefix="model.")
+        if self.heads > 0 and self.d_model % self.heads:
+            problem = Problem(
+                "model.heads",
+                "does not divide model.d_model",
+                f"{self.d_model} / {self.heads} = {self.d_model / self.heads:.4g}",
+                "change one of them",
+            )
+            problems.append(problem)
         if self.patch > 0 and self.image % self.patch:
             problem = Problem(
                 "model.patch",
@@ -68,6 +81,20 @@ class ViTConfig:
         side = self.image // self.patch
         return side**2
 
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes that layers share."""
+        return Sizes(
+            d_model=self.d_model,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.heads,
+            head_dim=self.d_model // self.heads,
+            d_ff=self.d_ff,
+            norm_eps=self.norm_eps,
+            norm=NormSpec("layer", bias=True),
+        )
+
     def build(self, rngs: nnx.Rngs) -> "ViT":
         """Build the model."""
         return ViT(self, rngs=rngs)
@@ -82,6 +109,13 @@ PRESETS = {
 }
 """Published shapes by name, for images of 224 × 224 and 1,000 classes, and a small one for
 tests."""
+
+
+LAYER = LayerSpec(
+    AttentionSpec(rotary=None, qkv_bias=True, out_bias=True, causal=False),
+    MLPSpec(activation="gelu", gated=False, bias=True),
+)
+"""Kind of every layer: attention from every token to all, and biases."""
 
 
 class PatchProjection(nnx.Module):
@@ -123,13 +157,15 @@ class ViT(nnx.Module):
         self.class_token = nnx.Param(jnp.zeros((1, 1, width), jnp.float32), cast_by_layer=True)
         table = init(rngs.params(), (1, config.patches + 1, width), jnp.float32)
         self.positions = nnx.Param(table, role="lookup", cast_by_layer=True)
+        sizes = config.sizes
+        layer = LAYER.resolve(sizes)
         self.layers = make_layers(
-            lambda rngs: Block(config, causal=False, approximate=False, rngs=rngs),
+            lambda rngs: layer.build(sizes, None, 0, rngs),
             config.layers,
             rngs.params(),
             stacked=config.stacked,
         )
-        self.norm = LayerNorm(width, eps=config.norm_eps)
+        self.norm = make_norm(width, sizes)
         self.head = Dense(width, config.classes, bias=True, rngs=rngs)
         self.head.kernel.set_metadata(linear=False, role="logits")
 
@@ -175,7 +211,8 @@ class ViT(nnx.Module):
 
     def apply_layers(self, x: Float[Array, "batch token d"], context: None) -> tuple[Array, None]:
         """Return the residual stream after the layers."""
-        x = run_layers(self.layers, x, unroll=self.config.unroll)
+        inputs = LayerInputs()
+        x, _ = scan_layers_with_outputs(self.layers, x, (None,), inputs, unroll=self.config.unroll)
         return x, None
 
     def compute_outputs(

@@ -1,11 +1,10 @@
-"""Vision transformer: GPT-2's layers.
+"""Vision transformer: layers with biases, each like one of a decoder.
 
 Patches are not split over `sequence`, as an image has few of them.
 """
 
 from jax.sharding import PartitionSpec as P
 
-from spmd.partition_rules.gpt2 import LAYERS
 from spmd.sharding.mesh import BATCH_AXES
 from spmd.sharding.rules import Rules, replicate
 
@@ -19,13 +18,24 @@ _SPLIT = (
 )
 _WHOLE = ("attention_input", "mlp_input")
 
+_LAYERS = (
+    ("attention/(q|k|v)_proj/kernel", P("fsdp", "tensor")),  # [d, d]: whole heads on each device
+    ("attention/(q|k|v)_proj/bias", P("tensor")),
+    ("attention/o_proj/kernel", P("tensor", "fsdp")),
+    ("mlp/up_proj/kernel", P("fsdp", "tensor")),  # [d, d_ff]
+    ("mlp/up_proj/bias", P("tensor")),
+    ("mlp/down_proj/kernel", P("tensor", "fsdp")),  # [d_ff, d]
+    ("(o|down)_proj/bias", replicate("added once, where rows are summed over tensor")),
+    ("(attention_norm|mlp_norm|norm)/(scale|bias)", replicate("norms are a few KiB")),
+)
+
 VIT = Rules(
     params=(
         ("patch_proj/kernel", P(None, None, None, "fsdp")),  # [patch, patch, channels, d]
         ("positions", P(None, None, "fsdp")),  # [1, patches + 1, d]
         ("head/kernel", P("fsdp")),  # [d, classes]
         ("(class_token|patch_proj/bias|head/bias)", replicate("one vector each")),
-        *LAYERS,
+        *_LAYERS,
     ),
     activations=(
         ("patches", P(BATCH_AXES)),  # [batch, patches, patch, patch, channels]

@@ -8,11 +8,11 @@ from spmd.cli import main
 
 CONFIG = """
 import spmd
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(
-    model=LlamaConfig(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64),
+    model=DecoderConfig(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64),
     rules=LLAMA,
     mesh=spmd.MeshShape(data=2, fsdp=2, tensor=2),
     data=spmd.DataConfig(source=({corpus!r},), sequence=16, batch=8, cache={cache!r}),

@@ -7,7 +7,8 @@ import jax
 import optax
 
 from spmd.gradients.losses import LossFn, next_token_loss
-from spmd.models.llama import PRESETS, LlamaConfig
+from spmd.models.decoder import DecoderConfig
+from spmd.models.llama import PRESETS
 from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
 from spmd.plan import flax
 from spmd.plan.plan import ShardingPlan, make_plan
@@ -20,12 +21,12 @@ OPTIMIZER = optax.chain(
 
 
 @functools.cache
-def model(config: LlamaConfig = CONFIG) -> flax.Model:
+def model(config: DecoderConfig = CONFIG) -> flax.Model:
     return flax.from_nnx(config.build)
 
 
 @functools.cache
-def loss_fn(config: LlamaConfig = CONFIG) -> LossFn:
+def loss_fn(config: DecoderConfig = CONFIG) -> LossFn:
     return next_token_loss(model(config))
 
 
@@ -39,11 +40,11 @@ def mesh(**sizes: int) -> AnyMesh:
 
 @functools.cache
 def plan(
-    config: LlamaConfig = CONFIG, optimizer=OPTIMIZER, options: tuple = (), **sizes: int
+    config: DecoderConfig = CONFIG, optimizer=OPTIMIZER, options: tuple = (), **sizes: int
 ) -> ShardingPlan:
     rules = LLAMA_TIED if config.tied else LLAMA
     return make_plan(mesh(**sizes), rules, model(config), optimizer, **dict(options))
 
 
-def replaced(**fields) -> LlamaConfig:
+def replaced(**fields) -> DecoderConfig:
     return dataclasses.replace(CONFIG, **fields)

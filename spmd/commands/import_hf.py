@@ -28,7 +28,7 @@ from spmd.hf.load import check_published, load_published
 from spmd.hf.save import shared_folder
 from spmd.hf.sidecar_files import ORIGINAL, files_of, tokenizer_problems
 from spmd.model_interface.model import PRNG
-from spmd.model_interface.model_config import HasContext, HasVocab
+from spmd.model_interface.model_config import HasVocab, context_of
 from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.config import TrainConfig, config_values
 from spmd.run.run_dir import IMPORTED, RunDir
@@ -172,8 +172,8 @@ def _config(command: ImportCommand, found: HFFolder, out: Path) -> TrainConfig:
 def _context(found: HFFolder) -> int:
     """Return the context length of a model, or a default if it has none."""
     context = found.values.get("max_position_embeddings")
-    if isinstance(found.config, HasContext):
-        context = found.config.context
+    if context_of(found.config) is not None:
+        context = context_of(found.config)
     if isinstance(context, int) and context > 0:
         return context
     return _DEFAULT_SEQUENCE

@@ -16,7 +16,7 @@ each has its own position. On a mesh the cache is split like keys and values: ba
 
 Scanned or checkpointed layers are functions of arrays, so each takes its part of the cache as an
 argument and returns its own entries (`isolate_layer`, `thread_cache`, `collect_cache`);
-`spmd.models.layers.run_layers` calls these.
+`spmd.models.decoder.layer_stack.run_layers` calls these.
 """
 
 import contextlib
@@ -299,13 +299,14 @@ def isolate_layer(layer: Layer) -> Layer:
 
 
 def thread_cache(
-    step: Callable[..., tuple[Any, Any]], each: Any
-) -> tuple[Callable[..., tuple[Any, Any]], Any]:
+    step: Callable[..., tuple[Any, Any]], each: tuple[Any, ...]
+) -> tuple[Callable[..., tuple[Any, Any]], tuple[Any, ...]]:
     """Make a step over layers pass each layer its cache entries.
 
     Without a cache, return both unchanged. `step` is `(layer, x, state, own) -> (x, value)`, calls
     `layer(state, …)` once and gets layers from `isolate_layer`. Pass its values to `collect_cache`.
-    `each` are inputs with a leading layer dimension; the cache entries are added.
+    `each` are inputs for each layer of a repeated group, with a leading dimension of repeats; the
+    cache entries are added.
     """
     trace = current().kv_cache
     if trace is None:
@@ -323,14 +324,18 @@ def thread_cache(
         x, value = step(plain, x, state, own)
         return x, (value, added)
 
-    return run, (each, trace.take())
+    parts = trace.take() or ((),) * len(each)
+    return run, tuple(zip(each, parts, strict=True))
 
 
-def collect_cache(values: Any) -> Any:
-    """Remove the added cache entries from the values of a step over layers, and save them."""
+def collect_cache(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Remove the added cache entries from the values of layers, and save them.
+
+    The values are of each layer of a repeated group, as the inputs of `thread_cache`.
+    """
     trace = current().kv_cache
     if trace is None:
         return values
-    values, added = values
+    own, added = zip(*values, strict=True)
     trace.calls[-1].add(added)
-    return values
+    return own

@@ -170,10 +170,11 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
         parts = model.layered()
         if parts is None:
             return None
-        return LayeredModel(
-            part(parts.embed_inputs),
-            part(parts.apply_layers),
-            part(parts.compute_outputs),
+        return dataclasses.replace(
+            parts,
+            embed_inputs=part(parts.embed_inputs),
+            apply_layers=part(parts.apply_layers),
+            compute_outputs=part(parts.compute_outputs),
         )
 
     init = functools.partial(_init_adapters, paths=paths, rank=lora.rank)

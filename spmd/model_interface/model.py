@@ -57,6 +57,25 @@ class SupportsKVCache(Protocol):
         """Whether tokens interact only through `spmd.layers.attention.attend`."""
 
 
+@runtime_checkable
+class PaddingAware(Protocol):
+    """Declaration of a module about padding (`ModelInfo.padding_aware`)."""
+
+    @property
+    def padding_aware(self) -> bool:
+        """Whether the mask of tokens changes its results."""
+
+
+def is_padding_aware(module: Any, called: Any) -> bool:
+    """Return whether a module needs the mask of its tokens; by default if its call takes it.
+
+    `called` is the function of its call.
+    """
+    if isinstance(module, PaddingAware):
+        return module.padding_aware
+    return takes_valid(called)
+
+
 def is_position_aware(module: Any) -> bool:
     """Return whether a module is position-aware; not so by default."""
     return isinstance(module, PositionAware) and module.position_aware
@@ -198,11 +217,15 @@ class LayeredModel:
         apply_layers: `(x, context)` → `(x, values)`: runs the layers in `params`, of which a stage
             has some; `values` are other outputs of the layers, stacked, or None.
         compute_outputs: `(x, values)` → the outputs, with `values` of all layers.
+        outputs_take_context: Whether `compute_outputs` takes the context, too, after the values:
+            for layers after those that are split into stages. A module declares it by an attribute
+            of this name.
     """
 
     embed_inputs: Callable[..., tuple[jax.Array, Any]]
     apply_layers: Callable[..., tuple[jax.Array, Any]]
     compute_outputs: Callable[..., Any]
+    outputs_take_context: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

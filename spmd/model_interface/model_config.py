@@ -22,8 +22,8 @@ class HasContext(Protocol):
     """A config with a longest sequence."""
 
     @property
-    def context(self) -> int:
-        """Positions of the longest sequence."""
+    def context(self) -> int | None:
+        """Positions of the longest sequence; None without a limit."""
 
 
 @runtime_checkable
@@ -114,6 +114,13 @@ class HasExperts(Protocol):
     @property
     def experts(self) -> int:
         """Number of experts of a layer."""
+
+
+def context_of(config: Any) -> int | None:
+    """Return the longest sequence of a model, in tokens; None without a limit."""
+    if isinstance(config, HasContext):
+        return config.context
+    return None
 
 
 def layers_of(config: Any) -> int:

@@ -193,16 +193,23 @@ class StageModel:
         """Return the loss and all sums."""
         loss, layered = in_parts(self.loss_fn)
 
-        def finish(params: Any, variables: Any, batch: Any, stream: Stream) -> Sums:
+        def finish(params: Any, variables: Any, batch: Any, key: jax.Array, stream: Stream) -> Sums:
+            values = [stream.values]
+            if layered.outputs_take_context:
+                inputs, keywords = loss.arguments(batch)
+                _, context = layered.embed_inputs(
+                    params, variables, key, *inputs, train=loss.train, **keywords
+                )
+                values.append(context)
             with lazy_logits():
                 outputs = layered.compute_outputs(
-                    params, variables, stream.x, stream.values, train=loss.train
+                    params, variables, stream.x, *values, train=loss.train
                 )
                 return loss.sums(as_outputs(outputs), batch)
 
         arrays = self._arrays(self.some_layers, shared, 0)
-        batch, _ = read_microbatch(self.microbatches, i)
-        sums = partition_safe(finish)(*arrays, batch, stream)
+        batch, key = read_microbatch(self.microbatches, i)
+        sums = partition_safe(finish)(*arrays, batch, key, stream)
         return sums["loss"], sums
 
     def _arrays(self, layers: Any, shared: Any, chunk: Any) -> tuple[Any, Any]:

@@ -44,6 +44,7 @@ from spmd.model_interface.model import (
     Model,
     ModelInfo,
     abstract_key,
+    is_padding_aware,
     is_position_aware,
     name_of_callable,
     supports_kv_cache,
@@ -245,6 +246,7 @@ class _NNXFunctions:
             InComputeDtype(embed, self.info, inputs_from=2, returns_outputs=False),
             InComputeDtype(self._part("apply_layers"), self.info, returns_outputs=False),
             InComputeDtype(self._part("compute_outputs"), self.info),
+            getattr(module, "outputs_take_context", False),
         )
 
     @functools.cached_property
@@ -275,7 +277,7 @@ class _NNXFunctions:
             linear=self._params_with("linear"),
             position_aware=is_position_aware(module),
             supports_kv_cache=supports_kv_cache(module),
-            padding_aware=takes_valid(_called(module, self.training)),
+            padding_aware=is_padding_aware(module, _called(module, self.training)),
         )
 
     def _params_with(self, flag: str) -> frozenset[str]:

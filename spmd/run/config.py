@@ -40,7 +40,7 @@ from spmd.errors import ConfigError, Problem, check_local, check_type, did_you_m
 from spmd.layers.lm_head import CHUNK
 from spmd.lora.adapters import LoRAConfig
 from spmd.model_interface.attention_config import ContextChoice, KernelChoice, attention_problems
-from spmd.model_interface.model_config import HasContext
+from spmd.model_interface.model_config import context_of
 from spmd.model_interface.remat import make_remat
 from spmd.optim.config import OptimizerConfig
 from spmd.pipeline.schedules import SCHEDULES
@@ -299,10 +299,8 @@ class TrainConfig(RunConfig, Generic[M]):
             yield Problem("data.streaming", what, fix="no --data.streaming")
         sequence = self.data.sequence
         model: Any = self.model
-        longest = sequence
-        if isinstance(model, HasContext):
-            longest = model.context
-        if longest < sequence:
+        longest = context_of(model)
+        if longest is not None and longest < sequence:
             yield Problem(
                 "data.sequence",
                 "exceeds the model's context length",

@@ -11,15 +11,16 @@ LAYERS, D, BATCH, SEQ, LONG = 2, 256, 8, 128, 2048
 COMPILE = f"""
     import dataclasses, json, sys
     import jax, optax, spmd
-    from spmd.models.llama import LlamaConfig
-    from spmd.partition_rules.llama import LLAMA, sequence_parallel
+    from spmd.models.decoder import DecoderConfig
+    from spmd.partition_rules.layouts import sequence_parallel
+from spmd.partition_rules.llama import LLAMA
     from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.topology import parse_topology, topology_devices
 
     topology = parse_topology(sys.argv[1])
     initialize(target_platform=topology.platform)
-    model = spmd.from_nnx(LlamaConfig(512, {D}, {LAYERS}, 8, 8, {2 * D}).build)
+    model = spmd.from_nnx(DecoderConfig(512, {D}, {LAYERS}, 8, 8, {2 * D}).build)
     table = dict(LLAMA.activations)
     whole = dataclasses.replace(LLAMA, activations=table | {{"residual": table["mlp_input"]}})
     wrong = dataclasses.replace(LLAMA, activations=table | {{"mlp_hidden": table["mlp_input"]}})

@@ -15,7 +15,7 @@ from tests.programs import LITTLE_EFFORT, run_script
 SHARED = """
     import json, sys
     import jax, optax, spmd
-    from spmd.models.llama import LlamaConfig
+    from spmd.models.decoder import DecoderConfig
     from spmd.partition_rules.llama import LLAMA
     from spmd.distributed.initialize import initialize
     from spmd.analysis.memory import read_memory
@@ -35,7 +35,7 @@ SHARED = """
         return {"device": held.total, "host": held.host_arguments, "host_temporaries": held.host_temporaries}
 """
 STATE = """
-    config = LlamaConfig(32_000, 1024, 8, 8, 4, 2816)
+    config = DecoderConfig(32_000, 1024, 8, 8, 4, 2816)
     adamw = spmd.make_optimizer(spmd.OptimizerConfig(schedule="constant"), steps=10)
     clip = optax.clip_by_global_norm(1.0)
     adafactor = per_layer(optax.adafactor(1e-2, momentum=0.9))
@@ -50,7 +50,7 @@ STATE = """
 # Layers are most of this model: where a head is, the most that is held is its logits and gradients,
 # and no layer.
 PARAMS = """
-    config = LlamaConfig(4096, 1024, 8, 8, 4, 2816)
+    config = DecoderConfig(4096, 1024, 8, 8, 4, 2816)
     adamw = spmd.make_optimizer(spmd.OptimizerConfig(schedule="constant"), steps=10)
     held = {}
     for offload in ("optimizer_state", "optimizer_state params"):
@@ -60,7 +60,7 @@ PARAMS = """
 """
 LAYERS, D_FF, WIDTH, SEQUENCES, LENGTH = 4, 1408, 512, 512, 128
 ACTIVATIONS = f"""
-    config = LlamaConfig(512, {WIDTH}, {LAYERS}, 4, 4, {D_FF})
+    config = DecoderConfig(512, {WIDTH}, {LAYERS}, 4, 4, {D_FF})
     held = {{}}
     for remat in ("save:mlp_hidden", "offload:mlp_hidden"):
         options = {{"remat": remat, "precision": "bf16"}}

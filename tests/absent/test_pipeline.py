@@ -13,7 +13,7 @@ LAYERS, D, D_FF, VOCAB, SEQ, EXAMPLES = 4, 512, 1024, 512, 320, 4
 COMPILE = f"""
     import json, sys
     import jax, optax, spmd
-    from spmd.models.llama import LlamaConfig
+    from spmd.models.decoder import DecoderConfig
     from spmd.partition_rules.llama import LLAMA
     from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
@@ -28,7 +28,7 @@ COMPILE = f"""
     topology = parse_topology(sys.argv[1])
     initialize(target_platform=topology.platform)
     devices = topology_devices(topology)
-    model = spmd.from_nnx(LlamaConfig({VOCAB}, {D}, {LAYERS}, 8, 8, {D_FF}).build)
+    model = spmd.from_nnx(DecoderConfig({VOCAB}, {D}, {LAYERS}, 8, 8, {D_FF}).build)
     found = {{}}
     for case in sys.argv[2:]:
         name, *sizes = case.split()

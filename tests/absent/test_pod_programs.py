@@ -25,7 +25,7 @@ COMPILE = f"""
     import jax, spmd
     from spmd.gradients.accumulate import accumulate
     from spmd.gradients.base import value_and_grad
-    from spmd.models.llama import LlamaConfig
+    from spmd.models.decoder import DecoderConfig
     from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
     from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
@@ -33,7 +33,7 @@ COMPILE = f"""
     from spmd.analysis.topology import parse_topology, topology_devices
 
     initialize(target_platform="tpu")
-    model = spmd.from_nnx(LlamaConfig({VOCAB}, {WIDTH}, {LAYERS}, {HEADS}, {HEADS}, {D_FF}).build)
+    model = spmd.from_nnx(DecoderConfig({VOCAB}, {WIDTH}, {LAYERS}, {HEADS}, {HEADS}, {D_FF}).build)
     batch = {{name: jax.ShapeDtypeStruct(({EXAMPLES}, {LENGTH}), "int32") for name in ("tokens", "targets")}}
     batch["weights"] = jax.ShapeDtypeStruct(({EXAMPLES}, {LENGTH}), "float32")
     optimizer = spmd.make_optimizer(spmd.OptimizerConfig(schedule="constant"), steps=10)
@@ -52,7 +52,7 @@ COMPILE = f"""
             "reduced": sum(r.bytes for r in records if r.kind in ("reduce-scatter", "all-reduce")),
             "permuted": sum(r.bytes for r in records if r.kind == "collective-permute"),
         }}
-    tied = spmd.from_nnx(LlamaConfig({VOCAB}, {WIDTH}, {LAYERS}, {HEADS}, {HEADS}, {D_FF}, tied=True).build)
+    tied = spmd.from_nnx(DecoderConfig({VOCAB}, {WIDTH}, {LAYERS}, {HEADS}, {HEADS}, {D_FF}, tied=True).build)
     mesh = spmd.make_mesh(devices=topology_devices(parse_topology("v5e:2x4")), fsdp={CHIPS // 2}, tensor=2)
     plan = spmd.make_plan(mesh, LLAMA_TIED, tied, optimizer, remat="full", precision="bf16")
     step = spmd.make_train_step(plan, grad_fn=accumulate(value_and_grad(spmd.next_token_loss(tied)), {MICROBATCHES}))

@@ -143,7 +143,7 @@ SCALES = 4 * NORMS  # those of norms, which go whole, or as shards too
 COMPILE = f"""
     import json, sys
     import jax, optax, spmd
-    from spmd.models.llama import LlamaConfig
+    from spmd.models.decoder import DecoderConfig
     from spmd.partition_rules.llama import LLAMA
     from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
@@ -153,7 +153,7 @@ COMPILE = f"""
     topology = parse_topology(sys.argv[1])
     simulated = topology.platform == "cpu"
     initialize(8) if simulated else initialize(target_platform=topology.platform)
-    model = spmd.from_nnx(LlamaConfig({VOCAB}, {D}, {LAYERS}, 8, 8, {D_FF}).build)
+    model = spmd.from_nnx(DecoderConfig({VOCAB}, {D}, {LAYERS}, 8, 8, {D_FF}).build)
     dtypes = {{"tokens": "int32", "targets": "int32", "weights": "float32"}}
     batch = {{name: jax.ShapeDtypeStruct(({BATCH}, {SEQ}), dtype) for name, dtype in dtypes.items()}}
     found = {{}}

@@ -14,9 +14,9 @@ from spmd.errors import CheckpointError, ConfigError
 from spmd.hf.adapter import save_adapter
 from spmd.hf.family import family_for
 from spmd.lora.adapters import LoRAConfig, with_adapters, with_lora
+from spmd.models.decoder import decoder_rules
 from spmd.models.gpt2 import PRESETS as GPT2
 from spmd.models.mixtral import PRESETS as MIXTRAL
-from spmd.partition_rules.gpt2 import GPT2 as GPT2_RULES
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL as MIXTRAL_RULES
 from spmd.plan import flax
@@ -77,7 +77,7 @@ def test_layers_that_are_not_turned_are_marked(tmp_path: Path) -> None:
     save(
         tmp_path / "out",
         GPT2["test"],
-        GPT2_RULES,
+        decoder_rules(GPT2["test"]),
         LoRAConfig(targets=("mlp/up_proj/kernel",), rank=2),
     )
     settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
@@ -88,7 +88,12 @@ def test_layers_that_are_not_turned_are_marked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "rules", "target", "says"),
     [
-        (GPT2["test"], GPT2_RULES, "attention/q_proj/kernel", r"is a part of .*c_attn\.weight"),
+        (
+            GPT2["test"],
+            decoder_rules(GPT2["test"]),
+            "attention/q_proj/kernel",
+            r"is a part of .*c_attn\.weight",
+        ),
         (MIXTRAL["test"], MIXTRAL_RULES, "experts/up_proj/kernel", "is of experts"),
         (tiny.CONFIG, LLAMA, "embed/embedding", "is an embedding"),
     ],

@@ -114,7 +114,7 @@ SCRIPT = """
 import dataclasses, json, sys
 import jax
 import spmd
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 
 spmd.simulate_devices(8)
@@ -125,7 +125,7 @@ whole_stream = dataclasses.replace(LLAMA, activations=marks | {"residual": marks
 shapes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
 for file, (mesh, options) in json.loads(sys.argv[2]).items():
     unroll = layers if options.get("remat", "none") == "none" else 1
-    config = dataclasses.replace(LlamaConfig(vocab, d, layers, heads, heads, d_ff), unroll=unroll)
+    config = dataclasses.replace(DecoderConfig(vocab, d, layers, heads, heads, d_ff), unroll=unroll)
     model = spmd.from_nnx(config.build)
     rules = whole_stream if options.pop("whole", False) else LLAMA
     plan = spmd.make_plan(spmd.make_mesh(**mesh), rules, model, optimizer, **options)

@@ -18,7 +18,8 @@ from spmd.layers.expert_layout import ExpertKernel
 from spmd.layers.moe import mixture_of_experts
 from spmd.layers.router import RouterConfig, route
 from spmd.model_interface.remat import Remat, make_remat
-from spmd.models.layers import RMSNorm, gated
+from spmd.models.decoder.activations import gated
+from spmd.models.decoder.norms import RMSNorm
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan import flax

@@ -213,7 +213,7 @@ def test_nothing_is_sent_but_the_digests():
 ABSENT = """
     import json
     import jax, spmd
-    from spmd.models.llama import LlamaConfig
+    from spmd.models.decoder import DecoderConfig
     from spmd.partition_rules.llama import LLAMA
     from spmd.distributed.initialize import initialize
     from spmd.analysis.memory import read_memory
@@ -223,7 +223,7 @@ ABSENT = """
 
     initialize(target_platform="tpu")
     mesh = spmd.make_mesh(devices=topology_devices(parse_topology("v5e:2x4")), data=2, fsdp=4)
-    model = spmd.from_nnx(LlamaConfig(8192, 1024, 8, 8, 4, 2816).build)
+    model = spmd.from_nnx(DecoderConfig(8192, 1024, 8, 8, 4, 2816).build)
     adamw = spmd.make_optimizer(spmd.OptimizerConfig(schedule="constant"), steps=10)
     held = {}
     for offload in ("", "optimizer_state params"):

@@ -11,7 +11,7 @@ from tests.programs import run_script
 COMPILE = """
     import dataclasses, json, sys
     import jax, optax, spmd
-    from spmd.models.mixtral import MixtralConfig, PRESETS, RouterConfig
+    from spmd.models.mixtral import mixtral, PRESETS, RouterConfig
     from spmd.partition_rules.mixtral import MIXTRAL
     from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
@@ -23,7 +23,7 @@ COMPILE = """
     found = {}
     for dispatch, remat, sizes in json.loads(sys.argv[2]):
         router = RouterConfig(experts=8, dispatch=dispatch)
-        config = MixtralConfig(vocab=256, d_model=256, layers=3, heads=4, kv_heads=2, d_ff=256, router=router)
+        config = mixtral(vocab=256, d_model=256, layers=3, heads=4, kv_heads=2, d_ff=256, router=router)
         model = spmd.from_nnx(config.build)
         mesh = spmd.make_mesh(devices=topology_devices(topology), **sizes)
         plan = spmd.make_plan(mesh, MIXTRAL, model, optax.sgd(0.1), remat=remat, precision="bf16")

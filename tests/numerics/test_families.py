@@ -18,18 +18,12 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.models import gemma, gpt2, mistral, qwen, transformer
-from spmd.models.gemma import Gemma2Config, GemmaConfig
-from spmd.models.gpt2 import GPT2Config
-from spmd.models.layers import LayerNorm, RMSNorm
-from spmd.models.linear import biased
-from spmd.models.llama import LlamaConfig
-from spmd.models.qwen import QwenConfig
-from spmd.models.rope import RopeScaling, rotary_angles
-from spmd.partition_rules.gemma import GEMMA, GEMMA2
-from spmd.partition_rules.gpt2 import GPT2, GPT2_WHOLE_VOCABULARY
-from spmd.partition_rules.llama import LLAMA, replicated_kv, sequence_parallel
-from spmd.partition_rules.mistral import MISTRAL
-from spmd.partition_rules.qwen import QWEN2, QWEN2_TIED, QWEN3, QWEN3_TIED
+from spmd.models.decoder import DecoderConfig, decoder_rules
+from spmd.models.decoder.linear import biased
+from spmd.models.decoder.norms import LayerNorm, RMSNorm
+from spmd.models.decoder.rotary import RopeScaling, rotary_angles
+from spmd.partition_rules.layouts import replicated_kv, sequence_parallel
+from spmd.partition_rules.llama import LLAMA
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
@@ -78,14 +72,17 @@ ALL = {
     for name, c in m.PRESETS.items()
 }
 
-FAMILIES = {
-    "mistral": (mistral.PRESETS["test"], MISTRAL),
-    "qwen2": (qwen.PRESETS["test-qwen2"], QWEN2),
-    "qwen3": (qwen.PRESETS["test-qwen3"], QWEN3_TIED),
-    "gemma": (gemma.PRESETS["test-gemma"], GEMMA),
-    "gemma2": (gemma.PRESETS["test-gemma2"], GEMMA2),
-    "gpt2": (gpt2.PRESETS["test"], GPT2),
+CONFIGS = {
+    "mistral": mistral.PRESETS["test"],
+    "qwen2": qwen.PRESETS["test-qwen2"],
+    "qwen3": qwen.PRESETS["test-qwen3"],
+    "gemma": gemma.PRESETS["test-gemma"],
+    "gemma2": gemma.PRESETS["test-gemma2"],
+    "gpt2": gpt2.PRESETS["test"],
 }
+FAMILIES = {name: (config, decoder_rules(config)) for name, config in CONFIGS.items()}
+GPT2 = FAMILIES["gpt2"][1]
+GPT2_WHOLE_VOCABULARY = decoder_rules(CONFIGS["gpt2"], split_vocab=False)
 BATCHES = token_batches((8, 16), 64, steps=2)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 12), dtype=np.int32)
 
@@ -169,7 +166,7 @@ def test_control_a_bug_is_caught():
 def test_tables_for_other_layouts_train_alike():
     """Whole key/value heads with their biases, tokens split over `tensor`, and a head with all words."""
     for name, rules in (
-        ("qwen2", replicated_kv(QWEN2)),
+        ("qwen2", replicated_kv(FAMILIES["qwen2"][1])),
         ("gpt2", sequence_parallel(GPT2)),
         ("gpt2", GPT2_WHOLE_VOCABULARY),
     ):
@@ -189,9 +186,15 @@ def test_pairs_of_layers_go_through_a_pipeline():
 
 TABLES = {
     **FAMILIES,
-    "qwen2-tied": (dataclasses.replace(FAMILIES["qwen2"][0], tied=True), QWEN2_TIED),
-    "qwen3-untied": (dataclasses.replace(FAMILIES["qwen3"][0], tied=False), QWEN3),
-    "gpt2-whole": (FAMILIES["gpt2"][0], GPT2_WHOLE_VOCABULARY),
+    **{
+        name: (config, decoder_rules(config))
+        for name, config in {
+            "qwen2-tied": dataclasses.replace(CONFIGS["qwen2"], tied=True),
+            "qwen3-untied": dataclasses.replace(CONFIGS["qwen3"], tied=False),
+            "gemma-untied": dataclasses.replace(CONFIGS["gemma"], tied=False),
+        }.items()
+    },
+    "gpt2-whole": (CONFIGS["gpt2"], GPT2_WHOLE_VOCABULARY),
 }
 
 
@@ -258,7 +261,7 @@ def test_normalised_queries_have_no_length():
 def test_local_layers_see_the_window_and_global_ones_everything():
     """Where global layers add nothing, the last logit depends on no token before the windows of two local layers."""
     config = FAMILIES["gemma2"][0]
-    reach = 2 * (config.window - 1)
+    reach = 2 * (config.windows[0] - 1)
     changed = TOKENS.copy()
     changed[:, 11 - reach - 1] += 1
     changed %= 64
@@ -339,8 +342,8 @@ def test_long_wavelengths_are_stretched_and_short_ones_are_not():
 
 def test_a_config_with_scaled_positions_survives_the_run_folder():
     """The nested dataclass comes back from JSON as it was."""
-    config = TrainConfig(LlamaConfig(rope_scaling=RopeScaling(factor=8.0), head_dim=16), LLAMA)
-    plain = TrainConfig(LlamaConfig(), LLAMA)
+    config = TrainConfig(DecoderConfig(rope_scaling=RopeScaling(factor=8.0), head_dim=16), LLAMA)
+    plain = TrainConfig(DecoderConfig(), LLAMA)
     assert with_values(plain, config_values(config)) == config
     assert config_values(config) != config_values(plain)
 
@@ -364,17 +367,20 @@ def test_there_are_only_so_many_positions():
 @pytest.mark.parametrize(
     ("make", "wrong"),
     [
-        (lambda: GPT2Config(heads=3, layers=0, context=0), ["context", "heads", "layers"]),
+        (lambda: gpt2.gpt2(heads=-3, layers=0), ["heads", "kv_heads", "layers"]),
         (
-            lambda: Gemma2Config(layers=3, window=0, query_scale=0),
-            ["layers", "query_scale", "window"],
+            lambda: gemma.gemma2(layers=3, heads=3, d_model=32),
+            ["heads", "kv_heads", "layers"],
         ),
-        (lambda: GemmaConfig(tied=False, kv_heads=3), ["kv_heads", "tied"]),
-        (lambda: QwenConfig(head_dim=7, d_ff=4), ["head_dim"]),
-        (lambda: QwenConfig(head_dim=-2, vocab=0), ["head_dim", "vocab"]),
-        (lambda: mistral.MistralConfig(heads=5, window=-1), ["heads", "kv_heads", "window"]),
+        (
+            lambda: gemma.gemma2(soft_cap=-1.0, window=-1),
+            ["group.0.mixer.soft_cap", "group.0.mixer.window", "group.1.mixer.soft_cap"],
+        ),
+        (lambda: DecoderConfig(head_dim=7, d_ff=4), ["head_dim"]),
+        (lambda: DecoderConfig(head_dim=-2, vocab=0), ["head_dim", "vocab"]),
+        (lambda: DecoderConfig(heads=5, window=-1), ["window"]),
     ],
-    ids=["gpt2", "gemma2", "gemma", "odd heads", "negative heads", "mistral"],
+    ids=["gpt2", "pairs", "gemma2", "odd heads", "negative heads", "window"],
 )
 def test_a_shape_that_cannot_be_built_lists_every_reason(make, wrong):
     """One error with all of them."""

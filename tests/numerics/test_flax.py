@@ -18,7 +18,7 @@ from spmd.errors import AnnotationError, ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.lora.adapters import LoRAConfig, with_lora
-from spmd.models.llama import Llama
+from spmd.models.decoder import Decoder
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
 from spmd.sharding.rules import Rules, replicate
@@ -164,7 +164,7 @@ def test_a_parameter_knows_its_path():
     """Layers find their parameters in the plan by the path that this module gives them."""
     seen = []
 
-    class Curious(Llama):
+    class Curious(Decoder):
         def __call__(self, tokens):
             seen.append(
                 (

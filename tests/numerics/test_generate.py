@@ -19,8 +19,9 @@ from spmd.generate.sampling import Sampling
 from spmd.layers.attention import attend
 from spmd.model_interface.model import Model
 from spmd.models import gemma, mixtral
-from spmd.partition_rules.gemma import GEMMA2
-from spmd.partition_rules.llama import LLAMA, replicated_kv, sequence_parallel
+from spmd.models.decoder import decoder_rules
+from spmd.partition_rules.layouts import replicated_kv, sequence_parallel
+from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
@@ -29,6 +30,7 @@ from spmd.training.state import init_state
 from tests import tiny
 from tests.tiers import soak_but
 
+GEMMA2 = decoder_rules(gemma.PRESETS["test-gemma2"])
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=1.0, top_k=12, top_p=0.9)
 WINDOW, TOKENS = 24, 8
 PROMPTS = [[5, 6, 7, 8, 9], [1, 2, 3], [4]]

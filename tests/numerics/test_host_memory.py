@@ -20,7 +20,7 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.host_memory.param import HostParam
 from spmd.jaxpr.equations import equations
-from spmd.models.linear import dense
+from spmd.models.decoder.linear import dense
 from spmd.optim import master_weights
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.plan import flax

@@ -13,7 +13,7 @@ from spmd import tree
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
 from spmd.lora.adapters import BASE, LoRAConfig
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.build import TrainSetup, config_mesh, make_setup
 from spmd.run.config import TrainConfig
@@ -229,7 +229,7 @@ def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
         check_init(setup(folder, "nothing"))
 
     @dataclasses.dataclass(frozen=True)
-    class Other(LlamaConfig):
+    class Other(DecoderConfig):
         pass
 
     model = Other(**dataclasses.asdict(load_config(str(folder / "tiny.py")).model))

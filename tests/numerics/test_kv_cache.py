@@ -16,8 +16,8 @@ from spmd.layers.attention import attend
 from spmd.layers.kv_cache import KVCache, decode, prefill
 from spmd.layers.zigzag import positions
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen
-from spmd.models.layers import make_layers, run_layers
-from spmd.models.linear import Dense, dense
+from spmd.models.decoder.layer_stack import make_layers, run_layers
+from spmd.models.decoder.linear import Dense, dense
 from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.training.state import init_state

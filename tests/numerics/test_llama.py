@@ -12,10 +12,11 @@ from flax import nnx
 from spmd import tree
 from spmd.errors import ConfigError
 from spmd.layers.attention import xla_attention
-from spmd.models.layers import RMSNorm
-from spmd.models.linear import dense, unembed
-from spmd.models.llama import PRESETS, LlamaConfig
-from spmd.models.rope import rotary_angles, rotate
+from spmd.models.decoder import DecoderConfig
+from spmd.models.decoder.linear import dense, unembed
+from spmd.models.decoder.norms import RMSNorm
+from spmd.models.decoder.rotary import rotary_angles, rotate
+from spmd.models.llama import PRESETS
 from spmd.plan import flax
 from tests import tiny
 from tests.rounding import assert_close, noise_of
@@ -310,7 +311,7 @@ def test_unrolling_the_scan_changes_no_logit():
 def test_a_shape_that_cannot_be_built_lists_every_reason(fields, wrong):
     """Heads that do not divide, heads of odd width, sizes below one: one error with all of them."""
     with pytest.raises(ConfigError) as caught:
-        LlamaConfig(**fields)
+        DecoderConfig(**fields)
     assert {problem.where for problem in caught.value.problems} == {
         f"model.{field}" for field in wrong
     }
@@ -322,4 +323,4 @@ def test_a_bad_shape_shows_the_arithmetic():
     with pytest.raises(ConfigError, match=r"32 / 3 = 10\.67"):
         tiny.replaced(heads=3)
     with pytest.raises(ConfigError, match="heads = 3"):
-        LlamaConfig(d_model=12, heads=4, kv_heads=2)
+        DecoderConfig(d_model=12, heads=4, kv_heads=2)

@@ -228,13 +228,13 @@ VOCAB, D, BATCH, SEQ, CHUNK = 128_256, 16, 8, 1024, 256
 SCRIPT = """
 import json, sys
 import jax, optax, spmd
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
 
 spmd.simulate_devices(8)
 vocab, d, batch, seq = json.loads(sys.argv[1])
 for file, (tied, mesh, chunk) in json.loads(sys.argv[2]).items():
-    model = spmd.from_nnx(LlamaConfig(vocab, d, 1, 4, 4, 32, tied=tied).build)
+    model = spmd.from_nnx(DecoderConfig(vocab, d, 1, 4, 4, 32, tied=tied).build)
     plan = spmd.make_plan(spmd.make_mesh(**mesh), LLAMA_TIED if tied else LLAMA, model, optax.sgd(1.0))
     step = spmd.make_train_step(plan, spmd.next_token_loss(model, chunk=chunk))
     shapes = {"tokens": "int32", "targets": "int32", "weights": "float32"}

@@ -22,7 +22,7 @@ from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.model_interface.grad_transform import Carry
 from spmd.model_interface.model import Model, Outputs
-from spmd.models.mixtral import DEEPSEEK_V3, GSHARD, PRESETS, SWITCH, MixtralConfig
+from spmd.models.mixtral import DEEPSEEK_V3, GSHARD, PRESETS, SWITCH, mixtral
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
@@ -33,6 +33,7 @@ from tests import tiny
 from tests.rounding import assert_close, noise_of
 
 CONFIG = PRESETS["test"]
+SHAPE = {"vocab": 64, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 2, "d_ff": 16}
 BATCH = token_batches((4, 16), CONFIG.vocab, steps=1)[0]
 
 # Number of elements in the published checkpoints' tensors, or the figures of the papers where those
@@ -61,8 +62,8 @@ def count(config):
 
 
 def replaced(router=None, **fields):
-    return dataclasses.replace(
-        CONFIG, router=dataclasses.replace(CONFIG.router, **(router or {})), **fields
+    return mixtral(
+        **SHAPE | {"router": dataclasses.replace(CONFIG.router, **(router or {}))} | fields
     )
 
 
@@ -89,9 +90,9 @@ def test_presets_have_the_parameters_that_their_properties_say(name):
     c = PRESETS[name]
     assert c.total_params == count(c)
     unused = (
-        (c.layers - c.dense_layers)
+        c.pattern.repeats
         * (c.router.experts - c.router.top_k)
-        * (2 + c.gated)
+        * (2 + c.layer.mlp.gated)
         * c.d_model
         * c.d_ff
     )
@@ -141,7 +142,7 @@ def test_switch_has_its_published_defaults():
     """α = 0.01, capacity factors from 1 to 1.25, a tenth of the usual initial variance; routers are float32."""
     assert SWITCH.balance == 0.01
     assert 1.0 <= SWITCH.capacity_factor <= 1.25
-    assert PRESETS["switch-c"].init_scale == 0.1
+    assert PRESETS["switch-c"].layer.mlp.init_scale == 0.1
     params = jax.eval_shape(model().init, jax.random.key(0))
     assert params["layers"]["moe"]["router"]["kernel"].dtype == jnp.float32
 
@@ -403,4 +404,4 @@ def test_the_exchange_is_that_of_the_devices(names, device, dispatch, said):
 def test_router_errors_reach_the_config():
     """A router that cannot be built stops the config before anything else, with the numbers."""
     with pytest.raises(ConfigError, match="top_k 9 > experts 8"):
-        MixtralConfig(router=RouterConfig(experts=8, top_k=9, capacity_factor=math.inf))
+        mixtral(router=RouterConfig(experts=8, top_k=9, capacity_factor=math.inf))

@@ -21,8 +21,10 @@ from spmd.layers.expert_exchange import ExpertAxes, RaggedAllToAll
 from spmd.layers.expert_layout import ExpertKernel
 from spmd.layers.moe import mixture_of_experts
 from spmd.layers.router import RouterConfig, Routing, route
-from spmd.models.mixtral import PRESETS, Experts, MixtralConfig
-from spmd.partition_rules.mixtral import MIXTRAL, folded
+from spmd.models.decoder.experts import Experts
+from spmd.models.mixtral import PRESETS, mixtral
+from spmd.partition_rules.layouts import folded
+from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
@@ -149,7 +151,9 @@ class OnlyExperts(nnx.Module):
     """The experts of a layer, whose tokens, choices and weights are given."""
 
     def __init__(self, config, *, rngs):
-        self.router, self.experts = config.router, Experts(config, rngs=rngs)
+        spec = config.pattern.group[0].mlp
+        self.router = config.router
+        self.experts = Experts(spec, config.sizes, config.router.experts, rngs=rngs)
 
     def __call__(self, x, chosen, weights):
         names = ("gate_proj", "up_proj", "down_proj")
@@ -171,9 +175,7 @@ CHOSEN = {
 def over_devices(factor, sizes, rules=MIXTRAL, **router):
     """Outputs, gradients and passes of `OnlyExperts` under a plan, and of every expert on every token."""
     router = RouterConfig(experts=8, buffer_factor=factor, **router)
-    config = MixtralConfig(
-        vocab=8, d_model=D, layers=1, heads=1, kv_heads=1, d_ff=HIDDEN, router=router
-    )
+    config = mixtral(vocab=8, d_model=D, layers=1, heads=1, kv_heads=1, d_ff=HIDDEN, router=router)
     model = flax.from_nnx(lambda rngs: OnlyExperts(config, rngs=rngs))
     rules = Rules([rule for rule in rules.params if "experts/" in rule[0]], rules.activations)
     made = make_plan(tiny.mesh(**sizes), rules, model, optax.identity())

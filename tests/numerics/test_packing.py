@@ -17,8 +17,8 @@ from spmd.data.loader import load_corpus
 from spmd.data.packing import PackedDocuments
 from spmd.errors import DataError
 from spmd.gradients.losses import next_token_loss
-from spmd.models.gpt2 import GPT2Config
-from spmd.partition_rules.gpt2 import GPT2
+from spmd.models.decoder import decoder_rules
+from spmd.models.gpt2 import gpt2
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.context import use_plan
 from tests import tiny
@@ -90,9 +90,10 @@ def separate_batch():
     }
 
 
+GPT2 = gpt2(64, 32, 1, heads=4, d_ff=64, context=SEQ)
 MODELS = {
     "llama": (tiny.replaced(layers=1, heads=4, kv_heads=4), LLAMA),
-    "gpt2": (GPT2Config(vocab=64, d_model=32, layers=1, heads=4, d_ff=64, context=SEQ), GPT2),
+    "gpt2": (GPT2, decoder_rules(GPT2)),
 }
 
 

@@ -24,7 +24,8 @@ from spmd.layers.router import RouterConfig, expert_slots, route
 from spmd.lora.adapters import LoRAConfig, with_lora
 from spmd.model_interface.model import Model
 from spmd.models.mixtral import PRESETS
-from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED, folded
+from spmd.partition_rules.layouts import folded
+from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate

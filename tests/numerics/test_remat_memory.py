@@ -11,15 +11,16 @@ from flax import nnx
 
 from spmd.analysis.memory import estimate_memory
 from spmd.jaxpr.traced_program import matmul_flops, read_program
-from spmd.models.llama import Block, LlamaConfig
+from spmd.models.decoder import DecoderConfig
+from spmd.models.decoder.inputs import LayerInputs
 from spmd.plan.annotate import remat_attention, remat_layer
 from spmd.plan.context import use_plan
 from spmd.training.step import make_train_step
 from tests import tiny
 from tests.upgrades import unless_old
 
-GPT3 = LlamaConfig(d_model=12_288, layers=1, heads=96, kv_heads=96, d_ff=4 * 12_288)
-LLAMA3_8B = LlamaConfig(d_model=4096, layers=1, heads=32, kv_heads=8, d_ff=14_336)
+GPT3 = DecoderConfig(d_model=12_288, layers=1, heads=96, kv_heads=96, d_ff=4 * 12_288)
+LLAMA3_8B = DecoderConfig(d_model=4096, layers=1, heads=32, kv_heads=8, d_ff=14_336)
 BATCH, SEQ, BLOCKS = 2, 2048, 8
 
 
@@ -34,15 +35,22 @@ def kept_bytes(function, *arguments, of=lambda aval: aval.ndim >= 3 and aval.sha
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in kept.values() if of(aval))
 
 
+def make_layer(config, rngs):
+    """The layer of a config without a pattern."""
+    (spec,) = config.pattern.group
+    return spec.build(config.sizes, None, 0, rngs)
+
+
 def llama_layer(config, remat, dtype):
     """One layer of a Llama under a policy, with abstract arguments: its parameters and its input."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: make_layer(config, nnx.Rngs(0))))
     angles = (np.ones((1, SEQ, config.head_width // 2), np.float32),) * 2
+    inputs = LayerInputs((angles,))
 
     def layer(state, x):
         with use_plan(tiny.plan(options=(("remat", remat), ("attention", "xla")))):
             return remat_layer(
-                lambda s, x: nnx.merge(graph, s)(x, angles), scanned=False, number=0
+                lambda s, x: nnx.merge(graph, s)(x, None, inputs)[0], scanned=False, number=0
             )(state, x)
 
     return layer, nnx.to_pure_dict(state), jax.ShapeDtypeStruct((BATCH, SEQ, config.d_model), dtype)

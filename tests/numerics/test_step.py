@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd.errors import ConfigError
 from spmd.gradients.losses import cross_entropy
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.optim.skip_updates import skip_bad_updates
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.plan import make_plan
@@ -51,7 +51,7 @@ def test_initial_parameters_are_bitwise_equal_on_every_mesh():
 
 def test_no_leaf_is_whole_on_one_device_while_it_is_created():
     """On fsdp=8 the init program's outputs are an eighth, and it never holds the largest leaf besides."""
-    config = LlamaConfig(vocab=1024, d_model=128, layers=2, heads=4, kv_heads=4, d_ff=256)
+    config = DecoderConfig(vocab=1024, d_model=128, layers=2, heads=4, kv_heads=4, d_ff=256)
     plan = make_plan(tiny.mesh(fsdp=8), LLAMA, tiny.model(config), optax.adamw(1e-3))
     memory = (
         init_program(plan).lower(abstract_state(plan).key, None, {}).compile().memory_analysis()

@@ -11,9 +11,10 @@ from spmd.analysis.memory import estimate_memory
 from spmd.errors import AnnotationError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.models.mixtral import PRESETS as MIXTRAL_PRESETS
-from spmd.partition_rules.llama import LLAMA, LLAMA_REPLICATED_KV, sequence_parallel
+from spmd.partition_rules.layouts import sequence_parallel
+from spmd.partition_rules.llama import LLAMA, LLAMA_REPLICATED_KV
 from spmd.plan.plan import make_plan
 from spmd.testing import Reference, token_batches
 from spmd.training.step import make_train_step
@@ -45,7 +46,7 @@ def test_key_value_heads_are_replicated_where_the_table_says_so():
 
 def test_query_heads_that_do_not_divide_are_refused():
     """Six heads on four devices: their kernel divides, they do not."""
-    config = LlamaConfig(vocab=64, d_model=48, layers=1, heads=6, kv_heads=6, d_ff=64)
+    config = DecoderConfig(vocab=64, d_model=48, layers=1, heads=6, kv_heads=6, d_ff=64)
     with pytest.raises(AnnotationError, match=r"attention_query(.|\n)*6 / \(tensor=4\) = 1.5"):
         parity(config, LLAMA, LLAMA, tensor=4)
 
@@ -55,7 +56,7 @@ SHAPES = {"tokens": "int32", "targets": "int32", "weights": "float32"}
 
 def saved(rules, tensor, layers=4, batch=8, seq=128, d=64):
     """What the layers save for the backward pass with `remat="selective"`: bytes, in those of one residual stream."""
-    model = tiny.model(LlamaConfig(64, d, layers, 4, 4, 2 * d))
+    model = tiny.model(DecoderConfig(64, d, layers, 4, 4, 2 * d))
     mesh = tiny.mesh(tensor=tensor)
     plan = make_plan(mesh, rules, model, optax.sgd(1.0), remat="selective", precision="bf16")
     step = make_train_step(plan, tiny_loss(model))

@@ -8,9 +8,8 @@ from spmd import tree
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
-from spmd.models.llama import LlamaConfig
-from spmd.models.transformer import PRESETS, TransformerConfig
-from spmd.partition_rules.transformer import transformer_rules
+from spmd.models.decoder import DecoderConfig, decoder_rules
+from spmd.models.transformer import PRESETS, transformer
 from spmd.plan import flax
 from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
@@ -31,15 +30,15 @@ SHAPE = {
 }
 
 
-def initial(config: LlamaConfig):
+def initial(config: DecoderConfig):
     return flax.from_nnx(config.build).init(jax.random.key(0))
 
 
-def logits(config: LlamaConfig, params, tokens=TOKENS) -> np.ndarray:
+def logits(config: DecoderConfig, params, tokens=TOKENS) -> np.ndarray:
     return np.asarray(jax.jit(flax.from_nnx(config.build).apply)(params, tokens))
 
 
-def loss_and_gradients(config: LlamaConfig, params) -> tuple[float, dict[str, np.ndarray]]:
+def loss_and_gradients(config: DecoderConfig, params) -> tuple[float, dict[str, np.ndarray]]:
     loss = next_token_loss(flax.from_nnx(config.build))
     batch = {
         "tokens": TOKENS,
@@ -54,7 +53,7 @@ def loss_and_gradients(config: LlamaConfig, params) -> tuple[float, dict[str, np
 def test_a_gated_decoder_is_a_llama() -> None:
     """With swiglu, the same parameters, loss and gradients; with another gate, other ones."""
     shape = SHAPE | {"layers": 1}
-    llama, same = LlamaConfig(**shape), TransformerConfig(**shape)
+    llama, same = DecoderConfig(**shape), transformer(**shape)
     params = initial(llama)
     assert jax.tree.structure(jax.eval_shape(lambda: initial(same))) == jax.tree.structure(params)
     (expected, gradients), (loss, found) = (
@@ -64,13 +63,13 @@ def test_a_gated_decoder_is_a_llama() -> None:
     assert loss == pytest.approx(expected, rel=1e-6)
     for path, gradient in found.items():
         np.testing.assert_allclose(gradient, gradients[path], rtol=1e-4, atol=1e-6)
-    other, _ = loss_and_gradients(TransformerConfig(**shape, mlp="geglu"), params)
+    other, _ = loss_and_gradients(transformer(**shape, mlp="geglu"), params)
     assert abs(other - expected) > 1e-4
 
 
 def test_an_mlp_without_a_gate_by_hand() -> None:
     """`down(relu(up(x)))` of the normalised stream, in a model whose attention adds nothing."""
-    config = TransformerConfig(**SHAPE | {"layers": 1, "mlp": "relu"})
+    config = transformer(**SHAPE | {"layers": 1, "mlp": "relu"})
     params = tree.map_with_path(lambda path, x: x * 0 if "o_proj" in path else x, initial(config))
     flat = {path: np.asarray(x, np.float64) for path, x in tree.flatten(params).items()}
     assert not any("gate_proj" in path for path in flat)
@@ -94,7 +93,7 @@ def test_an_mlp_without_a_gate_by_hand() -> None:
 )
 def test_windows_of_consecutive_layers(windows, reach) -> None:
     """The last token sees as far as the windows of both layers together; 0 is a layer that sees all."""
-    config = TransformerConfig(**SHAPE, windows=windows)
+    config = transformer(**SHAPE, windows=windows)
     params = initial(config)
     changed = np.repeat(TOKENS[:1], 12, axis=0)
     changed[np.arange(12), np.arange(12)] += 1
@@ -106,14 +105,14 @@ def test_windows_of_consecutive_layers(windows, reach) -> None:
 
 def test_groups_divide_the_layers() -> None:
     """Two windows need an even number of layers; the arithmetic is in the error."""
-    TransformerConfig(**SHAPE, windows=(5, 0))
+    transformer(**SHAPE, windows=(5, 0))
     with pytest.raises(
-        ConfigError, match=r"(?s)model\.layers: is no multiple of the windows.*3 / 2 = 1\.5"
+        ConfigError, match=r"(?s)model\.layers: does not fit the pattern.*2 in the group = 1\.5"
     ):
-        TransformerConfig(**SHAPE | {"layers": 3}, windows=(5, 0))
+        transformer(**SHAPE | {"layers": 3}, windows=(5, 0))
 
 
-TABLES = {"test": transformer_rules(gated=False, tied=True), "test-windows": transformer_rules()}
+TABLES = {name: decoder_rules(config) for name, config in PRESETS.items()}
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -14,11 +14,11 @@ import pytest
 import spmd
 from spmd.data.loader import DataConfig
 from spmd.layers.router import RouterConfig
-from spmd.models import gpt2, llama, mixtral, qwen
-from spmd.partition_rules.gpt2 import GPT2
-from spmd.partition_rules.llama import LLAMA, sequence_parallel
+from spmd.models import gpt2, mixtral, qwen
+from spmd.models.decoder import DecoderConfig, decoder_rules
+from spmd.partition_rules.layouts import sequence_parallel
+from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.partition_rules.qwen import QWEN2
 from spmd.run.build import TrainSetup, make_setup
 from spmd.run.config import ModelConfig, PipelineConfig, TrainConfig
 from spmd.sharding.mesh import MeshShape
@@ -42,15 +42,14 @@ VOCAB, BATCH, SEQUENCE, MICROBATCHES = 64, 16, 16, 2
 SHAPE = {"vocab": VOCAB, "d_model": 32, "layers": 4, "heads": 8, "kv_heads": 4}
 ROUTER = RouterConfig(experts=4, z_loss=1e-2, balance=0.1, balance_over="example")
 UNLIMITED = dataclasses.replace(ROUTER, dispatch="capacity", capacity_factor=math.inf)
+GPT2 = gpt2.gpt2(VOCAB, 32, 4, heads=8, d_ff=64, context=SEQUENCE)
+QWEN2 = dataclasses.replace(qwen.PRESETS["test-qwen2"], **SHAPE, d_ff=64)
 MODELS: dict[str, tuple[ModelConfig, Rules]] = {
-    "llama": (llama.LlamaConfig(**SHAPE, d_ff=64), LLAMA),
-    "gpt2": (
-        gpt2.GPT2Config(vocab=VOCAB, d_model=32, layers=4, heads=8, d_ff=64, context=SEQUENCE),
-        GPT2,
-    ),
-    "qwen2": (qwen.QwenConfig(**SHAPE, d_ff=64), QWEN2),
-    "mixtral": (mixtral.MixtralConfig(**SHAPE, d_ff=16, router=ROUTER), MIXTRAL),
-    "mixtral-capacity": (mixtral.MixtralConfig(**SHAPE, d_ff=16, router=UNLIMITED), MIXTRAL),
+    "llama": (DecoderConfig(**SHAPE, d_ff=64), LLAMA),
+    "gpt2": (GPT2, decoder_rules(GPT2)),
+    "qwen2": (QWEN2, decoder_rules(QWEN2)),
+    "mixtral": (mixtral.mixtral(**SHAPE, d_ff=16, router=ROUTER), MIXTRAL),
+    "mixtral-capacity": (mixtral.mixtral(**SHAPE, d_ff=16, router=UNLIMITED), MIXTRAL),
 }
 BATCHES = token_batches((BATCH, SEQUENCE), VOCAB, steps=2)
 TABLE = read_table()

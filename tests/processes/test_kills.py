@@ -34,11 +34,11 @@ LANES, KILLS = 2, 100
 STEPS, EVERY, KEEP = 120, 4, 2
 CONFIG = """
 import spmd
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(
-    model=LlamaConfig(vocab=256, d_model=8, layers=1, heads=2, kv_heads=1, d_ff=16),
+    model=DecoderConfig(vocab=256, d_model=8, layers=1, heads=2, kv_heads=1, d_ff=16),
     rules=LLAMA,
     mesh=spmd.MeshShape(fsdp=2),
     devices=2,

@@ -30,11 +30,11 @@ STEPS = 60
 FLAGS = ("--steps", STEPS, "--checkpoint-every", 20)
 CONFIG = """
 import spmd
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(
-    model=LlamaConfig(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64),
+    model=DecoderConfig(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64),
     rules=LLAMA,
     mesh=spmd.MeshShape(fsdp=2),
     devices=1,

@@ -157,8 +157,8 @@ def _configs() -> list[Call]:
     ]
     # These work: what a person would expect to work.
     subclass = (
-        "from spmd.models.llama import LlamaConfig\n"
-        "@dataclasses.dataclass(frozen=True)\nclass Mine(LlamaConfig):\n    extra: float = 0.5\n"
+        "from spmd.models.decoder import DecoderConfig\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Mine(DecoderConfig):\n    extra: float = 0.5\n"
         "config = dataclasses.replace(config, model=Mine(**dataclasses.asdict(config.model)))"
     )
     subclass = subclass.replace(

@@ -15,14 +15,14 @@ SCRIPT = """
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.distributed.initialize import initialize
-    from spmd.models.llama import LlamaConfig
+    from spmd.models.decoder import DecoderConfig
     from spmd.partition_rules.llama import LLAMA
 
     topology, slices = parse_topology(sys.argv[1]), json.loads(sys.argv[2])
     initialize(target_platform=topology.platform)
     devices = topology_devices(topology)
     mesh = spmd.make_mesh(devices=devices, slices=slices, fsdp=len(devices))
-    model = spmd.from_nnx(LlamaConfig(4096, 2048, 2, 16, 4, 4096).build)
+    model = spmd.from_nnx(DecoderConfig(4096, 2048, 2, 16, 4, 4096).build)
     batch = {name: jax.ShapeDtypeStruct((len(devices), 256), "int32") for name in ("tokens", "targets")}
     batch["weights"] = jax.ShapeDtypeStruct((len(devices), 256), "float32")
     found = {}

@@ -23,14 +23,14 @@ SCRIPT = f"""
     from spmd.analysis.memory import estimate_memory, read_memory
     from spmd.analysis.topology import parse_topology, topology_devices
     from spmd.distributed.initialize import initialize
-    from spmd.models.llama import LlamaConfig
+    from spmd.models.decoder import DecoderConfig
     from spmd.partition_rules.llama import LLAMA
 
     topology, policies = parse_topology(sys.argv[1]), sys.argv[2:]
     initialize(target_platform=topology.platform)
     devices, slices = topology_devices(topology), {{"data": topology.slices}}
     mesh = spmd.make_mesh(devices=devices, slices=slices, data=len(devices) // {FSDP}, fsdp={FSDP})
-    model = spmd.from_nnx(LlamaConfig(512, 512, {LAYERS}, 4, 4, {D_FF}).build)
+    model = spmd.from_nnx(DecoderConfig(512, 512, {LAYERS}, 4, 4, {D_FF}).build)
     shape = ({SEQUENCES} * len(devices), {LENGTH})
     batch = {{name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}}
     batch["weights"] = jax.ShapeDtypeStruct(shape, "float32")

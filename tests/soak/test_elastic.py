@@ -60,13 +60,13 @@ The learning rate is constant after its warmup, so that legs may end where `--st
 """
 
 EXPERTS = """
-from spmd.models.mixtral import MixtralConfig
+from spmd.models.mixtral import mixtral
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.layers.router import RouterConfig
 
 # A loss of balance over examples, not batches: the same for any microbatches.
 router = RouterConfig(experts=4, balance_over="example")
-model = MixtralConfig(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=32, router=router)
+model = mixtral(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=32, router=router)
 config = dataclasses.replace(config, model=model, rules=MIXTRAL, steps=12)
 """
 """Lines for a mixture of experts."""

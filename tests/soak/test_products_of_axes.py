@@ -16,8 +16,8 @@ import pytest
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.layers.router import RouterConfig
-from spmd.models.llama import LlamaConfig
-from spmd.models.mixtral import MixtralConfig
+from spmd.models.decoder import DecoderConfig
+from spmd.models.mixtral import mixtral
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan import flax
@@ -26,7 +26,7 @@ from spmd.testing import BUGS, Reference, token_batches
 from tests import tiny
 
 SHAPE = {"vocab": 64, "d_model": 32, "layers": 1, "heads": 8, "kv_heads": 4, "stacked": False}
-DROPLESS = MixtralConfig(**SHAPE, d_ff=16, router=RouterConfig(z_loss=1e-3))
+DROPLESS = mixtral(**SHAPE, d_ff=16, router=RouterConfig(z_loss=1e-3))
 
 
 def by_capacity(factor):
@@ -36,7 +36,7 @@ def by_capacity(factor):
     )
 
 
-LLAMA_MODEL, TIGHT, ROOMY = LlamaConfig(**SHAPE, d_ff=64), by_capacity(1.0), by_capacity(math.inf)
+LLAMA_MODEL, TIGHT, ROOMY = DecoderConfig(**SHAPE, d_ff=64), by_capacity(1.0), by_capacity(math.inf)
 REFERENCES = {ROOMY: DROPLESS}  # where nothing is dropped, that is what is computed
 MODELS = {"llama": LLAMA_MODEL, "mixtral": DROPLESS}
 AXES = {

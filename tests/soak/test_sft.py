@@ -35,11 +35,11 @@ TARGETS = ("attention/(q|v)_proj/kernel", "mlp/down_proj/kernel")
 LORA = ("--lora.targets", *TARGETS, "--lora.rank", 4, "--lora.alpha", 8)
 CONFIG = """
 import spmd
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 
 config = spmd.TrainConfig(
-    model=LlamaConfig(vocab=320, d_model=64, layers=2, heads=4, kv_heads=2, d_ff=96),
+    model=DecoderConfig(vocab=320, d_model=64, layers=2, heads=4, kv_heads=2, d_ff=96),
     rules=LLAMA,
     mesh=spmd.MeshShape(data=2, fsdp=2, tensor=2),
     data=spmd.DataConfig(
@@ -81,7 +81,7 @@ def folder(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rms_norm_eps": 1e-5,
         "initializer_range": 0.08,
     }
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads)).save_pretrained(
+    transformers.LlamaForCausalLM(transformers.DecoderConfig(**shape, **heads)).save_pretrained(
         folder / "hf"
     )
     words().save(str(folder / "hf" / "tokenizer.json"))

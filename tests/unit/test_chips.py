@@ -19,7 +19,7 @@ from spmd.chips import (
 )
 from spmd.errors import ConfigError
 from spmd.layers.expert_exchange import DenseAllToAll, RaggedAllToAll, expert_axes
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.build import build_flags, make_setup, planned_mesh
 from spmd.run.describe import flags_text
@@ -82,7 +82,7 @@ def test_links_wrap_around_where_the_entry_says(ring: int) -> None:
 def test_a_new_chip_is_planned_and_timed(new: Chip) -> None:
     """The plan has its flag and its reason, and the prediction its speeds, rates and spread."""
     data = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=32, batch=8)
-    model = LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
+    model = DecoderConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
     config = spmd.TrainConfig(model=model, rules=LLAMA, data=data, mesh=MeshShape(fsdp=8))
     built = make_setup(config, planned_mesh(config), new.device_kind)
     shown = flags_text(build_flags(config, new.platform, new.device_kind), new.platform)

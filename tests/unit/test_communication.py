@@ -8,14 +8,14 @@ import pytest
 
 import spmd
 from spmd.analysis.comm_dtypes import comm_dtype_checks
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.communication import element_bytes, gathers, reductions
 from spmd.run.build import make_setup, planned_mesh
 from spmd.run.config import TrainConfig
 from spmd.run.describe import compression_lines
 
-SMALL = LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
+SMALL = DecoderConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
 DATA = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=32, batch=64)
 KERNEL = "layers/mlp/up_proj/kernel"
 ELEMENTS = 2 * 32 * 64

@@ -20,7 +20,7 @@ from spmd.model_interface.model_config import (
     router_of,
     windows_of,
 )
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.optim.config import describe_schedule, make_learning_rate
 from spmd.parity.bugs import BUGS, Bug
@@ -299,8 +299,8 @@ def test_a_config_that_cannot_be_read_is_an_error(text, error, complaint, tmp_pa
         load_config(str(path))
 
 
-MODEL = "LlamaConfig(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)"
-HEAD = "import dataclasses\nimport spmd\nfrom spmd.models.llama import LlamaConfig\n"
+MODEL = "DecoderConfig(vocab=256, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)"
+HEAD = "import dataclasses\nimport spmd\nfrom spmd.models.decoder import DecoderConfig\n"
 HEAD += "from spmd.partition_rules.llama import LLAMA\n"
 
 
@@ -350,8 +350,8 @@ def test_ctrl_c_in_a_config_is_ctrl_c(tmp_path, imports):
 
 def test_a_class_of_a_config_has_flags(tmp_path, imports):
     """A subclass of a model's config, in the file or in the one beside it, resolves its annotations and docstrings."""
-    own = "@dataclasses.dataclass(frozen=True)\nclass Mine(LlamaConfig):\n    extra: 'int | None' = 3\n"
-    model = MODEL.replace("LlamaConfig", "Mine")
+    own = "@dataclasses.dataclass(frozen=True)\nclass Mine(DecoderConfig):\n    extra: 'int | None' = 3\n"
+    model = MODEL.replace("DecoderConfig", "Mine")
     inside = write(tmp_path / "inside.py", own, model)
     (tmp_path / "beside.py").write_text(HEAD + own)
     outside = write(tmp_path / "outside.py", "from beside import Mine", model)
@@ -426,7 +426,7 @@ class Partial:
     vocab: int = 256
 
 
-class Undecorated(LlamaConfig):
+class Undecorated(DecoderConfig):
     """A subclass whose field is none."""
 
     extra: int = 3
@@ -451,7 +451,7 @@ class NoDataclass:
             ["is no dataclass itself, so extra cannot be set"],
         ),
         (NoDataclass(), ["NoDataclass is no dataclass instance"]),
-        (LlamaConfig, ["LlamaConfig'> is no dataclass instance"]),
+        (DecoderConfig, ["DecoderConfig'> is no dataclass instance"]),
     ],
     ids=["partial", "none", "undecorated", "no dataclass", "class"],
 )

@@ -17,7 +17,7 @@ from spmd.errors import ConfigError
 from spmd.gradients.deferred_reduction import DeferredReduction
 from spmd.gradients.losses import next_token_sums
 from spmd.model_interface.model import Outputs
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
@@ -27,7 +27,7 @@ from spmd.run.describe import exchange_line, microbatch_line
 from spmd.run.preflight import preflight
 from spmd.sharding.mesh import abstract_mesh
 
-SMALL = LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
+SMALL = DecoderConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
 EXAMPLES = {
     "x": jax.ShapeDtypeStruct((8, 4), jnp.float32),
     "y": jax.ShapeDtypeStruct((8,), jnp.float32),

@@ -100,7 +100,7 @@ def test_llama_is_decided(axes):
 
 def test_llama_without_a_mark_is_not_decided(monkeypatch):
     """The control: without the mark on the residual stream, both row-parallel products are listed, and their sums."""
-    monkeypatch.setattr("spmd.models.linear.constrain_like", lambda x, name: x)
+    monkeypatch.setattr("spmd.models.decoder.linear.constrain_like", lambda x, name: x)
     monkeypatch.setattr(
         "spmd.models.llama.annotate", lambda x, name: x if name == "residual" else annotate(x, name)
     )

@@ -11,51 +11,32 @@ from spmd import tree
 from spmd.errors import ConfigError
 from spmd.hf.family import tensor_sources
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen, vit
-from spmd.models.rope import RopeScaling
-from spmd.name_maps import gemma as gemma_names
-from spmd.name_maps import gpt2 as gpt2_names
-from spmd.name_maps import llama as llama_names
-from spmd.name_maps import mistral as mistral_names
-from spmd.name_maps import mixtral as mixtral_names
-from spmd.name_maps import qwen as qwen_names
+from spmd.models.decoder.rotary import RopeScaling
 from spmd.name_maps import vit as vit_names
-from spmd.partition_rules.gpt2 import GPT2_WHOLE_VOCABULARY
 from spmd.plan import flax
 
 SCALED = dataclasses.replace(
     llama.PRESETS["test"], rope_scaling=RopeScaling(factor=8.0, original_context=16)
 )
 FAMILIES = {
-    "llama3.1": (llama_names.FAMILY, SCALED),
-    "mistral": (mistral_names.FAMILY, mistral.PRESETS["test"]),
-    "qwen2": (qwen_names.QWEN2_FAMILY, qwen.PRESETS["test-qwen2"]),
-    "qwen3": (qwen_names.QWEN3_FAMILY, qwen.PRESETS["test-qwen3"]),
-    "gemma": (gemma_names.GEMMA_FAMILY, gemma.PRESETS["test-gemma"]),
-    "gemma2": (gemma_names.GEMMA2_FAMILY, gemma.PRESETS["test-gemma2"]),
-    "gpt2": (gpt2_names.FAMILY, gpt2.PRESETS["test"]),
+    "llama3.1": (llama.FAMILY, SCALED),
+    "mistral": (mistral.FAMILY, mistral.PRESETS["test"]),
+    "qwen2": (qwen.QWEN2_FAMILY, qwen.PRESETS["test-qwen2"]),
+    "qwen3": (qwen.QWEN3_FAMILY, qwen.PRESETS["test-qwen3"]),
+    "gemma": (gemma.GEMMA_FAMILY, gemma.PRESETS["test-gemma"]),
+    "gemma2": (gemma.GEMMA2_FAMILY, gemma.PRESETS["test-gemma2"]),
+    "gpt2": (gpt2.FAMILY, gpt2.PRESETS["test"]),
     "vit": (vit_names.FAMILY, vit.PRESETS["test"]),
 }
 PUBLISHED = [
-    *((mistral_names.FAMILY, name, c) for name, c in mistral.PRESETS.items()),
-    *(
-        (gemma_names.GEMMA_FAMILY, name, c)
-        for name, c in gemma.PRESETS.items()
-        if "gemma2" not in name
-    ),
-    *(
-        (gemma_names.GEMMA2_FAMILY, name, c)
-        for name, c in gemma.PRESETS.items()
-        if "gemma2" in name
-    ),
-    *((qwen_names.QWEN2_FAMILY, name, c) for name, c in qwen.PRESETS.items() if c.qkv_bias),
-    *((qwen_names.QWEN3_FAMILY, name, c) for name, c in qwen.PRESETS.items() if c.qk_norm),
-    *((gpt2_names.FAMILY, name, c) for name, c in gpt2.PRESETS.items()),
+    *((mistral.FAMILY, name, c) for name, c in mistral.PRESETS.items()),
+    *((gemma.GEMMA_FAMILY, name, c) for name, c in gemma.PRESETS.items() if "gemma2" not in name),
+    *((gemma.GEMMA2_FAMILY, name, c) for name, c in gemma.PRESETS.items() if "gemma2" in name),
+    *((qwen.QWEN2_FAMILY, name, c) for name, c in qwen.PRESETS.items() if c.layer == qwen.QWEN2),
+    *((qwen.QWEN3_FAMILY, name, c) for name, c in qwen.PRESETS.items() if c.layer == qwen.QWEN3),
+    *((gpt2.FAMILY, name, c) for name, c in gpt2.PRESETS.items()),
     *((vit_names.FAMILY, f"vit-{name}", c) for name, c in vit.PRESETS.items()),
-    *(
-        (llama_names.FAMILY, name, c)
-        for name, c in llama.PRESETS.items()
-        if name.startswith("llama")
-    ),
+    *((llama.FAMILY, name, c) for name, c in llama.PRESETS.items() if name.startswith("llama")),
 ]
 
 
@@ -116,7 +97,7 @@ FILES = {
             },
             **{"summary_type": "cls_index", "summary_use_proj": True},
         },
-        gpt2_names.FAMILY,
+        gpt2.FAMILY,
         gpt2.PRESETS["gpt2-medium"],
     ),
     "gemma-2b": (
@@ -136,7 +117,7 @@ FILES = {
             },
             **{"rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000},
         },
-        gemma_names.GEMMA_FAMILY,
+        gemma.GEMMA_FAMILY,
         gemma.PRESETS["gemma-2b"],
     ),
     "gemma2-9b": (
@@ -161,7 +142,7 @@ FILES = {
             **{"query_pre_attn_scalar": 256, "rope_theta": 10000.0, "sliding_window": 4096},
             **{"sliding_window_size": 4096, "vocab_size": 256000},
         },
-        gemma_names.GEMMA2_FAMILY,
+        gemma.GEMMA2_FAMILY,
         gemma.PRESETS["gemma2-9b"],
     ),
     "qwen2.5-0.5b": (
@@ -186,7 +167,7 @@ FILES = {
             },
             **{"use_sliding_window": False, "vocab_size": 151936},
         },
-        qwen_names.QWEN2_FAMILY,
+        qwen.QWEN2_FAMILY,
         qwen.PRESETS["qwen2.5-0.5b"],
     ),
     "qwen3-0.6b": (
@@ -211,7 +192,7 @@ FILES = {
                 "vocab_size": 151936,
             },
         },
-        qwen_names.QWEN3_FAMILY,
+        qwen.QWEN3_FAMILY,
         qwen.PRESETS["qwen3-0.6b"],
     ),
     "llama3.2-1b": (
@@ -241,7 +222,7 @@ FILES = {
             },
             "vocab_size": 128256,
         },
-        llama_names.FAMILY,
+        llama.FAMILY,
         llama.PRESETS["llama3.2-1b"],
     ),
     "mistral-nemo-12b": (
@@ -265,7 +246,7 @@ FILES = {
                 "vocab_size": 131072,
             },
         },
-        mistral_names.FAMILY,
+        mistral.FAMILY,
         mistral.PRESETS["mistral-nemo-12b"],
     ),
     "vit-l16": (
@@ -397,12 +378,13 @@ def test_a_tied_head_may_be_stored_under_either_name(name):
 
 def test_the_published_gpt_2_has_a_table_that_splits_no_vocabulary():
     """Its 50,257 words divide over no `tensor`; an even vocabulary is split."""
-    rules = gpt2_names.FAMILY.rules
-    assert rules(gpt2.PRESETS["gpt2"]) is GPT2_WHOLE_VOCABULARY
-    assert rules(gpt2.PRESETS["test"]) is not GPT2_WHOLE_VOCABULARY
+    rules = gpt2.FAMILY.rules
+    whole, split = (dict(rules(gpt2.PRESETS[name]).activations) for name in ("gpt2", "test"))
+    assert "tensor" not in whole["logits"]
+    assert "tensor" in split["logits"]
 
 
-ROPE = llama_names.FAMILY.write_config(SCALED)["rope_scaling"]
+ROPE = llama.FAMILY.write_config(SCALED)["rope_scaling"]
 DECODERS = [name for name in FAMILIES if name != "vit"]
 REFUSED = [
     (
@@ -512,8 +494,8 @@ def test_what_is_off_is_no_feature(name):
 @pytest.mark.parametrize(
     ("family", "config", "absent"),
     [
-        (mistral_names.FAMILY, mistral.PRESETS["test"], 4096),
-        (mixtral_names.FAMILY, mixtral.PRESETS["test"], 0),
+        (mistral.FAMILY, mistral.PRESETS["test"], 4096),
+        (mixtral.FAMILY, mixtral.PRESETS["test"], 0),
     ],
     ids=["mistral", "mixtral"],
 )
@@ -529,6 +511,6 @@ def test_no_window_and_a_window_that_is_not_said_differ(family, config, absent):
 
 def test_positions_may_be_said_twice():
     """In both forms, where they say the same."""
-    values = llama_names.FAMILY.write_config(SCALED)
+    values = llama.FAMILY.write_config(SCALED)
     both = {**values, "rope_parameters": {**ROPE, "rope_theta": values["rope_theta"]}}
-    assert resolved(llama_names.FAMILY.read_config(both)) == resolved(SCALED)
+    assert resolved(llama.FAMILY.read_config(both)) == resolved(SCALED)

@@ -10,7 +10,7 @@ import spmd
 from spmd.analysis.collective_record import Cause, Collective
 from spmd.analysis.comm_dtypes import comm_dtype_checks, wider_transfers
 from spmd.errors import ConfigError
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.plan.communication import reductions
 from spmd.powersgd.matrices import find_matrices
@@ -22,7 +22,7 @@ from spmd.settings.compress import powersgd_rank
 from spmd.sharding.optimizer_state import shard_bytes
 from tests import tiny
 
-SMALL = LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
+SMALL = DecoderConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
 DATA = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=32, batch=64)
 
 

@@ -15,7 +15,7 @@ from spmd.cli import main
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, RuleError
 from spmd.lora.adapters import LoRAConfig
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
@@ -34,7 +34,7 @@ from spmd.run.step_time import estimate_time
 from spmd.settings.quantize import RECIPES
 from spmd.sharding.mesh import abstract_mesh
 
-SMALL = LlamaConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
+SMALL = DecoderConfig(vocab=64, d_model=32, layers=2, heads=4, kv_heads=2, d_ff=64)
 DATA = spmd.DataConfig(source=("stdlib",), tokenizer="bytes", sequence=32, batch=8)
 LINEAR = {
     *(f"attention/{name}_proj" for name in "qkvo"),

@@ -7,20 +7,20 @@ import optax
 import pytest
 
 from spmd.errors import CheckpointError
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
+from spmd.models.decoder.rotary import RopeScaling
 from spmd.models.mistral import PRESETS as MISTRAL
-from spmd.models.rope import RopeScaling
 from spmd.optim.config import OptimizerConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.config import TrainConfig, config_values, with_values
 from spmd.run.record import MAY_CHANGE, changed_fields, check_resumable
 
-CONFIG = TrainConfig(model=LlamaConfig(d_model=32, layers=2), rules=LLAMA)
+CONFIG = TrainConfig(model=DecoderConfig(d_model=32, layers=2), rules=LLAMA)
 RECORD = {
     "step": 4,
     "position": 64,
     "data": "abc",
-    "model": "LlamaConfig",
+    "model": "DecoderConfig",
     "config": config_values(CONFIG),
 }
 
@@ -168,7 +168,7 @@ def test_another_class_of_model_is_refused():
     )
     found = problems(dataclasses.replace(CONFIG, model=model))
     assert list(found) == ["model"]
-    assert f"was LlamaConfig and is {type(model).__name__}" in found["model"]
+    assert f"was DecoderConfig and is {type(model).__name__}" in found["model"]
     assert problems({}, {name: value for name, value in RECORD.items() if name != "model"}) == {}
 
 

@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import RuleError
+from spmd.models.decoder import decoder_rules
 from spmd.models.gpt2 import PRESETS as GPT2S
-from spmd.partition_rules.gpt2 import GPT2_WHOLE_VOCABULARY
 from spmd.partition_rules.llama import LLAMA, LLAMA_TIED
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
@@ -54,9 +54,8 @@ def test_a_vocabulary_that_does_not_divide():
         caught.value
     )
     assert "63 / (pipe=2) = 31.5" in str(caught.value)
+    rules = decoder_rules(GPT2S["gpt2"])
     model = flax.from_nnx(GPT2S["gpt2"].build)
-    plan = make_plan(
-        abstract_mesh(MeshShape(pipe=4, fsdp=2)), GPT2_WHOLE_VOCABULARY, model, tiny.OPTIMIZER
-    )
+    plan = make_plan(abstract_mesh(MeshShape(pipe=4, fsdp=2)), rules, model, tiny.OPTIMIZER)
     (embedding,) = (entry for entry in plan.params if entry.path == "embed/embedding")
     assert embedding.bytes_per_device == 4 * 50_257 * 768 // 8

@@ -13,12 +13,9 @@ from spmd.chips import ClosedRates, Hardware
 from spmd.commands.plan import run_plan
 from spmd.errors import ConfigError, SpmdError
 from spmd.models import gemma, gpt2, llama, mixtral, transformer
-from spmd.models.transformer import TransformerConfig
-from spmd.partition_rules.gemma import GEMMA2
-from spmd.partition_rules.gpt2 import GPT2
+from spmd.models.decoder import decoder_rules
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
-from spmd.partition_rules.transformer import transformer_rules
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.run.build import count_flops, make_setup, planned_mesh
@@ -223,20 +220,23 @@ def test_precision_and_microbatches_as_numbers() -> None:
 
 def test_windows_as_keys() -> None:
     """A window of w tokens sees w − w²/2s keys, one of all tokens s/2; layers alternate."""
-    model = TransformerConfig(64, 32, 4, 4, 2, 64, windows=(16, 0))
+    model = transformer.transformer(64, 32, 4, 4, 2, 64, windows=(16, 0))
     built = setup("llama3-8b")
     data = dataclasses.replace(built.config.data, sequence=128)
-    config = dataclasses.replace(built.config, model=model, rules=transformer_rules(), data=data)
+    config = dataclasses.replace(built.config, model=model, rules=decoder_rules(model), data=data)
     found = workload(config, count_model(built), MeshShape(fsdp=64))
     assert found.keys == ((16 - 16**2 / 256) + 64) / 2
 
 
 FAMILIES = {
     "llama": (llama.PRESETS["test"], LLAMA),
-    "windows": (transformer.PRESETS["test-windows"], transformer_rules()),
-    "gemma": (gemma.PRESETS["test-gemma2"], GEMMA2),
+    "windows": (
+        transformer.PRESETS["test-windows"],
+        decoder_rules(transformer.PRESETS["test-windows"]),
+    ),
+    "gemma": (gemma.PRESETS["test-gemma2"], decoder_rules(gemma.PRESETS["test-gemma2"])),
     "mixtral": (mixtral.PRESETS["test"], MIXTRAL),
-    "gpt2": (gpt2.PRESETS["test"], GPT2),
+    "gpt2": (gpt2.PRESETS["test"], decoder_rules(gpt2.PRESETS["test"])),
 }
 
 

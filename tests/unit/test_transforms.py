@@ -16,7 +16,7 @@ from spmd.errors import ConfigError, SpmdError
 from spmd.gradients.keep_carry import KeepCarry
 from spmd.lora.adapters import LoRAConfig
 from spmd.loss_scaling.loss_scale import LossScale
-from spmd.models.llama import LlamaConfig
+from spmd.models.decoder import DecoderConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.pipedream.grad_fn import InFlight
 from spmd.powersgd.transform import PowerSGD
@@ -26,7 +26,7 @@ from spmd.run.transforms import TRANSFORMS
 from tests import tiny
 from tests.tiers import soak_but
 
-SMALL = LlamaConfig(vocab=64, d_model=32, layers=4, heads=4, kv_heads=2, d_ff=64)
+SMALL = DecoderConfig(vocab=64, d_model=32, layers=4, heads=4, kv_heads=2, d_ff=64)
 STAGES = spmd.MeshShape(pipe=2, data=2, fsdp=2)
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "loss scale": {"precision": "fp16"},

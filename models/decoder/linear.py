@@ -470,7 +470,7 @@ class Head(nnx.Module):
         self.kernel.set_metadata(takes_wrapped=False, linear=False, role="logits")
 
     def __call__(
-        self, x: Float[Array, "batch seq d"]
+        self, x: Float[Array, "batch seq d"], soft_cap: float | None = None
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
-        """Return logits or `LazyLogits`."""
-        return unembed(x, self.kernel[...], _placed(self.kernel), "io")
+        """Return logits, with an optional soft cap, or `LazyLogits`."""
+        return unembed(x, self.kernel[...], _placed(self.kernel), "io", soft_cap)

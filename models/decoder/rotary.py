@@ -68,6 +68,36 @@ class RopeScaling:
         return frequencies * factors
 
 
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary positions of one kind of layer; a field of 0 or None has the network's value."""
+
+    theta: float = 0.0
+    """Base of the frequencies."""
+    scaling: RopeScaling | None = None
+    """Scaling of the frequencies for a longer context."""
+
+    def resolve(self, theta: float, scaling: RopeScaling) -> "Rotary":
+        """Return the positions with the network's values where they have none of their own."""
+        if self.scaling is not None:
+            scaling = self.scaling
+        return Rotary(self.theta or theta, scaling)
+
+    def problems(self, where: str, head_dim: int) -> list[Problem]:
+        """Return a problem for each invalid field, and for heads that cannot be rotated."""
+        problems = check_fields(self, {"theta": "above 0"}, prefix=f"{where}rotary.")
+        if head_dim % 2:
+            fix = "an even width, for rotary embeddings"
+            problem = Problem(f"{where}head_dim", "is odd", f"head_dim = {head_dim}", fix)
+            problems.append(problem)
+        return problems
+
+    def angles(self, positions: np.ndarray | Array, head_dim: int) -> Angles:
+        """Return the angles of positions, for heads of a width."""
+        assert self.scaling is not None, "the spec is not resolved"
+        return rotary_angles(positions, head_dim, self.theta, self.scaling)
+
+
 def rotary_angles(
     positions: np.ndarray | Array, head_dim: int, theta: float, scaling: RopeScaling = RopeScaling()
 ) -> Angles:

@@ -1,0 +1,231 @@
+"""Softmax attention as a token mixer: grouped queries, rotary positions, windows, norms, biases."""
+
+import dataclasses
+from typing import Literal
+
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from spmd.errors import Problem, check_fields
+from spmd.layers.attention import attend
+from spmd.models.decoder.declared import TOKENS, Axes, Rows, hidden
+from spmd.models.decoder.inputs import LayerInputs
+from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
+from spmd.models.decoder.norms import LayerNorm, RMSNorm, make_norm, norm_params
+from spmd.models.decoder.rotary import Rotary, rotate
+from spmd.models.decoder.sizes import Sizes
+from spmd.plan.annotate import annotate
+from spmd.sharding.rules import replicate
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Attention of one kind of layer; a field of 0 or None has the network's value."""
+
+    heads: int = 0
+    """Query heads."""
+    kv_heads: int = 0
+    """Key/value heads (grouped-query attention, arXiv:2305.13245); divides heads."""
+    head_dim: int = 0
+    """Width of a head of queries and keys."""
+    window: int | None = None
+    """Tokens that each one attends to, itself included; 0 for all preceding ones."""
+    rotary: Rotary | None = Rotary()
+    """Rotary positions; None for none."""
+    qkv_bias: bool = False
+    """Add biases to queries, keys and values."""
+    out_bias: bool = False
+    """Add a bias to the output."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """Normalise queries and keys: each head (arXiv:2302.05442), or all heads together."""
+    scale: float = 0.0
+    """Factor of the scores; 0 for head_dim^−½."""
+    soft_cap: float = 0.0
+    """Soft cap of the scores, cap · tanh(scores / cap) (arXiv:2408.00118); 0 for none."""
+    causal: bool = True
+    """Attend to preceding tokens only; False in encoders."""
+
+    name = "attention"
+    """Name of the module in a layer."""
+
+    def resolve(self, sizes: Sizes) -> "AttentionSpec":
+        """Return the spec with the network's values where it has none of its own."""
+        window = self.window
+        if window is None:
+            window = sizes.window
+        rotary = self.rotary
+        if rotary is not None:
+            rotary = rotary.resolve(sizes.rope_theta, sizes.rope_scaling)
+        return dataclasses.replace(
+            self,
+            heads=self.heads or sizes.heads,
+            kv_heads=self.kv_heads or sizes.kv_heads,
+            head_dim=self.head_dim or sizes.head_dim,
+            window=window,
+            rotary=rotary,
+        )
+
+    def problems(self, where: str, sizes: Sizes) -> list[Problem]:
+        """Return a problem for each invalid field of a resolved spec."""
+        del sizes
+        rules = dict.fromkeys(("heads", "kv_heads", "head_dim"), "at least 1")
+        rules |= dict.fromkeys(("window", "scale", "soft_cap"), "at least 0")
+        problems = check_fields(self, rules, prefix=where)
+        if not problems and self.heads % self.kv_heads:
+            problem = Problem(
+                f"{where}kv_heads",
+                f"does not divide {where}heads",
+                f"{self.heads} / {self.kv_heads} = {self.heads / self.kv_heads:.4g}",
+                "equally many query heads for each key/value head",
+            )
+            problems.append(problem)
+        if not problems and self.rotary is not None:
+            problems += self.rotary.problems(where, self.head_dim)
+        return problems
+
+    @property
+    def rotary_key(self) -> tuple[Rotary, int] | None:
+        """Rotary positions and the width of what they rotate; None without positions."""
+        if self.rotary is None:
+            return None
+        return self.rotary, self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    def matmul_params(self, sizes: Sizes) -> int:
+        """Return the number of parameters that each token is multiplied with."""
+        return 2 * sizes.d_model * (self.attention_width + self.kv_width)
+
+    def other_params(self, sizes: Sizes) -> int:
+        """Return the number of all other parameters: biases and norms."""
+        count = 0
+        if self.qkv_bias:
+            count += self.attention_width + 2 * self.kv_width
+        if self.out_bias:
+            count += sizes.d_model
+        if self.qk_norm == "head":
+            count += 2 * self.head_dim * norm_params(sizes.norm)
+        if self.qk_norm == "full":
+            count += (self.attention_width + self.kv_width) * norm_params(sizes.norm)
+        return count
+
+    def rows(self, fsdp: Axes) -> Rows:
+        """Return the rows of the rule table."""
+        params = [
+            ("attention/(q|k|v)_proj/kernel", P(fsdp, "tensor")),  # [d, heads · head_dim]
+            ("attention/o_proj/kernel", P("tensor", fsdp)),  # [heads · head_dim, d]
+        ]
+        if self.qkv_bias:
+            params.append(("attention/(q|k|v)_proj/bias", P("tensor")))
+        if self.out_bias:
+            reason = replicate("added once, where rows are summed over tensor")
+            params.append(("attention/o_proj/bias", reason))
+        if self.qk_norm == "head":
+            reason = replicate("one scale of head_dim for all heads of a layer")
+            params.append(("attention/(q|k)_norm/scale", reason))
+        if self.qk_norm == "full":
+            reason = replicate("one vector of a layer, and a norm over all heads")
+            params.append(("attention/(q|k)_norm/scale", reason))
+        activations = (
+            ("attention_input", TOKENS),
+            # [batch, seq, heads, head_dim]
+            *hidden("attention_query", "attention_key", "attention_value"),
+            *hidden("attention_out"),  # [batch, seq, heads · head_dim]
+        )
+        return Rows(tuple(params), activations)
+
+    def build(self, sizes: Sizes, angles: int, rngs: nnx.Rngs) -> "Attention":
+        """Build the module of a resolved spec.
+
+        `angles` is the number of its angles in `LayerInputs.angles`.
+        """
+        return Attention(self, sizes, angles, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention of a resolved spec."""
+
+    def __init__(self, spec: AttentionSpec, sizes: Sizes, angles: int, *, rngs: nnx.Rngs) -> None:
+        width = sizes.d_model
+        bias = spec.qkv_bias
+        out_scale = sizes.out_scale
+        self.spec = spec
+        self.angles = angles
+        self.q_proj = Dense(width, spec.attention_width, bias=bias, rngs=rngs)
+        self.k_proj = Dense(width, spec.kv_width, bias=bias, rngs=rngs)
+        self.v_proj = Dense(width, spec.kv_width, bias=bias, rngs=rngs)
+        self.o_proj = Dense(
+            spec.attention_width, width, scale=out_scale, bias=spec.out_bias, rngs=rngs
+        )
+        self.q_norm = _qk_norm(spec, spec.attention_width, sizes)
+        self.k_norm = _qk_norm(spec, spec.kv_width, sizes)
+
+    def __call__(
+        self, x: Float[Array, "batch seq d"], inputs: LayerInputs
+    ) -> Float[Array, "batch seq d"]:
+        """Attend from each token to itself and preceding ones of its document, in the window."""
+        batch, seq, _ = x.shape
+        spec = self.spec
+        kernels = (self.q_proj.kernel, self.k_proj.kernel, self.v_proj.kernel)
+        query, key, value = column_parallel(x, kernels, "attention_input", spec.head_dim)
+        query = self.q_proj.with_bias(query)
+        key = self.k_proj.with_bias(key)
+        value = self.v_proj.with_bias(value)
+        query = self._heads(query, self.q_norm, spec.heads)
+        query = annotate(self._rotated(query, inputs), "attention_query")
+        key = self._heads(key, self.k_norm, spec.kv_heads)
+        key = annotate(self._rotated(key, inputs), "attention_key")
+        value = annotate(self._heads(value, None, spec.kv_heads), "attention_value")
+        out = attend(
+            query,
+            key,
+            value,
+            window=spec.window or None,
+            segments=inputs.segments,
+            scale=spec.scale or None,
+            soft_cap=spec.soft_cap or None,
+            causal=spec.causal,
+        )
+        out = annotate(out.reshape(batch, seq, -1), "attention_out")
+        y = row_parallel(out, self.o_proj.kernel, "attention_input", spec.head_dim)
+        return self.o_proj.with_bias(y)
+
+    def _heads(
+        self,
+        y: Float[Array, "batch seq hidden"],
+        norm: RMSNorm | LayerNorm | None,
+        count: int,
+    ) -> Float[Array, "batch seq heads dim"]:
+        """Return separate heads, normalised by the norm, if any."""
+        batch, seq, _ = y.shape
+        if norm is not None and self.spec.qk_norm == "full":
+            y = norm(y)
+        y = y.reshape(batch, seq, count, -1)
+        if norm is not None and self.spec.qk_norm == "head":
+            y = norm(y)
+        return y
+
+    def _rotated(
+        self, heads: Float[Array, "batch seq heads dim"], inputs: LayerInputs
+    ) -> Float[Array, "batch seq heads dim"]:
+        """Rotate heads by the positions of their tokens, if they have some."""
+        if self.spec.rotary is None:
+            return heads
+        return rotate(heads, inputs.angles[self.angles])
+
+
+def _qk_norm(spec: AttentionSpec, width: int, sizes: Sizes) -> RMSNorm | LayerNorm | None:
+    if spec.qk_norm == "none":
+        return None
+    if spec.qk_norm == "head":
+        width = spec.head_dim
+    return make_norm(width, sizes)

@@ -1,0 +1,35 @@
+"""Rows of a rule table that a part of a layer declares for its parameters and activations."""
+
+import dataclasses
+
+from jax.sharding import PartitionSpec as P
+
+from spmd.sharding.mesh import BATCH_AXES
+from spmd.sharding.rules import Replicate
+
+Axes = str | tuple[str, ...]
+"""Axes over which parameters are split and gathered: `fsdp`, with `expert` in models with experts."""
+
+TOKENS = P(BATCH_AXES, "sequence")
+"""`[batch, seq, …]`: all channels on each device of `tensor`."""
+HIDDEN = P(BATCH_AXES, "sequence", "tensor")
+"""`[batch, seq, hidden, …]`: hidden units, heads or channels are split over `tensor`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of a rule table: pattern of paths → spec, and activation → spec."""
+
+    params: tuple[tuple[str, P | Replicate], ...] = ()
+    activations: tuple[tuple[str, P], ...] = ()
+
+    def __add__(self, other: "Rows") -> "Rows":
+        """Return both tables' rows, each once."""
+        params = dict.fromkeys((*self.params, *other.params))
+        activations = dict.fromkeys((*self.activations, *other.activations))
+        return Rows(tuple(params), tuple(activations))
+
+
+def hidden(*names: str) -> tuple[tuple[str, P], ...]:
+    """Return rows of activations that are split over `tensor`."""
+    return tuple((name, HIDDEN) for name in names)

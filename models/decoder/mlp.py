@@ -1,0 +1,120 @@
+"""Feed-forward parts of a layer with one MLP for all tokens."""
+
+import dataclasses
+
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from spmd.errors import Problem, check_fields, did_you_mean
+from spmd.models.decoder.activations import GATED, UNGATED
+from spmd.models.decoder.declared import TOKENS, Axes, Rows, hidden
+from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
+from spmd.models.decoder.sizes import Sizes
+from spmd.plan.annotate import annotate
+from spmd.sharding.rules import replicate
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPSpec:
+    """MLP of one kind of layer; a field of 0 has the network's value."""
+
+    d_ff: int = 0
+    """Hidden width."""
+    activation: str = "silu"
+    """Activation: silu, gelu_tanh, … (`spmd.models.decoder.activations`)."""
+    gated: bool = True
+    """Multiply the activation of a gate with hidden units: three kernels (arXiv:2002.05202);
+    otherwise two."""
+    bias: bool = False
+    """Add biases to hidden units and output."""
+
+    name = "mlp"
+    """Name of the module in a layer."""
+
+    def resolve(self, sizes: Sizes) -> "MLPSpec":
+        """Return the spec with the network's values where it has none of its own."""
+        return dataclasses.replace(self, d_ff=self.d_ff or sizes.d_ff)
+
+    def problems(self, where: str) -> list[Problem]:
+        """Return a problem for each invalid field of a resolved spec."""
+        problems = check_fields(self, {"d_ff": "at least 1"}, prefix=where)
+        return problems + activation_problems(self.activation, self.gated, where)
+
+    def matmul_params(self, sizes: Sizes) -> int:
+        """Return the number of parameters that each token is multiplied with."""
+        return (2 + self.gated) * sizes.d_model * self.d_ff
+
+    def other_params(self, sizes: Sizes) -> int:
+        """Return the number of biases."""
+        if not self.bias:
+            return 0
+        return (1 + self.gated) * self.d_ff + sizes.d_model
+
+    def rows(self, fsdp: Axes) -> Rows:
+        """Return the rows of the rule table."""
+        return mlp_rows("mlp", fsdp, gated=self.gated, bias=self.bias)
+
+    def build(self, sizes: Sizes, rngs: nnx.Rngs) -> "MLP":
+        """Build the module of a resolved spec."""
+        return MLP(self, sizes, rngs=rngs)
+
+
+def activation_problems(activation: str, gated: bool, where: str) -> list[Problem]:
+    """Return the problem of an activation that does not exist, with a gate or without one."""
+    known = GATED if gated else UNGATED
+    if activation in known:
+        return []
+    what = f"{activation!r} does not exist with gated={gated}"
+    return [Problem(f"{where}activation", what, fix=did_you_mean(activation, known))]
+
+
+def mlp_rows(name: str, fsdp: Axes, *, gated: bool, bias: bool) -> Rows:
+    """Return the rows of the rule table for MLPs of a name, a pattern."""
+    into = "up_proj"
+    marks = ["mlp_up", "mlp_hidden"]
+    if gated:
+        into = "(gate|up)_proj"
+        marks = ["mlp_gate", *marks]
+    params = [
+        (f"{name}/{into}/kernel", P(fsdp, "tensor")),  # [d, d_ff]
+        (f"{name}/down_proj/kernel", P("tensor", fsdp)),  # [d_ff, d]
+    ]
+    if bias:
+        reason = replicate("added once, where rows are summed over tensor")
+        params += [(f"{name}/{into}/bias", P("tensor")), (f"{name}/down_proj/bias", reason)]
+    return Rows(tuple(params), (("mlp_input", TOKENS), *hidden(*marks)))
+
+
+class MLP(nnx.Module):
+    """`down(f(gate(x)) · up(x))`, or `down(f(up(x)))`, of a resolved spec."""
+
+    def __init__(self, spec: MLPSpec, sizes: Sizes, *, rngs: nnx.Rngs) -> None:
+        width = sizes.d_model
+        bias = spec.bias
+        self.spec = spec
+        self.gate_proj = Dense(width, spec.d_ff, bias=bias, rngs=rngs) if spec.gated else None
+        self.up_proj = Dense(width, spec.d_ff, bias=bias, rngs=rngs)
+        self.down_proj = Dense(spec.d_ff, width, scale=sizes.out_scale, bias=bias, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
+        """Apply the MLP."""
+        if self.gate_proj is None:
+            hidden_units = self._activated(x)
+        else:
+            hidden_units = self._gated(x, self.gate_proj)
+        hidden_units = annotate(hidden_units, "mlp_hidden")
+        y = row_parallel(hidden_units, self.down_proj.kernel, "mlp_input")
+        return self.down_proj.with_bias(y)
+
+    def _gated(self, x: Array, gate_proj: Dense) -> Float[Array, "batch seq hidden"]:
+        kernels = (gate_proj.kernel, self.up_proj.kernel)
+        gate, up = column_parallel(x, kernels, "mlp_input")
+        gate = annotate(gate_proj.with_bias(gate), "mlp_gate")
+        up = annotate(self.up_proj.with_bias(up), "mlp_up")
+        return GATED[self.spec.activation](gate, up)
+
+    def _activated(self, x: Array) -> Float[Array, "batch seq hidden"]:
+        (up,) = column_parallel(x, (self.up_proj.kernel,), "mlp_input")
+        up = annotate(self.up_proj.with_bias(up), "mlp_up")
+        return UNGATED[self.spec.activation](up)

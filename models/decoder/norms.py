@@ -1,0 +1,127 @@
+"""Norms of activations, computed in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from spmd.models.decoder.sizes import NormSpec, Sizes
+
+Norm = nnx.Module
+"""A callable module from `[*tokens, d]` to the same shape and dtype."""
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation in float32 (Zhang & Sennrich, arXiv:1910.07467).
+
+    Without `scale` there is no parameter.
+    """
+
+    def __init__(
+        self, width: int, *, eps: float, offset: float = 0.0, has_scale: bool = True
+    ) -> None:
+        self.scale = _vector(width, 1.0 - offset) if has_scale else None
+        self.eps = eps
+        self.offset = offset
+
+    def __call__(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
+        """Return `x / rms(x) · (offset + scale)` in the dtype of `x`."""
+        if self.scale is None:
+            return _rms_norm_unscaled(x, self.eps)
+        return _rms_norm(x, self.scale[...], self.eps, self.offset)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2, 3))
+def _rms_norm(x: Array, scale: Array, eps: float, offset: float) -> Array:
+    wide = x.astype(jnp.float32)
+    square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(square + eps)
+    if offset:
+        scale = scale + offset
+    wide = wide * _for_tokens(scale, x)
+    return wide.astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=1)
+def _rms_norm_unscaled(x: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(square + eps)
+    return wide.astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Normalisation to mean 0 and variance 1 in float32 (Ba et al., arXiv:1607.06450).
+
+    Scale and bias are learned, if it has them.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        eps: float,
+        offset: float = 0.0,
+        has_scale: bool = True,
+        has_bias: bool = True,
+    ) -> None:
+        self.scale = _vector(width, 1.0 - offset) if has_scale else None
+        self.bias = _vector(width, 0.0) if has_bias else None
+        self.eps = eps
+        self.offset = offset
+
+    def __call__(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
+        """Return `(x − mean(x)) / std(x) · (offset + scale) + bias` in the dtype of `x`."""
+        scale = None
+        if self.scale is not None:
+            scale = self.scale[...]
+        bias = None
+        if self.bias is not None:
+            bias = self.bias[...]
+        return _layer_norm(x, scale, bias, self.eps, self.offset)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(3, 4))
+def _layer_norm(
+    x: Array, scale: Array | None, bias: Array | None, eps: float, offset: float
+) -> Array:
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean(axis=-1, keepdims=True)
+    variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(variance + eps)
+    if scale is not None:
+        if offset:
+            scale = scale + offset
+        wide = wide * _for_tokens(scale, x)
+    if bias is not None:
+        wide = wide + _for_tokens(bias, x)
+    return wide.astype(x.dtype)
+
+
+def _vector(width: int, value: float) -> nnx.Param:
+    return nnx.Param(jnp.full((width,), value, jnp.float32), gathered_by_layer=True)
+
+
+def _for_tokens(values: Float[Array, "d"], x: Array) -> Array:
+    return jnp.expand_dims(values, tuple(range(x.ndim - 1)))
+
+
+def make_norm(width: int, sizes: Sizes) -> RMSNorm | LayerNorm:
+    """Return a norm of the network's kind, over the last dimension, of size `width`."""
+    norm = sizes.norm
+    if norm.kind == "rms":
+        return RMSNorm(width, eps=sizes.norm_eps, offset=norm.offset, has_scale=norm.scale)
+    return LayerNorm(
+        width,
+        eps=sizes.norm_eps,
+        offset=norm.offset,
+        has_scale=norm.scale,
+        has_bias=norm.bias,
+    )
+
+
+def norm_params(norm: NormSpec) -> int:
+    """Return the number of parameters of a norm for each channel."""
+    return int(norm.scale) + int(norm.bias)

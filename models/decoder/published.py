@@ -1,0 +1,363 @@
+"""Decoders as published on Hugging Face: fields of config.json and names of tensors.
+
+A family is a reading and a writing of config.json, and a table from the parameters of a layer to
+its tensors:
+
+```python
+FAMILY = decoder_family("MistralForCausalLM", _read, _write)
+```
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import nnx
+
+from spmd.errors import SpmdError
+from spmd.hf.family import (
+    AS_IS,
+    TRANSPOSED,
+    Family,
+    Ignored,
+    TensorLayout,
+    TensorMapping,
+)
+from spmd.hf.fields import Fields
+from spmd.layers.router import RouterConfig
+from spmd.models.decoder.attention import AttentionSpec
+from spmd.models.decoder.decoder import DecoderConfig
+from spmd.models.decoder.layer import LayerSpec
+from spmd.models.decoder.mlp import MLPSpec
+from spmd.models.decoder.rotary import RopeScaling
+from spmd.models.decoder.rules import decoder_rules
+
+Names = dict[str, tuple[str, TensorLayout]]
+"""Parameter of a layer → its tensor, without the layer's prefix, and the tensor's layout."""
+
+TANH = "gelu_pytorch_tanh"
+"""Activation of config.json: gelu by the tanh approximation."""
+
+_KERNELS = {
+    "attention/q_proj": "self_attn.q_proj",
+    "attention/k_proj": "self_attn.k_proj",
+    "attention/v_proj": "self_attn.v_proj",
+    "attention/o_proj": "self_attn.o_proj",
+    "mlp/gate_proj": "mlp.gate_proj",
+    "mlp/up_proj": "mlp.up_proj",
+    "mlp/down_proj": "mlp.down_proj",
+}
+_NORMS = {
+    "attention/q_norm": "self_attn.q_norm",
+    "attention/k_norm": "self_attn.k_norm",
+}
+_ENDS: Names = {
+    "embed/embedding": ("embed_tokens.weight", AS_IS),
+    "norm/scale": ("norm.weight", AS_IS),
+    "norm/bias": ("norm.bias", AS_IS),
+}
+_HEAD = "lm_head.weight"
+_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_context",
+}
+
+
+def layer_names(**norms: str) -> Names:
+    """Return the tensors of a layer with the names of Llama.
+
+    Args:
+        **norms: Norm of the residual stream → its tensor; by default those of Llama.
+    """
+    norms = norms or {
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+    }
+    names: Names = {}
+    for ours, theirs in _KERNELS.items():
+        names[f"{ours}/kernel"] = (f"{theirs}.weight", TRANSPOSED)
+        names[f"{ours}/bias"] = (f"{theirs}.bias", AS_IS)
+    for ours, theirs in (_NORMS | norms).items():
+        names[f"{ours}/scale"] = (f"{theirs}.weight", AS_IS)
+        names[f"{ours}/bias"] = (f"{theirs}.bias", AS_IS)
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNames:
+    """Names of all tensors of a decoder.
+
+    Attributes:
+        layer: Tensors of a layer.
+        ends: Tensors outside of layers.
+        prefix: Prefix of all but the head's.
+        layers: Prefix of a layer, with its number.
+    """
+
+    layer: Names
+    ends: Names
+    prefix: str = "model."
+    layers: str = "layers.{layer}."
+
+    def mappings(self, config: DecoderConfig) -> tuple[TensorMapping, ...]:
+        """Return the mappings of all parameters of a config."""
+        places = _places(config)
+        found = []
+        for path in _param_paths(config):
+            place = next((name for name in places if path.startswith(f"{name}/")), None)
+            if place is not None:
+                mapping = self._of_layer(path, path.removeprefix(f"{place}/"), places[place])
+            else:
+                mapping = self._of_end(path)
+            found.append(mapping)
+        return tuple(mapping for mapping in found if mapping is not None)
+
+    def _of_layer(self, path: str, name: str, place: tuple[int, int]) -> TensorMapping | None:
+        """Return the mapping of a parameter in layers, by its name in a layer."""
+        if name not in self.layer:
+            return None  # reported as a parameter without a mapping
+        tensor, layout = self.layer[name]
+        first, step = place
+        return TensorMapping(path, self.prefix + self.layers + tensor, layout, first, step)
+
+    def _of_end(self, path: str) -> TensorMapping | None:
+        """Return the mapping of a parameter outside of layers."""
+        if path == "lm_head/kernel":
+            return TensorMapping(path, _HEAD, TRANSPOSED)
+        if path not in self.ends:
+            return None
+        tensor, layout = self.ends[path]
+        return TensorMapping(path, self.prefix + tensor, layout)
+
+    def ignored(self, config: DecoderConfig) -> tuple[Ignored, ...]:
+        """Return tensors of a checkpoint without a parameter."""
+        rotary = f"{self.prefix}{self.layers}self_attn.rotary_emb.inv_freq"
+        entries = [Ignored(rotary, "follows from rope_theta")]
+        if config.tied:
+            embedding, _ = self.ends["embed/embedding"]
+            copy = Ignored(_HEAD, "is a copy of the embedding", self.prefix + embedding)
+            entries.append(copy)
+        return tuple(entries)
+
+
+def _places(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Return the path of each stack of layers, with its first layer's number and the step."""
+    places = {}
+    number = 0
+    for name, (_, count) in config.first_stacks.items():
+        places[name] = (number, 1)
+        number += count
+    pattern = config.pattern
+    size = len(pattern.group)
+    if size == 1:
+        places["layers"] = (number, 1)
+    else:
+        for index, name in enumerate(config.names_in_group):
+            places[f"layers/{name}"] = (number + index, size)
+    number += pattern.repeats * size
+    for name, (_, count) in config.last_stacks.items():
+        places[name] = (number, 1)
+        number += count
+    return places
+
+
+def _param_paths(config: DecoderConfig) -> list[str]:
+    """Return the paths of all parameters of a stacked model."""
+    stacked = dataclasses.replace(config, stacked=True)
+    model = nnx.eval_shape(lambda: stacked.build(nnx.Rngs(0)))
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return ["/".join(map(str, path)) for path, _ in params]
+
+
+def decoder_family(
+    architecture: str,
+    read: Callable[[Mapping[str, Any]], DecoderConfig],
+    write: Callable[[DecoderConfig], dict[str, Any]],
+    layer: Names | None = None,
+    *,
+    names: TensorNames | None = None,
+    ignored: tuple[Ignored, ...] = (),
+    harmless: tuple[str, ...] = (),
+    optional_prefix: bool = False,
+) -> Family:
+    """Return a family of decoders.
+
+    A config belongs to it if reading what is written gives the same decoder.
+
+    Args:
+        architecture: Name in config.json.
+        read: Parses config.json.
+        write: Inverse of `read`; of a config of another family, it may write anything.
+        layer: Tensors of a layer; those of Llama by default.
+        names: Tensors of the whole model; by default `layer`, and the rest as in Llama.
+        ignored: More tensors without a parameter.
+        harmless: As in `Family`.
+        optional_prefix: Whether tensors may lack their prefix.
+    """
+    tensors = names or TensorNames(layer or layer_names(), _ENDS)
+
+    def fits(config: Any) -> bool:
+        if not isinstance(config, DecoderConfig):
+            return False
+        try:
+            again = read(write(config))
+        except (SpmdError, AttributeError):  # a part of the config is of another kind
+            return False
+        return _published_form(again) == _published_form(config)
+
+    prefix = ""
+    if optional_prefix:
+        prefix = tensors.prefix
+    return Family(
+        architectures=(architecture,),
+        read_config=read,
+        write_config=write,
+        fits=fits,
+        rules=decoder_rules,
+        names=tensors.mappings,
+        ignored=lambda config: (*tensors.ignored(config), *ignored),
+        prefix=prefix,
+        harmless=harmless,
+    )
+
+
+def _published_form(config: DecoderConfig) -> tuple[Any, ...]:
+    """Return all of a config that changes a trained model's results."""
+    kinds = []
+    for spec in config.pattern.kinds:
+        kinds.append(dataclasses.replace(spec, name="", input_name="residual"))
+    router = config.router
+    if router is not None:
+        router = dataclasses.replace(router, **_UNTRAINED)
+    scale = config.embed_scale or config.d_model**0.5
+    return (
+        *(config.vocab, config.d_model, config.norm_eps, config.tied, config.norm),
+        *(config.positions, scale, config.residual_scale, config.logits_scale),
+        *(config.logits_soft_cap, router, *kinds),
+    )
+
+
+_PLAIN_ROUTER = RouterConfig()
+_OF_TRAINING = ("jitter", "balance", "balance_form", "balance_over", "z_loss", "bias_rate")
+_UNTRAINED = {name: getattr(_PLAIN_ROUTER, name) for name in _OF_TRAINING}
+"""Fields of a router that affect only training."""
+
+
+def read_sizes(
+    fields: Fields,
+    *,
+    eps: float = 1e-6,
+    theta: float = 10_000.0,
+    head_dim: int = 0,
+    tied: bool = False,
+    activation: tuple[str, ...] = ("hidden_act", "silu"),
+    heads_divide: bool = False,
+) -> dict[str, Any]:
+    """Parse the fields that most families have, as arguments of `DecoderConfig`.
+
+    Args:
+        fields: Fields of config.json.
+        eps: Default of `rms_norm_eps`.
+        theta: Default of `rope_theta`.
+        head_dim: Default of `head_dim`; 0 for the width divided by the heads.
+        tied: Default of `tie_word_embeddings`.
+        activation: Name of the MLP's activation field, and the supported values.
+        heads_divide: Whether the heads must divide the width.
+    """
+    width = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    if heads_divide and width % heads:
+        what = f"is {heads}, which does not divide hidden_size {width}, as this family needs"
+        fields.refuse("num_attention_heads", what)
+    head_dim = fields.integer("head_dim", head_dim or max(1, width // heads))
+    if head_dim * heads == width:
+        head_dim = 0
+    fields.only(*activation)
+    fields.only("is_causal", True)
+    base, scaling = fields.rope(theta, "llama3")
+    return {
+        "vocab": fields.integer("vocab_size"),
+        "d_model": width,
+        "layers": fields.integer("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": fields.integer("num_key_value_heads", heads),
+        "d_ff": fields.integer("intermediate_size"),
+        "head_dim": head_dim,
+        "rope_theta": base,
+        "rope_scaling": _read_scaling(fields, scaling),
+        "norm_eps": fields.number("rms_norm_eps", eps, least=0),
+        "tied": fields.flag("tie_word_embeddings", tied),
+    }
+
+
+def _read_scaling(fields: Fields, table: Mapping[str, Any]) -> RopeScaling:
+    if not table:
+        return RopeScaling()
+    for name in sorted({*table} ^ {*_SCALING}):
+        what = "is missing"
+        if name in table:
+            what = f"is {table[name]!r:.80}, and is unknown"
+        fields.refuse(f"rope_scaling.{name}", what)
+    numbers: dict[str, Any] = {}
+    for theirs, ours in _SCALING.items():
+        if theirs in table and fields.is_number(f"rope_scaling.{theirs}", table[theirs]):
+            numbers[ours] = table[theirs]
+    return fields.nested(RopeScaling, **numbers) or RopeScaling()
+
+
+def read_layer(fields: Fields) -> LayerSpec:
+    """Parse `attention_bias` and `mlp_bias`, of all kernels of attention and MLP."""
+    bias = fields.flag("attention_bias", False)
+    return LayerSpec(
+        AttentionSpec(qkv_bias=bias, out_bias=bias),
+        MLPSpec(bias=fields.flag("mlp_bias", False)),
+    )
+
+
+def read_window(fields: Fields, absent: int) -> int:
+    """Parse `sliding_window`; null means 0, full attention, and `absent` is the default."""
+    if fields.value("sliding_window") is not None:
+        return fields.integer("sliding_window")
+    if fields.is_null("sliding_window"):
+        return 0
+    return absent
+
+
+def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
+    """Require `layer_types`, if present, to repeat a pattern of attention kinds over all layers."""
+    kinds = fields.value("layer_types")
+    if kinds is None:
+        return
+    expected = [pattern[i % len(pattern)] for i in range(layers)]
+    if kinds != expected:
+        supported = " and ".join(pattern)
+        what = f"is {kinds!r:.80}, and this model has {layers} layers of alternating {supported}"
+        fields.refuse("layer_types", what)
+
+
+def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+    """Return the fields of config.json: the inverse of `read_sizes`."""
+    return {
+        "vocab_size": config.vocab,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "intermediate_size": config.d_ff,
+        "hidden_act": "silu",
+        **_write_rope(config),
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def _write_rope(config: DecoderConfig) -> dict[str, Any]:
+    if config.rope_scaling == RopeScaling():
+        return {"rope_theta": config.rope_theta}
+    scaling: dict[str, Any] = {"rope_type": "llama3"}
+    for theirs, ours in _SCALING.items():
+        scaling[theirs] = getattr(config.rope_scaling, ours)
+    return {"rope_theta": config.rope_theta, "rope_scaling": scaling}

@@ -1,0 +1,103 @@
+"""Rule table of a decoder, from the rows that the parts of its layers declare.
+
+Megatron style: columns then rows over `tensor`, everything large over `fsdp`; in a model with
+experts, what is no expert is split over `expert` too, and gathered over both.
+
+The embedding is split by columns, not by vocabulary. Each device looks up its columns for all
+tokens of its `fsdp × tensor` group, and then columns are exchanged for tokens: activations are
+communicated instead of the table, and the table's gradient needs no sum over `fsdp`. As a tied head
+it is split by vocabulary. Over `pipe`, where every stage of a pipeline uses embedding and head
+whole, only what is stored is split.
+
+Between the matrices, the residual stream and its norms are split over `tensor` too: by width, which
+any number of tokens allows (decision 0033).
+"""
+
+from jax.sharding import PartitionSpec as P
+
+from spmd.models.decoder.declared import HIDDEN, TOKENS, Axes, Rows
+from spmd.models.decoder.decoder import DecoderConfig
+from spmd.models.decoder.experts import BIAS_ROWS
+from spmd.sharding.batch import TOKENS as TOKEN_BATCH
+from spmd.sharding.rules import Replicate, Rules, replicate
+
+
+def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> Rules:
+    """Return the rule table of a decoder.
+
+    Args:
+        config: Shape of the decoder.
+        split_vocab: Split the head over `tensor` and the stored embedding over `pipe` by
+            vocabulary; otherwise every device of `tensor` computes the same logits. By default,
+            where the vocabulary is even: an odd one divides over no axis above 1.
+
+    Example:
+        >>> rules = decoder_rules(DecoderConfig(tied=True))
+        >>> "lm_head/kernel" in dict(rules.params)
+        False
+    """
+    if split_vocab is None:
+        split_vocab = config.vocab % 2 == 0
+    fsdp: Axes = "fsdp"
+    lookup: Axes = ("data", "expert")
+    if config.router is not None:
+        fsdp = ("fsdp", "expert")
+        lookup = "data"
+    rows = _ends(config, fsdp, lookup, split_vocab=split_vocab)
+    for spec in dict.fromkeys(config.pattern.kinds):
+        rows += spec.rows(fsdp)
+        marks = ((spec.input_name, HIDDEN),)  # [batch, seq, d]
+        rows += Rows(activations=marks)
+    if config.router is not None and config.router.bias_rate:
+        rows += BIAS_ROWS
+    rows += _norms(config)
+    stacks = dict.fromkeys(["layers", *config.first_stacks, *config.last_stacks], "pipe")
+    return Rules(rows.params, rows.activations, stacked=stacks, batch=TOKEN_BATCH)
+
+
+def _ends(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: bool) -> Rows:
+    """Return the rows of embedding, positions, head and residual stream."""
+    axes = (fsdp,) if isinstance(fsdp, str) else fsdp
+    stored: list[tuple[str, P | Replicate]] = [("embed/embedding", P("pipe", (*axes, "tensor")))]
+    head = P((*axes, "pipe"), "tensor")  # [d, vocab]
+    columns = P(("pipe", "tensor"), fsdp)  # [vocab, d]
+    logits = HIDDEN  # [batch, seq, vocab]
+    if not split_vocab:
+        stored = [("embed/embedding", P(None, (*axes, "tensor", "pipe")))]
+        head = P((*axes, "tensor", "pipe"))
+        columns = P(None, fsdp)
+        logits = TOKENS
+    if config.positions:
+        stored.append(("positions", P(None, fsdp)))
+    # [batch, seq, …]: every column's owner sees all tokens, then two short exchanges instead of a
+    # full copy
+    activations = [
+        ("embed_tokens", P(lookup, "sequence")),
+        ("embed_rows", P(lookup, "sequence", (*axes, "tensor"))),
+        ("embed_exchange", P(lookup, "sequence", fsdp)),
+        ("residual", HIDDEN),
+        ("logits", logits),
+    ]
+    if config.tied:
+        activations.append(("tied_columns", columns))
+    else:
+        stored.append(("lm_head/kernel", head))
+    return Rows(tuple(stored), tuple(activations))
+
+
+def _norms(config: DecoderConfig) -> Rows:
+    """Return the rows of the norms of the residual stream."""
+    leaves = []
+    if config.norm.scale:
+        leaves.append("scale")
+    if config.norm.bias:
+        leaves.append("bias")
+    if not leaves:
+        return Rows()
+    names: dict[str, None] = {}
+    for spec in config.pattern.kinds:
+        names |= dict.fromkeys(spec.norm_names)
+    pattern = f"({'|'.join([*names, 'norm'])})/({'|'.join(leaves)})"
+    if len(leaves) == 1:
+        pattern = f"({'|'.join([*names, 'norm'])})/{leaves[0]}"
+    return Rows(((pattern, replicate("norms are a few KiB")),))

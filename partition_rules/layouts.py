@@ -1,0 +1,89 @@
+"""Other layouts from the table of a decoder."""
+
+import dataclasses
+
+from jax.sharding import PartitionSpec as P
+
+from spmd.sharding.mesh import BATCH_AXES
+from spmd.sharding.rules import Replicate, Rules, replicate
+
+_QKV = "attention/(q|k|v)_proj/kernel"
+_QKV_BIAS = "attention/(q|k|v)_proj/bias"
+_EXPERTS_INTO = ("experts/(gate|up)_proj/kernel", "experts/up_proj/kernel")
+_EXPERTS_OUT = "experts/down_proj/kernel"
+
+
+def sequence_parallel(rules: Rules) -> Rules:
+    """Split the residual stream and its norms over `tensor` by tokens instead of by width.
+
+    Norms then need no sum over `tensor` (Korthikanti et al., arXiv:2205.05198, section 4.2.2), and
+    tokens must divide.
+    """
+    assert "residual" in dict(rules.activations), "the table has no row for the residual stream"
+    split = P(BATCH_AXES, ("sequence", "tensor"))
+    activations = []
+    for name, spec in rules.activations:
+        if name == "residual":
+            spec = split
+        activations.append((name, spec))
+    return dataclasses.replace(rules, activations=activations)
+
+
+def replicated_kv(rules: Rules) -> Rules:
+    """Replicate key/value heads over `tensor`, for a `tensor` larger than their number.
+
+    Each device computes all of them, and their gradients are summed over `tensor`; query heads are
+    still split.
+    """
+    table = dict(rules.params)
+    split = table[_QKV]
+    assert isinstance(split, P)
+    whole: dict[str, P | Replicate] = {
+        "attention/(k|v)_proj/kernel": P(split[0]),
+        "attention/q_proj/kernel": split,
+    }
+    if _QKV_BIAS in table:
+        whole["attention/(k|v)_proj/bias"] = replicate("on every device, like the kernels")
+        whole["attention/q_proj/bias"] = P("tensor")
+    params = [rule for rule in rules.params if rule[0] not in (_QKV, _QKV_BIAS)]
+    activations = []
+    for name, spec in rules.activations:
+        if name in ("attention_key", "attention_value"):
+            spec = P(*spec[:2])
+        activations.append((name, spec))
+    return dataclasses.replace(rules, params=[*whole.items(), *params], activations=activations)
+
+
+def split_by_rows(rules: Rules) -> Rules:
+    """Split the last kernel of each MLP in rows alone, `[d_ff, d]` over `tensor` and `fsdp`.
+
+    XLA:TPU copies what is gathered from columns that do not fill a tile of its memory.
+    """
+    params = []
+    for path, spec in rules.params:
+        if path == "mlp/down_proj/kernel":
+            spec = P(("tensor", "fsdp"))
+        params.append((path, spec))
+    return dataclasses.replace(rules, params=params)
+
+
+def folded(rules: Rules) -> Rules:
+    """Split experts over `expert` and `tensor` together, and none of them in itself (Liu et al., arXiv:2504.14960).
+
+    Tokens are then split over `tensor`, too, and must divide. Small experts stay whole, and no
+    device computes with the tokens of another but in the experts it has.
+    """
+    assert _EXPERTS_OUT in dict(rules.params), "the table has no experts"
+    kernels = P(("expert", "tensor"), "fsdp")
+    tokens = P(BATCH_AXES, ("sequence", "tensor"))
+    params = []
+    for name, spec in rules.params:
+        if name in (*_EXPERTS_INTO, _EXPERTS_OUT):
+            spec = kernels
+        params.append((name, spec))
+    activations = []
+    for name, mark in rules.activations:
+        if name in ("router_logits", "expert_tokens"):
+            mark = tokens
+        activations.append((name, mark))
+    return dataclasses.replace(rules, params=params, activations=activations)

@@ -1,5 +1,0 @@
-"""Mistral: Llama's table."""
-
-from spmd.partition_rules.llama import LLAMA
-
-MISTRAL = LLAMA
