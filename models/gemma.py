@@ -38,14 +38,14 @@ _NAMES = layer_names(
 )
 
 
-def gemma(*shape: int, **fields: Any) -> DecoderConfig:
+def gemma(*shape: Any, **fields: Any) -> DecoderConfig:
     """Return the config of a Gemma from fields of `DecoderConfig`."""
     fields = _DEFAULTS | {"layer": LayerSpec(mlp=_MLP)} | fields
     return DecoderConfig(*shape, **fields)
 
 
 def gemma2(
-    *shape: int, window: int = 4096, query_scale: float = 256, soft_cap: float = 50.0, **fields: Any
+    *shape: Any, window: int = 4096, query_scale: float = 256, soft_cap: float = 50.0, **fields: Any
 ) -> DecoderConfig:
     """Return the config of a Gemma 2 from fields of `DecoderConfig`.
 

@@ -19,16 +19,21 @@ LAYER = LayerSpec(
     MLPSpec(activation="gelu_tanh", gated=False, bias=True),
 )
 
+_DEFAULTS: dict[str, Any] = {
+    "d_ff": 512,
+    "tied": True,
+    "norm": NormSpec("layer", bias=True),
+    "layer": LAYER,
+}
 
-def gpt2(*shape: int, heads: int = 4, context: int = 1024, **fields: Any) -> DecoderConfig:
+
+def gpt2(*shape: Any, heads: int = 4, context: int = 1024, **fields: Any) -> DecoderConfig:
     """Return the config of a GPT-2 with `context` positions, from fields of `DecoderConfig`.
 
     `shape` are vocab, d_model and layers.
     """
-    defaults = {"d_ff": 512, "tied": True, "norm": NormSpec("layer", bias=True), "layer": LAYER}
-    return DecoderConfig(
-        *shape, heads=heads, kv_heads=heads, positions=context, **defaults | fields
-    )
+    sizes = {"heads": heads, "kv_heads": heads, "positions": context}
+    return DecoderConfig(*shape, **_DEFAULTS | sizes | fields)
 
 
 PRESETS = {

@@ -12,7 +12,13 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, RopeScaling
-from spmd.models.decoder.published import decoder_family, read_layer, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    read_layer,
+    read_sizes,
+    write_biases,
+    write_sizes,
+)
 
 _LLAMA3_8B = DecoderConfig(128_256, 4096, 32, 32, 8, 14_336, rope_theta=500_000.0)
 _LLAMA3_1B = DecoderConfig(128_256, 2048, 16, 32, 8, 8192, rope_theta=500_000.0, tied=True)
@@ -43,13 +49,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    spec = config.pattern.group[0]
-    return {
-        "model_type": "llama",
-        **write_sizes(config),
-        "attention_bias": spec.mixer.qkv_bias,
-        "mlp_bias": spec.mlp.bias,
-    }
+    return {"model_type": "llama", **write_sizes(config), **write_biases(config)}
 
 
 FAMILY = decoder_family("LlamaForCausalLM", _read, _write)

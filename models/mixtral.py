@@ -30,7 +30,7 @@ from spmd.models.decoder.published import (
 
 
 def mixtral(
-    *shape: int,
+    *shape: Any,
     dense_layers: int = 0,
     dense_d_ff: int = 0,
     gated: bool = True,
@@ -64,9 +64,9 @@ def mixtral(
         activation=activation, gated=gated, shared_d_ff=shared_d_ff, init_scale=init_scale
     )
     dense = LayerSpec(mlp=MLPSpec(dense_d_ff), name="dense_layers")
-    fields = {"router": RouterConfig()} | fields
-    first = (dense,) * dense_layers
-    return DecoderConfig(*shape, layer=LayerSpec(mlp=experts), first=first, **fields)
+    table: dict[str, Any] = {"layer": LayerSpec(mlp=experts), "first": (dense,) * dense_layers}
+    fields = {"router": RouterConfig()} | table | fields
+    return DecoderConfig(*shape, **fields)
 
 
 SWITCH = RouterConfig(

@@ -20,7 +20,7 @@ _MLPS: dict[str, MLPSpec] = {
 
 
 def transformer(
-    *shape: int,
+    *shape: Any,
     mlp: MLPKind = "swiglu",
     windows: tuple[int, ...] = (),
     qk_norm: bool = False,
@@ -46,8 +46,10 @@ def transformer(
         mixer = AttentionSpec(window=window, qk_norm=norm)
         layers.append(LayerSpec(mixer, _MLPS[mlp], input_name="layer_input"))
     if len(layers) == 1:
-        return DecoderConfig(*shape, layer=layers[0], **fields)
-    return DecoderConfig(*shape, group=tuple(layers), **fields)
+        fields["layer"] = layers[0]
+    else:
+        fields["group"] = tuple(layers)
+    return DecoderConfig(*shape, **fields)
 
 
 PRESETS = {

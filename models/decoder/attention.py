@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from spmd.errors import Problem, check_fields
 from spmd.layers.attention import attend
-from spmd.models.decoder.declared import TOKENS, Axes, Rows, hidden
+from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, Rows, hidden
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.norms import LayerNorm, RMSNorm, make_norm, norm_params
@@ -120,7 +120,7 @@ class AttentionSpec:
 
     def rows(self, fsdp: Axes) -> Rows:
         """Return the rows of the rule table."""
-        params = [
+        params: list[ParamRow] = [
             ("attention/(q|k|v)_proj/kernel", P(fsdp, "tensor")),  # [d, heads · head_dim]
             ("attention/o_proj/kernel", P("tensor", fsdp)),  # [heads · head_dim, d]
         ]

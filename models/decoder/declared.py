@@ -16,11 +16,15 @@ HIDDEN = P(BATCH_AXES, "sequence", "tensor")
 """`[batch, seq, hidden, …]`: hidden units, heads or channels are split over `tensor`."""
 
 
+ParamRow = tuple[str, P | Replicate]
+"""Pattern of paths, and their spec."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Rows of a rule table: pattern of paths → spec, and activation → spec."""
 
-    params: tuple[tuple[str, P | Replicate], ...] = ()
+    params: tuple[ParamRow, ...] = ()
     activations: tuple[tuple[str, P], ...] = ()
 
     def __add__(self, other: "Rows") -> "Rows":

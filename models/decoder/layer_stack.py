@@ -140,7 +140,8 @@ def _run_list(
     layers: nnx.List, x: Array, each: tuple[Any, ...], step: Step
 ) -> tuple[Array, tuple[Any, ...]]:
     """Run a list of layers, or groups, one after the other."""
-    graphs, inputs = [], []
+    graphs: list[nnx.GraphDef] = []
+    inputs: list[tuple[Any, Any]] = []
     for number, layer in enumerate(layers):
         its_graphs, states = _split(layer)
         own = jax.tree.map(operator.itemgetter(number), each)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from spmd.errors import Problem, check_fields, did_you_mean
 from spmd.models.decoder.activations import GATED, UNGATED
-from spmd.models.decoder.declared import TOKENS, Axes, Rows, hidden
+from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, Rows, hidden
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate
@@ -76,7 +76,7 @@ def mlp_rows(name: str, fsdp: Axes, *, gated: bool, bias: bool) -> Rows:
     if gated:
         into = "(gate|up)_proj"
         marks = ["mlp_gate", *marks]
-    params = [
+    params: list[ParamRow] = [
         (f"{name}/{into}/kernel", P(fsdp, "tensor")),  # [d, d_ff]
         (f"{name}/down_proj/kernel", P("tensor", fsdp)),  # [d_ff, d]
     ]

@@ -316,6 +316,13 @@ def read_layer(fields: Fields) -> LayerSpec:
     )
 
 
+def write_biases(config: DecoderConfig) -> dict[str, bool]:
+    """Return `attention_bias` and `mlp_bias`: the inverse of `read_layer`."""
+    spec = config.pattern.group[0]
+    mlp_bias = isinstance(spec.mlp, MLPSpec) and spec.mlp.bias
+    return {"attention_bias": spec.mixer.qkv_bias, "mlp_bias": mlp_bias}
+
+
 def read_window(fields: Fields, absent: int) -> int:
     """Parse `sliding_window`; null means 0, full attention, and `absent` is the default."""
     if fields.value("sliding_window") is not None:

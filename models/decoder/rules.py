@@ -15,11 +15,11 @@ any number of tokens allows (decision 0033).
 
 from jax.sharding import PartitionSpec as P
 
-from spmd.models.decoder.declared import HIDDEN, TOKENS, Axes, Rows
+from spmd.models.decoder.declared import HIDDEN, TOKENS, Axes, ParamRow, Rows
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.experts import BIAS_ROWS
 from spmd.sharding.batch import TOKENS as TOKEN_BATCH
-from spmd.sharding.rules import Replicate, Rules, replicate
+from spmd.sharding.rules import Rules, replicate
 
 
 def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> Rules:
@@ -58,7 +58,7 @@ def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> 
 def _ends(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: bool) -> Rows:
     """Return the rows of embedding, positions, head and residual stream."""
     axes = (fsdp,) if isinstance(fsdp, str) else fsdp
-    stored: list[tuple[str, P | Replicate]] = [("embed/embedding", P("pipe", (*axes, "tensor")))]
+    stored: list[ParamRow] = [("embed/embedding", P("pipe", (*axes, "tensor")))]
     head = P((*axes, "pipe"), "tensor")  # [d, vocab]
     columns = P(("pipe", "tensor"), fsdp)  # [vocab, d]
     logits = HIDDEN  # [batch, seq, vocab]
