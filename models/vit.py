@@ -83,7 +83,7 @@ class ViTConfig:
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes that layers share."""
+        """Sizes of the layers."""
         return Sizes(
             d_model=self.d_model,
             layers=self.layers,

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from spmd.errors import Problem, check_fields
 from spmd.layers.attention import attend
-from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, Rows, hidden
+from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.norms import LayerNorm, RMSNorm, make_norm, norm_params
@@ -86,7 +86,7 @@ class AttentionSpec:
 
     @property
     def rotary_key(self) -> tuple[Rotary, int] | None:
-        """Rotary positions and the width of what they rotate; None without positions."""
+        """Rotary positions and the width of a head; None without positions."""
         if self.rotary is None:
             return None
         return self.rotary, self.head_dim
@@ -102,7 +102,7 @@ class AttentionSpec:
         return self.kv_heads * self.head_dim
 
     def matmul_params(self, sizes: Sizes) -> int:
-        """Return the number of parameters that each token is multiplied with."""
+        """Return the number of parameters in the matmuls of one token."""
         return 2 * sizes.d_model * (self.attention_width + self.kv_width)
 
     def other_params(self, sizes: Sizes) -> int:
@@ -118,7 +118,7 @@ class AttentionSpec:
             count += (self.attention_width + self.kv_width) * norm_params(sizes.norm)
         return count
 
-    def rows(self, fsdp: Axes) -> Rows:
+    def rows(self, fsdp: Axes) -> TableRows:
         """Return the rows of the rule table."""
         params: list[ParamRow] = [
             ("attention/(q|k|v)_proj/kernel", P(fsdp, "tensor")),  # [d, heads · head_dim]
@@ -141,7 +141,7 @@ class AttentionSpec:
             *hidden("attention_query", "attention_key", "attention_value"),
             *hidden("attention_out"),  # [batch, seq, heads · head_dim]
         )
-        return Rows(tuple(params), activations)
+        return TableRows(tuple(params), activations)
 
     def build(self, sizes: Sizes, angles: int, rngs: nnx.Rngs) -> "Attention":
         """Build the module of a resolved spec.

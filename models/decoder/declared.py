@@ -1,4 +1,4 @@
-"""Rows of a rule table that a part of a layer declares for its parameters and activations."""
+"""TableRows of a rule table, declared by the parts of a layer."""
 
 import dataclasses
 
@@ -21,19 +21,19 @@ ParamRow = tuple[str, P | Replicate]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows of a rule table: pattern of paths → spec, and activation → spec."""
+class TableRows:
+    """TableRows of a rule table: pattern of paths → spec, and activation → spec."""
 
     params: tuple[ParamRow, ...] = ()
     activations: tuple[tuple[str, P], ...] = ()
 
-    def __add__(self, other: "Rows") -> "Rows":
+    def __add__(self, other: "TableRows") -> "TableRows":
         """Return both tables' rows, each once."""
         params = dict.fromkeys((*self.params, *other.params))
         activations = dict.fromkeys((*self.activations, *other.activations))
-        return Rows(tuple(params), tuple(activations))
+        return TableRows(tuple(params), tuple(activations))
 
 
 def hidden(*names: str) -> tuple[tuple[str, P], ...]:
-    """Return rows of activations that are split over `tensor`."""
+    """Return rows of activations split over `tensor`."""
     return tuple((name, HIDDEN) for name in names)

@@ -191,7 +191,7 @@ class DecoderConfig:
 
     @functools.cached_property
     def sizes(self) -> Sizes:
-        """Sizes that layers share, and defaults of their specs."""
+        """Sizes of all layers, and defaults of their specs."""
         return Sizes(
             d_model=self.d_model,
             layers=self.layers,
@@ -210,17 +210,18 @@ class DecoderConfig:
     @functools.cached_property
     def pattern(self) -> Pattern[LayerSpec]:
         """The kinds of layers in order, resolved."""
-        sizes = self.sizes
-        first, group, last = (
-            tuple(spec.resolve(sizes) for spec in specs)
-            for specs in (self.first, self._group, self.last)
-        )
+        first = self._resolve(self.first)
+        group = self._resolve(self._group)
+        last = self._resolve(self.last)
         repeats = (self.layers - len(first) - len(last)) // len(group)
         return Pattern(first, group, repeats, last)
 
+    def _resolve(self, specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+        return tuple(spec.resolve(self.sizes) for spec in specs)
+
     @functools.cached_property
     def rotaries(self) -> tuple[tuple[Rotary, int], ...]:
-        """The kinds of rotary positions in the network, each with the width of what it rotates."""
+        """The kinds of rotary positions in the network, each with a head's width."""
         keys = [spec.mixer.rotary_key for spec in self.pattern.kinds]
         return tuple(dict.fromkeys(key for key in keys if key is not None))
 
@@ -327,7 +328,7 @@ def _places(field: str, specs: tuple[LayerSpec, ...]) -> list[tuple[str, LayerSp
 
 
 def _where_given(problem: Problem, where: str, spec: LayerSpec) -> Problem:
-    """Return a problem of a resolved spec at the field that gave the value: the network's, or its own."""
+    """Return a problem of a resolved spec at the origin of the value: the network's field or its own."""
     part, _, field = problem.where.removeprefix(where).partition(".")
     own = getattr(getattr(spec, part), field, None)
     if own or field not in ("heads", "kv_heads", "head_dim", "d_ff", "window"):
@@ -391,7 +392,7 @@ class Decoder(nnx.Module):
 
     @property
     def padding_aware(self) -> bool:
-        """True with experts, whose losses and loads are over tokens."""
+        """True with experts: their losses and loads are over tokens."""
         return self.config.router is not None
 
     def __call__(
@@ -476,7 +477,7 @@ class Decoder(nnx.Module):
 
     @property
     def outputs_take_context(self) -> bool:
-        """True with last layers, which `compute_outputs` runs."""
+        """True with last layers: `compute_outputs` runs them."""
         return bool(self.config.last)
 
     def _logits(self, x: Float[Array, "batch seq d"]) -> Array | LazyLogits:

@@ -49,7 +49,7 @@ def make_positions(count: int, width: int, *, rngs: nnx.Rngs) -> nnx.Param:
 def add_positions(
     x: Float[Array, "batch seq d"], learned: nnx.Param, segments: Segments
 ) -> Float[Array, "batch seq d"]:
-    """Add learned positions, which restart at each document of a packed sequence.
+    """Add learned positions, from 0 in each document of a packed sequence.
 
     Raises:
         ConfigError: The sequence is longer than there are positions, or may become so.

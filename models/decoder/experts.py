@@ -15,7 +15,7 @@ from spmd.layers.expert_layout import ExpertKernel
 from spmd.layers.moe import Activation, mixture_of_experts
 from spmd.layers.router import RouterConfig, Valid, jittered, route
 from spmd.models.decoder.activations import GATED, UNGATED
-from spmd.models.decoder.declared import TOKENS, Axes, Rows
+from spmd.models.decoder.declared import TOKENS, Axes, TableRows
 from spmd.models.decoder.linear import dense
 from spmd.models.decoder.mlp import MLP, MLPSpec, activation_problems, mlp_rows
 from spmd.models.decoder.sizes import Sizes
@@ -77,7 +77,7 @@ class ExpertsSpec:
         del sizes
         return 0
 
-    def rows(self, fsdp: Axes) -> Rows:
+    def rows(self, fsdp: Axes) -> TableRows:
         """Return the rows of the rule table.
 
         The expert layer is manual over the mesh (`spmd.layers.moe`), so the table has the sharding
@@ -96,7 +96,7 @@ class ExpertsSpec:
             ("expert_tokens", TOKENS),  # [batch, seq, d]
             ("expert_hidden", P(BATCH_AXES)),  # rows of tokens, inside the manual program
         )
-        rows = Rows(params, activations)
+        rows = TableRows(params, activations)
         if self.shared is not None:
             rows += mlp_rows("shared", fsdp, gated=True, bias=False)
         return rows
@@ -106,8 +106,8 @@ class ExpertsSpec:
         return MixtureOfExperts(self, sizes, router, rngs=rngs)
 
 
-BIAS_ROWS = Rows((("router/bias", replicate("a number for each expert: a few KiB")),))
-"""Rows of routers with biases of the choice (`RouterConfig.bias_rate`)."""
+BIAS_ROWS = TableRows((("router/bias", replicate("a number for each expert: a few KiB")),))
+"""TableRows of routers with biases of the choice (`RouterConfig.bias_rate`)."""
 
 
 class RouterBias(nnx.Variable):

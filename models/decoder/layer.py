@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from spmd.errors import Problem
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder.attention import AttentionSpec
-from spmd.models.decoder.declared import Axes, Rows
+from spmd.models.decoder.declared import Axes, TableRows
 from spmd.models.decoder.experts import ExpertsSpec, MixtureOfExperts
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.mlp import MLPSpec
@@ -76,7 +76,7 @@ class LayerSpec:
             names = tuple(name for name in names if name.startswith("attention"))
         return names
 
-    def rows(self, fsdp: Axes) -> Rows:
+    def rows(self, fsdp: Axes) -> TableRows:
         """Return the rows of the rule table, without those of norms."""
         rows = self.mixer.rows(fsdp)
         if self.mlp is not None:

@@ -202,7 +202,7 @@ class _LayerStack:
 
     @property
     def least_groups(self) -> int:
-        """Groups after which the remat policy's interval begins anew."""
+        """Least number of groups in a multiple of the remat policy's interval."""
         size = len(self.graphs)
         return math.lcm(size, self.interval) // size
 
@@ -232,7 +232,7 @@ class _LayerStack:
         return x, values
 
     def _iteration(self, count: int) -> tuple[int, int]:
-        """Return the groups that are run as one part, and the parts per iteration of the scan."""
+        """Return the groups of one part, and the parts per iteration of the scan."""
         size = self.least_groups
         layers = size * len(self.graphs)
         if not is_partly_manual():

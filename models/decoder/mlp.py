@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from spmd.errors import Problem, check_fields, did_you_mean
 from spmd.models.decoder.activations import GATED, UNGATED
-from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, Rows, hidden
+from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate
@@ -42,7 +42,7 @@ class MLPSpec:
         return problems + activation_problems(self.activation, self.gated, where)
 
     def matmul_params(self, sizes: Sizes) -> int:
-        """Return the number of parameters that each token is multiplied with."""
+        """Return the number of parameters in the matmuls of one token."""
         return (2 + self.gated) * sizes.d_model * self.d_ff
 
     def other_params(self, sizes: Sizes) -> int:
@@ -51,7 +51,7 @@ class MLPSpec:
             return 0
         return (1 + self.gated) * self.d_ff + sizes.d_model
 
-    def rows(self, fsdp: Axes) -> Rows:
+    def rows(self, fsdp: Axes) -> TableRows:
         """Return the rows of the rule table."""
         return mlp_rows("mlp", fsdp, gated=self.gated, bias=self.bias)
 
@@ -61,7 +61,7 @@ class MLPSpec:
 
 
 def activation_problems(activation: str, gated: bool, where: str) -> list[Problem]:
-    """Return the problem of an activation that does not exist, with a gate or without one."""
+    """Return the problem of an unknown activation, with a gate or without one."""
     known = GATED if gated else UNGATED
     if activation in known:
         return []
@@ -69,7 +69,7 @@ def activation_problems(activation: str, gated: bool, where: str) -> list[Proble
     return [Problem(f"{where}activation", what, fix=did_you_mean(activation, known))]
 
 
-def mlp_rows(name: str, fsdp: Axes, *, gated: bool, bias: bool) -> Rows:
+def mlp_rows(name: str, fsdp: Axes, *, gated: bool, bias: bool) -> TableRows:
     """Return the rows of the rule table for MLPs of a name, a pattern."""
     into = "up_proj"
     marks = ["mlp_up", "mlp_hidden"]
@@ -83,7 +83,7 @@ def mlp_rows(name: str, fsdp: Axes, *, gated: bool, bias: bool) -> Rows:
     if bias:
         reason = replicate("added once, where rows are summed over tensor")
         params += [(f"{name}/{into}/bias", P("tensor")), (f"{name}/down_proj/bias", reason)]
-    return Rows(tuple(params), (("mlp_input", TOKENS), *hidden(*marks)))
+    return TableRows(tuple(params), (("mlp_input", TOKENS), *hidden(*marks)))
 
 
 class MLP(nnx.Module):

@@ -22,7 +22,7 @@ class RMSNorm(nnx.Module):
     def __init__(
         self, width: int, *, eps: float, offset: float = 0.0, has_scale: bool = True
     ) -> None:
-        self.scale = _vector(width, 1.0 - offset) if has_scale else None
+        self.scale = _vector_if(has_scale, width, 1.0 - offset)
         self.eps = eps
         self.offset = offset
 
@@ -67,8 +67,8 @@ class LayerNorm(nnx.Module):
         has_scale: bool = True,
         has_bias: bool = True,
     ) -> None:
-        self.scale = _vector(width, 1.0 - offset) if has_scale else None
-        self.bias = _vector(width, 0.0) if has_bias else None
+        self.scale = _vector_if(has_scale, width, 1.0 - offset)
+        self.bias = _vector_if(has_bias, width, 0.0)
         self.eps = eps
         self.offset = offset
 
@@ -100,7 +100,10 @@ def _layer_norm(
     return wide.astype(x.dtype)
 
 
-def _vector(width: int, value: float) -> nnx.Param:
+def _vector_if(learned: bool, width: int, value: float) -> nnx.Param | None:
+    """Return a vector of equal values as a parameter; None if it is not learned."""
+    if not learned:
+        return None
     return nnx.Param(jnp.full((width,), value, jnp.float32), gathered_by_layer=True)
 
 

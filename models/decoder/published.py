@@ -224,7 +224,7 @@ def decoder_family(
 
 
 def _published_form(config: DecoderConfig) -> tuple[Any, ...]:
-    """Return all of a config that changes a trained model's results."""
+    """Return the fields of a config with an effect on a trained model."""
     kinds = []
     for spec in config.pattern.kinds:
         kinds.append(dataclasses.replace(spec, name="", input_name="residual"))
@@ -255,7 +255,7 @@ def read_sizes(
     activation: tuple[str, ...] = ("hidden_act", "silu"),
     heads_divide: bool = False,
 ) -> dict[str, Any]:
-    """Parse the fields that most families have, as arguments of `DecoderConfig`.
+    """Parse the common fields, as arguments of `DecoderConfig`.
 
     Args:
         fields: Fields of config.json.

@@ -84,7 +84,7 @@ class Rotary:
         return Rotary(self.theta or theta, scaling)
 
     def problems(self, where: str, head_dim: int) -> list[Problem]:
-        """Return a problem for each invalid field, and for heads that cannot be rotated."""
+        """Return a problem for each invalid field, and for heads of odd width."""
         problems = check_fields(self, {"theta": "above 0"}, prefix=f"{where}rotary.")
         if head_dim % 2:
             fix = "an even width, for rotary embeddings"

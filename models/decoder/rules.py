@@ -1,4 +1,4 @@
-"""Rule table of a decoder, from the rows that the parts of its layers declare.
+"""Rule table of a decoder, from the rows of the parts of its layers.
 
 Megatron style: columns then rows over `tensor`, everything large over `fsdp`; in a model with
 experts, what is no expert is split over `expert` too, and gathered over both.
@@ -15,7 +15,7 @@ any number of tokens allows (decision 0033).
 
 from jax.sharding import PartitionSpec as P
 
-from spmd.models.decoder.declared import HIDDEN, TOKENS, Axes, ParamRow, Rows
+from spmd.models.decoder.declared import HIDDEN, TOKENS, Axes, ParamRow, TableRows
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.experts import BIAS_ROWS
 from spmd.sharding.batch import TOKENS as TOKEN_BATCH
@@ -47,7 +47,7 @@ def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> 
     for spec in dict.fromkeys(config.pattern.kinds):
         rows += spec.rows(fsdp)
         marks = ((spec.input_name, HIDDEN),)  # [batch, seq, d]
-        rows += Rows(activations=marks)
+        rows += TableRows(activations=marks)
     if config.router is not None and config.router.bias_rate:
         rows += BIAS_ROWS
     rows += _norms(config)
@@ -55,7 +55,7 @@ def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> 
     return Rules(rows.params, rows.activations, stacked=stacks, batch=TOKEN_BATCH)
 
 
-def _ends(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: bool) -> Rows:
+def _ends(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: bool) -> TableRows:
     """Return the rows of embedding, positions, head and residual stream."""
     axes = (fsdp,) if isinstance(fsdp, str) else fsdp
     stored: list[ParamRow] = [("embed/embedding", P("pipe", (*axes, "tensor")))]
@@ -82,10 +82,10 @@ def _ends(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: bool)
         activations.append(("tied_columns", columns))
     else:
         stored.append(("lm_head/kernel", head))
-    return Rows(tuple(stored), tuple(activations))
+    return TableRows(tuple(stored), tuple(activations))
 
 
-def _norms(config: DecoderConfig) -> Rows:
+def _norms(config: DecoderConfig) -> TableRows:
     """Return the rows of the norms of the residual stream."""
     leaves = []
     if config.norm.scale:
@@ -93,11 +93,11 @@ def _norms(config: DecoderConfig) -> Rows:
     if config.norm.bias:
         leaves.append("bias")
     if not leaves:
-        return Rows()
+        return TableRows()
     names: dict[str, None] = {}
     for spec in config.pattern.kinds:
         names |= dict.fromkeys(spec.norm_names)
     pattern = f"({'|'.join([*names, 'norm'])})/({'|'.join(leaves)})"
     if len(leaves) == 1:
         pattern = f"({'|'.join([*names, 'norm'])})/{leaves[0]}"
-    return Rows(((pattern, replicate("norms are a few KiB")),))
+    return TableRows(((pattern, replicate("norms are a few KiB")),))

@@ -1,4 +1,4 @@
-"""Sizes that all layers of a network share, and defaults of their specs."""
+"""Sizes of all layers of a network, and defaults of their specs."""
 
 import dataclasses
 from typing import Literal

@@ -91,12 +91,12 @@ def figures(sources: Iterable[str]) -> dict[str, float]:
 
 
 def folders() -> dict[str, list[Path]]:
-    """Folder → its modules, of the package and of the models; flat modules together."""
+    """Folder → its modules; models are one, as a family alone is imports and tables."""
     found = collections.defaultdict[str, list[Path]](list)
-    for top in ("spmd", "models"):
-        for path in sorted((ROOT / top).rglob("*.py")):
-            if not any(parent.is_symlink() for parent in path.parents):
-                found[str(path.parent.relative_to(ROOT))].append(path)
+    for path in sorted((ROOT / "spmd").rglob("*.py")):
+        if not any(parent.is_symlink() for parent in path.parents):
+            found[str(path.parent.relative_to(ROOT))].append(path)
+    found["models"] = sorted((ROOT / "models").rglob("*.py"))
     return dict(found)
 
 

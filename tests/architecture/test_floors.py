@@ -103,9 +103,12 @@ MODELS_MAY_IMPORT = (
     "spmd.model_interface.model",
     "spmd.model_interface.wrapped_param",
     *("spmd.plan.annotate", "spmd.plan.fsdp", "spmd.plan.manual"),
+    *("spmd.sharding.batch", "spmd.sharding.mesh", "spmd.sharding.rules"),
+    *("spmd.hf.family", "spmd.hf.fields"),
 )
 PARTITION_RULES_MAY_IMPORT = (
     "jax.sharding",
+    *("spmd.layers.router", "spmd.models.decoder"),
     "spmd.sharding.batch",
     "spmd.sharding.mesh",
     "spmd.sharding.rules",
@@ -292,12 +295,12 @@ def check_name(module: Module) -> Iterator[str]:
 
 
 def check_models(module: Module) -> Iterator[str]:
-    """A model sees Flax, JAX and the marks it is written with, never a mesh, a rule or a plan."""
+    """A model sees Flax, JAX, the marks and rows that it declares, and the names of its checkpoints; never a plan."""
     yield from outside_of(module, ("spmd.models", *MODELS_MAY_IMPORT))
 
 
 def check_partition_rules(module: Module) -> Iterator[str]:
-    """A rule table is a table: it needs `PartitionSpec`, the names of the axes, and `Rules`."""
+    """A rule table needs `PartitionSpec`, the names of the axes, `Rules`, and the rows that a decoder declares."""
     yield from outside_of(module, ("spmd.partition_rules", *PARTITION_RULES_MAY_IMPORT))
 
 
@@ -380,14 +383,14 @@ CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
     (
         check_models,
         "spmd.models.llama",
-        "from spmd.sharding.mesh import make_mesh",
-        "spmd.sharding.mesh",
+        "from spmd.plan.plan import make_plan",
+        "spmd.plan.plan",
     ),
     (check_models, "spmd.models.llama", "import optax", "optax"),
     (
         check_partition_rules,
         "spmd.partition_rules.llama",
-        "from spmd.models.llama import Llama",
+        "from spmd.models.llama import PRESETS",
         "spmd.models.llama",
     ),
     (
@@ -461,7 +464,7 @@ def test_models() -> None:
 
 
 def test_partition_rules() -> None:
-    """Rule tables import no model."""
+    """Rule tables import no family."""
     assert not report(check_partition_rules, read_modules("spmd/partition_rules"))
 
 

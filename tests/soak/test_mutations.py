@@ -107,14 +107,14 @@ MUTATIONS = {
         ("tests/unit/test_plan.py::test_the_text_of_a_plan_is_as_reviewed[llama-zero3]",),
     ),
     "swapped q/k map": Mutation(
-        "name_maps/llama.py",
+        "models/decoder/published.py",
         """
-    TensorMapping("layers/attention/q_proj/kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
-    TensorMapping("layers/attention/k_proj/kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
+    "attention/q_proj": "self_attn.q_proj",
+    "attention/k_proj": "self_attn.k_proj",
 """,
         """
-    TensorMapping("layers/attention/q_proj/kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
-    TensorMapping("layers/attention/k_proj/kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
+    "attention/q_proj": "self_attn.k_proj",
+    "attention/k_proj": "self_attn.q_proj",
 """,
         ("tests/numerics/test_hf.py::test_a_tensor_is_the_transpose_of_a_layer",),
     ),
