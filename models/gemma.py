@@ -92,15 +92,15 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     return fields.build(gemma, **sizes)
 
 
-def _read_sizes(fields: Fields, activation: tuple[str, ...]) -> dict[str, Any]:
+def _read_sizes(fields: Fields, activation: tuple[str, ...], **family: bool) -> dict[str, Any]:
     fields.only("attention_bias", False)
     fields.only("use_bidirectional_attention", False)
-    return read_sizes(fields, head_dim=256, tied=True, activation=activation)
+    return read_sizes(fields, head_dim=256, tied=True, activation=activation, **family)
 
 
 def _read2(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    sizes = _read_sizes(fields, ("hidden_activation", TANH))
+    sizes = _read_sizes(fields, ("hidden_activation", TANH), heads_divide=True)
     fields.only("hidden_act", TANH)
     # affects only generation
     fields.value("cache_implementation")
@@ -114,8 +114,8 @@ def _read2(values: Mapping[str, Any]) -> DecoderConfig:
         **sizes,
         window=fields.integer("sliding_window", 4096),
         query_scale=fields.integer("query_pre_attn_scalar", 256),
-        soft_cap=fields.number("attn_logit_softcapping", 50.0),
-        logits_soft_cap=fields.number("final_logit_softcapping", 30.0),
+        soft_cap=fields.number("attn_logit_softcapping", 50.0, least=0),
+        logits_soft_cap=fields.number("final_logit_softcapping", 30.0, least=0),
     )
 
 
@@ -127,12 +127,15 @@ def _write2(config: DecoderConfig) -> dict[str, Any]:
     sizes = write_sizes(config)
     del sizes["hidden_act"]
     mixer = config.pattern.group[0].mixer
+    query_scale = mixer.head_dim
+    if mixer.scale:
+        query_scale = round(mixer.scale**-2)
     return {
         "model_type": "gemma2",
         **sizes,
         "hidden_activation": TANH,
         "sliding_window": mixer.window,
-        "query_pre_attn_scalar": round(mixer.scale**-2),
+        "query_pre_attn_scalar": query_scale,
         "attn_logit_softcapping": mixer.soft_cap,
         "final_logit_softcapping": config.logits_soft_cap,
     }

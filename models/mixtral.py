@@ -51,7 +51,7 @@ def mixtral(
     """
     if (dense_layers > 0) != (dense_d_ff > 0):
         problem = Problem(
-            "dense_d_ff",
+            "model.dense_d_ff",
             "goes with dense_layers",
             f"dense_layers {dense_layers}, dense_d_ff {dense_d_ff}",
             "give both or neither",

@@ -75,7 +75,7 @@ class AttentionSpec:
         if not problems and self.heads % self.kv_heads:
             problem = Problem(
                 f"{where}kv_heads",
-                f"does not divide {where}heads",
+                "does not divide heads",
                 f"{self.heads} / {self.kv_heads} = {self.heads / self.kv_heads:.4g}",
                 "equally many query heads for each key/value head",
             )

@@ -24,6 +24,7 @@ from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, Valid, balanced_bias
 from spmd.layers.zigzag import positions
 from spmd.model_interface.model import Outputs
+from spmd.models.decoder.earlier import KINDS, current_values
 from spmd.models.decoder.embedding import Embedding, add_positions, make_positions
 from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.inputs import LayerInputs
@@ -113,10 +114,7 @@ class DecoderConfig:
         problems = check_fields(self, rules, prefix="model.")
         if problems:
             return problems
-        problems += self._size_problems()
-        if problems:
-            return problems
-        return [*self._table_problems(), *self._router_problems()]
+        return [*self._size_problems(), *self._table_problems(), *self._router_problems()]
 
     def _size_problems(self) -> list[Problem]:
         """Return the problems of heads and of the number of layers."""
@@ -127,14 +125,6 @@ class DecoderConfig:
                 "does not divide model.d_model",
                 f"{self.d_model} / {self.heads} = {self.d_model / self.heads:.4g}",
                 "change one of them, or give model.head_dim",
-            )
-            problems.append(problem)
-        if self.heads % self.kv_heads:
-            problem = Problem(
-                "model.kv_heads",
-                "does not divide model.heads",
-                f"{self.heads} / {self.kv_heads} = {self.heads / self.kv_heads:.4g}",
-                "equally many query heads for each key/value head",
             )
             problems.append(problem)
         ends = len(self.first) + len(self.last)
@@ -164,11 +154,24 @@ class DecoderConfig:
         problems: dict[Problem, None] = {}
         for where, spec in places:
             for problem in spec.resolve(sizes).problems(where, sizes):
-                problems[_where_given(problem, where, spec)] = None
+                problems[self._where_given(problem, where, spec)] = None
         return list(problems)
 
+    def _where_given(self, problem: Problem, where: str, spec: LayerSpec) -> Problem:
+        """Return a problem of a resolved spec at the origin of the value: the model's field or its own."""
+        part, _, field = problem.where.removeprefix(where).partition(".")
+        own = getattr(getattr(spec, part), field, None)
+        if own or field not in ("heads", "kv_heads", "head_dim", "d_ff", "window"):
+            return problem
+        if field == "head_dim" and not self.head_dim:
+            arithmetic = f"d_model / heads = {self.head_width}"
+            what = "gives heads of odd width"
+            return dataclasses.replace(problem, where="model.heads", what=what, detail=arithmetic)
+        return dataclasses.replace(problem, where=f"model.{field}")
+
     def _router_problems(self) -> list[Problem]:
-        has_experts = any(spec.has_experts for spec in self.pattern.kinds)
+        specs = (*self.first, *self._group, *self.last)
+        has_experts = any(spec.has_experts for spec in specs)
         if has_experts and self.router is None:
             fix = "a RouterConfig"
             return [Problem("model.router", "is None, and layers have experts", fix=fix)]
@@ -253,6 +256,16 @@ class DecoderConfig:
         return self.positions or None
 
     @property
+    def earlier_kinds(self) -> tuple[str, ...]:
+        """Names of the classes that families had, in records of runs."""
+        return KINDS
+
+    def from_earlier(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return recorded values, perhaps of an earlier class, by the fields of today."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return current_values(values, names)
+
+    @property
     def windows(self) -> tuple[int, ...]:
         """Attention windows of consecutive layers, repeated; 0 for all preceding tokens."""
         windows = tuple(spec.mixer.window or 0 for spec in self.pattern.kinds)
@@ -325,15 +338,6 @@ class DecoderConfig:
 
 def _places(field: str, specs: tuple[LayerSpec, ...]) -> list[tuple[str, LayerSpec]]:
     return [(f"model.{field}.{i}.", spec) for i, spec in enumerate(specs)]
-
-
-def _where_given(problem: Problem, where: str, spec: LayerSpec) -> Problem:
-    """Return a problem of a resolved spec at the origin of the value: the network's field or its own."""
-    part, _, field = problem.where.removeprefix(where).partition(".")
-    own = getattr(getattr(spec, part), field, None)
-    if own or field not in ("heads", "kv_heads", "head_dim", "d_ff", "window"):
-        return problem
-    return dataclasses.replace(problem, where=f"model.{field}")
 
 
 def _named_runs(name: str, specs: tuple[LayerSpec, ...]) -> dict[str, tuple[LayerSpec, int]]:

@@ -22,7 +22,6 @@ from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate, constrain_like
 from spmd.plan.fsdp import placement_of
 from spmd.sharding.mesh import BATCH_AXES
-from spmd.sharding.rules import replicate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +103,6 @@ class ExpertsSpec:
     def build(self, sizes: Sizes, router: RouterConfig, rngs: nnx.Rngs) -> "MixtureOfExperts":
         """Build the module of a resolved spec."""
         return MixtureOfExperts(self, sizes, router, rngs=rngs)
-
-
-BIAS_ROWS = TableRows((("router/bias", replicate("a number for each expert: a few KiB")),))
-"""TableRows of routers with biases of the choice (`RouterConfig.bias_rate`)."""
 
 
 class RouterBias(nnx.Variable):

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.models.decoder.declared import HIDDEN, TOKENS, Axes, ParamRow, TableRows
 from spmd.models.decoder.decoder import DecoderConfig
-from spmd.models.decoder.experts import BIAS_ROWS
 from spmd.sharding.batch import TOKENS as TOKEN_BATCH
 from spmd.sharding.rules import Rules, replicate
 
@@ -48,10 +47,10 @@ def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> 
         rows += spec.rows(fsdp)
         marks = ((spec.input_name, HIDDEN),)  # [batch, seq, d]
         rows += TableRows(activations=marks)
-    if config.router is not None and config.router.bias_rate:
-        rows += BIAS_ROWS
     rows += _norms(config)
-    stacks = dict.fromkeys(["layers", *config.first_stacks, *config.last_stacks], "pipe")
+    stacks: dict[str, str | None] = {"layers": "pipe"}
+    # every stage of a pipeline uses them
+    stacks |= dict.fromkeys([*config.first_stacks, *config.last_stacks])
     return Rules(rows.params, rows.activations, stacked=stacks, batch=TOKEN_BATCH)
 
 
@@ -97,7 +96,12 @@ def _norms(config: DecoderConfig) -> TableRows:
     names: dict[str, None] = {}
     for spec in config.pattern.kinds:
         names |= dict.fromkeys(spec.norm_names)
-    pattern = f"({'|'.join([*names, 'norm'])})/({'|'.join(leaves)})"
-    if len(leaves) == 1:
-        pattern = f"({'|'.join([*names, 'norm'])})/{leaves[0]}"
-    return TableRows(((pattern, replicate("norms are a few KiB")),))
+    leaf = leaves[0]
+    reason = f"norm {leaf}s are a few KiB"
+    if len(leaves) > 1:
+        leaf = f"({'|'.join(leaves)})"
+        reason = "norms are a few KiB"
+    pattern = f"({'|'.join([*names, 'norm'])})/{leaf}"
+    if config.router is not None:
+        pattern += "|router/bias"  # a number for each expert
+    return TableRows(((pattern, replicate(reason)),))

@@ -5,6 +5,7 @@ too, as a field or computed, is checked, searched and timed with it; for one wit
 functions here return the value that makes no difference.
 """
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -116,9 +117,35 @@ class HasExperts(Protocol):
         """Number of experts of a layer."""
 
 
+@runtime_checkable
+class ReadsEarlierRecords(Protocol):
+    """A config that replaces earlier classes, whose records are still read."""
+
+    @property
+    def earlier_kinds(self) -> tuple[str, ...]:
+        """Names of the earlier classes."""
+
+    def from_earlier(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the recorded values that have a field today, by its name."""
+
+
+def earlier_kinds_of(config: Any) -> tuple[str, ...]:
+    """Return the names of earlier classes of a config."""
+    if isinstance(config, ReadsEarlierRecords):
+        return config.earlier_kinds
+    return ()
+
+
+def recorded_values(config: Any, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return recorded values of a config, perhaps of an earlier class, by the fields of today."""
+    if isinstance(config, ReadsEarlierRecords):
+        return config.from_earlier(values)
+    return values
+
+
 def context_of(config: Any) -> int | None:
     """Return the longest sequence of a model, in tokens; None without a limit."""
-    if isinstance(config, HasContext):
+    if isinstance(config, HasContext) and not isinstance(config, type):
         return config.context
     return None
 

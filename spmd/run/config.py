@@ -17,7 +17,7 @@ config = spmd.TrainConfig(
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import (
     Any,
     ClassVar,
@@ -402,6 +402,8 @@ def _json_value(value: Any) -> Any:
     """Return a field's value as JSON has it; raise `TypeError` if JSON has none."""
     if dataclasses.is_dataclass(value):
         return config_values(value)
+    if isinstance(value, tuple | list):
+        return [_json_value(item) for item in value]
     if callable(value):
         return describe_callable(value)
     return json.loads(json.dumps(value))
@@ -439,7 +441,10 @@ def _restored_value(old: Any, value: Any) -> Any:
     if isinstance(value, Mapping) and dataclasses.is_dataclass(old):
         return with_values(old, value)
     if isinstance(value, list):
-        return tuple(_restored_value(None, item) for item in value)
+        before: Sequence[Any] = (None,) * len(value)
+        if isinstance(old, tuple) and len(old) == len(value):
+            before = old
+        return tuple(map(_restored_value, before, value))
     return value
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from spmd.checkpoint.versions import library_versions
 from spmd.errors import CheckpointError, Problem
+from spmd.model_interface.model_config import earlier_kinds_of, recorded_values
 from spmd.run.config import by_current_names, config_difference, config_values
 from spmd.run.run_config import HasModel, RunConfig
 from spmd.run.run_dir import IMPORTED
@@ -129,7 +130,7 @@ def check_resumable(
     recorded = _recorded(record, config)
     problems = list(_refused_changes(recorded, config_values(config), same_text))
     kind = _kind(config)
-    if record.get("model", kind) != kind:
+    if record.get("model", kind) != kind and not _is_earlier(record, config):
         # One problem in place of one for each field of the other class.
         what = f"was {record['model']} and is {kind}"
         problems = [Problem("model", what, fix="resume with the run's own config")]
@@ -232,9 +233,20 @@ def _recorded(record: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
     An earlier version may have recorded fewer fields: the others had their defaults.
     """
     defaults = config_values(type(config))
-    if isinstance(config, HasModel):
-        defaults["model"] = config_values(type(config.model))
-    return _merged(defaults, by_current_names(record["config"]))
+    values = by_current_names(record["config"])
+    if not isinstance(config, HasModel):
+        return _merged(defaults, values)
+    defaults["model"] = config_values(type(config.model))
+    if _is_earlier(record, config):
+        # An earlier class did not record what is in the layer table today.
+        defaults["model"] = config_values(config.model)
+        values["model"] = recorded_values(config.model, values["model"])
+    return _merged(defaults, values)
+
+
+def _is_earlier(record: Mapping[str, Any], config: RunConfig) -> bool:
+    """Return whether a record is of an earlier class of the model's config."""
+    return isinstance(config, HasModel) and record.get("model") in earlier_kinds_of(config.model)
 
 
 def _merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

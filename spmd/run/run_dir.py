@@ -31,6 +31,7 @@ from spmd.data.tokenizer import TOKENIZER
 from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
 from spmd.distributed.shared_folder import shared_folder_problems
 from spmd.errors import CheckpointError, Problem, check_local
+from spmd.model_interface.model_config import recorded_values
 from spmd.resilience.lease import Lease
 from spmd.run.config import (
     TrainConfig,
@@ -206,6 +207,8 @@ class RunDir:
             what = "is no field of this version's TrainConfig"
             problems = [Problem(f"config.json: {name}", what) for name in unknown]
             raise CheckpointError(f"The run {self.path} cannot be read:", problems)
+        if "model" in values:
+            values["model"] = recorded_values(config.model, values["model"])
         config = with_values(config, values)
         recorded = Path(config.data.tokenizer).expanduser()
         own = self.path / TOKENIZER

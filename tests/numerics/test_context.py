@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import spmd.models.llama
 from spmd.analysis.collective_audit import audit_collectives
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
@@ -71,7 +70,7 @@ def test_a_split_sequence_of_documents_trains_as_on_one_device(context, sizes):
 
 def test_control_wrong_positions_are_caught(monkeypatch):
     """A model that takes its tokens for contiguous where they are in zigzag order does not pass."""
-    monkeypatch.setattr(spmd.models.llama, "positions", lambda seq: np.arange(seq)[None])
+    monkeypatch.setattr("spmd.models.decoder.decoder.positions", lambda seq: np.arange(seq)[None])
     fresh = value_and_grad(next_token_loss(flax.from_nnx(CONFIG.build)))
     assert not job().parity(grad_fn=fresh, sequence=2).ok
 

@@ -14,6 +14,7 @@ from spmd.gradients.losses import next_token_loss
 from spmd.jaxpr.equations import equations
 from spmd.layers.attention import attend
 from spmd.layers.kv_cache import KVCache, decode, prefill
+from spmd.layers.router import RouterConfig
 from spmd.layers.zigzag import positions
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen
 from spmd.models.decoder.layer_stack import make_layers, run_layers
@@ -31,8 +32,11 @@ CONFIGS = {
     "unstacked": dataclasses.replace(LLAMA, stacked=False),
     "tied-window": dataclasses.replace(LLAMA, tied=True, window=5, unroll=2),
     "mixtral": mixtral.PRESETS["test"],
-    "mixtral-dense-layer": dataclasses.replace(
-        mixtral.PRESETS["test"], layers=3, dense_layers=1, dense_d_ff=32
+    "mixtral-dense-layer": mixtral.mixtral(
+        *(64, 32, 3, 4, 2, 16),
+        dense_layers=1,
+        dense_d_ff=32,
+        router=RouterConfig(experts=8, z_loss=1e-3),
     ),
     "mistral": mistral.PRESETS["test"],
     "qwen2": qwen.PRESETS["test-qwen2"],

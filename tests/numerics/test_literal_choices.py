@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd import models, partition_rules
 from spmd.errors import SpmdError
-from spmd.models import mixtral, transformer
+from spmd.models import gpt2, mixtral
+from spmd.models.decoder import activations
 from spmd.plan.context import use_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 
@@ -131,13 +132,13 @@ def test_every_choice_can_be_trained(choice):
 def test_no_choice_is_refused_by_every_config():
     """There are such fields in a model and in a router, and each value is in a config that can be made."""
     assert not REFUSED
-    assert ("TransformerConfig", "mlp", "gelu") in CONFIGS
+    assert ("LayerSpec", "norms", "parallel") in CONFIGS
     assert ("RouterConfig", "choice", "expert") in CONFIGS
 
 
 def test_control_a_static_argument_by_name_is_seen(monkeypatch):
     """A function that `jax.checkpoint` cannot take is an error of the same trace."""
-    wrong = functools.partial(transformer.gelu, approximate=True)
-    monkeypatch.setitem(transformer._ACTIVATIONS, "gelu", wrong)
+    wrong = functools.partial(activations.gelu, approximate=True)
+    monkeypatch.setitem(activations.UNGATED, "gelu_tanh", wrong)
     with pytest.raises(ValueError, match="static_argnums"):
-        trace_gradients(CONFIGS["TransformerConfig", "mlp", "gelu"], "none")
+        trace_gradients(gpt2.PRESETS["test"], "none")

@@ -330,12 +330,12 @@ def test_stacked_and_unrolled_layers_are_the_same_model():
 @pytest.mark.parametrize(
     ("fields", "wrong"),
     [
-        ({"dense_layers": 2, "dense_d_ff": 8}, ["dense_layers"]),
+        ({"dense_layers": 2, "dense_d_ff": 8}, ["layers"]),
         ({"dense_layers": 1}, ["dense_d_ff"]),
         ({"dense_d_ff": 8}, ["dense_d_ff"]),
         (
             {"heads": 3, "shared_d_ff": -1, "init_scale": 0.0},
-            ["heads", "shared_d_ff", "init_scale"],
+            ["heads", "kv_heads", "layer.mlp.shared_d_ff", "layer.mlp.init_scale"],
         ),
     ],
     ids=str,

@@ -1,6 +1,5 @@
 """Padding changes nothing in a mixture of experts: neither numbers nor their rounding depend on what it holds."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ from spmd.gradients.losses import ModelLoss, next_token_loss, valid_tokens
 from spmd.layers.router import RouterConfig, expert_slots, route
 from spmd.lora.adapters import LoRAConfig, with_lora
 from spmd.model_interface.model import Model
-from spmd.models.mixtral import PRESETS
+from spmd.models.mixtral import PRESETS, mixtral
 from spmd.partition_rules.layouts import folded
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd.pipeline.grad_fn import pipeline, pipelined
@@ -38,6 +37,7 @@ from spmd.training.step import make_eval_step, make_train_step
 from tests import tiny
 
 CONFIG = PRESETS["test"]
+SHAPE = {"vocab": 64, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 2, "d_ff": 16}
 LENGTHS = np.array([0, 12, 5, 1])
 VALID = np.arange(12)[None] < LENGTHS[:, None]
 LOGITS = np.random.default_rng(0).standard_normal((4, 12, 8)).astype(np.float32) * 2
@@ -306,9 +306,8 @@ def results(
 
 
 def model_of(name: str, **fields: Any) -> Model:
-    return flax.from_nnx(
-        dataclasses.replace(CONFIG, router=(ROUTERS | CHUNKED)[name], **fields).build
-    )
+    fields = SHAPE | {"router": (ROUTERS | CHUNKED)[name]} | fields
+    return flax.from_nnx(mixtral(**fields).build)
 
 
 def test_steps_do_not_see_what_padding_holds():

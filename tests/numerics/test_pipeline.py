@@ -17,10 +17,12 @@ from spmd.cli import main
 from spmd.errors import SpmdError
 from spmd.gradients.losses import next_token_loss
 from spmd.model_interface.model import Outputs
+from spmd.models.decoder import decoder_rules
 from spmd.models.llama import PRESETS
 from spmd.models.mixtral import PRESETS as MIXTRALS
+from spmd.models.mixtral import mixtral
 from spmd.partition_rules.llama import LLAMA
-from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
+from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.interleave import interleave
 from spmd.pipeline.schedules import make_schedule
@@ -172,8 +174,10 @@ def test_models_that_cannot_be_cut():
     unstacked = dataclasses.replace(PRESETS["demo"], stacked=False)
     assert "mesh.pipe: splits no parameter" in refused(unstacked)
     base = MIXTRALS["test"]
-    two = dataclasses.replace(base, layers=6, dense_layers=2, dense_d_ff=64)
-    assert "stacks of 2 and 4 layers" in refused(two, MIXTRAL_SHARED)
+    two = mixtral(*(64, 32, 6, 4, 2, 16), dense_layers=2, dense_d_ff=64, router=base.router)
+    stacks = {"layers": "pipe", "dense_layers": "pipe"}
+    split = dataclasses.replace(decoder_rules(two), stacked=stacks)
+    assert "stacks of 2 and 4 layers" in refused(two, split)
     moved = dataclasses.replace(
         base, layers=4, router=dataclasses.replace(base.router, bias_rate=0.01)
     )

@@ -98,7 +98,7 @@ def test_the_files_beside_a_tokenizer_go_along(config, tmp_path):
     assert set(files) == {TOKENIZER, "chat_template.jinja"}
     assert values["use_cache"] is False
     other = dataclasses.replace(
-        config, model=dataclasses.replace(GPT2_PRESETS["test"], context=256)
+        config, model=dataclasses.replace(GPT2_PRESETS["test"], positions=256)
     )
     assert sidecar_files(tmp_path / "run", *of(other)) == (files, {})
     (tmp_path / "run" / ORIGINAL).write_text(

@@ -18,6 +18,7 @@ from spmd.gradients.losses import next_token_loss
 from spmd.model_interface.model import Model
 from spmd.models import llama
 from spmd.models.mixtral import PRESETS as MIXTRALS
+from spmd.models.mixtral import mixtral
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
 from spmd.pipeline.grad_fn import pipeline, pipelined
 from spmd.pipeline.schedule_files import read_schedule
@@ -185,10 +186,14 @@ def test_experts_and_their_losses(schedule):
 @pytest.mark.soak
 def test_first_layers_of_another_kind():
     """Dense first layers that the table does not split over `pipe` run before the stages; the numbers are the same."""
-    shape = dataclasses.replace(
-        MIXTRALS["test"], layers=6, dense_layers=2, dense_d_ff=64, shared_d_ff=16
+    shape = mixtral(
+        *(64, 32, 6, 4, 2, 16),
+        dense_layers=2,
+        dense_d_ff=64,
+        shared_d_ff=16,
+        router=MIXTRALS["test"].router,
     )
-    rules = dataclasses.replace(MIXTRAL_SHARED, stacked={"layers": "pipe", "dense_layers": None})
+    rules = MIXTRAL_SHARED
     loss_fn = next_token_loss(flax.from_nnx(shape.build))
 
     def plan(**axes):

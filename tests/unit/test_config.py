@@ -447,7 +447,9 @@ class NoDataclass:
         (Partial(), ["Partial has no build"]),
         (None, ["NoneType has no vocab, build", "is no dataclass instance"]),
         (
-            Undecorated(**dataclasses.asdict(tiny.CONFIG)),
+            Undecorated(
+                **{f.name: getattr(tiny.CONFIG, f.name) for f in dataclasses.fields(tiny.CONFIG)}
+            ),
             ["is no dataclass itself, so extra cannot be set"],
         ),
         (NoDataclass(), ["NoDataclass is no dataclass instance"]),

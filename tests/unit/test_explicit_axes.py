@@ -101,9 +101,11 @@ def test_llama_is_decided(axes):
 def test_llama_without_a_mark_is_not_decided(monkeypatch):
     """The control: without the mark on the residual stream, both row-parallel products are listed, and their sums."""
     monkeypatch.setattr("spmd.models.decoder.linear.constrain_like", lambda x, name: x)
-    monkeypatch.setattr(
-        "spmd.models.llama.annotate", lambda x, name: x if name == "residual" else annotate(x, name)
-    )
+    for module in ("layer", "decoder"):
+        monkeypatch.setattr(
+            f"spmd.models.decoder.{module}.annotate",
+            lambda x, name: x if name == "residual" else annotate(x, name),
+        )
     monkeypatch.setattr("spmd.training.step.check_annotations", lambda plan, jaxpr: None)
     plan = spmd.make_plan(
         abstract_mesh(MeshShape(fsdp=2, tensor=2)), LLAMA, tiny.model(), tiny.OPTIMIZER
@@ -115,8 +117,8 @@ def test_llama_without_a_mark_is_not_decided(monkeypatch):
         if record.phase == "forward"
     ]
     product, total = (
-        line_with("in _products(", "spmd/models/linear.py"),
-        line_with("self.attention(", "spmd/models/llama.py"),
+        line_with("in _products(", "spmd/models/decoder/linear.py"),
+        line_with("annotate(x + y, ", "spmd/models/decoder/layer.py"),
     )
     assert (
         product,

@@ -389,7 +389,7 @@ DECODERS = [name for name in FAMILIES if name != "vit"]
 REFUSED = [
     (
         "llama3.1",
-        {"attention_bias": True, "rope_scaling": {"rope_type": "yarn"}},
+        {"attention_bias": "yes", "rope_scaling": {"rope_type": "yarn"}},
         {"attention_bias", "rope_scaling"},
     ),
     (
@@ -407,11 +407,11 @@ REFUSED = [
         {"use_sliding_window": True, "layer_types": ["sliding_attention"]},
         {"use_sliding_window", "layer_types"},
     ),
-    ("gemma", {"hidden_act": "silu", "tie_word_embeddings": False}, {"hidden_act", "model.tied"}),
+    ("gemma", {"hidden_act": "silu", "attention_bias": True}, {"hidden_act", "attention_bias"}),
     (
         "gemma2",
         {"layer_types": ["full_attention"] * 4, "attn_logit_softcapping": -1.0},
-        {"layer_types", "model.attention_soft_cap"},
+        {"layer_types", "attn_logit_softcapping"},
     ),
     (
         "gpt2",
