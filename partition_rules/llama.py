@@ -1,4 +1,17 @@
-"""Tables of Llama and all decoders with the same parts, such as Mistral."""
+"""Tables of Llama and all decoders with the same parts, such as Mistral.
+
+The rows are those that the parts of its layers declare (`spmd.models.decoder.rules`):
+
+    >>> for pattern, spec in LLAMA.params:
+    ...     print(f"{pattern:42} {spec}")
+    embed/embedding                            P('pipe', ('fsdp', 'tensor'))
+    attention/(q|k|v)_proj/kernel              P('fsdp', 'tensor')
+    attention/o_proj/kernel                    P('tensor', 'fsdp')
+    mlp/(gate|up)_proj/kernel                  P('fsdp', 'tensor')
+    mlp/down_proj/kernel                       P('tensor', 'fsdp')
+    (attention_norm|mlp_norm|norm)/scale       replicate('norm scales are a few KiB')
+    lm_head/kernel                             P(('fsdp', 'pipe'), 'tensor')
+"""
 
 from spmd.models.decoder import DecoderConfig, decoder_rules
 from spmd.partition_rules.layouts import replicated_kv

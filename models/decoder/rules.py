@@ -42,46 +42,56 @@ def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> 
     if config.router is not None:
         fsdp = ("fsdp", "expert")
         lookup = "data"
-    rows = _ends(config, fsdp, lookup, split_vocab=split_vocab)
+    rows = _embedding(config, fsdp, lookup, split_vocab=split_vocab)
     for spec in dict.fromkeys(config.pattern.kinds):
         rows += spec.rows(fsdp)
         marks = ((spec.input_name, HIDDEN),)  # [batch, seq, d]
         rows += TableRows(activations=marks)
     rows += _norms(config)
+    rows += _head(config, fsdp, split_vocab=split_vocab)
     stacks: dict[str, str | None] = {"layers": "pipe"}
     # every stage of a pipeline uses them
     stacks |= dict.fromkeys([*config.first_stacks, *config.last_stacks])
     return Rules(rows.params, rows.activations, stacked=stacks, batch=TOKEN_BATCH)
 
 
-def _ends(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: bool) -> TableRows:
-    """Return the rows of embedding, positions, head and residual stream."""
-    axes = (fsdp,) if isinstance(fsdp, str) else fsdp
-    stored: list[ParamRow] = [("embed/embedding", P("pipe", (*axes, "tensor")))]
-    head = P((*axes, "pipe"), "tensor")  # [d, vocab]
-    columns = P(("pipe", "tensor"), fsdp)  # [vocab, d]
-    logits = HIDDEN  # [batch, seq, vocab]
+def _embedding(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: bool) -> TableRows:
+    """Return the rows of embedding, positions and residual stream."""
+    stored = P("pipe", (*_each(fsdp), "tensor"))  # [vocab, d]
     if not split_vocab:
-        stored = [("embed/embedding", P(None, (*axes, "tensor", "pipe")))]
-        head = P((*axes, "tensor", "pipe"))
-        columns = P(None, fsdp)
-        logits = TOKENS
+        stored = P(None, (*_each(fsdp), "tensor", "pipe"))
+    params: list[ParamRow] = [("embed/embedding", stored)]
     if config.positions:
-        stored.append(("positions", P(None, fsdp)))
+        params.append(("positions", P(None, fsdp)))
     # [batch, seq, …]: every column's owner sees all tokens, then two short exchanges instead of a
     # full copy
-    activations = [
+    activations = (
         ("embed_tokens", P(lookup, "sequence")),
-        ("embed_rows", P(lookup, "sequence", (*axes, "tensor"))),
+        ("embed_rows", P(lookup, "sequence", (*_each(fsdp), "tensor"))),
         ("embed_exchange", P(lookup, "sequence", fsdp)),
         ("residual", HIDDEN),
-        ("logits", logits),
-    ]
+    )
+    return TableRows(tuple(params), activations)
+
+
+def _head(config: DecoderConfig, fsdp: Axes, *, split_vocab: bool) -> TableRows:
+    """Return the rows of the output head and the logits."""
+    kernel = P((*_each(fsdp), "pipe"), "tensor")  # [d, vocab]
+    columns = P(("pipe", "tensor"), fsdp)  # [vocab, d]
+    logits = ("logits", HIDDEN)  # [batch, seq, vocab]
+    if not split_vocab:
+        kernel = P((*_each(fsdp), "tensor", "pipe"))
+        columns = P(None, fsdp)
+        logits = ("logits", TOKENS)
     if config.tied:
-        activations.append(("tied_columns", columns))
-    else:
-        stored.append(("lm_head/kernel", head))
-    return TableRows(tuple(stored), tuple(activations))
+        return TableRows(activations=(logits, ("tied_columns", columns)))
+    return TableRows((("lm_head/kernel", kernel),), (logits,))
+
+
+def _each(axes: Axes) -> tuple[str, ...]:
+    if isinstance(axes, str):
+        return (axes,)
+    return axes
 
 
 def _norms(config: DecoderConfig) -> TableRows:
