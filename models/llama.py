@@ -23,7 +23,7 @@ from spmd.layers.ring_attention import Segments
 from spmd.layers.zigzag import positions
 from spmd.models.layers import RMSNorm, gated, make_layers, run_layers
 from spmd.models.linear import Dense, Head, column_parallel, row_parallel, unembed
-from spmd.models.rope import Angles, RopeScaling, rotary_angles, rotate
+from spmd.models.rope import Angles, Llama3Scaling, RopeScaling, rotary_angles, rotate
 from spmd.plan.annotate import annotate, annotate_param, cast_to_compute
 from spmd.plan.fsdp import placement_of
 
@@ -60,7 +60,7 @@ class LlamaConfig:
     head_dim: int = 0
     """Width of a head; 0 for d_model / heads."""
     rope_scaling: RopeScaling = RopeScaling()
-    """Scaling of rotary frequencies for a longer context (Llama 3.1)."""
+    """Scaling of rotary frequencies for a longer context."""
     qkv_bias: bool = False
     """Add biases to queries, keys and values (Qwen 2)."""
     qk_norm: bool = False
@@ -158,8 +158,8 @@ PRESETS = {
     "llama3-8b": _LLAMA3_8B,
     "llama3-70b": LlamaConfig(128_256, 8192, 80, 64, 8, 28_672, rope_theta=500_000.0),
     "llama3-405b": LlamaConfig(128_256, 16_384, 126, 128, 8, 53_248, rope_theta=500_000.0),
-    "llama3.1-8b": dataclasses.replace(_LLAMA3_8B, rope_scaling=RopeScaling(factor=8.0)),
-    "llama3.2-1b": dataclasses.replace(_LLAMA3_1B, rope_scaling=RopeScaling(factor=32.0)),
+    "llama3.1-8b": dataclasses.replace(_LLAMA3_8B, rope_scaling=Llama3Scaling(factor=8.0)),
+    "llama3.2-1b": dataclasses.replace(_LLAMA3_1B, rope_scaling=Llama3Scaling(factor=32.0)),
 }
 """Published shapes by name, and small ones for tests and the demo."""
 

@@ -11,7 +11,7 @@ from spmd import tree
 from spmd.errors import ConfigError
 from spmd.hf.family import tensor_sources
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen, vit
-from spmd.models.rope import RopeScaling
+from spmd.models.rope import Llama3Scaling
 from spmd.name_maps import gemma as gemma_names
 from spmd.name_maps import gpt2 as gpt2_names
 from spmd.name_maps import llama as llama_names
@@ -23,7 +23,7 @@ from spmd.partition_rules.gpt2 import GPT2_WHOLE_VOCABULARY
 from spmd.plan import flax
 
 SCALED = dataclasses.replace(
-    llama.PRESETS["test"], rope_scaling=RopeScaling(factor=8.0, original_context=16)
+    llama.PRESETS["test"], rope_scaling=Llama3Scaling(factor=8.0, original_context=16)
 )
 FAMILIES = {
     "llama3.1": (llama_names.FAMILY, SCALED),
@@ -407,8 +407,18 @@ DECODERS = [name for name in FAMILIES if name != "vit"]
 REFUSED = [
     (
         "llama3.1",
-        {"attention_bias": True, "rope_scaling": {"rope_type": "yarn"}},
+        {"attention_bias": True, "rope_scaling": {"rope_type": "yarm"}},
         {"attention_bias", "rope_scaling"},
+    ),
+    (
+        "llama3.1",
+        {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "yarn", "truncate": 1}},
+        {
+            "partial_rotary_factor",
+            "rope_scaling.factor",
+            "rope_scaling.original_max_position_embeddings",
+            "rope_scaling.truncate",
+        },
     ),
     (
         "llama3.1",
