@@ -338,9 +338,9 @@ def test_long_wavelengths_are_stretched_and_short_ones_are_not():
 
 
 def test_a_config_with_scaled_positions_survives_the_run_folder():
-    """The nested dataclass comes back from JSON as it was."""
+    """The nested dataclass comes back from JSON as it was, by the class in the run's config.py."""
     config = TrainConfig(LlamaConfig(rope_scaling=Llama3Scaling(factor=8.0), head_dim=16), LLAMA)
-    plain = TrainConfig(LlamaConfig(), LLAMA)
+    plain = TrainConfig(LlamaConfig(rope_scaling=Llama3Scaling()), LLAMA)
     assert with_values(plain, config_values(config)) == config
     assert config_values(config) != config_values(plain)
 
