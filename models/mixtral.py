@@ -24,13 +24,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import Problem, check_fields
-from spmd.layers.expert_layout import ExpertKernel
+from spmd.layers.expert_layout import ExpertBias, ExpertKernel
 from spmd.layers.moe import Activation, mixture_of_experts
 from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, Valid, balanced_bias, jittered, route
 from spmd.model_interface.model import Outputs
 from spmd.models.layers import RMSNorm, gated, make_layers, run_layers, scan_layers_with_outputs
-from spmd.models.linear import Head, dense
+from spmd.models.linear import Head, biased, dense
 from spmd.models.llama import MLP, Attention, Block, Embedding, LlamaConfig
 from spmd.models.rope import Angles
 from spmd.plan.annotate import annotate, constrain_like
@@ -118,6 +118,8 @@ class MixtralConfig(LlamaConfig):
             attention += 2 * self.head_width
         norms = (2 * self.layers + 1) * self.d_model
         total = self.layers * attention + norms
+        if self.router.logit_bias:
+            total += (self.layers - self.dense_layers) * self.router.experts
         if not self.tied:
             total += self.vocab * self.d_model
         return total
@@ -264,8 +266,10 @@ class Router(nnx.Module):
         init = nnx.initializers.normal(math.sqrt(config.init_scale / width))
         kernel = init(rngs.params(), (width, experts), jnp.float32)
         self.kernel = nnx.Param(kernel, gathered_by_layer=True, sent_exactly=True, matrix="io")
-        has_bias = config.router.bias_rate > 0
+        has_bias = config.router.has_choice_bias
         self.bias = RouterBias(jnp.zeros((experts,), jnp.float32)) if has_bias else None
+        has_logit_bias = config.router.logit_bias
+        self.logit_bias = _zeros(experts, sent_exactly=True) if has_logit_bias else None
 
     def __call__(
         self, x: Float[Array, "batch seq d"], key: Array | None
@@ -276,27 +280,46 @@ class Router(nnx.Module):
         if key is not None and jitter:
             x = jittered(x, jitter, key)
         logits = dense(x, self.kernel, precision="highest")
+        if self.logit_bias is not None:
+            logits = biased(logits, self.logit_bias)
         return annotate(logits, "router_logits")
+
+
+def _zeros(*shape: int, **metadata: Any) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape, jnp.float32), gathered_by_layer=True, **metadata)
 
 
 class ExpertDense(nnx.Module):
     """Linear layer of each expert.
 
-    Its `kernel` is `[expert, in, out]`, initialised with variance scale² / in.
+    Its `kernel` is `[expert, in, out]`, initialised with variance scale² / in; its optional `bias`
+    is `[expert, out]`, initialised with 0.
     """
 
     def __init__(
-        self, experts: int, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        *,
+        scale: float = 1.0,
+        bias: bool = False,
+        rngs: nnx.Rngs,
     ) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
         table = init(rngs.params(), (experts, inputs, outputs), jnp.float32)
         self.kernel = nnx.Param(table, gathered_by_layer=True, linear=True, matrix="bio")
+        self.bias = _zeros(experts, outputs) if bias else None
 
     def placed(self) -> ExpertKernel:
-        """Return the kernels with their placement under the plan in scope."""
+        """Return the kernels and biases with their placement under the plan in scope."""
         kernel = self.kernel[...]
+        bias = None
+        if self.bias is not None:
+            placed = placement_of(self.bias.get_metadata("path", None))
+            bias = ExpertBias(self.bias[...], placed)
         path = self.kernel.get_metadata("path", None)
-        return ExpertKernel(kernel, placement_of(path))
+        return ExpertKernel(kernel, placement_of(path), bias)
 
 
 class Experts(nnx.Module):

@@ -33,7 +33,7 @@ _PLAIN = (
     ("lm_head/kernel", P((*_BOTH, "pipe"), "tensor")),  # [d, vocab]
     ("router/kernel", P(_BOTH)),  # [d, expert]
     (
-        "(attention_norm|mlp_norm|norm)/scale|router/bias",
+        "(attention_norm|mlp_norm|norm)/scale|router/(logit_)?bias",
         replicate("a number for each channel or expert: a few KiB"),
     ),
 )

@@ -417,7 +417,7 @@ def test_weights_are_those_of_transformers(family):
     bias = None
     config = RouterConfig(**{"top_k": 3, **ours})
     if family == "gpt_oss":
-        logits = LOGITS + BIAS
+        logits = LOGITS + jnp.asarray(BIAS)[None, None]
     if config.has_choice_bias:
         bias = jnp.asarray(BIAS)
     routing, _ = route(logits, config, bias=bias)
