@@ -58,8 +58,6 @@ def _fits(config: ModelConfig) -> bool:
         return False
     if config.tied or config.shared_d_ff or config.dense_layers:
         return False
-    if config.router.top_k == 1:  # `transformers` divides by the sum of the chosen weights
-        return False
     plain = RouterConfig(experts=config.router.experts, top_k=config.router.top_k)
     # These affect only training.
     changes_nothing = ("jitter", "balance", "balance_form", "balance_over", "z_loss")

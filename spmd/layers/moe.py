@@ -289,7 +289,8 @@ class _Experts:
         inputs = [weighted] * len(dhidden) + [self._weighted(value, got.scales)]
         doutputs = [*dhidden, dresult]
         dparams = []
-        for rows, doutput, dtype in zip(inputs, doutputs, dtypes, strict=False):
+        of_kernels = dtypes[: len(inputs)]
+        for rows, doutput, dtype in zip(inputs, doutputs, of_kernels, strict=True):
             dparams.append(grouped_gradient(rows, doutput, sizes, dtype))
         dinputs = functools.reduce(jnp.add, drows)
         if layer.weighs_inputs:
@@ -299,11 +300,24 @@ class _Experts:
         if bias is not None and not layer.weighs_inputs:
             values = group_values(bias, sizes, dresult.shape[0])
             dscales = dscales + _once(_dots(dresult, values), layer.layout.tensor)
-        doutputs = [*dhidden, self._weighted(dresult, got.scales)]
-        for doutput, bias in zip(doutputs, self.biases, strict=True):
-            if bias is not None:
-                dparams.append(group_sums(doutput, sizes))
+        of_biases = self._bias_gradients(doutputs, got.scales, sizes)
+        for gradient, dtype in zip(of_biases, dtypes[len(dparams) :], strict=True):
+            dparams.append(gradient.astype(dtype))
         return dinputs, dscales, dparams
+
+    def _bias_gradients(
+        self, doutputs: Sequence[Array], scales: Array, sizes: Sizes
+    ) -> list[Array]:
+        """Return the gradients of biases from those of the kernels' outputs, in float32."""
+        found = []
+        last = len(self.biases) - 1
+        for index, doutput in enumerate(doutputs):
+            if self.biases[index] is None:
+                continue
+            if index == last:
+                doutput = self._weighted(doutput, scales)
+            found.append(group_sums(doutput, sizes))
+        return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

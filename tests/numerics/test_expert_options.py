@@ -1,6 +1,7 @@
 """Experts with biases, other activations and weights on their inputs are the sums of a loop over tokens."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -222,6 +223,57 @@ def test_one_device_equals_every_expert_on_every_token(activation, weight_on, di
     limit = {"capacity_factor": 8.0} if dispatch == "capacity" else {}
     program = ours(activation, dispatch=dispatch, weight_on=weight_on, **limit)
     assert errors(program, activation, weight_on) < 1e-5
+
+
+def whole_layer(activation, weight_on, params, x, routing):
+    """Outputs of tokens `[token, d]` with each expert's kernels and biases from another library."""
+    layer = model(activation, weight_on=weight_on)
+    experts, weights = (jnp.asarray(array)[None] for array in routing)
+    y, _ = layer.apply(params, x[None], experts, weights)
+    return np.asarray(y[0])
+
+
+def test_experts_are_those_of_gpt_oss():
+    """Interleaved gates and biases of all kernels; control: another activation differs."""
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = types.SimpleNamespace(
+        **{"intermediate_size": HIDDEN, "num_local_experts": EXPERTS, "hidden_size": D},
+        **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "_experts_implementation": "eager"},
+    )
+    experts = theirs.GptOssExperts(config)
+    params, x, weights = arrays("clamped_swiglu")
+    x = 4 * x[0]
+    chosen, weights = CHOSEN["even"][0], weights[0]
+    both = ("gate_proj", "up_proj")
+    for name, mine in (("gate_up_proj", "kernel"), ("gate_up_proj_bias", "bias")):
+        pair = np.stack([params[part][mine] for part in both], axis=-1)
+        array = pair.reshape(*pair.shape[:-2], -1)
+        setattr(experts, name, torch.nn.Parameter(torch.from_numpy(array)))
+    for name, mine in (("down_proj", "kernel"), ("down_proj_bias", "bias")):
+        array = np.array(params["down_proj"][mine])
+        setattr(experts, name, torch.nn.Parameter(torch.from_numpy(array)))
+    tensors = (torch.from_numpy(np.array(array)) for array in (x, chosen, weights))
+    hidden, index, scores = tensors
+    expected = experts(hidden, index.long(), scores).detach().numpy()
+    found = whole_layer("clamped_swiglu", "output", params, x, (chosen, weights))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    other = whole_layer("silu", "output", params, x, (chosen, weights))
+    assert np.abs(other - expected).max() > 0.1
+
+
+def test_gradients_of_bfloat16_parameters_are_bfloat16():
+    """Those of biases are sums in float32, rounded once."""
+    program = ours("silu")
+    wide = arrays("silu")
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
+    (_, y), gradients = program(narrow, CHOSEN["even"])
+    assert {leaf.dtype for leaf in jax.tree.leaves((y, gradients))} == {jnp.dtype("bfloat16")}
+    (_, expected), others = reference("silu", "output")(wide, CHOSEN["even"])
+    for found, other in zip(
+        jax.tree.leaves((y, gradients)), jax.tree.leaves((expected, others)), strict=True
+    ):
+        assert np.abs(found.astype(jnp.float32) - other).max() < 0.03 * np.abs(other).max()
 
 
 MESHES = {
