@@ -512,17 +512,8 @@ def _by_matmul(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> A
     backward, for 8192 tokens on v5e.
     """
     width = 2 * cos.shape[-1]
-    matrix = _quarter_turn(width, interleaved)
-    if interleaved:
-        cos, sin = (jnp.repeat(a, 2, axis=-1) for a in (cos, sin))
-    else:
-        cos, sin = (jnp.concatenate([a, a], axis=-1) for a in (cos, sin))
     rest = x.shape[-1] - width
-    if rest:
-        matrix = np.pad(matrix, (0, rest))
-        widths = [(0, 0)] * (cos.ndim - 1) + [(0, rest)]
-        cos = jnp.pad(cos, widths, constant_values=1.0)
-        sin = jnp.pad(sin, widths)
+    matrix = np.pad(_quarter_turn(width, interleaved), (0, rest))
     turned = jnp.einsum(
         "bshd,de->bshe",
         x,
@@ -530,8 +521,22 @@ def _by_matmul(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> A
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+    cos = _of_dims(cos, rest, 1.0, interleaved)
+    sin = _of_dims(sin, rest, 0.0, interleaved)
     rotated = x.astype(jnp.float32) * cos + turned * sin
     return rotated.astype(x.dtype)
+
+
+def _of_dims(x: Array, rest: int, fill: float, interleaved: bool) -> Array:
+    """Return the value of each dimension of a head from that of each pair, and `rest` more."""
+    if interleaved:
+        x = jnp.repeat(x, 2, axis=-1)
+    else:
+        x = jnp.concatenate([x, x], axis=-1)
+    if not rest:
+        return x
+    widths = [(0, 0)] * (x.ndim - 1) + [(0, rest)]
+    return jnp.pad(x, widths, constant_values=fill)
 
 
 def _quarter_turn(width: int, interleaved: bool) -> Float[np.ndarray, "dim dim"]:
