@@ -29,7 +29,8 @@ from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
-from spmd.models.decoder.rotary import RopeScaling
+from spmd.models.decoder.published_rotary import read_rotary, write_rotary
+from spmd.models.decoder.rotary import RopeScaling, Rotary
 from spmd.models.decoder.rules import decoder_rules
 
 Names = dict[str, tuple[str, TensorLayout]]
@@ -57,12 +58,6 @@ _ENDS: Names = {
     "norm/bias": ("norm.bias", AS_IS),
 }
 _HEAD = "lm_head.weight"
-_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_context",
-}
 
 
 def layer_names(**norms: str) -> Names:
@@ -276,7 +271,10 @@ def read_sizes(
         head_dim = 0
     fields.only(*activation)
     fields.only("is_causal", True)
-    base, scaling = fields.rope(theta, "llama3")
+    rotary = read_rotary(fields, Rotary(theta, RopeScaling()))
+    if rotary.fraction != 1:
+        what = f"is {rotary.fraction:g}, and this model rotates whole heads"
+        fields.refuse("partial_rotary_factor", what)
     return {
         "vocab": fields.integer("vocab_size"),
         "d_model": width,
@@ -285,26 +283,11 @@ def read_sizes(
         "kv_heads": fields.integer("num_key_value_heads", heads),
         "d_ff": fields.integer("intermediate_size"),
         "head_dim": head_dim,
-        "rope_theta": base,
-        "rope_scaling": _read_scaling(fields, scaling),
+        "rope_theta": rotary.theta,
+        "rope_scaling": rotary.scaling,
         "norm_eps": fields.number("rms_norm_eps", eps, least=0),
         "tied": fields.flag("tie_word_embeddings", tied),
     }
-
-
-def _read_scaling(fields: Fields, table: Mapping[str, Any]) -> RopeScaling:
-    if not table:
-        return RopeScaling()
-    for name in sorted({*table} ^ {*_SCALING}):
-        what = "is missing"
-        if name in table:
-            what = f"is {table[name]!r:.80}, and is unknown"
-        fields.refuse(f"rope_scaling.{name}", what)
-    numbers: dict[str, Any] = {}
-    for theirs, ours in _SCALING.items():
-        if theirs in table and fields.is_number(f"rope_scaling.{theirs}", table[theirs]):
-            numbers[ours] = table[theirs]
-    return fields.nested(RopeScaling, **numbers) or RopeScaling()
 
 
 def read_layer(fields: Fields) -> LayerSpec:
@@ -355,16 +338,7 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": config.head_width,
         "intermediate_size": config.d_ff,
         "hidden_act": "silu",
-        **_write_rope(config),
+        **write_rotary(Rotary(config.rope_theta, config.rope_scaling)),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
     }
-
-
-def _write_rope(config: DecoderConfig) -> dict[str, Any]:
-    if config.rope_scaling == RopeScaling():
-        return {"rope_theta": config.rope_theta}
-    scaling: dict[str, Any] = {"rope_type": "llama3"}
-    for theirs, ours in _SCALING.items():
-        scaling[theirs] = getattr(config.rope_scaling, ours)
-    return {"rope_theta": config.rope_theta, "rope_scaling": scaling}
