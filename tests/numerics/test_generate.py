@@ -210,7 +210,7 @@ def test_stages_pass_on_the_stream_and_nothing_else(name):
     token, position, kept = made._prefill(
         where.params, where.variables, ids, lengths, key, length=WINDOW
     )
-    assert all(entry.key.sharding.spec[0] == "pipe" for stack in kept for entry in stack)
+    assert all(entry.key.sharding.spec[0] == "pipe" for stack in kept.entries for entry in stack)
     text = (
         made._decode.lower(where.params, where.variables, kept, token, position, key)
         .compile()
