@@ -183,6 +183,7 @@ def _spec(shape: tuple[int, ...], axes: tuple[str, ...], mesh: AnyMesh) -> P:
         wanted = ["pipe", *[None] * (stacks - 1), *wanted]
     entries = []
     for entry, size in zip(wanted, shape, strict=True):
-        divides = size % shards_of(entry, mesh.shape) == 0
-        entries.append(entry if divides else None)
+        if size % shards_of(entry, mesh.shape):
+            entry = None
+        entries.append(entry)
     return P(*entries)

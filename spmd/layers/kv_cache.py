@@ -86,6 +86,7 @@ class KVCache(CacheEntry):
 
 _TITLE = "The cache does not support this model:"
 _INVALID = "Invalid use of the cache:"
+_SAME_CALLS = "call the same mixers in the same order"
 
 
 class _Calls:
@@ -127,13 +128,16 @@ class _Calls:
         """Return the added entries.
 
         Raises:
-            ConfigError: A slot was taken and nothing saved in it.
+            ConfigError: A slot was taken and nothing saved in it, or a given entry is left.
         """
         problems = []
         for name, entry in zip(self._names, self._added, strict=True):
             if entry is None:
                 fix = "call slot.save once for each cache_slot"
                 problems.append(Problem(name, "takes a slot and saves nothing in it", fix=fix))
+        if self.take() is not None:
+            what = "are fewer in decoding than in prefill"
+            problems.append(Problem("calls of mixers", what, fix=_SAME_CALLS))
         if problems:
             raise ConfigError(_INVALID, problems)
         return tuple(self._added)
@@ -169,8 +173,8 @@ class _Trace:
 
 
 def _other_order(name: str) -> Problem:
-    what = "in another order in decoding than in prefill"
-    return Problem(name, what, fix="call the same mixers in the same order")
+    what = "is called in another order in decoding than in prefill"
+    return Problem(name, what, fix=_SAME_CALLS)
 
 
 def prefill(
@@ -216,8 +220,6 @@ def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -
     """
     with single_token():
         result, added = _trace(run, _Trace(cache, positions))
-    if jax.tree.structure(added) != jax.tree.structure(cache.entries):
-        raise ConfigError(_INVALID, [_other_order("the model's mixers")])
 
     def update(past: CacheEntry, new: CacheEntry) -> CacheEntry:
         return update_entry(past, new, positions)
@@ -462,6 +464,8 @@ def thread_cache(
         return x, (value, added)
 
     part = trace.take(_STACK)
+    if isinstance(part, CacheEntry):
+        raise ConfigError(_INVALID, [_other_order(_STACK)])
     if part is None:
         part = ()
     return run, (each, part)
