@@ -29,7 +29,8 @@ slot.save(ScanState(state))
 
 Scanned or checkpointed layers are functions of arrays, so each takes its part of the cache as an
 argument and returns its own entries (`isolate_layer`, `thread_cache`, `collect_cache`);
-`spmd.models.layers.run_layers` calls these.
+`spmd.models.layers.run_layers` calls these. They nest: a group of unlike layers is one layer of a
+scan, and calls them for each of its own.
 """
 
 import contextlib

@@ -17,7 +17,17 @@ from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.layers.attention import attend
 from spmd.layers.cache_entry import CacheEntry, cached_array, split_entry
-from spmd.layers.kv_cache import KVCache, cache_length, cache_slot, decode, prefill, token_mask
+from spmd.layers.kv_cache import (
+    KVCache,
+    cache_length,
+    cache_slot,
+    collect_cache,
+    decode,
+    isolate_layer,
+    prefill,
+    thread_cache,
+    token_mask,
+)
 from spmd.layers.zigzag import positions
 from spmd.models.layers import make_layers, run_layers
 from spmd.plan import flax
@@ -146,6 +156,34 @@ class Toy(nnx.Module):
         return run_layers(self.layers, x) @ self.head[...]
 
 
+class Groups(nnx.Module):
+    """Groups of two unlike layers in a scan, each layer checkpointed."""
+
+    def __init__(self, rngs):
+        self.scans = make_layers(MASKED, 2, rngs.params(), stacked=True)
+        self.latents = make_layers(Latent, 2, rngs.params(), stacked=True)
+
+    def __call__(self, x):
+        graphs, states = zip(*[nnx.split(m) for m in (self.scans, self.latents)], strict=True)
+
+        def one(layer, x, state, own):
+            return layer(state, x), own
+
+        def group(states, x):
+            for graph, state in zip(graphs, states, strict=True):
+                step, own = thread_cache(one, None)
+                layer = isolate_layer(lambda state, x, graph=graph: nnx.merge(graph, state)(x))
+                x, value = step(jax.checkpoint(layer), x, state, own)
+                collect_cache(value)
+            return x
+
+        step, each = thread_cache(one, None)
+        run = isolate_layer(group)
+        x, values = jax.lax.scan(lambda x, inputs: step(run, x, *inputs), x, (states, each))
+        collect_cache(values)
+        return x
+
+
 MASKED, UNMASKED = functools.partial(Scan, True), functools.partial(Scan, False)
 ENDS = (("embed/embedding", replicate("small")), ("head", replicate("small")))
 HEADS_ROWS = (("kernel", P(None, "tensor")), ("out", P("tensor")))
@@ -155,6 +193,7 @@ MODELS = {
     "recurrent": ((), MASKED, SCAN),
     "unmasked": ((), UNMASKED, SCAN),
     "latent": ((), Latent, LATENT),
+    "groups": ((Groups,), Latent, (*SCAN, *LATENT)),
     "hybrid": ((Latent, Attention), MASKED, (*SCAN, *LATENT)),
 }
 
@@ -172,15 +211,16 @@ def plan(name, **sizes):
 
 
 @functools.cache
-def params(name, **sizes):
-    return init_state(plan(name, **sizes)).params
+def params(name):
+    return jax.jit(model(name).init)(jax.random.key(0))
 
 
 def write(name, cached=True, **sizes):
     greedy = Sampling(temperature=0.0)
     made = Generator(plan(name, **sizes), WINDOW, greedy, cached=cached)
     assert bool(made.whole_window) is not cached
-    texts = made.write(params(name, **sizes), {}, PROMPTS, tokens=TOKENS)
+    own = init_state(plan(name, **sizes)).params
+    texts = made.write(own, {}, PROMPTS, tokens=TOKENS)
     return [text.tolist() for text in texts]
 
 
@@ -213,7 +253,9 @@ def step_by_step(name, params):
     return list(jnp.concatenate([first, found]).swapaxes(0, 1))
 
 
-@pytest.mark.parametrize("name", soak_but(("recurrent", "latent", "hybrid"), "latent", "hybrid"))
+@pytest.mark.parametrize(
+    "name", soak_but(("recurrent", "latent", "groups", "hybrid"), "latent", "groups", "hybrid")
+)
 def test_decoded_logits_are_those_of_the_whole_sequence(name):
     """States, convolutions, latents and keys, of rows of other lengths, up to rounding."""
     rounding = noise_of(functools.partial(whole, name), params(name))
