@@ -23,7 +23,14 @@ from spmd.layers.ring_attention import Segments
 from spmd.layers.zigzag import positions
 from spmd.models.layers import RMSNorm, gated, make_layers, run_layers
 from spmd.models.linear import Dense, Head, column_parallel, row_parallel, unembed
-from spmd.models.rope import Angles, Llama3Scaling, RopeScaling, rotary_angles, rotate
+from spmd.models.rope import (
+    Angles,
+    Llama3Scaling,
+    RopeScaling,
+    rotary_angles,
+    rotary_problems,
+    rotate,
+)
 from spmd.plan.annotate import annotate, annotate_param, cast_to_compute
 from spmd.plan.fsdp import placement_of
 
@@ -96,6 +103,8 @@ class LlamaConfig:
             problems.append(problem)
         if not problems and self.head_width % 2:
             problems.append(self._odd_width())
+        if not problems:
+            problems = rotary_problems(self.head_width, self.rope_scaling)
         return problems
 
     def _odd_width(self) -> Problem:

@@ -54,6 +54,10 @@ class RopeScaling:
         """Return a problem for each invalid field."""
         return []
 
+    def width_problems(self, width: int) -> list[Problem]:
+        """Return a problem for each field that does not fit a number of rotated dimensions."""
+        return []
+
     def frequencies(self, width: int, theta: float, length: int) -> Float[np.ndarray, "pair"]:
         """Return the frequency of each pair of dimensions, in radians per token.
 
@@ -112,17 +116,18 @@ class DynamicScaling(RopeScaling):
         """Return a problem for each invalid field."""
         return check_fields(self, _FACTOR | _CONTEXT, prefix=_PREFIX)
 
-    def frequencies(self, width: int, theta: float, length: int) -> Float[np.ndarray, "pair"]:
-        """Return the frequencies for a length, as in the base class.
+    def width_problems(self, width: int) -> list[Problem]:
+        """Return a problem for each field that does not fit a number of rotated dimensions."""
+        if width > 2:
+            return []
+        what = "has no exponent for 2 rotated dimensions"
+        fix = "heads with 4 or more of them"
+        return [Problem("rope_scaling", what, "width / (width - 2) = 2 / 0", fix)]
 
-        Raises:
-            ConfigError: Two rotated dimensions have no exponent of the base.
-        """
+    def frequencies(self, width: int, theta: float, length: int) -> Float[np.ndarray, "pair"]:
+        """Return the frequencies for a length, as in the base class."""
         if length <= self.original_context:
             return _plain_frequencies(width, theta)
-        if width <= 2:
-            problem = Problem("model.head_dim", "is too small", f"{width} rotated ≤ 2", "4 or more")
-            raise ConfigError("Invalid width for dynamic RoPE scaling:", [problem])
         growth = self.factor * length / self.original_context - (self.factor - 1)
         return _plain_frequencies(width, theta * growth ** (width / (width - 2)))
 
@@ -259,25 +264,25 @@ class LongRopeScaling(RopeScaling):
                 problems.append(problem)
         return problems
 
-    def frequencies(self, width: int, theta: float, length: int) -> Float[np.ndarray, "pair"]:
-        """Return the frequencies for a length, as in the base class.
+    def width_problems(self, width: int) -> list[Problem]:
+        """Return a problem for each field that does not fit a number of rotated dimensions."""
+        count = len(self.short_factor)
+        if count == width // 2:
+            return []
+        problem = Problem(
+            "rope_scaling.short_factor",
+            "has not one divisor for each pair of rotated dimensions",
+            f"{count} divisors, {width} / 2 = {width // 2} pairs",
+            f"lists of {width // 2}",
+        )
+        return [problem]
 
-        Raises:
-            ConfigError: There are not as many divisors as frequencies.
-        """
-        name = "long_factor"
+    def frequencies(self, width: int, theta: float, length: int) -> Float[np.ndarray, "pair"]:
+        """Return the frequencies for a length, as in the base class."""
+        divisors = self.long_factor
         if length <= self.original_context:
-            name = "short_factor"
-        divisors = np.array(getattr(self, name))
-        if len(divisors) != width // 2:
-            problem = Problem(
-                _PREFIX + name,
-                "has not one divisor for each pair of dimensions",
-                f"{len(divisors)} divisors, {width} / 2 = {width // 2} pairs",
-                f"a list of {width // 2}",
-            )
-            raise ConfigError("Invalid RoPE scaling for this head:", [problem])
-        return _plain_frequencies(width, theta) / divisors
+            divisors = self.short_factor
+        return _plain_frequencies(width, theta) / np.array(divisors)
 
     @property
     def attention_scaling(self) -> float:
@@ -393,23 +398,33 @@ def _plain_frequencies(width: int, theta: float) -> Float[np.ndarray, "pair"]:
 def rotated_width(head_dim: int, fraction: float) -> int:
     """Return the number of rotated dimensions of a head, the first ones.
 
-    Raises:
-        ConfigError: It is odd or none of them.
-
     Example:
         >>> rotated_width(80, 0.4)
         32
     """
-    width = int(head_dim * fraction)
-    if width % 2 or not 0 < width <= head_dim:
-        problem = Problem(
-            "rotary fraction",
-            "rotates no even number of dimensions",
-            f"{fraction:g} · head_dim {head_dim} = {head_dim * fraction:g}",
-            "a fraction above 0 and at most 1, with an even product",
-        )
-        raise ConfigError("Invalid rotary width:", [problem])
-    return width
+    return int(head_dim * fraction)
+
+
+def rotary_problems(
+    head_dim: int, scaling: RopeScaling = RopeScaling(), fraction: float = 1.0
+) -> list[Problem]:
+    """Return a problem for each reason why heads cannot be rotated.
+
+    Args:
+        head_dim: Dimensions of a head.
+        scaling: As for `rotary_angles`.
+        fraction: As for `rotary_angles`.
+    """
+    width = rotated_width(head_dim, fraction)
+    if not width % 2 and 0 < width <= head_dim:
+        return scaling.width_problems(width)
+    problem = Problem(
+        "rotary fraction",
+        "rotates no even number of dimensions",
+        f"{fraction:g} · head_dim {head_dim} = {head_dim * fraction:g}",
+        "a fraction above 0 and at most 1, with an even product",
+    )
+    return [problem]
 
 
 def rotary_angles(
@@ -433,13 +448,16 @@ def rotary_angles(
             (`partial_rotary_factor`).
 
     Raises:
-        ConfigError: The fraction or the scaling does not fit `head_dim`.
+        ConfigError: `rotary_problems` of these heads.
     """
     if isinstance(positions, jax.Array):
         every = np.arange(cache_length())[None]
         table = rotary_angles(every, head_dim, theta, scaling, fraction)
         cos, sin = (jnp.asarray(a)[0, positions] for a in table)
         return cos, sin
+    problems = rotary_problems(head_dim, scaling, fraction)
+    if problems:
+        raise ConfigError("Invalid rotary positions:", problems)
     width = rotated_width(head_dim, fraction)
     length = context_length(int(positions.max()) + 1)
     frequencies = scaling.frequencies(width, theta, length)

@@ -11,6 +11,7 @@ from spmd.errors import ConfigError
 from spmd.hf.fields import Fields
 from spmd.layers.kv_cache import prefill
 from spmd.models import rope
+from spmd.models.llama import LlamaConfig
 from spmd.models.rope import (
     SCALINGS,
     DynamicScaling,
@@ -279,6 +280,19 @@ def test_entries_that_the_family_reads_are_left_to_it():
     assert problems(config(rope_parameters=table)) == {"rope_parameters.llama_4_scaling_beta"}
 
 
+def test_earlier_files_scale_one_type_of_layers():
+    """Gemma 3 before version 5: local layers have a base of their own, and no scaling."""
+    values = config(rope_scaling=TABLES["linear"], rope_local_base_freq=10.0)
+    defaults = dict.fromkeys(("full_attention", "sliding_attention"), Rotary(1e6))
+    fields = Fields(values)
+    unscaled = {"sliding_attention": "rope_local_base_freq"}
+    assert read_rotary_by_layer(fields, defaults, unscaled=unscaled) == {
+        "full_attention": Rotary(BASE, LinearScaling(4.0)),
+        "sliding_attention": Rotary(10.0),
+    }
+    assert fields.problems() == []
+
+
 def test_tables_by_layer_name_what_is_wrong():
     """A type without a table, an unknown one, and an entry of one."""
     tables = {"full_attention": {"rope_type": "linear"}, "other": {}}
@@ -298,10 +312,13 @@ def test_tables_by_layer_name_what_is_wrong():
         (LongRopeScaling(4.0, 8, (1.0,), (1.0,)), 1.0, "1 divisors, 8 / 2 = 4 pairs"),
         (RopeScaling(), 0.4, "0.4 · head_dim 8 = 3.2"),
         (RopeScaling(), 1.5, "1.5 · head_dim 8 = 12"),
-        (DynamicScaling(2.0, 4), 0.25, "2 rotated ≤ 2"),
+        (DynamicScaling(2.0, 4), 0.25, "2 / 0"),
     ],
 )
 def test_a_scaling_that_does_not_fit_the_head_is_refused(scaling, fraction, text):
-    """With the numbers."""
+    """With the numbers; in a model's config, too."""
+    if fraction == 1:
+        with pytest.raises(ConfigError, match=text):
+            LlamaConfig(head_dim=8, rope_scaling=scaling)
     with pytest.raises(ConfigError, match=text):
         rotary_angles(np.arange(5)[None], 8, 100.0, scaling, fraction)
