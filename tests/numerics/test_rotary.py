@@ -10,6 +10,7 @@ import pytest
 from spmd.errors import ConfigError
 from spmd.hf.fields import Fields
 from spmd.layers.kv_cache import prefill
+from spmd.model_interface.model import as_outputs
 from spmd.models import rope
 from spmd.models.llama import LlamaConfig
 from spmd.models.rope import (
@@ -32,6 +33,10 @@ from spmd.name_maps.rotary import (
     write_rotary,
     write_rotary_by_layer,
 )
+from spmd.plan.flax import from_nnx
+from tests.numerics.test_transformers import LLAMA, TOKENS, difference, logits_here
+from tests.numerics.test_transformers import read as read_model
+from tests.tiers import soak_but
 
 SHORT = [1.0 + 0.1 * n for n in range(16)]
 LONG = [2.0 + 0.5 * n for n in range(16)]
@@ -322,3 +327,36 @@ def test_a_scaling_that_does_not_fit_the_head_is_refused(scaling, fraction, text
             LlamaConfig(head_dim=8, rope_scaling=scaling)
     with pytest.raises(ConfigError, match=text):
         rotary_angles(np.arange(5)[None], 8, 100.0, scaling, fraction)
+
+
+WHOLE = {
+    **{name: TABLES[name] for name in ("linear", "dynamic", "yarn", "yarn, DeepSeek", "llama3")},
+    "longrope": {**LONGROPE, "short_factor": SHORT[:4], "long_factor": LONG[:4]},
+}
+
+
+@pytest.mark.parametrize("longest", [8, 16])
+@pytest.mark.parametrize("name", soak_but(WHOLE, "longrope"))
+def test_a_model_with_a_scaling_is_that_of_transformers(name, longest, tmp_path):
+    """12 tokens, beyond the original context and within it; control: the plain positions differ."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    table = dict(WHOLE[name])
+    if "original_max_position_embeddings" in table:
+        table["original_max_position_embeddings"] = longest
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{**LLAMA, "num_hidden_layers": 1, "max_position_embeddings": longest},
+        rope_parameters={"rope_theta": 30.0, **table},
+        initializer_range=0.3,
+    )
+    there = transformers.LlamaForCausalLM(config).eval()
+    there.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = there(torch.tensor(TOKENS.astype(np.int64))).logits.numpy()
+    _, ours, plan, params = read_model(tmp_path)
+    assert difference(logits_here(plan, params), expected) < 1e-4
+    plain = dataclasses.replace(ours, rope_scaling=RopeScaling())
+    other = jax.jit(from_nnx(plain.build).apply)(params, jnp.asarray(TOKENS))
+    is_scaled = np.abs(as_outputs(other).logits - expected).max() > 0.05
+    assert is_scaled or (name, longest) == ("dynamic", 16)
