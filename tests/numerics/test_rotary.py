@@ -315,6 +315,7 @@ def test_tables_by_layer_name_what_is_wrong():
     ("scaling", "fraction", "text"),
     [
         (LongRopeScaling(4.0, 8, (1.0,), (1.0,)), 1.0, "1 divisors, 8 / 2 = 4 pairs"),
+        ({"factor": 8.0}, 1.0, r"model\.rope_scaling: is"),
         (RopeScaling(), 0.4, "0.4 · head_dim 8 = 3.2"),
         (RopeScaling(), 1.5, "1.5 · head_dim 8 = 12"),
         (DynamicScaling(2.0, 4), 0.25, "2 / 0"),

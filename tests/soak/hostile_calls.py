@@ -159,10 +159,10 @@ def _configs() -> list[Call]:
     subclass = (
         "from spmd.models.llama import LlamaConfig\n"
         "@dataclasses.dataclass(frozen=True)\nclass Mine(LlamaConfig):\n    extra: float = 0.5\n"
-        "config = dataclasses.replace(config, model=Mine(**dataclasses.asdict(config.model)))"
+        "config = dataclasses.replace(config, model=Mine(**vars(config.model)))"
     )
     subclass = subclass.replace(
-        "**dataclasses.asdict(config.model)", "vocab=256, d_model=16, layers=1, heads=2, d_ff=32"
+        "**vars(config.model)", "vocab=256, d_model=16, layers=1, heads=2, d_ff=32"
     )
     calls += [
         Call(
