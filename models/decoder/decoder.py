@@ -192,7 +192,7 @@ class DecoderConfig:
         """Width of one head."""
         return self.head_dim or self.d_model // self.heads
 
-    @functools.cached_property
+    @property
     def sizes(self) -> Sizes:
         """Sizes of all layers, and defaults of their specs."""
         return Sizes(
@@ -210,19 +210,12 @@ class DecoderConfig:
             residual_scale=self.residual_scale,
         )
 
-    @functools.cached_property
+    @property
     def pattern(self) -> Pattern[LayerSpec]:
         """The kinds of layers in order, resolved."""
-        first = self._resolve(self.first)
-        group = self._resolve(self._group)
-        last = self._resolve(self.last)
-        repeats = (self.layers - len(first) - len(last)) // len(group)
-        return Pattern(first, group, repeats, last)
+        return _pattern(self)
 
-    def _resolve(self, specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-        return tuple(spec.resolve(self.sizes) for spec in specs)
-
-    @functools.cached_property
+    @property
     def rotaries(self) -> tuple[tuple[Rotary, int], ...]:
         """The kinds of rotary positions in the network, each with a head's width."""
         keys = [spec.mixer.rotary_key for spec in self.pattern.kinds]
@@ -337,6 +330,18 @@ class DecoderConfig:
     def build(self, rngs: nnx.Rngs) -> "Decoder":
         """Build the model."""
         return Decoder(self, rngs=rngs)
+
+
+@functools.cache
+def _pattern(config: DecoderConfig) -> Pattern[LayerSpec]:
+    sizes = config.sizes
+
+    def resolve(specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+        return tuple(spec.resolve(sizes) for spec in specs)
+
+    group = config.group or (config.layer,)
+    repeats = (config.layers - len(config.first) - len(config.last)) // len(group)
+    return Pattern(resolve(config.first), resolve(group), repeats, resolve(config.last))
 
 
 def _places(field: str, specs: tuple[LayerSpec, ...]) -> list[tuple[str, LayerSpec]]:

@@ -21,15 +21,12 @@ from spmd.layers.kv_cache import (
     KVCache,
     cache_length,
     cache_slot,
-    collect_cache,
     decode,
-    isolate_layer,
     prefill,
-    thread_cache,
     token_mask,
 )
 from spmd.layers.zigzag import positions
-from spmd.models.decoder.layer_stack import make_layers, run_layers
+from spmd.models.decoder.layer_stack import LayerGroup, make_layers, run_layers
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
 from spmd.sharding.batch import TOKENS as TOKENS_ROWS
@@ -157,31 +154,16 @@ class Toy(nnx.Module):
 
 
 class Groups(nnx.Module):
-    """Groups of two unlike layers in a scan, each layer checkpointed."""
+    """Groups of two unlike layers in a scan."""
 
     def __init__(self, rngs):
-        self.scans = make_layers(MASKED, 2, rngs.params(), stacked=True)
-        self.latents = make_layers(Latent, 2, rngs.params(), stacked=True)
+        def make(rngs):
+            return LayerGroup({"scan": MASKED(rngs), "latent": Latent(rngs)})
+
+        self.layers = make_layers(make, 2, rngs.params(), stacked=True)
 
     def __call__(self, x):
-        graphs, states = zip(*[nnx.split(m) for m in (self.scans, self.latents)], strict=True)
-
-        def one(layer, x, state, own):
-            return layer(state, x), own
-
-        def group(states, x):
-            for graph, state in zip(graphs, states, strict=True):
-                step, own = thread_cache(one, None)
-                layer = isolate_layer(lambda state, x, graph=graph: nnx.merge(graph, state)(x))
-                x, value = step(jax.checkpoint(layer), x, state, own)
-                collect_cache(value)
-            return x
-
-        step, each = thread_cache(one, None)
-        run = isolate_layer(group)
-        x, values = jax.lax.scan(lambda x, inputs: step(run, x, *inputs), x, (states, each))
-        collect_cache(values)
-        return x
+        return run_layers(self.layers, x)
 
 
 MASKED, UNMASKED = functools.partial(Scan, True), functools.partial(Scan, False)
