@@ -159,6 +159,8 @@ class DecoderConfig:
 
     def _where_given(self, problem: Problem, where: str, spec: LayerSpec) -> Problem:
         """Return a problem of a resolved spec at the origin of the value: the model's field or its own."""
+        if not problem.where.startswith(where):
+            return problem
         part, _, field = problem.where.removeprefix(where).partition(".")
         own = getattr(getattr(spec, part), field, None)
         if own or field not in ("heads", "kv_heads", "head_dim", "d_ff", "window"):

@@ -92,7 +92,7 @@ def expected(table, length, head_dim=32):
     """Frequencies and factor of `transformers` for a length."""
     llama = pytest.importorskip("transformers.models.llama.configuration_llama")
     utils = pytest.importorskip("transformers.modeling_rope_utils")
-    theirs = llama.DecoderConfig(
+    theirs = llama.LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
         max_position_embeddings=LONGEST,
@@ -289,12 +289,12 @@ def test_entries_that_the_family_reads_are_left_to_it():
 def test_earlier_files_scale_one_type_of_layers():
     """Gemma 3 before version 5: local layers have a base of their own, and no scaling."""
     values = config(rope_scaling=TABLES["linear"], rope_local_base_freq=10.0)
-    defaults = dict.fromkeys(("full_attention", "sliding_attention"), Rotary(1e6))
+    defaults = dict.fromkeys(("full_attention", "sliding_attention"), Rotary(1e6, RopeScaling()))
     fields = Fields(values)
     unscaled = {"sliding_attention": "rope_local_base_freq"}
     assert read_rotary_by_layer(fields, defaults, unscaled=unscaled) == {
         "full_attention": Rotary(BASE, LinearScaling(4.0)),
-        "sliding_attention": Rotary(10.0),
+        "sliding_attention": Rotary(10.0, RopeScaling()),
     }
     assert fields.problems() == []
 
@@ -347,7 +347,7 @@ def test_a_model_with_a_scaling_is_that_of_transformers(name, longest, tmp_path)
     if "original_max_position_embeddings" in table:
         table["original_max_position_embeddings"] = longest
     torch.manual_seed(0)
-    config = transformers.DecoderConfig(
+    config = transformers.LlamaConfig(
         **{**LLAMA, "num_hidden_layers": 1, "max_position_embeddings": longest},
         rope_parameters={"rope_theta": 30.0, **table},
         initializer_range=0.3,
