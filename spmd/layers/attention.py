@@ -270,7 +270,7 @@ def _softmax_with_sinks(
 ) -> Array:
     """Return the weights of keys, whose sum is 1 less the weight of the sink."""
     kv_heads, group = scores.shape[1:3]
-    sinks = sinks.reshape(kv_heads, group, 1, 1)
+    sinks = sinks.reshape(1, kv_heads, group, 1, 1)
     largest = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
     largest = jax.lax.stop_gradient(largest)
     weights = jnp.exp(scores - largest)

@@ -125,7 +125,7 @@ class BlockPairs:
 def init_softmax(
     query: Float[Array, "batch kv_heads seq group dim"],
     value_dim: int,
-    sinks: Float[Array, "kv_heads 1 group"] | None,
+    sinks: Float[Array, "1 kv_heads 1 group"] | None,
 ) -> OnlineSoftmax:
     """Return the state before the first key, with the sinks, if any, as the only scores."""
     rows = query.shape[:-1]
@@ -215,11 +215,11 @@ def backward_block(
 
 
 def sinks_gradient(
-    sinks: Float[Array, "kv_heads 1 group"],
+    sinks: Float[Array, "1 kv_heads 1 group"],
     log_total: Float[Array, "batch kv_heads seq group"],
     out: Float[Array, "batch kv_heads seq group value_dim"],
     dout: Float[Array, "batch kv_heads seq group value_dim"],
-) -> Float[Array, "kv_heads 1 group"]:
+) -> Float[Array, "1 kv_heads 1 group"]:
     """Return the gradient of sinks, float32.
 
     A sink has the weight `exp(sink − log_total)` and no value, so its score's gradient is minus the
@@ -227,7 +227,7 @@ def sinks_gradient(
     """
     product = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=-1)
     weights = jnp.exp(sinks - log_total)
-    return -(weights * product).sum(axis=(0, 2))[:, None]
+    return -(weights * product).sum(axis=(0, 2), keepdims=True)
 
 
 def _capped_scores(queries: Array, keys: Array, options: AttentionOptions) -> Array:

@@ -229,7 +229,7 @@ def _attend(
     itself = scores("bhgd,bkhd->bhgk", own.key)
     largest = jnp.maximum(before.max(axis=-1, keepdims=True), itself)
     if sinks is not None:
-        sinks = sinks.reshape(*grouped.shape[1:3], 1)
+        sinks = sinks.reshape(1, *grouped.shape[1:3], 1)
         largest = jnp.maximum(largest, sinks)
     before = jnp.exp(before - largest)
     itself = jnp.exp(itself - largest)

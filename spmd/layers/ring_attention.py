@@ -137,7 +137,7 @@ def blockwise_attention(
     _check_sequence(seq, ring)
     grouped = query.reshape(batch, seq, key.shape[2], -1, dim)
     if sinks is not None:
-        sinks = sinks.reshape(key.shape[2], 1, -1)
+        sinks = sinks.reshape(1, key.shape[2], 1, -1)
     # Heads first: [batch, kv_heads, seq, group, dim] and [batch, kv_heads, seq, dim].
     arrays = [jnp.moveaxis(x, 1, 2) for x in (grouped, key, value)]
     out = _attend(*arrays, segments, sinks, ring)
