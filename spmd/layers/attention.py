@@ -80,7 +80,8 @@ def attend(
     if cached is not None:
         return cached
     batch, seq, _, head_dim = query.shape
-    is_chunked = chunk is not None and chunk < seq
+    if chunk is not None and chunk >= seq:
+        chunk = None  # it masks nothing, and needs no kernel with chunks
     call = AttentionCall(
         seq,
         head_dim,
@@ -89,14 +90,14 @@ def attend(
         packed=segments is not None,
         capped=soft_cap is not None,
         causal=causal,
-        chunks=is_chunked,
+        chunks=chunk is not None,
         sinks=sinks is not None,
     )
     kernel = config.choose(call)
     if scale is not None:
         query = _rescaled(query, scale)
     reach = window
-    if is_chunked:
+    if chunk is not None:
         # A chunk is a document for kernels; as a window, it lets them skip what precedes it.
         segments = _chunk_starts(batch, seq, segments, chunk)
         reach = chunk
@@ -117,9 +118,7 @@ def _checked_sinks(sinks: Sinks, heads: int) -> Sinks:
     return sinks.astype(jnp.float32)
 
 
-def _chunk_starts(
-    batch: int, seq: int, segments: Segments, chunk: int
-) -> Int[Array, "batch seq"]:
+def _chunk_starts(batch: int, seq: int, segments: Segments, chunk: int) -> Int[Array, "batch seq"]:
     """Return the position of the first token of each token's chunk, as ids of documents.
 
     The position in a document is that in the sequence minus its id, the position of its start.
@@ -299,7 +298,8 @@ def chunked_attention(
     if padding:
         # At the end, where the causal mask excludes padding.
         arrays = jax.tree.map(functools.partial(_pad_tokens, padding=padding), arrays)
-    return _blockwise(*arrays, sinks, ring=Ring(options))[:, :seq]
+    run = functools.partial(_blockwise, sinks=sinks, ring=Ring(options))
+    return run(*arrays)[:, :seq]
 
 
 def _pad_tokens(x: Array, padding: int) -> Array:

@@ -306,8 +306,8 @@ def test_shapes_that_a_named_kernel_cannot_do_are_refused():
     """The arithmetic is written down, when the model is traced."""
     with pytest.raises(ConfigError, match=r"200 / 128 = 1\.562"):
         AttentionConfig(None, "splash").choose(AttentionCall(200, 64, "bfloat16"))
+    call = AttentionCall(200, 36, "float32", packed=True, capped=True)
     with pytest.raises(ConfigError) as caught:
-        call = AttentionCall(200, 36, "float32", packed=True, capped=True)
         AttentionConfig(None, "cudnn").choose(call)
     assert len(caught.value.problems) == 4
 

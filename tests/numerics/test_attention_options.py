@@ -64,7 +64,9 @@ def inputs(value_dim=8, heads=8, kv_heads=4, dim=8):
     return query, key, value, drawn(heads, seed=3), drawn(2, SEQ, heads, value_dim, seed=4)
 
 
-def formula(query, key, value, *, sinks=None, window=None, chunk=None, segments=None, soft_cap=None):
+def formula(
+    query, key, value, *, sinks=None, window=None, chunk=None, segments=None, soft_cap=None
+):
     """Attention with the whole matrix of scores, and a column of sinks beside it."""
     group = query.shape[2] // key.shape[2]
     key = jnp.repeat(key, group, axis=2)
@@ -182,9 +184,10 @@ def test_sinks_are_float32_beside_16_bit_queries(kernel):
     """Sinks are not rounded, and their gradient is float32, near that of float32 queries."""
     arrays = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in inputs()]
     exact = with_gradients(formula, sinks=True)(*arrays)
-    *narrow, sinks, weights = [x.astype(jnp.bfloat16) for x in arrays]
+    *heads, sinks, weights = arrays
+    narrow = [x.astype(jnp.bfloat16) for x in heads]
     with override(attention=AttentionConfig(None, kernel)):
-        found = with_gradients(attend, sinks=True)(*narrow, arrays[3], weights)
+        found = with_gradients(attend, sinks=True)(*narrow, sinks, weights)
     assert found[-1].dtype == jnp.float32
     assert max(errors(found, exact)) < 2**-5
 
@@ -219,9 +222,9 @@ def test_options_on_a_mesh_are_those_of_one_device(layout, case):
         tokens = {"tokens": jnp.zeros(query.shape[:2], jnp.int32)}
         if segments is not None:
             segments = segments[:, order]
-        with use_plan(plan), zigzag_batch(tokens, position_aware=is_zigzag):
-            with override(attention=settings):
-                return attend(query, key, value, segments=segments, **options)
+        order_of_plan = zigzag_batch(tokens, position_aware=is_zigzag)
+        with use_plan(plan), override(attention=settings), order_of_plan:
+            return attend(query, key, value, segments=segments, **options)
 
     out, *gradients = with_gradients(split, **options)(*placed[:3], sinks, placed[3])
     back = np.argsort(order)
@@ -230,14 +233,16 @@ def test_options_on_a_mesh_are_those_of_one_device(layout, case):
     assert_close(tuple(found), *expected(case))
 
 
-def decoded(options, tokens=12):
-    """The outputs of tokens decoded one at a time, after prompts of unequal lengths."""
+def decoded(options, bug, tokens=12):
+    """Tokens decoded one at a time, after prompts of unequal lengths, and the same ones of whole sequences."""
     query, key, value, sinks, _ = inputs(4)
     lengths = jnp.asarray([5, 9])
     rows = jnp.arange(2)
 
-    def call(x):
-        given = {**options, "sinks": sinks} if options.get("sinks") else options
+    def call(x, **changes):
+        given = {**options, **changes}
+        if given.pop("sinks", False):
+            given["sinks"] = sinks
         return attend(*x, **given)
 
     _, cache = prefill(lambda: call([x[:, :9] for x in (query, key, value)]), SEQ)
@@ -245,7 +250,7 @@ def decoded(options, tokens=12):
     def step(cache, number):
         at = lengths + number
         token = [x[rows, at][:, None] for x in (query, key, value)]
-        out, cache = decode(lambda: call(token), cache, at)
+        out, cache = decode(lambda: call(token, **bug), cache, at)
         return cache, out[:, 0]
 
     _, outputs = jax.lax.scan(step, cache, jnp.arange(tokens))
@@ -258,8 +263,15 @@ def decoded(options, tokens=12):
 )
 def test_decoding_has_the_options_of_whole_sequences(options):
     """Token by token, over the ends of chunks, with values narrower than keys."""
-    one_at_a_time, whole = decoded(options)
+    one_at_a_time, whole = decoded(options, {})
     np.testing.assert_allclose(one_at_a_time, whole, atol=2e-6)
+
+
+@pytest.mark.parametrize("bug", [{"sinks": False}, {"chunk": None}])
+def test_control_decoding_without_an_option_is_caught(bug):
+    """A cache that ignores sinks or chunks is far from whole sequences."""
+    one_at_a_time, whole = decoded({"sinks": True, "chunk": 6}, bug)
+    assert float(jnp.abs(one_at_a_time - whole).max()) > 1e-2
 
 
 def rows_of_the_table():
