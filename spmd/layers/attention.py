@@ -4,7 +4,6 @@ The plan in scope chooses the kernel (`spmd.model_interface.attention_config`) a
 a mesh axis `sequence` larger than 1. Every kernel computes the softmax in float32.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -14,16 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from spmd.errors import ConfigError, Problem
 from spmd.jaxpr.examples import per_example
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import LARGEST_CHUNK, MASK_VALUE
 from spmd.layers.kv_cache import cached_attention
-from spmd.layers.ring_attention import Ring, Segments, blockwise_attention, ulysses_attention
+from spmd.layers.ring_attention import (
+    Ring,
+    Segments,
+    Sinks,
+    blockwise_attention,
+    ulysses_attention,
+)
 from spmd.layers.soft_cap import soft_capped
-from spmd.layers.zigzag import is_zigzag
-from spmd.model_interface.attention_config import SPLASH_BLOCK, AttentionConfig
+from spmd.layers.zigzag import is_zigzag, positions
+from spmd.model_interface.attention_config import SPLASH_BLOCK, AttentionCall, AttentionConfig
 from spmd.plan.annotate import attention_config, remat_attention
 from spmd.plan.scopes import ATTENTION, in_scope
 
@@ -34,14 +40,16 @@ _SPLASH_BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q
 def attend(
     query: Float[Array, "batch seq heads dim"],
     key: Float[Array, "batch seq kv_heads dim"],
-    value: Float[Array, "batch seq kv_heads dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     *,
     window: int | None = None,
     segments: Segments = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     causal: bool = True,
-) -> Float[Array, "batch seq heads dim"]:
+    chunk: int | None = None,
+    sinks: Sinks = None,
+) -> Float[Array, "batch seq heads value_dim"]:
     """Attend from each token to itself and preceding tokens; softmax in float32.
 
     Args:
@@ -49,8 +57,12 @@ def attend(
         key: The number of heads divides that of the queries (grouped-query attention, Ainslie et
             al., arXiv:2305.13245). Heads that mesh axis `tensor` does not divide are repeated until
             it does.
+        value: `value_dim` may be another one than that of queries and keys.
         segments: The document of each token, which attends to its own document only; None for one
             document.
+        chunk: Chunks are counted from the start of each document.
+        sinks: A logit of each query head that takes part in every softmax, without a value
+            (`spmd.layers.ring_attention.Sinks`). A soft cap does not act on it.
         window: This and the other options are as in `AttentionOptions`.
 
     Example:
@@ -58,28 +70,63 @@ def attend(
         >>> attend(x, x[:, :, :1], x[:, :, :1], window=2).shape
         (1, 4, 2, 8)
     """
-    options = AttentionOptions(window, scale, soft_cap, causal)
+    options = AttentionOptions(window, scale, soft_cap, causal, chunk)
     config = attention_config()
     heads = query.shape[2]
+    sinks = _checked_sinks(sinks, heads)
     key = _repeat_heads(key, heads, config.tensor)
     value = _repeat_heads(value, heads, config.tensor)
-    cached = cached_attention(query, key, value, segments, options)
+    cached = cached_attention(query, key, value, segments, options, sinks)
     if cached is not None:
         return cached
-    kernel = config.choose(
-        query.shape[1],
-        query.shape[-1],
+    batch, seq, _, head_dim = query.shape
+    if chunk is not None and chunk >= seq:
+        chunk = None  # it masks nothing, and needs no kernel with chunks
+    call = AttentionCall(
+        seq,
+        head_dim,
         query.dtype,
+        value_dim=value.shape[-1],
         packed=segments is not None,
         capped=soft_cap is not None,
         causal=causal,
+        chunks=chunk is not None,
+        sinks=sinks is not None,
     )
+    kernel = config.choose(call)
     if scale is not None:
         query = _rescaled(query, scale)
-    run = _bind(config, kernel, dataclasses.replace(options, scale=None))
+    reach = window
+    if chunk is not None:
+        # A chunk is a document for kernels; as a window, it lets them skip what precedes it.
+        segments = _chunk_starts(batch, seq, segments, chunk)
+        reach = chunk
+    run = _bind(config, kernel, AttentionOptions(reach, None, soft_cap, causal))
     with in_scope(ATTENTION):
         attention = remat_attention(per_example(run), keeps_scores=kernel == "xla")
-        return attention(query, key, value, segments)
+        return attention(query, key, value, segments, sinks)
+
+
+def _checked_sinks(sinks: Sinks, heads: int) -> Sinks:
+    """Return the sinks in float32."""
+    if sinks is None:
+        return None
+    if sinks.shape != (heads,):
+        what = f"have the shape {sinks.shape}"
+        problem = Problem("sinks", what, fix=f"a logit of each query head: {(heads,)}")
+        raise ConfigError("Invalid attention options:", [problem])
+    return sinks.astype(jnp.float32)
+
+
+def _chunk_starts(batch: int, seq: int, segments: Segments, chunk: int) -> Int[Array, "batch seq"]:
+    """Return the position of the first token of each token's chunk, as ids of documents.
+
+    The position in a document is that in the sequence minus its id, the position of its start.
+    """
+    order = jnp.asarray(positions(seq), jnp.int32)
+    if segments is None:
+        segments = jnp.zeros((batch, seq), jnp.int32)
+    return order - (order - segments) % chunk
 
 
 def _rescaled(query: Array, scale: float) -> Array:
@@ -90,7 +137,7 @@ def _rescaled(query: Array, scale: float) -> Array:
 
 
 def _bind(config: AttentionConfig, kernel: str, options: AttentionOptions) -> Callable[..., Array]:
-    """Return attention `(query, key, value, segments) -> output` over the plan's mesh."""
+    """Return attention `(query, key, value, segments, sinks) -> output` over the plan's mesh."""
     if config.is_ring:
         ring = Ring(options, config.mesh, config.sequence, is_zigzag())
         return functools.partial(_blockwise, ring=ring)
@@ -121,6 +168,7 @@ def xla_attention(
     key: Array,
     value: Array,
     segments: Segments,
+    sinks: Sinks = None,
     options: AttentionOptions = _DEFAULT,
     *,
     block: int | None = None,
@@ -129,7 +177,8 @@ def xla_attention(
 
     By default a block is 128 queries, or an eighth of a long sequence; without causality there is a
     single one. Each block uses only the keys that one of its queries attends to, so nearly half of
-    the scores are never computed.
+    the scores are never computed. JAX has no option for a soft cap, sinks, and values of another
+    width than keys: these are computed here.
     """
     seq = query.shape[1]
     dtype = query.dtype
@@ -137,8 +186,9 @@ def xla_attention(
         block = max(128, -(-seq // 8)) if options.causal else seq
     query, key, value = _upcast_float16(query, key, value)
     attention: Callable[..., Array] = jax.nn.dot_product_attention
-    if options.soft_cap is not None:
-        attention = functools.partial(_capped_attention, soft_cap=options.soft_cap)
+    is_plain = options.soft_cap is None and sinks is None
+    if not is_plain or value.shape[-1] != query.shape[-1]:
+        attention = functools.partial(_attention, sinks=sinks, soft_cap=options.soft_cap)
     blocks = []
     for start in range(0, seq, block):
         end = min(start + block, seq)
@@ -191,23 +241,49 @@ def _mask(distance: Array, options: AttentionOptions) -> Array:
     return mask & (distance < options.window)
 
 
-def _capped_attention(
-    query: Array, key: Array, value: Array, bias: Array | None, soft_cap: float
+def _attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    sinks: Sinks,
+    soft_cap: float | None,
 ) -> Array:
-    """Compute `jax.nn.dot_product_attention` with a soft cap: JAX has no option for it."""
+    """Compute attention with all options of scores."""
     batch, seq, _, dim = query.shape
     grouped = query.reshape(batch, seq, key.shape[2], -1, dim)
     products = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, key, preferred_element_type=jnp.float32)
     scores = soft_capped(products * dim**-0.5, soft_cap)
     if bias is not None:
         scores = scores + bias[:, :, None]
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, value)
-    return out.reshape(query.shape)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        weights = _softmax_with_sinks(scores, sinks)
+    out = jnp.einsum("bhgqk,bkhd->bqhgd", weights.astype(value.dtype), value)
+    return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _softmax_with_sinks(
+    scores: Float[Array, "batch kv_heads group query key"], sinks: Float[Array, "heads"]
+) -> Array:
+    """Return the weights of keys, whose sum is 1 less the weight of the sink."""
+    kv_heads, group = scores.shape[1:3]
+    sinks = sinks.reshape(1, kv_heads, group, 1, 1)
+    largest = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
+    largest = jax.lax.stop_gradient(largest)
+    weights = jnp.exp(scores - largest)
+    total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - largest)
+    return weights / total
 
 
 def chunked_attention(
-    query: Array, key: Array, value: Array, segments: Segments, options: AttentionOptions = _DEFAULT
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments,
+    sinks: Sinks = None,
+    options: AttentionOptions = _DEFAULT,
 ) -> Array:
     """Compute attention by `spmd.layers.blockwise_attention` on one device.
 
@@ -222,7 +298,8 @@ def chunked_attention(
     if padding:
         # At the end, where the causal mask excludes padding.
         arrays = jax.tree.map(functools.partial(_pad_tokens, padding=padding), arrays)
-    return _blockwise(*arrays, ring=Ring(options))[:, :seq]
+    run = functools.partial(_blockwise, sinks=sinks, ring=Ring(options))
+    return run(*arrays)[:, :seq]
 
 
 def _pad_tokens(x: Array, padding: int) -> Array:
@@ -230,23 +307,37 @@ def _pad_tokens(x: Array, padding: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, padding), *unpadded))
 
 
-def _blockwise(query: Array, key: Array, value: Array, segments: Segments, *, ring: Ring) -> Array:
+def _blockwise(
+    query: Array, key: Array, value: Array, segments: Segments, sinks: Sinks, *, ring: Ring
+) -> Array:
     dtype = query.dtype
     query, key, value = _upcast_float16(query, key, value)
-    out = blockwise_attention(query, key, value, segments, ring)
+    out = blockwise_attention(query, key, value, segments, sinks, ring)
     return out.astype(dtype)
 
 
 def cudnn_attention(
-    query: Array, key: Array, value: Array, segments: Segments, options: AttentionOptions = _DEFAULT
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments,
+    sinks: Sinks = None,
+    options: AttentionOptions = _DEFAULT,
 ) -> Array:
-    """Apply the fused attention of cuDNN."""
-    assert segments is None, "spmd.model_interface.attention_config refuses it"
-    assert options.soft_cap is None, "spmd.model_interface.attention_config refuses it"
+    """Apply the fused attention of cuDNN.
+
+    JAX's interface to it takes values as wide as keys: narrower ones are padded with zeros.
+    """
+    is_supported = segments is None and sinks is None and options.soft_cap is None
+    assert is_supported, "spmd.model_interface.attention_config refuses it"
+    width = value.shape[-1]
+    padding = key.shape[-1] - width
+    if padding:
+        value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, padding)))
     window = None
     if options.window is not None:
         window = (options.window - 1, 0)
-    return jax.nn.dot_product_attention(
+    out = jax.nn.dot_product_attention(
         query,
         key,
         value,
@@ -254,6 +345,9 @@ def cudnn_attention(
         local_window_size=window,
         implementation="cudnn",
     )
+    if padding:
+        out = out[..., :width]
+    return out
 
 
 def splash_attention_tpu(
@@ -261,15 +355,17 @@ def splash_attention_tpu(
     key: Array,
     value: Array,
     segments: Segments,
+    sinks: Sinks = None,
     options: AttentionOptions = _DEFAULT,
     *,
     interpret: bool = False,
 ) -> Array:
     """Apply JAX's splash attention for TPUs to one device's part.
 
-    `interpret` runs it without a TPU, for tests.
+    `interpret` runs it without a TPU, for tests. The kernel rounds the summands of the gradient of
+    sinks to the dtype of the queries.
     """
-    _, seq, heads, dim = query.shape
+    batch, seq, heads, dim = query.shape
     dtype = query.dtype
     query, key, value = _upcast_float16(query, key, value)
     mask = _splash_mask(seq, options)
@@ -287,10 +383,31 @@ def splash_attention_tpu(
     ids = None
     if segments is not None:
         ids = splash_attention.SegmentIds(segments, segments)
-    arrays = [jnp.moveaxis(x, 1, 2) for x in (scaled, key, value)]
-    out = jax.vmap(kernel)(*arrays, ids)
+    arrays: list[Any] = [jnp.moveaxis(x, 1, 2) for x in (scaled, key, value)]
+    arrays.append(ids)
+    if sinks is not None:
+        rows = jnp.broadcast_to(sinks, (batch, heads))
+        arrays.append(_with_float32_gradient(rows))
+    out = jax.vmap(kernel)(*arrays)
     out = jnp.moveaxis(out, 1, 2)
     return out.astype(dtype)
+
+
+@jax.custom_vjp
+def _with_float32_gradient(x: Array) -> Array:
+    """Return `x` itself; its gradient is float32, which splash attention returns in 16 bits."""
+    return x
+
+
+def _float32_forward(x: Array) -> tuple[Array, None]:
+    return x, None
+
+
+def _float32_backward(_: None, gradient: Array) -> tuple[Array]:
+    return (gradient.astype(jnp.float32),)
+
+
+_with_float32_gradient.defvjp(_float32_forward, _float32_backward)
 
 
 def _splash_mask(seq: int, options: AttentionOptions) -> Any:

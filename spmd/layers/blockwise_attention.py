@@ -5,7 +5,8 @@ values chunk by chunk (Milakov & Gimelshein, arXiv:1805.02867; Rabe & Staats, ar
 backward pass recomputes scores from the logarithm of that sum (Dao et al., arXiv:2205.14135,
 algorithm 4). Pairs of chunks that causality or a window masks completely are skipped. Queries are
 `[batch, kv_heads, seq, group, dim]`, keys and values `[batch, kv_heads, seq, dim]`, where `group`
-query heads share a key/value head.
+query heads share a key/value head. Values may have a `dim` of their own. A sink is a score without
+a key: the softmax starts from it, and its gradient follows from the log-sum-exp.
 """
 
 import dataclasses
@@ -67,7 +68,7 @@ def unmasked_pairs(
 class OnlineSoftmax(NamedTuple):
     """State of the online softmax, float32; `finalize_softmax` divides `out` by `total`."""
 
-    out: Float[Array, "batch kv_heads seq group dim"]
+    out: Float[Array, "batch kv_heads seq group value_dim"]
     largest: Float[Array, "batch kv_heads seq group"]
     total: Float[Array, "batch kv_heads seq group"]
 
@@ -121,10 +122,16 @@ class BlockPairs:
         return mask[:, None, :, None]
 
 
-def init_softmax(query: Float[Array, "batch kv_heads seq group dim"]) -> OnlineSoftmax:
-    """Return the state before the first key."""
+def init_softmax(
+    query: Float[Array, "batch kv_heads seq group dim"],
+    value_dim: int,
+    sinks: Float[Array, "1 kv_heads 1 group"] | None,
+) -> OnlineSoftmax:
+    """Return the state before the first key, with the sinks, if any, as the only scores."""
     rows = query.shape[:-1]
-    out = jnp.zeros(query.shape, jnp.float32)
+    out = jnp.zeros((*rows, value_dim), jnp.float32)
+    if sinks is not None:
+        return OnlineSoftmax(out, jnp.broadcast_to(sinks, rows), jnp.ones(rows, jnp.float32))
     largest = jnp.full(rows, MASK_VALUE, jnp.float32)
     total = jnp.zeros(rows, jnp.float32)
     return OnlineSoftmax(out, largest, total)
@@ -168,7 +175,7 @@ class BackwardInputs(NamedTuple):
     """
 
     query: Float[Array, "batch kv_heads seq group dim"]
-    dout: Float[Array, "batch kv_heads seq group dim"]
+    dout: Float[Array, "batch kv_heads seq group value_dim"]
     log_total: Float[Array, "batch kv_heads seq group"]
     product: Float[Array, "batch kv_heads seq group"]
 
@@ -205,6 +212,22 @@ def backward_block(
         return tuple(sums)
 
     return pairs.fold(update, gradients)
+
+
+def sinks_gradient(
+    sinks: Float[Array, "1 kv_heads 1 group"],
+    log_total: Float[Array, "batch kv_heads seq group"],
+    out: Float[Array, "batch kv_heads seq group value_dim"],
+    dout: Float[Array, "batch kv_heads seq group value_dim"],
+) -> Float[Array, "1 kv_heads 1 group"]:
+    """Return the gradient of sinks, float32.
+
+    A sink has the weight `exp(sink − log_total)` and no value, so its score's gradient is minus the
+    weight times `out · dout`, summed over all queries.
+    """
+    product = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=-1)
+    weights = jnp.exp(sinks - log_total)
+    return -(weights * product).sum(axis=(0, 2), keepdims=True)
 
 
 def _capped_scores(queries: Array, keys: Array, options: AttentionOptions) -> Array:

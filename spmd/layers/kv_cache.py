@@ -361,10 +361,11 @@ def cache_slot(mixer: str, kind: type[Entry]) -> CacheSlot[Entry]:
 def cached_attention(
     query: Float[Array, "batch seq heads dim"],
     key: Float[Array, "batch seq kv_heads dim"],
-    value: Float[Array, "batch seq kv_heads dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     segments: Array | None,
     options: AttentionOptions,
-) -> Float[Array, "batch 1 heads dim"] | None:
+    sinks: Float[Array, "heads"] | None = None,
+) -> Float[Array, "batch 1 heads value_dim"] | None:
     """Return the attention of a decoded token; None outside of decoding.
 
     In prefill and decoding, the keys and values are added to the cache.
@@ -386,11 +387,16 @@ def cached_attention(
     past = slot.past
     if past is None:
         return None
-    return _attend(query, own, past, trace.positions, options)
+    return _attend(query, own, past, trace.positions, options, sinks)
 
 
 def _attend(
-    query: Array, own: KVCache, past: KVCache, positions: Array, options: AttentionOptions
+    query: Array,
+    own: KVCache,
+    past: KVCache,
+    positions: Array,
+    options: AttentionOptions,
+    sinks: Array | None,
 ) -> Array:
     """Attend from one token of each row to itself and cached tokens, with a softmax in float32."""
     batch, _, heads, dim = query.shape
@@ -399,6 +405,9 @@ def _attend(
     mask = cached < positions[:, None]
     if options.window is not None:
         mask = mask & (cached > positions[:, None] - options.window)
+    if options.chunk is not None:
+        first = positions - positions % options.chunk
+        mask = mask & (cached >= first[:, None])
 
     scale = options.scale or dim**-0.5
 
@@ -410,6 +419,9 @@ def _attend(
     before = jnp.where(mask, scores("bhgd,blhd->bhgl", past.key), MASK_VALUE)
     itself = scores("bhgd,bkhd->bhgk", own.key)
     largest = jnp.maximum(before.max(axis=-1, keepdims=True), itself)
+    if sinks is not None:
+        sinks = sinks.reshape(1, *grouped.shape[1:3], 1)
+        largest = jnp.maximum(largest, sinks)
     before = jnp.exp(before - largest)
     itself = jnp.exp(itself - largest)
     weights = before.astype(past.value.dtype)
@@ -417,8 +429,10 @@ def _attend(
     out = jnp.einsum(form, weights, past.value, preferred_element_type=jnp.float32)
     out = out + itself * own.value.astype(jnp.float32).swapaxes(1, 2)
     total = before.sum(axis=-1, keepdims=True) + itself
+    if sinks is not None:
+        total = total + jnp.exp(sinks - largest)
     out = out / total
-    out = out.reshape(batch, 1, heads, dim)
+    out = out.reshape(batch, 1, heads, -1)
     return out.astype(query.dtype)
 
 

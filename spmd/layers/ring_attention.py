@@ -35,12 +35,17 @@ from spmd.layers.blockwise_attention import (
     chunk_size,
     finalize_softmax,
     init_softmax,
+    sinks_gradient,
     unmasked_pairs,
     update_softmax,
 )
 from spmd.layers.zigzag import zigzag
 from spmd.plan.manual import shard_map_over, split_axes
 from spmd.sharding.mesh import BATCH_AXES, AnyMesh
+
+Sinks = Float[Array, "heads"] | None
+"""A logit of each query head, float32: a score without a key and a value in the softmax of every
+query (Xiao et al., arXiv:2309.17453; gpt-oss); None for none."""
 
 Segments = Int[Array, "batch seq"] | None
 """The document of each token of a packed sequence; None for one document.
@@ -122,19 +127,22 @@ class Ring:
 def blockwise_attention(
     query: Float[Array, "batch seq heads dim"],
     key: Float[Array, "batch seq kv_heads dim"],
-    value: Float[Array, "batch seq kv_heads dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     segments: Segments,
+    sinks: Sinks,
     ring: Ring,
-) -> Float[Array, "batch seq heads dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """Compute causal attention with an online softmax, over a ring of devices or on one."""
     batch, seq, heads, dim = query.shape
     _check_sequence(seq, ring)
     grouped = query.reshape(batch, seq, key.shape[2], -1, dim)
+    if sinks is not None:
+        sinks = sinks.reshape(1, key.shape[2], 1, -1)
     # Heads first: [batch, kv_heads, seq, group, dim] and [batch, kv_heads, seq, dim].
     arrays = [jnp.moveaxis(x, 1, 2) for x in (grouped, key, value)]
-    out = _attend(*arrays, segments, ring)
+    out = _attend(*arrays, segments, sinks, ring)
     out = jnp.moveaxis(out, 2, 1)
-    return out.reshape(batch, seq, heads, dim)
+    return out.reshape(batch, seq, heads, -1)
 
 
 def _check_sequence(seq: int, ring: Ring) -> None:
@@ -162,23 +170,30 @@ def _check_sequence(seq: int, ring: Ring) -> None:
     raise ConfigError("Attention over such small chunks is very slow:", [problem])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(query: Array, key: Array, value: Array, segments: Segments, ring: Ring) -> Array:
-    return _forward(query, key, value, segments, ring)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+    query: Array, key: Array, value: Array, segments: Segments, sinks: Array | None, ring: Ring
+) -> Array:
+    return _forward(query, key, value, segments, sinks, ring)[0]
 
 
 def _forward(
-    query: Array, key: Array, value: Array, segments: Segments, ring: Ring
+    query: Array, key: Array, value: Array, segments: Segments, sinks: Array | None, ring: Ring
 ) -> tuple[Array, tuple[Any, ...]]:
     local = functools.partial(_forward_on_device, ring)
-    in_specs = (_HEADS_FIRST, _HEADS_FIRST, _HEADS_FIRST, _IDS)
+    in_specs = (_HEADS_FIRST, _HEADS_FIRST, _HEADS_FIRST, _IDS, P())
     run = ring.run(local, in_specs, (_HEADS_FIRST, _HEADS_FIRST))
-    out, log_total = run(query, key, value, segments)
-    return out, (query, key, value, segments, out, log_total)
+    out, log_total = run(query, key, value, segments, sinks)
+    return out, (query, key, value, segments, sinks, out, log_total)
 
 
 def _forward_on_device(
-    ring: Ring, query: Array, key: Array, value: Array, segments: Segments
+    ring: Ring,
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments,
+    sinks: Array | None,
 ) -> tuple[Array, Array]:
     """Return the output of a device's queries, and the log-sum-exp of their scores."""
 
@@ -187,7 +202,7 @@ def _forward_on_device(
         pairs = ring.block_pairs(step, query, segments, held_segments)
         return update_softmax(pairs, softmax, query, held_key, held_value)
 
-    softmax = init_softmax(query)
+    softmax = init_softmax(query, value.shape[-1], sinks)
     block = (key, value, segments)
     last = ring.devices - 1
     for step in range(last):
@@ -205,7 +220,12 @@ def _backward(ring: Ring, saved: tuple[Any, ...], dout: Array) -> tuple[Array | 
     local = functools.partial(_backward_on_device, ring)
     arrays = (_HEADS_FIRST,) * 3
     run = ring.run(local, (*arrays, _IDS, *arrays), arrays)
-    return *run(*saved, dout), None
+    query, key, value, segments, sinks, out, log_total = saved
+    gradients = run(query, key, value, segments, out, log_total, dout)
+    dsinks = None
+    if sinks is not None:
+        dsinks = sinks_gradient(sinks, log_total, out, dout)
+    return *gradients, None, dsinks
 
 
 def _backward_on_device(
@@ -256,12 +276,13 @@ def ulysses_attention(
     mesh: AnyMesh,
     query: Float[Array, "batch seq heads dim"],
     key: Float[Array, "batch seq kv_heads dim"],
-    value: Float[Array, "batch seq kv_heads dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     segments: Segments,
-) -> Float[Array, "batch seq heads dim"]:
-    """Apply a kernel `(query, key, value, segments) -> output` to whole sequences of some heads.
+    sinks: Sinks,
+) -> Float[Array, "batch seq heads value_dim"]:
+    """Apply a kernel to whole sequences of some heads: heads are split in place of tokens.
 
-    Heads are split in place of tokens.
+    The kernel is `(query, key, value, segments, sinks) -> output`.
     """
     split = split_axes(mesh)
     parts: dict[str, int] = {}
@@ -278,9 +299,11 @@ def ulysses_attention(
     batch = tuple(axis for axis in BATCH_AXES if axis in split)
     names = {axis: axis for axis in parts}
     tokens = P(batch or None, names.get("sequence"), names.get("tensor"))
-    in_specs = (tokens, tokens, tokens, P(batch or None))
+    # `tensor` splits heads first, and the exchange splits its parts further.
+    heads = P(tuple(parts))
+    in_specs = (tokens, tokens, tokens, P(batch or None), heads)
     run = shard_map_over(mesh, (*batch, *parts), local, in_specs, tokens, purpose=_PURPOSE)
-    return run(query, key, value, segments)
+    return run(query, key, value, segments, sinks)
 
 
 def _division_problems(query: Array, key: Array, parts: Mapping[str, int]) -> list[Problem]:
@@ -314,10 +337,15 @@ def _division_problems(query: Array, key: Array, parts: Mapping[str, int]) -> li
 
 
 def _exchange_heads(
-    kernel: Callable[..., Array], query: Array, key: Array, value: Array, segments: Segments
+    kernel: Callable[..., Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Segments,
+    sinks: Sinks,
 ) -> Array:
     """Exchange heads for tokens, apply a kernel to whole sequences, and exchange back."""
     exchange = functools.partial(jax.lax.all_to_all, axis_name="sequence", tiled=True)
     whole = [exchange(x, split_axis=2, concat_axis=1) for x in (query, key, value)]
-    out = kernel(*whole, segments)
+    out = kernel(*whole, segments, sinks)
     return exchange(out, split_axis=1, concat_axis=2)

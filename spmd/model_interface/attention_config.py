@@ -10,6 +10,20 @@
 Kernels save arrays for the backward pass. With a mesh axis `sequence` above 1, `context` is `ring`
 (keys and values rotate around the devices; always `chunked`) or `all-to-all` (Ulysses: heads are
 exchanged for tokens; any kernel).
+
+Options of `spmd.layers.attention.attend`, in float32 and 16-bit floats unless a kernel has no
+float32. A ring has those of `chunked`. `auto` never chooses a kernel without an option of the call.
+
+| option | `xla` | `chunked` | `cudnn` | `splash` |
+|---|---|---|---|---|
+| `window` | yes | yes | yes | yes |
+| `segments`, packed documents | yes | yes | no | yes |
+| `soft_cap` | yes | yes | no | yes |
+| `causal=False` | yes | no | yes | yes |
+| `chunk` below the sequence length | yes | yes | no | yes |
+| `sinks` | yes | yes | no | yes |
+| values narrower than keys | yes | yes | yes, padded with zeros | yes |
+| values wider than keys | yes | yes | no | yes |
 """
 
 import dataclasses
@@ -46,7 +60,38 @@ SPLASH_BLOCK = 128
 """Splash attention takes sequences of a multiple of this."""
 
 _CUDNN_HEAD_DIM = 128
+_CUDNN_LACKS = {
+    "packed": "packed documents",
+    "capped": "a soft cap of scores",
+    "chunks": "chunks of a sequence",
+    "sinks": "sinks",
+}
 _DEVICES = {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCall:
+    """Properties of one call of `attend` that decide which kernels support it.
+
+    Attributes:
+        seq: Number of keys on one device.
+        head_dim: Width of a head of queries and keys.
+        value_dim: Width of a head of values; None for `head_dim`.
+        packed: Several documents share a sequence.
+        capped: Scores have a soft cap.
+        chunks: The sequence has several chunks, and tokens attend within their own.
+        sinks: Each softmax has a logit without a value.
+    """
+
+    seq: int
+    head_dim: int
+    dtype: Any
+    value_dim: int | None = None
+    packed: bool = False
+    capped: bool = False
+    causal: bool = True
+    chunks: bool = False
+    sinks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,34 +135,20 @@ class AttentionConfig:
             return ""
         return platform_of(self.mesh.devices.flat[0])
 
-    def choose(
-        self,
-        seq: int,
-        head_dim: int,
-        dtype: Any,
-        *,
-        packed: bool,
-        capped: bool = False,
-        causal: bool = True,
-    ) -> str:
+    def choose(self, call: AttentionCall) -> str:
         """Choose the kernel for one call.
-
-        Args:
-            seq: Number of keys on one device.
-            packed: Several documents share a sequence.
-            capped: Scores have a soft cap.
 
         Raises:
             ConfigError: The plan's kernel, or that of a ring, does not support the call.
 
         Example:
-            >>> [AttentionConfig().choose(seq, 64, "float32", packed=False) for seq in (1024, 8192)]
-            ['xla', 'chunked']
+            >>> AttentionConfig().choose(AttentionCall(8192, 64, "float32"))
+            'chunked'
         """
         kernel = "chunked" if self.is_ring else self.kernel
         if kernel == "auto":
-            return self._fastest(seq, head_dim, dtype, packed=packed, capped=capped, causal=causal)
-        problems = _unsupported(kernel, seq, head_dim, dtype, packed, capped, causal)
+            return self._fastest(call)
+        problems = _unsupported(kernel, call)
         if problems and self.is_ring:
             what = "is a ring, whose kernel is causal"
             problems = [Problem("context", what, fix='"all-to-all", or mesh.sequence of 1')]
@@ -125,14 +156,12 @@ class AttentionConfig:
             raise ConfigError("The attention kernel does not support this call:", problems)
         return kernel
 
-    def _fastest(
-        self, seq: int, head_dim: int, dtype: Any, *, packed: bool, capped: bool, causal: bool
-    ) -> str:
+    def _fastest(self, call: AttentionCall) -> str:
         """Choose the kernel of `"auto"` for one call."""
         fused = self.fused.name
-        if fused and not _unsupported(fused, seq, head_dim, dtype, packed, capped, causal):
+        if fused and not _unsupported(fused, call):
             return fused
-        if seq < CHUNKED_FROM or not causal:
+        if call.seq < CHUNKED_FROM or not call.causal:
             return "xla"
         return "chunked"
 
@@ -193,36 +222,35 @@ def attention_problems(kernel: str, context: str) -> list[Problem]:
     return problems
 
 
-def _unsupported(
-    kernel: str, seq: int, head_dim: int, dtype: Any, packed: bool, capped: bool, causal: bool
-) -> list[Problem]:
+def _unsupported(kernel: str, call: AttentionCall) -> list[Problem]:
     """Return the problems of a kernel with one call."""
-    dtype = jnp.dtype(dtype)
     limits = []
-    if kernel == "chunked" and not causal:
+    if kernel == "chunked" and not call.causal:
         limits.append(("is causal", ""))
-    if kernel == "splash" and seq % SPLASH_BLOCK:
-        detail = f"{seq} / {SPLASH_BLOCK} = {seq / SPLASH_BLOCK:.4g}"
+    if kernel == "splash" and call.seq % SPLASH_BLOCK:
+        detail = f"{call.seq} / {SPLASH_BLOCK} = {call.seq / SPLASH_BLOCK:.4g}"
         limits.append(("takes sequences in whole blocks", detail))
     if kernel == "cudnn":
-        limits += _cudnn_limits(head_dim, dtype, packed=packed, capped=capped)
+        limits += _cudnn_limits(call)
     fix = 'attention "auto", "xla" or "chunked"'
-    if not causal:
+    if not call.causal:
         fix = 'attention "auto" or "xla"'
     return [Problem(f"attention {kernel}", what, detail, fix) for what, detail in limits]
 
 
-def _cudnn_limits(
-    head_dim: int, dtype: jnp.dtype, *, packed: bool, capped: bool
-) -> list[tuple[str, str]]:
+def _cudnn_limits(call: AttentionCall) -> list[tuple[str, str]]:
     """Return the reasons why cuDNN does not support a call, each with a detail."""
     limits = []
+    dtype = jnp.dtype(call.dtype)
+    width = call.head_dim
     if dtype.itemsize != 2:
         limits.append((f"takes 16-bit floats, not {dtype}", ""))
-    if head_dim % 8 or head_dim > _CUDNN_HEAD_DIM:
-        limits.append((f"takes heads of 8, 16, … {_CUDNN_HEAD_DIM}", f"head_dim = {head_dim}"))
-    if packed:
-        limits.append(("does not support packed documents here", ""))
-    if capped:
-        limits.append(("does not support a soft cap of scores", ""))
+    if width % 8 or width > _CUDNN_HEAD_DIM:
+        limits.append((f"takes heads of 8, 16, … {_CUDNN_HEAD_DIM}", f"head_dim = {width}"))
+    if call.value_dim is not None and call.value_dim > width:
+        detail = f"value_dim = {call.value_dim} > {width} = head_dim"
+        limits.append(("takes values no wider than keys", detail))
+    for option, name in _CUDNN_LACKS.items():
+        if getattr(call, option):
+            limits.append((f"does not support {name} here", ""))
     return limits

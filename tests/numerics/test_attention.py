@@ -16,6 +16,7 @@ from spmd.layers.blockwise_attention import chunk_size, unmasked_pairs
 from spmd.model_interface.attention_config import (
     CHUNKED_FROM,
     KERNELS,
+    AttentionCall,
     AttentionConfig,
     make_attention_config,
 )
@@ -32,8 +33,8 @@ from tests.rounding import assert_close, noise_of
 def with_options(kernel):
     """A kernel that takes its options by name."""
 
-    def run(query, key, value, segments, **options):
-        return kernel(query, key, value, segments, AttentionOptions(**options))
+    def run(query, key, value, segments, *, sinks=None, **options):
+        return kernel(query, key, value, segments, sinks, AttentionOptions(**options))
 
     return run
 
@@ -215,9 +216,9 @@ def test_chunks_divide_what_they_cut():
 def test_the_choice_follows_devices_and_shapes():
     """Splash on TPUs and cuDNN on GPUs where the shapes fit them, else XLA, in chunks from some length on."""
 
-    def choose(platform, seq, head_dim=64, dtype="bfloat16", packed=False, **options):
+    def choose(platform, seq, head_dim=64, dtype="bfloat16", **options):
         there = AttentionConfig(fused=FusedKernel(FUSED.get(platform, "")))
-        return there.choose(seq, head_dim, dtype, packed=packed, **options)
+        return there.choose(AttentionCall(seq, head_dim, dtype, **options))
 
     for platform in ("", "cpu", "rocm", "cuda", "tpu"):
         assert choose(platform, CHUNKED_FROM - 1, dtype="float32") == "xla"
@@ -304,9 +305,10 @@ def test_a_ring_takes_no_other_kernel(kernel):
 def test_shapes_that_a_named_kernel_cannot_do_are_refused():
     """The arithmetic is written down, when the model is traced."""
     with pytest.raises(ConfigError, match=r"200 / 128 = 1\.562"):
-        AttentionConfig(None, "splash").choose(200, 64, "bfloat16", packed=False)
+        AttentionConfig(None, "splash").choose(AttentionCall(200, 64, "bfloat16"))
+    call = AttentionCall(200, 36, "float32", packed=True, capped=True)
     with pytest.raises(ConfigError) as caught:
-        AttentionConfig(None, "cudnn").choose(200, 36, "float32", packed=True, capped=True)
+        AttentionConfig(None, "cudnn").choose(call)
     assert len(caught.value.problems) == 4
 
 
@@ -315,10 +317,10 @@ def test_who_sees_only_what_is_before_refuses_to_see_everything():
     with pytest.raises(
         ConfigError, match=r'attention chunked: is causal\n.*fix: attention "auto" or "xla"'
     ):
-        AttentionConfig(None, "chunked").choose(256, 64, "bfloat16", packed=False, causal=False)
+        AttentionConfig(None, "chunked").choose(AttentionCall(256, 64, "bfloat16", causal=False))
     ring = make_attention_config(abstract_mesh(MeshShape(sequence=2)), "auto", "ring")
     with pytest.raises(ConfigError, match=r'is a ring, whose .*\n.*fix: "all-to-all"'):
-        ring.choose(256, 64, "bfloat16", packed=False, causal=False)
+        ring.choose(AttentionCall(256, 64, "bfloat16", causal=False))
 
 
 @pytest.mark.parametrize("kernel", ["xla", "chunked"])
@@ -358,5 +360,13 @@ def test_options_that_mean_nothing_are_refused():
     with pytest.raises(ConfigError) as caught:
         attend(x, x, x, window=0, scale=0.0, soft_cap=-1.0)
     assert [problem.where for problem in caught.value.problems] == ["scale", "soft_cap", "window"]
-    with pytest.raises(ConfigError, match="window: cannot be used with causal=False"):
-        attend(x, x, x, window=3, causal=False)
+    with pytest.raises(ConfigError) as caught:
+        attend(x, x, x, window=3, chunk=0, causal=False)
+    assert [problem.where for problem in caught.value.problems] == [
+        "chunk",
+        "chunk",
+        "chunk",
+        "window",
+    ]
+    with pytest.raises(ConfigError, match=r"sinks: have the shape \(3,\)\n.*: \(2,\)"):
+        attend(x, x, x, sinks=jnp.zeros(3))

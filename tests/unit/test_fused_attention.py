@@ -7,7 +7,11 @@ import pytest
 from spmd.chips import CHIPS
 from spmd.errors import ConfigError
 from spmd.model_interface import attention_config, fused_attention
-from spmd.model_interface.attention_config import CHUNKED_FROM, make_attention_config
+from spmd.model_interface.attention_config import (
+    CHUNKED_FROM,
+    AttentionCall,
+    make_attention_config,
+)
 from spmd.model_interface.fused_attention import FusedKernel, find_fused_kernel
 from spmd.sharding.mesh import MeshShape, abstract_mesh, platform_of
 from tests import tiny
@@ -34,7 +38,7 @@ def test_gpus_of_amd_have_no_cudnn(monkeypatch):
     mesh = tiny.mesh(fsdp=2)
     pretend(monkeypatch, "rocm")
     config = make_attention_config(mesh, "auto", "ring")
-    assert config.choose(8192, 64, "bfloat16", packed=False) == "chunked"
+    assert config.choose(AttentionCall(8192, 64, "bfloat16")) == "chunked"
     fallback = f"xla, chunked from {CHUNKED_FROM} (without cudnn: these GPUs are of AMD)"
     assert str(config) == fallback
     with pytest.raises(ConfigError, match="cudnn needs an NVIDIA GPU, and the mesh is of rocm"):
@@ -48,7 +52,7 @@ def test_a_gpu_without_cudnn_falls_back_by_name(monkeypatch):
     mesh = tiny.mesh(fsdp=2)
     pretend(monkeypatch, "cuda")
     config = make_attention_config(mesh, "auto", "ring")
-    assert config.choose(8192, 64, "bfloat16", packed=False) == "chunked"
+    assert config.choose(AttentionCall(8192, 64, "bfloat16")) == "chunked"
     assert "(without cudnn: cuDNN is not detected.)" in str(config)
     with pytest.raises(ConfigError, match="does not compile for these devices"):
         make_attention_config(mesh, "cudnn", "ring")
@@ -60,7 +64,7 @@ def test_control_cudnn_that_compiles_is_chosen(monkeypatch):
     pretend(monkeypatch, "cuda")
     monkeypatch.setattr(fused_attention, "_probe_failure", lambda device: "")
     config = make_attention_config(mesh, "auto", "ring")
-    assert config.choose(8192, 64, "bfloat16", packed=False) == "cudnn"
+    assert config.choose(AttentionCall(8192, 64, "bfloat16")) == "cudnn"
     assert str(config) == f"cudnn or xla, chunked from {CHUNKED_FROM}"
     monkeypatch.undo()
     pretend(monkeypatch, "cuda")
