@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
@@ -29,6 +30,12 @@ def gelu(x: Float[Array, "batch seq d"], approximate: bool) -> Float[Array, "bat
     return jax.nn.gelu(x, approximate=approximate)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def relu2(x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
+    """Return `relu(x)²` (Primer, So et al., arXiv:2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 def _gelu_tanh(x: Array) -> Array:
     return gelu(x, True)  # by position: `jax.checkpoint` takes no static argument by keyword
 
@@ -42,6 +49,7 @@ GATED: dict[str, Callable[[Array, Array], Array]] = {"silu": gated, "gelu_tanh":
 
 UNGATED: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
+    "relu2": relu2,
     "gelu": _gelu_exact,
     "gelu_tanh": _gelu_tanh,
 }

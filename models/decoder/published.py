@@ -249,8 +249,10 @@ def read_sizes(
     fields: Fields,
     *,
     eps: float = 1e-6,
+    eps_field: str = "rms_norm_eps",
     theta: float = 10_000.0,
     head_dim: int = 0,
+    kv_heads: int = 0,
     tied: bool = False,
     activation: tuple[str, ...] = ("hidden_act", "silu"),
     heads_divide: bool = False,
@@ -259,9 +261,12 @@ def read_sizes(
 
     Args:
         fields: Fields of config.json.
-        eps: Default of `rms_norm_eps`.
+        eps: Default of the norms' field; the value without such a field.
+        eps_field: Name of that field; empty for none.
         theta: Default of `rope_theta`.
         head_dim: Default of `head_dim`; 0 for the width divided by the heads.
+        kv_heads: `num_key_value_heads` if it is absent; null always means as many as heads, as does
+            0 here.
         tied: Default of `tie_word_embeddings`.
         activation: Name of the MLP's activation field, and the supported values.
         heads_divide: Whether the heads must divide the width.
@@ -277,17 +282,21 @@ def read_sizes(
     fields.only(*activation)
     fields.only("is_causal", True)
     base, scaling = fields.rope(theta, "llama3")
+    if fields.is_null("num_key_value_heads") or not kv_heads:
+        kv_heads = heads
+    if eps_field:
+        eps = fields.number(eps_field, eps, least=0)
     return {
         "vocab": fields.integer("vocab_size"),
         "d_model": width,
         "layers": fields.integer("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": fields.integer("num_key_value_heads", heads),
+        "kv_heads": fields.integer("num_key_value_heads", kv_heads),
         "d_ff": fields.integer("intermediate_size"),
         "head_dim": head_dim,
         "rope_theta": base,
         "rope_scaling": _read_scaling(fields, scaling),
-        "norm_eps": fields.number("rms_norm_eps", eps, least=0),
+        "norm_eps": eps,
         "tied": fields.flag("tie_word_embeddings", tied),
     }
 
@@ -344,8 +353,11 @@ def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
         fields.refuse("layer_types", what)
 
 
-def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+def write_sizes(config: DecoderConfig, eps_field: str = "rms_norm_eps") -> dict[str, Any]:
     """Return the fields of config.json: the inverse of `read_sizes`."""
+    eps = {}
+    if eps_field:
+        eps[eps_field] = config.norm_eps
     return {
         "vocab_size": config.vocab,
         "hidden_size": config.d_model,
@@ -356,7 +368,7 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
         "intermediate_size": config.d_ff,
         "hidden_act": "silu",
         **_write_rope(config),
-        "rms_norm_eps": config.norm_eps,
+        **eps,
         "tie_word_embeddings": config.tied,
     }
 

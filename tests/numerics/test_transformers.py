@@ -45,6 +45,8 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+THETA = {"rope_theta": 300.0}
+PLAIN = {"rope_type": "default", **THETA}
 GEMMA2 = {  # with caps that scores and logits of this size do reach
     "head_dim": 16,
     "sliding_window": 4,
@@ -66,6 +68,63 @@ VIT = {
         "intermediate_size": 48,
     },
 }
+LAYERS8 = {**LLAMA, "num_hidden_layers": 8, "pad_token_id": 0}
+WINDOWED = {**LAYERS8, "sliding_window": 4}
+FULL_FIRST = ["full_attention", *["sliding_attention"] * 3, "full_attention", "full_attention"]
+MIXED = {**LLAMA, "num_hidden_layers": 6, "sliding_window": 7, "layer_types": FULL_FIRST}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+LLAMA_LIKE = {
+    "llama-biased": ("Llama", {**LLAMA, **BIASED}),
+    "llama-attention-biased": ("Llama", {**LLAMA, "attention_bias": True}),
+    "granite": (
+        "Granite",
+        {
+            **{**LLAMA, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
+            **{"residual_multiplier": 0.5, "logits_scaling": 1.7, "tie_word_embeddings": True},
+        },
+    ),
+    "granite-biased": ("Granite", {**LLAMA, **BIASED}),
+    "starcoder2": ("Starcoder2", {**LLAMA, "sliding_window": 4}),
+    "starcoder2-plain": ("Starcoder2", {**LLAMA, "use_bias": False, "tie_word_embeddings": False}),
+    "arcee": ("Arcee", LLAMA),
+    "arcee-biased": ("Arcee", {**LLAMA, **BIASED, "head_dim": 16}),
+    "seed-oss": ("SeedOss", {**LLAMA, "head_dim": 16}),
+    "seed-oss-biased": ("SeedOss", {**LLAMA, **BIASED, "attention_out_bias": True}),
+    "ministral": ("Ministral", {**LLAMA, "head_dim": 16, "sliding_window": 4}),
+    "ministral-full": ("Ministral", {**LLAMA, "head_dim": 8, "sliding_window": None}),
+    "ministral-mixed": ("Ministral", {**MIXED, "head_dim": 8}),
+    "olmo": ("Olmo", {**LLAMA, "clip_qkv": 0.5}),
+    "olmo-unclipped": ("Olmo", {**LLAMA, "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", LLAMA),
+    "olmo2-biased": ("Olmo2", {**LLAMA, "attention_bias": True, "head_dim": 16}),
+    "smollm3": ("SmolLM3", LAYERS8),
+    "smollm3-windows": (
+        "SmolLM3",
+        {**WINDOWED, "use_sliding_window": True, "no_rope_layers": [1, 0] * 4},
+    ),
+    "exaone4": ("Exaone4", WINDOWED),
+    "exaone4-full": (
+        "Exaone4",
+        {**LLAMA, "sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
+    "exaone4-no-positions": ("Exaone4", {**LLAMA, "layer_types": ["full_attention"] * 4}),
+    "vaultgemma": ("VaultGemma", {**LLAMA, **GEMMA2}),
+    "vaultgemma-uncapped": (
+        "VaultGemma",
+        {**LLAMA, **GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "cwm": ("Cwm", {**WINDOWED, "head_dim": 16}),
+    "cwm-plain": ("Cwm", {**MIXED, "mlp_bias": True, "rope_parameters": PLAIN}),
+    "hunyuan": ("HunYuanDenseV1", {**LLAMA, "head_dim": 16}),
+    "hunyuan-alpha": (
+        "HunYuanDenseV1",
+        {
+            **{**LLAMA, "attention_bias": True, "head_dim": 8},
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, **THETA},
+        },
+    ),
+}
+"""Families that differ from Llama in few options."""
 ENDINGS = {"GPT2": "LMHeadModel", "ViT": "ForImageClassification"}
 # The names of transformers' classes, and the fields of a small model.
 MODELS = {
@@ -84,6 +143,7 @@ MODELS = {
         {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128},
     ),
     "vit": ("ViT", VIT),
+    **LLAMA_LIKE,
 }
 MESHES = {"one": {}, "fsdp2-tensor2": {"fsdp": 2, "tensor": 2}}
 IN_CI = ("llama", "gpt2")

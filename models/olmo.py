@@ -1,0 +1,89 @@
+"""OLMo: LayerNorm without parameters and clipped queries, keys and values (arXiv:2402.00838).
+
+OLMo 2 (arXiv:2501.00656) has norms after attention and MLP, and normalises all queries of a token
+together, and all keys.
+
+```python
+config = dataclasses.replace(PRESETS["olmo2-7b"], layers=4)
+model = spmd.from_nnx(config.build)
+```
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from spmd.hf.fields import Fields
+from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, NormSpec
+from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+
+_NORM = NormSpec("layer", scale=False)
+LAYER2 = LayerSpec(AttentionSpec(qk_norm="full"), norms="after")
+"""A layer of OLMo 2."""
+
+PRESETS = {
+    "test-olmo": DecoderConfig(
+        *(64, 32, 2, 4, 2, 64), norm=_NORM, layer=LayerSpec(AttentionSpec(clip_qkv=0.5))
+    ),
+    "test-olmo2": DecoderConfig(64, 32, 2, 4, 2, 64, layer=LAYER2),
+    "olmo-1b": DecoderConfig(50_304, 2048, 16, 16, 16, 8192, norm=_NORM, tied=True),
+    "olmo-7b": DecoderConfig(50_304, 4096, 32, 32, 32, 11_008, norm=_NORM),
+    "olmo2-7b": DecoderConfig(
+        *(100_352, 4096, 32, 32, 32, 11_008), rope_theta=5e5, norm_eps=1e-6, layer=LAYER2
+    ),
+    "olmo2-13b": DecoderConfig(
+        *(100_352, 5120, 40, 40, 40, 13_824), rope_theta=5e5, norm_eps=1e-6, layer=LAYER2
+    ),
+}
+"""Published shapes by name, and small ones for tests."""
+
+NAMES2 = layer_names(
+    attention_post_norm="post_attention_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+"""Tensors of a layer of OLMo 2."""
+
+
+def _read(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    sizes = read_sizes(fields, eps=1e-5, eps_field="")
+    bias = fields.flag("attention_bias", default=False)
+    mixer = AttentionSpec(qkv_bias=bias, out_bias=bias)
+    if fields.value("clip_qkv") is not None:
+        limit = fields.number("clip_qkv")
+        if limit <= 0:
+            fields.refuse("clip_qkv", f"is {limit}", "a number above 0, or null for no limit")
+        mixer = dataclasses.replace(mixer, clip_qkv=abs(limit))
+    return fields.build(DecoderConfig, **sizes, norm=_NORM, layer=LayerSpec(mixer))
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    mixer = config.pattern.group[0].mixer
+    return {
+        "model_type": "olmo",
+        **write_sizes(config, eps_field=""),
+        "attention_bias": mixer.qkv_bias,
+        "clip_qkv": mixer.clip_qkv or None,
+    }
+
+
+def read_layer2(fields: Fields) -> LayerSpec:
+    """Parse the options of a layer of OLMo 2."""
+    bias = fields.flag("attention_bias", default=False)
+    mixer = dataclasses.replace(LAYER2.mixer, qkv_bias=bias, out_bias=bias)
+    return dataclasses.replace(LAYER2, mixer=mixer)
+
+
+def _read2(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    sizes = read_sizes(fields, eps=1e-5)
+    return fields.build(DecoderConfig, **sizes, layer=read_layer2(fields))
+
+
+def _write2(config: DecoderConfig) -> dict[str, Any]:
+    bias = config.pattern.group[0].mixer.qkv_bias
+    return {"model_type": "olmo2", **write_sizes(config), "attention_bias": bias}
+
+
+OLMO_FAMILY = decoder_family("OlmoForCausalLM", _read, _write)
+OLMO2_FAMILY = decoder_family("Olmo2ForCausalLM", _read2, _write2, NAMES2)
