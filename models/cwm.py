@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import DecoderConfig, LayerSpec, MLPSpec, RopeScaling
+from spmd.models.decoder import DecoderConfig, LayerSpec, Llama3Scaling, MLPSpec
 from spmd.models.decoder.published import decoder_family, read_layer, read_sizes, write_sizes
 from spmd.models.decoder.published_layers import (
     FULL,
@@ -21,7 +21,7 @@ from spmd.models.decoder.published_layers import (
     write_layer_types,
 )
 
-_SCALING = RopeScaling(factor=16.0)
+_SCALING = Llama3Scaling(factor=16.0)
 _THETA = 1e6
 
 
@@ -52,7 +52,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         head_dim = 0
     sizes = read_sizes(fields, eps=1e-5, theta=_THETA, head_dim=head_dim, kv_heads=8)
     if fields.value("rope_parameters") is None and fields.value("rope_scaling") is None:
-        fields.only("rope_theta", _THETA)
+        fields.only("rope_theta", _THETA)  # has no effect without a table
         sizes["rope_scaling"] = _SCALING
     kinds = read_layer_types(fields, sizes["layers"], _default_kinds(sizes["layers"]))
     window = read_window_of(fields, kinds, absent=8192)

@@ -16,6 +16,7 @@ from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
 from spmd.models.decoder.published_layers import (
+    FULL,
     SLIDING,
     attention_table,
     every,
@@ -78,8 +79,8 @@ def _default_kinds(fields: Fields, layers: int) -> list[str]:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     fields = write_layer_types(config)
-    if not any(rotated_layers(config)):
-        fields["sliding_window"] = 4096  # without one, all layers would have rotary positions
+    if FULL in fields["layer_types"] and all(rotated_layers(config)):
+        fields["sliding_window"] = None  # with one, layers without it have no positions
     return {"model_type": "exaone4", **write_sizes(config), **fields}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import DecoderConfig, RopeScaling
+from spmd.models.decoder import DecoderConfig, Llama3Scaling
 from spmd.models.decoder.published import (
     decoder_family,
     read_layer,
@@ -35,8 +35,8 @@ PRESETS = {
     "llama3-8b": _LLAMA3_8B,
     "llama3-70b": DecoderConfig(128_256, 8192, 80, 64, 8, 28_672, rope_theta=500_000.0),
     "llama3-405b": DecoderConfig(128_256, 16_384, 126, 128, 8, 53_248, rope_theta=500_000.0),
-    "llama3.1-8b": dataclasses.replace(_LLAMA3_8B, rope_scaling=RopeScaling(factor=8.0)),
-    "llama3.2-1b": dataclasses.replace(_LLAMA3_1B, rope_scaling=RopeScaling(factor=32.0)),
+    "llama3.1-8b": dataclasses.replace(_LLAMA3_8B, rope_scaling=Llama3Scaling(factor=8.0)),
+    "llama3.2-1b": dataclasses.replace(_LLAMA3_1B, rope_scaling=Llama3Scaling(factor=32.0)),
 }
 """Published shapes by name, and small ones for tests and the demo."""
 

@@ -82,7 +82,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         **write_sizes(config),
         **write_biases(config),
         **fields,
-        "use_sliding_window": fields["sliding_window"] is not None,
+        "use_sliding_window": SLIDING in fields["layer_types"],
         "no_rope_layers": [int(is_rotated) for is_rotated in rotated_layers(config)],
     }
 

@@ -5,7 +5,16 @@ from spmd.models.decoder.decoder import Decoder, DecoderConfig
 from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
-from spmd.models.decoder.rotary import RopeScaling, Rotary
+from spmd.models.decoder.rotary import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeScaling,
+    Rotary,
+    YarnScaling,
+)
 from spmd.models.decoder.rules import decoder_rules
 from spmd.models.decoder.sizes import NormSpec
 
@@ -13,11 +22,17 @@ __all__ = [
     "AttentionSpec",
     "Decoder",
     "DecoderConfig",
+    "DynamicScaling",
     "ExpertsSpec",
     "LayerSpec",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
     "MLPSpec",
     "NormSpec",
+    "ProportionalScaling",
     "RopeScaling",
     "Rotary",
+    "YarnScaling",
     "decoder_rules",
 ]

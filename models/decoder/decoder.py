@@ -325,7 +325,10 @@ class DecoderConfig:
         total = channels + self.positions * self.d_model
         for spec in self.pattern.kinds:
             total += len(spec.norm_names) * channels + spec.mixer.other_params(self.sizes)
-            if spec.mlp is not None:
+            if isinstance(spec.mlp, ExpertsSpec):
+                assert self.router is not None, "the config has a problem for that"
+                total += spec.mlp.other_params(self.sizes, self.router)
+            elif spec.mlp is not None:
                 total += spec.mlp.other_params(self.sizes)
         if not self.tied:
             total += self.vocab * self.d_model

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from spmd.errors import Problem, check_fields
-from spmd.layers.expert_layout import ExpertKernel
+from spmd.layers.expert_layout import ExpertBias, ExpertKernel
 from spmd.layers.moe import Activation, mixture_of_experts
 from spmd.layers.router import RouterConfig, Valid, jittered, route
 from spmd.models.decoder.activations import GATED, UNGATED
-from spmd.models.decoder.declared import TOKENS, Axes, TableRows
-from spmd.models.decoder.linear import dense
+from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows
+from spmd.models.decoder.linear import biased, dense
 from spmd.models.decoder.mlp import MLP, MLPSpec, activation_problems, mlp_rows
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate, constrain_like
@@ -37,6 +38,8 @@ class ExpertsSpec:
     """Activation of experts, as in `MLPSpec`."""
     gated: bool = True
     """True: experts have three kernels; False: two."""
+    bias: bool = False
+    """Add biases to hidden units and outputs of experts."""
     shared_d_ff: int = 0
     """Hidden width of the shared expert, used by every token; 0: none."""
     init_scale: float = 1.0
@@ -71,10 +74,15 @@ class ExpertsSpec:
             count += self.shared.matmul_params(sizes)
         return count
 
-    def other_params(self, sizes: Sizes) -> int:
-        """Return the number of parameters besides kernels: none."""
-        del sizes
-        return 0
+    def other_params(self, sizes: Sizes, router: RouterConfig) -> int:
+        """Return the number of biases of the router and all experts."""
+        count = 0
+        if router.logit_bias:
+            count += router.experts
+        if self.bias:
+            of_expert = (1 + self.gated) * self.d_ff + sizes.d_model
+            count += router.experts * of_expert
+        return count
 
     def rows(self, fsdp: Axes) -> TableRows:
         """Return the rows of the rule table.
@@ -85,17 +93,20 @@ class ExpertsSpec:
         into = "experts/(gate|up)_proj/kernel"
         if not self.gated:
             into = "experts/up_proj/kernel"
-        params = (
+        params: list[ParamRow] = [
             ("router/kernel", P(fsdp)),  # [d, expert]
             (into, P("expert", "fsdp", "tensor")),  # [expert, d, d_ff]
             ("experts/down_proj/kernel", P("expert", ("tensor", "fsdp"))),  # [expert, d_ff, d]
-        )
+        ]
+        if self.bias:
+            params.append((into.replace("kernel", "bias"), P("expert", "tensor")))
+            params.append(("experts/down_proj/bias", P("expert")))
         activations = (
             ("router_logits", TOKENS),  # [batch, seq, expert]
             ("expert_tokens", TOKENS),  # [batch, seq, d]
             ("expert_hidden", P(BATCH_AXES)),  # rows of tokens, inside the manual program
         )
-        rows = TableRows(params, activations)
+        rows = TableRows(tuple(params), activations)
         if self.shared is not None:
             rows += mlp_rows("shared", fsdp, gated=True, bias=False)
         return rows
@@ -120,8 +131,10 @@ class Router(nnx.Module):
         init = nnx.initializers.normal(math.sqrt(spec.init_scale / width))
         kernel = init(rngs.params(), (width, experts), jnp.float32)
         self.kernel = nnx.Param(kernel, gathered_by_layer=True, sent_exactly=True, matrix="io")
-        has_bias = router.bias_rate > 0
+        has_bias = router.has_choice_bias
         self.bias = RouterBias(jnp.zeros((experts,), jnp.float32)) if has_bias else None
+        has_logit_bias = router.logit_bias
+        self.logit_bias = _zeros(experts, sent_exactly=True) if has_logit_bias else None
 
     def __call__(
         self, x: Float[Array, "batch seq d"], key: Array | None
@@ -132,27 +145,46 @@ class Router(nnx.Module):
         if key is not None and jitter:
             x = jittered(x, jitter, key)
         logits = dense(x, self.kernel, precision="highest")
+        if self.logit_bias is not None:
+            logits = biased(logits, self.logit_bias)
         return annotate(logits, "router_logits")
+
+
+def _zeros(*shape: int, **metadata: Any) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape, jnp.float32), gathered_by_layer=True, **metadata)
 
 
 class ExpertDense(nnx.Module):
     """Linear layer of each expert.
 
-    Its `kernel` is `[expert, in, out]`, initialised with variance scale² / in.
+    Its `kernel` is `[expert, in, out]`, initialised with variance scale² / in; its optional `bias`
+    is `[expert, out]`, initialised with 0.
     """
 
     def __init__(
-        self, experts: int, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        *,
+        scale: float = 1.0,
+        bias: bool = False,
+        rngs: nnx.Rngs,
     ) -> None:
         init = nnx.initializers.normal(scale * inputs**-0.5)
         table = init(rngs.params(), (experts, inputs, outputs), jnp.float32)
         self.kernel = nnx.Param(table, gathered_by_layer=True, linear=True, matrix="bio")
+        self.bias = _zeros(experts, outputs) if bias else None
 
     def placed(self) -> ExpertKernel:
-        """Return the kernels with their placement under the plan in scope."""
+        """Return the kernels and biases with their placement under the plan in scope."""
         kernel = self.kernel[...]
+        bias = None
+        if self.bias is not None:
+            placed = placement_of(self.bias.get_metadata("path", None))
+            bias = ExpertBias(self.bias[...], placed)
         path = self.kernel.get_metadata("path", None)
-        return ExpertKernel(kernel, placement_of(path))
+        return ExpertKernel(kernel, placement_of(path), bias)
 
 
 class Experts(nnx.Module):
@@ -163,10 +195,11 @@ class Experts(nnx.Module):
         hidden = spec.d_ff
         scale = math.sqrt(spec.init_scale)
         out_scale = scale * sizes.out_scale
-        into = functools.partial(ExpertDense, experts, width, hidden, scale=scale)
+        bias = spec.bias
+        into = functools.partial(ExpertDense, experts, width, hidden, scale=scale, bias=bias)
         self.gate_proj = into(rngs=rngs) if spec.gated else None
         self.up_proj = into(rngs=rngs)
-        self.down_proj = ExpertDense(experts, hidden, width, scale=out_scale, rngs=rngs)
+        self.down_proj = ExpertDense(experts, hidden, width, scale=out_scale, bias=bias, rngs=rngs)
 
 
 class MixtureOfExperts(nnx.Module):

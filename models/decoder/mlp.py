@@ -2,12 +2,13 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from spmd.errors import Problem, check_fields, did_you_mean
-from spmd.models.decoder.activations import GATED, UNGATED
+from spmd.models.decoder.activations import GATED, LEARNED, UNGATED, XIELU_INIT
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.sizes import Sizes
@@ -46,14 +47,20 @@ class MLPSpec:
         return (2 + self.gated) * sizes.d_model * self.d_ff
 
     def other_params(self, sizes: Sizes) -> int:
-        """Return the number of biases."""
-        if not self.bias:
-            return 0
-        return (1 + self.gated) * self.d_ff + sizes.d_model
+        """Return the number of biases and of an activation's scalars."""
+        count = 0
+        if self.bias:
+            count += (1 + self.gated) * self.d_ff + sizes.d_model
+        if self.activation in LEARNED:
+            count += len(XIELU_INIT)
+        return count
 
     def rows(self, fsdp: Axes) -> TableRows:
         """Return the rows of the rule table."""
-        return mlp_rows("mlp", fsdp, gated=self.gated, bias=self.bias)
+        rows = mlp_rows("mlp", fsdp, gated=self.gated, bias=self.bias)
+        if self.activation in LEARNED:
+            rows += TableRows((("mlp/alpha_(p|n)", replicate("two scalars of a layer")),))
+        return rows
 
     def build(self, sizes: Sizes, rngs: nnx.Rngs) -> "MLP":
         """Build the module of a resolved spec."""
@@ -62,7 +69,9 @@ class MLPSpec:
 
 def activation_problems(activation: str, gated: bool, where: str) -> list[Problem]:
     """Return the problem of an unknown activation, with a gate or without one."""
-    known = GATED if gated else UNGATED
+    known = [*UNGATED, *LEARNED]
+    if gated:
+        known = [*GATED]
     if activation in known:
         return []
     what = f"{activation!r} does not exist with gated={gated}"
@@ -96,6 +105,10 @@ class MLP(nnx.Module):
         self.gate_proj = Dense(width, spec.d_ff, bias=bias, rngs=rngs) if spec.gated else None
         self.up_proj = Dense(width, spec.d_ff, bias=bias, rngs=rngs)
         self.down_proj = Dense(spec.d_ff, width, scale=sizes.out_scale, bias=bias, rngs=rngs)
+        if spec.activation in LEARNED:
+            for name, value in XIELU_INIT.items():
+                scalar = jnp.full((1,), value, jnp.float32)
+                setattr(self, name, nnx.Param(scalar, cast_by_layer=True))
 
     def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq d"]:
         """Apply the MLP."""
@@ -117,4 +130,7 @@ class MLP(nnx.Module):
     def _activated(self, x: Array) -> Float[Array, "batch seq hidden"]:
         (up,) = column_parallel(x, (self.up_proj.kernel,), "mlp_input")
         up = annotate(self.up_proj.with_bias(up), "mlp_up")
-        return UNGATED[self.spec.activation](up)
+        activation = self.spec.activation
+        if activation in LEARNED:
+            return LEARNED[activation](up, self.alpha_p[...], self.alpha_n[...])
+        return UNGATED[activation](up)

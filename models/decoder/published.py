@@ -29,7 +29,8 @@ from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
-from spmd.models.decoder.rotary import RopeScaling
+from spmd.models.decoder.published_rotary import read_rotary, write_rotary
+from spmd.models.decoder.rotary import RopeScaling, Rotary
 from spmd.models.decoder.rules import decoder_rules
 
 Names = dict[str, tuple[str, TensorLayout]]
@@ -57,12 +58,6 @@ _ENDS: Names = {
     "norm/bias": ("norm.bias", AS_IS),
 }
 _HEAD = "lm_head.weight"
-_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_context",
-}
 
 
 def layer_names(**norms: str) -> Names:
@@ -263,7 +258,7 @@ def read_sizes(
         fields: Fields of config.json.
         eps: Default of the norms' field; the value without such a field.
         eps_field: Name of that field; empty for none.
-        theta: Default of `rope_theta`.
+        theta: Default of `rope_theta`; 0 for a family that reads its rotary embeddings itself.
         head_dim: Default of `head_dim`; 0 for the width divided by the heads.
         kv_heads: `num_key_value_heads` if it is absent; null always means as many as heads, as does
             0 here.
@@ -281,11 +276,13 @@ def read_sizes(
         head_dim = 0
     fields.only(*activation)
     fields.only("is_causal", True)
-    base, scaling = fields.rope(theta, "llama3")
     if fields.is_null("num_key_value_heads") or not kv_heads:
         kv_heads = heads
     if eps_field:
         eps = fields.number(eps_field, eps, least=0)
+    rotary = {}
+    if theta:
+        rotary = _read_network_rotary(fields, theta)
     return {
         "vocab": fields.integer("vocab_size"),
         "d_model": width,
@@ -294,26 +291,19 @@ def read_sizes(
         "kv_heads": fields.integer("num_key_value_heads", kv_heads),
         "d_ff": fields.integer("intermediate_size"),
         "head_dim": head_dim,
-        "rope_theta": base,
-        "rope_scaling": _read_scaling(fields, scaling),
+        **rotary,
         "norm_eps": eps,
         "tied": fields.flag("tie_word_embeddings", tied),
     }
 
 
-def _read_scaling(fields: Fields, table: Mapping[str, Any]) -> RopeScaling:
-    if not table:
-        return RopeScaling()
-    for name in sorted({*table} ^ {*_SCALING}):
-        what = "is missing"
-        if name in table:
-            what = f"is {table[name]!r:.80}, and is unknown"
-        fields.refuse(f"rope_scaling.{name}", what)
-    numbers: dict[str, Any] = {}
-    for theirs, ours in _SCALING.items():
-        if theirs in table and fields.is_number(f"rope_scaling.{theirs}", table[theirs]):
-            numbers[ours] = table[theirs]
-    return fields.nested(RopeScaling, **numbers) or RopeScaling()
+def _read_network_rotary(fields: Fields, theta: float) -> dict[str, Any]:
+    """Parse the rotary embeddings of whole heads, equal in all layers."""
+    rotary = read_rotary(fields, Rotary(theta, RopeScaling()))
+    if rotary.fraction != 1:
+        what = f"is {rotary.fraction:g}, and this model rotates whole heads"
+        fields.refuse("partial_rotary_factor", what)
+    return {"rope_theta": rotary.theta, "rope_scaling": rotary.scaling}
 
 
 def read_layer(fields: Fields) -> LayerSpec:
@@ -367,16 +357,7 @@ def write_sizes(config: DecoderConfig, eps_field: str = "rms_norm_eps") -> dict[
         "head_dim": config.head_width,
         "intermediate_size": config.d_ff,
         "hidden_act": "silu",
-        **_write_rope(config),
+        **write_rotary(Rotary(config.rope_theta, config.rope_scaling)),
         **eps,
         "tie_word_embeddings": config.tied,
     }
-
-
-def _write_rope(config: DecoderConfig) -> dict[str, Any]:
-    if config.rope_scaling == RopeScaling():
-        return {"rope_theta": config.rope_theta}
-    scaling: dict[str, Any] = {"rope_type": "llama3"}
-    for theirs, ours in _SCALING.items():
-        scaling[theirs] = getattr(config.rope_scaling, ours)
-    return {"rope_theta": config.rope_theta, "rope_scaling": scaling}

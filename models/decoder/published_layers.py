@@ -23,6 +23,7 @@ SLIDING = "sliding_attention"
 """Attention in a sliding window of `sliding_window` tokens, the attending one included."""
 
 _MOST_LAYERS = 1000
+_UNUSED_WINDOW = 4096
 
 Kind = TypeVar("Kind", bound=str | tuple[Any, ...])
 
@@ -159,9 +160,12 @@ def layer_types(config: DecoderConfig) -> list[str]:
 
 
 def write_layer_types(config: DecoderConfig) -> dict[str, Any]:
-    """Return the fields `layer_types` and `sliding_window`, null without a window."""
+    """Return the fields `layer_types` and `sliding_window`.
+
+    `transformers` needs a window also if no layer has one.
+    """
     window = max(spec.mixer.window or 0 for spec in config.pattern.kinds)
-    return {"layer_types": layer_types(config), "sliding_window": window or None}
+    return {"layer_types": layer_types(config), "sliding_window": window or _UNUSED_WINDOW}
 
 
 def rotated_layers(config: DecoderConfig) -> list[bool]:

@@ -110,5 +110,5 @@ def _norms(config: DecoderConfig) -> TableRows:
         reason = "norms are a few KiB"
     pattern = f"({'|'.join([*names, 'norm'])})/{leaf}"
     if config.router is not None:
-        pattern += "|router/bias"  # a number for each expert
+        pattern += "|router/(logit_)?bias"  # a number for each expert
     return TableRows(((pattern, replicate(reason)),))

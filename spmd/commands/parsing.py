@@ -242,7 +242,11 @@ def _parse(command: Any, arguments: list[str], usage: str, **default: Any) -> An
     settings = {
         "args": arguments,
         "prog": usage,
-        "config": (tyro.conf.FlagCreatePairsOff, tyro.conf.SuppressFixed),
+        "config": (
+            tyro.conf.FlagCreatePairsOff,
+            tyro.conf.SuppressFixed,
+            tyro.conf.AvoidSubcommands,
+        ),
         **default,
     }
     try:

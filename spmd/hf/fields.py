@@ -3,8 +3,8 @@
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from spmd.errors import ConfigError, Problem, SpmdError
 
@@ -166,49 +166,6 @@ class Fields:
             return make(**values)
         return None
 
-    def rope(self, default: float, *kinds: str) -> tuple[float, dict[str, Any]]:
-        """Return the base of rotary position embeddings, and the scaling of positions.
-
-        Two fields may have them. The scaling is the table of one of `kinds`, without the base and
-        the type; it is empty if positions are not scaled.
-        """
-        theta = self.value("rope_theta", default)
-        scaling: dict[str, Any] = {}
-        parsed: list[_Rope] = []
-        for name in ("rope_parameters", "rope_scaling"):
-            table = self.value(name, {})
-            if table == {}:
-                continue
-            if not isinstance(table, Mapping):
-                self.refuse(name, f"is {table!r:.80}, not an object")
-                continue
-            rope = _read_rope(table, theta)
-            parsed.append(rope)
-            if rope != parsed[0]:
-                fix = "keep the one that the model was trained with"
-                self.refuse(name, "differs from rope_parameters, and the file has both", fix)
-            elif rope.kind in kinds:
-                scaling |= rope.scaling
-            else:
-                self._refuse_scaling(name, rope, kinds)
-        if parsed:
-            theta = parsed[0].theta
-        if not self.is_number("rope_theta", theta, least=1.0):
-            return default, scaling
-        return float(theta), scaling
-
-    def _refuse_scaling(self, name: str, rope: "_Rope", kinds: Sequence[str]) -> None:
-        """Report an unknown kind of scaling, or all fields of a table without scaling."""
-        if rope.kind == "default":
-            for key in sorted(rope.scaling):
-                self.refuse(f"{name}.{key}", f"is {rope.scaling[key]!r:.80}, and is unknown")
-            return
-        supported = "no scaling of positions"
-        if kinds:
-            supported = f"only {' or '.join(kinds)}"
-        what = f"is of type {rope.kind!r:.80}, and this model supports {supported}"
-        self.refuse(name, what)
-
     def problems(self) -> list[Problem]:
         """Return all problems, with one for each unknown field."""
         fix = "if it does not change what the model computes, remove it from config.json"
@@ -236,24 +193,6 @@ class Fields:
             title = "Unsupported features in config.json:"
             raise ConfigError(title, problems)
         return made
-
-
-class _Rope(NamedTuple):
-    """Parsed table of rotary position embeddings: their base, and the scaling of positions."""
-
-    theta: Any
-    kind: Any
-    scaling: dict[str, Any]
-
-
-def _read_rope(table: Mapping[str, Any], theta: Any) -> _Rope:
-    """Parse a table; `theta` is the base if it has none."""
-    scaling = dict(table)
-    theta = scaling.pop("rope_theta", theta)
-    # older files have `type`
-    kind = scaling.pop("type", "default")
-    kind = scaling.pop("rope_type", kind)
-    return _Rope(theta, kind, scaling)
 
 
 def _wrong(found: Any, why: str) -> str:

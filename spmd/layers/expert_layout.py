@@ -22,14 +22,31 @@ from spmd.sharding.rules import spec_text
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertBias:
+    """The biases of all experts of a layer, added to a product with an `ExpertKernel`.
+
+    `placed` is from `spmd.plan.fsdp.placement_of`, None outside a plan.
+    """
+
+    array: Float[Array, "expert out"]
+    placed: ParamPlacement | None
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertKernel:
-    """The kernels of all experts of a layer.
+    """The kernels of all experts of a layer, and their biases, if any.
 
     `placed` is from `spmd.plan.fsdp.placement_of`, None outside a plan.
     """
 
     array: Float[Array, "expert in out"]
     placed: ParamPlacement | None
+    bias: ExpertBias | None = None
+
+
+def biases_of(kernels: Sequence[ExpertKernel]) -> list[ExpertBias]:
+    """Return the biases of the kernels that have them, in order."""
+    return [kernel.bias for kernel in kernels if kernel.bias is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +57,7 @@ class ExpertLayout:
 
     Attributes:
         tokens: The axes of examples, and of the tokens of an example.
-        kernels: The layout of each kernel.
+        params: The layout of each kernel, then that of each bias.
         expert: The axes that experts are split over; None outside a plan.
         tensor: The axes that hidden units are split over.
         save_gathered: Whether the backward pass keeps gathered kernels.
@@ -48,7 +65,7 @@ class ExpertLayout:
 
     mesh: AnyMesh | None = None
     tokens: Dims = ((), ())
-    kernels: tuple[ShardedParam, ...] = ()
+    params: tuple[ShardedParam, ...] = ()
     expert: ExpertAxes | None = None
     tensor: tuple[str, ...] = ()
     save_gathered: bool = True
@@ -65,45 +82,45 @@ class ExpertLayout:
             return 1
         return math.prod(self.mesh.shape[axis] for axis in self.over)
 
-    def prepare(self, kernels: Sequence[Array]) -> tuple[Any, ...]:
+    def prepare(self, arrays: Sequence[Array]) -> tuple[Any, ...]:
         """Return the arrays for `gather` in the forward and the backward pass.
 
         They are those of `spmd.plan.fsdp.prepare`.
         """
         if self.mesh is None:
-            return tuple(kernels)
+            return tuple(arrays)
         found = []
-        for kernel, param in zip(kernels, self.kernels, strict=True):
+        for array, param in zip(arrays, self.params, strict=True):
             with in_scope(param.scope):
-                found.append(param.prepare(kernel, self.mesh))
+                found.append(param.prepare(array, self.mesh))
         return tuple(found)
 
     @property
     def prepares(self) -> bool:
-        """Whether `prepare` computes anything for a kernel."""
-        return any(param.prepares for param in self.kernels)
+        """Whether `prepare` computes anything for a parameter."""
+        return any(param.prepares for param in self.params)
 
-    def gather(self, prepared: Sequence[Any], dtype: jnp.dtype) -> list[Array]:
-        """Gather prepared kernels for their matmuls, inside the manual region."""
+    def gather(self, prepared: Sequence[Any], dtypes: Sequence[jnp.dtype]) -> list[Array]:
+        """Gather prepared parameters in the dtypes of their use, inside the manual region."""
         if self.mesh is None:
-            return [kernel.astype(dtype) for kernel in prepared]
+            return [array.astype(dtype) for array, dtype in zip(prepared, dtypes, strict=True)]
         given = []
-        for kernel, param in zip(prepared, self.kernels, strict=True):
+        for array, param, dtype in zip(prepared, self.params, dtypes, strict=True):
             if not param.comm.takes_uncast:
-                kernel = kernel.astype(dtype)
-            given.append(kernel)
+                array = array.astype(dtype)
+            given.append(array)
         gathered = []
-        for kernel, param in zip(given, self.kernels, strict=True):
+        for array, param, dtype in zip(given, self.params, dtypes, strict=True):
             with in_scope(param.scope):
-                gathered.append(param.gather_prepared(kernel, dtype))
+                gathered.append(param.gather_prepared(array, dtype))
         return gathered
 
     def sum_gradients(self, gradients: Sequence[Array]) -> list[Array]:
-        """Sum the gradients of kernels over devices, into the plan's sharding of gradients."""
+        """Sum gradients of parameters over devices, into the plan's sharding of gradients."""
         if self.mesh is None:
             return list(gradients)
         found = []
-        for gradient, param in zip(gradients, self.kernels, strict=True):
+        for gradient, param in zip(gradients, self.params, strict=True):
             summed = [axis for axis in self.over if axis not in param.split]
             with in_scope(param.scope):
                 found.append(param.reduce(gradient, summed))
@@ -111,9 +128,9 @@ class ExpertLayout:
 
     @property
     def specs(self) -> tuple[tuple[Any, ...], ...]:
-        """The specs of all kernels: from `prepare`, in their products, and of their gradients."""
+        """The specs of all parameters: from `prepare`, in their use, and of their gradients."""
         given, used, kept = [], [], []
-        for param in self.kernels:
+        for param in self.params:
             _, used_spec, kept_spec = param.specs
             given.append(param.prepared_specs)
             used.append(used_spec)
@@ -127,16 +144,23 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
     Raises:
         AnnotationError: There are no collectives for it.
     """
-    placements = [kernel.placed for kernel in kernels if kernel.placed]
-    if len(placements) < len(kernels):
+    biases = biases_of(kernels)
+    arrays: list[ExpertKernel | ExpertBias] = [*kernels, *biases]
+    placements = [array.placed for array in arrays if array.placed]
+    if len(placements) < len(arrays):
         problem = Problem(
             "the experts' kernels",
             "are not all in the rule table",
             fix="make the model by spmd.from_nnx, and give the table a rule for each of them",
         )
         raise AnnotationError("Expert layer outside of a plan:", [problem])
-    params = tuple(sharded_param(placed, 3) for placed in placements)
-    problems = _kernel_problems(params) + _token_problems(tokens, params, mesh)
+    count = len(kernels)
+    params = tuple(sharded_param(placed, 3) for placed in placements[:count])
+    of_biases = tuple(sharded_param(placed, 2) for placed in placements[count:])
+    problems = _kernel_problems(params)
+    if not problems:
+        problems = _bias_problems(kernels, params, of_biases)
+    problems += _token_problems(tokens, params, of_biases, mesh)
     if problems:
         raise AnnotationError("The expert layer has no collectives for this rule table:", problems)
     split = split_axes(mesh)
@@ -145,7 +169,7 @@ def expert_layout(mesh: AnyMesh, tokens: P, kernels: Sequence[ExpertKernel]) -> 
     return ExpertLayout(
         mesh=mesh,
         tokens=(batch, seq),
-        kernels=params,
+        params=(*params, *of_biases),
         expert=expert_axes(mesh, tuple(expert)),
         tensor=tensor,
         save_gathered=all(placed.save_gathered for placed in placements),
@@ -178,7 +202,31 @@ def _kernel_problems(params: Sequence[ShardedParam]) -> list[Problem]:
     return problems
 
 
-def _token_problems(tokens: P, params: Sequence[ShardedParam], mesh: AnyMesh) -> list[Problem]:
+def _bias_problems(
+    kernels: Sequence[ExpertKernel], params: Sequence[ShardedParam], biases: Sequence[ShardedParam]
+) -> list[Problem]:
+    """Return a problem for each bias with another sharding than the outputs of its kernel."""
+    problems = []
+    with_bias = [kernel.bias is not None for kernel in kernels]
+    for param, bias in zip(itertools.compress(params, with_bias), biases, strict=True):
+        expert, _, outputs = param.compute_dims
+        used = (expert, outputs)
+        if bias.compute_dims == used and is_prefix(bias.compute_dims, bias.param_dims):
+            continue
+        problem = Problem(
+            "the experts' biases",
+            f"are stored {_specs_text([bias.param_dims])}, and the outputs of their kernel are "
+            f"split {_specs_text([used])}",
+            fix='P("expert", "tensor") of hidden units and P("expert") of outputs, perhaps with '
+            '"fsdp" last in a dimension',
+        )
+        problems.append(problem)
+    return problems
+
+
+def _token_problems(
+    tokens: P, params: Sequence[ShardedParam], biases: Sequence[ShardedParam], mesh: AnyMesh
+) -> list[Problem]:
     """Return a problem for each reason why tokens cannot be sent to their experts."""
     problems = []
     split = split_axes(mesh)
@@ -186,7 +234,7 @@ def _token_problems(tokens: P, params: Sequence[ShardedParam], mesh: AnyMesh) ->
     expert, tensor, _ = params[-1].compute_dims
     over = {*batch, *seq}
     gathered = set[str]()
-    for param in params:
+    for param in (*params, *biases):
         gathered.update(*param.gathers)
     missing = sorted(gathered - over)
     is_split = f"is split {spec_text(tokens)}"

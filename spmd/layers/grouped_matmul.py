@@ -92,6 +92,31 @@ def _summed_dim(transposed: bool) -> int:
     return 1
 
 
+def group_values(
+    values: Float[Array, "group out"], sizes: Sizes, count: int
+) -> Float[Array, "*row out"]:
+    """Return the value of each row's group, to be added to rows of a product.
+
+    Args:
+        sizes: The sizes of groups; None if rows are `[group, row, …]`.
+        count: The number of rows, with sizes.
+    """
+    if sizes is None:
+        return values[:, None]
+    ends = jnp.cumsum(sizes)
+    group = jnp.searchsorted(ends, jnp.arange(count), side="right")
+    return values.at[group].get(mode="clip")
+
+
+def group_sums(rows: Float[Array, "*row out"], sizes: Sizes) -> Float[Array, "group out"]:
+    """Return the sum of each group's rows, in float32."""
+    if sizes is None:
+        return rows.sum(axis=1, dtype=jnp.float32)
+    ones = jnp.ones((rows.shape[0], 1), rows.dtype)
+    sums = grouped_gradient(ones, rows, sizes, jnp.dtype(jnp.float32))
+    return sums[:, 0]
+
+
 def grouped_gradient(
     x: Float[Array, "*row in"], dy: Float[Array, "*row out"], sizes: Sizes, dtype: jnp.dtype
 ) -> Float[Array, "group in out"]:

@@ -168,6 +168,17 @@ def cache_length() -> int:
     return current().kv_cache.length
 
 
+def context_length(sequence: int) -> int:
+    """Return the length of the longest text, in tokens.
+
+    It is that of the cache in prefill and decoding, `sequence` otherwise.
+    """
+    trace = current().kv_cache
+    if trace is None:
+        return sequence
+    return trace.length
+
+
 def cached_attention(
     query: Float[Array, "batch seq heads dim"],
     key: Float[Array, "batch seq kv_heads dim"],

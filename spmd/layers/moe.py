@@ -33,8 +33,14 @@ from jaxtyping import Array, Float
 from spmd.jaxpr.examples import per_example
 from spmd.layers.expert_dispatch import EXTRA_PASSES, Capacity, Dispatch, Dropless
 from spmd.layers.expert_exchange import DenseAllToAll
-from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, expert_layout
-from spmd.layers.grouped_matmul import Sizes, grouped_gradient, quantized_grouped_matmul
+from spmd.layers.expert_layout import ExpertKernel, ExpertLayout, biases_of, expert_layout
+from spmd.layers.grouped_matmul import (
+    Sizes,
+    group_sums,
+    group_values,
+    grouped_gradient,
+    quantized_grouped_matmul,
+)
 from spmd.layers.linear_recipes import recipe_of
 from spmd.layers.router import RouterConfig, Routing, expert_slots
 from spmd.plan.annotate import annotate, placement
@@ -56,7 +62,8 @@ def mixture_of_experts(
 ) -> tuple[Float[Array, "batch seq d"], dict[str, Float[Array, ""]]]:
     """Return the weighted sum of each token's experts, and the counts of drops and extra passes.
 
-    An expert is `out(activation(into(x)))`. The counts are those of `"dropped"` choices and of
+    An expert is `out(activation(into(x)))`, where kernels may have biases; a token's weight
+    multiplies its output, or its input (`config.weight_on`). The counts are those of `"dropped"` choices and of
     `"extra_passes"`.
 
     Args:
@@ -74,7 +81,8 @@ def mixture_of_experts(
     tokens = x.shape[0] * x.shape[1] // layout.parts
     chunks = math.gcd(tokens, config.chunks)
     recipes = tuple(recipe_of(kernel.placed) for kernel in kernels)
-    layer = _Layer(config, capacity, activation, layout, chunks, recipes)
+    with_bias = tuple(kernel.bias is not None for kernel in kernels)
+    layer = _Layer(config, capacity, activation, layout, chunks, recipes, with_bias)
     where = routing.experts
     dropped = jnp.zeros((), jnp.float32)
     if config.dispatch == "capacity":
@@ -83,7 +91,8 @@ def mixture_of_experts(
         where = slots
         if layer.is_dropless:
             where = jnp.where(is_kept, routing.experts, config.experts)
-    arrays = tuple(kernel.array for kernel in kernels)
+    biases = biases_of(kernels)
+    arrays = tuple(kernel.array for kernel in kernels) + tuple(bias.array for bias in biases)
     # Rows are sorted by expert across the examples of a device, but each token's results are
     # combined at its own place.
     y, extra = per_example(_apply)(layer, x, where, routing.weights, arrays)
@@ -108,6 +117,27 @@ class _Layer:
     layout: ExpertLayout
     chunks: int
     recipes: tuple[QuantizationRecipe | None, ...]
+    with_bias: tuple[bool, ...]
+
+    @property
+    def weighs_inputs(self) -> bool:
+        """Whether weights multiply the inputs of experts, not their outputs."""
+        return self.config.weight_on == "input"
+
+    def dtypes(self, dtype: jnp.dtype) -> list[jnp.dtype]:
+        """Return the dtypes of gathered parameters; biases are added in float32."""
+        biases = sum(self.with_bias)
+        return [dtype] * len(self.recipes) + [jnp.dtype(jnp.float32)] * biases
+
+    def experts(self, dispatch: Dispatch, gathered: Sequence[Array]) -> "_Experts":
+        """Return the experts of gathered parameters: kernels, then the biases of some of them."""
+        *into, out = gathered[: len(self.recipes)]
+        biases = iter(gathered[len(self.recipes) :])
+        by_kernel = []
+        for has_bias in self.with_bias:
+            bias = next(biases) if has_bias else None
+            by_kernel.append(bias)
+        return _Experts(self, dispatch, into, out, by_kernel)
 
     @property
     def is_dropless(self) -> bool:
@@ -184,12 +214,14 @@ class _Experts:
     Attributes:
         into: Gathered kernels into hidden units.
         out: Gathered kernels out of them.
+        biases: The biases of each kernel, the last ones of `out`; None without.
     """
 
     layer: _Layer
     dispatch: Dispatch
     into: Sequence[Array]
     out: Array
+    biases: Sequence[Array | None]
 
     def send(self, x: Array, weights: Array) -> tuple[Array, Array]:
         """Return the rows of a chunk in order of experts, and the weight of each."""
@@ -198,40 +230,94 @@ class _Experts:
     def receive(self, sent: tuple[Array, Array], pass_index: Any) -> _Received:
         """Return the rows of this device's experts in a pass, with their hidden units."""
         rows, scales = (self.dispatch.receive(array, pass_index) for array in sent)
+        inputs = self._inputs(rows, scales)
         hidden = []
         for index, kernel in enumerate(self.into):
             sizes = self.dispatch.sizes(pass_index)
-            product = self.layer.product(index, rows, kernel, sizes)
+            product = self.layer.product(index, inputs, kernel, sizes)
+            bias = self.biases[index]
+            if bias is not None:
+                product = _added(product, group_values(bias, sizes, product.shape[0]))
             hidden.append(annotate(product, "expert_hidden", in_rule=True))
         return _Received(rows, scales, tuple(hidden))
+
+    def _inputs(self, rows: Array, scales: Array) -> Array:
+        """Return the inputs of experts: rows, or weighted rows."""
+        if self.layer.weighs_inputs:
+            return _scaled(rows, scales)
+        return rows
+
+    def _weighted(self, x: Array, scales: Array) -> Array:
+        """Multiply hidden units or outputs by the weights of rows, if inputs are not."""
+        if self.layer.weighs_inputs:
+            return x
+        return _scaled(x, scales)
 
     def results(self, got: _Received, pass_index: Any) -> Array:
         """Return the weighted results of rows."""
         value = self.layer.activation(*got.hidden)
-        scaled = _scaled(value, got.scales)
-        return self.layer.product(-1, scaled, self.out, self.dispatch.sizes(pass_index))
+        scaled = self._weighted(value, got.scales)
+        sizes = self.dispatch.sizes(pass_index)
+        result = self.layer.product(-1, scaled, self.out, sizes)
+        bias = self.biases[-1]
+        if bias is None:
+            return result
+        values = group_values(bias, sizes, result.shape[0])
+        values = jnp.broadcast_to(values, result.shape)
+        values = self._weighted(values, got.scales)
+        return _added(result, _once(values, self.layer.layout.tensor))
 
     def gradients(
         self, got: _Received, dy: Array, pass_index: Any, dtypes: Sequence[Any]
     ) -> tuple[Array, Array, list[Array]]:
-        """Return a pass's gradients of rows, of their weights, and of kernels in their `dtypes`."""
+        """Return a pass's gradients of rows, of their weights, and of parameters in their `dtypes`.
+
+        Those of kernels and of rows are partial sums over `tensor`.
+        """
         layer = self.layer
         dresult = self.dispatch.receive(dy, pass_index)
         sizes = self.dispatch.sizes(pass_index)
         value, transpose = jax.vjp(layer.activation, *got.hidden)
         dscaled = layer.product(-1, dresult, self.out, sizes, transposed=True)
-        products = dscaled.astype(jnp.float32) * value.astype(jnp.float32)
-        dscales = products.sum(axis=-1)
-        dhidden = transpose(_scaled(dscaled, got.scales))
+        if not layer.weighs_inputs:
+            dscales = _dots(dscaled, value)
+        dhidden = transpose(self._weighted(dscaled, got.scales))
         drows = []
         for index, (dunits, kernel) in enumerate(zip(dhidden, self.into, strict=True)):
             drows.append(layer.product(index, dunits, kernel, sizes, transposed=True))
-        inputs = [got.rows] * len(dhidden) + [_scaled(value, got.scales)]
+        weighted = self._inputs(got.rows, got.scales)
+        inputs = [weighted] * len(dhidden) + [self._weighted(value, got.scales)]
         doutputs = [*dhidden, dresult]
-        dkernels = []
-        for rows, doutput, dtype in zip(inputs, doutputs, dtypes, strict=True):
-            dkernels.append(grouped_gradient(rows, doutput, sizes, dtype))
-        return functools.reduce(jnp.add, drows), dscales, dkernels
+        dparams = []
+        of_kernels = dtypes[: len(inputs)]
+        for rows, doutput, dtype in zip(inputs, doutputs, of_kernels, strict=True):
+            dparams.append(grouped_gradient(rows, doutput, sizes, dtype))
+        dinputs = functools.reduce(jnp.add, drows)
+        if layer.weighs_inputs:
+            dscales = _dots(dinputs, got.rows)
+            dinputs = _scaled(dinputs, got.scales)
+        bias = self.biases[-1]
+        if bias is not None and not layer.weighs_inputs:
+            values = group_values(bias, sizes, dresult.shape[0])
+            dscales = dscales + _once(_dots(dresult, values), layer.layout.tensor)
+        of_biases = self._bias_gradients(doutputs, got.scales, sizes)
+        for gradient, dtype in zip(of_biases, dtypes[len(dparams) :], strict=True):
+            dparams.append(gradient.astype(dtype))
+        return dinputs, dscales, dparams
+
+    def _bias_gradients(
+        self, doutputs: Sequence[Array], scales: Array, sizes: Sizes
+    ) -> list[Array]:
+        """Return the gradients of biases from those of the kernels' outputs, in float32."""
+        found = []
+        last = len(self.biases) - 1
+        for index, doutput in enumerate(doutputs):
+            if self.biases[index] is None:
+                continue
+            if index == last:
+                doutput = self._weighted(doutput, scales)
+            found.append(group_sums(doutput, sizes))
+        return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -269,25 +355,25 @@ def _forward_on_device(
     The rows and the gathered kernels are residuals of the backward pass.
     """
     layout = layer.layout
-    *into, out = layout.gather(kernels, x.dtype)
+    params = layout.gather(kernels, layer.dtypes(x.dtype))
     ys, extra, got = [], [], []
     for part in layer.split(x, where, weights):
-        y, passes, received = _forward_of_chunk(layer, into, out, *part)
+        y, passes, received = _forward_of_chunk(layer, params, *part)
         ys.append(y)
         extra.append(passes - 1)
         got.append(received)
     y = psum(jnp.concatenate(ys), layout.tensor)
     y = y.reshape(x.shape)
-    gathered = (*into, out) if layout.save_gathered else ()
+    gathered = tuple(params) if layout.save_gathered else ()
     return y, jnp.float32(sum(extra)), tuple(got), gathered
 
 
 def _forward_of_chunk(
-    layer: _Layer, into: Sequence[Array], out: Array, x: Array, where: Array, weights: Array
+    layer: _Layer, params: Sequence[Array], x: Array, where: Array, weights: Array
 ) -> tuple[Array, Any, _Received]:
     """Return the sums of a chunk's tokens, the number of passes, and rows of the first one."""
     dispatch = layer.dispatch(where)
-    experts = _Experts(layer, dispatch, into, out)
+    experts = layer.experts(dispatch, params)
     sent = experts.send(x, weights)
 
     def add(pass_index: Any, rows: Array) -> Array:
@@ -334,16 +420,15 @@ def _backward_on_device(
     got: tuple[_Received, ...],
     dy: Array,
 ) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Return the gradients of a device's tokens, of their weights, and of kernels."""
+    """Return the gradients of a device's tokens, of their weights, and of parameters."""
     layout = layer.layout
-    if layout.save_gathered:
-        *into, out = kernels
-    else:
-        *into, out = layout.gather(kernels, x.dtype)
+    params: Sequence[Array] = kernels
+    if not layout.save_gathered:
+        params = layout.gather(kernels, layer.dtypes(x.dtype))
     dxs, dscales, dkernels = [], [], []
     parts = layer.split(x, where, weights, dy)
     for part, received in zip(parts, got, strict=True):
-        gradients = _backward_of_chunk(layer, into, out, dtypes, received, *part)
+        gradients = _backward_of_chunk(layer, params, dtypes, received, *part)
         dxs.append(gradients[0])
         dscales.append(gradients[1])
         dkernels.append(gradients[2])
@@ -359,8 +444,7 @@ def _backward_on_device(
 
 def _backward_of_chunk(
     layer: _Layer,
-    into: Sequence[Array],
-    out: Array,
+    params: Sequence[Array],
     dtypes: Sequence[Any],
     got: _Received,
     x: Array,
@@ -374,7 +458,7 @@ def _backward_of_chunk(
         got: The received rows of the first pass; those of later passes are computed again.
     """
     dispatch = layer.dispatch(where)
-    experts = _Experts(layer, dispatch, into, out)
+    experts = layer.experts(dispatch, params)
     dy = dispatch.rows(_flat(dy))
 
     def add(pass_index: Any, sums: tuple[Array, Array, list[Array]]) -> Any:
@@ -412,6 +496,25 @@ def _scaled(x: Float[Array, "*row d"], scales: Float[Array, "*row"]) -> Float[Ar
     factors = scales[..., None].astype(jnp.float32)
     scaled = wide * factors
     return scaled.astype(x.dtype)
+
+
+def _added(x: Float[Array, "*row d"], values: Float[Array, "*row d"]) -> Float[Array, "*row d"]:
+    """Add biases to rows, in float32."""
+    return (x.astype(jnp.float32) + values).astype(x.dtype)
+
+
+def _dots(x: Float[Array, "*row d"], y: Float[Array, "*row d"]) -> Float[Array, "*row"]:
+    """Return the products of rows, in float32."""
+    products = x.astype(jnp.float32) * y.astype(jnp.float32)
+    return products.sum(axis=-1)
+
+
+def _once(x: Array, tensor: tuple[str, ...]) -> Array:
+    """Return a term of a sum over `tensor` on the first device, 0 on the others."""
+    if not tensor:
+        return x
+    is_first = jax.lax.axis_index(tensor) == 0
+    return jnp.where(is_first, x, 0.0)
 
 
 def _flat(x: Float[Array, "batch seq d"]) -> Float[Array, "token d"]:

@@ -7,8 +7,14 @@
 | | `dispatch="capacity"` |
 | Mixtral (arXiv:2401.04088): softmax after the choice | `top_k=2`, the default |
 | softmax before the choice | `normalise=False` |
+| DeepSeek-V2 (arXiv:2405.04434) | `normalise=False, groups=8, top_groups=3,` |
+| | `group_score="max", scale=16` |
 | DeepSeek-V3 (arXiv:2412.19437) | `score="sigmoid", bias_rate=1e-3, groups=8,` |
 | | `top_groups=4, scale=2.5` |
+| ERNIE 4.5, MiniMax M2, Trinity, …: fixed biases | `choice_bias=True` |
+| Llama 4: sigmoid scores weigh experts' inputs | `top_k=1, score="sigmoid", normalise=False,` |
+| | `weight_on="input"` |
+| gpt-oss: softmax of the chosen logits | `top_k=4, logit_bias=True` |
 | expert choice (arXiv:2202.09368) | `choice="expert", balance=0, dispatch="capacity"` |
 
 Logits are float32 `[example, token, expert]`. Losses and loads are over the tokens of all devices,
@@ -28,6 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from spmd.errors import ConfigError, Problem, check_fields
+from spmd.layers.soft_cap import soft_capped
 from spmd.model_interface.remat import CHOICE
 from spmd.plan.manual import batch_mean, batch_sum
 
@@ -48,23 +55,39 @@ class RouterConfig:
     example, too)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from logits to scores."""
+    logit_bias: bool = False
+    """Add a learned bias to the logits, which also changes weights (gpt-oss)."""
+    logit_cap: float = 0.0
+    """Cap of the logits, cap · tanh(logit / cap); 0 for none (Laguna: `router_logit_softcapping`)."""
     normalise: bool = True
     """Make the weights of a token's choices add up to 1; of softmax scores this is a softmax after
-    the choice."""
+    the choice. With top_k=1 all weights are 1, and the task's loss does not train the router."""
+    normalise_eps: float = 0.0
+    """Added to the sum that weights are divided by (DeepSeek-V3: 1e-20; LFM 2: 1e-6)."""
+    weight_on: Literal["output", "input"] = "output"
+    """Vectors that are multiplied by the weights: an expert's output, or its input (Llama 4)."""
     random_second: bool = False
     """Follow the second choice at random, with probability min(1, 2 · its weight) (GShard)."""
     groups: int = 1
     """Groups that experts are chosen from (DeepSeek-V3: one for each node)."""
     top_groups: int = 1
-    """Groups that a token may choose from: those with the largest sums of their two best scores."""
+    """Groups that a token may choose from: those with the best scores."""
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
+    """Score of a group: the sum of its two best scores (DeepSeek-V3: `noaux_tc`), or its best one
+    (DeepSeek-V2: `group_limited_greedy`)."""
     scale: float = 1.0
     """A factor of all weights (DeepSeek-V3: 2.5)."""
     jitter: float = 0.0
     """In training, the router's input is multiplied by noise between 1 - jitter and 1 + jitter
     (Switch: 0.01)."""
     bias_rate: float = 0.0
-    """Change of the load-balancing biases after each (micro)batch (DeepSeek-V3: 0.001); 0: no
-    biases."""
+    """Change of the load-balancing biases after each (micro)batch (DeepSeek-V3: 0.001); 0: none, so
+    without choice_bias there are no biases."""
+    choice_bias: bool = False
+    """Add biases to the scores for the choice, not for the weights (`e_score_correction_bias`);
+    implied by bias_rate, without which they stay as they are."""
+    bias_on: Literal["scores", "logits"] = "scores"
+    """Numbers that these biases are added to (Kolibri: logits)."""
     balance: float = 0.01
     """Weight of the load-balance loss of each layer."""
     balance_form: Literal["switch", "gshard"] = "switch"
@@ -91,13 +114,19 @@ class RouterConfig:
     def __post_init__(self) -> None:
         counts = ("experts", "top_k", "groups", "top_groups", "chunks")
         rules = dict.fromkeys(counts, "at least 1")
-        rules |= dict.fromkeys(("bias_rate", "balance", "z_loss"), "at least 0 and finite")
+        least_0 = ("bias_rate", "balance", "z_loss", "normalise_eps", "logit_cap")
+        rules |= dict.fromkeys(least_0, "at least 0 and finite")
         rules["jitter"] = "at least 0 and below 1"
         rules["scale"] = "above 0 and finite"
         rules |= dict.fromkeys(("capacity_factor", "buffer_factor"), "above 0")
-        problems = check_fields(self, rules, prefix="router.")
+        choices: dict[str, Any] = {
+            "weight_on": ("output", "input"),
+            "group_score": ("top2_sum", "max"),
+            "bias_on": ("scores", "logits"),
+        }
+        problems = check_fields(self, rules | choices, prefix="router.")
         if not problems:
-            problems = [*self._check_choice(), *self._check_groups()]
+            problems = [*self._check_choice(), *self._check_groups(), *self._check_effects()]
         if problems:
             raise ConfigError("Invalid router:", problems)
 
@@ -111,13 +140,6 @@ class RouterConfig:
             )
         if self.random_second and self.top_k != 2:
             yield Problem("router.random_second", f"needs top_k=2, not {self.top_k}", fix="top_k=2")
-        if self.top_k == 1 and self.normalise and self.choice == "token" and self.experts > 1:
-            yield Problem(
-                "router.normalise",
-                "cannot be used with top_k=1",
-                "the only weight is always 1, so the task's loss does not train the router",
-                "normalise=False",
-            )
         if self.random_second and not self.normalise:
             yield Problem(
                 "router.random_second",
@@ -144,6 +166,8 @@ class RouterConfig:
             yield Problem("router.balance", what, "load is even", "0")
         if self.bias_rate > 0:
             yield Problem("router.bias_rate", what, "load is even", "0")
+        if self.choice_bias:
+            yield Problem("router.choice_bias", what, "load is even", "false")
         if self.random_second:
             yield Problem("router.random_second", what, "tokens have no second choice", "false")
         if self.groups > 1:
@@ -173,6 +197,21 @@ class RouterConfig:
                 f"{self.top_groups} groups of {size} = {within} < top_k {self.top_k}",
                 "more groups",
             )
+
+    def _check_effects(self) -> Iterator[Problem]:
+        """Return a problem for each option that another one leaves without effect."""
+        what = "has no effect"
+        if self.normalise_eps and not self.normalise:
+            yield Problem("router.normalise_eps", what, "weights are not divided", "0")
+        if self.bias_on != "scores" and not self.has_choice_bias:
+            yield Problem("router.bias_on", what, "there are no biases", "choice_bias=True")
+        if self.group_score != "top2_sum" and self.top_groups == self.groups:
+            yield Problem("router.group_score", what, "all groups are chosen from", "top2_sum")
+
+    @property
+    def has_choice_bias(self) -> bool:
+        """True if biases are added to scores for the choice."""
+        return self.choice_bias or self.bias_rate > 0
 
     @property
     def is_random(self) -> bool:
@@ -248,6 +287,8 @@ def route(
     assert logits.dtype == jnp.float32, "a router computes in float32"
     valid = _mask(valid, logits)
     logits = jnp.where(valid[..., None], logits, 0.0)
+    if config.logit_cap:
+        logits = soft_capped(logits, config.logit_cap)
     scores = _scores(logits, config)
     if config.choice == "expert":
         routing = _experts_choose(scores, config, valid)
@@ -255,7 +296,12 @@ def route(
         balance = jnp.zeros((), jnp.float32)
         z = z_loss(logits, config, valid)
         return routing, RouterReport(balance, z, load)
-    experts, weights = _tokens_choose(scores, config, valid, bias)
+    ranking = scores
+    if config.bias_on == "logits":
+        ranking = logits
+    if bias is not None:
+        ranking = ranking + bias[None, None]
+    experts, weights = _tokens_choose(scores, ranking, config, valid)
     balance = balance_loss(scores, experts, config, valid)
     z = z_loss(logits, config, valid)
     load = _load(experts, config.experts)
@@ -278,20 +324,20 @@ def _scores(
 
 def _tokens_choose(
     scores: Float[Array, "example token expert"],
+    ranking: Float[Array, "example token expert"],
     config: RouterConfig,
     valid: Bool[Array, "example token"],
-    bias: Float[Array, "expert"] | None,
 ) -> tuple[Int[Array, "example token choice"], Float[Array, "example token choice"]]:
-    """Let each token choose the experts with its best scores; return experts and weights."""
-    ranking = scores
-    if bias is not None:
-        ranking = scores + bias[None, None]
+    """Let each token choose the best experts of its ranking; return experts and weights."""
     ranking = _mask_groups(jax.lax.stop_gradient(ranking), config)
     best, _ = _top_k(ranking, config.top_k)
     experts = checkpoint_name(best, CHOICE)
     weights = jnp.stack([_pick(scores, experts[..., i]) for i in range(config.top_k)], axis=-1)
     if config.normalise:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        total = weights.sum(axis=-1, keepdims=True)
+        if config.normalise_eps:
+            total = total + config.normalise_eps
+        weights = weights / total
     experts = jnp.where(valid[..., None], experts, config.experts)
     weights = jnp.where(valid[..., None], weights, 0.0)
     return experts, weights
@@ -461,7 +507,10 @@ def _mask_groups(
     if config.top_groups == config.groups:
         return ranking
     grouped = ranking.reshape(*ranking.shape[:-1], config.groups, -1)
-    _, best = _top_k(grouped, min(2, grouped.shape[-1]))
+    count = min(2, grouped.shape[-1])
+    if config.group_score == "max":
+        count = 1
+    _, best = _top_k(grouped, count)
     allowed, _ = _top_k(best.sum(axis=-1), config.top_groups)
     is_allowed = jax.nn.one_hot(allowed, config.groups, dtype=jnp.bool_).any(axis=-2)
     masked = jnp.where(is_allowed[..., None], grouped, -jnp.inf)

@@ -420,7 +420,21 @@ def by_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
         >>> by_current_names({"exchange_once": "data", "steps": 5})
         {'defer_grad_reduction': 'data', 'steps': 5}
     """
-    return {_EARLIER_NAMES.get(name, name): value for name, value in values.items()}
+    renamed = {_EARLIER_NAMES.get(name, name): value for name, value in values.items()}
+    model = renamed.get("model")
+    if isinstance(model, Mapping) and _is_unscaled(model.get("rope_scaling")):
+        renamed["model"] = {**model, "rope_scaling": {}}
+    return renamed
+
+
+def _is_unscaled(scaling: Any) -> bool:
+    """Return whether a record has the fields of `Llama3Scaling` without scaling.
+
+    Earlier versions had them in every model with rotary embeddings.
+    """
+    if not isinstance(scaling, Mapping):
+        return False
+    return scaling.get("factor") == 1 and "high_frequency_factor" in scaling
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:

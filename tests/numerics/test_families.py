@@ -21,7 +21,7 @@ from spmd.models import gemma, gpt2, mistral, qwen, transformer
 from spmd.models.decoder import DecoderConfig, decoder_rules
 from spmd.models.decoder.linear import biased
 from spmd.models.decoder.norms import LayerNorm, RMSNorm
-from spmd.models.decoder.rotary import RopeScaling, rotary_angles
+from spmd.models.decoder.rotary import Llama3Scaling, rotary_angles
 from spmd.partition_rules.layouts import replicated_kv, sequence_parallel
 from spmd.partition_rules.llama import LLAMA
 from spmd.pipeline.grad_fn import pipeline
@@ -328,7 +328,7 @@ def test_the_gradient_of_a_bias_is_never_rounded_to_bfloat16():
 def test_long_wavelengths_are_stretched_and_short_ones_are_not():
     """Llama 3.1's frequencies: as they were above 4 turns in 8,192 tokens, an eighth below 1, between them between."""
     plain = rotary_angles(np.arange(2)[None], 128, 5e5)
-    stretched = rotary_angles(np.arange(2)[None], 128, 5e5, RopeScaling(factor=8.0))
+    stretched = rotary_angles(np.arange(2)[None], 128, 5e5, Llama3Scaling(factor=8.0))
     before, after = (
         np.arctan2(sin, cos)[0, 1].astype(np.float64) for cos, sin in (plain, stretched)
     )
@@ -342,8 +342,8 @@ def test_long_wavelengths_are_stretched_and_short_ones_are_not():
 
 def test_a_config_with_scaled_positions_survives_the_run_folder():
     """The nested dataclass comes back from JSON as it was."""
-    config = TrainConfig(DecoderConfig(rope_scaling=RopeScaling(factor=8.0), head_dim=16), LLAMA)
-    plain = TrainConfig(DecoderConfig(), LLAMA)
+    config = TrainConfig(DecoderConfig(rope_scaling=Llama3Scaling(factor=8.0), head_dim=16), LLAMA)
+    plain = TrainConfig(DecoderConfig(rope_scaling=Llama3Scaling()), LLAMA)
     assert with_values(plain, config_values(config)) == config
     assert config_values(config) != config_values(plain)
 
@@ -395,5 +395,5 @@ def test_a_shape_that_cannot_be_built_lists_every_reason(make, wrong):
 def test_a_scaling_in_no_order_is_refused():
     """A factor below 1, and frequencies in the wrong order: both at once."""
     with pytest.raises(ConfigError) as caught:
-        RopeScaling(factor=0.5, low_frequency_factor=4.0, high_frequency_factor=1.0)
+        Llama3Scaling(factor=0.5, low_frequency_factor=4.0, high_frequency_factor=1.0)
     assert len(caught.value.problems) == 2

@@ -334,7 +334,7 @@ BAD = {
         config(hidden_act="gelu"),
         "hidden_act: is 'gelu', and this model supports only silu",
     ),
-    "a scaling": (config(rope_scaling={"rope_type": "yarn"}), "rope_scaling: is of type 'yarn'"),
+    "a scaling": (config(rope_scaling={"rope_type": "yarm"}), "rope_scaling: is of type 'yarm'"),
     "no width": (config(hidden_size=None), "hidden_size: is missing"),
     "a word for a number": (config(num_hidden_layers="two"), "num_hidden_layers: is 'two'"),
     "too many tokens": (tokenizer(64), "65 tokens > 64 rows of the embedding"),

@@ -1,6 +1,8 @@
 """Routers choose, weigh and penalise as published, and say everything that is wrong with a config at once."""
 
+import importlib
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from spmd.layers.router import (
     weighted_balance,
     z_loss,
 )
+from tests.tiers import soak_but
 
 LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 8)) * 2, jnp.float32)
 
@@ -304,12 +307,14 @@ def test_each_example_has_its_own_room():
         ({"top_k": 9}, ["top_k"]),
         ({"experts": 0, "jitter": 1.5, "z_loss": -1.0}, ["experts", "jitter", "z_loss"]),
         ({"random_second": True, "top_k": 1, "normalise": False}, ["random_second"]),
-        ({"top_k": 1}, ["normalise"]),
+        ({"normalise": False, "normalise_eps": 1e-20}, ["normalise_eps"]),
+        ({"bias_on": "logits", "group_score": "max"}, ["bias_on", "group_score"]),
+        ({"weight_on": "hidden", "logit_cap": -1.0}, ["weight_on", "logit_cap"]),
         ({"z_loss": math.inf, "scale": math.inf}, ["z_loss", "scale"]),
         ({"choice": "expert"}, ["dispatch", "balance"]),
         (
-            {"choice": "expert", "bias_rate": 0.1, "groups": 2},
-            ["dispatch", "balance", "bias_rate", "groups"],
+            {"choice": "expert", "bias_rate": 0.1, "groups": 2, "choice_bias": True},
+            ["dispatch", "balance", "bias_rate", "groups", "choice_bias"],
         ),
         ({"groups": 3}, ["groups"]),
         ({"groups": 4, "top_groups": 5}, ["top_groups"]),
@@ -325,6 +330,119 @@ def test_a_router_that_cannot_be_built_lists_every_reason(fields, wrong):
         f"router.{field}" for field in wrong
     }
     assert all(problem.fix for problem in caught.value.problems)
+
+
+def dense_weights(routing):
+    """The weight of each expert, `[token, expert]`."""
+    chosen = jax.nn.one_hot(routing.experts, 8) * routing.weights[..., None]
+    return np.asarray(chosen.sum(axis=2)).reshape(-1, 8)
+
+
+BIAS = np.linspace(0.3, -0.3, 8, dtype=np.float32)
+COUNTS = {"hidden_size": 8, "hidden_dim": 8, "num_hidden_layers": 1, "num_experts_per_tok": 3}
+EXPERTS = dict.fromkeys(
+    ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8
+)
+GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+V3 = {"score": "sigmoid", "normalise_eps": 1e-20, "choice_bias": True}
+V3_GROUPS = {**V3, "groups": 4, "top_groups": 2, "scale": 2.5}
+THEIRS = {
+    # (family, class, config.json, whether its call takes the bias, our router)
+    "deepseek_v2": (
+        "DeepseekV2TopkRouter",
+        {**GROUPS, "topk_method": "group_limited_greedy"},
+        False,
+        {"normalise": False, "groups": 4, "top_groups": 2, "group_score": "max", "scale": 2.5},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3TopkRouter",
+        {**GROUPS, "norm_topk_prob": True},
+        False,
+        V3_GROUPS,
+    ),
+    "llama4": ("Llama4Router", {}, False, {"score": "sigmoid", "normalise": False}),
+    "gpt_oss": ("GptOssTopKRouter", {}, False, {}),
+    "mixtral": ("MixtralTopKRouter", {"num_experts_per_tok": 1}, False, {"top_k": 1}),
+    "qwen3_moe": ("Qwen3MoeTopKRouter", {"norm_topk_prob": False}, False, {"normalise": False}),
+    "minimax_m2": ("MiniMaxM2TopKRouter", {}, True, {"score": "sigmoid", "choice_bias": True}),
+    "lfm2_moe": (
+        "Lfm2MoeTopKRouter",
+        {"use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
+        True,
+        {"score": "sigmoid", "choice_bias": True, "normalise_eps": 1e-6, "scale": 1.5},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeTopKRouter",
+        {"moe_k": 3, "moe_norm_min": 1e-12, "num_experts_per_tok": 3},
+        False,
+        {"choice_bias": True},
+    ),
+    "kolibri1": (
+        "Kolibri1TopKRouter",
+        {"norm_topk_prob": True},
+        False,
+        {"score": "sigmoid", "choice_bias": True, "bias_on": "logits"},
+    ),
+    "laguna": (
+        "LagunaTopKRouter",
+        {"moe_router_logit_softcapping": 1.5},
+        False,
+        {"score": "sigmoid", "choice_bias": True, "logit_cap": 1.5},
+    ),
+    "hy_v3": ("HYV3TopKRouter", {"router_scaling_factor": 2.0}, True, {**V3, "scale": 2.0}),
+    "granitemoe": ("GraniteMoeTopKRouter", {"num_experts_per_tok": 3}, False, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "family", soak_but(THEIRS, "deepseek_v2", "deepseek_v3", "llama4", "gpt_oss", "mixtral")
+)
+def test_weights_are_those_of_transformers(family):
+    """With its own router, whose kernel is the identity; control: the default router differs."""
+    torch = pytest.importorskip("torch")
+    name, fields, takes_bias, ours = THEIRS[family]
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    config = types.SimpleNamespace(**{**COUNTS, **EXPERTS, "moe_intermediate_size": 4, **fields})
+    router = getattr(module, name)(config)
+    for path, array in [*router.named_parameters(), *router.named_buffers()]:
+        value = np.eye(8, dtype=np.float32)
+        if array.ndim == 1 or array.shape[0] == 1:
+            value = BIAS
+        array.data = torch.from_numpy(value.copy()).reshape(array.shape)
+        assert array.numel() in (8, 64), path
+    x = np.asarray(LOGITS).reshape(-1, 8)
+    more = [torch.from_numpy(BIAS)] if takes_bias else []
+    expected = theirs_of(router(torch.from_numpy(x.copy()), *more))
+    logits = LOGITS
+    bias = None
+    config = RouterConfig(**{"top_k": 3, **ours})
+    if family == "gpt_oss":
+        logits = LOGITS + jnp.asarray(BIAS)[None, None]
+    if config.has_choice_bias:
+        bias = jnp.asarray(BIAS)
+    routing, _ = route(logits, config, bias=bias)
+    np.testing.assert_allclose(dense_weights(routing), expected, rtol=1e-5, atol=1e-6)
+    plain, _ = route(LOGITS, RouterConfig(top_k=3))
+    assert family == "granitemoe" or np.abs(dense_weights(plain) - expected).max() > 0.05
+
+
+def theirs_of(found):
+    """The weight of each expert, `[token, expert]`, from one of the forms of transformers."""
+    if len(found) == 2:  # Llama 4: a weight of each expert, and logits
+        return found[0].detach().numpy()
+    _, weights, experts = (array.detach().numpy() for array in found)
+    dense = np.zeros((len(weights), 8), np.float32)
+    np.put_along_axis(dense, experts, weights, axis=-1)
+    return dense
+
+
+def test_one_normalised_choice_weighs_1():
+    """As in Mixtral with one expert per token; the task's loss then has no gradient of logits."""
+    config = RouterConfig(top_k=1)
+    routing, _ = route(LOGITS, config)
+    np.testing.assert_array_equal(routing.weights, 1.0)
+    gradient = jax.grad(lambda x: (route(x, config)[0].weights ** 2).sum())(LOGITS)
+    np.testing.assert_allclose(gradient, 0.0, atol=1e-6)
 
 
 def test_errors_show_the_arithmetic():

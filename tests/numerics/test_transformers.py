@@ -91,7 +91,10 @@ LLAMA_LIKE = {
     "seed-oss": ("SeedOss", {**LLAMA, "head_dim": 16}),
     "seed-oss-biased": ("SeedOss", {**LLAMA, **BIASED, "attention_out_bias": True}),
     "ministral": ("Ministral", {**LLAMA, "head_dim": 16, "sliding_window": 4}),
-    "ministral-full": ("Ministral", {**LLAMA, "head_dim": 8, "sliding_window": None}),
+    "ministral-full": (
+        "Ministral",
+        {**LLAMA, "head_dim": 8, "layer_types": ["full_attention"] * 4},
+    ),
     "ministral-mixed": ("Ministral", {**MIXED, "head_dim": 8}),
     "olmo": ("Olmo", {**LLAMA, "clip_qkv": 0.5}),
     "olmo-unclipped": ("Olmo", {**LLAMA, "tie_word_embeddings": True}),

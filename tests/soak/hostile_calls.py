@@ -229,7 +229,6 @@ def _resumes() -> list[Call]:
         "model.window 4": r"model\.window.*0.*4",
         "model.qkv-bias": r"q_proj/bias",
         "model.qk-norm": r"q_norm",
-        "model.rope-scaling.factor 8": r"model\.rope_scaling",
         "seed 3": "seed.*0.*3",
         "data.batch 4": r"batch.*2.*4",
         "data.sequence 16": r"sequence.*8.*16",

@@ -11,12 +11,12 @@ from spmd import tree
 from spmd.errors import ConfigError
 from spmd.hf.family import tensor_sources
 from spmd.models import gemma, gpt2, llama, mistral, mixtral, qwen, vit
-from spmd.models.decoder.rotary import RopeScaling
+from spmd.models.decoder.rotary import Llama3Scaling
 from spmd.name_maps import vit as vit_names
 from spmd.plan import flax
 
 SCALED = dataclasses.replace(
-    llama.PRESETS["test"], rope_scaling=RopeScaling(factor=8.0, original_context=16)
+    llama.PRESETS["test"], rope_scaling=Llama3Scaling(factor=8.0, original_context=16)
 )
 FAMILIES = {
     "llama3.1": (llama.FAMILY, SCALED),
@@ -389,8 +389,18 @@ DECODERS = [name for name in FAMILIES if name != "vit"]
 REFUSED = [
     (
         "llama3.1",
-        {"attention_bias": "yes", "rope_scaling": {"rope_type": "yarn"}},
+        {"attention_bias": "yes", "rope_scaling": {"rope_type": "yarm"}},
         {"attention_bias", "rope_scaling"},
+    ),
+    (
+        "llama3.1",
+        {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "yarn", "truncate": 1}},
+        {
+            "partial_rotary_factor",
+            "rope_scaling.factor",
+            "rope_scaling.original_max_position_embeddings",
+            "rope_scaling.truncate",
+        },
     ),
     (
         "llama3.1",

@@ -8,7 +8,7 @@ import pytest
 
 from spmd.errors import CheckpointError
 from spmd.models.decoder import DecoderConfig
-from spmd.models.decoder.rotary import RopeScaling
+from spmd.models.decoder.rotary import Llama3Scaling
 from spmd.optim.config import OptimizerConfig
 from spmd.partition_rules.llama import LLAMA
 from spmd.run.config import TrainConfig, config_values, with_values
@@ -48,10 +48,6 @@ def problems(values, record=RECORD, data="abc", batch=16):
         (
             {"model": {"rope_theta": 500.0}},
             {"model.rope_theta": "was 10000.0 and is 500.0; model.rope_theta=10000.0"},
-        ),
-        (
-            {"model": {"rope_scaling": {"factor": 8.0}}},
-            {"model.rope_scaling.factor": "was 1.0 and is 8.0"},
         ),
         (
             {"lora": {"targets": ["q_proj/kernel"], "alpha": 3.0}},
@@ -188,10 +184,25 @@ def test_a_field_that_an_earlier_version_lacked_had_its_default():
     assert changed_fields(record, with_values(CONFIG, {"recovery": {"skips_in_a_row": 3}})) == {
         "recovery.skips_in_a_row": [20, 3]
     }
-    scaled = dataclasses.replace(
-        CONFIG, model=dataclasses.replace(CONFIG.model, window=8, rope_scaling=RopeScaling(2.0))
-    )
-    assert list(problems(scaled, record)) == ["model.rope_scaling.factor", "model.window"]
+    scaling = Llama3Scaling(2.0)
+    model = dataclasses.replace(CONFIG.model, window=8, rope_scaling=scaling)
+    scaled = dataclasses.replace(CONFIG, model=model)
+    found = problems(scaled, record)
+    fields = [f"model.rope_scaling.{field.name}" for field in dataclasses.fields(scaling)]
+    assert set(found) == {*fields, "model.window"}
+
+
+def test_a_record_of_unscaled_positions_by_an_earlier_version_is_read():
+    """It had the fields of one scaling with factor 1; control: with factor 8 it is refused, and is itself."""
+    unscaled = config_values(Llama3Scaling())
+    for factor in (1.0, 8.0):
+        model = {**RECORD["config"]["model"], "rope_scaling": {**unscaled, "factor": factor}}
+        record = {**RECORD, "config": {**RECORD["config"], "model": model}}
+        scaled = dataclasses.replace(CONFIG.model, rope_scaling=Llama3Scaling(8.0))
+        is_scaled = factor == 8
+        assert bool(problems({}, record)) == is_scaled
+        other = dataclasses.replace(CONFIG, model=scaled)
+        assert bool(problems(other, record)) != is_scaled
 
 
 def test_a_record_by_an_earlier_name_of_a_field_is_read():
