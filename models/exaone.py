@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
+from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
 from spmd.models.decoder.published_layers import (
     FULL,
@@ -22,6 +22,7 @@ from spmd.models.decoder.published_layers import (
     every,
     read_layer_types,
     read_window_of,
+    rotary_where,
     rotated_layers,
     write_layer_types,
 )
@@ -33,7 +34,8 @@ def exaone4(*shape: Any, layers: int, window: int = 4096, **fields: Any) -> Deco
     """Return the config of an Exaone 4 with sliding windows, from fields of `DecoderConfig`."""
     kinds = every(4, layers)
     rotated = [kind == SLIDING for kind in kinds]
-    table = attention_table(_LAYER, window, kinds, rotated=rotated)
+    positions = rotary_where(rotated, Rotary())
+    table = attention_table(_LAYER, window, kinds, rotary=positions)
     return DecoderConfig(*shape, layers=layers, **table | fields)
 
 
@@ -62,9 +64,9 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     kinds = read_layer_types(fields, layers, _default_kinds(fields, layers))
     window = read_window_of(fields, kinds, absent=4096)
     rotated = [kind == SLIDING or not has_windows for kind in kinds]
-    return fields.build(
-        DecoderConfig, **sizes, **attention_table(_LAYER, window, kinds, rotated=rotated)
-    )
+    positions = rotary_where(rotated, Rotary())
+    table = attention_table(_LAYER, window, kinds, rotary=positions)
+    return fields.build(DecoderConfig, **sizes, **table)
 
 
 def _default_kinds(fields: Fields, layers: int) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
+from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
 from spmd.models.decoder.published import (
     decoder_family,
     read_layer,
@@ -27,6 +27,7 @@ from spmd.models.decoder.published_layers import (
     every,
     read_layer_types,
     read_window_of,
+    rotary_where,
     rotated_layers,
     write_layer_types,
 )
@@ -60,7 +61,8 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         fields.refuse("use_sliding_window", f"is false, and layers are of kind {SLIDING}")
     window = read_window_of(fields, kinds, absent=0)
     layer = read_layer(fields)
-    table = attention_table(layer, window, kinds, rotated=rotated)
+    positions = rotary_where(rotated, Rotary())
+    table = attention_table(layer, window, kinds, rotary=positions)
     return fields.build(DecoderConfig, **sizes, **table)
 
 

@@ -83,9 +83,9 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def read_cap(fields: Fields, name: str, absent: float) -> float:
+def read_cap(fields: Fields, name: str, absent: float | None) -> float:
     """Parse a soft cap; null means 0, without a cap."""
-    if fields.is_null(name):
+    if fields.is_null(name) or fields.value(name, absent) is None:
         return 0.0
     cap = fields.number(name, absent, least=0)
     if cap == 0:

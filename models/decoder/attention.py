@@ -279,7 +279,7 @@ class Attention(nnx.Module):
         """Rotate heads by the positions of their tokens, if they have some."""
         if self.spec.rotary is None:
             return heads
-        return rotate(heads, inputs.angles[self.angles])
+        return rotate(heads, inputs.angles[self.angles], self.spec.rotary.interleaved)
 
 
 def _qk_norm(spec: AttentionSpec, width: int, sizes: Sizes) -> RMSNorm | LayerNorm | None:

@@ -16,6 +16,12 @@ from spmd.hf.fields import Fields
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.pattern import find_pattern
+from spmd.models.decoder.published_rotary import (
+    read_rotary,
+    read_rotary_by_layer,
+    write_rotary_by_layer,
+)
+from spmd.models.decoder.rotary import RopeScaling, Rotary
 
 FULL = "full_attention"
 """Attention to all preceding tokens."""
@@ -123,29 +129,76 @@ def attention_table(
     window: int,
     kinds: Sequence[str],
     *,
-    rotated: Sequence[bool] | None = None,
+    rotary: Sequence[Rotary | None] | None = None,
 ) -> dict[str, Any]:
     """Return the layer table, arguments of `DecoderConfig`, of layers that differ in attention.
 
     Args:
-        layer: A layer of full attention with rotary positions.
+        layer: A layer of full attention.
         window: Sliding window of layers of kind `sliding_attention`.
         kinds: The kind of each layer.
-        rotated: Whether each layer has rotary positions; by default all have.
+        rotary: The rotary positions of each layer; by default those of `layer`.
     """
-    if rotated is None:
-        rotated = [True] * len(kinds)
-    pairs = [*zip(kinds, rotated, strict=True)]
+    if rotary is None:
+        rotary = [layer.mixer.rotary] * len(kinds)
+    pairs = [*zip(kinds, rotary, strict=True)]
     specs = {}
-    for kind, has_positions in dict.fromkeys(pairs):
-        changes: dict[str, Any] = {"window": 0}
+    for kind, positions in dict.fromkeys(pairs):
+        size = 0
         if kind == SLIDING:
-            changes["window"] = window
-        if not has_positions:
-            changes["rotary"] = None
-        mixer = dataclasses.replace(layer.mixer, **changes)
-        specs[kind, has_positions] = dataclasses.replace(layer, mixer=mixer)
+            size = window
+        mixer = dataclasses.replace(layer.mixer, window=size, rotary=positions)
+        specs[kind, positions] = dataclasses.replace(layer, mixer=mixer)
     return layer_table(pairs, specs)
+
+
+def rotary_where(rotated: Sequence[bool], rotary: Rotary) -> list[Rotary | None]:
+    """Return the rotary positions of each layer: none where `rotated` is false."""
+    positions: list[Rotary | None] = []
+    for has_positions in rotated:
+        if has_positions:
+            positions.append(rotary)
+        else:
+            positions.append(None)
+    return positions
+
+
+def read_rotary_by_kind(fields: Fields, theta: float, local_theta: float) -> dict[str, Rotary]:
+    """Parse the rotary positions of layers of both kinds.
+
+    In files before `transformers` 5, only full attention has a scaling of positions, and
+    `rope_local_base_freq` is the base of layers with a window.
+
+    Args:
+        fields: Fields of config.json.
+        theta: Default of the base in full attention.
+        local_theta: Default of the base in layers with a window.
+    """
+    plain = RopeScaling()
+    if fields.value("rope_parameters") is not None:
+        defaults = {FULL: Rotary(theta, plain), SLIDING: Rotary(local_theta, plain)}
+        tables = fields.value("rope_parameters")
+        if isinstance(tables, Mapping) and defaults.keys() <= tables.keys():
+            fields.only("rope_scaling", None)
+            return read_rotary_by_layer(fields, defaults)
+        what = f"is {tables!r:.80}, without a table for each of {FULL} and {SLIDING}"
+        fields.refuse("rope_parameters", what)
+        return defaults
+    local = fields.number("rope_local_base_freq", local_theta, least=1)
+    return {FULL: read_rotary(fields, Rotary(theta, plain)), SLIDING: Rotary(local, plain)}
+
+
+def write_rotary_by_kind(config: DecoderConfig, theta: float, local_theta: float) -> dict[str, Any]:
+    """Return the fields of config.json: the inverse of `read_rotary_by_kind`.
+
+    `theta` and `local_theta` are the bases of kinds without a layer.
+    """
+    plain = RopeScaling()
+    found = {FULL: Rotary(theta, plain), SLIDING: Rotary(local_theta, plain)}
+    for kind, spec in zip(layer_types(config), config.pattern.kinds, strict=True):
+        if spec.mixer.rotary is not None:
+            found[kind] = spec.mixer.rotary
+    return write_rotary_by_layer(found)
 
 
 def layer_types(config: DecoderConfig) -> list[str]:

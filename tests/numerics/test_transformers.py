@@ -73,6 +73,11 @@ WINDOWED = {**LAYERS8, "sliding_window": 4}
 FULL_FIRST = ["full_attention", *["sliding_attention"] * 3, "full_attention", "full_attention"]
 MIXED = {**LLAMA, "num_hidden_layers": 6, "sliding_window": 7, "layer_types": FULL_FIRST}
 BIASED = {"attention_bias": True, "mlp_bias": True}
+LOCAL_AND_GLOBAL = {
+    "sliding_attention": PLAIN,
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+}
+GEMMA3 = {**WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 9}
 LLAMA_LIKE = {
     "llama-biased": ("Llama", {**LLAMA, **BIASED}),
     "llama-attention-biased": ("Llama", {**LLAMA, "attention_bias": True}),
@@ -118,6 +123,19 @@ LLAMA_LIKE = {
     ),
     "cwm": ("Cwm", {**WINDOWED, "head_dim": 16}),
     "cwm-plain": ("Cwm", {**MIXED, "mlp_bias": True, "rope_parameters": PLAIN}),
+    "gemma3": ("Gemma3", {**GEMMA3, "rope_parameters": LOCAL_AND_GLOBAL}),
+    "gemma3-untied": ("Gemma3", {**GEMMA3, "tie_word_embeddings": False}),
+    "gemma3-capped": ("Gemma3", {**GEMMA3, **GEMMA2}),
+    "olmo3": ("Olmo3", {**WINDOWED, "rope_parameters": LOCAL_AND_GLOBAL}),
+    "olmo3-biased": ("Olmo3", {**MIXED, "attention_bias": True, "head_dim": 16}),
+    "cohere": ("Cohere", {**LLAMA, "logit_scale": 0.7}),
+    "cohere-untied": ("Cohere", {**LLAMA, "tie_word_embeddings": False, "attention_bias": True}),
+    "cohere2": ("Cohere2", {**WINDOWED, "logit_scale": 0.7}),
+    "cohere2-biased": ("Cohere2", {**MIXED, "attention_bias": True, "logit_scale": 1.0}),
+    "nemotron": ("Nemotron", {**LLAMA, "head_dim": 16}),
+    "nemotron-biased": ("Nemotron", {**LLAMA, **BIASED, "partial_rotary_factor": 0.25}),
+    "helium": ("Helium", {**LLAMA, "head_dim": 8}),
+    "helium-biased": ("Helium", {**LLAMA, **BIASED, "head_dim": 8}),
     "hunyuan": ("HunYuanDenseV1", {**LLAMA, "head_dim": 16}),
     "hunyuan-alpha": (
         "HunYuanDenseV1",
@@ -128,6 +146,7 @@ LLAMA_LIKE = {
     ),
 }
 """Families that differ from Llama in few options."""
+CONFIGS = {"Gemma3": "Gemma3Text"}
 ENDINGS = {"GPT2": "LMHeadModel", "ViT": "ForImageClassification"}
 # The names of transformers' classes, and the fields of a small model.
 MODELS = {
@@ -186,7 +205,7 @@ def written(transformers, tmp_path_factory):
             kind, fields = MODELS[name]
             torch.manual_seed(0)
             model = getattr(transformers, kind + ENDINGS.get(kind, "ForCausalLM"))(
-                getattr(transformers, f"{kind}Config")(**fields)
+                getattr(transformers, f"{CONFIGS.get(kind, kind)}Config")(**fields)
             ).eval()
             with torch.no_grad():
                 # norms and biases are 1 and 0, where nothing would be seen
