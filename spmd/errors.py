@@ -162,7 +162,7 @@ class ScheduleError(ConfigError):
 
 
 class CacheError(ConfigError):
-    """Attention does not support a KV cache."""
+    """A model does not support the cache of generation."""
 
 
 class DataError(SpmdError):

@@ -159,6 +159,8 @@ class DecoderConfig:
 
     def _where_given(self, problem: Problem, where: str, spec: LayerSpec) -> Problem:
         """Return a problem of a resolved spec at the origin of the value: the model's field or its own."""
+        if not problem.where.startswith(where):
+            return problem
         part, _, field = problem.where.removeprefix(where).partition(".")
         own = getattr(getattr(spec, part), field, None)
         if own or field not in ("heads", "kv_heads", "head_dim", "d_ff", "window"):
@@ -192,7 +194,7 @@ class DecoderConfig:
         """Width of one head."""
         return self.head_dim or self.d_model // self.heads
 
-    @functools.cached_property
+    @property
     def sizes(self) -> Sizes:
         """Sizes of all layers, and defaults of their specs."""
         return Sizes(
@@ -210,19 +212,12 @@ class DecoderConfig:
             residual_scale=self.residual_scale,
         )
 
-    @functools.cached_property
+    @property
     def pattern(self) -> Pattern[LayerSpec]:
         """The kinds of layers in order, resolved."""
-        first = self._resolve(self.first)
-        group = self._resolve(self._group)
-        last = self._resolve(self.last)
-        repeats = (self.layers - len(first) - len(last)) // len(group)
-        return Pattern(first, group, repeats, last)
+        return _pattern(self)
 
-    def _resolve(self, specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-        return tuple(spec.resolve(self.sizes) for spec in specs)
-
-    @functools.cached_property
+    @property
     def rotaries(self) -> tuple[tuple[Rotary, int], ...]:
         """The kinds of rotary positions in the network, each with a head's width."""
         keys = [spec.mixer.rotary_key for spec in self.pattern.kinds]
@@ -337,6 +332,18 @@ class DecoderConfig:
     def build(self, rngs: nnx.Rngs) -> "Decoder":
         """Build the model."""
         return Decoder(self, rngs=rngs)
+
+
+@functools.cache
+def _pattern(config: DecoderConfig) -> Pattern[LayerSpec]:
+    sizes = config.sizes
+
+    def resolve(specs: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+        return tuple(spec.resolve(sizes) for spec in specs)
+
+    group = config.group or (config.layer,)
+    repeats = (config.layers - len(config.first) - len(config.last)) // len(group)
+    return Pattern(resolve(config.first), resolve(group), repeats, resolve(config.last))
 
 
 def _places(field: str, specs: tuple[LayerSpec, ...]) -> list[tuple[str, LayerSpec]]:

@@ -7,6 +7,7 @@ type of layer.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from spmd.hf.fields import Fields
@@ -149,17 +150,20 @@ def read_rotary_by_layer(
     fields: Fields,
     defaults: Mapping[str, Rotary],
     *,
+    unscaled: Mapping[str, str] = MappingProxyType({}),
     kinds: Iterable[str] = tuple(ENTRIES),
     also: Iterable[str] = (),
 ) -> dict[str, Rotary]:
     """Parse `rope_parameters` with a table for each type of layer, of `transformers` 5.
 
-    A file without these tables has the same rotary embeddings in all layers, of `read_rotary`;
-    those of an earlier version may differ, in fields that the family reads before.
+    A file without these tables has the rotary embeddings of `read_rotary` in all layers that are
+    not in `unscaled`.
 
     Args:
         fields: Fields of config.json.
         defaults: Type of layer, such as `full_attention` → the embeddings of a file without them.
+        unscaled: Type of layer without scaling in files of earlier versions → the field of its
+            base, such as `sliding_attention` → `rope_local_base_freq` in Gemma 3.
         kinds: As for `read_rotary`.
         also: As for `read_rotary`.
 
@@ -169,10 +173,14 @@ def read_rotary_by_layer(
     tables = fields.value("rope_parameters", {})
     is_nested = isinstance(tables, Mapping) and not defaults.keys().isdisjoint(tables)
     if not is_nested:
-        return {
-            kind: read_rotary(fields, default, kinds=kinds, also=also)
-            for kind, default in defaults.items()
-        }
+        found = {}
+        for kind, default in defaults.items():
+            if kind in unscaled:
+                theta = fields.number(unscaled[kind], default.theta, least=1.0)
+                found[kind] = Rotary(theta, RopeScaling(), default.fraction)
+            else:
+                found[kind] = read_rotary(fields, default, kinds=kinds, also=also)
+        return found
     for key in sorted({*tables} - {*defaults} - {*also}, key=str):
         where = f"rope_parameters.{key}"
         fields.refuse(where, f"is {tables[key]!r:.80}, and is unknown")

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from spmd.errors import ConfigError, Problem, check_fields
+from spmd.errors import ConfigError, Problem, check_fields, check_type
 from spmd.layers.kv_cache import cache_length, context_length
 from spmd.plan.annotate import attention_config
 
@@ -415,6 +415,9 @@ def rotary_problems(
         scaling: As for `rotary_angles`.
         fraction: As for `rotary_angles`.
     """
+    problems = check_type("model.rope_scaling", scaling, RopeScaling, "RopeScaling() for none")
+    if problems:
+        return problems
     width = rotated_width(head_dim, fraction)
     if not width % 2 and 0 < width <= head_dim:
         return scaling.width_problems(width)

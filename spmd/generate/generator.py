@@ -149,15 +149,22 @@ class Generator:
         ids = jax.ShapeDtypeStruct((self._batch_shards, self._padded(1)), jnp.int32)
 
         def trace(params: Any, variables: Any, ids: Any) -> Any:
+            rows, length = ids.shape
+            lengths = jnp.full(rows, length)
             with use_plan(self.plan):
-                return prefill(lambda: self._logits(params, variables, ids, ids >= 0), ids.shape[1])
+                return prefill(
+                    lambda: self._logits(params, variables, ids, ids >= 0), length, lengths
+                )
 
         try:
             _, cache = jax.eval_shape(trace, params, variables, ids)
         except CacheError as error:
             return "; ".join(f"{problem.where} {problem.what}" for problem in error.problems)
-        if not cache:
-            return "the model never calls spmd.layers.attention.attend"
+        if not cache.entries:
+            return (
+                "the model never calls spmd.layers.attention.attend or "
+                "spmd.layers.kv_cache.cache_slot"
+            )
         return ""
 
     @functools.cached_property
@@ -190,7 +197,7 @@ class Generator:
             logits = self._logits(params, variables, window, _before(window, lengths))
             return logits, window
         valid = _before(ids, lengths)
-        return prefill(lambda: self._logits(params, variables, ids, valid), length)
+        return prefill(lambda: self._logits(params, variables, ids, valid), length, lengths)
 
     @functools.cached_property
     def _decode(self) -> Callable[..., Any]:

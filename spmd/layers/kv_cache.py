@@ -1,128 +1,213 @@
-"""KV cache: keys and values of preceding tokens, to compute the next token alone.
+"""Cache of generation: what token mixers keep of preceding tokens, to compute the next token alone.
 
-`prefill` runs the model on the prompts and saves the keys and values of each call of
-`spmd.layers.attention.attend`. `decode` runs the same model code on one token of each row: `attend`
-reads the cache.
+`prefill` runs the model on the prompts and saves the arrays of each mixer: keys and values of
+`spmd.layers.attention.attend`, or any other `spmd.layers.cache_entry.CacheEntry`. `decode` runs the
+same model code on one token of each row: mixers read the cache.
 
 ```
 prefill   prompts [batch, seq] ──▶ model ──▶ logits, cache [layer, batch, length, kv_heads, dim]
-decode    tokens  [batch, 1]   ──▶ model ──▶ logits, keys and values of this token ──▶ the cache
-                                     ▲ attend reads the cache of its layer
+decode    tokens  [batch, 1]   ──▶ model ──▶ logits, arrays of this token ──▶ the cache
+                                     ▲ mixers read the cache of their layer
 ```
 
 Layers only read; the entries of all are written at once, in place. Rows may have different lengths:
-each has its own position. On a mesh the cache is split like keys and values: batch, tokens over
-`sequence`, heads over `tensor`, and layers over `pipe`.
+each has its own position. Layers with a sliding window also keep all tokens.
+
+A mixer takes its place by `cache_slot`, reads `past` in decoding, and saves its arrays. Keys are
+saved of each token; a recurrent state is saved after the last one, and `token_mask` excludes the
+padding behind a prompt from it:
+
+```
+slot = cache_slot("scan", ScanState)
+mask = token_mask(x.shape[1])                   # [batch, seq] in prefill, otherwise None
+state = initial_state
+if slot.past is not None:                       # decoding: seq is 1
+    state = slot.past.state
+output, state = scan(x, state, mask)            # padding leaves the state unchanged
+slot.save(ScanState(state))
+```
 
 Scanned or checkpointed layers are functions of arrays, so each takes its part of the cache as an
 argument and returns its own entries (`isolate_layer`, `thread_cache`, `collect_cache`);
-`spmd.models.decoder.layer_stack.run_layers` calls these.
+`spmd.models.decoder.layer_stack.run_layers` calls these, for each layer of a repeated group. They
+nest.
 """
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from spmd.errors import CacheError, Problem
+from spmd.errors import CacheError, ConfigError, Problem
 from spmd.layers.attention_options import AttentionOptions
 from spmd.layers.blockwise_attention import MASK_VALUE
+from spmd.layers.cache_entry import (
+    CacheEntry,
+    cached_array,
+    check_dimensions,
+    pad_entry,
+    split_entry,
+    update_entry,
+)
 from spmd.layers.soft_cap import soft_capped
 from spmd.plan.context import current, override
-from spmd.sharding.mesh import BATCH_AXES, AnyMesh, shards_of
 
 T = TypeVar("T")
-
-Cache = tuple[Any, ...]
-"""An entry for each call of `attend`, in order: a `KVCache`, or a tuple of the entries of a stack
-of layers."""
+Entry = TypeVar("Entry", bound=CacheEntry)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KVCache:
+class Cache:
+    """The cache of a model.
+
+    Attributes:
+        entries: An entry for each `cache_slot`, in order; of a stack of layers, a tuple of the
+            entries of one layer, with stacked arrays.
+        length: Tokens that fit, prompt and new ones.
+    """
+
+    entries: tuple[Any, ...]
+    length: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache(CacheEntry):
     """The keys and values of one call of `attend`, stacked for a stack of layers."""
 
-    key: Float[Array, "*layer batch length kv_heads dim"]
-    value: Float[Array, "*layer batch length kv_heads dim"]
+    key: Float[Array, "*layer batch length kv_heads dim"] = cached_array("batch length heads _")
+    value: Float[Array, "*layer batch length kv_heads dim"] = cached_array("batch length heads _")
 
 
-_TITLE = "The KV cache does not support this attention:"
+_TITLE = "The cache does not support this model:"
+_INVALID = "Invalid use of the cache:"
+_SAME_CALLS = "call the same mixers in the same order"
 
 
 class _Calls:
-    """The calls of `attend` in one traced function: entries given to it, and entries it adds."""
+    """The slots of one traced function: entries given to it, and entries it adds."""
 
     def __init__(self, given: Iterable[Any] = ()) -> None:
-        self.given = iter(given)
-        self.added: list[Any] = []
+        self._given = iter(given)
+        self._added: list[Any] = []
+        self._names: list[str] = []
         self._state = get_opaque_trace_state(convention="flax")
 
-    def add(self, entry: Any) -> None:
-        """Add the entry of the next call.
+    def take(self) -> Any:
+        """Return the next given entry; None if there is none left."""
+        return next(self._given, None)
+
+    def reserve(self, name: str) -> int:
+        """Reserve the place of the next added entry, and return its index."""
+        self._added.append(None)
+        self._names.append(name)
+        return len(self._added) - 1
+
+    def fill(self, index: int, entry: Any) -> None:
+        """Add the entry of a reserved place.
 
         Raises:
             CacheError: The call is in an inner traced function, so its arrays cannot leave it.
         """
         if get_opaque_trace_state(convention="flax") != self._state:
             problem = Problem(
-                "attend",
+                self._names[index],
                 "is called inside of a transformation, such as jax.lax.scan, that run_layers "
                 "does not control",
                 fix="run layers by run_layers, or in a Python loop",
             )
             raise CacheError(_TITLE, [problem])
-        self.added.append(entry)
+        self._added[index] = entry
+
+    def added(self) -> tuple[Any, ...]:
+        """Return the added entries.
+
+        Raises:
+            ConfigError: A slot was taken and nothing saved in it, or a given entry is left.
+        """
+        problems = []
+        for name, entry in zip(self._names, self._added, strict=True):
+            if entry is None:
+                fix = "call slot.save once for each cache_slot"
+                problems.append(Problem(name, "takes a slot and saves nothing in it", fix=fix))
+        if self.take() is not None:
+            what = "are fewer in decoding than in prefill"
+            problems.append(Problem("calls of mixers", what, fix=_SAME_CALLS))
+        if problems:
+            raise ConfigError(_INVALID, problems)
+        return tuple(self._added)
 
 
 class _Trace:
     """One trace of a model, compared by identity so that JAX's caches are not shared by traces.
 
-    `positions` are those of decoding, None in prefill.
+    `positions` are those of decoding, None in prefill; `lengths` are those of prompts.
     """
 
-    def __init__(self, given: Cache, positions: Array | None, length: int) -> None:
+    def __init__(
+        self, cache: Cache, positions: Array | None = None, lengths: Array | None = None
+    ) -> None:
         self.positions = positions
-        self.length = length
-        self.calls = [_Calls(given)]  # a stack; the last one is of the innermost traced function
+        self.lengths = lengths
+        self.length = cache.length
+        # A stack; the last one is of the innermost traced function.
+        self.calls = [_Calls(cache.entries)]
 
-    def take(self) -> Any:
-        """Return the entry of the next call; an empty one in prefill."""
+    def take(self, name: str) -> Any:
+        """Return the entry of the next slot, or of a stack of layers; None in prefill.
+
+        Raises:
+            ConfigError: Prefill saved no entry there.
+        """
         if self.positions is None:
-            return ()
-        return next(self.calls[-1].given)
+            return None
+        entry = self.calls[-1].take()
+        if entry is None:
+            raise ConfigError(_INVALID, [_other_order(name)])
+        return entry
 
 
-def prefill(run: Callable[[], T], length: int) -> tuple[T, Cache]:
-    """Return `run()` of a model on prompts `[batch, seq]`, and the cache of its calls of `attend`.
+def _other_order(name: str) -> Problem:
+    what = "is called in another order in decoding than in prefill"
+    return Problem(name, what, fix=_SAME_CALLS)
 
-    Prompts may be padded at the end. The cache holds `length` tokens. Attention must be causal,
-    over one document in each row, and outside of transformations.
+
+def prefill(
+    run: Callable[[], T], length: int, lengths: Int[Array, "batch"] | None = None
+) -> tuple[T, Cache]:
+    """Return `run()` of a model on prompts `[batch, seq]`, and its cache.
+
+    Prompts may be padded at the end. Attention must be causal, over one document in each row, and
+    outside of transformations.
+
+    Args:
+        length: Tokens that the cache holds.
+        lengths: Tokens of each prompt without padding, for `token_mask`; None for all of them.
+
+    Raises:
+        CacheError: The cache does not support the model.
+        ConfigError: A mixer takes a slot and saves nothing, or another array than it declares.
 
     Example:
         >>> from spmd.layers.attention import attend
         >>> x = jnp.ones((1, 3, 2, 8))
         >>> _, cache = prefill(lambda: attend(x, x, x), length=4)
-        >>> cache[0].key.shape
+        >>> cache.entries[0].key.shape
         (1, 4, 2, 8)
     """
-    result, added = _trace(run, _Trace((), None, length))
+    trace = _Trace(Cache((), length), lengths=lengths)
+    result, added = _trace(run, trace)
 
-    def pad(x: Array) -> Array:
-        widths = [(0, 0)] * x.ndim  # of [*layer, batch, length, kv_heads, dim]
-        widths[-3] = (0, length - x.shape[-3])
-        return jnp.pad(x, widths)
+    def pad(entry: CacheEntry) -> CacheEntry:
+        return pad_entry(entry, length)
 
-    cache = jax.tree.map(pad, added)
-    return result, _split(cache)
+    return result, _split(Cache(_map_entries(pad, added), length))
 
 
 def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -> tuple[T, Cache]:
@@ -130,24 +215,46 @@ def decode(run: Callable[[], T], cache: Cache, positions: Int[Array, "batch"]) -
 
     The new cache has these tokens. `positions` are those of the tokens; all preceding ones are in
     the cache.
+
+    Raises:
+        ConfigError: Mixers are called in another order than in prefill, or save other arrays.
     """
-    length = next((x.shape[-3] for x in jax.tree.leaves(cache)), 0)
     with single_token():
-        result, added = _trace(run, _Trace(cache, positions, length))
-    write = functools.partial(_write, positions=positions)
-    cache = jax.tree.map(write, cache, added)
-    return result, _split(cache)
+        result, added = _trace(run, _Trace(cache, positions))
+
+    def update(past: CacheEntry, new: CacheEntry) -> CacheEntry:
+        return update_entry(past, new, positions)
+
+    entries = _map_entries(update, cache.entries, added)
+    return result, _split(Cache(entries, cache.length))
 
 
-def _trace(run: Callable[[], T], trace: _Trace) -> tuple[T, Cache]:
-    """Return `run()` and the entries of its calls of `attend`."""
+def _trace(run: Callable[[], T], trace: _Trace) -> tuple[T, tuple[Any, ...]]:
+    """Return `run()` and the entries of its slots."""
     with override(kv_cache=trace):
         result = run()
-    added = tuple(trace.calls[-1].added)
+    added = trace.calls[-1].added()
     # JAX's caches have the trace as a key, and would keep these arrays alive.
     trace.positions = None
+    trace.lengths = None
     trace.calls = []
     return result, added
+
+
+def _map_entries(update: Callable[..., CacheEntry], *entries: Any) -> Any:
+    return jax.tree.map(update, *entries, is_leaf=lambda x: isinstance(x, CacheEntry))
+
+
+def _split(cache: Cache) -> Cache:
+    """Split the cache over the mesh of the plan in scope, if any."""
+    mesh = current().mesh
+    if mesh is None:
+        return cache
+
+    def split(entry: CacheEntry) -> CacheEntry:
+        return split_entry(entry, mesh)
+
+    return dataclasses.replace(cache, entries=_map_entries(split, cache.entries))
 
 
 def single_token() -> contextlib.AbstractContextManager[None]:
@@ -161,6 +268,17 @@ def token_positions() -> Int[Array, "batch 1"] | None:
     if trace is None or trace.positions is None:
         return None
     return trace.positions[:, None]
+
+
+def token_mask(seq: int) -> Bool[Array, "batch seq"] | None:
+    """Return the mask of the tokens of prompts, without their padding, in a `prefill`.
+
+    It is None elsewhere: training and decoding have no padding in front of a token that counts.
+    """
+    trace = current().kv_cache
+    if trace is None or trace.lengths is None:
+        return None
+    return jnp.arange(seq)[None] < trace.lengths[:, None]
 
 
 def cache_length() -> int:
@@ -177,6 +295,67 @@ def context_length(sequence: int) -> int:
     if trace is None:
         return sequence
     return trace.length
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSlot(Generic[Entry]):
+    """The place of one call of a mixer in the cache; outside of generation, of no effect.
+
+    Attributes:
+        past: In decoding, the arrays of preceding tokens; otherwise None. Those with an axis
+            `length` have tokens at all positions before `positions`, and nothing of use behind.
+        positions: In decoding, the position of each row's token, `[batch]`; otherwise None.
+    """
+
+    past: Entry | None
+    positions: Int[Array, "batch"] | None
+    _calls: _Calls | None = None
+    _index: int = 0
+
+    def save(self, entry: Entry) -> None:
+        """Save the arrays of this call, once.
+
+        An array with an axis `length` has the tokens of the call, one in decoding; any other array
+        is the state after the last token.
+
+        Raises:
+            CacheError: The call is inside of a transformation that `run_layers` does not control.
+            ConfigError: An array has other dimensions than it declares.
+        """
+        if self._calls is None:
+            return
+        problems = check_dimensions(entry)
+        if problems:
+            raise ConfigError(_INVALID, problems)
+        self._calls.fill(self._index, entry)
+
+
+def cache_slot(mixer: str, kind: type[Entry]) -> CacheSlot[Entry]:
+    """Take the place of this call of a mixer in the cache.
+
+    Args:
+        mixer: The mixer's name, for errors.
+        kind: The class of its entry.
+
+    Raises:
+        ConfigError: The call has no entry of this class in the cache.
+
+    Example:
+        >>> def double(x):
+        ...     slot = cache_slot("double", KVCache)
+        ...     slot.save(KVCache(2 * x, 2 * x))
+        >>> _, cache = prefill(lambda: double(jnp.ones((1, 3, 2, 8))), length=3)
+        >>> type(cache.entries[0]).__name__
+        'KVCache'
+    """
+    trace = current().kv_cache
+    if trace is None:
+        return CacheSlot(None, None)
+    past = trace.take(mixer)
+    if past is not None and not isinstance(past, kind):
+        raise ConfigError(_INVALID, [_other_order(mixer)])
+    calls = trace.calls[-1]
+    return CacheSlot(past, trace.positions, calls, calls.reserve(mixer))
 
 
 def cached_attention(
@@ -201,10 +380,11 @@ def cached_attention(
         problems.append(Problem("causal", "is False", fix=fix))
     if problems:
         raise CacheError(_TITLE, problems)
-    past = trace.take()
+    slot = cache_slot("attend", KVCache)
     own = KVCache(key, value)
-    trace.calls[-1].add(own)
-    if trace.positions is None:
+    slot.save(own)
+    past = slot.past
+    if past is None:
         return None
     return _attend(query, own, past, trace.positions, options)
 
@@ -242,49 +422,10 @@ def _attend(
     return out.astype(query.dtype)
 
 
-def _write(whole: Array, new: Array, positions: Array) -> Array:
-    """Write one token of each row into the cache, at the row's position."""
-    rows = whole.ndim - 4
-
-    def write(row: Array, token: Array, at: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(
-            row, token.astype(row.dtype), at, axis=row.ndim - 3
-        )
-
-    return jax.vmap(write, in_axes=(rows, rows, 0), out_axes=rows)(whole, new, positions)
-
-
-def _split(cache: Cache) -> Cache:
-    """Split the cache over the mesh of the plan in scope, if any.
-
-    A dimension that does not divide is not split.
-    """
-    mesh = current().mesh
-    if mesh is None:
-        return cache
-
-    def constrain(x: Array) -> Array:
-        sharding = NamedSharding(mesh, _cache_spec(x.shape, mesh))
-        return jax.lax.with_sharding_constraint(x, sharding)
-
-    return jax.tree.map(constrain, cache)
-
-
-def _cache_spec(shape: tuple[int, ...], mesh: AnyMesh) -> P:
-    """Return the spec of an array of the cache, `[*layer, batch, length, kv_heads, dim]`."""
-    wanted: list[Any] = [BATCH_AXES, "sequence", "tensor"]
-    stacks = len(shape) - 4
-    if stacks > 0:
-        wanted = ["pipe", *[None] * (stacks - 1), *wanted]
-    entries = []
-    for entry, size in zip(wanted, shape, strict=False):
-        divides = size % shards_of(entry, mesh.shape) == 0
-        entries.append(entry if divides else None)
-    return P(*entries)
-
-
 Layer = Callable[..., Any]
 """A layer as a function of its state and arrays."""
+
+_STACK = "run_layers"
 
 
 def isolate_layer(layer: Layer) -> Layer:
@@ -302,7 +443,7 @@ def isolate_layer(layer: Layer) -> Layer:
         trace.calls.append(_Calls(part))
         try:
             result = layer(state, *arrays)
-            return result, tuple(trace.calls[-1].added)
+            return result, trace.calls[-1].added()
         finally:
             trace.calls.pop()
 
@@ -335,7 +476,11 @@ def thread_cache(
         x, value = step(plain, x, state, own)
         return x, (value, added)
 
-    parts = trace.take() or ((),) * len(each)
+    parts = trace.take(_STACK)
+    if isinstance(parts, CacheEntry):
+        raise ConfigError(_INVALID, [_other_order(_STACK)])
+    if parts is None:
+        parts = ((),) * len(each)
     return run, tuple(zip(each, parts, strict=True))
 
 
@@ -348,5 +493,6 @@ def collect_cache(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if trace is None:
         return values
     own, added = zip(*values, strict=True)
-    trace.calls[-1].add(added)
+    calls = trace.calls[-1]
+    calls.fill(calls.reserve(_STACK), added)
     return own

@@ -54,7 +54,7 @@ class SupportsKVCache(Protocol):
 
     @property
     def supports_kv_cache(self) -> bool:
-        """Whether tokens interact only through `spmd.layers.attention.attend`."""
+        """Whether tokens interact only through mixers with a cache (`spmd.layers.kv_cache`)."""
 
 
 @runtime_checkable
@@ -123,8 +123,8 @@ class ModelInfo:
             recorded.
         created: Path of a parameter stored with more dimensions than it was created with → its
             number of dimensions at creation.
-        supports_kv_cache: Whether tokens interact only through `spmd.layers.attention.attend`, so
-            that `spmd.layers.kv_cache` can decode token by token.
+        supports_kv_cache: Whether tokens interact only through `spmd.layers.attention.attend` or
+            other mixers with a cache, so that `spmd.layers.kv_cache` can decode token by token.
         padding_aware: Whether the model takes the keyword `valid`, the mask of tokens besides
             padding, `[batch, sequence]`: for losses or statistics over tokens, or tokens that
             compete for the capacity of experts.

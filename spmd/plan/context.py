@@ -56,8 +56,8 @@ class TraceContext:
         lazy_logits: Whether a model may return `spmd.layers.lm_head.LazyLogits`.
         run_stages: Replaces the run over stacked layers (`spmd.layers.sequential_stages`); None for
             a plain run.
-        kv_cache: The cache that this trace reads or fills (`spmd.layers.kv_cache`), compared by
-            identity.
+        kv_cache: The cache of generation that this trace reads or fills (`spmd.layers.kv_cache`),
+            compared by identity.
     """
 
     mesh: AnyMesh | None = None

@@ -232,7 +232,7 @@ def test_no_folder_and_another_class_are_refused(folder: Path) -> None:
     class Other(DecoderConfig):
         pass
 
-    model = Other(**dataclasses.asdict(load_config(str(folder / "tiny.py")).model))
+    model = Other(**vars(load_config(str(folder / "tiny.py")).model))
     with pytest.raises(CheckpointError) as caught:
         check_init(setup(folder, "base", model=model, rules=LLAMA))
     assert [problem.where for problem in caught.value.problems] == ["model.class"]

@@ -196,9 +196,9 @@ def test_calls_are_kept_in_their_order_in_and_out_of_a_scan():
     found = by_token(step_by_step(model, 0, params, {}, TOKENS))
     assert_close(found, whole(model, params, {}, TOKENS), rounding)
     _, cache = prefill(lambda: model.apply(params, TOKENS), ROOM)
-    assert [type(kept) for kept in cache] == [KVCache] * 4 + [tuple]
+    assert [type(kept) for kept in cache.entries] == [KVCache] * 4 + [tuple]
     # two calls, two layers
-    assert [kept.key.shape for kept in cache[4]] == [(2, 2, ROOM, 2, 4)] * 2
+    assert [kept.key.shape for kept in cache.entries[4]] == [(2, 2, ROOM, 2, 4)] * 2
 
 
 def test_a_decoded_token_is_multiplied_alone():

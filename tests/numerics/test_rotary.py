@@ -10,6 +10,8 @@ import pytest
 from spmd.errors import ConfigError
 from spmd.hf.fields import Fields
 from spmd.layers.kv_cache import prefill
+from spmd.model_interface.model import as_outputs
+from spmd.models.decoder import DecoderConfig
 from spmd.models.decoder import rotary as rope
 from spmd.models.decoder.published_rotary import (
     ENTRIES,
@@ -32,6 +34,10 @@ from spmd.models.decoder.rotary import (
     rotary_angles,
     rotate,
 )
+from spmd.plan.flax import from_nnx
+from tests.numerics.test_transformers import LLAMA, TOKENS, difference, logits_here
+from tests.numerics.test_transformers import read as read_model
+from tests.tiers import soak_but
 
 SHORT = [1.0 + 0.1 * n for n in range(16)]
 LONG = [2.0 + 0.5 * n for n in range(16)]
@@ -121,7 +127,7 @@ def test_a_part_of_a_head_has_the_frequencies_of_a_smaller_one(name):
     assert rotary == beside
     assert rotary.fraction == 0.5
     frequencies, factor = expected(table, 64, head_dim=48)
-    cos, sin = rotary_angles(np.arange(3)[None], 48, *rotary)
+    cos, sin = rotary.angles(np.arange(3)[None], 48)
     angles = np.arange(3)[:, None] * frequencies
     np.testing.assert_allclose(cos[0], factor * np.cos(angles), atol=1e-6)
     np.testing.assert_allclose(sin[0], factor * np.sin(angles), atol=1e-6)
@@ -280,6 +286,19 @@ def test_entries_that_the_family_reads_are_left_to_it():
     assert problems(config(rope_parameters=table)) == {"rope_parameters.llama_4_scaling_beta"}
 
 
+def test_earlier_files_scale_one_type_of_layers():
+    """Gemma 3 before version 5: local layers have a base of their own, and no scaling."""
+    values = config(rope_scaling=TABLES["linear"], rope_local_base_freq=10.0)
+    defaults = dict.fromkeys(("full_attention", "sliding_attention"), Rotary(1e6, RopeScaling()))
+    fields = Fields(values)
+    unscaled = {"sliding_attention": "rope_local_base_freq"}
+    assert read_rotary_by_layer(fields, defaults, unscaled=unscaled) == {
+        "full_attention": Rotary(BASE, LinearScaling(4.0)),
+        "sliding_attention": Rotary(10.0, RopeScaling()),
+    }
+    assert fields.problems() == []
+
+
 def test_tables_by_layer_name_what_is_wrong():
     """A type without a table, an unknown one, and an entry of one."""
     tables = {"full_attention": {"rope_type": "linear"}, "other": {}}
@@ -297,12 +316,49 @@ def test_tables_by_layer_name_what_is_wrong():
     ("scaling", "fraction", "text"),
     [
         (LongRopeScaling(4.0, 8, (1.0,), (1.0,)), 1.0, "1 divisors, 8 / 2 = 4 pairs"),
+        ({"factor": 8.0}, 1.0, r"model\.rope_scaling: is"),
         (RopeScaling(), 0.4, "0.4 · head_dim 8 = 3.2"),
         (RopeScaling(), 1.5, "1.5 · head_dim 8 = 12"),
-        (DynamicScaling(2.0, 4), 0.25, "2 rotated ≤ 2"),
+        (DynamicScaling(2.0, 4), 0.25, "2 / 0"),
     ],
 )
 def test_a_scaling_that_does_not_fit_the_head_is_refused(scaling, fraction, text):
-    """With the numbers."""
+    """With the numbers; in a model's config, too."""
+    if fraction == 1:
+        with pytest.raises(ConfigError, match=text):
+            DecoderConfig(head_dim=8, rope_scaling=scaling)
     with pytest.raises(ConfigError, match=text):
         rotary_angles(np.arange(5)[None], 8, 100.0, scaling, fraction)
+
+
+WHOLE = {
+    **{name: TABLES[name] for name in ("linear", "dynamic", "yarn", "yarn, DeepSeek", "llama3")},
+    "longrope": {**LONGROPE, "short_factor": SHORT[:4], "long_factor": LONG[:4]},
+}
+
+
+@pytest.mark.parametrize("longest", [8, 16])
+@pytest.mark.parametrize("name", soak_but(WHOLE, "longrope"))
+def test_a_model_with_a_scaling_is_that_of_transformers(name, longest, tmp_path):
+    """12 tokens, beyond the original context and within it; control: the plain positions differ."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    table = dict(WHOLE[name])
+    if "original_max_position_embeddings" in table:
+        table["original_max_position_embeddings"] = longest
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{**LLAMA, "num_hidden_layers": 1, "max_position_embeddings": longest},
+        rope_parameters={"rope_theta": 30.0, **table},
+        initializer_range=0.3,
+    )
+    there = transformers.LlamaForCausalLM(config).eval()
+    there.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = there(torch.tensor(TOKENS.astype(np.int64))).logits.numpy()
+    _, ours, plan, params = read_model(tmp_path)
+    assert difference(logits_here(plan, params), expected) < 1e-4
+    plain = dataclasses.replace(ours, rope_scaling=RopeScaling())
+    other = jax.jit(from_nnx(plain.build).apply)(params, jnp.asarray(TOKENS))
+    is_scaled = np.abs(as_outputs(other).logits - expected).max() > 0.05
+    assert is_scaled or (name, longest) == ("dynamic", 16)

@@ -162,7 +162,7 @@ def _configs() -> list[Call]:
         "config = dataclasses.replace(config, model=Mine(**dataclasses.asdict(config.model)))"
     )
     subclass = subclass.replace(
-        "**dataclasses.asdict(config.model)", "vocab=256, d_model=16, layers=1, heads=2, d_ff=32"
+        "**vars(config.model)", "vocab=256, d_model=16, layers=1, heads=2, d_ff=32"
     )
     calls += [
         Call(

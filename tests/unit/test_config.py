@@ -447,9 +447,7 @@ class NoDataclass:
         (Partial(), ["Partial has no build"]),
         (None, ["NoneType has no vocab, build", "is no dataclass instance"]),
         (
-            Undecorated(
-                **{f.name: getattr(tiny.CONFIG, f.name) for f in dataclasses.fields(tiny.CONFIG)}
-            ),
+            Undecorated(**vars(tiny.CONFIG)),
             ["is no dataclass itself, so extra cannot be set"],
         ),
         (NoDataclass(), ["NoDataclass is no dataclass instance"]),
