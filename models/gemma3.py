@@ -19,6 +19,8 @@ from spmd.models.decoder.published import (
     decoder_family,
     layer_names,
     read_sizes,
+    read_soft_cap,
+    write_query_scale,
     write_sizes,
 )
 from spmd.models.decoder.published_layers import (
@@ -32,7 +34,6 @@ from spmd.models.decoder.published_layers import (
     write_layer_types,
     write_rotary_by_kind,
 )
-from spmd.models.vaultgemma import read_cap, write_caps
 
 _THETA = 1e6
 _LOCAL_THETA = 1e4
@@ -51,7 +52,6 @@ def gemma3(
     window: int,
     rotary: Mapping[str, Rotary] = _ROTARY,
     query_scale: float = 256,
-    soft_cap: float = 0.0,
     **fields: Any,
 ) -> DecoderConfig:
     """Return the config of a Gemma 3 from fields of `DecoderConfig`.
@@ -62,10 +62,9 @@ def gemma3(
         rotary: Rotary positions of each kind.
         query_scale: Products of queries and keys are divided by the square root of this
             (`query_pre_attn_scalar`).
-        soft_cap: Soft cap of attention scores; 0 for none.
         **fields: Other fields.
     """
-    mixer = AttentionSpec(qk_norm="head", scale=query_scale**-0.5, soft_cap=soft_cap)
+    mixer = AttentionSpec(qk_norm="head", scale=query_scale**-0.5)
     layer = LayerSpec(mixer, MLPSpec(activation="gelu_tanh"), norms="both")
     table = attention_table(layer, window, kinds, rotary=[rotary[kind] for kind in kinds])
     return DecoderConfig(**_DEFAULTS | table | {"layers": len(kinds)} | fields)
@@ -90,6 +89,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         fields.value(name)
     fields.only("attention_bias", False)
     fields.only("use_bidirectional_attention", False)
+    fields.only("attn_logit_softcapping", None)
     activation = ("hidden_activation", TANH)
     sizes = read_sizes(
         fields,
@@ -110,8 +110,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         rotary=read_rotary_by_kind(fields, _THETA, _LOCAL_THETA),
         window=read_window_of(fields, kinds, absent=4096),
         query_scale=fields.integer("query_pre_attn_scalar", 256),
-        soft_cap=read_cap(fields, "attn_logit_softcapping", None),
-        logits_soft_cap=read_cap(fields, "final_logit_softcapping", None),
+        logits_soft_cap=read_soft_cap(fields, "final_logit_softcapping", absent=0.0),
     )
 
 
@@ -125,7 +124,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         **write_rotary_by_kind(config, _THETA, _LOCAL_THETA),
         "hidden_activation": TANH,
         **write_layer_types(config),
-        **write_caps(config),
+        "query_pre_attn_scalar": write_query_scale(config),
+        "final_logit_softcapping": config.logits_soft_cap or None,
     }
 
 

@@ -16,6 +16,8 @@ from spmd.models.decoder.published import (
     decoder_family,
     layer_names,
     read_sizes,
+    read_soft_cap,
+    write_query_scale,
     write_sizes,
 )
 from spmd.models.decoder.published_layers import (
@@ -78,29 +80,9 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         kinds=kinds,
         window=read_window_of(fields, kinds, absent=4096),
         query_scale=fields.integer("query_pre_attn_scalar", 256),
-        soft_cap=read_cap(fields, "attn_logit_softcapping", 50.0),
-        logits_soft_cap=read_cap(fields, "final_logit_softcapping", 30.0),
+        soft_cap=read_soft_cap(fields, "attn_logit_softcapping", absent=50.0),
+        logits_soft_cap=read_soft_cap(fields, "final_logit_softcapping", absent=30.0),
     )
-
-
-def read_cap(fields: Fields, name: str, absent: float | None) -> float:
-    """Parse a soft cap; null means 0, without a cap."""
-    if fields.is_null(name) or fields.value(name, absent) is None:
-        return 0.0
-    cap = fields.number(name, absent, least=0)
-    if cap == 0:
-        fields.refuse(name, "is 0", "a number above 0, or null for no cap")
-    return cap
-
-
-def write_caps(config: DecoderConfig) -> dict[str, Any]:
-    """Return the fields of scores and of caps, null without one."""
-    mixer = config.pattern.kinds[0].mixer
-    return {
-        "query_pre_attn_scalar": round((mixer.scale or mixer.head_dim**-0.5) ** -2),
-        "attn_logit_softcapping": mixer.soft_cap or None,
-        "final_logit_softcapping": config.logits_soft_cap or None,
-    }
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
@@ -111,7 +93,9 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         **sizes,
         "hidden_activation": TANH,
         **write_layer_types(config),
-        **write_caps(config),
+        "query_pre_attn_scalar": write_query_scale(config),
+        "attn_logit_softcapping": config.pattern.kinds[0].mixer.soft_cap or None,
+        "final_logit_softcapping": config.logits_soft_cap or None,
     }
 
 

@@ -331,6 +331,24 @@ def read_window(fields: Fields, absent: int) -> int:
     return absent
 
 
+def read_soft_cap(fields: Fields, name: str, absent: float) -> float:
+    """Parse a soft cap; null means 0, no cap, and `absent` is the default."""
+    if fields.is_null(name):
+        return 0.0
+    cap = fields.number(name, absent, least=0)
+    if cap == 0 and fields.value(name) is not None:
+        fields.refuse(name, "is 0", "a number above 0, or null for no cap")
+    return cap
+
+
+def write_query_scale(config: DecoderConfig) -> int:
+    """Return `query_pre_attn_scalar`: scores are divided by its square root."""
+    mixer = config.pattern.kinds[0].mixer
+    if not mixer.scale:
+        return mixer.head_dim
+    return round(mixer.scale**-2)
+
+
 def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
     """Require `layer_types`, if present, to repeat a pattern of attention kinds over all layers."""
     kinds = fields.value("layer_types")

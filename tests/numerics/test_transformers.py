@@ -78,6 +78,7 @@ LOCAL_AND_GLOBAL = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
 }
 GEMMA3 = {**WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 9}
+COHERE = {**LLAMA, "logit_scale": 0.7}
 LLAMA_LIKE = {
     "llama-biased": ("Llama", {**LLAMA, **BIASED}),
     "llama-attention-biased": ("Llama", {**LLAMA, "attention_bias": True}),
@@ -125,11 +126,11 @@ LLAMA_LIKE = {
     "cwm-plain": ("Cwm", {**MIXED, "mlp_bias": True, "rope_parameters": PLAIN}),
     "gemma3": ("Gemma3", {**GEMMA3, "rope_parameters": LOCAL_AND_GLOBAL}),
     "gemma3-untied": ("Gemma3", {**GEMMA3, "tie_word_embeddings": False}),
-    "gemma3-capped": ("Gemma3", {**GEMMA3, **GEMMA2}),
+    "gemma3-capped": ("Gemma3", {**GEMMA3, "final_logit_softcapping": 1.0}),
     "olmo3": ("Olmo3", {**WINDOWED, "rope_parameters": LOCAL_AND_GLOBAL}),
     "olmo3-biased": ("Olmo3", {**MIXED, "attention_bias": True, "head_dim": 16}),
-    "cohere": ("Cohere", {**LLAMA, "logit_scale": 0.7}),
-    "cohere-untied": ("Cohere", {**LLAMA, "tie_word_embeddings": False, "attention_bias": True}),
+    "cohere": ("Cohere", COHERE),
+    "cohere-untied": ("Cohere", {**COHERE, "tie_word_embeddings": False, "attention_bias": True}),
     "cohere2": ("Cohere2", {**WINDOWED, "logit_scale": 0.7}),
     "cohere2-biased": ("Cohere2", {**MIXED, "attention_bias": True, "logit_scale": 1.0}),
     "nemotron": ("Nemotron", {**LLAMA, "head_dim": 16}),
