@@ -73,4 +73,4 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return fields
 
 
-FAMILY = decoder_family("CwmForCausalLM", _read, _write)
+FAMILY = decoder_family("CwmForCausalLM", _read, _write, secondary=True)

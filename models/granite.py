@@ -4,7 +4,7 @@ Source: the fields `…_multiplier` and `logits_scaling` of config.json (IBM, ar
 the maximal update parametrisation, arXiv:2203.03466).
 
 ```python
-config = dataclasses.replace(PRESETS["granite-3.3-2b"], layers=4)
+config = dataclasses.replace(PRESETS["granite-3.1-2b"], layers=4)
 model = spmd.from_nnx(config.build)
 ```
 """
@@ -45,10 +45,10 @@ PRESETS = {
         residual_scale=0.5,
         logits_scale=0.25,
     ),
-    "granite-3.3-2b": granite(
-        *(49_159, 2048, 40, 32, 8, 8192),
+    "granite-3.1-2b": granite(
+        *(49_155, 2048, 40, 32, 8, 8192),
         tied=True,
-        rope_theta=1e7,
+        rope_theta=5e6,
         attention_scale=0.015625,
         embed_scale=12.0,
         residual_scale=0.22,

@@ -55,4 +55,4 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = decoder_family("InternLM3ForCausalLM", _read, _write)
+FAMILY = decoder_family("InternLM3ForCausalLM", _read, _write, secondary=True)

@@ -21,6 +21,7 @@ from spmd.models.decoder.published_layers import (
     FULL,
     SLIDING,
     attention_table,
+    every,
     read_layer_types,
     read_window_of,
     write_layer_types,
@@ -67,7 +68,8 @@ def _read_ministral(values: Mapping[str, Any]) -> DecoderConfig:
     kind = SLIDING
     if fields.is_null("sliding_window"):
         kind = FULL
-    kinds = read_layer_types(fields, sizes["layers"], [kind] * sizes["layers"])
+    default = every(1, sizes["layers"], seldom=kind)
+    kinds = read_layer_types(fields, sizes["layers"], default)
     window = read_window_of(fields, kinds, absent=4096)
     return fields.build(DecoderConfig, **sizes, **attention_table(LayerSpec(), window, kinds))
 
@@ -76,4 +78,6 @@ def _write_ministral(config: DecoderConfig) -> dict[str, Any]:
     return {"model_type": "ministral", **write_sizes(config), **write_layer_types(config)}
 
 
-MINISTRAL_FAMILY = decoder_family("MinistralForCausalLM", _read_ministral, _write_ministral)
+MINISTRAL_FAMILY = decoder_family(
+    "MinistralForCausalLM", _read_ministral, _write_ministral, secondary=True
+)

@@ -131,4 +131,4 @@ def _write3(config: DecoderConfig) -> dict[str, Any]:
 
 OLMO_FAMILY = decoder_family("OlmoForCausalLM", _read, _write)
 OLMO2_FAMILY = decoder_family("Olmo2ForCausalLM", _read2, _write2, NAMES2)
-OLMO3_FAMILY = decoder_family("Olmo3ForCausalLM", _read3, _write3, NAMES2)
+OLMO3_FAMILY = decoder_family("Olmo3ForCausalLM", _read3, _write3, NAMES2, secondary=True)

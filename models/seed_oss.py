@@ -54,4 +54,6 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = decoder_family("SeedOssForCausalLM", _read, _write, harmless=("residual_dropout",))
+FAMILY = decoder_family(
+    "SeedOssForCausalLM", _read, _write, harmless=("residual_dropout",), secondary=True
+)

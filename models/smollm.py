@@ -89,4 +89,4 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = decoder_family("SmolLM3ForCausalLM", _read, _write)
+FAMILY = decoder_family("SmolLM3ForCausalLM", _read, _write, secondary=True)

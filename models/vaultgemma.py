@@ -58,7 +58,9 @@ def vaultgemma(
 _SIZES_1B = {"vocab": 256_000, "d_model": 1152, "heads": 4, "kv_heads": 4, "d_ff": 6912}
 
 PRESETS = {
-    "test-vaultgemma": vaultgemma(every(2, 4), window=5, query_scale=9, d_model=64, head_dim=8),
+    "test-vaultgemma": vaultgemma(
+        every(2, 4), window=5, query_scale=9, vocab=64, d_model=32, d_ff=64
+    ),
     "vaultgemma-1b": vaultgemma(
         every(2, 26), window=512, query_scale=256, **_SIZES_1B, head_dim=256
     ),

@@ -176,6 +176,7 @@ def decoder_family(
     ignored: tuple[Ignored, ...] = (),
     harmless: tuple[str, ...] = (),
     optional_prefix: bool = False,
+    secondary: bool = False,
 ) -> Family:
     """Return a family of decoders.
 
@@ -190,6 +191,7 @@ def decoder_family(
         ignored: More tensors without a parameter.
         harmless: As in `Family`.
         optional_prefix: Whether tensors may lack their prefix.
+        secondary: As in `Family`.
     """
     tensors = names or TensorNames(layer or layer_names(), _ENDS)
 
@@ -215,6 +217,7 @@ def decoder_family(
         ignored=lambda config: (*tensors.ignored(config), *ignored),
         prefix=prefix,
         harmless=harmless,
+        secondary=secondary,
     )
 
 

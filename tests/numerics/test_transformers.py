@@ -79,6 +79,7 @@ LOCAL_AND_GLOBAL = {
 }
 GEMMA3 = {**WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 9}
 COHERE = {**LLAMA, "logit_scale": 0.7}
+EXPERTS = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 1}
 LLAMA_LIKE = {
     "llama-biased": ("Llama", {**LLAMA, **BIASED}),
     "llama-attention-biased": ("Llama", {**LLAMA, "attention_bias": True}),
@@ -102,6 +103,12 @@ LLAMA_LIKE = {
         {**LLAMA, "head_dim": 8, "layer_types": ["full_attention"] * 4},
     ),
     "ministral-mixed": ("Ministral", {**MIXED, "head_dim": 8}),
+    "ministral-window-1": ("Ministral", {**LLAMA, "head_dim": 8, "sliding_window": 1}),
+    "ministral-window-7": ("Ministral", {**LLAMA, "head_dim": 8, "sliding_window": 7}),
+    "ministral-long-window": ("Ministral", {**LLAMA, "head_dim": 8, "sliding_window": 100}),
+    "llama-odd-vocabulary": ("Llama", {**LLAMA, "vocab_size": 67}),
+    "gemma-untied": ("Gemma", {**LLAMA, "head_dim": 16, "tie_word_embeddings": False}),
+    "mixtral-tied-top-1": ("Mixtral", {**EXPERTS, "tie_word_embeddings": True}),
     "olmo": ("Olmo", {**LLAMA, "clip_qkv": 0.5}),
     "olmo-unclipped": ("Olmo", {**LLAMA, "tie_word_embeddings": True}),
     "olmo2": ("Olmo2", LLAMA),
