@@ -53,11 +53,17 @@ def cohere2(
     return DecoderConfig(**_DEFAULTS | table | {"layers": len(kinds)} | fields)
 
 
-_SIZES_R7B = {"vocab": 256_000, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14_336}
+_SIZES_R7B: dict[str, Any] = {
+    "vocab": 256_000,
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "d_ff": 14_336,
+}
 
 PRESETS = {
     "test-cohere": cohere(64, 32, 2, 4, 2, 64, logits_scale=0.5),
-    "test-cohere2": cohere2(every(4, 4), window=5, vocab=64, d_model=32, d_ff=64, logits_scale=0.5),
+    "test-cohere2": cohere2(every(4, 8), window=5, vocab=64, d_model=32, d_ff=64, logits_scale=0.5),
     "command-r": cohere(256_000, 8192, 40, 64, 64, 22_528, rope_theta=8e6),
     "command-r7b": cohere2(
         every(4, 32), window=4096, **_SIZES_R7B, rope_theta=5e4, logits_scale=0.25

@@ -25,11 +25,11 @@ _SCALING = Llama3Scaling(factor=16.0)
 _THETA = 1e6
 
 
-def cwm(*shape: Any, layers: int, window: int = 8192, **fields: Any) -> DecoderConfig:
+def cwm(layers: int, *, window: int = 8192, **fields: Any) -> DecoderConfig:
     """Return the config of a CWM from fields of `DecoderConfig`."""
     table = attention_table(LayerSpec(), window, _default_kinds(layers))
-    fields = {"rope_theta": _THETA, "rope_scaling": _SCALING} | table | fields
-    return DecoderConfig(*shape, layers=layers, **fields)
+    defaults: dict[str, Any] = {"rope_theta": _THETA, "rope_scaling": _SCALING}
+    return DecoderConfig(**{"layers": layers} | defaults | table | fields)
 
 
 def _default_kinds(layers: int) -> list[str]:
@@ -37,9 +37,11 @@ def _default_kinds(layers: int) -> list[str]:
     return [FULL, *every(4, layers)][:layers]
 
 
+_SIZES_32B = {"vocab": 128_256, "d_model": 6144, "heads": 48, "kv_heads": 8, "d_ff": 21_504}
+
 PRESETS = {
-    "test-cwm": cwm(64, 32, layers=5, heads=4, kv_heads=2, d_ff=64, window=5),
-    "cwm-32b": cwm(*(128_256, 6144), layers=64, heads=48, kv_heads=8, d_ff=21_504, head_dim=128),
+    "test-cwm": cwm(8, window=5, vocab=64, d_model=32, d_ff=64),
+    "cwm-32b": cwm(64, **_SIZES_32B, head_dim=128),
 }
 """Published shape by name, and a small one for tests."""
 

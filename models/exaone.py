@@ -30,23 +30,23 @@ from spmd.models.decoder.published_layers import (
 _LAYER = LayerSpec(AttentionSpec(qk_norm="head"), norms="after")
 
 
-def exaone4(*shape: Any, layers: int, window: int = 4096, **fields: Any) -> DecoderConfig:
+def exaone4(layers: int, *, window: int = 4096, **fields: Any) -> DecoderConfig:
     """Return the config of an Exaone 4 with sliding windows, from fields of `DecoderConfig`."""
     kinds = every(4, layers)
     rotated = [kind == SLIDING for kind in kinds]
     positions = rotary_where(rotated, Rotary())
     table = attention_table(_LAYER, window, kinds, rotary=positions)
-    return DecoderConfig(*shape, layers=layers, **table | fields)
+    return DecoderConfig(**{"layers": layers} | table | fields)
 
+
+_SIZES_32B = {"vocab": 102_400, "d_model": 5120, "heads": 40, "kv_heads": 8, "d_ff": 27_392}
 
 PRESETS = {
-    "test-exaone4": exaone4(64, 32, layers=4, heads=4, kv_heads=2, d_ff=64, window=5),
+    "test-exaone4": exaone4(8, window=5, vocab=64, d_model=32, d_ff=64),
     "exaone4-1.2b": DecoderConfig(
         *(102_400, 2048, 30, 32, 8, 4096), rope_theta=1e6, tied=True, layer=_LAYER
     ),
-    "exaone4-32b": exaone4(
-        *(102_400, 5120), layers=64, heads=40, kv_heads=8, d_ff=27_392, rope_theta=1e6
-    ),
+    "exaone4-32b": exaone4(64, **_SIZES_32B, rope_theta=1e6),
 }
 """Published shapes by name, and a small one for tests."""
 

@@ -92,7 +92,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     return fields.build(gemma, **sizes)
 
 
-def _read_sizes(fields: Fields, activation: tuple[str, ...], **family: bool) -> dict[str, Any]:
+def _read_sizes(fields: Fields, activation: tuple[str, ...], **family: Any) -> dict[str, Any]:
     fields.only("attention_bias", False)
     fields.only("use_bidirectional_attention", False)
     return read_sizes(fields, head_dim=256, tied=True, activation=activation, **family)

@@ -70,11 +70,23 @@ def gemma3(
     return DecoderConfig(**_DEFAULTS | table | {"layers": len(kinds)} | fields)
 
 
-_SIZES_270M = {"d_model": 640, "heads": 4, "kv_heads": 1, "d_ff": 2048, "head_dim": 256}
-_SIZES_1B = {"d_model": 1152, "heads": 4, "kv_heads": 1, "d_ff": 6912, "head_dim": 256}
+_SIZES_270M: dict[str, Any] = {
+    "d_model": 640,
+    "heads": 4,
+    "kv_heads": 1,
+    "d_ff": 2048,
+    "head_dim": 256,
+}
+_SIZES_1B: dict[str, Any] = {
+    "d_model": 1152,
+    "heads": 4,
+    "kv_heads": 1,
+    "d_ff": 6912,
+    "head_dim": 256,
+}
 
 PRESETS = {
-    "test-gemma3": gemma3(every(6, 8), window=5, query_scale=9, vocab=64, d_model=32, d_ff=64),
+    "test-gemma3": gemma3(every(6, 12), window=5, query_scale=9, vocab=64, d_model=32, d_ff=64),
     "gemma3-270m": gemma3(every(6, 18), window=512, vocab=262_144, **_SIZES_270M),
     "gemma3-1b": gemma3(every(6, 26), window=512, vocab=262_144, **_SIZES_1B),
 }

@@ -48,7 +48,8 @@ def nemotron(
         MLPSpec(activation="relu2", gated=False, bias=mlp_bias),
     )
     norm = NormSpec("layer", offset=1.0, bias=True)
-    return DecoderConfig(*shape, **{"norm": norm, "layer": layer} | fields)
+    defaults: dict[str, Any] = {"norm": norm, "layer": layer}
+    return DecoderConfig(*shape, **defaults | fields)
 
 
 PRESETS = {

@@ -33,18 +33,20 @@ LAYER2 = LayerSpec(AttentionSpec(qk_norm="full"), norms="after")
 """A layer of OLMo 2."""
 
 
-def olmo3(*shape: Any, layers: int, window: int = 4096, **fields: Any) -> DecoderConfig:
+def olmo3(layers: int, *, window: int = 4096, **fields: Any) -> DecoderConfig:
     """Return the config of an OLMo 3 from fields of `DecoderConfig`."""
     table = attention_table(LAYER2, window, every(4, layers))
-    return DecoderConfig(*shape, layers=layers, **{"rope_theta": _THETA3} | table | fields)
+    return DecoderConfig(**{"layers": layers, "rope_theta": _THETA3} | table | fields)
 
+
+_SIZES3_7B = {"vocab": 100_278, "d_model": 4096, "heads": 32, "kv_heads": 32, "d_ff": 11_008}
 
 PRESETS = {
     "test-olmo": DecoderConfig(
         *(64, 32, 2, 4, 2, 64), norm=_NORM, layer=LayerSpec(AttentionSpec(clip_qkv=0.5))
     ),
     "test-olmo2": DecoderConfig(64, 32, 2, 4, 2, 64, layer=LAYER2),
-    "test-olmo3": olmo3(64, 32, layers=4, heads=4, kv_heads=2, d_ff=64, window=5),
+    "test-olmo3": olmo3(8, window=5, vocab=64, d_model=32, d_ff=64),
     "olmo-1b": DecoderConfig(50_304, 2048, 16, 16, 16, 8192, norm=_NORM, tied=True),
     "olmo-7b": DecoderConfig(50_304, 4096, 32, 32, 32, 11_008, norm=_NORM),
     "olmo2-7b": DecoderConfig(
@@ -53,9 +55,7 @@ PRESETS = {
     "olmo2-13b": DecoderConfig(
         *(100_352, 5120, 40, 40, 40, 13_824), rope_theta=5e5, norm_eps=1e-6, layer=LAYER2
     ),
-    "olmo3-7b": olmo3(
-        *(100_278, 4096), layers=32, heads=32, kv_heads=32, d_ff=11_008, norm_eps=1e-6
-    ),
+    "olmo3-7b": olmo3(32, **_SIZES3_7B, norm_eps=1e-6),
 }
 """Published shapes by name, and small ones for tests."""
 

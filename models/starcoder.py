@@ -39,8 +39,9 @@ def starcoder2(*shape: Any, bias: bool = True, **fields: Any) -> DecoderConfig:
         AttentionSpec(qkv_bias=bias, out_bias=bias),
         MLPSpec(activation="gelu_tanh", gated=False, bias=bias),
     )
-    fields = {"norm": NormSpec("layer", bias=True), "tied": True, "layer": layer} | fields
-    return DecoderConfig(*shape, **fields)
+    norm = NormSpec("layer", bias=True)
+    defaults: dict[str, Any] = {"norm": norm, "tied": True, "layer": layer}
+    return DecoderConfig(*shape, **defaults | fields)
 
 
 PRESETS = {

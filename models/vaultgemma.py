@@ -55,7 +55,13 @@ def vaultgemma(
     return DecoderConfig(**_DEFAULTS | table | {"layers": len(kinds)} | fields)
 
 
-_SIZES_1B = {"vocab": 256_000, "d_model": 1152, "heads": 4, "kv_heads": 4, "d_ff": 6912}
+_SIZES_1B: dict[str, Any] = {
+    "vocab": 256_000,
+    "d_model": 1152,
+    "heads": 4,
+    "kv_heads": 4,
+    "d_ff": 6912,
+}
 
 PRESETS = {
     "test-vaultgemma": vaultgemma(

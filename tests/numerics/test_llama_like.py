@@ -200,7 +200,7 @@ REFUSED = {
     "arcee": {"hidden_act": "silu"},
     "cohere": {"use_qk_norm": True},
     "cwm": {"sliding_window": None},
-    "exaone": {"layer_types": ["chunked_attention"] * 4},
+    "exaone": {"layer_types": ["chunked_attention"] * 8},
     "gemma3": {"attn_logit_softcapping": 50.0},
     "granite": {"logits_scaling": 0},
     "helium": {"head_dim": 16},
