@@ -50,6 +50,7 @@ PRESETS = {
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
+    fields.value("max_window_layers")  # has no effect
     sizes = read_sizes(fields, theta=2e6, kv_heads=4, tied=True)
     rotated = _read_rotated(fields, sizes["layers"])
     has_windows = fields.flag("use_sliding_window", default=False)

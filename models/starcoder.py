@@ -24,7 +24,11 @@ from spmd.models.decoder.published import (
 )
 
 _EPS = "norm_epsilon"
-_DROPOUT = ("residual_dropout", "embedding_dropout")
+_HARMLESS = (
+    *("residual_dropout", "embedding_dropout", "activation_function"),
+    *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+)
+"""Fields of training, an earlier name, and the precision of the softmax, always float32."""
 
 
 def starcoder2(*shape: Any, bias: bool = True, **fields: Any) -> DecoderConfig:
@@ -64,8 +68,11 @@ for _ours, _theirs in (("up_proj", "c_fc"), ("down_proj", "c_proj")):
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    for name in _DROPOUT:
+    for name in _HARMLESS:
         fields.value(name)
+    fields.only("mlp_type", "default")
+    fields.only("norm_type", "layer_norm")
+    fields.only("scale_attn_weights", True)
     sizes = read_sizes(
         fields,
         eps=1e-5,
@@ -74,6 +81,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         tied=True,
         activation=("hidden_act", TANH),
     )
+    fields.only("layer_norm_epsilon", sizes["norm_eps"])  # an earlier name
     window = read_window(fields, absent=0)
     return fields.build(
         starcoder2, **sizes, window=window, bias=fields.flag("use_bias", default=True)
@@ -91,4 +99,4 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = decoder_family("Starcoder2ForCausalLM", _read, _write, _NAMES, harmless=_DROPOUT)
+FAMILY = decoder_family("Starcoder2ForCausalLM", _read, _write, _NAMES, harmless=_HARMLESS)

@@ -14,7 +14,7 @@ from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.hf.fields import Fields
-from spmd.models import llama, mistral, qwen
+from spmd.models import internlm, llama, mistral, qwen
 from spmd.models.decoder import (
     AttentionSpec,
     DecoderConfig,
@@ -196,6 +196,24 @@ def test_secondary_families_leave_other_models_to_the_first():
     assert mistral.MINISTRAL_FAMILY.secondary
 
 
+def test_biases_of_internlm_are_those_of_llama():
+    """By its names of the fields and by Llama's; queries may have biases alone, here only."""
+    family, config = internlm.FAMILY, SMALL["internlm3"]
+    values = family.write_config(config)
+    del values["qkv_bias"], values["bias"]
+    of_llama = values | {"attention_bias": True, "mlp_bias": True}
+    expected = llama.FAMILY.read_config(of_llama).pattern.kinds
+    assert family.read_config(of_llama).pattern.kinds == expected
+    both = values | {"qkv_bias": True, "bias": True}
+    assert family.read_config(both).pattern.kinds == expected
+    queries = family.read_config(values | {"qkv_bias": True})
+    mixer = queries.pattern.kinds[0].mixer
+    assert (mixer.qkv_bias, mixer.out_bias) == (True, False)
+    assert family.fits(queries)
+    with pytest.raises(ConfigError, match="qkv_bias"):
+        family.read_config(values | {"qkv_bias": True, "attention_bias": False})
+
+
 REFUSED = {
     "arcee": {"hidden_act": "silu"},
     "cohere": {"use_qk_norm": True},
@@ -367,7 +385,7 @@ def test_a_table_fits_every_axis(name):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["olmo", "olmo2", "hunyuan", "cohere2", "nemotron", "gemma3"])
+@pytest.mark.parametrize("name", ["olmo", "olmo2", "hunyuan", "cohere2", "nemotron"])
 def test_a_family_trains_as_on_one_device(name):
     """The initial state, and of two steps the loss, gradients and updates."""
     config = SMALL[name]
