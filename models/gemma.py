@@ -20,27 +20,32 @@ from spmd.models.decoder.published import (
     decoder_family,
     layer_names,
     read_sizes,
+    write_query_scale,
     write_sizes,
 )
+from spmd.models.decoder.published_layers import write_layer_types
 
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "norm_eps": 1e-6,
     "tied": True,
     "norm": NormSpec(offset=1.0),
     "embed_scale": 0.0,  # √d_model
 }
-_MLP = MLPSpec(activation="gelu_tanh")
-_NAMES = layer_names(
+"""Fields of all versions."""
+MLP = MLPSpec(activation="gelu_tanh")
+"""MLP of all versions."""
+NAMES2 = layer_names(
     attention_norm="input_layernorm",
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
+"""Tensors of a layer with norms before and after attention and MLP."""
 
 
 def gemma(*shape: Any, **fields: Any) -> DecoderConfig:
     """Return the config of a Gemma from fields of `DecoderConfig`."""
-    fields = _DEFAULTS | {"layer": LayerSpec(mlp=_MLP)} | fields
+    fields = DEFAULTS | {"layer": LayerSpec(mlp=MLP)} | fields
     return DecoderConfig(*shape, **fields)
 
 
@@ -60,8 +65,8 @@ def gemma2(
     pair = []
     for name, size in (("local_block", window), ("global_block", 0)):
         mixer = AttentionSpec(window=size, scale=query_scale**-0.5, soft_cap=soft_cap)
-        pair.append(LayerSpec(mixer, _MLP, norms="both", name=name))
-    fields = _DEFAULTS | {"logits_soft_cap": 30.0, "group": tuple(pair)} | fields
+        pair.append(LayerSpec(mixer, MLP, norms="both", name=name))
+    fields = DEFAULTS | {"logits_soft_cap": 30.0, "group": tuple(pair)} | fields
     return DecoderConfig(*shape, **fields)
 
 
@@ -92,18 +97,42 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     return fields.build(gemma, **sizes)
 
 
-def _read_sizes(fields: Fields, activation: tuple[str, ...], **family: bool) -> dict[str, Any]:
+def _read_sizes(fields: Fields, activation: tuple[str, ...], **family: Any) -> dict[str, Any]:
     fields.only("attention_bias", False)
     fields.only("use_bidirectional_attention", False)
     return read_sizes(fields, head_dim=256, tied=True, activation=activation, **family)
 
 
+def read_gemma(fields: Fields, **family: Any) -> dict[str, Any]:
+    """Parse the fields of Gemma 2 and later, as arguments of `DecoderConfig`.
+
+    Args:
+        fields: Fields of config.json.
+        **family: Other arguments of `read_sizes`.
+    """
+    fields.only("hidden_act", TANH)
+    fields.value("cache_implementation")  # affects only generation
+    activation = ("hidden_activation", TANH)
+    return _read_sizes(fields, activation, kv_heads=4, heads_divide=True, **family)
+
+
+def write_gemma_layers(config: DecoderConfig) -> dict[str, Any]:
+    """Return the fields of config.json of Gemma 2 and later, with `layer_types`."""
+    fields = write_sizes(config)
+    del fields["hidden_act"]
+    return {
+        **fields,
+        "hidden_activation": TANH,
+        **write_layer_types(config),
+        "query_pre_attn_scalar": write_query_scale(config),
+        "attn_logit_softcapping": config.pattern.kinds[0].mixer.soft_cap or None,
+        "final_logit_softcapping": config.logits_soft_cap or None,
+    }
+
+
 def _read2(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    sizes = _read_sizes(fields, ("hidden_activation", TANH), heads_divide=True)
-    fields.only("hidden_act", TANH)
-    # affects only generation
-    fields.value("cache_implementation")
+    sizes = read_gemma(fields)
     for name in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
         if fields.is_null(name):
             fields.refuse(name, "is null, and this model requires it")
@@ -127,19 +156,16 @@ def _write2(config: DecoderConfig) -> dict[str, Any]:
     sizes = write_sizes(config)
     del sizes["hidden_act"]
     mixer = config.pattern.group[0].mixer
-    query_scale = mixer.head_dim
-    if mixer.scale:
-        query_scale = round(mixer.scale**-2)
     return {
         "model_type": "gemma2",
         **sizes,
         "hidden_activation": TANH,
         "sliding_window": mixer.window,
-        "query_pre_attn_scalar": query_scale,
+        "query_pre_attn_scalar": write_query_scale(config),
         "attn_logit_softcapping": mixer.soft_cap,
         "final_logit_softcapping": config.logits_soft_cap,
     }
 
 
 GEMMA_FAMILY = decoder_family("GemmaForCausalLM", _read, _write)
-GEMMA2_FAMILY = decoder_family("Gemma2ForCausalLM", _read2, _write2, _NAMES)
+GEMMA2_FAMILY = decoder_family("Gemma2ForCausalLM", _read2, _write2, NAMES2)

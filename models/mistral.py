@@ -5,6 +5,8 @@ config = dataclasses.replace(PRESETS["mistral-7b"], layers=4)
 model = spmd.from_nnx(config.build)
 ```
 
+Ministral is a Mistral with a kind of attention for each layer, `layer_types` in config.json.
+
 The first release has a window of 4,096 tokens, later ones have none. The heads of Mistral NeMo are
 narrower than d_model / heads.
 """
@@ -13,8 +15,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import DecoderConfig
+from spmd.models.decoder import DecoderConfig, LayerSpec
 from spmd.models.decoder.published import decoder_family, read_sizes, read_window, write_sizes
+from spmd.models.decoder.published_layers import (
+    FULL,
+    SLIDING,
+    attention_table,
+    every,
+    read_layer_types,
+    read_window_of,
+    write_layer_types,
+)
 
 PRESETS = {
     "test": DecoderConfig(
@@ -49,3 +60,24 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 
 FAMILY = decoder_family("MistralForCausalLM", _read, _write)
+
+
+def _read_ministral(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    sizes = read_sizes(fields, kv_heads=8)
+    kind = SLIDING
+    if fields.is_null("sliding_window"):
+        kind = FULL
+    default = every(1, sizes["layers"], seldom=kind)
+    kinds = read_layer_types(fields, sizes["layers"], default)
+    window = read_window_of(fields, kinds, absent=4096)
+    return fields.build(DecoderConfig, **sizes, **attention_table(LayerSpec(), window, kinds))
+
+
+def _write_ministral(config: DecoderConfig) -> dict[str, Any]:
+    return {"model_type": "ministral", **write_sizes(config), **write_layer_types(config)}
+
+
+MINISTRAL_FAMILY = decoder_family(
+    "MinistralForCausalLM", _read_ministral, _write_ministral, secondary=True
+)

@@ -1,8 +1,9 @@
 """Softmax attention as a token mixer: grouped queries, rotary positions, windows, norms, biases."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
@@ -12,9 +13,15 @@ from spmd.layers.attention import attend
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
-from spmd.models.decoder.norms import LayerNorm, RMSNorm, make_norm, norm_params
+from spmd.models.decoder.norms import (
+    LayerNorm,
+    RMSNorm,
+    make_norm,
+    norm_leaves,
+    norm_params,
+)
 from spmd.models.decoder.rotary import Rotary, rotate
-from spmd.models.decoder.sizes import Sizes
+from spmd.models.decoder.sizes import NormSpec, Sizes
 from spmd.plan.annotate import annotate
 from spmd.sharding.rules import replicate
 
@@ -38,7 +45,15 @@ class AttentionSpec:
     out_bias: bool = False
     """Add a bias to the output."""
     qk_norm: Literal["none", "head", "full"] = "none"
-    """Normalise queries and keys: each head (arXiv:2302.05442), or all heads together."""
+    """Normalise queries and keys: each head (arXiv:2302.05442), or all heads together (OLMo 2,
+    arXiv:2501.00656)."""
+    qk_norm_kind: NormSpec | None = None
+    """Kind of these norms; None for that of the network."""
+    qk_norm_after: bool = False
+    """Normalise them after their rotation (Hunyuan), not before."""
+    clip_qkv: float = 0.0
+    """Largest absolute value of queries, keys and values, with their biases, before norms and
+    rotation (`clip_qkv` of OLMo, arXiv:2402.00838); 0 for no limit."""
     scale: float = 0.0
     """Factor of the scores; 0 for head_dim^−½."""
     soft_cap: float = 0.0
@@ -57,6 +72,9 @@ class AttentionSpec:
         rotary = self.rotary
         if rotary is not None:
             rotary = rotary.resolve(sizes.rope_theta, sizes.rope_scaling)
+        qk_norm_kind = self.qk_norm_kind
+        if qk_norm_kind is None and self.qk_norm != "none":
+            qk_norm_kind = sizes.norm
         return dataclasses.replace(
             self,
             heads=self.heads or sizes.heads,
@@ -64,13 +82,15 @@ class AttentionSpec:
             head_dim=self.head_dim or sizes.head_dim,
             window=window,
             rotary=rotary,
+            qk_norm_kind=qk_norm_kind,
         )
 
     def problems(self, where: str, sizes: Sizes) -> list[Problem]:
         """Return a problem for each invalid field of a resolved spec."""
         del sizes
-        rules = dict.fromkeys(("heads", "kv_heads", "head_dim"), "at least 1")
-        rules |= dict.fromkeys(("window", "scale", "soft_cap"), "at least 0")
+        rules: dict[str, Any] = dict.fromkeys(("heads", "kv_heads", "head_dim"), "at least 1")
+        rules |= dict.fromkeys(("window", "scale", "soft_cap", "clip_qkv"), "at least 0")
+        rules["qk_norm"] = ("none", "head", "full")
         problems = check_fields(self, rules, prefix=where)
         if not problems and self.heads % self.kv_heads:
             problem = Problem(
@@ -82,6 +102,18 @@ class AttentionSpec:
             problems.append(problem)
         if not problems and self.rotary is not None:
             problems += self.rotary.problems(where, self.head_dim)
+        return problems + self._norm_problems(where)
+
+    def _norm_problems(self, where: str) -> list[Problem]:
+        """Return a problem for each option of norms that acts on nothing."""
+        problems = []
+        if self.qk_norm == "none" and self.qk_norm_kind is not None:
+            fix = 'None, or qk_norm="head" or "full"'
+            problems.append(Problem(f"{where}qk_norm_kind", "acts on no norm", fix=fix))
+        if self.qk_norm_after and (self.qk_norm == "none" or self.rotary is None):
+            fix = "False, or give both qk_norm and rotary"
+            what = "acts on nothing without norms or without rotary positions"
+            problems.append(Problem(f"{where}qk_norm_after", what, fix=fix))
         return problems
 
     @property
@@ -112,10 +144,11 @@ class AttentionSpec:
             count += self.attention_width + 2 * self.kv_width
         if self.out_bias:
             count += sizes.d_model
-        if self.qk_norm == "head":
-            count += 2 * self.head_dim * norm_params(sizes.norm)
-        if self.qk_norm == "full":
-            count += (self.attention_width + self.kv_width) * norm_params(sizes.norm)
+        if self.qk_norm_kind is not None:
+            channels = 2 * self.head_dim
+            if self.qk_norm == "full":
+                channels = self.attention_width + self.kv_width
+            count += channels * norm_params(self.qk_norm_kind)
         return count
 
     def rows(self, fsdp: Axes) -> TableRows:
@@ -129,12 +162,7 @@ class AttentionSpec:
         if self.out_bias:
             reason = replicate("added once, where rows are summed over tensor")
             params.append(("attention/o_proj/bias", reason))
-        if self.qk_norm == "head":
-            reason = replicate("one scale of head_dim for all heads of a layer")
-            params.append(("attention/(q|k)_norm/scale", reason))
-        if self.qk_norm == "full":
-            reason = replicate("one vector of a layer, and a norm over all heads")
-            params.append(("attention/(q|k)_norm/scale", reason))
+        params += self._norm_rows()
         activations = (
             ("attention_input", TOKENS),
             # [batch, seq, heads, head_dim]
@@ -142,6 +170,16 @@ class AttentionSpec:
             *hidden("attention_out"),  # [batch, seq, heads · head_dim]
         )
         return TableRows(tuple(params), activations)
+
+    def _norm_rows(self) -> list[ParamRow]:
+        """Return the rows of the norms of queries and keys."""
+        if self.qk_norm_kind is None:
+            return []
+        reason = replicate("one scale of head_dim for all heads of a layer")
+        if self.qk_norm == "full":
+            reason = replicate("one vector of a layer, and a norm over all heads")
+        leaves = norm_leaves(self.qk_norm_kind)
+        return [(f"attention/(q|k)_norm/{leaf}", reason) for leaf in leaves]
 
     def build(self, sizes: Sizes, angles: int, rngs: nnx.Rngs) -> "Attention":
         """Build the module of a resolved spec.
@@ -177,14 +215,14 @@ class Attention(nnx.Module):
         spec = self.spec
         kernels = (self.q_proj.kernel, self.k_proj.kernel, self.v_proj.kernel)
         query, key, value = column_parallel(x, kernels, "attention_input", spec.head_dim)
-        query = self.q_proj.with_bias(query)
-        key = self.k_proj.with_bias(key)
-        value = self.v_proj.with_bias(value)
-        query = self._heads(query, self.q_norm, spec.heads)
-        query = annotate(self._rotated(query, inputs), "attention_query")
-        key = self._heads(key, self.k_norm, spec.kv_heads)
-        key = annotate(self._rotated(key, inputs), "attention_key")
-        value = annotate(self._heads(value, None, spec.kv_heads), "attention_value")
+        query = self._clipped(self.q_proj.with_bias(query))
+        key = self._clipped(self.k_proj.with_bias(key))
+        value = self._clipped(self.v_proj.with_bias(value))
+        query = self._positioned(self._heads(query, spec.heads), self.q_norm, inputs)
+        query = annotate(query, "attention_query")
+        key = self._positioned(self._heads(key, spec.kv_heads), self.k_norm, inputs)
+        key = annotate(key, "attention_key")
+        value = annotate(self._heads(value, spec.kv_heads), "attention_value")
         out = attend(
             query,
             key,
@@ -199,20 +237,41 @@ class Attention(nnx.Module):
         y = row_parallel(out, self.o_proj.kernel, "attention_input", spec.head_dim)
         return self.o_proj.with_bias(y)
 
+    def _clipped(self, y: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq hidden"]:
+        """Limit absolute values, if there is a limit."""
+        limit = self.spec.clip_qkv
+        if not limit:
+            return y
+        return jnp.clip(y, -limit, limit)
+
     def _heads(
-        self,
-        y: Float[Array, "batch seq hidden"],
-        norm: RMSNorm | LayerNorm | None,
-        count: int,
+        self, y: Float[Array, "batch seq hidden"], count: int
     ) -> Float[Array, "batch seq heads dim"]:
-        """Return separate heads, normalised by the norm, if any."""
+        """Return separate heads."""
         batch, seq, _ = y.shape
-        if norm is not None and self.spec.qk_norm == "full":
-            y = norm(y)
-        y = y.reshape(batch, seq, count, -1)
-        if norm is not None and self.spec.qk_norm == "head":
-            y = norm(y)
-        return y
+        return y.reshape(batch, seq, count, -1)
+
+    def _positioned(
+        self,
+        heads: Float[Array, "batch seq heads dim"],
+        norm: RMSNorm | LayerNorm | None,
+        inputs: LayerInputs,
+    ) -> Float[Array, "batch seq heads dim"]:
+        """Return heads normalised by the norm, if any, and rotated, in this order or the other."""
+        if self.spec.qk_norm_after:
+            return self._normed(self._rotated(heads, inputs), norm)
+        return self._rotated(self._normed(heads, norm), inputs)
+
+    def _normed(
+        self, heads: Float[Array, "batch seq heads dim"], norm: RMSNorm | LayerNorm | None
+    ) -> Float[Array, "batch seq heads dim"]:
+        """Normalise each head, or all heads together."""
+        if norm is None:
+            return heads
+        if self.spec.qk_norm == "head":
+            return norm(heads)
+        together = heads.reshape(*heads.shape[:2], -1)
+        return norm(together).reshape(heads.shape)
 
     def _rotated(
         self, heads: Float[Array, "batch seq heads dim"], inputs: LayerInputs
@@ -220,7 +279,7 @@ class Attention(nnx.Module):
         """Rotate heads by the positions of their tokens, if they have some."""
         if self.spec.rotary is None:
             return heads
-        return rotate(heads, inputs.angles[self.angles])
+        return rotate(heads, inputs.angles[self.angles], self.spec.rotary.interleaved)
 
 
 def _qk_norm(spec: AttentionSpec, width: int, sizes: Sizes) -> RMSNorm | LayerNorm | None:
@@ -228,4 +287,4 @@ def _qk_norm(spec: AttentionSpec, width: int, sizes: Sizes) -> RMSNorm | LayerNo
         return None
     if spec.qk_norm == "head":
         width = spec.head_dim
-    return make_norm(width, sizes)
+    return make_norm(width, sizes, spec.qk_norm_kind)

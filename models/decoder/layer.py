@@ -6,7 +6,7 @@ from typing import Any, Literal
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spmd.errors import Problem
+from spmd.errors import Problem, check_fields
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.declared import Axes, TableRows
@@ -58,7 +58,8 @@ class LayerSpec:
 
     def problems(self, where: str, sizes: Sizes) -> list[Problem]:
         """Return a problem for each invalid field of a resolved spec."""
-        problems = self.mixer.problems(f"{where}mixer.", sizes)
+        problems = check_fields(self, {"norms": tuple(_NORM_NAMES)}, prefix=where)
+        problems += self.mixer.problems(f"{where}mixer.", sizes)
         if self.mlp is not None:
             problems += self.mlp.problems(f"{where}mlp.")
         return problems

@@ -111,9 +111,9 @@ def _for_tokens(values: Float[Array, "d"], x: Array) -> Array:
     return jnp.expand_dims(values, tuple(range(x.ndim - 1)))
 
 
-def make_norm(width: int, sizes: Sizes) -> RMSNorm | LayerNorm:
-    """Return a norm of the network's kind, over the last dimension, of size `width`."""
-    norm = sizes.norm
+def make_norm(width: int, sizes: Sizes, norm: NormSpec | None = None) -> RMSNorm | LayerNorm:
+    """Return a norm over the last dimension, of size `width`; of the network's kind by default."""
+    norm = norm or sizes.norm
     if norm.kind == "rms":
         return RMSNorm(width, eps=sizes.norm_eps, offset=norm.offset, has_scale=norm.scale)
     return LayerNorm(
@@ -128,3 +128,13 @@ def make_norm(width: int, sizes: Sizes) -> RMSNorm | LayerNorm:
 def norm_params(norm: NormSpec) -> int:
     """Return the number of parameters of a norm for each channel."""
     return int(norm.scale) + int(norm.bias)
+
+
+def norm_leaves(norm: NormSpec) -> list[str]:
+    """Return the names of a norm's parameters."""
+    leaves = []
+    if norm.scale:
+        leaves.append("scale")
+    if norm.bias:
+        leaves.append("bias")
+    return leaves

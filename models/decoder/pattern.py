@@ -42,6 +42,8 @@ def find_pattern(
     covered = 0
     for size in range(1, count // 2 + 1):
         for start in range(min(leading, count - 2 * size) + 1):
+            if (count - start) // size * size <= covered:
+                break  # not more than before, even if all the others repeat
             repeats = _repeats(kinds, start, size)
             if repeats > 1 and repeats * size > covered:
                 covered = repeats * size

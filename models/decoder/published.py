@@ -176,6 +176,7 @@ def decoder_family(
     ignored: tuple[Ignored, ...] = (),
     harmless: tuple[str, ...] = (),
     optional_prefix: bool = False,
+    secondary: bool = False,
 ) -> Family:
     """Return a family of decoders.
 
@@ -190,6 +191,7 @@ def decoder_family(
         ignored: More tensors without a parameter.
         harmless: As in `Family`.
         optional_prefix: Whether tensors may lack their prefix.
+        secondary: As in `Family`.
     """
     tensors = names or TensorNames(layer or layer_names(), _ENDS)
 
@@ -215,6 +217,7 @@ def decoder_family(
         ignored=lambda config: (*tensors.ignored(config), *ignored),
         prefix=prefix,
         harmless=harmless,
+        secondary=secondary,
     )
 
 
@@ -244,8 +247,10 @@ def read_sizes(
     fields: Fields,
     *,
     eps: float = 1e-6,
+    eps_field: str = "rms_norm_eps",
     theta: float = 10_000.0,
     head_dim: int = 0,
+    kv_heads: int = 0,
     tied: bool = False,
     activation: tuple[str, ...] = ("hidden_act", "silu"),
     heads_divide: bool = False,
@@ -254,9 +259,12 @@ def read_sizes(
 
     Args:
         fields: Fields of config.json.
-        eps: Default of `rms_norm_eps`.
-        theta: Default of `rope_theta`.
+        eps: Default of the norms' field; the value without such a field.
+        eps_field: Name of that field; empty for none.
+        theta: Default of `rope_theta`; 0 for a family that reads its rotary embeddings itself.
         head_dim: Default of `head_dim`; 0 for the width divided by the heads.
+        kv_heads: `num_key_value_heads` if it is absent; null always means as many as heads, as does
+            0 here.
         tied: Default of `tie_word_embeddings`.
         activation: Name of the MLP's activation field, and the supported values.
         heads_divide: Whether the heads must divide the width.
@@ -271,23 +279,34 @@ def read_sizes(
         head_dim = 0
     fields.only(*activation)
     fields.only("is_causal", True)
-    rotary = read_rotary(fields, Rotary(theta, RopeScaling()))
-    if rotary.fraction != 1:
-        what = f"is {rotary.fraction:g}, and this model rotates whole heads"
-        fields.refuse("partial_rotary_factor", what)
+    if fields.is_null("num_key_value_heads") or not kv_heads:
+        kv_heads = heads
+    if eps_field:
+        eps = fields.number(eps_field, eps, least=0)
+    rotary = {}
+    if theta:
+        rotary = _read_network_rotary(fields, theta)
     return {
         "vocab": fields.integer("vocab_size"),
         "d_model": width,
         "layers": fields.integer("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": fields.integer("num_key_value_heads", heads),
+        "kv_heads": fields.integer("num_key_value_heads", kv_heads),
         "d_ff": fields.integer("intermediate_size"),
         "head_dim": head_dim,
-        "rope_theta": rotary.theta,
-        "rope_scaling": rotary.scaling,
-        "norm_eps": fields.number("rms_norm_eps", eps, least=0),
+        **rotary,
+        "norm_eps": eps,
         "tied": fields.flag("tie_word_embeddings", tied),
     }
+
+
+def _read_network_rotary(fields: Fields, theta: float) -> dict[str, Any]:
+    """Parse the rotary embeddings of whole heads, equal in all layers."""
+    rotary = read_rotary(fields, Rotary(theta, RopeScaling()))
+    if rotary.fraction != 1:
+        what = f"is {rotary.fraction:g}, and this model rotates whole heads"
+        fields.refuse("partial_rotary_factor", what)
+    return {"rope_theta": rotary.theta, "rope_scaling": rotary.scaling}
 
 
 def read_layer(fields: Fields) -> LayerSpec:
@@ -315,6 +334,24 @@ def read_window(fields: Fields, absent: int) -> int:
     return absent
 
 
+def read_soft_cap(fields: Fields, name: str, absent: float) -> float:
+    """Parse a soft cap; null means 0, no cap, and `absent` is the default."""
+    if fields.is_null(name):
+        return 0.0
+    cap = fields.number(name, absent, least=0)
+    if cap == 0 and fields.value(name) is not None:
+        fields.refuse(name, "is 0", "a number above 0, or null for no cap")
+    return cap
+
+
+def write_query_scale(config: DecoderConfig) -> int:
+    """Return `query_pre_attn_scalar`: scores are divided by its square root."""
+    mixer = config.pattern.kinds[0].mixer
+    if not mixer.scale:
+        return mixer.head_dim
+    return round(mixer.scale**-2)
+
+
 def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
     """Require `layer_types`, if present, to repeat a pattern of attention kinds over all layers."""
     kinds = fields.value("layer_types")
@@ -327,8 +364,11 @@ def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
         fields.refuse("layer_types", what)
 
 
-def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+def write_sizes(config: DecoderConfig, eps_field: str = "rms_norm_eps") -> dict[str, Any]:
     """Return the fields of config.json: the inverse of `read_sizes`."""
+    eps = {}
+    if eps_field:
+        eps[eps_field] = config.norm_eps
     return {
         "vocab_size": config.vocab,
         "hidden_size": config.d_model,
@@ -339,6 +379,6 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
         "intermediate_size": config.d_ff,
         "hidden_act": "silu",
         **write_rotary(Rotary(config.rope_theta, config.rope_scaling)),
-        "rms_norm_eps": config.norm_eps,
+        **eps,
         "tie_word_embeddings": config.tied,
     }

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.models.decoder.declared import HIDDEN, TOKENS, Axes, ParamRow, TableRows
 from spmd.models.decoder.decoder import DecoderConfig
+from spmd.models.decoder.norms import norm_leaves
 from spmd.sharding.batch import TOKENS as TOKEN_BATCH
 from spmd.sharding.rules import Rules, replicate
 
@@ -96,11 +97,7 @@ def _each(axes: Axes) -> tuple[str, ...]:
 
 def _norms(config: DecoderConfig) -> TableRows:
     """Return the rows of the norms of the residual stream."""
-    leaves = []
-    if config.norm.scale:
-        leaves.append("scale")
-    if config.norm.bias:
-        leaves.append("bias")
+    leaves = norm_leaves(config.norm)
     if not leaves:
         return TableRows()
     names: dict[str, None] = {}

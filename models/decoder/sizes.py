@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from spmd.errors import ConfigError, Problem, check_fields
 from spmd.models.decoder.rotary import RopeScaling
 
 
@@ -18,6 +19,16 @@ class NormSpec:
     """Learn a scale for each channel."""
     bias: bool = False
     """Learn a bias for each channel; for kind=layer."""
+
+    def __post_init__(self) -> None:
+        problems = check_fields(self, {"kind": ("rms", "layer")}, prefix="norm.")
+        if self.kind == "rms" and self.bias:
+            problems.append(Problem("norm.bias", "acts on nothing with kind=rms", fix="False"))
+        if self.offset and not self.scale:
+            what = "acts on nothing without a scale"
+            problems.append(Problem("norm.offset", what, fix="0, or scale=True"))
+        if problems:
+            raise ConfigError("Invalid norm:", problems)
 
 
 @dataclasses.dataclass(frozen=True)

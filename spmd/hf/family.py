@@ -106,6 +106,8 @@ class Family:
         prefix: Prefix of tensor names that some checkpoints omit.
         harmless: Fields of config.json, besides `spmd.hf.fields.HARMLESS`, that do not change a
             trained model; export copies them from the original config.json.
+        secondary: Whether export prefers another family that a config belongs to, unless the
+            original config.json has this one's architecture.
     """
 
     architectures: tuple[str, ...]
@@ -117,6 +119,7 @@ class Family:
     ignored: Callable[[Any], tuple[Ignored, ...]] = lambda config: ()
     prefix: str = ""
     harmless: tuple[str, ...] = ()
+    secondary: bool = False
 
     def tables(
         self, config: Any, tensors: Iterable[str], aliases: Mapping[str, str] = _NO_ALIASES
@@ -243,7 +246,7 @@ def _family_name(architecture: str) -> str:
 def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
     """Return the family for the export of a model config.
 
-    One with the given architectures is preferred.
+    One with the given architectures is preferred, then one that is not secondary.
     """
     preferred = set(architectures)
     fitting = [family for family in families().values() if family.fits(config)]
@@ -254,7 +257,7 @@ def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
     for family in fitting:
         if preferred & set(family.architectures):
             return family
-    return fitting[0]
+    return min(fitting, key=lambda family: family.secondary)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,226 @@
+"""Kinds of layers as in config.json: `layer_types`, a word for each layer, and the window.
+
+```python
+kinds = read_layer_types(fields, layers, default=every(4, layers))
+window = read_window_of(fields, kinds, absent=4096)
+fields.build(DecoderConfig, **sizes, **attention_table(LayerSpec(), window, kinds))
+```
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from spmd.errors import did_you_mean
+from spmd.hf.fields import Fields
+from spmd.models.decoder.decoder import DecoderConfig
+from spmd.models.decoder.layer import LayerSpec
+from spmd.models.decoder.pattern import find_pattern
+from spmd.models.decoder.published_rotary import (
+    read_rotary,
+    read_rotary_by_layer,
+    write_rotary_by_layer,
+)
+from spmd.models.decoder.rotary import RopeScaling, Rotary
+
+FULL = "full_attention"
+"""Attention to all preceding tokens."""
+SLIDING = "sliding_attention"
+"""Attention in a sliding window of `sliding_window` tokens, the attending one included."""
+
+_MOST_LAYERS = 1000
+_UNUSED_WINDOW = 4096
+
+Kind = TypeVar("Kind", bound=str | tuple[Any, ...])
+
+
+def every(interval: int, layers: int, often: str = SLIDING, seldom: str = FULL) -> list[str]:
+    """Return the kinds of layers, with `seldom` for the last one of each interval.
+
+    Example:
+        >>> every(3, 4, "s", "f")
+        ['s', 's', 'f', 's']
+    """
+    kinds = []
+    for number in range(1, min(layers, _MOST_LAYERS) + 1):
+        kind = often
+        if number % interval == 0:
+            kind = seldom
+        kinds.append(kind)
+    return kinds
+
+
+def read_layer_types(
+    fields: Fields,
+    layers: int,
+    default: Sequence[str],
+    known: Collection[str] = (FULL, SLIDING),
+) -> list[str]:
+    """Parse `layer_types`; a wrong number of words and unknown ones are reported to `fields`.
+
+    Args:
+        fields: Fields of config.json.
+        layers: Number of layers.
+        default: The kinds if the field is absent or null.
+        known: The supported words.
+    """
+    if layers > _MOST_LAYERS:
+        fields.refuse("num_hidden_layers", f"is {layers}, and at most {_MOST_LAYERS} have kinds")
+        return list(default)
+    found = fields.value("layer_types")
+    if found is None:
+        return list(default)
+    if not isinstance(found, list):
+        fields.refuse("layer_types", f"is {found!r:.80}, not a list of words")
+        return list(default)
+    if len(found) != layers:
+        fields.refuse("layer_types", f"has {len(found)} words for {layers} layers")
+        return list(default)
+    unknown = [(number, word) for number, word in enumerate(found) if word not in known]
+    for number, word in unknown[:3]:
+        what = f"is {word!r:.80}, and this model supports only {' or '.join(known)}"
+        fields.refuse(f"layer_types[{number}]", what, did_you_mean(str(word), known))
+    if unknown:
+        return list(default)
+    return found
+
+
+def read_window_of(fields: Fields, kinds: Collection[str], absent: int) -> int:
+    """Parse `sliding_window`, of the layers of kind `sliding_attention`; 0 without such layers.
+
+    Args:
+        fields: Fields of config.json.
+        kinds: The kinds of all layers.
+        absent: The value if the field is absent.
+    """
+    found = fields.value("sliding_window", absent)
+    if SLIDING not in kinds:
+        return 0
+    if fields.is_null("sliding_window") or not found:
+        fields.refuse("sliding_window", f"is {found}, and layers are of kind {SLIDING}")
+        return 1
+    return fields.integer("sliding_window", absent)
+
+
+def layer_table(kinds: Sequence[Kind], specs: Mapping[Kind, LayerSpec]) -> dict[str, Any]:
+    """Return the layer table, arguments of `DecoderConfig`, of the kinds of all layers.
+
+    Args:
+        kinds: The kind of each layer.
+        specs: Spec of each kind.
+
+    Example:
+        >>> table = layer_table("ssfssf", {"s": LayerSpec(), "f": LayerSpec(norms="both")})
+        >>> [spec.norms for spec in table["group"]]
+        ['before', 'before', 'both']
+    """
+    if len(set(kinds)) == 1:
+        return {"layer": specs[kinds[0]]}
+    pattern = find_pattern(kinds)
+    return {
+        "first": tuple(specs[kind] for kind in pattern.first),
+        "group": tuple(specs[kind] for kind in pattern.group),
+        "last": tuple(specs[kind] for kind in pattern.last),
+    }
+
+
+def attention_table(
+    layer: LayerSpec,
+    window: int,
+    kinds: Sequence[str],
+    *,
+    rotary: Sequence[Rotary | None] | None = None,
+) -> dict[str, Any]:
+    """Return the layer table, arguments of `DecoderConfig`, of layers that differ in attention.
+
+    Args:
+        layer: A layer of full attention.
+        window: Sliding window of layers of kind `sliding_attention`.
+        kinds: The kind of each layer.
+        rotary: The rotary positions of each layer; by default those of `layer`.
+    """
+    if rotary is None:
+        rotary = [layer.mixer.rotary] * len(kinds)
+    pairs = [*zip(kinds, rotary, strict=True)]
+    specs = {}
+    for kind, positions in dict.fromkeys(pairs):
+        size = 0
+        if kind == SLIDING:
+            size = window
+        mixer = dataclasses.replace(layer.mixer, window=size, rotary=positions)
+        specs[kind, positions] = dataclasses.replace(layer, mixer=mixer)
+    return layer_table(pairs, specs)
+
+
+def rotary_where(rotated: Sequence[bool], rotary: Rotary) -> list[Rotary | None]:
+    """Return the rotary positions of each layer: none where `rotated` is false."""
+    positions: list[Rotary | None] = []
+    for has_positions in rotated:
+        if has_positions:
+            positions.append(rotary)
+        else:
+            positions.append(None)
+    return positions
+
+
+def read_rotary_by_kind(fields: Fields, theta: float, local_theta: float) -> dict[str, Rotary]:
+    """Parse the rotary positions of layers of both kinds.
+
+    In files before `transformers` 5, only full attention has a scaling of positions, and
+    `rope_local_base_freq` is the base of layers with a window.
+
+    Args:
+        fields: Fields of config.json.
+        theta: Default of the base in full attention.
+        local_theta: Default of the base in layers with a window.
+    """
+    plain = RopeScaling()
+    if fields.value("rope_parameters") is not None:
+        defaults = {FULL: Rotary(theta, plain), SLIDING: Rotary(local_theta, plain)}
+        tables = fields.value("rope_parameters")
+        if isinstance(tables, Mapping) and defaults.keys() <= tables.keys():
+            fields.only("rope_scaling", None)
+            return read_rotary_by_layer(fields, defaults)
+        what = f"is {tables!r:.80}, without a table for each of {FULL} and {SLIDING}"
+        fields.refuse("rope_parameters", what)
+        return defaults
+    local = fields.number("rope_local_base_freq", local_theta, least=1)
+    return {FULL: read_rotary(fields, Rotary(theta, plain)), SLIDING: Rotary(local, plain)}
+
+
+def write_rotary_by_kind(config: DecoderConfig, theta: float, local_theta: float) -> dict[str, Any]:
+    """Return the fields of config.json: the inverse of `read_rotary_by_kind`.
+
+    `theta` and `local_theta` are the bases of kinds without a layer.
+    """
+    plain = RopeScaling()
+    found = {FULL: Rotary(theta, plain), SLIDING: Rotary(local_theta, plain)}
+    for kind, spec in zip(layer_types(config), config.pattern.kinds, strict=True):
+        if spec.mixer.rotary is not None:
+            found[kind] = spec.mixer.rotary
+    return write_rotary_by_layer(found)
+
+
+def layer_types(config: DecoderConfig) -> list[str]:
+    """Return `layer_types` of a config: the inverse of `read_layer_types`."""
+    kinds = []
+    for spec in config.pattern.kinds:
+        kind = FULL
+        if spec.mixer.window:
+            kind = SLIDING
+        kinds.append(kind)
+    return kinds
+
+
+def write_layer_types(config: DecoderConfig) -> dict[str, Any]:
+    """Return the fields `layer_types` and `sliding_window`.
+
+    `transformers` needs a window also if no layer has one.
+    """
+    window = max(spec.mixer.window or 0 for spec in config.pattern.kinds)
+    return {"layer_types": layer_types(config), "sliding_window": window or _UNUSED_WINDOW}
+
+
+def rotated_layers(config: DecoderConfig) -> list[bool]:
+    """Return whether each layer has rotary positions."""
+    return [spec.mixer.rotary is not None for spec in config.pattern.kinds]

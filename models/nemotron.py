@@ -1,0 +1,89 @@
+"""Nemotron-4 and Minitron: squared ReLU, LayerNorm, half of each head rotated (arXiv:2402.16819).
+
+```python
+config = dataclasses.replace(PRESETS["minitron-4b"], layers=4)
+model = spmd.from_nnx(config.build)
+```
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmd.hf.fields import Fields
+from spmd.models.decoder import (
+    AttentionSpec,
+    DecoderConfig,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    RopeScaling,
+    Rotary,
+)
+from spmd.models.decoder.published import decoder_family, read_sizes, write_biases, write_sizes
+from spmd.models.decoder.published_rotary import read_rotary, write_rotary
+
+_EPS = "norm_eps"
+_HALF = Rotary(fraction=0.5)
+_DEFAULT = Rotary(10_000.0, RopeScaling(), fraction=0.5)
+
+
+def nemotron(
+    *shape: Any,
+    rotary: Rotary = _HALF,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    **fields: Any,
+) -> DecoderConfig:
+    """Return the config of a Nemotron from fields of `DecoderConfig`.
+
+    Args:
+        *shape: The first fields, in order.
+        rotary: Rotary positions.
+        attention_bias: Add biases in attention.
+        mlp_bias: Add biases in the MLP.
+        **fields: Other fields.
+    """
+    layer = LayerSpec(
+        AttentionSpec(rotary=rotary, qkv_bias=attention_bias, out_bias=attention_bias),
+        MLPSpec(activation="relu2", gated=False, bias=mlp_bias),
+    )
+    norm = NormSpec("layer", offset=1.0, bias=True)
+    defaults: dict[str, Any] = {"norm": norm, "layer": layer}
+    return DecoderConfig(*shape, **defaults | fields)
+
+
+PRESETS = {
+    "test-nemotron": nemotron(64, 32, 2, 4, 2, 64, head_dim=16),
+    "minitron-4b": nemotron(256_000, 3072, 32, 24, 8, 9216, head_dim=128),
+}
+"""Published shape by name, and a small one for tests."""
+
+
+def _read(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    activation = ("hidden_act", "relu2")
+    sizes = read_sizes(fields, eps=1e-5, eps_field=_EPS, theta=0, activation=activation)
+    return fields.build(
+        nemotron,
+        **sizes,
+        rotary=read_rotary(fields, _DEFAULT),
+        attention_bias=fields.flag("attention_bias", default=False),
+        mlp_bias=fields.flag("mlp_bias", default=False),
+    )
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    rotary = config.pattern.group[0].mixer.rotary or _DEFAULT
+    sizes = write_sizes(config, _EPS)
+    sizes.pop("rope_scaling", None)
+    return {
+        "model_type": "nemotron",
+        **sizes,
+        **write_rotary(rotary),
+        "partial_rotary_factor": rotary.fraction,
+        **write_biases(config),
+        "hidden_act": "relu2",
+    }
+
+
+FAMILY = decoder_family("NemotronForCausalLM", _read, _write)

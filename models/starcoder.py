@@ -1,0 +1,102 @@
+"""StarCoder 2: LayerNorm, biases in all kernels, an MLP without a gate (arXiv:2402.19173).
+
+```python
+config = dataclasses.replace(PRESETS["starcoder2-3b"], layers=4)
+model = spmd.from_nnx(config.build)
+```
+
+The smaller models have a sliding window of 4,096 tokens, and tied embeddings.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from spmd.hf.family import AS_IS, TRANSPOSED
+from spmd.hf.fields import Fields
+from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
+from spmd.models.decoder.published import (
+    TANH,
+    decoder_family,
+    layer_names,
+    read_sizes,
+    read_window,
+    write_sizes,
+)
+
+_EPS = "norm_epsilon"
+_HARMLESS = (
+    *("residual_dropout", "embedding_dropout", "activation_function"),
+    *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+)
+"""Fields of training, an earlier name, and the precision of the softmax, always float32."""
+
+
+def starcoder2(*shape: Any, bias: bool = True, **fields: Any) -> DecoderConfig:
+    """Return the config of a StarCoder 2, from fields of `DecoderConfig`.
+
+    Args:
+        *shape: The first fields, in order.
+        bias: Add biases in attention and MLP (`use_bias`).
+        **fields: Other fields.
+    """
+    layer = LayerSpec(
+        AttentionSpec(qkv_bias=bias, out_bias=bias),
+        MLPSpec(activation="gelu_tanh", gated=False, bias=bias),
+    )
+    norm = NormSpec("layer", bias=True)
+    defaults: dict[str, Any] = {"norm": norm, "tied": True, "layer": layer}
+    return DecoderConfig(*shape, **defaults | fields)
+
+
+PRESETS = {
+    "test-starcoder2": starcoder2(64, 32, 2, 4, 2, 64, window=5),
+    "starcoder2-3b": starcoder2(
+        *(49_152, 3072, 30, 24, 2, 12_288), rope_theta=999_999.4420358813, window=4096
+    ),
+    "starcoder2-15b": starcoder2(
+        *(49_152, 6144, 40, 48, 4, 24_576), rope_theta=100_000.0, window=4096, tied=False
+    ),
+}
+"""Published shapes by name, and a small one for tests."""
+
+
+_NAMES = layer_names()
+for _ours, _theirs in (("up_proj", "c_fc"), ("down_proj", "c_proj")):
+    _NAMES[f"mlp/{_ours}/kernel"] = (f"mlp.{_theirs}.weight", TRANSPOSED)
+    _NAMES[f"mlp/{_ours}/bias"] = (f"mlp.{_theirs}.bias", AS_IS)
+
+
+def _read(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    for name in _HARMLESS:
+        fields.value(name)
+    fields.only("mlp_type", "default")
+    fields.only("norm_type", "layer_norm")
+    fields.only("scale_attn_weights", True)
+    sizes = read_sizes(
+        fields,
+        eps=1e-5,
+        eps_field=_EPS,
+        kv_heads=2,
+        tied=True,
+        activation=("hidden_act", TANH),
+    )
+    fields.only("layer_norm_epsilon", sizes["norm_eps"])  # an earlier name
+    window = read_window(fields, absent=0)
+    return fields.build(
+        starcoder2, **sizes, window=window, bias=fields.flag("use_bias", default=True)
+    )
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    mixer = config.pattern.group[0].mixer
+    return {
+        "model_type": "starcoder2",
+        **write_sizes(config, _EPS),
+        "hidden_act": TANH,
+        "use_bias": mixer.qkv_bias,
+        "sliding_window": mixer.window or None,
+    }
+
+
+FAMILY = decoder_family("Starcoder2ForCausalLM", _read, _write, _NAMES, harmless=_HARMLESS)
