@@ -72,7 +72,7 @@ def rules_from_transformers(
         rows: Rows as in `Rules.params`, placed first: for the embedding, the head, and others that
             the plan leaves out or that are to be split differently.
         mesh: A mesh with other axes than a plan's six, for `Rules.shardings`.
-        stacked: As in `Rules`.
+        stacked: As in `Rules`; by default `{"layers": "pipe"}`, which serves unrolled layers, too.
         activations: As in `Rules`.
         batch: As in `Rules`.
         report: Called with a text: the parameters of each entry with their spec, those that the
@@ -100,6 +100,8 @@ def rules_from_transformers(
     own = Rules(tuple(rows), activations, stacked, batch)
     if mesh is not None:
         own = own.on_mesh(mesh)
+    # Patterns have no layer numbers, so a module's recorded stacks must not replace these.
+    own = dataclasses.replace(own, stacked=own.stacks)
     leaves = flatten_module(params)
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
     modules, problems = _map_names(plan, names, own.stacks)
