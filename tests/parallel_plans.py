@@ -125,13 +125,18 @@ class Layer(nnx.Module):
 
 
 class Port(nnx.Module):
-    """A decoder of two layers, without a framework's names or annotations."""
+    """A decoder without a framework's names or annotations."""
 
     def __init__(
-        self, rngs: nnx.Rngs, moe: bool = False, qk_norms: bool = False, bias: bool = False
+        self,
+        rngs: nnx.Rngs,
+        layers: int = 2,
+        moe: bool = False,
+        qk_norms: bool = False,
+        bias: bool = False,
     ):
         self.embed_tokens = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layers = nnx.List([Layer(rngs, moe, qk_norms, bias) for _ in range(2)])
+        self.layers = nnx.List([Layer(rngs, moe, qk_norms, bias) for _ in range(layers)])
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.lm_head = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
 
@@ -142,7 +147,7 @@ class Port(nnx.Module):
         return self.lm_head(self.norm(x))
 
 
-def shapes_of(**options: bool) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes_of(**options: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Path → shape of the port's parameters."""
     return flatten_module(nnx.state(nnx.eval_shape(lambda: Port(nnx.Rngs(0), **options))))
 

@@ -138,10 +138,14 @@ class _Module:
     paths: tuple[str, ...]
     pattern: str  # a regular expression for all of its paths, of whole paths of modules
 
-    def covers(self, path: str, stacks: Mapping[str, Stack]) -> bool:
-        """Return whether a parameter is the module's, or is the mapped parameter itself."""
+    def covers(self, forms: Iterable[str]) -> bool:
+        """Return whether a parameter is the module's, or is the mapped parameter itself.
+
+        Args:
+            forms: The parameter's path, with and without the numbers of layers.
+        """
         compiled = compile_search(rf"(?:{self.pattern})(/.*)?")
-        return any(map(compiled.fullmatch, names_of(path, stacks)))
+        return any(map(compiled.fullmatch, forms))
 
 
 def _map_names(
@@ -262,12 +266,13 @@ def _match(
     Parameters with a row of the caller's have none; two entries for a parameter are a problem.
     """
     matches: dict[str, _Module] = {}
+    forms = {path: names_of(path, own.stacks) for path in shapes}
     problems = []
     shared: dict[tuple[int, int], Problem] = {}
     for module in modules:
         is_matched = False
         for path in shapes:
-            if not module.covers(path, own.stacks):
+            if not module.covers(forms[path]):
                 continue
             is_matched = True
             other = matches.setdefault(path, module)

@@ -118,7 +118,7 @@ class PlanEntry:
     @property
     def is_expert(self) -> bool:
         """Whether its arrays may have a leading dimension of experts."""
-        return self.splits_experts or "experts" in self.name.split(".")
+        return self.splits_experts or _is_of_experts(self.name)
 
     @property
     def is_packed(self) -> bool:
@@ -188,6 +188,11 @@ class PlanEntry:
         if is_bias and self.layout == _INPUTS:
             return f"bias of {self.name}, added to the sum over devices ({self.style})"
         return f"{self.name} is {self.style}"
+
+
+def _is_of_experts(name: str) -> bool:
+    """Return whether a name has a module of experts, also of shared ones."""
+    return any(part.endswith("experts") for part in name.split("."))
 
 
 def _without_end(entries: Sequence[Any]) -> tuple[Any, ...]:
@@ -283,7 +288,7 @@ def _packed_problems(plan: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each weight packed along inputs: only those of experts are known."""
     for name, style in plan.items():
         is_packed = _STYLES.get(style) == _PACKED_INPUTS
-        if is_packed and "experts" not in name.split("."):
+        if is_packed and not _is_of_experts(name):
             what = "is for weights [experts, in, out], and the module is none of experts"
             yield Problem(f"style {style!r}", what, detail=name, fix="write colwise or rowwise")
 

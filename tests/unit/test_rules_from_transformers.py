@@ -131,6 +131,13 @@ def test_a_style_splits_a_dimension(style, shape, spec):
     assert one(style, *shape) == spec
 
 
+def test_shared_experts_may_be_stacked():
+    """The first of three dimensions is theirs; no axis splits it."""
+    name, path = "layers.*.mlp.shared_experts.up_proj", "layers/0/mlp/shared_experts/up_proj"
+    assert one("colwise", 2, 8, 16, name=name, path=path) == P(None, "fsdp", "tensor")
+    assert one("colwise", 8, 16, name=name, path=path) == P("fsdp", "tensor")
+
+
 @pytest.mark.parametrize("style", ["replicate", "ep_router", "mla_kv_a_proj"])
 def test_a_style_of_whole_parameters_is_a_replication_with_the_reason(style):
     """Its parameters are in the table, and the reason names the style."""
@@ -418,14 +425,14 @@ class Twin:
 
     def __init__(self, model, plan, mesh):
         self.shapes, self.split, self.names = {}, {}, set()
+        self.hidden = model.config.get_text_config().hidden_size
         for name, param in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
             module = model.get_submodule(owner)
-            kind = type(module).__name__
             generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
             entry = generic if generic in plan else generic.rpartition(".")[0]
             self.names.add(entry)
-            swaps = param.ndim > 1 and leaf != "bias" and self.is_out_in(module, kind, param)
+            swaps = self.is_out_in(module, leaf, param)
             shape = list(param.shape)
             if swaps:
                 shape[-2:] = shape[:-3:-1]
@@ -437,12 +444,17 @@ class Twin:
                     dim = 2 * param.ndim - 3 - dim
                 self.split[path] = dim
 
-    @staticmethod
-    def is_out_in(module, kind, param):
+    def is_out_in(self, module, leaf, param):
         """Linear layers and most experts are [out, in]; embeddings and some experts are not."""
-        if "Embedding" in kind:
+        if leaf.endswith("bias") or "Embedding" in type(module).__name__:
             return False
-        return not getattr(module, "is_transposed", False)
+        if getattr(module, "is_transposed", False):
+            return False
+        if param.ndim == 3 and "down" in leaf:
+            return param.shape[-2] == self.hidden
+        if param.ndim == 3 and "up" in leaf:
+            return param.shape[-1] == self.hidden
+        return param.ndim > 1
 
 
 def placement(module, leaf, style, mesh):
@@ -465,7 +477,7 @@ def placement(module, leaf, style, mesh):
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["tp", "ep"])
 def test_the_table_splits_what_transformers_splits(torch_mesh, kind):
-    """On every model of transformers that builds from its defaults: the dimension of each parameter, by its own code."""
+    """The dimension of each parameter, by its own code, on every model that builds from its config's defaults."""
     import torch
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
@@ -490,10 +502,11 @@ def test_the_table_splits_what_transformers_splits(torch_mesh, kind):
             fsdp=None,
             stacked=(),
         )
-        axis = {"tp": "tensor", "ep": "expert"}[kind]
+        axes = ("tensor", "expert")  # an expert plan has tensor-parallel styles, too
         for path in twin.shapes:
             spec = rules.match(path).spec
-            ours = spec.index(axis) if axis in spec else None
+            split = [dim for dim, axis in enumerate(spec) if axis in axes]
+            ours = split[0] if split else None
             if ours != twin.split.get(path):
                 differing.append((name, path, spec, twin.split.get(path)))
         compared += 1
