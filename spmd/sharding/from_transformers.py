@@ -34,7 +34,7 @@ from spmd.sharding.strict_rules import (
 Names = Callable[[str], Any] | Iterable[tuple[str, str | None]]
 """From a plan's names to paths: a function, or pairs of regular expression and replacement."""
 
-_LEFT_OUT = ".*"
+_UNPLANNED = ".*"
 
 
 def rules_from_transformers(
@@ -103,7 +103,9 @@ def rules_from_transformers(
     # Patterns have no layer numbers, so a module's recorded stacks must not replace these.
     own = dataclasses.replace(own, stacked=own.stacks)
     leaves = flatten_module(params)
-    shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+    shapes = {}
+    for path, leaf in leaves.items():
+        shapes[path] = tuple(leaf.shape)
     modules, problems = _map_names(plan, names, own.stacks)
     matches, mismatches = _match(modules, shapes, own)
     problems += mismatches
@@ -111,7 +113,7 @@ def rules_from_transformers(
     problems += of_rank
     if problems:
         raise RuleError("Parallel plan without a table for this model:", problems)
-    reason = f"left out of {config_name(config)}'s parallel plan"
+    reason = f"not in {config_name(config)}'s parallel plan"
     found = _table_params(leaves, matches, modules, own)
     for param in found:
         values.setdefault(param.path, replicate(reason))
@@ -297,7 +299,9 @@ def _shared(path: str, first: _Module, second: _Module) -> Problem:
 def _unmatched(module: _Module, shapes: Iterable[str], stacks: Mapping[str, Stack]) -> Problem:
     """Return the problem of a mapped name without a parameter."""
     paths = " and ".join(module.paths)
-    parents = dict.fromkeys(strip_layer_numbers(_parent(path), stacks) for path in shapes)
+    parents: dict[str, None] = {}
+    for path in shapes:
+        parents[strip_layer_numbers(_parent(path), stacks)] = None
     near = did_you_mean(module.pattern, parents)
     if not near.endswith("?"):
         near = "correct names="
@@ -353,12 +357,12 @@ def _table_params(
     rules = {}
     for module in modules:
         rules[module.index] = SearchRule(module.index, module.pattern, P(), ())
-    left_out = SearchRule(max(rules, default=0) + 1, _LEFT_OUT, P(), ())
+    unplanned = SearchRule(max(rules, default=0) + 1, _UNPLANNED, P(), ())
     found = []
     for path, leaf in leaves.items():
         if own.match(path) is not None:
             continue
-        rule = left_out
+        rule = unplanned
         if path in matches:
             rule = rules[matches[path].index]
         param = TableParam(
@@ -374,12 +378,18 @@ def _table_params(
 
 
 def _rows(rules: Iterable[StrictRule]) -> list[tuple[str, Value]]:
-    return [(rule.pattern, rule.value) for rule in rules]
+    rows = []
+    for rule in rules:
+        rows.append((rule.pattern, rule.value))
+    return rows
 
 
 def _own_rules(own: Rules) -> list[StrictRule]:
     """Return the caller's rows in the form of the others."""
-    return [StrictRule(pattern, value, None, ()) for pattern, value in own.params]
+    rules = []
+    for pattern, value in own.params:
+        rules.append(StrictRule(pattern, value, None, ()))
+    return rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,16 +422,16 @@ class _Report:
             won = self._won_by(entry)
             row = f"{_row(won)}  {entry.name:<{width}}  {entry.style:<{style_width}}"
             yield f"{row}  {self._outcome(entry, won)}"
-        yield from self._left_out(table)
+        yield from self._unplanned(table)
 
-    def _left_out(self, table: Rules) -> Iterator[str]:
+    def _unplanned(self, table: Rules) -> Iterator[str]:
         """Yield a line for each path that the plan leaves out, the largest first."""
         by_path: dict[str, list[TableParam]] = {}
         for param in self.params:
             if param.path not in self.matches:
                 by_path.setdefault(table.layer_path(param.path)[0], []).append(param)
         if by_path:
-            yield "Left out of the plan, whole on every device:"
+            yield "Not in the plan, whole on every device:"
         for path, params in sorted(by_path.items(), key=lambda item: -_nbytes(item[1])):
             yield f"{_row(params)}  {path} {params[0].shape}"
 
@@ -442,7 +452,9 @@ class _Report:
             return "no row: dropped by names="
         if not won:
             return "no row: its arrays are in rows="
-        specs = dict.fromkeys(_value_text(self.values[param.path]) for param in won)
+        specs: dict[str, None] = {}
+        for param in won:
+            specs[_value_text(self.values[param.path])] = None
         text = ", ".join(specs)
         if entry.is_packed and _is_fused(self.matches[won[0].path], won):
             text += "; packed: two kernels, or [in, 2, out], avoid moving its halves"

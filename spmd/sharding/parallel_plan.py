@@ -314,12 +314,12 @@ def _entry(name: str, tensor_plan: Mapping[str, str], expert_plan: Mapping[str, 
             styles.append(plan[name])
             layouts.append(_layout(name, plan))
     splits_experts = _EXPERTS in layouts
-    of_params = [each for each in layouts if each not in (_EXPERTS, _COMMUNICATION)]
-    layout = ""
-    if of_params:
-        layout = of_params[0]
-    elif not splits_experts:
-        layout = _COMMUNICATION
+    layout = _COMMUNICATION
+    if splits_experts:
+        layout = ""
+    for each in layouts:
+        if each not in (_EXPERTS, _COMMUNICATION):
+            layout = each  # equal in both plans
     return PlanEntry(name, tuple(dict.fromkeys(styles)), layout, splits_experts)
 
 

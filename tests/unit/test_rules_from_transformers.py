@@ -85,7 +85,7 @@ def test_both_plans_of_experts_are_one_table(config, options):
         assert rules.match(f"layers/0/mlp/experts/{name}").spec == P("expert", "fsdp", "tensor")
     assert rules.match("layers/0/mlp/experts/down_proj").spec == P("expert", "tensor", "fsdp")
     assert (
-        rules.match("layers/0/mlp/gate/kernel").reason == "left out of PlanConfig's parallel plan"
+        rules.match("layers/0/mlp/gate/kernel").reason == "not in PlanConfig's parallel plan"
     )
     if config is QWEN3_MOE:
         assert (
@@ -226,10 +226,10 @@ def test_the_report_lists_what_the_plan_leaves_out():
     """With the bytes, the largest first, and entries without a row with the cause."""
     lines: list[str] = []
     read(QWEN3_MOE, shapes_of(**MOE), lines, names=moe_names)
-    entries, left_out = lines[0].split("Left out of the plan")
+    entries, unplanned = lines[0].split("Not in the plan")
     assert entries.count("no row: communication") == 1
     assert entries.count("no row: dropped by names=") == len(DENSE)
-    paths = re.findall(r"  (\S+) \(", left_out.split("rules = ")[0])
+    paths = re.findall(r"  (\S+) \(", unplanned.split("rules = ")[0])
     assert paths[:2] == ["embed_tokens/embedding", "lm_head/kernel"]
     assert {"norm/scale", "layers/mlp/gate/kernel", "layers/input_layernorm/scale"} <= set(paths)
 
