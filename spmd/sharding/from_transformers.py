@@ -411,7 +411,7 @@ class _Report:
     values: Mapping[str, Value]
 
     def lines(self, table: Rules) -> Iterator[str]:
-        """Yield the lines: a row for each entry, then the parameters left out."""
+        """Yield the lines: a row for each entry, then the parameters not in it."""
         total = tree.human_bytes(_nbytes(self.params))
         counts = f"{len(self.plan)} entries, {len(self.params)} arrays, {total}"
         yield f"Parallel plan of {self.config}: {counts}"
