@@ -45,7 +45,7 @@ def rules_from_transformers(
     fsdp: Any = "fsdp",
     tensor: Any = "tensor",
     expert: Any = "expert",
-    rows: Iterable[tuple[str, P | Replicate]] = (),
+    rows: Any = (),
     mesh: AnyMesh | None = None,
     stacked: Any = None,
     activations: Any = (),
@@ -97,7 +97,7 @@ def rules_from_transformers(
     if axis_problems:
         raise RuleError("Invalid axes for a parallel plan:", axis_problems)
     plan = read_plan(config, axes)
-    own = Rules(tuple(rows), activations, stacked, batch)
+    own = Rules(rows, activations, stacked, batch)
     if mesh is not None:
         own = own.on_mesh(mesh)
     # Patterns have no layer numbers, so a module's recorded stacks must not replace these.
