@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from spmd.sharding.batch import whole
     from spmd.sharding.from_flax import rules_from_annotations
     from spmd.sharding.from_search import rules_from_search
+    from spmd.sharding.from_transformers import rules_from_transformers
     from spmd.sharding.layer_paths import Stack
     from spmd.sharding.mesh import MeshShape, make_mesh, simulate_devices
     from spmd.sharding.rules import Rules, replicate
@@ -129,6 +130,7 @@ __all__ = [
     "replicate",
     "rules_from_annotations",
     "rules_from_search",
+    "rules_from_transformers",
     "simulate_devices",
     "skip_bad_updates",
     "suggest_rules",
@@ -202,6 +204,7 @@ _HOMES = {
     "replicate": "spmd.sharding.rules",
     "rules_from_annotations": "spmd.sharding.from_flax",
     "rules_from_search": "spmd.sharding.from_search",
+    "rules_from_transformers": "spmd.sharding.from_transformers",
     "simulate_devices": "spmd.sharding.mesh",
     "skip_bad_updates": "spmd.optim.skip_updates",
     "suggest_rules": "spmd.plan.suggest",

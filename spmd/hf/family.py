@@ -32,6 +32,9 @@ from spmd.sharding.rules import Rules
 GROUP = "spmd.families"
 """Entry-point group; each value is `module:NAME` of a `Family`."""
 
+OPTIONS_GROUP = "spmd.missing_options"
+"""Entry-point group; each value is `module:NAME` of architecture → the option that it needs."""
+
 _PLACEHOLDERS = ("layer", "expert")
 _NO_ALIASES: Mapping[str, str] = FrozenDict()
 
@@ -202,6 +205,14 @@ def families() -> dict[str, Family]:
     return found
 
 
+def missing_options() -> dict[str, str]:
+    """Return architectures without a family → the option that each needs, in words."""
+    found: dict[str, str] = {}
+    for entry in importlib.metadata.entry_points(group=OPTIONS_GROUP):
+        found.update(entry.load())
+    return found
+
+
 def family_of(architectures: Iterable[str]) -> Family:
     """Return the first installed family with one of the `architectures` in a config.json."""
     wanted = list(architectures)
@@ -220,7 +231,13 @@ def _unsupported(wanted: Iterable[str]) -> list[Problem]:
         fix = "install spmd or build its metadata: families are found by entry points"
         return [Problem(GROUP, "no family is installed", fix=fix)]
     problems: list[Problem] = []
+    options = missing_options()
     for name in dict.fromkeys(wanted):
+        if name in options:
+            what = f"is not supported: it needs {options[name]}"
+            fix = f"a family with this option, as an entry point in {GROUP!r}"
+            problems.append(Problem(f"architecture {name}", what, fix=fix))
+            continue
         fix = _nearest(name, known)
         problems.append(Problem(f"architecture {name}", "is not supported", fix=fix))
     if not problems:
