@@ -1,0 +1,259 @@
+"""Gated delta rule: linear attention whose state forgets, and corrects what a key recalls.
+
+For each head, with a state S `[key_dim, value_dim]`, a decay α in (0, 1] and a strength β in [0, 1]
+of each token (Yang, Kautz & Hatamizadeh, "Gated Delta Networks", arXiv:2412.06464, equation 10):
+
+```
+S ← α S
+S ← S + β k (v − Sᵀ k)ᵀ
+out = Sᵀ q
+```
+
+`gated_delta_rule` computes a sequence by matmuls over chunks of tokens, and `gated_delta_step` the
+next token. In a chunk, the corrections u of all tokens solve one triangular system: with D the
+decays between tokens and d those from the state before the chunk (section 3.2, the WY form),
+
+```
+(I + tril₋₁(β K Kᵀ ∘ D)) U = β (V − d K S)
+out = d Q S + tril(Q Kᵀ ∘ D) U
+```
+
+Memory: the backward pass saves its inputs and, for each chunk, one float32 state,
+`4 · batch · heads · key_dim · value_dim` bytes; everything else is recomputed chunk by chunk. With
+32 heads of 128 × 128 and 8,192 tokens, that is 128 states of 2 MiB = 256 MiB for each row.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from spmd.layers.recurrence import (
+    CHUNK,
+    check_heads,
+    chunk_decay,
+    document_starts,
+    group_heads,
+    merge_heads,
+    scan_chunks,
+    zero_padding,
+)
+
+_TITLE = "Invalid gated delta rule:"
+_SHARED = "heads of keys"
+
+
+def l2_normalized(x: Float[Array, "... dim"], epsilon: float = 1e-6) -> Float[Array, "... dim"]:
+    """Divide by `sqrt(sum of squares + epsilon)`, in float32, as Qwen 3 Next does queries and keys.
+
+    Example:
+        >>> l2_normalized(jnp.array([3.0, 4.0])).round(4).tolist()
+        [0.6000000238418579, 0.800000011920929]
+    """
+    wide = x.astype(jnp.float32)
+    squares = jnp.square(wide).sum(axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(squares + epsilon)).astype(x.dtype)
+
+
+def gated_delta_rule(
+    query: Float[Array, "batch seq key_heads key_dim"],
+    key: Float[Array, "batch seq key_heads key_dim"],
+    value: Float[Array, "batch seq heads value_dim"],
+    log_decay: Float[Array, "batch seq heads"],
+    beta: Float[Array, "batch seq heads"],
+    *,
+    state: Float[Array, "batch heads key_dim value_dim"] | None = None,
+    segments: Int[Array, "batch seq"] | None = None,
+    valid: Bool[Array, "batch seq"] | None = None,
+    scale: float | None = None,
+    chunk: int = CHUNK,
+) -> tuple[
+    Float[Array, "batch seq heads value_dim"], Float[Array, "batch heads key_dim value_dim"]
+]:
+    """Return the output of each token, and the float32 state after the last one.
+
+    Matmuls are in `value`'s dtype with float32 sums; states, decays and the triangular system are
+    float32. The result does not depend on `chunk` but for rounding.
+
+    Args:
+        query: Queries, one head for `heads / key_heads` consecutive heads of values. The caller
+            normalizes queries and keys (`l2_normalized`).
+        key: Keys, of norm at most 1 for a stable recurrence.
+        value: Values.
+        log_decay: Logarithms of α, at most 0.
+        beta: β.
+        state: The state before the first token; None for zeros.
+        segments: The document of each token. The state is zero at each document's start, but for
+            the first document of a row, which continues `state`.
+        valid: False for padding, which leaves the state unchanged and has an output of zero.
+        scale: Factor of queries; None for `key_dim ** -0.5`.
+        chunk: The number of tokens of a chunk.
+
+    Raises:
+        ConfigError: `key_heads` does not divide `heads`, or `chunk` is below 1.
+
+    Example:
+        >>> key = jnp.eye(2)[None, :, None]  # two tokens, one head
+        >>> beta = jnp.ones((1, 2, 1))
+        >>> out, state = gated_delta_rule(key, key, 5 * key, 0 * beta, beta, scale=1.0)
+        >>> state[0, 0].tolist()
+        [[5.0, 0.0], [0.0, 5.0]]
+    """
+    key_heads = key.shape[2]
+    heads = value.shape[2]
+    check_heads(_TITLE, heads, key_heads, _SHARED, chunk)
+    if state is None:
+        state = _zeros(key, value)
+    starts = None
+    if segments is not None:
+        starts = document_starts(segments, valid)
+    arrays = (query, key, value, log_decay, beta)
+    tokens = tuple(zero_padding(x, valid) for x in arrays)
+    factor = _scale(query, scale)
+
+    def body(state: Array, tokens: Any) -> tuple[Array, Array]:
+        out, state = _chunk(state, *tokens)
+        out = merge_heads(out * factor)
+        return state, out.astype(value.dtype)
+
+    grouped = group_heads(state.astype(jnp.float32), key_heads)
+    out, grouped = scan_chunks(body, grouped, (*tokens, starts), chunk)
+    return out, merge_heads(grouped)
+
+
+def _zeros(key: Array, value: Array) -> Array:
+    """Return the state before the first token."""
+    batch = value.shape[0]
+    heads = value.shape[2]
+    return jnp.zeros((batch, heads, key.shape[-1], value.shape[-1]), jnp.float32)
+
+
+def _scale(query: Array, scale: float | None) -> float:
+    if scale is None:
+        return float(query.shape[-1] ** -0.5)
+    return scale
+
+
+def _chunk(
+    state: Float[Array, "batch key_heads group key_dim value_dim"],
+    query: Float[Array, "batch key_heads chunk key_dim"],
+    key: Float[Array, "batch key_heads chunk key_dim"],
+    value: Float[Array, "batch heads chunk value_dim"],
+    log_decay: Float[Array, "batch heads chunk"],
+    beta: Float[Array, "batch heads chunk"],
+    starts: Bool[Array, "batch chunk"] | None,
+) -> tuple[Float[Array, "batch key_heads group chunk value_dim"], Array]:
+    """Return the unscaled outputs of a chunk's tokens, and the state after them."""
+    groups = key.shape[1]
+    dtype = value.dtype
+    decay = chunk_decay(log_decay.astype(jnp.float32), starts)
+    pairs = group_heads(decay.pairs, groups)
+    from_start = group_heads(decay.start, groups)[..., None]
+    to_end = group_heads(decay.end, groups)[..., None]
+    whole = group_heads(decay.whole, groups)[..., None, None]
+    strength = group_heads(beta.astype(jnp.float32), groups)[..., None]
+    values = group_heads(value, groups)
+
+    overlap = _product("bgid,bgjd->bgij", key, key, dtype)[:, :, None]
+    inverse = _unit_lower_inverse(_strictly_lower(strength * overlap * pairs))
+    recalled = _product("bgid,bgrdv->bgriv", key, state, dtype)
+    errors = strength * (values - from_start * recalled)
+    updates = _product("bgrij,bgrjv->bgriv", inverse, errors, dtype)
+
+    scores = _product("bgid,bgjd->bgij", query, key, dtype)[:, :, None]
+    from_state = _product("bgid,bgrdv->bgriv", query, state, dtype)
+    from_chunk = _product("bgrij,bgrjv->bgriv", scores * pairs, updates, dtype)
+    out = from_start * from_state + from_chunk
+    added = _product("bgid,bgriv->bgrdv", key, to_end * updates, dtype)
+    return out, whole * state + added
+
+
+def _product(spec: str, x: Array, y: Array, dtype: Any) -> Array:
+    """Return an einsum of operands in `dtype`, with float32 sums."""
+    x = x.astype(dtype)
+    y = y.astype(dtype)
+    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
+
+
+def _strictly_lower(x: Float[Array, "... chunk chunk"]) -> Float[Array, "... chunk chunk"]:
+    mask = np.tri(x.shape[-1], k=-1, dtype=bool)
+    return jnp.where(mask, x, 0.0)
+
+
+@jax.custom_jvp
+def _unit_lower_inverse(lower: Float[Array, "... chunk chunk"]) -> Float[Array, "... chunk chunk"]:
+    """Return `(I + lower)⁻¹` of a strictly lower triangular matrix, in float32.
+
+    Inverses of diagonal blocks are joined in pairs, from blocks of 1: with X the inverses of blocks
+    of some size and L the part of `lower` that joins two, X − X L X has twice the size. Each step
+    is two matmuls. A Neumann series would need as many, but its terms grow as binomials do.
+    """
+    size = lower.shape[-1]
+    inverse = jnp.broadcast_to(np.eye(size, dtype=np.float32), lower.shape)
+    width = 1
+    while width < size:
+        joining = jnp.where(_joining(size, width), lower, 0.0)
+        inverse = inverse - _precise(_precise(inverse, joining), inverse)
+        width *= 2
+    return inverse
+
+
+@_unit_lower_inverse.defjvp
+def _unit_lower_inverse_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """Differentiate the inverse: −X dL X."""
+    inverse = _unit_lower_inverse(*primals)
+    (tangent,) = tangents
+    return inverse, -_precise(_precise(inverse, tangent), inverse)
+
+
+def _joining(size: int, width: int) -> np.ndarray:
+    """Return the mask of the lower left blocks that join pairs of diagonal blocks of a width."""
+    block = np.arange(size) // width
+    rows = block[:, None]
+    columns = block[None]
+    return (rows % 2 == 1) & (columns == rows - 1)
+
+
+def _precise(x: Array, y: Array) -> Array:
+    """Return `x @ y` with float32 products, because errors of an inverse are amplified."""
+    return jnp.matmul(x, y, precision="highest")
+
+
+def gated_delta_step(
+    query: Float[Array, "batch key_heads key_dim"],
+    key: Float[Array, "batch key_heads key_dim"],
+    value: Float[Array, "batch heads value_dim"],
+    log_decay: Float[Array, "batch heads"],
+    beta: Float[Array, "batch heads"],
+    *,
+    state: Float[Array, "batch heads key_dim value_dim"],
+    valid: Bool[Array, "batch"] | None = None,
+    scale: float | None = None,
+) -> tuple[Float[Array, "batch heads value_dim"], Float[Array, "batch heads key_dim value_dim"]]:
+    """Return the output of one token of each row, and the state after it, computed in float32.
+
+    Args are those of `gated_delta_rule`. A row that is not `valid` keeps its state.
+
+    Raises:
+        ConfigError: `key_heads` does not divide `heads`.
+    """
+    groups = key.shape[1]
+    check_heads(_TITLE, value.shape[1], groups, _SHARED)
+    queries = query.astype(jnp.float32)[:, :, None, :, None]
+    keys = key.astype(jnp.float32)[:, :, None, :, None]
+    values = group_heads(value.astype(jnp.float32), groups)
+    decay = group_heads(jnp.exp(log_decay.astype(jnp.float32)), groups)[..., None, None]
+    strength = group_heads(beta.astype(jnp.float32), groups)[..., None]
+
+    # Products and sums, not matmuls: one row for each state gives a matmul unit nothing to do.
+    decayed = group_heads(state.astype(jnp.float32), groups) * decay
+    recalled = (decayed * keys).sum(axis=-2)
+    update = strength * (values - recalled)
+    grouped = decayed + keys * update[..., None, :]
+    out = (grouped * queries).sum(axis=-2) * _scale(query, scale)
+    new_state = merge_heads(grouped)
+    if valid is not None:
+        new_state = jnp.where(valid[:, None, None, None], new_state, state)
+    return merge_heads(out).astype(value.dtype), new_state
