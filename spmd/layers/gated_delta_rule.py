@@ -37,6 +37,7 @@ from spmd.layers.recurrence import (
     document_starts,
     group_heads,
     merge_heads,
+    product,
     scan_chunks,
     zero_padding,
 )
@@ -156,30 +157,18 @@ def _chunk(
     strength = group_heads(beta.astype(jnp.float32), groups)[..., None]
     values = group_heads(value, groups)
 
-    overlap = _product("bgid,bgjd->bgij", key, key, dtype)[:, :, None]
-    inverse = _unit_lower_inverse(_strictly_lower(strength * overlap * pairs))
-    recalled = _product("bgid,bgrdv->bgriv", key, state, dtype)
+    overlap = product("bgid,bgjd->bgij", key, key, dtype)[:, :, None]
+    inverse = _unit_lower_inverse(jnp.tril(strength * overlap * pairs, k=-1))
+    recalled = product("bgid,bgrdv->bgriv", key, state, dtype)
     errors = strength * (values - from_start * recalled)
-    updates = _product("bgrij,bgrjv->bgriv", inverse, errors, dtype)
+    updates = product("bgrij,bgrjv->bgriv", inverse, errors, dtype)
 
-    scores = _product("bgid,bgjd->bgij", query, key, dtype)[:, :, None]
-    from_state = _product("bgid,bgrdv->bgriv", query, state, dtype)
-    from_chunk = _product("bgrij,bgrjv->bgriv", scores * pairs, updates, dtype)
+    scores = product("bgid,bgjd->bgij", query, key, dtype)[:, :, None]
+    from_state = product("bgid,bgrdv->bgriv", query, state, dtype)
+    from_chunk = product("bgrij,bgrjv->bgriv", scores * pairs, updates, dtype)
     out = from_start * from_state + from_chunk
-    added = _product("bgid,bgriv->bgrdv", key, to_end * updates, dtype)
+    added = product("bgid,bgriv->bgrdv", key, to_end * updates, dtype)
     return out, whole * state + added
-
-
-def _product(spec: str, x: Array, y: Array, dtype: Any) -> Array:
-    """Return an einsum of operands in `dtype`, with float32 sums."""
-    x = x.astype(dtype)
-    y = y.astype(dtype)
-    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
-
-
-def _strictly_lower(x: Float[Array, "... chunk chunk"]) -> Float[Array, "... chunk chunk"]:
-    mask = np.tri(x.shape[-1], k=-1, dtype=bool)
-    return jnp.where(mask, x, 0.0)
 
 
 @jax.custom_jvp
@@ -194,7 +183,8 @@ def _unit_lower_inverse(lower: Float[Array, "... chunk chunk"]) -> Float[Array, 
     inverse = jnp.broadcast_to(np.eye(size, dtype=np.float32), lower.shape)
     width = 1
     while width < size:
-        joining = jnp.where(_joining(size, width), lower, 0.0)
+        mask = jnp.broadcast_to(_joining(size, width), lower.shape)
+        joining = jnp.where(mask, lower, 0.0)
         inverse = inverse - _precise(_precise(inverse, joining), inverse)
         width *= 2
     return inverse

@@ -58,7 +58,7 @@ def chunk_decay(
     """
     size = log_decay.shape[-1]
     lower = np.tri(size, dtype=np.float32)
-    later = np.tri(size, k=-1, dtype=bool)
+    later = np.tri(size, k=-1, dtype=bool)[None, None]
     terms = jnp.where(later, log_decay[..., None], 0.0)
     sums = jnp.einsum("il,bhlj->bhij", lower, terms, precision="highest")
     same = lower.astype(bool)[None]
@@ -147,6 +147,13 @@ def _split(x: Array, size: int) -> Array:
     if not rest:
         return chunks
     return jnp.moveaxis(chunks, 2, 3)
+
+
+def product(spec: str, x: Array, y: Array, dtype: Any) -> Float[Array, "..."]:
+    """Return an einsum of operands in `dtype`, with float32 sums."""
+    x = x.astype(dtype)
+    y = y.astype(dtype)
+    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
 
 
 def group_heads(x: Shaped[Array, "batch heads *rest"], groups: int) -> Array:

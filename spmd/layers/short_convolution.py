@@ -63,10 +63,9 @@ def short_convolution(
         >>> out.ravel().tolist(), state.ravel().tolist()
         ([1.0, 12.0, 23.0], [3.0])
     """
-    batch, seq, channels = x.shape
     before = kernel.shape[0] - 1
     if state is None:
-        state = jnp.zeros((batch, before, channels), x.dtype)
+        state = jnp.zeros((x.shape[0], before, x.shape[-1]), x.dtype)
     _check_state(state, before)
     rank = None
     count = None

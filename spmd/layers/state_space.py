@@ -30,6 +30,7 @@ from spmd.layers.recurrence import (
     document_starts,
     group_heads,
     merge_heads,
+    product,
     scan_chunks,
     zero_padding,
 )
@@ -124,18 +125,11 @@ def _chunk(
     whole = group_heads(decay.whole, groups)[..., None, None]
     inputs = group_heads(steps[..., None] * x, groups)
 
-    scores = _product("bgin,bgjn->bgij", c, b, dtype)[:, :, None]
-    from_chunk = _product("bgrij,bgrjp->bgrip", scores * pairs, inputs, dtype)
-    from_state = _product("bgin,bgrpn->bgrip", c, state, dtype)
-    added = _product("bgrip,bgin->bgrpn", to_end * inputs, b, dtype)
+    scores = product("bgin,bgjn->bgij", c, b, dtype)[:, :, None]
+    from_chunk = product("bgrij,bgrjp->bgrip", scores * pairs, inputs, dtype)
+    from_state = product("bgin,bgrpn->bgrip", c, state, dtype)
+    added = product("bgrip,bgin->bgrpn", to_end * inputs, b, dtype)
     return from_start * from_state + from_chunk, whole * state + added
-
-
-def _product(spec: str, x: Array, y: Array, dtype: Any) -> Array:
-    """Return an einsum of operands in `dtype`, with float32 sums."""
-    x = x.astype(dtype)
-    y = y.astype(dtype)
-    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
 
 
 def state_space_step(
