@@ -239,6 +239,7 @@ def test_padding_leaves_the_state_and_other_outputs_as_they_are(name):
 def test_a_row_that_is_not_valid_keeps_its_state_in_decoding(name):
     """The other row moves on."""
     make, _, _, step = MIXERS[name]
+    step = jax.jit(step)
     arrays = tokens_of(narrow(make(np.random.default_rng(4), seq=1)), 0)
     _, state = step(**arrays, valid=jnp.array([True, False]))
     _, control = step(**arrays)
@@ -281,7 +282,7 @@ def test_padding_between_and_in_documents_is_passed_over(name):
     make, mixer, _, _ = MIXERS[name]
     arrays = narrow(make(np.random.default_rng(6)))
     kept = np.flatnonzero(VALID[1])
-    segments = np.asarray(packed())
+    segments = np.array(packed())
     segments[1, ~VALID[1]] = 7
     run = jax.jit(functools.partial(mixer, chunk=16))
     out, state = run(**arrays, segments=segments, valid=VALID)
@@ -360,22 +361,24 @@ def residual_bytes(f, arrays):
 def test_the_backward_pass_saves_one_state_for_each_chunk(name):
     """Inputs and states; with the chunks of one token, as a scan over tokens has, a state for each: the control."""
     make, mixer, _, _ = MIXERS[name]
-    arrays = narrow(make(np.random.default_rng(10), seq=256))
+    seq = 1024
+    arrays = narrow(make(np.random.default_rng(10), seq=seq))
     inputs = sum(x.nbytes for x in arrays.values())
+    masks = 64 * 64 * 4  # bytes of one of a chunk
 
     def saved(chunk):
         return residual_bytes(lambda arrays: mixer(**arrays, chunk=chunk), arrays)
 
     state = arrays["state"].nbytes
-    assert saved(64) <= inputs + 256 // 64 * state
-    assert saved(1) >= 256 * state
+    allowed = inputs + seq // 64 * state + 4 * masks
+    assert saved(64) <= allowed < seq * state <= saved(1)
 
 
 def test_the_convolution_saves_its_inputs_only():
     """Not a shifted copy for each tap."""
     arrays = narrow(convolution_arrays(np.random.default_rng(11)))
     inputs = sum(x.nbytes for x in arrays.values())
-    assert residual_bytes(lambda arrays: silu_convolution(**arrays), arrays) <= inputs
+    assert residual_bytes(lambda arrays: silu_convolution(**arrays), arrays) < inputs + 100
 
 
 LAYOUTS = {
@@ -437,11 +440,11 @@ def test_heads_that_do_not_divide_are_named():
     """With the arithmetic."""
     arrays = narrow(delta_arrays(np.random.default_rng(13)))
     arrays["value"] = arrays["value"][:, :, :3]
-    with pytest.raises(ConfigError, match=r"(?s)heads of keys.*3 heads / 2 = 1\.5.*chunk: is 0"):
+    with pytest.raises(ConfigError, match=r"(?s)chunk: is 0.*heads of keys.*3 heads / 2 = 1\.5"):
         gated_delta_rule(**arrays, chunk=0)
     arrays = narrow(convolution_arrays(np.random.default_rng(13)))
     arrays["state"] = arrays["state"][:, 1:]
-    with pytest.raises(ConfigError, match="state: has 2 inputs\n.*width 4 reads 3 preceding"):
+    with pytest.raises(ConfigError, match=r"state: has 2 inputs\n.*width 4 reads 3 preceding"):
         short_convolution(**arrays)
 
 
