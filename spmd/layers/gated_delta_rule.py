@@ -39,7 +39,8 @@ from spmd.layers.recurrence import (
     merge_heads,
     product,
     scan_chunks,
-    zero_padding,
+    to_float32,
+    mask_tokens,
 )
 
 _TITLE = "Invalid gated delta rule:"
@@ -50,12 +51,13 @@ def l2_normalized(x: Float[Array, "... dim"], epsilon: float = 1e-6) -> Float[Ar
     """Divide by `sqrt(sum of squares + epsilon)`, in float32, as Qwen 3 Next does queries and keys.
 
     Example:
-        >>> l2_normalized(jnp.array([3.0, 4.0])).round(4).tolist()
-        [0.6000000238418579, 0.800000011920929]
+        >>> l2_normalized(jnp.array([0.0, -4.0])).round(4).tolist()
+        [0.0, -1.0]
     """
-    wide = x.astype(jnp.float32)
+    wide = to_float32(x)
     squares = jnp.square(wide).sum(axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(squares + epsilon)).astype(x.dtype)
+    normalized = wide * jax.lax.rsqrt(squares + epsilon)
+    return normalized.astype(x.dtype)
 
 
 def gated_delta_rule(
@@ -111,15 +113,15 @@ def gated_delta_rule(
     if segments is not None:
         starts = document_starts(segments, valid)
     arrays = (query, key, value, log_decay, beta)
-    tokens = tuple(zero_padding(x, valid) for x in arrays)
+    tokens = tuple(mask_tokens(x, valid) for x in arrays)
     factor = _scale(query, scale)
 
     def body(state: Array, tokens: Any) -> tuple[Array, Array]:
         out, state = _chunk(state, *tokens)
-        out = merge_heads(out * factor)
-        return state, out.astype(value.dtype)
+        scaled = merge_heads(out * factor)
+        return state, scaled.astype(value.dtype)
 
-    grouped = group_heads(state.astype(jnp.float32), key_heads)
+    grouped = group_heads(to_float32(state), key_heads)
     out, grouped = scan_chunks(body, grouped, (*tokens, starts), chunk)
     return out, merge_heads(grouped)
 
@@ -149,26 +151,27 @@ def _chunk(
     """Return the unscaled outputs of a chunk's tokens, and the state after them."""
     groups = key.shape[1]
     dtype = value.dtype
-    decay = chunk_decay(log_decay.astype(jnp.float32), starts)
-    pairs = group_heads(decay.pairs, groups)
-    from_start = group_heads(decay.start, groups)[..., None]
-    to_end = group_heads(decay.end, groups)[..., None]
-    whole = group_heads(decay.whole, groups)[..., None, None]
-    strength = group_heads(beta.astype(jnp.float32), groups)[..., None]
+    logarithms = group_heads(to_float32(log_decay), groups)
+    decay = chunk_decay(logarithms, starts)
+    strength = group_heads(to_float32(beta), groups)
+    strength = strength[..., None]
     values = group_heads(value, groups)
 
-    overlap = product("bgid,bgjd->bgij", key, key, dtype)[:, :, None]
-    inverse = _unit_lower_inverse(jnp.tril(strength * overlap * pairs, k=-1))
+    overlap = product("bgid,bgjd->bgij", key, key, dtype)
+    decayed_overlap = overlap[:, :, None] * decay.pairs
+    system = jnp.tril(strength * decayed_overlap, k=-1)
+    inverse = _unit_lower_inverse(system)
     recalled = product("bgid,bgrdv->bgriv", key, state, dtype)
-    errors = strength * (values - from_start * recalled)
+    errors = strength * (values - decay.start * recalled)
     updates = product("bgrij,bgrjv->bgriv", inverse, errors, dtype)
 
-    scores = product("bgid,bgjd->bgij", query, key, dtype)[:, :, None]
+    scores = product("bgid,bgjd->bgij", query, key, dtype)
+    decayed_scores = scores[:, :, None] * decay.pairs
+    from_chunk = product("bgrij,bgrjv->bgriv", decayed_scores, updates, dtype)
     from_state = product("bgid,bgrdv->bgriv", query, state, dtype)
-    from_chunk = product("bgrij,bgrjv->bgriv", scores * pairs, updates, dtype)
-    out = from_start * from_state + from_chunk
-    added = product("bgid,bgriv->bgrdv", key, to_end * updates, dtype)
-    return out, whole * state + added
+    out = decay.start * from_state + from_chunk
+    added = product("bgid,bgriv->bgrdv", key, decay.end * updates, dtype)
+    return out, decay.whole * state + added
 
 
 @jax.custom_jvp
@@ -231,19 +234,27 @@ def gated_delta_step(
     """
     groups = key.shape[1]
     check_heads(_TITLE, value.shape[1], groups, _SHARED)
-    queries = query.astype(jnp.float32)[:, :, None, :, None]
-    keys = key.astype(jnp.float32)[:, :, None, :, None]
-    values = group_heads(value.astype(jnp.float32), groups)
-    decay = group_heads(jnp.exp(log_decay.astype(jnp.float32)), groups)[..., None, None]
-    strength = group_heads(beta.astype(jnp.float32), groups)[..., None]
+    queries = _columns(query)
+    keys = _columns(key)
+    values = group_heads(to_float32(value), groups)
+    strength = group_heads(to_float32(beta), groups)
+    decay = jnp.exp(to_float32(log_decay))
 
     # Products and sums, not matmuls: one row for each state gives a matmul unit nothing to do.
-    decayed = group_heads(state.astype(jnp.float32), groups) * decay
-    recalled = (decayed * keys).sum(axis=-2)
-    update = strength * (values - recalled)
-    grouped = decayed + keys * update[..., None, :]
-    out = (grouped * queries).sum(axis=-2) * _scale(query, scale)
+    decayed = to_float32(state) * decay[..., None, None]
+    grouped = group_heads(decayed, groups)
+    recalled = (grouped * keys).sum(axis=-2)
+    update = strength[..., None] * (values - recalled)
+    grouped += keys * update[..., None, :]
+    out = (grouped * queries).sum(axis=-2)
+    out *= _scale(query, scale)
     new_state = merge_heads(grouped)
     if valid is not None:
         new_state = jnp.where(valid[:, None, None, None], new_state, state)
     return merge_heads(out).astype(value.dtype), new_state
+
+
+def _columns(x: Float[Array, "batch heads dim"]) -> Float[Array, "batch heads 1 dim 1"]:
+    """Return queries or keys for products with states, in float32."""
+    wide = to_float32(x)
+    return wide[:, :, None, :, None]

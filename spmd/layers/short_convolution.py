@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spmd.errors import ConfigError, Problem
-from spmd.layers.recurrence import document_starts, zero_padding
+from spmd.layers.recurrence import document_starts, to_float32, mask_tokens
 
 Activation = Callable[[Array], Array]
 
@@ -67,25 +67,25 @@ def short_convolution(
     if state is None:
         state = jnp.zeros((x.shape[0], before, x.shape[-1]), x.dtype)
     _check_state(state, before)
-    rank = None
     count = None
     if valid is not None:
         # Valid tokens first, in their order: padding may be anywhere.
         order = jnp.argsort(~valid, axis=1, stable=True)
-        rank = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
         count = valid.sum(axis=1)
-        x = _take(zero_padding(x, valid), order)
+        x = _take(mask_tokens(x, valid), order)
         if segments is not None:
             segments = _take(segments, order)
     inputs = jnp.concatenate([state.astype(x.dtype), x], axis=1)
     documents = None
     if segments is not None:
-        numbers = jnp.cumsum(document_starts(segments), axis=1)
+        starts = document_starts(segments)
+        numbers = jnp.cumsum(starts, axis=1)
         documents = jnp.pad(numbers, [(0, 0), (before, 0)])
-    convolve = functools.partial(_convolve, activation=activation)
-    out = jax.checkpoint(convolve)(inputs, kernel, bias, documents)
-    if valid is not None and rank is not None:
-        out = zero_padding(_take(out, rank), valid)
+    convolve = jax.checkpoint(_convolve, static_argnums=4)
+    out = convolve(inputs, kernel, bias, documents, activation)
+    if valid is not None:
+        rank = jnp.cumsum(valid, axis=1) - 1
+        out = mask_tokens(_take(out, rank), valid)
     return out, _last_inputs(inputs, documents, count, before)
 
 
@@ -103,9 +103,10 @@ def _check_state(state: Array, before: int) -> None:
 
 
 def _take(x: Array, tokens: Int[Array, "batch seq"]) -> Array:
-    """Return some tokens of each row of `x`, `[batch, seq, …]`."""
+    """Return some tokens of each row of `x`, `[batch, seq, …]`; the nearest one for one outside."""
     take_row = functools.partial(jnp.take, axis=0, mode="clip")
-    return jax.vmap(take_row)(x, tokens)
+    take_rows = jax.vmap(take_row)
+    return take_rows(x, tokens)
 
 
 def _convolve(
@@ -118,16 +119,18 @@ def _convolve(
     """Return the outputs of all inputs but the first `width − 1`."""
     width = kernel.shape[0]
     seq = inputs.shape[1] - width + 1
-    weights = kernel.astype(jnp.float32)
+    weights = to_float32(kernel)
     total = jnp.zeros((), jnp.float32)
     for first in range(width):
-        window = inputs[:, first : first + seq]
+        tokens = slice(first, first + seq)
+        window = inputs[:, tokens]
         if documents is not None:
-            same = documents[:, first : first + seq] == documents[:, width - 1 :]
-            window = jnp.where(same[..., None], window, jnp.zeros_like(window))
-        total = total + weights[first][None, None] * window
+            same = documents[:, tokens] == documents[:, width - 1 :]
+            window = mask_tokens(window, same)
+        tap = weights[first]
+        total += tap[None, None] * window
     if bias is not None:
-        total = total + bias.astype(jnp.float32)[None, None]
+        total += to_float32(bias)[None, None]
     if activation is not None:
         total = activation(total)
     return total.astype(inputs.dtype)
@@ -150,7 +153,7 @@ def _last_inputs(
         return state
     numbers = _take(documents, tokens)
     same = numbers == numbers[:, -1:]
-    return jnp.where(same[..., None], state, jnp.zeros_like(state))
+    return mask_tokens(state, same)
 
 
 def short_convolution_step(

@@ -32,7 +32,8 @@ from spmd.layers.recurrence import (
     merge_heads,
     product,
     scan_chunks,
-    zero_padding,
+    to_float32,
+    mask_tokens,
 )
 
 _TITLE = "Invalid state-space layer:"
@@ -90,17 +91,18 @@ def state_space_scan(
     starts = None
     if segments is not None:
         starts = document_starts(segments, valid)
-    tokens = tuple(zero_padding(array, valid) for array in (x, dt, b, c))
+    tokens = tuple(mask_tokens(array, valid) for array in (x, dt, b, c))
 
     def body(state: Array, tokens: Any) -> tuple[Array, Array]:
         inputs, *_ = tokens
         out, state = _chunk(state, a, *tokens)
         out = merge_heads(out)
         if d is not None:
-            out = out + d.astype(jnp.float32)[None, :, None, None] * inputs
+            skip = to_float32(d)
+            out += skip[None, :, None, None] * inputs
         return state, out.astype(x.dtype)
 
-    grouped = group_heads(state.astype(jnp.float32), groups)
+    grouped = group_heads(to_float32(state), groups)
     out, grouped = scan_chunks(body, grouped, (*tokens, starts), chunk)
     return out, merge_heads(grouped)
 
@@ -117,19 +119,19 @@ def _chunk(
     """Return the outputs of a chunk's tokens without `d`, and the state after them."""
     groups = b.shape[1]
     dtype = x.dtype
-    steps = dt.astype(jnp.float32)
-    decay = chunk_decay(steps * a.astype(jnp.float32)[None, :, None], starts)
-    pairs = group_heads(decay.pairs, groups)
-    from_start = group_heads(decay.start, groups)[..., None]
-    to_end = group_heads(decay.end, groups)[..., None]
-    whole = group_heads(decay.whole, groups)[..., None, None]
+    steps = to_float32(dt)
+    rates = to_float32(a)
+    logarithms = steps * rates[None, :, None]
+    decay = chunk_decay(group_heads(logarithms, groups), starts)
     inputs = group_heads(steps[..., None] * x, groups)
 
-    scores = product("bgin,bgjn->bgij", c, b, dtype)[:, :, None]
-    from_chunk = product("bgrij,bgrjp->bgrip", scores * pairs, inputs, dtype)
+    scores = product("bgin,bgjn->bgij", c, b, dtype)
+    decayed_scores = scores[:, :, None] * decay.pairs
+    from_chunk = product("bgrij,bgrjp->bgrip", decayed_scores, inputs, dtype)
     from_state = product("bgin,bgrpn->bgrip", c, state, dtype)
-    added = product("bgrip,bgin->bgrpn", to_end * inputs, b, dtype)
-    return from_start * from_state + from_chunk, whole * state + added
+    out = decay.start * from_state + from_chunk
+    added = product("bgrip,bgin->bgrpn", decay.end * inputs, b, dtype)
+    return out, decay.whole * state + added
 
 
 def state_space_step(
@@ -152,20 +154,29 @@ def state_space_step(
     """
     groups = b.shape[1]
     check_heads(_TITLE, x.shape[1], groups, _SHARED)
-    inputs = x.astype(jnp.float32)
-    steps = dt.astype(jnp.float32)
-    decay = jnp.exp(steps * a.astype(jnp.float32)[None])
-    writes = b.astype(jnp.float32)[:, :, None, None]
-    reads = c.astype(jnp.float32)[:, :, None, None]
+    inputs = to_float32(x)
+    steps = to_float32(dt)
+    rates = to_float32(a)
+    decay = jnp.exp(steps * rates[None])
     scaled = group_heads(steps[..., None] * inputs, groups)
+    writes = _rows(b)
+    reads = _rows(c)
 
     # Products and sums, not matmuls: one row for each state gives a matmul unit nothing to do.
-    decayed = state.astype(jnp.float32) * decay[..., None, None]
-    grouped = group_heads(decayed, groups) + scaled[..., None] * writes
+    decayed = to_float32(state) * decay[..., None, None]
+    grouped = group_heads(decayed, groups)
+    grouped += scaled[..., None] * writes
     out = merge_heads((grouped * reads).sum(axis=-1))
     if d is not None:
-        out = out + d.astype(jnp.float32)[None, :, None] * inputs
+        skip = to_float32(d)
+        out += skip[None, :, None] * inputs
     new_state = merge_heads(grouped)
     if valid is not None:
         new_state = jnp.where(valid[:, None, None, None], new_state, state)
     return out.astype(x.dtype), new_state
+
+
+def _rows(x: Float[Array, "batch groups dim"]) -> Float[Array, "batch groups 1 1 dim"]:
+    """Return b or c for products with states, in float32."""
+    wide = to_float32(x)
+    return wide[:, :, None, None]

@@ -310,12 +310,12 @@ def test_nothing_flows_back_to_another_document(name):
 
 def test_weak_decays_after_strong_ones_keep_their_digits():
     """Sums of each pair, not differences of cumulative sums, which lose them: the control."""
-    log_decay = np.full((1, 1, 64), -50.0)
+    log_decay = np.full((1, 1, 1, 64), -50.0)
     log_decay[..., 32:] = -1e-3
-    found = chunk_decay(jnp.asarray(log_decay, jnp.float32), None).pairs[0, 0, -1, 32:]
+    found = chunk_decay(jnp.asarray(log_decay, jnp.float32), None).pairs[0, 0, 0, -1, 32:]
     expected = np.exp(-1e-3 * np.arange(31, -1, -1))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    total = np.cumsum(log_decay[0, 0], dtype=np.float32)
+    total = np.cumsum(log_decay[0, 0, 0], dtype=np.float32)
     assert np.abs(np.exp(total[-1] - total[32:]) - expected).max() > 1e-5
 
 

@@ -2,11 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import torch
-from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
-from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
-from transformers.models.mamba2 import modeling_mamba2
-from transformers.models.qwen3_next import modeling_qwen3_next
 
 from spmd.layers.gated_delta_rule import gated_delta_rule, gated_delta_step, l2_normalized
 from spmd.layers.short_convolution import short_convolution
@@ -24,6 +19,9 @@ from tests.numerics.test_recurrence import (
 
 
 def as_torch(x):
+    """A float32 tensor."""
+    import torch
+
     return torch.tensor(np.asarray(x, np.float32))
 
 
@@ -33,6 +31,8 @@ def numpy_of(tensors):
 
 def test_the_gated_delta_rule_is_qwen_3_nexts():
     """Chunked and recurrent, with queries and keys that they normalize; the control leaves that out."""
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
     arrays = delta_arrays(np.random.default_rng(0))
     arrays["key"] *= 3.0
     options = {
@@ -61,6 +61,8 @@ def test_the_gated_delta_rule_is_qwen_3_nexts():
 
 def test_the_state_space_scan_is_mamba_2s():
     """Chunked and one token, with the softplus and limits that its mixer applies to step sizes."""
+    from transformers.models.mamba2 import modeling_mamba2
+
     arrays = state_space_arrays(np.random.default_rng(1))
     arrays["dt"] = np.random.default_rng(2).normal(size=arrays["dt"].shape)
     bias = np.linspace(-1, 1, arrays["dt"].shape[-1])
@@ -102,6 +104,10 @@ def test_the_state_space_scan_is_mamba_2s():
 
 def test_the_short_convolution_is_lfm_2s():
     """Its layer with random weights and padding before a prompt; the control is without the mask."""
+    import torch
+    from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
     torch.manual_seed(0)
     config = Lfm2Config(hidden_size=16, conv_L_cache=3, conv_bias=True, num_hidden_layers=1)
     config.layer_types = ["conv"]
