@@ -36,11 +36,11 @@ from spmd.layers.recurrence import (
     chunk_decay,
     document_starts,
     group_heads,
+    mask_tokens,
     merge_heads,
     product,
     scan_chunks,
     to_float32,
-    mask_tokens,
 )
 
 _TITLE = "Invalid gated delta rule:"

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spmd.errors import ConfigError, Problem
-from spmd.layers.recurrence import document_starts, to_float32, mask_tokens
+from spmd.layers.recurrence import document_starts, mask_tokens, to_float32
 
 Activation = Callable[[Array], Array]
 
