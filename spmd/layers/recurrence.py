@@ -21,8 +21,12 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from spmd.errors import ConfigError, Problem
 from spmd.sharding.mesh import AnyMesh
 
-CHUNK = 64
-"""Tokens of a chunk: matmuls of 64 rows, and one saved state for 64 tokens."""
+CHUNK = 128
+"""Tokens of a chunk: the width of a TPU's matmul unit, and one saved state for 128 tokens.
+
+Forward and backward of Qwen 3 Next's gated delta rule take 133, 79, 43 and 52 million cycles of a
+v5p for chunks of 32, 64, 128 and 256, by its compiler's estimate; Mamba 2's scan 70, 41, 21 and 22.
+"""
 
 
 class ChunkDecay(NamedTuple):
@@ -60,9 +64,10 @@ def chunk_decay(
     size = log_decay.shape[-1]
     ones = np.tri(size, dtype=np.float32)
     later = np.tri(size, k=-1, dtype=bool)
-    terms = jnp.where(_unmapped(later), log_decay[..., None], 0.0)
+    column = log_decay[..., None]
+    terms = jnp.where(_unmapped(later), column, 0.0)
     sums = jnp.einsum("il,bgrlj->bgrij", ones, terms, precision="highest")
-    total = jnp.cumsum(log_decay, axis=-1)[..., None]
+    total = sums[..., :1] + column[..., :1, :]
     joined = jnp.asarray(_unmapped(ones > 0))
     reached = jnp.ones((1, 1, 1, size, 1), bool)
     if starts is not None:

@@ -14,7 +14,7 @@ values.
 
 Memory: the backward pass saves its inputs and, for each chunk, one float32 state,
 `4 · batch · heads · head_dim · state_dim` bytes; everything else is recomputed chunk by chunk. With
-80 heads of 64 × 128 (Mamba 2 2.7B) and 8,192 tokens, that is 128 states of 2.5 MiB = 320 MiB for
+80 heads of 64 × 128 (Mamba 2 2.7B) and 8,192 tokens, that is 64 states of 2.5 MiB = 160 MiB for
 each row.
 """
 
