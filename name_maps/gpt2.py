@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spmd.hf.family import Family, Ignored, TensorMapping, part
+from spmd.hf.family import Family, Ignored, TensorMapping
 from spmd.hf.fields import Fields
+from spmd.hf.layout import part
 from spmd.models.gpt2 import GPT2Config
 from spmd.partition_rules.gpt2 import GPT2, GPT2_WHOLE_VOCABULARY
 from spmd.sharding.rules import Rules

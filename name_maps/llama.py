@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.family import TRANSPOSED, Family, Ignored, TensorMapping
+from spmd.hf.family import Family, Ignored, TensorMapping
 from spmd.hf.fields import Fields
+from spmd.hf.layout import TRANSPOSED
 from spmd.models.llama import LlamaConfig
 from spmd.models.rope import RopeScaling
 from spmd.partition_rules.llama import LLAMA, LLAMA_TIED

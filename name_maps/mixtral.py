@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.family import TRANSPOSED, Family, TensorMapping
+from spmd.hf.family import Family, TensorMapping
 from spmd.hf.fields import Fields
+from spmd.hf.layout import TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.mixtral import MixtralConfig
 from spmd.name_maps import llama

@@ -27,6 +27,7 @@ import numpy as np
 from flax.core import FrozenDict
 
 from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.hf.layout import AS_IS, TensorLayout
 from spmd.sharding.rules import Rules
 
 GROUP = "spmd.families"
@@ -34,31 +35,6 @@ GROUP = "spmd.families"
 
 _PLACEHOLDERS = ("layer", "expert")
 _NO_ALIASES: Mapping[str, str] = FrozenDict()
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorLayout:
-    """Relation of a tensor to the parameter of one layer.
-
-    The parameter is part `index` of `parts` equal ones along the last dimension. PyTorch's linear
-    layers are `[out, in]`, ours `[in, out]`: such a tensor is `transposed`.
-    """
-
-    transposed: bool = False
-    index: int = 0
-    parts: int = 1
-
-
-AS_IS = TensorLayout()
-TRANSPOSED = TensorLayout(transposed=True)
-
-
-def part(index: int, parts: int, *, transposed: bool = False) -> TensorLayout:
-    """Return the layout of one of several parameters concatenated in a tensor.
-
-    GPT-2's queries are `part(0, 3)` of `c_attn`.
-    """
-    return TensorLayout(transposed, index, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,13 +262,22 @@ class TensorSource:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of one tensor, including the parts of other parameters."""
-        shape, layout = self.layer_shape, self.mapping.layout
-        if not shape:
-            return ()
-        full = (*shape[:-1], shape[-1] * layout.parts)
-        if layout.transposed:
-            return full[::-1]
-        return full
+        return self.mapping.layout.tensor_shape(self.layer_shape)
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter in one tensor, with the parts of other parameters."""
+        return self.mapping.layout.full_shape(self.layer_shape)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Dimensions of `layer_shape` in the order of the tensor's elements."""
+        return self.mapping.layout.order(len(self.layer_shape))
+
+    @property
+    def shared_dims(self) -> int:
+        """Number of dimensions that are the first of `layer_shape` and the tensor, as of experts."""
+        return self.mapping.layout.shared_dims(len(self.layer_shape))
 
     def tensor_name(self, index: tuple[int, ...]) -> str:
         """Return the name of the tensor at an index of the stack."""
@@ -301,16 +286,13 @@ class TensorSource:
             numbers["layer"] = self.mapping.first + self.mapping.step * numbers["layer"]
         return self.mapping.tensor.format(**numbers)
 
-    def region(self, ours: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Convert a slice of `layer_shape` to a slice of the tensor."""
+    def region(self, ours: tuple[slice, ...]) -> tuple[slice | np.ndarray, ...]:
+        """Convert a slice of `layer_shape` to positions in the dimensions `order` of the tensor."""
         if not ours:
             return ()
-        layout, last = self.mapping.layout, ours[-1]
-        offset = layout.index * self.layer_shape[-1]
-        moved = (*ours[:-1], slice(last.start + offset, last.stop + offset))
-        if layout.transposed:
-            return moved[::-1]
-        return moved
+        last = self.mapping.layout.positions(ours[-1], self.layer_shape[-1])
+        moved = (*ours[:-1], last)
+        return tuple(moved[dim] for dim in self.order)
 
     def tensors(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield every index of the stack and the name of its tensor."""
@@ -331,12 +313,16 @@ def tensor_sources(
     used: set[str] = set()
     for path, shape in shapes.items():
         bare, numbers = _split_path(path)
-        if bare in mappings:
-            used.add(bare)
-            found[path] = TensorSource(path, tuple(shape), mappings[bare], numbers)
-        else:
+        if bare not in mappings:
             fix = did_you_mean(bare, mappings)
             problems.append(Problem(path, "is not in the name map", fix=fix))
+            continue
+        used.add(bare)
+        source = TensorSource(path, tuple(shape), mappings[bare], numbers)
+        what = source.mapping.layout.problem(source.layer_shape)
+        if what:
+            problems.append(Problem(path, what, f"for the tensor {source.mapping.tensor}"))
+        found[path] = source
     for path in mappings.keys() - used:
         fix = did_you_mean(path, shapes)
         problems.append(Problem(f"name {path!r}", "is not a parameter of the model", fix=fix))

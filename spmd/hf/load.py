@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,15 @@ from spmd.errors import CheckpointError, Problem, first_of
 from spmd.hf.family import TensorSource, tensor_sources
 from spmd.hf.fields import collect_errors
 from spmd.hf.folder import HFFolder, open_folder, tensor_problems
-from spmd.hf.safetensors import SafetensorsFile, Tensor
+from spmd.hf.safetensors import SafetensorsFile
 from spmd.resilience.consistency import check_hosts_agree
 
 BUFFER_BYTES = 4 << 20
 """Bytes that are read before they are copied to the devices; small enough for a processor's
 cache."""
+SKIPPED_BYTES = 64 << 10
+"""Rows of other parameters between two short runs of rows are read and dropped: one read of both
+takes less time than two reads."""
 
 _THREADS = 4
 _ALIGNMENT = 64
@@ -118,30 +121,146 @@ def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
     return sources
 
 
+class _Reads(NamedTuple):
+    """Ranges of rows to read, one after the other, and the selection from all rows read."""
+
+    ranges: tuple[tuple[int, int], ...]
+    chosen: slice | np.ndarray
+
+    @property
+    def count(self) -> int:
+        """Number of rows to read."""
+        return sum(stop - start for start, stop in self.ranges)
+
+
+def _plan_reads(rows: slice | np.ndarray, row_bytes: int) -> _Reads:
+    """Return the reads of rows at positions, in ascending order.
+
+    Runs of them that are shorter than `SKIPPED_BYTES` are read with the rows between.
+    """
+    every = slice(None)
+    if isinstance(rows, slice) and rows.step in (None, 1):
+        return _Reads(((rows.start, rows.stop),), every)
+    positions = rows
+    if isinstance(rows, slice):
+        positions = np.arange(rows.start, rows.stop, rows.step)
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    if len(positions) * row_bytes < SKIPPED_BYTES * (len(breaks) + 1):
+        first, last = int(positions[0]), int(positions[-1])
+        chosen = positions - first
+        if isinstance(rows, slice):
+            chosen = slice(0, None, rows.step)
+        return _Reads(((first, last + 1),), chosen)
+    ranges: list[tuple[int, int]] = []
+    for run in np.split(positions, breaks):
+        ranges.append((int(run[0]), int(run[-1]) + 1))
+    return _Reads(tuple(ranges), every)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Region:
-    """Region of one tensor for one device; full rows are read for it."""
+    """Region of one tensor for one device; full rows are read for it.
 
+    The rows are of all shared dimensions, one after the other. `ours` is of one layer's parameter.
+    """
+
+    source: TensorSource
     file: SafetensorsFile
     name: str
-    slices: tuple[slice, ...]
+    ours: tuple[slice, ...]
 
     @property
     def key(self) -> tuple[str, int]:
         """Key of the rows to read; devices with the same key share them."""
-        return self.name, self.slices[0].start
+        first, *_ = self.reads.ranges
+        return self.name, first[0]
 
     @property
-    def tensor(self) -> Tensor:
-        return self.file.tensors[self.name]
+    def dtype(self) -> np.dtype:
+        return self.file.tensors[self.name].dtype
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a full row."""
+        order = self.source.order[self.source.shared_dims + 1 :]
+        return tuple(self.source.full_shape[dim] for dim in order)
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a full row."""
+        return math.prod(self.row_shape) * self.dtype.itemsize
 
     @property
     def part_bytes(self) -> int:
         """Size of the device's part of one row."""
-        size = self.tensor.dtype.itemsize
-        for side in self.slices[1:]:
-            size *= side.stop - side.start
+        size = self.dtype.itemsize
+        for dim in self.source.order[self.source.shared_dims + 1 :]:
+            size *= self.ours[dim].stop - self.ours[dim].start
         return size
+
+    @functools.cached_property
+    def reads(self) -> _Reads:
+        """Reads of the rows."""
+        shared = self.source.shared_dims
+        order, full = self.source.order, self.source.full_shape
+        positions = self.source.region(self.ours)
+        if not positions:
+            return _Reads(((0, 1),), slice(None))
+        before = 0
+        for dim in range(shared):
+            before = before * full[dim] + self.ours[dim].start
+        reads = _plan_reads(positions[shared], self.row_bytes)
+        offset = before * full[order[shared]]
+        ranges = tuple((start + offset, stop + offset) for start, stop in reads.ranges)
+        return _Reads(ranges, reads.chosen)
+
+    @property
+    def row_count(self) -> int:
+        """Number of the parameter's rows."""
+        if not self.ours:
+            return 1
+        side = self.ours[self.source.order[self.source.shared_dims]]
+        return side.stop - side.start
+
+    @property
+    def columns(self) -> tuple[slice | np.ndarray, ...]:
+        """Positions of the device's part in a row."""
+        return self.source.region(self.ours)[self.source.shared_dims + 1 :]
+
+    def window(self, offset: int, count: int) -> "_Region":
+        """Return some of the rows."""
+        ours = list(self.ours)
+        if ours:
+            dim = self.source.order[self.source.shared_dims]
+            first = ours[dim].start + offset
+            ours[dim] = slice(first, first + count)
+        return dataclasses.replace(self, ours=tuple(ours))
+
+    def read(self, buffer: np.ndarray) -> np.ndarray:
+        """Read the rows into a buffer, uint8 `[bytes]`; return a view of it if possible."""
+        size = math.prod(self.row_shape)
+        used = 0
+        for start, stop in self.reads.ranges:
+            self.file.elements(self.name, start * size, stop * size, buffer[used:])
+            used += (stop - start) * self.row_bytes
+        rows = buffer[:used].view(self.dtype).reshape(-1, *self.row_shape)
+        return rows[self.reads.chosen]
+
+    def without_other_parts(self, rows: np.ndarray) -> np.ndarray:
+        """Return the parameter's part of full rows, of all devices."""
+        if not self.ours:
+            return rows
+        every = tuple(slice(0, size) for size in self.source.layer_shape)
+        return rows[:, *self.source.region(every)[self.source.shared_dims + 1 :]]
+
+    def piece(self, rows: np.ndarray) -> np.ndarray:
+        """Return the device's part of full rows, with the dimensions of one layer's parameter."""
+        shared = self.source.shared_dims
+        if not self.ours:
+            return rows.reshape(())
+        piece = rows[:, *self.columns]
+        dims = [dim - shared for dim in self.source.order[shared:]]
+        return piece.transpose(np.argsort(dims))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +280,8 @@ class _Loader:
         boxes = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         local = leaf.sharding.shard_shape(leaf.shape)
         shards = _shards_on(tuple(boxes), local, leaf.dtype)
-        for place in np.ndindex(*local[: len(self.source.stack_shape)]):
+        depth = len(self.source.stack_shape) + self.source.shared_dims
+        for place in np.ndindex(*local[:depth]):
             regions: dict[jax.Device, _Region] = {}
             for device, box in boxes.items():
                 regions[device] = self._region(box, local, place)
@@ -177,16 +297,18 @@ class _Loader:
     ) -> _Region:
         """Return the region for a device with shard `box`.
 
-        `place` is an index into its part of the stack.
+        `place` is an index into its part of the stack and of the shared dimensions.
         """
         depth = len(place)
         start = [side.start or 0 for side in box]
         index: list[int] = []
         for first, i in zip(start[:depth], place, strict=True):
             index.append(first + i)
-        name = self.source.tensor_name(tuple(index))
-        ours = _slices(start[depth:], local[depth:])
-        return _Region(self.files[name], name, self.source.region(ours))
+        stack = len(self.source.stack_shape)
+        name = self.source.tensor_name(tuple(index[:stack]))
+        shared = _slices(index[stack:], [1] * (depth - stack))
+        ours = (*shared, *_slices(start[depth:], local[depth:]))
+        return _Region(self.source, self.files[name], name, ours)
 
     def _copy(
         self,
@@ -196,19 +318,19 @@ class _Loader:
         shards: "_HostShards | _DeviceShards",
     ) -> None:
         """Copy one tensor's regions into the shards, some rows at a time."""
-        # the tensor's first dimension
-        row_dim = len(place)
-        if self.source.mapping.layout.transposed:
-            row_dim = len(local) - 1
-        rows = local[row_dim]
+        index = [*place, *[0] * (len(local) - len(place))]
+        rows, row_dim = 1, None
+        if len(place) < len(local):
+            row_dim = len(self.source.stack_shape) + self.source.order[self.source.shared_dims]
+            rows = local[row_dim]
         windows = _divide_up(rows, _rows_at_once(regions.values()))
         # windows of one size, so that one program serves all
         count = _divide_up(rows, windows)
         for start in range(0, rows, count):
             # the last window may overlap
             offset = min(start, rows - count)
-            index = [*place, *[0] * (len(local) - len(place))]
-            index[row_dim] = offset
+            if row_dim is not None:
+                index[row_dim] = offset
             shards.write(self._read(regions, offset, count), index, self.pool)
 
     def _read(
@@ -218,40 +340,31 @@ class _Loader:
 
         Views of the buffer where possible.
         """
-        dtypes = {region.tensor.dtype for region in regions.values()}
+        dtypes = {region.dtype for region in regions.values()}
         is_cast_later = len(dtypes) == 1 and dtypes <= _DEVICE_DTYPES
-        depth = len(self.source.stack_shape)
+        depth = len(self.source.stack_shape) + self.source.shared_dims
         buffer, used = self.buffer, 0
         rows: dict[tuple[str, int], np.ndarray] = {}
         for region in regions.values():
-            if region.key not in rows:
-                size = count * region.tensor.row_bytes
+            window = region.window(offset, count)
+            if window.key not in rows:
+                size = window.reads.count * window.row_bytes
                 if size > len(buffer) - used:
                     # one row exceeds the buffer
                     buffer, used = _allocate((size,), np.uint8), 0
-                rows[region.key] = self._read_rows(region, offset, count, buffer[used:])
+                rows[window.key] = self._read_rows(window, buffer[used:])
                 used += _divide_up(size, _ALIGNMENT) * _ALIGNMENT
-            piece = self._piece(region, rows[region.key])
+            piece = window.piece(rows[window.key])
             if not is_cast_later:
                 piece = piece.astype(self.leaf.dtype)
             yield piece[(None,) * depth]
 
-    def _read_rows(
-        self, region: _Region, offset: int, count: int, buffer: np.ndarray
-    ) -> np.ndarray:
-        """Read full rows of a region into a buffer, and note the tensor if it is not finite."""
-        start = region.slices[0].start + offset
-        rows = region.file.rows(region.name, start, start + count, buffer)
-        if not _all_finite(rows):
-            self.non_finite.add((self.source.path, region.name))
+    def _read_rows(self, window: _Region, buffer: np.ndarray) -> np.ndarray:
+        """Read full rows into a buffer, and note the tensor if they are not finite."""
+        rows = window.read(buffer)
+        if not _all_finite(window.without_other_parts(rows)):
+            self.non_finite.add((self.source.path, window.name))
         return rows
-
-    def _piece(self, region: _Region, rows: np.ndarray) -> np.ndarray:
-        """Return a view of full rows: the device's part, in the layout of one layer."""
-        piece = rows[:, *region.slices[1:]]
-        if self.source.mapping.layout.transposed:
-            return piece.T
-        return piece
 
 
 def _slices(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -285,7 +398,7 @@ def _rows_at_once(regions: Collection[_Region]) -> int:
     row_bytes: dict[tuple[str, int], int] = {}
     used = 0
     for region in regions:
-        row_bytes[region.key] = region.tensor.row_bytes
+        row_bytes[region.key] = _divide_up(region.reads.count * region.row_bytes, region.row_count)
         used += region.part_bytes
     read = sum(row_bytes.values())
     return max(1, BUFFER_BYTES // max(read, used))

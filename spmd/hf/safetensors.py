@@ -56,11 +56,6 @@ class Tensor:
         """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def row_bytes(self) -> int:
-        """Size of one element of the first dimension."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
 
 class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
     """A safetensors file opened for reading: a regular file, not a symbolic link.
@@ -88,15 +83,16 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
         """Close the file; may be called again."""
         self._file.close()
 
-    def rows(self, name: str, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
-        """Read elements `start` to `stop` of a tensor's first dimension, and no others.
+    def elements(self, name: str, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
+        """Read elements `start` to `stop` of a flattened tensor, and no others.
 
         They are read into `buffer`, uint8 `[bytes]`; the result is a view of it.
         """
         tensor = self.tensors[name]
-        size = (stop - start) * tensor.row_bytes
-        self._read(buffer[:size], tensor.begin + start * tensor.row_bytes)
-        return buffer[:size].view(tensor.dtype).reshape(stop - start, *tensor.shape[1:])
+        itemsize = tensor.dtype.itemsize
+        size = (stop - start) * itemsize
+        self._read(buffer[:size], tensor.begin + start * itemsize)
+        return buffer[:size].view(tensor.dtype)
 
     def chunks(self, name: str, buffer: np.ndarray) -> Iterator[np.ndarray]:
         """Yield the bytes of a tensor, chunk by chunk.

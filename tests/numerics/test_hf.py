@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 from spmd.errors import CheckpointError
 from spmd.hf import load
-from spmd.hf.family import Ignored, TensorMapping, TensorSource, family_for, part
+from spmd.hf.family import Ignored, TensorMapping, TensorSource, family_for
+from spmd.hf.layout import TRANSPOSED, part
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import save_params
@@ -180,7 +181,7 @@ def test_a_stack_may_be_every_other_layer():
     source = TensorSource(
         "local/w",
         (2, 4, 6),
-        TensorMapping("local/w", "h.{layer}.w", part(1, 3, transposed=True), first=1, step=2),
+        TensorMapping("local/w", "h.{layer}.w", part(1, 3, layout=TRANSPOSED), first=1, step=2),
     )
     assert [name for _, name in source.tensors()] == ["h.1.w", "h.3.w"]
     assert source.tensor_shape == (18, 4)
