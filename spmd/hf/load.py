@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,12 @@ from spmd.hf.family import TensorSource, tensor_sources
 from spmd.hf.fields import collect_errors
 from spmd.hf.folder import HFFolder, open_folder, tensor_problems
 from spmd.hf.safetensors import SafetensorsFile
+from spmd.hf.tensor_region import TensorRegion
 from spmd.resilience.consistency import check_hosts_agree
 
 BUFFER_BYTES = 4 << 20
 """Bytes that are read before they are copied to the devices; small enough for a processor's
 cache."""
-SKIPPED_BYTES = 64 << 10
-"""Rows of other parameters between two short runs of rows are read and dropped: one read of both
-takes less time than two reads."""
 
 _THREADS = 4
 _ALIGNMENT = 64
@@ -121,148 +119,6 @@ def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
     return sources
 
 
-class _Reads(NamedTuple):
-    """Ranges of rows to read, one after the other, and the selection from all rows read."""
-
-    ranges: tuple[tuple[int, int], ...]
-    chosen: slice | np.ndarray
-
-    @property
-    def count(self) -> int:
-        """Number of rows to read."""
-        return sum(stop - start for start, stop in self.ranges)
-
-
-def _plan_reads(rows: slice | np.ndarray, row_bytes: int) -> _Reads:
-    """Return the reads of rows at positions, in ascending order.
-
-    Runs of them that are shorter than `SKIPPED_BYTES` are read with the rows between.
-    """
-    every = slice(None)
-    if isinstance(rows, slice) and rows.step in (None, 1):
-        return _Reads(((rows.start, rows.stop),), every)
-    positions = rows
-    if isinstance(rows, slice):
-        positions = np.arange(rows.start, rows.stop, rows.step)
-    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-    if len(positions) * row_bytes < SKIPPED_BYTES * (len(breaks) + 1):
-        first, last = int(positions[0]), int(positions[-1])
-        chosen = positions - first
-        if isinstance(rows, slice):
-            chosen = slice(0, None, rows.step)
-        return _Reads(((first, last + 1),), chosen)
-    ranges: list[tuple[int, int]] = []
-    for run in np.split(positions, breaks):
-        ranges.append((int(run[0]), int(run[-1]) + 1))
-    return _Reads(tuple(ranges), every)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Region:
-    """Region of one tensor for one device; full rows are read for it.
-
-    The rows are of all shared dimensions, one after the other. `ours` is of one layer's parameter.
-    """
-
-    source: TensorSource
-    file: SafetensorsFile
-    name: str
-    ours: tuple[slice, ...]
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Key of the rows to read; devices with the same key share them."""
-        first, *_ = self.reads.ranges
-        return self.name, first[0]
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.file.tensors[self.name].dtype
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """Shape of a full row."""
-        order = self.source.order[self.source.shared_dims + 1 :]
-        return tuple(self.source.full_shape[dim] for dim in order)
-
-    @property
-    def row_bytes(self) -> int:
-        """Size of a full row."""
-        return math.prod(self.row_shape) * self.dtype.itemsize
-
-    @property
-    def part_bytes(self) -> int:
-        """Size of the device's part of one row."""
-        size = self.dtype.itemsize
-        for dim in self.source.order[self.source.shared_dims + 1 :]:
-            size *= self.ours[dim].stop - self.ours[dim].start
-        return size
-
-    @functools.cached_property
-    def reads(self) -> _Reads:
-        """Reads of the rows."""
-        shared = self.source.shared_dims
-        order, full = self.source.order, self.source.full_shape
-        positions = self.source.region(self.ours)
-        if not positions:
-            return _Reads(((0, 1),), slice(None))
-        before = 0
-        for dim in range(shared):
-            before = before * full[dim] + self.ours[dim].start
-        reads = _plan_reads(positions[shared], self.row_bytes)
-        offset = before * full[order[shared]]
-        ranges = tuple((start + offset, stop + offset) for start, stop in reads.ranges)
-        return _Reads(ranges, reads.chosen)
-
-    @property
-    def row_count(self) -> int:
-        """Number of the parameter's rows."""
-        if not self.ours:
-            return 1
-        side = self.ours[self.source.order[self.source.shared_dims]]
-        return side.stop - side.start
-
-    @property
-    def columns(self) -> tuple[slice | np.ndarray, ...]:
-        """Positions of the device's part in a row."""
-        return self.source.region(self.ours)[self.source.shared_dims + 1 :]
-
-    def window(self, offset: int, count: int) -> "_Region":
-        """Return some of the rows."""
-        ours = list(self.ours)
-        if ours:
-            dim = self.source.order[self.source.shared_dims]
-            first = ours[dim].start + offset
-            ours[dim] = slice(first, first + count)
-        return dataclasses.replace(self, ours=tuple(ours))
-
-    def read(self, buffer: np.ndarray) -> np.ndarray:
-        """Read the rows into a buffer, uint8 `[bytes]`; return a view of it if possible."""
-        size = math.prod(self.row_shape)
-        used = 0
-        for start, stop in self.reads.ranges:
-            self.file.elements(self.name, start * size, stop * size, buffer[used:])
-            used += (stop - start) * self.row_bytes
-        rows = buffer[:used].view(self.dtype).reshape(-1, *self.row_shape)
-        return rows[self.reads.chosen]
-
-    def without_other_parts(self, rows: np.ndarray) -> np.ndarray:
-        """Return the parameter's part of full rows, of all devices."""
-        if not self.ours:
-            return rows
-        every = tuple(slice(0, size) for size in self.source.layer_shape)
-        return rows[:, *self.source.region(every)[self.source.shared_dims + 1 :]]
-
-    def piece(self, rows: np.ndarray) -> np.ndarray:
-        """Return the device's part of full rows, with the dimensions of one layer's parameter."""
-        shared = self.source.shared_dims
-        if not self.ours:
-            return rows.reshape(())
-        piece = rows[:, *self.columns]
-        dims = [dim - shared for dim in self.source.order[shared:]]
-        return piece.transpose(np.argsort(dims))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Loader:
     """Loader of one parameter: fills its shards tensor by tensor."""
@@ -282,7 +138,7 @@ class _Loader:
         shards = _shards_on(tuple(boxes), local, leaf.dtype)
         depth = len(self.source.stack_shape) + self.source.shared_dims
         for place in np.ndindex(*local[:depth]):
-            regions: dict[jax.Device, _Region] = {}
+            regions: dict[jax.Device, TensorRegion] = {}
             for device, box in boxes.items():
                 regions[device] = self._region(box, local, place)
             self._copy(regions, local, place, shards)
@@ -294,7 +150,7 @@ class _Loader:
 
     def _region(
         self, box: tuple[slice, ...], local: tuple[int, ...], place: tuple[int, ...]
-    ) -> _Region:
+    ) -> TensorRegion:
         """Return the region for a device with shard `box`.
 
         `place` is an index into its part of the stack and of the shared dimensions.
@@ -308,11 +164,11 @@ class _Loader:
         name = self.source.tensor_name(tuple(index[:stack]))
         shared = _slices(index[stack:], [1] * (depth - stack))
         ours = (*shared, *_slices(start[depth:], local[depth:]))
-        return _Region(self.source, self.files[name], name, ours)
+        return TensorRegion(self.source, self.files[name], name, ours)
 
     def _copy(
         self,
-        regions: Mapping[Any, _Region],
+        regions: Mapping[Any, TensorRegion],
         local: tuple[int, ...],
         place: tuple[int, ...],
         shards: "_HostShards | _DeviceShards",
@@ -334,7 +190,7 @@ class _Loader:
             shards.write(self._read(regions, offset, count), index, self.pool)
 
     def _read(
-        self, regions: Mapping[Any, _Region], offset: int, count: int
+        self, regions: Mapping[Any, TensorRegion], offset: int, count: int
     ) -> Iterator[np.ndarray]:
         """Yield some rows of each device's region in the parameter's layout.
 
@@ -348,7 +204,7 @@ class _Loader:
         for region in regions.values():
             window = region.window(offset, count)
             if window.key not in rows:
-                size = window.reads.count * window.row_bytes
+                size = window.reads.rows * window.row_bytes
                 if size > len(buffer) - used:
                     # one row exceeds the buffer
                     buffer, used = _allocate((size,), np.uint8), 0
@@ -359,7 +215,7 @@ class _Loader:
                 piece = piece.astype(self.leaf.dtype)
             yield piece[(None,) * depth]
 
-    def _read_rows(self, window: _Region, buffer: np.ndarray) -> np.ndarray:
+    def _read_rows(self, window: TensorRegion, buffer: np.ndarray) -> np.ndarray:
         """Read full rows into a buffer, and note the tensor if they are not finite."""
         rows = window.read(buffer)
         if not _all_finite(window.without_other_parts(rows)):
@@ -390,7 +246,7 @@ def _allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.frombuffer(pages, np.uint8, size).view(dtype).reshape(shape)
 
 
-def _rows_at_once(regions: Collection[_Region]) -> int:
+def _rows_at_once(regions: Collection[TensorRegion]) -> int:
     """Return the number of rows per read.
 
     Neither the rows read nor the parts of all devices exceed the buffer, unless one row does.
@@ -398,7 +254,7 @@ def _rows_at_once(regions: Collection[_Region]) -> int:
     row_bytes: dict[tuple[str, int], int] = {}
     used = 0
     for region in regions:
-        row_bytes[region.key] = _divide_up(region.reads.count * region.row_bytes, region.row_count)
+        row_bytes[region.key] = _divide_up(region.reads.rows * region.row_bytes, region.row_count)
         used += region.part_bytes
     read = sum(row_bytes.values())
     return max(1, BUFFER_BYTES // max(read, used))

@@ -111,7 +111,8 @@ PARTITION_RULES_MAY_IMPORT = (
     "spmd.sharding.rules",
 )
 NAME_MAPS_MAY_IMPORT = (
-    *("spmd.models", "spmd.partition_rules", "spmd.run.config", "spmd.hf.family", "spmd.hf.fields"),
+    *("spmd.models", "spmd.partition_rules", "spmd.run.config"),
+    *("spmd.hf.family", "spmd.hf.fields", "spmd.hf.layout"),
     *("spmd.layers.router", "spmd.sharding.rules"),
 )
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from spmd.errors import CheckpointError, ConfigError
-from spmd.hf import load
+from spmd.hf import load, tensor_region
 from spmd.hf.family import Family, TensorMapping, tensor_sources
 from spmd.hf.folder import HFFolder
 from spmd.hf.layout import (
@@ -248,8 +248,12 @@ def test_each_device_reads_its_rows_of_a_layout(name, tmp_path, monkeypatch):
     case = CASES[name]
     arrays = expected(case, table := write(tmp_path / "a", case))
     abstract = abstract_of(arrays, case.spec, fsdp=2, tensor=2)
-    for skipped, at_once in ((load.SKIPPED_BYTES, load.BUFFER_BYTES), (0, 200), (1 << 20, 1)):
-        monkeypatch.setattr(load, "SKIPPED_BYTES", skipped)
+    for skipped, at_once in (
+        (tensor_region.SKIPPED_BYTES, load.BUFFER_BYTES),
+        (0, 200),
+        (1 << 20, 1),
+    ):
+        monkeypatch.setattr(tensor_region, "SKIPPED_BYTES", skipped)
         monkeypatch.setattr(load, "BUFFER_BYTES", at_once)
         params = read(tmp_path / "a", case.layouts, abstract)
         for path, array in arrays.items():
@@ -299,7 +303,7 @@ def test_another_layout_gives_other_parameters(name, tmp_path):
 )
 def test_no_row_of_another_parameter_is_read(name, spec, share, tmp_path, monkeypatch):
     """Each byte once for all parameters, if runs of rows are not short."""
-    monkeypatch.setattr(load, "SKIPPED_BYTES", 0)
+    monkeypatch.setattr(tensor_region, "SKIPPED_BYTES", 0)
     case, count = CASES[name], 0
     original = SafetensorsFile.elements
 
