@@ -65,8 +65,12 @@ class Ignored:
 
     def covers(self, tensor: str) -> bool:
         """Return whether the tensor has this name."""
-        pattern = re.sub(r"\\{(layer|expert)\\}", r"\\d+", re.escape(self.tensor))
-        return re.fullmatch(pattern, tensor) is not None
+        return name_pattern(self.tensor).fullmatch(tensor) is not None
+
+
+def name_pattern(tensor: str) -> re.Pattern[str]:
+    """Return the pattern of a tensor's names in all layers and experts."""
+    return re.compile(re.sub(r"\\{(layer|expert)\\}", r"\\d+", re.escape(tensor)))
 
 
 @dataclasses.dataclass(frozen=True)

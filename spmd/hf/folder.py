@@ -19,9 +19,10 @@ import numpy as np
 
 from spmd.checkpoint.manifest import read_object
 from spmd.errors import CheckpointError, Problem, check_local, first_of
-from spmd.hf.family import Family, Ignored, TensorMapping, TensorSource, family_of
+from spmd.hf.family import Family, Ignored, TensorMapping, TensorSource, family_of, name_pattern
 from spmd.hf.fields import collect_errors
-from spmd.hf.safetensors import SafetensorsFile, Tensor
+from spmd.hf.quantization import FIELD, Mxfp4Tensor, read_quantization, readers_of
+from spmd.hf.safetensors import SafetensorsFile, StoredTensor, TensorReader
 from spmd.model_interface.model_config import experts_of, layers_of
 
 CONFIG = "config.json"
@@ -42,19 +43,16 @@ class HFFolder:
     Attributes:
         values: Content of config.json.
         config: The model config.
-        files: Tensor → its file.
+        tensors: Tensors by name, dequantized.
+        files: Stored tensor → its file.
     """
 
     path: Path
     values: dict[str, Any]
     family: Family
     config: Any
+    tensors: dict[str, TensorReader]
     files: dict[str, SafetensorsFile]
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Location of each tensor."""
-        return {name: file.tensors[name] for name, file in self.files.items()}
 
     @functools.cached_property
     def tables(self) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
@@ -67,7 +65,8 @@ class HFFolder:
         aliases: dict[str, str] = {}
         for file in files.values():
             aliases |= file.metadata
-        return self.family.tables(self.config, self.files, aliases)
+        names, ignored = self.family.tables(self.config, self.tensors, aliases)
+        return tuple(_as_stored(names, self.tensors)), ignored
 
     @functools.cached_property
     def tied_mismatches(self) -> tuple[Problem, ...]:
@@ -118,20 +117,47 @@ def open_folder(path: Path) -> Iterator[HFFolder]:
         problem = Problem(str(path), "is not a folder", fix=fix)
         raise CheckpointError("Nothing was read:", [problem])
     values: dict[str, Any] = {}
-    family, config = None, None
+    family, config, quantization = None, None, None
     with collect_errors(problems):
         values = _read_json(path, CONFIG, _CONFIG_MAX_BYTES)
+        with collect_errors(problems):
+            quantization = read_quantization(values)
         family = family_of(architectures_of(values))
-        config = family.read_config(values)
+        config = family.read_config(_without_quantization(values))
     with contextlib.ExitStack() as stack:
         files: dict[str, SafetensorsFile] = {}
+        tensors: dict[str, TensorReader] = {}
         with collect_errors(problems):
             files = _open_files(path, stack, problems)
+        if not problems:
+            stored = {name: StoredTensor(file, name) for name, file in files.items()}
+            tensors = readers_of(stored, quantization, problems)
+        with collect_errors(problems):
             if family is not None and not problems:
-                problems += _size_problems(family, config, len(files))
+                problems += _size_problems(family, config, len(tensors))
         if problems or family is None:
             raise _error(path, *first_of(problems))
-        yield HFFolder(path, values, family, config, files)
+        yield HFFolder(path, values, family, config, tensors, files)
+
+
+def _without_quantization(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != FIELD}
+
+
+def _as_stored(
+    names: Iterable[TensorMapping], tensors: Mapping[str, TensorReader]
+) -> Iterator[TensorMapping]:
+    """Yield mappings with the layouts of the stored tensors: codes of MXFP4 are transposed."""
+    transposed = [name for name, tensor in tensors.items() if isinstance(tensor, Mxfp4Tensor)]
+    for mapping in names:
+        pattern = name_pattern(mapping.tensor)
+        examples = filter(pattern.fullmatch, transposed)
+        name = next(examples, None)
+        if name is None:
+            yield mapping
+            continue
+        layout = mapping.layout.with_last_swapped(len(tensors[name].shape))
+        yield dataclasses.replace(mapping, layout=layout)
 
 
 def architectures_of(values: Mapping[str, Any]) -> list[str]:
@@ -278,7 +304,7 @@ def tensor_problems(
     sources: Iterable[TensorSource],
     floats: Mapping[str, bool],
     ignored: Iterable[Ignored],
-    found: Mapping[str, Tensor],
+    found: Mapping[str, TensorReader],
 ) -> list[Problem]:
     """Return all mismatches between parameters and the tensors found in a folder.
 
@@ -296,7 +322,9 @@ def tensor_problems(
 
 
 def _missing_and_extra(
-    wanted: Mapping[str, TensorSource], ignored: Iterable[Ignored], found: Mapping[str, Tensor]
+    wanted: Mapping[str, TensorSource],
+    ignored: Iterable[Ignored],
+    found: Mapping[str, TensorReader],
 ) -> list[Problem]:
     missing = [name for name in wanted if name not in found]
     extra: list[str] = []
@@ -324,7 +352,9 @@ def _rename_hint(name: str, others: Sequence[str], pairs: int) -> str:
     return f'there is "{close[0]}": was it renamed?'
 
 
-def _misfits(name: str, tensor: Tensor, source: TensorSource, is_float: bool) -> Iterator[Problem]:
+def _misfits(
+    name: str, tensor: TensorReader, source: TensorSource, is_float: bool
+) -> Iterator[Problem]:
     """Compare the shape and the kind of dtype of a tensor with its parameter."""
     where = f"for {source.path} {list(source.shape)}"
     if tensor.shape != source.tensor_shape:

@@ -105,6 +105,11 @@ class TensorLayout:
             return tuple(range(ndim))
         return _flatten(self.axes)
 
+    def with_last_swapped(self, ndim: int) -> "TensorLayout":
+        """Return the layout of the tensor with its last two dimensions swapped."""
+        *lead, rows, columns = self.axes or range(ndim)
+        return dataclasses.replace(self, axes=(*lead, columns, rows))
+
     def shared_dims(self, ndim: int) -> int:
         """Return the number of dimensions that are the first of both, before the last two."""
         shared = 0

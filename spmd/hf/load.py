@@ -25,7 +25,7 @@ from spmd.errors import CheckpointError, Problem, first_of
 from spmd.hf.family import TensorSource, tensor_sources
 from spmd.hf.fields import collect_errors
 from spmd.hf.folder import HFFolder, open_folder, tensor_problems
-from spmd.hf.safetensors import SafetensorsFile
+from spmd.hf.safetensors import TensorReader
 from spmd.hf.tensor_region import TensorRegion
 from spmd.resilience.consistency import check_hosts_agree
 
@@ -64,7 +64,7 @@ def load_published(found: HFFolder, abstract: Any) -> Any:
     with ThreadPoolExecutor(_THREADS) as pool:
 
         def load(path: str, leaf: Any) -> jax.Array:
-            return _Loader(sources[path], leaf, found.files, buffer, pool, non_finite).load()
+            return _Loader(sources[path], leaf, found.tensors, buffer, pool, non_finite).load()
 
         params = tree.map_with_path(load, abstract)
     what, fix = "has values that are NaN or infinite", "get the file again: training cannot mend it"
@@ -125,7 +125,7 @@ class _Loader:
 
     source: TensorSource
     leaf: Any
-    files: Mapping[str, SafetensorsFile]
+    tensors: Mapping[str, TensorReader]
     buffer: np.ndarray
     pool: ThreadPoolExecutor
     # paths and tensors with NaN or infinite values
@@ -164,7 +164,7 @@ class _Loader:
         name = self.source.tensor_name(tuple(index[:stack]))
         shared = _slices(index[stack:], [1] * (depth - stack))
         ours = (*shared, *_slices(start[depth:], local[depth:]))
-        return TensorRegion(self.source, self.files[name], name, ours)
+        return TensorRegion(self.source, self.tensors[name], name, ours)
 
     def _copy(
         self,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmd.hf.family import TensorSource
-from spmd.hf.safetensors import SafetensorsFile
+from spmd.hf.safetensors import TensorReader
 
 SKIPPED_BYTES = 64 << 10
 """Rows of other parameters between two runs of rows shorter than this are read and dropped: one
@@ -66,7 +66,7 @@ class TensorRegion:
     """
 
     source: TensorSource
-    file: SafetensorsFile
+    tensor: TensorReader
     name: str
     ours: tuple[slice, ...]
 
@@ -79,7 +79,7 @@ class TensorRegion:
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the tensor."""
-        return self.file.tensors[self.name].dtype
+        return self.tensor.dtype
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -139,12 +139,15 @@ class TensorRegion:
     def read(self, buffer: np.ndarray) -> np.ndarray:
         """Read the rows into a buffer, uint8 `[bytes]`; return a view of it if possible."""
         size = math.prod(self.row_shape)
+        first, *others = self.reads.ranges
+        if not others:
+            rows = self.tensor.rows(*first, size, buffer, self.reads.chosen)
+            return rows.reshape(-1, *self.row_shape)
         used = 0
         for start, stop in self.reads.ranges:
-            self.file.elements(self.name, start * size, stop * size, buffer[used:])
+            self.tensor.rows(start, stop, size, buffer[used:])
             used += (stop - start) * self.row_bytes
-        rows = buffer[:used].view(self.dtype).reshape(-1, *self.row_shape)
-        return rows[self.reads.chosen]
+        return buffer[:used].view(self.dtype).reshape(-1, *self.row_shape)
 
     def without_other_parts(self, rows: np.ndarray) -> np.ndarray:
         """Return the parameter's part of full rows, of all devices."""

@@ -329,7 +329,7 @@ BAD = {
     "no architecture": (config(architectures=None), "names no architecture"),
     "a feature": (
         config(quantization_config={"bits": 4}),
-        "quantization_config: is {'bits': 4}, and is unknown",
+        "quantization_config.quant_method: is missing",
     ),
     "an activation": (
         config(hidden_act="gelu"),

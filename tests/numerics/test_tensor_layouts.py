@@ -25,7 +25,7 @@ from spmd.hf.layout import (
     part,
 )
 from spmd.hf.load import load_published
-from spmd.hf.safetensors import SafetensorsFile
+from spmd.hf.safetensors import SafetensorsFile, StoredTensor
 from spmd.hf.save import save_params
 from tests import tiny
 
@@ -231,7 +231,9 @@ def expected(case, table):
 def read(folder, layouts, abstract):
     with SafetensorsFile(folder / "model.safetensors") as file:
         files = dict.fromkeys(file.tensors, file)
-        return load_published(HFFolder(folder, {}, family_of(layouts), {}, files), abstract)
+        stored = {name: StoredTensor(file, name) for name in files}
+        found = HFFolder(folder, {}, family_of(layouts), {}, stored, files)
+        return load_published(found, abstract)
 
 
 def abstract_of(arrays, spec, **sizes):

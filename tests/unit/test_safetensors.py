@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from spmd.errors import CheckpointError
 from spmd.hf.safetensors import DTYPES, SafetensorsFile, write_safetensors
 
-NUMPY = [dtype for code, dtype in DTYPES.items() if code != "BF16"]
+NUMPY = [dtype for code, dtype in DTYPES.items() if code != "BF16" and not code.startswith("F8")]
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)
 
 
@@ -167,8 +167,8 @@ REFUSED = {
     "a list for a tensor": (packed({"w": [1]}), "invalid JSON"),
     "no offsets": (packed({"w": {"dtype": "F32", "shape": [6]}}), "missing field `data_offsets`"),
     "an unsupported dtype": (
-        changed(dtype="F8_E4M3", shape=[24]),
-        "has the unsupported dtype F8_E4M3",
+        changed(dtype="F8_E5M2", shape=[24]),
+        "has the unsupported dtype F8_E5M2",
     ),
     "an unknown dtype": (changed(dtype="F31"), "unknown variant `F31`"),
     "a list for a dtype": (changed(dtype=["F32"]), "invalid JSON"),
