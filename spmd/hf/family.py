@@ -26,13 +26,15 @@ from typing import Any
 import numpy as np
 from flax.core import FrozenDict
 
-from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.errors import ConfigError, Problem, did_you_mean, join_first
 from spmd.hf.layout import AS_IS, TensorLayout
 from spmd.sharding.rules import Rules
 
 GROUP = "spmd.families"
 """Entry-point group; each value is `module:NAME` of a `Family`."""
 
+_SAME_TASK = 0.9
+_MOST_KNOWN = 1500
 _PLACEHOLDERS = ("layer", "expert")
 _NO_ALIASES: Mapping[str, str] = FrozenDict()
 
@@ -201,23 +203,37 @@ def _unsupported(wanted: Iterable[str]) -> list[Problem]:
         fix = _nearest(name, known)
         problems.append(Problem(f"architecture {name}", "is not supported", fix=fix))
     if not problems:
-        fix = f"one of: {', '.join(known)}"
+        fix = f"one of: {join_first(known, _MOST_KNOWN)}"
         return [Problem("config.json", "names no architecture", fix=fix)]
     return problems
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the known architecture with the nearest name."""
-    architectures = {_family_name(other): other for other in known}
-    near = difflib.get_close_matches(_family_name(name), architectures, n=1, cutoff=0.8)
-    if near:
-        return f'did you mean "{architectures[near[0]]}"?'
-    return f"one of: {', '.join(known)}"
+    """Return a hint at the known architecture that was meant, or all of them.
+
+    One letter makes another family, such as Olmo and Olmoe, and so does a number. Only the case,
+    letters that are doubled, and a typo of the task are corrected.
+    """
+    known = list(known)
+    family, task = _split_architecture(name)
+    for other in known:
+        other_family, other_task = _split_architecture(other)
+        is_typo = difflib.SequenceMatcher(None, task, other_task).ratio() > _SAME_TASK
+        if _undoubled(family) == _undoubled(other_family) and is_typo:
+            return f'did you mean "{other}"?'
+    return f"one of: {join_first(known, _MOST_KNOWN)}"
 
 
-def _family_name(architecture: str) -> str:
-    """Remove the task from an architecture: all names end with it, so all would seem near."""
-    return re.sub("For[A-Z].*", "", architecture)
+def _split_architecture(name: str) -> tuple[str, str]:
+    """Split an architecture into the names of the family and of the task."""
+    found = re.search("for[a-z]*$", name.casefold())
+    if found is None:
+        return name, ""
+    return name[: found.start()], name[found.start() :].casefold()
+
+
+def _undoubled(name: str) -> str:
+    return re.sub(r"([a-z])\1+", r"\1", name.casefold())
 
 
 def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:

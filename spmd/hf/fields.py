@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.errors import ConfigError, Problem, SpmdError, shorten
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class Fields:
         found = self.value(name, allowed[0])
         if found not in allowed:
             supported = " or ".join(map(str, allowed))
-            self.refuse(name, f"is {found!r:.80}, and this model supports only {supported}")
+            self.refuse(name, f"is {shorten(found)}, and this model supports only {supported}")
 
     def refuse(self, name: str, what: str, fix: str = "") -> None:
         """Report a problem with a field."""
@@ -180,7 +180,7 @@ class Fields:
             if table == {}:
                 continue
             if not isinstance(table, Mapping):
-                self.refuse(name, f"is {table!r:.80}, not an object")
+                self.refuse(name, f"is {shorten(table)}, not an object")
                 continue
             rope = _read_rope(table, theta)
             parsed.append(rope)
@@ -201,12 +201,12 @@ class Fields:
         """Report an unknown kind of scaling, or all fields of a table without scaling."""
         if rope.kind == "default":
             for key in sorted(rope.scaling):
-                self.refuse(f"{name}.{key}", f"is {rope.scaling[key]!r:.80}, and is unknown")
+                self.refuse(f"{name}.{key}", f"is {shorten(rope.scaling[key])}, and is unknown")
             return
         supported = "no scaling of positions"
         if kinds:
             supported = f"only {' or '.join(kinds)}"
-        what = f"is of type {rope.kind!r:.80}, and this model supports {supported}"
+        what = f"is of type {shorten(rope.kind)}, and this model supports {supported}"
         self.refuse(name, what)
 
     def problems(self) -> list[Problem]:
@@ -215,7 +215,7 @@ class Fields:
         problems = list(self._problems)
         for name, value in self._values.items():
             if not self._is_understood(name, value):
-                problems.append(Problem(name, f"is {value!r:.80}, and is unknown", fix=fix))
+                problems.append(Problem(name, f"is {shorten(value)}, and is unknown", fix=fix))
         return problems
 
     def _is_understood(self, name: str, value: Any) -> bool:
@@ -259,7 +259,7 @@ def _read_rope(table: Mapping[str, Any], theta: Any) -> _Rope:
 def _wrong(found: Any, why: str) -> str:
     if found is None:
         return "is missing"
-    return f"is {found!r:.80}, {why}"
+    return f"is {shorten(found)}, {why}"
 
 
 @contextlib.contextmanager

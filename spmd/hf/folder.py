@@ -10,7 +10,8 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class HFFolder:
             "set tie_word_embeddings=false in config.json if the head is separate; "
             "remove the tensor if it is unused"
         )
-        return Problem(name, what, detail, fix)
+        return Problem(_where(name), what, detail, fix)
 
     def _is_equal(self, name: str, other: str) -> bool:
         """Compare the bytes of two tensors of one shape and dtype."""
@@ -243,7 +244,7 @@ def _open_files(
             found.setdefault(tensor, file)
     for tensor, name in (index or {}).items():
         if name in opened and tensor not in found:
-            problems.append(Problem(tensor, f"is not in {name}, and {INDEX} maps it there"))
+            problems.append(Problem(_where(tensor), f"is not in {name}, and {INDEX} maps it there"))
     return found
 
 
@@ -283,7 +284,7 @@ def _misplaced(file: SafetensorsFile, name: str, index: Mapping[str, str]) -> It
         place = "to no file"
         if tensor in index:
             place = f"to {index[tensor]}"
-        yield Problem(tensor, f"is in {name}, and {INDEX} maps it {place}")
+        yield Problem(_where(tensor), f"is in {name}, and {INDEX} maps it {place}")
 
 
 def _no_weights(folder: Path) -> list[Problem]:
@@ -326,30 +327,49 @@ def _missing_and_extra(
     ignored: Iterable[Ignored],
     found: Mapping[str, TensorReader],
 ) -> list[Problem]:
-    missing = [name for name in wanted if name not in found]
-    extra: list[str] = []
-    for name in found:
+    missing: dict[str, tuple[int, ...]] = {}
+    for name, source in wanted.items():
+        if name not in found:
+            missing[name] = source.tensor_shape
+    extra: dict[str, tuple[int, ...]] = {}
+    for name, tensor in found.items():
         if name not in wanted and not any(entry.covers(name) for entry in ignored):
-            extra.append(name)
-    pairs = len(missing) * len(extra)
+            extra[name] = tensor.shape
     problems: list[Problem] = []
-    for name in missing:
+    for name, shape in missing.items():
         what = f"is missing; {wanted[name].path} needs it"
-        problems.append(Problem(name, what, fix=_rename_hint(name, extra, pairs)))
-    for name in extra:
-        hint = _rename_hint(name, missing, pairs)
-        problems.append(Problem(name, "is extra: no parameter uses it", fix=hint))
+        fix = _rename_hint(name, shape, missing, extra)
+        problems.append(Problem(_where(name), what, fix=fix))
+    for name, shape in extra.items():
+        fix = _rename_hint(name, shape, extra, missing)
+        problems.append(Problem(_where(name), "is extra: no parameter uses it", fix=fix))
     return problems
 
 
-def _rename_hint(name: str, others: Sequence[str], pairs: int) -> str:
-    """Return a hint at the nearest other name, unless too many pairs would be compared."""
-    if pairs > _MAX_HINT_PAIRS:
+def _where(tensor: str) -> str:
+    """Return the place of a problem; a name alone could be that of a flag, as in `model.norm`."""
+    return f"tensor {tensor}"
+
+
+def _rename_hint(
+    name: str, shape: tuple[int, ...], names: Collection[str], others: Mapping[str, tuple[int, ...]]
+) -> str:
+    """Return a hint at the nearest other name, if a rename could be the reason.
+
+    As many tensors must be missing as are extra, and the other one must be of the same shape and
+    layer. Too many pairs are not compared.
+    """
+    if len(names) != len(others) or len(names) * len(others) > _MAX_HINT_PAIRS:
         return ""
-    close = difflib.get_close_matches(name, others, n=1)
+    numbers = re.findall(r"\d+", name)
+    possible: list[str] = []
+    for other, other_shape in others.items():
+        if other_shape == shape and re.findall(r"\d+", other) == numbers:
+            possible.append(other)
+    close = difflib.get_close_matches(name, possible, n=1)
     if not close:
         return ""
-    return f'there is "{close[0]}": was it renamed?'
+    return f'there is "{close[0]}" of the same shape: was it renamed?'
 
 
 def _misfits(
@@ -359,6 +379,6 @@ def _misfits(
     where = f"for {source.path} {list(source.shape)}"
     if tensor.shape != source.tensor_shape:
         detail = f"it is {list(tensor.shape)}, expected {list(source.tensor_shape)} {where}"
-        yield Problem(name, "has the wrong shape", detail)
+        yield Problem(_where(name), "has the wrong shape", detail)
     if jnp.issubdtype(tensor.dtype, jnp.floating) != is_float:
-        yield Problem(name, "has the wrong kind of dtype", f"it is {tensor.dtype}, {where}")
+        yield Problem(_where(name), "has the wrong kind of dtype", f"it is {tensor.dtype}, {where}")

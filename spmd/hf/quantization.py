@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.errors import ConfigError, Problem, did_you_mean, shorten
 from spmd.hf.safetensors import EVERY_ROW, RowSelection, StoredTensor, TensorReader
 
 FIELD = "quantization_config"
@@ -74,7 +74,7 @@ def read_quantization(values: Mapping[str, Any]) -> Quantization | None:
     if found is None:
         return None
     if not isinstance(found, Mapping):
-        raise _unsupported(Problem(FIELD, f"is {found!r:.80}, not an object"))
+        raise _unsupported(Problem(FIELD, f"is {shorten(found)}, not an object"))
     method = found.get("quant_method")
     if method is None and any(found.get(name) for name in _BITSANDBYTES):
         method = "bitsandbytes"
@@ -98,7 +98,7 @@ def read_quantization(values: Mapping[str, Any]) -> Quantization | None:
     where = f"{FIELD}.quant_method"
     if method is None:
         raise _unsupported(Problem(where, "is missing", fix=f"one of: {MXFP4}, {FP8}"))
-    what = f"is {method!r:.80}, and only {MXFP4} and {FP8} are read"
+    what = f"is {shorten(method)}, and only {MXFP4} and {FP8} are read"
     raise _unsupported(Problem(where, what, fix=_FIXES.get(str(method), _ORIGINAL)))
 
 
@@ -111,10 +111,10 @@ def _check_options(found: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ..
             continue
         if name not in allowed:
             fix = did_you_mean(name, allowed)
-            problems.append(Problem(where, f"is {value!r:.80}, and is unknown", fix=fix))
+            problems.append(Problem(where, f"is {shorten(value)}, and is unknown", fix=fix))
         elif value not in allowed[name]:
             supported = " or ".join(map(str, allowed[name]))
-            problems.append(Problem(where, f"is {value!r:.80}, and only {supported} is read"))
+            problems.append(Problem(where, f"is {shorten(value)}, and only {supported} is read"))
     if problems:
         raise _unsupported(*problems)
 
@@ -122,7 +122,7 @@ def _check_options(found: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ..
 def _parse_block(block: Any) -> tuple[int, int]:
     is_pair = isinstance(block, list | tuple) and len(block) == _BLOCK_DIMS
     if not is_pair or not all(type(size) is int and size > 0 for size in block):
-        what = f"is {block!r:.80}, not rows and columns of a block"
+        what = f"is {shorten(block)}, not rows and columns of a block"
         raise _unsupported(Problem(f"{FIELD}.weight_block_size", what))
     rows, columns = block
     return rows, columns
@@ -285,9 +285,11 @@ def readers_of(
         readers[name] = reader
         if reader.dtype in CODE_DTYPES:
             fix = f"restore the {FIELD} of config.json, if it had one"
-            problems.append(Problem(name, f"is {reader.dtype}, and has no scales", fix=fix))
+            problems.append(
+                Problem(f"tensor {name}", f"is {reader.dtype}, and has no scales", fix=fix)
+            )
         elif is_mxfp4 and name.endswith(BLOCKS):
-            problems.append(Problem(name, f"are codes of {MXFP4} without scales"))
+            problems.append(Problem(f"tensor {name}", f"are codes of {MXFP4} without scales"))
     return readers | dequantized
 
 
@@ -305,13 +307,15 @@ def _dequantized(
         base = name.removesuffix(ending)
         codes = stored.get(base + {MXFP4: BLOCKS, FP8: ""}[quantization.method])
         if codes is None:
-            problems.append(Problem(name, f"are scales of {quantization.method} without codes"))
+            problems.append(
+                Problem(f"tensor {name}", f"are scales of {quantization.method} without codes")
+            )
             continue
         tensor: DequantizedTensor = Mxfp4Tensor(codes, scales)
         if quantization.method == FP8:
             tensor = Fp8Tensor(codes, scales, quantization.block)
         what = tensor.problem()
         if what:
-            problems.append(Problem(codes.name, what))
+            problems.append(Problem(f"tensor {codes.name}", what))
         found[base] = tensor
     return found

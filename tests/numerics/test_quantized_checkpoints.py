@@ -438,9 +438,9 @@ def test_codes_of_mxfp4_need_their_scales(made, codes, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         load_params(folder, {})
     assert {problem.where for problem in caught.value.problems} == {
-        "layers.0.experts.down_proj_scales",
-        "layers.1.experts.down_proj_blocks",
-        f"{base}_blocks",
+        "tensor layers.0.experts.down_proj_scales",
+        "tensor layers.1.experts.down_proj_blocks",
+        f"tensor {base}_blocks",
     }
 
 
