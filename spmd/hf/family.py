@@ -209,7 +209,7 @@ def _unsupported(wanted: Iterable[str]) -> list[Problem]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the known architecture that was meant, or all of them.
+    """Return a hint at the known architecture with a typo, or all of them.
 
     One letter makes another family, such as Olmo and Olmoe, and so does a number. Only the case,
     letters that are doubled, and a typo of the task are corrected.
@@ -296,7 +296,7 @@ class TensorSource:
 
     @property
     def shared_dims(self) -> int:
-        """Number of dimensions that are the first of `layer_shape` and the tensor, as of experts."""
+        """Number of leading dimensions shared by `layer_shape` and the tensor, as of experts."""
         return self.mapping.layout.shared_dims(len(self.layer_shape))
 
     def tensor_name(self, index: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Layouts of tensors: the parameters that a checkpoint's tensor holds, and the order of its elements.
+"""Layouts of tensors: parts, groups and the order of dimensions.
 
 A layout is data of a name map. Reading takes the positions of one parameter from a tensor, export
 puts the parameters of a tensor there. Shapes are of one layer; *out* is the parameter's last
@@ -111,7 +111,7 @@ class TensorLayout:
         return dataclasses.replace(self, axes=(*lead, columns, rows))
 
     def shared_dims(self, ndim: int) -> int:
-        """Return the number of dimensions that are the first of both, before the last two."""
+        """Return the number of leading dimensions shared by both, before the last two."""
         shared = 0
         for dim in self.order(ndim)[: max(ndim - 2, 0)]:
             if dim != shared:
@@ -137,7 +137,7 @@ class TensorLayout:
         return tuple(sizes)
 
     def positions(self, side: slice, size: int) -> slice | np.ndarray:
-        """Return the positions of a slice of the last dimension, of `size`, in that of all parts.
+        """Convert a slice of the last dimension, of `size`, to positions among all parts.
 
         They are a slice if their distance is constant, else int64 `[positions]`.
         """

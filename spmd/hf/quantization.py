@@ -103,7 +103,7 @@ def read_quantization(values: Mapping[str, Any]) -> Quantization | None:
 
 
 def _check_options(found: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise an error with all options that are unknown or have an unsupported value."""
+    """Raise an error with all unknown options and unsupported values."""
     problems: list[Problem] = []
     for name, value in found.items():
         where = f"{FIELD}.{name}"
