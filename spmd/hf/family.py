@@ -265,16 +265,16 @@ class TensorSource:
     mapping: TensorMapping
     indices: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def _placeholders(self) -> list[str]:
         return [field for field in _PLACEHOLDERS if f"{{{field}}}" in self.mapping.tensor]
 
-    @property
+    @functools.cached_property
     def stack_shape(self) -> tuple[int, ...]:
         """Leading dimensions, with one tensor per element."""
         return self.shape[: len(self._placeholders) - len(self.indices)]
 
-    @property
+    @functools.cached_property
     def layer_shape(self) -> tuple[int, ...]:
         """Shape of the parameter in one tensor: without the dimensions of the stack."""
         return self.shape[len(self.stack_shape) :]
@@ -284,17 +284,23 @@ class TensorSource:
         """Shape of one tensor, including the parts of other parameters."""
         return self.mapping.layout.tensor_shape(self.layer_shape)
 
-    @property
+    @functools.cached_property
     def full_shape(self) -> tuple[int, ...]:
         """Shape of the parameter in one tensor, with the parts of other parameters."""
         return self.mapping.layout.full_shape(self.layer_shape)
 
-    @property
+    @functools.cached_property
     def order(self) -> tuple[int, ...]:
         """Dimensions of `layer_shape` in the order of the tensor's elements."""
         return self.mapping.layout.order(len(self.layer_shape))
 
-    @property
+    @functools.cached_property
+    def inverse_order(self) -> tuple[int, ...]:
+        """Dimensions of the tensor in the order of `layer_shape`, without the shared ones."""
+        order = [dim - self.shared_dims for dim in self.order[self.shared_dims :]]
+        return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+    @functools.cached_property
     def shared_dims(self) -> int:
         """Number of leading dimensions shared by `layer_shape` and the tensor, as of experts."""
         return self.mapping.layout.shared_dims(len(self.layer_shape))

@@ -158,9 +158,6 @@ class TensorRegion:
 
     def piece(self, rows: np.ndarray) -> np.ndarray:
         """Return the device's part of full rows, with the dimensions of one layer's parameter."""
-        shared = self.source.shared_dims
         if not self.ours:
             return rows.reshape(())
-        piece = rows[:, *self.columns]
-        dims = [dim - shared for dim in self.source.order[shared:]]
-        return piece.transpose(np.argsort(dims))
+        return rows[:, *self.columns].transpose(self.source.inverse_order)
