@@ -9,8 +9,9 @@ model = spmd.from_nnx(config.build)
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.family import AS_IS, Ignored, part
+from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
+from spmd.hf.layout import AS_IS, part
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
 from spmd.models.decoder.published import Names, TensorNames, decoder_family
 

@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.family import AS_IS
 from spmd.hf.fields import Fields
+from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.errors import ConfigError, Problem
-from spmd.hf.family import TRANSPOSED
 from spmd.hf.fields import Fields
+from spmd.hf.layout import TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
 from spmd.models.decoder.published import (

@@ -11,8 +11,8 @@ The smaller models have a sliding window of 4,096 tokens, and tied embeddings.
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.family import AS_IS, TRANSPOSED
 from spmd.hf.fields import Fields
+from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
 from spmd.models.decoder.published import (
     TANH,

@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spmd.hf.family import TRANSPOSED, Family, Ignored, TensorMapping
+from spmd.hf.family import Family, Ignored, TensorMapping
 from spmd.hf.fields import Fields
+from spmd.hf.layout import TRANSPOSED, TensorLayout
 from spmd.models.vit import ViTConfig
 from spmd.partition_rules.vit import VIT
 
 _PREFIX = "vit."
 _LAYER = _PREFIX + "encoder.layer.{layer}."
 _DENSE = {
-    "patch_proj": _PREFIX + "embeddings.patch_embeddings.projection",
     "layers/attention/q_proj": _LAYER + "attention.attention.query",
     "layers/attention/k_proj": _LAYER + "attention.attention.key",
     "layers/attention/v_proj": _LAYER + "attention.attention.value",
@@ -20,6 +20,8 @@ _DENSE = {
     "layers/mlp/down_proj": _LAYER + "output.dense",
     "head": "classifier",
 }
+_PATCHES = _PREFIX + "embeddings.patch_embeddings.projection"
+_REVERSED = TensorLayout((3, 2, 1, 0))
 _NORMS = {
     "layers/attention_norm": _LAYER + "layernorm_before",
     "layers/mlp_norm": _LAYER + "layernorm_after",
@@ -30,6 +32,8 @@ _NORMS = {
 def _mappings() -> Iterator[TensorMapping]:
     yield TensorMapping("class_token", _PREFIX + "embeddings.cls_token")
     yield TensorMapping("positions", _PREFIX + "embeddings.position_embeddings")
+    yield TensorMapping("patch_proj/kernel", _PATCHES + ".weight", _REVERSED)
+    yield TensorMapping("patch_proj/bias", _PATCHES + ".bias")
     for ours, theirs in _DENSE.items():
         yield TensorMapping(f"{ours}/kernel", f"{theirs}.weight", TRANSPOSED)
         yield TensorMapping(f"{ours}/bias", f"{theirs}.bias")

@@ -374,6 +374,50 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"one of: {', '.join(choices)}"
 
 
+def shorten(value: Any, most: int = 80) -> str:
+    """Return a value as Python writes it, in about `most` characters.
+
+    Lists and mappings lose whole items, texts their end.
+
+    Example:
+        >>> shorten(["full", "window", "full", "window", "full"], most=20)
+        "['full', 'window', … 3 more]"
+        >>> shorten({"rope_type": "yarn", "factor": 4.0})
+        "{'rope_type': 'yarn', 'factor': 4.0}"
+        >>> shorten("a" * 30, most=10)
+        "'aaaaaaaaa…"
+    """
+    text = repr(value)
+    if len(text) <= most:
+        return text
+    if isinstance(value, Mapping):
+        entries = [f"{shorten(key, most)}: {shorten(of, most)}" for key, of in value.items()]
+        return "{" + join_first(entries, most) + "}"
+    if isinstance(value, list | tuple):
+        entries = [shorten(item, most) for item in value]
+        return "[" + join_first(entries, most) + "]"
+    return f"{text[:most]}…"
+
+
+def join_first(items: Iterable[str], most: int) -> str:
+    """Return the first items, in about `most` characters, and the number of the others.
+
+    Example:
+        >>> join_first(["data", "fsdp", "tensor"], most=12)
+        'data, fsdp, … 1 more'
+    """
+    items = list(items)
+    shown: list[str] = []
+    length = 0
+    for item in items:
+        length += len(item) + 2
+        if shown and length > most:
+            shown.append(f"… {len(items) - len(shown)} more")
+            break
+        shown.append(item)
+    return ", ".join(shown)
+
+
 def any_of(choices: Iterable[Any]) -> str:
     """Return choices as a remedy: any of them will do.
 

@@ -15,15 +15,9 @@ from typing import Any
 from flax import nnx
 
 from spmd.errors import SpmdError
-from spmd.hf.family import (
-    AS_IS,
-    TRANSPOSED,
-    Family,
-    Ignored,
-    TensorLayout,
-    TensorMapping,
-)
+from spmd.hf.family import Family, Ignored, TensorMapping
 from spmd.hf.fields import Fields
+from spmd.hf.layout import AS_IS, TRANSPOSED, TensorLayout
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig

@@ -2,7 +2,8 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ import numpy as np
 import tokenizers
 
 from spmd.checkpoint.manifest import read_object
-from spmd.errors import DataError, Problem, nearest_file
+from spmd.errors import DataError, Problem, nearest_file, shorten
 
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 """End-of-document tokens, if no file beside the tokenizer defines one; the first in the
@@ -19,11 +20,13 @@ TOKENIZER = "tokenizer.json"
 MODEL_FILES = ("generation_config.json", "hf_config.json", "config.json")
 """Files that may define `eos_token_id`; the first that does is used."""
 SETTINGS = "tokenizer_config.json"
-"""File that may define `eos_token`."""
+"""File that may define `eos_token` and tokens beyond those of the tokenizer."""
 
 _MAX_BYTES = 2**28
 _MAX_BYTES_BESIDE = 2**24
 _INVALID_BYTE = 0xFF  # never occurs in UTF-8
+_ADDED = "added_tokens_decoder"
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _TITLE = "the tokenizer cannot be loaded:"
 
 
@@ -189,6 +192,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     End tokens are those of the files beside a `tokenizer.json`, or the first of `END_TOKENS` if
     they define none. The file's truncation and padding are disabled, and special tokens inside a
     document are encoded as plain text.
+
+    As in `transformers`, `added_tokens_decoder` of the tokenizer_config.json beside it adds tokens,
+    and its `add_bos_token` and `add_eos_token` change nothing: `tokenizer.json` decides.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -196,6 +202,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     content = _content(path, name)
     model = _parse(content, name)
     problems: list[Problem] = []
+    added: list[str] = []
+    if path.name == TOKENIZER:
+        added = _add_tokens(model, path.parent / SETTINGS, problems)
     ids: dict[str, int] = model.get_vocab(with_added_tokens=True)
     vocab = max(ids.values(), default=-1) + 1
     starts = _starts(model)
@@ -218,6 +227,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         ends = ends or (guess,)
     parts = [f"{path.name}:{hashlib.sha256(content).hexdigest()[:16]}"]
     parts += [f"starts {token}" for token in starts]
+    if added:
+        digest = hashlib.sha256("\n".join(added).encode()).hexdigest()
+        parts.append(f"adds {digest[:16]}")
     if ends[0] != guess:  # a guessed end follows from the content
         parts.append(f"ends {ends[0]}")
     return JsonTokenizer(":".join(parts), vocab, ends[0], ends, starts, model)
@@ -246,6 +258,73 @@ def _parse(content: bytes, name: str) -> tokenizers.Tokenizer:
     return model
 
 
+def _add_tokens(model: tokenizers.Tokenizer, path: Path, problems: list[Problem]) -> list[str]:
+    """Add the tokens of a tokenizer_config.json that a tokenizer lacks or has otherwise.
+
+    Returns:
+        A line about each of them.
+    """
+    settings = _read(path, problems)
+    table = settings.get(_ADDED) or {}
+    where = f"{path}: {_ADDED}"
+    if not isinstance(table, dict):
+        problems.append(Problem(where, f"is {shorten(table)}, not an object"))
+        return []
+    known = set(map(repr, model.get_added_tokens_decoder().values()))
+    named = _named_tokens(settings)
+    wanted: dict[int, tokenizers.AddedToken] = {}
+    for number, entry in table.items():
+        token = _parse_added(entry, named)
+        if token is None or not re.fullmatch("[0-9]{1,9}", number):
+            what = f"has {shorten({number: entry})}, not an id and a token"
+            problems.append(Problem(where, what))
+        elif repr(token) not in known:
+            wanted[int(number)] = token
+    lines: list[str] = []
+    for number in sorted(wanted):
+        token = wanted[number]
+        model.add_tokens([token])
+        found = model.token_to_id(token.content)
+        if found != number:
+            detail = f"id {number} there, {found} in {TOKENIZER}"
+            problems.append(Problem(where, f"has {token.content!r} under another id", detail))
+        lines.append(f"{number} {token!r}")
+    return lines
+
+
+def _parse_added(entry: Any, named: Collection[str]) -> tokenizers.AddedToken | None:
+    """Return a token of tokenizer_config.json; None if it is none."""
+    if not isinstance(entry, dict):
+        return None
+    content = entry.get("content")
+    if not isinstance(content, str) or not content:
+        return None
+    flags: dict[str, bool] = {}
+    for name in _TOKEN_FLAGS:
+        if name in entry:
+            flags[name] = entry[name] is True
+    if content in named:
+        flags["special"] = True
+    return tokenizers.AddedToken(content, **flags)
+
+
+def _named_tokens(settings: dict[str, Any]) -> set[str]:
+    """Return the texts of `bos_token`, `eos_token` and others; they are special."""
+    texts: set[str] = set()
+    for name, token in settings.items():
+        text = _content_of(token)
+        if name.endswith("_token") and isinstance(text, str):
+            texts.add(text)
+    return texts
+
+
+def _content_of(token: Any) -> Any:
+    """Return the text of a token that is a text, or an object with one."""
+    if isinstance(token, dict):
+        return token.get("content")
+    return token
+
+
 def _ends(folder: Path, ids: dict[str, int], problems: list[Problem]) -> tuple[int, ...]:
     """Return the end tokens in the files beside a tokenizer, the document's first.
 
@@ -265,9 +344,7 @@ def _ends(folder: Path, ids: dict[str, int], problems: list[Problem]) -> tuple[i
             ends += listed
             break
     token = found[SETTINGS].get("eos_token")
-    text = token
-    if isinstance(token, dict):
-        text = token.get("content")
+    text = _content_of(token)
     if isinstance(text, str) and text in ids:
         ends.append(ids[text])
     elif token is not None:
@@ -295,7 +372,7 @@ def _read(path: Path, problems: list[Problem]) -> dict[str, Any]:
     try:
         return read_object(path.resolve(), _MAX_BYTES_BESIDE)
     except (OSError, ValueError) as error:
-        what = "cannot be read, and may define end tokens"
+        what = "cannot be read, and may define tokens"
         fix = f"repair it, or move {TOKENIZER} to a separate folder"
         problems.append(Problem(str(path), what, str(error), fix))
         return {}

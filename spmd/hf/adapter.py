@@ -15,6 +15,7 @@ from spmd import tree
 from spmd.distributed.hosts import run_on_first
 from spmd.errors import ConfigError, Problem
 from spmd.hf.family import Family, TensorSource, tensor_sources
+from spmd.hf.layout import TRANSPOSED
 from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import (
     check_absent,
@@ -94,9 +95,9 @@ def _adapted(leaves: Iterable[str], sources: Mapping[str, TensorSource]) -> list
 
 def _obstacle(source: TensorSource) -> str:
     """Return the reason against an adapter of a parameter in `peft`; empty if there is none."""
-    if source.mapping.layout.parts > 1:
+    if not source.mapping.layout.is_whole:
         return f"is a part of {source.mapping.tensor}, which `peft` adapts as a whole"
-    if "{expert}" in source.mapping.tensor:
+    if "{expert}" in source.mapping.tensor or source.shared_dims:
         return "is of experts, which are no modules in `transformers`"
     if "embed" in source.path.rpartition("/")[2]:
         return "is an embedding, and an adapter of one is another kind in `peft`"
@@ -152,7 +153,7 @@ def _config_values(adapted: Sequence[TensorSource], lora: LoRAConfig, base: str)
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": not all(source.mapping.layout.transposed for source in adapted),
+        "fan_in_fan_out": not all(source.mapping.layout == TRANSPOSED for source in adapted),
         "target_modules": sorted(modules),
         "inference_mode": True,
     }

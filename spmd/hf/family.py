@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 from flax.core import FrozenDict
 
-from spmd.errors import ConfigError, Problem, did_you_mean
+from spmd.errors import ConfigError, Problem, did_you_mean, join_first
+from spmd.hf.layout import AS_IS, TensorLayout
 from spmd.sharding.rules import Rules
 
 GROUP = "spmd.families"
@@ -35,33 +36,10 @@ GROUP = "spmd.families"
 OPTIONS_GROUP = "spmd.missing_options"
 """Entry-point group; each value is `module:NAME` of architecture → the option that it needs."""
 
+_SAME_TASK = 0.9
+_MOST_KNOWN = 1500
 _PLACEHOLDERS = ("layer", "expert")
 _NO_ALIASES: Mapping[str, str] = FrozenDict()
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorLayout:
-    """Relation of a tensor to the parameter of one layer.
-
-    The parameter is part `index` of `parts` equal ones along the last dimension. PyTorch's linear
-    layers are `[out, in]`, ours `[in, out]`: such a tensor is `transposed`.
-    """
-
-    transposed: bool = False
-    index: int = 0
-    parts: int = 1
-
-
-AS_IS = TensorLayout()
-TRANSPOSED = TensorLayout(transposed=True)
-
-
-def part(index: int, parts: int, *, transposed: bool = False) -> TensorLayout:
-    """Return the layout of one of several parameters concatenated in a tensor.
-
-    GPT-2's queries are `part(0, 3)` of `c_attn`.
-    """
-    return TensorLayout(transposed, index, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +70,12 @@ class Ignored:
 
     def covers(self, tensor: str) -> bool:
         """Return whether the tensor has this name."""
-        pattern = re.sub(r"\\{(layer|expert)\\}", r"\\d+", re.escape(self.tensor))
-        return re.fullmatch(pattern, tensor) is not None
+        return name_pattern(self.tensor).fullmatch(tensor) is not None
+
+
+def name_pattern(tensor: str) -> re.Pattern[str]:
+    """Return the pattern of a tensor's names in all layers and experts."""
+    return re.compile(re.sub(r"\\{(layer|expert)\\}", r"\\d+", re.escape(tensor)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,23 +223,37 @@ def _unsupported(wanted: Iterable[str]) -> list[Problem]:
         fix = _nearest(name, known)
         problems.append(Problem(f"architecture {name}", "is not supported", fix=fix))
     if not problems:
-        fix = f"one of: {', '.join(known)}"
+        fix = f"one of: {join_first(known, _MOST_KNOWN)}"
         return [Problem("config.json", "names no architecture", fix=fix)]
     return problems
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the known architecture with the nearest name."""
-    architectures = {_family_name(other): other for other in known}
-    near = difflib.get_close_matches(_family_name(name), architectures, n=1, cutoff=0.8)
-    if near:
-        return f'did you mean "{architectures[near[0]]}"?'
-    return f"one of: {', '.join(known)}"
+    """Return a hint at the known architecture with a typo, or all of them.
+
+    One letter makes another family, such as Olmo and Olmoe, and so does a number. Only the case,
+    letters that are doubled, and a typo of the task are corrected.
+    """
+    known = list(known)
+    family, task = _split_architecture(name)
+    for other in known:
+        other_family, other_task = _split_architecture(other)
+        is_typo = difflib.SequenceMatcher(None, task, other_task).ratio() > _SAME_TASK
+        if _undoubled(family) == _undoubled(other_family) and is_typo:
+            return f'did you mean "{other}"?'
+    return f"one of: {join_first(known, _MOST_KNOWN)}"
 
 
-def _family_name(architecture: str) -> str:
-    """Remove the task from an architecture: all names end with it, so all would seem near."""
-    return re.sub("For[A-Z].*", "", architecture)
+def _split_architecture(name: str) -> tuple[str, str]:
+    """Split an architecture into the names of the family and of the task."""
+    found = re.search("for[a-z]*$", name.casefold())
+    if found is None:
+        return name, ""
+    return name[: found.start()], name[found.start() :].casefold()
+
+
+def _undoubled(name: str) -> str:
+    return re.sub(r"([a-z])\1+", r"\1", name.casefold())
 
 
 def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
@@ -289,16 +285,16 @@ class TensorSource:
     mapping: TensorMapping
     indices: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def _placeholders(self) -> list[str]:
         return [field for field in _PLACEHOLDERS if f"{{{field}}}" in self.mapping.tensor]
 
-    @property
+    @functools.cached_property
     def stack_shape(self) -> tuple[int, ...]:
         """Leading dimensions, with one tensor per element."""
         return self.shape[: len(self._placeholders) - len(self.indices)]
 
-    @property
+    @functools.cached_property
     def layer_shape(self) -> tuple[int, ...]:
         """Shape of the parameter in one tensor: without the dimensions of the stack."""
         return self.shape[len(self.stack_shape) :]
@@ -306,13 +302,28 @@ class TensorSource:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of one tensor, including the parts of other parameters."""
-        shape, layout = self.layer_shape, self.mapping.layout
-        if not shape:
-            return ()
-        full = (*shape[:-1], shape[-1] * layout.parts)
-        if layout.transposed:
-            return full[::-1]
-        return full
+        return self.mapping.layout.tensor_shape(self.layer_shape)
+
+    @functools.cached_property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter in one tensor, with the parts of other parameters."""
+        return self.mapping.layout.full_shape(self.layer_shape)
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """Dimensions of `layer_shape` in the order of the tensor's elements."""
+        return self.mapping.layout.order(len(self.layer_shape))
+
+    @functools.cached_property
+    def inverse_order(self) -> tuple[int, ...]:
+        """Dimensions of the tensor in the order of `layer_shape`, without the shared ones."""
+        order = [dim - self.shared_dims for dim in self.order[self.shared_dims :]]
+        return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+    @functools.cached_property
+    def shared_dims(self) -> int:
+        """Number of leading dimensions shared by `layer_shape` and the tensor, as of experts."""
+        return self.mapping.layout.shared_dims(len(self.layer_shape))
 
     def tensor_name(self, index: tuple[int, ...]) -> str:
         """Return the name of the tensor at an index of the stack."""
@@ -321,16 +332,13 @@ class TensorSource:
             numbers["layer"] = self.mapping.first + self.mapping.step * numbers["layer"]
         return self.mapping.tensor.format(**numbers)
 
-    def region(self, ours: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Convert a slice of `layer_shape` to a slice of the tensor."""
+    def region(self, ours: tuple[slice, ...]) -> tuple[slice | np.ndarray, ...]:
+        """Convert a slice of `layer_shape` to positions in the dimensions `order` of the tensor."""
         if not ours:
             return ()
-        layout, last = self.mapping.layout, ours[-1]
-        offset = layout.index * self.layer_shape[-1]
-        moved = (*ours[:-1], slice(last.start + offset, last.stop + offset))
-        if layout.transposed:
-            return moved[::-1]
-        return moved
+        last = self.mapping.layout.positions(ours[-1], self.layer_shape[-1])
+        moved = (*ours[:-1], last)
+        return tuple(moved[dim] for dim in self.order)
 
     def tensors(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield every index of the stack and the name of its tensor."""
@@ -351,12 +359,16 @@ def tensor_sources(
     used: set[str] = set()
     for path, shape in shapes.items():
         bare, numbers = _split_path(path)
-        if bare in mappings:
-            used.add(bare)
-            found[path] = TensorSource(path, tuple(shape), mappings[bare], numbers)
-        else:
+        if bare not in mappings:
             fix = did_you_mean(bare, mappings)
             problems.append(Problem(path, "is not in the name map", fix=fix))
+            continue
+        used.add(bare)
+        source = TensorSource(path, tuple(shape), mappings[bare], numbers)
+        what = source.mapping.layout.problem(source.layer_shape)
+        if what:
+            problems.append(Problem(path, what, f"for the tensor {source.mapping.tensor}"))
+        found[path] = source
     for path in mappings.keys() - used:
         fix = did_you_mean(path, shapes)
         problems.append(Problem(f"name {path!r}", "is not a parameter of the model", fix=fix))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from spmd.errors import ConfigError, Problem, SpmdError
+from spmd.errors import ConfigError, Problem, SpmdError, shorten
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class Fields:
         found = self.value(name, allowed[0])
         if found not in allowed:
             supported = " or ".join(map(str, allowed))
-            self.refuse(name, f"is {found!r:.80}, and this model supports only {supported}")
+            self.refuse(name, f"is {shorten(found)}, and this model supports only {supported}")
 
     def refuse(self, name: str, what: str, fix: str = "") -> None:
         """Report a problem with a field."""
@@ -172,7 +172,7 @@ class Fields:
         problems = list(self._problems)
         for name, value in self._values.items():
             if not self._is_understood(name, value):
-                problems.append(Problem(name, f"is {value!r:.80}, and is unknown", fix=fix))
+                problems.append(Problem(name, f"is {shorten(value)}, and is unknown", fix=fix))
         return problems
 
     def _is_understood(self, name: str, value: Any) -> bool:
@@ -198,7 +198,7 @@ class Fields:
 def _wrong(found: Any, why: str) -> str:
     if found is None:
         return "is missing"
-    return f"is {found!r:.80}, {why}"
+    return f"is {shorten(found)}, {why}"
 
 
 @contextlib.contextmanager

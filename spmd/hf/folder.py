@@ -10,7 +10,8 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import numpy as np
 
 from spmd.checkpoint.manifest import read_object
 from spmd.errors import CheckpointError, Problem, check_local, first_of
-from spmd.hf.family import Family, Ignored, TensorMapping, TensorSource, family_of
+from spmd.hf.family import Family, Ignored, TensorMapping, TensorSource, family_of, name_pattern
 from spmd.hf.fields import collect_errors
-from spmd.hf.safetensors import SafetensorsFile, Tensor
+from spmd.hf.quantization import FIELD, Mxfp4Tensor, read_quantization, readers_of
+from spmd.hf.safetensors import SafetensorsFile, StoredTensor, TensorReader
 from spmd.model_interface.model_config import experts_of, layers_of
 
 CONFIG = "config.json"
@@ -31,6 +33,7 @@ SINGLE = "model.safetensors"
 _CONFIG_MAX_BYTES = 16 << 20
 _INDEX_MAX_BYTES = 64 << 20
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
+_MAX_LAYERS_PER_TENSOR = 16
 _MAX_HINT_PAIRS = 10_000
 _COMPARE_BYTES = 2 << 20
 
@@ -42,19 +45,16 @@ class HFFolder:
     Attributes:
         values: Content of config.json.
         config: The model config.
-        files: Tensor → its file.
+        tensors: Tensors by name, dequantized.
+        files: Stored tensor → its file.
     """
 
     path: Path
     values: dict[str, Any]
     family: Family
     config: Any
+    tensors: dict[str, TensorReader]
     files: dict[str, SafetensorsFile]
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Location of each tensor."""
-        return {name: file.tensors[name] for name, file in self.files.items()}
 
     @functools.cached_property
     def tables(self) -> tuple[tuple[TensorMapping, ...], tuple[Ignored, ...]]:
@@ -67,7 +67,8 @@ class HFFolder:
         aliases: dict[str, str] = {}
         for file in files.values():
             aliases |= file.metadata
-        return self.family.tables(self.config, self.files, aliases)
+        names, ignored = self.family.tables(self.config, self.tensors, aliases)
+        return tuple(_as_stored(names, self.tensors)), ignored
 
     @functools.cached_property
     def tied_mismatches(self) -> tuple[Problem, ...]:
@@ -95,7 +96,7 @@ class HFFolder:
             "set tie_word_embeddings=false in config.json if the head is separate; "
             "remove the tensor if it is unused"
         )
-        return Problem(name, what, detail, fix)
+        return Problem(_where(name), what, detail, fix)
 
     def _is_equal(self, name: str, other: str) -> bool:
         """Compare the bytes of two tensors of one shape and dtype."""
@@ -118,20 +119,47 @@ def open_folder(path: Path) -> Iterator[HFFolder]:
         problem = Problem(str(path), "is not a folder", fix=fix)
         raise CheckpointError("Nothing was read:", [problem])
     values: dict[str, Any] = {}
-    family, config = None, None
+    family, config, quantization = None, None, None
     with collect_errors(problems):
         values = _read_json(path, CONFIG, _CONFIG_MAX_BYTES)
+        with collect_errors(problems):
+            quantization = read_quantization(values)
         family = family_of(architectures_of(values))
-        config = family.read_config(values)
+        config = family.read_config(_without_quantization(values))
     with contextlib.ExitStack() as stack:
         files: dict[str, SafetensorsFile] = {}
+        tensors: dict[str, TensorReader] = {}
         with collect_errors(problems):
             files = _open_files(path, stack, problems)
+        if not problems:
+            stored = {name: StoredTensor(file, name) for name, file in files.items()}
+            tensors = readers_of(stored, quantization, problems)
+        with collect_errors(problems):
             if family is not None and not problems:
-                problems += _size_problems(family, config, len(files))
+                problems += _size_problems(family, config, len(tensors))
         if problems or family is None:
             raise _error(path, *first_of(problems))
-        yield HFFolder(path, values, family, config, files)
+        yield HFFolder(path, values, family, config, tensors, files)
+
+
+def _without_quantization(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != FIELD}
+
+
+def _as_stored(
+    names: Iterable[TensorMapping], tensors: Mapping[str, TensorReader]
+) -> Iterator[TensorMapping]:
+    """Yield mappings with the layouts of the stored tensors: codes of MXFP4 are transposed."""
+    transposed = [name for name, tensor in tensors.items() if isinstance(tensor, Mxfp4Tensor)]
+    for mapping in names:
+        pattern = name_pattern(mapping.tensor)
+        examples = filter(pattern.fullmatch, transposed)
+        name = next(examples, None)
+        if name is None:
+            yield mapping
+            continue
+        layout = mapping.layout.with_last_swapped(len(tensors[name].shape))
+        yield dataclasses.replace(mapping, layout=layout)
 
 
 def architectures_of(values: Mapping[str, Any]) -> list[str]:
@@ -158,7 +186,8 @@ def _size_problems(family: Family, config: Any, tensors: int) -> list[Problem]:
         if any(f"{{{field}}}" in mapping.tensor for mapping in mappings):
             used[field] = count
     wanted = math.prod(used.values())
-    if wanted <= tensors:
+    # some layers have no experts, and some tensors are of one layer in several
+    if wanted <= _MAX_LAYERS_PER_TENSOR * tensors:
         return []
     product = " × ".join(f"{count} {field}s" for field, count in used.items())
     detail = f"{product} = {wanted} > {tensors} tensors"
@@ -217,7 +246,7 @@ def _open_files(
             found.setdefault(tensor, file)
     for tensor, name in (index or {}).items():
         if name in opened and tensor not in found:
-            problems.append(Problem(tensor, f"is not in {name}, and {INDEX} maps it there"))
+            problems.append(Problem(_where(tensor), f"is not in {name}, and {INDEX} maps it there"))
     return found
 
 
@@ -257,7 +286,7 @@ def _misplaced(file: SafetensorsFile, name: str, index: Mapping[str, str]) -> It
         place = "to no file"
         if tensor in index:
             place = f"to {index[tensor]}"
-        yield Problem(tensor, f"is in {name}, and {INDEX} maps it {place}")
+        yield Problem(_where(tensor), f"is in {name}, and {INDEX} maps it {place}")
 
 
 def _no_weights(folder: Path) -> list[Problem]:
@@ -278,7 +307,7 @@ def tensor_problems(
     sources: Iterable[TensorSource],
     floats: Mapping[str, bool],
     ignored: Iterable[Ignored],
-    found: Mapping[str, Tensor],
+    found: Mapping[str, TensorReader],
 ) -> list[Problem]:
     """Return all mismatches between parameters and the tensors found in a folder.
 
@@ -296,39 +325,62 @@ def tensor_problems(
 
 
 def _missing_and_extra(
-    wanted: Mapping[str, TensorSource], ignored: Iterable[Ignored], found: Mapping[str, Tensor]
+    wanted: Mapping[str, TensorSource],
+    ignored: Iterable[Ignored],
+    found: Mapping[str, TensorReader],
 ) -> list[Problem]:
-    missing = [name for name in wanted if name not in found]
-    extra: list[str] = []
-    for name in found:
+    missing: dict[str, tuple[int, ...]] = {}
+    for name, source in wanted.items():
+        if name not in found:
+            missing[name] = source.tensor_shape
+    extra: dict[str, tuple[int, ...]] = {}
+    for name, tensor in found.items():
         if name not in wanted and not any(entry.covers(name) for entry in ignored):
-            extra.append(name)
-    pairs = len(missing) * len(extra)
+            extra[name] = tensor.shape
     problems: list[Problem] = []
-    for name in missing:
+    for name, shape in missing.items():
         what = f"is missing; {wanted[name].path} needs it"
-        problems.append(Problem(name, what, fix=_rename_hint(name, extra, pairs)))
-    for name in extra:
-        hint = _rename_hint(name, missing, pairs)
-        problems.append(Problem(name, "is extra: no parameter uses it", fix=hint))
+        fix = _rename_hint(name, shape, missing, extra)
+        problems.append(Problem(_where(name), what, fix=fix))
+    for name, shape in extra.items():
+        fix = _rename_hint(name, shape, extra, missing)
+        problems.append(Problem(_where(name), "is extra: no parameter uses it", fix=fix))
     return problems
 
 
-def _rename_hint(name: str, others: Sequence[str], pairs: int) -> str:
-    """Return a hint at the nearest other name, unless too many pairs would be compared."""
-    if pairs > _MAX_HINT_PAIRS:
+def _where(tensor: str) -> str:
+    """Return the place of a problem, unlike a flag such as `model.norm`."""
+    return f"tensor {tensor}"
+
+
+def _rename_hint(
+    name: str, shape: tuple[int, ...], names: Collection[str], others: Mapping[str, tuple[int, ...]]
+) -> str:
+    """Return a hint at the nearest other name, if a rename could be the reason.
+
+    As many tensors must be missing as are extra, and the other one must be of the same shape and
+    layer. Too many pairs are not compared.
+    """
+    if len(names) != len(others) or len(names) * len(others) > _MAX_HINT_PAIRS:
         return ""
-    close = difflib.get_close_matches(name, others, n=1)
+    numbers = re.findall(r"\d+", name)
+    possible: list[str] = []
+    for other, other_shape in others.items():
+        if other_shape == shape and re.findall(r"\d+", other) == numbers:
+            possible.append(other)
+    close = difflib.get_close_matches(name, possible, n=1)
     if not close:
         return ""
-    return f'there is "{close[0]}": was it renamed?'
+    return f'there is "{close[0]}" of the same shape: was it renamed?'
 
 
-def _misfits(name: str, tensor: Tensor, source: TensorSource, is_float: bool) -> Iterator[Problem]:
+def _misfits(
+    name: str, tensor: TensorReader, source: TensorSource, is_float: bool
+) -> Iterator[Problem]:
     """Compare the shape and the kind of dtype of a tensor with its parameter."""
     where = f"for {source.path} {list(source.shape)}"
     if tensor.shape != source.tensor_shape:
         detail = f"it is {list(tensor.shape)}, expected {list(source.tensor_shape)} {where}"
-        yield Problem(name, "has the wrong shape", detail)
+        yield Problem(_where(name), "has the wrong shape", detail)
     if jnp.issubdtype(tensor.dtype, jnp.floating) != is_float:
-        yield Problem(name, "has the wrong kind of dtype", f"it is {tensor.dtype}, {where}")
+        yield Problem(_where(name), "has the wrong kind of dtype", f"it is {tensor.dtype}, {where}")

@@ -25,7 +25,8 @@ from spmd.errors import CheckpointError, Problem, first_of
 from spmd.hf.family import TensorSource, tensor_sources
 from spmd.hf.fields import collect_errors
 from spmd.hf.folder import HFFolder, open_folder, tensor_problems
-from spmd.hf.safetensors import SafetensorsFile, Tensor
+from spmd.hf.safetensors import TensorReader
+from spmd.hf.tensor_region import TensorRegion
 from spmd.resilience.consistency import check_hosts_agree
 
 BUFFER_BYTES = 4 << 20
@@ -63,7 +64,7 @@ def load_published(found: HFFolder, abstract: Any) -> Any:
     with ThreadPoolExecutor(_THREADS) as pool:
 
         def load(path: str, leaf: Any) -> jax.Array:
-            return _Loader(sources[path], leaf, found.files, buffer, pool, non_finite).load()
+            return _Loader(sources[path], leaf, found.tensors, buffer, pool, non_finite).load()
 
         params = tree.map_with_path(load, abstract)
     what, fix = "has values that are NaN or infinite", "get the file again: training cannot mend it"
@@ -119,38 +120,12 @@ def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Region:
-    """Region of one tensor for one device; full rows are read for it."""
-
-    file: SafetensorsFile
-    name: str
-    slices: tuple[slice, ...]
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Key of the rows to read; devices with the same key share them."""
-        return self.name, self.slices[0].start
-
-    @property
-    def tensor(self) -> Tensor:
-        return self.file.tensors[self.name]
-
-    @property
-    def part_bytes(self) -> int:
-        """Size of the device's part of one row."""
-        size = self.tensor.dtype.itemsize
-        for side in self.slices[1:]:
-            size *= side.stop - side.start
-        return size
-
-
-@dataclasses.dataclass(frozen=True)
 class _Loader:
     """Loader of one parameter: fills its shards tensor by tensor."""
 
     source: TensorSource
     leaf: Any
-    files: Mapping[str, SafetensorsFile]
+    tensors: Mapping[str, TensorReader]
     buffer: np.ndarray
     pool: ThreadPoolExecutor
     # paths and tensors with NaN or infinite values
@@ -161,8 +136,9 @@ class _Loader:
         boxes = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         local = leaf.sharding.shard_shape(leaf.shape)
         shards = _shards_on(tuple(boxes), local, leaf.dtype)
-        for place in np.ndindex(*local[: len(self.source.stack_shape)]):
-            regions: dict[jax.Device, _Region] = {}
+        depth = len(self.source.stack_shape) + self.source.shared_dims
+        for place in np.ndindex(*local[:depth]):
+            regions: dict[jax.Device, TensorRegion] = {}
             for device, box in boxes.items():
                 regions[device] = self._region(box, local, place)
             self._copy(regions, local, place, shards)
@@ -174,84 +150,77 @@ class _Loader:
 
     def _region(
         self, box: tuple[slice, ...], local: tuple[int, ...], place: tuple[int, ...]
-    ) -> _Region:
+    ) -> TensorRegion:
         """Return the region for a device with shard `box`.
 
-        `place` is an index into its part of the stack.
+        `place` is an index into its part of the stack and of the shared dimensions.
         """
         depth = len(place)
         start = [side.start or 0 for side in box]
         index: list[int] = []
         for first, i in zip(start[:depth], place, strict=True):
             index.append(first + i)
-        name = self.source.tensor_name(tuple(index))
-        ours = _slices(start[depth:], local[depth:])
-        return _Region(self.files[name], name, self.source.region(ours))
+        stack = len(self.source.stack_shape)
+        name = self.source.tensor_name(tuple(index[:stack]))
+        shared = _slices(index[stack:], [1] * (depth - stack))
+        ours = (*shared, *_slices(start[depth:], local[depth:]))
+        return TensorRegion(self.source, self.tensors[name], name, ours)
 
     def _copy(
         self,
-        regions: Mapping[Any, _Region],
+        regions: Mapping[Any, TensorRegion],
         local: tuple[int, ...],
         place: tuple[int, ...],
         shards: "_HostShards | _DeviceShards",
     ) -> None:
         """Copy one tensor's regions into the shards, some rows at a time."""
-        # the tensor's first dimension
-        row_dim = len(place)
-        if self.source.mapping.layout.transposed:
-            row_dim = len(local) - 1
-        rows = local[row_dim]
+        index = [*place, *[0] * (len(local) - len(place))]
+        rows, row_dim = 1, None
+        if len(place) < len(local):
+            row_dim = len(self.source.stack_shape) + self.source.order[self.source.shared_dims]
+            rows = local[row_dim]
         windows = _divide_up(rows, _rows_at_once(regions.values()))
         # windows of one size, so that one program serves all
         count = _divide_up(rows, windows)
         for start in range(0, rows, count):
             # the last window may overlap
             offset = min(start, rows - count)
-            index = [*place, *[0] * (len(local) - len(place))]
-            index[row_dim] = offset
+            if row_dim is not None:
+                index[row_dim] = offset
             shards.write(self._read(regions, offset, count), index, self.pool)
 
     def _read(
-        self, regions: Mapping[Any, _Region], offset: int, count: int
+        self, regions: Mapping[Any, TensorRegion], offset: int, count: int
     ) -> Iterator[np.ndarray]:
         """Yield some rows of each device's region in the parameter's layout.
 
         Views of the buffer where possible.
         """
-        dtypes = {region.tensor.dtype for region in regions.values()}
+        dtypes = {region.dtype for region in regions.values()}
         is_cast_later = len(dtypes) == 1 and dtypes <= _DEVICE_DTYPES
-        depth = len(self.source.stack_shape)
+        depth = len(self.source.stack_shape) + self.source.shared_dims
         buffer, used = self.buffer, 0
         rows: dict[tuple[str, int], np.ndarray] = {}
         for region in regions.values():
-            if region.key not in rows:
-                size = count * region.tensor.row_bytes
+            window = region.window(offset, count)
+            if window.key not in rows:
+                size = window.reads.rows * window.row_bytes
                 if size > len(buffer) - used:
                     # one row exceeds the buffer
                     buffer, used = _allocate((size,), np.uint8), 0
-                rows[region.key] = self._read_rows(region, offset, count, buffer[used:])
+                rows[window.key] = self._read_rows(window, buffer[used:])
                 used += _divide_up(size, _ALIGNMENT) * _ALIGNMENT
-            piece = self._piece(region, rows[region.key])
+            piece = window.piece(rows[window.key])
             if not is_cast_later:
                 piece = piece.astype(self.leaf.dtype)
             yield piece[(None,) * depth]
 
-    def _read_rows(
-        self, region: _Region, offset: int, count: int, buffer: np.ndarray
-    ) -> np.ndarray:
-        """Read full rows of a region into a buffer, and note the tensor if it is not finite."""
-        start = region.slices[0].start + offset
-        rows = region.file.rows(region.name, start, start + count, buffer)
-        if not _all_finite(rows):
-            self.non_finite.add((self.source.path, region.name))
+    def _read_rows(self, window: TensorRegion, buffer: np.ndarray) -> np.ndarray:
+        """Read full rows into a buffer, and note the tensor if they are not finite."""
+        rows = window.read(buffer)
+        if not _all_finite(window.without_other_parts(rows)):
+            self.non_finite.add((self.source.path, window.name))
         return rows
-
-    def _piece(self, region: _Region, rows: np.ndarray) -> np.ndarray:
-        """Return a view of full rows: the device's part, in the layout of one layer."""
-        piece = rows[:, *region.slices[1:]]
-        if self.source.mapping.layout.transposed:
-            return piece.T
-        return piece
 
 
 def _slices(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -277,7 +246,7 @@ def _allocate(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.frombuffer(pages, np.uint8, size).view(dtype).reshape(shape)
 
 
-def _rows_at_once(regions: Collection[_Region]) -> int:
+def _rows_at_once(regions: Collection[TensorRegion]) -> int:
     """Return the number of rows per read.
 
     Neither the rows read nor the parts of all devices exceed the buffer, unless one row does.
@@ -285,7 +254,7 @@ def _rows_at_once(regions: Collection[_Region]) -> int:
     row_bytes: dict[tuple[str, int], int] = {}
     used = 0
     for region in regions:
-        row_bytes[region.key] = region.tensor.row_bytes
+        row_bytes[region.key] = _divide_up(region.reads.rows * region.row_bytes, region.row_count)
         used += region.part_bytes
     read = sum(row_bytes.values())
     return max(1, BUFFER_BYTES // max(read, used))

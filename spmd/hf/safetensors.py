@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,8 +33,14 @@ DTYPES: dict[str, np.dtype] = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
 }
 """Name in the format → NumPy dtype."""
+
+RowSelection = slice | np.ndarray
+"""Selection of rows."""
+EVERY_ROW = slice(None)
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8
@@ -55,11 +61,6 @@ class Tensor:
     def nbytes(self) -> int:
         """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """Size of one element of the first dimension."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
@@ -88,15 +89,16 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
         """Close the file; may be called again."""
         self._file.close()
 
-    def rows(self, name: str, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
-        """Read elements `start` to `stop` of a tensor's first dimension, and no others.
+    def elements(self, name: str, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
+        """Read elements `start` to `stop` of a flattened tensor, and no others.
 
         They are read into `buffer`, uint8 `[bytes]`; the result is a view of it.
         """
         tensor = self.tensors[name]
-        size = (stop - start) * tensor.row_bytes
-        self._read(buffer[:size], tensor.begin + start * tensor.row_bytes)
-        return buffer[:size].view(tensor.dtype).reshape(stop - start, *tensor.shape[1:])
+        itemsize = tensor.dtype.itemsize
+        size = (stop - start) * itemsize
+        self._read(buffer[:size], tensor.begin + start * itemsize)
+        return buffer[:size].view(tensor.dtype)
 
     def chunks(self, name: str, buffer: np.ndarray) -> Iterator[np.ndarray]:
         """Yield the bytes of a tensor, chunk by chunk.
@@ -130,6 +132,54 @@ class SafetensorsFile(contextlib.AbstractContextManager["SafetensorsFile"]):
                 what = f"ends at byte {offset}, before the end of its tensors"
                 raise _read_error(self.path, [Problem(self.path.name, what)])
             left, offset = left[count:], offset + count
+
+
+class TensorReader(Protocol):
+    """Reader of the rows of one tensor."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the values."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+
+    def rows(
+        self, start: int, stop: int, size: int, buffer: np.ndarray, chosen: RowSelection = EVERY_ROW
+    ) -> np.ndarray:
+        """Read rows `start` to `stop` of the tensor as a matrix `[rows, size]`.
+
+        Args:
+            buffer: Space for all of them, uint8 `[bytes]`. The result is a view of it if possible,
+                from its start if all rows are chosen.
+            chosen: The rows to return, counted from `start`.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a safetensors file."""
+
+    file: SafetensorsFile
+    name: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the values."""
+        return self.file.tensors[self.name].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.file.tensors[self.name].shape
+
+    def rows(
+        self, start: int, stop: int, size: int, buffer: np.ndarray, chosen: RowSelection = EVERY_ROW
+    ) -> np.ndarray:
+        """Read rows as `TensorReader.rows` does, and no others."""
+        elements = self.file.elements(self.name, start * size, stop * size, buffer)
+        return elements.reshape(-1, size)[chosen]
 
 
 def _read_header(path: Path, file_size: int) -> tuple[dict[str, Tensor], dict[str, str]]:

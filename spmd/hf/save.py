@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -24,6 +25,7 @@ from spmd.errors import CheckpointError, ConfigError, Problem, SpmdError, check_
 from spmd.hf.family import Family, TensorSource, tensor_sources
 from spmd.hf.fields import HARMLESS
 from spmd.hf.folder import CONFIG, INDEX, SINGLE
+from spmd.hf.layout import TensorLayout
 from spmd.hf.safetensors import write_safetensors
 from spmd.tree import human_bytes
 
@@ -253,15 +255,28 @@ def _tensors(sources: Iterable[TensorSource]) -> dict[str, _Parts]:
     problems: list[Problem] = []
     for name, parts in found.items():
         parts.sort(key=_part_index)
-        first, _ = parts[0]
-        expected = first.mapping.layout.parts
-        indices = list(map(_part_index, parts))
-        if indices != list(range(expected)):
-            what = f"has {expected} parts, and the name map has only {indices}"
-            problems.append(Problem(name, what, fix="add a mapping for each part"))
+        problems += _part_problems(name, parts)
     if problems:
         raise ConfigError("Invalid name map:", problems)
     return {name: found[name] for name in sorted(found, key=_natural_key)}
+
+
+def _part_problems(name: str, parts: _Parts) -> Iterator[Problem]:
+    """Yield the reasons why parameters are not all parts of one tensor."""
+    first, _ = parts[0]
+    expected = len(first.mapping.layout.parts)
+    indices = list(map(_part_index, parts))
+    if indices != list(range(expected)):
+        what = f"has {expected} parts, and the name map has only {indices}"
+        yield Problem(name, what, fix="add a mapping for each part")
+    layouts: set[TensorLayout] = set()
+    for source, _ in parts:
+        layouts.add(dataclasses.replace(source.mapping.layout, index=0))
+    shapes = {source.tensor_shape for source, _ in parts}
+    if len(layouts) > 1 or len(shapes) > 1:
+        paths = ", ".join(source.path for source, _ in parts)
+        detail = f"shapes by {paths}: {sorted(shapes)}"
+        yield Problem(name, "has parts with different layouts", detail)
 
 
 def _part_index(part: tuple[TensorSource, tuple[int, ...]]) -> int:
@@ -298,15 +313,24 @@ def _split_into_files(specs: _Specs, max_bytes: int) -> dict[str, _Specs]:
 
 
 def _to_host(parts: _Parts, leaves: Mapping[str, jax.Array], dtype: Any) -> np.ndarray:
-    """Return a tensor's value in host memory: its parts concatenated, in its layout."""
-    first, _ = parts[0]
-    arrays = [host_slice(leaves[source.path], index, dtype) for source, index in parts]
-    joined = arrays[0]
-    if len(arrays) > 1:
-        joined = np.concatenate(arrays, axis=-1)
-    if first.mapping.layout.transposed:
-        return joined.T
-    return joined
+    """Return a tensor's value in host memory: all its parts, in its layout.
+
+    Arrays with the shared dimensions of the tensor are gathered one element at a time.
+    """
+    first, place = parts[0]
+    if len(parts) == 1 and not first.shared_dims:
+        whole = host_slice(leaves[first.path], place, dtype)
+        return whole.transpose(first.order).reshape(first.tensor_shape)
+    whole = np.empty(first.full_shape, dtype)
+    for source, index in parts:
+        columns: slice | np.ndarray = slice(None)
+        if source.layer_shape:
+            size = source.layer_shape[-1]
+            columns = source.mapping.layout.positions(slice(0, size), size)
+        for place in np.ndindex(*source.layer_shape[: source.shared_dims]):
+            value = host_slice(leaves[source.path], (*index, *place), dtype)
+            whole[place][..., columns] = value
+    return whole.transpose(first.order).reshape(first.tensor_shape)
 
 
 def host_slice(array: jax.Array, index: tuple[int, ...], dtype: Any) -> np.ndarray:

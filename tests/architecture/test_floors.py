@@ -104,7 +104,7 @@ MODELS_MAY_IMPORT = (
     "spmd.model_interface.wrapped_param",
     *("spmd.plan.annotate", "spmd.plan.fsdp", "spmd.plan.manual"),
     *("spmd.sharding.batch", "spmd.sharding.mesh", "spmd.sharding.rules"),
-    *("spmd.hf.family", "spmd.hf.fields"),
+    *("spmd.hf.family", "spmd.hf.fields", "spmd.hf.layout"),
 )
 PARTITION_RULES_MAY_IMPORT = (
     "jax.sharding",
@@ -114,7 +114,8 @@ PARTITION_RULES_MAY_IMPORT = (
     "spmd.sharding.rules",
 )
 NAME_MAPS_MAY_IMPORT = (
-    *("spmd.models", "spmd.partition_rules", "spmd.run.config", "spmd.hf.family", "spmd.hf.fields"),
+    *("spmd.models", "spmd.partition_rules", "spmd.run.config"),
+    *("spmd.hf.family", "spmd.hf.fields", "spmd.hf.layout"),
     *("spmd.layers.router", "spmd.sharding.rules"),
 )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from safetensors.numpy import load_file
 
 from spmd.errors import CheckpointError
 from spmd.hf import load
-from spmd.hf.family import Ignored, TensorMapping, TensorSource, family_for, part
+from spmd.hf.family import Ignored, TensorMapping, TensorSource, family_for
+from spmd.hf.layout import TRANSPOSED, part
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import save_params
@@ -180,7 +182,7 @@ def test_a_stack_may_be_every_other_layer():
     source = TensorSource(
         "local/w",
         (2, 4, 6),
-        TensorMapping("local/w", "h.{layer}.w", part(1, 3, transposed=True), first=1, step=2),
+        TensorMapping("local/w", "h.{layer}.w", part(1, 3, layout=TRANSPOSED), first=1, step=2),
     )
     assert [name for _, name in source.tensors()] == ["h.1.w", "h.3.w"]
     assert source.tensor_shape == (18, 4)
@@ -328,7 +330,7 @@ BAD = {
     "no architecture": (config(architectures=None), "names no architecture"),
     "a feature": (
         config(quantization_config={"bits": 4}),
-        "quantization_config: is {'bits': 4}, and is unknown",
+        "quantization_config.quant_method: is missing",
     ),
     "an activation": (
         config(hidden_act="gelu"),
@@ -481,3 +483,42 @@ def test_an_export_that_fails_leaves_nothing(params, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="exists"):
         save_params(tmp_path / "out", params, family_for(CONFIG), CONFIG)
+
+
+def test_a_rename_is_offered_where_it_would_help(folder, params):
+    """A name of the same layer and shape, as many missing as extra; else there is no remedy."""
+    abstract = tiny.plan(CONFIG).abstract_params
+    name, other = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.query.weight"
+    rewrite(folder, lambda t: {other if key == name else key: a for key, a in t.items()})
+    hint = f'fix: there is "{other}" of the same shape: was it renamed?'
+    with pytest.raises(CheckpointError, match=re.escape(hint)):
+        load_params(folder, abstract)
+    for change in (
+        lambda t: {key: a[:-1] if key == other else a for key, a in t.items()},
+        lambda t: {**t, other.replace("query", "query2"): t[other]},
+        lambda t: {
+            key.replace("1.self_attn.query", "9.self_attn.query"): a for key, a in t.items()
+        },
+    ):
+        copy = Path(shutil.copytree(folder, folder.parent / "copy", dirs_exist_ok=True))
+        rewrite(copy, change)
+        with pytest.raises(CheckpointError) as caught:
+            load_params(copy, abstract)
+        assert "was it renamed" not in str(caught.value)
+
+
+def test_a_tensor_is_no_flag(folder, tmp_path, capsys):
+    """`model.norm.weight` is not offered as `--model.norm.weight`."""
+    drop("model.norm.weight")(folder)
+    assert run("import", folder, "--out", tmp_path / "run", "--devices", "8") == 2
+    error = capsys.readouterr().err
+    assert "tensor model.norm.weight: is missing" in error
+    assert "--model" not in error
+
+
+def test_a_long_list_of_a_config_loses_whole_items(folder, tmp_path, capsys):
+    """No word is cut; the number of the others is said."""
+    edit(folder / "config.json", layer_kinds=["full_attention", "sliding_attention"] * 24)
+    assert run("import", folder, "--out", tmp_path / "run", "--devices", "8") == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "'full_attention', 'sliding_attention', … 44 more]" in error

@@ -17,7 +17,8 @@ from spmd.data.tokenizer import load_tokenizer
 from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.hf import family as families
-from spmd.hf.family import AS_IS, family_of
+from spmd.hf.family import family_of
+from spmd.hf.layout import AS_IS
 from spmd.hf.load import load_params
 from spmd.hf.safetensors import write_safetensors
 from spmd.hf.save import save_params

@@ -90,7 +90,7 @@ def test_a_head_of_its_own_is_not_lost(name, head, tmp_path, monkeypatch):
         assert found == ()
         return
     (problem,) = found
-    assert problem.where == "lm_head.weight"
+    assert problem.where == "tensor lm_head.weight"
     assert (
         problem.what == f"differs from {embedding}, and this model ties its head to the embedding"
     )

@@ -84,9 +84,7 @@ def test_both_plans_of_experts_are_one_table(config, options):
     for name in ("gate_proj", "up_proj"):
         assert rules.match(f"layers/0/mlp/experts/{name}").spec == P("expert", "fsdp", "tensor")
     assert rules.match("layers/0/mlp/experts/down_proj").spec == P("expert", "tensor", "fsdp")
-    assert (
-        rules.match("layers/0/mlp/gate/kernel").reason == "not in PlanConfig's parallel plan"
-    )
+    assert rules.match("layers/0/mlp/gate/kernel").reason == "not in PlanConfig's parallel plan"
     if config is QWEN3_MOE:
         assert (
             "replicated_with_grad_allreduce"

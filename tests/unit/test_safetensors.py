@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from spmd.errors import CheckpointError
 from spmd.hf.safetensors import DTYPES, SafetensorsFile, write_safetensors
 
-NUMPY = [dtype for code, dtype in DTYPES.items() if code != "BF16"]
+NUMPY = [dtype for code, dtype in DTYPES.items() if code != "BF16" and not code.startswith("F8")]
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8)
 
 
@@ -68,8 +68,9 @@ def test_reads_what_the_library_writes(table, tmp_path_factory):
             assert (found.dtype, found.shape) == (array.dtype, array.shape)
             assert found.tobytes() == array.tobytes()
             if array.ndim and len(array) > 2:
-                rows = file.rows(name, 1, 3, np.empty(array.nbytes, np.uint8))
-                np.testing.assert_array_equal(rows, array[1:3])
+                size = array[0].size
+                rows = file.elements(name, size, 3 * size, np.empty(array.nbytes, np.uint8))
+                np.testing.assert_array_equal(rows, array[1:3].reshape(-1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -166,8 +167,8 @@ REFUSED = {
     "a list for a tensor": (packed({"w": [1]}), "invalid JSON"),
     "no offsets": (packed({"w": {"dtype": "F32", "shape": [6]}}), "missing field `data_offsets`"),
     "an unsupported dtype": (
-        changed(dtype="F8_E4M3", shape=[24]),
-        "has the unsupported dtype F8_E4M3",
+        changed(dtype="F8_E5M2", shape=[24]),
+        "has the unsupported dtype F8_E5M2",
     ),
     "an unknown dtype": (changed(dtype="F31"), "unknown variant `F31`"),
     "a list for a dtype": (changed(dtype=["F32"]), "invalid JSON"),

@@ -226,3 +226,85 @@ def test_a_misspelled_tokenizer_gets_a_suggestion(tmp_path: Path) -> None:
     bpe(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match=r'did you mean "tokenizer\.json"'):
         load_tokenizer(str(tmp_path / "tokeniser.json"))
+
+
+def settings_of(folder: Path, **fields: object) -> None:
+    """Write a tokenizer_config.json."""
+    known = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**known, **fields}))
+
+
+def added(content: str, **flags: bool) -> dict[str, object]:
+    """A token as tokenizer_config.json has it."""
+    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"content": content, **off, **flags}
+
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "nothing": {},
+    "a first token": {"add_bos_token": True},
+    "no first token": {"add_bos_token": False},
+    "a last token": {"add_eos_token": True},
+    "special tokens": {"added_tokens_decoder": {"300": added("<x>", special=True)}},
+    "words": {
+        "added_tokens_decoder": {"301": added("fox", lstrip=True), "300": added("dog", rstrip=True)}
+    },
+    "other flags of a token": {
+        "added_tokens_decoder": {"0": added("<s>", special=True, lstrip=True, rstrip=True)}
+    },
+}
+PROMPT = "the dog <x> and <s> the fox"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_prompt_has_the_ids_that_transformers_gives_it(
+    name: str, starts: bool, tmp_path: Path
+) -> None:
+    """With a tokenizer_config.json that has other tokens, and says otherwise of the first and last."""
+    transformers = pytest.importorskip("transformers")
+    path = bpe(tmp_path / "tokenizer.json", special=("<s>", "</s>"))
+    if starts:
+        begin_with(path, ("<s>", 0))
+    settings_of(tmp_path, **SETTINGS[name])
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(str(path))
+    assert ours.encode_prompt(PROMPT).tolist() == theirs(PROMPT).input_ids
+    assert ours.vocab == len(theirs)
+
+
+def test_tokens_of_the_settings_are_added(tmp_path: Path) -> None:
+    """Under their ids, in prompts; a control without them has other ids and another name."""
+    path = bpe(tmp_path / "tokenizer.json", special=("<s>", "</s>"))
+    settings_of(tmp_path, **SETTINGS["nothing"])
+    without = load_tokenizer(str(path))
+    settings_of(tmp_path, **SETTINGS["special tokens"])
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.vocab == without.vocab + 1 == 301
+    assert 300 in tokenizer.encode_prompt(PROMPT)
+    assert 300 not in tokenizer.encode(PROMPT), "a document has no special tokens"
+    assert tokenizer.decode([300]) == "<x>"
+    assert without.encode_prompt(PROMPT).max() < 300
+    assert tokenizer.name != without.name
+
+
+@pytest.mark.parametrize(
+    ("table", "what"),
+    [
+        ({"400": added("<x>")}, "id 400 there, 300 in tokenizer.json"),
+        ({"x": added("<x>")}, "not an id and a token"),
+        ({"300": "<x>"}, "not an id and a token"),
+        ({"300": added("")}, "not an id and a token"),
+        (["<x>"], "is ['<x>'], not an object"),
+    ],
+)
+def test_added_tokens_that_mean_nothing_are_refused(
+    table: object, what: str, tmp_path: Path
+) -> None:
+    """A token under another id than its row of the embedding, and what is no token."""
+    path = bpe(tmp_path / "tokenizer.json", special=("<s>", "</s>"))
+    settings_of(tmp_path, added_tokens_decoder=table)
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(path))
+    assert what in str(caught.value)
