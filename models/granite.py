@@ -74,7 +74,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _factor(fields: Fields, name: str) -> float:
-    """Parse a factor, which must not be 0."""
+    """Parse a factor other than 0."""
     factor = fields.number(name, 1.0, least=0)
     if factor == 0:
         fields.refuse(name, "is 0", "a number above 0")

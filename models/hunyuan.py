@@ -1,4 +1,4 @@
-"""Hunyuan dense: a Llama with queries and keys that are normalised after their rotation.
+"""Hunyuan dense: a Llama with norms of queries and keys after their rotation.
 
 Source: huggingface.co/tencent/Hunyuan-7B-Instruct. Its positions have a larger base for longer
 texts, by a fixed `alpha` (NTK-aware scaling, arXiv:2309.00071, section 3.1).

@@ -105,7 +105,7 @@ class AttentionSpec:
         return problems + self._norm_problems(where)
 
     def _norm_problems(self, where: str) -> list[Problem]:
-        """Return a problem for each option of norms that acts on nothing."""
+        """Return a problem for each option of norms without effect."""
         problems = []
         if self.qk_norm == "none" and self.qk_norm_kind is not None:
             fix = 'None, or qk_norm="head" or "full"'

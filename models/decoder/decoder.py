@@ -252,7 +252,7 @@ class DecoderConfig:
 
     @property
     def earlier_kinds(self) -> tuple[str, ...]:
-        """Names of the classes that families had, in records of runs."""
+        """Names of earlier classes of families, in records of runs."""
         return KINDS
 
     def from_earlier(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,10 +263,11 @@ class DecoderConfig:
     @property
     def windows(self) -> tuple[int, ...]:
         """Attention windows of consecutive layers, repeated; 0 for all preceding tokens."""
-        windows = tuple(spec.mixer.window or 0 for spec in self.pattern.kinds)
-        if len(set(windows)) == 1:
-            return windows[:1]
-        return windows
+        pattern = self.pattern
+        kinds = pattern.kinds
+        if not pattern.first and not pattern.last:
+            kinds = pattern.group
+        return tuple(spec.mixer.window or 0 for spec in kinds)
 
     @property
     def attention_width(self) -> int:

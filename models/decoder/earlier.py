@@ -1,4 +1,4 @@
-"""Configs of runs that were recorded when each family had a class of its own."""
+"""Recorded configs of runs from the time of a class for each family."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

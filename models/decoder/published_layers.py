@@ -131,7 +131,7 @@ def attention_table(
     *,
     rotary: Sequence[Rotary | None] | None = None,
 ) -> dict[str, Any]:
-    """Return the layer table, arguments of `DecoderConfig`, of layers that differ in attention.
+    """Return the layer table, arguments of `DecoderConfig`, of layers with different attention.
 
     Args:
         layer: A layer of full attention.

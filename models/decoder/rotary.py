@@ -55,7 +55,7 @@ class RopeScaling:
         return []
 
     def width_problems(self, width: int) -> list[Problem]:
-        """Return a problem for each field that does not fit a number of rotated dimensions."""
+        """Return a problem for each field at odds with the number of rotated dimensions."""
         return []
 
     def frequencies(self, width: int, theta: float, length: int) -> Float[np.ndarray, "pair"]:
@@ -117,7 +117,7 @@ class DynamicScaling(RopeScaling):
         return check_fields(self, _FACTOR | _CONTEXT, prefix=_PREFIX)
 
     def width_problems(self, width: int) -> list[Problem]:
-        """Return a problem for each field that does not fit a number of rotated dimensions."""
+        """Return a problem for each field at odds with the number of rotated dimensions."""
         if width > 2:
             return []
         what = "has no exponent for 2 rotated dimensions"
@@ -265,7 +265,7 @@ class LongRopeScaling(RopeScaling):
         return problems
 
     def width_problems(self, width: int) -> list[Problem]:
-        """Return a problem for each field that does not fit a number of rotated dimensions."""
+        """Return a problem for each field at odds with the number of rotated dimensions."""
         count = len(self.short_factor)
         if count == width // 2:
             return []

@@ -1,4 +1,4 @@
-"""Architectures of transformers without a family, each with the option that decoders here lack.
+"""Architectures of transformers without a family, each with the missing option.
 
 `spmd import` names the option in its refusal. A family for such an architecture replaces its entry.
 """

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from spmd.chips import CHIPS, SmallGathers
 from spmd.gradients.base import value_and_grad
 from spmd.layers.kernel_gradient import kernel_gradient
-from spmd.models import linear, rope
+from spmd.models.decoder import linear
+from spmd.models.decoder import rotary as rope
 from spmd.models.mixtral import PRESETS
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL

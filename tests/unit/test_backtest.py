@@ -195,7 +195,8 @@ def test_a_row_as_a_config() -> None:
     assert json.loads(json.dumps(about))["topology"] == "v5e:16x16"
     config = make_config(json.loads(json.dumps(about)))
     assert config.model.windows == (512,) * 5 + (0,)
-    assert (config.model.mlp, config.model.tied, config.model.head_dim) == ("geglu", True, 256)
+    assert (config.model.tied, config.model.head_dim) == (True, 256)
+    assert config.model.group[0].mlp.activation == "gelu_tanh"
     assert (config.data.batch, config.mesh.fsdp, config.mesh.data) == (6 * 256, 256, 1)
     assert job(row).work.keys == pytest.approx((5 * (512 - 512**2 / 4096) + 1024) / 6)
     assert describe(job(SLICES[1])) == describe(job(SLICES[3]))
