@@ -395,7 +395,8 @@ THEIRS = {
 
 
 @pytest.mark.parametrize(
-    "family", soak_but(THEIRS, "deepseek_v2", "deepseek_v3", "llama4", "gpt_oss", "mixtral")
+    "family",  # the oldest supported transformers names the routers of DeepSeek otherwise
+    soak_but(THEIRS, "llama4", "gpt_oss", "mixtral"),
 )
 def test_weights_are_those_of_transformers(family):
     """With its own router, whose kernel is the identity; control: the default router differs."""
