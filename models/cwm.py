@@ -63,7 +63,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    mlp = config.pattern.kinds[0].mlp
+    mlp = config.pattern.distinct[0].mlp
     fields = {
         "model_type": "cwm",
         **write_sizes(config),

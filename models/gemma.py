@@ -125,7 +125,7 @@ def write_gemma_layers(config: DecoderConfig) -> dict[str, Any]:
         "hidden_activation": TANH,
         **write_layer_types(config),
         "query_pre_attn_scalar": write_query_scale(config),
-        "attn_logit_softcapping": config.pattern.kinds[0].mixer.soft_cap or None,
+        "attn_logit_softcapping": config.pattern.distinct[0].mixer.soft_cap or None,
         "final_logit_softcapping": config.logits_soft_cap or None,
     }
 

@@ -220,7 +220,7 @@ class DecoderConfig:
     @property
     def rotaries(self) -> tuple[tuple[Rotary, int], ...]:
         """The kinds of rotary positions in the network, each with a head's width."""
-        keys = [spec.mixer.rotary_key for spec in self.pattern.kinds]
+        keys = [spec.mixer.rotary_key for spec in self.pattern.distinct]
         return tuple(dict.fromkeys(key for key in keys if key is not None))
 
     def angles_of(self, spec: LayerSpec) -> int:
@@ -264,21 +264,21 @@ class DecoderConfig:
     def windows(self) -> tuple[int, ...]:
         """Attention windows of consecutive layers, repeated; 0 for all preceding tokens."""
         pattern = self.pattern
-        kinds = pattern.kinds
-        if not pattern.first and not pattern.last:
-            kinds = pattern.group
+        kinds = pattern.group
+        if pattern.first or pattern.last:
+            kinds = pattern.kinds
         return tuple(spec.mixer.window or 0 for spec in kinds)
 
     @property
     def attention_width(self) -> int:
         """Width of all query heads together, on average over layers."""
-        widths = [spec.mixer.attention_width for spec in self.pattern.kinds]
+        widths = [count * spec.mixer.attention_width for spec, count in self.pattern.counted]
         return sum(widths) // self.layers
 
     @property
     def kv_width(self) -> int:
         """Width of all key heads together, on average over layers."""
-        widths = [spec.mixer.kv_width for spec in self.pattern.kinds]
+        widths = [count * spec.mixer.kv_width for spec, count in self.pattern.counted]
         return sum(widths) // self.layers
 
     @property
@@ -299,12 +299,13 @@ class DecoderConfig:
     def _matmul_params(self, *, active: bool) -> int:
         """Return the kernels' parameters, with all experts or the chosen ones, and the head's."""
         total = self.d_model * self.vocab
-        for spec in self.pattern.kinds:
-            total += spec.mixer.matmul_params(self.sizes)
+        for spec, count in self.pattern.counted:
+            of_layer = spec.mixer.matmul_params(self.sizes)
             if isinstance(spec.mlp, ExpertsSpec):
-                total += self._expert_params(spec.mlp, active=active)
+                of_layer += self._expert_params(spec.mlp, active=active)
             elif spec.mlp is not None:
-                total += spec.mlp.matmul_params(self.sizes)
+                of_layer += spec.mlp.matmul_params(self.sizes)
+            total += count * of_layer
         return total
 
     def _expert_params(self, spec: ExpertsSpec, *, active: bool) -> int:
@@ -319,13 +320,14 @@ class DecoderConfig:
         """Norms, biases, positions, and the embedding if it is not tied."""
         channels = norm_params(self.norm) * self.d_model
         total = channels + self.positions * self.d_model
-        for spec in self.pattern.kinds:
-            total += len(spec.norm_names) * channels + spec.mixer.other_params(self.sizes)
+        for spec, count in self.pattern.counted:
+            of_layer = len(spec.norm_names) * channels + spec.mixer.other_params(self.sizes)
             if isinstance(spec.mlp, ExpertsSpec):
                 assert self.router is not None, "the config has a problem for that"
-                total += spec.mlp.other_params(self.sizes, self.router)
+                of_layer += spec.mlp.other_params(self.sizes, self.router)
             elif spec.mlp is not None:
-                total += spec.mlp.other_params(self.sizes)
+                of_layer += spec.mlp.other_params(self.sizes)
+            total += count * of_layer
         if not self.tied:
             total += self.vocab * self.d_model
         return total

@@ -22,6 +22,17 @@ class Pattern(Generic[T]):
         """The kind of each layer."""
         return self.first + self.repeats * self.group + self.last
 
+    @property
+    def counted(self) -> list[tuple[T, int]]:
+        """Kinds with their numbers of layers; a file may claim more layers than fit in memory."""
+        counts = [1] * len(self.first) + [self.repeats] * len(self.group) + [1] * len(self.last)
+        return list(zip(self.first + self.group + self.last, counts, strict=True))
+
+    @property
+    def distinct(self) -> tuple[T, ...]:
+        """The different kinds, in the order of their first layers."""
+        return tuple(dict.fromkeys(self.first + self.group + self.last))
+
 
 def find_pattern(
     kinds: Sequence[T], may_be_first: Callable[[T], bool] = lambda kind: True

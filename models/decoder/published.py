@@ -218,8 +218,9 @@ def decoder_family(
 def _published_form(config: DecoderConfig) -> tuple[Any, ...]:
     """Return the fields of a config with an effect on a trained model."""
     kinds = []
-    for spec in config.pattern.kinds:
-        kinds.append(dataclasses.replace(spec, name="", input_name="residual"))
+    for spec, count in config.pattern.counted:
+        plain = dataclasses.replace(spec, name="", input_name="residual")
+        kinds.append((plain, count))
     router = config.router
     if router is not None:
         router = dataclasses.replace(router, **_UNTRAINED)
@@ -340,10 +341,16 @@ def read_soft_cap(fields: Fields, name: str, absent: float) -> float:
 
 def write_query_scale(config: DecoderConfig) -> int:
     """Return `query_pre_attn_scalar`: scores are divided by its square root."""
-    mixer = config.pattern.kinds[0].mixer
+    mixer = config.pattern.distinct[0].mixer
     if not mixer.scale:
         return mixer.head_dim
     return round(mixer.scale**-2)
+
+
+def _repeats(kinds: Any, layers: int, pattern: tuple[str, ...]) -> bool:
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        return False
+    return all(kind == pattern[i % len(pattern)] for i, kind in enumerate(kinds))
 
 
 def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
@@ -351,8 +358,7 @@ def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
     kinds = fields.value("layer_types")
     if kinds is None:
         return
-    expected = [pattern[i % len(pattern)] for i in range(layers)]
-    if kinds != expected:
+    if not _repeats(kinds, layers, pattern):
         supported = " and ".join(pattern)
         what = f"is {kinds!r:.80}, and this model has {layers} layers of alternating {supported}"
         fields.refuse("layer_types", what)

@@ -217,7 +217,7 @@ def write_layer_types(config: DecoderConfig) -> dict[str, Any]:
 
     `transformers` needs a window also if no layer has one.
     """
-    window = max(spec.mixer.window or 0 for spec in config.pattern.kinds)
+    window = max(spec.mixer.window or 0 for spec in config.pattern.distinct)
     return {"layer_types": layer_types(config), "sliding_window": window or _UNUSED_WINDOW}
 
 

@@ -44,7 +44,7 @@ def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> 
         fsdp = ("fsdp", "expert")
         lookup = "data"
     rows = _embedding(config, fsdp, lookup, split_vocab=split_vocab)
-    for spec in dict.fromkeys(config.pattern.kinds):
+    for spec in config.pattern.distinct:
         rows += spec.rows(fsdp)
         marks = ((spec.input_name, HIDDEN),)  # [batch, seq, d]
         rows += TableRows(activations=marks)
@@ -101,7 +101,7 @@ def _norms(config: DecoderConfig) -> TableRows:
     if not leaves:
         return TableRows()
     names: dict[str, None] = {}
-    for spec in config.pattern.kinds:
+    for spec in config.pattern.distinct:
         names |= dict.fromkeys(spec.norm_names)
     leaf = leaves[0]
     reason = f"norm {leaf}s are a few KiB"
