@@ -67,7 +67,7 @@ def test_a_typo_of_an_architecture_is_mended(name, near):
     [
         "Llama4ForCausalLM",
         "Llama4ForConditionalGeneration",
-        "Gemma3nForCausalLM",
+        "Gemma7ForCausalLM",
         "Gemma9ForCausalLM",
         "Mixtral2ForCausalLM",
         "GlamaForCausalLM",
