@@ -96,7 +96,7 @@ def _read_common(fields: Fields, theta: float) -> tuple[dict[str, Any], LayerSpe
         fields.refuse("head_dim", f"is {sizes['head_dim']}, not hidden_size / num_attention_heads")
     sizes["logits_scale"] = fields.number("logit_scale", 0.0625)
     bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_LAYER.mixer, qkv_bias=bias, out_bias=bias)
+    mixer = dataclasses.replace(_LAYER.attention, qkv_bias=bias, out_bias=bias)
     return sizes, dataclasses.replace(_LAYER, mixer=mixer)
 
 
@@ -119,7 +119,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {
         "model_type": "cohere",
         **write_sizes(config, _EPS),
-        "attention_bias": config.pattern.group[0].mixer.qkv_bias,
+        "attention_bias": config.pattern.group[0].attention.qkv_bias,
         "logit_scale": config.logits_scale,
     }
 

@@ -125,7 +125,7 @@ def write_gemma_layers(config: DecoderConfig) -> dict[str, Any]:
         "hidden_activation": TANH,
         **write_layer_types(config),
         "query_pre_attn_scalar": write_query_scale(config),
-        "attn_logit_softcapping": config.pattern.distinct[0].mixer.soft_cap or None,
+        "attn_logit_softcapping": config.pattern.distinct[0].attention.soft_cap or None,
         "final_logit_softcapping": config.logits_soft_cap or None,
     }
 
@@ -155,7 +155,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 def _write2(config: DecoderConfig) -> dict[str, Any]:
     sizes = write_sizes(config)
     del sizes["hidden_act"]
-    mixer = config.pattern.group[0].mixer
+    mixer = config.pattern.group[0].attention
     return {
         "model_type": "gemma2",
         **sizes,

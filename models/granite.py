@@ -62,7 +62,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields)
     layer = read_layer(fields)
-    mixer = dataclasses.replace(layer.mixer, scale=_factor(fields, "attention_multiplier"))
+    mixer = dataclasses.replace(layer.attention, scale=_factor(fields, "attention_multiplier"))
     return fields.build(
         DecoderConfig,
         **sizes,
@@ -83,7 +83,7 @@ def _factor(fields: Fields, name: str) -> float:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    mixer = config.pattern.group[0].mixer
+    mixer = config.pattern.group[0].attention
     return {
         "model_type": "granite",
         **write_sizes(config),

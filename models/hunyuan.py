@@ -63,7 +63,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     if head_dim > 2 and fields.is_number("rope_scaling.alpha", alpha, least=1):
         sizes["rope_theta"] *= alpha ** (head_dim / (head_dim - 2))
     bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_LAYER.mixer, qkv_bias=bias, out_bias=bias)
+    mixer = dataclasses.replace(_LAYER.attention, qkv_bias=bias, out_bias=bias)
     return fields.build(DecoderConfig, **sizes, layer=dataclasses.replace(_LAYER, mixer=mixer))
 
 
@@ -84,7 +84,7 @@ def _take_alpha(values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    bias = config.pattern.group[0].mixer.qkv_bias
+    bias = config.pattern.group[0].attention.qkv_bias
     return {"model_type": "hunyuan_v1_dense", **write_sizes(config), "attention_bias": bias}
 
 

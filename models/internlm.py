@@ -46,7 +46,7 @@ def _bias(fields: Fields, name: str, llama: str) -> bool:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    mixer = config.pattern.group[0].mixer
+    mixer = config.pattern.group[0].attention
     return {
         "model_type": "internlm3",
         **write_sizes(config),

@@ -80,7 +80,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    mixer = config.pattern.group[0].mixer
+    mixer = config.pattern.group[0].attention
     return {
         "model_type": "olmo",
         **write_sizes(config, eps_field=""),
@@ -92,7 +92,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 def read_layer2(fields: Fields) -> LayerSpec:
     """Parse the options of a layer of OLMo 2."""
     bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(LAYER2.mixer, qkv_bias=bias, out_bias=bias)
+    mixer = dataclasses.replace(LAYER2.attention, qkv_bias=bias, out_bias=bias)
     return dataclasses.replace(LAYER2, mixer=mixer)
 
 
@@ -103,7 +103,7 @@ def _read2(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _write2(config: DecoderConfig) -> dict[str, Any]:
-    bias = config.pattern.group[0].mixer.qkv_bias
+    bias = config.pattern.group[0].attention.qkv_bias
     return {"model_type": "olmo2", **write_sizes(config), "attention_bias": bias}
 
 

@@ -50,7 +50,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "model_type": "seed_oss",
         **write_sizes(config),
         **write_biases(config),
-        "attention_out_bias": config.pattern.group[0].mixer.out_bias,
+        "attention_out_bias": config.pattern.group[0].attention.out_bias,
     }
 
 

@@ -89,7 +89,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    mixer = config.pattern.group[0].mixer
+    mixer = config.pattern.group[0].attention
     return {
         "model_type": "starcoder2",
         **write_sizes(config, _EPS),

@@ -3,6 +3,7 @@
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import Decoder, DecoderConfig
 from spmd.models.decoder.experts import ExpertsSpec
+from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.rotary import (
@@ -24,6 +25,7 @@ __all__ = [
     "DecoderConfig",
     "DynamicScaling",
     "ExpertsSpec",
+    "LatentAttentionSpec",
     "LayerSpec",
     "LinearScaling",
     "Llama3Scaling",

@@ -12,12 +12,13 @@ from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.declared import Axes, TableRows
 from spmd.models.decoder.experts import ExpertsSpec, MixtureOfExperts
 from spmd.models.decoder.inputs import LayerInputs
+from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.norms import make_norm
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate
 
-Mixer = AttentionSpec
+Mixer = AttentionSpec | LatentAttentionSpec
 """Specs of token mixers."""
 
 Norms = Literal["before", "after", "both", "parallel", "parallel_shared"]
@@ -63,6 +64,17 @@ class LayerSpec:
         if self.mlp is not None:
             problems += self.mlp.problems(f"{where}mlp.")
         return problems
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer with softmax attention.
+
+        Raises:
+            AttributeError: It is of another kind.
+        """
+        if not isinstance(self.mixer, AttentionSpec):
+            raise AttributeError(f"the mixer is a {type(self.mixer).__name__}")
+        return self.mixer
 
     @property
     def has_experts(self) -> bool:

@@ -59,7 +59,12 @@ def dense(
 
 
 def column_parallel(
-    x: Float[Array, "batch seq d"], kernels: Sequence[nnx.Param], whole: str, head: int = 0
+    x: Float[Array, "batch seq d"],
+    kernels: Sequence[nnx.Param],
+    whole: str,
+    head: int = 0,
+    *,
+    stream: str = "residual",
 ) -> tuple[Float[Array, "batch seq hidden"], ...]:
     """Apply column-parallel kernels: from the residual stream into hidden units.
 
@@ -73,9 +78,10 @@ def column_parallel(
         kernels: Parameters.
         whole: The activation name of gathered tokens.
         head: The width of a head, if hidden units are heads.
+        stream: The activation name of the tokens before.
     """
-    how = _Products(tuple(map(_placed, kernels)), into=whole)
-    x = constrain_like(x, "residual")
+    how = _Products(tuple(map(_placed, kernels)), into=whole, stream=stream)
+    x = constrain_like(x, stream)
     return _multiplied(x, kernels, how, head=head)
 
 
@@ -137,6 +143,7 @@ class _Products:
         axes: As for `dense`, like `dtype` and `precision`.
         into: The activation name of the array as an input of the matmul, if any.
         out: The activation name of a product's gradient as an input of the matmul, if any.
+        stream: The activation name of the array before it is an input, with `into`.
         outs: The kernel's dimensions that the product has.
         recomputed: Whether the backward pass recomputes the layer; read at creation, since JAX
             traces derivatives later.
@@ -147,6 +154,7 @@ class _Products:
     dtype: Any = None
     into: str = ""
     out: str = ""
+    stream: str = "residual"
     precision: str | None = None
     outs: str = "o"
     recomputed: bool = dataclasses.field(default_factory=is_recomputed)
@@ -325,8 +333,8 @@ def _products_backward(
     x, kept, likes, scales, seen = saved
     # Barriers keep XLA from merging these gathers with those of the forward pass and saving their
     # results until now.
-    if how.into and not how.recomputed and placement("residual") != placement(how.into):
-        x = constrain_like(jax.lax.optimization_barrier(x), "residual")
+    if how.into and not how.recomputed and placement(how.stream) != placement(how.into):
+        x = constrain_like(jax.lax.optimization_barrier(x), how.stream)
         x = annotate(x, how.into)
     dkernels, factors, histories = [], [], []
     for index, dy in enumerate(dys):

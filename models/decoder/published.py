@@ -317,7 +317,7 @@ def write_biases(config: DecoderConfig) -> dict[str, bool]:
     """Return `attention_bias` and `mlp_bias`: the inverse of `read_layer`."""
     spec = config.pattern.group[0]
     mlp_bias = isinstance(spec.mlp, MLPSpec) and spec.mlp.bias
-    return {"attention_bias": spec.mixer.qkv_bias, "mlp_bias": mlp_bias}
+    return {"attention_bias": spec.attention.qkv_bias, "mlp_bias": mlp_bias}
 
 
 def read_window(fields: Fields, absent: int) -> int:
@@ -341,7 +341,7 @@ def read_soft_cap(fields: Fields, name: str, absent: float) -> float:
 
 def write_query_scale(config: DecoderConfig) -> int:
     """Return `query_pre_attn_scalar`: scores are divided by its square root."""
-    mixer = config.pattern.distinct[0].mixer
+    mixer = config.pattern.distinct[0].attention
     if not mixer.scale:
         return mixer.head_dim
     return round(mixer.scale**-2)

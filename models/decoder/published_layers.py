@@ -140,14 +140,14 @@ def attention_table(
         rotary: The rotary positions of each layer; by default those of `layer`.
     """
     if rotary is None:
-        rotary = [layer.mixer.rotary] * len(kinds)
+        rotary = [layer.attention.rotary] * len(kinds)
     pairs = [*zip(kinds, rotary, strict=True)]
     specs = {}
     for kind, positions in dict.fromkeys(pairs):
         size = 0
         if kind == SLIDING:
             size = window
-        mixer = dataclasses.replace(layer.mixer, window=size, rotary=positions)
+        mixer = dataclasses.replace(layer.attention, window=size, rotary=positions)
         specs[kind, positions] = dataclasses.replace(layer, mixer=mixer)
     return layer_table(pairs, specs)
 
@@ -196,8 +196,8 @@ def write_rotary_by_kind(config: DecoderConfig, theta: float, local_theta: float
     plain = RopeScaling()
     found = {FULL: Rotary(theta, plain), SLIDING: Rotary(local_theta, plain)}
     for kind, spec in zip(layer_types(config), config.pattern.kinds, strict=True):
-        if spec.mixer.rotary is not None:
-            found[kind] = spec.mixer.rotary
+        if spec.attention.rotary is not None:
+            found[kind] = spec.attention.rotary
     return write_rotary_by_layer(found)
 
 
@@ -206,7 +206,7 @@ def layer_types(config: DecoderConfig) -> list[str]:
     kinds = []
     for spec in config.pattern.kinds:
         kind = FULL
-        if spec.mixer.window:
+        if spec.attention.window:
             kind = SLIDING
         kinds.append(kind)
     return kinds
@@ -217,10 +217,10 @@ def write_layer_types(config: DecoderConfig) -> dict[str, Any]:
 
     `transformers` needs a window also if no layer has one.
     """
-    window = max(spec.mixer.window or 0 for spec in config.pattern.distinct)
+    window = max(spec.attention.window or 0 for spec in config.pattern.distinct)
     return {"layer_types": layer_types(config), "sliding_window": window or _UNUSED_WINDOW}
 
 
 def rotated_layers(config: DecoderConfig) -> list[bool]:
     """Return whether each layer has rotary positions."""
-    return [spec.mixer.rotary is not None for spec in config.pattern.kinds]
+    return [spec.attention.rotary is not None for spec in config.pattern.kinds]

@@ -87,6 +87,7 @@ class KVCache(CacheEntry):
 
 _TITLE = "The cache does not support this model:"
 _INVALID = "Invalid use of the cache:"
+_SEGMENTS = Problem("segments", "are given", fix="None: a row is one document")
 _SAME_CALLS = "call the same mixers in the same order"
 
 
@@ -257,6 +258,17 @@ def _split(cache: Cache) -> Cache:
     return dataclasses.replace(cache, entries=_map_entries(split, cache.entries))
 
 
+def without_cache() -> contextlib.AbstractContextManager[None]:
+    """Let mixers inside add nothing to the cache: the caller has an entry of its own for them."""
+    return override(kv_cache=None)
+
+
+def require_one_document(segments: Array | None) -> None:
+    """Raise `CacheError` if a cached call has documents."""
+    if current().kv_cache is not None and segments is not None:
+        raise CacheError(_TITLE, [_SEGMENTS])
+
+
 def single_token() -> contextlib.AbstractContextManager[None]:
     """Leave the token dimension of activations unsplit inside: it has size 1."""
     return override(single_token=True)
@@ -375,7 +387,7 @@ def cached_attention(
         return None
     problems = []
     if segments is not None:
-        problems.append(Problem("segments", "are given", fix="None: a row is one document"))
+        problems.append(_SEGMENTS)
     if not options.causal:
         fix = "True: tokens are generated from first to last"
         problems.append(Problem("causal", "is False", fix=fix))
