@@ -6,9 +6,8 @@ model = spmd.from_nnx(config.build)
 ```
 
 The model returns `spmd.model_interface.model.Outputs`: logits, auxiliary losses, metrics. The
-router is a config field, so Switch, GShard, Qwen and DeepSeek-V3 are presets. Not implemented: the
-encoders of Switch and GShard, the biases of Qwen's attention and the gate of its shared expert,
-DeepSeek's latent attention and multi-token prediction.
+router is a config field, so Switch, GShard and Qwen are presets. Not implemented: the encoders of
+Switch and GShard, the biases of Qwen's attention and the gate of its shared expert.
 """
 
 import dataclasses
@@ -82,19 +81,6 @@ GSHARD = RouterConfig(
     capacity_factor=1.0,
 )
 """GShard, section 2.2: two experts, the second one at random, capacity 2N / E tokens."""
-DEEPSEEK_V3 = RouterConfig(
-    experts=256,
-    top_k=8,
-    score="sigmoid",
-    groups=8,
-    top_groups=4,
-    scale=2.5,
-    bias_rate=1e-3,
-    balance=1e-4,
-    balance_over="example",
-)
-"""DeepSeek-V3, section 2.1.2 and 4.2: balanced by biases, with a small loss for each sequence."""
-
 _MIXTRAL_ROUTER = RouterConfig(balance=0.02)
 
 PRESETS = {
@@ -170,25 +156,11 @@ PRESETS = {
         shared_d_ff=5632,
         router=RouterConfig(experts=60, top_k=4, normalise=False, balance=0.001),
     ),
-    "deepseek-v3": mixtral(
-        vocab=129_280,
-        d_model=7168,
-        layers=61,
-        heads=64,
-        kv_heads=32,
-        d_ff=2048,
-        norm_eps=1e-6,
-        shared_d_ff=2048,
-        dense_layers=3,
-        dense_d_ff=18_432,
-        router=DEEPSEEK_V3,
-    ),
 }
 """Published shapes by name, and small ones for tests and the demo.
 
 `switch-c` and `gshard-600b` are decoders with the experts of these models: all 30 layers of the
-first, and the 18 layers of the second that have experts. `deepseek-v3` has grouped-query attention
-instead of latent attention.
+first, and the 18 layers of the second that have experts.
 """
 
 

@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from spmd.errors import ConfigError, Problem, check_fields
+from spmd.layers.ahead import tokens_ahead
 from spmd.layers.lm_head import LazyLogits
 from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, Valid, balanced_bias
@@ -36,6 +37,7 @@ from spmd.models.decoder.layer_stack import (
     scan_layers_with_outputs,
 )
 from spmd.models.decoder.linear import Head
+from spmd.models.decoder.multi_token import NORMS, AheadLayer, ahead_params, valid_ahead
 from spmd.models.decoder.norms import make_norm, norm_params
 from spmd.models.decoder.pattern import Pattern, runs
 from spmd.models.decoder.rotary import RopeScaling, Rotary
@@ -98,6 +100,11 @@ class DecoderConfig:
     """Factor of logits."""
     logits_soft_cap: float = 0.0
     """Soft cap of logits, cap · tanh(logits / cap); 0 for none."""
+    predict_ahead: int = 0
+    """Modules of multi-token prediction (DeepSeek-V3, section 2.2), each with a layer of the last
+    kind; they take part in training alone."""
+    ahead_weight: float = 0.3
+    """Weight of their mean loss (λ, equation 25)."""
 
     def __post_init__(self) -> None:
         problems = self.problems()
@@ -110,6 +117,7 @@ class DecoderConfig:
         rules = dict.fromkeys(positive, "at least 1")
         least_zero = ("window", "head_dim", "positions", "embed_scale", "logits_soft_cap")
         rules |= dict.fromkeys(least_zero, "at least 0")
+        rules |= dict.fromkeys(("predict_ahead", "ahead_weight"), "at least 0")
         rules |= dict.fromkeys(("residual_scale", "logits_scale"), "above 0")
         problems = check_fields(self, rules, prefix="model.")
         if problems:
@@ -139,6 +147,9 @@ class DecoderConfig:
                 f"such as {ends + size * max(1, round(repeated / size))}",
             )
             problems.append(problem)
+        if not self.predict_ahead and self.ahead_weight != DecoderConfig.ahead_weight:
+            what = "acts on nothing: no token further ahead is predicted"
+            problems.append(Problem("model.ahead_weight", what, fix="model.predict_ahead 1"))
         if self.group and self.layer != LayerSpec():
             fix = "put it into model.group"
             problems.append(Problem("model.layer", "is unused: there is a group", fix=fix))
@@ -241,6 +252,12 @@ class DecoderConfig:
         return _named_runs("last_layers", self.pattern.last)
 
     @property
+    def ahead_layer(self) -> LayerSpec:
+        """Kind of the layer in a module of multi-token prediction: the last one."""
+        pattern = self.pattern
+        return (pattern.last or pattern.group)[-1]
+
+    @property
     def names_in_group(self) -> tuple[str, ...]:
         """Names of the layers of a group."""
         return tuple(spec.name or f"block_{i}" for i, spec in enumerate(self._group))
@@ -283,8 +300,12 @@ class DecoderConfig:
 
     @property
     def matmul_params(self) -> int:
-        """Parameters in the matmuls of one token, with its chosen experts only; not the embedding."""
-        return self._matmul_params(active=True)
+        """Parameters in the matmuls of one token, with its chosen experts only; not the embedding.
+
+        The head counts once for each predicted token.
+        """
+        again = self.predict_ahead * self.d_model * self.vocab
+        return self._matmul_params(active=True) + again
 
     @property
     def total_params(self) -> int:
@@ -299,14 +320,19 @@ class DecoderConfig:
     def _matmul_params(self, *, active: bool) -> int:
         """Return the kernels' parameters, with all experts or the chosen ones, and the head's."""
         total = self.d_model * self.vocab
-        for spec, count in self.pattern.counted:
+        for spec, count in self._counted:
             of_layer = spec.mixer.matmul_params(self.sizes)
             if isinstance(spec.mlp, ExpertsSpec):
                 of_layer += self._expert_params(spec.mlp, active=active)
             elif spec.mlp is not None:
                 of_layer += spec.mlp.matmul_params(self.sizes)
             total += count * of_layer
-        return total
+        return total + self.predict_ahead * ahead_params(self.sizes)
+
+    @property
+    def _counted(self) -> list[tuple[LayerSpec, int]]:
+        """Kinds of layers with their numbers, also those of multi-token prediction."""
+        return [*self.pattern.counted, (self.ahead_layer, self.predict_ahead)]
 
     def _expert_params(self, spec: ExpertsSpec, *, active: bool) -> int:
         assert self.router is not None, "the config has a problem for experts without a router"
@@ -320,7 +346,8 @@ class DecoderConfig:
         """Norms, biases, positions, and the embedding if it is not tied."""
         channels = norm_params(self.norm) * self.d_model
         total = channels + self.positions * self.d_model
-        for spec, count in self.pattern.counted:
+        total += self.predict_ahead * len(NORMS) * channels
+        for spec, count in self._counted:
             of_layer = len(spec.norm_names) * channels + spec.mixer.other_params(self.sizes)
             if isinstance(spec.mlp, ExpertsSpec):
                 assert self.router is not None, "the config has a problem for that"
@@ -388,6 +415,10 @@ class Decoder(nnx.Module):
             stacked=config.stacked,
         )
         _add_stacks(self, config.last_stacks, config, rngs)
+        if config.predict_ahead:
+            make = functools.partial(_make_ahead, config)
+            count = config.predict_ahead
+            self.ahead = make_layers(make, count, rngs.params(), stacked=config.stacked)
         self.norm = make_norm(width, config.sizes)
         self.lm_head = None if config.tied else Head(width, config.vocab, rngs=rngs)
         is_random = config.router is not None and config.router.is_random
@@ -395,7 +426,12 @@ class Decoder(nnx.Module):
 
     @property
     def position_aware(self) -> bool:
-        """True without capacities and random routing: these depend on a token's index."""
+        """True without options that depend on a token's index.
+
+        These are capacities, random routing and multi-token prediction.
+        """
+        if self.config.predict_ahead:
+            return False
         router = self.config.router
         if router is None:
             return True
@@ -436,24 +472,35 @@ class Decoder(nnx.Module):
     ) -> tuple[Array, LayerInputs]:
         """Return the residual stream before the repeated layers, and their other inputs."""
         config = self.config
-        x = self.embed(tokens)
-        scale = config.embed_scale or config.d_model**0.5
-        if scale != 1:
-            x = x * jnp.asarray(scale, x.dtype)
+        x = self._embedded(tokens)
         if config.positions:
             x = add_positions(x, self.positions, segments)
         x = annotate(x, "residual")
         inputs = self._inputs(tokens.shape[1], segments, valid)
+        if self._predicts_ahead:
+            inputs = inputs._replace(tokens=tokens)
         for name in config.first_stacks:
             stack = getattr(self, name)
             x, _ = scan_layers_with_outputs(stack, x, (None,), inputs, unroll=config.unroll)
         return x, inputs
+
+    def _embedded(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d"]:
+        """Return the embeddings, by their factor."""
+        x = self.embed(tokens)
+        scale = self.config.embed_scale or self.config.d_model**0.5
+        if scale != 1:
+            x = x * jnp.asarray(scale, x.dtype)
+        return x
 
     def _inputs(self, seq: int, segments: Segments, valid: Valid) -> LayerInputs:
         """Return the inputs of layers besides the residual stream."""
         at = positions(seq)
         angles = tuple(rotary.angles(at, width) for rotary, width in self.config.rotaries)
         return LayerInputs(angles, segments, valid)
+
+    @property
+    def _predicts_ahead(self) -> bool:
+        return self.config.predict_ahead > 0 and not self.deterministic
 
     def apply_layers(
         self, x: Float[Array, "batch seq d"], context: LayerInputs
@@ -475,7 +522,7 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "batch seq vocab"] | LazyLogits | Outputs:
         """Return the logits, and with experts also the routers' losses and metrics.
 
-        `context`, the inputs of layers, is for last layers.
+        `context`, the inputs of layers, is for last layers and multi-token prediction.
         """
         reports = [_in_order(values)]
         for name, (spec, count) in self.config.last_stacks.items():
@@ -486,16 +533,51 @@ class Decoder(nnx.Module):
             )
             self._move_biases(stack, its_reports)
             reports.append(_in_order(its_reports))
-        logits = self._logits(self.norm(x))
+        x = self.norm(x)
+        logits = self._logits(x)
         router = self.config.router
-        if router is None:
+        ahead: tuple[Array | LazyLogits, ...] = ()
+        if self._predicts_ahead:
+            assert context is not None, "outputs_take_context is True"
+            ahead, its_reports = self._predict_ahead(x, context)
+            reports.append(_in_order(its_reports))
+        if router is None and not ahead:
             return logits
-        return _outputs(logits, _joined(reports), router)
+        outputs = Outputs(logits, of_all_devices=True)
+        if router is not None:
+            outputs = _outputs(logits, _joined(reports), router)
+        if not ahead:
+            return outputs
+        return dataclasses.replace(outputs, ahead=ahead, ahead_weight=self.config.ahead_weight)
 
     @property
     def outputs_take_context(self) -> bool:
-        """True with last layers: `compute_outputs` runs them."""
-        return bool(self.config.last)
+        """True with layers that `compute_outputs` runs."""
+        return bool(self.config.last) or self.config.predict_ahead > 0
+
+    def _predict_ahead(
+        self, x: Float[Array, "batch seq d"], context: LayerInputs
+    ) -> tuple[tuple[Array | LazyLogits, ...], Reports]:
+        """Return the logits of tokens further ahead, and reports of the modules' routers."""
+        config = self.config
+        tokens = context.tokens
+        assert tokens is not None, "embed_inputs adds them"
+        embedded = []
+        valid = []
+        for steps in range(1, config.predict_ahead + 1):
+            embedded.append(self._embedded(tokens_ahead(tokens, steps)))
+            valid.append(valid_ahead(context, tokens.shape[1], steps))
+        masks = None
+        if config.ahead_layer.has_experts:
+            masks = jnp.stack([jnp.broadcast_to(mask, tokens.shape) for mask in valid])
+        (keys,) = self._noise_keys((config.ahead_layer,), config.predict_ahead)
+        each = ((keys, jnp.stack(embedded), masks),)
+        _, ((hidden, reports),) = scan_layers_with_outputs(
+            self.ahead, x, each, context, unroll=config.unroll
+        )
+        self._move_biases(self.ahead, (reports,))
+        logits = tuple(self._logits(hidden[number]) for number in range(config.predict_ahead))
+        return logits, (reports,)
 
     def _logits(self, x: Float[Array, "batch seq d"]) -> Array | LazyLogits:
         """Apply the output head to the normalised residual stream."""
@@ -544,6 +626,12 @@ def _make_group(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
 
 def _make_layer(config: DecoderConfig, spec: LayerSpec, rngs: nnx.Rngs) -> nnx.Module:
     return spec.build(config.sizes, config.router, config.angles_of(spec), rngs)
+
+
+def _make_ahead(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
+    spec = config.ahead_layer
+    angles = config.angles_of(spec)
+    return AheadLayer(spec, config.sizes, config.router, angles, rngs=rngs)
 
 
 def _add_stacks(

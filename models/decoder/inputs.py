@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from jaxtyping import Array, Int
+
 from spmd.layers.ring_attention import Segments
 from spmd.layers.router import Valid
 from spmd.models.decoder.rotary import Angles
@@ -14,8 +16,10 @@ class LayerInputs(NamedTuple):
         angles: Rotary angles, for each kind of rotary positions in the network.
         segments: The document of each token of a packed sequence.
         valid: The mask of tokens that are no padding.
+        tokens: The tokens themselves, for multi-token prediction.
     """
 
     angles: tuple[Angles, ...] = ()
     segments: Segments = None
     valid: Valid = None
+    tokens: Int[Array, "batch seq"] | None = None

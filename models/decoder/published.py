@@ -9,7 +9,7 @@ FAMILY = decoder_family("MistralForCausalLM", _read, _write)
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from flax import nnx
@@ -21,6 +21,7 @@ from spmd.hf.layout import AS_IS, TRANSPOSED, TensorLayout
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
+from spmd.models.decoder.experts import RouterBias
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.published_rotary import read_rotary, write_rotary
@@ -46,11 +47,12 @@ _NORMS = {
     "attention/q_norm": "self_attn.q_norm",
     "attention/k_norm": "self_attn.k_norm",
 }
-_ENDS: Names = {
+ENDS: Names = {
     "embed/embedding": ("embed_tokens.weight", AS_IS),
     "norm/scale": ("norm.weight", AS_IS),
     "norm/bias": ("norm.bias", AS_IS),
 }
+"""Tensors outside of layers, without their prefix."""
 _HEAD = "lm_head.weight"
 
 
@@ -83,33 +85,48 @@ class TensorNames:
         ends: Tensors outside of layers.
         prefix: Prefix of all but the head's.
         layers: Prefix of a layer, with its number.
+        ahead: Tensors of a module of multi-token prediction besides those of its layer, with the
+            number of a layer after the last one; None if they have no published names.
     """
 
     layer: Names
     ends: Names
     prefix: str = "model."
     layers: str = "layers.{layer}."
+    ahead: Names | None = None
 
     def mappings(self, config: DecoderConfig) -> tuple[TensorMapping, ...]:
-        """Return the mappings of all parameters of a config."""
+        """Return the mappings of all parameters of a config, and of the biases of routers."""
         places = _places(config)
         found = []
-        for path in _param_paths(config):
+        for path, is_variable in _paths(config).items():
             place = next((name for name in places if path.startswith(f"{name}/")), None)
             if place is not None:
                 mapping = self._of_layer(path, path.removeprefix(f"{place}/"), places[place])
             else:
                 mapping = self._of_end(path)
-            found.append(mapping)
-        return tuple(mapping for mapping in found if mapping is not None)
+            if mapping is not None:
+                found.append(dataclasses.replace(mapping, is_variable=is_variable))
+        return tuple(found)
 
     def _of_layer(self, path: str, name: str, place: tuple[int, int]) -> TensorMapping | None:
         """Return the mapping of a parameter in layers, by its name in a layer."""
-        if name not in self.layer:
+        names = self.layer
+        if path.startswith(_AHEAD):
+            names = self._ahead_names
+        if name not in names:
             return None  # reported as a parameter without a mapping
-        tensor, layout = self.layer[name]
+        tensor, layout = names[name]
         first, step = place
         return TensorMapping(path, self.prefix + self.layers + tensor, layout, first, step)
+
+    @property
+    def _ahead_names(self) -> Names:
+        """Tensors of a whole module of multi-token prediction; empty if it has none."""
+        if self.ahead is None:
+            return {}
+        of_layer = {f"layer/{name}": tensor for name, tensor in self.layer.items()}
+        return of_layer | self.ahead
 
     def _of_end(self, path: str) -> TensorMapping | None:
         """Return the mapping of a parameter outside of layers."""
@@ -128,7 +145,32 @@ class TensorNames:
             embedding, _ = self.ends["embed/embedding"]
             copy = Ignored(_HEAD, "is a copy of the embedding", self.prefix + embedding)
             entries.append(copy)
-        return tuple(entries)
+        return (*entries, *self._ignored_ahead(config))
+
+    def _ignored_ahead(self, config: DecoderConfig) -> Iterator[Ignored]:
+        """Yield the tensors of modules of multi-token prediction that are not used.
+
+        These are copies of embedding and head, and all tensors of a module that the model lacks.
+        """
+        if self.ahead is None:
+            return
+        layers = self.prefix + self.layers
+        if not config.predict_ahead:
+            why = "predicts the second next token, which a model with predict_ahead=0 does not"
+            prefix = layers.format(layer=config.layers)
+            tensors = [tensor for tensor, _ in self._ahead_names.values()]
+            for tensor in [*tensors, *self._shared_by_ahead]:
+                yield Ignored(prefix + tensor, why)
+        for number in range(config.predict_ahead):
+            prefix = layers.format(layer=config.layers + number)
+            for tensor, original in self._shared_by_ahead.items():
+                yield Ignored(prefix + tensor, f"is a copy of {original}", original)
+
+    @property
+    def _shared_by_ahead(self) -> dict[str, str]:
+        """Copy in a module of multi-token prediction → its tensor in the main model."""
+        embedding, _ = self.ends["embed/embedding"]
+        return {embedding: self.prefix + embedding, "shared_head.head.weight": _HEAD}
 
 
 def _places(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -149,15 +191,23 @@ def _places(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     for name, (_, count) in config.last_stacks.items():
         places[name] = (number, 1)
         number += count
+    places[_AHEAD.removesuffix("/")] = (number, 1)
     return places
 
 
-def _param_paths(config: DecoderConfig) -> list[str]:
-    """Return the paths of all parameters of a stacked model."""
+_AHEAD = "ahead/"
+"""Path of the modules of multi-token prediction."""
+
+
+def _paths(config: DecoderConfig) -> dict[str, bool]:
+    """Return path → whether it is of a variable, of the parameters and biases of a stacked model."""
     stacked = dataclasses.replace(config, stacked=True)
     model = nnx.eval_shape(lambda: stacked.build(nnx.Rngs(0)))
-    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return ["/".join(map(str, path)) for path, _ in params]
+    paths = {}
+    for kind in (nnx.Param, RouterBias):
+        for path, _ in nnx.to_flat_state(nnx.state(model, kind)):
+            paths["/".join(map(str, path))] = kind is RouterBias
+    return paths
 
 
 def decoder_family(
@@ -171,6 +221,7 @@ def decoder_family(
     harmless: tuple[str, ...] = (),
     optional_prefix: bool = False,
     secondary: bool = False,
+    for_tensors: Callable[[Any, Collection[str]], Any] = lambda config, tensors: config,
 ) -> Family:
     """Return a family of decoders.
 
@@ -186,8 +237,9 @@ def decoder_family(
         harmless: As in `Family`.
         optional_prefix: Whether tensors may lack their prefix.
         secondary: As in `Family`.
+        for_tensors: As in `Family`.
     """
-    tensors = names or TensorNames(layer or layer_names(), _ENDS)
+    tensors = names or TensorNames(layer or layer_names(), ENDS)
 
     def fits(config: Any) -> bool:
         if not isinstance(config, DecoderConfig):
@@ -212,6 +264,7 @@ def decoder_family(
         prefix=prefix,
         harmless=harmless,
         secondary=secondary,
+        for_tensors=for_tensors,
     )
 
 
@@ -228,7 +281,7 @@ def _published_form(config: DecoderConfig) -> tuple[Any, ...]:
     return (
         *(config.vocab, config.d_model, config.norm_eps, config.tied, config.norm),
         *(config.positions, scale, config.residual_scale, config.logits_scale),
-        *(config.logits_soft_cap, router, *kinds),
+        *(config.logits_soft_cap, config.predict_ahead, router, *kinds),
     )
 
 

@@ -166,12 +166,12 @@ class YarnScaling(RopeScaling):
         rules |= {"mscale": "at least 0 and finite", "mscale_all_dim": "at least 0 and finite"}
         rules["attention_factor"] = "above 0 and finite"
         problems = check_fields(self, rules, prefix=_PREFIX)
-        if not problems and self.beta_fast <= self.beta_slow:
+        if not problems and self.beta_fast < self.beta_slow:
             problem = Problem(
                 "rope_scaling.beta_fast",
-                "is not larger than rope_scaling.beta_slow",
+                "is smaller than rope_scaling.beta_slow",
                 f"fast {self.beta_fast:g}, slow {self.beta_slow:g}",
-                "beta_slow < beta_fast",
+                "beta_slow <= beta_fast",
             )
             problems.append(problem)
         if self.mscale and not self.mscale_all_dim:

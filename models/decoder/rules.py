@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.models.decoder.declared import HIDDEN, TOKENS, Axes, ParamRow, TableRows
 from spmd.models.decoder.decoder import DecoderConfig
+from spmd.models.decoder.multi_token import NORMS, ahead_rows
 from spmd.models.decoder.norms import norm_leaves
 from spmd.sharding.batch import TOKENS as TOKEN_BATCH
 from spmd.sharding.rules import Rules, replicate
@@ -48,11 +49,15 @@ def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> 
         rows += spec.rows(fsdp)
         marks = ((spec.input_name, HIDDEN),)  # [batch, seq, d]
         rows += TableRows(activations=marks)
+    if config.predict_ahead:
+        rows += ahead_rows(fsdp)
     rows += _norms(config)
     rows += _head(config, fsdp, split_vocab=split_vocab)
     stacks: dict[str, str | None] = {"layers": "pipe"}
     # every stage of a pipeline uses them
     stacks |= dict.fromkeys([*config.first_stacks, *config.last_stacks])
+    if config.predict_ahead:
+        stacks["ahead"] = None
     return Rules(rows.params, rows.activations, stacked=stacks, batch=TOKEN_BATCH)
 
 
@@ -103,6 +108,8 @@ def _norms(config: DecoderConfig) -> TableRows:
     names: dict[str, None] = {}
     for spec in config.pattern.distinct:
         names |= dict.fromkeys(spec.norm_names)
+    if config.predict_ahead:
+        names |= dict.fromkeys(NORMS[:-1])
     leaf = leaves[0]
     reason = f"norm {leaf}s are a few KiB"
     if len(leaves) > 1:

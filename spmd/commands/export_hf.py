@@ -18,15 +18,15 @@ from spmd.data.tokenizer import load_tokenizer
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import ConfigError, Problem, check_fields
 from spmd.hf.adapter import save_adapter
-from spmd.hf.family import Family, family_for
+from spmd.hf.family import Family, family_for, mapped_variables
 from spmd.hf.folder import architectures_of
 from spmd.hf.save import parse_size, save_params
 from spmd.hf.sidecar_files import sidecar_files
-from spmd.model_interface.model import PRNG
+from spmd.model_interface.model import abstract_key
 from spmd.precision import cast_floats
 from spmd.run.build import build_base_model, build_precision
 from spmd.run.config import TrainConfig
-from spmd.run.load_params import is_run, read_adapters, read_params
+from spmd.run.load_params import is_run, read_adapters, read_params, read_variables
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import AnyMesh, MeshShape, mesh_of
 
@@ -79,6 +79,7 @@ def run_export(arguments: list[str]) -> int:
     family = family_for(config.model, architectures_of(values))
     start_devices(_devices(command, config), command)
     params = read_params(run, _abstract(config), command.step, trained=command.trained)
+    variables = read_variables(run, _abstract_variables(config, family), command.step)
     save_params(
         out,
         params,
@@ -88,6 +89,7 @@ def run_export(arguments: list[str]) -> int:
         shard_size=size,
         files=files,
         values=values or _values(config, family),
+        variables=variables,
     )
     if jax.process_index() != 0:
         return 0
@@ -159,10 +161,24 @@ def _abstract(config: TrainConfig) -> Any:
 
     Each is divided over all devices, so that a process holds its part of the model alone.
     """
-    mesh = _mesh()
     model = build_base_model(config)
     dtype = build_precision(config).params_dtype
-    shapes = jax.eval_shape(lambda: cast_floats(model.init(jax.random.key(0, impl=PRNG)), dtype))
+
+    def init(key: jax.Array) -> Any:
+        return cast_floats(model.init(key), dtype)
+
+    return _place(jax.eval_shape(init, abstract_key()))
+
+
+def _abstract_variables(config: TrainConfig, family: Family) -> Any:
+    """Return the model's variables in exported checkpoints, placed as its parameters are."""
+    shapes = jax.eval_shape(build_base_model(config).init_variables, abstract_key())
+    return _place(mapped_variables(family, config.model, shapes))
+
+
+def _place(shapes: Any) -> Any:
+    """Divide each abstract array over all devices."""
+    mesh = _mesh()
 
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, _divided(leaf.shape, mesh.size))

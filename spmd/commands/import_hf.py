@@ -24,7 +24,7 @@ from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import families
 from spmd.hf.fields import collect_errors
 from spmd.hf.folder import CONFIG, HFFolder, inside, open_folder
-from spmd.hf.load import check_published, load_published
+from spmd.hf.load import check_published, load_model
 from spmd.hf.save import shared_folder
 from spmd.hf.sidecar_files import ORIGINAL, files_of, tokenizer_problems
 from spmd.model_interface.model import PRNG
@@ -72,8 +72,9 @@ def run_import(arguments: list[str]) -> int:
     out = Path(command.out)
     start_devices(command.devices, command)
     with _checked(command, source, out) as (found, setup):
-        params = load_published(found, setup.plan.abstract_params)
-        state = {"params": params, "variables": _variables(setup)}
+        plan = setup.plan
+        params, variables = load_model(found, plan.abstract_params, plan.abstract_variables)
+        state = {"params": params, "variables": tree.merge(_variables(setup), variables)}
         with shared_folder(out) as folder:
             _write_run(folder, source, found, setup, state)
     if jax.process_index() != 0:
@@ -147,7 +148,8 @@ def _checked(
             if found is not None:
                 config = _config(command, found, out)
                 setup = make_setup(config, config_mesh(config))
-                check_published(found, setup.plan.abstract_params)
+                plan = setup.plan
+                check_published(found, plan.abstract_params, plan.abstract_variables)
         if problems or found is None or setup is None:
             raise CheckpointError("Nothing was imported:", problems)
         yield found, setup

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from spmd import tree
 from spmd.errors import ConfigError, Problem, describe_value
 from spmd.jaxpr.examples import declared_scope
+from spmd.layers.ahead import has_ahead, tokens_ahead
 from spmd.layers.lm_head import CHUNK, LazyLogits, chunked_cross_entropy, lazy_logits
 from spmd.layers.zigzag import zigzag_batch
 from spmd.model_interface.model import VALID, Model, Outputs, as_outputs
@@ -326,10 +327,33 @@ def next_token_sums(outputs: Outputs, batch: Any, *, train: bool, chunk: int = C
     if train:
         for name in outputs.losses:
             loss = loss + others[name]
+    if outputs.ahead:
+        others["ahead_loss"] = _ahead_loss(outputs.ahead, batch, targets, weights, chunk)
+        if train:
+            loss = loss + outputs.ahead_weight * others["ahead_loss"]
     found = {**sums, **others, "loss": loss}
     if arrays:
         found["arrays"] = arrays
     return found
+
+
+def _ahead_loss(
+    ahead: Sequence[Any], batch: Any, targets: Array, weights: Array, chunk: int
+) -> Array:
+    """Return the mean of the losses of tokens further ahead, each a weighted sum.
+
+    A token counts where the one ahead is of the same document and has a weight. As in equation 24
+    of DeepSeek-V3 (arXiv:2412.19437), a loss is divided by the weight of all tokens, like the
+    next-token loss, although the last ones have no token ahead.
+    """
+    segments = batch.get("segments")
+    total = jnp.float32(0)
+    for steps, logits in enumerate(ahead, 1):
+        is_inside = has_ahead(segments, targets.shape[1], steps)
+        own_weights = jnp.where(is_inside, tokens_ahead(weights, steps), 0.0)
+        own_targets = tokens_ahead(targets, steps)
+        total = total + cross_entropy(logits, own_targets, own_weights, chunk=chunk)["loss"]
+    return total / len(ahead)
 
 
 def _of_microbatch(values: Mapping[str, Array], sums: Sums) -> dict[str, Array]:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from flax.core import FrozenDict
 
+from spmd import tree
 from spmd.errors import ConfigError, Problem, did_you_mean, join_first
 from spmd.hf.layout import AS_IS, TensorLayout
 from spmd.sharding.rules import Rules
@@ -48,6 +49,7 @@ class TensorMapping:
 
     `path` has no layer numbers; `tensor` has the placeholders `{layer}` and `{expert}`. Our layer
     `i` is the tensors' layer `first + step * i`; `step` is 2 if layers of two kinds alternate.
+    With `is_variable` it is no parameter but a variable of the model, such as a router's bias.
     """
 
     path: str
@@ -55,6 +57,7 @@ class TensorMapping:
     layout: TensorLayout = AS_IS
     first: int = 0
     step: int = 1
+    is_variable: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Family:
         prefix: Prefix of tensor names that some checkpoints omit.
         harmless: Fields of config.json, besides `spmd.hf.fields.HARMLESS`, that do not change a
             trained model; export copies them from the original config.json.
+        for_tensors: Returns a model config from `read_config` for a checkpoint with tensors of
+            these names, which may lack a part of the model.
         secondary: Whether export prefers another family that a config belongs to, unless the
             original config.json has this one's architecture.
     """
@@ -105,6 +110,7 @@ class Family:
     prefix: str = ""
     harmless: tuple[str, ...] = ()
     secondary: bool = False
+    for_tensors: Callable[[Any, Collection[str]], Any] = lambda config, tensors: config
 
     def tables(
         self, config: Any, tensors: Iterable[str], aliases: Mapping[str, str] = _NO_ALIASES
@@ -273,6 +279,17 @@ def family_for(config: Any, architectures: Iterable[str] = ()) -> Family:
     return min(fitting, key=lambda family: family.secondary)
 
 
+def mapped_variables(family: Family, config: Any, variables: Any) -> dict[str, Any]:
+    """Return those of a model's variables that are in its checkpoints, by the name map."""
+    names = {mapping.path for mapping in family.names(config) if mapping.is_variable}
+
+    def is_mapped(path: str) -> bool:
+        bare, _ = _split_path(path)
+        return bare in names
+
+    return tree.select(variables, is_mapped)
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorSource:
     """The tensors of one parameter.
@@ -349,9 +366,9 @@ class TensorSource:
 def tensor_sources(
     names: Iterable[TensorMapping], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, TensorSource]:
-    """Return the tensors of each parameter by path.
+    """Return the tensors of each parameter, and of each given variable, by path.
 
-    Every parameter needs a mapping, and every mapping a parameter.
+    Each needs a mapping, and every mapping of a parameter needs one.
     """
     mappings = {name.path: name for name in names}
     found: dict[str, TensorSource] = {}
@@ -369,7 +386,8 @@ def tensor_sources(
         if what:
             problems.append(Problem(path, what, f"for the tensor {source.mapping.tensor}"))
         found[path] = source
-    for path in mappings.keys() - used:
+    of_params = {path for path, mapping in mappings.items() if not mapping.is_variable}
+    for path in of_params - used:
         fix = did_you_mean(path, shapes)
         problems.append(Problem(f"name {path!r}", "is not a parameter of the model", fix=fix))
     if problems:

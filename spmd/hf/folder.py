@@ -136,6 +136,7 @@ def open_folder(path: Path) -> Iterator[HFFolder]:
             tensors = readers_of(stored, quantization, problems)
         with collect_errors(problems):
             if family is not None and not problems:
+                config = family.for_tensors(config, tensors)
                 problems += _size_problems(family, config, len(tensors))
         if problems or family is None:
             raise _error(path, *first_of(problems))

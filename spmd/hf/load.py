@@ -16,13 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import FrozenDict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import tree
 from spmd.distributed.hosts import gather_json
 from spmd.errors import CheckpointError, Problem, first_of
-from spmd.hf.family import TensorSource, tensor_sources
+from spmd.hf.family import TensorSource, mapped_variables, tensor_sources
 from spmd.hf.fields import collect_errors
 from spmd.hf.folder import HFFolder, open_folder, tensor_problems
 from spmd.hf.safetensors import TensorReader
@@ -33,6 +34,7 @@ BUFFER_BYTES = 4 << 20
 """Bytes that are read before they are copied to the devices; small enough for a processor's
 cache."""
 
+_NONE: Mapping[str, Any] = FrozenDict()
 _THREADS = 4
 _ALIGNMENT = 64
 _DEVICE = "device"
@@ -76,6 +78,27 @@ def load_published(found: HFFolder, abstract: Any) -> Any:
     return params
 
 
+def load_model(found: HFFolder, params: Any, variables: Any) -> tuple[Any, Any]:
+    """Load parameters as `load_published` does, and those variables that the checkpoint has.
+
+    Args:
+        found: The folder.
+        params: Abstract parameters.
+        variables: Abstract variables.
+
+    Returns:
+        Parameters, and a part of the tree of variables; empty for most models.
+    """
+    chosen = mapped_variables(found.family, found.config, variables)
+    loaded = tree.flatten(load_published(found, tree.merge(params, chosen)))
+
+    def take(path: str, leaf: Any) -> jax.Array:
+        del leaf
+        return loaded[path]
+
+    return tree.map_with_path(take, params), tree.map_with_path(take, chosen)
+
+
 def _of_all_processes(found: Collection[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the pairs that any process has found; each has read its own rows."""
     pairs: set[tuple[str, str]] = set()
@@ -95,12 +118,15 @@ def _check_same_files(found: HFFolder) -> None:
     check_hosts_agree({f"digest of {found.path.name}": digests})
 
 
-def check_published(found: HFFolder, abstract: Any) -> dict[str, TensorSource]:
-    """Return the tensors of each parameter.
+def check_published(
+    found: HFFolder, abstract: Any, variables: Any = _NONE
+) -> dict[str, TensorSource]:
+    """Return the tensors of each parameter, and of the variables that the checkpoint has.
 
     None may be missing, extra, or of the wrong shape or kind of dtype.
     """
-    leaves = tree.flatten(abstract)
+    chosen = mapped_variables(found.family, found.config, variables)
+    leaves = tree.flatten(abstract) | tree.flatten(chosen)
     sources: dict[str, TensorSource] = {}
     problems: list[Problem] = []
     names, ignored = found.tables

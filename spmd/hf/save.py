@@ -46,6 +46,7 @@ def save_params(
     shard_size: int = 5 * UNITS["GB"],
     files: Mapping[str, Path] | None = None,
     values: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a folder for `transformers`; it appears complete or not at all.
 
@@ -58,9 +59,10 @@ def save_params(
         shard_size: Maximum bytes of a file; a larger tensor gets a file of its own.
         files: Name → file to copy into the folder.
         values: The original config.json; its fields that do not change the model are copied.
+        variables: Variables in the name map, such as biases of routers; they keep their dtype.
     """
     run_on_first(functools.partial(check_absent, out))
-    leaves = tree.flatten(params)
+    leaves = tree.flatten(params) | tree.flatten(variables or {})
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     tensors = _tensors(tensor_sources(family.names(config), shapes).values())
     specs = _specs(tensors, leaves, dtype)
@@ -120,7 +122,10 @@ def _specs(tensors: Mapping[str, _Parts], leaves: Mapping[str, jax.Array], dtype
     specs: _Specs = {}
     for name, parts in tensors.items():
         source, _ = parts[0]
-        specs[name] = jax.ShapeDtypeStruct(source.tensor_shape, dtype or leaves[source.path].dtype)
+        own = leaves[source.path].dtype
+        if dtype is not None and not source.mapping.is_variable:
+            own = dtype
+        specs[name] = jax.ShapeDtypeStruct(source.tensor_shape, own)
     return specs
 
 

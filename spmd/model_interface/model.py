@@ -169,6 +169,9 @@ class Outputs:
         metrics: Name → any other value.
         arrays: Name → values that belong together, such as one for each layer and expert.
         intermediates: Name → any other value, for a loss of one's own; it is not reported.
+        ahead: Logits of tokens further ahead than the next one, of the second, the third, and so on
+            (multi-token prediction).
+        ahead_weight: Weight of the mean of their losses, in training.
         of_all_devices: Whether losses, metrics and arrays are of the whole (micro)batch also where
             each device runs the model on its own examples (`spmd.plan.manual.batch_sum`), as
             `spmd.defer_grad_reduction` and pipelines over it do.
@@ -179,6 +182,8 @@ class Outputs:
     metrics: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     arrays: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     intermediates: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    ahead: tuple[Any, ...] = ()
+    ahead_weight: float = dataclasses.field(default=0.0, metadata={"static": True})
     of_all_devices: bool = dataclasses.field(default=False, metadata={"static": True})
 
 

@@ -11,16 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from spmd import tree
 from spmd.data.tokenizer import TOKENIZER
 from spmd.errors import CheckpointError, Problem
 from spmd.hf.folder import CONFIG, HFFolder, open_folder
-from spmd.hf.load import check_published, load_published
+from spmd.hf.load import check_published, load_model
 from spmd.hf.sidecar_files import ORIGINAL, copy_origin
 from spmd.lora.adapters import BASE
 from spmd.run.build import TrainSetup
 from spmd.run.config import TrainConfig, config_difference, config_values
 from spmd.run.load_config import other_config
-from spmd.run.load_params import is_run, read_params
+from spmd.run.load_params import is_run, read_params, read_variables
 from spmd.run.run_dir import RunDir
 from spmd.training.state import TrainState, init_state
 
@@ -76,12 +77,13 @@ def initial_state(setup: TrainSetup) -> TrainState:
     path = Path(config.init)
     if is_run(path):
         params = read_params(path, _model_params(setup), trained=True)
+        variables = read_variables(path, _model_variables(setup))
     else:
         with _open_hf(setup, path) as found:
-            params = load_published(found, _model_params(setup))
+            params, variables = load_model(found, _model_params(setup), _model_variables(setup))
     if config.lora.targets:
-        return init_state(plan, config.seed, variables={BASE: params})
-    return init_state(plan, config.seed, params=params)
+        return init_state(plan, config.seed, variables={BASE: params, **variables})
+    return init_state(plan, config.seed, params=params, variables=variables)
 
 
 def _model_params(setup: TrainSetup) -> Any:
@@ -91,12 +93,22 @@ def _model_params(setup: TrainSetup) -> Any:
     return setup.plan.abstract_params
 
 
+def _model_variables(setup: TrainSetup) -> dict[str, Any]:
+    """Return the plan's abstract variables of the model, without random state and LoRA's base."""
+    random = setup.plan.model.info().random_state
+
+    def is_own(path: str) -> bool:
+        return path not in random and not path.startswith(f"{BASE}/")
+
+    return tree.select(setup.plan.abstract_variables, is_own)
+
+
 @contextlib.contextmanager
 def _open_hf(setup: TrainSetup, path: Path) -> Iterator[HFFolder]:
     """Open a Hugging Face folder with the parameters of the setup's model."""
     with open_folder(path) as found:
         _check_model(path, found.config, setup.config.model)
-        check_published(found, _model_params(setup))
+        check_published(found, _model_params(setup), _model_variables(setup))
         yield found
 
 

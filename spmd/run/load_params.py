@@ -178,6 +178,18 @@ def read_params(run: Path, abstract: Any, step: int | None = None, *, trained: b
     return place_params(params, abstract)
 
 
+def read_variables(run: Path, abstract: Any, step: int | None = None) -> Any:
+    """Load variables of the model from a run folder: biases of routers, batch statistics.
+
+    `abstract` and `step` are as for `read_params`.
+    """
+    if not jax.tree.leaves(abstract):
+        return {}
+    with CheckpointManager(RunDir(Path(run)).checkpoints, read_only=True) as checkpoints:
+        restored, _ = checkpoints.restore(step, {"variables": abstract}, branches=[])
+    return restored["variables"]
+
+
 def _base_dtype(model: Model) -> Any:
     """Return the dtype of a model's frozen parameters."""
     key = jax.random.key(0, impl=PRNG)

@@ -166,7 +166,7 @@ def init_program(plan: ShardingPlan) -> Any:
         model_key = jax.random.fold_in(key, 0)
         if params is None:
             params = cast_floats(plan.model.init(model_key), plan.precision.params_dtype)
-        variables = {**plan.model.init_variables(model_key), **given}
+        variables = tree.merge(plan.model.init_variables(model_key), given)
         step_key = jax.random.fold_in(key, 1)
         data = jax.random.key_data(step_key)
         transforms = dict[str, Any]()
