@@ -264,6 +264,7 @@ def _read(
     sizes = read_sizes(fields)
     mixer = _read_mixer(fields, rotary)
     fields.only("head_dim", mixer.rope_dim)
+    fields.only("qk_head_dim", mixer.key_dim)
     fields.only("num_key_value_heads", sizes["heads"])
     fields.only("moe_layer_freq", 1)
     for name in _HARMLESS:
