@@ -27,7 +27,7 @@ from spmd.layers.zigzag import positions
 from spmd.model_interface.model import Outputs
 from spmd.models.decoder.earlier import KINDS, current_values
 from spmd.models.decoder.embedding import Embedding, add_positions, make_positions
-from spmd.models.decoder.experts import ExpertsSpec
+from spmd.models.decoder.experts import ExpertsSpec, RouterBias
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.layer_stack import (
@@ -511,7 +511,6 @@ class Decoder(nnx.Module):
         x, reports = scan_layers_with_outputs(
             self.layers, x, each, context, unroll=self.config.unroll
         )
-        self._move_biases(self.layers, reports)
         return x, reports
 
     def compute_outputs(
@@ -531,7 +530,6 @@ class Decoder(nnx.Module):
             x, its_reports = scan_layers_with_outputs(
                 stack, x, each, context, unroll=self.config.unroll
             )
-            self._move_biases(stack, its_reports)
             reports.append(_in_order(its_reports))
         x = self.norm(x)
         logits = self._logits(x)
@@ -575,7 +573,6 @@ class Decoder(nnx.Module):
         _, ((hidden, reports),) = scan_layers_with_outputs(
             self.ahead, x, each, context, unroll=config.unroll
         )
-        self._move_biases(self.ahead, (reports,))
         logits = tuple(self._logits(hidden[number]) for number in range(config.predict_ahead))
         return logits, (reports,)
 
@@ -601,17 +598,47 @@ class Decoder(nnx.Module):
             keys.append(its_keys)
         return tuple(keys)
 
-    def _move_biases(self, layers: nnx.Module, reports: Reports) -> None:
-        """Update the biases of the routers of a stack, once for each (micro)batch."""
+    @property
+    def step_variables(self) -> tuple[type[nnx.Variable], ...]:
+        """The biases of routers; none without a router."""
+        if self.config.router is None:
+            return ()
+        return (RouterBias,)
+
+    def update_variables(self, arrays: Mapping[str, Array]) -> None:
+        """Update the biases of routers once a step, by the mean load of its microbatches.
+
+        Raises:
+            ConfigError: The loss did not pass on the load.
+        """
         router = self.config.router
-        if router is None or not router.bias_rate or self.deterministic:
+        if router is None or not router.bias_rate:
             return
-        if not isinstance(layers, nnx.List):
-            _move_biases(layers, reports, router.bias_rate)
-            return
-        for number, layer in enumerate(layers):
-            own = jax.tree.map(operator.itemgetter(number), reports)
-            _move_biases(layer, own, router.bias_rate)
+        if "expert_load" not in arrays:
+            fix = 'return {"arrays": {"expert_load": load · weight}}, as next_token_loss does'
+            problem = Problem("router.bias_rate", "needs the load of experts", fix=fix)
+            raise ConfigError("The loss returns no load:", [problem])
+        load = arrays["expert_load"]  # [layer, expert]
+        for stack, specs, repeats in self._stacks:
+            members = sum(spec.has_experts for spec in specs)
+            if not members:
+                continue
+            own, load = jnp.split(load, [repeats * members])
+            loads = iter(jnp.moveaxis(own.reshape(repeats, members, -1), 1, 0))
+            of_members = [next(loads) if spec.has_experts else None for spec in specs]
+            _move_biases(stack, of_members, router.bias_rate)
+
+    @property
+    def _stacks(self) -> list[tuple[nnx.Module, tuple[LayerSpec, ...], int]]:
+        """Stacks of layers that may have experts, with the kinds in a group and the repeats."""
+        config = self.config
+        pattern = config.pattern
+        stacks = [(self.layers, pattern.group, pattern.repeats)]
+        for name, (spec, count) in config.last_stacks.items():
+            stacks.append((getattr(self, name), (spec,), count))
+        if config.predict_ahead:
+            stacks.append((self.ahead, (config.ahead_layer,), config.predict_ahead))
+        return stacks
 
 
 def _make_group(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.Module:
@@ -647,13 +674,28 @@ def _add_stacks(
         setattr(model, name, stack)
 
 
-def _move_biases(layer: nnx.Module, reports: Reports, rate: float) -> None:
+def _move_biases(stack: nnx.Module, loads: Sequence[Array | None], rate: float) -> None:
+    """Update the biases of the routers of a stack, or of a list of layers or groups.
+
+    Args:
+        stack: The layers.
+        loads: For each layer of a group its load in all repeats; None without experts.
+        rate: Change of a bias.
+    """
+    if not isinstance(stack, nnx.List):
+        _move_biases_of(stack, loads, rate)
+        return
+    for number, layer in enumerate(stack):
+        own = jax.tree.map(operator.itemgetter(number), tuple(loads))
+        _move_biases_of(layer, own, rate)
+
+
+def _move_biases_of(layer: nnx.Module, loads: Sequence[Array | None], rate: float) -> None:
     """Update the biases of the routers of a layer or group, stacked or not."""
-    for member, report in zip(members_of(layer), reports, strict=True):
-        if report is None:
-            continue
-        bias = member.moe.router.bias
-        bias[...] = balanced_bias(bias[...], report["load"], rate)
+    for member, load in zip(members_of(layer), loads, strict=True):
+        if load is not None:
+            bias = member.moe.router.bias
+            bias[...] = balanced_bias(bias[...], load, rate)
 
 
 def _in_order(reports: Reports) -> dict[str, Array]:

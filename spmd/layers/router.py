@@ -38,6 +38,9 @@ from spmd.layers.soft_cap import soft_capped
 from spmd.model_interface.remat import CHOICE
 from spmd.plan.manual import batch_mean, batch_sum
 
+_LOAD_ROUNDING = 1e-6
+"""Relative error of a mean load, above that of float32."""
+
 Valid = Bool[Array, "example token"] | None
 """True for a token and False for padding; None if there is no padding."""
 
@@ -81,8 +84,8 @@ class RouterConfig:
     """In training, the router's input is multiplied by noise between 1 - jitter and 1 + jitter
     (Switch: 0.01)."""
     bias_rate: float = 0.0
-    """Change of the load-balancing biases after each (micro)batch (DeepSeek-V3: 0.001); 0: none, so
-    without choice_bias there are no biases."""
+    """Change of the load-balancing biases after each step (DeepSeek-V3: 0.001); 0: none, so without
+    choice_bias there are no biases."""
     choice_bias: bool = False
     """Add biases to the scores for the choice, not for the weights (`e_score_correction_bias`);
     implied by bias_rate, without which they stay as they are."""
@@ -439,10 +442,13 @@ def balanced_bias(
 ) -> Float[Array, "... expert"]:
     """Raise the biases of experts below the mean load and lower others.
 
-    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
+    Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2. A load that differs from the mean by
+    rounding alone changes nothing.
     """
-    missing = load.mean(axis=-1, keepdims=True) - load
-    return bias + rate * jnp.sign(missing)
+    mean = load.mean(axis=-1, keepdims=True)
+    missing = mean - load
+    is_even = jnp.abs(missing) <= _LOAD_ROUNDING * mean
+    return bias + rate * jnp.where(is_even, 0.0, jnp.sign(missing))
 
 
 def expert_slots(

@@ -177,10 +177,15 @@ def with_lora(model: Model, lora: LoRAConfig, rules: Rules, dtype: str = "float3
             compute_outputs=part(parts.compute_outputs),
         )
 
+    def update_variables(variables: Any, arrays: Mapping[str, jax.Array]) -> Any:
+        own = dict(variables)
+        base = own.pop(BASE)
+        return {**model.update_variables(own, arrays), BASE: base}
+
     init = functools.partial(_init_adapters, paths=paths, rank=lora.rank)
     info = functools.partial(_adapted_info, model, paths, rules)
     name = f"{model.name} with adapters"
-    return Model(init, _apply, init_variables, forward, info, layered, name)
+    return Model(init, _apply, init_variables, forward, info, layered, name, update_variables)
 
 
 def _init_adapters(key: jax.Array, *, paths: Mapping[str, tuple[int, ...]], rank: int) -> Any:

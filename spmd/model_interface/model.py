@@ -88,6 +88,26 @@ def supports_kv_cache(module: Any) -> bool:
     return is_position_aware(module)
 
 
+@runtime_checkable
+class UpdatesOnceAStep(Protocol):
+    """An NNX module with variables that change once a step, by arrays of its outputs.
+
+    The forward pass only reads them. So they change alike with microbatches, one after the other or
+    in a pipeline.
+    """
+
+    @property
+    def step_variables(self) -> tuple[Any, ...]:
+        """Types of these variables."""
+
+    def update_variables(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Change them.
+
+        Args:
+            arrays: `Outputs.arrays`, as means over the microbatches of a step.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
     """Properties of a module's arrays besides their shapes.
@@ -125,6 +145,7 @@ class ModelInfo:
             number of dimensions at creation.
         supports_kv_cache: Whether tokens interact only through `spmd.layers.attention.attend` or
             other mixers with a cache, so that `spmd.layers.kv_cache` can decode token by token.
+        step_variables: Paths of variables that change once a step (`Model.update_variables`).
         padding_aware: Whether the model takes the keyword `valid`, the mask of tokens besides
             padding, `[batch, sequence]`: for losses or statistics over tokens, or tokens that
             compete for the capacity of experts.
@@ -151,6 +172,7 @@ class ModelInfo:
     position_aware: bool = False
     supports_kv_cache: bool = False
     padding_aware: bool = False
+    step_variables: frozenset[str] = frozenset()
 
 
 @jax.tree_util.register_dataclass
@@ -233,6 +255,12 @@ class LayeredModel:
     outputs_take_context: bool = False
 
 
+def _unchanged(variables: Any, arrays: Mapping[str, jax.Array]) -> Any:
+    """Return the variables of a model without `ModelInfo.step_variables`."""
+    del arrays
+    return variables
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A model as pure functions of its parameters and variables.
@@ -257,6 +285,8 @@ class Model:
             parameter `valid`.
         layered: The forward pass in parts, for a pipeline.
         name: Name of the module, for `repr`; by default, that of `apply`.
+        update_variables: `(variables, arrays)` → the variables after a step, given the mean
+            `Outputs.arrays` of its microbatches: for `ModelInfo.step_variables`.
 
     Example:
         >>> model = Model(lambda key: {"w": jax.numpy.ones(3)}, lambda params, x: params["w"] * x)
@@ -274,6 +304,7 @@ class Model:
     info: Callable[[], ModelInfo] = dataclasses.field(default=None)  # type: ignore[assignment]
     layered: Callable[[], LayeredModel | None] = lambda: None
     name: str = dataclasses.field(default="", compare=False)
+    update_variables: Callable[[Any, Mapping[str, jax.Array]], Any] = _unchanged
 
     def __repr__(self) -> str:
         return f"Model({self.name})"

@@ -30,7 +30,7 @@ from spmd.pipeline.executor import Carry as TickCarry
 from spmd.pipeline.executor import first_carry, run_ticks
 from spmd.pipeline.grad_fn import merge_like, shard_over_stages, sum_of_stages
 from spmd.pipeline.interleave import AXIS
-from spmd.pipeline.partition import TITLE, StageModel, Stream, partition
+from spmd.pipeline.partition import TITLE, StageModel, Stream, in_parts, partition
 from spmd.pipeline.shared_params import sum_over_stages
 from spmd.pipeline.tick_table import TickTable
 from spmd.plan.context import use_plan
@@ -81,7 +81,19 @@ def pipedream(loss_fn: LossFn, table: TickTable) -> GradFn:
 def _partition(
     loss_fn: LossFn, table: TickTable, params: Any, variables: Any, batch: Any, key: Any
 ) -> tuple[Any, Any, Any]:
-    """Split arrays as `partition` does, with one chunk on each stage."""
+    """Split arrays as `partition` does, with one chunk on each stage.
+
+    Raises:
+        ConfigError: The model has variables that change once a step: the microbatches in flight
+            would read those of another step.
+    """
+    loss, _ = in_parts(loss_fn)
+    problems = []
+    for path in sorted(loss.model.info().step_variables):
+        what = "changes while microbatches are in flight"
+        problems.append(Problem(path, what, fix="a schedule with a flush, such as 1f1b"))
+    if problems:
+        raise ConfigError(TITLE, problems)
     return partition(
         loss_fn,
         params,

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
 from spmd import tree
@@ -23,7 +24,7 @@ from spmd.gradients.accumulate import join_microbatch, split_microbatches
 from spmd.gradients.losses import LossFn, ModelLoss, Sums
 from spmd.jaxpr.dependence import needed_inputs
 from spmd.layers.lm_head import lazy_logits
-from spmd.model_interface.model import LayeredModel, as_outputs
+from spmd.model_interface.model import LayeredModel, Model, as_outputs
 from spmd.pipeline.interleave import AXIS
 from spmd.pipeline.shared_params import gather_over_stages
 from spmd.plan.context import current
@@ -104,7 +105,8 @@ class StageModel:
     Attributes:
         microbatches: The microbatches, and a key for each.
         some_layers: Any chunk of layers, `[layer, …]`: a placeholder where layers are not used.
-        frozen: The frozen variables of the layers, `[chunk, layer, …]`, and all others.
+        frozen: The variables of the layers, `[chunk, layer, …]`, and all others; the forward pass
+            changes none.
         chunks: Chunks of layers of each stage.
     """
 
@@ -247,21 +249,21 @@ def partition(
 ) -> tuple[Any, Any, Any]:
     """Split arrays into layers, all others, and microbatches with keys.
 
-    The first two are pairs: parameters and frozen variables.
+    The first two are pairs: parameters, and variables that the forward pass does not change.
 
     Raises:
         ConfigError: All reasons why the model cannot be split into these stages.
     """
+    loss, _ = in_parts(loss_fn)
     layers, shared = _split_layers(params)
     frozen_layers, frozen_others = _split_layers(variables)
     problems = [
         *_setting_problems(stages),
         *_stack_problems(layers, stages, chunks),
-        *_path_problems(shared, variables),
+        *_path_problems(shared, variables, loss.model),
     ]
     if problems:
         raise ConfigError(TITLE, problems)
-    loss, _ = in_parts(loss_fn)
     batches = _stack_microbatches(loss.prepare(batch), microbatches)
     keys = jax.random.split(key, microbatches)
     others = gather_over_stages(shared), gather_over_stages(frozen_others)
@@ -270,10 +272,12 @@ def partition(
 
 def _split_layers(arrays: Any) -> tuple[Any, Any]:
     """Split parameters or variables into those of layers, and all others."""
-    placements = current().placements
+    context = current()
 
     def is_layer(path: str) -> bool:
-        return path in placements and placements[path].leading[:1] == (AXIS,)
+        if path in context.placements:
+            return context.placements[path].leading[:1] == (AXIS,)
+        return context.variables.get(path, P())[:1] == (AXIS,)
 
     layers = tree.select(arrays, is_layer)
     others = tree.select(arrays, lambda path: not is_layer(path))
@@ -320,15 +324,16 @@ def _stack_problems(layers: Any, stages: int, chunks: int) -> Iterator[Problem]:
             yield Problem("layers", "do not divide into stages", detail, fix)
 
 
-def _path_problems(shared: Any, variables: Any) -> Iterator[Problem]:
+def _path_problems(shared: Any, variables: Any, model: Model) -> Iterator[Problem]:
     """Yield the problems of parameters outside of the layers, and of variables."""
     placements = current().placements
     for path in tree.flatten(shared):
         if path in placements and AXIS in placements[path].leading:
             what = "is a stack inside another, and stages divide the first dimension"
             yield Problem(path, what, fix="one stack")
+    constant = model.info().step_variables
     for path in tree.flatten(variables):
-        if path not in placements:
+        if path not in placements and path not in constant:
             what = "is a variable that the model changes by itself, and every stage would"
             yield Problem(path, what, fix="pipe=1")
 

@@ -43,6 +43,7 @@ from spmd.model_interface.model import (
     LayeredModule,
     Model,
     ModelInfo,
+    UpdatesOnceAStep,
     abstract_key,
     is_padding_aware,
     is_position_aware,
@@ -158,6 +159,7 @@ def from_nnx(
         functions.info,
         functions.layered,
         name_of_callable(make),
+        functions.update_variables,
     )
 
 
@@ -224,6 +226,23 @@ class _NNXFunctions:
     def info(self) -> ModelInfo:
         return self._info
 
+    def update_variables(self, variables: Any, arrays: Mapping[str, jax.Array]) -> Any:
+        if not self._info.step_variables:
+            return variables
+        structure = self._structure
+        others = with_values(structure.others, variables)
+        module = nnx.merge(structure.graph, structure.params, others, copy=True)
+        assert isinstance(module, UpdatesOnceAStep), "it has step_variables"
+        module.update_variables(arrays)
+        after = tree.flatten(to_dict(nnx.state(module, nnx.Not(nnx.Param))))
+
+        def take(path: str, x: jax.Array) -> jax.Array:
+            if path not in self._info.step_variables:
+                return x
+            return _as_data(after[path])
+
+        return tree.map_with_path(take, variables)
+
     def layered(self) -> LayeredModel | None:
         if self.training or self.evaluation:
             return None
@@ -278,6 +297,7 @@ class _NNXFunctions:
             position_aware=is_position_aware(module),
             supports_kv_cache=supports_kv_cache(module),
             padding_aware=is_padding_aware(module, _called(module, self.training)),
+            step_variables=_step_variables(module, structure),
         )
 
     def _params_with(self, flag: str) -> frozenset[str]:
@@ -387,6 +407,17 @@ def _tied_params(module: nnx.Module, structure: ModuleStructure) -> tuple[tuple[
         if aliases:
             tied.append(aliases)
     return tuple(tied)
+
+
+def _step_variables(module: nnx.Module, structure: ModuleStructure) -> frozenset[str]:
+    """Return the paths of the variables that a module changes once a step."""
+    if not isinstance(module, UpdatesOnceAStep):
+        return frozenset()
+    found = []
+    for path, x in nnx.to_flat_state(structure.others):
+        if isinstance(x, module.step_variables):
+            found.append(join(path))
+    return frozenset(found)
 
 
 def _random_state(structure: ModuleStructure) -> frozenset[str]:

@@ -281,6 +281,9 @@ class TrainStep:
         gradients = jax.lax.with_sharding_constraint(gradients, self.plan.gradient_shardings)
         values = sums.pop(VALUES, {})
         means = jax.tree.map(lambda total: total / divisor, sums)
+        arrays = means.get("arrays", {})
+        variables = self.plan.model.update_variables(carry.variables, arrays)
+        carry = dataclasses.replace(carry, variables=variables)
         return gradients, _with_values(means, values), weight, carry
 
     def _mean_loss(self, state: TrainState, batch: Any, params: Any) -> jax.Array:

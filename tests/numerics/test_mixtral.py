@@ -22,6 +22,7 @@ from spmd.layers.expert_exchange import describe_exchange, expert_axes
 from spmd.layers.router import RouterConfig
 from spmd.model_interface.grad_transform import Carry
 from spmd.model_interface.model import Model, Outputs
+from spmd.models.decoder import decoder_rules
 from spmd.models.deepseek import V3_ROUTER
 from spmd.models.mixtral import GSHARD, PRESETS, SWITCH, mixtral
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
@@ -30,6 +31,9 @@ from spmd.plan.plan import make_plan
 from spmd.run.load_config import load_config
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import assert_parity, token_batches
+from spmd.training.batch import place_batch
+from spmd.training.state import init_state
+from spmd.training.step import make_train_step
 from tests import tiny
 from tests.rounding import assert_close, noise_of
 
@@ -233,17 +237,29 @@ def test_auxiliary_losses_add_up_over_microbatches():
         assert float(gradients["w"]) == pytest.approx(expected)
 
 
-def test_biases_are_variables_that_training_moves_and_evaluation_does_not():
+def test_biases_are_variables_that_a_step_moves_and_evaluation_does_not():
     """Up or down by the rate for every expert of every layer that is not exactly at the mean; no parameter is one."""
     config = replaced({"bias_rate": 0.5, "score": "sigmoid"})
-    _, after, before = run(config)
-    bias = np.asarray(after["layers"]["moe"]["router"]["bias"])
+    loss_fn = next_token_loss(model(config))
+    plan = make_plan(tiny.mesh(), decoder_rules(config), model(config), optax.sgd(0.1))
+    step = make_train_step(plan, grad_fn=accumulate(value_and_grad(loss_fn), 2))
+    state, metrics = step(init_state(plan), place_batch(plan, BATCH))
+    bias = np.asarray(state.variables["layers"]["moe"]["router"]["bias"])
+    load = np.asarray(metrics["arrays"]["expert_load"])
+    np.testing.assert_array_equal(bias, 0.5 * np.sign(np.where(np.isclose(load, 1), 0, 1 - load)))
     assert bias.shape == (2, 8)
-    assert set(np.unique(np.abs(bias))) <= {0.0, 0.5}
     assert np.abs(bias).max() == 0.5
     assert not any("bias" in path for path in tree.flatten(model(config).init(jax.random.key(0))))
-    _, after, before = run(config, train=False)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+    for train in (True, False):
+        _, after, before = run(config, train=train)
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_a_loss_without_the_load_of_experts_is_refused():
+    """Biases would not move, and nobody would see it."""
+    config = replaced({"bias_rate": 0.5, "score": "sigmoid"})
+    with pytest.raises(ConfigError, match="needs the load of experts"):
+        model(config).update_variables(model(config).init_variables(jax.random.key(0)), {})
 
 
 def test_noise_is_for_training_alone_and_new_in_each_step():

@@ -153,6 +153,7 @@ def test_two_stages_train_as_one_device():
     plan = make_plan(tiny.mesh(pipe=2, fsdp=2, expert=2), reference.rules, model(config), SGD)
     result = alone.compare(plan, pipeline(loss_fn, table), tolerance=REORDERED)
     assert result.ok, f"\n{result}"
+    assert "variables" in {row.what for row in result.rows}
 
 
 def test_modules_train_as_on_one_device():
