@@ -242,6 +242,9 @@ def _changed(value: Any) -> dict[str, Any]:
 
 def _source(value: Any, prefix: str = "") -> str:
     """Return a Python expression for a value; dataclasses are called by their class names."""
+    if isinstance(value, tuple):
+        parts = [f"{_source(part, prefix)}," for part in value]
+        return f"({' '.join(parts)})"
     if not dataclasses.is_dataclass(value):
         return repr(value)
     fields = [f"{name}={_source(part, prefix)}" for name, part in _changed(value).items()]
@@ -250,6 +253,9 @@ def _source(value: Any, prefix: str = "") -> str:
 
 def _classes(value: Any) -> Iterator[type]:
     """Yield the classes in the expression of `_source`."""
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _classes(part)
     if dataclasses.is_dataclass(value):
         yield type(value)
         for part in _changed(value).values():

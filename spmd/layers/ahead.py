@@ -11,7 +11,7 @@ from spmd.layers.ring_attention import Segments
 
 
 def tokens_ahead(x: Shaped[Array, "batch seq"], steps: int) -> Shaped[Array, "batch seq"]:
-    """Return the value of the token that is `steps` tokens ahead; 0 for the last ones of a row.
+    """Return the value of the token `steps` tokens ahead; 0 for the last ones of a row.
 
     Example:
         >>> tokens_ahead(jnp.array([[1, 2, 3]]), 1).tolist()
@@ -22,7 +22,7 @@ def tokens_ahead(x: Shaped[Array, "batch seq"], steps: int) -> Shaped[Array, "ba
 
 
 def has_ahead(segments: Segments, seq: int, steps: int) -> Bool[Array, "#batch seq"]:
-    """Return the mask of tokens whose document goes on for `steps` more tokens.
+    """Return the mask of tokens with `steps` more tokens of their document.
 
     Args:
         segments: The document of each token; None for one document in each row.

@@ -156,6 +156,7 @@ def test_two_stages_train_as_one_device():
     assert "variables" in {row.what for row in result.rows}
 
 
+@pytest.mark.soak
 def test_modules_train_as_on_one_device():
     """Two of them after a Llama, with documents, on three axes."""
     job(LLAMA).assert_parity(fsdp=2, sequence=2, tensor=2)

@@ -358,9 +358,9 @@ def test_a_model_with_a_scaling_is_that_of_transformers(name, longest, tmp_path)
     there.save_pretrained(tmp_path)
     with torch.no_grad():
         expected = there(torch.tensor(TOKENS.astype(np.int64))).logits.numpy()
-    _, ours, plan, params = read_model(tmp_path)
-    assert difference(logits_here(plan, params), expected) < 1e-4
+    _, ours, plan, state = read_model(tmp_path)
+    assert difference(logits_here(plan, state), expected) < 1e-4
     plain = dataclasses.replace(ours, rope_scaling=RopeScaling())
-    other = jax.jit(from_nnx(plain.build).apply)(params, jnp.asarray(TOKENS))
+    other = jax.jit(from_nnx(plain.build).apply)(state.params, jnp.asarray(TOKENS))
     is_scaled = np.abs(as_outputs(other).logits - expected).max() > 0.05
     assert is_scaled or (name, longest) == ("dynamic", 16)
