@@ -44,6 +44,9 @@ from spmd.models.decoder.rotary import RopeScaling, Rotary
 from spmd.models.decoder.sizes import NormSpec, Sizes
 from spmd.plan.annotate import annotate
 
+_PARTS = ("embed", "positions", "layers", "norm", "lm_head", "noise")
+"""Names of the other parts of a decoder, which no stack may have."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
@@ -122,7 +125,13 @@ class DecoderConfig:
         problems = check_fields(self, rules, prefix="model.")
         if problems:
             return problems
-        return [*self._size_problems(), *self._table_problems(), *self._router_problems()]
+        return [
+            *self._size_problems(),
+            *self._table_problems(),
+            *self._effect_problems(),
+            *self._name_problems(),
+            *self._router_problems(),
+        ]
 
     def _size_problems(self) -> list[Problem]:
         """Return the problems of heads and of the number of layers."""
@@ -168,6 +177,38 @@ class DecoderConfig:
                 problems[self._where_given(problem, where, spec)] = None
         return list(problems)
 
+    def _effect_problems(self) -> list[Problem]:
+        """Return a problem for each default of layers that every layer overrides."""
+        mixers = [spec.mixer for spec in self._specs]
+        rotaries = [mixer.rotary for mixer in mixers if mixer.rotary is not None]
+        inherited = {
+            "window": any(mixer.window is None for mixer in mixers),
+            "rope_scaling": any(rotary.scaling is None for rotary in rotaries),
+        }
+        problems = []
+        for field in dataclasses.fields(self):
+            is_changed = getattr(self, field.name) != field.default
+            if is_changed and not inherited.get(field.name, True):
+                what = "acts on no layer: each has its own"
+                fix = f"{field.default!r}, or layers without one"
+                problems.append(Problem(f"model.{field.name}", what, fix=fix))
+        return problems
+
+    def _name_problems(self) -> list[Problem]:
+        """Return a problem for each name that two layers of a group, or two stacks, share."""
+        stacks = [
+            *_PARTS,
+            *_names_of("first_layers", self.first),
+            *_names_of("last_layers", self.last),
+        ]
+        places = {"group": list(self.names_in_group), "first and last": stacks}
+        problems = []
+        for place, names in places.items():
+            for name in sorted({name for name in names if names.count(name) > 1}):
+                what = f"has a name that something else has: {name!r}"
+                problems.append(Problem(f"model.{place}", what, fix="a name for each"))
+        return problems
+
     def _where_given(self, problem: Problem, where: str, spec: LayerSpec) -> Problem:
         """Return a problem of a resolved spec at the origin of the value: the model's field or its own."""
         if not problem.where.startswith(where):
@@ -183,8 +224,7 @@ class DecoderConfig:
         return dataclasses.replace(problem, where=f"model.{field}")
 
     def _router_problems(self) -> list[Problem]:
-        specs = (*self.first, *self._group, *self.last)
-        has_experts = any(spec.has_experts for spec in specs)
+        has_experts = any(spec.has_experts for spec in self._specs)
         if has_experts and self.router is None:
             fix = "a RouterConfig"
             return [Problem("model.router", "is None, and layers have experts", fix=fix)]
@@ -195,6 +235,10 @@ class DecoderConfig:
             fix = "put them into model.group or model.last"
             return [Problem("model.first", "has layers with experts", fix=fix)]
         return []
+
+    @property
+    def _specs(self) -> tuple[LayerSpec, ...]:
+        return (*self.first, *self._group, *self.last)
 
     @property
     def _group(self) -> tuple[LayerSpec, ...]:
@@ -382,14 +426,15 @@ def _places(field: str, specs: tuple[LayerSpec, ...]) -> list[tuple[str, LayerSp
 
 def _named_runs(name: str, specs: tuple[LayerSpec, ...]) -> dict[str, tuple[LayerSpec, int]]:
     """Return the stacks of equal consecutive layers by name."""
+    return dict(zip(_names_of(name, specs), runs(specs), strict=True))
+
+
+def _names_of(name: str, specs: tuple[LayerSpec, ...]) -> list[str]:
+    """Return the names of the stacks of equal consecutive layers."""
     found = runs(specs)
-    stacks = {}
-    for number, (spec, count) in enumerate(found):
-        default = name
-        if len(found) > 1:
-            default = f"{name}_{number}"
-        stacks[spec.name or default] = (spec, count)
-    return stacks
+    if len(found) == 1:
+        return [found[0][0].name or name]
+    return [spec.name or f"{name}_{number}" for number, (spec, _) in enumerate(found)]
 
 
 Reports = tuple[dict[str, Array] | None, ...]

@@ -180,7 +180,6 @@ def test_cudnn_pads_values(monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ["xla", "chunked", "splash"])
-@pytest.mark.soak
 def test_sinks_are_float32_beside_16_bit_queries(kernel):
     """Sinks are not rounded, and their gradient is float32, near that of float32 queries."""
     arrays = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in inputs()]
@@ -203,7 +202,6 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("case", ["all", "chunk"])
-@pytest.mark.soak
 def test_options_on_a_mesh_are_those_of_one_device(layout, case):
     """On a ring in both orders of tokens, on exchanged heads, and on heads over `tensor`, with gradients."""
     sizes = dict(layout)

@@ -192,7 +192,6 @@ def errors(program, activation, weight_on, choices=("even", "half of second choi
 @pytest.mark.parametrize(
     ("activation", "weight_on"), [("clamped_swiglu", "output"), ("relu2", "input")]
 )
-@pytest.mark.soak
 def test_the_sums_are_those_of_a_loop(activation, weight_on):
     """The reference of the other tests, token by token; control: without biases it is not."""
     chosen = CHOSEN["half of second choices"]
@@ -220,7 +219,6 @@ ONE_DEVICE = [
 
 
 @pytest.mark.parametrize(("activation", "weight_on", "dispatch"), ONE_DEVICE)
-@pytest.mark.soak
 def test_one_device_equals_every_expert_on_every_token(activation, weight_on, dispatch):
     """Outputs, and the gradients of tokens, weights, kernels and biases."""
     limit = {"capacity_factor": 8.0} if dispatch == "capacity" else {}
@@ -236,7 +234,6 @@ def whole_layer(activation, weight_on, params, x, routing):
     return np.asarray(y[0])
 
 
-@pytest.mark.soak
 def test_experts_are_those_of_gpt_oss():
     """Interleaved gates and biases of all kernels; control: another activation differs."""
     torch = pytest.importorskip("torch")
@@ -266,7 +263,6 @@ def test_experts_are_those_of_gpt_oss():
     assert np.abs(other - expected).max() > 0.1
 
 
-@pytest.mark.soak
 def test_gradients_of_bfloat16_parameters_are_bfloat16():
     """Those of biases are sums in float32, rounded once."""
     program = ours("silu")
@@ -304,7 +300,6 @@ def meshes():
 
 
 @pytest.mark.parametrize(("name", "form", "weight_on"), list(meshes()))
-@pytest.mark.soak
 def test_many_devices_equal_every_expert_on_every_token(name, form, weight_on, monkeypatch):
     """However tokens are exchanged, in several passes; an output's bias is added once."""
     if form == "ragged":

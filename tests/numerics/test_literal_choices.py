@@ -39,12 +39,14 @@ Choice = tuple[str, str, Any]
 
 
 def tiny_configs() -> Iterator[Any]:
-    """Yield the tiny presets of all families, and one whose router lets experts choose."""
+    """Yield the tiny presets of all families, one whose router lets experts choose, and one with groups of experts."""
     for module in pkgutil.iter_modules(models.__path__):
         presets = getattr(importlib.import_module(f"spmd.models.{module.name}"), "PRESETS", {})
         yield from (config for name, config in presets.items() if name.startswith("test"))
     config = mixtral.PRESETS["test"]
     router = dataclasses.replace(config.router, choice="expert", balance=0.0, dispatch="capacity")
+    yield dataclasses.replace(config, router=router)
+    router = dataclasses.replace(config.router, groups=4, top_groups=2, choice_bias=True)
     yield dataclasses.replace(config, router=router)
 
 

@@ -262,7 +262,6 @@ def test_padding_that_enters_a_state_is_seen():
     ],
     ids=str,
 )
-@pytest.mark.soak
 def test_cached_tokens_are_those_of_the_whole_window(name, sizes):
     """Greedy texts of prompts of other lengths, padded, in one batch; split or not."""
     texts = write(name, cached=False)
@@ -270,7 +269,6 @@ def test_cached_tokens_are_those_of_the_whole_window(name, sizes):
     assert len({token for text in texts for token in text}) > 3
 
 
-@pytest.mark.soak
 def test_tokens_of_a_mixer_that_ignores_padding_are_others():
     """The control: the first token is that of the prompt, and texts part behind it."""
     texts = write("unmasked", cached=False)

@@ -50,14 +50,12 @@ def reference():
     ],
     ids=["fsdp2-tensor2", "fsdp2-tensor2-expert2"],
 )
-@pytest.mark.soak
 def test_a_step_under_the_table_equals_one_device(sizes):
     """Attention, norms of queries and keys, biases and experts, each split as the plan says."""
     result = reference().compare(plan(**sizes))
     assert result.ok, result
 
 
-@pytest.mark.soak
 def test_control_a_wrong_gradient_is_caught():
     """The comparison of the test above can fail."""
     assert not reference().compare(plan(fsdp=2, tensor=2), scale_gradients(grad_fn(), 1.01)).ok

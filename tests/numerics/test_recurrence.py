@@ -156,7 +156,6 @@ def weighted(outputs, weights):
 
 @every_mixer
 @pytest.mark.parametrize("decay", [1.0, 50.0])
-@pytest.mark.soak
 def test_gradients_equal_those_of_the_recurrence_in_float64(name, decay):
     """Of all arguments, for decays of −1 and −50 a token, which overflow unless masked before exp."""
     make, mixer, loop, _ = MIXERS[name]
@@ -178,7 +177,6 @@ def test_gradients_equal_those_of_the_recurrence_in_float64(name, decay):
 
 
 @every_mixer
-@pytest.mark.soak
 def test_one_token_after_another_equals_the_sequence(name):
     """The form for decoding, from the state after a prefix of the chunked form."""
     make, mixer, _, step = MIXERS[name]
@@ -216,7 +214,6 @@ def row_of(arrays, row):
 
 
 @every_mixer
-@pytest.mark.soak
 def test_padding_leaves_the_state_and_other_outputs_as_they_are(name):
     """Padding behind, before and in a prompt, whatever it holds; gradients have no NaN of it."""
     make, mixer, _, _ = MIXERS[name]
@@ -263,7 +260,6 @@ def packed():
 
 @every_mixer
 @pytest.mark.parametrize("chunk", [16, 64])
-@pytest.mark.soak
 def test_packed_documents_equal_each_alone(name, chunk):
     """The first continues the initial state, each other starts from zeros; the final state is the last one's."""
     make, mixer, loop, _ = MIXERS[name]
@@ -338,7 +334,6 @@ def test_equal_keys_that_overwrite_each_other_keep_their_digits():
 
 
 @recurrent
-@pytest.mark.soak
 def test_bfloat16_tokens_have_float32_states(name):
     """Within the rounding of bfloat16 of the recurrence of the same rounded tokens."""
     make, mixer, loop, _ = MIXERS[name]
@@ -363,7 +358,6 @@ def residual_bytes(f, arrays):
 
 
 @recurrent
-@pytest.mark.soak
 def test_the_backward_pass_saves_one_state_for_each_chunk(name):
     """Inputs and states; with the chunks of one token, as a scan over tokens has, a state for each: the control."""
     make, mixer, _, _ = MIXERS[name]
@@ -432,13 +426,11 @@ def collectives(name, *, sequence, masked):
 
 @every_mixer
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.soak
 def test_batch_and_heads_are_split_without_collectives(name, masked):
     """Forward and backward."""
     assert collectives(name, sequence=None, masked=masked) == []
 
 
-@pytest.mark.soak
 def test_control_a_split_sequence_has_collectives():
     """Which the count sees."""
     assert collectives("convolution", sequence="sequence", masked=False)

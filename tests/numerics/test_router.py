@@ -21,6 +21,7 @@ from spmd.layers.router import (
     weighted_balance,
     z_loss,
 )
+from tests.tiers import soak_but
 
 LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 8)) * 2, jnp.float32)
 
@@ -393,8 +394,10 @@ THEIRS = {
 }
 
 
-@pytest.mark.soak  # the newest transformers: the oldest names some routers otherwise
-@pytest.mark.parametrize("family", THEIRS)
+@pytest.mark.parametrize(
+    "family",  # the oldest supported transformers names the routers of DeepSeek otherwise
+    soak_but(THEIRS, "llama4", "gpt_oss", "mixtral"),
+)
 def test_weights_are_those_of_transformers(family):
     """With its own router, whose kernel is the identity; control: the default router differs."""
     torch = pytest.importorskip("torch")
