@@ -35,7 +35,7 @@ define make_venv
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help install system demo test newest newest-environment upgrades soak durations check bench docs docs-environment
+.PHONY: help install system demo test newest newest-environment parity upgrades soak durations check bench docs docs-environment
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,10 @@ newest-environment:
 newest: newest-environment ## run the tests of what dependencies can break, on PYTHON_NEWEST with the newest release of everything
 	$(NEWEST)/bin/python $(PYTEST) -m "(unit or compat) and not soak" $(ARGS)
 	$(UPGRADES) $(NEWEST)/bin/python $(PYTEST) -m "upgrades and not soak"
+
+parity: newest-environment ## compare families with the newest transformers (soak tests; transformers of the oldest end lacks some)
+	@$(NEWEST)/bin/python -m pip install -q --no-compile -e '.[parity]'
+	$(NEWEST)/bin/python $(PYTEST) tests/numerics/test_transformers.py tests/numerics/test_router.py tests/numerics/test_rotary.py $(ARGS)
 
 upgrades: install ## run the tests that JAX's upgrade flags can break, with the flags on
 	$(UPGRADES) $(VENV)/bin/python $(PYTEST) -m "upgrades and not soak" $(ARGS)
