@@ -17,7 +17,6 @@ from spmd.data.tokenizer import load_tokenizer
 from spmd.generate.generator import Generator
 from spmd.generate.sampling import Sampling
 from spmd.hf import family as families
-from spmd.hf.family import family_of
 from spmd.hf.folder import open_folder
 from spmd.hf.layout import AS_IS
 from spmd.hf.load import load_model
@@ -302,13 +301,11 @@ def logits_there(model):
 
 def read(folder, **sizes):
     """The family, the shape, the plan and the arrays of a folder on a mesh."""
-    values = json.loads((folder / "config.json").read_text())
-    family = family_of(values["architectures"])
-    config = family.read_config(values)
     count = int(np.prod([*sizes.values(), 1]))
     mesh = make_mesh(devices=jax.devices()[:count], **sizes)
-    plan = make_plan(mesh, family.rules(config), flax.from_nnx(config.build), optax.sgd(0.1))
     with open_folder(folder) as found:
+        family, config = found.family, found.config
+        plan = make_plan(mesh, family.rules(config), flax.from_nnx(config.build), optax.sgd(0.1))
         arrays = load_model(found, plan.abstract_params, plan.abstract_variables)
     return family, config, plan, ModelState(*arrays)
 
