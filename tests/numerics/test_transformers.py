@@ -1,6 +1,6 @@
 """Models written by `transformers` are the same models here, and those that are written here are the same there.
 
-A new family is one line in `MODELS`.
+A new family is one line of `MODELS` in tests/published_models.
 """
 
 import dataclasses
@@ -28,197 +28,13 @@ from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import make_mesh
 from spmd.training.state import ModelState
 from tests.numerics.test_sampling import LOGITS, expected
+from tests.published_models import cases
 from tests.unit.test_tokenizer import begin_with, bpe
 
-LLAMA = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-}
-SCALED = {
-    "rope_theta": 300.0,
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-THETA = {"rope_theta": 300.0}
-PLAIN = {"rope_type": "default", **THETA}
-GEMMA2 = {  # with caps that scores and logits of this size do reach
-    "head_dim": 16,
-    "sliding_window": 4,
-    "query_pre_attn_scalar": 9,
-    "attn_logit_softcapping": 0.5,
-    "final_logit_softcapping": 1.0,
-}
-VIT = {
-    **{
-        "image_size": 12,
-        "patch_size": 4,
-        "num_labels": 6,
-        "id2label": {n: f"digit {n}" for n in range(6)},
-    },
-    **{
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-    },
-}
-LAYERS8 = {**LLAMA, "num_hidden_layers": 8, "pad_token_id": 0}
-WINDOWED = {**LAYERS8, "sliding_window": 4}
-FULL_FIRST = ["full_attention", *["sliding_attention"] * 3, "full_attention", "full_attention"]
-MIXED = {**LLAMA, "num_hidden_layers": 6, "sliding_window": 7, "layer_types": FULL_FIRST}
-BIASED = {"attention_bias": True, "mlp_bias": True}
-LOCAL_AND_GLOBAL = {
-    "sliding_attention": PLAIN,
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
-}
-GEMMA3 = {**WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 9}
-COHERE = {**LLAMA, "logit_scale": 0.7}
-EXPERTS = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 1}
-LLAMA_LIKE = {
-    "llama-biased": ("Llama", {**LLAMA, **BIASED}),
-    "llama-attention-biased": ("Llama", {**LLAMA, "attention_bias": True}),
-    "granite": (
-        "Granite",
-        {
-            **{**LLAMA, "attention_multiplier": 0.3, "embedding_multiplier": 3.0},
-            **{"residual_multiplier": 0.5, "logits_scaling": 1.7, "tie_word_embeddings": True},
-        },
-    ),
-    "granite-biased": ("Granite", {**LLAMA, **BIASED}),
-    "starcoder2": ("Starcoder2", {**LLAMA, "sliding_window": 4}),
-    "starcoder2-plain": ("Starcoder2", {**LLAMA, "use_bias": False, "tie_word_embeddings": False}),
-    "arcee": ("Arcee", LLAMA),
-    "arcee-biased": ("Arcee", {**LLAMA, **BIASED, "head_dim": 16}),
-    "seed-oss": ("SeedOss", {**LLAMA, "head_dim": 16}),
-    "seed-oss-biased": ("SeedOss", {**LLAMA, **BIASED, "attention_out_bias": True}),
-    "ministral": ("Ministral", {**LLAMA, "head_dim": 16, "sliding_window": 4}),
-    "ministral-full": (
-        "Ministral",
-        {**LLAMA, "head_dim": 8, "layer_types": ["full_attention"] * 4},
-    ),
-    "ministral-mixed": ("Ministral", {**MIXED, "head_dim": 8}),
-    "ministral-window-1": ("Ministral", {**LLAMA, "head_dim": 8, "sliding_window": 1}),
-    "ministral-window-7": ("Ministral", {**LLAMA, "head_dim": 8, "sliding_window": 7}),
-    "ministral-long-window": ("Ministral", {**LLAMA, "head_dim": 8, "sliding_window": 100}),
-    "llama-odd-vocabulary": ("Llama", {**LLAMA, "vocab_size": 67}),
-    "gemma-untied": ("Gemma", {**LLAMA, "head_dim": 16, "tie_word_embeddings": False}),
-    "mixtral-tied-top-1": ("Mixtral", {**EXPERTS, "tie_word_embeddings": True}),
-    "olmo": ("Olmo", {**LLAMA, "clip_qkv": 0.5}),
-    "olmo-unclipped": ("Olmo", {**LLAMA, "tie_word_embeddings": True}),
-    "olmo2": ("Olmo2", LLAMA),
-    "olmo2-biased": ("Olmo2", {**LLAMA, "attention_bias": True, "head_dim": 16}),
-    "smollm3": ("SmolLM3", LAYERS8),
-    "smollm3-windows": (
-        "SmolLM3",
-        {**WINDOWED, "use_sliding_window": True, "no_rope_layers": [1, 0] * 4},
-    ),
-    "exaone4": ("Exaone4", WINDOWED),
-    "exaone4-full": (
-        "Exaone4",
-        {**LLAMA, "sliding_window": None, "layer_types": ["full_attention"] * 4},
-    ),
-    "exaone4-no-positions": ("Exaone4", {**LLAMA, "layer_types": ["full_attention"] * 4}),
-    "vaultgemma": ("VaultGemma", {**LLAMA, **GEMMA2}),
-    "vaultgemma-uncapped": (
-        "VaultGemma",
-        {**LLAMA, **GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None},
-    ),
-    "cwm": ("Cwm", {**WINDOWED, "head_dim": 16}),
-    "cwm-plain": ("Cwm", {**MIXED, "mlp_bias": True, "rope_parameters": PLAIN}),
-    "gemma3": ("Gemma3", {**GEMMA3, "rope_parameters": LOCAL_AND_GLOBAL}),
-    "gemma3-untied": ("Gemma3", {**GEMMA3, "tie_word_embeddings": False}),
-    "gemma3-capped": ("Gemma3", {**GEMMA3, "final_logit_softcapping": 1.0}),
-    "olmo3": ("Olmo3", {**WINDOWED, "rope_parameters": LOCAL_AND_GLOBAL}),
-    "olmo3-biased": ("Olmo3", {**MIXED, "attention_bias": True, "head_dim": 16}),
-    "cohere": ("Cohere", COHERE),
-    "cohere-untied": ("Cohere", {**COHERE, "tie_word_embeddings": False, "attention_bias": True}),
-    "cohere2": ("Cohere2", {**WINDOWED, "logit_scale": 0.7}),
-    "cohere2-biased": ("Cohere2", {**MIXED, "attention_bias": True, "logit_scale": 1.0}),
-    "nemotron": ("Nemotron", {**LLAMA, "head_dim": 16}),
-    "nemotron-biased": ("Nemotron", {**LLAMA, **BIASED, "partial_rotary_factor": 0.25}),
-    "helium": ("Helium", {**LLAMA, "head_dim": 8}),
-    "helium-biased": ("Helium", {**LLAMA, **BIASED, "head_dim": 8}),
-    "hunyuan": ("HunYuanDenseV1", {**LLAMA, "head_dim": 16}),
-    "hunyuan-alpha": (
-        "HunYuanDenseV1",
-        {
-            **{**LLAMA, "attention_bias": True, "head_dim": 8},
-            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, **THETA},
-        },
-    ),
-}
-"""Families that differ from Llama in few options."""
-LATENT = {
-    **{**LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 4, "intermediate_size": 40},
-    **{"q_lora_rank": 24, "kv_lora_rank": 16, "moe_intermediate_size": 24},
-    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
-    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-}
-GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
-V2_GROUPS = {**GROUPS, "topk_method": "group_limited_greedy"}
-YARN = {
-    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, **THETA},
-    **{"beta_fast": 4.0, "beta_slow": 1.0},
-}
-V3_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}
-DEEPSEEK = {
-    "deepseek-v2": ("DeepseekV2", {**LATENT, **V2_GROUPS}),
-    "deepseek-v2-lite": (
-        "DeepseekV2",
-        {**LATENT, "q_lora_rank": None, "rope_parameters": YARN, "n_shared_experts": 1},
-    ),
-    "deepseek-v2-biased": (
-        "DeepseekV2",
-        {**LATENT, "attention_bias": True, "first_k_dense_replace": 0, "vocab_size": 67},
-    ),
-    "deepseek-v3": ("DeepseekV3", {**LATENT, **GROUPS}),
-    "deepseek-v3-yarn": ("DeepseekV3", {**LATENT, **GROUPS, "rope_parameters": V3_YARN}),
-    "deepseek-v3-biased": (
-        "DeepseekV3",
-        {
-            **{**LATENT, **GROUPS, "attention_bias": True, "rope_interleave": False},
-            **{"q_lora_rank": None, "n_shared_experts": 2, "norm_topk_prob": False},
-        },
-    ),
-    "kimi-k2": (
-        "DeepseekV3",
-        {
-            **{**LATENT, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
-            "rope_parameters": {**V3_YARN, "beta_fast": 1.0},
-        },
-    ),
-}
-"""Latent attention, with dense first layers and experts."""
+MODELS = cases("MODELS")
 CONFIGS = {"Gemma3": "Gemma3Text"}
+"""Class of a model → that of its config, where it is named otherwise."""
 ENDINGS = {"GPT2": "LMHeadModel", "ViT": "ForImageClassification"}
-# The names of transformers' classes, and the fields of a small model.
-MODELS = {
-    "llama": ("Llama", {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}),
-    "llama-tied": ("Llama", {**LLAMA, "tie_word_embeddings": True, "rms_norm_eps": 0.1}),
-    "llama-wide-heads": ("Llama", {**LLAMA, "head_dim": 16}),
-    "llama-3.1": ("Llama", {**LLAMA, "rope_parameters": SCALED}),
-    "mistral": ("Mistral", {**LLAMA, "sliding_window": 4}),
-    "mixtral": ("Mixtral", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2": ("Qwen2", LLAMA),
-    "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16, "tie_word_embeddings": True}),
-    "gemma": ("Gemma", {**LLAMA, "head_dim": 16}),
-    "gemma2": ("Gemma2", {**LLAMA, **GEMMA2}),
-    "gpt2": (
-        "GPT2",
-        {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128},
-    ),
-    "vit": ("ViT", VIT),
-    **LLAMA_LIKE,
-    **DEEPSEEK,
-}
 MESHES = {"one": {}, "fsdp2-tensor2": {"fsdp": 2, "tensor": 2}}
 IN_CI = ("llama", "gpt2")
 """Models that every change is compared with; the others are soak."""

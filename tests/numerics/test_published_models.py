@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from spmd import tree
 from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
+from spmd.hf.family import GROUP, families
 from spmd.hf.fields import Fields
 from spmd.models import internlm, llama, mistral, qwen
 from spmd.models.decoder import (
@@ -40,68 +42,36 @@ from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import AXES, MeshShape, abstract_mesh
 from spmd.testing import token_batches
 from tests.one_device import SGD, Job
+from tests.published_models import cases
 from tests.tiers import soak_but
 
-# Elements in the tensors of the published checkpoints; a head that is the embedding is counted
-# once: huggingface.co/arcee-ai/AFM-4.5B, CohereLabs/{c4ai-command-r-v01,c4ai-command-r7b-12-2024},
-# LGAI-EXAONE/EXAONE-4.0-{1.2B,32B}, google/{gemma-3-270m,gemma-3-1b-pt,vaultgemma-1b},
-# ibm-granite/granite-3.1-2b-base, kyutai/helium-1-preview-2b, tencent/Hunyuan-7B-Instruct,
-# internlm/internlm3-8b-instruct, nvidia/Minitron-4B-Base, allenai/{OLMo-1B-hf,OLMo-7B-hf},
-# allenai/{OLMo-2-1124-7B,OLMo-2-1124-13B,Olmo-3-1025-7B}, ByteDance-Seed/Seed-OSS-36B-Base,
-# HuggingFaceTB/SmolLM3-3B, bigcode/starcoder2-{3b,15b}, facebook/cwm.
-PUBLISHED = {
-    "afm-4.5b": 4_619_184_640,
-    "command-r": 34_980_831_232,
-    "command-r7b": 8_028_033_024,
-    "cwm-32b": 32_581_097_472,
-    "exaone4-1.2b": 1_279_391_488,
-    "exaone4-32b": 32_003_216_384,
-    "gemma3-1b": 999_885_952,
-    "gemma3-270m": 268_098_176,
-    "granite-3.1-2b": 2_533_531_648,
-    "helium-1-preview-2b": 2_172_643_840,
-    "hunyuan-7b": 7_504_568_320,
-    "internlm3-8b": 8_804_241_408,
-    "minitron-4b": 4_190_509_056,
-    "olmo-1b": 1_176_764_416,
-    "olmo-7b": 6_888_095_744,
-    "olmo2-13b": 13_716_198_400,
-    "olmo2-7b": 7_298_617_344,
-    "olmo3-7b": 7_298_011_136,
-    "seed-oss-36b": 36_151_104_512,
-    "smollm3-3b": 3_075_098_624,
-    "starcoder2-15b": 15_957_889_024,
-    "starcoder2-3b": 3_030_371_328,
-    "vaultgemma-1b": 1_038_741_120,
-}
-FAMILIES = {
-    "arcee": "FAMILY",
-    "cohere": "COHERE_FAMILY COHERE2_FAMILY",
-    "cwm": "FAMILY",
-    "exaone": "FAMILY",
-    "gemma3": "FAMILY",
-    "granite": "FAMILY",
-    "helium": "FAMILY",
-    "hunyuan": "FAMILY",
-    "internlm": "FAMILY",
-    "nemotron": "FAMILY",
-    "olmo": "OLMO_FAMILY OLMO2_FAMILY OLMO3_FAMILY",
-    "seed_oss": "FAMILY",
-    "smollm": "FAMILY",
-    "starcoder": "FAMILY",
-    "vaultgemma": "FAMILY",
-}
-"""Module of a family → names of its families."""
+ELSEWHERE = ("gemma", "gpt2", "llama", "mistral", "mixtral", "qwen")
+"""Modules of families with tests of their own (test_families.py, test_llama.py, test_mixtral.py)."""
+PUBLISHED = cases("PUBLISHED")
+REFUSED = cases("REFUSED")
+
+
+def found_families():
+    """Module of `spmd.models` → entry points of its families."""
+    found = {}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        package, _, module = entry.module.rpartition(".")
+        if package == "spmd.models" and module not in ELSEWHERE:
+            found.setdefault(module, []).append(entry.name)
+    return found
+
+
+FAMILIES = found_families()
 
 
 def module_of(name):
-    """The module of a family."""
+    """The module of families."""
     return importlib.import_module(f"spmd.models.{name}")
 
 
 def families_of(name):
     """The families of a module."""
-    return [getattr(module_of(name), family) for family in FAMILIES[name].split()]
+    return [families()[entry] for entry in FAMILIES[name]]
 
 
 PRESETS = {
@@ -162,9 +132,9 @@ def test_a_config_counts_its_parameters(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_preset_is_read_as_it_is_written(name):
     """Each belongs to a family of its module, and its config.json gives the same decoder again."""
-    families = families_of(name)
+    theirs = families_of(name)
     for preset, config in module_of(name).PRESETS.items():
-        fitting = [family for family in families if family.fits(config)]
+        fitting = [family for family in theirs if family.fits(config)]
         assert fitting, preset
         for family in fitting:
             written = family.write_config(config)
@@ -214,30 +184,12 @@ def test_biases_of_internlm_are_those_of_llama():
         family.read_config(values | {"qkv_bias": True, "attention_bias": False})
 
 
-REFUSED = {
-    "arcee": {"hidden_act": "silu"},
-    "cohere": {"use_qk_norm": True},
-    "cwm": {"sliding_window": None},
-    "exaone": {"layer_types": ["chunked_attention"] * 8},
-    "gemma3": {"attn_logit_softcapping": 50.0},
-    "granite": {"logits_scaling": 0},
-    "helium": {"head_dim": 16},
-    "hunyuan": {"use_cla": True},
-    "internlm": {"qkv_bias": "yes"},
-    "nemotron": {"partial_rotary_factor": 1.5},
-    "olmo": {"clip_qkv": -1.0},
-    "seed_oss": {"attention_out_bias": 1},
-    "smollm": {"no_rope_layers": [1, 1, 0]},
-    "starcoder": {"use_bias": None, "norm_type": "rms_norm"},
-    "vaultgemma": {"final_logit_softcapping": 0.0},
-}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", REFUSED)
 def test_an_unsupported_value_is_refused_by_name(name):
     """The field is named, and the same file without it is read."""
-    config = next(iter(module_of(name).PRESETS.values()))
-    family = families_of(name)[0]
+    family = families()[name]
+    (module,) = (module for module, entries in FAMILIES.items() if name in entries)
+    config = next(c for c in module_of(module).PRESETS.values() if family.fits(c))
     values = family.write_config(config)
     family.read_config(values)
     changes = REFUSED[name]
