@@ -1,6 +1,5 @@
 """Families are found by entry points, and name maps that do not fit are refused."""
 
-
 import pytest
 
 from spmd.errors import ConfigError
