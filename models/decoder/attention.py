@@ -27,7 +27,6 @@ from spmd.models.decoder.sizes import NormSpec, Sizes
 from spmd.plan.annotate import annotate
 from spmd.sharding.rules import replicate
 
-
 GATES: dict[str, Callable[[Array], Array]] = {
     "sigmoid": jax.nn.sigmoid,
     "softplus": jax.nn.softplus,
