@@ -382,6 +382,15 @@ def read_window(fields: Fields, absent: int) -> int:
     return absent
 
 
+def read_factor(fields: Fields, name: str, absent: float = 1.0) -> float:
+    """Parse a factor, a number above 0; `absent` is the default."""
+    factor = fields.number(name, absent, least=0)
+    if factor == 0:
+        fields.refuse(name, "is 0", "a number above 0")
+        return 1.0
+    return factor
+
+
 def read_soft_cap(fields: Fields, name: str, absent: float) -> float:
     """Parse a soft cap; null means 0, no cap, and `absent` is the default."""
     if fields.is_null(name):
