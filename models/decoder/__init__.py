@@ -17,6 +17,7 @@ from spmd.models.decoder.rotary import (
     YarnScaling,
 )
 from spmd.models.decoder.rules import decoder_rules
+from spmd.models.decoder.short_convolution import GatedConvolutionSpec
 from spmd.models.decoder.sizes import NormSpec
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "DecoderConfig",
     "DynamicScaling",
     "ExpertsSpec",
+    "GatedConvolutionSpec",
     "LatentAttentionSpec",
     "LayerSpec",
     "LinearScaling",

@@ -15,10 +15,11 @@ from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.norms import make_norm
+from spmd.models.decoder.short_convolution import GatedConvolutionSpec
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate
 
-Mixer = AttentionSpec | LatentAttentionSpec
+Mixer = AttentionSpec | LatentAttentionSpec | GatedConvolutionSpec
 """Specs of token mixers."""
 
 Norms = Literal["before", "after", "both", "parallel", "parallel_shared"]
