@@ -3,6 +3,7 @@
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import Decoder, DecoderConfig
 from spmd.models.decoder.experts import ExpertsSpec
+from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
@@ -27,6 +28,7 @@ __all__ = [
     "DynamicScaling",
     "ExpertsSpec",
     "GatedConvolutionSpec",
+    "GatedDeltaNetSpec",
     "LatentAttentionSpec",
     "LayerSpec",
     "LinearScaling",
