@@ -1,10 +1,14 @@
 """Recurrent token mixers and short convolutions, beside layers with attention."""
 
-from tests.published_models.common import LLAMA
+from tests.published_models.common import LLAMA, THETA
 
 LFM2 = {
     **{**LLAMA, "num_hidden_layers": 5, "block_auto_adjust_ff_dim": False},
     "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+}
+QWEN3_5 = {
+    **{**LLAMA, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 6},
 }
 MODELS = {
     "lfm2": ("Lfm2", LFM2),
@@ -16,6 +20,16 @@ MODELS = {
         },
     ),
     "lfm2-conv": ("Lfm2", {**LFM2, "layer_types": ["full_attention", *["conv"] * 4]}),
+    "qwen3.5": ("Qwen3_5", QWEN3_5),
+    "qwen3.5-biased": (
+        "Qwen3_5",
+        {
+            **{**QWEN3_5, "num_hidden_layers": 5, "attention_bias": True, "vocab_size": 67},
+            **{"layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"]},
+            **{"tie_word_embeddings": True, "linear_conv_kernel_dim": 2},
+            "rope_parameters": {"rope_type": "default", **THETA, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 # Elements in the tensors of the published checkpoints; a head that is the embedding is counted
 # once: huggingface.co/LiquidAI/{LFM2-350M,LFM2-700M,LFM2-1.2B}.
@@ -26,4 +40,5 @@ PUBLISHED = {
 }
 REFUSED = {
     "lfm2": {"layer_types": ["full_attention"] * 5},
+    "qwen3_5_text": {"hidden_act": "gelu"},
 }
