@@ -8,7 +8,7 @@ fields.build(DecoderConfig, **sizes, **attention_table(LayerSpec(), window, kind
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from spmd.errors import did_you_mean
@@ -31,7 +31,7 @@ SLIDING = "sliding_attention"
 _MOST_LAYERS = 1000
 _UNUSED_WINDOW = 4096
 
-Kind = TypeVar("Kind", bound=str | tuple[Any, ...])
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 def every(interval: int, layers: int, often: str = SLIDING, seldom: str = FULL) -> list[str]:
@@ -116,12 +116,21 @@ def layer_table(kinds: Sequence[Kind], specs: Mapping[Kind, LayerSpec]) -> dict[
     """
     if len(set(kinds)) == 1:
         return {"layer": specs[kinds[0]]}
-    pattern = find_pattern(kinds)
+    pattern = find_pattern(kinds, lambda kind: not specs[kind].has_experts)
     return {
         "first": tuple(specs[kind] for kind in pattern.first),
         "group": tuple(specs[kind] for kind in pattern.group),
         "last": tuple(specs[kind] for kind in pattern.last),
     }
+
+
+def table_of(layers: Sequence[LayerSpec]) -> dict[str, Any]:
+    """Return the layer table, arguments of `DecoderConfig`, of the specs of all layers."""
+    numbers: dict[LayerSpec, int] = {}
+    for spec in layers:
+        numbers.setdefault(spec, len(numbers))
+    specs = {number: spec for spec, number in numbers.items()}
+    return layer_table([numbers[spec] for spec in layers], specs)
 
 
 def attention_table(
