@@ -16,7 +16,6 @@ from typing import Any
 
 from spmd.errors import ConfigError, Problem
 from spmd.hf.fields import Fields
-from spmd.hf.layout import TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
 from spmd.models.decoder.published import (
@@ -26,6 +25,7 @@ from spmd.models.decoder.published import (
     read_window,
     write_sizes,
 )
+from spmd.models.decoder.published_experts import RouterFields, expert_names
 
 
 def mixtral(
@@ -164,28 +164,16 @@ first, and the 18 layers of the second that have experts.
 """
 
 
-_MOE = "block_sparse_moe."
-_EXPERT = _MOE + "experts.{expert}."
-_NAMES = layer_names() | {
-    "moe/router/kernel": (_MOE + "gate.weight", TRANSPOSED),
-    "moe/experts/gate_proj/kernel": (_EXPERT + "w1.weight", TRANSPOSED),
-    "moe/experts/up_proj/kernel": (_EXPERT + "w3.weight", TRANSPOSED),
-    "moe/experts/down_proj/kernel": (_EXPERT + "w2.weight", TRANSPOSED),
-}
+_NAMES = layer_names() | expert_names("block_sparse_moe.", kernels=("w1", "w3", "w2"))
+_ROUTER = RouterFields("num_local_experts", experts=8, top_k=2)
 
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    router = fields.nested(
-        RouterConfig,
-        experts=fields.integer("num_local_experts", 8),
-        top_k=fields.integer("num_experts_per_tok", 2),
-        jitter=fields.number("router_jitter_noise", 0.0, least=0),
-        balance=fields.number("router_aux_loss_coef", 0.001, least=0),
-    )
+    router = _ROUTER.read(fields, jitter=fields.number("router_jitter_noise", 0.0, least=0))
     sizes = read_sizes(fields, eps=1e-5, theta=1e6)
     window = read_window(fields, absent=0)
-    return fields.build(mixtral, **sizes, window=window, router=router or RouterConfig())
+    return fields.build(mixtral, **sizes, window=window, router=router)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
@@ -194,10 +182,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "model_type": "mixtral",
         **write_sizes(config),
         "sliding_window": config.pattern.group[0].mixer.window or None,
-        "num_local_experts": router.experts,
-        "num_experts_per_tok": router.top_k,
+        **_ROUTER.write(router),
         "router_jitter_noise": router.jitter,
-        "router_aux_loss_coef": router.balance,
     }
 
 
