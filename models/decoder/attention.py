@@ -1,8 +1,10 @@
 """Softmax attention as a token mixer: grouped queries, rotary positions, windows, norms, biases."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -24,6 +26,12 @@ from spmd.models.decoder.rotary import Rotary, rotate
 from spmd.models.decoder.sizes import NormSpec, Sizes
 from spmd.plan.annotate import annotate
 from spmd.sharding.rules import replicate
+
+GATES: dict[str, Callable[[Array], Array]] = {
+    "sigmoid": jax.nn.sigmoid,
+    "softplus": jax.nn.softplus,
+}
+"""Activation of a gate of attention's output → its function."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +68,13 @@ class AttentionSpec:
     """Soft cap of the scores, cap · tanh(scores / cap) (arXiv:2408.00118); 0 for none."""
     causal: bool = True
     """Attend to preceding tokens only; False in encoders."""
+    gate: Literal["none", "channel", "head"] = "none"
+    """Multiply the output of attention, before its projection, by a gate of the layer's input
+    (arXiv:2505.06708): for each channel (Qwen 3 Next, AFMoE), or for each head (Laguna)."""
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    """Activation of the gate."""
+    gate_bias: bool = False
+    """Add a bias to the gate."""
 
     name = "attention"
     """Name of the module in a layer."""
@@ -91,6 +106,7 @@ class AttentionSpec:
         rules: dict[str, Any] = dict.fromkeys(("heads", "kv_heads", "head_dim"), "at least 1")
         rules |= dict.fromkeys(("window", "scale", "soft_cap", "clip_qkv"), "at least 0")
         rules["qk_norm"] = ("none", "head", "full")
+        rules |= {"gate": ("none", "channel", "head"), "gate_activation": (*GATES,)}
         problems = check_fields(self, rules, prefix=where)
         if not problems and self.heads % self.kv_heads:
             problem = Problem(
@@ -102,7 +118,7 @@ class AttentionSpec:
             problems.append(problem)
         if not problems and self.rotary is not None:
             problems += self.rotary.problems(where, self.head_dim)
-        return problems + self._norm_problems(where)
+        return problems + self._norm_problems(where) + self._gate_problems(where)
 
     def _norm_problems(self, where: str) -> list[Problem]:
         """Return a problem for each option of norms without effect."""
@@ -114,6 +130,18 @@ class AttentionSpec:
             fix = "False, or give both qk_norm and rotary"
             what = "acts on nothing without norms or without rotary positions"
             problems.append(Problem(f"{where}qk_norm_after", what, fix=fix))
+        return problems
+
+    def _gate_problems(self, where: str) -> list[Problem]:
+        """Return a problem for each option of a gate that does not exist."""
+        problems = []
+        if self.gate != "none":
+            return []
+        for name in ("gate_activation", "gate_bias"):
+            default = getattr(AttentionSpec, name)
+            if getattr(self, name) != default:
+                fix = f'{default!r}, or gate="channel" or "head"'
+                problems.append(Problem(f"{where}{name}", "acts on no gate", fix=fix))
         return problems
 
     @property
@@ -133,9 +161,16 @@ class AttentionSpec:
         """Width of all key heads together, and of all value heads."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def gate_width(self) -> int:
+        """Number of channels of the gate; 0 without one."""
+        widths = {"none": 0, "channel": self.attention_width, "head": self.heads}
+        return widths[self.gate]
+
     def matmul_params(self, sizes: Sizes) -> int:
         """Return the number of parameters in the matmuls of one token."""
-        return 2 * sizes.d_model * (self.attention_width + self.kv_width)
+        widths = 2 * (self.attention_width + self.kv_width) + self.gate_width
+        return sizes.d_model * widths
 
     def other_params(self, sizes: Sizes) -> int:
         """Return the number of all other parameters: biases and norms."""
@@ -144,6 +179,8 @@ class AttentionSpec:
             count += self.attention_width + 2 * self.kv_width
         if self.out_bias:
             count += sizes.d_model
+        if self.gate_bias:
+            count += self.gate_width
         if self.qk_norm_kind is not None:
             channels = 2 * self.head_dim
             if self.qk_norm == "full":
@@ -169,7 +206,17 @@ class AttentionSpec:
             *hidden("attention_query", "attention_key", "attention_value"),
             *hidden("attention_out"),  # [batch, seq, heads · head_dim]
         )
-        return TableRows(tuple(params), activations)
+        rows = TableRows(tuple(params), activations)
+        if self.gate != "none":
+            rows += self._gate_rows(fsdp)
+        return rows
+
+    def _gate_rows(self, fsdp: Axes) -> TableRows:
+        """Return the rows of the gate, which is split like the heads."""
+        params: list[ParamRow] = [("attention/g_proj/kernel", P(fsdp, "tensor"))]
+        if self.gate_bias:
+            params.append(("attention/g_proj/bias", P("tensor")))
+        return TableRows(tuple(params), hidden("attention_gate"))
 
     def _norm_rows(self) -> list[ParamRow]:
         """Return the rows of the norms of queries and keys."""
@@ -204,6 +251,7 @@ class Attention(nnx.Module):
         self.o_proj = Dense(
             spec.attention_width, width, scale=out_scale, bias=spec.out_bias, rngs=rngs
         )
+        self.g_proj = _gate(spec, width, rngs)
         self.q_norm = _qk_norm(spec, spec.attention_width, sizes)
         self.k_norm = _qk_norm(spec, spec.kv_width, sizes)
 
@@ -213,8 +261,7 @@ class Attention(nnx.Module):
         """Attend from each token to itself and preceding ones of its document, in the window."""
         batch, seq, _ = x.shape
         spec = self.spec
-        kernels = (self.q_proj.kernel, self.k_proj.kernel, self.v_proj.kernel)
-        query, key, value = column_parallel(x, kernels, "attention_input", spec.head_dim)
+        query, key, value, gate = self._projected(x)
         query = self._clipped(self.q_proj.with_bias(query))
         key = self._clipped(self.k_proj.with_bias(key))
         value = self._clipped(self.v_proj.with_bias(value))
@@ -234,8 +281,38 @@ class Attention(nnx.Module):
             causal=spec.causal,
         )
         out = annotate(out.reshape(batch, seq, -1), "attention_out")
+        if gate is not None:
+            out = self._gated(out, gate)
         y = row_parallel(out, self.o_proj.kernel, "attention_input", spec.head_dim)
         return self.o_proj.with_bias(y)
+
+    def _projected(
+        self, x: Float[Array, "batch seq d"]
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Return queries, keys, values and the gate, if any, `[batch, seq, hidden]`, without biases."""
+        kernels = [self.q_proj.kernel, self.k_proj.kernel, self.v_proj.kernel]
+        head = self.spec.head_dim
+        if self.g_proj is None:
+            query, key, value = column_parallel(x, kernels, "attention_input", head)
+            return query, key, value, None
+        kernels.append(self.g_proj.kernel)
+        if self.spec.gate == "head":
+            head = 0  # its channels are not whole heads
+        query, key, value, gate = column_parallel(x, kernels, "attention_input", head)
+        return query, key, value, gate
+
+    def _gated(
+        self, out: Float[Array, "batch seq hidden"], gate: Float[Array, "batch seq gates"]
+    ) -> Float[Array, "batch seq hidden"]:
+        """Multiply the output by the activated gate, computed in float32."""
+        assert self.g_proj is not None
+        gate = annotate(self.g_proj.with_bias(gate), "attention_gate")
+        factor = GATES[self.spec.gate_activation](gate.astype(jnp.float32))
+        factor = factor.astype(out.dtype)
+        if self.spec.gate == "channel":
+            return out * factor
+        heads = self._heads(out, self.spec.heads)
+        return (heads * factor[..., None]).reshape(out.shape)
 
     def _clipped(self, y: Float[Array, "batch seq hidden"]) -> Float[Array, "batch seq hidden"]:
         """Limit absolute values, if there is a limit."""
@@ -280,6 +357,13 @@ class Attention(nnx.Module):
         if self.spec.rotary is None:
             return heads
         return rotate(heads, inputs.angles[self.angles], self.spec.rotary.interleaved)
+
+
+def _gate(spec: AttentionSpec, width: int, rngs: nnx.Rngs) -> Dense | None:
+    """Return the projection into the gate, if there is one."""
+    if spec.gate == "none":
+        return None
+    return Dense(width, spec.gate_width, bias=spec.gate_bias, rngs=rngs)
 
 
 def _qk_norm(spec: AttentionSpec, width: int, sizes: Sizes) -> RMSNorm | LayerNorm | None:
