@@ -17,6 +17,7 @@ from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
 from spmd.models.decoder.published import (
     decoder_family,
+    read_factor,
     read_layer,
     read_sizes,
     write_biases,
@@ -62,24 +63,15 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields)
     layer = read_layer(fields)
-    mixer = dataclasses.replace(layer.attention, scale=_factor(fields, "attention_multiplier"))
+    mixer = dataclasses.replace(layer.attention, scale=read_factor(fields, "attention_multiplier"))
     return fields.build(
         DecoderConfig,
         **sizes,
         layer=dataclasses.replace(layer, mixer=mixer),
-        embed_scale=_factor(fields, "embedding_multiplier"),
-        residual_scale=_factor(fields, "residual_multiplier"),
-        logits_scale=1 / _factor(fields, "logits_scaling"),
+        embed_scale=read_factor(fields, "embedding_multiplier"),
+        residual_scale=read_factor(fields, "residual_multiplier"),
+        logits_scale=1 / read_factor(fields, "logits_scaling"),
     )
-
-
-def _factor(fields: Fields, name: str) -> float:
-    """Parse a factor other than 0."""
-    factor = fields.number(name, 1.0, least=0)
-    if factor == 0:
-        fields.refuse(name, "is 0", "a number above 0")
-        return 1.0
-    return factor
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
