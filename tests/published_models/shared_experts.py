@@ -12,6 +12,12 @@ YARN = {
     **{"beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.8},
 }
 
+EXPERTS = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "pad_token_id": 0,
+}
+GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+DENSE_LAST = ["sparse", "dense", "sparse"]
 MODELS = {
     "glm": ("Glm", {**LLAMA, "head_dim": 16, "pad_token_id": 0}),
     "glm-plain": (
@@ -45,19 +51,50 @@ MODELS = {
             **{"q_lora_rank": None, "scale_depth": None, "dim_model_base": None, "scale_emb": 1},
         },
     ),
+    "glm4-moe": ("Glm4Moe", {**LLAMA, **EXPERTS, "head_dim": 16}),
+    "glm4-moe-biased": (
+        "Glm4Moe",
+        {
+            **{**LLAMA, **EXPERTS, **GROUPS, "head_dim": 16, "attention_bias": True},
+            **{"use_qk_norm": True, "first_k_dense_replace": 2, "n_shared_experts": 2},
+            **{"norm_topk_prob": False, "vocab_size": 67, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "glm4-moe-top-1": (
+        "Glm4Moe",
+        {
+            **{**LLAMA, **EXPERTS, "num_experts_per_tok": 1, "first_k_dense_replace": 0},
+            **{"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": SCALED},
+        },
+    ),
+    "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, **EXPERTS}),
+    "glm4-moe-lite-mixed": (
+        "Glm4MoeLite",
+        {
+            **{**LATENT, **EXPERTS, **GROUPS, "mlp_layer_types": DENSE_LAST},
+            **{"attention_bias": True, "rope_interleave": False, "q_lora_rank": None},
+        },
+    ),
 }
-# Elements in the tensors of the published checkpoints: huggingface.co/THUDM/glm-4-9b-chat-hf,
-# THUDM/{GLM-4-9B-0414,GLM-4-32B-0414}, tencent/Youtu-LLM-2B, openbmb/MiniCPM3-4B.
+# Elements in the tensors of the published checkpoints, without modules of multi-token prediction and
+# without the biases of routers, which are variables: huggingface.co/THUDM/glm-4-9b-chat-hf,
+# THUDM/{GLM-4-9B-0414,GLM-4-32B-0414}, tencent/Youtu-LLM-2B, openbmb/MiniCPM3-4B,
+# zai-org/{GLM-4.5,GLM-4.5-Air,GLM-4.7-Flash}.
 PUBLISHED = {
     "glm-4-9b-chat": 9_399_951_360,
     "glm4-9b": 9_400_279_040,
     "glm4-32b": 32_566_081_536,
     "minicpm3-4b": 4_073_875_968,
     "youtu-2b": 1_961_560_064,
+    "glm-4.5": 352_797_814_784,
+    "glm-4.5-air": 106_852_245_504,
+    "glm-4.7-flash": 29_943_390_976,
 }
 REFUSED = {
     "glm": {"partial_rotary_factor": 1.5},
     "glm4": {"hidden_act": "gelu"},
+    "glm4_moe": {"first_k_dense_replace": 4},
+    "glm4_moe_lite": {"mlp_layer_types": ["sparse", "experts", "sparse"]},
     "minicpm3": {"scale_emb": 0},
     "youtu": {"num_key_value_heads": 2},
 }
