@@ -96,7 +96,7 @@ def written(transformers, tmp_path_factory):
                 for parameter in model.parameters():
                     parameter.add_(0.3 * torch.randn_like(parameter))
                 for path, buffer in model.named_buffers():
-                    if path.endswith("e_score_correction_bias"):
+                    if path.endswith(("e_score_correction_bias", "expert_bias")):
                         buffer.add_(0.3 * torch.rand_like(buffer))
             folder = tmp_path_factory.mktemp(name)
             model.save_pretrained(folder / "whole")
