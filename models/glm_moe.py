@@ -222,4 +222,5 @@ LITE_FAMILY = decoder_family(
     _write_lite,
     names=_LITE_NAMES,
     for_tensors=with_stored_ahead,
+    secondary=True,
 )
