@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.hf.layout import TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
@@ -79,7 +78,6 @@ PRESETS = {
 """Published shapes by name, and small ones for tests."""
 
 _NAMES = layer_names() | expert_names(shared="shared_expert")
-_NAMES |= {"moe/shared_gate/kernel": ("mlp.shared_expert_gate.weight", TRANSPOSED)}
 _ROUTER2 = RouterFields("num_experts", experts=60, top_k=4, normalise=False)
 _ROUTER3 = RouterFields(
     "num_experts", also=("num_local_experts",), experts=128, top_k=8, normalise=False

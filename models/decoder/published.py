@@ -387,6 +387,17 @@ def read_factor(fields: Fields, name: str, absent: float = 1.0) -> float:
     return factor
 
 
+def read_clip(fields: Fields) -> float:
+    """Parse `clip_qkv`, the largest absolute value of queries, keys and values; 0 for no limit."""
+    if fields.value("clip_qkv") is None:
+        return 0.0
+    limit = fields.number("clip_qkv")
+    if limit <= 0:
+        fields.refuse("clip_qkv", f"is {limit}", "a number above 0, or null for no limit")
+        return 0.0
+    return limit
+
+
 def read_soft_cap(fields: Fields, name: str, absent: float) -> float:
     """Parse a soft cap; null means 0, no cap, and `absent` is the default."""
     if fields.is_null(name):

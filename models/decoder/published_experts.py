@@ -286,6 +286,7 @@ def expert_names(
         choice_bias: Tensor of the biases of the choice.
     """
     modules = {"moe/router": router}
+    modules["moe/shared_gate"] = "shared_expert_gate"
     for ours, theirs in zip(("gate", "up", "down"), kernels, strict=True):
         modules[f"moe/experts/{ours}_proj"] = expert + theirs
         modules[f"moe/shared/{ours}_proj"] = f"{shared}.{ours}_proj"

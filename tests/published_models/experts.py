@@ -1,6 +1,6 @@
 """Decoders with experts: Qwen, OLMoE, Granite, ERNIE, Hunyuan, DBRX, Cohere."""
 
-from tests.published_models.common import LLAMA, SCALED, THETA, WINDOWED
+from tests.published_models.common import LLAMA, PLAIN, SCALED, THETA, WINDOWED
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OLMOE = {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0}
@@ -16,6 +16,10 @@ ERNIE = {
 HUNYUAN = {**LLAMA, "num_experts": 8, "pad_token_id": 0}
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, **THETA}
 COHERE = {**WINDOWED, "num_experts": 8, "head_dim": 8, "logit_scale": 0.7}
+DBRX = {
+    **{"vocab_size": 64, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128},
+    **{"pad_token_id": 0, "rope_parameters": PLAIN},
+}
 MODELS = {
     "qwen3-moe": ("Qwen3Moe", {**LLAMA, **EXPERTS, "norm_topk_prob": True}),
     "qwen3-moe-biased": (
@@ -133,16 +137,34 @@ MODELS = {
             **{"rms_norm_eps": 1e-4, "tie_word_embeddings": False},
         },
     ),
+    "dbrx": (
+        "Dbrx",
+        {
+            **DBRX,
+            "attn_config": {"clip_qkv": 0.5, "kv_n_heads": 2, **THETA},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 2},
+        },
+    ),
+    "dbrx-unclipped": (
+        "Dbrx",
+        {
+            **{**DBRX, "vocab_size": 67},
+            "attn_config": {"kv_n_heads": 4, **THETA},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_normalize_expert_weights": None},
+        },
+    ),
 }
 # Elements in the tensors of the published checkpoints, without modules of multi-token prediction and
 # without the biases of routers, which are variables: huggingface.co/Qwen/{Qwen1.5-MoE-A2.7B,
 # Qwen3-30B-A3B,Qwen3-235B-A22B}, allenai/OLMoE-1B-7B-0924, ibm-granite/granite-3.0-1b-a400m-base,
-# baidu/ERNIE-4.5-{0.3B,21B-A3B,300B-A47B}-PT, tencent/{Hunyuan-A13B-Instruct,Hy3-preview}.
+# baidu/ERNIE-4.5-{0.3B,21B-A3B,300B-A47B}-PT, tencent/{Hunyuan-A13B-Instruct,Hy3-preview},
+# databricks/dbrx-base.
 PUBLISHED = {
     "ernie-4.5-0.3b": 360_748_032,
     "ernie-4.5-21b-a3b": 21_825_437_888 - 27 * 64,
     "ernie-4.5-300b-a47b": 299_484_163_264 - 51 * 64,
     "granite-3.0-1b-a400m": 1_334_628_352,
+    "dbrx": 131_596_523_520,
     "hunyuan-a13b": 80_393_183_232,
     "hy3-preview": 295_033_528_320,
     "olmoe-1b-7b": 6_919_161_856,
@@ -151,6 +173,7 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
 }
 REFUSED = {
+    "dbrx": {"rope_theta": 7e4},
     "ernie4_5": {"use_bias": "no"},
     "ernie4_5_moe": {"moe_norm_min": 0.1},
     "flex_olmo": {"num_experts": 0},
