@@ -24,7 +24,13 @@ from spmd.models.decoder import (
     NormSpec,
     Rotary,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import (
     DENSE,
     RouterFields,
@@ -118,8 +124,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     pattern = fields.integer(_DENSE_PATTERN, 1)
     rest = every(fields.integer("sliding_window_pattern", 4), layers - dense)
     kinds = read_layer_types(fields, layers, every(pattern, dense) + rest)
-    bias = fields.flag("attention_bias", default=False)
-    mixer = AttentionSpec(rotary=_ROTARY, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, AttentionSpec(rotary=_ROTARY))
     experts, options = _read_experts(fields, sizes["d_ff"])
     return fields.build(
         cohere2_moe,

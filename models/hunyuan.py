@@ -16,7 +16,13 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 
 _LAYER = LayerSpec(AttentionSpec(qk_norm="head", qk_norm_after=True))
 
@@ -68,8 +74,7 @@ def read_sizes_with_alpha(values: Mapping[str, Any]) -> tuple[Fields, dict[str, 
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields, sizes = read_sizes_with_alpha(values)
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_LAYER.attention, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _LAYER.attention)
     return fields.build(DecoderConfig, **sizes, layer=dataclasses.replace(_LAYER, mixer=mixer))
 
 

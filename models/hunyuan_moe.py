@@ -16,7 +16,13 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import (
     CHOICE_BIASES,
     RouterFields,
@@ -113,8 +119,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields.only("moe_layer_num_skipped", 0)
     fields.only("norm_topk_prob", True)
     fields.only("routed_scaling_factor", 1.0)
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_V1_MIXER, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _V1_MIXER)
     layer = LayerSpec(mixer, ExpertsSpec(shared_d_ff=sizes["d_ff"]))
     return fields.build(DecoderConfig, **sizes, layer=layer, router=_V1_ROUTER.read(fields))
 
@@ -142,8 +147,7 @@ def _read3(values: Mapping[str, Any]) -> DecoderConfig:
         fields.value(name)
     sizes = read_sizes(fields, eps=1e-5, theta=_THETA3, head_dim=128, kv_heads=8, d_ff=13_312)
     fields.only("mlp_bias", False)
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_V3_MIXER, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _V3_MIXER)
     layer = LayerSpec(mixer, read_shared_experts(fields, d_ff=1536, name=_SHARED3))
     kinds = read_mlp_types(fields, sizes["layers"], dense_first(1, sizes["layers"]))
     router = _V3_ROUTER.read(fields, scale=fields.number(_SCALE3, 2.826))

@@ -19,6 +19,7 @@ from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, NormSpe
 from spmd.models.decoder.published import (
     decoder_family,
     layer_names,
+    read_attention_bias,
     read_clip,
     read_sizes,
     write_sizes,
@@ -75,8 +76,7 @@ NAMES2 = layer_names(
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, eps_field="")
-    bias = fields.flag("attention_bias", default=False)
-    mixer = AttentionSpec(qkv_bias=bias, out_bias=bias, clip_qkv=read_clip(fields))
+    mixer = read_attention_bias(fields, AttentionSpec(clip_qkv=read_clip(fields)))
     return fields.build(DecoderConfig, **sizes, norm=_NORM, layer=LayerSpec(mixer))
 
 
@@ -92,8 +92,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 def read_layer2(fields: Fields) -> LayerSpec:
     """Parse the options of a layer of OLMo 2."""
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(LAYER2.attention, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, LAYER2.attention)
     return dataclasses.replace(LAYER2, mixer=mixer)
 
 
