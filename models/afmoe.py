@@ -22,7 +22,13 @@ from spmd.models.decoder import (
     LayerSpec,
     MLPSpec,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import (
     CHOICE_BIASES,
     DENSE,
@@ -122,8 +128,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         fields.value(name)
     sizes = read_sizes(fields, eps=1e-5, head_dim=128)
     layers = sizes["layers"]
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_MIXER, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _MIXER)
     experts = read_shared_experts(fields, 1408, shared=2, name=_SHARED)
     interval = fields.integer("global_attn_every_n_layers", 4)
     kinds = read_layer_types(fields, layers, every(interval, layers))

@@ -18,7 +18,6 @@ from typing import Any
 
 from spmd.hf.family import Family, Ignored
 from spmd.hf.fields import Fields
-from spmd.hf.layout import TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import (
     AttentionSpec,
@@ -236,7 +235,6 @@ def _attention_of(config: DecoderConfig) -> AttentionSpec:
 def _layer_names(config: DecoderConfig, *, by_head: bool) -> Names:
     """Return the tensors of a layer, with those of gated attention and of experts."""
     layer = layer_names() | expert_names(shared="shared_expert")
-    layer["moe/shared_gate/kernel"] = ("mlp.shared_expert_gate.weight", TRANSPOSED)
     layer |= fused_delta_net_names(config, by_head=by_head)
     halves = ("attention/q_proj", "attention/g_proj")
     heads = _attention_of(config).heads
@@ -254,7 +252,6 @@ def _ignored_ahead() -> tuple[Ignored, ...]:
     ends = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
     names = [f"mtp.layers.{{layer}}.{tensor}" for tensor in tensors]
     names += [f"mtp.{end}.weight" for end in ends]
-    names.append("mtp.layers.{layer}.mlp.shared_expert_gate.weight")
     return tuple(Ignored(name, "predicts the second next token") for name in names)
 
 
