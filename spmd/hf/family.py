@@ -160,9 +160,17 @@ def _stored_names(
             others[entry.same_as] = entry.tensor
     stored: dict[str, str] = {}
     for name, other in others.items():
-        if name not in found and other in found:
+        if not _is_stored(name, found) and _is_stored(other, found):
             stored[name] = other
     return stored
+
+
+def _is_stored(tensor: str, found: Collection[str]) -> bool:
+    """Return whether a checkpoint has the tensor, in some layer if its name has a placeholder."""
+    if tensor in found or "{" not in tensor:
+        return tensor in found
+    pattern = name_pattern(tensor)
+    return any(pattern.fullmatch(name) for name in found)
 
 
 @functools.cache
