@@ -12,11 +12,10 @@ model = spmd.from_nnx(config.build)
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import (
     DecoderConfig,
@@ -33,17 +32,23 @@ from spmd.models.decoder.published import (
     decoder_family,
     layer_names,
     read_sizes,
-    write_sizes,
 )
+from spmd.models.decoder.published_ahead import AHEAD_NAMES, with_stored_ahead
 from spmd.models.decoder.published_experts import (
+    CHOICE_BIASES,
     RouterFields,
     expert_names,
     experts_of,
     read_count,
     read_dense_first,
-    write_widths,
+    write_shared_experts,
 )
-from spmd.models.decoder.published_names import Names
+from spmd.models.decoder.published_latent import (
+    latent_mixer,
+    latent_names,
+    read_latent_attention,
+    write_latent_sizes,
+)
 
 V2_ROUTER = RouterConfig(
     experts=160,
@@ -178,28 +183,8 @@ PRESETS = {
 }
 """Published shapes by name, without multi-token prediction, and a small one for tests."""
 
-_KERNELS = {
-    "attention/q_a_proj": "self_attn.q_a_proj",
-    "attention/q_b_proj": "self_attn.q_b_proj",
-    "attention/kv_a_proj": "self_attn.kv_a_proj_with_mqa",
-    "attention/kv_b_proj": "self_attn.kv_b_proj",
-}
-_VECTORS = {
-    "attention/q_a_proj/bias": "self_attn.q_a_proj.bias",
-    "attention/kv_a_proj/bias": "self_attn.kv_a_proj_with_mqa.bias",
-    "attention/q_a_norm/scale": "self_attn.q_a_layernorm.weight",
-    "attention/kv_a_norm/scale": "self_attn.kv_a_layernorm.weight",
-}
-_LAYER = layer_names() | expert_names()
-_LAYER |= {f"{ours}/kernel": (f"{theirs}.weight", TRANSPOSED) for ours, theirs in _KERNELS.items()}
-_LAYER |= {ours: (theirs, AS_IS) for ours, theirs in _VECTORS.items()}
-_AHEAD: Names = {
-    "embed_norm/scale": ("enorm.weight", AS_IS),
-    "hidden_norm/scale": ("hnorm.weight", AS_IS),
-    "proj/kernel": ("eh_proj.weight", TRANSPOSED),
-    "norm/scale": ("shared_head.norm.weight", AS_IS),
-}
-_NAMES = TensorNames(_LAYER, ENDS, ahead=_AHEAD)
+_LAYER = layer_names() | expert_names() | latent_names()
+_NAMES = TensorNames(_LAYER, ENDS, ahead=AHEAD_NAMES)
 _HARMLESS = ("ep_size", "seq_aux")
 
 
@@ -231,9 +216,7 @@ _V3_FIELDS = RouterFields(
     scale=2.5,
     balance_name="aux_loss_alpha",
     balance=1e-4,
-    base=RouterConfig(
-        score="sigmoid", normalise_eps=1e-20, choice_bias=True, balance_over="example"
-    ),
+    base=CHOICE_BIASES,
 )
 
 
@@ -266,10 +249,7 @@ def _read(
 ) -> DecoderConfig:
     """Parse the fields of both versions."""
     sizes = read_sizes(fields)
-    mixer = _read_mixer(fields, rotary)
-    fields.only("head_dim", mixer.rope_dim)
-    fields.only("qk_head_dim", mixer.key_dim)
-    fields.only("num_key_value_heads", sizes["heads"])
+    mixer = read_latent_attention(fields, sizes, dataclasses.replace(_MIXER, rotary=rotary))
     fields.only("moe_layer_freq", 1)
     for name in _HARMLESS:
         fields.value(name)
@@ -292,24 +272,8 @@ def _read(
     )
 
 
-def _read_mixer(fields: Fields, rotary: Rotary) -> LatentAttentionSpec:
-    """Parse the fields of latent attention; a null `q_lora_rank` is none."""
-    q_rank = 0
-    if not fields.is_null("q_lora_rank"):
-        q_rank = fields.integer("q_lora_rank", 1536)
-    return LatentAttentionSpec(
-        q_rank=q_rank,
-        kv_rank=fields.integer("kv_lora_rank", 512),
-        nope_dim=fields.integer("qk_nope_head_dim", 128),
-        rope_dim=fields.integer("qk_rope_head_dim", 64),
-        value_dim=fields.integer("v_head_dim", 128),
-        rotary=rotary,
-        bias=fields.flag("attention_bias", False),
-    )
-
-
 def _write_v2(config: DecoderConfig) -> dict[str, Any]:
-    _, _, router = _parts(config)
+    _, _, router = experts_of(config)
     method = "greedy"
     if router.groups > 1:
         method = "group_limited_greedy"
@@ -324,62 +288,29 @@ def _write_v2(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_v3(config: DecoderConfig) -> dict[str, Any]:
-    mixer, _, router = _parts(config)
+    _, _, router = experts_of(config)
     return {
         "model_type": "deepseek_v3",
         **_write(config),
         **_V3_FIELDS.write(router),
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
-        "rope_interleave": mixer.rotary.interleaved,
+        "rope_interleave": latent_mixer(config).rotary.interleaved,
     }
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of both versions: the inverse of `_read`."""
-    mixer, experts, _ = _parts(config)
     return {
-        **write_sizes(config),
-        **write_widths(config),
-        "num_key_value_heads": mixer.heads,
-        "head_dim": mixer.rope_dim,
+        **write_latent_sizes(config),
+        **write_shared_experts(config),
         "first_k_dense_replace": len(config.first),
-        "q_lora_rank": mixer.q_rank or None,
-        "kv_lora_rank": mixer.kv_rank,
-        "qk_nope_head_dim": mixer.nope_dim,
-        "qk_rope_head_dim": mixer.rope_dim,
-        "v_head_dim": mixer.value_dim,
-        "attention_bias": mixer.bias,
-        "n_shared_experts": experts.shared_d_ff // experts.d_ff,
         "num_nextn_predict_layers": config.predict_ahead,
     }
 
 
-def _parts(config: DecoderConfig) -> tuple[LatentAttentionSpec, ExpertsSpec, RouterConfig]:
-    """Return attention, experts and router of the repeated layers.
-
-    Raises:
-        AttributeError: They are of other kinds.
-    """
-    layer, experts, router = experts_of(config)
-    if not isinstance(layer.mixer, LatentAttentionSpec):
-        raise AttributeError("the layers have no latent attention")
-    return layer.mixer, experts, router
-
-
-def _with_stored_modules(config: DecoderConfig, tensors: Collection[str]) -> DecoderConfig:
-    """Return the config without multi-token prediction if a checkpoint lacks its tensors.
-
-    `transformers` drops them, and keeps the field of config.json.
-    """
-    prefix = f"model.layers.{config.layers}."
-    if any(tensor.startswith(prefix) for tensor in tensors):
-        return config
-    return dataclasses.replace(config, predict_ahead=0)
-
-
 _family = functools.partial(
-    decoder_family, names=_NAMES, harmless=_HARMLESS, for_tensors=_with_stored_modules
+    decoder_family, names=_NAMES, harmless=_HARMLESS, for_tensors=with_stored_ahead
 )
 V2_FAMILY = _family("DeepseekV2ForCausalLM", _read_v2, _write_v2)
 V3_FAMILY = _family("DeepseekV3ForCausalLM", _read_v3, _write_v3)

@@ -6,8 +6,7 @@ model = spmd.from_nnx(config.build)
 ```
 
 The model returns `spmd.model_interface.model.Outputs`: logits, auxiliary losses, metrics. The
-router is a config field, so Switch, GShard and Qwen are presets. Not implemented: the encoders of
-Switch and GShard, the biases of Qwen's attention and the gate of its shared expert.
+router is a config field, so Switch and GShard are presets, without the encoders of these models.
 """
 
 import dataclasses
@@ -143,18 +142,6 @@ PRESETS = {
         d_ff=8192,
         gated=False,
         router=dataclasses.replace(GSHARD, experts=2048),
-    ),
-    "qwen1.5-moe": mixtral(
-        vocab=151_936,
-        d_model=2048,
-        layers=24,
-        heads=16,
-        kv_heads=16,
-        d_ff=1408,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        shared_d_ff=5632,
-        router=RouterConfig(experts=60, top_k=4, normalise=False, balance=0.001),
     ),
 }
 """Published shapes by name, and small ones for tests and the demo.

@@ -1,6 +1,6 @@
 """One decoder for all families: a config with a table of layers, and the modules of their parts."""
 
-from spmd.models.decoder.attention import AttentionSpec
+from spmd.models.decoder.attention import AttentionSpec, Temperature
 from spmd.models.decoder.decoder import Decoder, DecoderConfig
 from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
@@ -39,6 +39,7 @@ __all__ = [
     "ProportionalScaling",
     "RopeScaling",
     "Rotary",
+    "Temperature",
     "YarnScaling",
     "decoder_rules",
 ]

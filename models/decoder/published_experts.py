@@ -21,12 +21,21 @@ from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.published import Names
-from spmd.models.decoder.published_layers import table_of
+from spmd.models.decoder.published_layers import read_layer_types, table_of
 
 SPARSE = "sparse"
 """Kind of a layer with experts, as in `mlp_layer_types`."""
 DENSE = "dense"
 """Kind of a layer with one MLP."""
+
+CHOICE_BIASES = RouterConfig(
+    score="sigmoid",
+    normalise_eps=1e-20,
+    choice_bias=True,
+    balance=1e-4,
+    balance_over="example",
+)
+"""Router of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) without groups: biases of the choice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +162,11 @@ def read_sparse_layers(fields: Fields, layers: int) -> list[str]:
     return kinds
 
 
+def read_mlp_types(fields: Fields, layers: int, default: Sequence[str]) -> list[str]:
+    """Parse `mlp_layer_types`, the kind of each layer's MLP; `default` is that without the field."""
+    return read_layer_types(fields, layers, default, (DENSE, SPARSE), "mlp_layer_types")
+
+
 def write_sparse_layers(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of config.json: the inverse of `read_sparse_layers`."""
     kinds = enumerate(mlp_kinds(config))
@@ -192,16 +206,17 @@ def with_dense_mlps(
 ) -> list[LayerSpec]:
     """Return layers with an MLP in place of experts where their kind is `DENSE`.
 
-    Those before all experts have the name `dense_layers`.
+    Those before all experts have the name `dense_layers` if they are equal.
     """
-    name = "dense_layers"
     specs = []
     for layer, kind in zip(layers, kinds, strict=True):
         if kind == DENSE:
-            layer = dataclasses.replace(layer, mlp=dense, name=name)
-        else:
-            name = ""
+            layer = dataclasses.replace(layer, mlp=dense)
         specs.append(layer)
+    first = [*kinds, SPARSE].index(SPARSE)
+    if len(set(specs[:first])) == 1:
+        named = dataclasses.replace(specs[0], name="dense_layers")
+        specs[:first] = [named] * first
     return specs
 
 
@@ -215,6 +230,27 @@ def experts_of(config: DecoderConfig) -> tuple[LayerSpec, ExpertsSpec, RouterCon
         if isinstance(layer.mlp, ExpertsSpec) and config.router is not None:
             return layer, layer.mlp, config.router
     raise AttributeError("the layers have no experts")
+
+
+def read_shared_experts(
+    fields: Fields, d_ff: int, shared: int | None = 1, name: str = "n_shared_experts"
+) -> ExpertsSpec:
+    """Parse the widths of experts and of the shared expert, a number of them side by side.
+
+    Args:
+        fields: Fields of config.json.
+        d_ff: Default of `moe_intermediate_size`.
+        shared: Default of the number of shared experts; None if it is required.
+        name: Name of that number.
+    """
+    width = fields.integer("moe_intermediate_size", d_ff)
+    return ExpertsSpec(width, shared_d_ff=width * fields.integer(name, shared))
+
+
+def write_shared_experts(config: DecoderConfig, name: str = "n_shared_experts") -> dict[str, int]:
+    """Return the fields of config.json: the inverse of `read_shared_experts`, and of `write_widths`."""
+    _, experts, _ = experts_of(config)
+    return {**write_widths(config), name: experts.shared_d_ff // experts.d_ff}
 
 
 def write_widths(config: DecoderConfig) -> dict[str, int]:

@@ -12,7 +12,14 @@ from spmd.errors import ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.layers.kv_cache import decode, prefill
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, decoder_rules
+from spmd.models.decoder import (
+    AttentionSpec,
+    DecoderConfig,
+    LayerSpec,
+    NormSpec,
+    Temperature,
+    decoder_rules,
+)
 from spmd.models.decoder.rotary import rotary_angles
 from spmd.plan import flax
 from spmd.testing import token_batches
@@ -23,10 +30,22 @@ SEQ = 24
 MIXERS = {
     "gate of channels": AttentionSpec(gate="channel", gate_bias=True),
     "gate of heads": AttentionSpec(gate="head", gate_activation="softplus"),
+    "sinks": AttentionSpec(sinks=True),
+    "chunk": AttentionSpec(chunk=5),
+    "narrow values": AttentionSpec(value_dim=4, value_scale=0.7, gate="channel"),
+    "temperature": AttentionSpec(temperature=Temperature(0.5, interval=4, offset=1)),
+    "norms after rotation": AttentionSpec(
+        qk_norm="head", qk_norm_kind=NormSpec(scale=False), qk_norm_after=True
+    ),
 }
 OFF = {
     "gate of channels": {"gate": "none"},
     "gate of heads": {"gate_activation": "sigmoid"},
+    "sinks": {"sinks": False},
+    "chunk": {"chunk": 6},
+    "narrow values": {"value_scale": 1.0},
+    "temperature": {"temperature": Temperature(0.5, interval=4)},
+    "norms after rotation": {"qk_norm": "none"},
 }
 """A control for each: another value of the option, with the same parameters."""
 BATCHES = token_batches((8, 16), 64, steps=2)
@@ -56,6 +75,10 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
+def normed(x):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+
+
 GATES = {"sigmoid": sigmoid, "softplus": lambda x: np.log1p(np.exp(x))}
 
 
@@ -74,14 +97,26 @@ def by_hand(spec, layer, x):
 
     query = projected("q_proj", spec.heads)
     key = projected("k_proj", spec.kv_heads)
-    value = projected("v_proj", spec.kv_heads)
+    value = projected("v_proj", spec.kv_heads) * spec.value_scale
+    at = np.arange(seq)
+    mask = at[:, None] >= at
+    if spec.chunk:
+        mask &= at[:, None] // spec.chunk == at // spec.chunk
     outs = []
     for head in range(spec.heads):
         shared = head * spec.kv_heads // spec.heads
-        scores = turned(query[:, head]) @ turned(key[:, shared]).T / np.sqrt(spec.head_dim)
-        scores = np.where(np.tri(seq), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out = weights / weights.sum(-1, keepdims=True) @ value[:, shared]
+        queries, keys = turned(query[:, head]), turned(key[:, shared])
+        if spec.qk_norm == "head":
+            queries, keys = normed(queries), normed(keys)
+        if spec.temperature is not None:
+            steps = (at + spec.temperature.offset) // spec.temperature.interval
+            queries *= 1 + spec.temperature.strength * np.log(1 + steps)[:, None]
+        scores = queries @ keys.T / np.sqrt(spec.head_dim)
+        weights = np.where(mask, np.exp(scores), 0)
+        total = weights.sum(-1, keepdims=True)
+        if spec.sinks:
+            total += np.exp(layer["sinks"][head])
+        out = weights / total @ value[:, shared]
         if spec.gate != "none":
             gate = projected("g_proj", spec.heads)[:, head]
             out = out * GATES[spec.gate_activation](gate)
@@ -144,6 +179,17 @@ def test_decoding_gives_the_logits_without_a_cache(name):
         np.testing.assert_allclose(logits[:, 0], expected, rtol=0, atol=1e-4)
 
 
+def test_positions_of_temperature_are_those_in_a_document():
+    """Two documents in a row have the logits of each alone."""
+    config = decoder(MIXERS["temperature"])
+    tokens = np.random.default_rng(0).integers(0, 64, (1, SEQ), dtype=np.int32)
+    starts = np.where(np.arange(SEQ) < 10, 0, 10)[None]
+    run = jax.jit(model(config).apply)
+    packed = run(params(config), tokens, starts)
+    alone = run(params(config), tokens[:, 10:])
+    np.testing.assert_allclose(packed[:, 10:], alone, rtol=0, atol=1e-4)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_option_trains_as_on_one_device(name):
@@ -161,10 +207,13 @@ def test_every_option_trains_as_on_one_device(name):
         ({"gate": "heads"}, "gate"),
         ({"gate_bias": True}, "gate_bias"),
         ({"gate_activation": "softplus"}, "gate_activation"),
+        ({"chunk": 4, "window": 4}, "chunk"),
+        ({"value_scale": 0.0}, "value_scale"),
+        ({"temperature": Temperature(0.0)}, "temperature.strength"),
     ],
     ids=str,
 )
-def test_an_option_without_effect_is_refused(fields, wrong):
+def test_an_impossible_option_is_refused(fields, wrong):
     """It is named, with a fix."""
     with pytest.raises(ConfigError) as caught:
         decoder(AttentionSpec(**fields))

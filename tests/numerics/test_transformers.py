@@ -56,6 +56,11 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def transformers():
     """The library, without its progress bars."""
+    return quiet_transformers()
+
+
+def quiet_transformers():
+    """The library, without its progress bars."""
     import transformers
 
     transformers.logging.set_verbosity_error()
