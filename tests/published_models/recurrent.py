@@ -72,7 +72,10 @@ MODELS = {
             **{**QWEN3_5, "num_hidden_layers": 5, "attention_bias": True, "vocab_size": 67},
             **{"layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"]},
             **{"tie_word_embeddings": True, "linear_conv_kernel_dim": 2},
-            "rope_parameters": {"rope_type": "default", **THETA, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                **{"rope_type": "default", **THETA, "partial_rotary_factor": 0.5},
+                **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+            },
         },
     ),
     "qwen3.5-moe": ("Qwen3_5Moe", SPARSE),
