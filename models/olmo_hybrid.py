@@ -14,9 +14,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
-from spmd.hf.layout import CONVOLUTION
+from spmd.hf.layout import AS_IS, CONVOLUTION
 from spmd.models.decoder import AttentionSpec, DecoderConfig, GatedDeltaNetSpec, LayerSpec, Rotary
 from spmd.models.decoder.published import (
     ENDS,
@@ -169,20 +168,18 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_LAYERS = "model.layers.{layer}."
-_WRITTEN_BY_TRANSFORMERS = Ignored(
-    f"{_LAYERS}feedforward_layer_norm.weight",
-    "is another name in layers with attention",
-    f"{_LAYERS}post_attention_layernorm.weight",
-)
-"""`transformers` 5 writes this name in all layers; published files have it only beside gated delta
-nets."""
+def _written_by_transformers(config: DecoderConfig) -> TensorNames:
+    """Return the names of `transformers` 5: of the second norm, in all layers that beside delta nets."""
+    del config
+    norm = ("feedforward_layer_norm.weight", AS_IS)
+    return TensorNames(_LAYER | {"attention_post_norm/scale": norm}, ENDS)
+
 
 FAMILY = decoder_family(
     "OlmoHybridForCausalLM",
     _read,
     _write,
     names=TensorNames(_LAYER, ENDS),
-    ignored=(_WRITTEN_BY_TRANSFORMERS,),
+    other_names=(_written_by_transformers,),
     harmless=_HARMLESS,
 )
