@@ -16,7 +16,6 @@ from spmd.models.decoder import (
     DecoderConfig,
     GatedConvolutionSpec,
     LayerSpec,
-    MLPSpec,
 )
 from spmd.models.decoder.published import (
     ENDS,
