@@ -1,8 +1,9 @@
 """One decoder for all families: a config with a table of layers, and the modules of their parts."""
 
-from spmd.models.decoder.attention import AttentionSpec
+from spmd.models.decoder.attention import AttentionSpec, Temperature
 from spmd.models.decoder.decoder import Decoder, DecoderConfig
 from spmd.models.decoder.experts import ExpertsSpec
+from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
@@ -28,6 +29,7 @@ __all__ = [
     "DynamicScaling",
     "ExpertsSpec",
     "GatedConvolutionSpec",
+    "GatedDeltaNetSpec",
     "LatentAttentionSpec",
     "LayerSpec",
     "LinearScaling",
@@ -39,6 +41,7 @@ __all__ = [
     "RopeScaling",
     "Rotary",
     "StateSpaceSpec",
+    "Temperature",
     "YarnScaling",
     "decoder_rules",
 ]

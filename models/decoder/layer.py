@@ -11,6 +11,7 @@ from spmd.layers.router import RouterConfig
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.declared import Axes, TableRows
 from spmd.models.decoder.experts import ExpertsSpec, MixtureOfExperts
+from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.mlp import MLPSpec
@@ -20,7 +21,9 @@ from spmd.models.decoder.sizes import Sizes
 from spmd.models.decoder.state_space import StateSpaceSpec
 from spmd.plan.annotate import annotate
 
-Mixer = AttentionSpec | LatentAttentionSpec | GatedConvolutionSpec | StateSpaceSpec
+Mixer = (
+    AttentionSpec | LatentAttentionSpec | GatedConvolutionSpec | GatedDeltaNetSpec | StateSpaceSpec
+)
 """Specs of token mixers."""
 
 Norms = Literal["before", "after", "both", "parallel", "parallel_shared"]

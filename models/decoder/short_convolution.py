@@ -68,10 +68,10 @@ class ShortConvolution(nnx.Module):
             segments: The document of each token.
             activation: A function such as `jax.nn.silu`; None for none.
         """
-        weight = _whole(self.weight)
+        weight = whole(self.weight)
         bias = None
         if self.bias is not None:
-            bias = _whole(self.bias)
+            bias = whole(self.bias)
         if past is not None:
             out, last = short_convolution_step(
                 x[:, 0], weight, bias, state=past, activation=activation
@@ -89,7 +89,7 @@ def _zeros(width: int) -> nnx.Param:
     return nnx.Param(jnp.zeros((width,), jnp.float32), gathered_by_layer=True)
 
 
-def _whole(param: nnx.Param) -> Array:
+def whole(param: nnx.Param) -> Array:
     """Return a parameter gathered over `fsdp`, in its own dtype."""
     return gathered(param[...], placement_of(param.get_metadata("path", None)))
 
