@@ -32,11 +32,11 @@ from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidd
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.norms import GatedRMSNorm
-from spmd.models.decoder.short_convolution import ShortConvolution
+from spmd.models.decoder.short_convolution import ShortConvolution, whole
 from spmd.models.decoder.sizes import Sizes
+from spmd.models.decoder.step_sizes import initial_dt_bias, initial_rates, vector_of_heads
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.context import constrain
-from spmd.plan.fsdp import gathered, placement_of
 from spmd.sharding.mesh import shards_of
 from spmd.sharding.rules import replicate
 
@@ -187,8 +187,8 @@ class StateSpaceCache(CacheEntry):
 class StateSpace(nnx.Module):
     """State-space mixer of a resolved spec.
 
-    The initial rates of decay are uniform in [−16, −1], and step sizes log-uniform in [0.001, 0.1]
-    (arXiv:2312.00752, section 3.6, and the authors' code of Mamba 2).
+    The initial rates of decay are uniform in [−16, −1], and step sizes log-uniform in [0.001,
+    0.1], as in the authors' code.
     """
 
     def __init__(self, spec: StateSpaceSpec, sizes: Sizes, *, rngs: nnx.Rngs) -> None:
@@ -201,10 +201,9 @@ class StateSpace(nnx.Module):
                 spec.widths[name], spec.conv_width, bias=spec.conv_bias, rngs=rngs
             )
             setattr(self, f"{name}_conv", convolution)
-        rates = jax.random.uniform(rngs.params(), (spec.heads,), minval=1.0, maxval=16.0)
-        self.A_log = _of_heads(jnp.log(rates))
-        self.D = _of_heads(jnp.ones((spec.heads,)))
-        self.dt_bias = _of_heads(_initial_dt_bias(rngs.params(), spec.heads))
+        self.A_log = vector_of_heads(initial_rates(rngs.params(), spec.heads, 1.0))
+        self.D = vector_of_heads(jnp.ones((spec.heads,)))
+        self.dt_bias = vector_of_heads(initial_dt_bias(rngs.params(), spec.heads))
         self.gated_norm = _norm(spec, sizes) if spec.norm else None
         self.out_proj = Dense(spec.inner, width, scale=sizes.out_scale, bias=spec.bias, rngs=rngs)
 
@@ -261,8 +260,8 @@ class StateSpace(nnx.Module):
         dt = annotate(self._step_sizes(dt), "state_space_dt")
         b = self._by_group(mixed["b"])
         c = self._by_group(mixed["c"])
-        rates = -jnp.exp(_whole(self.A_log))
-        skip = _whole(self.D)
+        rates = -jnp.exp(whole(self.A_log))
+        skip = whole(self.D)
         if past is None:
             out, state = state_space_scan(
                 *(x, dt, rates, b, c, skip), segments=inputs.segments, valid=token_mask(seq)
@@ -274,7 +273,7 @@ class StateSpace(nnx.Module):
 
     def _step_sizes(self, dt: Float[Array, "batch seq heads"]) -> Float[Array, "batch seq heads"]:
         """Return positive step sizes in float32, in their limits."""
-        bias = _whole(self.dt_bias)
+        bias = whole(self.dt_bias)
         steps = jax.nn.softplus(to_float32(dt) + bias[None, None])
         if not self.spec.dt_min and self.spec.dt_max is None:
             return steps
@@ -304,19 +303,3 @@ class StateSpace(nnx.Module):
 def _norm(spec: StateSpaceSpec, sizes: Sizes) -> GatedRMSNorm:
     eps = sizes.norm_eps
     return GatedRMSNorm(spec.inner, groups=spec.groups, eps=eps, gate_first=spec.gate_first)
-
-
-def _of_heads(values: Float[Array, "heads"]) -> nnx.Param:
-    return nnx.Param(values.astype(jnp.float32), gathered_by_layer=True, added=True)
-
-
-def _initial_dt_bias(key: Array, heads: int) -> Float[Array, "heads"]:
-    """Return biases whose softplus is log-uniform in [0.001, 0.1]."""
-    low, high = jnp.log(0.001), jnp.log(0.1)
-    steps = jnp.exp(jax.random.uniform(key, (heads,), minval=low, maxval=high))
-    return steps + jnp.log(-jnp.expm1(-steps))  # the inverse of softplus
-
-
-def _whole(param: nnx.Param) -> Array:
-    """Return a parameter of heads as the recurrence uses it, in float32."""
-    return gathered(param[...], placement_of(param.get_metadata("path", None)))
