@@ -29,13 +29,13 @@ from spmd.models.decoder import (
 )
 from spmd.models.decoder.published import (
     ENDS,
-    Names,
     TensorNames,
     decoder_family,
     layer_names,
     read_sizes,
     write_sizes,
 )
+from spmd.models.decoder.published_names import Names
 
 V2_ROUTER = RouterConfig(
     experts=160,

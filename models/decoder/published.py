@@ -17,19 +17,17 @@ from flax import nnx
 from spmd.errors import SpmdError
 from spmd.hf.family import Family, Ignored, TensorMapping
 from spmd.hf.fields import Fields
-from spmd.hf.layout import AS_IS, TRANSPOSED, TensorLayout
+from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.experts import RouterBias
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
+from spmd.models.decoder.published_names import Names, module_names
 from spmd.models.decoder.published_rotary import read_rotary, write_rotary
 from spmd.models.decoder.rotary import RopeScaling, Rotary
 from spmd.models.decoder.rules import decoder_rules
-
-Names = dict[str, tuple[str, TensorLayout]]
-"""Parameter of a layer → its tensor, without the layer's prefix, and the tensor's layout."""
 
 TANH = "gelu_pytorch_tanh"
 """Activation of config.json: gelu by the tanh approximation."""
@@ -66,14 +64,7 @@ def layer_names(**norms: str) -> Names:
         "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
     }
-    names: Names = {}
-    for ours, theirs in _KERNELS.items():
-        names[f"{ours}/kernel"] = (f"{theirs}.weight", TRANSPOSED)
-        names[f"{ours}/bias"] = (f"{theirs}.bias", AS_IS)
-    for ours, theirs in (_NORMS | norms).items():
-        names[f"{ours}/scale"] = (f"{theirs}.weight", AS_IS)
-        names[f"{ours}/bias"] = (f"{theirs}.bias", AS_IS)
-    return names
+    return module_names(_KERNELS, _NORMS | norms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,10 +207,10 @@ def decoder_family(
     write: Callable[[DecoderConfig], dict[str, Any]],
     layer: Names | None = None,
     *,
-    names: TensorNames | None = None,
+    names: TensorNames | Callable[[DecoderConfig], TensorNames] | None = None,
     ignored: tuple[Ignored, ...] = (),
     harmless: tuple[str, ...] = (),
-    optional_prefix: bool = False,
+    optional_prefix: str = "",
     secondary: bool = False,
     for_tensors: Callable[[Any, Collection[str]], Any] = lambda config, tensors: config,
 ) -> Family:
@@ -232,14 +223,20 @@ def decoder_family(
         read: Parses config.json.
         write: Inverse of `read`; of a config of another family, it may write anything.
         layer: Tensors of a layer; those of Llama by default.
-        names: Tensors of the whole model; by default `layer`, and the rest as in Llama.
+        names: Tensors of the whole model, or a function from a config to them; by default `layer`,
+            and the rest as in Llama.
         ignored: More tensors without a parameter.
         harmless: As in `Family`.
-        optional_prefix: Whether tensors may lack their prefix.
+        optional_prefix: Prefix that tensors may lack.
         secondary: As in `Family`.
         for_tensors: As in `Family`.
     """
-    tensors = names or TensorNames(layer or layer_names(), ENDS)
+    default = TensorNames(layer or layer_names(), ENDS)
+
+    def tensors(config: DecoderConfig) -> TensorNames:
+        if callable(names):
+            return names(config)
+        return names or default
 
     def fits(config: Any) -> bool:
         if not isinstance(config, DecoderConfig):
@@ -250,18 +247,15 @@ def decoder_family(
             return False
         return _published_form(again) == _published_form(config)
 
-    prefix = ""
-    if optional_prefix:
-        prefix = tensors.prefix
     return Family(
         architectures=(architecture,),
         read_config=read,
         write_config=write,
         fits=fits,
         rules=decoder_rules,
-        names=tensors.mappings,
-        ignored=lambda config: (*tensors.ignored(config), *ignored),
-        prefix=prefix,
+        names=lambda config: tensors(config).mappings(config),
+        ignored=lambda config: (*tensors(config).ignored(config), *ignored),
+        prefix=optional_prefix,
         harmless=harmless,
         secondary=secondary,
         for_tensors=for_tensors,
@@ -417,8 +411,18 @@ def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
         fields.refuse("layer_types", what)
 
 
-def write_sizes(config: DecoderConfig, eps_field: str = "rms_norm_eps") -> dict[str, Any]:
-    """Return the fields of config.json: the inverse of `read_sizes`."""
+def write_sizes(
+    config: DecoderConfig, eps_field: str = "rms_norm_eps", rotary: Rotary | None = None
+) -> dict[str, Any]:
+    """Return the fields of config.json: the inverse of `read_sizes`.
+
+    Args:
+        config: The config of a model.
+        eps_field: Name of the norms' field; empty for none.
+        rotary: Rotary positions; by default those of the network.
+    """
+    if rotary is None:
+        rotary = Rotary(config.rope_theta, config.rope_scaling)
     eps = {}
     if eps_field:
         eps[eps_field] = config.norm_eps
@@ -431,7 +435,7 @@ def write_sizes(config: DecoderConfig, eps_field: str = "rms_norm_eps") -> dict[
         "head_dim": config.head_width,
         "intermediate_size": config.d_ff,
         "hidden_act": "silu",
-        **write_rotary(Rotary(config.rope_theta, config.rope_scaling)),
+        **write_rotary(rotary),
         **eps,
         "tie_word_embeddings": config.tied,
     }
