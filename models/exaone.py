@@ -1,5 +1,7 @@
 """Exaone 4: norms after attention and MLP, normalised queries and keys (arXiv:2507.11407).
 
+K-EXAONE (arXiv:2601.01739) has norms before them, and experts chosen with biases beside a shared one.
+
 Three layers with a sliding window and rotary positions alternate with one that attends to all
 preceding tokens and has no positions; the small model attends to all tokens, with positions.
 
@@ -9,21 +11,44 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
+from spmd.layers.router import RouterConfig
+from spmd.models.decoder import (
+    AttentionSpec,
+    DecoderConfig,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    Rotary,
+)
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published_experts import (
+    CHOICE_BIASES,
+    RouterFields,
+    dense_first,
+    expert_names,
+    experts_of,
+    mlp_kinds,
+    read_dense_first,
+    read_mlp_types,
+    read_shared_experts,
+    with_dense_mlps,
+    write_shared_experts,
+)
 from spmd.models.decoder.published_layers import (
     FULL,
     SLIDING,
-    attention_table,
+    attention_layers,
     every,
     read_layer_types,
     read_window_of,
     rotary_where,
     rotated_layers,
+    table_of,
     write_layer_types,
 )
 
@@ -32,23 +57,61 @@ _LAYER = LayerSpec(AttentionSpec(qk_norm="head"), norms="after")
 
 def exaone4(layers: int, *, window: int = 4096, **fields: Any) -> DecoderConfig:
     """Return the config of an Exaone 4 with sliding windows, from fields of `DecoderConfig`."""
-    kinds = every(4, layers)
-    rotated = [kind == SLIDING for kind in kinds]
-    positions = rotary_where(rotated, Rotary())
-    table = attention_table(_LAYER, window, kinds, rotary=positions)
+    table = table_of(_attention_layers(_LAYER, window, every(4, layers)))
     return DecoderConfig(**{"layers": layers} | table | fields)
+
+
+def exaone_moe(
+    *shape: int, window: int, dense_d_ff: int, router: RouterConfig, **fields: Any
+) -> DecoderConfig:
+    """Return the config of an Exaone with experts, from fields of `DecoderConfig`.
+
+    Args:
+        *shape: Its fields from `vocab` to `d_ff`, the width of an expert and of the shared one.
+        window: Sliding window of three of four layers.
+        dense_d_ff: Hidden width of the MLP of the first layer.
+        router: Router.
+        **fields: Other fields.
+    """
+    layers = shape[2]
+    layer = LayerSpec(_LAYER.mixer, ExpertsSpec(shared_d_ff=shape[5]))
+    specs = _attention_layers(layer, window, every(4, layers))
+    specs = with_dense_mlps(specs, MLPSpec(dense_d_ff), dense_first(1, layers))
+    return DecoderConfig(*shape, **table_of(specs), router=router, **fields)
+
+
+def _attention_layers(
+    layer: LayerSpec, window: int, kinds: Sequence[str], *, rotate_all: bool = False
+) -> list[LayerSpec]:
+    """Return the specs of all layers; by default only those with a window have positions."""
+    rotated = [kind == SLIDING or rotate_all for kind in kinds]
+    return attention_layers(layer, window, kinds, rotary=rotary_where(rotated, Rotary()))
 
 
 _SIZES_32B = {"vocab": 102_400, "d_model": 5120, "heads": 40, "kv_heads": 8, "d_ff": 27_392}
 
 PRESETS = {
     "test-exaone4": exaone4(8, window=5, vocab=64, d_model=32, d_ff=64),
+    "test-exaone-moe": exaone_moe(
+        *(64, 32, 6, 4, 2, 16),
+        window=5,
+        dense_d_ff=48,
+        router=dataclasses.replace(CHOICE_BIASES, experts=8, top_k=2),
+    ),
     "exaone4-1.2b": DecoderConfig(
         *(102_400, 2048, 30, 32, 8, 4096), rope_theta=1e6, tied=True, layer=_LAYER
     ),
     "exaone4-32b": exaone4(64, **_SIZES_32B, rope_theta=1e6),
+    "k-exaone-236b": exaone_moe(
+        *(153_600, 6144, 48, 64, 8, 2048),
+        window=128,
+        dense_d_ff=18_432,
+        head_dim=128,
+        rope_theta=1e6,
+        router=dataclasses.replace(CHOICE_BIASES, experts=128, top_k=8, scale=2.5, bias_rate=1e-3),
+    ),
 }
-"""Published shapes by name, and a small one for tests."""
+"""Published shapes by name, and small ones for tests."""
 
 _NAMES = layer_names(
     attention_post_norm="post_attention_layernorm",
@@ -56,17 +119,48 @@ _NAMES = layer_names(
 )
 
 
+_ROUTER = RouterFields(
+    "num_experts",
+    experts=64,
+    top_k=8,
+    normalise=True,
+    groups=(1, 1),
+    scale=2.5,
+    balance_name="",
+    base=CHOICE_BIASES,
+)
+_MOE_NAMES = layer_names() | expert_names(choice_bias="e_score_correction_bias")
+_SHARED = "num_shared_experts"
+_AHEAD = "num_nextn_predict_layers"
+
+
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, kv_heads=32)
+    table = table_of(_read_layers(fields, sizes["layers"], _LAYER))
+    return fields.build(DecoderConfig, **sizes, **table)
+
+
+def _read_moe(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    sizes = read_sizes(fields, eps=1e-5, kv_heads=32)
     layers = sizes["layers"]
+    layer = LayerSpec(_LAYER.mixer, read_shared_experts(fields, 1024, name=_SHARED))
+    dense = read_dense_first(fields, layers, 1)
+    kinds = read_mlp_types(fields, layers, dense_first(dense, layers))
+    specs = with_dense_mlps(_read_layers(fields, layers, layer), MLPSpec(), kinds)
+    fields.value(_AHEAD)
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
+
+
+def _read_layers(fields: Fields, layers: int, layer: LayerSpec) -> list[LayerSpec]:
+    """Parse the kinds of attention; return the spec of each layer."""
     has_windows = not fields.is_null("sliding_window")
     kinds = read_layer_types(fields, layers, _default_kinds(fields, layers))
     window = read_window_of(fields, kinds, absent=4096)
-    rotated = [kind == SLIDING or not has_windows for kind in kinds]
-    positions = rotary_where(rotated, Rotary())
-    table = attention_table(_LAYER, window, kinds, rotary=positions)
-    return fields.build(DecoderConfig, **sizes, **table)
+    return _attention_layers(layer, window, kinds, rotate_all=not has_windows)
 
 
 def _default_kinds(fields: Fields, layers: int) -> list[str]:
@@ -80,10 +174,30 @@ def _default_kinds(fields: Fields, layers: int) -> list[str]:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
+    return {"model_type": "exaone4", **write_sizes(config), **_write_layers(config)}
+
+
+def _write_moe(config: DecoderConfig) -> dict[str, Any]:
+    _, _, router = experts_of(config)
+    return {
+        "model_type": "exaone_moe",
+        **write_sizes(config),
+        **_write_layers(config),
+        **write_shared_experts(config, _SHARED),
+        "mlp_layer_types": mlp_kinds(config),
+        **_ROUTER.write(router),
+    }
+
+
+def _write_layers(config: DecoderConfig) -> dict[str, Any]:
+    """Return the fields of config.json: the inverse of `_read_layers`."""
     fields = write_layer_types(config)
     if FULL in fields["layer_types"] and all(rotated_layers(config)):
         fields["sliding_window"] = None  # with one, layers without it have no positions
-    return {"model_type": "exaone4", **write_sizes(config), **fields}
+    return fields
 
 
 FAMILY = decoder_family("Exaone4ForCausalLM", _read, _write, _NAMES)
+MOE_FAMILY = decoder_family(
+    "ExaoneMoeForCausalLM", _read_moe, _write_moe, _MOE_NAMES, harmless=(_AHEAD,), secondary=True
+)

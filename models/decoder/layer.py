@@ -11,14 +11,16 @@ from spmd.layers.router import RouterConfig
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.declared import Axes, TableRows
 from spmd.models.decoder.experts import ExpertsSpec, MixtureOfExperts
+from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.norms import make_norm
+from spmd.models.decoder.short_convolution import GatedConvolutionSpec
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate
 
-Mixer = AttentionSpec | LatentAttentionSpec
+Mixer = AttentionSpec | LatentAttentionSpec | GatedConvolutionSpec | GatedDeltaNetSpec
 """Specs of token mixers."""
 
 Norms = Literal["before", "after", "both", "parallel", "parallel_shared"]

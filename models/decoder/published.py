@@ -293,6 +293,7 @@ def read_sizes(
     theta: float = 10_000.0,
     head_dim: int = 0,
     kv_heads: int = 0,
+    d_ff: int | None = None,
     tied: bool = False,
     activation: tuple[str, ...] = ("hidden_act", "silu"),
     heads_divide: bool = False,
@@ -307,6 +308,7 @@ def read_sizes(
         head_dim: Default of `head_dim`; 0 for the width divided by the heads.
         kv_heads: `num_key_value_heads` if it is absent; null always means as many as heads, as does
             0 here.
+        d_ff: Default of `intermediate_size`; None if it is required.
         tied: Default of `tie_word_embeddings`.
         activation: Name of the MLP's activation field, and the supported values.
         heads_divide: Whether the heads must divide the width.
@@ -334,7 +336,7 @@ def read_sizes(
         "layers": fields.integer("num_hidden_layers"),
         "heads": heads,
         "kv_heads": fields.integer("num_key_value_heads", kv_heads),
-        "d_ff": fields.integer("intermediate_size"),
+        "d_ff": fields.integer("intermediate_size", d_ff),
         "head_dim": head_dim,
         **rotary,
         "norm_eps": eps,
@@ -374,6 +376,15 @@ def read_window(fields: Fields, absent: int) -> int:
     if fields.is_null("sliding_window"):
         return 0
     return absent
+
+
+def read_factor(fields: Fields, name: str, absent: float = 1.0) -> float:
+    """Parse a factor, a number above 0; `absent` is the default."""
+    factor = fields.number(name, absent, least=0)
+    if factor == 0:
+        fields.refuse(name, "is 0", "a number above 0")
+        return 1.0
+    return factor
 
 
 def read_soft_cap(fields: Fields, name: str, absent: float) -> float:

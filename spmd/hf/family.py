@@ -27,7 +27,7 @@ import numpy as np
 from flax.core import FrozenDict
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, did_you_mean, join_first
+from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.hf.layout import AS_IS, TensorLayout
 from spmd.sharding.rules import Rules
 
@@ -38,7 +38,6 @@ OPTIONS_GROUP = "spmd.missing_options"
 """Entry-point group; each value is `module:NAME` of architecture → the option that it needs."""
 
 _SAME_TASK = 0.9
-_MOST_KNOWN = 1500
 _PLACEHOLDERS = ("layer", "expert")
 _NO_ALIASES: Mapping[str, str] = FrozenDict()
 
@@ -229,13 +228,13 @@ def _unsupported(wanted: Iterable[str]) -> list[Problem]:
         fix = _nearest(name, known)
         problems.append(Problem(f"architecture {name}", "is not supported", fix=fix))
     if not problems:
-        fix = f"one of: {join_first(known, _MOST_KNOWN)}"
+        fix = f"`architectures`, a list of one name; {_all_of(known)}"
         return [Problem("config.json", "names no architecture", fix=fix)]
     return problems
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the known architecture with a typo, or all of them.
+    """Return a hint at the known architecture with a typo, or at the list of all.
 
     One letter makes another family, such as Olmo and Olmoe, and so does a number. Only the case,
     letters that are doubled, and a typo of the task are corrected.
@@ -247,7 +246,11 @@ def _nearest(name: str, known: Iterable[str]) -> str:
         is_typo = difflib.SequenceMatcher(None, task, other_task).ratio() > _SAME_TASK
         if _undoubled(family) == _undoubled(other_family) and is_typo:
             return f'did you mean "{other}"?'
-    return f"one of: {join_first(known, _MOST_KNOWN)}"
+    return f"a family for it, as an entry point in {GROUP!r}; {_all_of(known)}"
+
+
+def _all_of(known: Collection[str]) -> str:
+    return f"the page of families (docs/families) has the {len(known)} supported ones"
 
 
 def _split_architecture(name: str) -> tuple[str, str]:

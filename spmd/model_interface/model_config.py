@@ -36,6 +36,35 @@ class HasLayers(Protocol):
         """Number of layers."""
 
 
+class LayerPattern(Protocol):
+    """Kinds of layers in order: first ones, a repeated group, and last ones."""
+
+    @property
+    def first(self) -> tuple[Any, ...]:
+        """Kinds of the first layers, which are not repeated."""
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Kinds of the layers of the repeated group."""
+
+    @property
+    def repeats(self) -> int:
+        """Number of repeats of the group."""
+
+    @property
+    def last(self) -> tuple[Any, ...]:
+        """Kinds of the last layers, which are not repeated."""
+
+
+@runtime_checkable
+class HasPattern(Protocol):
+    """A config with layers of several kinds; a pipeline divides the repeats of their group."""
+
+    @property
+    def pattern(self) -> LayerPattern:
+        """The kinds in order."""
+
+
 @runtime_checkable
 class HasHeads(Protocol):
     """A config with attention heads, to divide over `tensor`."""
@@ -155,6 +184,22 @@ def layers_of(config: Any) -> int:
     if isinstance(config, HasLayers):
         return config.layers
     return 1
+
+
+def repeats_of(config: Any) -> int:
+    """Return the number of equal groups of layers, to divide among stages; 1 if it is unknown.
+
+    Example:
+        >>> import types
+        >>> pattern = types.SimpleNamespace(first=(), group=("local", "global"), repeats=4, last=())
+        >>> repeats_of(types.SimpleNamespace(layers=8, pattern=pattern))
+        4
+        >>> repeats_of(types.SimpleNamespace(layers=8))
+        8
+    """
+    if isinstance(config, HasPattern):
+        return config.pattern.repeats
+    return layers_of(config)
 
 
 def heads_of(config: Any) -> tuple[int, int]:

@@ -54,6 +54,7 @@ from spmd.precision import Precision, make_precision
 from spmd.run.config import CountsFlops, TrainConfig
 from spmd.run.planned_step import PlannedStep
 from spmd.run.recipes import device_kind, precision_problems, recipe_problems, untuned_problems
+from spmd.run.stages import check_stages
 from spmd.settings.compress import CompressConfig, powersgd_rank
 from spmd.settings.quantize import RECIPES, parse_table
 from spmd.sharding.mesh import (
@@ -96,6 +97,7 @@ def make_setup(config: TrainConfig, mesh: AnyMesh, chip: str = "") -> TrainSetup
     """
     model = build_model(config)
     schedule = build_schedule(config, mesh)
+    check_stages(config.model, schedule)
     loss_fn = next_token_loss(model, chunk=config.logits_chunk)
     with Together("Invalid plan:") as errors:
         problems = _problems_of_chip(config, mesh, chip)

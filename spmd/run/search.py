@@ -23,7 +23,7 @@ import jax
 from spmd.analysis.memory import CATEGORIES, MemoryReport
 from spmd.analysis.topology import Topology, parse_topology
 from spmd.errors import ConfigError, Problem, SpmdError
-from spmd.model_interface.model_config import experts_of, heads_of, layers_of
+from spmd.model_interface.model_config import experts_of, heads_of, repeats_of
 from spmd.run.build import (
     TrainSetup,
     build_schedule,
@@ -600,7 +600,7 @@ def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshS
     """Yield the meshes of a machine; heads, layers and experts divide over their axes."""
     model = config.model
     heads, kv_heads = heads_of(model)
-    layers = layers_of(model)
+    repeats = repeats_of(model)
     experts = experts_of(model)
     inside = topology.devices // topology.slices
     sizes = _divisors(inside)
@@ -612,7 +612,7 @@ def _mesh_shapes(config: TrainConfig[Any], topology: Topology) -> Iterator[MeshS
     sequences = [1]
     if config.data.sequence >= _LONG:
         sequences = [size for size in sizes if size <= _MOST_SEQUENCE]
-    pipes = [size for size in sizes if size <= _MOST_PIPE and layers % size == 0]
+    pipes = [size for size in sizes if size <= _MOST_PIPE and repeats % size == 0]
     expert_sizes = [size for size in sizes if experts % size == 0]
     products = itertools.product(tensors, sequences, pipes, expert_sizes)
     for tensor, sequence, pipe, expert in products:

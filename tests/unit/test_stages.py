@@ -1,0 +1,81 @@
+"""Layers that do not divide into stages are refused in repeats of their group, before anything is built."""
+
+import dataclasses
+
+import pytest
+
+from spmd.data.loader import DataConfig
+from spmd.errors import ConfigError
+from spmd.model_interface.model_config import repeats_of
+from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, decoder_rules
+from spmd.pipeline.schedules import make_schedule
+from spmd.run.build import make_setup
+from spmd.run.config import PipelineConfig, TrainConfig
+from spmd.run.stages import check_stages
+from spmd.sharding.mesh import MeshShape, abstract_mesh
+
+LOCAL, FULL = LayerSpec(AttentionSpec(window=4)), LayerSpec()
+PATTERNS = {
+    "plain": (
+        DecoderConfig(layers=6),
+        "mesh.pipe: does not divide the layers",
+        "6 layers / (pipe=4) = 1.5",
+    ),
+    "group": (
+        DecoderConfig(layers=12, group=(LOCAL, FULL)),
+        "mesh.pipe: does not divide the repeats of the group of layers",
+        "6 repeats × 2 layers = 12 layers; 6 repeats / (pipe=4) = 1.5",
+    ),
+    "ends": (
+        DecoderConfig(layers=7, first=(FULL,), group=(LOCAL, FULL), last=(LOCAL, LOCAL)),
+        "mesh.pipe: does not divide the repeats of the group of layers",
+        "1 first + 2 repeats × 2 layers + 2 last = 7 layers; 2 repeats / (pipe=4) = 0.5",
+    ),
+    "aperiodic": (
+        DecoderConfig(layers=8, group=(LOCAL, FULL, FULL, LOCAL, LOCAL, FULL, LOCAL, LOCAL)),
+        "the longest period of this pattern, 8 layers, occurs once",
+        "1 repeat × 8 layers = 8 layers; 1 repeat / (pipe=4) = 0.25",
+    ),
+}
+
+
+def config(model, stages, **pipeline):
+    """The config of a run over so many stages."""
+    return TrainConfig(
+        model=model,
+        rules=decoder_rules(model),
+        mesh=MeshShape(pipe=stages),
+        data=DataConfig(batch=16, sequence=16),
+        pipeline=PipelineConfig(microbatches=4, **pipeline),
+    )
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_layers_that_do_not_divide_are_refused(name):
+    """One problem, with the arithmetic of repeats; a pattern without any names its period."""
+    model, what, arithmetic = PATTERNS[name]
+    with pytest.raises(ConfigError) as caught:
+        make_setup(config(model, 4), abstract_mesh(MeshShape(pipe=4)))
+    (problem,) = caught.value.problems
+    assert what in str(problem)
+    assert problem.detail == arithmetic
+    assert problem.fix
+
+
+def test_chunks_are_counted():
+    """An interleaved schedule divides layers into two chunks for each stage."""
+    model = DecoderConfig(layers=4, group=(LOCAL, FULL))
+    mesh = abstract_mesh(MeshShape(pipe=2))
+    with pytest.raises(ConfigError, match=r"2 repeats / \(pipe=2 × 2 chunks\) = 0.5"):
+        make_setup(config(model, 2, schedule="interleaved"), mesh)
+
+
+def test_repeats_that_divide_are_not_refused():
+    """Twelve layers of a period of three are four repeats; first and last layers are no part of them."""
+    schedule = make_schedule("1f1b", 4, 4, 1)
+    period = DecoderConfig(layers=12, group=(LOCAL, LOCAL, FULL))
+    odd = dataclasses.replace(period, layers=15, first=(FULL,), last=(FULL, LOCAL))
+    for model in (period, odd, DecoderConfig(layers=8)):
+        check_stages(model, schedule)
+        assert repeats_of(model) % 4 == 0
+    check_stages(DecoderConfig(layers=5), None)
