@@ -29,11 +29,11 @@ from spmd.layers.kv_cache import cache_slot, require_one_document, token_mask
 from spmd.layers.recurrence import require_whole_sequences, to_float32
 from spmd.layers.state_space import state_space_scan, state_space_step
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
-from spmd.models.decoder.head_params import initial_dt_bias, initial_rates, of_heads
+from spmd.models.decoder.head_params import initial_dt_bias, initial_rates, of_heads, whole
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.norms import GatedRMSNorm
-from spmd.models.decoder.short_convolution import ShortConvolution, whole
+from spmd.models.decoder.short_convolution import ShortConvolution
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.context import constrain
