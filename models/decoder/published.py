@@ -318,6 +318,8 @@ def read_sizes(
     if heads_divide and width % heads:
         what = f"is {heads}, which does not divide hidden_size {width}, as this family needs"
         fields.refuse("num_attention_heads", what)
+    if fields.is_null("head_dim"):
+        head_dim = 0
     head_dim = fields.integer("head_dim", head_dim or max(1, width // heads))
     if head_dim * heads == width:
         head_dim = 0
@@ -329,7 +331,7 @@ def read_sizes(
         eps = fields.number(eps_field, eps, least=0)
     rotary = {}
     if theta:
-        rotary = _read_network_rotary(fields, theta)
+        rotary = read_network_rotary(fields, Rotary(theta, RopeScaling()))
     return {
         "vocab": fields.integer("vocab_size"),
         "d_model": width,
@@ -344,9 +346,15 @@ def read_sizes(
     }
 
 
-def _read_network_rotary(fields: Fields, theta: float) -> dict[str, Any]:
-    """Parse the rotary embeddings of whole heads, equal in all layers."""
-    rotary = read_rotary(fields, Rotary(theta, RopeScaling()))
+def read_network_rotary(fields: Fields, default: Rotary, **options: Any) -> dict[str, Any]:
+    """Parse the rotary embeddings of whole heads, equal in all layers, as arguments of `DecoderConfig`.
+
+    Args:
+        fields: Fields of config.json.
+        default: The embeddings of a file without them.
+        **options: As for `read_rotary`.
+    """
+    rotary = read_rotary(fields, default, **options)
     if rotary.fraction != 1:
         what = f"is {rotary.fraction:g}, and this model rotates whole heads"
         fields.refuse("partial_rotary_factor", what)

@@ -317,12 +317,12 @@ class Llama3Scaling(RopeScaling):
         problems = check_fields(self, _FACTOR | _CONTEXT, prefix=_PREFIX)
         low = self.low_frequency_factor
         high = self.high_frequency_factor
-        if not 0 < low < high:
+        if not 0 < low <= high:
             problem = Problem(
                 "rope_scaling",
                 "has factors out of order",
                 f"low {low}, high {high}",
-                "0 < low_frequency_factor < high_frequency_factor",
+                "0 < low_frequency_factor <= high_frequency_factor",
             )
             problems.append(problem)
         return problems
@@ -343,7 +343,10 @@ class Llama3Scaling(RopeScaling):
         turns = self.original_context * frequencies / (2 * np.pi)
         low = self.low_frequency_factor
         high = self.high_frequency_factor
-        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        if low == high:
+            kept = np.where(turns < low, 0.0, 1.0)  # a step (Llama 4)
+        else:
+            kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
         factors = kept + (1 - kept) / self.factor
         return frequencies * factors
 
