@@ -4,7 +4,7 @@ Source: config.json of huggingface.co/RecursiveSI/flint. The first two layers ha
 last layer and every fourth one attend to all preceding tokens, without rotary positions.
 
 ```python
-config = dataclasses.replace(PRESETS["flint"], vocab=32_000)
+config = dataclasses.replace(PRESETS["test-flint"], vocab=256)
 model = spmd.from_nnx(config.build)
 ```
 """

@@ -180,6 +180,7 @@ def _check_copies(
     fields.only("swa_num_attention_heads", sizes["heads"])
     fields.only("swa_num_key_value_heads", 2 * sizes["kv_heads"])
     fields.only("swa_v_head_dim", mixer.value_dim)
+    fields.only("swa_head_dim", fields.value("head_dim", 192))
     fields.only("swa_rope_theta", _ROTARY[SLIDING].theta)
     fields.only("layernorm_epsilon", sizes["norm_eps"])
     fields.only("add_swa_attention_sink_bias", True)

@@ -56,7 +56,9 @@ def persimmon(
 
 PRESETS = {
     "test-persimmon": persimmon(64, 32, 2, 4, 4, 64),
-    "persimmon-8b": persimmon(262_144, 4096, 36, 64, 64, 16_384),
+    "persimmon-8b": persimmon(
+        *(262_144, 4096, 36, 64, 64, 16_384), rotary=dataclasses.replace(_ROTARY, theta=25_000.0)
+    ),
 }
 """Published shape by name, and a small one for tests."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from flax import nnx
+from flax.core import FrozenDict
 
 from spmd.errors import SpmdError
 from spmd.hf.family import Family, Ignored, TensorMapping
@@ -78,6 +79,7 @@ class TensorNames:
         layers: Prefix of a layer, with its number.
         ahead: Tensors of a module of multi-token prediction besides those of its layer, with the
             number of a layer after the last one; None if they have no published names.
+        constants: Scalars of a layer without a parameter, with their values.
     """
 
     layer: Names
@@ -85,6 +87,7 @@ class TensorNames:
     prefix: str = "model."
     layers: str = "layers.{layer}."
     ahead: Names | None = None
+    constants: Mapping[str, float] = FrozenDict()
 
     def mappings(self, config: DecoderConfig) -> tuple[TensorMapping, ...]:
         """Return the mappings of all parameters of a config, and of the biases of routers."""
@@ -136,7 +139,14 @@ class TensorNames:
             embedding, _ = self.ends["embed/embedding"]
             copy = Ignored(_HEAD, "is a copy of the embedding", self.prefix + embedding)
             entries.append(copy)
-        return (*entries, *self._ignored_ahead(config))
+        return (*entries, *self._ignored_ahead(config), *self._constants(config))
+
+    def _constants(self, config: DecoderConfig) -> Iterator[Ignored]:
+        """Yield the constants of all layers."""
+        for layer in range(config.layers):
+            prefix = (self.prefix + self.layers).format(layer=layer)
+            for tensor, value in self.constants.items():
+                yield Ignored(prefix + tensor, "is a constant of this model", value=value)
 
     def _ignored_ahead(self, config: DecoderConfig) -> Iterator[Ignored]:
         """Yield the tensors of modules of multi-token prediction that are not used.
@@ -274,7 +284,7 @@ def _published_form(config: DecoderConfig) -> tuple[Any, ...]:
     scale = config.embed_scale or config.d_model**0.5
     return (
         *(config.vocab, config.d_model, config.norm_eps, config.tied, config.norm),
-        *(config.positions, scale, config.residual_scale, config.logits_scale),
+        *(config.positions, scale, config.embed_norm, config.residual_scale, config.logits_scale),
         *(config.logits_soft_cap, config.predict_ahead, router, *kinds),
     )
 

@@ -445,6 +445,8 @@ class Rotary:
     """Fraction of each head that is rotated, its first dimensions (`partial_rotary_factor`)."""
     interleaved: bool = False
     """Rotate pairs `(2i, 2i + 1)` instead of halves of a head (GPT-J, GLM, Cohere, DeepSeek)."""
+    negative: bool = False
+    """Rotate by negative angles (nanochat)."""
 
     def resolve(self, theta: float, scaling: RopeScaling) -> "Rotary":
         """Return the positions with the network's values where they have none of their own."""
@@ -465,7 +467,10 @@ class Rotary:
     def angles(self, positions: np.ndarray | Array, head_dim: int) -> Angles:
         """Return the angles of positions, for heads of a width."""
         assert self.scaling is not None, "the spec is not resolved"
-        return rotary_angles(positions, head_dim, self.theta, self.scaling, self.fraction)
+        cos, sin = rotary_angles(positions, head_dim, self.theta, self.scaling, self.fraction)
+        if self.negative:
+            sin = -sin
+        return cos, sin
 
 
 def rotary_angles(

@@ -110,6 +110,22 @@ MODELS = {
         "Jais2",
         {**LLAMA, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
     ),
+    "apertus": ("Apertus", {**LLAMA, "rope_parameters": SCALED}),
+    "apertus-biased": (
+        "Apertus",
+        {
+            **{**LLAMA, "attention_bias": True, "tie_word_embeddings": True},
+            **{"vocab_size": 67, "rope_parameters": PLAIN},
+        },
+    ),
+    "nanochat": ("NanoChat", LLAMA),
+    "nanochat-biased": (
+        "NanoChat",
+        {
+            **{**LLAMA, "attention_bias": True, "final_logit_softcapping": 1.0},
+            **{"tie_word_embeddings": True, "vocab_size": 67},
+        },
+    ),
     "persimmon": ("Persimmon", PERSIMMON),
     "persimmon-plain": (
         "Persimmon",
@@ -119,6 +135,30 @@ MODELS = {
         },
     ),
 }
-# huggingface.co/openai/{gpt-oss-20b,gpt-oss-120b}.
-PUBLISHED = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
-REFUSED = {"gpt_oss": {"swiglu_limit": 5.0}}
+# Without modules of multi-token prediction, vision, and the biases of routers, which are variables:
+# huggingface.co/openai/{gpt-oss-20b,gpt-oss-120b}, huggingface.co/meta-llama/Llama-4-Scout-17B-16E,
+# huggingface.co/meta-llama/Llama-4-Maverick-17B-128E, huggingface.co/XiaomiMiMo/MiMo-V2-Flash,
+# huggingface.co/adept/persimmon-8b-base, huggingface.co/swiss-ai/Apertus-{8B,70B}-2509 without the
+# constants of activations.
+PUBLISHED = {
+    "apertus-70b": 70_599_864_480,
+    "apertus-8b": 8_053_338_176,
+    "gpt-oss-120b": 116_829_156_672,
+    "gpt-oss-20b": 20_914_757_184,
+    "llama4-maverick": 400_711_848_960,
+    "llama4-scout": 107_769_861_120,
+    "mimo-v2-flash": 308_778_768_832,
+    "persimmon-8b": 9_397_175_296,
+}
+REFUSED = {
+    "apertus": {"hidden_act": "silu"},
+    "flint": {"mlp_only_layers": "none"},
+    "gpt_oss": {"swiglu_limit": 5.0},
+    "granite_swa": {"layer_rope_theta": [1e4]},
+    "jais2": {"hidden_act": "silu"},
+    "llama4_text": {"moe_layers": []},
+    "mimo_v2_flash": {"scoring_func": "softmax"},
+    "ministral3": {"partial_rotary_factor": 0.5},
+    "nanochat": {"hidden_act": "gelu"},
+    "persimmon": {"num_key_value_heads": 2},
+}
