@@ -39,8 +39,8 @@ def apertus(*shape: Any, attention_bias: bool = False, **fields: Any) -> Decoder
     """
     mixer = dataclasses.replace(_LAYER.attention, qkv_bias=attention_bias, out_bias=attention_bias)
     layer = dataclasses.replace(_LAYER, mixer=mixer)
-    defaults: dict[str, Any] = {"rope_theta": _THETA, "rope_scaling": _SCALING}
-    return DecoderConfig(*shape, layer=layer, **defaults | fields)
+    defaults: dict[str, Any] = {"rope_theta": _THETA, "rope_scaling": _SCALING, "layer": layer}
+    return DecoderConfig(*shape, **defaults | fields)
 
 
 PRESETS = {

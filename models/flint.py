@@ -103,7 +103,9 @@ PRESETS = {
         dense_d_ff=48,
         window=5,
         experts=ExpertsSpec(16, shared_d_ff=24),
-        **{"vocab": 64, "d_model": 32, "router": dataclasses.replace(_ROUTER.base, experts=4)},
+        vocab=64,
+        d_model=32,
+        router=dataclasses.replace(_ROUTER.base, experts=4),
     ),
 }
 """A small shape for tests."""

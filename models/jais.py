@@ -33,7 +33,8 @@ def jais2(
         AttentionSpec(qkv_bias=attention_bias, out_bias=attention_bias),
         MLPSpec(activation="relu2", gated=False, bias=mlp_bias),
     )
-    return DecoderConfig(*shape, norm=NormSpec("layer", bias=True), layer=layer, **fields)
+    defaults: dict[str, Any] = {"norm": NormSpec("layer", bias=True), "layer": layer}
+    return DecoderConfig(*shape, **defaults | fields)
 
 
 PRESETS = {

@@ -136,7 +136,10 @@ _SIZES: dict[str, Any] = {
 PRESETS = {
     "test-llama4": llama4(
         _mixers(4, chunk=5, temperature=Temperature(0.1, interval=6, offset=1)),
-        **{"vocab": 64, "d_model": 32, "d_ff": 16, "router": _router(4)},
+        vocab=64,
+        d_model=32,
+        d_ff=16,
+        router=_router(4),
     ),
     "llama4-scout": llama4(
         _mixers(48),

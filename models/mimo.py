@@ -126,7 +126,9 @@ PRESETS = {
         mixers=attention_of_kinds(1, _TINY, window=5, rotary=_TINY_ROTARY),
         d_ff=16,
         dense_d_ff=48,
-        **{"vocab": 64, "d_model": 32, "kv_heads": 1},
+        vocab=64,
+        d_model=32,
+        kv_heads=1,
         router=dataclasses.replace(_ROUTER.base, experts=4),
     ),
     "mimo-v2-flash": mimo(
@@ -135,7 +137,11 @@ PRESETS = {
         mixers=attention_of_kinds(4, AttentionSpec(value_dim=128, value_scale=0.707)),
         d_ff=2048,
         dense_d_ff=16_384,
-        **{"vocab": 152_576, "d_model": 4096, "heads": 64, "kv_heads": 4, "head_dim": 192},
+        vocab=152_576,
+        d_model=4096,
+        heads=64,
+        kv_heads=4,
+        head_dim=192,
         router=dataclasses.replace(_ROUTER.base, experts=256, top_k=8),
     ),
 }

@@ -45,9 +45,11 @@ def nanochat(*shape: Any, attention_bias: bool = False, **fields: Any) -> Decode
     """
     mixer = dataclasses.replace(_MIXER, qkv_bias=attention_bias, out_bias=attention_bias)
     layer = LayerSpec(mixer, MLPSpec(activation="relu2", gated=False))
-    defaults: dict[str, Any] = {"norm_eps": 1e-6, "logits_soft_cap": 15.0}
-    norm = NormSpec(scale=False)
-    return DecoderConfig(*shape, norm=norm, embed_norm=True, layer=layer, **defaults | fields)
+    defaults: dict[str, Any] = {
+        **{"norm": NormSpec(scale=False), "norm_eps": 1e-6, "embed_norm": True},
+        **{"layer": layer, "logits_soft_cap": 15.0},
+    }
+    return DecoderConfig(*shape, **defaults | fields)
 
 
 PRESETS = {"test-nanochat": nanochat(64, 32, 2, 4, 2, 64)}

@@ -51,7 +51,8 @@ def persimmon(
     if qk_norm:
         mixer = dataclasses.replace(mixer, qk_norm="head")
     layer = LayerSpec(mixer, MLPSpec(activation="relu2", gated=False, bias=True))
-    return DecoderConfig(*shape, norm=NormSpec("layer", bias=True), layer=layer, **fields)
+    defaults: dict[str, Any] = {"norm": NormSpec("layer", bias=True), "layer": layer}
+    return DecoderConfig(*shape, **defaults | fields)
 
 
 PRESETS = {
