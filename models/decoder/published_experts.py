@@ -140,13 +140,18 @@ def read_dense_first(fields: Fields, layers: int, absent: int) -> int:
     return dense
 
 
-def read_sparse_layers(fields: Fields, layers: int) -> list[str]:
+def read_sparse_layers(fields: Fields, layers: int, default: Sequence[int] = ()) -> list[str]:
     """Parse `decoder_sparse_step` and `mlp_only_layers`; return the kind of each layer's MLP.
 
     Layers of an interval's end have experts, except for those of the list, which begins at 0.
+
+    Args:
+        fields: Fields of config.json.
+        layers: Number of layers.
+        default: The list if the field is absent or null.
     """
     step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.value("mlp_only_layers", [])
+    dense = fields.value("mlp_only_layers", [*default])
     if not isinstance(dense, list) or not all(type(number) is int for number in dense):
         fields.refuse("mlp_only_layers", "is not a list of integers")
         dense = []

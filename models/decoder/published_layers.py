@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from spmd.errors import did_you_mean
+from spmd.errors import did_you_mean, shorten
 from spmd.hf.fields import Fields
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
@@ -289,6 +289,28 @@ def attention_of(config: DecoderConfig) -> AttentionSpec:
         if isinstance(spec.mixer, AttentionSpec):
             return spec.mixer
     return AttentionSpec(rotary=None).resolve(config.sizes)
+
+
+def read_rotated(fields: Fields, layers: int, *, empty_is_absent: bool = False) -> list[bool]:
+    """Parse `no_rope_layers`, 1 for each layer with rotary positions and 0 for the others.
+
+    By default, the last layer of each `no_rope_layer_interval` has none.
+
+    Args:
+        fields: Fields of config.json.
+        layers: Number of layers.
+        empty_is_absent: Whether an empty list means the default (Llama 4).
+    """
+    interval = fields.integer("no_rope_layer_interval", 4)
+    default = [word == "rotated" for word in every(interval, layers, "rotated", "not")]
+    found = fields.value("no_rope_layers", [int(is_rotated) for is_rotated in default])
+    if found == [] and empty_is_absent:
+        return default
+    if not isinstance(found, list) or len(found) != layers or not {*map(repr, found)} <= {"0", "1"}:
+        what = f"is {shorten(found)}, not a list of 0 or 1 for each layer"
+        fields.refuse("no_rope_layers", what)
+        return default
+    return [number == 1 for number in found]
 
 
 def rotated_layers(config: DecoderConfig) -> list[bool]:
