@@ -43,7 +43,7 @@ _THETA = 5e5
 
 
 def ernie_moe(
-    *shape: int, shared: int, dense_d_ff: int, dense: int = 1, **fields: Any
+    *shape: Any, shared: int, dense_d_ff: int, dense: int = 1, **fields: Any
 ) -> DecoderConfig:
     """Return the config of an ERNIE with experts, from fields of `DecoderConfig`.
 

@@ -42,13 +42,13 @@ _V3_MIXER = AttentionSpec(qk_norm="head")
 _THETA3 = 11_158_840.0
 
 
-def hunyuan_moe(*shape: int, **fields: Any) -> DecoderConfig:
+def hunyuan_moe(*shape: Any, **fields: Any) -> DecoderConfig:
     """Return the config of a Hunyuan with a shared expert as wide as the others."""
     layer = LayerSpec(_V1_MIXER, ExpertsSpec(shared_d_ff=shape[5]))
     return DecoderConfig(*shape, **{"layer": layer} | fields)
 
 
-def hy3(*shape: int, dense_d_ff: int, dense: int = 1, **fields: Any) -> DecoderConfig:
+def hy3(*shape: Any, dense_d_ff: int, dense: int = 1, **fields: Any) -> DecoderConfig:
     """Return the config of a Hy3, from fields of `DecoderConfig`.
 
     Args:
