@@ -21,7 +21,6 @@ from spmd.models.decoder import (
     ExpertsSpec,
     LayerSpec,
     MLPSpec,
-    Rotary,
 )
 from spmd.models.decoder.published import (
     decoder_family,
@@ -44,12 +43,10 @@ from spmd.models.decoder.published_experts import (
     write_shared_experts,
 )
 from spmd.models.decoder.published_layers import (
-    SLIDING,
-    attention_layers,
     every,
     read_layer_types,
     read_window_of,
-    rotary_where,
+    rotated_windows,
     table_of,
     write_layer_types,
 )
@@ -79,8 +76,7 @@ def _layers(
     layer: LayerSpec, window: int, kinds: Sequence[str], dense: int, mlp: MLPSpec
 ) -> list[LayerSpec]:
     """Return the specs of all layers; only those with a window have positions."""
-    positions = rotary_where([kind == SLIDING for kind in kinds], Rotary())
-    specs = attention_layers(layer, window, kinds, rotary=positions)
+    specs = rotated_windows(layer, window, kinds)
     return with_dense_mlps(specs, mlp, dense_first(dense, len(kinds)))
 
 

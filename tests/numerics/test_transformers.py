@@ -209,6 +209,13 @@ def tensors(folder):
     found = {}
     for path in folder.glob("*.safetensors"):
         found |= load_file(path)
+    # In layers of OLMo Hybrid with attention, transformers 5.24 writes the name of other layers:
+    # its reverse of a renaming acts on all. Published files have the name that is ours.
+    for tensor in list(found):
+        after = tensor.replace("feedforward_layer_norm", "post_feedforward_layernorm")
+        if after != tensor and after in found:
+            ours = tensor.replace("feedforward_layer_norm", "post_attention_layernorm")
+            found[ours] = found.pop(tensor)
     return found
 
 
