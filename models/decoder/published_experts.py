@@ -21,7 +21,7 @@ from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.published import Names
-from spmd.models.decoder.published_layers import read_layer_types, table_of
+from spmd.models.decoder.published_layers import limit_layers, read_layer_types, table_of
 
 SPARSE = "sparse"
 """Kind of a layer with experts, as in `mlp_layer_types`."""
@@ -155,6 +155,7 @@ def read_sparse_layers(fields: Fields, layers: int, default: Sequence[int] = ())
     if not isinstance(dense, list) or not all(type(number) is int for number in dense):
         fields.refuse("mlp_only_layers", "is not a list of integers")
         dense = []
+    layers = limit_layers(fields, layers)
     kinds = []
     for number in range(layers):
         kind = DENSE

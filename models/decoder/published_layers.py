@@ -51,6 +51,14 @@ def every(interval: int, layers: int, often: str = SLIDING, seldom: str = FULL) 
     return kinds
 
 
+def limit_layers(fields: Fields, layers: int) -> int:
+    """Return a number of layers, at most 1000; a larger one is reported to `fields`."""
+    if layers > _MOST_LAYERS:
+        fields.refuse("num_hidden_layers", f"is {layers}, and at most {_MOST_LAYERS} have kinds")
+        return _MOST_LAYERS
+    return layers
+
+
 def read_layer_types(
     fields: Fields,
     layers: int,
@@ -67,8 +75,7 @@ def read_layer_types(
         known: The supported words.
         name: Name of the field.
     """
-    if layers > _MOST_LAYERS:
-        fields.refuse("num_hidden_layers", f"is {layers}, and at most {_MOST_LAYERS} have kinds")
+    if limit_layers(fields, layers) < layers:
         return list(default)
     found = fields.value(name)
     if found is None:
