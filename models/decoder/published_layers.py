@@ -29,7 +29,8 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 """Attention in a sliding window of `sliding_window` tokens, the attending one included."""
 
-_MOST_LAYERS = 1000
+MOST_LAYERS = 1000
+"""Most layers in a list with an entry for each; a file may claim more than fit in memory."""
 _UNUSED_WINDOW = 4096
 
 Kind = TypeVar("Kind", bound=Hashable)
@@ -43,7 +44,7 @@ def every(interval: int, layers: int, often: str = SLIDING, seldom: str = FULL) 
         ['s', 's', 'f', 's']
     """
     kinds = []
-    for number in range(1, min(layers, _MOST_LAYERS) + 1):
+    for number in range(1, min(layers, MOST_LAYERS) + 1):
         kind = often
         if number % interval == 0:
             kind = seldom
@@ -53,9 +54,9 @@ def every(interval: int, layers: int, often: str = SLIDING, seldom: str = FULL) 
 
 def limit_layers(fields: Fields, layers: int) -> int:
     """Return a number of layers, at most 1000; a larger one is reported to `fields`."""
-    if layers > _MOST_LAYERS:
-        fields.refuse("num_hidden_layers", f"is {layers}, and at most {_MOST_LAYERS} have kinds")
-        return _MOST_LAYERS
+    if layers > MOST_LAYERS:
+        fields.refuse("num_hidden_layers", f"is {layers}, and at most {MOST_LAYERS} have kinds")
+        return MOST_LAYERS
     return layers
 
 
@@ -208,18 +209,19 @@ def rotated_windows(
 
 
 def read_rotated_windows(
-    fields: Fields, layer: LayerSpec, default: Sequence[str], absent: int
+    fields: Fields, layer: LayerSpec, layers: int, default: Sequence[str], *, absent: int
 ) -> list[LayerSpec]:
     """Parse `layer_types` and `sliding_window` of layers as in `rotated_windows`.
 
     Args:
         fields: Fields of config.json.
         layer: A layer of full attention.
+        layers: Number of layers.
         default: The kind of each layer if `layer_types` is absent or null.
         absent: The window if the field is absent; with null, all layers have positions.
     """
     rotate_all = fields.is_null("sliding_window")
-    kinds = read_layer_types(fields, len(default), default)
+    kinds = read_layer_types(fields, layers, default)
     window = read_window_of(fields, kinds, absent)
     return rotated_windows(layer, window, kinds, rotate_all=rotate_all)
 
