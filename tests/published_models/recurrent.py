@@ -60,8 +60,8 @@ MODELS = {
         "OlmoHybrid",
         {
             **{**OLMO_HYBRID, "attention_bias": True, "linear_allow_neg_eigval": False},
-            **{"vocab_size": 67, "num_hidden_layers": 5, "linear_conv_kernel_dim": 3},
-            **{"layer_types": ["full_attention", *["linear_attention"] * 4]},
+            **{"vocab_size": 67, "num_hidden_layers": 3, "linear_conv_kernel_dim": 3},
+            **{"layer_types": ["full_attention", *["linear_attention"] * 2]},
             "rope_parameters": {"rope_type": "default", "rope_theta": None},
         },
     ),
