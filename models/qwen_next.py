@@ -32,6 +32,7 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
+from spmd.models.decoder.layer import Mixer
 from spmd.models.decoder.published import (
     ENDS,
     TensorNames,
@@ -88,7 +89,7 @@ def qwen_next(
         attention: The mixer of other layers.
         **fields: Other fields.
     """
-    mixers = {LINEAR: delta_net, FULL: attention}
+    mixers: dict[str, Mixer] = {LINEAR: delta_net, FULL: attention}
     layers = [LayerSpec(mixers[kind]) for kind in kinds]
     if mlp_kinds:
         experts = ExpertsSpec(shared_d_ff=shared_d_ff, shared_gate=True)
