@@ -14,7 +14,13 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import (
     CHOICE_BIASES,
     DENSE,
@@ -87,8 +93,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, kv_heads=32)
     layers = sizes["layers"]
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_MIXER, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _MIXER)
     layer = LayerSpec(mixer, read_shared_experts(fields, 1408, shared=None))
     kinds = read_layer_types(fields, layers, _default_kinds(fields, layers))
     window = read_window_of(fields, kinds, absent=4096)

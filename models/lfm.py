@@ -33,6 +33,7 @@ from spmd.models.decoder.published import (
     ENDS,
     TensorNames,
     decoder_family,
+    read_attention_bias,
     read_sizes,
     write_sizes,
 )
@@ -318,8 +319,7 @@ def _read3(values: Mapping[str, Any]) -> DecoderConfig:
     rotary = dict(_ROTARY3)
     if fields.value("rope_parameters") is not None:
         rotary = read_rotary_by_layer(fields, _ROTARY3)
-    bias = fields.flag("attention_bias", False)
-    mixer = dataclasses.replace(_LAYER3.attention, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _LAYER3.attention)
     if not fields.flag("use_attention_gate", True):
         mixer = dataclasses.replace(mixer, gate="none")
     layer = dataclasses.replace(_LAYER3, mixer=mixer)

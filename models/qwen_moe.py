@@ -9,16 +9,20 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.hf.layout import TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import (
     RouterFields,
     expert_names,
@@ -79,7 +83,6 @@ PRESETS = {
 """Published shapes by name, and small ones for tests."""
 
 _NAMES = layer_names() | expert_names(shared="shared_expert")
-_NAMES |= {"moe/shared_gate/kernel": ("mlp.shared_expert_gate.weight", TRANSPOSED)}
 _ROUTER2 = RouterFields("num_experts", experts=60, top_k=4, normalise=False)
 _ROUTER3 = RouterFields(
     "num_experts", also=("num_local_experts",), experts=128, top_k=8, normalise=False
@@ -94,8 +97,7 @@ def _read3(values: Mapping[str, Any]) -> DecoderConfig:
         sizes["window"] = read_window_of(fields, [SLIDING], _UNUSED_WINDOW)
     for name in ("sliding_window", "max_window_layers"):
         fields.value(name)  # unused without `use_sliding_window`, the second always
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_QWEN3.attention, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _QWEN3.attention)
     layer = LayerSpec(mixer, ExpertsSpec(fields.integer("moe_intermediate_size", 768)))
     table = experts_table(layer, MLPSpec(), read_sparse_layers(fields, sizes["layers"]))
     return fields.build(DecoderConfig, **sizes, **table, router=_ROUTER3.read(fields))

@@ -27,7 +27,10 @@ def initial_rates(key: Array, heads: int, least: float) -> Float[Array, "heads"]
 
 
 def initial_dt_bias(key: Array, heads: int) -> Float[Array, "heads"]:
-    """Return biases of step sizes, whose softplus is log-uniform in [0.001, 0.1]."""
+    """Return biases of step sizes, whose softplus is log-uniform in [0.001, 0.1].
+
+    Source: arXiv:2312.00752, section 3.6.
+    """
     low, high = jnp.log(_LEAST_STEP), jnp.log(_LARGEST_STEP)
     steps = jnp.exp(jax.random.uniform(key, (heads,), minval=low, maxval=high))
     return steps + jnp.log(-jnp.expm1(-steps))  # the inverse of softplus

@@ -365,13 +365,19 @@ def _read_network_rotary(fields: Fields, theta: float) -> dict[str, Any]:
     return {"rope_theta": rotary.theta, "rope_scaling": rotary.scaling}
 
 
+_MIXER = AttentionSpec()
+
+
 def read_layer(fields: Fields) -> LayerSpec:
     """Parse `attention_bias` and `mlp_bias`, of all kernels of attention and MLP."""
-    bias = fields.flag("attention_bias", False)
-    return LayerSpec(
-        AttentionSpec(qkv_bias=bias, out_bias=bias),
-        MLPSpec(bias=fields.flag("mlp_bias", False)),
-    )
+    mlp = MLPSpec(bias=fields.flag("mlp_bias", False))
+    return LayerSpec(read_attention_bias(fields), mlp)
+
+
+def read_attention_bias(fields: Fields, mixer: AttentionSpec = _MIXER) -> AttentionSpec:
+    """Parse `attention_bias`, of all kernels of attention; return `mixer` with these biases."""
+    bias = fields.flag("attention_bias", default=False)
+    return dataclasses.replace(mixer, qkv_bias=bias, out_bias=bias)
 
 
 def write_biases(config: DecoderConfig) -> dict[str, bool]:
@@ -397,6 +403,17 @@ def read_factor(fields: Fields, name: str, absent: float = 1.0) -> float:
         fields.refuse(name, "is 0", "a number above 0")
         return 1.0
     return factor
+
+
+def read_clip(fields: Fields) -> float:
+    """Parse `clip_qkv`, the largest absolute value of queries, keys and values; 0 for no limit."""
+    if fields.value("clip_qkv") is None:
+        return 0.0
+    limit = fields.number("clip_qkv")
+    if limit <= 0:
+        fields.refuse("clip_qkv", f"is {limit}", "a number above 0, or null for no limit")
+        return 0.0
+    return limit
 
 
 def read_soft_cap(fields: Fields, name: str, absent: float) -> float:

@@ -123,7 +123,7 @@ class RouterFields:
 
 
 def read_count(fields: Fields, name: str, absent: int) -> int:
-    """Parse a number that may be 0; `absent` is the value of an absent or null field."""
+    """Parse a count, perhaps 0; `absent` is the value of an absent or null field."""
     if fields.value(name) == 0:
         return 0
     if fields.value(name) is None:
@@ -163,7 +163,7 @@ def read_sparse_layers(fields: Fields, layers: int) -> list[str]:
 
 
 def read_mlp_types(fields: Fields, layers: int, default: Sequence[str]) -> list[str]:
-    """Parse `mlp_layer_types`, the kind of each layer's MLP; `default` is that without the field."""
+    """Parse `mlp_layer_types`, the kind of each layer's MLP; `default` is its value if absent."""
     return read_layer_types(fields, layers, default, (DENSE, SPARSE), "mlp_layer_types")
 
 
@@ -286,6 +286,7 @@ def expert_names(
         choice_bias: Tensor of the biases of the choice.
     """
     modules = {"moe/router": router}
+    modules["moe/shared_gate"] = "shared_expert_gate"
     for ours, theirs in zip(("gate", "up", "down"), kernels, strict=True):
         modules[f"moe/experts/{ours}_proj"] = expert + theirs
         modules[f"moe/shared/{ours}_proj"] = f"{shared}.{ours}_proj"

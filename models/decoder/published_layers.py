@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from spmd.errors import did_you_mean
 from spmd.hf.fields import Fields
+from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.pattern import find_pattern
@@ -184,6 +185,46 @@ def rotary_where(rotated: Sequence[bool], rotary: Rotary) -> list[Rotary | None]
     return positions
 
 
+def rotated_windows(
+    layer: LayerSpec, window: int, kinds: Sequence[str], *, rotate_all: bool = False
+) -> list[LayerSpec]:
+    """Return the specs of layers with rotary positions only where they have a window.
+
+    Args:
+        layer: A layer of full attention.
+        window: Sliding window of layers of kind `sliding_attention`.
+        kinds: The kind of each layer.
+        rotate_all: Rotate in all layers.
+    """
+    rotated = [kind == SLIDING or rotate_all for kind in kinds]
+    return attention_layers(layer, window, kinds, rotary=rotary_where(rotated, Rotary()))
+
+
+def read_rotated_windows(
+    fields: Fields, layer: LayerSpec, default: Sequence[str], absent: int
+) -> list[LayerSpec]:
+    """Parse `layer_types` and `sliding_window` of layers as in `rotated_windows`.
+
+    Args:
+        fields: Fields of config.json.
+        layer: A layer of full attention.
+        default: The kind of each layer if `layer_types` is absent or null.
+        absent: The window if the field is absent; with null, all layers have positions.
+    """
+    rotate_all = fields.is_null("sliding_window")
+    kinds = read_layer_types(fields, len(default), default)
+    window = read_window_of(fields, kinds, absent)
+    return rotated_windows(layer, window, kinds, rotate_all=rotate_all)
+
+
+def write_rotated_windows(config: DecoderConfig) -> dict[str, Any]:
+    """Return the fields of config.json: the inverse of `read_rotated_windows`."""
+    fields = write_layer_types(config)
+    if FULL in fields["layer_types"] and all(rotated_layers(config)):
+        fields["sliding_window"] = None  # with one, layers without it have no positions
+    return fields
+
+
 def read_rotary_by_kind(fields: Fields, theta: float, local_theta: float) -> dict[str, Rotary]:
     """Parse the rotary positions of layers of both kinds.
 
@@ -240,6 +281,14 @@ def write_layer_types(config: DecoderConfig) -> dict[str, Any]:
     """
     window = max(spec.attention.window or 0 for spec in config.pattern.distinct)
     return {"layer_types": layer_types(config), "sliding_window": window or _UNUSED_WINDOW}
+
+
+def attention_of(config: DecoderConfig) -> AttentionSpec:
+    """Return the attention of the first layer that has one; without one, that of no positions."""
+    for spec in config.pattern.distinct:
+        if isinstance(spec.mixer, AttentionSpec):
+            return spec.mixer
+    return AttentionSpec(rotary=None).resolve(config.sizes)
 
 
 def rotated_layers(config: DecoderConfig) -> list[bool]:
