@@ -169,7 +169,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _written_by_transformers(config: DecoderConfig) -> TensorNames:
-    """Return the names of `transformers` 5: of the second norm, in all layers that beside delta nets."""
+    """Return the names of `transformers` 5, with one name of a norm in all layers."""
     del config
     norm = ("feedforward_layer_norm.weight", AS_IS)
     return TensorNames(_LAYER | {"attention_post_norm/scale": norm}, ENDS)

@@ -294,7 +294,7 @@ def _ignored_images() -> Iterator[Ignored]:
 
 
 def _ignored_ahead() -> tuple[Ignored, ...]:
-    """Return the tensors of multi-token prediction, which `transformers` ignores too."""
+    """Return the tensors of multi-token prediction, ignored by `transformers` too."""
     layer = layer_names() | expert_names(shared="shared_expert")
     tensors = [tensor for tensor, _ in layer.values()]
     ends = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
