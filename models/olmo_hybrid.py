@@ -64,7 +64,7 @@ def olmo_hybrid(
 
 PRESETS = {
     "test-olmo-hybrid": olmo_hybrid(
-        every(4, 4, LINEAR, FULL),
+        every(4, 8, LINEAR, FULL),
         delta_net=dataclasses.replace(_NET, key_dim=6, value_dim=12),
         vocab=64,
         d_model=32,

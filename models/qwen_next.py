@@ -115,11 +115,11 @@ _TINY = GatedDeltaNetSpec(heads=4, key_heads=2, key_dim=8, value_dim=6)
 
 PRESETS = {
     "test-qwen3.5": qwen_next(
-        kinds_of(4), delta_net=_TINY, vocab=64, d_model=32, d_ff=48, head_dim=16
+        kinds_of(8), delta_net=_TINY, vocab=64, d_model=32, d_ff=48, head_dim=16
     ),
     "test-qwen3-next": qwen_next(
-        kinds_of(4),
-        mlp_kinds=[SPARSE] * 4,
+        kinds_of(8),
+        mlp_kinds=[SPARSE] * 8,
         shared_d_ff=24,
         dense_d_ff=48,
         delta_net=_TINY,
