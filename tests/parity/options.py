@@ -37,7 +37,7 @@ MIXERS: dict[str, Any] = {
     ),
     "biases": AttentionSpec(
         kv_heads=8,
-        head_dim=6,
+        head_dim=12,
         qkv_bias=True,
         out_bias=True,
         qk_norm="head",
