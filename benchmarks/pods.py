@@ -234,6 +234,27 @@ JOBS = (
             **{"router.experts": 256, "router.top-k": 8},
         },
     ),
+    # The published model: latent attention, three dense layers, a shared expert and biases of routers.
+    # By its own rules MaxText splits the ranks 1,536 and 512 of the latents over fsdp=16 ×
+    # expert=64, which does not divide them.
+    Job(
+        "deepseek-v3",
+        "deepseek-v3",
+        "v5p:8x8x16",
+        {"fsdp": 16, "expert": 64},
+        Figures(),
+        Figures(),
+        (
+            "compile_topology=v5p-2048",
+            "model_name=deepseek3-671b",
+            "ici_fsdp_parallelism=16",
+            "ici_expert_parallelism=64",
+            _SPLIT,
+            *("n_routing_groups=8", "topk_routing_group=4"),
+            *("rule:q_lora=fsdp", "rule:kv_lora=fsdp"),
+        ),
+        tokens=4096,
+    ),
     # MaxText's ragged all-to-all is refused by the compiler ("limited ICI routing"). Its figures
     # are with capacities of 1.25, which drop tokens: sparse_matmul=False megablox=False.
     Job(

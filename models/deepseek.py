@@ -12,11 +12,10 @@ model = spmd.from_nnx(config.build)
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import (
     DecoderConfig,
@@ -29,12 +28,26 @@ from spmd.models.decoder import (
 )
 from spmd.models.decoder.published import (
     ENDS,
-    Names,
     TensorNames,
     decoder_family,
     layer_names,
     read_sizes,
-    write_sizes,
+)
+from spmd.models.decoder.published_ahead import AHEAD_NAMES, with_stored_ahead
+from spmd.models.decoder.published_experts import (
+    CHOICE_BIASES,
+    RouterFields,
+    expert_names,
+    experts_of,
+    read_count,
+    read_dense_first,
+    write_shared_experts,
+)
+from spmd.models.decoder.published_latent import (
+    latent_mixer,
+    latent_names,
+    read_latent_attention,
+    write_latent_sizes,
 )
 
 V2_ROUTER = RouterConfig(
@@ -170,36 +183,8 @@ PRESETS = {
 }
 """Published shapes by name, without multi-token prediction, and a small one for tests."""
 
-_KERNELS = {
-    "attention/q_a_proj": "self_attn.q_a_proj",
-    "attention/q_b_proj": "self_attn.q_b_proj",
-    "attention/kv_a_proj": "self_attn.kv_a_proj_with_mqa",
-    "attention/kv_b_proj": "self_attn.kv_b_proj",
-    "moe/router": "mlp.gate",
-    "moe/experts/gate_proj": "mlp.experts.{expert}.gate_proj",
-    "moe/experts/up_proj": "mlp.experts.{expert}.up_proj",
-    "moe/experts/down_proj": "mlp.experts.{expert}.down_proj",
-    "moe/shared/gate_proj": "mlp.shared_experts.gate_proj",
-    "moe/shared/up_proj": "mlp.shared_experts.up_proj",
-    "moe/shared/down_proj": "mlp.shared_experts.down_proj",
-}
-_VECTORS = {
-    "attention/q_a_proj/bias": "self_attn.q_a_proj.bias",
-    "attention/kv_a_proj/bias": "self_attn.kv_a_proj_with_mqa.bias",
-    "attention/q_a_norm/scale": "self_attn.q_a_layernorm.weight",
-    "attention/kv_a_norm/scale": "self_attn.kv_a_layernorm.weight",
-    "moe/router/bias": "mlp.gate.e_score_correction_bias",
-}
-_LAYER = layer_names()
-_LAYER |= {f"{ours}/kernel": (f"{theirs}.weight", TRANSPOSED) for ours, theirs in _KERNELS.items()}
-_LAYER |= {ours: (theirs, AS_IS) for ours, theirs in _VECTORS.items()}
-_AHEAD: Names = {
-    "embed_norm/scale": ("enorm.weight", AS_IS),
-    "hidden_norm/scale": ("hnorm.weight", AS_IS),
-    "proj/kernel": ("eh_proj.weight", TRANSPOSED),
-    "norm/scale": ("shared_head.norm.weight", AS_IS),
-}
-_NAMES = TensorNames(_LAYER, ENDS, ahead=_AHEAD)
+_LAYER = layer_names() | expert_names() | latent_names()
+_NAMES = TensorNames(_LAYER, ENDS, ahead=AHEAD_NAMES)
 _HARMLESS = ("ep_size", "seq_aux")
 
 
@@ -207,15 +192,32 @@ _HARMLESS = ("ep_size", "seq_aux")
 class _Defaults:
     """Fields that a config.json may lack: defaults of the classes in `transformers`."""
 
-    experts: int
     d_ff: int
     shared: int
-    scale: float
     dense: int
 
 
-_V2 = _Defaults(experts=64, d_ff=1407, shared=2, scale=1.0, dense=0)
-_V3 = _Defaults(experts=256, d_ff=2048, shared=1, scale=2.5, dense=3)
+_V2 = _Defaults(d_ff=1407, shared=2, dense=0)
+_V3 = _Defaults(d_ff=2048, shared=1, dense=3)
+_V2_FIELDS = RouterFields(
+    "n_routed_experts",
+    experts=64,
+    scale=1.0,
+    balance_name="aux_loss_alpha",
+    base=RouterConfig(normalise=False, balance_over="example"),
+)
+_V2_GROUPS = dataclasses.replace(_V2_FIELDS, groups=(None, None))
+_V3_FIELDS = RouterFields(
+    "n_routed_experts",
+    experts=256,
+    top_k=8,
+    normalise=True,
+    groups=(8, 4),
+    scale=2.5,
+    balance_name="aux_loss_alpha",
+    balance=1e-4,
+    base=CHOICE_BIASES,
+)
 
 
 def _read_v2(values: Mapping[str, Any]) -> DecoderConfig:
@@ -223,15 +225,14 @@ def _read_v2(values: Mapping[str, Any]) -> DecoderConfig:
     fields.only("norm_topk_prob", False)
     fields.only("scoring_func", "softmax")
     fields.only("topk_method", "greedy", "group_limited_greedy")
-    router: dict[str, Any] = {"normalise": False}
-    router["top_k"] = fields.integer("num_experts_per_tok")
     if fields.value("topk_method") == "group_limited_greedy":
-        router |= _read_groups(fields, None, None)
-        if router["groups"] != router["top_groups"]:
-            router["group_score"] = "max"
+        router = _V2_GROUPS.read(fields)
+        if router.groups != router.top_groups:
+            router = dataclasses.replace(router, group_score="max")
+    else:
+        router = _V2_FIELDS.read(fields)
     for name in ("n_group", "topk_group"):
         fields.value(name)  # unused by "greedy"
-    router["balance"] = fields.number("aux_loss_alpha", 0.001, least=0)
     return _read(fields, _V2, router, Rotary(interleaved=True))
 
 
@@ -239,49 +240,21 @@ def _read_v3(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
-    router = {"score": "sigmoid", "choice_bias": True, **_read_groups(fields, 8, 4)}
-    router["top_k"] = fields.integer("num_experts_per_tok", 8)
-    router["normalise"] = fields.flag("norm_topk_prob", True)
-    if router["normalise"]:
-        router["normalise_eps"] = 1e-20
-    router["balance"] = fields.number("aux_loss_alpha", 1e-4, least=0)
     rotary = Rotary(interleaved=fields.flag("rope_interleave", True))
-    return _read(fields, _V3, router, rotary)
-
-
-def _read_groups(fields: Fields, groups: int | None, top_groups: int | None) -> dict[str, Any]:
-    """Parse the groups of experts."""
-    return {
-        "groups": fields.integer("n_group", groups),
-        "top_groups": fields.integer("topk_group", top_groups),
-    }
+    return _read(fields, _V3, _V3_FIELDS.read(fields), rotary)
 
 
 def _read(
-    fields: Fields, defaults: _Defaults, router: Mapping[str, Any], rotary: Rotary
+    fields: Fields, defaults: _Defaults, router: RouterConfig, rotary: Rotary
 ) -> DecoderConfig:
     """Parse the fields of both versions."""
     sizes = read_sizes(fields)
-    mixer = _read_mixer(fields, rotary)
-    fields.only("head_dim", mixer.rope_dim)
-    fields.only("qk_head_dim", mixer.key_dim)
-    fields.only("num_key_value_heads", sizes["heads"])
+    mixer = read_latent_attention(fields, sizes, dataclasses.replace(_MIXER, rotary=rotary))
     fields.only("moe_layer_freq", 1)
     for name in _HARMLESS:
         fields.value(name)
     if fields.is_null("n_routed_experts"):
         fields.refuse("n_routed_experts", "is null, and this model has experts")
-    dense_layers = _count(fields, "first_k_dense_replace", defaults.dense)
-    if dense_layers >= sizes["layers"]:
-        fields.refuse("first_k_dense_replace", "leaves no layer with experts")
-        dense_layers = sizes["layers"] - 1
-    made = fields.nested(
-        RouterConfig,
-        experts=fields.integer("n_routed_experts", defaults.experts),
-        scale=fields.number("routed_scaling_factor", defaults.scale),
-        balance_over="example",
-        **router,
-    )
     for name in ("kv_heads", "head_dim"):
         del sizes[name]
     return fields.build(
@@ -290,48 +263,24 @@ def _read(
         | {
             "d_ff": fields.integer("moe_intermediate_size", defaults.d_ff),
             "dense_d_ff": sizes["d_ff"],
-            "dense_layers": dense_layers,
+            "dense_layers": read_dense_first(fields, sizes["layers"], defaults.dense),
             "shared": fields.integer("n_shared_experts", defaults.shared),
             "mixer": mixer,
-            "router": made or RouterConfig(),
-            "predict_ahead": _count(fields, "num_nextn_predict_layers", 0),
+            "router": router,
+            "predict_ahead": read_count(fields, "num_nextn_predict_layers", 0),
         },
     )
 
 
-def _read_mixer(fields: Fields, rotary: Rotary) -> LatentAttentionSpec:
-    """Parse the fields of latent attention; a null `q_lora_rank` is none."""
-    q_rank = 0
-    if not fields.is_null("q_lora_rank"):
-        q_rank = fields.integer("q_lora_rank", 1536)
-    return LatentAttentionSpec(
-        q_rank=q_rank,
-        kv_rank=fields.integer("kv_lora_rank", 512),
-        nope_dim=fields.integer("qk_nope_head_dim", 128),
-        rope_dim=fields.integer("qk_rope_head_dim", 64),
-        value_dim=fields.integer("v_head_dim", 128),
-        rotary=rotary,
-        bias=fields.flag("attention_bias", False),
-    )
-
-
-def _count(fields: Fields, name: str, absent: int) -> int:
-    """Parse a number that may be 0."""
-    if fields.value(name) == 0:
-        return 0
-    if fields.value(name) is None:
-        return absent
-    return fields.integer(name)
-
-
 def _write_v2(config: DecoderConfig) -> dict[str, Any]:
-    _, _, router = _parts(config)
+    _, _, router = experts_of(config)
     method = "greedy"
     if router.groups > 1:
         method = "group_limited_greedy"
     return {
         "model_type": "deepseek_v2",
         **_write(config),
+        **_V2_GROUPS.write(router),
         "topk_method": method,
         "norm_topk_prob": False,
         "scoring_func": "softmax",
@@ -339,76 +288,29 @@ def _write_v2(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _write_v3(config: DecoderConfig) -> dict[str, Any]:
-    mixer, _, router = _parts(config)
+    _, _, router = experts_of(config)
     return {
         "model_type": "deepseek_v3",
         **_write(config),
+        **_V3_FIELDS.write(router),
         "topk_method": "noaux_tc",
-        "norm_topk_prob": router.normalise,
         "scoring_func": "sigmoid",
-        "rope_interleave": mixer.rotary.interleaved,
+        "rope_interleave": latent_mixer(config).rotary.interleaved,
     }
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of both versions: the inverse of `_read`."""
-    mixer, experts, router = _parts(config)
-    dense_d_ff = experts.d_ff
-    for layer in config.pattern.first:
-        if layer.mlp is not None:
-            dense_d_ff = layer.mlp.d_ff
     return {
-        **write_sizes(config),
-        "num_key_value_heads": mixer.heads,
-        "head_dim": mixer.rope_dim,
-        "intermediate_size": dense_d_ff,
-        "moe_intermediate_size": experts.d_ff,
+        **write_latent_sizes(config),
+        **write_shared_experts(config),
         "first_k_dense_replace": len(config.first),
-        "q_lora_rank": mixer.q_rank or None,
-        "kv_lora_rank": mixer.kv_rank,
-        "qk_nope_head_dim": mixer.nope_dim,
-        "qk_rope_head_dim": mixer.rope_dim,
-        "v_head_dim": mixer.value_dim,
-        "attention_bias": mixer.bias,
-        "n_routed_experts": router.experts,
-        "n_shared_experts": experts.shared_d_ff // experts.d_ff,
-        "num_experts_per_tok": router.top_k,
-        "n_group": router.groups,
-        "topk_group": router.top_groups,
-        "routed_scaling_factor": router.scale,
-        "aux_loss_alpha": router.balance,
         "num_nextn_predict_layers": config.predict_ahead,
     }
 
 
-def _parts(config: DecoderConfig) -> tuple[LatentAttentionSpec, ExpertsSpec, RouterConfig]:
-    """Return attention, experts and router of the repeated layers.
-
-    Raises:
-        AttributeError: They are of other kinds.
-    """
-    layer = config.pattern.group[-1]
-    router = config.router
-    if not isinstance(layer.mixer, LatentAttentionSpec):
-        raise AttributeError("the layers have no latent attention")
-    if not isinstance(layer.mlp, ExpertsSpec) or router is None:
-        raise AttributeError("the layers have no experts")
-    return layer.mixer, layer.mlp, router
-
-
-def _with_stored_modules(config: DecoderConfig, tensors: Collection[str]) -> DecoderConfig:
-    """Return the config without multi-token prediction if a checkpoint lacks its tensors.
-
-    `transformers` drops them, and keeps the field of config.json.
-    """
-    prefix = f"model.layers.{config.layers}."
-    if any(tensor.startswith(prefix) for tensor in tensors):
-        return config
-    return dataclasses.replace(config, predict_ahead=0)
-
-
 _family = functools.partial(
-    decoder_family, names=_NAMES, harmless=_HARMLESS, for_tensors=_with_stored_modules
+    decoder_family, names=_NAMES, harmless=_HARMLESS, for_tensors=with_stored_ahead
 )
 V2_FAMILY = _family("DeepseekV2ForCausalLM", _read_v2, _write_v2)
 V3_FAMILY = _family("DeepseekV3ForCausalLM", _read_v3, _write_v3)

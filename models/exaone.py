@@ -1,5 +1,7 @@
 """Exaone 4: norms after attention and MLP, normalised queries and keys (arXiv:2507.11407).
 
+K-EXAONE (arXiv:2601.01739) has norms before them, and experts chosen with biases beside a shared one.
+
 Three layers with a sliding window and rotary positions alternate with one that attends to all
 preceding tokens and has no positions; the small model attends to all tokens, with positions.
 
@@ -9,22 +11,39 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
+from spmd.layers.router import RouterConfig
+from spmd.models.decoder import (
+    AttentionSpec,
+    DecoderConfig,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+)
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published_experts import (
+    CHOICE_BIASES,
+    RouterFields,
+    dense_first,
+    expert_names,
+    experts_of,
+    mlp_kinds,
+    read_dense_first,
+    read_mlp_types,
+    read_shared_experts,
+    with_dense_mlps,
+    write_shared_experts,
+)
 from spmd.models.decoder.published_layers import (
-    FULL,
-    SLIDING,
-    attention_table,
     every,
-    read_layer_types,
-    read_window_of,
-    rotary_where,
-    rotated_layers,
-    write_layer_types,
+    read_rotated_windows,
+    rotated_windows,
+    table_of,
+    write_rotated_windows,
 )
 
 _LAYER = LayerSpec(AttentionSpec(qk_norm="head"), norms="after")
@@ -32,23 +51,53 @@ _LAYER = LayerSpec(AttentionSpec(qk_norm="head"), norms="after")
 
 def exaone4(layers: int, *, window: int = 4096, **fields: Any) -> DecoderConfig:
     """Return the config of an Exaone 4 with sliding windows, from fields of `DecoderConfig`."""
-    kinds = every(4, layers)
-    rotated = [kind == SLIDING for kind in kinds]
-    positions = rotary_where(rotated, Rotary())
-    table = attention_table(_LAYER, window, kinds, rotary=positions)
+    table = table_of(rotated_windows(_LAYER, window, every(4, layers)))
     return DecoderConfig(**{"layers": layers} | table | fields)
+
+
+def exaone_moe(
+    *shape: int, window: int, dense_d_ff: int, router: RouterConfig, **fields: Any
+) -> DecoderConfig:
+    """Return the config of an Exaone with experts, from fields of `DecoderConfig`.
+
+    Args:
+        *shape: Its fields from `vocab` to `d_ff`, the width of an expert and of the shared one.
+        window: Sliding window of three of four layers.
+        dense_d_ff: Hidden width of the MLP of the first layer.
+        router: Router.
+        **fields: Other fields.
+    """
+    layers = shape[2]
+    layer = LayerSpec(_LAYER.mixer, ExpertsSpec(shared_d_ff=shape[5]))
+    specs = rotated_windows(layer, window, every(4, layers))
+    specs = with_dense_mlps(specs, MLPSpec(dense_d_ff), dense_first(1, layers))
+    return DecoderConfig(*shape, **table_of(specs), router=router, **fields)
 
 
 _SIZES_32B = {"vocab": 102_400, "d_model": 5120, "heads": 40, "kv_heads": 8, "d_ff": 27_392}
 
 PRESETS = {
     "test-exaone4": exaone4(8, window=5, vocab=64, d_model=32, d_ff=64),
+    "test-exaone-moe": exaone_moe(
+        *(64, 32, 6, 4, 2, 16),
+        window=5,
+        dense_d_ff=48,
+        router=dataclasses.replace(CHOICE_BIASES, experts=8, top_k=2),
+    ),
     "exaone4-1.2b": DecoderConfig(
         *(102_400, 2048, 30, 32, 8, 4096), rope_theta=1e6, tied=True, layer=_LAYER
     ),
     "exaone4-32b": exaone4(64, **_SIZES_32B, rope_theta=1e6),
+    "k-exaone-236b": exaone_moe(
+        *(153_600, 6144, 48, 64, 8, 2048),
+        window=128,
+        dense_d_ff=18_432,
+        head_dim=128,
+        rope_theta=1e6,
+        router=dataclasses.replace(CHOICE_BIASES, experts=128, top_k=8, scale=2.5, bias_rate=1e-3),
+    ),
 }
-"""Published shapes by name, and a small one for tests."""
+"""Published shapes by name, and small ones for tests."""
 
 _NAMES = layer_names(
     attention_post_norm="post_attention_layernorm",
@@ -56,17 +105,44 @@ _NAMES = layer_names(
 )
 
 
+_ROUTER = RouterFields(
+    "num_experts",
+    experts=64,
+    top_k=8,
+    normalise=True,
+    groups=(1, 1),
+    scale=2.5,
+    balance_name="",
+    base=CHOICE_BIASES,
+)
+_MOE_NAMES = layer_names() | expert_names(choice_bias="e_score_correction_bias")
+_SHARED = "num_shared_experts"
+_AHEAD = "num_nextn_predict_layers"
+
+
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, kv_heads=32)
+    default = _default_kinds(fields, sizes["layers"])
+    specs = read_rotated_windows(fields, _LAYER, default, absent=4096)
+    return fields.build(DecoderConfig, **sizes, **table_of(specs))
+
+
+def _read_moe(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    sizes = read_sizes(fields, eps=1e-5, kv_heads=32)
     layers = sizes["layers"]
-    has_windows = not fields.is_null("sliding_window")
-    kinds = read_layer_types(fields, layers, _default_kinds(fields, layers))
-    window = read_window_of(fields, kinds, absent=4096)
-    rotated = [kind == SLIDING or not has_windows for kind in kinds]
-    positions = rotary_where(rotated, Rotary())
-    table = attention_table(_LAYER, window, kinds, rotary=positions)
-    return fields.build(DecoderConfig, **sizes, **table)
+    layer = LayerSpec(_LAYER.mixer, read_shared_experts(fields, 1024, name=_SHARED))
+    dense = read_dense_first(fields, layers, 1)
+    kinds = read_mlp_types(fields, layers, dense_first(dense, layers))
+    specs = read_rotated_windows(fields, layer, _default_kinds(fields, layers), absent=4096)
+    specs = with_dense_mlps(specs, MLPSpec(), kinds)
+    fields.value(_AHEAD)
+    if fields.is_null("sliding_window"):
+        fields.refuse("sliding_window", "is null, and this model needs a number")
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
 
 
 def _default_kinds(fields: Fields, layers: int) -> list[str]:
@@ -80,10 +156,22 @@ def _default_kinds(fields: Fields, layers: int) -> list[str]:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    fields = write_layer_types(config)
-    if FULL in fields["layer_types"] and all(rotated_layers(config)):
-        fields["sliding_window"] = None  # with one, layers without it have no positions
-    return {"model_type": "exaone4", **write_sizes(config), **fields}
+    return {"model_type": "exaone4", **write_sizes(config), **write_rotated_windows(config)}
+
+
+def _write_moe(config: DecoderConfig) -> dict[str, Any]:
+    _, _, router = experts_of(config)
+    return {
+        "model_type": "exaone_moe",
+        **write_sizes(config),
+        **write_rotated_windows(config),
+        **write_shared_experts(config, _SHARED),
+        "mlp_layer_types": mlp_kinds(config),
+        **_ROUTER.write(router),
+    }
 
 
 FAMILY = decoder_family("Exaone4ForCausalLM", _read, _write, _NAMES)
+MOE_FAMILY = decoder_family(
+    "ExaoneMoeForCausalLM", _read_moe, _write_moe, _MOE_NAMES, harmless=(_AHEAD,), secondary=True
+)

@@ -11,9 +11,10 @@ from typing import Any
 
 from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
-from spmd.hf.layout import AS_IS, part
+from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
-from spmd.models.decoder.published import Names, TensorNames, decoder_family
+from spmd.models.decoder.published import TensorNames, decoder_family
+from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
 
 LAYER = LayerSpec(
     AttentionSpec(rotary=None, qkv_bias=True, out_bias=True),
@@ -51,29 +52,15 @@ The published vocabulary, 50,257 words, divides over no `tensor` above 1; see
 """
 
 _PREFIX = "transformer."
-_DENSE = {
+_LINEAR = {
     "attention/o_proj": "attn.c_proj",
     "mlp/up_proj": "mlp.c_fc",
     "mlp/down_proj": "mlp.c_proj",
 }
 _NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
-
-
-def _layer_names() -> Names:
-    """Return the tensors of a layer; kernels are `[in, out]` as ours."""
-    names: Names = {}
-    for index, name in enumerate(("q_proj", "k_proj", "v_proj")):
-        layout = part(index, 3)
-        names[f"attention/{name}/kernel"] = ("attn.c_attn.weight", layout)
-        names[f"attention/{name}/bias"] = ("attn.c_attn.bias", layout)
-    for ours, theirs in _DENSE.items():
-        names[f"{ours}/kernel"] = (f"{theirs}.weight", AS_IS)
-        names[f"{ours}/bias"] = (f"{theirs}.bias", AS_IS)
-    for ours, theirs in _NORMS.items():
-        names[f"{ours}/scale"] = (f"{theirs}.weight", AS_IS)
-        names[f"{ours}/bias"] = (f"{theirs}.bias", AS_IS)
-    return names
-
+# kernels are [in, out], as here
+_LAYER_NAMES = module_names(_LINEAR, _NORMS, AS_IS)
+_LAYER_NAMES |= fused_names(QKV, "attn.c_attn", 3, layout=AS_IS)
 
 _ENDS: Names = {
     "embed/embedding": ("wte.weight", AS_IS),
@@ -139,8 +126,8 @@ FAMILY = decoder_family(
     "GPT2LMHeadModel",
     _read,
     _write,
-    names=TensorNames(_layer_names(), _ENDS, _PREFIX, "h.{layer}."),
+    names=TensorNames(_LAYER_NAMES, _ENDS, _PREFIX, "h.{layer}."),
     ignored=_IGNORED,
     harmless=_HARMLESS,
-    optional_prefix=True,
+    optional_prefix=_PREFIX,
 )

@@ -17,6 +17,7 @@ from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
 from spmd.models.decoder.published import (
     decoder_family,
+    read_factor,
     read_layer,
     read_sizes,
     write_biases,
@@ -62,33 +63,35 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields)
     layer = read_layer(fields)
-    mixer = dataclasses.replace(layer.attention, scale=_factor(fields, "attention_multiplier"))
-    return fields.build(
-        DecoderConfig,
-        **sizes,
-        layer=dataclasses.replace(layer, mixer=mixer),
-        embed_scale=_factor(fields, "embedding_multiplier"),
-        residual_scale=_factor(fields, "residual_multiplier"),
-        logits_scale=1 / _factor(fields, "logits_scaling"),
-    )
+    attention_scale, factors = read_factors(fields)
+    mixer = dataclasses.replace(layer.attention, scale=attention_scale)
+    layer = dataclasses.replace(layer, mixer=mixer)
+    return fields.build(DecoderConfig, **sizes, **factors, layer=layer)
 
 
-def _factor(fields: Fields, name: str) -> float:
-    """Parse a factor other than 0."""
-    factor = fields.number(name, 1.0, least=0)
-    if factor == 0:
-        fields.refuse(name, "is 0", "a number above 0")
-        return 1.0
-    return factor
+def read_factors(fields: Fields) -> tuple[float, dict[str, float]]:
+    """Parse the factor of the scores, and the others as arguments of `DecoderConfig`."""
+    factors = {
+        "embed_scale": read_factor(fields, "embedding_multiplier"),
+        "residual_scale": read_factor(fields, "residual_multiplier"),
+        "logits_scale": 1 / read_factor(fields, "logits_scaling"),
+    }
+    return read_factor(fields, "attention_multiplier"), factors
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    mixer = config.pattern.group[0].attention
     return {
         "model_type": "granite",
         **write_sizes(config),
         **write_biases(config),
-        "attention_multiplier": mixer.scale or mixer.head_dim**-0.5,
+        **write_factors(config, config.pattern.group[0].attention),
+    }
+
+
+def write_factors(config: DecoderConfig, attention: AttentionSpec) -> dict[str, float]:
+    """Return the fields of config.json: the inverse of `read_factors`."""
+    return {
+        "attention_multiplier": attention.scale or attention.head_dim**-0.5,
         "embedding_multiplier": config.embed_scale or config.d_model**0.5,
         "residual_multiplier": config.residual_scale,
         "logits_scaling": 1 / config.logits_scale,

@@ -42,4 +42,4 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {"model_type": "helium", **write_sizes(config), **write_biases(config)}
 
 
-FAMILY = decoder_family("HeliumForCausalLM", _read, _write)
+FAMILY = decoder_family("HeliumForCausalLM", _read, _write, secondary=True)

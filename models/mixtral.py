@@ -6,8 +6,7 @@ model = spmd.from_nnx(config.build)
 ```
 
 The model returns `spmd.model_interface.model.Outputs`: logits, auxiliary losses, metrics. The
-router is a config field, so Switch, GShard and Qwen are presets. Not implemented: the encoders of
-Switch and GShard, the biases of Qwen's attention and the gate of its shared expert.
+router is a config field, so Switch and GShard are presets, without the encoders of these models.
 """
 
 import dataclasses
@@ -16,7 +15,6 @@ from typing import Any
 
 from spmd.errors import ConfigError, Problem
 from spmd.hf.fields import Fields
-from spmd.hf.layout import TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
 from spmd.models.decoder.published import (
@@ -26,6 +24,7 @@ from spmd.models.decoder.published import (
     read_window,
     write_sizes,
 )
+from spmd.models.decoder.published_experts import RouterFields, expert_names
 
 
 def mixtral(
@@ -144,18 +143,6 @@ PRESETS = {
         gated=False,
         router=dataclasses.replace(GSHARD, experts=2048),
     ),
-    "qwen1.5-moe": mixtral(
-        vocab=151_936,
-        d_model=2048,
-        layers=24,
-        heads=16,
-        kv_heads=16,
-        d_ff=1408,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        shared_d_ff=5632,
-        router=RouterConfig(experts=60, top_k=4, normalise=False, balance=0.001),
-    ),
 }
 """Published shapes by name, and small ones for tests and the demo.
 
@@ -164,28 +151,16 @@ first, and the 18 layers of the second that have experts.
 """
 
 
-_MOE = "block_sparse_moe."
-_EXPERT = _MOE + "experts.{expert}."
-_NAMES = layer_names() | {
-    "moe/router/kernel": (_MOE + "gate.weight", TRANSPOSED),
-    "moe/experts/gate_proj/kernel": (_EXPERT + "w1.weight", TRANSPOSED),
-    "moe/experts/up_proj/kernel": (_EXPERT + "w3.weight", TRANSPOSED),
-    "moe/experts/down_proj/kernel": (_EXPERT + "w2.weight", TRANSPOSED),
-}
+_NAMES = layer_names() | expert_names("block_sparse_moe.", kernels=("w1", "w3", "w2"))
+_ROUTER = RouterFields("num_local_experts", experts=8, top_k=2)
 
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    router = fields.nested(
-        RouterConfig,
-        experts=fields.integer("num_local_experts", 8),
-        top_k=fields.integer("num_experts_per_tok", 2),
-        jitter=fields.number("router_jitter_noise", 0.0, least=0),
-        balance=fields.number("router_aux_loss_coef", 0.001, least=0),
-    )
+    router = _ROUTER.read(fields, jitter=fields.number("router_jitter_noise", 0.0, least=0))
     sizes = read_sizes(fields, eps=1e-5, theta=1e6)
     window = read_window(fields, absent=0)
-    return fields.build(mixtral, **sizes, window=window, router=router or RouterConfig())
+    return fields.build(mixtral, **sizes, window=window, router=router)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
@@ -194,10 +169,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "model_type": "mixtral",
         **write_sizes(config),
         "sliding_window": config.pattern.group[0].mixer.window or None,
-        "num_local_experts": router.experts,
-        "num_experts_per_tok": router.top_k,
+        **_ROUTER.write(router),
         "router_jitter_noise": router.jitter,
-        "router_aux_loss_coef": router.balance,
     }
 
 

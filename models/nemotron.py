@@ -20,7 +20,7 @@ from spmd.models.decoder import (
     Rotary,
 )
 from spmd.models.decoder.published import decoder_family, read_sizes, write_biases, write_sizes
-from spmd.models.decoder.published_rotary import read_rotary, write_rotary
+from spmd.models.decoder.published_rotary import read_rotary
 
 _EPS = "norm_eps"
 _HALF = Rotary(fraction=0.5)
@@ -74,12 +74,9 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     rotary = config.pattern.group[0].mixer.rotary or _DEFAULT
-    sizes = write_sizes(config, _EPS)
-    sizes.pop("rope_scaling", None)
     return {
         "model_type": "nemotron",
-        **sizes,
-        **write_rotary(rotary),
+        **write_sizes(config, _EPS, rotary),
         "partial_rotary_factor": rotary.fraction,
         **write_biases(config),
         "hidden_act": "relu2",

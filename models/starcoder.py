@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
 from spmd.models.decoder.published import (
     TANH,
@@ -22,6 +21,7 @@ from spmd.models.decoder.published import (
     read_window,
     write_sizes,
 )
+from spmd.models.decoder.published_names import module_names
 
 _EPS = "norm_epsilon"
 _HARMLESS = (
@@ -60,10 +60,7 @@ PRESETS = {
 """Published shapes by name, and a small one for tests."""
 
 
-_NAMES = layer_names()
-for _ours, _theirs in (("up_proj", "c_fc"), ("down_proj", "c_proj")):
-    _NAMES[f"mlp/{_ours}/kernel"] = (f"mlp.{_theirs}.weight", TRANSPOSED)
-    _NAMES[f"mlp/{_ours}/bias"] = (f"mlp.{_theirs}.bias", AS_IS)
+_NAMES = layer_names() | module_names({"mlp/up_proj": "mlp.c_fc", "mlp/down_proj": "mlp.c_proj"})
 
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:

@@ -1,8 +1,9 @@
 """One decoder for all families: a config with a table of layers, and the modules of their parts."""
 
-from spmd.models.decoder.attention import AttentionSpec
+from spmd.models.decoder.attention import AttentionSpec, Temperature
 from spmd.models.decoder.decoder import Decoder, DecoderConfig
 from spmd.models.decoder.experts import ExpertsSpec
+from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
@@ -17,7 +18,9 @@ from spmd.models.decoder.rotary import (
     YarnScaling,
 )
 from spmd.models.decoder.rules import decoder_rules
+from spmd.models.decoder.short_convolution import GatedConvolutionSpec
 from spmd.models.decoder.sizes import NormSpec
+from spmd.models.decoder.state_space import StateSpaceSpec
 
 __all__ = [
     "AttentionSpec",
@@ -25,6 +28,8 @@ __all__ = [
     "DecoderConfig",
     "DynamicScaling",
     "ExpertsSpec",
+    "GatedConvolutionSpec",
+    "GatedDeltaNetSpec",
     "LatentAttentionSpec",
     "LayerSpec",
     "LinearScaling",
@@ -35,6 +40,8 @@ __all__ = [
     "ProportionalScaling",
     "RopeScaling",
     "Rotary",
+    "StateSpaceSpec",
+    "Temperature",
     "YarnScaling",
     "decoder_rules",
 ]

@@ -34,6 +34,13 @@ class TableRows:
         return TableRows(tuple(params), tuple(activations))
 
 
+def each_axis(axes: Axes) -> tuple[str, ...]:
+    """Return the names of axes one by one."""
+    if isinstance(axes, str):
+        return (axes,)
+    return axes
+
+
 def hidden(*names: str) -> tuple[tuple[str, P], ...]:
     """Return rows of activations split over `tensor`."""
     return tuple((name, HIDDEN) for name in names)

@@ -25,6 +25,7 @@ from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, Valid, balanced_bias
 from spmd.layers.zigzag import positions
 from spmd.model_interface.model import Outputs
+from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.earlier import KINDS, current_values
 from spmd.models.decoder.embedding import Embedding, add_positions, make_positions
 from spmd.models.decoder.experts import ExpertsSpec, RouterBias
@@ -323,12 +324,12 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Attention windows of consecutive layers, repeated; 0 for all preceding tokens."""
+        """Windows of consecutive layers with attention, repeated; 0 for all preceding tokens."""
         pattern = self.pattern
         kinds = pattern.group
         if pattern.first or pattern.last:
             kinds = pattern.kinds
-        return tuple(spec.mixer.window or 0 for spec in kinds)
+        return tuple(_reach(spec) for spec in kinds if spec.mixer.attention_width)
 
     @property
     def attention_width(self) -> int:
@@ -420,6 +421,18 @@ def _pattern(config: DecoderConfig) -> Pattern[LayerSpec]:
     return Pattern(resolve(config.first), resolve(group), repeats, resolve(config.last))
 
 
+def _reach(spec: LayerSpec) -> int:
+    """Return the window of a layer, by its mean number of keys; 0 for all preceding tokens."""
+    if isinstance(spec.mixer, AttentionSpec):
+        return spec.mixer.reach
+    return spec.mixer.window or 0
+
+
+def _needs_positions(spec: LayerSpec) -> bool:
+    """Return whether a layer reads `LayerInputs.positions`."""
+    return isinstance(spec.mixer, AttentionSpec) and spec.mixer.temperature is not None
+
+
 def _places(field: str, specs: tuple[LayerSpec, ...]) -> list[tuple[str, LayerSpec]]:
     return [(f"model.{field}.{i}.", spec) for i, spec in enumerate(specs)]
 
@@ -471,11 +484,15 @@ class Decoder(nnx.Module):
 
     @property
     def position_aware(self) -> bool:
-        """True without options that depend on a token's index.
+        """True without options that depend on a token's index, and with attention in all layers.
 
-        These are capacities, random routing and multi-token prediction.
+        The options are capacities, random routing and multi-token prediction. Mixers without
+        attention read tokens in their order.
         """
         if self.config.predict_ahead:
+            return False
+        mixers = [spec.mixer for spec in self.config.pattern.distinct]
+        if not all(mixer.attention_width for mixer in mixers):
             return False
         router = self.config.router
         if router is None:
@@ -541,7 +558,12 @@ class Decoder(nnx.Module):
         """Return the inputs of layers besides the residual stream."""
         at = positions(seq)
         angles = tuple(rotary.angles(at, width) for rotary, width in self.config.rotaries)
-        return LayerInputs(angles, segments, valid)
+        inputs = LayerInputs(angles, segments, valid)
+        if not any(map(_needs_positions, self.config.pattern.distinct)):
+            return inputs
+        if segments is not None:
+            at = jnp.asarray(at) - segments  # a document's id is the position of its first token
+        return inputs._replace(positions=at)
 
     @property
     def _predicts_ahead(self) -> bool:

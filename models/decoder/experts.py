@@ -42,6 +42,12 @@ class ExpertsSpec:
     """Add biases to hidden units and outputs of experts."""
     shared_d_ff: int = 0
     """Hidden width of the shared expert, used by every token; 0: none."""
+    shared_gate: bool = False
+    """Multiply the shared expert's output by the sigmoid of a linear map from a token to one number
+    (`shared_expert_gate` of Qwen 2 MoE, arXiv:2407.10671)."""
+    shared_scale: float = 1.0
+    """Factor of the shared expert's output (Cohere 2 MoE: ½ with
+    `shared_expert_combination_strategy` "average", whose router has a scale of ½ too)."""
     init_scale: float = 1.0
     """Factor of the initial variance of router and experts (Switch: 0.1)."""
 
@@ -55,7 +61,17 @@ class ExpertsSpec:
     def problems(self, where: str) -> list[Problem]:
         """Return a problem for each invalid field of a resolved spec."""
         rules = {"d_ff": "at least 1", "shared_d_ff": "at least 0", "init_scale": "above 0"}
+        rules["shared_scale"] = "above 0 and finite"
         problems = check_fields(self, rules, prefix=where)
+        unused = {}
+        if not self.shared_d_ff:
+            unused = {"shared_gate": self.shared_gate, "shared_scale": self.shared_scale != 1}
+        for name, is_given in unused.items():
+            if is_given:
+                what = "acts on nothing: there is no shared expert"
+                default = getattr(ExpertsSpec, name)
+                fix = f"{default}, or shared_d_ff"
+                problems.append(Problem(f"{where}{name}", what, fix=fix))
         return problems + activation_problems(self.activation, self.gated, where)
 
     @property
@@ -72,6 +88,8 @@ class ExpertsSpec:
         count = experts * expert + width * router.experts
         if self.shared is not None:
             count += self.shared.matmul_params(sizes)
+        if self.shared_gate:
+            count += width
         return count
 
     def other_params(self, sizes: Sizes, router: RouterConfig) -> int:
@@ -109,6 +127,8 @@ class ExpertsSpec:
         rows = TableRows(tuple(params), activations)
         if self.shared is not None:
             rows += mlp_rows("shared", fsdp, gated=True, bias=False)
+        if self.shared_gate:
+            rows += TableRows((("shared_gate/kernel", P(fsdp)),))  # [d, 1]
         return rows
 
     def build(self, sizes: Sizes, router: RouterConfig, rngs: nnx.Rngs) -> "MixtureOfExperts":
@@ -148,6 +168,19 @@ class Router(nnx.Module):
         if self.logit_bias is not None:
             logits = biased(logits, self.logit_bias)
         return annotate(logits, "router_logits")
+
+
+class SharedGate(nnx.Module):
+    """Factor of the shared expert's output for each token, between 0 and 1."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
+        kernel = nnx.initializers.normal(width**-0.5)(rngs.params(), (width, 1), jnp.float32)
+        self.kernel = nnx.Param(kernel, gathered_by_layer=True, sent_exactly=True, matrix="io")
+
+    def __call__(self, x: Float[Array, "batch seq d"]) -> Float[Array, "batch seq 1"]:
+        """Return the factors, in the dtype of the tokens."""
+        logit = dense(x, self.kernel, dtype=jnp.float32)
+        return jax.nn.sigmoid(logit).astype(x.dtype)
 
 
 def _zeros(*shape: int, **metadata: Any) -> nnx.Param:
@@ -213,6 +246,7 @@ class MixtureOfExperts(nnx.Module):
         self.router = Router(spec, sizes.d_model, router, rngs=rngs)
         self.experts = Experts(spec, sizes, router.experts, rngs=rngs)
         self.shared = MLP(spec.shared, sizes, rngs=rngs) if spec.shared else None
+        self.shared_gate = SharedGate(sizes.d_model, rngs=rngs) if spec.shared_gate else None
 
     def __call__(
         self, x: Float[Array, "batch seq d"], key: Array | None, valid: Valid = None
@@ -237,7 +271,12 @@ class MixtureOfExperts(nnx.Module):
         out = experts.down_proj.placed()
         y, counts = mixture_of_experts(tokens, routing, self.config, into, out, activation)
         if self.shared is not None:
-            y = y + self.shared(x)
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(tokens)
+            if self.spec.shared_scale != 1:
+                shared = shared * self.spec.shared_scale
+            y = y + shared
         return y, {
             "balance_loss": report.balance,
             "z_loss": report.z_loss,

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 from jaxtyping import Array, Int
 
 from spmd.layers.ring_attention import Segments
@@ -17,9 +18,11 @@ class LayerInputs(NamedTuple):
         segments: The document of each token of a packed sequence.
         valid: The mask of tokens that are no padding.
         tokens: The tokens themselves, for multi-token prediction.
+        positions: The position of each token in its document, if a layer needs it.
     """
 
     angles: tuple[Angles, ...] = ()
     segments: Segments = None
     valid: Valid = None
     tokens: Int[Array, "batch seq"] | None = None
+    positions: Int[np.ndarray | Array, "#batch seq"] | None = None

@@ -27,7 +27,7 @@ from spmd.layers.attention import attend
 from spmd.layers.blockwise_attention import MASK_VALUE
 from spmd.layers.cache_entry import CacheEntry, cached_array
 from spmd.layers.kv_cache import CacheSlot, cache_slot, require_one_document, without_cache
-from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
+from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, each_axis, hidden
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.norms import RMSNorm
@@ -146,6 +146,8 @@ class LatentAttentionSpec:
 
     def rows(self, fsdp: Axes) -> TableRows:
         """Return the rows of the rule table."""
+        # A rank is short, and many devices divide the columns of all heads alone.
+        columns = ("tensor", *each_axis(fsdp))
         latents = "kv_a"
         heads = "q_proj|kv_b_proj"
         if self.q_rank:
@@ -153,7 +155,7 @@ class LatentAttentionSpec:
             heads = "(q|kv)_b_proj"
         params: list[ParamRow] = [
             (f"attention/{latents}_proj/kernel", P(fsdp)),  # [d, rank]
-            (f"attention/({heads})/kernel", P(fsdp, "tensor")),  # [rank or d, heads · width]
+            (f"attention/({heads})/kernel", P(None, columns)),  # [rank or d, heads · width]
             ("attention/o_proj/kernel", P("tensor", fsdp)),  # [heads · value_dim, d]
             (f"attention/{latents}_norm/scale", replicate("one vector of a layer")),
         ]

@@ -11,22 +11,28 @@ from spmd.layers.router import RouterConfig
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.declared import Axes, TableRows
 from spmd.models.decoder.experts import ExpertsSpec, MixtureOfExperts
+from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.norms import make_norm
+from spmd.models.decoder.short_convolution import GatedConvolutionSpec
 from spmd.models.decoder.sizes import Sizes
+from spmd.models.decoder.state_space import StateSpaceSpec
 from spmd.plan.annotate import annotate
 
-Mixer = AttentionSpec | LatentAttentionSpec
+Mixer = (
+    AttentionSpec | LatentAttentionSpec | GatedConvolutionSpec | GatedDeltaNetSpec | StateSpaceSpec
+)
 """Specs of token mixers."""
 
-Norms = Literal["before", "after", "both", "parallel", "parallel_shared"]
+Norms = Literal["before", "after", "both", "mlp_both", "parallel", "parallel_shared"]
 
 _NORM_NAMES: dict[str, tuple[str, ...]] = {
     "before": ("attention_norm", "mlp_norm"),
     "after": ("attention_post_norm", "mlp_post_norm"),
     "both": ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
+    "mlp_both": ("attention_norm", "mlp_norm", "mlp_post_norm"),
     "parallel": ("attention_norm", "mlp_norm"),
     "parallel_shared": ("attention_norm",),
 }
@@ -42,8 +48,9 @@ class LayerSpec:
     """MLP or experts; None for neither."""
     norms: Norms = "before"
     """Places of norms: before mixer and MLP, after (OLMo 2, arXiv:2501.00656), both (Gemma 2);
-    parallel: mixer and MLP read the same input, each with a norm (GPT-NeoX, arXiv:2204.06745), or
-    with one norm (parallel_shared: GPT-J)."""
+    mlp_both: before the mixer, and on both sides of MLP or experts (A.X K1); parallel: mixer and
+    MLP read the same input, each with a norm (GPT-NeoX, arXiv:2204.06745), or with one norm
+    (parallel_shared: GPT-J)."""
     input_name: str = "residual"
     """Activation name of the layer's input; one of its own can be offloaded alone."""
     name: str = ""

@@ -9,7 +9,7 @@ FAMILY = decoder_family("MistralForCausalLM", _read, _write)
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -17,19 +17,17 @@ from flax import nnx
 from spmd.errors import SpmdError
 from spmd.hf.family import Family, Ignored, TensorMapping
 from spmd.hf.fields import Fields
-from spmd.hf.layout import AS_IS, TRANSPOSED, TensorLayout
+from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.experts import RouterBias
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
+from spmd.models.decoder.published_names import Names, module_names
 from spmd.models.decoder.published_rotary import read_rotary, write_rotary
 from spmd.models.decoder.rotary import RopeScaling, Rotary
 from spmd.models.decoder.rules import decoder_rules
-
-Names = dict[str, tuple[str, TensorLayout]]
-"""Parameter of a layer → its tensor, without the layer's prefix, and the tensor's layout."""
 
 TANH = "gelu_pytorch_tanh"
 """Activation of config.json: gelu by the tanh approximation."""
@@ -66,14 +64,7 @@ def layer_names(**norms: str) -> Names:
         "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
     }
-    names: Names = {}
-    for ours, theirs in _KERNELS.items():
-        names[f"{ours}/kernel"] = (f"{theirs}.weight", TRANSPOSED)
-        names[f"{ours}/bias"] = (f"{theirs}.bias", AS_IS)
-    for ours, theirs in (_NORMS | norms).items():
-        names[f"{ours}/scale"] = (f"{theirs}.weight", AS_IS)
-        names[f"{ours}/bias"] = (f"{theirs}.bias", AS_IS)
-    return names
+    return module_names(_KERNELS, _NORMS | norms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,15 +202,16 @@ def _paths(config: DecoderConfig) -> dict[str, bool]:
 
 
 def decoder_family(
-    architecture: str,
+    architecture: str | tuple[str, ...],
     read: Callable[[Mapping[str, Any]], DecoderConfig],
     write: Callable[[DecoderConfig], dict[str, Any]],
     layer: Names | None = None,
     *,
-    names: TensorNames | None = None,
+    names: TensorNames | Callable[[DecoderConfig], TensorNames] | None = None,
+    other_names: Sequence[Callable[[DecoderConfig], TensorNames]] = (),
     ignored: tuple[Ignored, ...] = (),
     harmless: tuple[str, ...] = (),
-    optional_prefix: bool = False,
+    optional_prefix: str = "",
     secondary: bool = False,
     for_tensors: Callable[[Any, Collection[str]], Any] = lambda config, tensors: config,
 ) -> Family:
@@ -228,18 +220,25 @@ def decoder_family(
     A config belongs to it if reading what is written gives the same decoder.
 
     Args:
-        architecture: Name in config.json.
+        architecture: Name in config.json; of several, the first is written.
         read: Parses config.json.
         write: Inverse of `read`; of a config of another family, it may write anything.
         layer: Tensors of a layer; those of Llama by default.
-        names: Tensors of the whole model; by default `layer`, and the rest as in Llama.
+        names: Tensors of the whole model, or a function from a config to them; by default `layer`,
+            and the rest as in Llama.
+        other_names: Names of all tensors in other forms of checkpoints, which are read too.
         ignored: More tensors without a parameter.
         harmless: As in `Family`.
-        optional_prefix: Whether tensors may lack their prefix.
+        optional_prefix: Prefix that tensors may lack.
         secondary: As in `Family`.
         for_tensors: As in `Family`.
     """
-    tensors = names or TensorNames(layer or layer_names(), ENDS)
+    default = TensorNames(layer or layer_names(), ENDS)
+
+    def tensors(config: DecoderConfig) -> TensorNames:
+        if callable(names):
+            return names(config)
+        return names or default
 
     def fits(config: Any) -> bool:
         if not isinstance(config, DecoderConfig):
@@ -250,21 +249,28 @@ def decoder_family(
             return False
         return _published_form(again) == _published_form(config)
 
-    prefix = ""
-    if optional_prefix:
-        prefix = tensors.prefix
+    def others(config: DecoderConfig) -> tuple[TensorMapping, ...]:
+        found: list[TensorMapping] = []
+        for form in other_names:
+            found += form(config).mappings(config)
+        return tuple(found)
+
+    architectures = architecture
+    if isinstance(architectures, str):
+        architectures = (architectures,)
     return Family(
-        architectures=(architecture,),
+        architectures=architectures,
         read_config=read,
         write_config=write,
         fits=fits,
         rules=decoder_rules,
-        names=tensors.mappings,
-        ignored=lambda config: (*tensors.ignored(config), *ignored),
-        prefix=prefix,
+        names=lambda config: tensors(config).mappings(config),
+        ignored=lambda config: (*tensors(config).ignored(config), *ignored),
+        prefix=optional_prefix,
         harmless=harmless,
         secondary=secondary,
         for_tensors=for_tensors,
+        other_names=others,
     )
 
 
@@ -299,6 +305,7 @@ def read_sizes(
     theta: float = 10_000.0,
     head_dim: int = 0,
     kv_heads: int = 0,
+    d_ff: int | None = None,
     tied: bool = False,
     activation: tuple[str, ...] = ("hidden_act", "silu"),
     heads_divide: bool = False,
@@ -313,6 +320,7 @@ def read_sizes(
         head_dim: Default of `head_dim`; 0 for the width divided by the heads.
         kv_heads: `num_key_value_heads` if it is absent; null always means as many as heads, as does
             0 here.
+        d_ff: Default of `intermediate_size`; None if it is required.
         tied: Default of `tie_word_embeddings`.
         activation: Name of the MLP's activation field, and the supported values.
         heads_divide: Whether the heads must divide the width.
@@ -340,7 +348,7 @@ def read_sizes(
         "layers": fields.integer("num_hidden_layers"),
         "heads": heads,
         "kv_heads": fields.integer("num_key_value_heads", kv_heads),
-        "d_ff": fields.integer("intermediate_size"),
+        "d_ff": fields.integer("intermediate_size", d_ff),
         "head_dim": head_dim,
         **rotary,
         "norm_eps": eps,
@@ -357,13 +365,19 @@ def _read_network_rotary(fields: Fields, theta: float) -> dict[str, Any]:
     return {"rope_theta": rotary.theta, "rope_scaling": rotary.scaling}
 
 
+_MIXER = AttentionSpec()
+
+
 def read_layer(fields: Fields) -> LayerSpec:
     """Parse `attention_bias` and `mlp_bias`, of all kernels of attention and MLP."""
-    bias = fields.flag("attention_bias", False)
-    return LayerSpec(
-        AttentionSpec(qkv_bias=bias, out_bias=bias),
-        MLPSpec(bias=fields.flag("mlp_bias", False)),
-    )
+    mlp = MLPSpec(bias=fields.flag("mlp_bias", False))
+    return LayerSpec(read_attention_bias(fields), mlp)
+
+
+def read_attention_bias(fields: Fields, mixer: AttentionSpec = _MIXER) -> AttentionSpec:
+    """Parse `attention_bias`, of all kernels of attention; return `mixer` with these biases."""
+    bias = fields.flag("attention_bias", default=False)
+    return dataclasses.replace(mixer, qkv_bias=bias, out_bias=bias)
 
 
 def write_biases(config: DecoderConfig) -> dict[str, bool]:
@@ -380,6 +394,26 @@ def read_window(fields: Fields, absent: int) -> int:
     if fields.is_null("sliding_window"):
         return 0
     return absent
+
+
+def read_factor(fields: Fields, name: str, absent: float = 1.0) -> float:
+    """Parse a factor, a number above 0; `absent` is the default."""
+    factor = fields.number(name, absent, least=0)
+    if factor == 0:
+        fields.refuse(name, "is 0", "a number above 0")
+        return 1.0
+    return factor
+
+
+def read_clip(fields: Fields) -> float:
+    """Parse `clip_qkv`, the largest absolute value of queries, keys and values; 0 for no limit."""
+    if fields.value("clip_qkv") is None:
+        return 0.0
+    limit = fields.number("clip_qkv")
+    if limit <= 0:
+        fields.refuse("clip_qkv", f"is {limit}", "a number above 0, or null for no limit")
+        return 0.0
+    return limit
 
 
 def read_soft_cap(fields: Fields, name: str, absent: float) -> float:
@@ -417,8 +451,18 @@ def check_layer_types(fields: Fields, layers: int, *pattern: str) -> None:
         fields.refuse("layer_types", what)
 
 
-def write_sizes(config: DecoderConfig, eps_field: str = "rms_norm_eps") -> dict[str, Any]:
-    """Return the fields of config.json: the inverse of `read_sizes`."""
+def write_sizes(
+    config: DecoderConfig, eps_field: str = "rms_norm_eps", rotary: Rotary | None = None
+) -> dict[str, Any]:
+    """Return the fields of config.json: the inverse of `read_sizes`.
+
+    Args:
+        config: The config of a model.
+        eps_field: Name of the norms' field; empty for none.
+        rotary: Rotary positions; by default those of the network.
+    """
+    if rotary is None:
+        rotary = Rotary(config.rope_theta, config.rope_scaling)
     eps = {}
     if eps_field:
         eps[eps_field] = config.norm_eps
@@ -431,7 +475,7 @@ def write_sizes(config: DecoderConfig, eps_field: str = "rms_norm_eps") -> dict[
         "head_dim": config.head_width,
         "intermediate_size": config.d_ff,
         "hidden_act": "silu",
-        **write_rotary(Rotary(config.rope_theta, config.rope_scaling)),
+        **write_rotary(rotary),
         **eps,
         "tie_word_embeddings": config.tied,
     }

@@ -8,11 +8,12 @@ fields.build(DecoderConfig, **sizes, **attention_table(LayerSpec(), window, kind
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from spmd.errors import did_you_mean
 from spmd.hf.fields import Fields
+from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.pattern import find_pattern
@@ -31,7 +32,7 @@ SLIDING = "sliding_attention"
 _MOST_LAYERS = 1000
 _UNUSED_WINDOW = 4096
 
-Kind = TypeVar("Kind", bound=str | tuple[Any, ...])
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 def every(interval: int, layers: int, often: str = SLIDING, seldom: str = FULL) -> list[str]:
@@ -55,6 +56,7 @@ def read_layer_types(
     layers: int,
     default: Sequence[str],
     known: Collection[str] = (FULL, SLIDING),
+    name: str = "layer_types",
 ) -> list[str]:
     """Parse `layer_types`; a wrong number of words and unknown ones are reported to `fields`.
 
@@ -63,23 +65,24 @@ def read_layer_types(
         layers: Number of layers.
         default: The kinds if the field is absent or null.
         known: The supported words.
+        name: Name of the field.
     """
     if layers > _MOST_LAYERS:
         fields.refuse("num_hidden_layers", f"is {layers}, and at most {_MOST_LAYERS} have kinds")
         return list(default)
-    found = fields.value("layer_types")
+    found = fields.value(name)
     if found is None:
         return list(default)
     if not isinstance(found, list):
-        fields.refuse("layer_types", f"is {found!r:.80}, not a list of words")
+        fields.refuse(name, f"is {found!r:.80}, not a list of words")
         return list(default)
     if len(found) != layers:
-        fields.refuse("layer_types", f"has {len(found)} words for {layers} layers")
+        fields.refuse(name, f"has {len(found)} words for {layers} layers")
         return list(default)
     unknown = [(number, word) for number, word in enumerate(found) if word not in known]
     for number, word in unknown[:3]:
         what = f"is {word!r:.80}, and this model supports only {' or '.join(known)}"
-        fields.refuse(f"layer_types[{number}]", what, did_you_mean(str(word), known))
+        fields.refuse(f"{name}[{number}]", what, did_you_mean(str(word), known))
     if unknown:
         return list(default)
     return found
@@ -116,12 +119,21 @@ def layer_table(kinds: Sequence[Kind], specs: Mapping[Kind, LayerSpec]) -> dict[
     """
     if len(set(kinds)) == 1:
         return {"layer": specs[kinds[0]]}
-    pattern = find_pattern(kinds)
+    pattern = find_pattern(kinds, lambda kind: not specs[kind].has_experts)
     return {
         "first": tuple(specs[kind] for kind in pattern.first),
         "group": tuple(specs[kind] for kind in pattern.group),
         "last": tuple(specs[kind] for kind in pattern.last),
     }
+
+
+def table_of(layers: Sequence[LayerSpec]) -> dict[str, Any]:
+    """Return the layer table, arguments of `DecoderConfig`, of the specs of all layers."""
+    numbers: dict[LayerSpec, int] = {}
+    for spec in layers:
+        numbers.setdefault(spec, len(numbers))
+    specs = {number: spec for spec, number in numbers.items()}
+    return layer_table([numbers[spec] for spec in layers], specs)
 
 
 def attention_table(
@@ -131,7 +143,18 @@ def attention_table(
     *,
     rotary: Sequence[Rotary | None] | None = None,
 ) -> dict[str, Any]:
-    """Return the layer table, arguments of `DecoderConfig`, of layers with different attention.
+    """Return the layer table, arguments of `DecoderConfig`, of `attention_layers`."""
+    return table_of(attention_layers(layer, window, kinds, rotary=rotary))
+
+
+def attention_layers(
+    layer: LayerSpec,
+    window: int,
+    kinds: Sequence[str],
+    *,
+    rotary: Sequence[Rotary | None] | None = None,
+) -> list[LayerSpec]:
+    """Return the specs of layers with different attention.
 
     Args:
         layer: A layer of full attention.
@@ -141,15 +164,14 @@ def attention_table(
     """
     if rotary is None:
         rotary = [layer.attention.rotary] * len(kinds)
-    pairs = [*zip(kinds, rotary, strict=True)]
-    specs = {}
-    for kind, positions in dict.fromkeys(pairs):
+    layers = []
+    for kind, positions in zip(kinds, rotary, strict=True):
         size = 0
         if kind == SLIDING:
             size = window
         mixer = dataclasses.replace(layer.attention, window=size, rotary=positions)
-        specs[kind, positions] = dataclasses.replace(layer, mixer=mixer)
-    return layer_table(pairs, specs)
+        layers.append(dataclasses.replace(layer, mixer=mixer))
+    return layers
 
 
 def rotary_where(rotated: Sequence[bool], rotary: Rotary) -> list[Rotary | None]:
@@ -161,6 +183,46 @@ def rotary_where(rotated: Sequence[bool], rotary: Rotary) -> list[Rotary | None]
         else:
             positions.append(None)
     return positions
+
+
+def rotated_windows(
+    layer: LayerSpec, window: int, kinds: Sequence[str], *, rotate_all: bool = False
+) -> list[LayerSpec]:
+    """Return the specs of layers with rotary positions only where they have a window.
+
+    Args:
+        layer: A layer of full attention.
+        window: Sliding window of layers of kind `sliding_attention`.
+        kinds: The kind of each layer.
+        rotate_all: Rotate in all layers.
+    """
+    rotated = [kind == SLIDING or rotate_all for kind in kinds]
+    return attention_layers(layer, window, kinds, rotary=rotary_where(rotated, Rotary()))
+
+
+def read_rotated_windows(
+    fields: Fields, layer: LayerSpec, default: Sequence[str], absent: int
+) -> list[LayerSpec]:
+    """Parse `layer_types` and `sliding_window` of layers as in `rotated_windows`.
+
+    Args:
+        fields: Fields of config.json.
+        layer: A layer of full attention.
+        default: The kind of each layer if `layer_types` is absent or null.
+        absent: The window if the field is absent; with null, all layers have positions.
+    """
+    rotate_all = fields.is_null("sliding_window")
+    kinds = read_layer_types(fields, len(default), default)
+    window = read_window_of(fields, kinds, absent)
+    return rotated_windows(layer, window, kinds, rotate_all=rotate_all)
+
+
+def write_rotated_windows(config: DecoderConfig) -> dict[str, Any]:
+    """Return the fields of config.json: the inverse of `read_rotated_windows`."""
+    fields = write_layer_types(config)
+    if FULL in fields["layer_types"] and all(rotated_layers(config)):
+        fields["sliding_window"] = None  # with one, layers without it have no positions
+    return fields
 
 
 def read_rotary_by_kind(fields: Fields, theta: float, local_theta: float) -> dict[str, Rotary]:
@@ -219,6 +281,14 @@ def write_layer_types(config: DecoderConfig) -> dict[str, Any]:
     """
     window = max(spec.attention.window or 0 for spec in config.pattern.distinct)
     return {"layer_types": layer_types(config), "sliding_window": window or _UNUSED_WINDOW}
+
+
+def attention_of(config: DecoderConfig) -> AttentionSpec:
+    """Return the attention of the first layer that has one; without one, that of no positions."""
+    for spec in config.pattern.distinct:
+        if isinstance(spec.mixer, AttentionSpec):
+            return spec.mixer
+    return AttentionSpec(rotary=None).resolve(config.sizes)
 
 
 def rotated_layers(config: DecoderConfig) -> list[bool]:

@@ -15,7 +15,7 @@ any number of tokens allows (decision 0033).
 
 from jax.sharding import PartitionSpec as P
 
-from spmd.models.decoder.declared import HIDDEN, TOKENS, Axes, ParamRow, TableRows
+from spmd.models.decoder.declared import HIDDEN, TOKENS, Axes, ParamRow, TableRows, each_axis
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.multi_token import NORMS, ahead_rows
 from spmd.models.decoder.norms import norm_leaves
@@ -63,9 +63,9 @@ def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> 
 
 def _embedding(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: bool) -> TableRows:
     """Return the rows of embedding, positions and residual stream."""
-    stored = P("pipe", (*_each(fsdp), "tensor"))  # [vocab, d]
+    stored = P("pipe", (*each_axis(fsdp), "tensor"))  # [vocab, d]
     if not split_vocab:
-        stored = P(None, (*_each(fsdp), "tensor", "pipe"))
+        stored = P(None, (*each_axis(fsdp), "tensor", "pipe"))
     params: list[ParamRow] = [("embed/embedding", stored)]
     if config.positions:
         params.append(("positions", P(None, fsdp)))
@@ -73,7 +73,7 @@ def _embedding(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: 
     # full copy
     activations = (
         ("embed_tokens", P(lookup, "sequence")),
-        ("embed_rows", P(lookup, "sequence", (*_each(fsdp), "tensor"))),
+        ("embed_rows", P(lookup, "sequence", (*each_axis(fsdp), "tensor"))),
         ("embed_exchange", P(lookup, "sequence", fsdp)),
         ("residual", HIDDEN),
     )
@@ -82,22 +82,16 @@ def _embedding(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: 
 
 def _head(config: DecoderConfig, fsdp: Axes, *, split_vocab: bool) -> TableRows:
     """Return the rows of the output head and the logits."""
-    kernel = P((*_each(fsdp), "pipe"), "tensor")  # [d, vocab]
+    kernel = P((*each_axis(fsdp), "pipe"), "tensor")  # [d, vocab]
     columns = P(("pipe", "tensor"), fsdp)  # [vocab, d]
     logits = ("logits", HIDDEN)  # [batch, seq, vocab]
     if not split_vocab:
-        kernel = P((*_each(fsdp), "tensor", "pipe"))
+        kernel = P((*each_axis(fsdp), "tensor", "pipe"))
         columns = P(None, fsdp)
         logits = ("logits", TOKENS)
     if config.tied:
         return TableRows(activations=(logits, ("tied_columns", columns)))
     return TableRows((("lm_head/kernel", kernel),), (logits,))
-
-
-def _each(axes: Axes) -> tuple[str, ...]:
-    if isinstance(axes, str):
-        return (axes,)
-    return axes
 
 
 def _norms(config: DecoderConfig) -> TableRows:

@@ -1,5 +1,6 @@
 """`spmd export`."""
 
+import contextlib
 import dataclasses
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from spmd.distributed.cluster_env import LaunchArgs
 from spmd.errors import ConfigError, Problem, check_fields
 from spmd.hf.adapter import save_adapter
 from spmd.hf.family import Family, family_for, mapped_variables
-from spmd.hf.folder import architectures_of
+from spmd.hf.folder import architectures_of, open_folder
 from spmd.hf.save import parse_size, save_params
 from spmd.hf.sidecar_files import sidecar_files
 from spmd.model_interface.model import abstract_key
@@ -58,6 +59,9 @@ class ExportCommand:
     """Write the LoRA adapters alone, for `peft`."""
     dtype: _Dtype = ""
     """Dtype of the tensors; that of the parameters by default."""
+    quantized_as: str = ""
+    """Quantized Hugging Face folder that the run was imported from: its codes are written in place of
+    values, all of which must be unchanged."""
     shard_size: str = "5GB"
     """Maximum size of a file; a larger tensor gets a file of its own."""
     devices: int | None = None
@@ -80,17 +84,22 @@ def run_export(arguments: list[str]) -> int:
     start_devices(_devices(command, config), command)
     params = read_params(run, _abstract(config), command.step, trained=command.trained)
     variables = read_variables(run, _abstract_variables(config, family), command.step)
-    save_params(
-        out,
-        params,
-        family,
-        config.model,
-        dtype=_DTYPES.get(command.dtype),
-        shard_size=size,
-        files=files,
-        values=values or _values(config, family),
-        variables=variables,
-    )
+    with contextlib.ExitStack() as stack:
+        quantized = None
+        if command.quantized_as:
+            quantized = stack.enter_context(open_folder(Path(command.quantized_as)))
+        save_params(
+            out,
+            params,
+            family,
+            config.model,
+            dtype=_DTYPES.get(command.dtype),
+            shard_size=size,
+            files=files,
+            values=values or _values(config, family),
+            variables=variables,
+            quantized=quantized,
+        )
     if jax.process_index() != 0:
         return 0
     took = time.perf_counter() - began

@@ -27,7 +27,7 @@ import numpy as np
 from flax.core import FrozenDict
 
 from spmd import tree
-from spmd.errors import ConfigError, Problem, did_you_mean, join_first
+from spmd.errors import ConfigError, Problem, did_you_mean
 from spmd.hf.layout import AS_IS, TensorLayout
 from spmd.sharding.rules import Rules
 
@@ -38,7 +38,6 @@ OPTIONS_GROUP = "spmd.missing_options"
 """Entry-point group; each value is `module:NAME` of architecture → the option that it needs."""
 
 _SAME_TASK = 0.9
-_MOST_KNOWN = 1500
 _PLACEHOLDERS = ("layer", "expert")
 _NO_ALIASES: Mapping[str, str] = FrozenDict()
 
@@ -96,6 +95,8 @@ class Family:
             trained model; export copies them from the original config.json.
         for_tensors: Returns a model config from `read_config` for a checkpoint with tensors of
             these names, which may lack a part of the model.
+        other_names: Returns mappings of parameters in other forms of checkpoints, such as those of a
+            larger model; import uses those whose tensors are there.
         secondary: Whether export prefers another family that a config belongs to, unless the
             original config.json has this one's architecture.
     """
@@ -111,6 +112,7 @@ class Family:
     harmless: tuple[str, ...] = ()
     secondary: bool = False
     for_tensors: Callable[[Any, Collection[str]], Any] = lambda config, tensors: config
+    other_names: Callable[[Any], tuple[TensorMapping, ...]] = lambda config: ()
 
     def tables(
         self, config: Any, tensors: Iterable[str], aliases: Mapping[str, str] = _NO_ALIASES
@@ -131,7 +133,7 @@ class Family:
         stored = _stored_names(found, aliases, ignored)
         mappings: list[TensorMapping] = []
         used: set[str] = set()
-        for mapping in self.names(config):
+        for mapping in _stored_mappings(self.names(config), self.other_names(config), found):
             tensor = mapping.tensor.removeprefix(prefix)
             tensor = stored.get(tensor, tensor)
             mappings.append(dataclasses.replace(mapping, tensor=tensor))
@@ -164,6 +166,27 @@ def _stored_names(
         if name not in found and other in found:
             stored[name] = other
     return stored
+
+
+def _name_form(tensor: str) -> str:
+    """Return the name of a tensor, or of a name map, without the numbers of layers and experts."""
+    return re.sub(r"(?<=\.)(\d+|\{layer\}|\{expert\})(?=\.)", "#", tensor)
+
+
+def _stored_mappings(
+    mappings: Iterable[TensorMapping], others: Iterable[TensorMapping], found: Iterable[str]
+) -> Iterator[TensorMapping]:
+    """Yield a mapping of each parameter: another one if the checkpoint has only its tensor."""
+    alternatives: dict[str, list[TensorMapping]] = {}
+    for mapping in others:
+        alternatives.setdefault(mapping.path, []).append(mapping)
+    forms: set[str] = set()
+    if alternatives:
+        forms = {_name_form(tensor) for tensor in found}
+    for mapping in mappings:
+        candidates = [mapping, *alternatives.get(mapping.path, [])]
+        stored = (each for each in candidates if _name_form(each.tensor) in forms)
+        yield next(stored, mapping)
 
 
 @functools.cache
@@ -229,13 +252,13 @@ def _unsupported(wanted: Iterable[str]) -> list[Problem]:
         fix = _nearest(name, known)
         problems.append(Problem(f"architecture {name}", "is not supported", fix=fix))
     if not problems:
-        fix = f"one of: {join_first(known, _MOST_KNOWN)}"
+        fix = f"`architectures`, a list of one name; {_all_of(known)}"
         return [Problem("config.json", "names no architecture", fix=fix)]
     return problems
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the known architecture with a typo, or all of them.
+    """Return a hint at the known architecture with a typo, or at the list of all.
 
     One letter makes another family, such as Olmo and Olmoe, and so does a number. Only the case,
     letters that are doubled, and a typo of the task are corrected.
@@ -247,7 +270,11 @@ def _nearest(name: str, known: Iterable[str]) -> str:
         is_typo = difflib.SequenceMatcher(None, task, other_task).ratio() > _SAME_TASK
         if _undoubled(family) == _undoubled(other_family) and is_typo:
             return f'did you mean "{other}"?'
-    return f"one of: {join_first(known, _MOST_KNOWN)}"
+    return f"a family for it, as an entry point in {GROUP!r}; {_all_of(known)}"
+
+
+def _all_of(known: Collection[str]) -> str:
+    return f"the page of families (docs/families) has the {len(known)} supported ones"
 
 
 def _split_architecture(name: str) -> tuple[str, str]:

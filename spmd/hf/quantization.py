@@ -15,6 +15,7 @@ product is float32.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,7 @@ CODE_DTYPES = frozenset({_E4M3, _E8M0})
 _FACTOR_DTYPES = frozenset(map(np.dtype, (np.float32, jnp.bfloat16, np.float16, _E8M0)))
 _FACTOR_FORMATS = ("float", "ue8m0")
 _BLOCK_DIMS = 2
+_COMPARED_BYTES = 64 << 20
 
 _HARMLESS = frozenset({"quant_method", "modules_to_not_convert", "ignored_layers", "dequantize"})
 _BITSANDBYTES = frozenset({"load_in_4bit", "load_in_8bit"})
@@ -245,6 +247,30 @@ class Fp8Tensor:
 
 
 DequantizedTensor = Mxfp4Tensor | Fp8Tensor
+
+
+def has_values(tensor: DequantizedTensor, values: np.ndarray) -> bool:
+    """Return whether a tensor is dequantized to these values, bit for bit in their dtype."""
+    size = tensor.shape[-1]
+    ours = values.reshape(-1, size)
+    if values.shape != tensor.shape:
+        return False
+    rows = max(1, _COMPARED_BYTES // (size * tensor.dtype.itemsize))
+    buffer = np.empty(rows * size * tensor.dtype.itemsize, np.uint8)
+    for start in range(0, len(ours), rows):
+        part = ours[start : start + rows]
+        stored = tensor.rows(start, start + len(part), size, buffer).astype(values.dtype)
+        if stored.tobytes() != part.tobytes():
+            return False
+    return True
+
+
+def read_whole(stored: StoredTensor) -> np.ndarray:
+    """Read all bytes of a stored tensor."""
+    size = stored.shape[-1]
+    count = math.prod(stored.shape)
+    buffer = np.empty(count * stored.dtype.itemsize, np.uint8)
+    return stored.rows(0, count // size, size, buffer).reshape(stored.shape)
 
 
 @functools.cache

@@ -21,11 +21,19 @@ from jax.sharding import PartitionSpec as P
 from spmd import tree
 from spmd.checkpoint.manifest import sync
 from spmd.distributed.hosts import run_on_first
-from spmd.errors import CheckpointError, ConfigError, Problem, SpmdError, check_local
+from spmd.errors import (
+    CheckpointError,
+    ConfigError,
+    Problem,
+    SpmdError,
+    check_local,
+    first_of,
+)
 from spmd.hf.family import Family, TensorSource, tensor_sources
 from spmd.hf.fields import HARMLESS
-from spmd.hf.folder import CONFIG, INDEX, SINGLE
+from spmd.hf.folder import CONFIG, INDEX, SINGLE, HFFolder
 from spmd.hf.layout import TensorLayout
+from spmd.hf.quantization import FIELD, DequantizedTensor, has_values, read_whole
 from spmd.hf.safetensors import write_safetensors
 from spmd.tree import human_bytes
 
@@ -34,6 +42,14 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _Parts = list[tuple[TensorSource, tuple[int, ...]]]
 """The parameters concatenated in a tensor, each with its index into its stack."""
 _Specs = dict[str, jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """Tensor of a file to write; all processes make its value together."""
+
+    spec: jax.ShapeDtypeStruct
+    make: Callable[[], np.ndarray]
 
 
 def save_params(
@@ -47,6 +63,7 @@ def save_params(
     files: Mapping[str, Path] | None = None,
     values: Mapping[str, Any] | None = None,
     variables: Mapping[str, Any] | None = None,
+    quantized: HFFolder | None = None,
 ) -> None:
     """Write a folder for `transformers`; it appears complete or not at all.
 
@@ -60,16 +77,29 @@ def save_params(
         files: Name → file to copy into the folder.
         values: The original config.json; its fields that do not change the model are copied.
         variables: Variables in the name map, such as biases of routers; they keep their dtype.
+        quantized: A checkpoint whose codes and scales are written in place of values; it must have
+            the same values.
+
+    Raises:
+        CheckpointError: The folder exists, the disk is full, or a value differs from `quantized`.
     """
     run_on_first(functools.partial(check_absent, out))
     leaves = tree.flatten(params) | tree.flatten(variables or {})
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    tensors = _tensors(tensor_sources(family.names(config), shapes).values())
-    specs = _specs(tensors, leaves, dtype)
+    names = family.names(config)
+    if quantized is not None:
+        names, _ = quantized.tables  # of the layouts of codes
+    tensors = _tensors(tensor_sources(names, shapes).values())
+    outputs = _outputs(tensors, leaves, dtype)
+    dtypes = collections.Counter(str(output.spec.dtype) for output in outputs.values())
+    config_values = _config_values(family, config, dtypes, values or {})
+    if quantized is not None:
+        outputs = _with_codes(outputs, tensors, leaves, quantized)
+        config_values[FIELD] = quantized.values[FIELD]
+    specs = {name: output.spec for name, output in outputs.items()}
     shards = _split_into_files(specs, shard_size)
     needed = sum(map(_nbytes, specs.values()))
     run_on_first(functools.partial(_check_disk_space, out, needed))
-    config_values = _config_values(family, config, specs, values or {})
 
     def write(arrays: Iterator[np.ndarray]) -> None:
         with whole_folder(out) as folder:
@@ -82,7 +112,8 @@ def save_params(
             for name, file in (files or {}).items():
                 shutil.copyfile(file, folder / name)
 
-    gather_and_write(_arrays(tensors, leaves, shards), write)
+    made = (outputs[name].make() for shard in shards.values() for name in shard)
+    gather_and_write(made, write)
 
 
 def check_absent(out: Path) -> None:
@@ -117,16 +148,53 @@ def _raise_first(errors: Sequence[SpmdError]) -> None:
         raise error
 
 
-def _specs(tensors: Mapping[str, _Parts], leaves: Mapping[str, jax.Array], dtype: Any) -> _Specs:
-    """Return the shape and dtype of each tensor."""
-    specs: _Specs = {}
+def _outputs(
+    tensors: Mapping[str, _Parts], leaves: Mapping[str, jax.Array], dtype: Any
+) -> dict[str, _Output]:
+    """Return the tensors to write, of parameters and variables."""
+    outputs: dict[str, _Output] = {}
     for name, parts in tensors.items():
         source, _ = parts[0]
         own = leaves[source.path].dtype
         if dtype is not None and not source.mapping.is_variable:
             own = dtype
-        specs[name] = jax.ShapeDtypeStruct(source.tensor_shape, own)
-    return specs
+        spec = jax.ShapeDtypeStruct(source.tensor_shape, own)
+        outputs[name] = _Output(spec, functools.partial(_to_host, parts, leaves, own))
+    return outputs
+
+
+def _with_codes(
+    outputs: Mapping[str, _Output],
+    tensors: Mapping[str, _Parts],
+    leaves: Mapping[str, jax.Array],
+    quantized: HFFolder,
+) -> dict[str, _Output]:
+    """Return the tensors to write, with stored codes and scales in place of values.
+
+    Raises:
+        CheckpointError: Values differ from the stored ones; all such tensors are named.
+    """
+    found: dict[str, _Output] = {}
+    problems: list[Problem] = []
+    for name, output in outputs.items():
+        reader = quantized.tensors.get(name)
+        if not isinstance(reader, DequantizedTensor):
+            found[name] = output
+            continue
+        source, _ = tensors[name][0]
+        values = _to_host(tensors[name], leaves, leaves[source.path].dtype)
+        if not has_values(reader, values):
+            fix = "export without this checkpoint: dequantized values are written"
+            problems.append(Problem(f"tensor {name}", "was changed since its import", fix=fix))
+        for stored in (reader.codes, reader.scales):
+            spec = jax.ShapeDtypeStruct(stored.shape, stored.dtype)
+            found[stored.name] = _Output(spec, functools.partial(read_whole, stored))
+    if found.keys() == outputs.keys():
+        what = "has no quantized tensor of this model"
+        problems.append(Problem(str(quantized.path), what, fix="export without it"))
+    if problems:
+        raise CheckpointError("Nothing was exported:", first_of(problems))
+    return found
 
 
 def _check_disk_space(out: Path, needed: int) -> None:
@@ -139,9 +207,9 @@ def _check_disk_space(out: Path, needed: int) -> None:
 
 
 def _config_values(
-    family: Family, config: Any, specs: _Specs, original: Mapping[str, Any]
+    family: Family, config: Any, dtypes: collections.Counter[str], original: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of config.json.
+    """Return the content of config.json; `dtypes` has the number of tensors of each.
 
     Fields of the original one that do not change the model are copied.
     """
@@ -150,7 +218,6 @@ def _config_values(
     for name, value in original.items():
         if name in harmless:
             copied[name] = value
-    dtypes = collections.Counter(str(spec.dtype) for spec in specs.values())
     main_dtype, _ = dtypes.most_common(1)[0]
     written = {
         "architectures": [family.architectures[0]],
@@ -158,15 +225,6 @@ def _config_values(
         **family.write_config(config),
     }
     return copied | written
-
-
-def _arrays(
-    tensors: Mapping[str, _Parts], leaves: Mapping[str, jax.Array], shards: Mapping[str, _Specs]
-) -> Iterator[np.ndarray]:
-    """Yield the values of the tensors of all files."""
-    for specs in shards.values():
-        for name, spec in specs.items():
-            yield _to_host(tensors[name], leaves, spec.dtype)
 
 
 def _index(shards: Mapping[str, _Specs], total_size: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from spmd.errors import ConfigError, Problem
+from spmd.plan.context import current
 from spmd.sharding.mesh import AnyMesh
 
 CHUNK = 128
@@ -239,3 +240,20 @@ def split_sequence_problems(mesh: AnyMesh, mixer: str) -> list[Problem]:
     what = "a recurrent mixer needs whole sequences on each device"
     detail = f"the mesh has sequence={parts}"
     return [Problem(mixer, what, detail, "sequence=1, and tensor or fsdp for these devices")]
+
+
+def require_whole_sequences(mixer: str) -> None:
+    """Check in a trace that the mesh of the plan in scope, if any, does not split sequences.
+
+    Args:
+        mixer: The mixer's name.
+
+    Raises:
+        ConfigError: It does.
+    """
+    mesh = current().mesh
+    if mesh is None:
+        return
+    problems = split_sequence_problems(mesh, mixer)
+    if problems:
+        raise ConfigError("The mesh does not support this model:", problems)

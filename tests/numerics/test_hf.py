@@ -326,7 +326,10 @@ BAD = {
         config(architectures=["LlamaForCausalLN"]),
         'did you mean "LlamaForCausalLM"?',
     ),
-    "a family that no name is near": (config(architectures=["OPTForCausalLM"]), "fix: one of: "),
+    "a family that no name is near": (
+        config(architectures=["OPTForCausalLM"]),
+        "fix: a family for it",
+    ),
     "no architecture": (config(architectures=None), "names no architecture"),
     "a feature": (
         config(quantization_config={"bits": 4}),

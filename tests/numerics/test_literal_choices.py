@@ -11,38 +11,31 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd import models, partition_rules
+from spmd import models
 from spmd.errors import SpmdError
 from spmd.models import gpt2, mixtral
-from spmd.models.decoder import activations
+from spmd.models.decoder import DecoderConfig, activations, decoder_rules
 from spmd.plan.context import use_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
-
-TABLES = [
-    rules
-    for module in pkgutil.iter_modules(partition_rules.__path__)
-    for rules in vars(importlib.import_module(f"spmd.partition_rules.{module.name}")).values()
-    if isinstance(rules, spmd.Rules)
-]
-NAMES = dict.fromkeys([*(name for rules in TABLES for name, _ in rules.activations), "layer_input"])
-RULES = spmd.Rules(
-    [("[a-z_0-9/]+", spmd.replicate("one device"))],
-    activations=[(name, P()) for name in NAMES],
-    stacked={"layers": "pipe", "dense_layers": "pipe"},
-)
 
 Choice = tuple[str, str, Any]
 """Class of a config, its field, and a value."""
 
 
 def tiny_configs() -> Iterator[Any]:
-    """Yield the tiny presets of all families, one whose router lets experts choose, and one with groups of experts."""
+    """Yield the tiny presets of all decoders, one whose router lets experts choose, and one with groups of experts.
+
+    Those with the fewest kinds of layers are first: they are traced fastest.
+    """
+    tiny = []
     for module in pkgutil.iter_modules(models.__path__):
         presets = getattr(importlib.import_module(f"spmd.models.{module.name}"), "PRESETS", {})
-        yield from (config for name, config in presets.items() if name.startswith("test"))
+        for name, config in presets.items():
+            if name.startswith("test") and isinstance(config, DecoderConfig):
+                tiny.append(config)
+    yield from sorted(tiny, key=lambda config: len(config.pattern.distinct))
     config = mixtral.PRESETS["test"]
     router = dataclasses.replace(config.router, choice="expert", balance=0.0, dispatch="capacity")
     yield dataclasses.replace(config, router=router)
@@ -94,13 +87,9 @@ def is_covered(choice: Choice, config: Any) -> bool:
 def trace_gradients(config: Any, remat: str) -> None:
     """Trace the loss and the gradients of a model on one absent device."""
     model = spmd.from_nnx(config.build)
-    plan = spmd.make_plan(
-        abstract_mesh(MeshShape()),
-        RULES,
-        model,
-        spmd.make_optimizer(spmd.OptimizerConfig(), 10),
-        remat=remat,
-    )
+    optimizer = spmd.make_optimizer(spmd.OptimizerConfig(), 10, model=model)
+    mesh = abstract_mesh(MeshShape())
+    plan = spmd.make_plan(mesh, decoder_rules(config), model, optimizer, remat=remat)
     tokens = jax.ShapeDtypeStruct((2, 16), np.int32)
     batch = {
         "tokens": tokens,

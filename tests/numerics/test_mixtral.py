@@ -44,13 +44,11 @@ BATCH = token_batches((4, 16), CONFIG.vocab, steps=1)[0]
 # Number of elements in the published checkpoints' tensors, or the figures of the papers where those
 # are rounded. Mixtral: arXiv:2401.04088 (47B, 13B active) and mistral.ai/news/mixtral-8x22b (141B,
 # 39B active); the elements follow from huggingface.co/mistralai/Mixtral-8x7B-v0.1 and
-# Mixtral-8x22B-v0.1, shapes in their config.json. Qwen1.5-MoE-A2.7B: qwenlm.github.io/blog/qwen-moe
-# (14.3B, 2.7B active). Switch-C: arXiv:2101.03961, table 9 (1571B). GShard MoE(2048E, 36L):
-# arXiv:2006.16668, table 1 (600B).
+# Mixtral-8x22B-v0.1, shapes in their config.json. Switch-C: arXiv:2101.03961, table 9
+# (1571B). GShard MoE(2048E, 36L): arXiv:2006.16668, table 1 (600B).
 PUBLISHED = {
     "mixtral-8x7b": (46.7e9, 12.9e9),
     "mixtral-8x22b": (141e9, 39e9),
-    "qwen1.5-moe": (14.3e9, 2.7e9),
     "switch-c": (1571e9, None),
     "gshard-600b": (600e9, None),
 }

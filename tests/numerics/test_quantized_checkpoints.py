@@ -18,6 +18,7 @@ from spmd.errors import CheckpointError, ConfigError
 from spmd.hf import folder as hf_folder
 from spmd.hf import load, tensor_region
 from spmd.hf.family import Family, TensorMapping, family_for
+from spmd.hf.folder import open_folder
 from spmd.hf.layout import EXPERTS, part
 from spmd.hf.load import load_params
 from spmd.hf.quantization import Fp8Tensor, read_quantization
@@ -231,6 +232,38 @@ def test_the_export_of_mxfp4_is_bfloat16(made, codes, tmp_path):
     assert all(equal_bits(again[path], params[path]) for path in params)
 
 
+def kept(folder, tmp_path, params, family, config):
+    """Tensors and config.json of an export with the codes of a folder."""
+    with open_folder(folder) as quantized:
+        save_params(tmp_path / "kept", params, family, config, quantized=quantized)
+    values = json.loads((tmp_path / "kept" / "config.json").read_text())
+    return load_codes(tmp_path / "kept"), values
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_codes_of_mxfp4_are_written_again(dtype, made, codes, tmp_path):
+    """Bit for bit, with their scales and quantization_config, from parameters on four devices."""
+    folder = write_mxfp4(tmp_path / "a", codes)
+    params = load_params(folder, abstract_of(expected(codes), dtype))
+    written, values = kept(folder, tmp_path, params, MADE, {})
+    assert written.keys() == codes.keys()
+    assert all(equal_bits(written[name], codes[name]) for name in codes)
+    assert values["quantization_config"]["quant_method"] == "mxfp4"
+
+
+def test_codes_of_changed_values_are_not_written(made, codes, tmp_path):
+    """A control: each tensor with another value is named, and nothing is written."""
+    folder = write_mxfp4(tmp_path / "a", codes)
+    params = load_params(folder, abstract_of(expected(codes), jnp.bfloat16))
+    kernel = params["up_proj/kernel"]
+    changed = {**params, "up_proj/kernel": kernel.at[1, 2, 3, 4].add(1)}
+    with pytest.raises(CheckpointError) as caught:
+        kept(folder, tmp_path, changed, MADE, {})
+    wheres = [problem.where for problem in caught.value.problems]
+    assert wheres == ["tensor layers.1.experts.gate_up_proj"]
+    assert not (tmp_path / "kept").exists()
+
+
 BLOCK = (4, 8)
 
 
@@ -284,6 +317,25 @@ def test_blocks_of_fp8_are_multiplied_by_their_factors(at_once, fp8, tmp_path, m
     assert written.keys() == values.keys()
     for name, value in values.items():
         assert equal_bits(written[name], value), name
+
+
+def test_codes_of_fp8_are_written_again(fp8, tmp_path):
+    """Bit for bit, with their factors; tensors without codes are written as they are."""
+    folder, codes, _ = fp8
+    params = load_params(folder, tiny.plan(fsdp=2, tensor=2).abstract_params)
+    written, _ = kept(folder, tmp_path, params, family_for(tiny.CONFIG), tiny.CONFIG)
+    assert written.keys() == codes.keys()
+    assert all(equal_bits(written[name], codes[name]) for name in codes)
+
+
+def test_codes_of_another_checkpoint_are_refused(fp8, tmp_path):
+    """One without codes has nothing to keep."""
+    folder, _, _ = fp8
+    params = load_params(folder, tiny.plan(fsdp=2, tensor=2).abstract_params)
+    family = family_for(tiny.CONFIG)
+    save_params(tmp_path / "plain", params, family, tiny.CONFIG)
+    with pytest.raises(CheckpointError, match="no quantized tensor"):
+        kept(tmp_path / "plain", tmp_path, params, family, tiny.CONFIG)
 
 
 def test_other_blocks_give_other_values(fp8):

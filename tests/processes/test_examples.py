@@ -43,7 +43,15 @@ CONFIGS = {
 }
 """Configs small enough to be trained here, and how they are made smaller."""
 
-PLANNED_ONLY = {"demo", "llama3-405b", "llama3-70b", "llama3-8b", "mixtral-8x7b", "tinyllama-1b"}
+PLANNED_ONLY = {
+    "deepseek-v3",
+    "demo",
+    "llama3-405b",
+    "llama3-70b",
+    "llama3-8b",
+    "mixtral-8x7b",
+    "tinyllama-1b",
+}
 """Configs that other tests plan or train."""
 
 

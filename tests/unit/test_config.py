@@ -95,6 +95,7 @@ def test_the_shipped_configs_are_those_of_the_readme():
         "llama3-405b",
         "mixtral-tiny",
         "mixtral-8x7b",
+        "deepseek-v3",
     }
     assert "__init__" not in shipped()
 

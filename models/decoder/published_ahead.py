@@ -1,0 +1,27 @@
+"""Multi-token prediction as in checkpoints: modules after the last layer (DeepSeek-V3)."""
+
+import dataclasses
+from collections.abc import Collection
+
+from spmd.hf.layout import AS_IS, TRANSPOSED
+from spmd.models.decoder.decoder import DecoderConfig
+from spmd.models.decoder.published import Names
+
+AHEAD_NAMES: Names = {
+    "embed_norm/scale": ("enorm.weight", AS_IS),
+    "hidden_norm/scale": ("hnorm.weight", AS_IS),
+    "proj/kernel": ("eh_proj.weight", TRANSPOSED),
+    "norm/scale": ("shared_head.norm.weight", AS_IS),
+}
+"""Tensors of a module, besides those of its layer (`TensorNames.ahead`)."""
+
+
+def with_stored_ahead(config: DecoderConfig, tensors: Collection[str]) -> DecoderConfig:
+    """Return the config without multi-token prediction if a checkpoint lacks its tensors.
+
+    `transformers` drops them, and keeps the field of config.json.
+    """
+    prefix = f"model.layers.{config.layers}."
+    if any(tensor.startswith(prefix) for tensor in tensors):
+        return config
+    return dataclasses.replace(config, predict_ahead=0)

@@ -1,0 +1,139 @@
+"""dots.llm1: experts chosen with biases beside shared ones, normalised queries and keys.
+
+Source: arXiv:2506.05767.
+
+```python
+config = dataclasses.replace(PRESETS["dots.llm1"], layers=4)
+model = spmd.from_nnx(config.build)
+```
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from spmd.hf.fields import Fields
+from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.decoder.published_experts import (
+    CHOICE_BIASES,
+    DENSE,
+    RouterFields,
+    dense_first,
+    expert_names,
+    experts_of,
+    experts_table,
+    mlp_kinds,
+    read_dense_first,
+    read_shared_experts,
+    with_dense_mlps,
+    write_shared_experts,
+)
+from spmd.models.decoder.published_layers import (
+    FULL,
+    SLIDING,
+    attention_layers,
+    read_layer_types,
+    read_window_of,
+    table_of,
+    write_layer_types,
+)
+
+_MIXER = AttentionSpec(qk_norm="head")
+_MAX_FULL = 62
+_UNUSED = ("ep_size", "seq_aux")
+
+
+def dots1(*shape: int, dense_d_ff: int, **fields: Any) -> DecoderConfig:
+    """Return the config of a dots.llm1, from fields of `DecoderConfig`.
+
+    Args:
+        *shape: Its fields from `vocab` to `d_ff`, the width of an expert; two of them are shared.
+        dense_d_ff: Hidden width of the MLP of the first layer.
+        **fields: Other fields.
+    """
+    layer = LayerSpec(_MIXER, ExpertsSpec(shared_d_ff=2 * shape[5]))
+    table = experts_table(layer, MLPSpec(dense_d_ff), dense_first(1, shape[2]))
+    return DecoderConfig(*shape, **table | fields)
+
+
+PRESETS = {
+    "test-dots1": dots1(
+        *(64, 32, 3, 4, 2, 16),
+        dense_d_ff=48,
+        router=dataclasses.replace(CHOICE_BIASES, experts=8, top_k=2),
+    ),
+    "dots.llm1": dots1(
+        *(152_064, 4096, 62, 32, 32, 1408),
+        dense_d_ff=10_944,
+        norm_eps=1e-5,
+        rope_theta=1e7,
+        router=dataclasses.replace(CHOICE_BIASES, experts=128, top_k=6, scale=2.5, bias_rate=1e-3),
+    ),
+}
+"""Published shape by name, and a small one for tests."""
+
+_ROUTER = RouterFields(
+    "n_routed_experts",
+    normalise=False,
+    groups=(1, 1),
+    scale=1.0,
+    balance_name="",
+    base=CHOICE_BIASES,
+)
+
+
+def _read(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    sizes = read_sizes(fields, kv_heads=32)
+    layers = sizes["layers"]
+    mixer = read_attention_bias(fields, _MIXER)
+    layer = LayerSpec(mixer, read_shared_experts(fields, 1408, shared=None))
+    kinds = read_layer_types(fields, layers, _default_kinds(fields, layers))
+    window = read_window_of(fields, kinds, absent=4096)
+    dense = read_dense_first(fields, layers, 0)
+    specs = attention_layers(layer, window, kinds)
+    specs = with_dense_mlps(specs, MLPSpec(), dense_first(dense, layers))
+    fields.only("moe_layer_freq", 1)
+    fields.only("topk_method", "noaux_tc")
+    fields.only("scoring_func", "sigmoid", "noaux_tc")  # the latter in published files
+    for name in _UNUSED:
+        fields.value(name)
+    return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
+
+
+def _default_kinds(fields: Fields, layers: int) -> list[str]:
+    """Return the kinds of layers in a file without `layer_types`: a window after some layers."""
+    full = min(layers, fields.integer("max_window_layers", _MAX_FULL))
+    if fields.is_null("sliding_window"):
+        full = layers
+    return [FULL] * full + [SLIDING] * (layers - full)
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    layer, _, router = experts_of(config)
+    return {
+        "model_type": "dots1",
+        **write_sizes(config),
+        "attention_bias": layer.attention.qkv_bias,
+        **write_layer_types(config),
+        **write_shared_experts(config),
+        "first_k_dense_replace": mlp_kinds(config).count(DENSE),
+        **_ROUTER.write(router),
+    }
+
+
+FAMILY = decoder_family(
+    "Dots1ForCausalLM",
+    _read,
+    _write,
+    layer_names() | expert_names(),
+    harmless=_UNUSED,
+    secondary=True,
+)

@@ -1,0 +1,109 @@
+"""MiniMax-M2: experts chosen with biases, half of each head rotated, all queries normalised together.
+
+Source: huggingface.co/MiniMaxAI/MiniMax-M2.
+
+```python
+config = dataclasses.replace(PRESETS["minimax-m2"], layers=4)
+model = spmd.from_nnx(config.build)
+```
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from spmd.hf.fields import Fields
+from spmd.layers.router import RouterConfig
+from spmd.models.decoder import (
+    AttentionSpec,
+    DecoderConfig,
+    ExpertsSpec,
+    LayerSpec,
+    RopeScaling,
+    Rotary,
+)
+from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published_experts import RouterFields, expert_names, experts_of
+from spmd.models.decoder.published_rotary import read_rotary, write_rotary
+
+_PLAIN = Rotary(5e6, RopeScaling())
+_HALF = AttentionSpec(rotary=Rotary(fraction=0.5), qk_norm="full")
+_CHOICE = RouterConfig(score="sigmoid", choice_bias=True, balance=0.001)
+
+
+def minimax_m2(*shape: int, **fields: Any) -> DecoderConfig:
+    """Return the config of a MiniMax-M2 from fields of `DecoderConfig`."""
+    layer = LayerSpec(_HALF, ExpertsSpec())
+    return DecoderConfig(*shape, **{"layer": layer, "rope_theta": 5e6, "norm_eps": 1e-6} | fields)
+
+
+PRESETS = {
+    "test-minimax-m2": minimax_m2(
+        *(64, 32, 2, 4, 2, 16),
+        head_dim=16,
+        router=dataclasses.replace(_CHOICE, experts=8, top_k=2),
+    ),
+    "minimax-m2": minimax_m2(
+        *(200_064, 3072, 62, 48, 8, 1536),
+        head_dim=128,
+        router=dataclasses.replace(_CHOICE, experts=256, top_k=8),
+    ),
+}
+"""Published shape by name, and a small one for tests."""
+
+_NAMES = layer_names() | expert_names(
+    "block_sparse_moe.", kernels=("w1", "w3", "w2"), choice_bias="e_score_correction_bias"
+)
+_ROUTER = RouterFields("num_local_experts", experts=256, top_k=8, base=_CHOICE)
+_JITTER = "router_jitter_noise"
+_REQUIRED = {
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "shared_intermediate_size": 0,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "sliding_window": None,
+}
+"""Fields of published files, each with the value that the model needs."""
+_UNUSED = (
+    *("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+    *("layernorm_linear_attention_beta", "mlp_intermediate_size", "shared_moe_mode"),
+)
+
+
+def _read(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    for name, value in _REQUIRED.items():
+        fields.only(name, value)
+    for name in _UNUSED:
+        fields.value(name)
+    sizes = read_sizes(fields, theta=0, kv_heads=8, head_dim=128)
+    fields.only("attn_type_list", [1] * min(sizes["layers"], 1000))  # 1: softmax attention
+    head_dim = sizes["head_dim"] or sizes["d_model"] // sizes["heads"]
+    width = fields.integer("rotary_dim", head_dim)
+    default = dataclasses.replace(_PLAIN, fraction=min(1.0, width / max(1, head_dim)))
+    rotary = read_rotary(fields, default)
+    mixer = dataclasses.replace(_HALF, rotary=rotary)
+    router = _ROUTER.read(fields, jitter=fields.number(_JITTER, 0.0, least=0))
+    return fields.build(
+        DecoderConfig, **sizes, layer=LayerSpec(mixer, ExpertsSpec()), router=router
+    )
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    layer, _, router = experts_of(config)
+    rotary = layer.attention.rotary or _PLAIN
+    return {
+        "model_type": "minimax_m2",
+        **write_sizes(config),
+        "rope_scaling": None,
+        **write_rotary(rotary),
+        "partial_rotary_factor": rotary.fraction,
+        **_ROUTER.write(router),
+        _JITTER: router.jitter,
+    }
+
+
+FAMILY = decoder_family("MiniMaxM2ForCausalLM", _read, _write, _NAMES, harmless=_UNUSED)

@@ -1,0 +1,160 @@
+"""No field of config.json is ignored: another value changes the model here as in `transformers`, or is refused.
+
+Each field of a family's config class has other values in turn. If `transformers` builds such a model, then the import
+refuses it by name, or both have the same logits.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from spmd.errors import SpmdError
+from spmd.hf.folder import open_folder
+from spmd.hf.load import load_model
+from spmd.model_interface.model import as_outputs
+from spmd.plan import flax
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import make_mesh
+from tests.numerics.test_transformers import (
+    CONFIGS,
+    ENDINGS,
+    TOKENS,
+    TOLERANCE,
+    logits_there,
+    quiet_transformers,
+)
+from tests.published_models import cases
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+"""Fields in which every case differs from the default anyway."""
+NO_PART_OF_A_MODEL = (
+    *("architectures", "chunk_size_feed_forward", "dtype", "id2label", "label2id", "model_type"),
+    *("output_attentions", "output_hidden_states", "return_dict", "transformers_version"),
+    *("is_encoder_decoder", "problem_type", "initializer_range", "attn_implementation"),
+)
+"""Fields of every config class, about outputs and files."""
+NUMBERS = {int: lambda number: [number + 1, 2 * number], float: lambda number: [0.7 * number + 0.1]}
+WORDS = {"act": ["gelu", "relu", "gelu_pytorch_tanh", "silu"]}
+"""Part of a field's name → words to try."""
+OF_NONE = (4, 0.5, True)
+"""What a field may be whose default is null."""
+
+
+def first_cases():
+    """The first case of each class of `transformers`, of decoders."""
+    found = {}
+    for name, (kind, _) in cases("MODELS").items():
+        if kind != "ViT":
+            found.setdefault(kind, name)
+    return sorted(found.values())
+
+
+def others(name, value):
+    """Other values of a field."""
+    if isinstance(value, bool):
+        return [not value]
+    if value is None:
+        return list(OF_NONE)
+    if type(value) in NUMBERS:
+        return [*NUMBERS[type(value)](value), None]
+    if isinstance(value, str):
+        return [word for part, words in WORDS.items() if part in name for word in words]
+    return []
+
+
+def variants(config_class, fields):
+    """Yield a field and another value of it."""
+    values = config_class(**fields).to_dict()
+    for name, value in values.items():
+        if name in SIZES or name in NO_PART_OF_A_MODEL or name.startswith("_"):
+            continue
+        for other in others(name, value):
+            yield name, other
+
+
+def built(transformers, kind, fields):
+    """A small random model of `transformers`; None if it builds none or one without finite logits."""
+    import torch
+
+    torch.manual_seed(0)
+    config_class = getattr(transformers, f"{CONFIGS.get(kind, kind)}Config")
+    model_class = getattr(transformers, kind + ENDINGS.get(kind, "ForCausalLM"))
+    try:
+        model = model_class(config_class(**fields)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        logits = logits_there(model)
+    except Exception:  # noqa: BLE001  whatever it raises, there is no such model
+        return None
+    if not np.isfinite(logits).all():
+        return None
+    return model, logits
+
+
+@functools.cache
+def compiled(family, config):
+    """The plan of a config on one device, and its compiled forward pass."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    model = flax.from_nnx(config.build)
+    plan = make_plan(mesh, family.rules(config), model, optax.sgd(0.1))
+
+    @jax.jit
+    def run(params, variables):
+        outputs, _ = model.forward(params, variables, None, TOKENS, train=False)
+        return as_outputs(outputs).logits
+
+    return plan, run
+
+
+def imported_logits(folder):
+    """Logits of the folder here; None if it is refused."""
+    try:
+        with open_folder(folder) as found:
+            plan, run = compiled(found.family, found.config)
+            arrays = load_model(found, plan.abstract_params, plan.abstract_variables)
+    except SpmdError:
+        return None
+    return np.asarray(run(*arrays))
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """The library, without its progress bars."""
+    return quiet_transformers()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", first_cases())
+def test_every_field_has_its_effect_or_is_refused(case, transformers, tmp_path):
+    """All wrong ones are named at once."""
+    kind, fields = cases("MODELS")[case]
+    config_class = getattr(transformers, f"{CONFIGS.get(kind, kind)}Config")
+    wrong, refused, equal = {}, [], []
+    for number, (name, value) in enumerate(variants(config_class, fields)):
+        found = built(transformers, kind, {**fields, name: value})
+        if found is None:
+            continue
+        model, theirs = found
+        folder = tmp_path / str(number)
+        model.save_pretrained(folder)
+        ours = imported_logits(folder)
+        label = f"{name}={value}"
+        if ours is None:
+            refused.append(label)
+        elif np.abs(ours - theirs).max() < TOLERANCE:
+            equal.append(label)
+        else:
+            wrong[label] = float(np.abs(ours - theirs).max())
+    print(f"{case}: {len(equal)} equal; refused: {', '.join(refused)}")
+    assert not wrong
+    assert equal
