@@ -1,5 +1,6 @@
 """Tables of choices in which every pair that can go together does, written as text."""
 
+import collections
 import dataclasses
 import itertools
 import random
@@ -69,14 +70,29 @@ class Space:
 
         while missing:
             start = min(missing)
-            table.append(
-                max(
-                    (draw(start) for _ in range(tries)),
-                    key=lambda row: len(missing.intersection(self.pairs(row))),
-                )
-            )
+            scarce = collections.Counter(first for (first, _), _ in missing)
+            drawn = (draw(start) for _ in range(tries))
+            best = max(drawn, key=lambda row: self._gain(row, missing, scarce))
+            table.append(self._improved(best, start, missing, scarce))
             missing -= set(self.pairs(table[-1]))
         return table
+
+    def _gain(self, row: Row, missing: Collection[Pair], scarce: Mapping[str, int]) -> int:
+        """The missing pairs that a row proves; those of columns with many missing ones count more."""
+        return sum(scarce[pair[0][0]] for pair in self.pairs(row) if pair in missing)
+
+    def _improved(
+        self, row: Row, pair: Pair, missing: Collection[Pair], scarce: Mapping[str, int]
+    ) -> Row:
+        """The row with other choices, one at a time, as long as it proves more; it keeps a pair."""
+        for name, choices in self.choices.items():
+            if name in dict(pair):
+                continue
+            others = [row | {name: choice} for choice in choices]
+            row = max(
+                filter(self.is_possible, others), key=lambda row: self._gain(row, missing, scarce)
+            )
+        return row
 
     def smallest_table(
         self, wanted: Collection[Pair] | None = None, seeds: int = 20, tries: int = 200

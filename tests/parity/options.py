@@ -15,13 +15,17 @@ from spmd.models.decoder import (
     AttentionSpec,
     DecoderConfig,
     ExpertsSpec,
+    GatedConvolutionSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     LayerSpec,
     MLPSpec,
     NormSpec,
     Rotary,
+    StateSpaceSpec,
     YarnScaling,
 )
+from spmd.models.decoder.attention import Temperature
 from tests.parity.covering import Pair, Row, Space
 from tests.parity.layouts import AXES, DEVICES, mesh_sizes
 
@@ -34,19 +38,37 @@ MIXERS: dict[str, Any] = {
         qk_norm_kind=NormSpec("layer", bias=True),
         scale=0.3,
         soft_cap=2.0,
+        gate="channel",
+    ),
+    "chunk": AttentionSpec(
+        chunk=6,
+        sinks=True,
+        value_dim=6,
+        value_scale=0.5,
+        temperature=Temperature(0.5, interval=4, offset=1),
     ),
     "biases": AttentionSpec(
-        kv_heads=8,
+        heads=4,
+        kv_heads=4,
         head_dim=12,
         qkv_bias=True,
         out_bias=True,
         qk_norm="head",
         qk_norm_after=True,
         clip_qkv=0.5,
+        gate="head",
+        gate_activation="softplus",
+        gate_bias=True,
     ),
     "latent": LatentAttentionSpec(q_rank=16, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6),
     "latent-biases": LatentAttentionSpec(
-        kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6, bias=True, latent_norm_eps=1e-5
+        heads=4,
+        kv_rank=8,
+        nope_dim=8,
+        rope_dim=4,
+        value_dim=6,
+        bias=True,
+        latent_norm_eps=1e-5,
     ),
 }
 """Token mixers, each with several options."""
@@ -60,7 +82,15 @@ ROTARIES: dict[str, Rotary | None] = {
 MLPS: dict[str, Any] = {
     "swiglu": MLPSpec(),
     "biases": MLPSpec(48, "gelu_tanh", gated=False, bias=True),
-    "experts": ExpertsSpec(16, "relu2", gated=False, shared_d_ff=16, init_scale=0.5),
+    "experts": ExpertsSpec(
+        16,
+        "relu2",
+        gated=False,
+        shared_d_ff=16,
+        shared_gate=True,
+        shared_scale=0.5,
+        init_scale=0.5,
+    ),
     "expert-biases": ExpertsSpec(16, "clamped_swiglu", bias=True),
 }
 XIELU = MLPSpec(activation="xielu", gated=False)
@@ -92,7 +122,29 @@ NORMS = {
     "layer": NormSpec("layer", bias=True),
     "plain": NormSpec("layer", scale=False),
 }
+BESIDE = {
+    "group": (AttentionSpec(window=3),),
+    "recurrent": (
+        GatedDeltaNetSpec(8, 4, 4, 6, 3, negative_eigenvalues=True, norm_eps=1e-4),
+        GatedConvolutionSpec(4, bias=True),
+        StateSpaceSpec(
+            4,
+            12,
+            groups=2,
+            state_dim=6,
+            conv_width=3,
+            conv_bias=False,
+            bias=True,
+            dt_min=1e-3,
+            dt_max=0.5,
+            gate_first=False,
+        ),
+    ),
+}
+"""Token mixers of the other layers of a group, which have no MLP. Recurrent ones need whole sequences."""
 FACTORS = {
+    "rope_theta": 5e2,
+    "norm_eps": 1e-3,
     "embed_scale": 0.0,
     "residual_scale": 0.5,
     "logits_scale": 0.5,
@@ -108,17 +160,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mixer": tuple(MIXERS),
     "rotary": tuple(ROTARIES),
     "mlp": tuple(MLPS),
-    "places": ("before", "after", "both", "parallel", "parallel_shared"),
+    "places": ("before", "after", "both", "mlp_both", "parallel", "parallel_shared"),
     "norm": tuple(NORMS),
-    "order": ("alone", "group", "first", "last"),
+    "order": ("alone", "first", "last", *BESIDE),
     "factors": ("none", "all"),
     "head": tuple(HEADS),
     **dict.fromkeys(AXES, ("1", "2")),
 }
 """What a decoder and a mesh choose, and the choices; an axis has one or two devices.
 
-The order is that of kinds of layers: in a group with another one, which has no MLP, or with a first
-or last layer.
+The order is that of kinds of layers: alone, with a first or last layer, or in a group with another one.
 """
 
 
@@ -129,6 +180,7 @@ def is_possible(row: Row) -> bool:
     return (
         1 < math.prod(mesh_sizes(row).values()) <= DEVICES
         and not (row["expert"] != "1" and row["mlp"] not in ROUTERS)
+        and not (row["sequence"] != "1" and row["order"] == "recurrent")
         and not (is_latent and (not has_angles or row["rotary"] == "partial"))
         and not (row["mixer"] == "biases" and not has_angles)
     )
@@ -140,9 +192,9 @@ def decoder_of(row: Row) -> DecoderConfig:
     layer = LayerSpec(mixer, MLPS[row["mlp"]], row["places"])
     stages = int(row["pipe"])
     fields: dict[str, Any] = {"layers": stages, "layer": layer}
-    if row["order"] == "group":
-        other = LayerSpec(AttentionSpec(window=3), None)
-        fields = {"layers": 2 * stages, "group": (layer, other)}
+    if row["order"] in BESIDE:
+        group = (layer, *[LayerSpec(mixer, None) for mixer in BESIDE[row["order"]]])
+        fields = {"layers": len(group) * stages, "group": group}
     if row["order"] == "first":
         fields |= {"layers": stages + 1, "first": (LayerSpec(mixer, XIELU),)}
     if row["order"] == "last":
@@ -167,18 +219,18 @@ def on_axes(pairs: set[Pair]) -> set[Pair]:
     }
 
 
-BESIDE = tuple(
+PERMISSIVE = tuple(
     {name: choices[0] for name, choices in CHOICES.items()} | {"mlp": mlp, axis: "2"}
     for mlp in ("swiglu", "experts")
     for axis in ("data", "fsdp")
 )
-OPTIONS = Space(Path(__file__).with_name("options.txt"), CHOICES, is_possible, BESIDE)
+OPTIONS = Space(Path(__file__).with_name("options.txt"), CHOICES, is_possible, PERMISSIVE)
 
 
 def make_table() -> list[Row]:
     """Rows with every option on every axis, and then those with the other pairs of options."""
     every = OPTIONS.possible_pairs()
-    first = OPTIONS.smallest_table(on_axes(every), tries=1000)
+    first = OPTIONS.smallest_table(on_axes(every), tries=300)
     rest = OPTIONS.smallest_table(every - OPTIONS.proven(first))
     return first + rest
 

@@ -8,6 +8,8 @@ each axis are tested at every change; those with the other pairs of options are 
 import dataclasses
 import functools
 import itertools
+import typing
+from typing import Any
 
 import pytest
 
@@ -18,12 +20,12 @@ from spmd.models.decoder import (
     AttentionSpec,
     DecoderConfig,
     ExpertsSpec,
-    LatentAttentionSpec,
     MLPSpec,
     NormSpec,
     Rotary,
     decoder_rules,
 )
+from spmd.models.decoder.layer import Mixer
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
@@ -34,11 +36,7 @@ from tests.parity.covering import Row
 from tests.parity.layouts import mesh_sizes
 from tests.parity.options import (
     CHOICES,
-    MIXERS,
-    MLPS,
-    NORMS,
     OPTIONS,
-    ROTARIES,
     SEQUENCE,
     VOCAB,
     decoder_of,
@@ -49,7 +47,7 @@ from tests.parity.options import (
 MICROBATCHES = 2
 BATCHES = token_batches((8, SEQUENCE), VOCAB, steps=1)
 TABLE = OPTIONS.read_table()
-IN_CI = 13
+IN_CI = 15
 """Rows with each option on each axis, which are the first ones."""
 
 
@@ -124,36 +122,41 @@ def test_every_option_is_on_every_axis() -> None:
     assert possible - OPTIONS.proven(TABLE[:-1])
 
 
-def varied_fields(specs):
-    """The fields of specs of one class that have another value than their default in one of them."""
-    found = set()
-    for spec, field in itertools.product(specs, dataclasses.fields(specs[0])):
-        if getattr(spec, field.name) != field.default:
-            found.add(field.name)
-    return found
+def mixers_and_mlps(config: DecoderConfig) -> list[Any]:
+    """The specs of mixers, MLPs and experts in a decoder, as given."""
+    layers = (config.layer, *config.first, *config.group, *config.last)
+    return [part for layer in layers for part in (layer.mixer, layer.mlp)]
+
+
+def specs_of(config: DecoderConfig) -> list[Any]:
+    """All specs in a decoder."""
+    parts = mixers_and_mlps(config)
+    rotaries = [part.rotary for part in parts if hasattr(part, "rotary")]
+    return [config, config.norm, *parts, *rotaries]
 
 
 ELSEWHERE = {
     AttentionSpec: {"causal"},  # of encoders, which are no decoders
+    # defaults of layers; test_layouts.py; test_pipelines.py
+    DecoderConfig: {"window", "rope_scaling", "stacked", "unroll"},
 }
 """Fields that no row varies, with the reason."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "specs"),
-    [
-        (AttentionSpec, [*MIXERS.values()]),
-        (LatentAttentionSpec, [*MIXERS.values()]),
-        (MLPSpec, [*MLPS.values()]),
-        (ExpertsSpec, [*MLPS.values()]),
-        (Rotary, [*ROTARIES.values()]),
-        (NormSpec, [*NORMS.values()]),
-        (DecoderConfig, [*map(decoder_of, TABLE)]),
-    ],
-    ids=lambda kind: getattr(kind, "__name__", ""),
+KINDS = (
+    DecoderConfig,
+    NormSpec,
+    Rotary,
+    *typing.get_args(Mixer),
+    MLPSpec,
+    ExpertsSpec,
 )
-def test_every_field_is_an_option_of_the_table(kind: type, specs: list) -> None:
-    """A new field of a spec needs a choice in the table."""
-    own = [spec for spec in specs if isinstance(spec, kind)]
-    missing = {field.name for field in dataclasses.fields(kind)} - varied_fields(own)
-    assert missing == ELSEWHERE.get(kind, set())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_is_an_option_of_the_table(kind: type) -> None:
+    """A new field of a spec, or a new kind of mixer, needs a choice in the table."""
+    varied = set()
+    for spec in itertools.chain.from_iterable(map(specs_of, map(decoder_of, TABLE))):
+        if type(spec) is kind:
+            own = dataclasses.fields(spec)
+            varied |= {field.name for field in own if getattr(spec, field.name) != field.default}
+    assert {field.name for field in dataclasses.fields(kind)} - varied == ELSEWHERE.get(kind, set())
