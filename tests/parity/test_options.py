@@ -23,6 +23,7 @@ from spmd.models.decoder import (
     MLPSpec,
     NormSpec,
     Rotary,
+    StateSpaceSpec,
     decoder_rules,
 )
 from spmd.models.decoder.layer import Mixer
@@ -137,14 +138,16 @@ def specs_of(config: DecoderConfig) -> list[Any]:
 
 ELSEWHERE = {
     AttentionSpec: {"causal"},  # of encoders, which are no decoders
-    # defaults of layers; test_layouts.py; test_pipelines.py
+    # defaults of layers; tests/parity/test_layouts.py; tests/parity/test_pipelines.py
     DecoderConfig: {"window", "rope_scaling", "stacked", "unroll"},
+    StateSpaceSpec: {"norm"},  # excludes gate_first; tests/numerics/test_state_space_mixer.py
 }
 """Fields that no row varies, with the reason."""
 KINDS = (
     DecoderConfig,
     NormSpec,
     Rotary,
+    StateSpaceSpec,
     *typing.get_args(Mixer),
     MLPSpec,
     ExpertsSpec,
