@@ -27,9 +27,10 @@ from spmd.models.decoder import (
 )
 from spmd.models.decoder.attention import Temperature
 from tests.parity.covering import Pair, Row, Space
+from tests.parity.decoders import SEQUENCE
 from tests.parity.layouts import AXES, DEVICES, mesh_sizes
 
-VOCAB, ODD_VOCAB, SEQUENCE = 64, 67, 16
+VOCAB, ODD_VOCAB = 64, 67
 MIXERS: dict[str, Any] = {
     "grouped": AttentionSpec(),
     "window": AttentionSpec(

@@ -6,16 +6,12 @@ each axis are tested at every change; those with the other pairs of options are 
 """
 
 import dataclasses
-import functools
 import itertools
 import typing
 from typing import Any
 
 import pytest
 
-from spmd.gradients.accumulate import accumulate
-from spmd.gradients.base import GradFn, value_and_grad
-from spmd.gradients.losses import next_token_loss
 from spmd.models.decoder import (
     AttentionSpec,
     DecoderConfig,
@@ -24,64 +20,28 @@ from spmd.models.decoder import (
     NormSpec,
     Rotary,
     StateSpaceSpec,
-    decoder_rules,
 )
 from spmd.models.decoder.layer import Mixer
-from spmd.pipeline.grad_fn import pipeline
-from spmd.pipeline.schedules import make_schedule
-from spmd.pipeline.tick_table import tabulate
-from spmd.plan import flax
-from spmd.testing import BUGS, Parity, token_batches
-from tests.one_device import REORDERED, Job
+from spmd.testing import Parity
 from tests.parity.covering import Row
+from tests.parity.decoders import compare
 from tests.parity.layouts import mesh_sizes
 from tests.parity.options import (
     CHOICES,
     OPTIONS,
-    SEQUENCE,
-    VOCAB,
     decoder_of,
     is_possible,
     on_axes,
 )
 
-MICROBATCHES = 2
-BATCHES = token_batches((8, SEQUENCE), VOCAB, steps=1)
 TABLE = OPTIONS.read_table()
 IN_CI = 15
 """Rows with each option on each axis, which are the first ones."""
 
 
-@functools.cache
-def job_of(config: DecoderConfig, microbatches: int) -> Job:
-    """The training of a decoder on one device."""
-    model = flax.from_nnx(config.build)
-    grad_fn = accumulate(value_and_grad(next_token_loss(model, chunk=7)), microbatches)
-    return Job(model, decoder_rules(config), grad_fn, BATCHES)
-
-
-def grad_fn_of(row: Row, job: Job) -> GradFn:
-    """The gradient function of a row's mesh, through stages where it has some."""
-    if row["pipe"] == "1":
-        return job.grad_fn
-    table = tabulate(make_schedule("1f1b", int(row["pipe"]), MICROBATCHES, 1))
-    return pipeline(next_token_loss(job.model, chunk=7), table)
-
-
 def parity(row: Row, bug: str = "") -> Parity:
     """A row's decoder on its mesh against one device."""
-    sizes = mesh_sizes(row)
-    microbatches = 1
-    context = "ring"
-    if "pipe" in sizes:
-        microbatches = MICROBATCHES
-        context = "all-to-all"
-    job = job_of(decoder_of(row), microbatches)
-    grad_fn = grad_fn_of(row, job)
-    if bug:
-        grad_fn = BUGS[bug](grad_fn)
-    options = (("context", context),)
-    return job.parity(grad_fn=grad_fn, options=options, tolerance=REORDERED, **sizes)
+    return compare(decoder_of(row), bug=bug, **mesh_sizes(row))
 
 
 def name_of(row: Row) -> str:
