@@ -309,6 +309,8 @@ def test_an_impossible_norm_is_refused():
             NormSpec(**fields)
     with pytest.raises(ConfigError, match=r"model\.layer\.norms"):
         DecoderConfig(layer=LayerSpec(norms="around"))
+    with pytest.raises(ConfigError, match=r"model\.layer\.norms: is parallel, and .* no MLP"):
+        DecoderConfig(layer=LayerSpec(mlp=None, norms="parallel"))
 
 
 OPTIONS = {
