@@ -80,6 +80,7 @@ class TensorNames:
         ahead: Tensors of a module of multi-token prediction besides those of its layer, with the
             number of a layer after the last one; None if they have no published names.
         constants: Scalars of a layer without a parameter, with their values.
+        head: Kernel of the output head.
     """
 
     layer: Names
@@ -88,6 +89,7 @@ class TensorNames:
     layers: str = "layers.{layer}."
     ahead: Names | None = None
     constants: Mapping[str, float] = FrozenDict()
+    head: str = _HEAD
 
     def mappings(self, config: DecoderConfig) -> tuple[TensorMapping, ...]:
         """Return the mappings of all parameters of a config, and of the biases of routers."""
@@ -125,7 +127,7 @@ class TensorNames:
     def _of_end(self, path: str) -> TensorMapping | None:
         """Return the mapping of a parameter outside of layers."""
         if path == "lm_head/kernel":
-            return TensorMapping(path, _HEAD, TRANSPOSED)
+            return TensorMapping(path, self.head, TRANSPOSED)
         if path not in self.ends:
             return None
         tensor, layout = self.ends[path]
@@ -137,7 +139,7 @@ class TensorNames:
         entries = [Ignored(rotary, "follows from rope_theta")]
         if config.tied:
             embedding, _ = self.ends["embed/embedding"]
-            copy = Ignored(_HEAD, "is a copy of the embedding", self.prefix + embedding)
+            copy = Ignored(self.head, "is a copy of the embedding", self.prefix + embedding)
             entries.append(copy)
         return (*entries, *self._ignored_ahead(config), *self._constants(config))
 
@@ -171,7 +173,7 @@ class TensorNames:
     def _shared_by_ahead(self) -> dict[str, str]:
         """Copy in a module of multi-token prediction → its tensor in the main model."""
         embedding, _ = self.ends["embed/embedding"]
-        return {embedding: self.prefix + embedding, "shared_head.head.weight": _HEAD}
+        return {embedding: self.prefix + embedding, "shared_head.head.weight": self.head}
 
 
 def _places(config: DecoderConfig) -> dict[str, tuple[int, int]]:
