@@ -116,23 +116,21 @@ def test_presets_have_the_published_parameter_counts():
     assert {name: config.total_params for name, config in published.items()} == PUBLISHED
 
 
-def active(config, path, size):
-    """Elements of a kernel in the matmuls of one token: of experts, those of the chosen ones."""
-    if "experts/" not in path:
-        return size
-    return size * config.router.top_k // config.router.experts
-
-
 @pytest.mark.parametrize("name", soak_but(SMALL, "olmo", "olmo2", "starcoder2"))
 def test_a_config_counts_its_parameters(name):
-    """All of them, and those of matmuls with the head."""
+    """All of them, and those of matmuls with the head and the chosen experts."""
     config = SMALL[name]
     shapes = jax.eval_shape(model(config).init, jax.random.key(0))
     sizes = {path: int(np.prod(leaf.shape)) for path, leaf in tree.flatten(shapes).items()}
     assert config.total_params == sum(sizes.values())
-    kernels = sum(active(config, *item) for item in sizes.items() if item[0].endswith("kernel"))
+    of_kernels = {path: size for path, size in sizes.items() if path.endswith("kernel")}
+    kernels = sum(of_kernels.values())
     if config.tied:
         kernels += config.vocab * config.d_model
+    if config.router is not None:
+        of_experts = sum(size for path, size in of_kernels.items() if "/experts/" in path)
+        idle = config.router.experts - config.router.top_k
+        kernels -= of_experts * idle // config.router.experts
     assert config.matmul_params == kernels
 
 
