@@ -84,15 +84,14 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "model_type": "granite",
         **write_sizes(config),
         **write_biases(config),
-        **write_factors(config),
+        **write_factors(config, config.pattern.group[0].attention),
     }
 
 
-def write_factors(config: DecoderConfig) -> dict[str, float]:
+def write_factors(config: DecoderConfig, attention: AttentionSpec) -> dict[str, float]:
     """Return the fields of config.json: the inverse of `read_factors`."""
-    mixer = config.pattern.group[0].attention
     return {
-        "attention_multiplier": mixer.scale or mixer.head_dim**-0.5,
+        "attention_multiplier": attention.scale or attention.head_dim**-0.5,
         "embedding_multiplier": config.embed_scale or config.d_model**0.5,
         "residual_multiplier": config.residual_scale,
         "logits_scaling": 1 / config.logits_scale,

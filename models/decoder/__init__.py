@@ -20,6 +20,7 @@ from spmd.models.decoder.rotary import (
 from spmd.models.decoder.rules import decoder_rules
 from spmd.models.decoder.short_convolution import GatedConvolutionSpec
 from spmd.models.decoder.sizes import NormSpec
+from spmd.models.decoder.state_space import StateSpaceSpec
 
 __all__ = [
     "AttentionSpec",
@@ -39,6 +40,7 @@ __all__ = [
     "ProportionalScaling",
     "RopeScaling",
     "Rotary",
+    "StateSpaceSpec",
     "Temperature",
     "YarnScaling",
     "decoder_rules",

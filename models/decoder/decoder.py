@@ -324,12 +324,12 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Attention windows of consecutive layers, repeated; 0 for all preceding tokens."""
+        """Windows of consecutive layers with attention, repeated; 0 for all preceding tokens."""
         pattern = self.pattern
         kinds = pattern.group
         if pattern.first or pattern.last:
             kinds = pattern.kinds
-        return tuple(_reach(spec) for spec in kinds)
+        return tuple(_reach(spec) for spec in kinds if spec.mixer.attention_width)
 
     @property
     def attention_width(self) -> int:
@@ -484,11 +484,15 @@ class Decoder(nnx.Module):
 
     @property
     def position_aware(self) -> bool:
-        """True without options that depend on a token's index.
+        """True without options that depend on a token's index, and with attention in all layers.
 
-        These are capacities, random routing and multi-token prediction.
+        The options are capacities, random routing and multi-token prediction. Mixers without
+        attention read tokens in their order.
         """
         if self.config.predict_ahead:
+            return False
+        mixers = [spec.mixer for spec in self.config.pattern.distinct]
+        if not all(mixer.attention_width for mixer in mixers):
             return False
         router = self.config.router
         if router is None:

@@ -18,9 +18,12 @@ from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.norms import make_norm
 from spmd.models.decoder.short_convolution import GatedConvolutionSpec
 from spmd.models.decoder.sizes import Sizes
+from spmd.models.decoder.state_space import StateSpaceSpec
 from spmd.plan.annotate import annotate
 
-Mixer = AttentionSpec | LatentAttentionSpec | GatedConvolutionSpec | GatedDeltaNetSpec
+Mixer = (
+    AttentionSpec | LatentAttentionSpec | GatedConvolutionSpec | GatedDeltaNetSpec | StateSpaceSpec
+)
 """Specs of token mixers."""
 
 Norms = Literal["before", "after", "both", "mlp_both", "parallel", "parallel_shared"]

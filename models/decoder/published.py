@@ -9,7 +9,7 @@ FAMILY = decoder_family("MistralForCausalLM", _read, _write)
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -202,12 +202,13 @@ def _paths(config: DecoderConfig) -> dict[str, bool]:
 
 
 def decoder_family(
-    architecture: str,
+    architecture: str | tuple[str, ...],
     read: Callable[[Mapping[str, Any]], DecoderConfig],
     write: Callable[[DecoderConfig], dict[str, Any]],
     layer: Names | None = None,
     *,
     names: TensorNames | Callable[[DecoderConfig], TensorNames] | None = None,
+    other_names: Sequence[Callable[[DecoderConfig], TensorNames]] = (),
     ignored: tuple[Ignored, ...] = (),
     harmless: tuple[str, ...] = (),
     optional_prefix: str = "",
@@ -219,12 +220,13 @@ def decoder_family(
     A config belongs to it if reading what is written gives the same decoder.
 
     Args:
-        architecture: Name in config.json.
+        architecture: Name in config.json; of several, the first is written.
         read: Parses config.json.
         write: Inverse of `read`; of a config of another family, it may write anything.
         layer: Tensors of a layer; those of Llama by default.
         names: Tensors of the whole model, or a function from a config to them; by default `layer`,
             and the rest as in Llama.
+        other_names: Names of all tensors in other forms of checkpoints, which are read too.
         ignored: More tensors without a parameter.
         harmless: As in `Family`.
         optional_prefix: Prefix that tensors may lack.
@@ -247,8 +249,17 @@ def decoder_family(
             return False
         return _published_form(again) == _published_form(config)
 
+    def others(config: DecoderConfig) -> tuple[TensorMapping, ...]:
+        found: list[TensorMapping] = []
+        for form in other_names:
+            found += form(config).mappings(config)
+        return tuple(found)
+
+    architectures = architecture
+    if isinstance(architectures, str):
+        architectures = (architectures,)
     return Family(
-        architectures=(architecture,),
+        architectures=architectures,
         read_config=read,
         write_config=write,
         fits=fits,
@@ -259,6 +270,7 @@ def decoder_family(
         harmless=harmless,
         secondary=secondary,
         for_tensors=for_tensors,
+        other_names=others,
     )
 
 

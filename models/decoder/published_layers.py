@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from spmd.errors import did_you_mean
 from spmd.hf.fields import Fields
+from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.pattern import find_pattern
@@ -291,6 +292,14 @@ def write_layer_types(config: DecoderConfig) -> dict[str, Any]:
     """
     window = max(spec.attention.window or 0 for spec in config.pattern.distinct)
     return {"layer_types": layer_types(config), "sliding_window": window or _UNUSED_WINDOW}
+
+
+def attention_of(config: DecoderConfig) -> AttentionSpec:
+    """Return the attention of the first layer that has one; without one, that of no positions."""
+    for spec in config.pattern.distinct:
+        if isinstance(spec.mixer, AttentionSpec):
+            return spec.mixer
+    return AttentionSpec(rotary=None).resolve(config.sizes)
 
 
 def rotated_layers(config: DecoderConfig) -> list[bool]:

@@ -5,6 +5,8 @@ A module has dictionaries of these names:
 - `MODELS`: name of a case → the class of `transformers`, without its ending, and the fields of a small
   model, which `make parity` compares with ours;
 - `PUBLISHED`: preset → number of elements in the tensors of the published checkpoint;
+- `WITH_IMAGES`: class of a model of images and text, without its ending → its fields; the text part is
+  read;
 - `REFUSED`: entry point of a family → fields of config.json, each with a value that it refuses.
 """
 
