@@ -28,13 +28,15 @@ def with_stored_ahead(config: DecoderConfig, tensors: Collection[str]) -> Decode
     return dataclasses.replace(config, predict_ahead=0)
 
 
-def ignored_ahead(layer: Names) -> tuple[Ignored, ...]:
+def ignored_ahead(layer: Names, *others: str) -> tuple[Ignored, ...]:
     """Return the tensors of a module outside of the layers, `mtp.…`, which is not read.
 
     Args:
         layer: Tensors of its layer.
+        *others: More of them.
     """
     ends = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-    names = [f"mtp.layers.{{layer}}.{tensor}" for tensor, _ in layer.values()]
+    tensors = [*(tensor for tensor, _ in layer.values()), *others]
+    names = [f"mtp.layers.{{layer}}.{tensor}" for tensor in tensors]
     names += [f"mtp.{end}.weight" for end in ends]
     return tuple(Ignored(name, "predicts the second next token") for name in names)

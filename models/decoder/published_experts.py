@@ -21,7 +21,12 @@ from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.published import Names
-from spmd.models.decoder.published_layers import MOST_LAYERS, read_layer_types, table_of
+from spmd.models.decoder.published_layers import (
+    MOST_LAYERS,
+    limit_layers,
+    read_layer_types,
+    table_of,
+)
 
 SPARSE = "sparse"
 """Kind of a layer with experts, as in `mlp_layer_types`."""
@@ -140,18 +145,24 @@ def read_dense_first(fields: Fields, layers: int, absent: int) -> int:
     return dense
 
 
-def read_sparse_layers(fields: Fields, layers: int) -> list[str]:
+def read_sparse_layers(fields: Fields, layers: int, default: Sequence[int] = ()) -> list[str]:
     """Parse `decoder_sparse_step` and `mlp_only_layers`; return the kind of each layer's MLP.
 
     Layers of an interval's end have experts, except for those of the list, which begins at 0.
+
+    Args:
+        fields: Fields of config.json.
+        layers: Number of layers.
+        default: The list if the field is absent or null.
     """
     step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.value("mlp_only_layers", [])
+    dense = fields.value("mlp_only_layers", [*default])
     if not isinstance(dense, list) or not all(type(number) is int for number in dense):
         fields.refuse("mlp_only_layers", "is not a list of integers")
         dense = []
+    layers = limit_layers(fields, layers)
     kinds = []
-    for number in range(min(layers, MOST_LAYERS)):
+    for number in range(layers):
         kind = DENSE
         if (number + 1) % step == 0 and number not in dense:
             kind = SPARSE

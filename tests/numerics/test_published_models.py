@@ -116,6 +116,13 @@ def test_presets_have_the_published_parameter_counts():
     assert {name: config.total_params for name, config in published.items()} == PUBLISHED
 
 
+def active(config, path, size):
+    """Elements of a kernel in the matmuls of one token: of experts, those of the chosen ones."""
+    if "experts/" not in path:
+        return size
+    return size * config.router.top_k // config.router.experts
+
+
 @pytest.mark.parametrize("name", soak_but(SMALL, "olmo", "olmo2", "starcoder2"))
 def test_a_config_counts_its_parameters(name):
     """All of them, and those of matmuls with the head and the chosen experts."""
@@ -123,14 +130,9 @@ def test_a_config_counts_its_parameters(name):
     shapes = jax.eval_shape(model(config).init, jax.random.key(0))
     sizes = {path: int(np.prod(leaf.shape)) for path, leaf in tree.flatten(shapes).items()}
     assert config.total_params == sum(sizes.values())
-    of_kernels = {path: size for path, size in sizes.items() if path.endswith("kernel")}
-    kernels = sum(of_kernels.values())
+    kernels = sum(active(config, *item) for item in sizes.items() if item[0].endswith("kernel"))
     if config.tied:
         kernels += config.vocab * config.d_model
-    if config.router is not None:
-        of_experts = sum(size for path, size in of_kernels.items() if "/experts/" in path)
-        idle = config.router.experts - config.router.top_k
-        kernels -= of_experts * idle // config.router.experts
     assert config.matmul_params == kernels
 
 
@@ -307,6 +309,8 @@ def test_an_impossible_norm_is_refused():
             NormSpec(**fields)
     with pytest.raises(ConfigError, match=r"model\.layer\.norms"):
         DecoderConfig(layer=LayerSpec(norms="around"))
+    with pytest.raises(ConfigError, match=r"model\.layer\.norms: is parallel, and .* no MLP"):
+        DecoderConfig(layer=LayerSpec(mlp=None, norms="parallel"))
 
 
 OPTIONS = {
