@@ -29,6 +29,7 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
+from spmd.models.decoder.published_ahead import ignored_ahead
 from spmd.models.decoder.published_experts import (
     SPARSE,
     RouterFields,
@@ -122,11 +123,13 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+_NAMES = layer_names() | expert_names()
 FAMILY = decoder_family(
     "MellumForCausalLM",
     _read,
     _write,
-    layer_names() | expert_names(),
+    _NAMES,
+    ignored=ignored_ahead(_NAMES),
     harmless=_UNUSED,
     secondary=True,
 )
