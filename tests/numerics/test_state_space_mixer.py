@@ -12,15 +12,19 @@ from spmd import tree
 from spmd.errors import CacheError, ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
+from spmd.hf.fields import Fields
 from spmd.layers.kv_cache import decode, prefill
+from spmd.models import granite_hybrid
 from spmd.models.decoder import (
     AttentionSpec,
     DecoderConfig,
     LayerSpec,
     MLPSpec,
+    NoMixerSpec,
     StateSpaceSpec,
     decoder_rules,
 )
+from spmd.models.decoder.published_state_space import StateSpaceFields
 from spmd.plan import flax
 from spmd.testing import token_batches
 from tests.one_device import Job
@@ -278,3 +282,49 @@ def test_heads_are_those_of_the_network_by_default():
     assert (spec.heads, spec.head_dim, spec.inner) == (4, 8, 32)
     hybrid = LayerSpec(MIXER, MLPSpec())
     assert decoder(layer=hybrid).attention_width == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "limits"),
+    [
+        (None, (0.0, None)),
+        ([0.1, 0.2], (0.1, 0.2)),
+        ([0.1, float("inf")], (0.1, None)),
+        ([0.1, {"__float__": "Infinity"}], (0.1, None)),
+    ],
+    ids=str,
+)
+def test_limits_of_step_sizes_are_read_in_each_form(value, limits):
+    """Infinity is the number of Python's JSON, or the object that transformers writes."""
+    values = {"mamba_n_heads": 8, "time_step_limit": value}
+    fields = Fields(values)
+    spec = StateSpaceFields().read(fields, width=32)
+    assert not fields.problems()
+    assert (spec.dt_min, spec.dt_max) == limits
+    for wrong in ([0.1], "0", [-1.0, 1.0], [0.1, "1"]):
+        fields = Fields(values | {"time_step_limit": wrong})
+        StateSpaceFields().read(fields, width=32)
+        assert [problem.where for problem in fields.problems()] == ["time_step_limit"]
+
+
+def test_a_hybrid_may_have_no_attention():
+    """As `layer_types` says; transformers 5.24 cannot run such a Granite."""
+    family = granite_hybrid.FAMILY
+    values = family.write_config(granite_hybrid.PRESETS["test-granite-hybrid"])
+    config = family.read_config(values | {"layer_types": ["mamba"] * 4})
+    assert family.fits(config)
+    assert {spec.mixer.name for spec in config.pattern.kinds} == {"state_space"}
+
+
+def test_a_layer_may_have_an_mlp_alone():
+    """With one norm; a layer with nothing, or with an MLP beside nothing, is refused."""
+    alone = LayerSpec(NoMixerSpec(), MLPSpec(8))
+    config = decoder(layer=alone)
+    shapes = tree.flatten(jax.eval_shape(model(config).init, jax.random.key(0)))
+    assert [path for path in shapes if "norm" in path] == ["layers/mlp_norm/scale", "norm/scale"]
+    assert sum(leaf.size for leaf in shapes.values()) == config.total_params
+    wrong = {"mlp": LayerSpec(NoMixerSpec(), None)}
+    wrong["norms"] = dataclasses.replace(alone, norms="parallel")
+    for field, layer in wrong.items():
+        with pytest.raises(ConfigError, match=rf"model\.layer\.{field}"):
+            decoder(layer=layer)

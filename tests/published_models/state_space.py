@@ -48,15 +48,6 @@ MODELS = {
             **{"layer_types": HYBRID_KINDS[::-1], "rope_parameters": {**THETA}},
         },
     ),
-    "granite-hybrid-recurrent": (
-        "GraniteMoeHybrid",
-        {
-            **GRANITE,
-            "layer_types": ["linear_attention"] * 4,
-            "mamba_n_heads": 4,
-            "mamba_d_head": 16,
-        },
-    ),
     "bamba": ("Bamba", BAMBA),
     "bamba-biased": (
         "Bamba",
@@ -72,8 +63,12 @@ MODELS = {
         {
             **{**NEMOTRON_H, "hybrid_override_pattern": "-M*M--", "use_bias": True},
             **{"use_conv_bias": False, "mlp_bias": True, "vocab_size": 67, "conv_kernel": 3},
-            **{"n_groups": 1, "time_step_min": 0.3, "mamba_head_dim": 6},
+            **{"n_groups": 1, "mamba_head_dim": 6},
         },
+    ),
+    "nemotron-h-limits": (
+        "NemotronH",
+        {**NEMOTRON_H, "hybrid_override_pattern": "MM*", "time_step_min": 0.3},
     ),
     "nemotron-3": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "MEM*EMEM*E"}),
     "nemotron-3-groups": (
