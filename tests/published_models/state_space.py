@@ -24,6 +24,13 @@ NEMOTRON_H = {
     **{"mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8, "moe_intermediate_size": 24},
     **{"moe_shared_expert_intermediate_size": 20, "n_routed_experts": 4},
 }
+FALCON_H1 = {
+    **{**LLAMA, **MIXER, "mamba_d_ssm": 64, "num_hidden_layers": 3},
+    **{"key_multiplier": 0.6, "attention_out_multiplier": 0.7, "ssm_out_multiplier": 1.5},
+    **{"ssm_in_multiplier": 1.3, "ssm_multipliers": [0.5, 0.7, 0.9, 1.2, 0.8]},
+    **{"attention_in_multiplier": 1.2, "mlp_multipliers": [0.6, 1.4]},
+    **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5},
+}
 MODELS = {
     "mamba2": ("Mamba2", MAMBA2),
     "mamba2-biased": (
@@ -55,6 +62,23 @@ MODELS = {
             **{**BAMBA, **BIASED_MIXER, "attention_bias": True, "mlp_bias": True},
             **{"mamba_n_groups": 2, "attn_layer_indices": [0, 3], "vocab_size": 67},
             **{"tie_word_embeddings": True, "rms_norm_eps": 0.1, "rope_parameters": {**THETA}},
+        },
+    ),
+    "falcon-h1": ("FalconH1", FALCON_H1),
+    "falcon-h1-biased": (
+        "FalconH1",
+        {
+            **{**FALCON_H1, "mamba_rms_norm": True, "projectors_bias": True, "vocab_size": 67},
+            **{"mamba_proj_bias": True, "ssm_in_multiplier": 1.0, "attention_bias": True},
+            **{"attention_in_multiplier": 1.0, "mlp_bias": True, "mamba_n_groups": 2},
+            **{"tie_word_embeddings": True, "rope_parameters": {**THETA}, "head_dim": 16},
+        },
+    ),
+    "falcon-h1-gate-first": (
+        "FalconH1",
+        {
+            **{**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+            **{"mamba_d_ssm": 48, "mamba_d_head": 6, "mamba_conv_bias": False},
         },
     ),
     "nemotron-h": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "M-M-*-M-M-*-"}),
@@ -95,6 +119,7 @@ PUBLISHED = {
 }
 REFUSED = {
     "bamba": {"attn_layer_indices": "1"},
+    "falcon_h1": {"ssm_multipliers": [1.0]},
     "granitemoehybrid": {"mamba_expand": 3},
     "mamba2": {"time_step_limit": [0.0]},
     "nemotron_h": {"moe_latent_size": 16},
