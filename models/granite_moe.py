@@ -16,7 +16,13 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import EXPERTS_TRANSPOSED, TRANSPOSED, part
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import RouterFields, experts_of, read_count
 from spmd.models.granite import read_factors, write_factors
 
@@ -86,9 +92,8 @@ def _read_shared(values: Mapping[str, Any]) -> DecoderConfig:
 def _build(fields: Fields, shared_d_ff: int) -> DecoderConfig:
     """Parse the other fields of both architectures."""
     sizes = read_sizes(fields)
-    bias = fields.flag("attention_bias", default=False)
     attention_scale, factors = read_factors(fields)
-    mixer = AttentionSpec(scale=attention_scale, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, AttentionSpec(scale=attention_scale))
     layer = LayerSpec(mixer, ExpertsSpec(shared_d_ff=shared_d_ff))
     router = _ROUTER.read(fields)
     return fields.build(DecoderConfig, **sizes, **factors, layer=layer, router=router)

@@ -1,4 +1,4 @@
-"""Gated delta net (arXiv:2412.06464, section 3.4): linear attention whose state forgets and corrects.
+"""Gated delta net (arXiv:2412.06464, section 3.4): linear attention with decay and corrections.
 
 ```
 x ─┬─ (q|k|v)_proj ─▶ convolution, silu ─▶ q, k (L2-normalised), v ─┐
@@ -27,12 +27,12 @@ from spmd.layers.gated_delta_rule import gated_delta_rule, gated_delta_step, l2_
 from spmd.layers.kv_cache import cache_slot, require_one_document, token_mask
 from spmd.layers.recurrence import require_whole_sequences, to_float32
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
+from spmd.models.decoder.head_params import initial_dt_bias, initial_rates, of_heads, whole
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.norms import RMSNorm
-from spmd.models.decoder.short_convolution import ShortConvolution, whole
+from spmd.models.decoder.short_convolution import ShortConvolution
 from spmd.models.decoder.sizes import Sizes
-from spmd.models.decoder.step_sizes import initial_dt_bias, initial_rates, vector_of_heads
 from spmd.plan.annotate import annotate
 from spmd.sharding.rules import replicate
 
@@ -40,6 +40,8 @@ _NAME = "gated delta net"
 _INPUT = "attention_input"
 _PROJECTIONS = ("q", "k", "v", "gate", "a", "b")
 _CONVOLVED = ("q", "k", "v")
+_LEAST_RATE = 0.01
+"""Least initial rate of decay; its logarithm is a parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +174,8 @@ class GatedDeltaNet(nnx.Module):
         for name in _CONVOLVED:
             convolution = ShortConvolution(spec.widths[name], spec.conv_width, rngs=rngs)
             setattr(self, f"{name}_conv", convolution)
-        self.A_log = vector_of_heads(initial_rates(rngs.params(), spec.heads, 0.01))
-        self.dt_bias = vector_of_heads(initial_dt_bias(rngs.params(), spec.heads))
+        self.A_log = of_heads(initial_rates(rngs.params(), spec.heads, _LEAST_RATE))
+        self.dt_bias = of_heads(initial_dt_bias(rngs.params(), spec.heads))
         self.out_norm = RMSNorm(spec.value_dim, eps=spec.norm_eps)
         self.o_proj = Dense(spec.widths["v"], width, scale=sizes.out_scale, rngs=rngs)
 

@@ -34,12 +34,13 @@ Mixer = (
 )
 """Specs of token mixers."""
 
-Norms = Literal["before", "after", "both", "parallel", "parallel_shared"]
+Norms = Literal["before", "after", "both", "mlp_both", "parallel", "parallel_shared"]
 
 _NORM_NAMES: dict[str, tuple[str, ...]] = {
     "before": ("attention_norm", "mlp_norm"),
     "after": ("attention_post_norm", "mlp_post_norm"),
     "both": ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
+    "mlp_both": ("attention_norm", "mlp_norm", "mlp_post_norm"),
     "parallel": ("attention_norm", "mlp_norm"),
     "parallel_shared": ("attention_norm",),
 }
@@ -55,8 +56,9 @@ class LayerSpec:
     """MLP or experts; None for neither."""
     norms: Norms = "before"
     """Places of norms: before mixer and MLP, after (OLMo 2, arXiv:2501.00656), both (Gemma 2);
-    parallel: mixer and MLP read the same input, each with a norm (GPT-NeoX, arXiv:2204.06745), or
-    with one norm (parallel_shared: GPT-J)."""
+    mlp_both: before the mixer, and on both sides of MLP or experts (A.X K1); parallel: mixer and
+    MLP read the same input, each with a norm (GPT-NeoX, arXiv:2204.06745), or with one norm
+    (parallel_shared: GPT-J)."""
     input_name: str = "residual"
     """Activation name of the layer's input; one of its own can be offloaded alone."""
     name: str = ""
@@ -74,6 +76,9 @@ class LayerSpec:
         """Return a problem for each invalid field of a resolved spec."""
         problems = check_fields(self, {"norms": tuple(_NORM_NAMES)}, prefix=where)
         problems += self.mixer.problems(f"{where}mixer.", sizes)
+        if self.mlp is None and self.norms.startswith("parallel"):
+            what = f"is {self.norms}, and the layer has no MLP beside its mixer"
+            problems.append(Problem(f"{where}norms", what, fix='"before", or an MLP'))
         if self.mlp is not None:
             problems += self.mlp.problems(f"{where}mlp.")
         if self.has_mixer:

@@ -29,12 +29,12 @@ from spmd.layers.kv_cache import cache_slot, require_one_document, token_mask
 from spmd.layers.recurrence import require_whole_sequences, to_float32
 from spmd.layers.state_space import state_space_scan, state_space_step
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
+from spmd.models.decoder.head_params import initial_dt_bias, initial_rates, of_heads, whole
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.norms import GatedRMSNorm
-from spmd.models.decoder.short_convolution import ShortConvolution, whole
+from spmd.models.decoder.short_convolution import ShortConvolution
 from spmd.models.decoder.sizes import Sizes
-from spmd.models.decoder.step_sizes import initial_dt_bias, initial_rates, vector_of_heads
 from spmd.plan.annotate import annotate, placement
 from spmd.plan.context import constrain
 from spmd.sharding.mesh import shards_of
@@ -207,9 +207,9 @@ class StateSpace(nnx.Module):
                 spec.widths[name], spec.conv_width, bias=spec.conv_bias, rngs=rngs
             )
             setattr(self, f"{name}_conv", convolution)
-        self.A_log = vector_of_heads(initial_rates(rngs.params(), spec.heads, 1.0))
-        self.D = vector_of_heads(jnp.ones((spec.heads,)))
-        self.dt_bias = vector_of_heads(initial_dt_bias(rngs.params(), spec.heads))
+        self.A_log = of_heads(initial_rates(rngs.params(), spec.heads, 1.0))
+        self.D = of_heads(jnp.ones((spec.heads,)))
+        self.dt_bias = of_heads(initial_dt_bias(rngs.params(), spec.heads))
         self.gated_norm = _norm(spec, sizes) if spec.norm else None
         self.out_proj = Dense(spec.inner, width, scale=sizes.out_scale, bias=spec.bias, rngs=rngs)
 
