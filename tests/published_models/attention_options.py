@@ -1,6 +1,6 @@
 """Softmax attention with sinks, chunks, values of their own width, or factors by position."""
 
-from tests.published_models.common import LLAMA, MIXED, PLAIN, THETA
+from tests.published_models.common import BIASED, LLAMA, MIXED, PLAIN, SCALED, THETA
 
 GPT_OSS = {**LLAMA, "head_dim": 16, "sliding_window": 5, "num_local_experts": 4}
 YARN = {
