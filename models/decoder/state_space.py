@@ -98,9 +98,7 @@ class StateSpaceSpec:
         rules: dict[str, Any] = dict.fromkeys(positive, "at least 1")
         rules["dt_min"] = "at least 0 and finite"
         problems = check_fields(self, rules, prefix=where)
-        if problems:
-            return problems
-        if self.heads % self.groups:
+        if not problems and self.heads % self.groups:
             problem = Problem(
                 f"{where}groups",
                 "does not divide heads",
@@ -108,6 +106,11 @@ class StateSpaceSpec:
                 "equally many heads for each group",
             )
             problems.append(problem)
+        return problems + self._option_problems(where)
+
+    def _option_problems(self, where: str) -> list[Problem]:
+        """Return the problems of limits, factors and the norm."""
+        problems = []
         if self.dt_max is not None and not self.dt_min < self.dt_max < float("inf"):
             what = f"is {self.dt_max:g}, which is not above dt_min {self.dt_min:g} and finite"
             problems.append(Problem(f"{where}dt_max", what, fix="None for no limit"))
