@@ -83,7 +83,7 @@ _SMALL: dict[str, Any] = {"vocab": 64, "d_model": 32, "head_dim": 16, "d_ff": 48
 _NANO = "MEMEM*E" * 5 + "MEMEMEM*EMEMEMEME"
 
 PRESETS = {
-    "test-nemotron-h": nemotron_h([LETTERS[letter] for letter in "M-*-M-"], _TINY, **_SMALL),
+    "test-nemotron-h": nemotron_h([LETTERS[letter] for letter in "M-*M-*"], _TINY, **_SMALL),
     "test-nemotron-3": nemotron_h(
         [LETTERS[letter] for letter in "ME*EME*E"],
         _TINY,

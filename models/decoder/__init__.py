@@ -8,6 +8,7 @@ from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.no_mixer import NoMixerSpec
+from spmd.models.decoder.parallel_mixer import ParallelMixerSpec
 from spmd.models.decoder.rotary import (
     DynamicScaling,
     LinearScaling,
@@ -39,6 +40,7 @@ __all__ = [
     "MLPSpec",
     "NoMixerSpec",
     "NormSpec",
+    "ParallelMixerSpec",
     "ProportionalScaling",
     "RopeScaling",
     "Rotary",

@@ -17,6 +17,7 @@ from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.no_mixer import NoMixerSpec
 from spmd.models.decoder.norms import make_norm
+from spmd.models.decoder.parallel_mixer import ParallelMixerSpec
 from spmd.models.decoder.short_convolution import GatedConvolutionSpec
 from spmd.models.decoder.sizes import Sizes
 from spmd.models.decoder.state_space import StateSpaceSpec
@@ -28,6 +29,7 @@ Mixer = (
     | GatedConvolutionSpec
     | GatedDeltaNetSpec
     | StateSpaceSpec
+    | ParallelMixerSpec
     | NoMixerSpec
 )
 """Specs of token mixers."""

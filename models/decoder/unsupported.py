@@ -38,6 +38,7 @@ MISSING_OPTIONS = {
     "Qwen4ExpForConditionalGeneration": f"{_INDEXER}, and {_HYPER_CONNECTIONS}",
     "RecurrentGemmaForCausalLM": "real-gated linear recurrent units",
     "RwkvForCausalLM": "RWKV's time mixing",
+    "Zamba2ForCausalLM": "blocks of attention and MLP that layers share, each with adapters",
     "ZambaForCausalLM": _SELECTIVE_SCAN,
     "ZayaForCausalLM": "compressed convolutional attention",
     "xLSTMForCausalLM": "matrix-memory LSTM cells",

@@ -22,6 +22,7 @@ from spmd.models.decoder import (
     DecoderConfig,
     LayerSpec,
     NormSpec,
+    ParallelMixerSpec,
     Rotary,
     decoder_rules,
 )
@@ -338,7 +339,11 @@ def test_a_table_fits_every_axis(name):
     batch = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in BATCHES[0].items()}
     loss = next_token_loss(model(config))
     excluded = {"expert"}
-    if not all(spec.mixer.attention_width for spec in config.pattern.distinct):
+    mixers = [spec.mixer for spec in config.pattern.distinct]
+    splits = [
+        mixer.attention_width and not isinstance(mixer, ParallelMixerSpec) for mixer in mixers
+    ]
+    if not all(splits):
         excluded.add("sequence")  # a recurrence is not split
     for axis in set(AXES) - excluded:
         mesh = abstract_mesh(MeshShape(**{axis: 2}))
