@@ -49,7 +49,6 @@ from spmd.models.decoder.published_latent import (
     read_latent_attention,
     write_latent_sizes,
 )
-from spmd.models.decoder.published_names import Names
 
 V2_ROUTER = RouterConfig(
     experts=160,

@@ -37,6 +37,7 @@ MIXERS = {
     "norms after rotation": AttentionSpec(
         qk_norm="head", qk_norm_kind=NormSpec(scale=False), qk_norm_after=True
     ),
+    "norms of heads": AttentionSpec(qk_norm="heads", qk_norm_kind=NormSpec("layer")),
 }
 OFF = {
     "gate of channels": {"gate": "none"},
@@ -46,6 +47,7 @@ OFF = {
     "narrow values": {"value_scale": 1.0},
     "temperature": {"temperature": Temperature(0.5, interval=4)},
     "norms after rotation": {"qk_norm": "none"},
+    "norms of heads": {"qk_norm_kind": NormSpec("rms")},
 }
 """A control for each: another value of the option, with the same parameters."""
 BATCHES = token_batches((8, 16), 64, steps=2)
@@ -79,6 +81,10 @@ def normed(x):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
 
 
+def standardized(x):
+    return normed(x - x.mean(-1, keepdims=True))
+
+
 GATES = {"sigmoid": sigmoid, "softplus": lambda x: np.log1p(np.exp(x))}
 
 
@@ -105,7 +111,11 @@ def by_hand(spec, layer, x):
     outs = []
     for head in range(spec.heads):
         shared = head * spec.kv_heads // spec.heads
-        queries, keys = turned(query[:, head]), turned(key[:, shared])
+        queries, keys = query[:, head], key[:, shared]
+        if spec.qk_norm == "heads":
+            queries = standardized(queries) * layer["q_norm"]["scale"][head]
+            keys = standardized(keys) * layer["k_norm"]["scale"][shared]
+        queries, keys = turned(queries), turned(keys)
         if spec.qk_norm == "head":
             queries, keys = normed(queries), normed(keys)
         if spec.temperature is not None:

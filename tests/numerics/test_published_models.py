@@ -336,11 +336,25 @@ def test_a_table_fits_every_axis(name):
             jax.eval_shape(lambda p, b: loss(p, {}, b, jax.random.key(0))[0], shapes, batch)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["olmo", "olmo2", "hunyuan", "cohere2", "nemotron"])
-def test_a_family_trains_as_on_one_device(name):
-    """The initial state, and of two steps the loss, gradients and updates."""
-    config = SMALL[name]
+def assert_parity(config, **sizes):
+    """The initial state, and of two steps the loss, gradients and updates, are those of one device."""
     grad_fn = value_and_grad(next_token_loss(model(config), chunk=7))
     job = Job(model(config), decoder_rules(config), grad_fn, BATCHES)
-    job.assert_parity(data=2, fsdp=2, tensor=2)
+    job.assert_parity(**sizes)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "name", ["olmo", "olmo2", "hunyuan", "cohere2", "nemotron", "phi", "stablelm"]
+)
+def test_a_family_trains_as_on_one_device(name):
+    """On a mesh of three axes."""
+    assert_parity(SMALL[name], data=2, fsdp=2, tensor=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("vocab", [64, 67])
+def test_a_bias_of_logits_trains_as_on_one_device(vocab):
+    """With a head that is the embedding, whose words tensor splits or does not."""
+    config = dataclasses.replace(SMALL["phi"], tied=True, vocab=vocab)
+    assert_parity(config, data=2, sequence=2, tensor=2)
