@@ -21,9 +21,14 @@ from spmd.models.decoder import (
     ExpertsSpec,
     LayerSpec,
     MLPSpec,
-    Rotary,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import (
     CHOICE_BIASES,
     DENSE,
@@ -38,12 +43,10 @@ from spmd.models.decoder.published_experts import (
     write_shared_experts,
 )
 from spmd.models.decoder.published_layers import (
-    SLIDING,
-    attention_layers,
     every,
     read_layer_types,
     read_window_of,
-    rotary_where,
+    rotated_windows,
     table_of,
     write_layer_types,
 )
@@ -73,8 +76,7 @@ def _layers(
     layer: LayerSpec, window: int, kinds: Sequence[str], dense: int, mlp: MLPSpec
 ) -> list[LayerSpec]:
     """Return the specs of all layers; only those with a window have positions."""
-    positions = rotary_where([kind == SLIDING for kind in kinds], Rotary())
-    specs = attention_layers(layer, window, kinds, rotary=positions)
+    specs = rotated_windows(layer, window, kinds)
     return with_dense_mlps(specs, mlp, dense_first(dense, len(kinds)))
 
 
@@ -126,15 +128,14 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         fields.value(name)
     sizes = read_sizes(fields, eps=1e-5, head_dim=128)
     layers = sizes["layers"]
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_MIXER, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _MIXER)
     experts = read_shared_experts(fields, 1408, shared=2, name=_SHARED)
     interval = fields.integer("global_attn_every_n_layers", 4)
     kinds = read_layer_types(fields, layers, every(interval, layers))
     window = read_window_of(fields, kinds, absent=1024)
     dense = read_count(fields, "num_dense_layers", 1)
     layer = LayerSpec(mixer, experts, norms="both")
-    specs = _layers(layer, window, kinds, min(dense, layers), MLPSpec())
+    specs = _layers(layer, window, kinds, dense, MLPSpec())
     embed_scale = 1.0
     if fields.flag("mup_enabled", default=False):
         embed_scale = 0.0

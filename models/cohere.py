@@ -16,7 +16,12 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, NormSpec, Rotary
-from spmd.models.decoder.published import decoder_family, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_layers import (
     SLIDING,
     attention_table,
@@ -102,8 +107,7 @@ def _read_common(fields: Fields, theta: float) -> tuple[dict[str, Any], LayerSpe
         fields.only(name, value)
     sizes = read_sizes(fields, eps=1e-5, eps_field=_EPS, theta=theta, tied=True, has_head_dim=False)
     sizes["logits_scale"] = fields.number("logit_scale", 0.0625)
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_LAYER.attention, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _LAYER.attention)
     return sizes, dataclasses.replace(_LAYER, mixer=mixer)
 
 

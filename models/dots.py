@@ -14,7 +14,13 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import (
     CHOICE_BIASES,
     DENSE,
@@ -31,6 +37,7 @@ from spmd.models.decoder.published_experts import (
 )
 from spmd.models.decoder.published_layers import (
     FULL,
+    MOST_LAYERS,
     SLIDING,
     attention_layers,
     read_layer_types,
@@ -87,8 +94,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, kv_heads=32)
     layers = sizes["layers"]
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_MIXER, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _MIXER)
     layer = LayerSpec(mixer, read_shared_experts(fields, 1408, shared=None))
     kinds = read_layer_types(fields, layers, _default_kinds(fields, layers))
     window = read_window_of(fields, kinds, absent=4096)
@@ -105,6 +111,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 def _default_kinds(fields: Fields, layers: int) -> list[str]:
     """Return the kinds of layers in a file without `layer_types`: a window after some layers."""
+    layers = min(layers, MOST_LAYERS)
     full = min(layers, fields.integer("max_window_layers", _MAX_FULL))
     if fields.is_null("sliding_window"):
         full = layers

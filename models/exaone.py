@@ -12,7 +12,7 @@ model = spmd.from_nnx(config.build)
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
@@ -23,7 +23,6 @@ from spmd.models.decoder import (
     ExpertsSpec,
     LayerSpec,
     MLPSpec,
-    Rotary,
 )
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
 from spmd.models.decoder.published_experts import (
@@ -40,16 +39,11 @@ from spmd.models.decoder.published_experts import (
     write_shared_experts,
 )
 from spmd.models.decoder.published_layers import (
-    FULL,
-    SLIDING,
-    attention_layers,
     every,
-    read_layer_types,
-    read_window_of,
-    rotary_where,
-    rotated_layers,
+    read_rotated_windows,
+    rotated_windows,
     table_of,
-    write_layer_types,
+    write_rotated_windows,
 )
 
 _LAYER = LayerSpec(AttentionSpec(qk_norm="head"), norms="after")
@@ -57,7 +51,7 @@ _LAYER = LayerSpec(AttentionSpec(qk_norm="head"), norms="after")
 
 def exaone4(layers: int, *, window: int = 4096, **fields: Any) -> DecoderConfig:
     """Return the config of an Exaone 4 with sliding windows, from fields of `DecoderConfig`."""
-    table = table_of(_attention_layers(_LAYER, window, every(4, layers)))
+    table = table_of(rotated_windows(_LAYER, window, every(4, layers)))
     return DecoderConfig(**{"layers": layers} | table | fields)
 
 
@@ -75,17 +69,9 @@ def exaone_moe(
     """
     layers = shape[2]
     layer = LayerSpec(_LAYER.mixer, ExpertsSpec(shared_d_ff=shape[5]))
-    specs = _attention_layers(layer, window, every(4, layers))
+    specs = rotated_windows(layer, window, every(4, layers))
     specs = with_dense_mlps(specs, MLPSpec(dense_d_ff), dense_first(1, layers))
     return DecoderConfig(*shape, **table_of(specs), router=router, **fields)
-
-
-def _attention_layers(
-    layer: LayerSpec, window: int, kinds: Sequence[str], *, rotate_all: bool = False
-) -> list[LayerSpec]:
-    """Return the specs of all layers; by default only those with a window have positions."""
-    rotated = [kind == SLIDING or rotate_all for kind in kinds]
-    return attention_layers(layer, window, kinds, rotary=rotary_where(rotated, Rotary()))
 
 
 _SIZES_32B = {"vocab": 102_400, "d_model": 5120, "heads": 40, "kv_heads": 8, "d_ff": 27_392}
@@ -137,8 +123,10 @@ _AHEAD = "num_nextn_predict_layers"
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, kv_heads=32)
-    table = table_of(_read_layers(fields, sizes["layers"], _LAYER))
-    return fields.build(DecoderConfig, **sizes, **table)
+    layers = sizes["layers"]
+    default = _default_kinds(fields, layers)
+    specs = read_rotated_windows(fields, _LAYER, layers, default, absent=4096)
+    return fields.build(DecoderConfig, **sizes, **table_of(specs))
 
 
 def _read_moe(values: Mapping[str, Any]) -> DecoderConfig:
@@ -148,19 +136,15 @@ def _read_moe(values: Mapping[str, Any]) -> DecoderConfig:
     layer = LayerSpec(_LAYER.mixer, read_shared_experts(fields, 1024, name=_SHARED))
     dense = read_dense_first(fields, layers, 1)
     kinds = read_mlp_types(fields, layers, dense_first(dense, layers))
-    specs = with_dense_mlps(_read_layers(fields, layers, layer), MLPSpec(), kinds)
+    default = _default_kinds(fields, layers)
+    specs = read_rotated_windows(fields, layer, layers, default, absent=4096)
+    specs = with_dense_mlps(specs, MLPSpec(), kinds)
     fields.value(_AHEAD)
+    if fields.is_null("sliding_window"):
+        fields.refuse("sliding_window", "is null, and this model needs a number")
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
-
-
-def _read_layers(fields: Fields, layers: int, layer: LayerSpec) -> list[LayerSpec]:
-    """Parse the kinds of attention; return the spec of each layer."""
-    has_windows = not fields.is_null("sliding_window")
-    kinds = read_layer_types(fields, layers, _default_kinds(fields, layers))
-    window = read_window_of(fields, kinds, absent=4096)
-    return _attention_layers(layer, window, kinds, rotate_all=not has_windows)
 
 
 def _default_kinds(fields: Fields, layers: int) -> list[str]:
@@ -174,7 +158,7 @@ def _default_kinds(fields: Fields, layers: int) -> list[str]:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    return {"model_type": "exaone4", **write_sizes(config), **_write_layers(config)}
+    return {"model_type": "exaone4", **write_sizes(config), **write_rotated_windows(config)}
 
 
 def _write_moe(config: DecoderConfig) -> dict[str, Any]:
@@ -182,19 +166,11 @@ def _write_moe(config: DecoderConfig) -> dict[str, Any]:
     return {
         "model_type": "exaone_moe",
         **write_sizes(config),
-        **_write_layers(config),
+        **write_rotated_windows(config),
         **write_shared_experts(config, _SHARED),
         "mlp_layer_types": mlp_kinds(config),
         **_ROUTER.write(router),
     }
-
-
-def _write_layers(config: DecoderConfig) -> dict[str, Any]:
-    """Return the fields of config.json: the inverse of `_read_layers`."""
-    fields = write_layer_types(config)
-    if FULL in fields["layer_types"] and all(rotated_layers(config)):
-        fields["sliding_window"] = None  # with one, layers without it have no positions
-    return fields
 
 
 FAMILY = decoder_family("Exaone4ForCausalLM", _read, _write, _NAMES)

@@ -99,6 +99,7 @@ GLM_FAMILY = decoder_family(
     functools.partial(_read, norms="before"),
     functools.partial(_write, kind="glm"),
     _NAMES,
+    secondary=True,
 )
 GLM4_FAMILY = decoder_family(
     "Glm4ForCausalLM",

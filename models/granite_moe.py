@@ -16,7 +16,13 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import EXPERTS_TRANSPOSED, TRANSPOSED, part
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import RouterFields, experts_of, read_count
 from spmd.models.granite import read_factors, write_factors
 
@@ -59,7 +65,7 @@ PRESETS = {
 
 _INTO = "block_sparse_moe.input_linear.weight"
 _SHARED_INTO = "shared_mlp.input_linear.weight"
-_NAMES = layer_names() | {
+NAMES = layer_names() | {
     "moe/router/kernel": ("block_sparse_moe.router.layer.weight", TRANSPOSED),
     "moe/experts/gate_proj/kernel": (_INTO, part(0, 2, layout=EXPERTS_TRANSPOSED)),
     "moe/experts/up_proj/kernel": (_INTO, part(1, 2, layout=EXPERTS_TRANSPOSED)),
@@ -68,6 +74,8 @@ _NAMES = layer_names() | {
     "moe/shared/up_proj/kernel": (_SHARED_INTO, part(1, 2, layout=TRANSPOSED)),
     "moe/shared/down_proj/kernel": ("shared_mlp.output_linear.weight", TRANSPOSED),
 }
+"""Tensors of a layer."""
+
 _ROUTER = RouterFields("num_local_experts", experts=8, top_k=2)
 _SHARED = "shared_intermediate_size"
 
@@ -84,9 +92,8 @@ def _read_shared(values: Mapping[str, Any]) -> DecoderConfig:
 def _build(fields: Fields, shared_d_ff: int) -> DecoderConfig:
     """Parse the other fields of both architectures."""
     sizes = read_sizes(fields)
-    bias = fields.flag("attention_bias", default=False)
     attention_scale, factors = read_factors(fields)
-    mixer = AttentionSpec(scale=attention_scale, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, AttentionSpec(scale=attention_scale))
     layer = LayerSpec(mixer, ExpertsSpec(shared_d_ff=shared_d_ff))
     router = _ROUTER.read(fields)
     return fields.build(DecoderConfig, **sizes, **factors, layer=layer, router=router)
@@ -97,7 +104,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {
         "model_type": "granitemoe",
         **write_sizes(config),
-        **write_factors(config),
+        **write_factors(config, layer.attention),
         **_ROUTER.write(router),
         "attention_bias": layer.attention.qkv_bias,
     }
@@ -109,7 +116,7 @@ def _write_shared(config: DecoderConfig) -> dict[str, Any]:
     return {**_write(config), "model_type": "granitemoeshared", **shared}
 
 
-FAMILY = decoder_family("GraniteMoeForCausalLM", _read, _write, _NAMES)
+FAMILY = decoder_family("GraniteMoeForCausalLM", _read, _write, NAMES)
 SHARED_FAMILY = decoder_family(
-    "GraniteMoeSharedForCausalLM", _read_shared, _write_shared, _NAMES, secondary=True
+    "GraniteMoeSharedForCausalLM", _read_shared, _write_shared, NAMES, secondary=True
 )

@@ -16,7 +16,13 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 
 _LAYER = LayerSpec(AttentionSpec(qk_norm="head", qk_norm_after=True))
 
@@ -31,7 +37,7 @@ PRESETS = {
 }
 """Published shape by name, and a small one for tests."""
 
-_NAMES = layer_names() | {
+NAMES = layer_names() | {
     "attention/q_norm/scale": ("self_attn.query_layernorm.weight", AS_IS),
     "attention/k_norm/scale": ("self_attn.key_layernorm.weight", AS_IS),
 }
@@ -40,7 +46,7 @@ _OF_ALPHA = (
     *("alpha", "rope_type", "type"),
     *("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),  # unused
 )
-_HARMLESS = (
+HARMLESS = (
     *("eod_token_id", "pad_id", "sep_id", "text_start_id", "text_end_id", "mask_init_id"),
     *("im_start_id", "im_end_id", "im_newline_id", "org_vocab_size"),
     *("add_classification_head", "class_num", "pool_type", "dense_list", "cla_share_factor"),
@@ -48,10 +54,11 @@ _HARMLESS = (
 """Token numbers, and fields of other heads and of layers that share keys (`use_cla`)."""
 
 
-def _read(values: Mapping[str, Any]) -> DecoderConfig:
+def read_sizes_with_alpha(values: Mapping[str, Any]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of config.json, and the common ones as arguments of `DecoderConfig`."""
     values, alpha = _take_alpha(values)
     fields = Fields(values)
-    for name in _HARMLESS:
+    for name in HARMLESS:
         fields.value(name)
     fields.only("use_qk_norm", True)
     fields.only("use_rotary_pos_emb", True)
@@ -62,8 +69,12 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields.only("attention_head_dim", head_dim)
     if head_dim > 2 and fields.is_number("rope_scaling.alpha", alpha, least=1):
         sizes["rope_theta"] *= alpha ** (head_dim / (head_dim - 2))
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_LAYER.attention, qkv_bias=bias, out_bias=bias)
+    return fields, sizes
+
+
+def _read(values: Mapping[str, Any]) -> DecoderConfig:
+    fields, sizes = read_sizes_with_alpha(values)
+    mixer = read_attention_bias(fields, _LAYER.attention)
     return fields.build(DecoderConfig, **sizes, layer=dataclasses.replace(_LAYER, mixer=mixer))
 
 
@@ -88,4 +99,4 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {"model_type": "hunyuan_v1_dense", **write_sizes(config), "attention_bias": bias}
 
 
-FAMILY = decoder_family("HunYuanDenseV1ForCausalLM", _read, _write, _NAMES, harmless=_HARMLESS)
+FAMILY = decoder_family("HunYuanDenseV1ForCausalLM", _read, _write, NAMES, harmless=HARMLESS)

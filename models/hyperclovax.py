@@ -69,7 +69,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "model_type": "hyperclovax",
         **write_sizes(config),
         **write_biases(config),
-        **write_factors(config),
+        **write_factors(config, config.pattern.group[0].attention),
         "logits_scaling": config.logits_scale,
         "use_post_norm": config.pattern.group[0].norms == "both",
     }

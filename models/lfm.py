@@ -28,10 +28,12 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
+from spmd.models.decoder.layer import Mixer
 from spmd.models.decoder.published import (
     ENDS,
     TensorNames,
     decoder_family,
+    read_attention_bias,
     read_sizes,
     write_sizes,
 )
@@ -99,7 +101,7 @@ def lfm3_layers(
         convolution: Mixer of layers of kind `conv`.
     """
     mixer = layer.attention
-    mixers: dict[str, AttentionSpec | GatedConvolutionSpec] = {
+    mixers: dict[str, Mixer] = {
         CONV: convolution,
         FULL: dataclasses.replace(mixer, window=0, rotary=rotary.get(FULL)),
         SLIDING: dataclasses.replace(mixer, window=window, rotary=rotary.get(SLIDING)),
@@ -317,8 +319,7 @@ def _read3(values: Mapping[str, Any]) -> DecoderConfig:
     rotary = dict(_ROTARY3)
     if fields.value("rope_parameters") is not None:
         rotary = read_rotary_by_layer(fields, _ROTARY3)
-    bias = fields.flag("attention_bias", False)
-    mixer = dataclasses.replace(_LAYER3.attention, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _LAYER3.attention)
     if not fields.flag("use_attention_gate", True):
         mixer = dataclasses.replace(mixer, gate="none")
     layer = dataclasses.replace(_LAYER3, mixer=mixer)

@@ -23,7 +23,14 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_clip,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_layers import (
     FULL,
     SLIDING,
@@ -80,13 +87,7 @@ NAMES2 = layer_names(
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, eps_field="")
-    bias = fields.flag("attention_bias", default=False)
-    mixer = AttentionSpec(qkv_bias=bias, out_bias=bias)
-    if fields.value("clip_qkv") is not None:
-        limit = fields.number("clip_qkv")
-        if limit <= 0:
-            fields.refuse("clip_qkv", f"is {limit}", "a number above 0, or null for no limit")
-        mixer = dataclasses.replace(mixer, clip_qkv=abs(limit))
+    mixer = read_attention_bias(fields, AttentionSpec(clip_qkv=read_clip(fields)))
     return fields.build(DecoderConfig, **sizes, norm=_NORM, layer=LayerSpec(mixer))
 
 
@@ -102,8 +103,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 def read_layer2(fields: Fields) -> LayerSpec:
     """Parse the options of a layer of OLMo 2."""
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(LAYER2.attention, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, LAYER2.attention)
     return dataclasses.replace(LAYER2, mixer=mixer)
 
 

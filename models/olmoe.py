@@ -16,7 +16,13 @@ from spmd.hf.fields import Fields
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec
 from spmd.models.decoder.layer import Norms
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import RouterFields, expert_names, experts_of
 
 _LAYER = LayerSpec(AttentionSpec(qk_norm="full"), ExpertsSpec())
@@ -51,8 +57,7 @@ def _read(
     fields = Fields(values)
     fields.only("clip_qkv", None)  # after the norms, in OLMoE
     sizes = read_sizes(fields, eps=eps, theta=theta)
-    bias = fields.flag("attention_bias", default=False)
-    mixer = AttentionSpec(qk_norm="full", qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, AttentionSpec(qk_norm="full"))
     layer = LayerSpec(mixer, ExpertsSpec(), norms=norms)
     return fields.build(DecoderConfig, **sizes, layer=layer, router=router.read(fields))
 

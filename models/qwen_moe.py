@@ -9,16 +9,19 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
-import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.hf.layout import TRANSPOSED
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import (
     RouterFields,
     expert_names,
@@ -34,6 +37,7 @@ from spmd.models.decoder.published_layers import (
     SLIDING,
     attention_layers,
     layer_types,
+    limit_layers,
     read_layer_types,
     read_window_of,
     table_of,
@@ -41,10 +45,13 @@ from spmd.models.decoder.published_layers import (
 
 _THETA: dict[str, Any] = {"rope_theta": 1e6, "norm_eps": 1e-6}
 _QWEN3 = LayerSpec(AttentionSpec(qk_norm="head"), ExpertsSpec())
-_qwen3 = functools.partial(DecoderConfig, **_THETA, layer=_QWEN3)
 
 
-def qwen2_moe(*shape: int, shared_d_ff: int, **fields: Any) -> DecoderConfig:
+def _qwen3(*shape: Any, **fields: Any) -> DecoderConfig:
+    return DecoderConfig(*shape, **_THETA | {"layer": _QWEN3} | fields)
+
+
+def qwen2_moe(*shape: Any, shared_d_ff: int, **fields: Any) -> DecoderConfig:
     """Return the config of a Qwen 2 MoE, from fields of `DecoderConfig`.
 
     Args:
@@ -79,7 +86,6 @@ PRESETS = {
 """Published shapes by name, and small ones for tests."""
 
 _NAMES = layer_names() | expert_names(shared="shared_expert")
-_NAMES |= {"moe/shared_gate/kernel": ("mlp.shared_expert_gate.weight", TRANSPOSED)}
 _ROUTER2 = RouterFields("num_experts", experts=60, top_k=4, normalise=False)
 _ROUTER3 = RouterFields(
     "num_experts", also=("num_local_experts",), experts=128, top_k=8, normalise=False
@@ -94,8 +100,7 @@ def _read3(values: Mapping[str, Any]) -> DecoderConfig:
         sizes["window"] = read_window_of(fields, [SLIDING], _UNUSED_WINDOW)
     for name in ("sliding_window", "max_window_layers"):
         fields.value(name)  # unused without `use_sliding_window`, the second always
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_QWEN3.attention, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _QWEN3.attention)
     layer = LayerSpec(mixer, ExpertsSpec(fields.integer("moe_intermediate_size", 768)))
     table = experts_table(layer, MLPSpec(), read_sparse_layers(fields, sizes["layers"]))
     return fields.build(DecoderConfig, **sizes, **table, router=_ROUTER3.read(fields))
@@ -119,7 +124,7 @@ def _write3(config: DecoderConfig) -> dict[str, Any]:
 def _read2(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, kv_heads=16, d_ff=5632)
-    layers = sizes["layers"]
+    layers = limit_layers(fields, sizes["layers"])
     windowed = 0
     if fields.flag("use_sliding_window", default=False):
         windowed = fields.integer("max_window_layers", 28)

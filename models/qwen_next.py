@@ -3,7 +3,8 @@
 Sources: arXiv:2412.06464 for gated delta nets, arXiv:2505.06708 for the gate of attention, and
 config.json of huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, Qwen3.5-27B and Qwen3.5-35B-A3B. A
 quarter of each head of attention is rotated; norms have a scale of 1 + w. Qwen 3 Next and some of
-Qwen 3.5 have experts, with a shared one that has a gate.
+Qwen 3.5 have experts, with a shared one that has a gate. Of a Qwen 3.5 with images, the text part is
+read.
 
 ```python
 config = dataclasses.replace(PRESETS["qwen3-next-80b-a3b"], layers=4)
@@ -13,12 +14,12 @@ model = spmd.from_nnx(config.build)
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spmd.hf.family import Family, Ignored
 from spmd.hf.fields import Fields
-from spmd.hf.layout import TRANSPOSED
+from spmd.hf.layout import EXPERTS_TRANSPOSED, TRANSPOSED, part
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import (
     AttentionSpec,
@@ -31,6 +32,7 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
+from spmd.models.decoder.layer import Mixer
 from spmd.models.decoder.published import (
     ENDS,
     TensorNames,
@@ -58,6 +60,7 @@ from spmd.models.decoder.published_experts import (
 from spmd.models.decoder.published_layers import FULL, every, read_layer_types, table_of
 from spmd.models.decoder.published_names import Names, fused_names
 from spmd.models.decoder.published_rotary import read_rotary
+from spmd.models.decoder.published_text import TEXT_PREFIX, text_values
 
 _NET = GatedDeltaNetSpec(heads=32, key_heads=16)
 _ROTARY = Rotary(1e4, RopeScaling(), 0.25)
@@ -86,7 +89,7 @@ def qwen_next(
         attention: The mixer of other layers.
         **fields: Other fields.
     """
-    mixers = {LINEAR: delta_net, FULL: attention}
+    mixers: dict[str, Mixer] = {LINEAR: delta_net, FULL: attention}
     layers = [LayerSpec(mixers[kind]) for kind in kinds]
     if mlp_kinds:
         experts = ExpertsSpec(shared_d_ff=shared_d_ff, shared_gate=True)
@@ -112,11 +115,11 @@ _TINY = GatedDeltaNetSpec(heads=4, key_heads=2, key_dim=8, value_dim=6)
 
 PRESETS = {
     "test-qwen3.5": qwen_next(
-        kinds_of(4), delta_net=_TINY, vocab=64, d_model=32, d_ff=48, head_dim=16
+        kinds_of(8), delta_net=_TINY, vocab=64, d_model=32, d_ff=48, head_dim=16
     ),
     "test-qwen3-next": qwen_next(
-        kinds_of(4),
-        mlp_kinds=[SPARSE] * 4,
+        kinds_of(8),
+        mlp_kinds=[SPARSE] * 8,
         shared_d_ff=24,
         dense_d_ff=48,
         delta_net=_TINY,
@@ -142,12 +145,21 @@ PRESETS = {
 }
 """Published shape by name, and small ones for tests."""
 
+_OF_IMAGES = (
+    "image_token_id",
+    "video_token_id",
+    "vision_config",
+    "vision_end_token_id",
+    "vision_start_token_id",
+)
+_OTHER_EXPERTS = ("experts.down_proj", "experts.gate_up_proj", "shared_expert_gate.weight")
+"""Tensors of experts in one tensor, and of the shared expert's gate."""
 _ALSO = ("mrope_section", "mrope_interleaved")
 """Entries of rotary positions of images, which text does not have."""
 
 
 def _read_dense(values: Mapping[str, Any]) -> DecoderConfig:
-    fields = Fields(values)
+    fields = Fields(text_values(values, _OF_IMAGES))
     return fields.build(qwen_next, **_read(fields, kv_heads=4))
 
 
@@ -155,8 +167,8 @@ def _read_experts(
     values: Mapping[str, Any], *, router: RouterFields, chooses_layers: bool
 ) -> DecoderConfig:
     """Parse a model with experts; `chooses_layers` is whether some layers may have MLPs."""
-    fields = Fields({"intermediate_size": 5632, **values})
-    read = _read(fields, kv_heads=2)
+    fields = Fields(text_values(values, _OF_IMAGES))
+    read = _read(fields, kv_heads=2, d_ff=5632)
     dense_d_ff = read.pop("d_ff")
     mlp_kinds = [SPARSE] * len(read["kinds"])
     if chooses_layers:
@@ -172,9 +184,12 @@ def _read_experts(
     )
 
 
-def _read(fields: Fields, kv_heads: int) -> dict[str, Any]:
-    """Parse the fields of all versions, as arguments of `qwen_next`."""
-    sizes = read_sizes(fields, theta=0, head_dim=256, kv_heads=kv_heads)
+def _read(fields: Fields, kv_heads: int, d_ff: int = 0) -> dict[str, Any]:
+    """Parse the fields of all versions, as arguments of `qwen_next`.
+
+    `kv_heads` and `d_ff` are values of absent fields.
+    """
+    sizes = read_sizes(fields, theta=0, head_dim=256, kv_heads=kv_heads, d_ff=d_ff)
     rotary = read_rotary(fields, _ROTARY, also=_ALSO)
     bias = fields.flag("attention_bias", False)
     layers = sizes.pop("layers")
@@ -247,41 +262,83 @@ def _names(config: DecoderConfig, *, by_head: bool) -> TensorNames:
     return TensorNames(_layer_names(config, by_head=by_head), ENDS)
 
 
+def _with_images(config: DecoderConfig) -> TensorNames:
+    """Return the names in a model of images and text."""
+    return TensorNames(_layer_names(config, by_head=False), ENDS, TEXT_PREFIX)
+
+
+def _fused_experts(config: DecoderConfig, prefix: str) -> TensorNames:
+    """Return the names in a file with all experts of a layer in one tensor."""
+    into = "mlp.experts.gate_up_proj"
+    layer = _layer_names(config, by_head=False)
+    layer |= {
+        "moe/experts/gate_proj/kernel": (into, part(0, 2, layout=EXPERTS_TRANSPOSED)),
+        "moe/experts/up_proj/kernel": (into, part(1, 2, layout=EXPERTS_TRANSPOSED)),
+        "moe/experts/down_proj/kernel": ("mlp.experts.down_proj", EXPERTS_TRANSPOSED),
+    }
+    return TensorNames(layer, ENDS, prefix)
+
+
+def _ignored_images() -> Iterator[Ignored]:
+    """Yield the tensors of images."""
+    modules = ["patch_embed.proj"]
+    for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2", "norm1", "norm2"):
+        modules.append(f"blocks.{{layer}}.{name}")
+    for name in ("linear_fc1", "linear_fc2", "norm"):
+        modules.append(f"merger.{name}")
+    names = ["pos_embed.weight"]
+    for module in modules:
+        names += [f"{module}.weight", f"{module}.bias"]
+    for name in names:
+        yield Ignored(f"model.visual.{name}", "is for images, and this is a model of text")
+
+
 def _ignored_ahead() -> tuple[Ignored, ...]:
-    """Return the tensors of multi-token prediction, which `transformers` ignores too."""
+    """Return the tensors of multi-token prediction, ignored by `transformers` too."""
     layer = layer_names() | expert_names(shared="shared_expert")
     tensors = [tensor for tensor, _ in layer.values()]
     ends = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
     names = [f"mtp.layers.{{layer}}.{tensor}" for tensor in tensors]
     names += [f"mtp.{end}.weight" for end in ends]
-    names.append("mtp.layers.{layer}.mlp.shared_expert_gate.weight")
+    names += [f"mtp.layers.{{layer}}.mlp.{tensor}" for tensor in _OTHER_EXPERTS]
     return tuple(Ignored(name, "predicts the second next token") for name in names)
 
 
 def _family_with_experts(
-    architecture: str, kind: str, router: RouterFields, *, is_next: bool
+    architecture: str | tuple[str, ...], kind: str, router: RouterFields, *, is_next: bool
 ) -> Family:
     """Return a family with experts; `is_next` is whether it is Qwen 3 Next, not 3.5."""
+    others: dict[str, Any] = {"ignored": _ignored_ahead()}
+    if not is_next:
+        others = _OF_3_5
     options: dict[str, Any] = {"router": router, "chooses_layers": is_next}
     return decoder_family(
         architecture,
         functools.partial(_read_experts, **options),
         functools.partial(_write_experts, kind=kind, **options),
         names=functools.partial(_names, by_head=is_next),
-        ignored=_ignored_ahead(),
         secondary=not is_next,
+        **others,
     )
 
 
+_OF_3_5: dict[str, Any] = {
+    "ignored": (*_ignored_ahead(), *_ignored_images()),
+    "other_names": (
+        _with_images,
+        functools.partial(_fused_experts, prefix=TEXT_PREFIX),
+        functools.partial(_fused_experts, prefix="model."),
+    ),
+}
 QWEN3_5_FAMILY = decoder_family(
-    "Qwen3_5ForCausalLM",
+    ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     _read_dense,
     _write_dense,
     names=functools.partial(_names, by_head=False),
-    ignored=_ignored_ahead(),
+    **_OF_3_5,
 )
 QWEN3_5_MOE_FAMILY = _family_with_experts(
-    "Qwen3_5MoeForCausalLM",
+    ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     "qwen3_5_moe_text",
     RouterFields("num_experts", experts=256, top_k=8),
     is_next=False,

@@ -13,14 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import (
-    AttentionSpec,
-    DecoderConfig,
-    ExpertsSpec,
-    LayerSpec,
-    RopeScaling,
-    Rotary,
-)
+from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
 from spmd.models.decoder.published_experts import (
     CHOICE_BIASES,
@@ -30,9 +23,6 @@ from spmd.models.decoder.published_experts import (
     read_shared_experts,
     write_shared_experts,
 )
-from spmd.models.decoder.published_rotary import read_rotary, write_rotary
-
-_PLAIN = Rotary(1e6, RopeScaling())
 
 
 def solar_open(*shape: int, **fields: Any) -> DecoderConfig:
@@ -74,9 +64,8 @@ _ROUTER = RouterFields(
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    sizes = read_sizes(fields, eps=1e-5, theta=0, kv_heads=8, head_dim=128, d_ff=1280)
-    bias = fields.flag("attention_bias", default=False)
-    mixer = AttentionSpec(rotary=read_rotary(fields, _PLAIN), qkv_bias=bias)
+    sizes = read_sizes(fields, eps=1e-5, theta=1e6, kv_heads=8, head_dim=128, d_ff=1280)
+    mixer = AttentionSpec(qkv_bias=fields.flag("attention_bias", default=False))
     layer = LayerSpec(mixer, read_shared_experts(fields, d_ff=1280))
     fields.only("first_k_dense_replace", 0)
     return fields.build(DecoderConfig, **sizes, layer=layer, router=_ROUTER.read(fields))
@@ -84,13 +73,9 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     layer, _, router = experts_of(config)
-    rotary = layer.attention.rotary or _PLAIN
     return {
         "model_type": "solar_open",
         **write_sizes(config),
-        "rope_scaling": None,
-        **write_rotary(rotary),
-        "partial_rotary_factor": rotary.fraction,
         "attention_bias": layer.attention.qkv_bias,
         **write_shared_experts(config),
         **_ROUTER.write(router),

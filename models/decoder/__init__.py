@@ -7,6 +7,7 @@ from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
+from spmd.models.decoder.no_mixer import NoMixerSpec
 from spmd.models.decoder.rotary import (
     DynamicScaling,
     LinearScaling,
@@ -20,6 +21,7 @@ from spmd.models.decoder.rotary import (
 from spmd.models.decoder.rules import decoder_rules
 from spmd.models.decoder.short_convolution import GatedConvolutionSpec
 from spmd.models.decoder.sizes import NormSpec
+from spmd.models.decoder.state_space import StateSpaceSpec
 
 __all__ = [
     "AttentionSpec",
@@ -35,10 +37,12 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "MLPSpec",
+    "NoMixerSpec",
     "NormSpec",
     "ProportionalScaling",
     "RopeScaling",
     "Rotary",
+    "StateSpaceSpec",
     "Temperature",
     "YarnScaling",
     "decoder_rules",

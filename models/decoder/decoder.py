@@ -45,7 +45,10 @@ from spmd.models.decoder.rotary import RopeScaling, Rotary
 from spmd.models.decoder.sizes import NormSpec, Sizes
 from spmd.plan.annotate import annotate
 
-_PARTS = ("embed", "positions", "layers", "norm", "lm_head", "logits_bias", "noise")
+_PARTS = (
+    *("embed", "embed_norm", "positions", "layers", "norm"),
+    *("lm_head", "logits_bias", "noise"),
+)
 """Names of the other parts of a decoder, which no stack may have."""
 
 
@@ -100,6 +103,8 @@ class DecoderConfig:
     """Learned positions before that of the first token, which are never used (OPT: 2)."""
     embed_scale: float = 1.0
     """Factor of embeddings; 0 for the square root of d_model (Gemma)."""
+    embed_norm: bool = False
+    """Normalise embeddings, after their factor (nanochat)."""
     residual_scale: float = 1.0
     """Factor of each output that is added to the residual stream."""
     logits_scale: float = 1.0
@@ -338,12 +343,12 @@ class DecoderConfig:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Attention windows of consecutive layers, repeated; 0 for all preceding tokens."""
+        """Windows of consecutive layers with attention, repeated; 0 for all preceding tokens."""
         pattern = self.pattern
         kinds = pattern.group
         if pattern.first or pattern.last:
             kinds = pattern.kinds
-        return tuple(_reach(spec) for spec in kinds)
+        return tuple(_reach(spec) for spec in kinds if spec.mixer.attention_width)
 
     @property
     def attention_width(self) -> int:
@@ -405,6 +410,8 @@ class DecoderConfig:
         """Norms, biases, positions, and the embedding if it is not tied."""
         channels = norm_params(self.norm) * self.d_model
         total = channels + (self.positions + self.unused_positions) * self.d_model
+        if self.embed_norm:
+            total += channels
         total += self.predict_ahead * len(NORMS) * channels
         for spec, count in self._counted:
             of_layer = len(spec.norm_names) * channels + spec.mixer.other_params(self.sizes)
@@ -479,6 +486,8 @@ class Decoder(nnx.Module):
         self.config = config
         self.deterministic = False  # set by Flax's `train()` and `eval()`
         self.embed = Embedding(config.vocab, width, rngs=rngs)
+        if config.embed_norm:
+            self.embed_norm = make_norm(width, config.sizes)
         if config.positions:
             rows = config.positions + config.unused_positions
             self.positions = make_positions(rows, width, rngs=rngs)
@@ -503,11 +512,15 @@ class Decoder(nnx.Module):
 
     @property
     def position_aware(self) -> bool:
-        """True without options that depend on a token's index.
+        """True without options that depend on a token's index, and with attention in all layers.
 
-        These are capacities, random routing and multi-token prediction.
+        The options are capacities, random routing and multi-token prediction. Mixers without
+        attention read tokens in their order.
         """
         if self.config.predict_ahead:
+            return False
+        mixers = [spec.mixer for spec in self.config.pattern.distinct]
+        if not all(mixer.attention_width for mixer in mixers):
             return False
         router = self.config.router
         if router is None:
@@ -562,11 +575,13 @@ class Decoder(nnx.Module):
         return x, inputs
 
     def _embedded(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d"]:
-        """Return the embeddings, by their factor."""
+        """Return the embeddings, by their factor and normalised."""
         x = self.embed(tokens)
         scale = self.config.embed_scale or self.config.d_model**0.5
         if scale != 1:
             x = x * jnp.asarray(scale, x.dtype)
+        if self.config.embed_norm:
+            x = self.embed_norm(x)
         return x
 
     def _inputs(self, seq: int, segments: Segments, valid: Valid) -> LayerInputs:

@@ -41,10 +41,14 @@ class ExpertsSpec:
     bias: bool = False
     """Add biases to hidden units and outputs of experts."""
     shared_d_ff: int = 0
-    """Hidden width of the shared expert, used by every token; 0: none."""
+    """Hidden width of the shared expert, used by every token, with the activation and kernels of
+    the others; 0: none."""
     shared_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a linear map from a token to one number
     (`shared_expert_gate` of Qwen 2 MoE, arXiv:2407.10671)."""
+    shared_scale: float = 1.0
+    """Factor of the shared expert's output (Cohere 2 MoE: ½ with
+    `shared_expert_combination_strategy` "average", whose router has a scale of ½ too)."""
     init_scale: float = 1.0
     """Factor of the initial variance of router and experts (Switch: 0.1)."""
 
@@ -58,10 +62,17 @@ class ExpertsSpec:
     def problems(self, where: str) -> list[Problem]:
         """Return a problem for each invalid field of a resolved spec."""
         rules = {"d_ff": "at least 1", "shared_d_ff": "at least 0", "init_scale": "above 0"}
+        rules["shared_scale"] = "above 0 and finite"
         problems = check_fields(self, rules, prefix=where)
-        if self.shared_gate and not self.shared_d_ff:
-            what = "acts on nothing: there is no shared expert"
-            problems.append(Problem(f"{where}shared_gate", what, fix="False, or shared_d_ff"))
+        unused = {}
+        if not self.shared_d_ff:
+            unused = {"shared_gate": self.shared_gate, "shared_scale": self.shared_scale != 1}
+        for name, is_given in unused.items():
+            if is_given:
+                what = "acts on nothing: there is no shared expert"
+                default = getattr(ExpertsSpec, name)
+                fix = f"{default}, or shared_d_ff"
+                problems.append(Problem(f"{where}{name}", what, fix=fix))
         return problems + activation_problems(self.activation, self.gated, where)
 
     @property
@@ -69,7 +80,7 @@ class ExpertsSpec:
         """Spec of the shared expert; None without one."""
         if not self.shared_d_ff:
             return None
-        return MLPSpec(self.shared_d_ff, self.activation)
+        return MLPSpec(self.shared_d_ff, self.activation, self.gated)
 
     def matmul_params(self, sizes: Sizes, experts: int, router: RouterConfig) -> int:
         """Return the number of parameters in matmuls, with `experts` of the experts."""
@@ -116,7 +127,7 @@ class ExpertsSpec:
         )
         rows = TableRows(tuple(params), activations)
         if self.shared is not None:
-            rows += mlp_rows("shared", fsdp, gated=True, bias=False)
+            rows += mlp_rows("shared", fsdp, gated=self.gated, bias=False)
         if self.shared_gate:
             rows += TableRows((("shared_gate/kernel", P(fsdp)),))  # [d, 1]
         return rows
@@ -264,6 +275,8 @@ class MixtureOfExperts(nnx.Module):
             shared = self.shared(x)
             if self.shared_gate is not None:
                 shared = shared * self.shared_gate(tokens)
+            if self.spec.shared_scale != 1:
+                shared = shared * self.spec.shared_scale
             y = y + shared
         return y, {
             "balance_loss": report.balance,

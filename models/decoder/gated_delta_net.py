@@ -1,4 +1,4 @@
-"""Gated delta net (arXiv:2412.06464, section 3.4): linear attention whose state forgets and corrects.
+"""Gated delta net (arXiv:2412.06464, section 3.4): linear attention with decay and corrections.
 
 ```
 x ─┬─ (q|k|v)_proj ─▶ convolution, silu ─▶ q, k (L2-normalised), v ─┐
@@ -27,10 +27,11 @@ from spmd.layers.gated_delta_rule import gated_delta_rule, gated_delta_step, l2_
 from spmd.layers.kv_cache import cache_slot, require_one_document, token_mask
 from spmd.layers.recurrence import require_whole_sequences, to_float32
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
+from spmd.models.decoder.head_params import initial_dt_bias, initial_rates, of_heads, whole
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.norms import RMSNorm
-from spmd.models.decoder.short_convolution import ShortConvolution, whole
+from spmd.models.decoder.short_convolution import ShortConvolution
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate
 from spmd.sharding.rules import replicate
@@ -39,6 +40,8 @@ _NAME = "gated delta net"
 _INPUT = "attention_input"
 _PROJECTIONS = ("q", "k", "v", "gate", "a", "b")
 _CONVOLVED = ("q", "k", "v")
+_LEAST_RATE = 0.01
+"""Least initial rate of decay; its logarithm is a parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +174,8 @@ class GatedDeltaNet(nnx.Module):
         for name in _CONVOLVED:
             convolution = ShortConvolution(spec.widths[name], spec.conv_width, rngs=rngs)
             setattr(self, f"{name}_conv", convolution)
-        rates = jax.random.uniform(rngs.params(), (spec.heads,), minval=0.01, maxval=16.0)
-        self.A_log = _of_heads(jnp.log(rates))
-        self.dt_bias = _of_heads(_initial_dt_bias(rngs.params(), spec.heads))
+        self.A_log = of_heads(initial_rates(rngs.params(), spec.heads, _LEAST_RATE))
+        self.dt_bias = of_heads(initial_dt_bias(rngs.params(), spec.heads))
         self.out_norm = RMSNorm(spec.value_dim, eps=spec.norm_eps)
         self.o_proj = Dense(spec.widths["v"], width, scale=sizes.out_scale, rngs=rngs)
 
@@ -246,14 +248,3 @@ class GatedDeltaNet(nnx.Module):
         normed = self.out_norm(y).reshape(gate.shape)
         gated = to_float32(normed) * jax.nn.silu(to_float32(gate))
         return gated.astype(y.dtype)
-
-
-def _of_heads(values: Float[Array, "heads"]) -> nnx.Param:
-    return nnx.Param(values.astype(jnp.float32), gathered_by_layer=True, added=True)
-
-
-def _initial_dt_bias(key: Array, heads: int) -> Float[Array, "heads"]:
-    """Return biases whose softplus is log-uniform in [0.001, 0.1]."""
-    low, high = jnp.log(0.001), jnp.log(0.1)
-    steps = jnp.exp(jax.random.uniform(key, (heads,), minval=low, maxval=high))
-    return steps + jnp.log(-jnp.expm1(-steps))  # the inverse of softplus

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from spmd.models.decoder.sizes import NormSpec, Sizes
+from spmd.plan.fsdp import gathered, placement_of
 
 Norm = nnx.Module
 """A callable module from `[*tokens, d]` to the same shape and dtype."""
@@ -107,6 +108,50 @@ def _layer_norm(
         wide = wide * _for_tokens(scale, x)
     if bias is not None:
         wide = wide + _for_tokens(bias, x)
+    return wide.astype(x.dtype)
+
+
+class GatedRMSNorm(nnx.Module):
+    """Root-mean-square normalisation with a gate, before output projections of recurrent mixers.
+
+    Args:
+        width: Number of channels.
+        groups: Number of groups of consecutive channels, each normalised by itself.
+        eps: Added to the mean square.
+        gate_first: Multiply by the gate before the normalisation (Mamba 2, arXiv:2405.21060), not
+            after it (gated delta nets, arXiv:2412.06464).
+    """
+
+    def __init__(self, width: int, *, groups: int = 1, eps: float, gate_first: bool) -> None:
+        self.scale = _vector_if(True, width, 1.0)
+        self.groups = groups
+        self.eps = eps
+        self.gate_first = gate_first
+
+    def __call__(
+        self, x: Float[Array, "*tokens d"], gate: Float[Array, "*tokens d"]
+    ) -> Float[Array, "*tokens d"]:
+        """Return `norm(x · silu(gate)) · scale`, or `norm(x) · scale · silu(gate)`, in `x`'s dtype."""
+        assert self.scale is not None
+        placed = placement_of(self.scale.get_metadata("path", None))
+        scale = gathered(self.scale[...], placed)
+        return _gated_norm(x, gate, scale, self.groups, self.eps, self.gate_first)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(3, 4, 5))
+def _gated_norm(
+    x: Array, gate: Array, scale: Array, groups: int, eps: float, gate_first: bool
+) -> Array:
+    opened = jax.nn.silu(gate.astype(jnp.float32))
+    wide = x.astype(jnp.float32)
+    if gate_first:
+        wide = wide * opened
+    grouped = wide.reshape(*x.shape[:-1], groups, -1)
+    square = jnp.mean(grouped * grouped, axis=-1, keepdims=True)
+    grouped = grouped * jax.lax.rsqrt(square + eps)
+    wide = grouped.reshape(x.shape) * _for_tokens(scale, x)
+    if not gate_first:
+        wide = wide * opened
     return wide.astype(x.dtype)
 
 

@@ -9,10 +9,11 @@ FAMILY = decoder_family("MistralForCausalLM", _read, _write)
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
+from flax.core import FrozenDict
 
 from spmd.errors import SpmdError
 from spmd.hf.family import Family, Ignored, TensorMapping
@@ -78,6 +79,7 @@ class TensorNames:
         head: Module of the output head.
         ahead: Tensors of a module of multi-token prediction besides those of its layer, with the
             number of a layer after the last one; None if they have no published names.
+        constants: Scalars of a layer without a parameter, with their values.
     """
 
     layer: Names
@@ -86,6 +88,7 @@ class TensorNames:
     layers: str = "layers.{layer}."
     head: str = "lm_head"
     ahead: Names | None = None
+    constants: Mapping[str, float] = FrozenDict()
 
     @property
     def _head(self) -> str:
@@ -144,7 +147,14 @@ class TensorNames:
             embedding, _ = self.ends["embed/embedding"]
             copy = Ignored(self._head, "is a copy of the embedding", self.prefix + embedding)
             entries.append(copy)
-        return (*entries, *self._ignored_ahead(config))
+        return (*entries, *self._ignored_ahead(config), *self._constants(config))
+
+    def _constants(self, config: DecoderConfig) -> Iterator[Ignored]:
+        """Yield the constants of all layers."""
+        for layer in range(config.layers):
+            prefix = (self.prefix + self.layers).format(layer=layer)
+            for tensor, value in self.constants.items():
+                yield Ignored(prefix + tensor, "is a constant of this model", value=value)
 
     def _ignored_ahead(self, config: DecoderConfig) -> Iterator[Ignored]:
         """Yield the tensors of modules of multi-token prediction that are not used.
@@ -210,12 +220,13 @@ def _paths(config: DecoderConfig) -> dict[str, bool]:
 
 
 def decoder_family(
-    architecture: str,
+    architecture: str | tuple[str, ...],
     read: Callable[[Mapping[str, Any]], DecoderConfig],
     write: Callable[[DecoderConfig], dict[str, Any]],
     layer: Names | None = None,
     *,
     names: TensorNames | Callable[[DecoderConfig], TensorNames] | None = None,
+    other_names: Sequence[Callable[[DecoderConfig], TensorNames]] = (),
     ignored: tuple[Ignored, ...] = (),
     harmless: tuple[str, ...] = (),
     optional_prefix: str = "",
@@ -227,12 +238,13 @@ def decoder_family(
     A config belongs to it if reading what is written gives the same decoder.
 
     Args:
-        architecture: Name in config.json.
+        architecture: Name in config.json; of several, the first is written.
         read: Parses config.json.
         write: Inverse of `read`; of a config of another family, it may write anything.
         layer: Tensors of a layer; those of Llama by default.
         names: Tensors of the whole model, or a function from a config to them; by default `layer`,
             and the rest as in Llama.
+        other_names: Names of all tensors in other forms of checkpoints, which are read too.
         ignored: More tensors without a parameter.
         harmless: As in `Family`.
         optional_prefix: Prefix that tensors may lack.
@@ -255,8 +267,17 @@ def decoder_family(
             return False
         return _published_form(again) == _published_form(config)
 
+    def others(config: DecoderConfig) -> tuple[TensorMapping, ...]:
+        found: list[TensorMapping] = []
+        for form in other_names:
+            found += form(config).mappings(config)
+        return tuple(found)
+
+    architectures = architecture
+    if isinstance(architectures, str):
+        architectures = (architectures,)
     return Family(
-        architectures=(architecture,),
+        architectures=architectures,
         read_config=read,
         write_config=write,
         fits=fits,
@@ -267,6 +288,7 @@ def decoder_family(
         harmless=harmless,
         secondary=secondary,
         for_tensors=for_tensors,
+        other_names=others,
     )
 
 
@@ -282,14 +304,9 @@ def _published_form(config: DecoderConfig) -> tuple[Any, ...]:
     scale = config.embed_scale or config.d_model**0.5
     return (
         *(config.vocab, config.d_model, config.norm_eps, config.tied, config.norm),
-        *(
-            config.positions,
-            config.unused_positions,
-            scale,
-            config.residual_scale,
-            config.logits_scale,
-        ),
-        *(config.logits_soft_cap, config.logits_bias, config.predict_ahead, router, *kinds),
+        *(config.positions, config.unused_positions, scale, config.embed_norm),
+        *(config.residual_scale, config.logits_scale, config.logits_soft_cap),
+        *(config.logits_bias, config.predict_ahead, router, *kinds),
     )
 
 
@@ -338,6 +355,8 @@ def read_sizes(
     if must_divide and width % heads:
         what = f"is {heads}, which does not divide hidden_size {width}, as this family needs"
         fields.refuse("num_attention_heads", what)
+    if fields.is_null("head_dim"):
+        head_dim = 0
     head_dim = fields.integer("head_dim", head_dim or max(1, width // heads))
     if head_dim * heads == width:
         head_dim = 0
@@ -355,7 +374,7 @@ def read_sizes(
         d_ff = d_ff_ratio * width
     rotary = {}
     if theta:
-        rotary = _read_network_rotary(fields, theta)
+        rotary = read_network_rotary(fields, Rotary(theta, RopeScaling()))
     return {
         "vocab": fields.integer("vocab_size"),
         "d_model": width,
@@ -370,22 +389,34 @@ def read_sizes(
     }
 
 
-def _read_network_rotary(fields: Fields, theta: float) -> dict[str, Any]:
-    """Parse the rotary embeddings of whole heads, equal in all layers."""
-    rotary = read_rotary(fields, Rotary(theta, RopeScaling()))
+def read_network_rotary(fields: Fields, default: Rotary, **options: Any) -> dict[str, Any]:
+    """Parse the rotary embeddings of whole heads, equal in all layers, as arguments of `DecoderConfig`.
+
+    Args:
+        fields: Fields of config.json.
+        default: The embeddings of a file without them.
+        **options: As for `read_rotary`.
+    """
+    rotary = read_rotary(fields, default, **options)
     if rotary.fraction != 1:
         what = f"is {rotary.fraction:g}, and this model rotates whole heads"
         fields.refuse("partial_rotary_factor", what)
     return {"rope_theta": rotary.theta, "rope_scaling": rotary.scaling}
 
 
+_MIXER = AttentionSpec()
+
+
 def read_layer(fields: Fields) -> LayerSpec:
     """Parse `attention_bias` and `mlp_bias`, of all kernels of attention and MLP."""
-    bias = fields.flag("attention_bias", False)
-    return LayerSpec(
-        AttentionSpec(qkv_bias=bias, out_bias=bias),
-        MLPSpec(bias=fields.flag("mlp_bias", False)),
-    )
+    mlp = MLPSpec(bias=fields.flag("mlp_bias", False))
+    return LayerSpec(read_attention_bias(fields), mlp)
+
+
+def read_attention_bias(fields: Fields, mixer: AttentionSpec = _MIXER) -> AttentionSpec:
+    """Parse `attention_bias`, of all kernels of attention; return `mixer` with these biases."""
+    bias = fields.flag("attention_bias", default=False)
+    return dataclasses.replace(mixer, qkv_bias=bias, out_bias=bias)
 
 
 def write_biases(config: DecoderConfig) -> dict[str, bool]:
@@ -411,6 +442,17 @@ def read_factor(fields: Fields, name: str, absent: float = 1.0) -> float:
         fields.refuse(name, "is 0", "a number above 0")
         return 1.0
     return factor
+
+
+def read_clip(fields: Fields) -> float:
+    """Parse `clip_qkv`, the largest absolute value of queries, keys and values; 0 for no limit."""
+    if fields.value("clip_qkv") is None:
+        return 0.0
+    limit = fields.number("clip_qkv")
+    if limit <= 0:
+        fields.refuse("clip_qkv", f"is {limit}", "a number above 0, or null for no limit")
+        return 0.0
+    return limit
 
 
 def read_soft_cap(fields: Fields, name: str, absent: float) -> float:

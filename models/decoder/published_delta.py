@@ -118,14 +118,16 @@ def fused_delta_net_names(config: DecoderConfig, *, by_head: bool) -> Names:
         alone = {"gate": "in_proj_z", "a": "in_proj_a", "b": "in_proj_b"}
         names |= delta_net_names(alone)
         return names | _fused("in_proj_qkv", qkv, sizes, groups=1)
+    groups = mixer.key_heads
+    together = (*qkv, "gate")
     names |= delta_net_names({})
-    sizes.append(widths["gate"])
-    names |= _fused("in_proj_qkvz", (*qkv, "gate"), sizes, groups=mixer.key_heads)
-    return names | _fused("in_proj_ba", ("b", "a"), [1, 1], groups=mixer.key_heads)
+    sizes = [widths[name] // groups for name in together]
+    names |= _fused("in_proj_qkvz", together, sizes, groups=groups)
+    return names | _fused("in_proj_ba", ("b", "a"), [1, 1], groups=groups)
 
 
 def _fused(module: str, projections: tuple[str, ...], sizes: list[int], *, groups: int) -> Names:
-    """Return the tensors of projections that are parts of one."""
+    """Return the names of projections in one tensor."""
     names: Names = {}
     for index, name in enumerate(projections):
         layout = part(index, sizes, groups=groups, layout=TRANSPOSED)

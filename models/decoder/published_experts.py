@@ -21,7 +21,12 @@ from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.published import Names
-from spmd.models.decoder.published_layers import read_layer_types, table_of
+from spmd.models.decoder.published_layers import (
+    MOST_LAYERS,
+    limit_layers,
+    read_layer_types,
+    table_of,
+)
 
 SPARSE = "sparse"
 """Kind of a layer with experts, as in `mlp_layer_types`."""
@@ -123,7 +128,7 @@ class RouterFields:
 
 
 def read_count(fields: Fields, name: str, absent: int) -> int:
-    """Parse a number that may be 0; `absent` is the value of an absent or null field."""
+    """Parse a count, perhaps 0; `absent` is the value of an absent or null field."""
     if fields.value(name) == 0:
         return 0
     if fields.value(name) is None:
@@ -140,16 +145,22 @@ def read_dense_first(fields: Fields, layers: int, absent: int) -> int:
     return dense
 
 
-def read_sparse_layers(fields: Fields, layers: int) -> list[str]:
+def read_sparse_layers(fields: Fields, layers: int, default: Sequence[int] = ()) -> list[str]:
     """Parse `decoder_sparse_step` and `mlp_only_layers`; return the kind of each layer's MLP.
 
     Layers of an interval's end have experts, except for those of the list, which begins at 0.
+
+    Args:
+        fields: Fields of config.json.
+        layers: Number of layers.
+        default: The list if the field is absent or null.
     """
     step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.value("mlp_only_layers", [])
+    dense = fields.value("mlp_only_layers", [*default])
     if not isinstance(dense, list) or not all(type(number) is int for number in dense):
         fields.refuse("mlp_only_layers", "is not a list of integers")
         dense = []
+    layers = limit_layers(fields, layers)
     kinds = []
     for number in range(layers):
         kind = DENSE
@@ -158,12 +169,12 @@ def read_sparse_layers(fields: Fields, layers: int) -> list[str]:
         kinds.append(kind)
     if SPARSE not in kinds:
         fields.refuse("mlp_only_layers", "and decoder_sparse_step leave no layer with experts")
-        return [SPARSE] * layers
+        return [SPARSE] * len(kinds)
     return kinds
 
 
 def read_mlp_types(fields: Fields, layers: int, default: Sequence[str]) -> list[str]:
-    """Parse `mlp_layer_types`, the kind of each layer's MLP; `default` is that without the field."""
+    """Parse `mlp_layer_types`, the kind of each layer's MLP; `default` is its value if absent."""
     return read_layer_types(fields, layers, default, (DENSE, SPARSE), "mlp_layer_types")
 
 
@@ -186,7 +197,12 @@ def mlp_kinds(config: DecoderConfig) -> list[str]:
 
 
 def dense_first(dense: int, layers: int) -> list[str]:
-    """Return the kind of each layer's MLP, for a number of first layers without experts."""
+    """Return the kind of each layer's MLP, for a number of first layers without experts.
+
+    Of more than `MOST_LAYERS` layers, it is that of the first ones.
+    """
+    layers = min(layers, MOST_LAYERS)
+    dense = min(layers, dense)
     return [DENSE] * dense + [SPARSE] * (layers - dense)
 
 
@@ -286,6 +302,7 @@ def expert_names(
         choice_bias: Tensor of the biases of the choice.
     """
     modules = {"moe/router": router}
+    modules["moe/shared_gate"] = "shared_expert_gate"
     for ours, theirs in zip(("gate", "up", "down"), kernels, strict=True):
         modules[f"moe/experts/{ours}_proj"] = expert + theirs
         modules[f"moe/shared/{ours}_proj"] = f"{shared}.{ours}_proj"

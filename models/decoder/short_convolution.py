@@ -32,11 +32,11 @@ from spmd.layers.short_convolution import (
     short_convolution_step,
 )
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
+from spmd.models.decoder.head_params import whole
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate
-from spmd.plan.fsdp import gathered, placement_of
 from spmd.sharding.rules import replicate
 
 _NAME = "short convolution"
@@ -87,11 +87,6 @@ class ShortConvolution(nnx.Module):
 
 def _zeros(width: int) -> nnx.Param:
     return nnx.Param(jnp.zeros((width,), jnp.float32), gathered_by_layer=True)
-
-
-def whole(param: nnx.Param) -> Array:
-    """Return a parameter gathered over `fsdp`, in its own dtype."""
-    return gathered(param[...], placement_of(param.get_metadata("path", None)))
 
 
 @dataclasses.dataclass(frozen=True)

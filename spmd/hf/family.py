@@ -63,12 +63,14 @@ class TensorMapping:
 class Ignored:
     """Tensors of a checkpoint without a parameter, and why nothing is lost.
 
-    If the checkpoint also has the tensor `same_as`, the two must be equal bit for bit.
+    If the checkpoint also has the tensor `same_as`, the two must be equal bit for bit. A tensor with
+    a `value` is a constant scalar of the model: it must have this value, and export writes it.
     """
 
     tensor: str
     why: str
     same_as: str = ""
+    value: float | None = None
 
     def covers(self, tensor: str) -> bool:
         """Return whether the tensor has this name."""
@@ -95,6 +97,8 @@ class Family:
             trained model; export copies them from the original config.json.
         for_tensors: Returns a model config from `read_config` for a checkpoint with tensors of
             these names, which may lack a part of the model.
+        other_names: Returns mappings of parameters in other forms of checkpoints, such as those of a
+            larger model; import uses those whose tensors are there.
         secondary: Whether export prefers another family that a config belongs to, unless the
             original config.json has this one's architecture.
     """
@@ -110,6 +114,7 @@ class Family:
     harmless: tuple[str, ...] = ()
     secondary: bool = False
     for_tensors: Callable[[Any, Collection[str]], Any] = lambda config, tensors: config
+    other_names: Callable[[Any], tuple[TensorMapping, ...]] = lambda config: ()
 
     def tables(
         self, config: Any, tensors: Iterable[str], aliases: Mapping[str, str] = _NO_ALIASES
@@ -130,7 +135,7 @@ class Family:
         stored = _stored_names(found, aliases, ignored)
         mappings: list[TensorMapping] = []
         used: set[str] = set()
-        for mapping in self.names(config):
+        for mapping in _stored_mappings(self.names(config), self.other_names(config), found):
             tensor = mapping.tensor.removeprefix(prefix)
             tensor = stored.get(tensor, tensor)
             mappings.append(dataclasses.replace(mapping, tensor=tensor))
@@ -147,7 +152,8 @@ class Family:
 
 def _without_prefix(entry: Ignored, prefix: str) -> Ignored:
     tensor = entry.tensor.removeprefix(prefix)
-    return Ignored(tensor, entry.why, entry.same_as.removeprefix(prefix))
+    same_as = entry.same_as.removeprefix(prefix)
+    return dataclasses.replace(entry, tensor=tensor, same_as=same_as)
 
 
 def _stored_names(
@@ -163,6 +169,27 @@ def _stored_names(
         if name not in found and other in found:
             stored[name] = other
     return stored
+
+
+def _name_form(tensor: str) -> str:
+    """Return the name of a tensor, or of a name map, without the numbers of layers and experts."""
+    return re.sub(r"(?<=\.)(\d+|\{layer\}|\{expert\})(?=\.)", "#", tensor)
+
+
+def _stored_mappings(
+    mappings: Iterable[TensorMapping], others: Iterable[TensorMapping], found: Iterable[str]
+) -> Iterator[TensorMapping]:
+    """Yield a mapping of each parameter: another one if the checkpoint has only its tensor."""
+    alternatives: dict[str, list[TensorMapping]] = {}
+    for mapping in others:
+        alternatives.setdefault(mapping.path, []).append(mapping)
+    forms: set[str] = set()
+    if alternatives:
+        forms = {_name_form(tensor) for tensor in found}
+    for mapping in mappings:
+        candidates = [mapping, *alternatives.get(mapping.path, [])]
+        stored = (each for each in candidates if _name_form(each.tensor) in forms)
+        yield next(stored, mapping)
 
 
 @functools.cache

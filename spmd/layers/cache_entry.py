@@ -6,7 +6,7 @@ A mixer declares a `CacheEntry`: a dataclass of named arrays, each with the name
 attention          key, value  "batch length heads _"    the token is written at its position
 latent attention   latent      "batch length _"          the same, without heads
 recurrent mixer    state       "batch heads _ _"         replaced by each token
-convolution        inputs      "batch _ _"               replaced by each token
+convolution        inputs      "batch _ heads"           replaced; channels are split as heads
 ```
 
 Stacked layers add dimensions in front. The axes decide how an array grows and how it is split over

@@ -19,10 +19,22 @@ QWEN3_5 = {
     **{**LLAMA, "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 6},
 }
+# `transformers` 5.24 writes the convolution as three equal parts (its reverse of `Concatenate`), so
+# heads of values must be as wide as those of keys here; published files have the true sizes.
+OLMO_HYBRID = {**LLAMA, "linear_value_head_dim": 6, "pad_token_id": 0}
 SPARSE = {
     **{**QWEN3_5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "shared_expert_intermediate_size": 20,
 }
+IMAGES = {
+    **{"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16},
+    **{"out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16},
+}
+WITH_IMAGES = {
+    "Qwen3_5": {"text_config": QWEN3_5, "vision_config": IMAGES},
+    "Qwen3_5Moe": {"text_config": SPARSE, "vision_config": IMAGES},
+}
+"""Class of a model of images and text → its fields."""
 MODELS = {
     "lfm2": ("Lfm2", LFM2),
     "lfm2-biased": (
@@ -52,6 +64,16 @@ MODELS = {
             "rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN},
         },
     ),
+    "olmo-hybrid": ("OlmoHybrid", OLMO_HYBRID),
+    "olmo-hybrid-plain": (
+        "OlmoHybrid",
+        {
+            **{**OLMO_HYBRID, "attention_bias": True, "linear_allow_neg_eigval": False},
+            **{"vocab_size": 67, "num_hidden_layers": 3, "linear_conv_kernel_dim": 3},
+            **{"layer_types": ["full_attention", *["linear_attention"] * 2]},
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
     "qwen3.5": ("Qwen3_5", QWEN3_5),
     "qwen3.5-biased": (
         "Qwen3_5",
@@ -59,7 +81,10 @@ MODELS = {
             **{**QWEN3_5, "num_hidden_layers": 5, "attention_bias": True, "vocab_size": 67},
             **{"layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"]},
             **{"tie_word_embeddings": True, "linear_conv_kernel_dim": 2},
-            "rope_parameters": {"rope_type": "default", **THETA, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                **{"rope_type": "default", **THETA, "partial_rotary_factor": 0.5},
+                **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+            },
         },
     ),
     "qwen3.5-moe": ("Qwen3_5Moe", SPARSE),
@@ -87,6 +112,7 @@ REFUSED = {
     "lfm2": {"layer_types": ["full_attention"] * 5},
     "lfm2_moe": {"num_dense_layers": 5},
     "lfm3": {"use_attention_gate": 1},
+    "olmo_hybrid": {"layer_types": ["linear_attention"] * 4},
     "qwen3_5_moe_text": {"hidden_act": "gelu"},
     "qwen3_next": {"layer_types": ["full_attention"] * 4},
     "qwen3_5_text": {"hidden_act": "gelu"},

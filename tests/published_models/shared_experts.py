@@ -1,6 +1,6 @@
 """GLM, and decoders with shared experts or biases of routers."""
 
-from tests.published_models.common import LLAMA, SCALED, THETA, WINDOWED
+from tests.published_models.common import LLAMA, MIXED, PLAIN, SCALED, THETA, WINDOWED
 
 LATENT = {
     **{**LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 4},
@@ -18,8 +18,16 @@ EXPERTS = {
 }
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 EXAONE_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+AFMOE = {**EXAONE_EXPERTS, "pad_token_id": 0}
+MELLUM = AFMOE
+LAGUNA = {**AFMOE, "shared_expert_intermediate_size": 40}
+KOLIBRI = LAGUNA
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
 DENSE_LAST = ["sparse", "dense", "sparse"]
+BY_KIND = {
+    "full_attention": {**SCALED, "partial_rotary_factor": 0.5},
+    "sliding_attention": PLAIN,
+}
 MODELS = {
     "glm": ("Glm", {**LLAMA, "head_dim": 16, "pad_token_id": 0}),
     "glm-plain": (
@@ -91,7 +99,7 @@ MODELS = {
         "SolarOpen",
         {
             **{**LLAMA, **EXPERTS, **GROUPS, "head_dim": 16, "attention_bias": True},
-            **{"partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+            **{"rope_parameters": SCALED, "tie_word_embeddings": True, "vocab_size": 67},
         },
     ),
     "minimax-m2": ("MiniMaxM2", {**LLAMA, **LOCAL_EXPERTS, "head_dim": 16, "rotary_dim": 8}),
@@ -107,8 +115,53 @@ MODELS = {
         "ExaoneMoe",
         {
             **{**LLAMA, **EXAONE_EXPERTS, **GROUPS, "num_shared_experts": 2, "head_dim": 16},
-            **{"sliding_window": None, "layer_types": ["full_attention"] * 4},
+            **{"layer_types": ["full_attention"] * 4, "vocab_size": 67},
             **{"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]},
+        },
+    ),
+    "afmoe": ("Afmoe", {**WINDOWED, **AFMOE, "head_dim": 16, "num_dense_layers": 2}),
+    "afmoe-plain": (
+        "Afmoe",
+        {
+            **{**MIXED, **AFMOE, "head_dim": 8, "num_dense_layers": 0, "mup_enabled": True},
+            **{"attention_bias": True, "num_shared_experts": 1, "route_scale": 2.5},
+            **{"vocab_size": 67, "tie_word_embeddings": True},
+        },
+    ),
+    "laguna": ("Laguna", {**LLAMA, **LAGUNA, "head_dim": 16}),
+    "laguna-heads": (
+        "Laguna",
+        {
+            **{**MIXED, **LAGUNA, "head_dim": 16, "gating": "per-element", "attention_bias": True},
+            **{"num_attention_heads_per_layer": [2, 4, 4, 4, 2, 2], "rope_parameters": BY_KIND},
+            **{"moe_router_logit_softcapping": 0.5, "moe_routed_scaling_factor": 2.5},
+            **{"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 3},
+        },
+    ),
+    "mellum": ("Mellum", {**LLAMA, **MELLUM, "head_dim": 16}),
+    "mellum-mixed": (
+        "Mellum",
+        {
+            **{**MIXED, **MELLUM, "head_dim": 16, "attention_bias": True, "norm_topk_prob": False},
+            **{"rope_parameters": {**BY_KIND, "full_attention": YARN}, "vocab_size": 67},
+            **{"mlp_layer_types": ["sparse", "dense"] * 3, "tie_word_embeddings": True},
+        },
+    ),
+    "kolibri1": ("Kolibri1", {**WINDOWED, **KOLIBRI, "head_dim": 16}),
+    "kolibri1-full": (
+        "Kolibri1",
+        {
+            **{**LLAMA, **KOLIBRI, "head_dim": 8, "norm_topk_prob": True},
+            **{"layer_types": ["full_attention"] * 4, "sliding_window": None, "vocab_size": 67},
+        },
+    ),
+    "axk1": ("AXK1", {**LATENT, **EXPERTS, **GROUPS}),
+    "axk1-mixed": (
+        "AXK1",
+        {
+            **{**LATENT, **EXPERTS, **GROUPS, "mlp_layer_types": DENSE_LAST, "vocab_size": 67},
+            **{"attention_bias": True, "rope_interleave": False, "rope_parameters": YARN},
+            **{"tie_word_embeddings": True, "norm_topk_prob": False},
         },
     ),
 }
@@ -116,7 +169,8 @@ MODELS = {
 # without the biases of routers, which are variables: huggingface.co/THUDM/glm-4-9b-chat-hf,
 # THUDM/{GLM-4-9B-0414,GLM-4-32B-0414}, tencent/Youtu-LLM-2B, openbmb/MiniCPM3-4B,
 # zai-org/{GLM-4.5,GLM-4.5-Air,GLM-4.7-Flash}, rednote-hilab/dots.llm1.base, upstage/Solar-Open-100B,
-# LGAI-EXAONE/K-EXAONE-236B-A23B, MiniMaxAI/MiniMax-M2.
+# LGAI-EXAONE/K-EXAONE-236B-A23B, MiniMaxAI/MiniMax-M2,
+# arcee-ai/Trinity-Mini.
 PUBLISHED = {
     "glm-4-9b-chat": 9_399_951_360,
     "glm4-9b": 9_400_279_040,
@@ -125,6 +179,7 @@ PUBLISHED = {
     "minicpm3-4b": 4_073_875_968,
     "minimax-m2": 228_689_748_992,
     "solar-open-100b": 102_651_793_408,
+    "trinity-mini": 26_123_970_560,
     "youtu-2b": 1_961_560_064,
     "dots.llm1": 142_774_373_888,
     "glm-4.5": 352_797_814_784,
@@ -132,6 +187,11 @@ PUBLISHED = {
     "glm-4.7-flash": 29_943_390_976,
 }
 REFUSED = {
+    "afmoe": {"route_norm": False},
+    "axk1": {"q_lora_rank": None},
+    "kolibri1": {"hidden_act": "gelu"},
+    "laguna": {"num_attention_heads_per_layer": [4, 4]},
+    "mellum": {"rope_parameters": {"rope_theta": 1e4}},
     "dots1": {"topk_method": "greedy"},
     "exaone_moe": {"mlp_layer_types": ["dense"]},
     "glm": {"partial_rotary_factor": 1.5},

@@ -1,0 +1,34 @@
+"""Text parts of published models of images and text.
+
+Its config.json has the decoder's fields in `text_config`, and its tensors have another prefix. Only
+the text part is read; it is exported as a model of text.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+TEXT_PREFIX = "model.language_model."
+"""Prefix of the decoder's tensors in a model of images and text."""
+
+_TEXT = "text_config"
+_TIED = "tie_word_embeddings"
+
+
+def text_values(values: Mapping[str, Any], others: Collection[str]) -> dict[str, Any]:
+    """Return the fields of the decoder from a config.json of text, or of images and text.
+
+    Args:
+        values: The fields of config.json.
+        others: Fields of images, which are without effect on text.
+
+    Example:
+        >>> text_values({"text_config": {"vocab_size": 64}, "image_token_id": 7}, ["image_token_id"])
+        {'vocab_size': 64}
+    """
+    text = values.get(_TEXT)
+    if not isinstance(text, Mapping):
+        return dict(values)
+    # Of the two fields about a tied head, the outer one has an effect.
+    inner = {name: value for name, value in text.items() if name != _TIED}
+    outer = {name: value for name, value in values.items() if name not in (_TEXT, *others)}
+    return inner | outer
