@@ -139,7 +139,6 @@ def _read_moe(values: Mapping[str, Any]) -> DecoderConfig:
     default = _default_kinds(fields, layers)
     specs = read_rotated_windows(fields, layer, layers, default, absent=4096)
     specs = with_dense_mlps(specs, MLPSpec(), kinds)
-    fields.value(_AHEAD)
     if fields.is_null("sliding_window"):
         fields.refuse("sliding_window", "is null, and this model needs a number")
     fields.only("scoring_func", "sigmoid")

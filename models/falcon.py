@@ -9,15 +9,16 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields, renamed
 from spmd.hf.layout import AS_IS
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
+from spmd.models.decoder import DecoderConfig, Rotary
 from spmd.models.decoder.layer import Norms
 from spmd.models.decoder.published import TensorNames, decoder_family, read_sizes, write_sizes
-from spmd.models.decoder.published_mlp import read_activation, write_activation
+from spmd.models.decoder.published_gpt import gpt_decoder, read_activation, write_activation
 from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
 
 _EPS = "layer_norm_epsilon"
@@ -28,30 +29,15 @@ _FIELDS = {
 }
 
 
-def falcon(
-    *shape: Any,
-    norms: Norms = "parallel_shared",
-    bias: bool = False,
-    activation: str = "gelu",
-    **fields: Any,
-) -> DecoderConfig:
-    """Return the config of a Falcon from fields of `DecoderConfig`.
-
-    Args:
-        *shape: The first fields, in order.
-        norms: parallel_shared (7B, 11B), parallel (40B) or before (`parallel_attn` false).
-        bias: Add biases to all kernels.
-        activation: Activation of MLPs.
-        **fields: Other fields.
-    """
-    layer = LayerSpec(
-        AttentionSpec(qkv_bias=bias, out_bias=bias),
-        MLPSpec(activation=activation, gated=False, bias=bias),
-        norms,
-    )
-    norm = NormSpec("layer", bias=True)
-    return DecoderConfig(*shape, **{"tied": True, "norm": norm, "layer": layer} | fields)
-
+falcon = functools.partial(
+    gpt_decoder,
+    rotary=Rotary(),
+    norms="parallel_shared",
+    attention_bias=False,
+    mlp_bias=False,
+    tied=True,
+)
+"""Config of a Falcon from fields of `gpt_decoder`; `norms` are parallel in the 40B model."""
 
 PRESETS = {
     "test-falcon": falcon(64, 32, 2, 4, 1, 128),
@@ -92,8 +78,6 @@ def _names(config: DecoderConfig) -> TensorNames:
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values, _FIELDS)
-    for name in _HARMLESS:
-        fields.value(name)
     fields.only("alibi", False)
     fields.only("apply_residual_connection_post_layernorm", False)
     sizes = read_sizes(
@@ -105,11 +89,13 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         sizes["kv_heads"] = 1  # num_kv_heads has no effect
     if not is_new and not is_multi_query:
         fields.only("num_key_value_heads", sizes["heads"])
+    bias = fields.flag("bias", default=False)
     return fields.build(
         falcon,
         **sizes,
         norms=_read_norms(fields, is_new=is_new),
-        bias=fields.flag("bias", default=False),
+        attention_bias=bias,
+        mlp_bias=bias,
         activation=read_activation(fields, "hidden_act", "gelu"),
     )
 
@@ -136,7 +122,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     fields = renamed(sizes, _FIELDS)
     del fields["head_dim"]  # a property in transformers
     if is_new:
-        fields["num_ln_in_parallel_attn"] = 2 if spec.norms == "parallel" else 1
+        fields["num_ln_in_parallel_attn"] = 1 + (spec.norms == "parallel")
     return {
         "model_type": "falcon",
         **fields,

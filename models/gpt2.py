@@ -12,35 +12,21 @@ from typing import Any
 from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields, renamed
 from spmd.hf.layout import AS_IS
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
+from spmd.models.decoder import DecoderConfig
 from spmd.models.decoder.published import TensorNames, decoder_family, read_sizes, write_sizes
-from spmd.models.decoder.published_mlp import read_activation, write_activation
+from spmd.models.decoder.published_gpt import gpt_decoder, read_activation, write_activation
 from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
 
 _EPS = "layer_norm_epsilon"
-_DEFAULTS: dict[str, Any] = {"d_ff": 512, "tied": True, "norm": NormSpec("layer", bias=True)}
 
 
-def layer_of(activation: str = "gelu_tanh") -> LayerSpec:
-    """Return a layer of GPT-2."""
-    mixer = AttentionSpec(rotary=None, qkv_bias=True, out_bias=True)
-    return LayerSpec(mixer, MLPSpec(activation=activation, gated=False, bias=True))
-
-
-def gpt2(
-    *shape: Any,
-    heads: int = 4,
-    context: int = 1024,
-    activation: str = "gelu_tanh",
-    **fields: Any,
-) -> DecoderConfig:
-    """Return the config of a GPT-2 with `context` positions, from fields of `DecoderConfig`.
+def gpt2(*shape: Any, heads: int = 4, context: int = 1024, **fields: Any) -> DecoderConfig:
+    """Return the config of a GPT-2 with `context` positions, from fields of `gpt_decoder`.
 
     `shape` are vocab, d_model and layers.
     """
-    sizes = {"heads": heads, "kv_heads": heads, "positions": context}
-    layer = layer_of(activation)
-    return DecoderConfig(*shape, **_DEFAULTS | sizes | {"layer": layer} | fields)
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": heads, "d_ff": 512, "positions": context}
+    return gpt_decoder(*shape, **sizes | {"tied": True, "activation": "gelu_tanh"} | fields)
 
 
 PRESETS = {
@@ -105,8 +91,6 @@ _DEFAULT_SIZES = {
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(_DEFAULT_SIZES | dict(values), FIELDS)
-    for name in HARMLESS:
-        fields.value(name)
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.only("add_cross_attention", False)
     return fields.build(

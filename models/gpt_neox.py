@@ -9,24 +9,17 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields, renamed
 from spmd.hf.layout import AS_IS
-from spmd.models.decoder import (
-    AttentionSpec,
-    DecoderConfig,
-    LayerSpec,
-    MLPSpec,
-    NormSpec,
-    RopeScaling,
-    Rotary,
-)
+from spmd.models.decoder import DecoderConfig, RopeScaling, Rotary
 from spmd.models.decoder.layer import Norms
 from spmd.models.decoder.published import TensorNames, decoder_family, read_sizes, write_sizes
-from spmd.models.decoder.published_mlp import read_activation, write_activation
+from spmd.models.decoder.published_gpt import gpt_decoder, read_activation, write_activation
 from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
 from spmd.models.decoder.published_rotary import read_rotary
 
@@ -35,34 +28,8 @@ _EPS = "layer_norm_eps"
 _QUARTER = Rotary(10_000.0, RopeScaling(), fraction=0.25)
 
 
-def gpt_neox(
-    *shape: Any,
-    rotary: Rotary = _QUARTER,
-    parallel: bool = True,
-    attention_bias: bool = True,
-    activation: str = "gelu",
-    **fields: Any,
-) -> DecoderConfig:
-    """Return the config of a GPT-NeoX from fields of `DecoderConfig`.
-
-    Args:
-        *shape: The first fields, in order.
-        rotary: Rotary positions.
-        parallel: MLPs read the layer's input, as attention does (`use_parallel_residual`).
-        attention_bias: Add biases in attention.
-        activation: Activation of MLPs.
-        **fields: Other fields.
-    """
-    norms: Norms = "before"
-    if parallel:
-        norms = "parallel"
-    layer = LayerSpec(
-        AttentionSpec(rotary=rotary, qkv_bias=attention_bias, out_bias=attention_bias),
-        MLPSpec(activation=activation, gated=False, bias=True),
-        norms,
-    )
-    return DecoderConfig(*shape, **{"norm": NormSpec("layer", bias=True), "layer": layer} | fields)
-
+gpt_neox = functools.partial(gpt_decoder, rotary=_QUARTER, norms="parallel")
+"""Config of a GPT-NeoX from fields of `gpt_decoder`."""
 
 PRESETS = {
     "test-gpt-neox": gpt_neox(64, 32, 2, 4, 4, 64),
@@ -106,15 +73,16 @@ def _names(config: DecoderConfig) -> TensorNames:
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values, _FIELDS)
-    for name in _HARMLESS:
-        fields.value(name)
     sizes = read_sizes(fields, eps=1e-5, eps_field=_EPS, theta=0, activation=(), has_head_dim=False)
     fields.only("num_key_value_heads", sizes["heads"])
+    norms: Norms = "before"
+    if fields.flag("use_parallel_residual", default=True):
+        norms = "parallel"
     return fields.build(
         gpt_neox,
         **sizes,
         rotary=read_rotary(fields, _QUARTER),
-        parallel=fields.flag("use_parallel_residual", default=True),
+        norms=norms,
         attention_bias=fields.flag("attention_bias", default=True),
         activation=read_activation(fields, "hidden_act", "gelu"),
     )

@@ -10,51 +10,39 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
-from spmd.models.decoder import (
-    AttentionSpec,
-    DecoderConfig,
-    LayerSpec,
-    MLPSpec,
-    NormSpec,
-    RopeScaling,
-    Rotary,
-)
+from spmd.models.decoder import DecoderConfig, RopeScaling, Rotary
 from spmd.models.decoder.published import TensorNames, decoder_family
-from spmd.models.decoder.published_mlp import read_activation
+from spmd.models.decoder.published_gpt import gpt_decoder, read_activation
 from spmd.models.decoder.published_names import Names, fused_names, module_names
 from spmd.models.decoder.rotary import rotary_fraction, rotated_width
 from spmd.models.gpt2 import FIELDS, HARMLESS, read_common, write_common
 
 
-def gptj(
-    *shape: Any, rotated: float = 0.25, activation: str = "gelu_tanh", **fields: Any
-) -> DecoderConfig:
-    """Return the config of a GPT-J from fields of `DecoderConfig`.
+def _rotary(fraction: float) -> Rotary:
+    return Rotary(10_000.0, RopeScaling(), fraction, interleaved=True)
 
-    Args:
-        *shape: The first fields, in order.
-        rotated: Fraction of each head that is rotated.
-        activation: Activation of MLPs.
-        **fields: Other fields.
-    """
-    rotary = Rotary(10_000.0, RopeScaling(), rotated, interleaved=True)
-    mlp = MLPSpec(activation=activation, gated=False, bias=True)
-    layer = LayerSpec(AttentionSpec(rotary=rotary), mlp, norms="parallel_shared")
-    norm = NormSpec("layer", bias=True)
-    defaults: dict[str, Any] = {"norm": norm, "layer": layer, "logits_bias": True}
-    return DecoderConfig(*shape, **defaults | fields)
 
+gptj = functools.partial(
+    gpt_decoder,
+    rotary=_rotary(0.25),
+    norms="parallel_shared",
+    attention_bias=False,
+    activation="gelu_tanh",
+    logits_bias=True,
+)
+"""Config of a GPT-J from fields of `gpt_decoder`."""
 
 PRESETS = {
     "test-gptj": gptj(64, 32, 2, 4, 4, 128),
     "gptj-6b": gptj(50_400, 4096, 28, 16, 16, 16_384),
-    "codegen-350m": gptj(51_200, 1024, 20, 16, 16, 4096, rotated=0.5),
+    "codegen-350m": gptj(51_200, 1024, 20, 16, 16, 4096, rotary=_rotary(0.5)),
 }
 """Published shapes by name, and a small one for tests."""
 
@@ -84,8 +72,6 @@ _HARMLESS = (*HARMLESS, "n_positions", "rotary", "gradient_checkpointing", "toke
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values, FIELDS)
-    for name in _HARMLESS:
-        fields.value(name)
     sizes = read_common(fields, tied=False)
     head_dim = sizes["d_model"] // sizes["heads"]
     rotated = fields.integer("rotary_dim", 64)
@@ -96,7 +82,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     return fields.build(
         gptj,
         **sizes,
-        rotated=rotary_fraction(rotated, head_dim),
+        rotary=_rotary(rotary_fraction(rotated, head_dim)),
         activation=read_activation(fields, "hidden_act", "gelu_new"),
     )
 

@@ -9,12 +9,13 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields, renamed
 from spmd.hf.layout import AS_IS
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
+from spmd.models.decoder import DecoderConfig, NormSpec
 from spmd.models.decoder.published import (
     TensorNames,
     decoder_family,
@@ -22,39 +23,16 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_mlp import mlp_of, read_activation, write_activation
+from spmd.models.decoder.published_gpt import gpt_decoder, mlp_of, read_activation, write_activation
 from spmd.models.decoder.published_names import Names, module_names
 
-
-def opt(
-    *shape: Any,
-    bias: bool = True,
-    affine: bool = True,
-    activation: str = "relu",
-    context: int = 2048,
-    **fields: Any,
-) -> DecoderConfig:
-    """Return the config of an OPT from fields of `DecoderConfig`.
-
-    Args:
-        *shape: The first fields, in order.
-        bias: Add biases in attention and MLP (`enable_bias`).
-        affine: Norms have a scale and a bias (`layer_norm_elementwise_affine`).
-        activation: Activation of MLPs.
-        context: Longest sequence.
-        **fields: Other fields.
-    """
-    layer = LayerSpec(
-        AttentionSpec(rotary=None, qkv_bias=bias, out_bias=bias),
-        MLPSpec(activation=activation, gated=False, bias=bias),
-    )
-    norm = NormSpec("layer", scale=affine, bias=affine)
-    defaults: dict[str, Any] = {"tied": True, "norm": norm, "layer": layer, "unused_positions": 2}
-    return DecoderConfig(*shape, **defaults | {"positions": context} | fields)
-
+opt = functools.partial(
+    gpt_decoder, activation="relu", tied=True, positions=2048, unused_positions=2
+)
+"""Config of an OPT from fields of `gpt_decoder`."""
 
 PRESETS = {
-    "test-opt": opt(64, 32, 2, 4, 4, 64, context=48),
+    "test-opt": opt(64, 32, 2, 4, 4, 64, positions=48),
     "opt-125m": opt(50_272, 768, 12, 12, 12, 3072),
     "opt-1.3b": opt(50_272, 2048, 24, 32, 32, 8192),
     "opt-2.7b": opt(50_272, 2560, 32, 32, 32, 10_240),
@@ -64,7 +42,7 @@ PRESETS = {
     "biogpt": opt(
         *(42_384, 1024, 24, 16, 16, 4096),
         activation="gelu",
-        context=1024,
+        positions=1024,
         embed_scale=0.0,
     ),
 }
@@ -107,30 +85,29 @@ def _read_common(fields: Fields) -> dict[str, Any]:
         has_head_dim=False,
     )
     fields.only("num_key_value_heads", sizes["heads"])
-    return {**sizes, "context": fields.integer("max_position_embeddings")}
+    return {**sizes, "positions": fields.integer("max_position_embeddings")}
 
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values, _FIELDS)
-    for name in _HARMLESS:
-        fields.value(name)
     sizes = _read_common(fields)
     fields.only("do_layer_norm_before", True)
     fields.only("_remove_final_layer_norm", False)
     fields.only("word_embed_proj_dim", sizes["d_model"])
+    bias = fields.flag("enable_bias", default=True)
+    affine = fields.flag("layer_norm_elementwise_affine", default=True)
     return fields.build(
         opt,
         **sizes,
-        bias=fields.flag("enable_bias", default=True),
-        affine=fields.flag("layer_norm_elementwise_affine", default=True),
+        attention_bias=bias,
+        mlp_bias=bias,
+        norm=NormSpec("layer", scale=affine, bias=affine),
         activation=read_activation(fields, "hidden_act", "relu"),
     )
 
 
 def _read_biogpt(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    for name in _BIOGPT_HARMLESS:
-        fields.value(name)
     sizes = _read_common(fields)
     if fields.flag("scale_embedding", default=True):
         sizes["embed_scale"] = 0.0

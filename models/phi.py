@@ -7,19 +7,12 @@ model = spmd.from_nnx(config.build)
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import (
-    AttentionSpec,
-    DecoderConfig,
-    LayerSpec,
-    MLPSpec,
-    NormSpec,
-    RopeScaling,
-    Rotary,
-)
+from spmd.models.decoder import DecoderConfig, RopeScaling, Rotary
 from spmd.models.decoder.published import (
     ENDS,
     TensorNames,
@@ -28,39 +21,17 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_mlp import read_activation, write_activation
+from spmd.models.decoder.published_gpt import gpt_decoder, read_activation, write_activation
 from spmd.models.decoder.published_names import module_names
 from spmd.models.decoder.published_rotary import read_rotary
 
 _EPS = "layer_norm_eps"
 _HALF = Rotary(10_000.0, RopeScaling(), fraction=0.5)
-_NORM = NormSpec("layer", bias=True)
 
-
-def phi(
-    *shape: Any,
-    rotary: Rotary = _HALF,
-    qk_norm: bool = False,
-    activation: str = "gelu_tanh",
-    **fields: Any,
-) -> DecoderConfig:
-    """Return the config of a Phi from fields of `DecoderConfig`.
-
-    Args:
-        *shape: The first fields, in order.
-        rotary: Rotary positions.
-        qk_norm: Normalise each head of queries and keys (`qk_layernorm`).
-        activation: Activation of MLPs.
-        **fields: Other fields.
-    """
-    mixer = AttentionSpec(rotary=rotary, qkv_bias=True, out_bias=True)
-    if qk_norm:
-        mixer = dataclasses.replace(mixer, qk_norm="head")
-    mlp = MLPSpec(activation=activation, gated=False, bias=True)
-    layer = LayerSpec(mixer, mlp, norms="parallel_shared")
-    defaults: dict[str, Any] = {"norm": _NORM, "layer": layer, "logits_bias": True}
-    return DecoderConfig(*shape, **defaults | fields)
-
+phi = functools.partial(
+    gpt_decoder, rotary=_HALF, norms="parallel_shared", activation="gelu_tanh", logits_bias=True
+)
+"""Config of a Phi from fields of `gpt_decoder`."""
 
 PRESETS = {
     "test-phi": phi(64, 32, 2, 4, 2, 64),
@@ -89,14 +60,15 @@ _HARMLESS = ("embd_pdrop", "resid_pdrop")
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    for name in _HARMLESS:
-        fields.value(name)
     sizes = read_sizes(fields, eps=1e-5, eps_field=_EPS, theta=0, activation=(), has_head_dim=False)
+    qk_norm = "none"
+    if fields.flag("qk_layernorm", default=False):
+        qk_norm = "head"
     return fields.build(
         phi,
         **sizes,
         rotary=read_rotary(fields, _HALF),
-        qk_norm=fields.flag("qk_layernorm", default=False),
+        qk_norm=qk_norm,
         activation=read_activation(fields, "hidden_act", "gelu_new"),
     )
 

@@ -61,7 +61,7 @@ def _names(config: DecoderConfig) -> TensorNames:
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields({**_CONTEXTS, **values})
-    for name in (*_HARMLESS, *_CONTEXTS):
+    for name in _CONTEXTS:
         fields.value(name)
     fields.only("full_attn_mod", 1)
     fields.only("interpolate_factor", 1)

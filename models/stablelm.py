@@ -26,7 +26,7 @@ from spmd.models.decoder import (
 )
 from spmd.models.decoder.layer import Norms
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
-from spmd.models.decoder.published_mlp import read_activation, write_activation
+from spmd.models.decoder.published_gpt import read_activation, write_activation
 from spmd.models.decoder.published_rotary import read_rotary
 
 _EPS = "layer_norm_eps"
@@ -80,8 +80,6 @@ _HARMLESS = ("hidden_dropout",)
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    for name in _HARMLESS:
-        fields.value(name)
     sizes = read_sizes(
         fields,
         eps=1e-5,

@@ -159,7 +159,10 @@ def _vector_if(learned: bool, width: Width, value: float) -> nnx.Param | None:
     """Return equal values as a parameter; None if it is not learned."""
     if not learned:
         return None
-    return nnx.Param(jnp.full(width, value, jnp.float32), gathered_by_layer=True)
+    values = jnp.full(width, value, jnp.float32)
+    if values.ndim > 1:
+        return nnx.Param(values, gathered_by_layer=True, added=True)  # no matrix for optimizers
+    return nnx.Param(values, gathered_by_layer=True)
 
 
 def _for_tokens(values: Float[Array, "*heads d"], x: Array) -> Array:

@@ -239,7 +239,7 @@ def decoder_family(
 
     Args:
         architecture: Name in config.json; of several, the first is written.
-        read: Parses config.json.
+        read: Parses config.json, without harmless fields.
         write: Inverse of `read`; of a config of another family, it may write anything.
         layer: Tensors of a layer; those of Llama by default.
         names: Tensors of the whole model, or a function from a config to them; by default `layer`,
@@ -257,6 +257,10 @@ def decoder_family(
         if callable(names):
             return names(config)
         return names or default
+
+    def read_others(values: Mapping[str, Any]) -> DecoderConfig:
+        others = {name: value for name, value in values.items() if name not in harmless}
+        return read(others)
 
     def fits(config: Any) -> bool:
         if not isinstance(config, DecoderConfig):
@@ -278,7 +282,7 @@ def decoder_family(
         architectures = (architectures,)
     return Family(
         architectures=architectures,
-        read_config=read,
+        read_config=read_others,
         write_config=write,
         fits=fits,
         rules=decoder_rules,

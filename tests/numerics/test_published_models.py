@@ -16,7 +16,7 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.hf.family import GROUP, families
 from spmd.hf.fields import Fields
-from spmd.models import internlm, llama, mistral, qwen
+from spmd.models import internlm, llama, mistral, olmo, qwen
 from spmd.models.decoder import (
     AttentionSpec,
     DecoderConfig,
@@ -189,6 +189,47 @@ def test_biases_of_internlm_are_those_of_llama():
     assert family.fits(queries)
     with pytest.raises(ConfigError, match="qkv_bias"):
         family.read_config(values | {"qkv_bias": True, "attention_bias": False})
+
+
+def test_iquest_coder_is_a_llama_with_other_defaults():
+    """Absent fields differ, and a file with all of them is read alike."""
+    config = llama.PRESETS["test"]
+    values = llama.IQUESTCODER_FAMILY.write_config(config)
+    assert llama.IQUESTCODER_FAMILY.read_config(values) == llama.FAMILY.read_config(values)
+    del values["head_dim"], values["num_key_value_heads"], values["rms_norm_eps"]
+    absent = llama.IQUESTCODER_FAMILY.read_config(values | {"num_attention_heads": 8})
+    assert (absent.head_width, absent.kv_heads, absent.norm_eps) == (128, 8, 1e-5)
+
+
+def test_one_table_of_rotary_positions_is_of_both_kinds_in_olmo_3():
+    """Without a scaling only, which would be of full attention in a later version."""
+    config = SMALL["olmo3"]
+    values = olmo.OLMO3_FAMILY.write_config(config)
+    assert values.pop("rope_theta") == 5e5
+    table = {"rope_type": "default", "rope_theta": 7e3}
+    again = olmo.OLMO3_FAMILY.read_config(values | {"rope_parameters": table})
+    assert {spec.attention.rotary.theta for spec in again.pattern.kinds} == {7e3}
+    assert olmo.OLMO3_FAMILY.fits(again)
+    with pytest.raises(ConfigError, match="rope_parameters"):
+        scaled = {**table, "rope_type": "linear", "factor": 2.0}
+        olmo.OLMO3_FAMILY.read_config(values | {"rope_parameters": scaled})
+
+
+def test_unused_positions_are_skipped():
+    """The first token has the position after them; none of them changes anything."""
+    config = SMALL["opt"]
+    arrays = params(config)
+
+    def logits_of(config, positions):
+        return np.asarray(model(config).apply({**arrays, "positions": positions}, TOKENS))
+
+    table = arrays["positions"]
+    plain = dataclasses.replace(config, unused_positions=0)
+    expected = logits_of(plain, table[2:])
+    np.testing.assert_array_equal(logits_of(config, table.at[:2].set(jnp.nan)), expected)
+    assert np.abs(logits_of(plain, table[:-2]) - expected).max() > 1e-3
+    with pytest.raises(ConfigError, match=r"model\.unused_positions"):
+        DecoderConfig(unused_positions=2)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,13 +1,58 @@
-"""Activations of MLPs in config.json, for families with several of them."""
+"""Decoders like GPT, with LayerNorm and MLPs without a gate, and activations in config.json.
+
+```python
+neox = functools.partial(gpt_decoder, norms="parallel", rotary=Rotary(fraction=0.25))
+neox(50_304, 512, 6, 8, 8, 2048)
+```
+"""
+
+from typing import Any, Literal
 
 from spmd.errors import did_you_mean, shorten
 from spmd.hf.fields import Fields
 from spmd.models.decoder.activations import FROM_HF, GATED, UNGATED
+from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
+from spmd.models.decoder.layer import LayerSpec, Norms
 from spmd.models.decoder.mlp import MLPSpec
+from spmd.models.decoder.rotary import Rotary
+from spmd.models.decoder.sizes import NormSpec
 
 _WRITTEN = {"gelu_tanh": "gelu_pytorch_tanh"}
 """Activation → its name in config.json, if that is another one."""
+
+
+def gpt_decoder(
+    *shape: Any,
+    rotary: Rotary | None = None,
+    norms: Norms = "before",
+    attention_bias: bool = True,
+    mlp_bias: bool = True,
+    qk_norm: Literal["none", "head"] = "none",
+    activation: str = "gelu",
+    **fields: Any,
+) -> DecoderConfig:
+    """Return the config of a decoder with LayerNorm and MLPs without a gate.
+
+    Args:
+        *shape: The first fields of `DecoderConfig`, in order.
+        rotary: Rotary positions; None for none.
+        norms: Places of norms, as in `LayerSpec`.
+        attention_bias: Add biases in attention.
+        mlp_bias: Add biases in MLPs.
+        qk_norm: Normalise queries and keys, as in `AttentionSpec`.
+        activation: Activation of MLPs.
+        **fields: Other fields of `DecoderConfig`.
+    """
+    mixer = AttentionSpec(
+        rotary=rotary, qkv_bias=attention_bias, out_bias=attention_bias, qk_norm=qk_norm
+    )
+    mlp = MLPSpec(activation=activation, gated=False, bias=mlp_bias)
+    defaults: dict[str, Any] = {
+        "norm": NormSpec("layer", bias=True),
+        "layer": LayerSpec(mixer, mlp, norms),
+    }
+    return DecoderConfig(*shape, **defaults | fields)
 
 
 def read_activation(fields: Fields, name: str, absent: str, *, gated: bool = False) -> str:
