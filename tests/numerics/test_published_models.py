@@ -210,8 +210,8 @@ def test_one_table_of_rotary_positions_is_of_both_kinds_in_olmo_3():
     again = olmo.OLMO3_FAMILY.read_config(values | {"rope_parameters": table})
     assert {spec.attention.rotary.theta for spec in again.pattern.kinds} == {7e3}
     assert olmo.OLMO3_FAMILY.fits(again)
+    scaled = {**table, "rope_type": "linear", "factor": 2.0}
     with pytest.raises(ConfigError, match="rope_parameters"):
-        scaled = {**table, "rope_type": "linear", "factor": 2.0}
         olmo.OLMO3_FAMILY.read_config(values | {"rope_parameters": scaled})
 
 
