@@ -31,7 +31,8 @@ _ROTARY = Rotary()
 
 def phi3(*shape: Any, rotary: Rotary = _ROTARY, **fields: Any) -> DecoderConfig:
     """Return the config of a Phi-3 from fields of `DecoderConfig`."""
-    return DecoderConfig(*shape, layer=LayerSpec(AttentionSpec(rotary=rotary)), **fields)
+    layer = LayerSpec(AttentionSpec(rotary=rotary))
+    return DecoderConfig(*shape, **{"layer": layer} | fields)
 
 
 _SCALING = LongRopeScaling(

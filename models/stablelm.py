@@ -60,7 +60,8 @@ def stablelm(
     if parallel:
         norms = "parallel_shared"
     layer = LayerSpec(mixer, MLPSpec(activation=activation), norms)
-    return DecoderConfig(*shape, **{"norm": NormSpec("layer", bias=True), "layer": layer} | fields)
+    defaults: dict[str, Any] = {"norm": NormSpec("layer", bias=True), "layer": layer}
+    return DecoderConfig(*shape, **defaults | fields)
 
 
 PRESETS = {

@@ -64,9 +64,9 @@ def read_activation(fields: Fields, name: str, absent: str, *, gated: bool = Fal
         absent: The value there if the field is absent.
         gated: Whether the MLP has a gate.
     """
-    known = UNGATED.keys()
+    known = [*UNGATED]
     if gated:
-        known = GATED.keys()
+        known = [*GATED]
     found = fields.value(name, absent)
     ours = FROM_HF.get(str(found), "")
     if ours in known:

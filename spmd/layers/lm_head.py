@@ -332,10 +332,10 @@ def _local(
     if differentiate and bias is not None:
         zeros += (jnp.zeros(bias.shape, jnp.float32),)
     sums, saved = jax.lax.scan(add, zeros, parts)
-    loss, correct, *dbias = (psum(s, layout.summed) for s in sums)
-    totals = (loss, correct)
+    totals = tuple(psum(s, layout.summed) for s in sums)
     if not differentiate:
         return totals
+    loss, correct, *dbias = totals
     if head.keeps:
         (kept,) = saved
         dx = head.dx(kept)
@@ -349,7 +349,7 @@ def _local(
     # its operands until then.
     dx, dkernel = jax.lax.optimization_barrier((dx, dkernel))
     without_padding = dx.reshape(-1, width)[:count]
-    return *totals, without_padding.reshape(x.shape), dkernel, *dbias
+    return loss, correct, without_padding.reshape(x.shape), dkernel, *dbias
 
 
 def _axis_size(axes: tuple[str, ...]) -> int:
@@ -497,19 +497,21 @@ class _Head:
         own_target = jnp.where(is_target, logits, 0.0).sum(axis=-1)
         total, target = psum(jnp.stack([own_total, own_target]), vocabulary)
         normalizer = jnp.log(total) + largest
-        sums: tuple[Array, ...] = (
-            ((normalizer - target) * weights).sum(),
-            ((target >= largest) * weights).sum(),
-        )
+        sums = ((normalizer - target) * weights).sum(), ((target >= largest) * weights).sum()
         if not differentiate:
             return sums, ()
         probabilities = exponentials / total[..., None]
         dlogits = self.dlogits(logits, probabilities, is_target, weights)
-        if self.bias is not None:
-            sums += (dlogits.sum((0, 1), dtype=jnp.float32),)
+        all_sums = (*sums, *self.dbias(dlogits))
         if self.keeps:
-            return sums, (dlogits,)
-        return sums, (normalizer, self.dx(dlogits))
+            return all_sums, (dlogits,)
+        return all_sums, (normalizer, self.dx(dlogits))
+
+    def dbias(self, dlogits: Float[Array, "1 token word"]) -> tuple[Array, ...]:
+        """Return the gradient of the bias in a chunk, if there is one."""
+        if self.bias is None:
+            return ()
+        return (dlogits.sum((0, 1), dtype=jnp.float32),)
 
     def dkernel(
         self,
