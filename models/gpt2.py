@@ -43,14 +43,16 @@ The published vocabulary, 50,257 words, divides over no `tensor` above 1; see
 """
 
 _PREFIX = "transformer."
-_LINEAR = {
+LINEAR = {
     "attention/o_proj": "attn.c_proj",
     "mlp/up_proj": "mlp.c_fc",
     "mlp/down_proj": "mlp.c_proj",
 }
-_NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+"""Modules of a layer."""
+
 # kernels are [in, out], as here
-_LAYER_NAMES = module_names(_LINEAR, _NORMS, AS_IS)
+_LAYER_NAMES = module_names(LINEAR, NORMS, AS_IS)
 _LAYER_NAMES |= fused_names(QKV, "attn.c_attn", 3, layout=AS_IS)
 
 _ENDS: Names = {
@@ -102,10 +104,10 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 def read_common(fields: Fields, *, tied: bool) -> dict[str, Any]:
-    """Parse the sizes of a GPT-2 or GPT-J, as arguments of `DecoderConfig`.
+    """Parse the sizes of a GPT-2, GPT-Neo or GPT-J, as arguments of `DecoderConfig`.
 
     Args:
-        fields: Fields of config.json, with the names of `FIELDS`.
+        fields: Fields of config.json, with the names of the family.
         tied: Default of `tie_word_embeddings`.
     """
     fields.only("scale_attn_weights", True)
@@ -127,12 +129,12 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {"model_type": "gpt2", **write_common(config), "n_positions": config.positions}
 
 
-def write_common(config: DecoderConfig) -> dict[str, Any]:
+def write_common(config: DecoderConfig, names: Mapping[str, str] = FIELDS) -> dict[str, Any]:
     """Return the fields of `read_common`, and the activation."""
     sizes = {**write_sizes(config, _EPS), "hidden_act": write_activation(config)}
     for name in ("head_dim", "num_key_value_heads", "rope_theta"):
         del sizes[name]
-    return renamed(sizes, FIELDS)
+    return renamed(sizes, names)
 
 
 FAMILY = decoder_family(

@@ -32,6 +32,10 @@ FALCON = {**PLAIN_HEADS, "num_kv_heads": 2, "pad_token_id": 0}
 NEW_FALCON = {**FALCON, "new_decoder_architecture": True}
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
 GPTJ = {**GPT2, "rotary_dim": 4, "bos_token_id": 0, "eos_token_id": 0}
+GPT_NEO = {
+    **{"vocab_size": 64, "hidden_size": 32, "num_layers": 4, "num_heads": 4},
+    **{"intermediate_size": 48, "window_size": 4, "max_position_embeddings": 128},
+}
 OPT = {**PLAIN_HEADS, "ffn_dim": 48, "pad_token_id": 0}
 MUP = {
     **{"embedding_multiplier": 3.0, "residual_multiplier": 0.5},
@@ -79,6 +83,16 @@ MODELS = {
     "codegen": ("CodeGen", {**GPTJ, "activation_function": "silu"}),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False, "vocab_size": 67}),
     "gpt2-relu": ("GPT2", {**GPT2, "activation_function": "relu", "n_inner": 48}),
+    "gpt-neo": ("GPTNeo", {**GPT_NEO, "attention_types": [[["global", "local"], 2]]}),
+    "gpt-neo-local": (
+        "GPTNeo",
+        {
+            **{**GPT_NEO, "attention_types": [[["local"], 3], [["global"], 1]]},
+            **{"intermediate_size": None, "tie_word_embeddings": False, "vocab_size": 67},
+        },
+    ),
+    "gpt-bigcode": ("GPTBigCode", GPT2),
+    "gpt-bigcode-all-heads": ("GPTBigCode", {**GPT2, "multi_query": False, "vocab_size": 67}),
     "opt": ("OPT", OPT),
     "opt-plain": (
         "OPT",
@@ -101,6 +115,11 @@ MODELS = {
 # tiiuae/{falcon-7b,falcon-11B,falcon-40b},
 # stabilityai/{stablelm-3b-4e1t,stablelm-2-1_6b,stablelm-2-12b}, CohereLabs/c4ai-command-r-plus.
 PUBLISHED = {
+    "gpt-neo-125m": 125_198_592,
+    "gpt-neo-1.3b": 1_315_575_808,
+    "gpt-neo-2.7b": 2_651_307_520,
+    "starcoder-15.5b": 15_517_456_384,
+    "starcoderbase-1b": 1_137_207_296,
     "biogpt": 346_763_264,
     "opt-125m": 125_239_296,
     "opt-1.3b": 1_315_758_080,
@@ -133,6 +152,8 @@ PUBLISHED = {
     "phi4": 14_659_507_200,
 }
 REFUSED = {
+    "gpt_bigcode": {"multi_query": "yes"},
+    "gpt_neo": {"attention_types": [[["global"], 3]]},
     "biogpt": {"num_key_value_heads": 2},
     "opt": {"do_layer_norm_before": False},
     "codegen": {"rotary_dim": 9},
