@@ -124,8 +124,6 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     for name, value in _REQUIRED.items():
         fields.only(name, value)
-    for name in _UNUSED:
-        fields.value(name)
     sizes = read_sizes(fields, eps=1e-5, head_dim=128)
     layers = sizes["layers"]
     mixer = read_attention_bias(fields, _MIXER)

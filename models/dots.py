@@ -104,8 +104,6 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields.only("moe_layer_freq", 1)
     fields.only("topk_method", "noaux_tc")
     fields.only("scoring_func", "sigmoid", "noaux_tc")  # the latter in published files
-    for name in _UNUSED:
-        fields.value(name)
     return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
 
 

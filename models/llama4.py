@@ -277,7 +277,7 @@ _OF_IMAGES = ("vision_config", "boi_token_index", "eoi_token_index", "image_toke
 def _with_images(config: DecoderConfig) -> TensorNames:
     """Return the names in a model of images and text."""
     del config
-    return TensorNames(_NAMES, ENDS, "language_model.model.", head="language_model.lm_head.weight")
+    return TensorNames(_NAMES, ENDS, "language_model.model.", head="language_model.lm_head")
 
 
 def _ignored_images() -> Iterator[Ignored]:
