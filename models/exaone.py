@@ -123,8 +123,9 @@ _AHEAD = "num_nextn_predict_layers"
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, kv_heads=32)
-    default = _default_kinds(fields, sizes["layers"])
-    specs = read_rotated_windows(fields, _LAYER, default, absent=4096)
+    layers = sizes["layers"]
+    default = _default_kinds(fields, layers)
+    specs = read_rotated_windows(fields, _LAYER, layers, default, absent=4096)
     return fields.build(DecoderConfig, **sizes, **table_of(specs))
 
 
@@ -135,7 +136,8 @@ def _read_moe(values: Mapping[str, Any]) -> DecoderConfig:
     layer = LayerSpec(_LAYER.mixer, read_shared_experts(fields, 1024, name=_SHARED))
     dense = read_dense_first(fields, layers, 1)
     kinds = read_mlp_types(fields, layers, dense_first(dense, layers))
-    specs = read_rotated_windows(fields, layer, _default_kinds(fields, layers), absent=4096)
+    default = _default_kinds(fields, layers)
+    specs = read_rotated_windows(fields, layer, layers, default, absent=4096)
     specs = with_dense_mlps(specs, MLPSpec(), kinds)
     fields.value(_AHEAD)
     if fields.is_null("sliding_window"):

@@ -28,6 +28,7 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
+from spmd.models.decoder.layer import Mixer
 from spmd.models.decoder.published import (
     ENDS,
     TensorNames,
@@ -100,7 +101,7 @@ def lfm3_layers(
         convolution: Mixer of layers of kind `conv`.
     """
     mixer = layer.attention
-    mixers: dict[str, AttentionSpec | GatedConvolutionSpec] = {
+    mixers: dict[str, Mixer] = {
         CONV: convolution,
         FULL: dataclasses.replace(mixer, window=0, rotary=rotary.get(FULL)),
         SLIDING: dataclasses.replace(mixer, window=window, rotary=rotary.get(SLIDING)),

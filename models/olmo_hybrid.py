@@ -64,7 +64,7 @@ def olmo_hybrid(
 
 PRESETS = {
     "test-olmo-hybrid": olmo_hybrid(
-        every(4, 4, LINEAR, FULL),
+        every(4, 8, LINEAR, FULL),
         delta_net=dataclasses.replace(_NET, key_dim=6, value_dim=12),
         vocab=64,
         d_model=32,
@@ -169,7 +169,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _written_by_transformers(config: DecoderConfig) -> TensorNames:
-    """Return the names of `transformers` 5: of the second norm, in all layers that beside delta nets."""
+    """Return the names of `transformers` 5, with one name of a norm in all layers."""
     del config
     norm = ("feedforward_layer_norm.weight", AS_IS)
     return TensorNames(_LAYER | {"attention_post_norm/scale": norm}, ENDS)

@@ -32,6 +32,7 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
+from spmd.models.decoder.layer import Mixer
 from spmd.models.decoder.published import (
     ENDS,
     TensorNames,
@@ -88,7 +89,7 @@ def qwen_next(
         attention: The mixer of other layers.
         **fields: Other fields.
     """
-    mixers = {LINEAR: delta_net, FULL: attention}
+    mixers: dict[str, Mixer] = {LINEAR: delta_net, FULL: attention}
     layers = [LayerSpec(mixers[kind]) for kind in kinds]
     if mlp_kinds:
         experts = ExpertsSpec(shared_d_ff=shared_d_ff, shared_gate=True)
@@ -114,11 +115,11 @@ _TINY = GatedDeltaNetSpec(heads=4, key_heads=2, key_dim=8, value_dim=6)
 
 PRESETS = {
     "test-qwen3.5": qwen_next(
-        kinds_of(4), delta_net=_TINY, vocab=64, d_model=32, d_ff=48, head_dim=16
+        kinds_of(8), delta_net=_TINY, vocab=64, d_model=32, d_ff=48, head_dim=16
     ),
     "test-qwen3-next": qwen_next(
-        kinds_of(4),
-        mlp_kinds=[SPARSE] * 4,
+        kinds_of(8),
+        mlp_kinds=[SPARSE] * 8,
         shared_d_ff=24,
         dense_d_ff=48,
         delta_net=_TINY,
@@ -293,7 +294,7 @@ def _ignored_images() -> Iterator[Ignored]:
 
 
 def _ignored_ahead() -> tuple[Ignored, ...]:
-    """Return the tensors of multi-token prediction, which `transformers` ignores too."""
+    """Return the tensors of multi-token prediction, ignored by `transformers` too."""
     layer = layer_names() | expert_names(shared="shared_expert")
     tensors = [tensor for tensor, _ in layer.values()]
     ends = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")

@@ -7,6 +7,7 @@ from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
+from spmd.models.decoder.no_mixer import NoMixerSpec
 from spmd.models.decoder.rotary import (
     DynamicScaling,
     LinearScaling,
@@ -36,6 +37,7 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "MLPSpec",
+    "NoMixerSpec",
     "NormSpec",
     "ProportionalScaling",
     "RopeScaling",

@@ -57,7 +57,7 @@ class Temperature:
 
     def factors(self, positions: Int[Array, "batch seq"]) -> Float[Array, "batch seq"]:
         """Return the factor of queries at each position, in float32."""
-        steps = (jnp.asarray(positions) + self.offset) // self.interval
+        steps = (positions + self.offset) // self.interval
         return 1 + self.strength * jnp.log1p(steps.astype(jnp.float32))
 
 
@@ -391,7 +391,7 @@ class Attention(nnx.Module):
         if self.spec.temperature is None:
             return query
         assert inputs.positions is not None, "the decoder adds them"
-        factors = self.spec.temperature.factors(inputs.positions)
+        factors = self.spec.temperature.factors(jnp.asarray(inputs.positions))
         return (query * factors[:, :, None, None]).astype(query.dtype)
 
     def _gathered_sinks(self) -> Float[Array, "heads"] | None:

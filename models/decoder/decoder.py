@@ -45,7 +45,7 @@ from spmd.models.decoder.rotary import RopeScaling, Rotary
 from spmd.models.decoder.sizes import NormSpec, Sizes
 from spmd.plan.annotate import annotate
 
-_PARTS = ("embed", "positions", "layers", "norm", "lm_head", "noise")
+_PARTS = ("embed", "embed_norm", "positions", "layers", "norm", "lm_head", "noise")
 """Names of the other parts of a decoder, which no stack may have."""
 
 
@@ -98,6 +98,8 @@ class DecoderConfig:
     """Learned positions, the longest sequence (GPT-2); 0 for none."""
     embed_scale: float = 1.0
     """Factor of embeddings; 0 for the square root of d_model (Gemma)."""
+    embed_norm: bool = False
+    """Normalise embeddings, after their factor (nanochat)."""
     residual_scale: float = 1.0
     """Factor of each output that is added to the residual stream."""
     logits_scale: float = 1.0
@@ -391,6 +393,8 @@ class DecoderConfig:
         """Norms, biases, positions, and the embedding if it is not tied."""
         channels = norm_params(self.norm) * self.d_model
         total = channels + self.positions * self.d_model
+        if self.embed_norm:
+            total += channels
         total += self.predict_ahead * len(NORMS) * channels
         for spec, count in self._counted:
             of_layer = len(spec.norm_names) * channels + spec.mixer.other_params(self.sizes)
@@ -463,6 +467,8 @@ class Decoder(nnx.Module):
         self.config = config
         self.deterministic = False  # set by Flax's `train()` and `eval()`
         self.embed = Embedding(config.vocab, width, rngs=rngs)
+        if config.embed_norm:
+            self.embed_norm = make_norm(width, config.sizes)
         if config.positions:
             self.positions = make_positions(config.positions, width, rngs=rngs)
         _add_stacks(self, config.first_stacks, config, rngs)
@@ -547,11 +553,13 @@ class Decoder(nnx.Module):
         return x, inputs
 
     def _embedded(self, tokens: Int[Array, "batch seq"]) -> Float[Array, "batch seq d"]:
-        """Return the embeddings, by their factor."""
+        """Return the embeddings, by their factor and normalised."""
         x = self.embed(tokens)
         scale = self.config.embed_scale or self.config.d_model**0.5
         if scale != 1:
             x = x * jnp.asarray(scale, x.dtype)
+        if self.config.embed_norm:
+            x = self.embed_norm(x)
         return x
 
     def _inputs(self, seq: int, segments: Segments, valid: Valid) -> LayerInputs:

@@ -1,4 +1,4 @@
-"""Gated delta net (arXiv:2412.06464, section 3.4): linear attention whose state forgets and corrects.
+"""Gated delta net (arXiv:2412.06464, section 3.4): linear attention with decay and corrections.
 
 ```
 x ─┬─ (q|k|v)_proj ─▶ convolution, silu ─▶ q, k (L2-normalised), v ─┐

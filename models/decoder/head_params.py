@@ -22,12 +22,12 @@ def whole(param: nnx.Param) -> Array:
 
 
 def initial_rates(key: Array, heads: int, least: float) -> Float[Array, "heads"]:
-    """Return logarithms of rates of decay, which are uniform in [least, 16]."""
+    """Return logarithms of rates of decay, uniform in [least, 16]."""
     return jnp.log(jax.random.uniform(key, (heads,), minval=least, maxval=16.0))
 
 
 def initial_dt_bias(key: Array, heads: int) -> Float[Array, "heads"]:
-    """Return biases of step sizes, whose softplus is log-uniform in [0.001, 0.1].
+    """Return biases of step sizes; their softplus is log-uniform in [0.001, 0.1].
 
     Source: arXiv:2312.00752, section 3.6.
     """

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
+from flax.core import FrozenDict
 
 from spmd.errors import SpmdError
 from spmd.hf.family import Family, Ignored, TensorMapping
@@ -78,6 +79,7 @@ class TensorNames:
         layers: Prefix of a layer, with its number.
         ahead: Tensors of a module of multi-token prediction besides those of its layer, with the
             number of a layer after the last one; None if they have no published names.
+        constants: Scalars of a layer without a parameter, with their values.
     """
 
     layer: Names
@@ -85,6 +87,7 @@ class TensorNames:
     prefix: str = "model."
     layers: str = "layers.{layer}."
     ahead: Names | None = None
+    constants: Mapping[str, float] = FrozenDict()
 
     def mappings(self, config: DecoderConfig) -> tuple[TensorMapping, ...]:
         """Return the mappings of all parameters of a config, and of the biases of routers."""
@@ -136,7 +139,14 @@ class TensorNames:
             embedding, _ = self.ends["embed/embedding"]
             copy = Ignored(_HEAD, "is a copy of the embedding", self.prefix + embedding)
             entries.append(copy)
-        return (*entries, *self._ignored_ahead(config))
+        return (*entries, *self._ignored_ahead(config), *self._constants(config))
+
+    def _constants(self, config: DecoderConfig) -> Iterator[Ignored]:
+        """Yield the constants of all layers."""
+        for layer in range(config.layers):
+            prefix = (self.prefix + self.layers).format(layer=layer)
+            for tensor, value in self.constants.items():
+                yield Ignored(prefix + tensor, "is a constant of this model", value=value)
 
     def _ignored_ahead(self, config: DecoderConfig) -> Iterator[Ignored]:
         """Yield the tensors of modules of multi-token prediction that are not used.
@@ -286,7 +296,7 @@ def _published_form(config: DecoderConfig) -> tuple[Any, ...]:
     scale = config.embed_scale or config.d_model**0.5
     return (
         *(config.vocab, config.d_model, config.norm_eps, config.tied, config.norm),
-        *(config.positions, scale, config.residual_scale, config.logits_scale),
+        *(config.positions, scale, config.embed_norm, config.residual_scale, config.logits_scale),
         *(config.logits_soft_cap, config.predict_ahead, router, *kinds),
     )
 
@@ -330,6 +340,8 @@ def read_sizes(
     if heads_divide and width % heads:
         what = f"is {heads}, which does not divide hidden_size {width}, as this family needs"
         fields.refuse("num_attention_heads", what)
+    if fields.is_null("head_dim"):
+        head_dim = 0
     head_dim = fields.integer("head_dim", head_dim or max(1, width // heads))
     if head_dim * heads == width:
         head_dim = 0
@@ -341,7 +353,7 @@ def read_sizes(
         eps = fields.number(eps_field, eps, least=0)
     rotary = {}
     if theta:
-        rotary = _read_network_rotary(fields, theta)
+        rotary = read_network_rotary(fields, Rotary(theta, RopeScaling()))
     return {
         "vocab": fields.integer("vocab_size"),
         "d_model": width,
@@ -356,9 +368,15 @@ def read_sizes(
     }
 
 
-def _read_network_rotary(fields: Fields, theta: float) -> dict[str, Any]:
-    """Parse the rotary embeddings of whole heads, equal in all layers."""
-    rotary = read_rotary(fields, Rotary(theta, RopeScaling()))
+def read_network_rotary(fields: Fields, default: Rotary, **options: Any) -> dict[str, Any]:
+    """Parse the rotary embeddings of whole heads, equal in all layers, as arguments of `DecoderConfig`.
+
+    Args:
+        fields: Fields of config.json.
+        default: The embeddings of a file without them.
+        **options: As for `read_rotary`.
+    """
+    rotary = read_rotary(fields, default, **options)
     if rotary.fraction != 1:
         what = f"is {rotary.fraction:g}, and this model rotates whole heads"
         fields.refuse("partial_rotary_factor", what)

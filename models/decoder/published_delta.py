@@ -127,7 +127,7 @@ def fused_delta_net_names(config: DecoderConfig, *, by_head: bool) -> Names:
 
 
 def _fused(module: str, projections: tuple[str, ...], sizes: list[int], *, groups: int) -> Names:
-    """Return the tensors of projections that are parts of one."""
+    """Return the names of projections in one tensor."""
     names: Names = {}
     for index, name in enumerate(projections):
         layout = part(index, sizes, groups=groups, layout=TRANSPOSED)

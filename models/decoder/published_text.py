@@ -1,4 +1,4 @@
-"""Decoders that are the text part of a published model of images and text.
+"""Text parts of published models of images and text.
 
 Its config.json has the decoder's fields in `text_config`, and its tensors have another prefix. Only
 the text part is read; it is exported as a model of text.

@@ -102,6 +102,8 @@ def _norms(config: DecoderConfig) -> TableRows:
     names: dict[str, None] = {}
     for spec in config.pattern.distinct:
         names |= dict.fromkeys(spec.norm_names)
+    if config.embed_norm:
+        names["embed_norm"] = None
     if config.predict_ahead:
         names |= dict.fromkeys(NORMS[:-1])
     leaf = leaves[0]

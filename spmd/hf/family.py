@@ -63,12 +63,14 @@ class TensorMapping:
 class Ignored:
     """Tensors of a checkpoint without a parameter, and why nothing is lost.
 
-    If the checkpoint also has the tensor `same_as`, the two must be equal bit for bit.
+    If the checkpoint also has the tensor `same_as`, the two must be equal bit for bit. A tensor with
+    a `value` is a constant scalar of the model: it must have this value, and export writes it.
     """
 
     tensor: str
     why: str
     same_as: str = ""
+    value: float | None = None
 
     def covers(self, tensor: str) -> bool:
         """Return whether the tensor has this name."""
@@ -150,7 +152,8 @@ class Family:
 
 def _without_prefix(entry: Ignored, prefix: str) -> Ignored:
     tensor = entry.tensor.removeprefix(prefix)
-    return Ignored(tensor, entry.why, entry.same_as.removeprefix(prefix))
+    same_as = entry.same_as.removeprefix(prefix)
+    return dataclasses.replace(entry, tensor=tensor, same_as=same_as)
 
 
 def _stored_names(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.checkpoint.manifest import read_object
-from spmd.errors import CheckpointError, Problem, check_local, first_of
+from spmd.errors import CheckpointError, Problem, check_local, first_of, shorten
 from spmd.hf.family import Family, Ignored, TensorMapping, TensorSource, family_of, name_pattern
 from spmd.hf.fields import collect_errors
 from spmd.hf.quantization import FIELD, Mxfp4Tensor, read_quantization, readers_of
@@ -81,6 +81,21 @@ class HFFolder:
             problem = self._mismatch(entry.tensor, entry.same_as)
             if problem is not None:
                 problems.append(problem)
+        return tuple(problems)
+
+    @functools.cached_property
+    def constant_mismatches(self) -> tuple[Problem, ...]:
+        """Constants with a value other than the model's, in their dtype."""
+        _, ignored = self.tables
+        problems: list[Problem] = []
+        for entry in ignored:
+            if entry.value is None or entry.tensor not in self.files:
+                continue
+            (found,) = self.files[entry.tensor].chunks(entry.tensor, np.empty(64, np.uint8))
+            expected = np.full(found.shape, entry.value, found.dtype)
+            if not np.array_equal(found, expected):
+                what = f"is {shorten(found.tolist())}, and this model has {entry.value:g}"
+                problems.append(Problem(_where(entry.tensor), what, entry.why))
         return tuple(problems)
 
     def _mismatch(self, name: str, other: str) -> Problem | None:

@@ -32,6 +32,7 @@ from tests.published_models import cases
 from tests.unit.test_tokenizer import begin_with, bpe
 
 MODELS = cases("MODELS")
+WITH_IMAGES = cases("WITH_IMAGES")
 CONFIGS = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}
 """Class of a model → that of its config, where it is named otherwise."""
 ENDINGS = {"GPT2": "LMHeadModel", "ViT": "ForImageClassification"}
@@ -217,6 +218,49 @@ def tensors(folder):
             ours = tensor.replace("feedforward_layer_norm", "post_attention_layernorm")
             found[ours] = found.pop(tensor)
     return found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("experts", ["as written", "in one tensor"])
+@pytest.mark.parametrize("kind", WITH_IMAGES)
+def test_the_text_part_of_a_model_of_images_is_read(kind, experts, transformers, tmp_path):
+    """With all tensors of images ignored by name, and exported as a model of text with the same logits."""
+    import torch
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**WITH_IMAGES[kind])
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    if experts == "in one tensor":
+        fuse_experts(tmp_path / "model")
+    family, shape, plan, state = read(tmp_path / "model", fsdp=2, tensor=2)
+    theirs = logits_there(model)
+    assert np.abs(theirs).max() > 0.1
+    np.testing.assert_allclose(logits_here(plan, state), theirs, rtol=0, atol=TOLERANCE)
+    values = json.loads((tmp_path / "model" / "config.json").read_text())
+    save_params(tmp_path / "out", state.params, family, shape, values=values)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(again).__name__ == f"{kind}ForCausalLM"
+    np.testing.assert_allclose(logits_there(again), theirs, rtol=0, atol=1e-6)
+
+
+def fuse_experts(folder):
+    """Write the experts of each layer as one tensor, as published files have them."""
+    found = tensors(folder)
+    (path,) = folder.glob("*.safetensors")
+    for layer in range(4):
+        block = f"model.language_model.layers.{layer}.mlp.experts."
+        parts = {}
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            keys = [f"{block}{expert}.{name}.weight" for expert in range(4)]
+            keys = [key for key in keys if key in found]
+            parts[name] = [found.pop(key) for key in keys]
+        if parts["gate_proj"]:
+            into = [np.stack(parts[name]) for name in ("gate_proj", "up_proj")]
+            found[f"{block}gate_up_proj"] = np.concatenate(into, axis=1)
+            found[f"{block}down_proj"] = np.stack(parts["down_proj"])
+    kinds = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in found.items()}
+    write_safetensors(path, kinds, iter(found.values()), {"format": "pt"})
 
 
 def test_a_16_bit_checkpoint_is_read_as_transformers_reads_it(written, transformers, tmp_path):

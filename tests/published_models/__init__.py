@@ -5,9 +5,12 @@ A module has dictionaries of these names:
 - `MODELS`: name of a case → the class of `transformers`, without its ending, and the fields of a small
   model, which `make parity` compares with ours;
 - `PUBLISHED`: preset → number of elements in the tensors of the published checkpoint;
+- `WITH_IMAGES`: class of a model of images and text, without its ending → its fields; the text part is
+  read;
 - `REFUSED`: entry point of a family → fields of config.json, each with a value that it refuses.
 """
 
+import copy
 import functools
 import importlib
 import pkgutil
@@ -27,5 +30,6 @@ def cases(name: str) -> dict[str, Any]:
         twice = found.keys() & theirs.keys()
         if twice:
             raise ValueError(f"{name} of {module.name}: {sorted(twice)} are elsewhere too")
-        found |= theirs
+        # config classes of transformers write their defaults into tables that cases share
+        found |= {key: copy.deepcopy(case) for key, case in theirs.items()}
     return found

@@ -26,6 +26,15 @@ SPARSE = {
     **{**QWEN3_5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "shared_expert_intermediate_size": 20,
 }
+IMAGES = {
+    **{"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16},
+    **{"out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16},
+}
+WITH_IMAGES = {
+    "Qwen3_5": {"text_config": QWEN3_5, "vision_config": IMAGES},
+    "Qwen3_5Moe": {"text_config": SPARSE, "vision_config": IMAGES},
+}
+"""Class of a model of images and text → its fields."""
 MODELS = {
     "lfm2": ("Lfm2", LFM2),
     "lfm2-biased": (
@@ -60,8 +69,8 @@ MODELS = {
         "OlmoHybrid",
         {
             **{**OLMO_HYBRID, "attention_bias": True, "linear_allow_neg_eigval": False},
-            **{"vocab_size": 67, "num_hidden_layers": 5, "linear_conv_kernel_dim": 3},
-            **{"layer_types": ["full_attention", *["linear_attention"] * 4]},
+            **{"vocab_size": 67, "num_hidden_layers": 3, "linear_conv_kernel_dim": 3},
+            **{"layer_types": ["full_attention", *["linear_attention"] * 2]},
             "rope_parameters": {"rope_type": "default", "rope_theta": None},
         },
     ),

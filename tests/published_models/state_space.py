@@ -18,6 +18,12 @@ GRANITE = {
 }
 BAMBA = {**LLAMA, **MIXER, "num_hidden_layers": 6, "attn_layer_indices": [1, 4]}
 BIASED_MIXER = {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}
+NEMOTRON_H = {
+    **{"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 16, "intermediate_size": 48, "ssm_state_size": 8, "mamba_num_heads": 8},
+    **{"mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8, "moe_intermediate_size": 24},
+    **{"moe_shared_expert_intermediate_size": 20, "n_routed_experts": 4},
+}
 MODELS = {
     "mamba2": ("Mamba2", MAMBA2),
     "mamba2-biased": (
@@ -60,10 +66,29 @@ MODELS = {
             **{"tie_word_embeddings": True, "rms_norm_eps": 0.1, "rope_parameters": {**THETA}},
         },
     ),
+    "nemotron-h": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "M-M-*-M-M-*-"}),
+    "nemotron-h-biased": (
+        "NemotronH",
+        {
+            **{**NEMOTRON_H, "hybrid_override_pattern": "-M*M--", "use_bias": True},
+            **{"use_conv_bias": False, "mlp_bias": True, "vocab_size": 67, "conv_kernel": 3},
+            **{"n_groups": 1, "time_step_min": 0.3, "mamba_head_dim": 6},
+        },
+    ),
+    "nemotron-3": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "MEM*EMEM*E"}),
+    "nemotron-3-groups": (
+        "NemotronH",
+        {
+            **{**NEMOTRON_H, "hybrid_override_pattern": "E*M-E", "n_routed_experts": 8},
+            **{"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "num_experts_per_tok": 3},
+            **{"routed_scaling_factor": 1.5},
+        },
+    ),
 }
 # Elements in the tensors of the published checkpoints; a head that is the embedding is counted
-# once: huggingface.co/state-spaces/{mamba2-130m,mamba2-1.3b,mamba2-2.7b},
-# mistralai/Mamba-Codestral-7B-v0.1, ibm-granite/granite-4.0-h-tiny, ibm-ai-platform/Bamba-9B-v1.
+# once, biases of routers are not: huggingface.co/state-spaces/{mamba2-130m,mamba2-1.3b,mamba2-2.7b},
+# mistralai/Mamba-Codestral-7B-v0.1, ibm-granite/granite-4.0-h-tiny, ibm-ai-platform/Bamba-9B-v1,
+# nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.
 PUBLISHED = {
     "bamba-9b": 9_780_235_392,
     "granite-4.0-h-tiny": 6_939_037_248,
@@ -71,9 +96,11 @@ PUBLISHED = {
     "mamba2-1.3b": 1_343_757_312,
     "mamba2-130m": 128_989_632,
     "mamba2-2.7b": 2_702_599_680,
+    "nemotron-3-nano-30b-a3b": 31_577_940_288 - 23 * 128,
 }
 REFUSED = {
     "bamba": {"attn_layer_indices": "1"},
     "granitemoehybrid": {"mamba_expand": 3},
     "mamba2": {"time_step_limit": [0.0]},
+    "nemotron_h": {"moe_latent_size": 16},
 }
