@@ -323,6 +323,7 @@ def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProce
     """Run a process to its end; it may fail."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     given = {**os.environ, "PYTHONPATH": paths, **environment}
+    given.pop("TPU_LIBRARY_PATH", None)  # JAX sets it to the library of this interpreter
     return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
 
 

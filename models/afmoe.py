@@ -124,8 +124,6 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     for name, value in _REQUIRED.items():
         fields.only(name, value)
-    for name in _UNUSED:
-        fields.value(name)
     sizes = read_sizes(fields, eps=1e-5, head_dim=128)
     layers = sizes["layers"]
     mixer = read_attention_bias(fields, _MIXER)
@@ -135,7 +133,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     window = read_window_of(fields, kinds, absent=1024)
     dense = read_count(fields, "num_dense_layers", 1)
     layer = LayerSpec(mixer, experts, norms="both")
-    specs = _layers(layer, window, kinds, min(dense, layers), MLPSpec())
+    specs = _layers(layer, window, kinds, dense, MLPSpec())
     embed_scale = 1.0
     if fields.flag("mup_enabled", default=False):
         embed_scale = 0.0

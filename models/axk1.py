@@ -126,10 +126,10 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 def _read_kinds(fields: Fields, layers: int) -> list[str]:
     """Parse the kind of each layer's MLP, by `mlp_layer_types` or the fields of earlier files."""
-    dense = min(layers, read_count(fields, "first_k_dense_replace", 1))
+    dense = read_count(fields, "first_k_dense_replace", 1)
     interval = fields.integer("moe_layer_freq", 1)
     kinds = dense_first(dense, layers)
-    for number in range(dense, layers):
+    for number in range(dense, len(kinds)):
         if number % interval:
             kinds[number] = DENSE
     return read_mlp_types(fields, layers, kinds)

@@ -135,7 +135,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _names(config: DecoderConfig) -> TensorNames:
+def bamba_names(config: DecoderConfig) -> TensorNames:
+    """Return the names of all tensors."""
     layer = layer_names(attention_norm="input_layernorm", mlp_norm="pre_ff_layernorm")
     projections = ("gate_proj", "up_proj", "down_proj")
     layer |= module_names({f"mlp/{name}": f"feed_forward.{name}" for name in projections})
@@ -143,4 +144,4 @@ def _names(config: DecoderConfig) -> TensorNames:
     return TensorNames(layer, ENDS | {"norm/scale": ("final_layernorm.weight", AS_IS)})
 
 
-FAMILY = decoder_family("BambaForCausalLM", _read, _write, names=_names, harmless=_HARMLESS)
+FAMILY = decoder_family("BambaForCausalLM", _read, _write, names=bamba_names, harmless=_HARMLESS)

@@ -39,6 +39,7 @@ from spmd.models.decoder.published_experts import (
     experts_of,
     mlp_kinds,
     read_count,
+    read_dense_first,
     read_mlp_types,
     with_dense_mlps,
     write_widths,
@@ -48,6 +49,7 @@ from spmd.models.decoder.published_layers import (
     SLIDING,
     attention_layers,
     every,
+    limit_layers,
     read_layer_types,
     read_window_of,
     rotary_where,
@@ -119,8 +121,8 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     sizes = read_sizes(fields, eps=1e-5, eps_field=_EPS, head_dim=128, d_ff=22_528, tied=True)
     if fields.value(_RMS_EPS) is not None:
         sizes |= {"norm": NormSpec(), "norm_eps": fields.number(_RMS_EPS, least=0)}
-    layers = sizes["layers"]
-    dense = read_count(fields, "first_k_dense_replace", 0)
+    layers = limit_layers(fields, sizes["layers"])
+    dense = read_dense_first(fields, layers, 0)
     pattern = fields.integer(_DENSE_PATTERN, 1)
     rest = every(fields.integer("sliding_window_pattern", 4), layers - dense)
     kinds = read_layer_types(fields, layers, every(pattern, dense) + rest)

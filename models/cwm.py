@@ -49,10 +49,7 @@ PRESETS = {
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     fields.only("attention_bias", False)
-    head_dim = 128
-    if fields.is_null("head_dim"):
-        head_dim = 0
-    sizes = read_sizes(fields, eps=1e-5, theta=_THETA, head_dim=head_dim, kv_heads=8)
+    sizes = read_sizes(fields, eps=1e-5, theta=_THETA, head_dim=128, kv_heads=8)
     if fields.value("rope_parameters") is None and fields.value("rope_scaling") is None:
         fields.only("rope_theta", _THETA)  # has no effect without a table
         sizes["rope_scaling"] = _SCALING

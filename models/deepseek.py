@@ -251,8 +251,6 @@ def _read(
     sizes = read_sizes(fields)
     mixer = read_latent_attention(fields, sizes, dataclasses.replace(_MIXER, rotary=rotary))
     fields.only("moe_layer_freq", 1)
-    for name in _HARMLESS:
-        fields.value(name)
     if fields.is_null("n_routed_experts"):
         fields.refuse("n_routed_experts", "is null, and this model has experts")
     for name in ("kv_heads", "head_dim"):

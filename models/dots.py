@@ -37,6 +37,7 @@ from spmd.models.decoder.published_experts import (
 )
 from spmd.models.decoder.published_layers import (
     FULL,
+    MOST_LAYERS,
     SLIDING,
     attention_layers,
     read_layer_types,
@@ -103,13 +104,12 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields.only("moe_layer_freq", 1)
     fields.only("topk_method", "noaux_tc")
     fields.only("scoring_func", "sigmoid", "noaux_tc")  # the latter in published files
-    for name in _UNUSED:
-        fields.value(name)
     return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
 
 
 def _default_kinds(fields: Fields, layers: int) -> list[str]:
     """Return the kinds of layers in a file without `layer_types`: a window after some layers."""
+    layers = min(layers, MOST_LAYERS)
     full = min(layers, fields.integer("max_window_layers", _MAX_FULL))
     if fields.is_null("sliding_window"):
         full = layers

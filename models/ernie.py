@@ -36,6 +36,7 @@ from spmd.models.decoder.published_experts import (
     read_count,
     write_widths,
 )
+from spmd.models.decoder.published_layers import limit_layers
 
 _ROTARY = Rotary(interleaved=True)
 _LAYER = LayerSpec(AttentionSpec(rotary=_ROTARY))
@@ -43,7 +44,7 @@ _THETA = 5e5
 
 
 def ernie_moe(
-    *shape: int, shared: int, dense_d_ff: int, dense: int = 1, **fields: Any
+    *shape: Any, shared: int, dense_d_ff: int, dense: int = 1, **fields: Any
 ) -> DecoderConfig:
     """Return the config of an ERNIE with experts, from fields of `DecoderConfig`.
 
@@ -134,6 +135,7 @@ def _read_moe(values: Mapping[str, Any]) -> DecoderConfig:
 
 def _read_kinds(fields: Fields, layers: int) -> Sequence[str]:
     """Parse the first and the last layer with experts, and their interval."""
+    layers = limit_layers(fields, layers)
     first = read_count(fields, "moe_layer_start_index", 1)
     last = fields.value("moe_layer_end_index", -1)
     if last == -1:

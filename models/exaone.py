@@ -25,6 +25,7 @@ from spmd.models.decoder import (
     MLPSpec,
 )
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published_ahead import ignored_ahead
 from spmd.models.decoder.published_experts import (
     CHOICE_BIASES,
     RouterFields,
@@ -123,8 +124,9 @@ _AHEAD = "num_nextn_predict_layers"
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, kv_heads=32)
-    default = _default_kinds(fields, sizes["layers"])
-    specs = read_rotated_windows(fields, _LAYER, default, absent=4096)
+    layers = sizes["layers"]
+    default = _default_kinds(fields, layers)
+    specs = read_rotated_windows(fields, _LAYER, layers, default, absent=4096, nullable=True)
     return fields.build(DecoderConfig, **sizes, **table_of(specs))
 
 
@@ -135,11 +137,10 @@ def _read_moe(values: Mapping[str, Any]) -> DecoderConfig:
     layer = LayerSpec(_LAYER.mixer, read_shared_experts(fields, 1024, name=_SHARED))
     dense = read_dense_first(fields, layers, 1)
     kinds = read_mlp_types(fields, layers, dense_first(dense, layers))
-    specs = read_rotated_windows(fields, layer, _default_kinds(fields, layers), absent=4096)
+    default = _default_kinds(fields, layers)
+    specs = read_rotated_windows(fields, layer, layers, default, absent=4096)
     specs = with_dense_mlps(specs, MLPSpec(), kinds)
     fields.value(_AHEAD)
-    if fields.is_null("sliding_window"):
-        fields.refuse("sliding_window", "is null, and this model needs a number")
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
@@ -173,5 +174,11 @@ def _write_moe(config: DecoderConfig) -> dict[str, Any]:
 
 FAMILY = decoder_family("Exaone4ForCausalLM", _read, _write, _NAMES)
 MOE_FAMILY = decoder_family(
-    "ExaoneMoeForCausalLM", _read_moe, _write_moe, _MOE_NAMES, harmless=(_AHEAD,), secondary=True
+    "ExaoneMoeForCausalLM",
+    _read_moe,
+    _write_moe,
+    _MOE_NAMES,
+    ignored=ignored_ahead(_MOE_NAMES),
+    harmless=(_AHEAD,),
+    secondary=True,
 )

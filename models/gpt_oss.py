@@ -23,6 +23,7 @@ from spmd.models.decoder.published import (
     TensorNames,
     decoder_family,
     layer_names,
+    read_network_rotary,
     read_sizes,
     write_sizes,
 )
@@ -34,7 +35,6 @@ from spmd.models.decoder.published_layers import (
     read_window_of,
     write_layer_types,
 )
-from spmd.models.decoder.published_rotary import read_rotary
 from spmd.models.decoder.rotary import Rotary
 
 _SCALING = YarnScaling(factor=32.0, original_context=4096, truncate=False)
@@ -75,11 +75,8 @@ PRESETS = {
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    head_dim = 64
-    if fields.is_null("head_dim"):
-        head_dim = 0
-    sizes = read_sizes(fields, eps=1e-5, theta=0, head_dim=head_dim, kv_heads=8)
-    rotary = read_rotary(fields, _ROTARY)
+    sizes = read_sizes(fields, eps=1e-5, theta=0, head_dim=64, kv_heads=8)
+    positions = read_network_rotary(fields, _ROTARY)
     fields.only("swiglu_limit", SWIGLU_LIMIT)
     fields.only("swiglu_alpha", SWIGLU_ALPHA)
     router = _ROUTER.read(fields)
@@ -91,7 +88,6 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     kinds = read_layer_types(fields, sizes["layers"], every(2, sizes["layers"]))
     window = read_window_of(fields, kinds, absent=128)
     table = attention_table(layer, window, kinds)
-    positions = {"rope_theta": rotary.theta, "rope_scaling": rotary.scaling}
     return fields.build(DecoderConfig, **sizes, **positions, **table, router=router)
 
 

@@ -35,6 +35,7 @@ from spmd.models.decoder.published_experts import (
     read_shared_experts,
     write_shared_experts,
 )
+from spmd.models.decoder.published_layers import limit_layers
 from spmd.models.hunyuan import HARMLESS, NAMES, read_sizes_with_alpha
 
 _V1_MIXER = AttentionSpec(qk_norm="head", qk_norm_after=True)
@@ -42,13 +43,13 @@ _V3_MIXER = AttentionSpec(qk_norm="head")
 _THETA3 = 11_158_840.0
 
 
-def hunyuan_moe(*shape: int, **fields: Any) -> DecoderConfig:
+def hunyuan_moe(*shape: Any, **fields: Any) -> DecoderConfig:
     """Return the config of a Hunyuan with a shared expert as wide as the others."""
     layer = LayerSpec(_V1_MIXER, ExpertsSpec(shared_d_ff=shape[5]))
     return DecoderConfig(*shape, **{"layer": layer} | fields)
 
 
-def hy3(*shape: int, dense_d_ff: int, dense: int = 1, **fields: Any) -> DecoderConfig:
+def hy3(*shape: Any, dense_d_ff: int, dense: int = 1, **fields: Any) -> DecoderConfig:
     """Return the config of a Hy3, from fields of `DecoderConfig`.
 
     Args:
@@ -149,7 +150,8 @@ def _read3(values: Mapping[str, Any]) -> DecoderConfig:
     fields.only("mlp_bias", False)
     mixer = read_attention_bias(fields, _V3_MIXER)
     layer = LayerSpec(mixer, read_shared_experts(fields, d_ff=1536, name=_SHARED3))
-    kinds = read_mlp_types(fields, sizes["layers"], dense_first(1, sizes["layers"]))
+    layers = limit_layers(fields, sizes["layers"])
+    kinds = read_mlp_types(fields, layers, dense_first(1, layers))
     router = _V3_ROUTER.read(fields, scale=fields.number(_SCALE3, 2.826))
     return fields.build(
         DecoderConfig, **sizes, **experts_table(layer, MLPSpec(), kinds), router=router

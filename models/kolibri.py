@@ -69,7 +69,13 @@ _NORMS = {
 _NAMES = layer_names(**_NORMS) | expert_names()
 _NAMES["moe/router/bias"] = ("moe.router.expert_bias", AS_IS)
 _ROUTER = RouterFields(
-    "num_experts", experts=384, top_k=6, normalise=False, balance_name="", base=_CHOICE
+    "num_experts",
+    also=("num_local_experts",),
+    experts=384,
+    top_k=6,
+    normalise=False,
+    balance_name="",
+    base=_CHOICE,
 )
 _WIDTH = "shared_expert_intermediate_size"
 
@@ -80,7 +86,8 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     width = fields.integer("moe_intermediate_size", 512)
     experts = ExpertsSpec(width, shared_d_ff=fields.integer(_WIDTH, 512))
     layer = LayerSpec(_MIXER, experts, norms="both")
-    specs = read_rotated_windows(fields, layer, every(5, sizes["layers"]), absent=513)
+    layers = sizes["layers"]
+    specs = read_rotated_windows(fields, layer, layers, every(5, layers), absent=513)
     return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
 
 

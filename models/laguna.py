@@ -26,7 +26,13 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.decoder.published_experts import (
     RouterFields,
     dense_first,
@@ -139,8 +145,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 def _read_mixer(fields: Fields) -> AttentionSpec:
     """Parse biases and the gate of attention."""
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_MIXER, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _MIXER)
     fields.only("gating", True, "per-head", "per-element")
     if fields.value("gating") == "per-element":
         mixer = dataclasses.replace(mixer, gate="channel")

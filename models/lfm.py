@@ -257,8 +257,6 @@ def _read2_moe(values: Mapping[str, Any]) -> DecoderConfig:
 
 def _read_sizes(fields: Fields) -> dict[str, Any]:
     """Parse the sizes of an LFM 2."""
-    for name in _HARMLESS:
-        fields.value(name)
     sizes = read_sizes(fields, eps=1e-5, eps_field=_EPS, theta=1e6, kv_heads=8, tied=True)
     sizes["tied"] = fields.flag("tie_embedding", sizes["tied"])
     return sizes

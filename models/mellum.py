@@ -8,7 +8,6 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,14 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.decoder.published_ahead import ignored_ahead
 from spmd.models.decoder.published_experts import (
     SPARSE,
     RouterFields,
@@ -91,8 +97,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     kinds = read_layer_types(fields, layers, every(1, layers))
     window = read_window_of(fields, kinds, absent=1024)
     rotary = read_rotary_by_kind(fields, _THETA, _LOCAL_THETA)
-    bias = fields.flag("attention_bias", default=False)
-    mixer = dataclasses.replace(_MIXER, qkv_bias=bias, out_bias=bias)
+    mixer = read_attention_bias(fields, _MIXER)
     experts = ExpertsSpec(fields.integer("moe_intermediate_size", 896))
     positions = [rotary[kind] for kind in kinds]
     specs = attention_layers(LayerSpec(mixer, experts), window, kinds, rotary=positions)
@@ -118,11 +123,13 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+_NAMES = layer_names() | expert_names()
 FAMILY = decoder_family(
     "MellumForCausalLM",
     _read,
     _write,
-    layer_names() | expert_names(),
+    _NAMES,
+    ignored=ignored_ahead(_NAMES),
     harmless=_UNUSED,
     secondary=True,
 )

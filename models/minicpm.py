@@ -86,10 +86,19 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         **write_latent_sizes(config),
         "mlp_bias": isinstance(mlp, MLPSpec) and mlp.bias,
         "scale_emb": config.embed_scale or config.d_model**0.5,
-        # without the rounding of the root, 1.4 is written as such
-        "scale_depth": round(config.residual_scale * math.sqrt(config.layers), 12),
+        "scale_depth": _depth(config),
         "dim_model_base": max(1, round(config.logits_scale * config.d_model)),
     }
+
+
+def _depth(config: DecoderConfig) -> float:
+    """Return `scale_depth`, which divided by the root of the number of layers is the factor."""
+    root = math.sqrt(config.layers)
+    depth = config.residual_scale * root
+    short = round(depth, 12)  # 1.4, not 1.4000000000000001
+    if short / root == config.residual_scale:
+        return short
+    return depth
 
 
 FAMILY = decoder_family("MiniCPM3ForCausalLM", _read, _write, layer_names() | latent_names())

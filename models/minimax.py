@@ -77,8 +77,6 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     for name, value in _REQUIRED.items():
         fields.only(name, value)
-    for name in _UNUSED:
-        fields.value(name)
     sizes = read_sizes(fields, theta=0, kv_heads=8, head_dim=128)
     fields.only("attn_type_list", [1] * min(sizes["layers"], 1000))  # 1: softmax attention
     head_dim = sizes["head_dim"] or sizes["d_model"] // sizes["heads"]

@@ -9,7 +9,6 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +37,7 @@ from spmd.models.decoder.published_layers import (
     SLIDING,
     attention_layers,
     layer_types,
+    limit_layers,
     read_layer_types,
     read_window_of,
     table_of,
@@ -45,10 +45,13 @@ from spmd.models.decoder.published_layers import (
 
 _THETA: dict[str, Any] = {"rope_theta": 1e6, "norm_eps": 1e-6}
 _QWEN3 = LayerSpec(AttentionSpec(qk_norm="head"), ExpertsSpec())
-_qwen3 = functools.partial(DecoderConfig, **_THETA, layer=_QWEN3)
 
 
-def qwen2_moe(*shape: int, shared_d_ff: int, **fields: Any) -> DecoderConfig:
+def _qwen3(*shape: Any, **fields: Any) -> DecoderConfig:
+    return DecoderConfig(*shape, **_THETA | {"layer": _QWEN3} | fields)
+
+
+def qwen2_moe(*shape: Any, shared_d_ff: int, **fields: Any) -> DecoderConfig:
     """Return the config of a Qwen 2 MoE, from fields of `DecoderConfig`.
 
     Args:
@@ -121,7 +124,7 @@ def _write3(config: DecoderConfig) -> dict[str, Any]:
 def _read2(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, kv_heads=16, d_ff=5632)
-    layers = sizes["layers"]
+    layers = limit_layers(fields, sizes["layers"])
     windowed = 0
     if fields.flag("use_sliding_window", default=False):
         windowed = fields.integer("max_window_layers", 28)

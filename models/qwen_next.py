@@ -41,6 +41,7 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
+from spmd.models.decoder.published_ahead import ignored_ahead
 from spmd.models.decoder.published_delta import (
     LINEAR,
     fused_delta_net_names,
@@ -152,8 +153,11 @@ _OF_IMAGES = (
     "vision_end_token_id",
     "vision_start_token_id",
 )
-_OTHER_EXPERTS = ("experts.down_proj", "experts.gate_up_proj", "shared_expert_gate.weight")
-"""Tensors of experts in one tensor, and of the shared expert's gate."""
+_IGNORED_AHEAD = ignored_ahead(
+    layer_names() | expert_names(shared="shared_expert"),
+    *("mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.shared_expert_gate.weight"),
+)
+"""Tensors of multi-token prediction, with experts in tensors of their own or in one tensor."""
 _ALSO = ("mrope_section", "mrope_interleaved")
 """Entries of rotary positions of images, which text does not have."""
 
@@ -293,22 +297,11 @@ def _ignored_images() -> Iterator[Ignored]:
         yield Ignored(f"model.visual.{name}", "is for images, and this is a model of text")
 
 
-def _ignored_ahead() -> tuple[Ignored, ...]:
-    """Return the tensors of multi-token prediction, ignored by `transformers` too."""
-    layer = layer_names() | expert_names(shared="shared_expert")
-    tensors = [tensor for tensor, _ in layer.values()]
-    ends = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-    names = [f"mtp.layers.{{layer}}.{tensor}" for tensor in tensors]
-    names += [f"mtp.{end}.weight" for end in ends]
-    names += [f"mtp.layers.{{layer}}.mlp.{tensor}" for tensor in _OTHER_EXPERTS]
-    return tuple(Ignored(name, "predicts the second next token") for name in names)
-
-
 def _family_with_experts(
     architecture: str | tuple[str, ...], kind: str, router: RouterFields, *, is_next: bool
 ) -> Family:
     """Return a family with experts; `is_next` is whether it is Qwen 3 Next, not 3.5."""
-    others: dict[str, Any] = {"ignored": _ignored_ahead()}
+    others: dict[str, Any] = {"ignored": _IGNORED_AHEAD}
     if not is_next:
         others = _OF_3_5
     options: dict[str, Any] = {"router": router, "chooses_layers": is_next}
@@ -323,7 +316,7 @@ def _family_with_experts(
 
 
 _OF_3_5: dict[str, Any] = {
-    "ignored": (*_ignored_ahead(), *_ignored_images()),
+    "ignored": (*_IGNORED_AHEAD, *_ignored_images()),
     "other_names": (
         _with_images,
         functools.partial(_fused_experts, prefix=TEXT_PREFIX),

@@ -32,11 +32,7 @@ PRESETS = {
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    fields.value("residual_dropout")
-    head_dim = 128
-    if fields.is_null("head_dim"):
-        head_dim = 0
-    sizes = read_sizes(fields, head_dim=head_dim, kv_heads=8)
+    sizes = read_sizes(fields, head_dim=128, kv_heads=8)
     mixer = AttentionSpec(
         qkv_bias=fields.flag("attention_bias", default=True),
         out_bias=fields.flag("attention_out_bias", default=False),

@@ -24,8 +24,8 @@ from spmd.models.decoder.published_layers import (
     FULL,
     SLIDING,
     attention_table,
-    every,
     read_layer_types,
+    read_rotated,
     read_window_of,
     rotary_where,
     rotated_layers,
@@ -52,7 +52,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     fields.value("max_window_layers")  # has no effect
     sizes = read_sizes(fields, theta=2e6, kv_heads=4, tied=True)
-    rotated = _read_rotated(fields, sizes["layers"])
+    rotated = read_rotated(fields, sizes["layers"])
     has_windows = fields.flag("use_sliding_window", default=False)
     default = [FULL] * len(rotated)
     if has_windows and fields.value("sliding_window") is not None:
@@ -65,17 +65,6 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     positions = rotary_where(rotated, Rotary())
     table = attention_table(layer, window, kinds, rotary=positions)
     return fields.build(DecoderConfig, **sizes, **table)
-
-
-def _read_rotated(fields: Fields, layers: int) -> list[bool]:
-    """Parse `no_rope_layers`, 1 for each layer with rotary positions and 0 for the others."""
-    interval = fields.integer("no_rope_layer_interval", 4)
-    default = [word == "rotated" for word in every(interval, layers, "rotated", "not")]
-    found = fields.value("no_rope_layers", [int(is_rotated) for is_rotated in default])
-    if not isinstance(found, list) or len(found) != layers or not {*map(repr, found)} <= {"0", "1"}:
-        fields.refuse("no_rope_layers", f"is {found!r:.80}, not a list of 0 or 1 for each layer")
-        return default
-    return [number == 1 for number in found]
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:

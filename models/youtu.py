@@ -43,7 +43,6 @@ PRESETS = {
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, tied=True)
-    fields.value(_INIT)
     rotary = Rotary(interleaved=fields.flag("rope_interleave", default=True))
     default = dataclasses.replace(_MIXER, rotary=rotary)
     mixer = read_latent_attention(fields, sizes, default)

@@ -7,6 +7,8 @@ from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
+from spmd.models.decoder.no_mixer import NoMixerSpec
+from spmd.models.decoder.parallel_mixer import ParallelMixerSpec
 from spmd.models.decoder.rotary import (
     DynamicScaling,
     LinearScaling,
@@ -36,7 +38,9 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "MLPSpec",
+    "NoMixerSpec",
     "NormSpec",
+    "ParallelMixerSpec",
     "ProportionalScaling",
     "RopeScaling",
     "Rotary",

@@ -41,7 +41,8 @@ class ExpertsSpec:
     bias: bool = False
     """Add biases to hidden units and outputs of experts."""
     shared_d_ff: int = 0
-    """Hidden width of the shared expert, used by every token; 0: none."""
+    """Hidden width of the shared expert, used by every token, with the activation and kernels of
+    the others; 0: none."""
     shared_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a linear map from a token to one number
     (`shared_expert_gate` of Qwen 2 MoE, arXiv:2407.10671)."""
@@ -79,7 +80,7 @@ class ExpertsSpec:
         """Spec of the shared expert; None without one."""
         if not self.shared_d_ff:
             return None
-        return MLPSpec(self.shared_d_ff, self.activation)
+        return MLPSpec(self.shared_d_ff, self.activation, self.gated)
 
     def matmul_params(self, sizes: Sizes, experts: int, router: RouterConfig) -> int:
         """Return the number of parameters in matmuls, with `experts` of the experts."""
@@ -126,7 +127,7 @@ class ExpertsSpec:
         )
         rows = TableRows(tuple(params), activations)
         if self.shared is not None:
-            rows += mlp_rows("shared", fsdp, gated=True, bias=False)
+            rows += mlp_rows("shared", fsdp, gated=self.gated, bias=False)
         if self.shared_gate:
             rows += TableRows((("shared_gate/kernel", P(fsdp)),))  # [d, 1]
         return rows

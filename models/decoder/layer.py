@@ -15,14 +15,22 @@ from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.decoder.mlp import MLPSpec
+from spmd.models.decoder.no_mixer import NoMixerSpec
 from spmd.models.decoder.norms import make_norm
+from spmd.models.decoder.parallel_mixer import ParallelMixerSpec
 from spmd.models.decoder.short_convolution import GatedConvolutionSpec
 from spmd.models.decoder.sizes import Sizes
 from spmd.models.decoder.state_space import StateSpaceSpec
 from spmd.plan.annotate import annotate
 
 Mixer = (
-    AttentionSpec | LatentAttentionSpec | GatedConvolutionSpec | GatedDeltaNetSpec | StateSpaceSpec
+    AttentionSpec
+    | LatentAttentionSpec
+    | GatedConvolutionSpec
+    | GatedDeltaNetSpec
+    | StateSpaceSpec
+    | ParallelMixerSpec
+    | NoMixerSpec
 )
 """Specs of token mixers."""
 
@@ -68,8 +76,19 @@ class LayerSpec:
         """Return a problem for each invalid field of a resolved spec."""
         problems = check_fields(self, {"norms": tuple(_NORM_NAMES)}, prefix=where)
         problems += self.mixer.problems(f"{where}mixer.", sizes)
+        if self.mlp is None and self.norms.startswith("parallel"):
+            what = f"is {self.norms}, and the layer has no MLP beside its mixer"
+            problems.append(Problem(f"{where}norms", what, fix='"before", or an MLP'))
         if self.mlp is not None:
             problems += self.mlp.problems(f"{where}mlp.")
+        if self.has_mixer:
+            return problems
+        if self.mlp is None:
+            what = "is None, and the layer has no mixer either"
+            problems.append(Problem(f"{where}mlp", what, fix="one of them"))
+        if self.is_parallel:
+            what = "puts nothing beside the MLP: the layer has no mixer"
+            problems.append(Problem(f"{where}norms", what, fix='"before"'))
         return problems
 
     @property
@@ -84,6 +103,16 @@ class LayerSpec:
         return self.mixer
 
     @property
+    def has_mixer(self) -> bool:
+        """Whether the layer has a token mixer."""
+        return not isinstance(self.mixer, NoMixerSpec)
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether mixer and MLP read the same input."""
+        return self.norms.startswith("parallel")
+
+    @property
     def has_experts(self) -> bool:
         """Whether the layer has experts."""
         return isinstance(self.mlp, ExpertsSpec)
@@ -94,6 +123,8 @@ class LayerSpec:
         names = _NORM_NAMES[self.norms]
         if self.mlp is None:
             names = tuple(name for name in names if name.startswith("attention"))
+        if not self.has_mixer:
+            names = tuple(name for name in names if name.startswith("mlp"))
         return names
 
     def rows(self, fsdp: Axes) -> TableRows:
@@ -134,7 +165,8 @@ class DecoderLayer(nnx.Module):
         self.scale = sizes.residual_scale
         for name in spec.norm_names:
             setattr(self, name, make_norm(sizes.d_model, sizes))
-        setattr(self, spec.mixer.name, spec.mixer.build(sizes, angles, rngs))
+        if not isinstance(spec.mixer, NoMixerSpec):
+            setattr(self, spec.mixer.name, spec.mixer.build(sizes, angles, rngs))
         if isinstance(spec.mlp, ExpertsSpec):
             assert router is not None, "the config has a problem for experts without a router"
             self.moe = spec.mlp.build(sizes, router, rngs)
@@ -150,15 +182,21 @@ class DecoderLayer(nnx.Module):
         offload it.
         """
         x = annotate(x, self.spec.input_name)
-        mixer = getattr(self, self.spec.mixer.name)
-        y = mixer(self._normed("attention_norm", x), inputs)
-        if self.spec.norms.startswith("parallel"):
-            return self._add_parallel(x, y, key, inputs)
-        x = self._add(x, self._normed("attention_post_norm", y))
+        if self.spec.is_parallel:
+            return self._add_parallel(x, self._mixed(x, inputs), key, inputs)
+        if self.spec.has_mixer:
+            y = self._mixed(x, inputs)
+            x = self._add(x, self._normed("attention_post_norm", y))
         if self.spec.mlp is None:
             return x, None
         y, report = self._feed_forward(self._normed("mlp_norm", x), key, inputs)
         return self._add(x, self._normed("mlp_post_norm", y)), report
+
+    def _mixed(self, x: Array, inputs: LayerInputs) -> Float[Array, "batch seq d"]:
+        """Return the output of the mixer."""
+        mixer = getattr(self, self.spec.mixer.name)
+        mixed: Array = mixer(self._normed("attention_norm", x), inputs)
+        return mixed
 
     def _add_parallel(
         self, x: Array, mixed: Array, key: Array | None, inputs: LayerInputs

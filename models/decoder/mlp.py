@@ -29,6 +29,10 @@ class MLPSpec:
     otherwise two."""
     bias: bool = False
     """Add biases to hidden units and output."""
+    gate_scale: float = 1.0
+    """Factor of the gate before its activation (`mlp_multipliers` of Falcon-H1)."""
+    out_scale: float = 1.0
+    """Factor of the output (`mlp_multipliers`)."""
 
     name = "mlp"
     """Name of the module in a layer."""
@@ -39,7 +43,11 @@ class MLPSpec:
 
     def problems(self, where: str) -> list[Problem]:
         """Return a problem for each invalid field of a resolved spec."""
-        problems = check_fields(self, {"d_ff": "at least 1"}, prefix=where)
+        rules = {"d_ff": "at least 1", "gate_scale": "above 0", "out_scale": "above 0"}
+        problems = check_fields(self, rules, prefix=where)
+        if not self.gated and self.gate_scale != 1:
+            what = "acts on nothing without a gate"
+            problems.append(Problem(f"{where}gate_scale", what, fix="1, or gated=True"))
         return problems + activation_problems(self.activation, self.gated, where)
 
     def matmul_params(self, sizes: Sizes) -> int:
@@ -118,12 +126,13 @@ class MLP(nnx.Module):
             hidden_units = self._gated(x, self.gate_proj)
         hidden_units = annotate(hidden_units, "mlp_hidden")
         y = row_parallel(hidden_units, self.down_proj.kernel, "mlp_input")
-        return self.down_proj.with_bias(y)
+        return _scaled(self.down_proj.with_bias(y), self.spec.out_scale)
 
     def _gated(self, x: Array, gate_proj: Dense) -> Float[Array, "batch seq hidden"]:
         kernels = (gate_proj.kernel, self.up_proj.kernel)
         gate, up = column_parallel(x, kernels, "mlp_input")
-        gate = annotate(gate_proj.with_bias(gate), "mlp_gate")
+        gate = _scaled(gate_proj.with_bias(gate), self.spec.gate_scale)
+        gate = annotate(gate, "mlp_gate")
         up = annotate(self.up_proj.with_bias(up), "mlp_up")
         return GATED[self.spec.activation](gate, up)
 
@@ -134,3 +143,10 @@ class MLP(nnx.Module):
         if activation in LEARNED:
             return LEARNED[activation](up, self.alpha_p[...], self.alpha_n[...])
         return UNGATED[activation](up)
+
+
+def _scaled(x: Array, factor: float) -> Array:
+    """Multiply by a factor, if it is not 1."""
+    if factor == 1:
+        return x
+    return x * factor

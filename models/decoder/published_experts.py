@@ -21,7 +21,12 @@ from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.published import Names
-from spmd.models.decoder.published_layers import read_layer_types, table_of
+from spmd.models.decoder.published_layers import (
+    MOST_LAYERS,
+    limit_layers,
+    read_layer_types,
+    table_of,
+)
 
 SPARSE = "sparse"
 """Kind of a layer with experts, as in `mlp_layer_types`."""
@@ -140,16 +145,22 @@ def read_dense_first(fields: Fields, layers: int, absent: int) -> int:
     return dense
 
 
-def read_sparse_layers(fields: Fields, layers: int) -> list[str]:
+def read_sparse_layers(fields: Fields, layers: int, default: Sequence[int] = ()) -> list[str]:
     """Parse `decoder_sparse_step` and `mlp_only_layers`; return the kind of each layer's MLP.
 
     Layers of an interval's end have experts, except for those of the list, which begins at 0.
+
+    Args:
+        fields: Fields of config.json.
+        layers: Number of layers.
+        default: The list if the field is absent or null.
     """
     step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.value("mlp_only_layers", [])
+    dense = fields.value("mlp_only_layers", [*default])
     if not isinstance(dense, list) or not all(type(number) is int for number in dense):
         fields.refuse("mlp_only_layers", "is not a list of integers")
         dense = []
+    layers = limit_layers(fields, layers)
     kinds = []
     for number in range(layers):
         kind = DENSE
@@ -158,7 +169,7 @@ def read_sparse_layers(fields: Fields, layers: int) -> list[str]:
         kinds.append(kind)
     if SPARSE not in kinds:
         fields.refuse("mlp_only_layers", "and decoder_sparse_step leave no layer with experts")
-        return [SPARSE] * layers
+        return [SPARSE] * len(kinds)
     return kinds
 
 
@@ -186,7 +197,12 @@ def mlp_kinds(config: DecoderConfig) -> list[str]:
 
 
 def dense_first(dense: int, layers: int) -> list[str]:
-    """Return the kind of each layer's MLP, for a number of first layers without experts."""
+    """Return the kind of each layer's MLP, for a number of first layers without experts.
+
+    Of more than `MOST_LAYERS` layers, it is that of the first ones.
+    """
+    layers = min(layers, MOST_LAYERS)
+    dense = min(layers, dense)
     return [DENSE] * dense + [SPARSE] * (layers - dense)
 
 
@@ -206,7 +222,8 @@ def with_dense_mlps(
 ) -> list[LayerSpec]:
     """Return layers with an MLP in place of experts where their kind is `DENSE`.
 
-    Those before all experts have the name `dense_layers` if they are equal.
+    Those before all experts have the name `dense_layers` if they are equal and no other layer has
+    one MLP.
     """
     specs = []
     for layer, kind in zip(layers, kinds, strict=True):
@@ -214,7 +231,7 @@ def with_dense_mlps(
             layer = dataclasses.replace(layer, mlp=dense)
         specs.append(layer)
     first = [*kinds, SPARSE].index(SPARSE)
-    if len(set(specs[:first])) == 1:
+    if len(set(specs[:first])) == 1 and DENSE not in kinds[first:]:
         named = dataclasses.replace(specs[0], name="dense_layers")
         specs[:first] = [named] * first
     return specs

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from spmd.errors import did_you_mean
+from spmd.errors import did_you_mean, shorten
 from spmd.hf.fields import Fields
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
@@ -29,7 +29,8 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 """Attention in a sliding window of `sliding_window` tokens, the attending one included."""
 
-_MOST_LAYERS = 1000
+MOST_LAYERS = 1000
+"""Most layers in a list with an entry for each; a file may claim more than fit in memory."""
 _UNUSED_WINDOW = 4096
 
 Kind = TypeVar("Kind", bound=Hashable)
@@ -43,12 +44,20 @@ def every(interval: int, layers: int, often: str = SLIDING, seldom: str = FULL) 
         ['s', 's', 'f', 's']
     """
     kinds = []
-    for number in range(1, min(layers, _MOST_LAYERS) + 1):
+    for number in range(1, min(layers, MOST_LAYERS) + 1):
         kind = often
         if number % interval == 0:
             kind = seldom
         kinds.append(kind)
     return kinds
+
+
+def limit_layers(fields: Fields, layers: int) -> int:
+    """Return a number of layers, at most 1000; a larger one is reported to `fields`."""
+    if layers > MOST_LAYERS:
+        fields.refuse("num_hidden_layers", f"is {layers}, and at most {MOST_LAYERS} have kinds")
+        return MOST_LAYERS
+    return layers
 
 
 def read_layer_types(
@@ -67,8 +76,7 @@ def read_layer_types(
         known: The supported words.
         name: Name of the field.
     """
-    if layers > _MOST_LAYERS:
-        fields.refuse("num_hidden_layers", f"is {layers}, and at most {_MOST_LAYERS} have kinds")
+    if limit_layers(fields, layers) < layers:
         return list(default)
     found = fields.value(name)
     if found is None:
@@ -201,18 +209,28 @@ def rotated_windows(
 
 
 def read_rotated_windows(
-    fields: Fields, layer: LayerSpec, default: Sequence[str], absent: int
+    fields: Fields,
+    layer: LayerSpec,
+    layers: int,
+    default: Sequence[str],
+    *,
+    absent: int,
+    nullable: bool = False,
 ) -> list[LayerSpec]:
     """Parse `layer_types` and `sliding_window` of layers as in `rotated_windows`.
 
     Args:
         fields: Fields of config.json.
         layer: A layer of full attention.
+        layers: Number of layers.
         default: The kind of each layer if `layer_types` is absent or null.
-        absent: The window if the field is absent; with null, all layers have positions.
+        absent: The window if the field is absent.
+        nullable: Whether it may be null; then all layers have positions.
     """
     rotate_all = fields.is_null("sliding_window")
-    kinds = read_layer_types(fields, len(default), default)
+    if rotate_all and not nullable:
+        fields.refuse("sliding_window", "is null, and this model needs a number")
+    kinds = read_layer_types(fields, layers, default)
     window = read_window_of(fields, kinds, absent)
     return rotated_windows(layer, window, kinds, rotate_all=rotate_all)
 
@@ -289,6 +307,28 @@ def attention_of(config: DecoderConfig) -> AttentionSpec:
         if isinstance(spec.mixer, AttentionSpec):
             return spec.mixer
     return AttentionSpec(rotary=None).resolve(config.sizes)
+
+
+def read_rotated(fields: Fields, layers: int, *, empty_is_absent: bool = False) -> list[bool]:
+    """Parse `no_rope_layers`, 1 for each layer with rotary positions and 0 for the others.
+
+    By default, the last layer of each `no_rope_layer_interval` has none.
+
+    Args:
+        fields: Fields of config.json.
+        layers: Number of layers.
+        empty_is_absent: Whether an empty list means the default (Llama 4).
+    """
+    interval = fields.integer("no_rope_layer_interval", 4)
+    default = [word == "rotated" for word in every(interval, layers, "rotated", "not")]
+    found = fields.value("no_rope_layers", [int(is_rotated) for is_rotated in default])
+    if found == [] and empty_is_absent:
+        return default
+    if not isinstance(found, list) or len(found) != layers or not {*map(repr, found)} <= {"0", "1"}:
+        what = f"is {shorten(found)}, not a list of 0 or 1 for each layer"
+        fields.refuse("no_rope_layers", what)
+        return default
+    return [number == 1 for number in found]
 
 
 def rotated_layers(config: DecoderConfig) -> list[bool]:

@@ -14,6 +14,7 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, CONVOLUTION, TRANSPOSED, part
 from spmd.models.decoder.decoder import DecoderConfig
+from spmd.models.decoder.parallel_mixer import ParallelMixerSpec
 from spmd.models.decoder.published_layers import FULL
 from spmd.models.decoder.published_names import Names, fused_names
 from spmd.models.decoder.state_space import StateSpaceSpec
@@ -141,6 +142,8 @@ def state_space_of(config: DecoderConfig) -> StateSpaceSpec:
     for spec in config.pattern.distinct:
         if isinstance(spec.mixer, StateSpaceSpec):
             return spec.mixer
+        if isinstance(spec.mixer, ParallelMixerSpec):
+            return spec.mixer.state_space
     raise AttributeError("no layer has a state-space mixer")
 
 

@@ -317,12 +317,12 @@ class Llama3Scaling(RopeScaling):
         problems = check_fields(self, _FACTOR | _CONTEXT, prefix=_PREFIX)
         low = self.low_frequency_factor
         high = self.high_frequency_factor
-        if not 0 < low < high:
+        if not 0 < low <= high:
             problem = Problem(
                 "rope_scaling",
                 "has factors out of order",
                 f"low {low}, high {high}",
-                "0 < low_frequency_factor < high_frequency_factor",
+                "0 < low_frequency_factor <= high_frequency_factor",
             )
             problems.append(problem)
         return problems
@@ -343,7 +343,10 @@ class Llama3Scaling(RopeScaling):
         turns = self.original_context * frequencies / (2 * np.pi)
         low = self.low_frequency_factor
         high = self.high_frequency_factor
-        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        if low == high:
+            kept = np.where(turns < low, 0.0, 1.0)  # a step (Llama 4)
+        else:
+            kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
         factors = kept + (1 - kept) / self.factor
         return frequencies * factors
 
@@ -405,6 +408,19 @@ def rotated_width(head_dim: int, fraction: float) -> int:
     return int(head_dim * fraction)
 
 
+def rotary_fraction(rotated: int, head_dim: int) -> float:
+    """Return the fraction of a head with so many dimensions: the inverse of `rotated_width`.
+
+    Example:
+        >>> rotated_width(44, 30 / 44), rotated_width(44, rotary_fraction(30, 44))
+        (29, 30)
+    """
+    fraction = rotated / head_dim
+    if rotated_width(head_dim, fraction) < rotated:
+        return math.nextafter(fraction, 1.0)
+    return fraction
+
+
 def rotary_problems(
     head_dim: int, scaling: RopeScaling = RopeScaling(), fraction: float = 1.0
 ) -> list[Problem]:
@@ -442,6 +458,8 @@ class Rotary:
     """Fraction of each head that is rotated, its first dimensions (`partial_rotary_factor`)."""
     interleaved: bool = False
     """Rotate pairs `(2i, 2i + 1)` instead of halves of a head (GPT-J, GLM, Cohere, DeepSeek)."""
+    negative: bool = False
+    """Rotate by negative angles (nanochat)."""
 
     def resolve(self, theta: float, scaling: RopeScaling) -> "Rotary":
         """Return the positions with the network's values where they have none of their own."""
@@ -462,7 +480,10 @@ class Rotary:
     def angles(self, positions: np.ndarray | Array, head_dim: int) -> Angles:
         """Return the angles of positions, for heads of a width."""
         assert self.scaling is not None, "the spec is not resolved"
-        return rotary_angles(positions, head_dim, self.theta, self.scaling, self.fraction)
+        cos, sin = rotary_angles(positions, head_dim, self.theta, self.scaling, self.fraction)
+        if self.negative:
+            sin = -sin
+        return cos, sin
 
 
 def rotary_angles(

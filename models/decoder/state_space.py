@@ -73,6 +73,8 @@ class StateSpaceSpec:
     """Normalise the output, each group of channels by itself; otherwise it has a gate alone."""
     gate_first: bool = True
     """Multiply by the gate before that norm, not after it."""
+    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """Factors of gate, x, b, c and dt before convolutions (`ssm_multipliers` of Falcon-H1)."""
 
     name = "state_space"
     """Name of the module in a layer."""
@@ -96,9 +98,7 @@ class StateSpaceSpec:
         rules: dict[str, Any] = dict.fromkeys(positive, "at least 1")
         rules["dt_min"] = "at least 0 and finite"
         problems = check_fields(self, rules, prefix=where)
-        if problems:
-            return problems
-        if self.heads % self.groups:
+        if not problems and self.heads % self.groups:
             problem = Problem(
                 f"{where}groups",
                 "does not divide heads",
@@ -106,9 +106,18 @@ class StateSpaceSpec:
                 "equally many heads for each group",
             )
             problems.append(problem)
+        return problems + self._option_problems(where)
+
+    def _option_problems(self, where: str) -> list[Problem]:
+        """Return the problems of limits, factors and the norm."""
+        problems = []
         if self.dt_max is not None and not self.dt_min < self.dt_max < float("inf"):
             what = f"is {self.dt_max:g}, which is not above dt_min {self.dt_min:g} and finite"
             problems.append(Problem(f"{where}dt_max", what, fix="None for no limit"))
+        if len(self.multipliers) != len(_PROJECTIONS) or min(self.multipliers) <= 0:
+            what = f"are {self.multipliers}"
+            fix = f"a number above 0 for each of {', '.join(_PROJECTIONS)}"
+            problems.append(Problem(f"{where}multipliers", what, fix=fix))
         if not self.norm and not self.gate_first:
             what = "acts on nothing without a norm"
             problems.append(Problem(f"{where}gate_first", what, fix="True, or norm=True"))
@@ -241,8 +250,14 @@ class StateSpace(nnx.Module):
         kernels = [projection.kernel for projection in projections]
         products = column_parallel(x, kernels, _INPUT)
         found = {}
-        for name, projection, product in zip(_PROJECTIONS, projections, products, strict=True):
-            found[name] = projection.with_bias(product)
+        factors = self.spec.multipliers
+        for name, projection, y, factor in zip(
+            _PROJECTIONS, projections, products, factors, strict=True
+        ):
+            y = projection.with_bias(y)
+            if factor != 1:
+                y = y * factor
+            found[name] = y
         return found
 
     def _scanned(

@@ -140,6 +140,7 @@ def check_published(
     if not problems:
         problems += tensor_problems(sources.values(), floats, ignored, found.tensors)
         problems += found.tied_mismatches
+        problems += found.constant_mismatches
     if problems:
         raise CheckpointError(f"{found.path} does not fit the model:", problems)
     return sources

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,7 +30,7 @@ from spmd.errors import (
     check_local,
     first_of,
 )
-from spmd.hf.family import Family, TensorSource, tensor_sources
+from spmd.hf.family import Family, Ignored, TensorSource, tensor_sources
 from spmd.hf.fields import HARMLESS
 from spmd.hf.folder import CONFIG, INDEX, SINGLE, HFFolder
 from spmd.hf.layout import TensorLayout
@@ -92,6 +93,7 @@ def save_params(
     tensors = _tensors(tensor_sources(names, shapes).values())
     outputs = _outputs(tensors, leaves, dtype)
     dtypes = collections.Counter(str(output.spec.dtype) for output in outputs.values())
+    outputs |= _constants(family.ignored(config), _main_dtype(dtypes))
     config_values = _config_values(family, config, dtypes, values or {})
     if quantized is not None:
         outputs = _with_codes(outputs, tensors, leaves, quantized)
@@ -163,6 +165,23 @@ def _outputs(
     return outputs
 
 
+def _constants(ignored: Iterable[Ignored], dtype: str) -> dict[str, _Output]:
+    """Return the constants of a model to write."""
+    outputs: dict[str, _Output] = {}
+    for entry in ignored:
+        if entry.value is not None:
+            spec = jax.ShapeDtypeStruct((), jnp.dtype(dtype))
+            make = functools.partial(np.full, (), entry.value, spec.dtype)
+            outputs[entry.tensor] = _Output(spec, make)
+    return outputs
+
+
+def _main_dtype(dtypes: collections.Counter[str]) -> str:
+    """Return the dtype of most tensors."""
+    (most,) = dtypes.most_common(1)
+    return most[0]
+
+
 def _with_codes(
     outputs: Mapping[str, _Output],
     tensors: Mapping[str, _Parts],
@@ -218,10 +237,9 @@ def _config_values(
     for name, value in original.items():
         if name in harmless:
             copied[name] = value
-    main_dtype, _ = dtypes.most_common(1)[0]
     written = {
         "architectures": [family.architectures[0]],
-        "torch_dtype": main_dtype,
+        "torch_dtype": _main_dtype(dtypes),
         **family.write_config(config),
     }
     return copied | written

@@ -17,6 +17,7 @@ from spmd.models.decoder import (
     DecoderConfig,
     LayerSpec,
     NormSpec,
+    Rotary,
     Temperature,
     decoder_rules,
 )
@@ -34,9 +35,11 @@ MIXERS = {
     "chunk": AttentionSpec(chunk=5),
     "narrow values": AttentionSpec(value_dim=4, value_scale=0.7, gate="channel"),
     "temperature": AttentionSpec(temperature=Temperature(0.5, interval=4, offset=1)),
+    "negative rotation": AttentionSpec(rotary=Rotary(negative=True)),
     "norms after rotation": AttentionSpec(
         qk_norm="head", qk_norm_kind=NormSpec(scale=False), qk_norm_after=True
     ),
+    "norms of heads": AttentionSpec(qk_norm="heads", qk_norm_kind=NormSpec("layer")),
 }
 OFF = {
     "gate of channels": {"gate": "none"},
@@ -45,7 +48,9 @@ OFF = {
     "chunk": {"chunk": 6},
     "narrow values": {"value_scale": 1.0},
     "temperature": {"temperature": Temperature(0.5, interval=4)},
+    "negative rotation": {"rotary": Rotary()},
     "norms after rotation": {"qk_norm": "none"},
+    "norms of heads": {"qk_norm_kind": NormSpec("rms")},
 }
 """A control for each: another value of the option, with the same parameters."""
 BATCHES = token_batches((8, 16), 64, steps=2)
@@ -79,13 +84,26 @@ def normed(x):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
 
 
+def standardized(x):
+    return normed(x - x.mean(-1, keepdims=True))
+
+
 GATES = {"sigmoid": sigmoid, "softplus": lambda x: np.log1p(np.exp(x))}
+
+
+def of_head(spec, x, layer, norm, head):
+    """One head of queries or keys, normalised with its own scale, if it has one."""
+    if spec.qk_norm != "heads":
+        return x[:, head]
+    return standardized(x[:, head]) * layer[norm]["scale"][head]
 
 
 def by_hand(spec, layer, x):
     """Attention of a resolved spec in NumPy, head by head: x `[seq, d]`."""
     seq = len(x)
     cos, sin = (a[0] for a in rotary_angles(np.arange(seq)[None], spec.head_dim, 1e4))
+    if spec.rotary.negative:
+        sin = -sin
 
     def projected(name, count):
         y = x @ layer[name]["kernel"] + layer[name].get("bias", 0)
@@ -105,7 +123,8 @@ def by_hand(spec, layer, x):
     outs = []
     for head in range(spec.heads):
         shared = head * spec.kv_heads // spec.heads
-        queries, keys = turned(query[:, head]), turned(key[:, shared])
+        queries = turned(of_head(spec, query, layer, "q_norm", head))
+        keys = turned(of_head(spec, key, layer, "k_norm", shared))
         if spec.qk_norm == "head":
             queries, keys = normed(queries), normed(keys)
         if spec.temperature is not None:
@@ -188,6 +207,25 @@ def test_positions_of_temperature_are_those_in_a_document():
     packed = run(params(config), tokens, starts)
     alone = run(params(config), tokens[:, 10:])
     np.testing.assert_allclose(packed[:, 10:], alone, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_normalised_embeddings_are_those_of_a_normalised_table(scale):
+    """The logits of a model without the norm, and with its rows normalised by hand."""
+    plain = decoder(AttentionSpec(), norm=NormSpec(scale=scale))
+    config = dataclasses.replace(plain, embed_norm=True, embed_scale=3.0)
+    arrays = params(config)
+    table = normed(3.0 * arrays["embed"]["embedding"])
+    if scale:
+        table = table * arrays["embed_norm"]["scale"]
+    assert sum(leaf.size for leaf in jax.tree.leaves(arrays)) == config.total_params
+    others = {name: arrays[name] for name in arrays if name != "embed_norm"}
+    tokens = np.random.default_rng(0).integers(0, 64, (2, SEQ), dtype=np.int32)
+    found = jax.jit(model(config).apply)(arrays, tokens)
+    run = jax.jit(model(plain).apply)
+    expected = run(others | {"embed": {"embedding": table}}, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    assert np.abs(run(others, tokens) - found).max() > 1e-2
 
 
 @pytest.mark.soak

@@ -16,12 +16,13 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.hf.family import GROUP, families
 from spmd.hf.fields import Fields
-from spmd.models import internlm, llama, mistral, qwen
+from spmd.models import internlm, llama, mistral, olmo, qwen
 from spmd.models.decoder import (
     AttentionSpec,
     DecoderConfig,
     LayerSpec,
     NormSpec,
+    ParallelMixerSpec,
     Rotary,
     decoder_rules,
 )
@@ -116,6 +117,13 @@ def test_presets_have_the_published_parameter_counts():
     assert {name: config.total_params for name, config in published.items()} == PUBLISHED
 
 
+def active(config, path, size):
+    """Elements of a kernel in the matmuls of one token: of experts, those of the chosen ones."""
+    if "experts/" not in path:
+        return size
+    return size * config.router.top_k // config.router.experts
+
+
 @pytest.mark.parametrize("name", soak_but(SMALL, "olmo", "olmo2", "starcoder2"))
 def test_a_config_counts_its_parameters(name):
     """All of them, and those of matmuls with the head and the chosen experts."""
@@ -123,14 +131,9 @@ def test_a_config_counts_its_parameters(name):
     shapes = jax.eval_shape(model(config).init, jax.random.key(0))
     sizes = {path: int(np.prod(leaf.shape)) for path, leaf in tree.flatten(shapes).items()}
     assert config.total_params == sum(sizes.values())
-    of_kernels = {path: size for path, size in sizes.items() if path.endswith("kernel")}
-    kernels = sum(of_kernels.values())
+    kernels = sum(active(config, *item) for item in sizes.items() if item[0].endswith("kernel"))
     if config.tied:
         kernels += config.vocab * config.d_model
-    if config.router is not None:
-        of_experts = sum(size for path, size in of_kernels.items() if "/experts/" in path)
-        idle = config.router.experts - config.router.top_k
-        kernels -= of_experts * idle // config.router.experts
     assert config.matmul_params == kernels
 
 
@@ -187,6 +190,47 @@ def test_biases_of_internlm_are_those_of_llama():
     assert family.fits(queries)
     with pytest.raises(ConfigError, match="qkv_bias"):
         family.read_config(values | {"qkv_bias": True, "attention_bias": False})
+
+
+def test_iquest_coder_is_a_llama_with_other_defaults():
+    """Absent fields differ, and a file with all of them is read alike."""
+    config = llama.PRESETS["test"]
+    values = llama.IQUESTCODER_FAMILY.write_config(config)
+    assert llama.IQUESTCODER_FAMILY.read_config(values) == llama.FAMILY.read_config(values)
+    del values["head_dim"], values["num_key_value_heads"], values["rms_norm_eps"]
+    absent = llama.IQUESTCODER_FAMILY.read_config(values | {"num_attention_heads": 8})
+    assert (absent.head_width, absent.kv_heads, absent.norm_eps) == (128, 8, 1e-5)
+
+
+def test_one_table_of_rotary_positions_is_of_both_kinds_in_olmo_3():
+    """Without a scaling only, which would be of full attention in a later version."""
+    config = SMALL["olmo3"]
+    values = olmo.OLMO3_FAMILY.write_config(config)
+    assert values.pop("rope_theta") == 5e5
+    table = {"rope_type": "default", "rope_theta": 7e3}
+    again = olmo.OLMO3_FAMILY.read_config(values | {"rope_parameters": table})
+    assert {spec.attention.rotary.theta for spec in again.pattern.kinds} == {7e3}
+    assert olmo.OLMO3_FAMILY.fits(again)
+    scaled = {**table, "rope_type": "linear", "factor": 2.0}
+    with pytest.raises(ConfigError, match="rope_parameters"):
+        olmo.OLMO3_FAMILY.read_config(values | {"rope_parameters": scaled})
+
+
+def test_unused_positions_are_skipped():
+    """The first token has the position after them; none of them changes anything."""
+    config = SMALL["opt"]
+    arrays = params(config)
+
+    def logits_of(config, positions):
+        return np.asarray(model(config).apply({**arrays, "positions": positions}, TOKENS))
+
+    table = arrays["positions"]
+    plain = dataclasses.replace(config, unused_positions=0)
+    expected = logits_of(plain, table[2:])
+    np.testing.assert_array_equal(logits_of(config, table.at[:2].set(jnp.nan)), expected)
+    assert np.abs(logits_of(plain, table[:-2]) - expected).max() > 1e-3
+    with pytest.raises(ConfigError, match=r"model\.unused_positions"):
+        DecoderConfig(unused_positions=2)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -307,6 +351,8 @@ def test_an_impossible_norm_is_refused():
             NormSpec(**fields)
     with pytest.raises(ConfigError, match=r"model\.layer\.norms"):
         DecoderConfig(layer=LayerSpec(norms="around"))
+    with pytest.raises(ConfigError, match=r"model\.layer\.norms: is parallel, and .* no MLP"):
+        DecoderConfig(layer=LayerSpec(mlp=None, norms="parallel"))
 
 
 OPTIONS = {
@@ -334,7 +380,11 @@ def test_a_table_fits_every_axis(name):
     batch = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in BATCHES[0].items()}
     loss = next_token_loss(model(config))
     excluded = {"expert"}
-    if not all(spec.mixer.attention_width for spec in config.pattern.distinct):
+    mixers = [spec.mixer for spec in config.pattern.distinct]
+    splits = [
+        mixer.attention_width and not isinstance(mixer, ParallelMixerSpec) for mixer in mixers
+    ]
+    if not all(splits):
         excluded.add("sequence")  # a recurrence is not split
     for axis in set(AXES) - excluded:
         mesh = abstract_mesh(MeshShape(**{axis: 2}))
@@ -344,11 +394,25 @@ def test_a_table_fits_every_axis(name):
             jax.eval_shape(lambda p, b: loss(p, {}, b, jax.random.key(0))[0], shapes, batch)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["olmo", "olmo2", "hunyuan", "cohere2", "nemotron"])
-def test_a_family_trains_as_on_one_device(name):
-    """The initial state, and of two steps the loss, gradients and updates."""
-    config = SMALL[name]
+def assert_parity(config, **sizes):
+    """The initial state, and of two steps the loss, gradients and updates, are those of one device."""
     grad_fn = value_and_grad(next_token_loss(model(config), chunk=7))
     job = Job(model(config), decoder_rules(config), grad_fn, BATCHES)
-    job.assert_parity(data=2, fsdp=2, tensor=2)
+    job.assert_parity(**sizes)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "name", ["olmo", "olmo2", "hunyuan", "cohere2", "nemotron", "phi", "stablelm"]
+)
+def test_a_family_trains_as_on_one_device(name):
+    """On a mesh of three axes."""
+    assert_parity(SMALL[name], data=2, fsdp=2, tensor=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("vocab", [64, 67])
+def test_a_bias_of_logits_trains_as_on_one_device(vocab):
+    """With a head that is the embedding, whose words tensor splits or does not."""
+    config = dataclasses.replace(SMALL["phi"], tied=True, vocab=vocab)
+    assert_parity(config, data=2, sequence=2, tensor=2)

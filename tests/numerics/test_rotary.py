@@ -247,6 +247,15 @@ def test_every_type_is_read_and_written():
         assert missing == ({"original_context"} if kind == "dynamic" else set())
 
 
+def test_equal_bounds_of_llama3_are_a_step():
+    """Of Llama 4: each frequency is divided or unchanged, none is between."""
+    plain = np.geomspace(1.0, 1e-5, 40)
+    step = Llama3Scaling(16.0, 1.0, 1.0, 64).scaled(plain)
+    turns = 64 * plain / (2 * np.pi)
+    np.testing.assert_allclose(step, np.where(turns < 1, plain / 16, plain))
+    assert {*np.round(plain / step)} == {1.0, 16.0}
+
+
 def test_earlier_spellings_are_read():
     """`type` for `rope_type`, Phi-3's `su`, and its original context beside the table."""
     table = {key: value for key, value in LONGROPE.items() if key != "rope_type"}

@@ -12,15 +12,20 @@ from spmd import tree
 from spmd.errors import CacheError, ConfigError
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
+from spmd.hf.fields import Fields
 from spmd.layers.kv_cache import decode, prefill
+from spmd.models import granite_hybrid
 from spmd.models.decoder import (
     AttentionSpec,
     DecoderConfig,
     LayerSpec,
     MLPSpec,
+    NoMixerSpec,
+    ParallelMixerSpec,
     StateSpaceSpec,
     decoder_rules,
 )
+from spmd.models.decoder.published_state_space import StateSpaceFields
 from spmd.plan import flax
 from spmd.testing import token_batches
 from tests.one_device import Job
@@ -38,7 +43,16 @@ CONFIGS = {
     "mamba2": decoder(),
     "one group": decoder(dataclasses.replace(MIXER, groups=1, bias=True, conv_width=3)),
     "without norm": decoder(dataclasses.replace(MIXER, norm=False, conv_bias=False)),
-    "limits": decoder(dataclasses.replace(MIXER, gate_first=False, dt_min=0.3, dt_max=0.8)),
+    "limits": decoder(
+        dataclasses.replace(
+            MIXER, gate_first=False, dt_min=0.3, dt_max=0.8, multipliers=(0.5, 2.0, 0.7, 1.5, 0.8)
+        )
+    ),
+    "parallel": decoder(
+        ParallelMixerSpec(
+            state_space=MIXER, key_scale=0.5, attention_scale=0.7, state_space_scale=1.5
+        ),
+    ),
     "hybrid": decoder(
         layers=4, group=(LayerSpec(MIXER), LayerSpec(AttentionSpec(rotary=None))), layer=LayerSpec()
     ),
@@ -81,10 +95,11 @@ def sigmoid(x):
 def by_hand(spec, layer, x):
     """The recurrence of section 7 in NumPy, token by token: x `[seq, d]`."""
     seq = len(x)
+    factors = dict(zip(("gate", "x", "b", "c", "dt"), spec.multipliers, strict=True))
 
     def projected(name):
         y = x @ layer[f"{name}_proj"]["kernel"]
-        return y + layer[f"{name}_proj"].get("bias", 0)
+        return (y + layer[f"{name}_proj"].get("bias", 0)) * factors[name]
 
     def convolved(name):
         weight = layer[f"{name}_conv"]["weight"]
@@ -140,6 +155,51 @@ def test_the_mixer_is_the_recurrence(name):
     np.testing.assert_allclose(ours[0], theirs, rtol=1e-3, atol=1e-4)
     control = by_hand(dataclasses.replace(spec, dt_min=0.9, dt_max=1.0), layer, x[0])
     assert np.abs(ours[0] - control).max() > 1e-2
+
+
+def test_mixers_side_by_side_are_added():
+    """Each with its factor; the factor of keys is one of the scores, as the control shows."""
+    config = CONFIGS["parallel"]
+    x = np.random.default_rng(1).standard_normal((1, 7, 32)).astype(np.float32)
+
+    def outputs(model, x):
+        inputs = model._inputs(7, None, None)
+        mixer = jax.tree.map(lambda w: w[0], model.layers).parallel_mixer
+        return mixer(x, inputs), mixer.attention(x, inputs), mixer.state_space(x, inputs)
+
+    both, attended, recurrent = model(config).apply(params(config), x, method=outputs)
+    np.testing.assert_allclose(both, 0.7 * attended + 1.5 * recurrent, rtol=1e-4, atol=1e-5)
+    own = config.layer.mixer
+    plain = decoder(dataclasses.replace(own, key_scale=1.0))
+    scaled = decoder(
+        dataclasses.replace(own, key_scale=1.0, attention=AttentionSpec(scale=0.5 * 8**-0.5))
+    )
+    found = {
+        name: model(other).apply(params(config), x, method=outputs)[0]
+        for name, other in {"plain": plain, "scaled": scaled}.items()
+    }
+    np.testing.assert_allclose(both, found["scaled"], rtol=1e-5, atol=1e-6)
+    assert np.abs(both - found["plain"]).max() > 1e-3
+
+
+def test_an_mlp_may_have_factors():
+    """Of the gate before its activation, and of the output."""
+    config = decoder(layer=LayerSpec(NoMixerSpec(), MLPSpec(8, gate_scale=0.5, out_scale=1.5)))
+    x = np.random.default_rng(1).standard_normal((1, 7, 32)).astype(np.float32)
+
+    def first_mlp(model, x):
+        return jax.tree.map(lambda w: w[0], model.layers).mlp(x)
+
+    kernels = params(config)["layers"]["mlp"]
+    gate, up, down = (
+        np.asarray(kernels[f"{name}_proj"]["kernel"][0]) for name in ("gate", "up", "down")
+    )
+    opened = x @ gate * 0.5
+    expected = (opened * sigmoid(opened) * (x @ up)) @ down * 1.5
+    found = model(config).apply(params(config), x, method=first_mlp)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"mlp\.gate_scale: acts on nothing"):
+        decoder(layer=LayerSpec(mlp=MLPSpec(gated=False, activation="relu2", gate_scale=2.0)))
 
 
 LENGTHS = jnp.array([5, 9])
@@ -261,6 +321,7 @@ def test_vectors_of_heads_and_convolutions_are_no_matrices():
         ({"groups": 0, "state_dim": -1}, ["groups", "state_dim"]),
         ({"dt_min": 0.2, "dt_max": 0.1}, ["dt_max"]),
         ({"norm": False, "gate_first": False}, ["gate_first"]),
+        ({"multipliers": (1.0, 1.0, 0.0, 1.0, 1.0)}, ["multipliers"]),
     ],
     ids=str,
 )
@@ -278,3 +339,49 @@ def test_heads_are_those_of_the_network_by_default():
     assert (spec.heads, spec.head_dim, spec.inner) == (4, 8, 32)
     hybrid = LayerSpec(MIXER, MLPSpec())
     assert decoder(layer=hybrid).attention_width == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "limits"),
+    [
+        (None, (0.0, None)),
+        ([0.1, 0.2], (0.1, 0.2)),
+        ([0.1, float("inf")], (0.1, None)),
+        ([0.1, {"__float__": "Infinity"}], (0.1, None)),
+    ],
+    ids=str,
+)
+def test_limits_of_step_sizes_are_read_in_each_form(value, limits):
+    """Infinity is the number of Python's JSON, or the object that transformers writes."""
+    values = {"mamba_n_heads": 8, "time_step_limit": value}
+    fields = Fields(values)
+    spec = StateSpaceFields().read(fields, width=32)
+    assert not fields.problems()
+    assert (spec.dt_min, spec.dt_max) == limits
+    for wrong in ([0.1], "0", [-1.0, 1.0], [0.1, "1"]):
+        fields = Fields(values | {"time_step_limit": wrong})
+        StateSpaceFields().read(fields, width=32)
+        assert [problem.where for problem in fields.problems()] == ["time_step_limit"]
+
+
+def test_a_hybrid_may_have_no_attention():
+    """As `layer_types` says; transformers 5.24 cannot run such a Granite."""
+    family = granite_hybrid.FAMILY
+    values = family.write_config(granite_hybrid.PRESETS["test-granite-hybrid"])
+    config = family.read_config(values | {"layer_types": ["mamba"] * 4})
+    assert family.fits(config)
+    assert {spec.mixer.name for spec in config.pattern.kinds} == {"state_space"}
+
+
+def test_a_layer_may_have_an_mlp_alone():
+    """With one norm; a layer with nothing, or with an MLP beside nothing, is refused."""
+    alone = LayerSpec(NoMixerSpec(), MLPSpec(8))
+    config = decoder(layer=alone)
+    shapes = tree.flatten(jax.eval_shape(model(config).init, jax.random.key(0)))
+    assert [path for path in shapes if "norm" in path] == ["layers/mlp_norm/scale", "norm/scale"]
+    assert sum(leaf.size for leaf in shapes.values()) == config.total_params
+    wrong = {"mlp": LayerSpec(NoMixerSpec(), None)}
+    wrong["norms"] = dataclasses.replace(alone, norms="parallel")
+    for field, layer in wrong.items():
+        with pytest.raises(ConfigError, match=rf"model\.layer\.{field}"):
+            decoder(layer=layer)

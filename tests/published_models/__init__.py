@@ -10,6 +10,7 @@ A module has dictionaries of these names:
 - `REFUSED`: entry point of a family → fields of config.json, each with a value that it refuses.
 """
 
+import copy
 import functools
 import importlib
 import pkgutil
@@ -29,5 +30,6 @@ def cases(name: str) -> dict[str, Any]:
         twice = found.keys() & theirs.keys()
         if twice:
             raise ValueError(f"{name} of {module.name}: {sorted(twice)} are elsewhere too")
-        found |= theirs
+        # config classes of transformers write their defaults into tables that cases share
+        found |= {key: copy.deepcopy(case) for key, case in theirs.items()}
     return found

@@ -18,6 +18,19 @@ GRANITE = {
 }
 BAMBA = {**LLAMA, **MIXER, "num_hidden_layers": 6, "attn_layer_indices": [1, 4]}
 BIASED_MIXER = {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}
+NEMOTRON_H = {
+    **{"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 16, "intermediate_size": 48, "ssm_state_size": 8, "mamba_num_heads": 8},
+    **{"mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8, "moe_intermediate_size": 24},
+    **{"moe_shared_expert_intermediate_size": 20, "n_routed_experts": 4},
+}
+FALCON_H1 = {
+    **{**LLAMA, **MIXER, "mamba_d_ssm": 64, "num_hidden_layers": 3},
+    **{"key_multiplier": 0.6, "attention_out_multiplier": 0.7, "ssm_out_multiplier": 1.5},
+    **{"ssm_in_multiplier": 1.3, "ssm_multipliers": [0.5, 0.7, 0.9, 1.2, 0.8]},
+    **{"attention_in_multiplier": 1.2, "mlp_multipliers": [0.6, 1.4]},
+    **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5},
+}
 MODELS = {
     "mamba2": ("Mamba2", MAMBA2),
     "mamba2-biased": (
@@ -42,15 +55,6 @@ MODELS = {
             **{"layer_types": HYBRID_KINDS[::-1], "rope_parameters": {**THETA}},
         },
     ),
-    "granite-hybrid-recurrent": (
-        "GraniteMoeHybrid",
-        {
-            **GRANITE,
-            "layer_types": ["linear_attention"] * 4,
-            "mamba_n_heads": 4,
-            "mamba_d_head": 16,
-        },
-    ),
     "bamba": ("Bamba", BAMBA),
     "bamba-biased": (
         "Bamba",
@@ -60,10 +64,50 @@ MODELS = {
             **{"tie_word_embeddings": True, "rms_norm_eps": 0.1, "rope_parameters": {**THETA}},
         },
     ),
+    "falcon-h1": ("FalconH1", FALCON_H1),
+    "falcon-h1-biased": (
+        "FalconH1",
+        {
+            **{**FALCON_H1, "mamba_rms_norm": True, "projectors_bias": True, "vocab_size": 67},
+            **{"mamba_proj_bias": True, "ssm_in_multiplier": 1.0, "attention_bias": True},
+            **{"attention_in_multiplier": 1.0, "mlp_bias": True, "mamba_n_groups": 2},
+            **{"tie_word_embeddings": True, "rope_parameters": {**THETA}, "head_dim": 16},
+        },
+    ),
+    "falcon-h1-gate-first": (
+        "FalconH1",
+        {
+            **{**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+            **{"mamba_d_ssm": 48, "mamba_d_head": 6, "mamba_conv_bias": False},
+        },
+    ),
+    "nemotron-h": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "M-M-*-M-M-*-"}),
+    "nemotron-h-biased": (
+        "NemotronH",
+        {
+            **{**NEMOTRON_H, "hybrid_override_pattern": "-M*M--", "use_bias": True},
+            **{"use_conv_bias": False, "mlp_bias": True, "vocab_size": 67, "conv_kernel": 3},
+            **{"n_groups": 1, "mamba_head_dim": 6},
+        },
+    ),
+    "nemotron-h-limits": (
+        "NemotronH",
+        {**NEMOTRON_H, "hybrid_override_pattern": "MM*", "time_step_min": 0.3},
+    ),
+    "nemotron-3": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "MEM*EMEM*E"}),
+    "nemotron-3-groups": (
+        "NemotronH",
+        {
+            **{**NEMOTRON_H, "hybrid_override_pattern": "E*M-E", "n_routed_experts": 8},
+            **{"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "num_experts_per_tok": 3},
+            **{"routed_scaling_factor": 1.5},
+        },
+    ),
 }
 # Elements in the tensors of the published checkpoints; a head that is the embedding is counted
-# once: huggingface.co/state-spaces/{mamba2-130m,mamba2-1.3b,mamba2-2.7b},
-# mistralai/Mamba-Codestral-7B-v0.1, ibm-granite/granite-4.0-h-tiny, ibm-ai-platform/Bamba-9B-v1.
+# once, biases of routers are not: huggingface.co/state-spaces/{mamba2-130m,mamba2-1.3b,mamba2-2.7b},
+# mistralai/Mamba-Codestral-7B-v0.1, ibm-granite/granite-4.0-h-tiny, ibm-ai-platform/Bamba-9B-v1,
+# nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.
 PUBLISHED = {
     "bamba-9b": 9_780_235_392,
     "granite-4.0-h-tiny": 6_939_037_248,
@@ -71,9 +115,12 @@ PUBLISHED = {
     "mamba2-1.3b": 1_343_757_312,
     "mamba2-130m": 128_989_632,
     "mamba2-2.7b": 2_702_599_680,
+    "nemotron-3-nano-30b-a3b": 31_577_940_288 - 23 * 128,
 }
 REFUSED = {
     "bamba": {"attn_layer_indices": "1"},
+    "falcon_h1": {"ssm_multipliers": [1.0]},
     "granitemoehybrid": {"mamba_expand": 3},
     "mamba2": {"time_step_limit": [0.0]},
+    "nemotron_h": {"moe_latent_size": 16},
 }

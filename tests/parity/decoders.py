@@ -1,0 +1,52 @@
+"""The comparison of small decoders on a mesh, with or without stages, with one device."""
+
+import functools
+
+from spmd.gradients.accumulate import accumulate
+from spmd.gradients.base import GradFn, value_and_grad
+from spmd.gradients.losses import next_token_loss
+from spmd.models.decoder import DecoderConfig, decoder_rules
+from spmd.pipeline.grad_fn import pipeline
+from spmd.pipeline.schedules import make_schedule
+from spmd.pipeline.tick_table import tabulate
+from spmd.plan import flax
+from spmd.testing import BUGS, Parity, token_batches
+from tests.one_device import REORDERED, Job
+
+SEQUENCE = 16
+MICROBATCHES = 2
+
+
+@functools.cache
+def job_of(config: DecoderConfig, microbatches: int, steps: int) -> Job:
+    """Some steps of a decoder on one device."""
+    model = flax.from_nnx(config.build)
+    grad_fn = accumulate(value_and_grad(next_token_loss(model, chunk=7)), microbatches)
+    batches = token_batches((8, SEQUENCE), min(config.vocab, 64), steps)
+    return Job(model, decoder_rules(config), grad_fn, batches)
+
+
+def _in_stages(job: Job, stages: int) -> GradFn:
+    """The gradient function of a pipeline."""
+    table = tabulate(make_schedule("1f1b", stages, MICROBATCHES, 1))
+    return pipeline(next_token_loss(job.model, chunk=7), table)
+
+
+def compare(config: DecoderConfig, *, steps: int = 1, bug: str = "", **sizes: int) -> Parity:
+    """A decoder on a mesh of these sizes against one device, with a bug of `BUGS` if given.
+
+    Stages take their microbatches as one device does, and exchange heads for tokens.
+    """
+    stages = sizes.get("pipe", 1)
+    if stages == 1:
+        job = job_of(config, 1, steps)
+        grad_fn = job.grad_fn
+        context = "ring"
+    else:
+        job = job_of(config, MICROBATCHES, steps)
+        grad_fn = _in_stages(job, stages)
+        context = "all-to-all"
+    if bug:
+        grad_fn = BUGS[bug](grad_fn)
+    options = (("context", context),)
+    return job.parity(grad_fn=grad_fn, options=options, tolerance=REORDERED, **sizes)
