@@ -35,8 +35,7 @@ from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.norms import GatedRMSNorm
 from spmd.models.decoder.short_convolution import ShortConvolution
 from spmd.models.decoder.sizes import Sizes
-from spmd.plan.annotate import annotate, placement
-from spmd.plan.context import constrain
+from spmd.plan.annotate import annotate, constrain_like, placement
 from spmd.sharding.mesh import shards_of
 from spmd.sharding.rules import replicate
 
@@ -305,8 +304,8 @@ class StateSpace(nnx.Module):
             return groups
         mesh, rule = found
         if self.spec.groups % shards_of(rule[2], mesh.shape):
-            rule = P(*rule[:2])
-        return constrain(groups, mesh, rule, "groups of heads")
+            return constrain_like(groups, _INPUT)
+        return constrain_like(groups, _GROUPS)
 
     def _gated(self, y: Array, gate: Array) -> Float[Array, "batch seq channels"]:
         """Apply the gate, and the norm if there is one."""
