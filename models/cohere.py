@@ -1,7 +1,8 @@
 """Cohere's Command: attention and MLP side by side, LayerNorm without biases, a scale of logits.
 
-Command R (huggingface.co/CohereLabs/c4ai-command-r-v01) has rotary positions in all layers; Command
-R7B and A (Cohere 2, arXiv:2504.00698) have them in layers with a sliding window, three of four.
+Command R (huggingface.co/CohereLabs/c4ai-command-r-v01) has rotary positions in all layers, and
+Command R+ a norm for each head of queries and keys; Command R7B and A (Cohere 2, arXiv:2504.00698)
+have rotary positions in layers with a sliding window, three of four.
 
 ```python
 config = dataclasses.replace(PRESETS["command-r7b"], layers=4)
@@ -33,6 +34,8 @@ from spmd.models.decoder.published_layers import (
 
 _ROTARY = Rotary(interleaved=True)
 _LAYER = LayerSpec(AttentionSpec(rotary=_ROTARY), norms="parallel_shared")
+_LAYER_NORMED = LayerSpec(AttentionSpec(rotary=_ROTARY, qk_norm="heads"), norms="parallel_shared")
+"""A layer of Command R+."""
 _DEFAULTS: dict[str, Any] = {"tied": True, "norm": NormSpec("layer"), "logits_scale": 0.0625}
 _EPS = "layer_norm_eps"
 
@@ -70,6 +73,12 @@ PRESETS = {
     "test-cohere": cohere(64, 32, 2, 4, 2, 64, logits_scale=0.5),
     "test-cohere2": cohere2(every(4, 8), window=5, vocab=64, d_model=32, d_ff=64, logits_scale=0.5),
     "command-r": cohere(256_000, 8192, 40, 64, 64, 22_528, rope_theta=8e6),
+    "command-r-plus": cohere(
+        *(256_000, 12_288, 64, 96, 8, 33_792),
+        layer=_LAYER_NORMED,
+        rope_theta=75e6,
+        logits_scale=0.8333333333333334,
+    ),
     "command-r7b": cohere2(
         every(4, 32), window=4096, **_SIZES_R7B, rope_theta=5e4, logits_scale=0.25
     ),
@@ -77,7 +86,6 @@ PRESETS = {
 """Published shapes by name, and small ones for tests."""
 
 _ONLY = {
-    "use_qk_norm": False,
     "position_embedding_type": "rope_gptj",
     "rotary_pct": 1.0,
     "order_of_interleaved_layers": "local_attn_first",
@@ -87,7 +95,8 @@ _ONLY = {
     "use_parallel_embedding": True,
 }
 """Fields of published files, and their supported value."""
-_HARMLESS = ("cache_implementation", "layer_switch")
+_HARMLESS = ("cache_implementation", "layer_switch", "_sliding_window_pattern")
+"""Fields without effect; `transformers` 5.0 writes the last one besides `layer_types`."""
 
 
 def _read_common(fields: Fields, theta: float) -> tuple[dict[str, Any], LayerSpec]:
@@ -96,9 +105,7 @@ def _read_common(fields: Fields, theta: float) -> tuple[dict[str, Any], LayerSpe
         fields.value(name)
     for name, value in _ONLY.items():
         fields.only(name, value)
-    sizes = read_sizes(fields, eps=1e-5, eps_field=_EPS, theta=theta, tied=True, heads_divide=True)
-    if sizes["head_dim"]:
-        fields.refuse("head_dim", f"is {sizes['head_dim']}, not hidden_size / num_attention_heads")
+    sizes = read_sizes(fields, eps=1e-5, eps_field=_EPS, theta=theta, tied=True, has_head_dim=False)
     sizes["logits_scale"] = fields.number("logit_scale", 0.0625)
     mixer = read_attention_bias(fields, _LAYER.attention)
     return sizes, dataclasses.replace(_LAYER, mixer=mixer)
@@ -107,11 +114,15 @@ def _read_common(fields: Fields, theta: float) -> tuple[dict[str, Any], LayerSpe
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes, layer = _read_common(fields, theta=5e5)
+    if fields.flag("use_qk_norm", default=False):
+        mixer = dataclasses.replace(layer.attention, qk_norm="heads")
+        layer = dataclasses.replace(layer, mixer=mixer)
     return fields.build(cohere, **sizes, layer=layer)
 
 
 def _read2(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
+    fields.only("use_qk_norm", False)
     sizes, layer = _read_common(fields, theta=1e4)
     default = every(fields.integer("sliding_window_pattern", 4), sizes["layers"])
     kinds = read_layer_types(fields, sizes["layers"], default)
@@ -120,11 +131,13 @@ def _read2(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
+    mixer = config.pattern.group[0].attention
     return {
         "model_type": "cohere",
         **write_sizes(config, _EPS),
-        "attention_bias": config.pattern.group[0].attention.qkv_bias,
+        "attention_bias": mixer.qkv_bias,
         "logit_scale": config.logits_scale,
+        "use_qk_norm": mixer.qk_norm == "heads",
     }
 
 

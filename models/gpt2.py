@@ -10,32 +10,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.family import Ignored
-from spmd.hf.fields import Fields
+from spmd.hf.fields import Fields, renamed
 from spmd.hf.layout import AS_IS
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
-from spmd.models.decoder.published import TensorNames, decoder_family
+from spmd.models.decoder import DecoderConfig
+from spmd.models.decoder.published import TensorNames, decoder_family, read_sizes, write_sizes
+from spmd.models.decoder.published_gpt import gpt_decoder, read_activation, write_activation
 from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
 
-LAYER = LayerSpec(
-    AttentionSpec(rotary=None, qkv_bias=True, out_bias=True),
-    MLPSpec(activation="gelu_tanh", gated=False, bias=True),
-)
-
-_DEFAULTS: dict[str, Any] = {
-    "d_ff": 512,
-    "tied": True,
-    "norm": NormSpec("layer", bias=True),
-    "layer": LAYER,
-}
+_EPS = "layer_norm_epsilon"
 
 
 def gpt2(*shape: Any, heads: int = 4, context: int = 1024, **fields: Any) -> DecoderConfig:
-    """Return the config of a GPT-2 with `context` positions, from fields of `DecoderConfig`.
+    """Return the config of a GPT-2 with `context` positions, from fields of `gpt_decoder`.
 
     `shape` are vocab, d_model and layers.
     """
-    sizes = {"heads": heads, "kv_heads": heads, "positions": context}
-    return DecoderConfig(*shape, **_DEFAULTS | sizes | fields)
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": heads, "d_ff": 512, "positions": context}
+    return gpt_decoder(*shape, **sizes | {"tied": True, "activation": "gelu_tanh"} | fields)
 
 
 PRESETS = {
@@ -52,14 +43,16 @@ The published vocabulary, 50,257 words, divides over no `tensor` above 1; see
 """
 
 _PREFIX = "transformer."
-_LINEAR = {
+LINEAR = {
     "attention/o_proj": "attn.c_proj",
     "mlp/up_proj": "mlp.c_fc",
     "mlp/down_proj": "mlp.c_proj",
 }
-_NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+"""Modules of a layer."""
+
 # kernels are [in, out], as here
-_LAYER_NAMES = module_names(_LINEAR, _NORMS, AS_IS)
+_LAYER_NAMES = module_names(LINEAR, NORMS, AS_IS)
 _LAYER_NAMES |= fused_names(QKV, "attn.c_attn", 3, layout=AS_IS)
 
 _ENDS: Names = {
@@ -81,45 +74,67 @@ _OF_OTHER_HEADS = (
     "summary_proj_to_labels",
     "summary_first_dropout",
 )
-_HARMLESS = (*_OF_TRAINING, *_OF_OLD_FILES, *_OF_OTHER_HEADS)
+HARMLESS = (*_OF_TRAINING, *_OF_OLD_FILES, *_OF_OTHER_HEADS)
+"""Fields without effect on a trained GPT-2 or GPT-J."""
+
+FIELDS = {
+    "hidden_act": "activation_function",
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+"""Common name of a field → its name in config.json of GPT-2 and GPT-J."""
+_DEFAULT_SIZES = {
+    **{"vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12},
+    "n_positions": 1024,
+}
 
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
-    fields = Fields(values)
-    for name in _HARMLESS:
-        fields.value(name)
-    fields.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
-    fields.only("scale_attn_weights", True)
+    fields = Fields(_DEFAULT_SIZES | dict(values), FIELDS)
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.only("add_cross_attention", False)
-    fields.only("tie_word_embeddings", True)
-    fields.only("is_causal", True)
-    width = fields.integer("n_embd", 768)
     return fields.build(
         gpt2,
-        vocab=fields.integer("vocab_size", 50_257),
-        d_model=width,
-        layers=fields.integer("n_layer", 12),
-        heads=fields.integer("n_head", 12),
-        d_ff=fields.integer("n_inner", 4 * width),
-        context=fields.integer("n_positions", 1024),
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5, least=0),
+        **read_common(fields, tied=True),
+        context=fields.integer("n_positions"),
+        activation=read_activation(fields, "hidden_act", "gelu_new"),
     )
 
 
+def read_common(fields: Fields, *, tied: bool) -> dict[str, Any]:
+    """Parse the sizes of a GPT-2, GPT-Neo or GPT-J, as arguments of `DecoderConfig`.
+
+    Args:
+        fields: Fields of config.json, with the names of the family.
+        tied: Default of `tie_word_embeddings`.
+    """
+    fields.only("scale_attn_weights", True)
+    sizes = read_sizes(
+        fields,
+        eps=1e-5,
+        eps_field=_EPS,
+        theta=0,
+        tied=tied,
+        activation=(),
+        has_head_dim=False,
+        d_ff_ratio=4,
+    )
+    fields.only("num_key_value_heads", sizes["heads"])
+    return sizes
+
+
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    return {
-        "model_type": "gpt2",
-        "vocab_size": config.vocab,
-        "n_embd": config.d_model,
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "n_inner": config.d_ff,
-        "n_positions": config.positions,
-        "layer_norm_epsilon": config.norm_eps,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": True,
-    }
+    return {"model_type": "gpt2", **write_common(config), "n_positions": config.positions}
+
+
+def write_common(config: DecoderConfig, names: Mapping[str, str] = FIELDS) -> dict[str, Any]:
+    """Return the fields of `read_common`, and the activation."""
+    sizes = {**write_sizes(config, _EPS), "hidden_act": write_activation(config)}
+    for name in ("head_dim", "num_key_value_heads", "rope_theta"):
+        del sizes[name]
+    return renamed(sizes, names)
 
 
 FAMILY = decoder_family(
@@ -128,6 +143,6 @@ FAMILY = decoder_family(
     _write,
     names=TensorNames(_LAYER_NAMES, _ENDS, _PREFIX, "h.{layer}."),
     ignored=_IGNORED,
-    harmless=_HARMLESS,
+    harmless=HARMLESS,
     optional_prefix=_PREFIX,
 )

@@ -48,8 +48,26 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     return fields.build(DecoderConfig, **sizes, layer=layer)
 
 
+def _read_iquestcoder(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    fields.only("clip_qkv", None)
+    head_dim = 128
+    if fields.is_null("head_dim"):
+        head_dim = 0
+    sizes = read_sizes(fields, eps=1e-5, head_dim=head_dim, kv_heads=8, heads_divide=True)
+    return fields.build(DecoderConfig, **sizes, layer=read_layer(fields))
+
+
 def _write(config: DecoderConfig) -> dict[str, Any]:
     return {"model_type": "llama", **write_sizes(config), **write_biases(config)}
 
 
+def _write_iquestcoder(config: DecoderConfig) -> dict[str, Any]:
+    return {**_write(config), "model_type": "iquestcoder"}
+
+
 FAMILY = decoder_family("LlamaForCausalLM", _read, _write)
+IQUESTCODER_FAMILY = decoder_family(
+    "IQuestCoderForCausalLM", _read_iquestcoder, _write_iquestcoder, secondary=True
+)
+"""IQuest Coder, a Llama with other defaults in config.json."""

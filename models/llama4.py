@@ -1,4 +1,4 @@
-"""Llama 4, text only: experts beside a shared one, and attention in chunks in three of four layers.
+"""Llama 4, its text part: experts beside a shared one, and attention in chunks in three of four layers.
 
 Source: config.json of huggingface.co/meta-llama/Llama-4-Scout-17B-16E (`text_config`). Every fourth
 layer has no rotary positions: it attends to all preceding tokens, and its queries grow with their
@@ -11,9 +11,10 @@ model = spmd.from_nnx(config.build)
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
 from spmd.hf.layout import EXPERTS, part
 from spmd.layers.router import RouterConfig
@@ -30,6 +31,8 @@ from spmd.models.decoder import (
     Temperature,
 )
 from spmd.models.decoder.published import (
+    ENDS,
+    TensorNames,
     decoder_family,
     layer_names,
     read_network_rotary,
@@ -54,6 +57,7 @@ from spmd.models.decoder.published_layers import (
     table_of,
 )
 from spmd.models.decoder.published_names import module_names
+from spmd.models.decoder.published_text import text_values
 
 CHUNKED = "chunked_attention"
 """Kind of a layer with attention in chunks, as in `layer_types`."""
@@ -159,7 +163,8 @@ PRESETS = {
 
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
-    fields = Fields(values)
+    fields = Fields(text_values(values, _OF_IMAGES))
+    fields.only("for_llm_compressor", False)
     sizes = read_sizes(fields, eps=1e-5, theta=0, head_dim=128, kv_heads=8)
     positions = read_network_rotary(fields, _ROTARY)
     layers = sizes.pop("layers")
@@ -265,4 +270,37 @@ _NAMES |= {
     "moe/experts/up_proj/kernel": (_BLOCK + "experts.gate_up_proj", part(1, 2, layout=EXPERTS)),
     "moe/experts/down_proj/kernel": (_BLOCK + "experts.down_proj", EXPERTS),
 }
-FAMILY = decoder_family("Llama4ForCausalLM", _read, _write, _NAMES)
+_OF_IMAGES = ("vision_config", "boi_token_index", "eoi_token_index", "image_token_index")
+"""Fields of images and text, without effect on text."""
+
+
+def _with_images(config: DecoderConfig) -> TensorNames:
+    """Return the names in a model of images and text."""
+    del config
+    return TensorNames(_NAMES, ENDS, "language_model.model.", head="language_model.lm_head")
+
+
+def _ignored_images() -> Iterator[Ignored]:
+    """Yield the tensors of images."""
+    layer = "vision_model.model.layers.{layer}."
+    modules = [f"{layer}self_attn.{name}_proj" for name in "qkvo"]
+    modules += [f"{layer}mlp.fc1", f"{layer}mlp.fc2"]
+    modules += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
+    modules += ["vision_model.layernorm_pre", "vision_model.layernorm_post"]
+    names = ["vision_model.class_embedding", "vision_model.positional_embedding_vlm"]
+    names += [f"vision_model.vision_adapter.mlp.fc{number}.weight" for number in (1, 2)]
+    names += ["vision_model.patch_embedding.linear.weight", "multi_modal_projector.linear_1.weight"]
+    for module in modules:
+        names += [f"{module}.weight", f"{module}.bias"]
+    for name in names:
+        yield Ignored(name, "is for images, and this is a model of text")
+
+
+FAMILY = decoder_family(
+    ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+    _read,
+    _write,
+    _NAMES,
+    other_names=(_with_images,),
+    ignored=tuple(_ignored_images()),
+)

@@ -6,20 +6,19 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import (
-    AttentionSpec,
     DecoderConfig,
-    LayerSpec,
-    MLPSpec,
     NormSpec,
     RopeScaling,
     Rotary,
 )
 from spmd.models.decoder.published import decoder_family, read_sizes, write_biases, write_sizes
+from spmd.models.decoder.published_gpt import gpt_decoder
 from spmd.models.decoder.published_rotary import read_rotary
 
 _EPS = "norm_eps"
@@ -27,30 +26,15 @@ _HALF = Rotary(fraction=0.5)
 _DEFAULT = Rotary(10_000.0, RopeScaling(), fraction=0.5)
 
 
-def nemotron(
-    *shape: Any,
-    rotary: Rotary = _HALF,
-    attention_bias: bool = False,
-    mlp_bias: bool = False,
-    **fields: Any,
-) -> DecoderConfig:
-    """Return the config of a Nemotron from fields of `DecoderConfig`.
-
-    Args:
-        *shape: The first fields, in order.
-        rotary: Rotary positions.
-        attention_bias: Add biases in attention.
-        mlp_bias: Add biases in the MLP.
-        **fields: Other fields.
-    """
-    layer = LayerSpec(
-        AttentionSpec(rotary=rotary, qkv_bias=attention_bias, out_bias=attention_bias),
-        MLPSpec(activation="relu2", gated=False, bias=mlp_bias),
-    )
-    norm = NormSpec("layer", offset=1.0, bias=True)
-    defaults: dict[str, Any] = {"norm": norm, "layer": layer}
-    return DecoderConfig(*shape, **defaults | fields)
-
+nemotron = functools.partial(
+    gpt_decoder,
+    rotary=_HALF,
+    attention_bias=False,
+    mlp_bias=False,
+    activation="relu2",
+    norm=NormSpec("layer", offset=1.0, bias=True),
+)
+"""Config of a Nemotron from fields of `gpt_decoder`."""
 
 PRESETS = {
     "test-nemotron": nemotron(64, 32, 2, 4, 2, 64, head_dim=16),

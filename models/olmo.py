@@ -15,7 +15,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, NormSpec
+from spmd.models.decoder import (
+    AttentionSpec,
+    DecoderConfig,
+    LayerSpec,
+    NormSpec,
+    RopeScaling,
+    Rotary,
+)
 from spmd.models.decoder.published import (
     decoder_family,
     layer_names,
@@ -25,6 +32,8 @@ from spmd.models.decoder.published import (
     write_sizes,
 )
 from spmd.models.decoder.published_layers import (
+    FULL,
+    SLIDING,
     attention_table,
     every,
     read_layer_types,
@@ -33,8 +42,10 @@ from spmd.models.decoder.published_layers import (
     write_layer_types,
     write_rotary_by_kind,
 )
+from spmd.models.decoder.published_rotary import read_rotary
 
 _THETA3 = 5e5
+_PLAIN3 = Rotary(_THETA3, RopeScaling())
 _NORM = NormSpec("layer", scale=False)
 LAYER2 = LayerSpec(AttentionSpec(qk_norm="full"), norms="after")
 """A layer of OLMo 2."""
@@ -112,13 +123,26 @@ def _read3(values: Mapping[str, Any]) -> DecoderConfig:
     sizes = read_sizes(fields, eps=1e-5, theta=0)
     layers = sizes["layers"]
     kinds = read_layer_types(fields, layers, every(4, layers))
-    if fields.value("rope_parameters") is None:
-        fields.only("rope_theta", _THETA3)  # of layers with a window there is no other in 5.23
-    rotary = read_rotary_by_kind(fields, _THETA3, _THETA3)
+    rotary = _read_rotary3(fields)
     window = read_window_of(fields, kinds, absent=4096)
     each = [rotary[kind] for kind in kinds]
     table = attention_table(read_layer2(fields), window, kinds, rotary=each)
     return fields.build(DecoderConfig, **sizes, **table)
+
+
+def _read_rotary3(fields: Fields) -> dict[str, Rotary]:
+    """Parse the rotary positions of both kinds of layers.
+
+    `transformers` 5.0 writes one table for both; later versions do not read it, so that it is
+    supported without a scaling, which then has one meaning.
+    """
+    table = fields.value("rope_parameters")
+    if table is None:
+        fields.only("rope_theta", _THETA3)  # of layers with a window there is no other in 5.23
+    if isinstance(table, Mapping) and table.get("rope_type") == "default":
+        rotary = read_rotary(fields, _PLAIN3)
+        return {FULL: rotary, SLIDING: rotary}
+    return read_rotary_by_kind(fields, _THETA3, _THETA3)
 
 
 def _write3(config: DecoderConfig) -> dict[str, Any]:
@@ -126,6 +150,8 @@ def _write3(config: DecoderConfig) -> dict[str, Any]:
     del fields["rope_theta"]
     fields.pop("rope_scaling", None)
     rotary = write_rotary_by_kind(config, _THETA3, _THETA3)
+    if all(spec.attention.rotary == _PLAIN3 for spec in config.pattern.distinct):
+        rotary = {"rope_theta": _THETA3}  # which all versions read
     return {**fields, "model_type": "olmo3", **rotary, **write_layer_types(config)}
 
 

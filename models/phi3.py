@@ -31,7 +31,8 @@ _ROTARY = Rotary()
 
 def phi3(*shape: Any, rotary: Rotary = _ROTARY, **fields: Any) -> DecoderConfig:
     """Return the config of a Phi-3 from fields of `DecoderConfig`."""
-    return DecoderConfig(*shape, layer=LayerSpec(AttentionSpec(rotary=rotary)), **fields)
+    layer = LayerSpec(AttentionSpec(rotary=rotary))
+    return DecoderConfig(*shape, **{"layer": layer} | fields)
 
 
 _SCALING = LongRopeScaling(
@@ -61,7 +62,7 @@ def _names(config: DecoderConfig) -> TensorNames:
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields({**_CONTEXTS, **values})
-    for name in (*_HARMLESS, *_CONTEXTS):
+    for name in _CONTEXTS:
         fields.value(name)
     fields.only("full_attn_mod", 1)
     fields.only("interpolate_factor", 1)

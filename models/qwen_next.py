@@ -41,6 +41,7 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
+from spmd.models.decoder.published_ahead import ignored_ahead
 from spmd.models.decoder.published_delta import (
     LINEAR,
     fused_delta_net_names,
@@ -152,8 +153,11 @@ _OF_IMAGES = (
     "vision_end_token_id",
     "vision_start_token_id",
 )
-_OTHER_EXPERTS = ("experts.down_proj", "experts.gate_up_proj", "shared_expert_gate.weight")
-"""Tensors of experts in one tensor, and of the shared expert's gate."""
+_IGNORED_AHEAD = ignored_ahead(
+    layer_names() | expert_names(shared="shared_expert"),
+    *("mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.shared_expert_gate.weight"),
+)
+"""Tensors of multi-token prediction, with experts in tensors of their own or in one tensor."""
 _ALSO = ("mrope_section", "mrope_interleaved")
 """Entries of rotary positions of images, which text does not have."""
 
@@ -209,20 +213,20 @@ def _read(fields: Fields, kv_heads: int, d_ff: int = 0) -> dict[str, Any]:
 
 
 def _write_dense(config: DecoderConfig) -> dict[str, Any]:
-    return {"model_type": "qwen3_5_text", **_write(config)}
+    fields = _write(config)
+    fields["model_type"] = "qwen3_5_text"
+    return fields
 
 
 def _write_experts(
     config: DecoderConfig, *, kind: str, router: RouterFields, chooses_layers: bool
 ) -> dict[str, Any]:
     _, experts, routing = experts_of(config)
-    fields = {
-        "model_type": kind,
-        **_write(config),
-        **write_widths(config),
-        "shared_expert_intermediate_size": experts.shared_d_ff,
-        **router.write(routing),
-    }
+    fields = _write(config)
+    fields |= write_widths(config)
+    fields |= router.write(routing)
+    fields["model_type"] = kind
+    fields["shared_expert_intermediate_size"] = experts.shared_d_ff
     if chooses_layers:
         fields |= write_sparse_layers(config)
     return fields
@@ -232,12 +236,11 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of all versions: the inverse of `_read`."""
     attention = _attention_of(config)
     rotary = attention.rotary or _ROTARY
-    return {
-        **write_sizes(config, rotary=rotary),
-        "partial_rotary_factor": rotary.fraction,
-        "attention_bias": attention.qkv_bias,
-        **write_delta_net(config),
-    }
+    fields = write_sizes(config, rotary=rotary)
+    fields |= write_delta_net(config)
+    fields["partial_rotary_factor"] = rotary.fraction
+    fields["attention_bias"] = attention.qkv_bias
+    return fields
 
 
 def _attention_of(config: DecoderConfig) -> AttentionSpec:
@@ -293,22 +296,11 @@ def _ignored_images() -> Iterator[Ignored]:
         yield Ignored(f"model.visual.{name}", "is for images, and this is a model of text")
 
 
-def _ignored_ahead() -> tuple[Ignored, ...]:
-    """Return the tensors of multi-token prediction, ignored by `transformers` too."""
-    layer = layer_names() | expert_names(shared="shared_expert")
-    tensors = [tensor for tensor, _ in layer.values()]
-    ends = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-    names = [f"mtp.layers.{{layer}}.{tensor}" for tensor in tensors]
-    names += [f"mtp.{end}.weight" for end in ends]
-    names += [f"mtp.layers.{{layer}}.mlp.{tensor}" for tensor in _OTHER_EXPERTS]
-    return tuple(Ignored(name, "predicts the second next token") for name in names)
-
-
 def _family_with_experts(
     architecture: str | tuple[str, ...], kind: str, router: RouterFields, *, is_next: bool
 ) -> Family:
     """Return a family with experts; `is_next` is whether it is Qwen 3 Next, not 3.5."""
-    others: dict[str, Any] = {"ignored": _ignored_ahead()}
+    others: dict[str, Any] = {"ignored": _IGNORED_AHEAD}
     if not is_next:
         others = _OF_3_5
     options: dict[str, Any] = {"router": router, "chooses_layers": is_next}
@@ -323,7 +315,7 @@ def _family_with_experts(
 
 
 _OF_3_5: dict[str, Any] = {
-    "ignored": (*_ignored_ahead(), *_ignored_images()),
+    "ignored": (*_IGNORED_AHEAD, *_ignored_images()),
     "other_names": (
         _with_images,
         functools.partial(_fused_experts, prefix=TEXT_PREFIX),

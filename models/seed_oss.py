@@ -32,7 +32,6 @@ PRESETS = {
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    fields.value("residual_dropout")
     sizes = read_sizes(fields, head_dim=128, kv_heads=8)
     mixer = AttentionSpec(
         qkv_bias=fields.flag("attention_bias", default=True),

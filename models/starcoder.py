@@ -8,11 +8,12 @@ model = spmd.from_nnx(config.build)
 The smaller models have a sliding window of 4,096 tokens, and tied embeddings.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
+from spmd.models.decoder import DecoderConfig, Rotary
 from spmd.models.decoder.published import (
     TANH,
     decoder_family,
@@ -21,6 +22,7 @@ from spmd.models.decoder.published import (
     read_window,
     write_sizes,
 )
+from spmd.models.decoder.published_gpt import gpt_decoder
 from spmd.models.decoder.published_names import module_names
 
 _EPS = "norm_epsilon"
@@ -31,22 +33,8 @@ _HARMLESS = (
 """Fields of training, an earlier name, and the precision of the softmax, always float32."""
 
 
-def starcoder2(*shape: Any, bias: bool = True, **fields: Any) -> DecoderConfig:
-    """Return the config of a StarCoder 2, from fields of `DecoderConfig`.
-
-    Args:
-        *shape: The first fields, in order.
-        bias: Add biases in attention and MLP (`use_bias`).
-        **fields: Other fields.
-    """
-    layer = LayerSpec(
-        AttentionSpec(qkv_bias=bias, out_bias=bias),
-        MLPSpec(activation="gelu_tanh", gated=False, bias=bias),
-    )
-    norm = NormSpec("layer", bias=True)
-    defaults: dict[str, Any] = {"norm": norm, "tied": True, "layer": layer}
-    return DecoderConfig(*shape, **defaults | fields)
-
+starcoder2 = functools.partial(gpt_decoder, rotary=Rotary(), activation="gelu_tanh", tied=True)
+"""Config of a StarCoder 2 from fields of `gpt_decoder`."""
 
 PRESETS = {
     "test-starcoder2": starcoder2(64, 32, 2, 4, 2, 64, window=5),
@@ -65,8 +53,6 @@ _NAMES = layer_names() | module_names({"mlp/up_proj": "mlp.c_fc", "mlp/down_proj
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    for name in _HARMLESS:
-        fields.value(name)
     fields.only("mlp_type", "default")
     fields.only("norm_type", "layer_norm")
     fields.only("scale_attn_weights", True)
@@ -80,9 +66,8 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     )
     fields.only("layer_norm_epsilon", sizes["norm_eps"])  # an earlier name
     window = read_window(fields, absent=0)
-    return fields.build(
-        starcoder2, **sizes, window=window, bias=fields.flag("use_bias", default=True)
-    )
+    bias = fields.flag("use_bias", default=True)
+    return fields.build(starcoder2, **sizes, window=window, attention_bias=bias, mlp_bias=bias)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:

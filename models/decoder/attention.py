@@ -84,9 +84,9 @@ class AttentionSpec:
     """Add biases to queries, keys and values."""
     out_bias: bool = False
     """Add a bias to the output."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """Normalise queries and keys: each head (arXiv:2302.05442), or all heads together (OLMo 2,
-    arXiv:2501.00656)."""
+    qk_norm: Literal["none", "head", "heads", "full"] = "none"
+    """Normalise queries and keys: each head (arXiv:2302.05442), each with parameters of its own
+    (heads: Command R+, StableLM 2), or all heads together (full: OLMo 2, arXiv:2501.00656)."""
     qk_norm_kind: NormSpec | None = None
     """Kind of these norms; None for that of the network."""
     qk_norm_after: bool = False
@@ -149,7 +149,7 @@ class AttentionSpec:
         least_zero = ("window", "chunk", "scale", "soft_cap", "clip_qkv")
         rules |= dict.fromkeys(least_zero, "at least 0")
         rules["value_scale"] = "above 0"
-        rules["qk_norm"] = ("none", "head", "full")
+        rules["qk_norm"] = ("none", "head", "heads", "full")
         rules |= {"gate": ("none", "channel", "head"), "gate_activation": (*GATES,)}
         problems = check_fields(self, rules, prefix=where)
         if not problems and self.heads % self.kv_heads:
@@ -173,7 +173,7 @@ class AttentionSpec:
         """Return a problem for each option of norms without effect."""
         problems = []
         if self.qk_norm == "none" and self.qk_norm_kind is not None:
-            fix = 'None, or qk_norm="head" or "full"'
+            fix = 'None, or qk_norm="head", "heads" or "full"'
             problems.append(Problem(f"{where}qk_norm_kind", "acts on no norm", fix=fix))
         if self.qk_norm_after and (self.qk_norm == "none" or self.rotary is None):
             fix = "False, or give both qk_norm and rotary"
@@ -260,9 +260,9 @@ class AttentionSpec:
         if self.sinks:
             count += self.heads
         if self.qk_norm_kind is not None:
-            channels = 2 * self.head_dim
-            if self.qk_norm == "full":
-                channels = self.query_width + self.key_width
+            channels = self.query_width + self.key_width
+            if self.qk_norm == "head":
+                channels = 2 * self.head_dim
             count += channels * norm_params(self.qk_norm_kind)
         return count
 
@@ -303,6 +303,8 @@ class AttentionSpec:
         if self.qk_norm_kind is None:
             return []
         reason = replicate("one scale of head_dim for all heads of a layer")
+        if self.qk_norm == "heads":
+            reason = replicate("a few KiB: one scale of head_dim for each head")
         if self.qk_norm == "full":
             reason = replicate("one vector of a layer, and a norm over all heads")
         leaves = norm_leaves(self.qk_norm_kind)
@@ -331,8 +333,8 @@ class Attention(nnx.Module):
         self.o_proj = Dense(spec.out_width, width, scale=out_scale, bias=spec.out_bias, rngs=rngs)
         self.g_proj = _gate(spec, width, rngs)
         self.sinks = _sinks(spec)
-        self.q_norm = _qk_norm(spec, spec.query_width, sizes)
-        self.k_norm = _qk_norm(spec, spec.key_width, sizes)
+        self.q_norm = _qk_norm(spec, spec.heads, sizes)
+        self.k_norm = _qk_norm(spec, spec.kv_heads, sizes)
 
     def __call__(
         self, x: Float[Array, "batch seq d"], inputs: LayerInputs
@@ -445,7 +447,7 @@ class Attention(nnx.Module):
         """Normalise each head, or all heads together."""
         if norm is None:
             return heads
-        if self.spec.qk_norm == "head":
+        if self.spec.qk_norm != "full":
             return norm(heads)
         together = heads.reshape(*heads.shape[:2], -1)
         return norm(together).reshape(heads.shape)
@@ -473,9 +475,13 @@ def _sinks(spec: AttentionSpec) -> nnx.Param | None:
     return nnx.Param(jnp.zeros((spec.heads,), jnp.float32), gathered_by_layer=True)
 
 
-def _qk_norm(spec: AttentionSpec, width: int, sizes: Sizes) -> RMSNorm | LayerNorm | None:
+def _qk_norm(spec: AttentionSpec, heads: int, sizes: Sizes) -> RMSNorm | LayerNorm | None:
+    """Return the norm of queries or keys with so many heads, if there is one."""
+    width = spec.head_dim
     if spec.qk_norm == "none":
         return None
-    if spec.qk_norm == "head":
-        width = spec.head_dim
+    if spec.qk_norm == "heads":
+        return make_norm((heads, width), sizes, spec.qk_norm_kind)
+    if spec.qk_norm == "full":
+        width *= heads
     return make_norm(width, sizes, spec.qk_norm_kind)

@@ -37,7 +37,7 @@ from spmd.models.decoder.layer_stack import (
     members_of,
     scan_layers_with_outputs,
 )
-from spmd.models.decoder.linear import Head
+from spmd.models.decoder.linear import Head, make_bias
 from spmd.models.decoder.multi_token import NORMS, AheadLayer, ahead_params, valid_ahead
 from spmd.models.decoder.norms import make_norm, norm_params
 from spmd.models.decoder.pattern import Pattern, runs
@@ -45,7 +45,10 @@ from spmd.models.decoder.rotary import RopeScaling, Rotary
 from spmd.models.decoder.sizes import NormSpec, Sizes
 from spmd.plan.annotate import annotate
 
-_PARTS = ("embed", "embed_norm", "positions", "layers", "norm", "lm_head", "noise")
+_PARTS = (
+    *("embed", "embed_norm", "positions", "layers", "norm"),
+    *("lm_head", "logits_bias", "noise"),
+)
 """Names of the other parts of a decoder, which no stack may have."""
 
 
@@ -96,6 +99,8 @@ class DecoderConfig:
     """Routing and dispatch of tokens in layers with experts."""
     positions: int = 0
     """Learned positions, the longest sequence (GPT-2); 0 for none."""
+    unused_positions: int = 0
+    """Learned positions before that of the first token, which are never used (OPT: 2)."""
     embed_scale: float = 1.0
     """Factor of embeddings; 0 for the square root of d_model (Gemma)."""
     embed_norm: bool = False
@@ -106,6 +111,8 @@ class DecoderConfig:
     """Factor of logits."""
     logits_soft_cap: float = 0.0
     """Soft cap of logits, cap · tanh(logits / cap); 0 for none."""
+    logits_bias: bool = False
+    """Add a learned bias to logits (GPT-J, Phi)."""
     predict_ahead: int = 0
     """Modules of multi-token prediction (DeepSeek-V3, section 2.2), each with a layer of the last
     kind; they take part in training alone."""
@@ -121,7 +128,14 @@ class DecoderConfig:
         """Return a problem for each invalid field."""
         positive = ("vocab", "d_model", "layers", "heads", "kv_heads", "d_ff", "unroll")
         rules = dict.fromkeys(positive, "at least 1")
-        least_zero = ("window", "head_dim", "positions", "embed_scale", "logits_soft_cap")
+        least_zero = (
+            "window",
+            "head_dim",
+            "positions",
+            "unused_positions",
+            "embed_scale",
+            "logits_soft_cap",
+        )
         rules |= dict.fromkeys(least_zero, "at least 0")
         rules |= dict.fromkeys(("predict_ahead", "ahead_weight"), "at least 0")
         rules |= dict.fromkeys(("residual_scale", "logits_scale"), "above 0")
@@ -162,6 +176,9 @@ class DecoderConfig:
         if not self.predict_ahead and self.ahead_weight != DecoderConfig.ahead_weight:
             what = "acts on nothing: no token further ahead is predicted"
             problems.append(Problem("model.ahead_weight", what, fix="model.predict_ahead 1"))
+        if self.unused_positions and not self.positions:
+            what = "acts on nothing without learned positions"
+            problems.append(Problem("model.unused_positions", what, fix="0"))
         if self.group and self.layer != LayerSpec():
             fix = "put it into model.group"
             problems.append(Problem("model.layer", "is unused: there is a group", fix=fix))
@@ -392,7 +409,7 @@ class DecoderConfig:
     def _other_params(self) -> int:
         """Norms, biases, positions, and the embedding if it is not tied."""
         channels = norm_params(self.norm) * self.d_model
-        total = channels + self.positions * self.d_model
+        total = channels + (self.positions + self.unused_positions) * self.d_model
         if self.embed_norm:
             total += channels
         total += self.predict_ahead * len(NORMS) * channels
@@ -406,6 +423,8 @@ class DecoderConfig:
             total += count * of_layer
         if not self.tied:
             total += self.vocab * self.d_model
+        if self.logits_bias:
+            total += self.vocab
         return total
 
     def build(self, rngs: nnx.Rngs) -> "Decoder":
@@ -470,7 +489,8 @@ class Decoder(nnx.Module):
         if config.embed_norm:
             self.embed_norm = make_norm(width, config.sizes)
         if config.positions:
-            self.positions = make_positions(config.positions, width, rngs=rngs)
+            rows = config.positions + config.unused_positions
+            self.positions = make_positions(rows, width, rngs=rngs)
         _add_stacks(self, config.first_stacks, config, rngs)
         self.layers = make_layers(
             functools.partial(_make_group, config),
@@ -485,6 +505,8 @@ class Decoder(nnx.Module):
             self.ahead = make_layers(make, count, rngs.params(), stacked=config.stacked)
         self.norm = make_norm(width, config.sizes)
         self.lm_head = None if config.tied else Head(width, config.vocab, rngs=rngs)
+        if config.logits_bias:
+            self.logits_bias = make_bias(config.vocab)
         is_random = config.router is not None and config.router.is_random
         self.noise = nnx.Rngs(rngs.params()) if is_random else None
 
@@ -542,7 +564,7 @@ class Decoder(nnx.Module):
         config = self.config
         x = self._embedded(tokens)
         if config.positions:
-            x = add_positions(x, self.positions, segments)
+            x = add_positions(x, self.positions, segments, config.unused_positions)
         x = annotate(x, "residual")
         inputs = self._inputs(tokens.shape[1], segments, valid)
         if self._predicts_ahead:
@@ -657,9 +679,12 @@ class Decoder(nnx.Module):
         if scale != 1:
             x = x * jnp.asarray(scale, x.dtype)
         soft_cap = self.config.logits_soft_cap or None
+        bias = None
+        if self.config.logits_bias:
+            bias = self.logits_bias
         if self.lm_head is not None:
-            return self.lm_head(x, soft_cap)
-        return self.embed.attend(x, soft_cap)
+            return self.lm_head(x, soft_cap, bias)
+        return self.embed.attend(x, soft_cap, bias)
 
     def _noise_keys(self, specs: tuple[LayerSpec, ...], repeats: int) -> tuple[Any, ...]:
         """Return the keys of routers' noise, for each layer of a repeated group; None for none."""

@@ -31,12 +31,15 @@ class Embedding(nnx.Module):
         return annotate(rows, "embed_exchange")
 
     def attend(
-        self, x: Float[Array, "batch seq d"], soft_cap: float | None = None
+        self,
+        x: Float[Array, "batch seq d"],
+        soft_cap: float | None = None,
+        bias: nnx.Param | None = None,
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
-        """Apply the tied head: return logits with an optional soft cap, or `LazyLogits`."""
+        """Apply the tied head: return logits with a soft cap and a bias, if any, or `LazyLogits`."""
         placed = placement_of(self.embedding.get_metadata("path", None))
         table, placed = annotate_param(self.embedding[...], placed, "tied_columns")
-        return unembed(x, table, placed, "oi", soft_cap)
+        return unembed(x, table, placed, "oi", soft_cap, bias)
 
 
 def make_positions(count: int, width: int, *, rngs: nnx.Rngs) -> nnx.Param:
@@ -47,9 +50,9 @@ def make_positions(count: int, width: int, *, rngs: nnx.Rngs) -> nnx.Param:
 
 
 def add_positions(
-    x: Float[Array, "batch seq d"], learned: nnx.Param, segments: Segments
+    x: Float[Array, "batch seq d"], learned: nnx.Param, segments: Segments, first: int = 0
 ) -> Float[Array, "batch seq d"]:
-    """Add learned positions, from 0 in each document of a packed sequence.
+    """Add learned positions, from row `first` in each document of a packed sequence.
 
     Raises:
         ConfigError: The sequence is longer than there are positions, or may become so.
@@ -59,7 +62,7 @@ def add_positions(
     longest = seq
     if isinstance(at, jax.Array):
         longest = cache_length()  # decoding: the text may become as long as the cache
-    count = learned.shape[0]
+    count = learned.shape[0] - first
     if longest > count:
         problem = Problem(
             "sequence",
@@ -71,5 +74,7 @@ def add_positions(
     table = learned[...]
     if segments is not None:
         at = at - segments
+    if first:
+        at = at + first
     found = table[at].astype(x.dtype)
     return x + found.reshape(-1, seq, found.shape[-1])

@@ -18,7 +18,7 @@ from spmd.layers.linear_recipes import (
     recipe_of,
     seen_before,
 )
-from spmd.layers.lm_head import LazyLogits, is_lazy
+from spmd.layers.lm_head import LazyLogits, is_lazy, plus_bias
 from spmd.layers.quantized_matmul import Operand, quantized_einsum
 from spmd.layers.soft_cap import soft_capped
 from spmd.model_interface.wrapped_param import addend_of, operand_of, rider_of
@@ -107,6 +107,7 @@ def unembed(
     placed: ParamPlacement | None,
     axes: str,
     soft_cap: float | None = None,
+    bias: nnx.Param | None = None,
 ) -> Float[Array, "batch seq vocab"] | LazyLogits:
     """Return logits in float32; `LazyLogits` inside `spmd.layers.lm_head.lazy_logits`.
 
@@ -116,12 +117,17 @@ def unembed(
         placed: The kernel's placement under the plan in scope.
         axes: `"io"` for `[d, vocab]`, `"oi"` for `[vocab, d]`.
         soft_cap: The cap of logits; None for no cap.
+        bias: A parameter `[vocab]` that is added to the logits; None for none.
     """
     x = constrain_like(x, "residual")
+    whole_bias = None
+    if bias is not None:
+        whole_bias = gathered(bias[...], _placed(bias))
     if is_lazy():
-        return LazyLogits(x, kernel, axes, placed, soft_cap=soft_cap)
+        return LazyLogits(x, kernel, axes, placed, soft_cap=soft_cap, bias=whole_bias)
     how = _Products((placed,), axes, jnp.float32)
     (logits,) = _products(x, (kernel,), (None,), how)
+    logits = plus_bias(logits, whole_bias)
     return annotate(soft_capped(logits, soft_cap), "logits")
 
 
@@ -456,7 +462,7 @@ class Dense(nnx.Module):
         self.kernel = nnx.Param(
             table, gathered_by_layer=True, takes_wrapped=True, linear=True, matrix="io"
         )
-        self.bias = _zeros(outputs) if bias else None
+        self.bias = make_bias(outputs) if bias else None
 
     def with_bias(self, x: Float[Array, "batch seq out"]) -> Float[Array, "batch seq out"]:
         """Add the bias, if any, to a product with the kernel."""
@@ -465,7 +471,8 @@ class Dense(nnx.Module):
         return biased(x, self.bias)
 
 
-def _zeros(width: int) -> nnx.Param:
+def make_bias(width: int) -> nnx.Param:
+    """Return a bias of zeros."""
     return nnx.Param(jnp.zeros((width,), jnp.float32), gathered_by_layer=True)
 
 
@@ -478,7 +485,10 @@ class Head(nnx.Module):
         self.kernel.set_metadata(takes_wrapped=False, linear=False, role="logits")
 
     def __call__(
-        self, x: Float[Array, "batch seq d"], soft_cap: float | None = None
+        self,
+        x: Float[Array, "batch seq d"],
+        soft_cap: float | None = None,
+        bias: nnx.Param | None = None,
     ) -> Float[Array, "batch seq vocab"] | LazyLogits:
-        """Return logits, with an optional soft cap, or `LazyLogits`."""
-        return unembed(x, self.kernel[...], _placed(self.kernel), "io", soft_cap)
+        """Return logits, with an optional soft cap and bias, or `LazyLogits`."""
+        return unembed(x, self.kernel[...], _placed(self.kernel), "io", soft_cap, bias)

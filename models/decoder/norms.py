@@ -13,15 +13,25 @@ from spmd.plan.fsdp import gathered, placement_of
 Norm = nnx.Module
 """A callable module from `[*tokens, d]` to the same shape and dtype."""
 
+Width = int | tuple[int, ...]
+"""Shape of a norm's parameters."""
+
 
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation in float32 (Zhang & Sennrich, arXiv:1910.07467).
 
     Without `scale` there is no parameter.
+
+    Args:
+        width: Size of the last dimension, or of the last ones: each of the others has a scale of
+            its own.
+        eps: Added to the mean square.
+        offset: Added to the scale.
+        has_scale: Learn a scale.
     """
 
     def __init__(
-        self, width: int, *, eps: float, offset: float = 0.0, has_scale: bool = True
+        self, width: Width, *, eps: float, offset: float = 0.0, has_scale: bool = True
     ) -> None:
         self.scale = _vector_if(has_scale, width, 1.0 - offset)
         self.eps = eps
@@ -56,12 +66,12 @@ def _rms_norm_unscaled(x: Array, eps: float) -> Array:
 class LayerNorm(nnx.Module):
     """Normalisation to mean 0 and variance 1 in float32 (Ba et al., arXiv:1607.06450).
 
-    Scale and bias are learned, if it has them.
+    Scale and bias are learned, if it has them; `width` is as in `RMSNorm`.
     """
 
     def __init__(
         self,
-        width: int,
+        width: Width,
         *,
         eps: float,
         offset: float = 0.0,
@@ -145,19 +155,22 @@ def _gated_norm(
     return wide.astype(x.dtype)
 
 
-def _vector_if(learned: bool, width: int, value: float) -> nnx.Param | None:
-    """Return a vector of equal values as a parameter; None if it is not learned."""
+def _vector_if(learned: bool, width: Width, value: float) -> nnx.Param | None:
+    """Return equal values as a parameter; None if it is not learned."""
     if not learned:
         return None
-    return nnx.Param(jnp.full((width,), value, jnp.float32), gathered_by_layer=True)
+    values = jnp.full(width, value, jnp.float32)
+    if values.ndim > 1:
+        return nnx.Param(values, gathered_by_layer=True, added=True)  # no matrix for optimizers
+    return nnx.Param(values, gathered_by_layer=True)
 
 
-def _for_tokens(values: Float[Array, "d"], x: Array) -> Array:
-    return jnp.expand_dims(values, tuple(range(x.ndim - 1)))
+def _for_tokens(values: Float[Array, "*heads d"], x: Array) -> Array:
+    return jnp.expand_dims(values, tuple(range(x.ndim - values.ndim)))
 
 
-def make_norm(width: int, sizes: Sizes, norm: NormSpec | None = None) -> RMSNorm | LayerNorm:
-    """Return a norm over the last dimension, of size `width`; of the network's kind by default."""
+def make_norm(width: Width, sizes: Sizes, norm: NormSpec | None = None) -> RMSNorm | LayerNorm:
+    """Return a norm over the last dimension; of the network's kind by default."""
     norm = norm or sizes.norm
     if norm.kind == "rms":
         return RMSNorm(width, eps=sizes.norm_eps, offset=norm.offset, has_scale=norm.scale)

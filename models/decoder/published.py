@@ -52,7 +52,6 @@ ENDS: Names = {
     "norm/bias": ("norm.bias", AS_IS),
 }
 """Tensors outside of layers, without their prefix."""
-_HEAD = "lm_head.weight"
 
 
 def layer_names(**norms: str) -> Names:
@@ -77,17 +76,25 @@ class TensorNames:
         ends: Tensors outside of layers.
         prefix: Prefix of all but the head's.
         layers: Prefix of a layer, with its number.
+        head: Module of the output head.
         ahead: Tensors of a module of multi-token prediction besides those of its layer, with the
             number of a layer after the last one; None if they have no published names.
         constants: Scalars of a layer without a parameter, with their values.
+        head: Kernel of the output head.
     """
 
     layer: Names
     ends: Names
     prefix: str = "model."
     layers: str = "layers.{layer}."
+    head: str = "lm_head"
     ahead: Names | None = None
     constants: Mapping[str, float] = FrozenDict()
+
+    @property
+    def _head(self) -> str:
+        """Kernel of the output head."""
+        return f"{self.head}.weight"
 
     def mappings(self, config: DecoderConfig) -> tuple[TensorMapping, ...]:
         """Return the mappings of all parameters of a config, and of the biases of routers."""
@@ -125,7 +132,9 @@ class TensorNames:
     def _of_end(self, path: str) -> TensorMapping | None:
         """Return the mapping of a parameter outside of layers."""
         if path == "lm_head/kernel":
-            return TensorMapping(path, _HEAD, TRANSPOSED)
+            return TensorMapping(path, self._head, TRANSPOSED)
+        if path == "logits_bias":
+            return TensorMapping(path, f"{self.head}.bias")
         if path not in self.ends:
             return None
         tensor, layout = self.ends[path]
@@ -137,7 +146,7 @@ class TensorNames:
         entries = [Ignored(rotary, "follows from rope_theta")]
         if config.tied:
             embedding, _ = self.ends["embed/embedding"]
-            copy = Ignored(_HEAD, "is a copy of the embedding", self.prefix + embedding)
+            copy = Ignored(self._head, "is a copy of the embedding", self.prefix + embedding)
             entries.append(copy)
         return (*entries, *self._ignored_ahead(config), *self._constants(config))
 
@@ -171,7 +180,7 @@ class TensorNames:
     def _shared_by_ahead(self) -> dict[str, str]:
         """Copy in a module of multi-token prediction → its tensor in the main model."""
         embedding, _ = self.ends["embed/embedding"]
-        return {embedding: self.prefix + embedding, "shared_head.head.weight": _HEAD}
+        return {embedding: self.prefix + embedding, "shared_head.head.weight": self._head}
 
 
 def _places(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -231,7 +240,7 @@ def decoder_family(
 
     Args:
         architecture: Name in config.json; of several, the first is written.
-        read: Parses config.json.
+        read: Parses config.json, without harmless fields.
         write: Inverse of `read`; of a config of another family, it may write anything.
         layer: Tensors of a layer; those of Llama by default.
         names: Tensors of the whole model, or a function from a config to them; by default `layer`,
@@ -249,6 +258,10 @@ def decoder_family(
         if callable(names):
             return names(config)
         return names or default
+
+    def read_others(values: Mapping[str, Any]) -> DecoderConfig:
+        others = {name: value for name, value in values.items() if name not in harmless}
+        return read(others)
 
     def fits(config: Any) -> bool:
         if not isinstance(config, DecoderConfig):
@@ -270,7 +283,7 @@ def decoder_family(
         architectures = (architectures,)
     return Family(
         architectures=architectures,
-        read_config=read,
+        read_config=read_others,
         write_config=write,
         fits=fits,
         rules=decoder_rules,
@@ -296,8 +309,9 @@ def _published_form(config: DecoderConfig) -> tuple[Any, ...]:
     scale = config.embed_scale or config.d_model**0.5
     return (
         *(config.vocab, config.d_model, config.norm_eps, config.tied, config.norm),
-        *(config.positions, scale, config.embed_norm, config.residual_scale, config.logits_scale),
-        *(config.logits_soft_cap, config.predict_ahead, router, *kinds),
+        *(config.positions, config.unused_positions, scale, config.embed_norm),
+        *(config.residual_scale, config.logits_scale, config.logits_soft_cap),
+        *(config.logits_bias, config.predict_ahead, router, *kinds),
     )
 
 
@@ -319,6 +333,8 @@ def read_sizes(
     tied: bool = False,
     activation: tuple[str, ...] = ("hidden_act", "silu"),
     heads_divide: bool = False,
+    has_head_dim: bool = True,
+    d_ff_ratio: int = 0,
 ) -> dict[str, Any]:
     """Parse the common fields, as arguments of `DecoderConfig`.
 
@@ -332,12 +348,16 @@ def read_sizes(
             0 here.
         d_ff: Default of `intermediate_size`; None if it is required.
         tied: Default of `tie_word_embeddings`.
-        activation: Name of the MLP's activation field, and the supported values.
+        activation: Name of the MLP's activation field, and the supported values; empty for a family
+            that reads it itself.
         heads_divide: Whether the heads must divide the width.
+        has_head_dim: Whether a head may have another width than the model's divided by the heads.
+        d_ff_ratio: Default of `intermediate_size`, in widths; 0 if it is required.
     """
     width = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
-    if heads_divide and width % heads:
+    must_divide = heads_divide or not has_head_dim
+    if must_divide and width % heads:
         what = f"is {heads}, which does not divide hidden_size {width}, as this family needs"
         fields.refuse("num_attention_heads", what)
     if fields.is_null("head_dim"):
@@ -345,12 +365,18 @@ def read_sizes(
     head_dim = fields.integer("head_dim", head_dim or max(1, width // heads))
     if head_dim * heads == width:
         head_dim = 0
-    fields.only(*activation)
+    if head_dim and not has_head_dim:
+        fields.refuse("head_dim", f"is {head_dim}, not hidden_size / num_attention_heads")
+    if activation:
+        fields.only(*activation)
     fields.only("is_causal", True)
     if fields.is_null("num_key_value_heads") or not kv_heads:
         kv_heads = heads
     if eps_field:
         eps = fields.number(eps_field, eps, least=0)
+    d_ff = None
+    if d_ff_ratio:
+        d_ff = d_ff_ratio * width
     rotary = {}
     if theta:
         rotary = read_network_rotary(fields, Rotary(theta, RopeScaling()))

@@ -3,9 +3,13 @@
 import dataclasses
 from collections.abc import Collection
 
+from spmd.hf.family import Ignored
 from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.published import Names
+
+AHEAD = "num_nextn_predict_layers"
+"""Field of config.json: the number of modules."""
 
 AHEAD_NAMES: Names = {
     "embed_norm/scale": ("enorm.weight", AS_IS),
@@ -25,3 +29,17 @@ def with_stored_ahead(config: DecoderConfig, tensors: Collection[str]) -> Decode
     if any(tensor.startswith(prefix) for tensor in tensors):
         return config
     return dataclasses.replace(config, predict_ahead=0)
+
+
+def ignored_ahead(layer: Names, *others: str) -> tuple[Ignored, ...]:
+    """Return the tensors of a module outside of the layers, `mtp.…`, which is not read.
+
+    Args:
+        layer: Tensors of its layer.
+        *others: More of them.
+    """
+    ends = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    tensors = [*(tensor for tensor, _ in layer.values()), *others]
+    names = [f"mtp.layers.{{layer}}.{tensor}" for tensor in tensors]
+    names += [f"mtp.{end}.weight" for end in ends]
+    return tuple(Ignored(name, "predicts the second next token") for name in names)

@@ -168,7 +168,10 @@ def read_sparse_layers(fields: Fields, layers: int, default: Sequence[int] = ())
             kind = SPARSE
         kinds.append(kind)
     if SPARSE not in kinds:
-        fields.refuse("mlp_only_layers", "and decoder_sparse_step leave no layer with experts")
+        name = "mlp_only_layers"
+        if step > layers:
+            name = "decoder_sparse_step"
+        fields.refuse(name, "leaves no layer with experts")
         return [SPARSE] * len(kinds)
     return kinds
 
@@ -222,7 +225,8 @@ def with_dense_mlps(
 ) -> list[LayerSpec]:
     """Return layers with an MLP in place of experts where their kind is `DENSE`.
 
-    Those before all experts have the name `dense_layers` if they are equal.
+    Those before all experts have the name `dense_layers` if they are equal and no other layer has
+    one MLP.
     """
     specs = []
     for layer, kind in zip(layers, kinds, strict=True):
@@ -230,7 +234,7 @@ def with_dense_mlps(
             layer = dataclasses.replace(layer, mlp=dense)
         specs.append(layer)
     first = [*kinds, SPARSE].index(SPARSE)
-    if len(set(specs[:first])) == 1:
+    if len(set(specs[:first])) == 1 and DENSE not in kinds[first:]:
         named = dataclasses.replace(specs[0], name="dense_layers")
         specs[:first] = [named] * first
     return specs

@@ -209,7 +209,13 @@ def rotated_windows(
 
 
 def read_rotated_windows(
-    fields: Fields, layer: LayerSpec, layers: int, default: Sequence[str], *, absent: int
+    fields: Fields,
+    layer: LayerSpec,
+    layers: int,
+    default: Sequence[str],
+    *,
+    absent: int,
+    nullable: bool = False,
 ) -> list[LayerSpec]:
     """Parse `layer_types` and `sliding_window` of layers as in `rotated_windows`.
 
@@ -218,9 +224,12 @@ def read_rotated_windows(
         layer: A layer of full attention.
         layers: Number of layers.
         default: The kind of each layer if `layer_types` is absent or null.
-        absent: The window if the field is absent; with null, all layers have positions.
+        absent: The window if the field is absent.
+        nullable: Whether it may be null; then all layers have positions.
     """
     rotate_all = fields.is_null("sliding_window")
+    if rotate_all and not nullable:
+        fields.refuse("sliding_window", "is null, and this model needs a number")
     kinds = read_layer_types(fields, layers, default)
     window = read_window_of(fields, kinds, absent)
     return rotated_windows(layer, window, kinds, rotate_all=rotate_all)

@@ -408,6 +408,19 @@ def rotated_width(head_dim: int, fraction: float) -> int:
     return int(head_dim * fraction)
 
 
+def rotary_fraction(rotated: int, head_dim: int) -> float:
+    """Return the fraction of a head with so many dimensions: the inverse of `rotated_width`.
+
+    Example:
+        >>> rotated_width(44, 30 / 44), rotated_width(44, rotary_fraction(30, 44))
+        (29, 30)
+    """
+    fraction = rotated / head_dim
+    if rotated_width(head_dim, fraction) < rotated:
+        return math.nextafter(fraction, 1.0)
+    return fraction
+
+
 def rotary_problems(
     head_dim: int, scaling: RopeScaling = RopeScaling(), fraction: float = 1.0
 ) -> list[Problem]:

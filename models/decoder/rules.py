@@ -85,13 +85,19 @@ def _head(config: DecoderConfig, fsdp: Axes, *, split_vocab: bool) -> TableRows:
     kernel = P((*each_axis(fsdp), "pipe"), "tensor")  # [d, vocab]
     columns = P(("pipe", "tensor"), fsdp)  # [vocab, d]
     logits = ("logits", HIDDEN)  # [batch, seq, vocab]
+    params: list[ParamRow] = []
+    if config.logits_bias and split_vocab:
+        params.append(("logits_bias", P("tensor")))
+    if config.logits_bias and not split_vocab:
+        params.append(("logits_bias", replicate("an odd vocabulary divides over no axis")))
     if not split_vocab:
         kernel = P((*each_axis(fsdp), "tensor", "pipe"))
         columns = P(None, fsdp)
         logits = ("logits", TOKENS)
     if config.tied:
-        return TableRows(activations=(logits, ("tied_columns", columns)))
-    return TableRows((("lm_head/kernel", kernel),), (logits,))
+        return TableRows(tuple(params), (logits, ("tied_columns", columns)))
+    params.append(("lm_head/kernel", kernel))
+    return TableRows(tuple(params), (logits,))
 
 
 def _norms(config: DecoderConfig) -> TableRows:

@@ -32,6 +32,7 @@ MISSING_OPTIONS = {
     "LongcatFlashForCausalLM": "two attentions and MLPs in a layer, and experts without weights",
     "MambaForCausalLM": _SELECTIVE_SCAN,
     "MiniMaxForCausalLM": _LIGHTNING,
+    "ModernBertDecoderForCausalLM": "norms of embeddings, and a dense layer before the head",
     "MptForCausalLM": _ALIBI,
     "PhimoeForCausalLM": "the router of SparseMixer",
     "Qwen4ExpForCausalLM": f"{_INDEXER}, and {_HYPER_CONNECTIONS}",

@@ -38,7 +38,7 @@ OPTIONS_GROUP = "spmd.missing_options"
 """Entry-point group; each value is `module:NAME` of architecture → the option that it needs."""
 
 _SAME_TASK = 0.9
-_PLACEHOLDERS = ("layer", "expert")
+_PLACEHOLDERS = ("layer", "expert", "head")
 _NO_ALIASES: Mapping[str, str] = FrozenDict()
 
 
@@ -46,8 +46,8 @@ _NO_ALIASES: Mapping[str, str] = FrozenDict()
 class TensorMapping:
     """A parameter and its tensor.
 
-    `path` has no layer numbers; `tensor` has the placeholders `{layer}` and `{expert}`. Our layer
-    `i` is the tensors' layer `first + step * i`; `step` is 2 if layers of two kinds alternate.
+    `path` has no layer numbers; `tensor` has the placeholders `{layer}`, `{expert}` and `{head}`. Our
+    layer `i` is the tensors' layer `first + step * i`; `step` is 2 if layers of two kinds alternate.
     With `is_variable` it is no parameter but a variable of the model, such as a router's bias.
     """
 
@@ -78,8 +78,8 @@ class Ignored:
 
 
 def name_pattern(tensor: str) -> re.Pattern[str]:
-    """Return the pattern of a tensor's names in all layers and experts."""
-    return re.compile(re.sub(r"\\{(layer|expert)\\}", r"\\d+", re.escape(tensor)))
+    """Return the pattern of a tensor's names in all layers, experts and heads."""
+    return re.compile(re.sub(r"\\{(layer|expert|head)\\}", r"\\d+", re.escape(tensor)))
 
 
 @dataclasses.dataclass(frozen=True)

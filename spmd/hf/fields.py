@@ -6,11 +6,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from flax.core import FrozenDict
+
 from spmd.errors import ConfigError, Problem, SpmdError, shorten
 
 T = TypeVar("T")
 
 _MAX_INTEGER = 2**31 - 1
+_SAME_NAMES: Mapping[str, str] = FrozenDict()
 
 HARMLESS = frozenset(
     {
@@ -83,6 +86,11 @@ _HARMLESS_IF_OFF = frozenset(
 class Fields:
     """Fields of one config.json; problems are collected, and all of them are raised at the end.
 
+    Args:
+        values: The file.
+        names: Common name of a field → its name in files of this family, such as `n_embd`; problems
+            have the latter.
+
     Example:
         >>> fields = Fields({"hidden_size": 64, "hidden_act": "gelu", "use_cache": True})
         >>> width = fields.integer("hidden_size")
@@ -91,15 +99,17 @@ class Fields:
         hidden_act: is 'gelu', and this model supports only silu
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], names: Mapping[str, str] = _SAME_NAMES) -> None:
         self._values = dict(values)
+        self._names = names
         self._known: set[str] = set()
         self._problems: list[Problem] = []
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return a field unchecked; `default` if it is absent or null."""
-        self._known.add(name)
-        found = self._values.get(name)
+        theirs = self._names.get(name, name)
+        self._known.add(theirs)
+        found = self._values.get(theirs)
         if found is None:
             return default
         return found
@@ -109,7 +119,8 @@ class Fields:
 
         For some fields this differs from an absent one.
         """
-        return name in self._values and self._values[name] is None
+        theirs = self._names.get(name, name)
+        return theirs in self._values and self._values[theirs] is None
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Return an integer of at least 1; required if it has no default."""
@@ -158,7 +169,7 @@ class Fields:
 
     def refuse(self, name: str, what: str, fix: str = "") -> None:
         """Report a problem with a field."""
-        self._problems.append(Problem(name, what, fix=fix))
+        self._problems.append(Problem(self._names.get(name, name), what, fix=fix))
 
     def nested(self, make: Callable[..., T], **values: Any) -> T | None:
         """Construct a nested config; return None and report its problems if it is invalid."""
@@ -193,6 +204,16 @@ class Fields:
             title = "Unsupported features in config.json:"
             raise ConfigError(title, problems)
         return made
+
+
+def renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return fields under the names of a family, as in `Fields`.
+
+    Example:
+        >>> renamed({"hidden_size": 8, "vocab_size": 9}, {"hidden_size": "n_embd"})
+        {'n_embd': 8, 'vocab_size': 9}
+    """
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def _wrong(found: Any, why: str) -> str:

@@ -19,10 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd.checkpoint.manifest import read_object
-from spmd.errors import CheckpointError, Problem, check_local, first_of, shorten
+from spmd.errors import CheckpointError, Problem, check_local, first_of
 from spmd.hf.family import Family, Ignored, TensorMapping, TensorSource, family_of, name_pattern
 from spmd.hf.fields import collect_errors
-from spmd.hf.quantization import FIELD, Mxfp4Tensor, read_quantization, readers_of
+from spmd.hf.quantization import (
+    FIELD,
+    Mxfp4Tensor,
+    read_quantization,
+    readers_of,
+)
 from spmd.hf.safetensors import SafetensorsFile, StoredTensor, TensorReader
 from spmd.model_interface.model_config import experts_of, layers_of
 
@@ -89,14 +94,22 @@ class HFFolder:
         _, ignored = self.tables
         problems: list[Problem] = []
         for entry in ignored:
-            if entry.value is None or entry.tensor not in self.files:
+            if entry.value is None or entry.tensor not in self.tensors:
                 continue
-            (found,) = self.files[entry.tensor].chunks(entry.tensor, np.empty(64, np.uint8))
-            expected = np.full(found.shape, entry.value, found.dtype)
-            if not np.array_equal(found, expected):
-                what = f"is {shorten(found.tolist())}, and this model has {entry.value:g}"
-                problems.append(Problem(_where(entry.tensor), what, entry.why))
+            problem = self._constant_mismatch(entry.tensor, entry.value)
+            if problem is not None:
+                problems.append(problem)
         return tuple(problems)
+
+    def _constant_mismatch(self, name: str, value: float) -> Problem | None:
+        reader = self.tensors[name]
+        if math.prod(reader.shape) != 1:
+            what = f"has the shape {list(reader.shape)}, and is the constant {value:g}"
+            return Problem(_where(name), what)
+        found = reader.rows(0, 1, 1, np.empty(reader.dtype.itemsize, np.uint8)).item()
+        if found == np.full((), value, reader.dtype).item():
+            return None
+        return Problem(_where(name), f"is {float(found):g}, and this model has {value:g}")
 
     def _mismatch(self, name: str, other: str) -> Problem | None:
         a = self.files[name].tensors[name]

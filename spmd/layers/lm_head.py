@@ -66,6 +66,7 @@ class LazyLogits:
 
     `axes` is `"io"` for a kernel `[d, vocab]`, `"oi"` for `[vocab, d]`; `placed` its placement,
     None outside a plan. `tokens` and `logits` are the activation names of `x` and of the logits.
+    `bias`, gathered, is added to the logits before a soft cap; None for none.
     """
 
     keeps_dtype: ClassVar[bool] = True  # the loss computes the logits in float32
@@ -77,6 +78,7 @@ class LazyLogits:
     tokens: str = dataclasses.field(default="residual", metadata={"static": True})
     logits: str = dataclasses.field(default="logits", metadata={"static": True})
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    bias: Float[Array, "vocab"] | None = None
 
 
 def lazy_logits() -> contextlib.AbstractContextManager[None]:
@@ -105,16 +107,17 @@ class _Layout:
     width: tuple[str, ...] = ()  # the axes of `vocabulary` that also split the width of `x`
 
     def run(self, differentiate: bool, *arrays: Array) -> tuple[Array, ...]:
-        """Run `_local` on each device's part of `x`, the kernel, targets and weights."""
+        """Run `_local` on each device's part of `x`, the kernel, targets, weights and a bias."""
         local = functools.partial(_local, layout=self, differentiate=differentiate)
         if self.mesh is None:
             return local(*arrays)
         stored, _, kept = self.param.specs
         x = P(*self.tokens, self.width or None)
-        in_specs = (x, stored, self.tokens, self.tokens)
+        of_words = P(self.vocabulary or None)
+        in_specs = (x, stored, self.tokens, self.tokens, of_words)[: len(arrays)]
         out_specs: tuple[P, ...] = (P(), P())
         if differentiate:
-            out_specs += (x, kept)
+            out_specs += (x, kept, of_words)[: len(arrays) - 2]
         region = shard_map_over(self.mesh, self.split, local, in_specs, out_specs, purpose=_PURPOSE)
         return region(*arrays)
 
@@ -147,14 +150,23 @@ def materialize(head: LazyLogits) -> Float[Array, "batch seq vocab"]:
         (1, 2, 8)
     """
     kernel = gather(head.kernel, head.placed, head.x.dtype)
-    logits = _logits(head.x, kernel, head.axes)
+    logits = _logits(head.x, kernel, head.axes, head.bias)
     logits = soft_capped(logits, head.soft_cap)
     return annotate(logits, head.logits)
 
 
-def _logits(x: Array, kernel: Array, axes: str) -> Array:
+def _logits(x: Array, kernel: Array, axes: str, bias: Array | None) -> Array:
     form = f"...i,{axes}->...o"
-    return jnp.einsum(form, x, kernel, preferred_element_type=jnp.float32)
+    logits = jnp.einsum(form, x, kernel, preferred_element_type=jnp.float32)
+    return plus_bias(logits, bias)
+
+
+def plus_bias(logits: Float[Array, "*tokens vocab"], bias: Array | None) -> Array:
+    """Return the logits plus a gathered bias in float32, if there is one."""
+    if bias is None:
+        return logits
+    wide = bias.astype(jnp.float32)
+    return logits + wide.reshape((1,) * (logits.ndim - 1) + wide.shape)
 
 
 def chunked_cross_entropy(
@@ -175,7 +187,7 @@ def chunked_cross_entropy(
         (4.1589, 2.0)
     """
     layout = _layout(head, chunk)
-    return per_example(_sums)(head.x, head.kernel, targets, weights, layout)
+    return per_example(_sums)(head.x, head.kernel, targets, weights, head.bias, layout)
 
 
 def _layout(head: LazyLogits, chunk: int) -> _Layout:
@@ -249,17 +261,26 @@ def _contiguous(dims: Dims, used: Dims, dim: int) -> Dims:
     return used
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _sums(x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout) -> Any:
-    return layout.run(False, x, kernel, targets, weights)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _sums(
+    x: Array, kernel: Array, targets: Array, weights: Array, bias: Array | None, layout: _Layout
+) -> Any:
+    return layout.run(False, x, kernel, targets, weights, *_if_any(bias))
 
 
 def _forward(
-    x: Array, kernel: Array, targets: Array, weights: Array, layout: _Layout
+    x: Array, kernel: Array, targets: Array, weights: Array, bias: Array | None, layout: _Layout
 ) -> tuple[Any, Any]:
-    loss, correct, *gradients = layout.run(True, x, kernel, targets, weights)
-    likes = [jnp.zeros((0,), a.dtype) for a in (x, kernel)]
+    own_bias = _if_any(bias)
+    loss, correct, *gradients = layout.run(True, x, kernel, targets, weights, *own_bias)
+    likes = [jnp.zeros((0,), a.dtype) for a in (x, kernel, *own_bias)]
     return (loss, correct), (gradients, likes)
+
+
+def _if_any(bias: Array | None) -> tuple[Array, ...]:
+    if bias is None:
+        return ()
+    return (bias,)
 
 
 def _backward(
@@ -270,23 +291,37 @@ def _backward(
     for gradient, like in zip(gradients, likes, strict=True):
         wide = gradient.astype(jnp.float32) * cotangents[0]
         scaled.append(wide.astype(like.dtype))
-    return *scaled, None, None
+    dx, dkernel, *rest = scaled
+    dbias = None
+    if rest:
+        (dbias,) = rest
+    return dx, dkernel, None, None, dbias
 
 
 _sums.defvjp(_forward, _backward)
 
 
 def _local(
-    x: Array, kernel: Array, targets: Array, weights: Array, *, layout: _Layout, differentiate: bool
+    x: Array,
+    kernel: Array,
+    targets: Array,
+    weights: Array,
+    bias: Array | None = None,
+    *,
+    layout: _Layout,
+    differentiate: bool,
 ) -> tuple[Array, ...]:
-    """Return a device's sums over its tokens and, to differentiate, gradients of `x` and kernel."""
+    """Return a device's sums over its tokens and, to differentiate, gradients.
+
+    The gradients are those of `x`, the kernel and the bias, if there is one.
+    """
     batch, seq, width = x.shape
     count = batch * seq
     tokens = count * _axis_size(layout.joined)
     chunks = -(-tokens // layout.chunk)
     with in_scope(layout.param.scope):
         whole = layout.param.gather(kernel, x.dtype)
-    head = _Head(layout, whole, tokens)
+    head = _Head(layout, whole, tokens, bias)
     parts = tuple(_in_chunks(a, chunks) for a in (x, targets, weights))
 
     def add(total: tuple[Array, ...], part: tuple[Array, ...]) -> tuple[Any, tuple[Array, ...]]:
@@ -294,10 +329,13 @@ def _local(
         return jax.tree.map(jnp.add, total, sums), saved
 
     zeros: tuple[Array, ...] = (jnp.float32(0), jnp.float32(0))
+    if differentiate and bias is not None:
+        zeros += (jnp.zeros(bias.shape, jnp.float32),)
     sums, saved = jax.lax.scan(add, zeros, parts)
     totals = tuple(psum(s, layout.summed) for s in sums)
     if not differentiate:
         return totals
+    loss, correct, *dbias = totals
     if head.keeps:
         (kept,) = saved
         dx = head.dx(kept)
@@ -311,7 +349,7 @@ def _local(
     # its operands until then.
     dx, dkernel = jax.lax.optimization_barrier((dx, dkernel))
     without_padding = dx.reshape(-1, width)[:count]
-    return *totals, without_padding.reshape(x.shape), dkernel
+    return loss, correct, without_padding.reshape(x.shape), dkernel, *dbias
 
 
 def _axis_size(axes: tuple[str, ...]) -> int:
@@ -365,11 +403,12 @@ class _Turns:
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """The head on one device: its kernel, gathered, for some number of tokens."""
+    """The head on one device: its kernel and bias, gathered, for some number of tokens."""
 
     layout: _Layout
     kernel: Array
     tokens: int
+    bias: Array | None = None
 
     @property
     def narrow(self) -> Any:
@@ -409,9 +448,9 @@ class _Head:
             first = jax.lax.axis_index(axes) * size
         return ids + first
 
-    def logits(self, x: Array, kernel: Array) -> Array:
+    def logits(self, x: Array, kernel: Array, bias: Array | None) -> Array:
         """Return the logits of some words."""
-        logits = _logits(x, kernel, self.layout.axes)
+        logits = _logits(x, kernel, self.layout.axes, bias)
         logits = soft_capped(logits, self.layout.soft_cap)
         return annotate(logits, self.layout.logits)
 
@@ -440,15 +479,15 @@ class _Head:
     ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         """Return `(loss, correct)` of a chunk and, to differentiate, values for the backward pass.
 
-        These are the gradient of the chunk's logits if the head keeps it, otherwise the log-sum-exp
-        of each token, and dx.
+        The gradient of a bias is a third sum. The values are the gradient of the chunk's logits if
+        the head keeps it, otherwise the log-sum-exp of each token, and dx.
         """
         vocabulary = self.layout.vocabulary
         along = self.layout.along
         x = all_gather(x, along)
         targets = all_gather(targets, along[:2])
         weights = all_gather(weights, along[:2])
-        logits = self.logits(x, self.kernel)
+        logits = self.logits(x, self.kernel, self.bias)
         is_target = _is_target(self.words, targets)
         largest = logits.max(axis=-1)
         if vocabulary:
@@ -463,9 +502,16 @@ class _Head:
             return sums, ()
         probabilities = exponentials / total[..., None]
         dlogits = self.dlogits(logits, probabilities, is_target, weights)
+        all_sums = (*sums, *self.dbias(dlogits))
         if self.keeps:
-            return sums, (dlogits,)
-        return sums, (normalizer, self.dx(dlogits))
+            return all_sums, (dlogits,)
+        return all_sums, (normalizer, self.dx(dlogits))
+
+    def dbias(self, dlogits: Float[Array, "1 token word"]) -> tuple[Array, ...]:
+        """Return the gradient of the bias in a chunk, if there is one."""
+        if self.bias is None:
+            return ()
+        return (dlogits.sum((0, 1), dtype=jnp.float32),)
 
     def dkernel(
         self,
@@ -526,7 +572,10 @@ class _Head:
     ) -> Array:
         """Compute the logits of a turn's words again, for their gradient."""
         kernel = turns.part(self.kernel, start, self.layout.axes.index("o"))
-        logits = self.logits(x, kernel)
+        bias = None
+        if self.bias is not None:
+            bias = turns.part(self.bias, start, 0)
+        logits = self.logits(x, kernel, bias)
         is_target = _is_target(turns.part(self.words, start, 0), targets)
         probabilities = jnp.exp(logits - normalizer[..., None])
         return self.dlogits(logits, probabilities, is_target, weights)

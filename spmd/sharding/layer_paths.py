@@ -160,9 +160,8 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
     """
     members: dict[tuple[str, str], dict[str, int]] = {}
     for path in shapes:
-        own_dims = dims_of(path, stacks)
-        for key, dim in zip(_find_stacked(path, stacks), own_dims, strict=True):
-            members.setdefault(key, {})[path] = dim
+        for stack, name, dim in _stacked_dims(path, stacks):
+            members.setdefault((stack, name), {})[path] = dim
     problems = []
     for (stack, name), dims in members.items():
         first = _first_with_each_size(dims, shapes)
@@ -192,6 +191,56 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
         )
         problems.append(problem)
     return problems
+
+
+def undivided_stacks(
+    shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack], axes: Mapping[str, int]
+) -> dict[str, Problem]:
+    """Return stack → problem, for numbers of layers not divisible by their axis.
+
+    Stacks of groups of layers have the number of groups.
+
+    Example:
+        >>> shapes = {"h/up": (3, 4, 256), "h/down": (3, 256, 4)}
+        >>> print(undivided_stacks(shapes, {"h": Stack("pipe")}, {"pipe": 2})["h"])
+        h: has a number of layers or groups of layers that pipe does not divide
+            3 / (pipe=2) = 1.5
+            fix: a multiple of 2, or another size of pipe
+    """
+    problems = {}
+    for path, shape in shapes.items():
+        for stack, name, dim in _stacked_dims(path, stacks):
+            axis = stacks[name].axis
+            if axis is None or axis not in axes or dim >= len(shape):
+                continue
+            size = shape[dim]
+            shards = axes[axis]
+            if size % shards == 0:
+                continue
+            what = f"has a number of layers or groups of layers that {axis} does not divide"
+            detail = f"{size} / ({axis}={shards}) = {size / shards:.4g}"
+            fix = f"a multiple of {shards}, or another size of {axis}"
+            problems[stack] = Problem(stack, what, detail, fix)
+    return problems
+
+
+def drop_stacks(
+    spec: Sequence[Any], path: str, stacks: Mapping[str, Stack], dropped: Collection[str]
+) -> tuple[Any, ...]:
+    """Return the entries of a parameter's spec as stored, with None for dimensions of some stacks."""
+    entries = list(spec)
+    for stack, _, dim in _stacked_dims(path, stacks):
+        if stack in dropped and dim < len(entries):
+            entries[dim] = None
+    return tuple(entries)
+
+
+def _stacked_dims(path: str, stacks: Mapping[str, Stack]) -> list[tuple[str, str, int]]:
+    """Return the path, the name and the dimension as stored of each stack around a parameter."""
+    found = []
+    for (stack, name), dim in zip(_find_stacked(path, stacks), dims_of(path, stacks), strict=True):
+        found.append((stack, name, dim))
+    return found
 
 
 def _first_with_each_size(

@@ -35,11 +35,13 @@ from spmd.sharding.layer_paths import (
     Stack,
     audit_stacks,
     dims_of,
+    drop_stacks,
     insert_stacked,
     names_of,
     own_stacks,
     read_stacked,
     strip_layer_numbers,
+    undivided_stacks,
 )
 from spmd.sharding.mesh import AnyMesh, entry_axes, shards_of
 from spmd.sharding.patterns import PatternError, compile_pattern
@@ -290,6 +292,8 @@ class Rules:
         problems = self.audit_axes(axes)
         problems += self.audit_tied(tied)
         problems += audit_stacks(shapes, self.stacks)
+        undivided = undivided_stacks(shapes, self.stacks, axes)
+        problems += undivided.values()
         unusable = {problem.where for problem in problems}
         aliases = _aliases(tied, shapes)
         winners = set()
@@ -304,6 +308,8 @@ class Rules:
             winners.add(match.index)
             has_known_axes = axes.keys() >= set(_axes_of(match.spec))
             if has_known_axes and match.rule not in unusable:
+                spec = P(*drop_stacks(match.spec, path, self.stacks, undivided))
+                match = dataclasses.replace(match, spec=spec)
                 problems += _audit_match(path, shape, match, axes)
         for index in range(len(self.params)):
             if index not in winners:

@@ -39,6 +39,7 @@ MIXERS = {
     "norms after rotation": AttentionSpec(
         qk_norm="head", qk_norm_kind=NormSpec(scale=False), qk_norm_after=True
     ),
+    "norms of heads": AttentionSpec(qk_norm="heads", qk_norm_kind=NormSpec("layer")),
 }
 OFF = {
     "gate of channels": {"gate": "none"},
@@ -49,6 +50,7 @@ OFF = {
     "temperature": {"temperature": Temperature(0.5, interval=4)},
     "negative rotation": {"rotary": Rotary()},
     "norms after rotation": {"qk_norm": "none"},
+    "norms of heads": {"qk_norm_kind": NormSpec("rms")},
 }
 """A control for each: another value of the option, with the same parameters."""
 BATCHES = token_batches((8, 16), 64, steps=2)
@@ -82,7 +84,18 @@ def normed(x):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
 
 
+def standardized(x):
+    return normed(x - x.mean(-1, keepdims=True))
+
+
 GATES = {"sigmoid": sigmoid, "softplus": lambda x: np.log1p(np.exp(x))}
+
+
+def of_head(spec, x, layer, norm, head):
+    """One head of queries or keys, normalised with its own scale, if it has one."""
+    if spec.qk_norm != "heads":
+        return x[:, head]
+    return standardized(x[:, head]) * layer[norm]["scale"][head]
 
 
 def by_hand(spec, layer, x):
@@ -110,7 +123,8 @@ def by_hand(spec, layer, x):
     outs = []
     for head in range(spec.heads):
         shared = head * spec.kv_heads // spec.heads
-        queries, keys = turned(query[:, head]), turned(key[:, shared])
+        queries = turned(of_head(spec, query, layer, "q_norm", head))
+        keys = turned(of_head(spec, key, layer, "k_norm", shared))
         if spec.qk_norm == "head":
             queries, keys = normed(queries), normed(keys)
         if spec.temperature is not None:

@@ -62,8 +62,8 @@ def test_a_typo_of_an_architecture_is_mended(name, near):
 @pytest.mark.parametrize(
     "name",
     [
-        "Llama4ForCausalLM",
-        "Llama4ForConditionalGeneration",
+        "Llama7ForCausalLM",
+        "Llama7ForConditionalGeneration",
         "Gemma7ForCausalLM",
         "Gemma9ForCausalLM",
         "Mixtral2ForCausalLM",

@@ -106,6 +106,29 @@ def test_some_words_at_a_time_are_the_gradient_of_all(monkeypatch, axes, width, 
     assert seen == {form}
 
 
+@pytest.mark.parametrize(("width", "chunk", "form"), FORMS)
+def test_a_bias_of_logits_is_in_the_loss_and_its_gradients(monkeypatch, width, chunk, form):
+    """Those of plain autodiff, whether or not gradients of logits are kept, and not those without a bias."""
+    seen = set()
+    in_turns(monkeypatch, seen)
+    head = random(width, 20, seed=1), random(20, seed=4)
+
+    def lazy(x, head):
+        kernel, bias = head
+        return LazyLogits(x, kernel, soft_cap=1.5, bias=bias)
+
+    def logits(x, head):
+        kernel, bias = head
+        return 1.5 * jnp.tanh((x @ kernel + bias) / 1.5)
+
+    ours = sums(lazy, head, width, chunk=chunk)
+    plain = functools.partial(sums, logits, width=width)
+    assert_close(ours, plain(head), noise_of(plain, head))
+    assert seen == {form}
+    without = plain((head[0], jnp.zeros(20)))
+    assert np.abs(without[0][0] - ours[0][0]).max() > 0.1
+
+
 def test_control_a_softmax_over_the_words_of_a_turn_is_caught(monkeypatch):
     """Without the log-sum-exp of all words, gradients of logits that are computed again differ."""
     monkeypatch.setattr(vocabulary, "_TILE", 3)

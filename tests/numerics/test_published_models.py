@@ -16,7 +16,7 @@ from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.hf.family import GROUP, families
 from spmd.hf.fields import Fields
-from spmd.models import internlm, llama, mistral, qwen
+from spmd.models import internlm, llama, mistral, olmo, qwen
 from spmd.models.decoder import (
     AttentionSpec,
     DecoderConfig,
@@ -192,6 +192,47 @@ def test_biases_of_internlm_are_those_of_llama():
         family.read_config(values | {"qkv_bias": True, "attention_bias": False})
 
 
+def test_iquest_coder_is_a_llama_with_other_defaults():
+    """Absent fields differ, and a file with all of them is read alike."""
+    config = llama.PRESETS["test"]
+    values = llama.IQUESTCODER_FAMILY.write_config(config)
+    assert llama.IQUESTCODER_FAMILY.read_config(values) == llama.FAMILY.read_config(values)
+    del values["head_dim"], values["num_key_value_heads"], values["rms_norm_eps"]
+    absent = llama.IQUESTCODER_FAMILY.read_config(values | {"num_attention_heads": 8})
+    assert (absent.head_width, absent.kv_heads, absent.norm_eps) == (128, 8, 1e-5)
+
+
+def test_one_table_of_rotary_positions_is_of_both_kinds_in_olmo_3():
+    """Without a scaling only, which would be of full attention in a later version."""
+    config = SMALL["olmo3"]
+    values = olmo.OLMO3_FAMILY.write_config(config)
+    assert values.pop("rope_theta") == 5e5
+    table = {"rope_type": "default", "rope_theta": 7e3}
+    again = olmo.OLMO3_FAMILY.read_config(values | {"rope_parameters": table})
+    assert {spec.attention.rotary.theta for spec in again.pattern.kinds} == {7e3}
+    assert olmo.OLMO3_FAMILY.fits(again)
+    scaled = {**table, "rope_type": "linear", "factor": 2.0}
+    with pytest.raises(ConfigError, match="rope_parameters"):
+        olmo.OLMO3_FAMILY.read_config(values | {"rope_parameters": scaled})
+
+
+def test_unused_positions_are_skipped():
+    """The first token has the position after them; none of them changes anything."""
+    config = SMALL["opt"]
+    arrays = params(config)
+
+    def logits_of(config, positions):
+        return np.asarray(model(config).apply({**arrays, "positions": positions}, TOKENS))
+
+    table = arrays["positions"]
+    plain = dataclasses.replace(config, unused_positions=0)
+    expected = logits_of(plain, table[2:])
+    np.testing.assert_array_equal(logits_of(config, table.at[:2].set(jnp.nan)), expected)
+    assert np.abs(logits_of(plain, table[:-2]) - expected).max() > 1e-3
+    with pytest.raises(ConfigError, match=r"model\.unused_positions"):
+        DecoderConfig(unused_positions=2)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_unsupported_value_is_refused_by_name(name):
     """The field is named, and the same file without it is read."""
@@ -290,7 +331,7 @@ def test_rotary_positions_of_both_kinds_are_read_from_both_forms():
         ({"qk_norm_after": True}, "qk_norm_after"),
         ({"qk_norm_after": True, "qk_norm": "head", "rotary": None}, "qk_norm_after"),
         ({"qk_norm_kind": NormSpec()}, "qk_norm_kind"),
-        ({"qk_norm": "heads"}, "qk_norm"),
+        ({"qk_norm": "rows"}, "qk_norm"),
         ({"clip_qkv": -1.0}, "clip_qkv"),
     ],
 )
@@ -353,11 +394,25 @@ def test_a_table_fits_every_axis(name):
             jax.eval_shape(lambda p, b: loss(p, {}, b, jax.random.key(0))[0], shapes, batch)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["olmo", "olmo2", "hunyuan", "cohere2", "nemotron"])
-def test_a_family_trains_as_on_one_device(name):
-    """The initial state, and of two steps the loss, gradients and updates."""
-    config = SMALL[name]
+def assert_parity(config, **sizes):
+    """The initial state, and of two steps the loss, gradients and updates, are those of one device."""
     grad_fn = value_and_grad(next_token_loss(model(config), chunk=7))
     job = Job(model(config), decoder_rules(config), grad_fn, BATCHES)
-    job.assert_parity(data=2, fsdp=2, tensor=2)
+    job.assert_parity(**sizes)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "name", ["olmo", "olmo2", "hunyuan", "cohere2", "nemotron", "phi", "stablelm"]
+)
+def test_a_family_trains_as_on_one_device(name):
+    """On a mesh of three axes."""
+    assert_parity(SMALL[name], data=2, fsdp=2, tensor=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("vocab", [64, 67])
+def test_a_bias_of_logits_trains_as_on_one_device(vocab):
+    """With a head that is the embedding, whose words tensor splits or does not."""
+    config = dataclasses.replace(SMALL["phi"], tied=True, vocab=vocab)
+    assert_parity(config, data=2, sequence=2, tensor=2)

@@ -223,9 +223,9 @@ def tensors(folder):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("experts", ["as written", "in one tensor"])
+@pytest.mark.parametrize("form", ["as written", "experts in one tensor"])
 @pytest.mark.parametrize("kind", WITH_IMAGES)
-def test_the_text_part_of_a_model_of_images_is_read(kind, experts, transformers, tmp_path):
+def test_the_text_part_of_a_model_of_images_is_read(kind, form, transformers, tmp_path):
     """With all tensors of images ignored by name, and exported as a model of text with the same logits."""
     import torch
 
@@ -233,7 +233,7 @@ def test_the_text_part_of_a_model_of_images_is_read(kind, experts, transformers,
     config = getattr(transformers, f"{kind}Config")(**WITH_IMAGES[kind])
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     model.save_pretrained(tmp_path / "model")
-    if experts == "in one tensor":
+    if form != "as written":
         fuse_experts(tmp_path / "model")
     family, shape, plan, state = read(tmp_path / "model", fsdp=2, tensor=2)
     theirs = logits_there(model)
@@ -250,6 +250,7 @@ def fuse_experts(folder):
     """Write the experts of each layer as one tensor, as published files have them."""
     found = tensors(folder)
     (path,) = folder.glob("*.safetensors")
+    path.unlink()
     for layer in range(4):
         block = f"model.language_model.layers.{layer}.mlp.experts."
         parts = {}

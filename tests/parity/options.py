@@ -20,6 +20,7 @@ from spmd.models.decoder import (
     LatentAttentionSpec,
     LayerSpec,
     MLPSpec,
+    NoMixerSpec,
     NormSpec,
     Rotary,
     StateSpaceSpec,
@@ -75,7 +76,7 @@ MIXERS: dict[str, Any] = {
 """Token mixers, each with several options."""
 ROTARIES: dict[str, Rotary | None] = {
     "halves": Rotary(),
-    "partial": Rotary(5e3, fraction=0.5, interleaved=True),
+    "partial": Rotary(5e3, fraction=0.5, interleaved=True, negative=True),
     "yarn": Rotary(scaling=YarnScaling(4.0, 8, mscale=0.7, mscale_all_dim=0.7)),
     "none": None,
     "learned": None,
@@ -147,6 +148,7 @@ FACTORS = {
     "rope_theta": 5e2,
     "norm_eps": 1e-3,
     "embed_scale": 0.0,
+    "embed_norm": True,
     "residual_scale": 0.5,
     "logits_scale": 0.5,
     "logits_soft_cap": 3.0,
@@ -197,7 +199,7 @@ def decoder_of(row: Row) -> DecoderConfig:
         group = (layer, *[LayerSpec(mixer, None) for mixer in BESIDE[row["order"]]])
         fields = {"layers": len(group) * stages, "group": group}
     if row["order"] == "first":
-        fields |= {"layers": stages + 1, "first": (LayerSpec(mixer, XIELU),)}
+        fields |= {"layers": stages + 1, "first": (LayerSpec(NoMixerSpec(), XIELU),)}
     if row["order"] == "last":
         fields |= {"layers": stages + 1, "last": (layer,)}
     if row["factors"] == "all":

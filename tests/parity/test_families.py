@@ -12,7 +12,12 @@ import pytest
 
 from spmd.data.loader import DataConfig
 from spmd.errors import SpmdError
-from spmd.models.decoder import AttentionSpec, DecoderConfig, LatentAttentionSpec
+from spmd.models.decoder import (
+    DecoderConfig,
+    GatedConvolutionSpec,
+    GatedDeltaNetSpec,
+    StateSpaceSpec,
+)
 from spmd.run.check import Check
 from spmd.run.config import PipelineConfig, TrainConfig
 from tests import tiny
@@ -25,8 +30,8 @@ MESHES = {
     "sequence2": {"sequence": 2},
     "expert2": {"expert": 2},
 }
-SOFTMAX = (AttentionSpec, LatentAttentionSpec)
-"""Mixers that a split sequence allows; all others are recurrences."""
+RECURRENT = (GatedConvolutionSpec, GatedDeltaNetSpec, StateSpaceSpec)
+"""Mixers that need whole sequences."""
 BYTES = 256
 STAGES = 2
 
@@ -66,7 +71,7 @@ def refusal(model: DecoderConfig, sizes: dict[str, int]) -> str:
     mixers = [spec.mixer for spec in model.pattern.distinct]
     if "expert" in sizes and model.router is None:
         return "splits no parameter: this model has no experts"
-    if "sequence" in sizes and not all(isinstance(mixer, SOFTMAX) for mixer in mixers):
+    if "sequence" in sizes and any(isinstance(mixer, RECURRENT) for mixer in mixers):
         return "a recurrent mixer needs whole sequences on each device"
     return ""
 

@@ -59,7 +59,7 @@ def params_of_rows():
         yield pytest.param(row, marks=marks, id=name_of(row))
 
 
-@pytest.mark.parametrize("row", params_of_rows())
+@pytest.mark.parametrize("row", list(params_of_rows()))
 def test_options_give_the_numbers_of_one_device(row: Row) -> None:
     """The initial state bitwise; of a step loss, gradients, routers' biases and updates up to rounding."""
     result = parity(row)

@@ -15,6 +15,18 @@ LLAMA4 = {
     **{**LLAMA, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 40},
     **{"attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.7},
 }
+LLAMA4_IMAGES = {
+    **{
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    },
+    **{"image_size": 16, "patch_size": 4, "pixel_shuffle_ratio": 0.5},
+    **{"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+}
+WITH_IMAGES = {"Llama4": {"text_config": LLAMA4, "vision_config": LLAMA4_IMAGES}}
+"""Class of a model of images and text → its fields."""
 GRANITE_FACTORS = {
     **{"attention_multiplier": 0.3, "embedding_multiplier": 3.0},
     **{"residual_multiplier": 0.5, "logits_scaling": 1.7},

@@ -109,7 +109,10 @@ MODELS = {
     "gemma3-untied": ("Gemma3", {**GEMMA3, "tie_word_embeddings": False}),
     "gemma3-capped": ("Gemma3", {**GEMMA3, "final_logit_softcapping": 1.0}),
     "olmo3": ("Olmo3", {**WINDOWED, "rope_parameters": LOCAL_AND_GLOBAL}),
-    "olmo3-biased": ("Olmo3", {**MIXED, "attention_bias": True, "head_dim": 16}),
+    "olmo3-biased": (
+        "Olmo3",
+        {**MIXED, "attention_bias": True, "head_dim": 16, "rope_theta": 5e5},
+    ),
     "cohere": ("Cohere", COHERE),
     "cohere-untied": ("Cohere", {**COHERE, "tie_word_embeddings": False, "attention_bias": True}),
     "cohere2": ("Cohere2", {**WINDOWED, "logit_scale": 0.7}),
@@ -161,7 +164,7 @@ PUBLISHED = {
 }
 REFUSED = {
     "arcee": {"hidden_act": "silu"},
-    "cohere": {"use_qk_norm": True},
+    "cohere": {"rotary_pct": 0.5},
     "cwm": {"sliding_window": None},
     "exaone4": {"layer_types": ["chunked_attention"] * 8},
     "gemma3": {"attn_logit_softcapping": 50.0},

@@ -152,7 +152,7 @@ MODELS = {
         "Kolibri1",
         {
             **{**LLAMA, **KOLIBRI, "head_dim": 8, "norm_topk_prob": True},
-            **{"layer_types": ["full_attention"] * 4, "sliding_window": None, "vocab_size": 67},
+            **{"layer_types": ["full_attention"] * 4, "vocab_size": 67},
         },
     ),
     "axk1": ("AXK1", {**LATENT, **EXPERTS, **GROUPS}),

@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import optax
 import pytest
 
 from spmd.data.loader import DataConfig
-from spmd.errors import ConfigError
+from spmd.errors import ConfigError, RuleError
 from spmd.model_interface.model_config import repeats_of
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, decoder_rules
 from spmd.pipeline.schedules import make_schedule
+from spmd.plan import flax
+from spmd.plan.plan import make_plan
 from spmd.run.build import make_setup
 from spmd.run.config import PipelineConfig, TrainConfig
 from spmd.run.stages import check_stages
@@ -79,3 +82,19 @@ def test_repeats_that_divide_are_not_refused():
         check_stages(model, schedule)
         assert repeats_of(model) % 4 == 0
     check_stages(DecoderConfig(layers=5), None)
+
+
+def test_a_plan_alone_names_the_stack_once():
+    """A table's audit has one problem for all parameters of a stack, beside those of other dimensions."""
+    model = DecoderConfig(layers=6, group=(LOCAL, FULL), d_ff=63)
+    with pytest.raises(RuleError) as caught:
+        make_plan(
+            abstract_mesh(MeshShape(pipe=2, tensor=2)),
+            decoder_rules(model),
+            flax.from_nnx(model.build),
+            optax.sgd(0.1),
+        )
+    stack, *others = caught.value.problems
+    assert stack.where == "layers"
+    assert stack.detail == "3 / (pipe=2) = 1.5"
+    assert {problem.detail for problem in others} == {"63 / (tensor=2) = 31.5"}

@@ -1,0 +1,95 @@
+"""Decoders like GPT, with LayerNorm and MLPs without a gate, and activations in config.json.
+
+```python
+neox = functools.partial(gpt_decoder, norms="parallel", rotary=Rotary(fraction=0.25))
+neox(50_304, 512, 6, 8, 8, 2048)
+```
+"""
+
+from typing import Any, Literal
+
+from spmd.errors import did_you_mean, shorten
+from spmd.hf.fields import Fields
+from spmd.models.decoder.activations import FROM_HF, GATED, UNGATED
+from spmd.models.decoder.attention import AttentionSpec
+from spmd.models.decoder.decoder import DecoderConfig
+from spmd.models.decoder.layer import LayerSpec, Norms
+from spmd.models.decoder.mlp import MLPSpec
+from spmd.models.decoder.rotary import Rotary
+from spmd.models.decoder.sizes import NormSpec
+
+_WRITTEN = {"gelu_tanh": "gelu_pytorch_tanh"}
+"""Activation → its name in config.json, if that is another one."""
+
+
+def gpt_decoder(
+    *shape: Any,
+    rotary: Rotary | None = None,
+    norms: Norms = "before",
+    attention_bias: bool = True,
+    mlp_bias: bool = True,
+    qk_norm: Literal["none", "head"] = "none",
+    activation: str = "gelu",
+    **fields: Any,
+) -> DecoderConfig:
+    """Return the config of a decoder with LayerNorm and MLPs without a gate.
+
+    Args:
+        *shape: The first fields of `DecoderConfig`, in order.
+        rotary: Rotary positions; None for none.
+        norms: Places of norms, as in `LayerSpec`.
+        attention_bias: Add biases in attention.
+        mlp_bias: Add biases in MLPs.
+        qk_norm: Normalise queries and keys, as in `AttentionSpec`.
+        activation: Activation of MLPs.
+        **fields: Other fields of `DecoderConfig`.
+    """
+    mixer = AttentionSpec(
+        rotary=rotary, qkv_bias=attention_bias, out_bias=attention_bias, qk_norm=qk_norm
+    )
+    mlp = MLPSpec(activation=activation, gated=False, bias=mlp_bias)
+    defaults: dict[str, Any] = {
+        "norm": NormSpec("layer", bias=True),
+        "layer": LayerSpec(mixer, mlp, norms),
+    }
+    return DecoderConfig(*shape, **defaults | fields)
+
+
+def read_activation(fields: Fields, name: str, absent: str, *, gated: bool = False) -> str:
+    """Parse an activation; an unknown one is reported to `fields`.
+
+    Args:
+        fields: Fields of config.json.
+        name: Name of the field.
+        absent: The value there if the field is absent.
+        gated: Whether the MLP has a gate.
+    """
+    known = [*UNGATED]
+    if gated:
+        known = [*GATED]
+    found = fields.value(name, absent)
+    ours = FROM_HF.get(str(found), "")
+    if ours in known:
+        return ours
+    supported = [theirs for theirs, other in FROM_HF.items() if other in known]
+    fix = did_you_mean(str(found), supported)
+    fields.refuse(name, f"is {shorten(found)}, and is not supported", fix)
+    return FROM_HF[absent]
+
+
+def write_activation(config: DecoderConfig) -> str:
+    """Return the name of the activation of all MLPs: the inverse of `read_activation`."""
+    activation = mlp_of(config).activation
+    return _WRITTEN.get(activation, activation)
+
+
+def mlp_of(config: DecoderConfig) -> MLPSpec:
+    """Return the MLP of the first repeated layer.
+
+    Raises:
+        AttributeError: The layer has experts, or neither.
+    """
+    mlp = config.pattern.group[0].mlp
+    if not isinstance(mlp, MLPSpec):
+        raise AttributeError(f"the layer has a {type(mlp).__name__}")
+    return mlp
