@@ -72,7 +72,7 @@ class StateSpaceSpec:
     """Normalise the output, each group of channels by itself; otherwise it has a gate alone."""
     gate_first: bool = True
     """Multiply by the gate before that norm, not after it."""
-    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    multipliers: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
     """Factors of gate, x, b, c and dt before convolutions (`ssm_multipliers` of Falcon-H1)."""
 
     name = "state_space"
