@@ -59,11 +59,11 @@ def gpt_neo(
 
 def _sized(width: int, layers: int, heads: int) -> DecoderConfig:
     """Return the published shape of a width."""
-    sizes = {"d_model": width, "heads": heads, "kv_heads": heads, "d_ff": 4 * width}
+    sizes: dict[str, Any] = {"d_model": width, "heads": heads, "kv_heads": heads, "d_ff": 4 * width}
     return gpt_neo(every(2, layers, FULL, SLIDING), vocab=50_257, **sizes)
 
 
-_SMALL = {"vocab": 64, "d_model": 32, "kv_heads": 4, "d_ff": 64, "positions": 48}
+_SMALL: dict[str, Any] = {"vocab": 64, "d_model": 32, "kv_heads": 4, "d_ff": 64, "positions": 48}
 PRESETS = {
     "test-gpt-neo": gpt_neo(every(2, 4, FULL, SLIDING), window=5, **_SMALL),
     "gpt-neo-125m": _sized(768, 12, 12),

@@ -30,6 +30,7 @@ from spmd.layers.kv_cache import CacheSlot, cache_slot, require_one_document, wi
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, each_axis, hidden
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
+from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.norms import RMSNorm
 from spmd.models.decoder.rotary import Angles, Rotary, rotate
 from spmd.models.decoder.sizes import Sizes
@@ -41,7 +42,7 @@ _LATENT = "attention_latent"
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentAttentionSpec:
+class LatentAttentionSpec(MixerSpec):
     """Latent attention of one kind of layer; a field of 0 has the network's value."""
 
     heads: int = 0
@@ -66,8 +67,6 @@ class LatentAttentionSpec:
 
     name = "attention"
     """Name of the module in a layer."""
-    window = 0
-    """No window: each token attends to all preceding ones."""
 
     def resolve(self, sizes: Sizes) -> "LatentAttentionSpec":
         """Return the spec with the network's values where it has none of its own."""

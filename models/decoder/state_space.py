@@ -32,6 +32,7 @@ from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidd
 from spmd.models.decoder.head_params import initial_dt_bias, initial_rates, of_heads, whole
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
+from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.norms import GatedRMSNorm
 from spmd.models.decoder.short_convolution import ShortConvolution
 from spmd.models.decoder.sizes import Sizes
@@ -47,7 +48,7 @@ _CONVOLVED = ("x", "b", "c")
 
 
 @dataclasses.dataclass(frozen=True)
-class StateSpaceSpec:
+class StateSpaceSpec(MixerSpec):
     """State-space mixer of one kind of layer; a field of 0 has the network's value."""
 
     heads: int = 0
@@ -77,13 +78,6 @@ class StateSpaceSpec:
 
     name = "state_space"
     """Name of the module in a layer."""
-    window = 0
-    """No window of attention."""
-    rotary = None
-    """No positions: the order of tokens is in the recurrence."""
-    rotary_key = None
-    attention_width = 0
-    kv_width = 0
 
     def resolve(self, sizes: Sizes) -> "StateSpaceSpec":
         """Return the spec with the network's values where it has none of its own."""
