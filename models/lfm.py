@@ -38,10 +38,12 @@ from spmd.models.decoder.published import (
     write_sizes,
 )
 from spmd.models.decoder.published_experts import (
+    DENSE,
     RouterFields,
     dense_first,
     expert_names,
     experts_of,
+    mlp_kinds,
     read_count,
     with_dense_mlps,
     write_widths,
@@ -338,20 +340,21 @@ def _default_kinds3(layers: int) -> list[str]:
 
 
 def _write2(config: DecoderConfig) -> dict[str, Any]:
-    return {"model_type": "lfm2", **_write(config), "block_auto_adjust_ff_dim": False}
+    fields = _write(config)
+    fields["model_type"] = "lfm2"
+    fields["block_auto_adjust_ff_dim"] = False
+    return fields
 
 
 def _write2_moe(config: DecoderConfig) -> dict[str, Any]:
     _, _, router = experts_of(config)
-    dense = [spec for spec in config.pattern.kinds if not spec.has_experts]
-    return {
-        "model_type": "lfm2_moe",
-        **_write(config),
-        **write_widths(config),
-        **_ROUTER.write(router),
-        "num_dense_layers": len(dense),
-        "use_expert_bias": router.choice_bias,
-    }
+    fields = _write(config)
+    fields |= write_widths(config)
+    fields |= _ROUTER.write(router)
+    fields["model_type"] = "lfm2_moe"
+    fields["num_dense_layers"] = mlp_kinds(config).count(DENSE)
+    fields["use_expert_bias"] = router.choice_bias
+    return fields
 
 
 def _write3(config: DecoderConfig) -> dict[str, Any]:
@@ -369,28 +372,36 @@ def _write3(config: DecoderConfig) -> dict[str, Any]:
             raise AttributeError("layers with attention have no positions")
         window = mixer.window or window
         rotary[_kind_of(spec)] = mixer.rotary
-    return {
-        "model_type": "lfm3",
-        **fields,
-        **write_rotary_by_layer(rotary),
-        "sliding_window": window,
-        "attention_bias": mixer.qkv_bias,
-        "use_attention_gate": mixer.gate != "none",
-        "use_sandwich_norm": config.pattern.group[0].norms == "both",
-    }
+    layer = config.pattern.group[0]
+    fields |= write_rotary_by_layer(rotary)
+    fields["model_type"] = "lfm3"
+    fields["sliding_window"] = window
+    fields["attention_bias"] = mixer.qkv_bias
+    fields["use_attention_gate"] = mixer.gate != "none"
+    fields["use_sandwich_norm"] = layer.norms == "both"
+    return fields
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of all versions: sizes, convolutions and kinds of layers."""
-    kinds = [_kind_of(spec) for spec in config.pattern.kinds]
+    convolution = _convolution_of(config)
+    fields = write_sizes(config, _EPS)
+    fields["conv_L_cache"] = convolution.width
+    fields["conv_bias"] = convolution.bias
+    fields["layer_types"] = [_kind_of(spec) for spec in config.pattern.kinds]
+    return fields
+
+
+def _convolution_of(config: DecoderConfig) -> GatedConvolutionSpec:
+    """Return the convolution of a config.
+
+    Raises:
+        AttributeError: No layer has one.
+    """
     for spec in config.pattern.distinct:
-        if isinstance(spec.mixer, GatedConvolutionSpec):
-            return {
-                **write_sizes(config, _EPS),
-                "conv_L_cache": spec.mixer.width,
-                "conv_bias": spec.mixer.bias,
-                "layer_types": kinds,
-            }
+        mixer = spec.mixer
+        if isinstance(mixer, GatedConvolutionSpec):
+            return mixer
     raise AttributeError("no layer has a short convolution")
 
 

@@ -148,9 +148,9 @@ def _read_positions(fields: Fields) -> Rotary | None:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    sizes = write_sizes(config)
+    fields = write_sizes(config)
     for name in ("head_dim", "rope_theta", "rope_scaling"):
-        sizes.pop(name, None)
+        fields.pop(name, None)
     mixer = LAYER2.attention
     for spec in config.pattern.distinct:
         if isinstance(spec.mixer, AttentionSpec):
@@ -158,14 +158,13 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     positions: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
     if mixer.rotary is not None:
         positions = write_rotary(mixer.rotary)
-    return {
-        "model_type": "olmo_hybrid",
-        **sizes,
-        **positions,
-        **write_delta_net(config),
-        "attention_bias": mixer.qkv_bias,
-        "linear_allow_neg_eigval": delta_net_of(config).negative_eigenvalues,
-    }
+    delta_net = delta_net_of(config)
+    fields |= positions
+    fields |= write_delta_net(config)
+    fields["model_type"] = "olmo_hybrid"
+    fields["attention_bias"] = mixer.qkv_bias
+    fields["linear_allow_neg_eigval"] = delta_net.negative_eigenvalues
+    return fields
 
 
 def _written_by_transformers(config: DecoderConfig) -> TensorNames:

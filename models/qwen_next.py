@@ -213,20 +213,20 @@ def _read(fields: Fields, kv_heads: int, d_ff: int = 0) -> dict[str, Any]:
 
 
 def _write_dense(config: DecoderConfig) -> dict[str, Any]:
-    return {"model_type": "qwen3_5_text", **_write(config)}
+    fields = _write(config)
+    fields["model_type"] = "qwen3_5_text"
+    return fields
 
 
 def _write_experts(
     config: DecoderConfig, *, kind: str, router: RouterFields, chooses_layers: bool
 ) -> dict[str, Any]:
     _, experts, routing = experts_of(config)
-    fields = {
-        "model_type": kind,
-        **_write(config),
-        **write_widths(config),
-        "shared_expert_intermediate_size": experts.shared_d_ff,
-        **router.write(routing),
-    }
+    fields = _write(config)
+    fields |= write_widths(config)
+    fields |= router.write(routing)
+    fields["model_type"] = kind
+    fields["shared_expert_intermediate_size"] = experts.shared_d_ff
     if chooses_layers:
         fields |= write_sparse_layers(config)
     return fields
@@ -236,12 +236,11 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of all versions: the inverse of `_read`."""
     attention = _attention_of(config)
     rotary = attention.rotary or _ROTARY
-    return {
-        **write_sizes(config, rotary=rotary),
-        "partial_rotary_factor": rotary.fraction,
-        "attention_bias": attention.qkv_bias,
-        **write_delta_net(config),
-    }
+    fields = write_sizes(config, rotary=rotary)
+    fields |= write_delta_net(config)
+    fields["partial_rotary_factor"] = rotary.fraction
+    fields["attention_bias"] = attention.qkv_bias
+    return fields
 
 
 def _attention_of(config: DecoderConfig) -> AttentionSpec:

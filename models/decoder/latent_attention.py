@@ -148,20 +148,26 @@ class LatentAttentionSpec:
         """Return the rows of the rule table."""
         # A rank is short, and many devices divide the columns of all heads alone.
         columns = ("tensor", *each_axis(fsdp))
-        latents = "kv_a"
-        heads = "q_proj|kv_b_proj"
+        # One row for each parameter: layers with and without latents of queries share those of keys.
+        of_latents = ["kv_a"]
+        of_heads = ["kv_b_proj", "q_proj"]
         if self.q_rank:
-            latents = "(q|kv)_a"
-            heads = "(q|kv)_b_proj"
-        params: list[ParamRow] = [
-            (f"attention/{latents}_proj/kernel", P(fsdp)),  # [d, rank]
-            (f"attention/({heads})/kernel", P(None, columns)),  # [rank or d, heads · width]
-            ("attention/o_proj/kernel", P("tensor", fsdp)),  # [heads · value_dim, d]
-            (f"attention/{latents}_norm/scale", replicate("one vector of a layer")),
-        ]
+            of_latents.append("q_a")
+            of_heads = ["kv_b_proj", "q_b_proj"]
+        params: list[ParamRow] = []
+        for name in of_latents:
+            norm = replicate("one vector of a layer")
+            params.append((f"attention/{name}_proj/kernel", P(fsdp)))  # [d, rank]
+            params.append((f"attention/{name}_norm/scale", norm))
+            if self.bias:
+                bias = replicate("added to whole latents")
+                params.append((f"attention/{name}_proj/bias", bias))
+        for name in of_heads:
+            params.append((f"attention/{name}/kernel", P(None, columns)))  # [in, heads · width]
+        params.append(("attention/o_proj/kernel", P("tensor", fsdp)))  # [heads · value_dim, d]
         if self.bias:
-            reason = replicate("added to whole latents, and where rows are summed over tensor")
-            params.append((f"attention/({latents}|o)_proj/bias", reason))
+            reason = replicate("added once, where rows are summed over tensor")
+            params.append(("attention/o_proj/bias", reason))
         activations = (
             ("attention_input", TOKENS),
             (_LATENT, TOKENS),  # [batch, seq, rank]

@@ -51,14 +51,13 @@ def write_delta_net(config: DecoderConfig) -> dict[str, Any]:
         if isinstance(spec.mixer, GatedDeltaNetSpec):
             kind = LINEAR
         kinds.append(kind)
-    return {
-        "layer_types": kinds,
-        "linear_num_value_heads": mixer.heads,
-        "linear_num_key_heads": mixer.key_heads,
-        "linear_key_head_dim": mixer.key_dim,
-        "linear_value_head_dim": mixer.value_dim,
-        "linear_conv_kernel_dim": mixer.conv_width,
-    }
+    fields: dict[str, Any] = {"layer_types": kinds}
+    fields["linear_num_value_heads"] = mixer.heads
+    fields["linear_num_key_heads"] = mixer.key_heads
+    fields["linear_key_head_dim"] = mixer.key_dim
+    fields["linear_value_head_dim"] = mixer.value_dim
+    fields["linear_conv_kernel_dim"] = mixer.conv_width
+    return fields
 
 
 def delta_net_of(config: DecoderConfig) -> GatedDeltaNetSpec:

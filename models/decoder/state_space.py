@@ -35,8 +35,7 @@ from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.norms import GatedRMSNorm
 from spmd.models.decoder.short_convolution import ShortConvolution
 from spmd.models.decoder.sizes import Sizes
-from spmd.plan.annotate import annotate, placement
-from spmd.plan.context import constrain
+from spmd.plan.annotate import annotate, constrain_like, placement
 from spmd.sharding.mesh import shards_of
 from spmd.sharding.rules import replicate
 
@@ -73,7 +72,7 @@ class StateSpaceSpec:
     """Normalise the output, each group of channels by itself; otherwise it has a gate alone."""
     gate_first: bool = True
     """Multiply by the gate before that norm, not after it."""
-    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    multipliers: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
     """Factors of gate, x, b, c and dt before convolutions (`ssm_multipliers` of Falcon-H1)."""
 
     name = "state_space"
@@ -305,8 +304,8 @@ class StateSpace(nnx.Module):
             return groups
         mesh, rule = found
         if self.spec.groups % shards_of(rule[2], mesh.shape):
-            rule = P(*rule[:2])
-        return constrain(groups, mesh, rule, "groups of heads")
+            return constrain_like(groups, _INPUT)
+        return constrain_like(groups, _GROUPS)
 
     def _gated(self, y: Array, gate: Array) -> Float[Array, "batch seq channels"]:
         """Apply the gate, and the norm if there is one."""

@@ -33,7 +33,10 @@ from tests.unit.test_tokenizer import begin_with, bpe
 
 MODELS = cases("MODELS")
 WITH_IMAGES = cases("WITH_IMAGES")
-CONFIGS = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}
+CONFIGS = {
+    **{"Gemma3": "Gemma3Text", "Llama4": "Llama4Text"},
+    **{"Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"},
+}
 """Class of a model → that of its config, where it is named otherwise."""
 ENDINGS = {"GPT2": "LMHeadModel", "ViT": "ForImageClassification"}
 MESHES = {"one": {}, "fsdp2-tensor2": {"fsdp": 2, "tensor": 2}}
@@ -223,9 +226,9 @@ def tensors(folder):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("experts", ["as written", "in one tensor"])
+@pytest.mark.parametrize("form", ["as written", "experts in one tensor"])
 @pytest.mark.parametrize("kind", WITH_IMAGES)
-def test_the_text_part_of_a_model_of_images_is_read(kind, experts, transformers, tmp_path):
+def test_the_text_part_of_a_model_of_images_is_read(kind, form, transformers, tmp_path):
     """With all tensors of images ignored by name, and exported as a model of text with the same logits."""
     import torch
 
@@ -233,9 +236,11 @@ def test_the_text_part_of_a_model_of_images_is_read(kind, experts, transformers,
     config = getattr(transformers, f"{kind}Config")(**WITH_IMAGES[kind])
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     model.save_pretrained(tmp_path / "model")
-    if experts == "in one tensor":
+    if form != "as written":
         fuse_experts(tmp_path / "model")
     family, shape, plan, state = read(tmp_path / "model", fsdp=2, tensor=2)
+    if kind == "Llama4":
+        model = model.language_model  # its forward without images raises AttributeError in 5.24
     theirs = logits_there(model)
     assert np.abs(theirs).max() > 0.1
     np.testing.assert_allclose(logits_here(plan, state), theirs, rtol=0, atol=TOLERANCE)
@@ -250,6 +255,7 @@ def fuse_experts(folder):
     """Write the experts of each layer as one tensor, as published files have them."""
     found = tensors(folder)
     (path,) = folder.glob("*.safetensors")
+    path.unlink()
     for layer in range(4):
         block = f"model.language_model.layers.{layer}.mlp.experts."
         parts = {}
