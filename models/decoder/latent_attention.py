@@ -147,12 +147,12 @@ class LatentAttentionSpec(MixerSpec):
         """Return the rows of the rule table."""
         # A rank is short, and many devices divide the columns of all heads alone.
         columns = ("tensor", *each_axis(fsdp))
-        # One row for each parameter: layers with and without latents of queries share those of keys.
+        # Layers with and without latents of queries have the same rows for latents of keys.
         of_latents = ["kv_a"]
-        of_heads = ["kv_b_proj", "q_proj"]
+        of_heads = "q_proj|kv_b_proj"
         if self.q_rank:
             of_latents.append("q_a")
-            of_heads = ["kv_b_proj", "q_b_proj"]
+            of_heads = "(q|kv)_b_proj"
         params: list[ParamRow] = []
         for name in of_latents:
             norm = replicate("one vector of a layer")
@@ -161,8 +161,7 @@ class LatentAttentionSpec(MixerSpec):
             if self.bias:
                 bias = replicate("added to whole latents")
                 params.append((f"attention/{name}_proj/bias", bias))
-        for name in of_heads:
-            params.append((f"attention/{name}/kernel", P(None, columns)))  # [in, heads · width]
+        params.append((f"attention/({of_heads})/kernel", P(None, columns)))  # [in, heads · width]
         params.append(("attention/o_proj/kernel", P("tensor", fsdp)))  # [heads · value_dim, d]
         if self.bias:
             reason = replicate("added once, where rows are summed over tensor")
