@@ -55,7 +55,7 @@ _MIXER = AttentionSpec(qk_norm="head", gate="channel")
 
 
 def afmoe(
-    *shape: int, window: int, dense_d_ff: int, dense: int = 2, **fields: Any
+    *shape: Any, window: int, dense_d_ff: int, dense: int = 2, **fields: Any
 ) -> DecoderConfig:
     """Return the config of a Trinity from fields of `DecoderConfig`.
 
@@ -67,8 +67,10 @@ def afmoe(
         **fields: Other fields.
     """
     layers = shape[2]
-    layer = LayerSpec(_MIXER, ExpertsSpec(shared_d_ff=shape[5]), norms="both")
-    specs = _layers(layer, window, every(4, layers), dense, MLPSpec(dense_d_ff))
+    experts = ExpertsSpec(shared_d_ff=shape[5])
+    layer = LayerSpec(_MIXER, experts, norms="both")
+    kinds = every(4, layers)
+    specs = _layers(layer, window, kinds, dense, MLPSpec(dense_d_ff))
     return DecoderConfig(*shape, **{"embed_scale": 0.0} | table_of(specs) | fields)
 
 
@@ -125,37 +127,40 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     for name, value in _REQUIRED.items():
         fields.only(name, value)
     sizes = read_sizes(fields, eps=1e-5, head_dim=128)
-    layers = sizes["layers"]
+    table = table_of(_read_layers(fields, sizes["layers"]))
+    if fields.flag("mup_enabled", default=False):
+        sizes["embed_scale"] = 0.0
+    scale = fields.number("route_scale", 1.0)
+    router = _ROUTER.read(fields, scale=scale)
+    return fields.build(DecoderConfig, **sizes, **table, router=router)
+
+
+def _read_layers(fields: Fields, layers: int) -> list[LayerSpec]:
+    """Parse the specs of all layers."""
     mixer = read_attention_bias(fields, _MIXER)
     experts = read_shared_experts(fields, 1408, shared=2, name=_SHARED)
+    layer = LayerSpec(mixer, experts, norms="both")
     interval = fields.integer("global_attn_every_n_layers", 4)
-    kinds = read_layer_types(fields, layers, every(interval, layers))
+    default = every(interval, layers)
+    kinds = read_layer_types(fields, layers, default)
     window = read_window_of(fields, kinds, absent=1024)
     dense = read_count(fields, "num_dense_layers", 1)
-    layer = LayerSpec(mixer, experts, norms="both")
-    specs = _layers(layer, window, kinds, dense, MLPSpec())
-    embed_scale = 1.0
-    if fields.flag("mup_enabled", default=False):
-        embed_scale = 0.0
-    router = _ROUTER.read(fields, scale=fields.number("route_scale", 1.0))
-    return fields.build(
-        DecoderConfig, **sizes, **table_of(specs), router=router, embed_scale=embed_scale
-    )
+    return _layers(layer, window, kinds, dense, MLPSpec())
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     layer, _, router = experts_of(config)
-    return {
-        "model_type": "afmoe",
-        **write_sizes(config),
-        "attention_bias": layer.attention.qkv_bias,
-        "mup_enabled": config.embed_scale != 1,
-        **write_layer_types(config),
-        **write_shared_experts(config, _SHARED),
-        "num_dense_layers": mlp_kinds(config).count(DENSE),
-        **_ROUTER.write(router),
-        "route_scale": router.scale,
-    }
+    mixer = layer.attention
+    fields = write_sizes(config)
+    fields |= write_layer_types(config)
+    fields |= write_shared_experts(config, _SHARED)
+    fields |= _ROUTER.write(router)
+    fields["route_scale"] = router.scale
+    fields["attention_bias"] = mixer.qkv_bias
+    fields["mup_enabled"] = config.embed_scale != 1
+    fields["num_dense_layers"] = mlp_kinds(config).count(DENSE)
+    fields["model_type"] = "afmoe"
+    return fields
 
 
 FAMILY = decoder_family("AfmoeForCausalLM", _read, _write, _NAMES, harmless=_UNUSED)

@@ -20,7 +20,6 @@ from spmd.models.decoder import (
     LatentAttentionSpec,
     LayerSpec,
     MLPSpec,
-    Rotary,
 )
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes
 from spmd.models.decoder.published_experts import (
@@ -39,7 +38,6 @@ from spmd.models.decoder.published_experts import (
     write_shared_experts,
 )
 from spmd.models.decoder.published_latent import (
-    latent_mixer,
     latent_names,
     latent_sizes,
     read_latent_attention,
@@ -51,7 +49,7 @@ _MIXER = LatentAttentionSpec(q_rank=1536)
 _TINY = LatentAttentionSpec(q_rank=16, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6)
 
 
-def axk1(*shape: int, mixer: LatentAttentionSpec, dense_d_ff: int, **fields: Any) -> DecoderConfig:
+def axk1(*shape: Any, mixer: LatentAttentionSpec, dense_d_ff: int, **fields: Any) -> DecoderConfig:
     """Return the config of an A.X K1 from fields of `DecoderConfig`.
 
     Args:
@@ -61,7 +59,8 @@ def axk1(*shape: int, mixer: LatentAttentionSpec, dense_d_ff: int, **fields: Any
         **fields: Other fields.
     """
     experts = ExpertsSpec(shared_d_ff=shape[5])
-    table = _table(mixer, experts, MLPSpec(dense_d_ff), dense_first(1, shape[2]))
+    kinds = dense_first(1, shape[2])
+    table = _table(mixer, experts, MLPSpec(dense_d_ff), kinds)
     return DecoderConfig(*shape, **{"norm_eps": 1e-6} | table | fields)
 
 
@@ -113,15 +112,15 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     sizes = read_sizes(fields)
     if fields.is_null("q_lora_rank"):
         fields.refuse("q_lora_rank", "is null, and this model has latents of queries")
-    rotary = Rotary(interleaved=fields.flag("rope_interleave", default=True))
-    mixer = read_latent_attention(fields, sizes, dataclasses.replace(_MIXER, rotary=rotary))
+    mixer = read_latent_attention(fields, sizes, _MIXER, may_interleave=True)
     experts = read_shared_experts(fields, d_ff=2048)
-    table = _table(mixer, experts, MLPSpec(), _read_kinds(fields, sizes["layers"]))
+    kinds = _read_kinds(fields, sizes["layers"])
+    table = _table(mixer, experts, MLPSpec(), kinds)
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
-    return fields.build(
-        DecoderConfig, **latent_sizes(sizes, mixer), **table, router=_ROUTER.read(fields)
-    )
+    sizes = latent_sizes(sizes, mixer)
+    sizes["router"] = _ROUTER.read(fields)
+    return fields.build(DecoderConfig, **sizes, **table)
 
 
 def _read_kinds(fields: Fields, layers: int) -> list[str]:
@@ -137,29 +136,31 @@ def _read_kinds(fields: Fields, layers: int) -> list[str]:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     _, _, router = experts_of(config)
-    return {
-        "model_type": "axk1",
-        **write_latent_sizes(config),
-        "rope_interleave": latent_mixer(config).rotary.interleaved,
-        **write_shared_experts(config),
-        "mlp_layer_types": mlp_kinds(config),
-        **_ROUTER.write(router),
-    }
+    fields = write_latent_sizes(config, may_interleave=True)
+    fields |= write_shared_experts(config)
+    fields |= _ROUTER.write(router)
+    fields["mlp_layer_types"] = mlp_kinds(config)
+    fields["model_type"] = "axk1"
+    return fields
 
 
 def _with_stored_biases(config: DecoderConfig, tensors: Collection[str]) -> DecoderConfig:
     """Return the config without biases of routers if a checkpoint lacks them, as published ones do."""
-    if config.router is None or any(tensor.endswith(_BIAS) for tensor in tensors):
+    router = config.router
+    if router is None or any(tensor.endswith(_BIAS) for tensor in tensors):
         return config
-    return dataclasses.replace(config, router=dataclasses.replace(config.router, choice_bias=False))
+    router = dataclasses.replace(router, choice_bias=False)
+    return dataclasses.replace(config, router=router)
 
 
 def _fits(config: Any) -> bool:
     """Return whether a config belongs to the family, with biases of routers or without."""
-    if not isinstance(config, DecoderConfig) or config.router is None:
+    router = getattr(config, "router", None)
+    if router is None:
         return False
-    router = dataclasses.replace(config.router, choice_bias=True)
-    return _FAMILY.fits(dataclasses.replace(config, router=router))
+    router = dataclasses.replace(router, choice_bias=True)
+    biased = dataclasses.replace(config, router=router)
+    return _FAMILY.fits(biased)
 
 
 _BIAS = "e_score_correction_bias"

@@ -23,7 +23,6 @@ from spmd.models.decoder import (
     LatentAttentionSpec,
     LayerSpec,
     MLPSpec,
-    Rotary,
     YarnScaling,
 )
 from spmd.models.decoder.published import (
@@ -33,7 +32,7 @@ from spmd.models.decoder.published import (
     layer_names,
     read_sizes,
 )
-from spmd.models.decoder.published_ahead import AHEAD_NAMES, with_stored_ahead
+from spmd.models.decoder.published_ahead import AHEAD, AHEAD_NAMES, with_stored_ahead
 from spmd.models.decoder.published_experts import (
     CHOICE_BIASES,
     RouterFields,
@@ -44,7 +43,6 @@ from spmd.models.decoder.published_experts import (
     write_shared_experts,
 )
 from spmd.models.decoder.published_latent import (
-    latent_mixer,
     latent_names,
     read_latent_attention,
     write_latent_sizes,
@@ -233,41 +231,35 @@ def _read_v2(values: Mapping[str, Any]) -> DecoderConfig:
         router = _V2_FIELDS.read(fields)
     for name in ("n_group", "topk_group"):
         fields.value(name)  # unused by "greedy"
-    return _read(fields, _V2, router, Rotary(interleaved=True))
+    return _read(fields, _V2, router)
 
 
 def _read_v3(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
-    rotary = Rotary(interleaved=fields.flag("rope_interleave", True))
-    return _read(fields, _V3, _V3_FIELDS.read(fields), rotary)
+    router = _V3_FIELDS.read(fields)
+    return _read(fields, _V3, router, may_interleave=True)
 
 
 def _read(
-    fields: Fields, defaults: _Defaults, router: RouterConfig, rotary: Rotary
+    fields: Fields, defaults: _Defaults, router: RouterConfig, *, may_interleave: bool = False
 ) -> DecoderConfig:
     """Parse the fields of both versions."""
     sizes = read_sizes(fields)
-    mixer = read_latent_attention(fields, sizes, dataclasses.replace(_MIXER, rotary=rotary))
+    sizes["mixer"] = read_latent_attention(fields, sizes, _MIXER, may_interleave=may_interleave)
     fields.only("moe_layer_freq", 1)
     if fields.is_null("n_routed_experts"):
         fields.refuse("n_routed_experts", "is null, and this model has experts")
     for name in ("kv_heads", "head_dim"):
         del sizes[name]
-    return fields.build(
-        deepseek,
-        **sizes
-        | {
-            "d_ff": fields.integer("moe_intermediate_size", defaults.d_ff),
-            "dense_d_ff": sizes["d_ff"],
-            "dense_layers": read_dense_first(fields, sizes["layers"], defaults.dense),
-            "shared": fields.integer("n_shared_experts", defaults.shared),
-            "mixer": mixer,
-            "router": router,
-            "predict_ahead": read_count(fields, "num_nextn_predict_layers", 0),
-        },
-    )
+    layers = sizes["layers"]
+    sizes["dense_d_ff"] = sizes["d_ff"]
+    sizes["d_ff"] = fields.integer("moe_intermediate_size", defaults.d_ff)
+    sizes["dense_layers"] = read_dense_first(fields, layers, defaults.dense)
+    sizes["shared"] = fields.integer("n_shared_experts", defaults.shared)
+    sizes["predict_ahead"] = read_count(fields, AHEAD, 0)
+    return fields.build(deepseek, **sizes, router=router)
 
 
 def _write_v2(config: DecoderConfig) -> dict[str, Any]:
@@ -275,36 +267,32 @@ def _write_v2(config: DecoderConfig) -> dict[str, Any]:
     method = "greedy"
     if router.groups > 1:
         method = "group_limited_greedy"
-    return {
-        "model_type": "deepseek_v2",
-        **_write(config),
-        **_V2_GROUPS.write(router),
-        "topk_method": method,
-        "norm_topk_prob": False,
-        "scoring_func": "softmax",
-    }
+    fields = _write(config)
+    fields |= _V2_GROUPS.write(router)
+    fields["topk_method"] = method
+    fields["norm_topk_prob"] = False
+    fields["scoring_func"] = "softmax"
+    fields["model_type"] = "deepseek_v2"
+    return fields
 
 
 def _write_v3(config: DecoderConfig) -> dict[str, Any]:
     _, _, router = experts_of(config)
-    return {
-        "model_type": "deepseek_v3",
-        **_write(config),
-        **_V3_FIELDS.write(router),
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "rope_interleave": latent_mixer(config).rotary.interleaved,
-    }
+    fields = _write(config, may_interleave=True)
+    fields |= _V3_FIELDS.write(router)
+    fields["topk_method"] = "noaux_tc"
+    fields["scoring_func"] = "sigmoid"
+    fields["model_type"] = "deepseek_v3"
+    return fields
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
+def _write(config: DecoderConfig, *, may_interleave: bool = False) -> dict[str, Any]:
     """Return the fields of both versions: the inverse of `_read`."""
-    return {
-        **write_latent_sizes(config),
-        **write_shared_experts(config),
-        "first_k_dense_replace": len(config.first),
-        "num_nextn_predict_layers": config.predict_ahead,
-    }
+    fields = write_latent_sizes(config, may_interleave=may_interleave)
+    fields |= write_shared_experts(config)
+    fields["first_k_dense_replace"] = len(config.first)
+    fields[AHEAD] = config.predict_ahead
+    return fields
 
 
 _family = functools.partial(

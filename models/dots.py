@@ -51,7 +51,7 @@ _MAX_FULL = 62
 _UNUSED = ("ep_size", "seq_aux")
 
 
-def dots1(*shape: int, dense_d_ff: int, **fields: Any) -> DecoderConfig:
+def dots1(*shape: Any, dense_d_ff: int, **fields: Any) -> DecoderConfig:
     """Return the config of a dots.llm1, from fields of `DecoderConfig`.
 
     Args:
@@ -59,8 +59,10 @@ def dots1(*shape: int, dense_d_ff: int, **fields: Any) -> DecoderConfig:
         dense_d_ff: Hidden width of the MLP of the first layer.
         **fields: Other fields.
     """
-    layer = LayerSpec(_MIXER, ExpertsSpec(shared_d_ff=2 * shape[5]))
-    table = experts_table(layer, MLPSpec(dense_d_ff), dense_first(1, shape[2]))
+    experts = ExpertsSpec(shared_d_ff=2 * shape[5])
+    layer = LayerSpec(_MIXER, experts)
+    kinds = dense_first(1, shape[2])
+    table = experts_table(layer, MLPSpec(dense_d_ff), kinds)
     return DecoderConfig(*shape, **table | fields)
 
 
@@ -95,16 +97,19 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     sizes = read_sizes(fields, kv_heads=32)
     layers = sizes["layers"]
     mixer = read_attention_bias(fields, _MIXER)
-    layer = LayerSpec(mixer, read_shared_experts(fields, 1408, shared=None))
-    kinds = read_layer_types(fields, layers, _default_kinds(fields, layers))
+    experts = read_shared_experts(fields, 1408, shared=None)
+    layer = LayerSpec(mixer, experts)
+    default = _default_kinds(fields, layers)
+    kinds = read_layer_types(fields, layers, default)
     window = read_window_of(fields, kinds, absent=4096)
-    dense = read_dense_first(fields, layers, 0)
     specs = attention_layers(layer, window, kinds)
+    dense = read_dense_first(fields, layers, 0)
     specs = with_dense_mlps(specs, MLPSpec(), dense_first(dense, layers))
     fields.only("moe_layer_freq", 1)
     fields.only("topk_method", "noaux_tc")
     fields.only("scoring_func", "sigmoid", "noaux_tc")  # the latter in published files
-    return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
+    sizes["router"] = _ROUTER.read(fields)
+    return fields.build(DecoderConfig, **sizes, **table_of(specs))
 
 
 def _default_kinds(fields: Fields, layers: int) -> list[str]:
@@ -118,15 +123,15 @@ def _default_kinds(fields: Fields, layers: int) -> list[str]:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     layer, _, router = experts_of(config)
-    return {
-        "model_type": "dots1",
-        **write_sizes(config),
-        "attention_bias": layer.attention.qkv_bias,
-        **write_layer_types(config),
-        **write_shared_experts(config),
-        "first_k_dense_replace": mlp_kinds(config).count(DENSE),
-        **_ROUTER.write(router),
-    }
+    mixer = layer.attention
+    fields = write_sizes(config)
+    fields |= write_layer_types(config)
+    fields |= write_shared_experts(config)
+    fields |= _ROUTER.write(router)
+    fields["attention_bias"] = mixer.qkv_bias
+    fields["first_k_dense_replace"] = mlp_kinds(config).count(DENSE)
+    fields["model_type"] = "dots1"
+    return fields
 
 
 FAMILY = decoder_family(

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.layers.router import RouterConfig
 from spmd.models.decoder import (
     AttentionSpec,
     DecoderConfig,
@@ -25,7 +24,7 @@ from spmd.models.decoder import (
     MLPSpec,
 )
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
-from spmd.models.decoder.published_ahead import ignored_ahead
+from spmd.models.decoder.published_ahead import AHEAD, ignored_ahead
 from spmd.models.decoder.published_experts import (
     CHOICE_BIASES,
     RouterFields,
@@ -56,23 +55,22 @@ def exaone4(layers: int, *, window: int = 4096, **fields: Any) -> DecoderConfig:
     return DecoderConfig(**{"layers": layers} | table | fields)
 
 
-def exaone_moe(
-    *shape: int, window: int, dense_d_ff: int, router: RouterConfig, **fields: Any
-) -> DecoderConfig:
+def exaone_moe(*shape: Any, window: int, dense_d_ff: int, **fields: Any) -> DecoderConfig:
     """Return the config of an Exaone with experts, from fields of `DecoderConfig`.
 
     Args:
         *shape: Its fields from `vocab` to `d_ff`, the width of an expert and of the shared one.
         window: Sliding window of three of four layers.
         dense_d_ff: Hidden width of the MLP of the first layer.
-        router: Router.
         **fields: Other fields.
     """
     layers = shape[2]
-    layer = LayerSpec(_LAYER.mixer, ExpertsSpec(shared_d_ff=shape[5]))
+    experts = ExpertsSpec(shared_d_ff=shape[5])
+    layer = LayerSpec(_LAYER.mixer, experts)
     specs = rotated_windows(layer, window, every(4, layers))
-    specs = with_dense_mlps(specs, MLPSpec(dense_d_ff), dense_first(1, layers))
-    return DecoderConfig(*shape, **table_of(specs), router=router, **fields)
+    kinds = dense_first(1, layers)
+    specs = with_dense_mlps(specs, MLPSpec(dense_d_ff), kinds)
+    return DecoderConfig(*shape, **table_of(specs) | fields)
 
 
 _SIZES_32B = {"vocab": 102_400, "d_model": 5120, "heads": 40, "kv_heads": 8, "d_ff": 27_392}
@@ -118,7 +116,6 @@ _ROUTER = RouterFields(
 )
 _MOE_NAMES = layer_names() | expert_names(choice_bias="e_score_correction_bias")
 _SHARED = "num_shared_experts"
-_AHEAD = "num_nextn_predict_layers"
 
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
@@ -134,16 +131,17 @@ def _read_moe(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, kv_heads=32)
     layers = sizes["layers"]
-    layer = LayerSpec(_LAYER.mixer, read_shared_experts(fields, 1024, name=_SHARED))
-    dense = read_dense_first(fields, layers, 1)
-    kinds = read_mlp_types(fields, layers, dense_first(dense, layers))
+    experts = read_shared_experts(fields, 1024, name=_SHARED)
+    layer = LayerSpec(_LAYER.mixer, experts)
     default = _default_kinds(fields, layers)
     specs = read_rotated_windows(fields, layer, layers, default, absent=4096)
+    dense = read_dense_first(fields, layers, 1)
+    kinds = read_mlp_types(fields, layers, dense_first(dense, layers))
     specs = with_dense_mlps(specs, MLPSpec(), kinds)
-    fields.value(_AHEAD)
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
-    return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
+    sizes["router"] = _ROUTER.read(fields)
+    return fields.build(DecoderConfig, **sizes, **table_of(specs))
 
 
 def _default_kinds(fields: Fields, layers: int) -> list[str]:
@@ -157,19 +155,21 @@ def _default_kinds(fields: Fields, layers: int) -> list[str]:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    return {"model_type": "exaone4", **write_sizes(config), **write_rotated_windows(config)}
+    fields = write_sizes(config)
+    fields |= write_rotated_windows(config)
+    fields["model_type"] = "exaone4"
+    return fields
 
 
 def _write_moe(config: DecoderConfig) -> dict[str, Any]:
     _, _, router = experts_of(config)
-    return {
-        "model_type": "exaone_moe",
-        **write_sizes(config),
-        **write_rotated_windows(config),
-        **write_shared_experts(config, _SHARED),
-        "mlp_layer_types": mlp_kinds(config),
-        **_ROUTER.write(router),
-    }
+    fields = write_sizes(config)
+    fields |= write_rotated_windows(config)
+    fields |= write_shared_experts(config, _SHARED)
+    fields |= _ROUTER.write(router)
+    fields["mlp_layer_types"] = mlp_kinds(config)
+    fields["model_type"] = "exaone_moe"
+    return fields
 
 
 FAMILY = decoder_family("Exaone4ForCausalLM", _read, _write, _NAMES)
@@ -179,6 +179,6 @@ MOE_FAMILY = decoder_family(
     _write_moe,
     _MOE_NAMES,
     ignored=ignored_ahead(_MOE_NAMES),
-    harmless=(_AHEAD,),
+    harmless=(AHEAD,),
     secondary=True,
 )

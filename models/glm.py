@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.hf.layout import TRANSPOSED, part
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
 from spmd.models.decoder.layer import Norms
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.decoder.published_names import GATE_UP, fused_names
 from spmd.models.decoder.published_rotary import read_rotary, write_rotary
 from spmd.models.decoder.rotary import RopeScaling
 
@@ -43,7 +43,8 @@ def glm(
     """
     pairs = dataclasses.replace(rotary, interleaved=True)
     layer = LayerSpec(AttentionSpec(rotary=pairs, qkv_bias=bias), norms=norms)
-    return DecoderConfig(*shape, **{"norm_eps": _EPS, "layer": layer} | fields)
+    defaults: dict[str, Any] = {"norm_eps": _EPS, "layer": layer}
+    return DecoderConfig(*shape, **defaults | fields)
 
 
 _9B = (151_552, 4096, 40, 32, 2, 13_696)
@@ -59,10 +60,7 @@ PRESETS = {
 }
 """Published shapes by name, and small ones for tests."""
 
-_FUSED = {
-    "mlp/gate_proj/kernel": ("mlp.gate_up_proj.weight", part(0, 2, layout=TRANSPOSED)),
-    "mlp/up_proj/kernel": ("mlp.gate_up_proj.weight", part(1, 2, layout=TRANSPOSED)),
-}
+_FUSED = fused_names(GATE_UP, "mlp.gate_up_proj", 2)
 _NAMES = layer_names() | _FUSED
 _NORMS4 = {
     "attention_norm": "input_layernorm",
@@ -83,15 +81,11 @@ def _read(values: Mapping[str, Any], norms: Norms) -> DecoderConfig:
 
 def _write(config: DecoderConfig, kind: str) -> dict[str, Any]:
     mixer = config.pattern.group[0].attention
-    rotary = mixer.rotary or _HALF
-    return {
-        "model_type": kind,
-        **write_sizes(config),
-        "rope_scaling": None,
-        **write_rotary(rotary),
-        "partial_rotary_factor": rotary.fraction,
-        "attention_bias": mixer.qkv_bias,
-    }
+    fields = write_sizes(config)
+    fields |= write_rotary(mixer.rotary or _HALF, complete=True)
+    fields["attention_bias"] = mixer.qkv_bias
+    fields["model_type"] = kind
+    return fields
 
 
 GLM_FAMILY = decoder_family(

@@ -32,7 +32,7 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_ahead import AHEAD_NAMES, with_stored_ahead
+from spmd.models.decoder.published_ahead import AHEAD, AHEAD_NAMES, with_stored_ahead
 from spmd.models.decoder.published_experts import (
     CHOICE_BIASES,
     DENSE,
@@ -49,7 +49,6 @@ from spmd.models.decoder.published_experts import (
     write_shared_experts,
 )
 from spmd.models.decoder.published_latent import (
-    latent_mixer,
     latent_names,
     latent_sizes,
     read_latent_attention,
@@ -64,7 +63,7 @@ _TINY = LatentAttentionSpec(q_rank=16, kv_rank=8, nope_dim=8, rope_dim=4, value_
 
 
 def glm_moe(
-    *shape: int, mixer: Mixer, dense_d_ff: int, dense: int = 1, **fields: Any
+    *shape: Any, mixer: Mixer, dense_d_ff: int, dense: int = 1, **fields: Any
 ) -> DecoderConfig:
     """Return the config of a GLM with experts, from fields of `DecoderConfig`.
 
@@ -76,13 +75,20 @@ def glm_moe(
         **fields: Other fields.
     """
     layers, d_ff = shape[2], shape[5]
-    layer = LayerSpec(mixer, ExpertsSpec(shared_d_ff=d_ff))
-    table = experts_table(layer, MLPSpec(dense_d_ff), dense_first(dense, layers))
+    experts = ExpertsSpec(shared_d_ff=d_ff)
+    layer = LayerSpec(mixer, experts)
+    kinds = dense_first(dense, layers)
+    table = experts_table(layer, MLPSpec(dense_d_ff), kinds)
     return DecoderConfig(*shape, **{"norm_eps": 1e-5} | table | fields)
 
 
 def _router(experts: int, top_k: int = 8, scale: float = 1.0) -> RouterConfig:
-    changes = {"experts": experts, "top_k": top_k, "scale": scale, "bias_rate": 1e-3}
+    changes: dict[str, Any] = {
+        "experts": experts,
+        "top_k": top_k,
+        "scale": scale,
+        "bias_rate": 1e-3,
+    }
     return dataclasses.replace(CHOICE_BIASES, **changes)
 
 
@@ -131,7 +137,6 @@ PRESETS = {
 _LAYER = layer_names() | expert_names()
 _NAMES = TensorNames(_LAYER, ENDS, ahead=AHEAD_NAMES)
 _LITE_NAMES = TensorNames(_LAYER | latent_names(), ENDS, ahead=AHEAD_NAMES)
-_AHEAD = "num_nextn_predict_layers"
 _ROUTER = RouterFields(
     "n_routed_experts",
     experts=128,
@@ -148,69 +153,66 @@ _LITE_ROUTER = dataclasses.replace(_ROUTER, experts=64, top_k=4, scale=1.8)
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, theta=0, kv_heads=8)
+    layers = sizes["layers"]
+    experts = read_shared_experts(fields, d_ff=1408)
+    layer = LayerSpec(_read_attention(fields), experts)
+    dense = read_dense_first(fields, layers, 1)
+    table = experts_table(layer, MLPSpec(), dense_first(dense, layers))
+    sizes["predict_ahead"] = read_count(fields, AHEAD, 0)
+    sizes["router"] = _ROUTER.read(fields)
+    return fields.build(DecoderConfig, **sizes, **table)
+
+
+def _read_attention(fields: Fields) -> AttentionSpec:
+    """Parse the options of softmax attention."""
+    rotary = read_rotary(fields, _HALF)
     bias = fields.flag("attention_bias", default=False)
-    mixer = AttentionSpec(rotary=read_rotary(fields, _HALF), qkv_bias=bias)
+    mixer = AttentionSpec(rotary=rotary, qkv_bias=bias)
     if fields.flag("use_qk_norm", default=False):
-        mixer = dataclasses.replace(mixer, qk_norm="head")
-    layer = LayerSpec(mixer, read_shared_experts(fields, d_ff=1408))
-    kinds = dense_first(read_dense_first(fields, sizes["layers"], 1), sizes["layers"])
-    return fields.build(
-        DecoderConfig,
-        **sizes,
-        **experts_table(layer, MLPSpec(), kinds),
-        router=_ROUTER.read(fields),
-        predict_ahead=read_count(fields, _AHEAD, 0),
-    )
+        return dataclasses.replace(mixer, qk_norm="head")
+    return mixer
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     layer, _, router = experts_of(config)
     mixer = layer.attention
-    rotary = mixer.rotary or _HALF
-    return {
-        "model_type": "glm4_moe",
-        **write_sizes(config),
-        "rope_scaling": None,
-        **write_rotary(rotary),
-        "partial_rotary_factor": rotary.fraction,
-        "attention_bias": mixer.qkv_bias,
-        "use_qk_norm": mixer.qk_norm == "head",
-        **write_shared_experts(config),
-        "first_k_dense_replace": mlp_kinds(config).count(DENSE),
-        **_ROUTER.write(router),
-        _AHEAD: config.predict_ahead,
-    }
+    fields = write_sizes(config)
+    fields |= write_rotary(mixer.rotary or _HALF, complete=True)
+    fields |= write_shared_experts(config)
+    fields |= _ROUTER.write(router)
+    fields["attention_bias"] = mixer.qkv_bias
+    fields["use_qk_norm"] = mixer.qk_norm == "head"
+    fields["first_k_dense_replace"] = mlp_kinds(config).count(DENSE)
+    fields[AHEAD] = config.predict_ahead
+    fields["model_type"] = "glm4_moe"
+    return fields
 
 
 def _read_lite(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5)
-    rotary = Rotary(interleaved=fields.flag("rope_interleave", default=True))
-    mixer = read_latent_attention(fields, sizes, dataclasses.replace(_LATENT, rotary=rotary))
-    layer = LayerSpec(mixer, read_shared_experts(fields, d_ff=1536))
     layers = sizes["layers"]
+    mixer = read_latent_attention(fields, sizes, _LATENT, may_interleave=True)
+    experts = read_shared_experts(fields, d_ff=1536)
+    layer = LayerSpec(mixer, experts)
     kinds = read_mlp_types(fields, layers, dense_first(1, layers))
     fields.only("first_k_dense_replace", kinds.count(DENSE))
-    return fields.build(
-        DecoderConfig,
-        **latent_sizes(sizes, mixer),
-        **experts_table(layer, MLPSpec(), kinds),
-        router=_LITE_ROUTER.read(fields),
-        predict_ahead=read_count(fields, _AHEAD, 0),
-    )
+    table = experts_table(layer, MLPSpec(), kinds)
+    sizes = latent_sizes(sizes, mixer)
+    sizes["predict_ahead"] = read_count(fields, AHEAD, 0)
+    sizes["router"] = _LITE_ROUTER.read(fields)
+    return fields.build(DecoderConfig, **sizes, **table)
 
 
 def _write_lite(config: DecoderConfig) -> dict[str, Any]:
     _, _, router = experts_of(config)
-    return {
-        "model_type": "glm4_moe_lite",
-        **write_latent_sizes(config),
-        "rope_interleave": latent_mixer(config).rotary.interleaved,
-        **write_shared_experts(config),
-        "mlp_layer_types": mlp_kinds(config),
-        **_LITE_ROUTER.write(router),
-        _AHEAD: config.predict_ahead,
-    }
+    fields = write_latent_sizes(config, may_interleave=True)
+    fields |= write_shared_experts(config)
+    fields |= _LITE_ROUTER.write(router)
+    fields["mlp_layer_types"] = mlp_kinds(config)
+    fields[AHEAD] = config.predict_ahead
+    fields["model_type"] = "glm4_moe_lite"
+    return fields
 
 
 FAMILY = decoder_family(

@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.family import Ignored
-from spmd.hf.fields import Fields, renamed
+from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig
-from spmd.models.decoder.published import TensorNames, decoder_family, read_sizes, write_sizes
-from spmd.models.decoder.published_gpt import gpt_decoder, read_activation, write_activation
+from spmd.models.decoder.published import TensorNames, decoder_family
+from spmd.models.decoder.published_gpt import gpt_decoder, read_gpt, write_gpt
 from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
 
-_EPS = "layer_norm_epsilon"
+EPS = "layer_norm_epsilon"
+"""Field of the norms."""
 
 
 def gpt2(*shape: Any, heads: int = 4, context: int = 1024, **fields: Any) -> DecoderConfig:
@@ -81,6 +82,7 @@ FIELDS = {
     "hidden_act": "activation_function",
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
@@ -95,46 +97,12 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(_DEFAULT_SIZES | dict(values), FIELDS)
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.only("add_cross_attention", False)
-    return fields.build(
-        gpt2,
-        **read_common(fields, tied=True),
-        context=fields.integer("n_positions"),
-        activation=read_activation(fields, "hidden_act", "gelu_new"),
-    )
-
-
-def read_common(fields: Fields, *, tied: bool) -> dict[str, Any]:
-    """Parse the sizes of a GPT-2, GPT-Neo or GPT-J, as arguments of `DecoderConfig`.
-
-    Args:
-        fields: Fields of config.json, with the names of the family.
-        tied: Default of `tie_word_embeddings`.
-    """
     fields.only("scale_attn_weights", True)
-    sizes = read_sizes(
-        fields,
-        eps=1e-5,
-        eps_field=_EPS,
-        theta=0,
-        tied=tied,
-        activation=(),
-        has_head_dim=False,
-        d_ff_ratio=4,
-    )
-    fields.only("num_key_value_heads", sizes["heads"])
-    return sizes
+    return fields.build(gpt2, **read_gpt(fields, EPS, activation="gelu_new"))
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    return {"model_type": "gpt2", **write_common(config), "n_positions": config.positions}
-
-
-def write_common(config: DecoderConfig, names: Mapping[str, str] = FIELDS) -> dict[str, Any]:
-    """Return the fields of `read_common`, and the activation."""
-    sizes = {**write_sizes(config, _EPS), "hidden_act": write_activation(config)}
-    for name in ("head_dim", "num_key_value_heads", "rope_theta"):
-        del sizes[name]
-    return renamed(sizes, names)
+    return {"model_type": "gpt2", **write_gpt(config, EPS, FIELDS)}
 
 
 FAMILY = decoder_family(

@@ -17,9 +17,9 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig
 from spmd.models.decoder.published import TensorNames, decoder_family
-from spmd.models.decoder.published_gpt import gpt_decoder, read_activation
+from spmd.models.decoder.published_gpt import gpt_decoder, read_gpt, write_gpt
 from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
-from spmd.models.gpt2 import FIELDS, HARMLESS, LINEAR, NORMS, read_common, write_common
+from spmd.models.gpt2 import EPS, FIELDS, HARMLESS, LINEAR, NORMS
 
 gpt_bigcode = functools.partial(gpt_decoder, activation="gelu_tanh", tied=True)
 """Config of a GPT BigCode from fields of `gpt_decoder`."""
@@ -57,22 +57,17 @@ def _names(config: DecoderConfig) -> TensorNames:
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values, FIELDS)
     fields.only("add_cross_attention", False)
-    sizes = read_common(fields, tied=True)
+    fields.only("scale_attn_weights", True)
+    sizes = read_gpt(fields, EPS, activation="gelu_pytorch_tanh")
     if fields.flag("multi_query", default=True):
         sizes["kv_heads"] = 1
-    return fields.build(
-        gpt_bigcode,
-        **sizes,
-        positions=fields.integer("n_positions"),
-        activation=read_activation(fields, "hidden_act", "gelu_pytorch_tanh"),
-    )
+    return fields.build(gpt_bigcode, **sizes)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     return {
         "model_type": "gpt_bigcode",
-        **write_common(config),
-        "n_positions": config.positions,
+        **write_gpt(config, EPS, FIELDS),
         "multi_query": config.kv_heads == 1,
     }
 

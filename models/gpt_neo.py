@@ -18,7 +18,7 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
 from spmd.models.decoder.published import TensorNames, decoder_family
-from spmd.models.decoder.published_gpt import read_activation
+from spmd.models.decoder.published_gpt import read_gpt, write_gpt
 from spmd.models.decoder.published_layers import (
     FULL,
     SLIDING,
@@ -27,7 +27,7 @@ from spmd.models.decoder.published_layers import (
     layer_types,
 )
 from spmd.models.decoder.published_names import Names, module_names
-from spmd.models.gpt2 import read_common, write_common
+from spmd.models.gpt2 import EPS
 
 _WORDS = {"global": FULL, "local": SLIDING}
 _WINDOW = 256
@@ -59,11 +59,11 @@ def gpt_neo(
 
 def _sized(width: int, layers: int, heads: int) -> DecoderConfig:
     """Return the published shape of a width."""
-    sizes = {"d_model": width, "heads": heads, "kv_heads": heads, "d_ff": 4 * width}
+    sizes: dict[str, Any] = {"d_model": width, "heads": heads, "kv_heads": heads, "d_ff": 4 * width}
     return gpt_neo(every(2, layers, FULL, SLIDING), vocab=50_257, **sizes)
 
 
-_SMALL = {"vocab": 64, "d_model": 32, "kv_heads": 4, "d_ff": 64, "positions": 48}
+_SMALL: dict[str, Any] = {"vocab": 64, "d_model": 32, "kv_heads": 4, "d_ff": 64, "positions": 48}
 PRESETS = {
     "test-gpt-neo": gpt_neo(every(2, 4, FULL, SLIDING), window=5, **_SMALL),
     "gpt-neo-125m": _sized(768, 12, 12),
@@ -121,15 +121,10 @@ def _read_kinds(fields: Fields, layers: int) -> list[str]:
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values, _FIELDS)
-    sizes = read_common(fields, tied=True)
-    return fields.build(
-        gpt_neo,
-        **sizes,
-        kinds=_read_kinds(fields, sizes["layers"]),
-        window=fields.integer("sliding_window", _WINDOW),
-        positions=fields.integer("max_position_embeddings", 2048),
-        activation=read_activation(fields, "hidden_act", "gelu_new"),
-    )
+    sizes = read_gpt(fields, EPS, activation="gelu_new")
+    kinds = _read_kinds(fields, sizes["layers"])
+    window = fields.integer("sliding_window", _WINDOW)
+    return fields.build(gpt_neo, **sizes, kinds=kinds, window=window)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
@@ -137,11 +132,10 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     words = [theirs[kind] for kind in layer_types(config)]
     return {
         "model_type": "gpt_neo",
-        **write_common(config, _FIELDS),
+        **write_gpt(config, EPS, _FIELDS),
         "attention_types": [[words, 1]],
         "window_size": max(spec.attention.window or 0 for spec in config.pattern.distinct)
         or _WINDOW,
-        "max_position_embeddings": config.positions,
     }
 
 

@@ -18,8 +18,8 @@ from spmd.hf.fields import Fields, renamed
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig, RopeScaling, Rotary
 from spmd.models.decoder.layer import Norms
-from spmd.models.decoder.published import TensorNames, decoder_family, read_sizes, write_sizes
-from spmd.models.decoder.published_gpt import gpt_decoder, read_activation, write_activation
+from spmd.models.decoder.published import TensorNames, decoder_family, write_sizes
+from spmd.models.decoder.published_gpt import gpt_decoder, read_gpt, write_activation
 from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
 from spmd.models.decoder.published_rotary import read_rotary
 
@@ -73,8 +73,7 @@ def _names(config: DecoderConfig) -> TensorNames:
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values, _FIELDS)
-    sizes = read_sizes(fields, eps=1e-5, eps_field=_EPS, theta=0, activation=(), has_head_dim=False)
-    fields.only("num_key_value_heads", sizes["heads"])
+    sizes = read_gpt(fields, _EPS, activation="gelu", tied=False, learned=False, d_ff_ratio=0)
     norms: Norms = "before"
     if fields.flag("use_parallel_residual", default=True):
         norms = "parallel"
@@ -84,7 +83,6 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         rotary=read_rotary(fields, _QUARTER),
         norms=norms,
         attention_bias=fields.flag("attention_bias", default=True),
-        activation=read_activation(fields, "hidden_act", "gelu"),
     )
 
 

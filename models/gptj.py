@@ -19,10 +19,10 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig, RopeScaling, Rotary
 from spmd.models.decoder.published import TensorNames, decoder_family
-from spmd.models.decoder.published_gpt import gpt_decoder, read_activation
+from spmd.models.decoder.published_gpt import gpt_decoder, read_gpt, write_gpt
 from spmd.models.decoder.published_names import Names, fused_names, module_names
 from spmd.models.decoder.rotary import rotary_fraction, rotated_width
-from spmd.models.gpt2 import FIELDS, HARMLESS, read_common, write_common
+from spmd.models.gpt2 import EPS, FIELDS, HARMLESS
 
 
 def _rotary(fraction: float) -> Rotary:
@@ -72,26 +72,22 @@ _HARMLESS = (*HARMLESS, "n_positions", "rotary", "gradient_checkpointing", "toke
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values, FIELDS)
-    sizes = read_common(fields, tied=False)
+    fields.only("scale_attn_weights", True)
+    sizes = read_gpt(fields, EPS, activation="gelu_new", tied=False, learned=False)
     head_dim = sizes["d_model"] // sizes["heads"]
     rotated = fields.integer("rotary_dim", 64)
     if rotated > head_dim or fields.is_null("rotary_dim"):
         what = f"is {fields.value('rotary_dim')}, not a number of dimensions of a head"
         fields.refuse("rotary_dim", what)
         rotated = head_dim
-    return fields.build(
-        gptj,
-        **sizes,
-        rotary=_rotary(rotary_fraction(rotated, head_dim)),
-        activation=read_activation(fields, "hidden_act", "gelu_new"),
-    )
+    return fields.build(gptj, **sizes, rotary=_rotary(rotary_fraction(rotated, head_dim)))
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     mixer = config.pattern.group[0].attention
     rotary = mixer.rotary or Rotary()
     rotated = rotated_width(mixer.head_dim, rotary.fraction)
-    return {"model_type": "gptj", **write_common(config), "rotary_dim": rotated}
+    return {"model_type": "gptj", **write_gpt(config, EPS, FIELDS), "rotary_dim": rotated}
 
 
 def _write_codegen(config: DecoderConfig) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _CHOICE = RouterConfig(
 )
 
 
-def kolibri1(*shape: int, window: int, **fields: Any) -> DecoderConfig:
+def kolibri1(*shape: Any, window: int, **fields: Any) -> DecoderConfig:
     """Return the config of a Kolibri from fields of `DecoderConfig`.
 
     Args:
@@ -46,9 +46,11 @@ def kolibri1(*shape: int, window: int, **fields: Any) -> DecoderConfig:
         window: Sliding window of four of five layers.
         **fields: Other fields.
     """
-    layer = LayerSpec(_MIXER, ExpertsSpec(shared_d_ff=shape[5]), norms="both")
-    table = table_of(rotated_windows(layer, window, every(5, shape[2])))
-    return DecoderConfig(*shape, **{"norm_eps": 1e-6} | table | fields)
+    experts = ExpertsSpec(shared_d_ff=shape[5])
+    layer = LayerSpec(_MIXER, experts, norms="both")
+    kinds = every(5, shape[2])
+    specs = rotated_windows(layer, window, kinds)
+    return DecoderConfig(*shape, **{"norm_eps": 1e-6} | table_of(specs) | fields)
 
 
 PRESETS = {
@@ -83,24 +85,26 @@ _WIDTH = "shared_expert_intermediate_size"
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, kv_heads=4, head_dim=128, d_ff=512)
-    width = fields.integer("moe_intermediate_size", 512)
-    experts = ExpertsSpec(width, shared_d_ff=fields.integer(_WIDTH, 512))
-    layer = LayerSpec(_MIXER, experts, norms="both")
     layers = sizes["layers"]
-    specs = read_rotated_windows(fields, layer, layers, every(5, layers), absent=513)
-    return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
+    width = fields.integer("moe_intermediate_size", 512)
+    shared = fields.integer(_WIDTH, 512)
+    experts = ExpertsSpec(width, shared_d_ff=shared)
+    layer = LayerSpec(_MIXER, experts, norms="both")
+    default = every(5, layers)
+    specs = read_rotated_windows(fields, layer, layers, default, absent=513)
+    sizes["router"] = _ROUTER.read(fields)
+    return fields.build(DecoderConfig, **sizes, **table_of(specs))
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     _, experts, router = experts_of(config)
-    return {
-        "model_type": "kolibri1",
-        **write_sizes(config),
-        **write_widths(config),
-        _WIDTH: experts.shared_d_ff,
-        **write_rotated_windows(config),
-        **_ROUTER.write(router),
-    }
+    fields = write_sizes(config)
+    fields |= write_widths(config)
+    fields |= write_rotated_windows(config)
+    fields |= _ROUTER.write(router)
+    fields[_WIDTH] = experts.shared_d_ff
+    fields["model_type"] = "kolibri1"
+    return fields
 
 
 FAMILY = decoder_family("Kolibri1ForCausalLM", _read, _write, _NAMES)

@@ -63,7 +63,7 @@ _CHOICE = RouterConfig(score="sigmoid", choice_bias=True, balance=0.001)
 
 
 def laguna(
-    *shape: int, window: int, dense_d_ff: int, full_heads: int, **fields: Any
+    *shape: Any, window: int, dense_d_ff: int, full_heads: int, **fields: Any
 ) -> DecoderConfig:
     """Return the config of a Laguna from fields of `DecoderConfig`.
 
@@ -74,11 +74,15 @@ def laguna(
         full_heads: Query heads of layers without a window.
         **fields: Other fields.
     """
-    kinds = every(4, shape[2])
-    heads = {FULL: full_heads, SLIDING: shape[3]}
-    layer = LayerSpec(_MIXER, ExpertsSpec(shared_d_ff=shape[5]))
-    specs = _layers(layer, window, kinds, _ROTARY, [heads[kind] for kind in kinds])
-    specs = with_dense_mlps(specs, MLPSpec(dense_d_ff), dense_first(1, shape[2]))
+    layers = shape[2]
+    kinds = every(4, layers)
+    of_kind = {FULL: full_heads, SLIDING: shape[3]}
+    heads = [of_kind[kind] for kind in kinds]
+    experts = ExpertsSpec(shared_d_ff=shape[5])
+    layer = LayerSpec(_MIXER, experts)
+    specs = _layers(layer, window, kinds, _ROTARY, heads)
+    mlps = dense_first(1, layers)
+    specs = with_dense_mlps(specs, MLPSpec(dense_d_ff), mlps)
     return DecoderConfig(*shape, **{"norm_eps": 1e-6} | table_of(specs) | fields)
 
 
@@ -120,6 +124,8 @@ _ROUTER = RouterFields("num_experts", experts=256, top_k=8, base=_CHOICE)
 _WIDTH = "shared_expert_intermediate_size"
 _HEADS = "num_attention_heads_per_layer"
 _CAP = "moe_router_logit_softcapping"
+_GATING = {"none": None, "head": True, "channel": "per-element"}
+"""Gate of attention → the value of `gating`."""
 _SCALE = "moe_routed_scaling_factor"
 
 
@@ -130,17 +136,23 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     layers = sizes["layers"]
     kinds = read_layer_types(fields, layers, every(1, layers))
     window = read_window_of(fields, kinds, absent=512)
-    width = fields.integer("moe_intermediate_size", 512)
-    layer = LayerSpec(
-        _read_mixer(fields), ExpertsSpec(width, shared_d_ff=fields.integer(_WIDTH, 512))
-    )
+    rotary = _read_rotary(fields)
     heads = _read_heads(fields, len(kinds), sizes["heads"])
-    specs = _layers(layer, window, kinds, _read_rotary(fields), heads)
-    mlps = read_mlp_types(fields, layers, dense_first(1, len(kinds)))
+    layer = LayerSpec(_read_mixer(fields), _read_experts(fields))
+    specs = _layers(layer, window, kinds, rotary, heads)
+    mlps = read_mlp_types(fields, layers, dense_first(1, layers))
     specs = with_dense_mlps(specs, MLPSpec(), mlps)
     cap = fields.number(_CAP, 0.0, least=0)
-    router = _ROUTER.read(fields, logit_cap=cap, scale=fields.number(_SCALE, 1.0))
-    return fields.build(DecoderConfig, **sizes, **table_of(specs), router=router)
+    scale = fields.number(_SCALE, 1.0)
+    sizes["router"] = _ROUTER.read(fields, logit_cap=cap, scale=scale)
+    return fields.build(DecoderConfig, **sizes, **table_of(specs))
+
+
+def _read_experts(fields: Fields) -> ExpertsSpec:
+    """Parse the widths of experts and of the shared one."""
+    width = fields.integer("moe_intermediate_size", 512)
+    shared = fields.integer(_WIDTH, 512)
+    return ExpertsSpec(width, shared_d_ff=shared)
 
 
 def _read_mixer(fields: Fields) -> AttentionSpec:
@@ -174,27 +186,25 @@ def _read_heads(fields: Fields, layers: int, default: int) -> list[int]:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     layer, experts, router = experts_of(config)
-    gating: bool | str = True
-    if layer.attention.gate == "channel":
-        gating = "per-element"
-    sizes = write_sizes(config)
-    del sizes["rope_theta"]
-    sizes.pop("rope_scaling", None)
-    return {
-        "model_type": "laguna",
-        **sizes,
-        "attention_bias": layer.attention.qkv_bias,
-        "gating": gating,
-        **write_layer_types(config),
-        **write_rotary_by_kind(config, _ROTARY[FULL].theta, _ROTARY[SLIDING].theta),
-        _HEADS: [spec.attention.heads for spec in config.pattern.kinds],
-        **write_widths(config),
-        _WIDTH: experts.shared_d_ff,
-        "mlp_layer_types": mlp_kinds(config),
-        **_ROUTER.write(router),
-        _CAP: router.logit_cap,
-        _SCALE: router.scale,
-    }
+    mixer = layer.attention
+    theta, local_theta = (rotary.theta for rotary in _ROTARY.values())
+    fields = write_sizes(config)
+    for name in ("rope_theta", "rope_scaling"):
+        fields.pop(name, None)
+    fields |= write_rotary_by_kind(config, theta, local_theta)
+    fields |= write_layer_types(config)
+    fields |= write_widths(config)
+    fields |= _ROUTER.write(router)
+    fields["attention_bias"] = mixer.qkv_bias
+    fields["gating"] = _GATING[mixer.gate]
+    kinds = config.pattern.kinds
+    fields[_HEADS] = [spec.attention.heads for spec in kinds]
+    fields["mlp_layer_types"] = mlp_kinds(config)
+    fields[_WIDTH] = experts.shared_d_ff
+    fields[_CAP] = router.logit_cap
+    fields[_SCALE] = router.scale
+    fields["model_type"] = "laguna"
+    return fields
 
 
 FAMILY = decoder_family("LagunaForCausalLM", _read, _write, _NAMES)

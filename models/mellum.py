@@ -29,10 +29,10 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_ahead import ignored_ahead
+from spmd.models.decoder.published_ahead import AHEAD, ignored_ahead
 from spmd.models.decoder.published_experts import (
-    SPARSE,
     RouterFields,
+    dense_first,
     expert_names,
     experts_of,
     mlp_kinds,
@@ -58,7 +58,7 @@ _THETA = 5e5
 _LOCAL_THETA = 1e4
 
 
-def mellum(*shape: int, window: int, **fields: Any) -> DecoderConfig:
+def mellum(*shape: Any, window: int, **fields: Any) -> DecoderConfig:
     """Return the config of a Mellum 2 from fields of `DecoderConfig`.
 
     Args:
@@ -84,43 +84,42 @@ PRESETS = {
 _ROUTER = RouterFields(
     "num_experts", also=("num_local_experts",), experts=64, top_k=8, normalise=True
 )
-_UNUSED = ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")
+_UNUSED = (AHEAD, "mtp_layer_types", "mtp_mlp_layer_types")
 """Of multi-token prediction."""
 
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    for name in _UNUSED:
-        fields.value(name)
     sizes = read_sizes(fields, theta=0, kv_heads=4, head_dim=128, d_ff=7168)
     layers = sizes["layers"]
     kinds = read_layer_types(fields, layers, every(1, layers))
     window = read_window_of(fields, kinds, absent=1024)
     rotary = read_rotary_by_kind(fields, _THETA, _LOCAL_THETA)
-    mixer = read_attention_bias(fields, _MIXER)
-    experts = ExpertsSpec(fields.integer("moe_intermediate_size", 896))
     positions = [rotary[kind] for kind in kinds]
-    specs = attention_layers(LayerSpec(mixer, experts), window, kinds, rotary=positions)
-    mlps = read_mlp_types(fields, layers, [SPARSE] * len(kinds))
+    mixer = read_attention_bias(fields, _MIXER)
+    width = fields.integer("moe_intermediate_size", 896)
+    layer = LayerSpec(mixer, ExpertsSpec(width))
+    specs = attention_layers(layer, window, kinds, rotary=positions)
+    mlps = read_mlp_types(fields, layers, dense_first(0, layers))
     specs = with_dense_mlps(specs, MLPSpec(), mlps)
-    return fields.build(DecoderConfig, **sizes, **table_of(specs), router=_ROUTER.read(fields))
+    sizes["router"] = _ROUTER.read(fields)
+    return fields.build(DecoderConfig, **sizes, **table_of(specs))
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     layer, _, router = experts_of(config)
-    sizes = write_sizes(config)
-    del sizes["rope_theta"]
-    sizes.pop("rope_scaling", None)
-    return {
-        "model_type": "mellum",
-        **sizes,
-        "attention_bias": layer.attention.qkv_bias,
-        **write_layer_types(config),
-        **write_rotary_by_kind(config, _THETA, _LOCAL_THETA),
-        **write_widths(config),
-        "mlp_layer_types": mlp_kinds(config),
-        **_ROUTER.write(router),
-    }
+    mixer = layer.attention
+    fields = write_sizes(config)
+    for name in ("rope_theta", "rope_scaling"):
+        fields.pop(name, None)
+    fields |= write_rotary_by_kind(config, _THETA, _LOCAL_THETA)
+    fields |= write_layer_types(config)
+    fields |= write_widths(config)
+    fields |= _ROUTER.write(router)
+    fields["attention_bias"] = mixer.qkv_bias
+    fields["mlp_layer_types"] = mlp_kinds(config)
+    fields["model_type"] = "mellum"
+    return fields
 
 
 _NAMES = layer_names() | expert_names()

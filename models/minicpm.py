@@ -60,35 +60,33 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, tied=True, heads_divide=True)
     width = sizes["d_model"]
-    default = dataclasses.replace(_MIXER, value_dim=max(1, width // sizes["heads"]))
+    value_dim = max(1, width // sizes["heads"])
+    default = dataclasses.replace(_MIXER, value_dim=value_dim)
     mixer = read_latent_attention(fields, sizes, default)
-    mlp = MLPSpec(bias=fields.flag("mlp_bias", default=False))
-    residual_scale = 1.0
+    bias = fields.flag("mlp_bias", default=False)
+    layer = LayerSpec(mixer, MLPSpec(bias=bias))
+    root = math.sqrt(sizes["layers"])
+    sizes = latent_sizes(sizes, mixer)
+    sizes["embed_scale"] = read_factor(fields, "scale_emb", 12.0)
     if not fields.is_null("scale_depth"):
-        residual_scale = read_factor(fields, "scale_depth", 1.4) / math.sqrt(sizes["layers"])
-    logits_scale = 1.0
+        depth = read_factor(fields, "scale_depth", 1.4)
+        sizes["residual_scale"] = depth / root
     if not fields.is_null("dim_model_base"):
-        logits_scale = fields.integer("dim_model_base", 256) / width
-    return fields.build(
-        DecoderConfig,
-        **latent_sizes(sizes, mixer),
-        layer=LayerSpec(mixer, mlp),
-        embed_scale=read_factor(fields, "scale_emb", 12.0),
-        residual_scale=residual_scale,
-        logits_scale=logits_scale,
-    )
+        base = fields.integer("dim_model_base", 256)
+        sizes["logits_scale"] = base / width
+    return fields.build(DecoderConfig, **sizes, layer=layer)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     mlp = config.pattern.group[0].mlp
-    return {
-        "model_type": "minicpm3",
-        **write_latent_sizes(config),
-        "mlp_bias": isinstance(mlp, MLPSpec) and mlp.bias,
-        "scale_emb": config.embed_scale or config.d_model**0.5,
-        "scale_depth": _depth(config),
-        "dim_model_base": max(1, round(config.logits_scale * config.d_model)),
-    }
+    base = config.logits_scale * config.d_model
+    fields = write_latent_sizes(config)
+    fields["mlp_bias"] = isinstance(mlp, MLPSpec) and mlp.bias
+    fields["scale_emb"] = config.embed_scale or config.d_model**0.5
+    fields["scale_depth"] = _depth(config)
+    fields["dim_model_base"] = max(1, round(base))
+    fields["model_type"] = "minicpm3"
+    return fields
 
 
 def _depth(config: DecoderConfig) -> float:

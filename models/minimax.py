@@ -24,6 +24,7 @@ from spmd.models.decoder import (
 )
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
 from spmd.models.decoder.published_experts import RouterFields, expert_names, experts_of
+from spmd.models.decoder.published_layers import MOST_LAYERS
 from spmd.models.decoder.published_rotary import read_rotary, write_rotary
 
 _PLAIN = Rotary(5e6, RopeScaling())
@@ -31,10 +32,11 @@ _HALF = AttentionSpec(rotary=Rotary(fraction=0.5), qk_norm="full")
 _CHOICE = RouterConfig(score="sigmoid", choice_bias=True, balance=0.001)
 
 
-def minimax_m2(*shape: int, **fields: Any) -> DecoderConfig:
+def minimax_m2(*shape: Any, **fields: Any) -> DecoderConfig:
     """Return the config of a MiniMax-M2 from fields of `DecoderConfig`."""
     layer = LayerSpec(_HALF, ExpertsSpec())
-    return DecoderConfig(*shape, **{"layer": layer, "rope_theta": 5e6, "norm_eps": 1e-6} | fields)
+    defaults: dict[str, Any] = {"layer": layer, "rope_theta": 5e6, "norm_eps": 1e-6}
+    return DecoderConfig(*shape, **defaults | fields)
 
 
 PRESETS = {
@@ -78,30 +80,35 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     for name, value in _REQUIRED.items():
         fields.only(name, value)
     sizes = read_sizes(fields, theta=0, kv_heads=8, head_dim=128)
-    fields.only("attn_type_list", [1] * min(sizes["layers"], 1000))  # 1: softmax attention
-    head_dim = sizes["head_dim"] or sizes["d_model"] // sizes["heads"]
-    width = fields.integer("rotary_dim", head_dim)
-    default = dataclasses.replace(_PLAIN, fraction=min(1.0, width / max(1, head_dim)))
+    layers = min(sizes["layers"], MOST_LAYERS)
+    fields.only("attn_type_list", [1] * layers)  # 1: softmax attention
+    mixer = _read_attention(fields, sizes)
+    jitter = fields.number(_JITTER, 0.0, least=0)
+    sizes["layer"] = LayerSpec(mixer, ExpertsSpec())
+    sizes["router"] = _ROUTER.read(fields, jitter=jitter)
+    return fields.build(DecoderConfig, **sizes)
+
+
+def _read_attention(fields: Fields, sizes: Mapping[str, Any]) -> AttentionSpec:
+    """Parse the rotary positions, of `rotary_dim` dimensions of a head."""
+    width = sizes["d_model"] // sizes["heads"]
+    head_dim = sizes["head_dim"] or max(1, width)
+    rotated = fields.integer("rotary_dim", head_dim)
+    fraction = min(1.0, rotated / head_dim)
+    default = dataclasses.replace(_PLAIN, fraction=fraction)
     rotary = read_rotary(fields, default)
-    mixer = dataclasses.replace(_HALF, rotary=rotary)
-    router = _ROUTER.read(fields, jitter=fields.number(_JITTER, 0.0, least=0))
-    return fields.build(
-        DecoderConfig, **sizes, layer=LayerSpec(mixer, ExpertsSpec()), router=router
-    )
+    return dataclasses.replace(_HALF, rotary=rotary)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     layer, _, router = experts_of(config)
     rotary = layer.attention.rotary or _PLAIN
-    return {
-        "model_type": "minimax_m2",
-        **write_sizes(config),
-        "rope_scaling": None,
-        **write_rotary(rotary),
-        "partial_rotary_factor": rotary.fraction,
-        **_ROUTER.write(router),
-        _JITTER: router.jitter,
-    }
+    fields = write_sizes(config)
+    fields |= write_rotary(rotary, complete=True)
+    fields |= _ROUTER.write(router)
+    fields[_JITTER] = router.jitter
+    fields["model_type"] = "minimax_m2"
+    return fields
 
 
 FAMILY = decoder_family("MiniMaxM2ForCausalLM", _read, _write, _NAMES, harmless=_UNUSED)

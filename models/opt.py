@@ -13,17 +13,11 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from spmd.hf.fields import Fields, renamed
+from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig, NormSpec
-from spmd.models.decoder.published import (
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_sizes,
-    write_sizes,
-)
-from spmd.models.decoder.published_gpt import gpt_decoder, mlp_of, read_activation, write_activation
+from spmd.models.decoder.published import TensorNames, decoder_family, layer_names
+from spmd.models.decoder.published_gpt import gpt_decoder, mlp_of, read_gpt, write_gpt
 from spmd.models.decoder.published_names import Names, module_names
 
 opt = functools.partial(
@@ -73,24 +67,9 @@ _BIOGPT_HARMLESS = (
 """Fields of training, and an addend that BioGPT's norms ignore: theirs is 1e-5."""
 
 
-def _read_common(fields: Fields) -> dict[str, Any]:
-    """Parse the sizes, as arguments of `opt`."""
-    sizes = read_sizes(
-        fields,
-        eps=1e-5,
-        eps_field="",
-        theta=0,
-        tied=True,
-        activation=(),
-        has_head_dim=False,
-    )
-    fields.only("num_key_value_heads", sizes["heads"])
-    return {**sizes, "positions": fields.integer("max_position_embeddings")}
-
-
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values, _FIELDS)
-    sizes = _read_common(fields)
+    sizes = read_gpt(fields, "", activation="relu", d_ff_ratio=0)
     fields.only("do_layer_norm_before", True)
     fields.only("_remove_final_layer_norm", False)
     fields.only("word_embed_proj_dim", sizes["d_model"])
@@ -102,34 +81,21 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         attention_bias=bias,
         mlp_bias=bias,
         norm=NormSpec("layer", scale=affine, bias=affine),
-        activation=read_activation(fields, "hidden_act", "relu"),
     )
 
 
 def _read_biogpt(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    sizes = _read_common(fields)
+    sizes = read_gpt(fields, "", activation="gelu", d_ff_ratio=0)
     if fields.flag("scale_embedding", default=True):
         sizes["embed_scale"] = 0.0
-    return fields.build(opt, **sizes, activation=read_activation(fields, "hidden_act", "gelu"))
-
-
-def _write_common(config: DecoderConfig) -> dict[str, Any]:
-    """Return the fields of `_read_common`, and the activation."""
-    sizes = write_sizes(config, eps_field="")
-    for name in ("head_dim", "num_key_value_heads", "rope_theta"):
-        del sizes[name]
-    return {
-        **sizes,
-        "hidden_act": write_activation(config),
-        "max_position_embeddings": config.positions,
-    }
+    return fields.build(opt, **sizes)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     return {
         "model_type": "opt",
-        **renamed(_write_common(config), _FIELDS),
+        **write_gpt(config, "", _FIELDS),
         "enable_bias": mlp_of(config).bias,
         "layer_norm_elementwise_affine": config.norm.scale,
         "word_embed_proj_dim": config.d_model,
@@ -138,7 +104,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 def _write_biogpt(config: DecoderConfig) -> dict[str, Any]:
     scales = config.embed_scale in (0.0, config.d_model**0.5)
-    return {"model_type": "biogpt", **_write_common(config), "scale_embedding": scales}
+    return {"model_type": "biogpt", **write_gpt(config, "", {}), "scale_embedding": scales}
 
 
 OPT_FAMILY = decoder_family(

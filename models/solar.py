@@ -25,15 +25,17 @@ from spmd.models.decoder.published_experts import (
 )
 
 
-def solar_open(*shape: int, **fields: Any) -> DecoderConfig:
+def solar_open(*shape: Any, **fields: Any) -> DecoderConfig:
     """Return the config of a Solar Open from fields of `DecoderConfig`.
 
     Args:
         *shape: Its fields from `vocab` to `d_ff`, the width of an expert and of the shared one.
         **fields: Other fields.
     """
-    layer = LayerSpec(AttentionSpec(), ExpertsSpec(shared_d_ff=shape[5]))
-    return DecoderConfig(*shape, **{"layer": layer, "rope_theta": 1e6} | fields)
+    experts = ExpertsSpec(shared_d_ff=shape[5])
+    layer = LayerSpec(AttentionSpec(), experts)
+    defaults: dict[str, Any] = {"layer": layer, "rope_theta": 1e6}
+    return DecoderConfig(*shape, **defaults | fields)
 
 
 PRESETS = {
@@ -65,21 +67,24 @@ _ROUTER = RouterFields(
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, theta=1e6, kv_heads=8, head_dim=128, d_ff=1280)
-    mixer = AttentionSpec(qkv_bias=fields.flag("attention_bias", default=False))
-    layer = LayerSpec(mixer, read_shared_experts(fields, d_ff=1280))
+    bias = fields.flag("attention_bias", default=False)
+    mixer = AttentionSpec(qkv_bias=bias)
+    experts = read_shared_experts(fields, d_ff=1280)
     fields.only("first_k_dense_replace", 0)
-    return fields.build(DecoderConfig, **sizes, layer=layer, router=_ROUTER.read(fields))
+    sizes["layer"] = LayerSpec(mixer, experts)
+    sizes["router"] = _ROUTER.read(fields)
+    return fields.build(DecoderConfig, **sizes)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     layer, _, router = experts_of(config)
-    return {
-        "model_type": "solar_open",
-        **write_sizes(config),
-        "attention_bias": layer.attention.qkv_bias,
-        **write_shared_experts(config),
-        **_ROUTER.write(router),
-    }
+    mixer = layer.attention
+    fields = write_sizes(config)
+    fields |= write_shared_experts(config)
+    fields |= _ROUTER.write(router)
+    fields["attention_bias"] = mixer.qkv_bias
+    fields["model_type"] = "solar_open"
+    return fields
 
 
 FAMILY = decoder_family(

@@ -6,15 +6,13 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
-from spmd.models.decoder import DecoderConfig, LatentAttentionSpec, LayerSpec, Rotary
+from spmd.models.decoder import DecoderConfig, LatentAttentionSpec, LayerSpec
 from spmd.models.decoder.published import decoder_family, layer_names, read_sizes
 from spmd.models.decoder.published_latent import (
-    latent_mixer,
     latent_names,
     latent_sizes,
     read_latent_attention,
@@ -43,16 +41,15 @@ PRESETS = {
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, tied=True)
-    rotary = Rotary(interleaved=fields.flag("rope_interleave", default=True))
-    default = dataclasses.replace(_MIXER, rotary=rotary)
-    mixer = read_latent_attention(fields, sizes, default)
-    return fields.build(DecoderConfig, **latent_sizes(sizes, mixer), layer=LayerSpec(mixer))
+    mixer = read_latent_attention(fields, sizes, _MIXER, may_interleave=True)
+    sizes = latent_sizes(sizes, mixer)
+    return fields.build(DecoderConfig, **sizes, layer=LayerSpec(mixer))
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    rotary = latent_mixer(config).rotary
-    fields = write_latent_sizes(config)
-    return {"model_type": "youtu", **fields, "rope_interleave": rotary.interleaved}
+    fields = write_latent_sizes(config, may_interleave=True)
+    fields["model_type"] = "youtu"
+    return fields
 
 
 FAMILY = decoder_family(

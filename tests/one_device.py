@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
@@ -12,6 +12,7 @@ from spmd.model_interface.model import Model
 from spmd.plan.plan import ShardingPlan, make_plan
 from spmd.sharding.rules import Rules
 from spmd.testing import Parity, Reference, Tolerance
+from spmd.training.state import TrainState
 from tests import tiny
 
 SGD = optax.sgd(0.1)
@@ -36,6 +37,7 @@ class Job:
         batches: Host arrays, one batch for each step.
         optimizer: Its optimizer.
         options: Further arguments of `make_plan`, here and on any mesh.
+        initial: Makes the initial state under a plan, the same under each; by default the model does.
     """
 
     model: Model
@@ -44,11 +46,13 @@ class Job:
     batches: Sequence[Any]
     optimizer: optax.GradientTransformation = SGD
     options: tuple[tuple[str, Any], ...] = ()
+    initial: Callable[[ShardingPlan], TrainState] | None = None
 
     @functools.cached_property
     def alone(self) -> Reference:
         """The steps on one device."""
-        return Reference(self._plan(), self.grad_fn, self.batches)
+        plan = self._plan()
+        return Reference(plan, self.grad_fn, self.batches, state=self._state(plan))
 
     def parity(
         self,
@@ -60,13 +64,19 @@ class Job:
         **sizes: int,
     ) -> Parity:
         """The comparison of a mesh of these sizes, with another gradient function, table or options where given."""
-        return self.alone.compare(self._plan(rules, options, **sizes), grad_fn, tolerance=tolerance)
+        plan = self._plan(rules, options, **sizes)
+        return self.alone.compare(plan, grad_fn, state=self._state(plan), tolerance=tolerance)
 
     def assert_parity(self, **layout: Any) -> Parity:
         """Fails where a layout differs from one device, with every leaf that does."""
         result = self.parity(**layout)
         assert result.ok, f"\n{result}"
         return result
+
+    def _state(self, plan: ShardingPlan) -> TrainState | None:
+        if self.initial is None:
+            return None
+        return self.initial(plan)
 
     def _plan(
         self, rules: Rules | None = None, options: tuple[tuple[str, Any], ...] = (), **sizes: int

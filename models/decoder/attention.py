@@ -15,6 +15,7 @@ from spmd.layers.attention import attend
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidden
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
+from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.norms import (
     LayerNorm,
     RMSNorm,
@@ -62,7 +63,7 @@ class Temperature:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(MixerSpec):
     """Attention of one kind of layer; a field of 0 or None has the network's value."""
 
     heads: int = 0
@@ -236,6 +237,11 @@ class AttentionSpec:
         if self.chunk:
             return max(1, self.chunk // 2)
         return self.window or 0
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether queries have a factor by their position."""
+        return self.temperature is not None
 
     @property
     def gate_width(self) -> int:

@@ -25,7 +25,6 @@ from spmd.layers.ring_attention import Segments
 from spmd.layers.router import RouterConfig, Valid, balanced_bias
 from spmd.layers.zigzag import positions
 from spmd.model_interface.model import Outputs
-from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.earlier import KINDS, current_values
 from spmd.models.decoder.embedding import Embedding, add_positions, make_positions
 from spmd.models.decoder.experts import ExpertsSpec, RouterBias
@@ -348,7 +347,7 @@ class DecoderConfig:
         kinds = pattern.group
         if pattern.first or pattern.last:
             kinds = pattern.kinds
-        return tuple(_reach(spec) for spec in kinds if spec.mixer.attention_width)
+        return tuple(spec.mixer.reach for spec in kinds if spec.mixer.attention_width)
 
     @property
     def attention_width(self) -> int:
@@ -442,18 +441,6 @@ def _pattern(config: DecoderConfig) -> Pattern[LayerSpec]:
     group = config.group or (config.layer,)
     repeats = (config.layers - len(config.first) - len(config.last)) // len(group)
     return Pattern(resolve(config.first), resolve(group), repeats, resolve(config.last))
-
-
-def _reach(spec: LayerSpec) -> int:
-    """Return the window of a layer, by its mean number of keys; 0 for all preceding tokens."""
-    if isinstance(spec.mixer, AttentionSpec):
-        return spec.mixer.reach
-    return spec.mixer.window or 0
-
-
-def _needs_positions(spec: LayerSpec) -> bool:
-    """Return whether a layer reads `LayerInputs.positions`."""
-    return isinstance(spec.mixer, AttentionSpec) and spec.mixer.temperature is not None
 
 
 def _places(field: str, specs: tuple[LayerSpec, ...]) -> list[tuple[str, LayerSpec]]:
@@ -589,7 +576,7 @@ class Decoder(nnx.Module):
         at = positions(seq)
         angles = tuple(rotary.angles(at, width) for rotary, width in self.config.rotaries)
         inputs = LayerInputs(angles, segments, valid)
-        if not any(map(_needs_positions, self.config.pattern.distinct)):
+        if not any(spec.mixer.needs_positions for spec in self.config.pattern.distinct):
             return inputs
         if segments is not None:
             at = jnp.asarray(at) - segments  # a document's id is the position of its first token

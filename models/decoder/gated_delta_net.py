@@ -30,6 +30,7 @@ from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidd
 from spmd.models.decoder.head_params import initial_dt_bias, initial_rates, of_heads, whole
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
+from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.norms import RMSNorm
 from spmd.models.decoder.short_convolution import ShortConvolution
 from spmd.models.decoder.sizes import Sizes
@@ -45,7 +46,7 @@ _LEAST_RATE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaNetSpec:
+class GatedDeltaNetSpec(MixerSpec):
     """Gated delta net of one kind of layer; a field of 0 has the network's value."""
 
     heads: int = 0
@@ -66,13 +67,6 @@ class GatedDeltaNetSpec:
 
     name = "gated_delta_net"
     """Name of the module in a layer."""
-    window = 0
-    """No window of attention."""
-    rotary = None
-    """No positions: the order of tokens is in the recurrence."""
-    rotary_key = None
-    attention_width = 0
-    kv_width = 0
 
     def resolve(self, sizes: Sizes) -> "GatedDeltaNetSpec":
         """Return the spec with the network's values where it has none of its own."""

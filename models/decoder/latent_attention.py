@@ -30,6 +30,7 @@ from spmd.layers.kv_cache import CacheSlot, cache_slot, require_one_document, wi
 from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, each_axis, hidden
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
+from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.norms import RMSNorm
 from spmd.models.decoder.rotary import Angles, Rotary, rotate
 from spmd.models.decoder.sizes import Sizes
@@ -41,7 +42,7 @@ _LATENT = "attention_latent"
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentAttentionSpec:
+class LatentAttentionSpec(MixerSpec):
     """Latent attention of one kind of layer; a field of 0 has the network's value."""
 
     heads: int = 0
@@ -66,8 +67,6 @@ class LatentAttentionSpec:
 
     name = "attention"
     """Name of the module in a layer."""
-    window = 0
-    """No window: each token attends to all preceding ones."""
 
     def resolve(self, sizes: Sizes) -> "LatentAttentionSpec":
         """Return the spec with the network's values where it has none of its own."""
@@ -148,20 +147,25 @@ class LatentAttentionSpec:
         """Return the rows of the rule table."""
         # A rank is short, and many devices divide the columns of all heads alone.
         columns = ("tensor", *each_axis(fsdp))
-        latents = "kv_a"
-        heads = "q_proj|kv_b_proj"
+        # Layers with and without latents of queries have the same rows for latents of keys.
+        of_latents = ["kv_a"]
+        of_heads = "q_proj|kv_b_proj"
         if self.q_rank:
-            latents = "(q|kv)_a"
-            heads = "(q|kv)_b_proj"
-        params: list[ParamRow] = [
-            (f"attention/{latents}_proj/kernel", P(fsdp)),  # [d, rank]
-            (f"attention/({heads})/kernel", P(None, columns)),  # [rank or d, heads · width]
-            ("attention/o_proj/kernel", P("tensor", fsdp)),  # [heads · value_dim, d]
-            (f"attention/{latents}_norm/scale", replicate("one vector of a layer")),
-        ]
+            of_latents.append("q_a")
+            of_heads = "(q|kv)_b_proj"
+        params: list[ParamRow] = []
+        for name in of_latents:
+            norm = replicate("one vector of a layer")
+            params.append((f"attention/{name}_proj/kernel", P(fsdp)))  # [d, rank]
+            params.append((f"attention/{name}_norm/scale", norm))
+            if self.bias:
+                bias = replicate("added to whole latents")
+                params.append((f"attention/{name}_proj/bias", bias))
+        params.append((f"attention/({of_heads})/kernel", P(None, columns)))  # [in, heads · width]
+        params.append(("attention/o_proj/kernel", P("tensor", fsdp)))  # [heads · value_dim, d]
         if self.bias:
-            reason = replicate("added to whole latents, and where rows are summed over tensor")
-            params.append((f"attention/({latents}|o)_proj/bias", reason))
+            reason = replicate("added once, where rows are summed over tensor")
+            params.append(("attention/o_proj/bias", reason))
         activations = (
             ("attention_input", TOKENS),
             (_LATENT, TOKENS),  # [batch, seq, rank]

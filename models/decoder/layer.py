@@ -76,7 +76,7 @@ class LayerSpec:
         """Return a problem for each invalid field of a resolved spec."""
         problems = check_fields(self, {"norms": tuple(_NORM_NAMES)}, prefix=where)
         problems += self.mixer.problems(f"{where}mixer.", sizes)
-        if self.mlp is None and self.norms.startswith("parallel"):
+        if self.mlp is None and self.is_parallel:
             what = f"is {self.norms}, and the layer has no MLP beside its mixer"
             problems.append(Problem(f"{where}norms", what, fix='"before", or an MLP'))
         if self.mlp is not None:

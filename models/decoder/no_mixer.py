@@ -4,20 +4,16 @@ import dataclasses
 
 from spmd.errors import Problem
 from spmd.models.decoder.declared import Axes, TableRows
+from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.sizes import Sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class NoMixerSpec:
+class NoMixerSpec(MixerSpec):
     """No token mixer and no norm before it: the layer has an MLP or experts alone."""
 
     name = ""
     """No module in a layer."""
-    window = 0
-    rotary = None
-    rotary_key = None
-    attention_width = 0
-    kv_width = 0
 
     def resolve(self, sizes: Sizes) -> "NoMixerSpec":
         """Return the spec itself: it has no fields."""

@@ -9,13 +9,14 @@ from spmd.errors import Problem, check_fields
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.declared import Axes, TableRows
 from spmd.models.decoder.inputs import LayerInputs
+from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.rotary import Rotary
 from spmd.models.decoder.sizes import Sizes
 from spmd.models.decoder.state_space import StateSpaceSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class ParallelMixerSpec:
+class ParallelMixerSpec(MixerSpec):
     """Two mixers of the same input, whose outputs are added."""
 
     attention: AttentionSpec = AttentionSpec()
@@ -44,9 +45,6 @@ class ParallelMixerSpec:
         problems = check_fields(self, dict.fromkeys(factors, "above 0"), prefix=where)
         problems += self.attention.problems(f"{where}attention.", sizes)
         problems += self.state_space.problems(f"{where}state_space.", sizes)
-        if self.attention.temperature is not None:
-            what = "is not supported beside a state-space mixer"
-            problems.append(Problem(f"{where}attention.temperature", what, fix="None"))
         if self.attention.scale and self.key_scale != 1:
             what = "has no effect: attention has its own scale"
             problems.append(Problem(f"{where}key_scale", what, fix="1, or attention.scale 0"))
@@ -76,6 +74,16 @@ class ParallelMixerSpec:
     def kv_width(self) -> int:
         """As of `AttentionSpec`."""
         return self.attention.kv_width
+
+    @property
+    def reach(self) -> int:
+        """As of `AttentionSpec`."""
+        return self.attention.reach
+
+    @property
+    def needs_positions(self) -> bool:
+        """As of `AttentionSpec`."""
+        return self.attention.needs_positions
 
     @property
     def scaled_attention(self) -> AttentionSpec:

@@ -8,6 +8,9 @@ from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.published import Names
 
+AHEAD = "num_nextn_predict_layers"
+"""Field of config.json: the number of modules."""
+
 AHEAD_NAMES: Names = {
     "embed_norm/scale": ("enorm.weight", AS_IS),
     "hidden_norm/scale": ("hnorm.weight", AS_IS),

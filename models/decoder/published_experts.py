@@ -168,7 +168,10 @@ def read_sparse_layers(fields: Fields, layers: int, default: Sequence[int] = ())
             kind = SPARSE
         kinds.append(kind)
     if SPARSE not in kinds:
-        fields.refuse("mlp_only_layers", "and decoder_sparse_step leave no layer with experts")
+        name = "mlp_only_layers"
+        if step > layers:
+            name = "decoder_sparse_step"
+        fields.refuse(name, "leaves no layer with experts")
         return [SPARSE] * len(kinds)
     return kinds
 

@@ -6,15 +6,17 @@ neox(50_304, 512, 6, 8, 8, 2048)
 ```
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from spmd.errors import did_you_mean, shorten
-from spmd.hf.fields import Fields
+from spmd.hf.fields import Fields, renamed
 from spmd.models.decoder.activations import FROM_HF, GATED, UNGATED
 from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.layer import LayerSpec, Norms
 from spmd.models.decoder.mlp import MLPSpec
+from spmd.models.decoder.published import read_sizes, write_sizes
 from spmd.models.decoder.rotary import Rotary
 from spmd.models.decoder.sizes import NormSpec
 
@@ -53,6 +55,59 @@ def gpt_decoder(
         "layer": LayerSpec(mixer, mlp, norms),
     }
     return DecoderConfig(*shape, **defaults | fields)
+
+
+def read_gpt(
+    fields: Fields,
+    eps_field: str,
+    *,
+    activation: str,
+    tied: bool = True,
+    learned: bool = True,
+    d_ff_ratio: int = 4,
+) -> dict[str, Any]:
+    """Parse the sizes and the activation, as arguments of `gpt_decoder`.
+
+    There are as many key/value heads as heads, of the width divided by them.
+
+    Args:
+        fields: Fields of config.json.
+        eps_field: Name of the norms' field; empty for 1e-5.
+        activation: The activation if `hidden_act` is absent.
+        tied: Default of `tie_word_embeddings`.
+        learned: Whether positions are learned; then `max_position_embeddings` is required.
+        d_ff_ratio: As in `read_sizes`.
+    """
+    sizes = read_sizes(
+        fields,
+        eps=1e-5,
+        eps_field=eps_field,
+        theta=0,
+        tied=tied,
+        activation=(),
+        has_head_dim=False,
+        d_ff_ratio=d_ff_ratio,
+    )
+    fields.only("num_key_value_heads", sizes["heads"])
+    if learned:
+        sizes["positions"] = fields.integer("max_position_embeddings")
+    return {**sizes, "activation": read_activation(fields, "hidden_act", activation)}
+
+
+def write_gpt(config: DecoderConfig, eps_field: str, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of config.json: the inverse of `read_gpt`.
+
+    Args:
+        config: The config of a model.
+        eps_field: As in `read_gpt`.
+        names: Common name of a field → its name in files of the family.
+    """
+    sizes = {**write_sizes(config, eps_field), "hidden_act": write_activation(config)}
+    for name in ("head_dim", "num_key_value_heads", "rope_theta"):
+        del sizes[name]
+    if config.positions:
+        sizes["max_position_embeddings"] = config.positions
+    return renamed(sizes, names)
 
 
 def read_activation(fields: Fields, name: str, absent: str, *, gated: bool = False) -> str:

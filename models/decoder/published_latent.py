@@ -39,7 +39,11 @@ def latent_names() -> Names:
 
 
 def read_latent_attention(
-    fields: Fields, sizes: dict[str, Any], default: LatentAttentionSpec
+    fields: Fields,
+    sizes: dict[str, Any],
+    default: LatentAttentionSpec,
+    *,
+    may_interleave: bool = False,
 ) -> LatentAttentionSpec:
     """Parse the fields of latent attention; a null `q_lora_rank` is none.
 
@@ -47,7 +51,12 @@ def read_latent_attention(
         fields: Fields of config.json.
         sizes: Those of `read_sizes`.
         default: Values of absent fields, and the rotary positions.
+        may_interleave: Whether there is a field `rope_interleave`.
     """
+    rotary = default.rotary
+    if may_interleave:
+        interleaved = fields.flag("rope_interleave", default=True)
+        rotary = dataclasses.replace(rotary, interleaved=interleaved)
     q_rank = 0
     if not fields.is_null("q_lora_rank"):
         q_rank = fields.integer("q_lora_rank", default.q_rank)
@@ -58,6 +67,7 @@ def read_latent_attention(
         nope_dim=fields.integer("qk_nope_head_dim", default.nope_dim),
         rope_dim=fields.integer("qk_rope_head_dim", default.rope_dim),
         value_dim=fields.integer("v_head_dim", default.value_dim),
+        rotary=rotary,
         bias=fields.flag("attention_bias", default=False),
     )
     fields.only("head_dim", mixer.rope_dim)
@@ -83,10 +93,13 @@ def latent_mixer(config: DecoderConfig) -> LatentAttentionSpec:
     return mixer
 
 
-def write_latent_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """Return the fields of `write_sizes` and of latent attention."""
+def write_latent_sizes(config: DecoderConfig, *, may_interleave: bool = False) -> dict[str, Any]:
+    """Return the fields of `write_sizes` and of latent attention.
+
+    `may_interleave` is that of `read_latent_attention`.
+    """
     mixer = latent_mixer(config)
-    return {
+    fields = {
         **write_sizes(config),
         "num_key_value_heads": mixer.heads,
         "head_dim": mixer.rope_dim,
@@ -97,3 +110,6 @@ def write_latent_sizes(config: DecoderConfig) -> dict[str, Any]:
         "v_head_dim": mixer.value_dim,
         "attention_bias": mixer.bias,
     }
+    if may_interleave:
+        fields["rope_interleave"] = mixer.rotary.interleaved
+    return fields

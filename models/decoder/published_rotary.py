@@ -318,13 +318,19 @@ class _Reader:
             entries["factor"] = max(1.0, longest / original)
 
 
-def write_rotary(rotary: Rotary) -> dict[str, Any]:
+def write_rotary(rotary: Rotary, *, complete: bool = False) -> dict[str, Any]:
     """Return the fields of config.json: the inverse of `read_rotary`.
 
     They are those before `transformers` 5, which all versions read.
+
+    Args:
+        rotary: The rotary embeddings.
+        complete: Write a fraction of 1 and a scaling of null too.
     """
     fields: dict[str, Any] = {"rope_theta": rotary.theta}
-    if rotary.fraction != 1:
+    if complete:
+        fields["rope_scaling"] = None
+    if rotary.fraction != 1 or complete:
         fields["partial_rotary_factor"] = rotary.fraction
     table = _write_scaling(rotary.scaling)
     if len(table) > 1:

@@ -22,6 +22,8 @@ from spmd.models.decoder.norms import norm_leaves
 from spmd.sharding.batch import TOKENS as TOKEN_BATCH
 from spmd.sharding.rules import Rules, replicate
 
+_ROUTER_BIASES = "router/(logit_)?bias"
+
 
 def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> Rules:
     """Return the rule table of a decoder.
@@ -101,10 +103,13 @@ def _head(config: DecoderConfig, fsdp: Axes, *, split_vocab: bool) -> TableRows:
 
 
 def _norms(config: DecoderConfig) -> TableRows:
-    """Return the rows of the norms of the residual stream."""
+    """Return the row of the norms of the residual stream, and of the biases of routers."""
     leaves = norm_leaves(config.norm)
+    router = config.router
     if not leaves:
-        return TableRows()
+        if router is None or not (router.has_choice_bias or router.logit_bias):
+            return TableRows()
+        return TableRows(((_ROUTER_BIASES, replicate("a number for each expert")),))
     names: dict[str, None] = {}
     for spec in config.pattern.distinct:
         names |= dict.fromkeys(spec.norm_names)
@@ -118,6 +123,6 @@ def _norms(config: DecoderConfig) -> TableRows:
         leaf = f"({'|'.join(leaves)})"
         reason = "norms are a few KiB"
     pattern = f"({'|'.join([*names, 'norm'])})/{leaf}"
-    if config.router is not None:
-        pattern += "|router/(logit_)?bias"  # a number for each expert
+    if router is not None:
+        pattern += f"|{_ROUTER_BIASES}"  # a number for each expert
     return TableRows(((pattern, replicate(reason)),))

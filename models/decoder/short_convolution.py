@@ -35,6 +35,7 @@ from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidd
 from spmd.models.decoder.head_params import whole
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
+from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate
 from spmd.sharding.rules import replicate
@@ -90,7 +91,7 @@ def _zeros(width: int) -> nnx.Param:
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedConvolutionSpec:
+class GatedConvolutionSpec(MixerSpec):
     """Gated short convolution of one kind of layer, as wide as the residual stream."""
 
     width: int = 3
@@ -100,13 +101,6 @@ class GatedConvolutionSpec:
 
     name = "short_convolution"
     """Name of the module in a layer."""
-    window = 0
-    """No window of attention."""
-    rotary = None
-    """No positions: the order of tokens is in the convolution."""
-    rotary_key = None
-    attention_width = 0
-    kv_width = 0
 
     def resolve(self, sizes: Sizes) -> "GatedConvolutionSpec":
         """Return the spec itself: no field has a value of the network."""

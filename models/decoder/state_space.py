@@ -32,11 +32,11 @@ from spmd.models.decoder.declared import TOKENS, Axes, ParamRow, TableRows, hidd
 from spmd.models.decoder.head_params import initial_dt_bias, initial_rates, of_heads, whole
 from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
+from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.norms import GatedRMSNorm
 from spmd.models.decoder.short_convolution import ShortConvolution
 from spmd.models.decoder.sizes import Sizes
-from spmd.plan.annotate import annotate, placement
-from spmd.plan.context import constrain
+from spmd.plan.annotate import annotate, constrain_like, placement
 from spmd.sharding.mesh import shards_of
 from spmd.sharding.rules import replicate
 
@@ -48,7 +48,7 @@ _CONVOLVED = ("x", "b", "c")
 
 
 @dataclasses.dataclass(frozen=True)
-class StateSpaceSpec:
+class StateSpaceSpec(MixerSpec):
     """State-space mixer of one kind of layer; a field of 0 has the network's value."""
 
     heads: int = 0
@@ -73,18 +73,11 @@ class StateSpaceSpec:
     """Normalise the output, each group of channels by itself; otherwise it has a gate alone."""
     gate_first: bool = True
     """Multiply by the gate before that norm, not after it."""
-    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    multipliers: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
     """Factors of gate, x, b, c and dt before convolutions (`ssm_multipliers` of Falcon-H1)."""
 
     name = "state_space"
     """Name of the module in a layer."""
-    window = 0
-    """No window of attention."""
-    rotary = None
-    """No positions: the order of tokens is in the recurrence."""
-    rotary_key = None
-    attention_width = 0
-    kv_width = 0
 
     def resolve(self, sizes: Sizes) -> "StateSpaceSpec":
         """Return the spec with the network's values where it has none of its own."""
@@ -305,8 +298,8 @@ class StateSpace(nnx.Module):
             return groups
         mesh, rule = found
         if self.spec.groups % shards_of(rule[2], mesh.shape):
-            rule = P(*rule[:2])
-        return constrain(groups, mesh, rule, "groups of heads")
+            return constrain_like(groups, _INPUT)
+        return constrain_like(groups, _GROUPS)
 
     def _gated(self, y: Array, gate: Array) -> Float[Array, "batch seq channels"]:
         """Apply the gate, and the norm if there is one."""

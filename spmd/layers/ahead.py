@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Shaped
 
 from spmd.layers.ring_attention import Segments
+from spmd.plan.context import current, keep_whole
 
 
 def tokens_ahead(x: Shaped[Array, "batch seq"], steps: int) -> Shaped[Array, "batch seq"]:
@@ -18,6 +19,10 @@ def tokens_ahead(x: Shaped[Array, "batch seq"], steps: int) -> Shaped[Array, "ba
         [[2, 3, 0]]
     """
     seq = x.shape[1]
+    mesh = current().mesh
+    if mesh is not None and mesh.shape.get("sequence", 1) > 1:
+        # Shifted parts would be permuted between devices, which hangs in a stage's task on XLA:CPU.
+        x = keep_whole(x, mesh, (1,))
     return jnp.pad(x, ((0, 0), (0, steps)))[:, steps : seq + steps]
 
 

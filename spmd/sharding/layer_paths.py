@@ -196,7 +196,7 @@ def audit_stacks(shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack
 def undivided_stacks(
     shapes: Mapping[str, Sequence[int]], stacks: Mapping[str, Stack], axes: Mapping[str, int]
 ) -> dict[str, Problem]:
-    """Return stack → problem, for those with a number of layers that their axis does not divide.
+    """Return stack → problem, for numbers of layers not divisible by their axis.
 
     Stacks of groups of layers have the number of groups.
 

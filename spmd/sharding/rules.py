@@ -308,7 +308,7 @@ class Rules:
             winners.add(match.index)
             has_known_axes = axes.keys() >= set(_axes_of(match.spec))
             if has_known_axes and match.rule not in unusable:
-                spec = P(*drop_stacks(match.spec, path, self.stacks, undivided))
+                spec = P(*drop_stacks(tuple(match.spec), path, self.stacks, undivided))
                 match = dataclasses.replace(match, spec=spec)
                 problems += _audit_match(path, shape, match, axes)
         for index in range(len(self.params)):

@@ -95,7 +95,8 @@ def of_head(spec, x, layer, norm, head):
     """One head of queries or keys, normalised with its own scale, if it has one."""
     if spec.qk_norm != "heads":
         return x[:, head]
-    return standardized(x[:, head]) * layer[norm]["scale"][head]
+    normalise = {"layer": standardized, "rms": normed}[spec.qk_norm_kind.kind]
+    return normalise(x[:, head]) * layer[norm]["scale"][head]
 
 
 def by_hand(spec, layer, x):
@@ -217,7 +218,7 @@ def test_normalised_embeddings_are_those_of_a_normalised_table(scale):
     arrays = params(config)
     table = normed(3.0 * arrays["embed"]["embedding"])
     if scale:
-        table = table * arrays["embed_norm"]["scale"]
+        table = table * arrays["embed_norm"]["scale"][None]
     assert sum(leaf.size for leaf in jax.tree.leaves(arrays)) == config.total_params
     others = {name: arrays[name] for name in arrays if name != "embed_norm"}
     tokens = np.random.default_rng(0).integers(0, 64, (2, SEQ), dtype=np.int32)

@@ -23,8 +23,10 @@ from spmd.models.decoder import (
 )
 from spmd.models.decoder.rotary import rotary_angles
 from spmd.plan import flax
+from spmd.plan.plan import make_plan
+from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import token_batches
-from tests.one_device import Job
+from tests.one_device import SGD, Job
 
 MIXER = LatentAttentionSpec(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6)
 SCALED = YarnScaling(4.0, 16, mscale=0.7, mscale_all_dim=0.7)
@@ -200,6 +202,15 @@ def test_a_shape_that_cannot_be_built_lists_every_reason(fields, wrong):
     with pytest.raises(ConfigError) as caught:
         decoder(dataclasses.replace(MIXER, **fields))
     assert [problem.where for problem in caught.value.problems] == [f"model.{w}" for w in wrong]
+
+
+def test_layers_of_both_kinds_have_one_table():
+    """With latents of queries and without; no rule is shadowed by another."""
+    kinds = (LayerSpec(MIXER), LayerSpec(dataclasses.replace(MIXER, q_rank=0, bias=True)))
+    config = DecoderConfig(64, 32, 2, 4, 4, 64, group=kinds)
+    mesh = abstract_mesh(MeshShape(fsdp=2, tensor=2))
+    plan = make_plan(mesh, decoder_rules(config), model(config), SGD)
+    assert all(leaf.rule for leaf in plan.params)
 
 
 def test_a_window_of_the_network_is_refused():

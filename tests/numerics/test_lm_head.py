@@ -119,7 +119,7 @@ def test_a_bias_of_logits_is_in_the_loss_and_its_gradients(monkeypatch, width, c
 
     def logits(x, head):
         kernel, bias = head
-        return 1.5 * jnp.tanh((x @ kernel + bias) / 1.5)
+        return 1.5 * jnp.tanh((x @ kernel + bias[None, None]) / 1.5)
 
     ours = sums(lazy, head, width, chunk=chunk)
     plain = functools.partial(sums, logits, width=width)

@@ -331,7 +331,7 @@ def test_rotary_positions_of_both_kinds_are_read_from_both_forms():
         ({"qk_norm_after": True}, "qk_norm_after"),
         ({"qk_norm_after": True, "qk_norm": "head", "rotary": None}, "qk_norm_after"),
         ({"qk_norm_kind": NormSpec()}, "qk_norm_kind"),
-        ({"qk_norm": "heads"}, "qk_norm"),
+        ({"qk_norm": "rows"}, "qk_norm"),
         ({"clip_qkv": -1.0}, "clip_qkv"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Gated delta nets and short convolutions are their formulas, with and without a cache, alike on every mesh."""
+"""Recurrent mixers are their formulas, with and without a cache, alike on every mesh."""
 
 import dataclasses
 import functools
@@ -19,9 +19,12 @@ from spmd.models.decoder import (
     GatedConvolutionSpec,
     GatedDeltaNetSpec,
     LayerSpec,
+    ParallelMixerSpec,
+    StateSpaceSpec,
     decoder_rules,
     gated_delta_net,
     short_convolution,
+    state_space,
 )
 from spmd.optim.config import OptimizerConfig, make_optimizer
 from spmd.plan import flax
@@ -34,12 +37,22 @@ from tests.tiers import soak_but
 
 DELTA = GatedDeltaNetSpec(heads=4, key_heads=2, key_dim=8, value_dim=6)
 CONVOLUTION = GatedConvolutionSpec()
+STATE_SPACE = StateSpaceSpec(heads=8, head_dim=4, groups=2, state_dim=8)
+FACTORS = (0.5, 2.0, 0.7, 1.5, 0.8)
 MIXERS = {
     "delta": DELTA,
     "delta-negative": dataclasses.replace(DELTA, key_heads=0, negative_eigenvalues=True),
     "convolution": CONVOLUTION,
     "convolution-biased": GatedConvolutionSpec(width=5, bias=True),
+    "state-space": STATE_SPACE,
+    "state-space-biased": dataclasses.replace(STATE_SPACE, groups=1, bias=True, conv_width=3),
+    "state-space-plain": dataclasses.replace(STATE_SPACE, norm=False, conv_bias=False),
+    "state-space-limits": dataclasses.replace(
+        STATE_SPACE, gate_first=False, dt_min=0.3, dt_max=0.8, multipliers=FACTORS
+    ),
+    "parallel": ParallelMixerSpec(state_space=STATE_SPACE, key_scale=0.5, attention_scale=0.7),
 }
+ALONE = [name for name in MIXERS if name != "parallel"]
 BATCHES = token_batches((8, 16), 64, steps=2)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 24), dtype=np.int32)
 
@@ -139,7 +152,52 @@ def convolution_by_hand(spec, layer, x):
     return projected("out_proj", projected("out_gate_proj", x) * mixed)
 
 
-@pytest.mark.parametrize("name", soak_but(MIXERS, "delta", "convolution-biased"))
+def state_space_by_hand(spec, layer, x):
+    """Section 7 of arXiv:2405.21060, token by token and head by head: x `[seq, d]`."""
+    factors = dict(zip(("gate", "x", "b", "c", "dt"), spec.multipliers, strict=True))
+
+    def projected(name):
+        projection = layer[f"{name}_proj"]
+        return (x @ projection["kernel"] + projection.get("bias", 0.0)) * factors[name]
+
+    def mixed(name, *dims):
+        weights = layer[f"{name}_conv"]
+        out = convolved(projected(name), weights["weight"], weights.get("bias", 0.0))
+        return silu(out).reshape(len(x), *dims)
+
+    inner = mixed("x", spec.heads, spec.head_dim)
+    b, c = (mixed(name, spec.groups, spec.state_dim) for name in ("b", "c"))
+    steps = np.log1p(np.exp(projected("dt") + layer["dt_bias"]))
+    steps = np.clip(steps, spec.dt_min, spec.dt_max)
+    out = np.zeros_like(inner)
+    for head in range(spec.heads):
+        group = head // (spec.heads // spec.groups)
+        state = np.zeros((spec.head_dim, spec.state_dim))
+        for at in range(len(x)):
+            step = steps[at, head]
+            decay = np.exp(-step * np.exp(layer["A_log"][head]))
+            state = decay * state + step * np.outer(inner[at, head], b[at, group])
+            out[at, head] = state @ c[at, group] + layer["D"][head] * inner[at, head]
+    out, gate = out.reshape(len(x), -1), silu(projected("gate"))
+    if spec.gate_first:
+        out = out * gate
+    if spec.norm:
+        grouped = out.reshape(len(x), spec.groups, -1)
+        grouped = grouped / np.sqrt((grouped**2).mean(-1, keepdims=True) + 1e-5)
+        out = grouped.reshape(len(x), -1) * layer["gated_norm"]["scale"]
+    if not spec.gate_first:
+        out = out * gate
+    return out @ layer["out_proj"]["kernel"] + layer["out_proj"].get("bias", 0.0)
+
+
+BY_HAND = {
+    GatedConvolutionSpec: convolution_by_hand,
+    GatedDeltaNetSpec: delta_by_hand,
+    StateSpaceSpec: state_space_by_hand,
+}
+
+
+@pytest.mark.parametrize("name", soak_but(ALONE, "delta", "convolution-biased", "state-space"))
 def test_a_mixer_is_that_of_the_formulas(name):
     """In NumPy, token by token."""
     spec = decoder(name).pattern.group[0].mixer
@@ -153,8 +211,7 @@ def test_a_mixer_is_that_of_the_formulas(name):
     ours = model(name).apply(params(name), x, method=first_layer)
     arrays = params(name)["layers"]["block_0"][spec.name]
     layer = jax.tree.map(lambda w: np.asarray(w[0], np.float64), arrays)
-    by_hand = convolution_by_hand if name.startswith("convolution") else delta_by_hand
-    theirs = by_hand(spec, layer, x[0])
+    theirs = BY_HAND[type(spec)](spec, layer, x[0])
     assert np.abs(theirs).max() > 0.5
     np.testing.assert_allclose(ours[0], theirs, rtol=1e-3, atol=1e-4)
 
@@ -179,16 +236,18 @@ def forced(name):
     return worst
 
 
-@pytest.mark.parametrize("name", ["delta", "convolution-biased"])
+@pytest.mark.parametrize("name", soak_but(MIXERS, "delta", "convolution-biased", "state-space"))
 def test_decoding_gives_the_logits_without_a_cache(name):
     """At each of the forced tokens, after prompts of unequal length."""
     assert forced(name) < 1e-4
 
 
-@pytest.mark.parametrize("name", soak_but(["delta", "convolution"], "delta"))
+@pytest.mark.parametrize(
+    "name", soak_but(["delta", "convolution", "state-space"], "delta", "state-space")
+)
 def test_padding_that_changes_a_state_is_seen(name, monkeypatch):
     """A control: without the mask of tokens, the state after a shorter prompt is another."""
-    for module in (gated_delta_net, short_convolution):
+    for module in (gated_delta_net, short_convolution, state_space):
         monkeypatch.setattr(module, "token_mask", lambda seq: None)
     assert forced(name) > 1e-2
 
@@ -210,7 +269,9 @@ def test_a_cache_has_no_axis_of_tokens():
     assert shapes[0]["v"] == (2, 2, 3, 24)
 
 
-@pytest.mark.parametrize("name", soak_but(["delta", "convolution"], "delta"))
+@pytest.mark.parametrize(
+    "name", soak_but(["delta", "convolution", "state-space"], "delta", "state-space")
+)
 def test_packed_documents_are_documents_alone(name):
     """No state and no input passes from one to the next; without segments, logits differ."""
     arrays = params(name)
@@ -229,7 +290,7 @@ def test_packed_documents_are_documents_alone(name):
 def test_documents_have_no_cache():
     """A row of the cache is one document."""
     tokens = jnp.zeros((1, 4), jnp.int32)
-    for name in ("delta", "convolution"):
+    for name in ("delta", "convolution", "state-space"):
         with pytest.raises(CacheError, match="segments: are given"):
             prefill(functools.partial(model(name).apply, params(name), tokens, tokens), 8)
 
@@ -249,7 +310,17 @@ def test_every_mixer_trains_as_on_one_device(name):
     job(name).assert_parity(fsdp=2, options=(("remat", "full"),))
 
 
-@pytest.mark.parametrize("name", ["delta", "convolution"])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["state-space", "state-space-biased"])
+def test_groups_may_be_fewer_than_devices(name):
+    """Two groups or one, on four devices of `tensor`: each has all b and c."""
+    config = DecoderConfig(64, 32, 2, 4, 4, 64, layer=LayerSpec(MIXERS[name], mlp=None))
+    alone = flax.from_nnx(config.build)
+    grad_fn = value_and_grad(next_token_loss(alone, chunk=7))
+    Job(alone, decoder_rules(config), grad_fn, BATCHES).assert_parity(tensor=4)
+
+
+@pytest.mark.parametrize("name", ["delta", "convolution", "state-space", "parallel"])
 def test_a_split_of_sequences_is_refused_before_anything_is_compiled(name):
     """By the mixer's name, with the axis and a fix."""
     mesh = abstract_mesh(MeshShape(sequence=2))
@@ -264,27 +335,34 @@ def test_a_split_of_sequences_is_refused_before_anything_is_compiled(name):
         (dataclasses.replace(DELTA, key_heads=3), ["key_heads"]),
         (dataclasses.replace(DELTA, key_dim=-1, conv_width=0), ["key_dim", "conv_width"]),
         (GatedConvolutionSpec(width=0), ["width"]),
+        (dataclasses.replace(STATE_SPACE, groups=3), ["groups"]),
+        (dataclasses.replace(STATE_SPACE, groups=0, state_dim=-1), ["groups", "state_dim"]),
+        (dataclasses.replace(STATE_SPACE, dt_min=0.2, dt_max=0.1), ["dt_max"]),
+        (dataclasses.replace(STATE_SPACE, norm=False, gate_first=False), ["gate_first"]),
+        (dataclasses.replace(STATE_SPACE, multipliers=(1.0, 0.0)), ["multipliers"]),
     ],
     ids=str,
 )
 def test_a_shape_that_cannot_be_built_lists_every_reason(mixer, wrong):
-    """Heads that do not divide, and widths."""
+    """Heads and groups that do not divide, widths, empty limits, and options without effect."""
     with pytest.raises(ConfigError) as caught:
         DecoderConfig(64, 32, 2, 4, 2, 64, layer=LayerSpec(mixer))
     wheres = {problem.where for problem in caught.value.problems}
     assert wheres == {f"model.layer.mixer.{field}" for field in wrong}
 
 
-def test_factors_of_channels_and_heads_are_no_matrices():
+@pytest.mark.parametrize("name", ["delta", "state-space"])
+def test_factors_of_channels_and_heads_are_no_matrices(name):
     """Muon updates kernels alone; convolutions, decays and norms have no weight decay."""
     config = OptimizerConfig(name="muon")
-    shapes = jax.eval_shape(model("delta").init, jax.random.key(0))
-    described = make_optimizer(config, 10, model=model("delta").info()).treatment.describe(
+    shapes = jax.eval_shape(model(name).init, jax.random.key(0))
+    described = make_optimizer(config, 10, model=model(name).info()).treatment.describe(
         {path: leaf.shape for path, leaf in tree.flatten(shapes).items()}
     )
+    vectors = ("conv/weight", "conv/bias", "A_log", "D", "dt_bias", "norm/scale")
     for path, words in described.items():
-        if path.endswith(("conv/weight", "A_log", "dt_bias", "out_norm/scale")):
+        if path.endswith(vectors):
             assert "muon" not in words
             assert "no decay" in words
-        elif "gated_delta_net" in path:
+        elif f"/{MIXERS[name].name}/" in path:
             assert "muon" in words

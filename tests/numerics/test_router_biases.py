@@ -14,7 +14,7 @@ from spmd.hf.family import family_for
 from spmd.hf.folder import open_folder
 from spmd.hf.load import load_model, load_params
 from spmd.hf.save import save_params
-from spmd.models.decoder import decoder_rules
+from spmd.models.decoder import NormSpec, decoder_rules
 from spmd.models.deepseek import PRESETS, V3_FAMILY
 from spmd.plan import flax
 from spmd.plan.plan import make_plan
@@ -129,3 +129,11 @@ def test_a_run_folder_and_back(folder, state, tmp_path):
     before, after = tensors(folder), tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_biases_have_a_rule_without_norms_that_have_scales():
+    """Norms without parameters have no row of the table, and biases of routers keep theirs."""
+    config = dataclasses.replace(CONFIG, norm=NormSpec("layer", scale=False))
+    plan = plan_of(config, expert=2)
+    assert "lm_head/kernel" in {leaf.path for leaf in plan.params}
+    assert all(leaf.rule for leaf in plan.params)

@@ -1,7 +1,12 @@
 """The comparison of small decoders on a mesh, with or without stages, with one device."""
 
 import functools
+import zlib
 
+import jax
+import numpy as np
+
+from spmd import tree
 from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import GradFn, value_and_grad
 from spmd.gradients.losses import next_token_loss
@@ -10,7 +15,9 @@ from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule
 from spmd.pipeline.tick_table import tabulate
 from spmd.plan import flax
+from spmd.plan.plan import ShardingPlan
 from spmd.testing import BUGS, Parity, token_batches
+from spmd.training.state import TrainState, abstract_state
 from tests.one_device import REORDERED, Job
 
 SEQUENCE = 16
@@ -23,7 +30,24 @@ def job_of(config: DecoderConfig, microbatches: int, steps: int) -> Job:
     model = flax.from_nnx(config.build)
     grad_fn = accumulate(value_and_grad(next_token_loss(model, chunk=7)), microbatches)
     batches = token_batches((8, SEQUENCE), min(config.vocab, 64), steps)
-    return Job(model, decoder_rules(config), grad_fn, batches)
+    return Job(model, decoder_rules(config), grad_fn, batches, initial=draw_state)
+
+
+def draw_state(plan: ShardingPlan) -> TrainState:
+    """An initial state whose norms and biases are not 1 and 0; nothing compiles."""
+    return tree.map_with_path(_draw, abstract_state(plan))
+
+
+def _draw(path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Random values of a parameter or variable, equal on every mesh, and zeros of all else."""
+    values = np.zeros(leaf.shape, leaf.dtype)
+    if path.startswith(("params/", "variables/")):
+        rng = np.random.default_rng(zlib.crc32(path.encode()))
+        scale = 0.3
+        if path.endswith("kernel"):
+            scale = leaf.shape[-2] ** -0.5
+        values = rng.normal(float(path.endswith("scale")), scale, leaf.shape).astype(leaf.dtype)
+    return jax.device_put(values, leaf.sharding)
 
 
 def _in_stages(job: Job, stages: int) -> GradFn:
