@@ -235,6 +235,9 @@ def test_the_text_part_of_a_model_of_images_is_read(kind, form, transformers, tm
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**WITH_IMAGES[kind])
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path / "model")
     if form != "as written":
         fuse_experts(tmp_path / "model")
@@ -248,7 +251,9 @@ def test_the_text_part_of_a_model_of_images_is_read(kind, form, transformers, tm
     save_params(tmp_path / "out", state.params, family, shape, values=values)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(again).__name__ == f"{kind}ForCausalLM"
-    np.testing.assert_allclose(logits_there(again), theirs, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        logits_there(again), theirs, rtol=0, atol=1e-6 * np.abs(theirs).max()
+    )
 
 
 def fuse_experts(folder):
