@@ -101,7 +101,10 @@ MODELS = {
             **{"activation_function": "gelu", "vocab_size": 67, "tie_word_embeddings": False},
         },
     ),
-    "biogpt": ("BioGpt", {**EQUAL_HEADS, "pad_token_id": 0, "layer_norm_eps": 0.1}),
+    "biogpt": (
+        "BioGpt",
+        {**EQUAL_HEADS, "num_hidden_layers": 6, "pad_token_id": 0, "layer_norm_eps": 0.1},
+    ),
     "biogpt-unscaled": ("BioGpt", {**EQUAL_HEADS, "scale_embedding": False, "pad_token_id": 0}),
     "hyperclovax": ("HyperCLOVAX", {**LLAMA, **MUP}),
     "hyperclovax-biased": (
