@@ -111,7 +111,6 @@ KINDS = (
     NormSpec,
     ParallelMixerSpec,
     Rotary,
-    StateSpaceSpec,
     *typing.get_args(Mixer),
     MLPSpec,
     ExpertsSpec,
