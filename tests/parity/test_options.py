@@ -109,7 +109,6 @@ ELSEWHERE = {
 KINDS = (
     DecoderConfig,
     NormSpec,
-    ParallelMixerSpec,
     Rotary,
     *typing.get_args(Mixer),
     MLPSpec,
