@@ -1,5 +1,6 @@
 """Metadata of a checkpoint, and its fixed values for a resumed run."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -236,12 +237,29 @@ def _recorded(record: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
     values = by_current_names(record["config"])
     if not isinstance(config, HasModel):
         return _merged(defaults, values)
-    defaults["model"] = config_values(type(config.model))
+    defaults["model"] = _defaults(config.model, type(config.model))
     if _is_earlier(record, config):
         # An earlier class did not record what is in the layer table today.
         defaults["model"] = config_values(config.model)
         values["model"] = recorded_values(config.model, values["model"])
     return _merged(defaults, values)
+
+
+def _defaults(config: Any, usual: Any) -> dict[str, Any]:
+    """Return the defaults of a config, whose nested configs keep their classes.
+
+    Args:
+        config: A dataclass.
+        usual: Its class, or the default of the field that it is the value of.
+    """
+    if usual is not type(config) and type(usual) is not type(config):
+        usual = type(config)
+    values = config_values(usual)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            values[field.name] = _defaults(value, getattr(usual, field.name, None))
+    return values
 
 
 def _is_earlier(record: Mapping[str, Any], config: RunConfig) -> bool:

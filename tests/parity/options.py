@@ -22,6 +22,7 @@ from spmd.models.decoder import (
     MLPSpec,
     NoMixerSpec,
     NormSpec,
+    ParallelMixerSpec,
     Rotary,
     StateSpaceSpec,
     YarnScaling,
@@ -115,6 +116,19 @@ NORMS = {
     "layer": NormSpec("layer", bias=True),
     "plain": NormSpec("layer", scale=False),
 }
+STATE_SPACE = StateSpaceSpec(
+    4,
+    12,
+    groups=2,
+    state_dim=6,
+    conv_width=3,
+    conv_bias=False,
+    bias=True,
+    dt_min=1e-3,
+    dt_max=0.5,
+    gate_first=False,
+    multipliers=(0.5, 0.6, 0.7, 0.8, 0.9),
+)
 BESIDE = {
     "group": (
         LayerSpec(
@@ -128,6 +142,7 @@ BESIDE = {
                 bias=True,
                 latent_norm_eps=1e-5,
             ),
+            MLPSpec(gate_scale=0.5, out_scale=0.5),
             norms="mlp_both",
         ),
     ),
@@ -135,18 +150,7 @@ BESIDE = {
         LayerSpec(GatedDeltaNetSpec(8, 4, 4, 6, 3, negative_eigenvalues=True, norm_eps=1e-4), None),
         LayerSpec(GatedConvolutionSpec(4, bias=True), None),
         LayerSpec(
-            StateSpaceSpec(
-                4,
-                12,
-                groups=2,
-                state_dim=6,
-                conv_width=3,
-                conv_bias=False,
-                bias=True,
-                dt_min=1e-3,
-                dt_max=0.5,
-                gate_first=False,
-            ),
+            ParallelMixerSpec(AttentionSpec(window=3), STATE_SPACE, 0.5, 0.7, 0.9),
             None,
         ),
     ),
@@ -164,7 +168,7 @@ FACTORS = {
 HEADS: dict[str, dict[str, Any]] = {
     "own": {},
     "tied": {"tied": True},
-    "odd": {"vocab": ODD_VOCAB},
+    "odd": {"vocab": ODD_VOCAB, "logits_bias": True},
     "ahead": {"predict_ahead": 1, "ahead_weight": 0.5},
 }
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -213,7 +217,7 @@ def decoder_of(row: Row) -> DecoderConfig:
     if row["factors"] == "all":
         fields |= FACTORS
     if row["rotary"] == "learned":
-        fields["positions"] = SEQUENCE
+        fields |= {"positions": SEQUENCE, "unused_positions": 2}
     shape = {"vocab": VOCAB, "d_model": 32, "heads": 8, "kv_heads": 4, "d_ff": 32, "head_dim": 8}
     return DecoderConfig(
         **shape

@@ -16,6 +16,7 @@ from spmd.models.decoder import (
     DecoderConfig,
     GatedConvolutionSpec,
     GatedDeltaNetSpec,
+    ParallelMixerSpec,
     StateSpaceSpec,
 )
 from spmd.run.check import Check
@@ -30,7 +31,7 @@ MESHES = {
     "sequence2": {"sequence": 2},
     "expert2": {"expert": 2},
 }
-RECURRENT = (GatedConvolutionSpec, GatedDeltaNetSpec, StateSpaceSpec)
+RECURRENT = (GatedConvolutionSpec, GatedDeltaNetSpec, ParallelMixerSpec, StateSpaceSpec)
 """Mixers that need whole sequences."""
 BYTES = 256
 STAGES = 2

@@ -17,6 +17,7 @@ from spmd.models.decoder import (
     ExpertsSpec,
     MLPSpec,
     NormSpec,
+    ParallelMixerSpec,
     Rotary,
     StateSpaceSpec,
 )
@@ -87,7 +88,8 @@ def test_every_option_is_on_every_axis() -> None:
 def mixers_and_mlps(config: DecoderConfig) -> list[Any]:
     """The specs of mixers, MLPs and experts in a decoder, as given."""
     layers = (config.layer, *config.first, *config.group, *config.last)
-    return [part for layer in layers for part in (layer.mixer, layer.mlp)]
+    parts = [part for layer in layers for part in (layer.mixer, layer.mlp)]
+    return parts + [part.state_space for part in parts if isinstance(part, ParallelMixerSpec)]
 
 
 def specs_of(config: DecoderConfig) -> list[Any]:
@@ -108,7 +110,6 @@ KINDS = (
     DecoderConfig,
     NormSpec,
     Rotary,
-    StateSpaceSpec,
     *typing.get_args(Mixer),
     MLPSpec,
     ExpertsSpec,

@@ -21,6 +21,7 @@ from spmd.model_interface.model_config import (
     windows_of,
 )
 from spmd.models.decoder import DecoderConfig
+from spmd.models.deepseek import PRESETS as DEEPSEEKS
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.optim.config import describe_schedule, make_learning_rate
 from spmd.parity.bugs import BUGS, Bug
@@ -28,6 +29,7 @@ from spmd.partition_rules.llama import LLAMA
 from spmd.precision import POLICIES, canonical_precision
 from spmd.run.config import config_difference, config_values, with_values
 from spmd.run.load_config import load_config, other_config, shipped
+from spmd.run.record import changed_fields
 from spmd.run.run_dir import RunDir
 from spmd.sharding.optimizer_state import ZERO_KEEPS, ZeroStage
 from tests import tiny
@@ -502,3 +504,15 @@ def test_a_launch_of_too_many_devices_is_refused():
     """Each simulated device has threads; a million of them never start."""
     with pytest.raises(ConfigError, match="at most 1024"):
         initialize(1_000_000)
+
+
+def test_a_run_with_a_mixer_of_another_class_can_be_resumed():
+    """Fields that a record lacks have the defaults of the recorded class; the control has another rank."""
+    model = DEEPSEEKS["test-deepseek"]
+    config = dataclasses.replace(CONFIG, model=model)
+    record = {"config": config_values(config), "model": "DecoderConfig"}
+    assert changed_fields(record, config) == {}
+    mixer = dataclasses.replace(model.layer.mixer, kv_rank=4)
+    other = dataclasses.replace(model, layer=dataclasses.replace(model.layer, mixer=mixer))
+    changed = changed_fields(record, dataclasses.replace(config, model=other))
+    assert changed == {"model.layer.mixer.kv_rank": [8, 4]}
