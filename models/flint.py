@@ -149,5 +149,5 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 
 _NAMES = layer_names() | expert_names(shared="shared_expert")
-_NAMES |= {"attention/sinks": ("self_attn.sinks", AS_IS)}
+_NAMES |= {"attention/sinks": ("self_attn.softmax_offset", AS_IS)}
 FAMILY = decoder_family("FlintForCausalLM", _read, _write, _NAMES)

@@ -233,5 +233,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_NAMES = layer_names() | expert_names() | {"attention/sinks": ("self_attn.sinks", AS_IS)}
+_NAMES = (
+    layer_names() | expert_names() | {"attention/sinks": ("self_attn.attention_sink_bias", AS_IS)}
+)
 FAMILY = decoder_family("MiMoV2FlashForCausalLM", _read, _write, _NAMES)
