@@ -236,22 +236,23 @@ JOBS = (
     ),
     # The published model: latent attention, three dense layers, a shared expert and biases of routers.
     # By its own rules MaxText splits the ranks 1,536 and 512 of the latents over fsdp=16 ×
-    # expert=64, which does not divide them.
+    # expert=64, which does not divide them. Its buffers are as large as ours, and drop what they do
+    # not hold; with room for the worst load it needs 85 GiB of temporaries and 31.8 s.
     Job(
         "deepseek-v3",
         "deepseek-v3",
         "v5p:8x8x16",
         {"fsdp": 16, "expert": 64},
         Figures(
-            temporaries=24.2,
+            temporaries=22.78,
             gathered=111,
             reduced=57,
             sent=325,
-            compute=5.51,
-            arguments=7.43,
+            compute=3.46,
+            arguments=7.40,
             exchanged=157,
         ),
-        Figures(85.00, 117.18, 80.10, 2709, 31.77, 9.705, 2512),
+        Figures(22.78, 117.17, 80.10, 368.7, 4.944, 9.705, 171.4),
         (
             "compile_topology=v5p-2048",
             "model_name=deepseek3-671b",
@@ -259,7 +260,7 @@ JOBS = (
             "ici_expert_parallelism=64",
             _SPLIT,
             *("n_routing_groups=8", "topk_routing_group=4"),
-            *("rule:q_lora=fsdp", "rule:kv_lora=fsdp"),
+            *("rule:q_lora=fsdp", "rule:kv_lora=fsdp", "ragged_buffer_factor=1.25"),
         ),
         tokens=4096,
     ),
