@@ -217,7 +217,7 @@ def test_normalised_embeddings_are_those_of_a_normalised_table(scale):
     arrays = params(config)
     table = normed(3.0 * arrays["embed"]["embedding"])
     if scale:
-        table = table * arrays["embed_norm"]["scale"]
+        table = table * arrays["embed_norm"]["scale"][None]
     assert sum(leaf.size for leaf in jax.tree.leaves(arrays)) == config.total_params
     others = {name: arrays[name] for name in arrays if name != "embed_norm"}
     tokens = np.random.default_rng(0).integers(0, 64, (2, SEQ), dtype=np.int32)
