@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file
 
@@ -13,6 +14,8 @@ from spmd.hf.load import load_params
 from spmd.hf.save import save_params
 from spmd.models import apertus, gpt_oss
 from spmd.plan import flax
+from spmd.plan.plan import make_plan
+from tests import tiny
 from tests.numerics.test_quantized_checkpoints import dequantized_mxfp4, edit, equal_bits, write
 
 GPT_OSS = gpt_oss.gpt_oss(
@@ -25,12 +28,11 @@ APERTUS = apertus.PRESETS["test-apertus"]
 
 
 def saved(folder, family, config):
-    """A folder with initial parameters; their shapes."""
-    params = flax.from_nnx(config.build).init(jax.random.key(0))
-    save_params(folder, params, family, config)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
-    )
+    """A folder with initial parameters; their shapes on a mesh."""
+    model = flax.from_nnx(config.build)
+    save_params(folder, model.init(jax.random.key(0)), family, config)
+    mesh = tiny.mesh(fsdp=2, tensor=2)
+    return make_plan(mesh, family.rules(config), model, optax.sgd(0.1)).abstract_params
 
 
 def test_experts_of_gpt_oss_are_read_from_codes(tmp_path):

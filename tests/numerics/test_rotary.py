@@ -35,8 +35,9 @@ from spmd.models.decoder.rotary import (
     rotate,
 )
 from spmd.plan.flax import from_nnx
-from tests.numerics.test_transformers import LLAMA, TOKENS, difference, logits_here
+from tests.numerics.test_transformers import TOKENS, difference, logits_here
 from tests.numerics.test_transformers import read as read_model
+from tests.published_models.common import LLAMA
 from tests.tiers import soak_but
 
 SHORT = [1.0 + 0.1 * n for n in range(16)]
