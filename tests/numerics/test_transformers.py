@@ -49,13 +49,11 @@ def marked(names):
     return [name if name in IN_CI else pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
-NO_TEXT = ("vit", "ministral-window-1", "mamba2-limits", "nemotron-h-limits")
-"""Models whose text is not compared: with a window of one token, the cache of transformers keeps all, and
-its Mamba 2 limits step sizes of prompts (`mamba2_chunk_scan`), not those of decoded tokens
-(`mamba2_selective_state_update`)."""
+FOLDED = ("falcon-h1", "falcon-h1-gate-first")
+"""Models of which several factors of config.json are written as their product."""
 ONE_KV_HEAD = ("falcon", "falcon-sequential", "gpt-bigcode")
 """Models whose text is compared without `tensor`, which splits no single key/value head."""
-TEXT = [name for name in MODELS if name not in NO_TEXT]
+TEXT = [name for name in MODELS if name != "vit"]
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 12), dtype=np.int32)
 IMAGES = np.random.default_rng(1).standard_normal((4, 12, 12, 3), np.float32)
 TOLERANCE = 1e-4
@@ -170,16 +168,19 @@ def test_logits_are_those_of_transformers(name, mesh, written):
 
 @pytest.mark.parametrize("name", marked(TEXT))
 def test_greedy_text_is_that_of_transformers(name, written, transformers):
-    """64 tokens after each of four prompts, with keys and values kept here as there, on a mesh."""
+    """64 tokens after each of four prompts, with a cache here, on a mesh.
+
+    There without one: some caches of transformers change the text, such as a window of one token, or step sizes
+    of Mamba 2, which are limited in prompts only.
+    """
     import torch
 
     folder, _ = written(name)
     there = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole").eval()
     there.generation_config.eos_token_id = None
     asked = torch.tensor(TOKENS.astype(np.int64))
-    theirs = there.generate(
-        asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=64
-    )
+    options = {"do_sample": False, "max_new_tokens": 64, "use_cache": False}
+    theirs = there.generate(asked, attention_mask=torch.ones_like(asked), **options)
     mesh = {"fsdp": 2, "tensor": 2}
     if name in ONE_KV_HEAD:
         mesh = {"fsdp": 4}
@@ -210,9 +211,11 @@ def test_there_and_back(name, written, transformers, tmp_path):
     again, about = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(about.values())
     assert again.config.id2label == kind.from_pretrained(folder / "whole").config.id2label
-    np.testing.assert_allclose(
-        logits_there(again.eval()), theirs, rtol=0, atol=1e-6 * np.abs(theirs).max()
-    )
+    allowed = 1e-6
+    if name in FOLDED:
+        allowed = 1e-5
+    allowed *= np.abs(theirs).max()
+    np.testing.assert_allclose(logits_there(again.eval()), theirs, rtol=0, atol=allowed)
 
 
 def tensors(folder):
