@@ -425,7 +425,7 @@ class _Report:
         yield from self._unplanned(table)
 
     def _unplanned(self, table: Rules) -> Iterator[str]:
-        """Yield a line for each path left out of the plan, the largest first."""
+        """Yield a line for each path without an entry of the plan, the largest first."""
         by_path: dict[str, list[TableParam]] = {}
         for param in self.params:
             if param.path not in self.matches:

@@ -327,7 +327,7 @@ BAD = {
         'did you mean "LlamaForCausalLM"?',
     ),
     "a family that no name is near": (
-        config(architectures=["OPTForCausalLM"]),
+        config(architectures=["XGLMForCausalLM"]),
         "fix: a family for it",
     ),
     "no architecture": (config(architectures=None), "names no architecture"),

@@ -133,9 +133,12 @@ def test_the_number_of_microbatches_follows_the_batch():
         ({"batch": 15, "pipeline": spmd.PipelineConfig(microbatches=4)}, "15 / (microbatches=4 ×"),
         (
             {"mesh": spmd.MeshShape(pipe=8), "pipeline": spmd.PipelineConfig(microbatches=8)},
-            "4 / (pipe=8) = 0.5",
+            "4 layers / (pipe=8) = 0.5",
         ),
-        ({"pipeline": spmd.PipelineConfig("interleaved", 8, 4)}, "4 / (pipe=2 × 4 chunks) = 0.5"),
+        (
+            {"pipeline": spmd.PipelineConfig("interleaved", 8, 4)},
+            "4 layers / (pipe=2 × 4 chunks) = 0.5",
+        ),
         ({"pipeline": spmd.PipelineConfig("interleaved", 5)}, "5 / (stages=2) = 2.5"),
         ({"pipeline": spmd.PipelineConfig("1f1b", 8, 2)}, "chunks = 2"),
         (
