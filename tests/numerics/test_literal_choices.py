@@ -16,7 +16,13 @@ import spmd
 from spmd import models
 from spmd.errors import SpmdError
 from spmd.models import gpt2, mixtral
-from spmd.models.decoder import DecoderConfig, activations, decoder_rules
+from spmd.models.decoder import (
+    AttentionSpec,
+    DecoderConfig,
+    LayerSpec,
+    activations,
+    decoder_rules,
+)
 from spmd.plan.context import use_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 
@@ -25,7 +31,7 @@ Choice = tuple[str, str, Any]
 
 
 def tiny_configs() -> Iterator[Any]:
-    """Yield the tiny presets of all decoders, one whose router lets experts choose, and one with groups of experts.
+    """Yield the tiny presets of all decoders, one whose router lets experts choose, one with groups of experts, and one with a gate.
 
     Those with the fewest kinds of layers are first: they are traced fastest.
     """
@@ -41,6 +47,8 @@ def tiny_configs() -> Iterator[Any]:
     yield dataclasses.replace(config, router=router)
     router = dataclasses.replace(config.router, groups=4, top_groups=2, choice_bias=True)
     yield dataclasses.replace(config, router=router)
+    gated = LayerSpec(AttentionSpec(gate="channel"))
+    yield DecoderConfig(64, 32, 2, 4, 2, 64, layer=gated)
 
 
 def choices(config: Any) -> Iterator[tuple[Choice, Callable[[], Any]]]:
