@@ -31,7 +31,7 @@ Choice = tuple[str, str, Any]
 
 
 def tiny_configs() -> Iterator[Any]:
-    """Yield the tiny presets of all decoders, one whose router lets experts choose, one with groups of experts, and one with a gate.
+    """Yield the tiny presets of all decoders, and configs with options of routers and a gate.
 
     Those with the fewest kinds of layers are first: they are traced fastest.
     """
