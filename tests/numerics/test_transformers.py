@@ -51,7 +51,7 @@ def marked(names):
 
 FOLDED = ("falcon-h1", "falcon-h1-gate-first")
 """Models of which several factors of config.json are written as their product."""
-ONE_KV_HEAD = ("falcon", "falcon-sequential", "gpt-bigcode")
+ONE_KV_HEAD = ("falcon", "falcon-sequential", "gpt-bigcode", "mimo-v2-flash-positions")
 """Models whose text is compared without `tensor`, which splits no single key/value head."""
 TEXT = [name for name in MODELS if name != "vit"]
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 12), dtype=np.int32)

@@ -103,7 +103,7 @@ MODELS = {
             "tie_word_embeddings": False,
         },
     ),
-    "hunyuan-moe": ("HunYuanMoEV1", {**HUNYUAN, "moe_topk": 2}),
+    "hunyuan-moe": ("HunYuanMoEV1", {**HUNYUAN, "moe_topk": 2, "head_dim": 8}),
     "hunyuan-moe-alpha": (
         "HunYuanMoEV1",
         {
