@@ -365,7 +365,7 @@ def read_sizes(
     head_dim = fields.integer("head_dim", head_dim or max(1, width // heads))
     if head_dim * heads == width:
         head_dim = 0
-    if head_dim and not has_head_dim:
+    if head_dim and not has_head_dim and fields.value("head_dim") is not None:
         fields.refuse("head_dim", f"is {head_dim}, not hidden_size / num_attention_heads")
     if activation:
         fields.only(*activation)

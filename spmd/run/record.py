@@ -237,7 +237,8 @@ def _recorded(record: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
     values = by_current_names(record["config"])
     if not isinstance(config, HasModel):
         return _merged(defaults, values)
-    defaults["model"] = _defaults(config.model, type(config.model))
+    recorded = values.get("model", {})
+    defaults["model"] = _defaults(config.model, type(config.model), recorded)
     if _is_earlier(record, config):
         # An earlier class did not record what is in the layer table today.
         defaults["model"] = config_values(config.model)
@@ -245,20 +246,22 @@ def _recorded(record: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
     return _merged(defaults, values)
 
 
-def _defaults(config: Any, usual: Any) -> dict[str, Any]:
-    """Return the defaults of a config, whose nested configs keep their classes.
+def _defaults(config: Any, usual: Any, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of a config; nested configs that have recorded values keep their classes.
 
     Args:
         config: A dataclass.
         usual: Its class, or the default of the field that it is the value of.
+        recorded: Its recorded values.
     """
     if usual is not type(config) and type(usual) is not type(config):
         usual = type(config)
     values = config_values(usual)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            values[field.name] = _defaults(value, getattr(usual, field.name, None))
+        inner = recorded.get(field.name)
+        if dataclasses.is_dataclass(value) and isinstance(inner, Mapping) and inner:
+            values[field.name] = _defaults(value, getattr(usual, field.name, None), inner)
     return values
 
 

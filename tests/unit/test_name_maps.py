@@ -426,12 +426,12 @@ REFUSED = [
     (
         "gpt2",
         {
-            "activation_function": "relu",
+            "activation_function": "tanh",
             "scale_attn_by_inverse_layer_idx": True,
             "n_head": 5,
             "alibi": True,
         },
-        {"activation_function", "scale_attn_by_inverse_layer_idx", "model.heads", "alibi"},
+        {"activation_function", "scale_attn_by_inverse_layer_idx", "n_head", "alibi"},
     ),
     (
         "vit",
