@@ -31,11 +31,10 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_layers import FULL, attention_of, layer_table
+from spmd.models.decoder.published_layers import FULL, LINEAR, attention_of, layer_table
 from spmd.models.decoder.published_names import module_names
 from spmd.models.decoder.published_rotary import read_rotary
 from spmd.models.decoder.published_state_space import (
-    LINEAR,
     StateSpaceFields,
     mixer_kinds,
     state_space_names,

@@ -28,6 +28,7 @@ from spmd.models.decoder.published import ENDS, TensorNames, decoder_family, rea
 from spmd.models.decoder.published_experts import RouterFields, read_count
 from spmd.models.decoder.published_layers import (
     FULL,
+    LINEAR,
     attention_of,
     layer_table,
     read_layer_types,
@@ -35,7 +36,6 @@ from spmd.models.decoder.published_layers import (
 from spmd.models.decoder.published_names import GATE_UP, fused_names, module_names
 from spmd.models.decoder.published_state_space import (
     EARLIER_KINDS,
-    LINEAR,
     StateSpaceFields,
     mixer_kinds,
     state_space_names,

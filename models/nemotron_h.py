@@ -26,11 +26,10 @@ from spmd.models.decoder import (
 )
 from spmd.models.decoder.published import TensorNames, decoder_family, read_sizes, write_sizes
 from spmd.models.decoder.published_experts import CHOICE_BIASES, RouterFields, expert_names
-from spmd.models.decoder.published_layers import FULL, layer_table, read_layer_types
+from spmd.models.decoder.published_layers import FULL, LINEAR, layer_table, read_layer_types
 from spmd.models.decoder.published_names import Names, module_names
 from spmd.models.decoder.published_state_space import (
     EARLIER_KINDS,
-    LINEAR,
     StateSpaceFields,
     state_space_names,
     state_space_of,

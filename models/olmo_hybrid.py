@@ -26,13 +26,12 @@ from spmd.models.decoder.published import (
     write_sizes,
 )
 from spmd.models.decoder.published_delta import (
-    LINEAR,
     delta_net_names,
     delta_net_of,
     read_delta_net,
     write_delta_net,
 )
-from spmd.models.decoder.published_layers import FULL, every, layer_table, read_layer_types
+from spmd.models.decoder.published_layers import FULL, LINEAR, every, layer_table, read_layer_types
 from spmd.models.decoder.published_rotary import read_rotary, write_rotary
 from spmd.models.olmo import LAYER2, read_layer2
 

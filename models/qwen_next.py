@@ -43,7 +43,6 @@ from spmd.models.decoder.published import (
 )
 from spmd.models.decoder.published_ahead import ignored_ahead
 from spmd.models.decoder.published_delta import (
-    LINEAR,
     fused_delta_net_names,
     read_delta_net,
     write_delta_net,
@@ -58,7 +57,7 @@ from spmd.models.decoder.published_experts import (
     write_sparse_layers,
     write_widths,
 )
-from spmd.models.decoder.published_layers import FULL, every, read_layer_types, table_of
+from spmd.models.decoder.published_layers import FULL, LINEAR, every, read_layer_types, table_of
 from spmd.models.decoder.published_names import Names, fused_names
 from spmd.models.decoder.published_rotary import read_rotary
 from spmd.models.decoder.published_text import TEXT_PREFIX, text_values

@@ -13,11 +13,8 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, CONVOLUTION, TRANSPOSED, part
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
-from spmd.models.decoder.published_layers import FULL
+from spmd.models.decoder.published_layers import FULL, LINEAR
 from spmd.models.decoder.published_names import Names
-
-LINEAR = "linear_attention"
-"""Kind of a layer with a gated delta net, as in `layer_types`."""
 
 _NET = "gated_delta_net"
 

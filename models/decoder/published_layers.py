@@ -28,6 +28,8 @@ FULL = "full_attention"
 """Attention to all preceding tokens."""
 SLIDING = "sliding_attention"
 """Attention in a sliding window of `sliding_window` tokens, the attending one included."""
+LINEAR = "linear_attention"
+"""A recurrent mixer: a gated delta net, or a state-space mixer."""
 
 MOST_LAYERS = 1000
 """Most layers in a list with an entry for each; a file may claim more than fit in memory."""
