@@ -123,12 +123,12 @@ PRESETS = {
     "test-mimo-v2-flash": mimo(
         _default_kinds(8),
         dense_first(1, 8),
-        mixers=attention_of_kinds(1, _TINY, window=5, rotary=_TINY_ROTARY),
+        mixers=attention_of_kinds(2, _TINY, window=5, rotary=_TINY_ROTARY),
         d_ff=16,
         dense_d_ff=48,
         vocab=64,
         d_model=32,
-        kv_heads=1,
+        kv_heads=2,
         router=dataclasses.replace(_ROUTER.base, experts=4),
     ),
     "mimo-v2-flash": mimo(
