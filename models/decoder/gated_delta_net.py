@@ -32,7 +32,7 @@ from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.norms import RMSNorm
-from spmd.models.decoder.short_convolution import ShortConvolution
+from spmd.models.decoder.short_convolution import ShortConvolution, convolve_each
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate
 from spmd.sharding.rules import replicate
@@ -189,15 +189,13 @@ class GatedDeltaNet(nnx.Module):
         products = column_parallel(x, projections, _INPUT)
         projected = dict(zip(_PROJECTIONS, products, strict=True))
         gate = annotate(projected["gate"], "attention_gate")
-        heads, last = {}, {}
-        for name in _CONVOLVED:
-            past = None
-            if slot.past is not None:
-                past = getattr(slot.past, name)
-            heads[name], last[name] = self._convolved(name, projected[name], past, inputs)
-        query = annotate(l2_normalized(heads["q"]), "attention_query")
-        key = annotate(l2_normalized(heads["k"]), "attention_key")
-        value = annotate(heads["v"], "attention_value")
+        convolved = {name: projected[name] for name in _CONVOLVED}
+        mixed, last = convolve_each(self, convolved, slot.past, inputs.segments)
+        query = _heads(mixed["q"], spec.key_dim)
+        query = annotate(l2_normalized(query), "attention_query")
+        key = _heads(mixed["k"], spec.key_dim)
+        key = annotate(l2_normalized(key), "attention_key")
+        value = annotate(_heads(mixed["v"], spec.value_dim), "attention_value")
         decay, beta = self._decay_and_beta(projected["a"], projected["b"])
         tokens = (query, key, value, decay, beta)
         if slot.past is None:
@@ -210,17 +208,6 @@ class GatedDeltaNet(nnx.Module):
         slot.save(GatedDeltaCache(state, **last))
         out = annotate(self._gated(out, gate), "attention_out")
         return row_parallel(out, self.o_proj.kernel, _INPUT, spec.value_dim)
-
-    def _convolved(
-        self, name: str, x: Float[Array, "batch seq channels"], past: Any, inputs: LayerInputs
-    ) -> tuple[Float[Array, "batch seq heads dim"], Float[Array, "batch width-1 channels"]]:
-        """Return the heads after a convolution, and its last inputs."""
-        convolution: ShortConvolution = getattr(self, f"{name}_conv")
-        out, last = convolution(x, past, inputs.segments, jax.nn.silu)
-        dim = self.spec.key_dim
-        if name == "v":
-            dim = self.spec.value_dim
-        return out.reshape(*x.shape[:2], -1, dim), last
 
     def _decay_and_beta(
         self, a: Float[Array, "batch seq heads"], b: Float[Array, "batch seq heads"]
@@ -242,3 +229,8 @@ class GatedDeltaNet(nnx.Module):
         normed = self.out_norm(y).reshape(gate.shape)
         gated = to_float32(normed) * jax.nn.silu(to_float32(gate))
         return gated.astype(y.dtype)
+
+
+def _heads(y: Float[Array, "batch seq channels"], dim: int) -> Float[Array, "batch seq heads dim"]:
+    """Return separate heads of a width."""
+    return y.reshape(*y.shape[:2], -1, dim)

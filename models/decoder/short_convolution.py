@@ -13,6 +13,7 @@ Over `tensor`, channels are split. A cache has the last inputs of the convolutio
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -84,6 +85,31 @@ class ShortConvolution(nnx.Module):
             segments=segments,
             valid=token_mask(x.shape[1]),
         )
+
+
+def convolve_each(
+    mixer: nnx.Module,
+    projected: Mapping[str, Float[Array, "batch seq _"]],
+    past: CacheEntry | None,
+    segments: Segments,
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Apply a mixer's convolutions with SiLU; return their outputs, and the last inputs for a cache.
+
+    Args:
+        mixer: A module with a `ShortConvolution` `{name}_conv` for each name.
+        projected: Name → its inputs.
+        past: The mixer's cache in decoding, with the last inputs under the same names.
+        segments: The document of each token.
+    """
+    outputs: dict[str, Array] = {}
+    last: dict[str, Array] = {}
+    for name, x in projected.items():
+        convolution: ShortConvolution = getattr(mixer, f"{name}_conv")
+        before = None
+        if past is not None:
+            before = getattr(past, name)
+        outputs[name], last[name] = convolution(x, before, segments, jax.nn.silu)
+    return outputs, last
 
 
 def _zeros(width: int) -> nnx.Param:

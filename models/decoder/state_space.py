@@ -34,7 +34,7 @@ from spmd.models.decoder.inputs import LayerInputs
 from spmd.models.decoder.linear import Dense, column_parallel, row_parallel
 from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.norms import GatedRMSNorm
-from spmd.models.decoder.short_convolution import ShortConvolution
+from spmd.models.decoder.short_convolution import ShortConvolution, convolve_each
 from spmd.models.decoder.sizes import Sizes
 from spmd.plan.annotate import annotate, constrain_like, placement
 from spmd.sharding.mesh import shards_of
@@ -222,15 +222,8 @@ class StateSpace(nnx.Module):
         slot = cache_slot(_NAME, StateSpaceCache)
         projected = self._projected(x)
         gate = annotate(projected["gate"], "state_space_gate")
-        mixed, last = {}, {}
-        for name in _CONVOLVED:
-            convolution: ShortConvolution = getattr(self, f"{name}_conv")
-            past = None
-            if slot.past is not None:
-                past = getattr(slot.past, name)
-            mixed[name], last[name] = convolution(
-                projected[name], past, inputs.segments, jax.nn.silu
-            )
+        convolved = {name: projected[name] for name in _CONVOLVED}
+        mixed, last = convolve_each(self, convolved, slot.past, inputs.segments)
         y, state = self._scanned(mixed, projected["dt"], slot.past, inputs)
         slot.save(StateSpaceCache(state, **last))
         out = annotate(self._gated(y, gate), "state_space_out")
