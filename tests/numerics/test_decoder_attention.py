@@ -1,7 +1,6 @@
 """Options of softmax attention are their formulas in NumPy, with a cache too, and every mesh has equal numbers."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,8 @@ from spmd.models.decoder import (
     decoder_rules,
 )
 from spmd.models.decoder.rotary import rotary_angles
-from spmd.plan import flax
 from spmd.testing import token_batches
+from tests.decoders import model, params
 from tests.one_device import Job
 from tests.tiers import soak_but
 
@@ -58,22 +57,6 @@ BATCHES = token_batches((8, 16), 64, steps=2)
 
 def decoder(mixer, **fields):
     return DecoderConfig(64, 32, 2, 4, 2, 64, layer=LayerSpec(mixer), **fields)
-
-
-@functools.cache
-def model(config):
-    return flax.from_nnx(config.build)
-
-
-@functools.cache
-def params(config):
-    """Initial parameters, with vectors that are not what they start as."""
-    rng = np.random.default_rng(0)
-
-    def moved(x):
-        return x + 0.3 * rng.standard_normal(x.shape).astype(np.float32)
-
-    return jax.tree.map(moved, model(config).init(jax.random.key(0)))
 
 
 def sigmoid(x):

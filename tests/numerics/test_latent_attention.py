@@ -22,10 +22,10 @@ from spmd.models.decoder import (
     decoder_rules,
 )
 from spmd.models.decoder.rotary import rotary_angles
-from spmd.plan import flax
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import token_batches
+from tests.decoders import model, params
 from tests.one_device import SGD, Job
 
 MIXER = LatentAttentionSpec(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6)
@@ -45,22 +45,6 @@ CONFIGS = {
 BATCHES = token_batches((8, 16), 64, steps=2)
 # Active ones of arXiv:2405.04434, arXiv:2412.19437 and arXiv:2507.20534, rounded.
 ACTIVE = {"deepseek-v2-lite": 2.4e9, "deepseek-v2": 21e9, "deepseek-v3": 37e9, "kimi-k2": 32e9}
-
-
-@functools.cache
-def model(config):
-    return flax.from_nnx(config.build)
-
-
-@functools.cache
-def params(config):
-    """Initial parameters, with biases and norms that are not what they start as."""
-    rng = np.random.default_rng(0)
-
-    def moved(x):
-        return x + 0.3 * rng.standard_normal(x.shape).astype(np.float32)
-
-    return jax.tree.map(moved, model(config).init(jax.random.key(0)))
 
 
 @pytest.mark.parametrize("name", ACTIVE)

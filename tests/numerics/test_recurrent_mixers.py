@@ -32,6 +32,7 @@ from spmd.plan.context import use_plan
 from spmd.plan.plan import make_plan
 from spmd.sharding.mesh import MeshShape, abstract_mesh
 from spmd.testing import token_batches
+from tests import decoders
 from tests.one_device import SGD, Job
 from tests.tiers import soak_but
 
@@ -64,20 +65,12 @@ def decoder(name):
     return DecoderConfig(64, 32, 4, 4, 2, 64, group=group)
 
 
-@functools.cache
 def model(name):
-    return flax.from_nnx(decoder(name).build)
+    return decoders.model(decoder(name))
 
 
-@functools.cache
 def params(name):
-    """Initial parameters, with biases, norms and vectors of heads that are not what they start as."""
-    rng = np.random.default_rng(0)
-
-    def moved(x):
-        return x + 0.3 * rng.standard_normal(x.shape).astype(np.float32)
-
-    return jax.tree.map(moved, model(name).init(jax.random.key(0)))
+    return decoders.params(decoder(name))
 
 
 @pytest.mark.parametrize("name", MIXERS)

@@ -1,7 +1,6 @@
 """State-space mixers beside attention, layers without a mixer, and fields of state-space mixers."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -21,7 +20,7 @@ from spmd.models.decoder import (
     StateSpaceSpec,
 )
 from spmd.models.decoder.published_state_space import StateSpaceFields
-from spmd.plan import flax
+from tests.decoders import model, params
 
 MIXER = StateSpaceSpec(heads=8, head_dim=4, groups=2, state_dim=8)
 
@@ -34,22 +33,6 @@ def decoder(mixer=MIXER, **fields):
 PARALLEL = ParallelMixerSpec(
     state_space=MIXER, key_scale=0.5, attention_scale=0.7, state_space_scale=1.5
 )
-
-
-@functools.cache
-def model(config):
-    return flax.from_nnx(config.build)
-
-
-@functools.cache
-def params(config):
-    """Initial parameters, with vectors that are not what they start as."""
-    rng = np.random.default_rng(0)
-
-    def moved(x):
-        return x + 0.3 * rng.standard_normal(x.shape).astype(np.float32)
-
-    return jax.tree.map(moved, model(config).init(jax.random.key(0)))
 
 
 def sigmoid(x):
