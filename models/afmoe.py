@@ -22,14 +22,7 @@ from spmd.models.decoder import (
     LayerSpec,
     MLPSpec,
 )
-from spmd.models.decoder.published import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     CHOICE_BIASES,
     DENSE,
     RouterFields,
@@ -42,7 +35,14 @@ from spmd.models.decoder.published_experts import (
     with_dense_mlps,
     write_shared_experts,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.published.layer_types import (
     every,
     read_layer_types,
     read_window_of,

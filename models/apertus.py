@@ -14,7 +14,7 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Llama3Scaling, MLPSpec
 from spmd.models.decoder.activations import XIELU_BETA, XIELU_EPS
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     ENDS,
     TensorNames,
     decoder_family,
@@ -22,7 +22,7 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_rotary import TABLES
+from spmd.models.published.rotary import TABLES
 
 _THETA = 12_000_000.0
 _SCALING = Llama3Scaling(factor=8.0)

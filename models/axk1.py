@@ -21,8 +21,7 @@ from spmd.models.decoder import (
     LayerSpec,
     MLPSpec,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     CHOICE_BIASES,
     DENSE,
     SPARSE,
@@ -37,13 +36,14 @@ from spmd.models.decoder.published_experts import (
     with_dense_mlps,
     write_shared_experts,
 )
-from spmd.models.decoder.published_latent import (
+from spmd.models.published.family import decoder_family, layer_names, read_sizes
+from spmd.models.published.latent_attention import (
     latent_names,
     latent_sizes,
     read_latent_attention,
     write_latent_sizes,
 )
-from spmd.models.decoder.published_layers import table_of
+from spmd.models.published.layer_types import table_of
 
 _MIXER = LatentAttentionSpec(q_rank=1536)
 _TINY = LatentAttentionSpec(q_rank=16, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6)

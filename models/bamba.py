@@ -22,7 +22,7 @@ from spmd.models.decoder import (
     Rotary,
     StateSpaceSpec,
 )
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     ENDS,
     TensorNames,
     decoder_family,
@@ -31,14 +31,14 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_layers import FULL, LINEAR, attention_of, layer_table
-from spmd.models.decoder.published_names import module_names
-from spmd.models.decoder.published_rotary import read_rotary
-from spmd.models.decoder.published_state_space import (
+from spmd.models.published.layer_types import FULL, LINEAR, attention_of, layer_table
+from spmd.models.published.rotary import read_rotary
+from spmd.models.published.state_space import (
     StateSpaceFields,
     mixer_kinds,
     state_space_names,
 )
+from spmd.models.published.tensor_names import module_names
 
 _ROTARY = Rotary(1e4, RopeScaling(), fraction=0.5)
 _ATTENTION = AttentionSpec(rotary=Rotary(fraction=0.5))

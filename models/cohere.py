@@ -16,13 +16,13 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, NormSpec, Rotary
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     decoder_family,
     read_attention_bias,
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.layer_types import (
     SLIDING,
     attention_table,
     every,

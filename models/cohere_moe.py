@@ -24,14 +24,7 @@ from spmd.models.decoder import (
     NormSpec,
     Rotary,
 )
-from spmd.models.decoder.published import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     DENSE,
     RouterFields,
     dense_first,
@@ -44,7 +37,14 @@ from spmd.models.decoder.published_experts import (
     with_dense_mlps,
     write_widths,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
     attention_layers,

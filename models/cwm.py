@@ -11,8 +11,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, LayerSpec, Llama3Scaling, MLPSpec
-from spmd.models.decoder.published import decoder_family, read_layer, read_sizes, write_sizes
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import decoder_family, read_layer, read_sizes, write_sizes
+from spmd.models.published.layer_types import (
     FULL,
     attention_table,
     every,

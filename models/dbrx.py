@@ -15,11 +15,11 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, TensorLayout
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, NormSpec
-from spmd.models.decoder.published import TensorNames, decoder_family, read_clip
-from spmd.models.decoder.published_experts import RouterFields, experts_of
-from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
-from spmd.models.decoder.published_rotary import read_rotary, write_rotary
 from spmd.models.decoder.rotary import RopeScaling, Rotary
+from spmd.models.published.experts import RouterFields, experts_of
+from spmd.models.published.family import TensorNames, decoder_family, read_clip
+from spmd.models.published.rotary import read_rotary, write_rotary
+from spmd.models.published.tensor_names import QKV, Names, fused_names, module_names
 
 _NORM = NormSpec("layer")
 _LAYER = LayerSpec(AttentionSpec(clip_qkv=8.0), ExpertsSpec())

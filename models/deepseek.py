@@ -25,15 +25,7 @@ from spmd.models.decoder import (
     MLPSpec,
     YarnScaling,
 )
-from spmd.models.decoder.published import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_sizes,
-)
-from spmd.models.decoder.published_ahead import AHEAD, AHEAD_NAMES, with_stored_ahead
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     CHOICE_BIASES,
     RouterFields,
     expert_names,
@@ -42,11 +34,19 @@ from spmd.models.decoder.published_experts import (
     read_dense_first,
     write_shared_experts,
 )
-from spmd.models.decoder.published_latent import (
+from spmd.models.published.family import (
+    ENDS,
+    TensorNames,
+    decoder_family,
+    layer_names,
+    read_sizes,
+)
+from spmd.models.published.latent_attention import (
     latent_names,
     read_latent_attention,
     write_latent_sizes,
 )
+from spmd.models.published.multi_token import AHEAD, AHEAD_NAMES, with_stored_ahead
 
 V2_ROUTER = RouterConfig(
     experts=160,

@@ -14,14 +14,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
-from spmd.models.decoder.published import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     CHOICE_BIASES,
     DENSE,
     RouterFields,
@@ -35,7 +28,14 @@ from spmd.models.decoder.published_experts import (
     with_dense_mlps,
     write_shared_experts,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.published.layer_types import (
     FULL,
     MOST_LAYERS,
     SLIDING,

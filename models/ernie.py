@@ -23,8 +23,7 @@ from spmd.models.decoder import (
     MLPSpec,
     Rotary,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     DENSE,
     SPARSE,
     RouterFields,
@@ -36,7 +35,8 @@ from spmd.models.decoder.published_experts import (
     read_count,
     write_widths,
 )
-from spmd.models.decoder.published_layers import limit_layers
+from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.layer_types import limit_layers
 
 _ROTARY = Rotary(interleaved=True)
 _LAYER = LayerSpec(AttentionSpec(rotary=_ROTARY))

@@ -23,9 +23,7 @@ from spmd.models.decoder import (
     LayerSpec,
     MLPSpec,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
-from spmd.models.decoder.published_ahead import AHEAD, ignored_ahead
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     CHOICE_BIASES,
     RouterFields,
     dense_first,
@@ -38,13 +36,15 @@ from spmd.models.decoder.published_experts import (
     with_dense_mlps,
     write_shared_experts,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.layer_types import (
     every,
     read_rotated_windows,
     rotated_windows,
     table_of,
     write_rotated_windows,
 )
+from spmd.models.published.multi_token import AHEAD, ignored_ahead
 
 _LAYER = LayerSpec(AttentionSpec(qk_norm="head"), norms="after")
 

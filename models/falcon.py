@@ -17,9 +17,9 @@ from spmd.hf.fields import Fields, renamed
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig, Rotary
 from spmd.models.decoder.layer import Norms
-from spmd.models.decoder.published import TensorNames, decoder_family, read_sizes, write_sizes
-from spmd.models.decoder.published_gpt import gpt_decoder, read_activation, write_activation
-from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
+from spmd.models.published.family import TensorNames, decoder_family, read_sizes, write_sizes
+from spmd.models.published.gpt import gpt_decoder, read_activation, write_activation
+from spmd.models.published.tensor_names import QKV, Names, fused_names, module_names
 
 _EPS = "layer_norm_epsilon"
 _FIELDS = {

@@ -21,7 +21,7 @@ from spmd.models.decoder import (
     ParallelMixerSpec,
     StateSpaceSpec,
 )
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     TensorNames,
     decoder_family,
     read_factor,
@@ -29,7 +29,7 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_state_space import StateSpaceFields
+from spmd.models.published.state_space import StateSpaceFields
 
 _MLP = MLPSpec()
 

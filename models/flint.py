@@ -24,8 +24,7 @@ from spmd.models.decoder import (
     MLPSpec,
     Rotary,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     RouterFields,
     dense_first,
     expert_names,
@@ -35,7 +34,8 @@ from spmd.models.decoder.published_experts import (
     write_sparse_layers,
     write_widths,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
     attention_layers,

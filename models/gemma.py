@@ -14,7 +14,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     TANH,
     check_layer_types,
     decoder_family,
@@ -23,7 +23,7 @@ from spmd.models.decoder.published import (
     write_query_scale,
     write_sizes,
 )
-from spmd.models.decoder.published_layers import write_layer_types
+from spmd.models.published.layer_types import write_layer_types
 
 DEFAULTS: dict[str, Any] = {
     "norm_eps": 1e-6,

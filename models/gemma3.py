@@ -14,8 +14,9 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
-from spmd.models.decoder.published import decoder_family, read_soft_cap
-from spmd.models.decoder.published_layers import (
+from spmd.models.gemma import DEFAULTS, MLP, NAMES2, read_gemma, write_gemma_layers
+from spmd.models.published.family import decoder_family, read_soft_cap
+from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
     attention_table,
@@ -25,7 +26,6 @@ from spmd.models.decoder.published_layers import (
     read_window_of,
     write_rotary_by_kind,
 )
-from spmd.models.gemma import DEFAULTS, MLP, NAMES2, read_gemma, write_gemma_layers
 
 _THETAS = {"theta": 1e6, "local_theta": 1e4}
 _ROTARY = {FULL: Rotary(1e6), SLIDING: Rotary(1e4)}

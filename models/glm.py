@@ -16,10 +16,10 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
 from spmd.models.decoder.layer import Norms
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
-from spmd.models.decoder.published_names import GATE_UP, fused_names
-from spmd.models.decoder.published_rotary import read_rotary, write_rotary
 from spmd.models.decoder.rotary import RopeScaling
+from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.rotary import read_rotary, write_rotary
+from spmd.models.published.tensor_names import GATE_UP, fused_names
 
 _EPS = 1.5625e-7
 _HALF = Rotary(10_000.0, RopeScaling(), fraction=0.5)

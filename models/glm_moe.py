@@ -24,16 +24,8 @@ from spmd.models.decoder import (
     Rotary,
 )
 from spmd.models.decoder.layer import Mixer
-from spmd.models.decoder.published import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_sizes,
-    write_sizes,
-)
-from spmd.models.decoder.published_ahead import AHEAD, AHEAD_NAMES, with_stored_ahead
-from spmd.models.decoder.published_experts import (
+from spmd.models.decoder.rotary import RopeScaling
+from spmd.models.published.experts import (
     CHOICE_BIASES,
     DENSE,
     RouterFields,
@@ -48,14 +40,22 @@ from spmd.models.decoder.published_experts import (
     read_shared_experts,
     write_shared_experts,
 )
-from spmd.models.decoder.published_latent import (
+from spmd.models.published.family import (
+    ENDS,
+    TensorNames,
+    decoder_family,
+    layer_names,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.published.latent_attention import (
     latent_names,
     latent_sizes,
     read_latent_attention,
     write_latent_sizes,
 )
-from spmd.models.decoder.published_rotary import read_rotary, write_rotary
-from spmd.models.decoder.rotary import RopeScaling
+from spmd.models.published.multi_token import AHEAD, AHEAD_NAMES, with_stored_ahead
+from spmd.models.published.rotary import read_rotary, write_rotary
 
 _HALF = Rotary(10_000.0, RopeScaling(), fraction=0.5)
 _LATENT = LatentAttentionSpec(q_rank=768, nope_dim=192, value_dim=256)

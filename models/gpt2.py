@@ -13,9 +13,9 @@ from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig
-from spmd.models.decoder.published import TensorNames, decoder_family
-from spmd.models.decoder.published_gpt import gpt_decoder, read_gpt, write_gpt
-from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
+from spmd.models.published.family import TensorNames, decoder_family
+from spmd.models.published.gpt import gpt_decoder, read_gpt, write_gpt
+from spmd.models.published.tensor_names import QKV, Names, fused_names, module_names
 
 EPS = "layer_norm_epsilon"
 """Field of the norms."""

@@ -16,10 +16,10 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig
-from spmd.models.decoder.published import TensorNames, decoder_family
-from spmd.models.decoder.published_gpt import gpt_decoder, read_gpt, write_gpt
-from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
 from spmd.models.gpt2 import EPS, FIELDS, HARMLESS, LINEAR, NORMS
+from spmd.models.published.family import TensorNames, decoder_family
+from spmd.models.published.gpt import gpt_decoder, read_gpt, write_gpt
+from spmd.models.published.tensor_names import QKV, Names, fused_names, module_names
 
 gpt_bigcode = functools.partial(gpt_decoder, activation="gelu_tanh", tied=True)
 """Config of a GPT BigCode from fields of `gpt_decoder`."""

@@ -17,17 +17,17 @@ from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
-from spmd.models.decoder.published import TensorNames, decoder_family
-from spmd.models.decoder.published_gpt import read_gpt, write_gpt
-from spmd.models.decoder.published_layers import (
+from spmd.models.gpt2 import EPS
+from spmd.models.published.family import TensorNames, decoder_family
+from spmd.models.published.gpt import read_gpt, write_gpt
+from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
     attention_table,
     every,
     layer_types,
 )
-from spmd.models.decoder.published_names import Names, module_names
-from spmd.models.gpt2 import EPS
+from spmd.models.published.tensor_names import Names, module_names
 
 _WORDS = {"global": FULL, "local": SLIDING}
 _WINDOW = 256

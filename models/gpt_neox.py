@@ -18,10 +18,10 @@ from spmd.hf.fields import Fields, renamed
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig, RopeScaling, Rotary
 from spmd.models.decoder.layer import Norms
-from spmd.models.decoder.published import TensorNames, decoder_family, write_sizes
-from spmd.models.decoder.published_gpt import gpt_decoder, read_gpt, write_activation
-from spmd.models.decoder.published_names import QKV, Names, fused_names, module_names
-from spmd.models.decoder.published_rotary import read_rotary
+from spmd.models.published.family import TensorNames, decoder_family, write_sizes
+from spmd.models.published.gpt import gpt_decoder, read_gpt, write_activation
+from spmd.models.published.rotary import read_rotary
+from spmd.models.published.tensor_names import QKV, Names, fused_names, module_names
 
 _FIELDS = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 _EPS = "layer_norm_eps"

@@ -18,7 +18,9 @@ from spmd.hf.layout import AS_IS, EXPERTS, TRANSPOSED, part
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, YarnScaling
 from spmd.models.decoder.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
-from spmd.models.decoder.published import (
+from spmd.models.decoder.rotary import Rotary
+from spmd.models.published.experts import RouterFields, experts_of
+from spmd.models.published.family import (
     ENDS,
     TensorNames,
     decoder_family,
@@ -27,15 +29,13 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_experts import RouterFields, experts_of
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.layer_types import (
     attention_table,
     every,
     read_layer_types,
     read_window_of,
     write_layer_types,
 )
-from spmd.models.decoder.rotary import Rotary
 
 _SCALING = YarnScaling(factor=32.0, original_context=4096, truncate=False)
 _ROTARY = Rotary(150_000.0, _SCALING)

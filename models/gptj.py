@@ -18,11 +18,11 @@ from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig, RopeScaling, Rotary
-from spmd.models.decoder.published import TensorNames, decoder_family
-from spmd.models.decoder.published_gpt import gpt_decoder, read_gpt, write_gpt
-from spmd.models.decoder.published_names import Names, fused_names, module_names
 from spmd.models.decoder.rotary import rotary_fraction, rotated_width
 from spmd.models.gpt2 import EPS, FIELDS, HARMLESS
+from spmd.models.published.family import TensorNames, decoder_family
+from spmd.models.published.gpt import gpt_decoder, read_gpt, write_gpt
+from spmd.models.published.tensor_names import Names, fused_names, module_names
 
 
 def _rotary(fraction: float) -> Rotary:

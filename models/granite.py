@@ -18,7 +18,7 @@ from spmd.errors import shorten
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, RopeScaling, Rotary
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     decoder_family,
     layer_names,
     read_factor,
@@ -27,7 +27,7 @@ from spmd.models.decoder.published import (
     write_biases,
     write_sizes,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.layer_types import (
     FULL,
     attention_table,
     every,
@@ -35,7 +35,7 @@ from spmd.models.decoder.published_layers import (
     read_window_of,
     write_layer_types,
 )
-from spmd.models.decoder.published_rotary import write_rotary
+from spmd.models.published.rotary import write_rotary
 
 
 def granite(*shape: Any, attention_scale: float = 1.0, **fields: Any) -> DecoderConfig:

@@ -24,24 +24,24 @@ from spmd.models.decoder import (
     Rotary,
     StateSpaceSpec,
 )
-from spmd.models.decoder.published import ENDS, TensorNames, decoder_family, read_sizes, write_sizes
-from spmd.models.decoder.published_experts import RouterFields, read_count
-from spmd.models.decoder.published_layers import (
+from spmd.models.granite import read_factors, write_factors
+from spmd.models.granite_moe import NAMES
+from spmd.models.published.experts import RouterFields, read_count
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, read_sizes, write_sizes
+from spmd.models.published.layer_types import (
     FULL,
     LINEAR,
     attention_of,
     layer_table,
     read_layer_types,
 )
-from spmd.models.decoder.published_names import GATE_UP, fused_names, module_names
-from spmd.models.decoder.published_state_space import (
+from spmd.models.published.state_space import (
     EARLIER_KINDS,
     StateSpaceFields,
     mixer_kinds,
     state_space_names,
 )
-from spmd.models.granite import read_factors, write_factors
-from spmd.models.granite_moe import NAMES
+from spmd.models.published.tensor_names import GATE_UP, fused_names, module_names
 
 
 def granite_hybrid(

@@ -16,7 +16,7 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     decoder_family,
     layer_names,
     read_attention_bias,

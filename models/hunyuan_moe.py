@@ -16,14 +16,8 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
-from spmd.models.decoder.published import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
-from spmd.models.decoder.published_experts import (
+from spmd.models.hunyuan import HARMLESS, NAMES, read_sizes_with_alpha
+from spmd.models.published.experts import (
     CHOICE_BIASES,
     RouterFields,
     dense_first,
@@ -35,8 +29,14 @@ from spmd.models.decoder.published_experts import (
     read_shared_experts,
     write_shared_experts,
 )
-from spmd.models.decoder.published_layers import limit_layers
-from spmd.models.hunyuan import HARMLESS, NAMES, read_sizes_with_alpha
+from spmd.models.published.family import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.published.layer_types import limit_layers
 
 _V1_MIXER = AttentionSpec(qk_norm="head", qk_norm_after=True)
 _V3_MIXER = AttentionSpec(qk_norm="head")

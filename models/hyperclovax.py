@@ -17,7 +17,8 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
 from spmd.models.decoder.layer import Norms
-from spmd.models.decoder.published import (
+from spmd.models.granite import write_factors
+from spmd.models.published.family import (
     decoder_family,
     layer_names,
     read_factor,
@@ -26,7 +27,6 @@ from spmd.models.decoder.published import (
     write_biases,
     write_sizes,
 )
-from spmd.models.granite import write_factors
 
 _LAYER = LayerSpec(AttentionSpec(scale=0.2), norms="both")
 PRESETS = {

@@ -29,15 +29,7 @@ from spmd.models.decoder import (
     Rotary,
 )
 from spmd.models.decoder.layer import Mixer
-from spmd.models.decoder.published import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     DENSE,
     RouterFields,
     dense_first,
@@ -48,9 +40,17 @@ from spmd.models.decoder.published_experts import (
     with_dense_mlps,
     write_widths,
 )
-from spmd.models.decoder.published_layers import FULL, SLIDING, read_layer_types, table_of
-from spmd.models.decoder.published_names import Names, fused_names, module_names
-from spmd.models.decoder.published_rotary import read_rotary_by_layer, write_rotary_by_layer
+from spmd.models.published.family import (
+    ENDS,
+    TensorNames,
+    decoder_family,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.published.layer_types import FULL, SLIDING, read_layer_types, table_of
+from spmd.models.published.rotary import read_rotary_by_layer, write_rotary_by_layer
+from spmd.models.published.tensor_names import Names, fused_names, module_names
 
 CONV = "conv"
 """Kind of a layer with a short convolution."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, Llama3Scaling
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     decoder_family,
     read_layer,
     read_sizes,

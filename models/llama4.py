@@ -30,16 +30,7 @@ from spmd.models.decoder import (
     Rotary,
     Temperature,
 )
-from spmd.models.decoder.published import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_network_rotary,
-    read_sizes,
-    write_sizes,
-)
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     DENSE,
     SPARSE,
     RouterFields,
@@ -48,7 +39,16 @@ from spmd.models.decoder.published_experts import (
     mlp_kinds,
     with_dense_mlps,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import (
+    ENDS,
+    TensorNames,
+    decoder_family,
+    layer_names,
+    read_network_rotary,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.published.layer_types import (
     FULL,
     every,
     read_layer_types,
@@ -56,8 +56,8 @@ from spmd.models.decoder.published_layers import (
     rotated_layers,
     table_of,
 )
-from spmd.models.decoder.published_names import module_names
-from spmd.models.decoder.published_text import text_values
+from spmd.models.published.tensor_names import module_names
+from spmd.models.published.text_config import text_values
 
 CHUNKED = "chunked_attention"
 """Kind of a layer with attention in chunks, as in `layer_types`."""

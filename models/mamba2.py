@@ -12,12 +12,12 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig, LayerSpec, StateSpaceSpec
-from spmd.models.decoder.published import TensorNames, decoder_family
-from spmd.models.decoder.published_names import Names
-from spmd.models.decoder.published_state_space import (
+from spmd.models.published.family import TensorNames, decoder_family
+from spmd.models.published.state_space import (
     StateSpaceFields,
     state_space_names,
 )
+from spmd.models.published.tensor_names import Names
 
 
 def mamba2(mixer: StateSpaceSpec, **fields: Any) -> DecoderConfig:

@@ -22,15 +22,7 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.decoder.published import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
-from spmd.models.decoder.published_ahead import AHEAD, ignored_ahead
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     RouterFields,
     dense_first,
     expert_names,
@@ -40,7 +32,14 @@ from spmd.models.decoder.published_experts import (
     with_dense_mlps,
     write_widths,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
     attention_layers,
@@ -52,6 +51,7 @@ from spmd.models.decoder.published_layers import (
     write_layer_types,
     write_rotary_by_kind,
 )
+from spmd.models.published.multi_token import AHEAD, ignored_ahead
 
 _MIXER = AttentionSpec(qk_norm="head")
 _THETA = 5e5

@@ -25,8 +25,7 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     RouterFields,
     dense_first,
     expert_names,
@@ -36,7 +35,8 @@ from spmd.models.decoder.published_experts import (
     with_dense_mlps,
     write_widths,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
     every,
@@ -46,7 +46,7 @@ from spmd.models.decoder.published_layers import (
     table_of,
     write_layer_types,
 )
-from spmd.models.decoder.published_rotary import read_rotary_by_layer, write_rotary_by_layer
+from spmd.models.published.rotary import read_rotary_by_layer, write_rotary_by_layer
 
 _ROTARY = {
     FULL: Rotary(5e6, RopeScaling(), 0.334),

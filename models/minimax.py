@@ -22,10 +22,10 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
-from spmd.models.decoder.published_experts import RouterFields, expert_names, experts_of
-from spmd.models.decoder.published_layers import MOST_LAYERS
-from spmd.models.decoder.published_rotary import read_rotary, write_rotary
+from spmd.models.published.experts import RouterFields, expert_names, experts_of
+from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.layer_types import MOST_LAYERS
+from spmd.models.published.rotary import read_rotary, write_rotary
 
 _PLAIN = Rotary(5e6, RopeScaling())
 _HALF = AttentionSpec(rotary=Rotary(fraction=0.5), qk_norm="full")

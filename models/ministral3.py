@@ -14,15 +14,15 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Temperature, YarnScaling
-from spmd.models.decoder.published import (
+from spmd.models.decoder.rotary import RopeScaling, Rotary
+from spmd.models.published.family import (
     decoder_family,
     read_network_rotary,
     read_sizes,
     read_window,
     write_sizes,
 )
-from spmd.models.decoder.published_rotary import TABLES
-from spmd.models.decoder.rotary import RopeScaling, Rotary
+from spmd.models.published.rotary import TABLES
 
 _BETA = "llama_4_scaling_beta"
 _SCALING = YarnScaling(16.0, 16_384, mscale=1.0, mscale_all_dim=1.0)

@@ -16,8 +16,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, LayerSpec
-from spmd.models.decoder.published import decoder_family, read_sizes, read_window, write_sizes
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import decoder_family, read_sizes, read_window, write_sizes
+from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
     attention_table,

@@ -22,14 +22,14 @@ from spmd.models.decoder import (
     NormSpec,
     Rotary,
 )
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     decoder_family,
     layer_names,
     read_sizes,
     read_soft_cap,
     write_sizes,
 )
-from spmd.models.decoder.published_names import module_names
+from spmd.models.published.tensor_names import module_names
 
 _CAP = "final_logit_softcapping"
 _MIXER = AttentionSpec(qk_norm="head", qk_norm_after=True, rotary=Rotary(negative=True))

@@ -17,9 +17,9 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.decoder.published import decoder_family, read_sizes, write_biases, write_sizes
-from spmd.models.decoder.published_gpt import gpt_decoder
-from spmd.models.decoder.published_rotary import read_rotary
+from spmd.models.published.family import decoder_family, read_sizes, write_biases, write_sizes
+from spmd.models.published.gpt import gpt_decoder
+from spmd.models.published.rotary import read_rotary
 
 _EPS = "norm_eps"
 _HALF = Rotary(fraction=0.5)

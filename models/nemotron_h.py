@@ -24,16 +24,16 @@ from spmd.models.decoder import (
     NoMixerSpec,
     StateSpaceSpec,
 )
-from spmd.models.decoder.published import TensorNames, decoder_family, read_sizes, write_sizes
-from spmd.models.decoder.published_experts import CHOICE_BIASES, RouterFields, expert_names
-from spmd.models.decoder.published_layers import FULL, LINEAR, layer_table, read_layer_types
-from spmd.models.decoder.published_names import Names, module_names
-from spmd.models.decoder.published_state_space import (
+from spmd.models.published.experts import CHOICE_BIASES, RouterFields, expert_names
+from spmd.models.published.family import TensorNames, decoder_family, read_sizes, write_sizes
+from spmd.models.published.layer_types import FULL, LINEAR, layer_table, read_layer_types
+from spmd.models.published.state_space import (
     EARLIER_KINDS,
     StateSpaceFields,
     state_space_names,
     state_space_of,
 )
+from spmd.models.published.tensor_names import Names, module_names
 
 MLP = "mlp"
 """Kind of a layer with an MLP alone, as in `layers_block_type`."""

@@ -23,7 +23,7 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     decoder_family,
     layer_names,
     read_attention_bias,
@@ -31,7 +31,7 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
     attention_table,
@@ -42,7 +42,7 @@ from spmd.models.decoder.published_layers import (
     write_layer_types,
     write_rotary_by_kind,
 )
-from spmd.models.decoder.published_rotary import read_rotary
+from spmd.models.published.rotary import read_rotary
 
 _THETA3 = 5e5
 _PLAIN3 = Rotary(_THETA3, RopeScaling())

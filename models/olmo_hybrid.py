@@ -17,7 +17,8 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, CONVOLUTION
 from spmd.models.decoder import AttentionSpec, DecoderConfig, GatedDeltaNetSpec, LayerSpec, Rotary
-from spmd.models.decoder.published import (
+from spmd.models.olmo import LAYER2, read_layer2
+from spmd.models.published.family import (
     ENDS,
     TensorNames,
     decoder_family,
@@ -25,15 +26,14 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_delta import (
+from spmd.models.published.gated_delta_net import (
     delta_net_names,
     delta_net_of,
     read_delta_net,
     write_delta_net,
 )
-from spmd.models.decoder.published_layers import FULL, LINEAR, every, layer_table, read_layer_types
-from spmd.models.decoder.published_rotary import read_rotary, write_rotary
-from spmd.models.olmo import LAYER2, read_layer2
+from spmd.models.published.layer_types import FULL, LINEAR, every, layer_table, read_layer_types
+from spmd.models.published.rotary import read_rotary, write_rotary
 
 _NET = GatedDeltaNetSpec(negative_eigenvalues=True, norm_eps=1e-5)
 

@@ -16,9 +16,9 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig, NormSpec
-from spmd.models.decoder.published import TensorNames, decoder_family, layer_names
-from spmd.models.decoder.published_gpt import gpt_decoder, mlp_of, read_gpt, write_gpt
-from spmd.models.decoder.published_names import Names, module_names
+from spmd.models.published.family import TensorNames, decoder_family, layer_names
+from spmd.models.published.gpt import gpt_decoder, mlp_of, read_gpt, write_gpt
+from spmd.models.published.tensor_names import Names, module_names
 
 opt = functools.partial(
     gpt_decoder, activation="relu", tied=True, positions=2048, unused_positions=2

@@ -22,15 +22,15 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     ENDS,
     TensorNames,
     decoder_family,
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_names import QKV, fused_names, module_names
-from spmd.models.decoder.published_rotary import read_rotary
+from spmd.models.published.rotary import read_rotary
+from spmd.models.published.tensor_names import QKV, fused_names, module_names
 
 _ROTARY = Rotary(10_000.0, RopeScaling(), 0.5)
 _EPS = "layer_norm_eps"

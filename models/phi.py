@@ -13,7 +13,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, RopeScaling, Rotary
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     ENDS,
     TensorNames,
     decoder_family,
@@ -21,9 +21,9 @@ from spmd.models.decoder.published import (
     read_sizes,
     write_sizes,
 )
-from spmd.models.decoder.published_gpt import gpt_decoder, read_activation, write_activation
-from spmd.models.decoder.published_names import module_names
-from spmd.models.decoder.published_rotary import read_rotary
+from spmd.models.published.gpt import gpt_decoder, read_activation, write_activation
+from spmd.models.published.rotary import read_rotary
+from spmd.models.published.tensor_names import module_names
 
 _EPS = "layer_norm_eps"
 _HALF = Rotary(10_000.0, RopeScaling(), fraction=0.5)

@@ -14,7 +14,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, LongRopeScaling, Rotary
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     ENDS,
     TensorNames,
     decoder_family,
@@ -23,8 +23,8 @@ from spmd.models.decoder.published import (
     read_window,
     write_sizes,
 )
-from spmd.models.decoder.published_names import GATE_UP, QKV, fused_names
-from spmd.models.decoder.published_rotary import PLAIN, read_rotary
+from spmd.models.published.rotary import PLAIN, read_rotary
+from spmd.models.published.tensor_names import GATE_UP, QKV, fused_names
 
 _ROTARY = Rotary()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     check_layer_types,
     decoder_family,
     read_sizes,

@@ -15,14 +15,7 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
-from spmd.models.decoder.published import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     RouterFields,
     expert_names,
     experts_of,
@@ -32,7 +25,14 @@ from spmd.models.decoder.published_experts import (
     write_sparse_layers,
     write_widths,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import (
+    decoder_family,
+    layer_names,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
     attention_layers,

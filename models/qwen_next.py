@@ -33,21 +33,7 @@ from spmd.models.decoder import (
     Rotary,
 )
 from spmd.models.decoder.layer import Mixer
-from spmd.models.decoder.published import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_sizes,
-    write_sizes,
-)
-from spmd.models.decoder.published_ahead import ignored_ahead
-from spmd.models.decoder.published_delta import (
-    fused_delta_net_names,
-    read_delta_net,
-    write_delta_net,
-)
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     SPARSE,
     RouterFields,
     expert_names,
@@ -57,10 +43,24 @@ from spmd.models.decoder.published_experts import (
     write_sparse_layers,
     write_widths,
 )
-from spmd.models.decoder.published_layers import FULL, LINEAR, every, read_layer_types, table_of
-from spmd.models.decoder.published_names import Names, fused_names
-from spmd.models.decoder.published_rotary import read_rotary
-from spmd.models.decoder.published_text import TEXT_PREFIX, text_values
+from spmd.models.published.family import (
+    ENDS,
+    TensorNames,
+    decoder_family,
+    layer_names,
+    read_sizes,
+    write_sizes,
+)
+from spmd.models.published.gated_delta_net import (
+    fused_delta_net_names,
+    read_delta_net,
+    write_delta_net,
+)
+from spmd.models.published.layer_types import FULL, LINEAR, every, read_layer_types, table_of
+from spmd.models.published.multi_token import ignored_ahead
+from spmd.models.published.rotary import read_rotary
+from spmd.models.published.tensor_names import Names, fused_names
+from spmd.models.published.text_config import TEXT_PREFIX, text_values
 
 _NET = GatedDeltaNetSpec(heads=32, key_heads=16)
 _ROTARY = Rotary(1e4, RopeScaling(), 0.25)

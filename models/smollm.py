@@ -13,14 +13,14 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     decoder_family,
     read_layer,
     read_sizes,
     write_biases,
     write_sizes,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
     attention_table,

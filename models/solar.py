@@ -14,8 +14,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
-from spmd.models.decoder.published_experts import (
+from spmd.models.published.experts import (
     CHOICE_BIASES,
     RouterFields,
     expert_names,
@@ -23,6 +22,7 @@ from spmd.models.decoder.published_experts import (
     read_shared_experts,
     write_shared_experts,
 )
+from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
 
 
 def solar_open(*shape: Any, **fields: Any) -> DecoderConfig:

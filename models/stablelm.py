@@ -25,9 +25,9 @@ from spmd.models.decoder import (
     Rotary,
 )
 from spmd.models.decoder.layer import Norms
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes, write_sizes
-from spmd.models.decoder.published_gpt import read_activation, write_activation
-from spmd.models.decoder.published_rotary import read_rotary
+from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.gpt import read_activation, write_activation
+from spmd.models.published.rotary import read_rotary
 
 _EPS = "layer_norm_eps"
 _QUARTER = Rotary(10_000.0, RopeScaling(), fraction=0.25)

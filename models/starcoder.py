@@ -14,7 +14,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, Rotary
-from spmd.models.decoder.published import (
+from spmd.models.published.family import (
     TANH,
     decoder_family,
     layer_names,
@@ -22,8 +22,8 @@ from spmd.models.decoder.published import (
     read_window,
     write_sizes,
 )
-from spmd.models.decoder.published_gpt import gpt_decoder
-from spmd.models.decoder.published_names import module_names
+from spmd.models.published.gpt import gpt_decoder
+from spmd.models.published.tensor_names import module_names
 
 _EPS = "norm_epsilon"
 _HARMLESS = (

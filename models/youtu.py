@@ -11,8 +11,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, LatentAttentionSpec, LayerSpec
-from spmd.models.decoder.published import decoder_family, layer_names, read_sizes
-from spmd.models.decoder.published_latent import (
+from spmd.models.published.family import decoder_family, layer_names, read_sizes
+from spmd.models.published.latent_attention import (
     latent_names,
     latent_sizes,
     read_latent_attention,

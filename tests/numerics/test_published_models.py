@@ -26,7 +26,7 @@ from spmd.models.decoder import (
     Rotary,
     decoder_rules,
 )
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
     attention_table,

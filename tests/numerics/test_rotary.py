@@ -13,15 +13,6 @@ from spmd.layers.kv_cache import prefill
 from spmd.model_interface.model import as_outputs
 from spmd.models.decoder import DecoderConfig
 from spmd.models.decoder import rotary as rope
-from spmd.models.decoder.published_rotary import (
-    ENTRIES,
-    PLAIN,
-    Rotary,
-    read_rotary,
-    read_rotary_by_layer,
-    write_rotary,
-    write_rotary_by_layer,
-)
 from spmd.models.decoder.rotary import (
     SCALINGS,
     DynamicScaling,
@@ -33,6 +24,15 @@ from spmd.models.decoder.rotary import (
     YarnScaling,
     rotary_angles,
     rotate,
+)
+from spmd.models.published.rotary import (
+    ENTRIES,
+    PLAIN,
+    Rotary,
+    read_rotary,
+    read_rotary_by_layer,
+    write_rotary,
+    write_rotary_by_layer,
 )
 from spmd.plan.flax import from_nnx
 from tests.numerics.test_transformers import TOKENS, difference, logits_here

@@ -19,7 +19,7 @@ from spmd.models.decoder import (
     ParallelMixerSpec,
     StateSpaceSpec,
 )
-from spmd.models.decoder.published_state_space import StateSpaceFields
+from spmd.models.published.state_space import StateSpaceFields
 from tests.decoders import model, params
 
 MIXER = StateSpaceSpec(heads=8, head_dim=4, groups=2, state_dim=8)

@@ -107,7 +107,7 @@ MUTATIONS = {
         ("tests/unit/test_plan.py::test_the_text_of_a_plan_is_as_reviewed[llama-zero3]",),
     ),
     "swapped q/k map": Mutation(
-        "models/decoder/published.py",
+        "models/published/family.py",
         """
     "attention/q_proj": "self_attn.q_proj",
     "attention/k_proj": "self_attn.k_proj",

@@ -6,14 +6,14 @@ import pytest
 
 from spmd.errors import ConfigError
 from spmd.hf import family
-from spmd.models.decoder.unsupported import MISSING_OPTIONS
+from spmd.models.published.unsupported import MISSING_OPTIONS
 
 
 @pytest.fixture
 def declared(monkeypatch):
     """The entry point of the table, installed or not."""
     entry = importlib.metadata.EntryPoint(
-        "decoder", "spmd.models.decoder.unsupported:MISSING_OPTIONS", family.OPTIONS_GROUP
+        "decoder", "spmd.models.published.unsupported:MISSING_OPTIONS", family.OPTIONS_GROUP
     )
     installed = importlib.metadata.entry_points
 

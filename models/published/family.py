@@ -25,10 +25,10 @@ from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.experts import RouterBias
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
-from spmd.models.decoder.published_names import Names, module_names
-from spmd.models.decoder.published_rotary import read_rotary, write_rotary
 from spmd.models.decoder.rotary import RopeScaling, Rotary
 from spmd.models.decoder.rules import decoder_rules
+from spmd.models.published.rotary import read_rotary, write_rotary
+from spmd.models.published.tensor_names import Names, module_names
 
 TANH = "gelu_pytorch_tanh"
 """Activation of config.json: gelu by the tanh approximation."""

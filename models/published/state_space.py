@@ -15,9 +15,9 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, CONVOLUTION, TRANSPOSED, part
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.parallel_mixer import ParallelMixerSpec
-from spmd.models.decoder.published_layers import FULL, LINEAR
-from spmd.models.decoder.published_names import Names, fused_names
 from spmd.models.decoder.state_space import StateSpaceSpec
+from spmd.models.published.layer_types import FULL, LINEAR
+from spmd.models.published.tensor_names import Names, fused_names
 
 EARLIER_KINDS = {"mamba": LINEAR, "attention": FULL}
 """Kinds in files of `transformers` before 5.20 → the kinds of today."""

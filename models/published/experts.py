@@ -20,8 +20,8 @@ from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
-from spmd.models.decoder.published import Names
-from spmd.models.decoder.published_layers import (
+from spmd.models.published.family import Names
+from spmd.models.published.layer_types import (
     MOST_LAYERS,
     limit_layers,
     read_layer_types,

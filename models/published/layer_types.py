@@ -17,12 +17,12 @@ from spmd.models.decoder.attention import AttentionSpec
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.pattern import find_pattern
-from spmd.models.decoder.published_rotary import (
+from spmd.models.decoder.rotary import RopeScaling, Rotary
+from spmd.models.published.rotary import (
     read_rotary,
     read_rotary_by_layer,
     write_rotary_by_layer,
 )
-from spmd.models.decoder.rotary import RopeScaling, Rotary
 
 FULL = "full_attention"
 """Attention to all preceding tokens."""

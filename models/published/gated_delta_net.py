@@ -13,8 +13,8 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, CONVOLUTION, TRANSPOSED, part
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
-from spmd.models.decoder.published_layers import FULL, LINEAR
-from spmd.models.decoder.published_names import Names
+from spmd.models.published.layer_types import FULL, LINEAR
+from spmd.models.published.tensor_names import Names
 
 _NET = "gated_delta_net"
 
