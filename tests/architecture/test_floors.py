@@ -296,8 +296,16 @@ def check_name(module: Module) -> Iterator[str]:
 
 
 def check_models(module: Module) -> Iterator[str]:
-    """A model sees Flax, JAX, the marks and rows that it declares, and the names of its checkpoints; never a plan."""
-    yield from outside_of(module, ("spmd.models", *MODELS_MAY_IMPORT))
+    """A model sees Flax, JAX, the marks and rows that it declares, and the names of its checkpoints; never a plan.
+
+    The decoder knows no file format, and neither it nor the readers of files know a family.
+    """
+    own = ("spmd.models",)
+    if is_within(module.name, "spmd.models.published"):
+        own = ("spmd.models.decoder", "spmd.models.published")
+    if is_within(module.name, "spmd.models.decoder"):
+        own = ("spmd.models.decoder",)
+    yield from outside_of(module, (*own, *MODELS_MAY_IMPORT))
 
 
 def check_partition_rules(module: Module) -> Iterator[str]:
@@ -388,6 +396,18 @@ CONTROLS: tuple[tuple[Check, str, str, str], ...] = (
         "spmd.plan.plan",
     ),
     (check_models, "spmd.models.llama", "import optax", "optax"),
+    (
+        check_models,
+        "spmd.models.decoder.layer",
+        "from spmd.models.published.family import layer_names",
+        "spmd.models.published.family",
+    ),
+    (
+        check_models,
+        "spmd.models.published.family",
+        "from spmd.models.llama import PRESETS",
+        "spmd.models.llama",
+    ),
     (
         check_partition_rules,
         "spmd.partition_rules.llama",
