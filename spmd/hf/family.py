@@ -39,6 +39,7 @@ OPTIONS_GROUP = "spmd.missing_options"
 
 _SAME_TASK = 0.9
 _PLACEHOLDERS = ("layer", "expert", "head")
+_ANY_PLACEHOLDER = "|".join(_PLACEHOLDERS)
 _NO_ALIASES: Mapping[str, str] = FrozenDict()
 
 
@@ -79,7 +80,7 @@ class Ignored:
 
 def name_pattern(tensor: str) -> re.Pattern[str]:
     """Return the pattern of a tensor's names in all layers, experts and heads."""
-    return re.compile(re.sub(r"\\{(layer|expert|head)\\}", r"\\d+", re.escape(tensor)))
+    return re.compile(re.sub(rf"\\{{({_ANY_PLACEHOLDER})\\}}", r"\\d+", re.escape(tensor)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +173,8 @@ def _stored_names(
 
 
 def _name_form(tensor: str) -> str:
-    """Return the name of a tensor, or of a name map, without the numbers of layers and experts."""
-    return re.sub(r"(?<=\.)(\d+|\{layer\}|\{expert\})(?=\.)", "#", tensor)
+    """Return the name of a tensor, or of a name map, without numbers."""
+    return re.sub(rf"(?<=\.)(\d+|\{{({_ANY_PLACEHOLDER})\}})(?=\.)", "#", tensor)
 
 
 def _stored_mappings(

@@ -22,12 +22,7 @@ from spmd.checkpoint.manifest import read_object
 from spmd.errors import CheckpointError, Problem, check_local, first_of
 from spmd.hf.family import Family, Ignored, TensorMapping, TensorSource, family_of, name_pattern
 from spmd.hf.fields import collect_errors
-from spmd.hf.quantization import (
-    FIELD,
-    Mxfp4Tensor,
-    read_quantization,
-    readers_of,
-)
+from spmd.hf.quantization import FIELD, Mxfp4Tensor, read_quantization, readers_of
 from spmd.hf.safetensors import SafetensorsFile, StoredTensor, TensorReader
 from spmd.model_interface.model_config import experts_of, layers_of
 

@@ -89,6 +89,7 @@ def save_params(
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     names = family.names(config)
     if quantized is not None:
+        _check_same_model(family, config, quantized)
         names, _ = quantized.tables  # of the layouts of codes
     tensors = _tensors(tensor_sources(names, shapes).values())
     outputs = _outputs(tensors, leaves, dtype)
@@ -180,6 +181,16 @@ def _main_dtype(dtypes: collections.Counter[str]) -> str:
     """Return the dtype of most tensors."""
     (most,) = dtypes.most_common(1)
     return most[0]
+
+
+def _check_same_model(family: Family, config: Any, quantized: HFFolder) -> None:
+    """Raise `CheckpointError` if a checkpoint is of another model than the one to export."""
+    ours = family.write_config(config)
+    if quantized.family is family and family.write_config(quantized.config) == ours:
+        return
+    fix = "the folder that the run was imported from"
+    problem = Problem(str(quantized.path), "is of another model", fix=fix)
+    raise CheckpointError("Nothing was exported:", [problem])
 
 
 def _with_codes(

@@ -329,13 +329,16 @@ def test_codes_of_fp8_are_written_again(fp8, tmp_path):
 
 
 def test_codes_of_another_checkpoint_are_refused(fp8, tmp_path):
-    """One without codes has nothing to keep."""
+    """One without codes has nothing to keep, and one of another model other values."""
     folder, _, _ = fp8
     params = load_params(folder, tiny.plan(fsdp=2, tensor=2).abstract_params)
     family = family_for(tiny.CONFIG)
     save_params(tmp_path / "plain", params, family, tiny.CONFIG)
     with pytest.raises(CheckpointError, match="no quantized tensor"):
         kept(tmp_path / "plain", tmp_path, params, family, tiny.CONFIG)
+    other = dataclasses.replace(tiny.CONFIG, rope_theta=7.0)
+    with pytest.raises(CheckpointError, match="another model"):
+        kept(folder, tmp_path, params, family, other)
 
 
 def test_other_blocks_give_other_values(fp8):
