@@ -131,6 +131,17 @@ PRESETS = {
         mixer=_TINY,
         router=dataclasses.replace(V3_ROUTER, experts=8, top_k=2, groups=4, top_groups=2),
     ),
+    "test-deepseek-v2": deepseek(
+        vocab=64,
+        d_model=32,
+        layers=3,
+        heads=4,
+        d_ff=16,
+        dense_d_ff=48,
+        shared=2,
+        mixer=dataclasses.replace(_TINY, q_rank=0),
+        router=dataclasses.replace(V2_ROUTER, experts=8, top_k=2, groups=4, top_groups=2),
+    ),
     "deepseek-v2-lite": deepseek(
         vocab=102_400,
         d_model=2048,
@@ -179,7 +190,7 @@ PRESETS = {
         router=dataclasses.replace(V3_ROUTER, experts=384, groups=1, top_groups=1, scale=2.827),
     ),
 }
-"""Published shapes by name, without multi-token prediction, and a small one for tests."""
+"""Published shapes by name, without multi-token prediction, and small ones for tests."""
 
 _LAYER = layer_names() | expert_names() | latent_names()
 _NAMES = TensorNames(_LAYER, ENDS, ahead=AHEAD_NAMES)

@@ -152,10 +152,14 @@ class Router(nnx.Module):
         init = nnx.initializers.normal(math.sqrt(spec.init_scale / width))
         kernel = init(rngs.params(), (width, experts), jnp.float32)
         self.kernel = nnx.Param(kernel, gathered_by_layer=True, sent_exactly=True, matrix="io")
-        has_bias = router.has_choice_bias
-        self.bias = RouterBias(jnp.zeros((experts,), jnp.float32)) if has_bias else None
-        has_logit_bias = router.logit_bias
-        self.logit_bias = _zeros(experts, sent_exactly=True) if has_logit_bias else None
+        bias = None
+        if router.has_choice_bias:
+            bias = RouterBias(jnp.zeros((experts,), jnp.float32))
+        self.bias = bias
+        logit_bias = None
+        if router.logit_bias:
+            logit_bias = _zeros(experts, sent_exactly=True)
+        self.logit_bias = logit_bias
 
     def __call__(
         self, x: Float[Array, "batch seq d"], key: Array | None
@@ -231,7 +235,10 @@ class Experts(nnx.Module):
         out_scale = scale * sizes.out_scale
         bias = spec.bias
         into = functools.partial(ExpertDense, experts, width, hidden, scale=scale, bias=bias)
-        self.gate_proj = into(rngs=rngs) if spec.gated else None
+        gate_proj = None
+        if spec.gated:
+            gate_proj = into(rngs=rngs)
+        self.gate_proj = gate_proj
         self.up_proj = into(rngs=rngs)
         self.down_proj = ExpertDense(experts, hidden, width, scale=out_scale, bias=bias, rngs=rngs)
 
@@ -246,8 +253,14 @@ class MixtureOfExperts(nnx.Module):
         self.config = router
         self.router = Router(spec, sizes.d_model, router, rngs=rngs)
         self.experts = Experts(spec, sizes, router.experts, rngs=rngs)
-        self.shared = MLP(spec.shared, sizes, rngs=rngs) if spec.shared else None
-        self.shared_gate = SharedGate(sizes.d_model, rngs=rngs) if spec.shared_gate else None
+        shared = None
+        if spec.shared is not None:
+            shared = MLP(spec.shared, sizes, rngs=rngs)
+        self.shared = shared
+        shared_gate = None
+        if spec.shared_gate:
+            shared_gate = SharedGate(sizes.d_model, rngs=rngs)
+        self.shared_gate = shared_gate
 
     def __call__(
         self, x: Float[Array, "batch seq d"], key: Array | None, valid: Valid = None
