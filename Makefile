@@ -82,7 +82,7 @@ newest: newest-environment ## run the tests of what dependencies can break, on P
 
 parity: newest-environment ## compare families with the newest transformers (soak tests; transformers of the oldest end lacks some)
 	@$(NEWEST)/bin/python -m pip install -q --no-compile -e '.[parity]'
-	$(NEWEST)/bin/python $(PYTEST) tests/numerics/test_transformers.py tests/numerics/test_config_fields.py tests/numerics/test_router.py tests/numerics/test_rotary.py $(ARGS)
+	$(NEWEST)/bin/python $(PYTEST) tests/numerics/test_transformers.py tests/numerics/test_config_fields.py tests/numerics/test_absent_fields.py tests/numerics/test_router.py tests/numerics/test_rotary.py $(ARGS)
 
 upgrades: install ## run the tests that JAX's upgrade flags can break, with the flags on
 	$(UPGRADES) $(VENV)/bin/python $(PYTEST) -m "upgrades and not soak" $(ARGS)

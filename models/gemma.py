@@ -92,7 +92,7 @@ PRESETS = {
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     # both mean the tanh approximation: the first releases wrote "gelu" for it
-    sizes = _read_sizes(fields, ("hidden_act", TANH, "gelu"))
+    sizes = _read_sizes(fields, ("hidden_act", TANH, "gelu"), kv_heads=16)
     fields.only("hidden_activation", TANH)
     return fields.build(gemma, **sizes)
 

@@ -74,7 +74,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values, FIELDS)
     fields.only("scale_attn_weights", True)
     sizes = read_gpt(fields, EPS, activation="gelu_new", tied=False, learned=False)
-    head_dim = sizes["d_model"] // sizes["heads"]
+    head_dim = max(1, sizes["d_model"] // sizes["heads"])
     rotated = fields.integer("rotary_dim", 64)
     if rotated > head_dim or fields.is_null("rotary_dim"):
         what = f"is {fields.value('rotary_dim')}, not a number of dimensions of a head"

@@ -86,6 +86,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 def _read_shared(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
+    fields.only("position_embedding_type", "rope")
     return _build(fields, read_count(fields, _SHARED, 0))
 
 

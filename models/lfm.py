@@ -318,7 +318,7 @@ def _read3(values: Mapping[str, Any]) -> DecoderConfig:
         fields.value("sliding_window")
     rotary = dict(_ROTARY3)
     if fields.value("rope_parameters") is not None:
-        rotary = read_rotary_by_layer(fields, _ROTARY3)
+        rotary = read_rotary_by_layer(fields, _ROTARY3, theta_in_table=1e6)
     mixer = read_attention_bias(fields, _LAYER3.attention)
     if not fields.flag("use_attention_gate", True):
         mixer = dataclasses.replace(mixer, gate="none")

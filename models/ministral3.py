@@ -45,7 +45,9 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     if fields.value(TABLES[0]) is None and fields.value(TABLES[1]) is None:
         fields.only("rope_theta", _ROTARY.theta)  # has no effect without a table
     also = (_BETA, "max_position_embeddings")
-    positions = read_network_rotary(fields, _ROTARY, kinds=("yarn",), also=also)
+    positions = read_network_rotary(
+        fields, _ROTARY, kinds=("yarn",), also=also, theta_in_table=10_000.0
+    )
     temperature = _read_temperature(fields, positions["rope_scaling"])
     return fields.build(
         DecoderConfig,

@@ -49,7 +49,7 @@ PRESETS = {
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    sizes = read_sizes(fields)
+    sizes = read_sizes(fields, kv_heads=8)
     window = read_window(fields, absent=4096)
     return fields.build(DecoderConfig, **sizes, window=window)
 

@@ -158,7 +158,7 @@ _ROUTER = RouterFields("num_local_experts", experts=8, top_k=2)
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     router = _ROUTER.read(fields, jitter=fields.number("router_jitter_noise", 0.0, least=0))
-    sizes = read_sizes(fields, eps=1e-5, theta=1e6)
+    sizes = read_sizes(fields, eps=1e-5, theta=1e6, kv_heads=8)
     window = read_window(fields, absent=0)
     return fields.build(mixtral, **sizes, window=window, router=router)
 

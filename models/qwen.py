@@ -48,7 +48,7 @@ def _read(values: Mapping[str, Any], *, head_dim: int, layer: LayerSpec) -> Deco
     # both are unused without `use_sliding_window`
     fields.value("sliding_window")
     fields.value("max_window_layers")
-    sizes = read_sizes(fields, head_dim=head_dim)
+    sizes = read_sizes(fields, head_dim=head_dim, kv_heads=32)
     check_layer_types(fields, sizes["layers"], "full_attention")
     return fields.build(DecoderConfig, **sizes, layer=layer)
 

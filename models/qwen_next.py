@@ -163,7 +163,7 @@ _ALSO = ("mrope_section", "mrope_interleaved")
 
 def _read_dense(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(text_values(values, _OF_IMAGES))
-    return fields.build(qwen_next, **_read(fields, kv_heads=4))
+    return fields.build(qwen_next, **_read(fields, kv_heads=4, d_ff=12_288))
 
 
 def _read_experts(
@@ -187,7 +187,7 @@ def _read_experts(
     )
 
 
-def _read(fields: Fields, kv_heads: int, d_ff: int = 0) -> dict[str, Any]:
+def _read(fields: Fields, kv_heads: int, d_ff: int) -> dict[str, Any]:
     """Parse the fields of all versions, as arguments of `qwen_next`.
 
     `kv_heads` and `d_ff` are values of absent fields.

@@ -80,7 +80,6 @@ class TensorNames:
         ahead: Tensors of a module of multi-token prediction besides those of its layer, with the
             number of a layer after the last one; None if they have no published names.
         constants: Scalars of a layer without a parameter, with their values.
-        head: Kernel of the output head.
     """
 
     layer: Names
@@ -374,7 +373,6 @@ def read_sizes(
         kv_heads = heads
     if eps_field:
         eps = fields.number(eps_field, eps, least=0)
-    d_ff = None
     if d_ff_ratio:
         d_ff = d_ff_ratio * width
     rotary = {}

@@ -117,6 +117,7 @@ def read_rotary(
     *,
     kinds: Iterable[str] = tuple(ENTRIES),
     also: Iterable[str] = (),
+    theta_in_table: float = 0.0,
 ) -> Rotary:
     """Parse the rotary embeddings of all layers; problems are reported to `fields`.
 
@@ -125,9 +126,11 @@ def read_rotary(
         default: The base and the fraction of a file without them.
         kinds: Supported values of `rope_type`.
         also: Entries of the table that the caller reads.
+        theta_in_table: The base of a table without one; 0 for that of `default`.
     """
     parsed: list[Rotary] = []
     base, fraction = _read_outside(fields, default)
+    in_table = fields.value("rope_theta", theta_in_table or default.theta)
     for name in TABLES:
         table = fields.value(name, {})
         if table == {}:
@@ -135,7 +138,7 @@ def read_rotary(
         if not isinstance(table, Mapping):
             fields.refuse(name, f"is {table!r:.80}, not an object")
             continue
-        reader = _Reader(fields, name, Rotary(base, fraction=fraction), kinds, {*also})
+        reader = _Reader(fields, name, Rotary(in_table, fraction=fraction), kinds, {*also})
         rotary = reader.read(table)
         if parsed and rotary != parsed[0]:
             fix = "keep the one that the model was trained with"
@@ -153,6 +156,7 @@ def read_rotary_by_layer(
     unscaled: Mapping[str, str] = MappingProxyType({}),
     kinds: Iterable[str] = tuple(ENTRIES),
     also: Iterable[str] = (),
+    theta_in_table: float = 0.0,
 ) -> dict[str, Rotary]:
     """Parse `rope_parameters` with a table for each type of layer, of `transformers` 5.
 
@@ -166,6 +170,7 @@ def read_rotary_by_layer(
             base, such as `sliding_attention` → `rope_local_base_freq` in Gemma 3.
         kinds: As for `read_rotary`.
         also: As for `read_rotary`.
+        theta_in_table: As for `read_rotary`.
 
     Returns:
         The embeddings of each type of layer in `defaults`.
@@ -179,7 +184,9 @@ def read_rotary_by_layer(
                 theta = fields.number(unscaled[kind], default.theta, least=1.0)
                 found[kind] = Rotary(theta, RopeScaling(), default.fraction)
             else:
-                found[kind] = read_rotary(fields, default, kinds=kinds, also=also)
+                found[kind] = read_rotary(
+                    fields, default, kinds=kinds, also=also, theta_in_table=theta_in_table
+                )
         return found
     for key in sorted({*tables} - {*defaults} - {*also}, key=str):
         where = f"rope_parameters.{key}"
@@ -192,7 +199,8 @@ def read_rotary_by_layer(
             fields.refuse(where, f"is {table!r:.80}, not an object")
             found[kind] = default
             continue
-        base, fraction = _read_outside(fields, default)
+        _, fraction = _read_outside(fields, default)
+        base = fields.value("rope_theta", theta_in_table or default.theta)
         reader = _Reader(fields, where, Rotary(base, fraction=fraction), kinds, {*also})
         found[kind] = reader.read(table)
     return found

@@ -83,12 +83,13 @@ class Liveness:
         self._send(f"{gone}\n".encode())
         if self._ended.wait(self._grace):
             return
-        print(
+        line = (
             f"spmd: process {self._own} of {len(self._meeting.reports)} stops: another process is "
-            f"gone, {gone}. See its last output. Exit code {self._exit_code}.",
-            file=sys.stderr,
-            flush=True,
+            f"gone, {gone}. See its last output. Exit code {self._exit_code}.\n"
         )
+        # in one piece: the others write theirs to the same log at this moment
+        sys.stderr.write(line)
+        sys.stderr.flush()
         self._exit(self._exit_code)
 
     def _wait(self) -> str:
