@@ -14,14 +14,8 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Llama3Scaling, MLPSpec
 from spmd.models.decoder.activations import XIELU_BETA, XIELU_EPS
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_sizes, write_sizes
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.rotary import TABLES
 
 _THETA = 12_000_000.0

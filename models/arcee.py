@@ -12,13 +12,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, LayerSpec, MLPSpec
-from spmd.models.published.family import (
-    decoder_family,
-    read_layer,
-    read_sizes,
-    write_biases,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_layer, read_sizes, write_biases, write_sizes
+from spmd.models.published.family import decoder_family
 
 _MLP = MLPSpec(activation="relu2", gated=False)
 

@@ -21,6 +21,7 @@ from spmd.models.decoder import (
     LayerSpec,
     MLPSpec,
 )
+from spmd.models.published.common_fields import read_sizes
 from spmd.models.published.experts import (
     CHOICE_BIASES,
     DENSE,
@@ -36,7 +37,7 @@ from spmd.models.published.experts import (
     with_dense_mlps,
     write_shared_experts,
 )
-from spmd.models.published.family import decoder_family, layer_names, read_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.latent_attention import (
     latent_names,
     latent_sizes,

@@ -22,15 +22,8 @@ from spmd.models.decoder import (
     Rotary,
     StateSpaceSpec,
 )
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_layer,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_layer, read_sizes, write_sizes
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.layer_types import FULL, LINEAR, attention_of, layer_table
 from spmd.models.published.rotary import read_rotary
 from spmd.models.published.state_space import (

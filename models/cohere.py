@@ -16,12 +16,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, NormSpec, Rotary
-from spmd.models.published.family import (
-    decoder_family,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_attention_bias, read_sizes, write_sizes
+from spmd.models.published.family import decoder_family
 from spmd.models.published.layer_types import (
     SLIDING,
     attention_table,

@@ -24,6 +24,7 @@ from spmd.models.decoder import (
     NormSpec,
     Rotary,
 )
+from spmd.models.published.common_fields import read_attention_bias, read_sizes, write_sizes
 from spmd.models.published.experts import (
     DENSE,
     RouterFields,
@@ -37,13 +38,7 @@ from spmd.models.published.experts import (
     with_dense_mlps,
     write_widths,
 )
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,

@@ -11,7 +11,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, LayerSpec, Llama3Scaling, MLPSpec
-from spmd.models.published.family import decoder_family, read_layer, read_sizes, write_sizes
+from spmd.models.published.common_fields import read_layer, read_sizes, write_sizes
+from spmd.models.published.family import decoder_family
 from spmd.models.published.layer_types import (
     FULL,
     attention_table,

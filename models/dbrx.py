@@ -16,8 +16,9 @@ from spmd.hf.layout import AS_IS, TensorLayout
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, NormSpec
 from spmd.models.decoder.rotary import RopeScaling, Rotary
+from spmd.models.published.common_fields import read_clip
 from spmd.models.published.experts import RouterFields, experts_of
-from spmd.models.published.family import TensorNames, decoder_family, read_clip
+from spmd.models.published.family import TensorNames, decoder_family
 from spmd.models.published.rotary import read_rotary, write_rotary
 from spmd.models.published.tensor_names import QKV, Names, fused_names, module_names
 

@@ -25,6 +25,7 @@ from spmd.models.decoder import (
     MLPSpec,
     YarnScaling,
 )
+from spmd.models.published.common_fields import read_sizes
 from spmd.models.published.experts import (
     CHOICE_BIASES,
     RouterFields,
@@ -34,13 +35,7 @@ from spmd.models.published.experts import (
     read_dense_first,
     write_shared_experts,
 )
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_sizes,
-)
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.latent_attention import (
     latent_names,
     read_latent_attention,

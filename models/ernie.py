@@ -23,6 +23,7 @@ from spmd.models.decoder import (
     MLPSpec,
     Rotary,
 )
+from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import (
     DENSE,
     SPARSE,
@@ -35,7 +36,7 @@ from spmd.models.published.experts import (
     read_count,
     write_widths,
 )
-from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import limit_layers
 
 _ROTARY = Rotary(interleaved=True)

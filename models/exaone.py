@@ -23,6 +23,7 @@ from spmd.models.decoder import (
     LayerSpec,
     MLPSpec,
 )
+from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import (
     CHOICE_BIASES,
     RouterFields,
@@ -36,7 +37,7 @@ from spmd.models.published.experts import (
     with_dense_mlps,
     write_shared_experts,
 )
-from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     every,
     read_rotated_windows,

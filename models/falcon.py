@@ -17,7 +17,8 @@ from spmd.hf.fields import Fields, renamed
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig, Rotary
 from spmd.models.decoder.layer import Norms
-from spmd.models.published.family import TensorNames, decoder_family, read_sizes, write_sizes
+from spmd.models.published.common_fields import read_sizes, write_sizes
+from spmd.models.published.family import TensorNames, decoder_family
 from spmd.models.published.gpt import gpt_decoder, read_activation, write_activation
 from spmd.models.published.tensor_names import QKV, Names, fused_names, module_names
 

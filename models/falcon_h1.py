@@ -21,14 +21,8 @@ from spmd.models.decoder import (
     ParallelMixerSpec,
     StateSpaceSpec,
 )
-from spmd.models.published.family import (
-    TensorNames,
-    decoder_family,
-    read_factor,
-    read_layer,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_factor, read_layer, read_sizes, write_sizes
+from spmd.models.published.family import TensorNames, decoder_family
 from spmd.models.published.state_space import StateSpaceFields
 
 _MLP = MLPSpec()

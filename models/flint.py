@@ -24,6 +24,7 @@ from spmd.models.decoder import (
     MLPSpec,
     Rotary,
 )
+from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import (
     RouterFields,
     dense_first,
@@ -34,7 +35,7 @@ from spmd.models.published.experts import (
     write_sparse_layers,
     write_widths,
 )
-from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,

@@ -14,15 +14,14 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
-from spmd.models.published.family import (
+from spmd.models.published.common_fields import (
     TANH,
     check_layer_types,
-    decoder_family,
-    layer_names,
     read_sizes,
     write_query_scale,
     write_sizes,
 )
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import write_layer_types
 
 DEFAULTS: dict[str, Any] = {

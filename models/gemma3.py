@@ -15,7 +15,8 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
 from spmd.models.gemma import DEFAULTS, MLP, NAMES2, read_gemma, write_gemma_layers
-from spmd.models.published.family import decoder_family, read_soft_cap
+from spmd.models.published.common_fields import read_soft_cap
+from spmd.models.published.family import decoder_family
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,

@@ -17,7 +17,8 @@ from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
 from spmd.models.decoder.layer import Norms
 from spmd.models.decoder.rotary import RopeScaling
-from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.common_fields import read_sizes, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.rotary import read_rotary, write_rotary
 from spmd.models.published.tensor_names import GATE_UP, fused_names
 

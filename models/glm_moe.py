@@ -25,6 +25,7 @@ from spmd.models.decoder import (
 )
 from spmd.models.decoder.layer import Mixer
 from spmd.models.decoder.rotary import RopeScaling
+from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import (
     CHOICE_BIASES,
     DENSE,
@@ -40,14 +41,7 @@ from spmd.models.published.experts import (
     read_shared_experts,
     write_shared_experts,
 )
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.latent_attention import (
     latent_names,
     latent_sizes,

@@ -18,7 +18,8 @@ from spmd.hf.fields import Fields, renamed
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig, RopeScaling, Rotary
 from spmd.models.decoder.layer import Norms
-from spmd.models.published.family import TensorNames, decoder_family, write_sizes
+from spmd.models.published.common_fields import write_sizes
+from spmd.models.published.family import TensorNames, decoder_family
 from spmd.models.published.gpt import gpt_decoder, read_gpt, write_activation
 from spmd.models.published.rotary import read_rotary
 from spmd.models.published.tensor_names import QKV, Names, fused_names, module_names

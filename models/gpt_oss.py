@@ -19,16 +19,9 @@ from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, YarnScaling
 from spmd.models.decoder.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
 from spmd.models.decoder.rotary import Rotary
+from spmd.models.published.common_fields import read_network_rotary, read_sizes, write_sizes
 from spmd.models.published.experts import RouterFields, experts_of
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_network_rotary,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.layer_types import (
     attention_table,
     every,

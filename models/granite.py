@@ -18,15 +18,14 @@ from spmd.errors import shorten
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, RopeScaling, Rotary
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
+from spmd.models.published.common_fields import (
     read_factor,
     read_layer,
     read_sizes,
     write_biases,
     write_sizes,
 )
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     FULL,
     attention_table,

@@ -26,8 +26,9 @@ from spmd.models.decoder import (
 )
 from spmd.models.granite import read_factors, write_factors
 from spmd.models.granite_moe import NAMES
+from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import RouterFields, read_count
-from spmd.models.published.family import ENDS, TensorNames, decoder_family, read_sizes, write_sizes
+from spmd.models.published.family import ENDS, TensorNames, decoder_family
 from spmd.models.published.layer_types import (
     FULL,
     LINEAR,

@@ -17,14 +17,9 @@ from spmd.hf.layout import EXPERTS_TRANSPOSED, TRANSPOSED, part
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec
 from spmd.models.granite import read_factors, write_factors
+from spmd.models.published.common_fields import read_attention_bias, read_sizes, write_sizes
 from spmd.models.published.experts import RouterFields, experts_of, read_count
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.family import decoder_family, layer_names
 
 
 def granite_moe(

@@ -16,13 +16,8 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_attention_bias, read_sizes, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 
 _LAYER = LayerSpec(AttentionSpec(qk_norm="head", qk_norm_after=True))
 

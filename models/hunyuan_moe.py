@@ -17,6 +17,7 @@ from spmd.hf.fields import Fields
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
 from spmd.models.hunyuan import HARMLESS, NAMES, read_sizes_with_alpha
+from spmd.models.published.common_fields import read_attention_bias, read_sizes, write_sizes
 from spmd.models.published.experts import (
     CHOICE_BIASES,
     RouterFields,
@@ -29,13 +30,7 @@ from spmd.models.published.experts import (
     read_shared_experts,
     write_shared_experts,
 )
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import limit_layers
 
 _V1_MIXER = AttentionSpec(qk_norm="head", qk_norm_after=True)

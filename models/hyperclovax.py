@@ -18,15 +18,14 @@ from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
 from spmd.models.decoder.layer import Norms
 from spmd.models.granite import write_factors
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
+from spmd.models.published.common_fields import (
     read_factor,
     read_layer,
     read_sizes,
     write_biases,
     write_sizes,
 )
+from spmd.models.published.family import decoder_family, layer_names
 
 _LAYER = LayerSpec(AttentionSpec(scale=0.2), norms="both")
 PRESETS = {

@@ -13,7 +13,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec
-from spmd.models.published.family import decoder_family, read_sizes, write_sizes
+from spmd.models.published.common_fields import read_sizes, write_sizes
+from spmd.models.published.family import decoder_family
 
 PRESETS = {
     "test-internlm3": DecoderConfig(64, 32, 2, 4, 2, 64, head_dim=16),

@@ -13,7 +13,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, MLPSpec, NormSpec
-from spmd.models.published.family import decoder_family, read_sizes, write_biases, write_sizes
+from spmd.models.published.common_fields import read_sizes, write_biases, write_sizes
+from spmd.models.published.family import decoder_family
 
 _EPS = "layer_norm_eps"
 

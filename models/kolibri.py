@@ -17,13 +17,14 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec
+from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import (
     RouterFields,
     expert_names,
     experts_of,
     write_widths,
 )
-from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     every,
     read_rotated_windows,

@@ -29,6 +29,7 @@ from spmd.models.decoder import (
     Rotary,
 )
 from spmd.models.decoder.layer import Mixer
+from spmd.models.published.common_fields import read_attention_bias, read_sizes, write_sizes
 from spmd.models.published.experts import (
     DENSE,
     RouterFields,
@@ -40,14 +41,7 @@ from spmd.models.published.experts import (
     with_dense_mlps,
     write_widths,
 )
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.family import ENDS, TensorNames, decoder_family
 from spmd.models.published.layer_types import FULL, SLIDING, read_layer_types, table_of
 from spmd.models.published.rotary import read_rotary_by_layer, write_rotary_by_layer
 from spmd.models.published.tensor_names import Names, fused_names, module_names

@@ -12,13 +12,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, Llama3Scaling
-from spmd.models.published.family import (
-    decoder_family,
-    read_layer,
-    read_sizes,
-    write_biases,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_layer, read_sizes, write_biases, write_sizes
+from spmd.models.published.family import decoder_family
 
 _LLAMA3_8B = DecoderConfig(128_256, 4096, 32, 32, 8, 14_336, rope_theta=500_000.0)
 _LLAMA3_1B = DecoderConfig(128_256, 2048, 16, 32, 8, 8192, rope_theta=500_000.0, tied=True)

@@ -30,6 +30,7 @@ from spmd.models.decoder import (
     Rotary,
     Temperature,
 )
+from spmd.models.published.common_fields import read_network_rotary, read_sizes, write_sizes
 from spmd.models.published.experts import (
     DENSE,
     SPARSE,
@@ -39,15 +40,7 @@ from spmd.models.published.experts import (
     mlp_kinds,
     with_dense_mlps,
 )
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_network_rotary,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.layer_types import (
     FULL,
     every,

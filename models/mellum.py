@@ -22,6 +22,7 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
+from spmd.models.published.common_fields import read_attention_bias, read_sizes, write_sizes
 from spmd.models.published.experts import (
     RouterFields,
     dense_first,
@@ -32,13 +33,7 @@ from spmd.models.published.experts import (
     with_dense_mlps,
     write_widths,
 )
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,

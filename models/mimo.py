@@ -25,6 +25,7 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
+from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import (
     RouterFields,
     dense_first,
@@ -35,7 +36,7 @@ from spmd.models.published.experts import (
     with_dense_mlps,
     write_widths,
 )
-from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,

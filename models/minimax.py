@@ -22,8 +22,9 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
+from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import RouterFields, expert_names, experts_of
-from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import MOST_LAYERS
 from spmd.models.published.rotary import read_rotary, write_rotary
 

@@ -15,13 +15,13 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Temperature, YarnScaling
 from spmd.models.decoder.rotary import RopeScaling, Rotary
-from spmd.models.published.family import (
-    decoder_family,
+from spmd.models.published.common_fields import (
     read_network_rotary,
     read_sizes,
     read_window,
     write_sizes,
 )
+from spmd.models.published.family import decoder_family
 from spmd.models.published.rotary import TABLES
 
 _BETA = "llama_4_scaling_beta"

@@ -16,7 +16,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, LayerSpec
-from spmd.models.published.family import decoder_family, read_sizes, read_window, write_sizes
+from spmd.models.published.common_fields import read_sizes, read_window, write_sizes
+from spmd.models.published.family import decoder_family
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,

@@ -17,14 +17,9 @@ from spmd.errors import ConfigError, Problem
 from spmd.hf.fields import Fields
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
+from spmd.models.published.common_fields import read_sizes, read_window, write_sizes
 from spmd.models.published.experts import RouterFields, expert_names
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
-    read_sizes,
-    read_window,
-    write_sizes,
-)
+from spmd.models.published.family import decoder_family, layer_names
 
 
 def mixtral(

@@ -22,13 +22,8 @@ from spmd.models.decoder import (
     NormSpec,
     Rotary,
 )
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
-    read_sizes,
-    read_soft_cap,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_sizes, read_soft_cap, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.tensor_names import module_names
 
 _CAP = "final_logit_softcapping"

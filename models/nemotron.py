@@ -17,7 +17,8 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.published.family import decoder_family, read_sizes, write_biases, write_sizes
+from spmd.models.published.common_fields import read_sizes, write_biases, write_sizes
+from spmd.models.published.family import decoder_family
 from spmd.models.published.gpt import gpt_decoder
 from spmd.models.published.rotary import read_rotary
 

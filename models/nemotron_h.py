@@ -24,8 +24,9 @@ from spmd.models.decoder import (
     NoMixerSpec,
     StateSpaceSpec,
 )
+from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import CHOICE_BIASES, RouterFields, expert_names
-from spmd.models.published.family import TensorNames, decoder_family, read_sizes, write_sizes
+from spmd.models.published.family import TensorNames, decoder_family
 from spmd.models.published.layer_types import FULL, LINEAR, layer_table, read_layer_types
 from spmd.models.published.state_space import (
     EARLIER_KINDS,

@@ -23,14 +23,13 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
+from spmd.models.published.common_fields import (
     read_attention_bias,
     read_clip,
     read_sizes,
     write_sizes,
 )
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,

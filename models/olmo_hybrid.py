@@ -18,14 +18,8 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, CONVOLUTION
 from spmd.models.decoder import AttentionSpec, DecoderConfig, GatedDeltaNetSpec, LayerSpec, Rotary
 from spmd.models.olmo import LAYER2, read_layer2
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_sizes, write_sizes
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.gated_delta_net import (
     delta_net_names,
     delta_net_of,

@@ -16,14 +16,9 @@ from spmd.hf.fields import Fields
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec
 from spmd.models.decoder.layer import Norms
+from spmd.models.published.common_fields import read_attention_bias, read_sizes, write_sizes
 from spmd.models.published.experts import RouterFields, expert_names, experts_of
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.family import decoder_family, layer_names
 
 _LAYER = LayerSpec(AttentionSpec(qk_norm="full"), ExpertsSpec())
 _FLEX = LayerSpec(AttentionSpec(qk_norm="full"), ExpertsSpec(), norms="after")

@@ -22,13 +22,8 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_sizes, write_sizes
+from spmd.models.published.family import ENDS, TensorNames, decoder_family
 from spmd.models.published.rotary import read_rotary
 from spmd.models.published.tensor_names import QKV, fused_names, module_names
 

@@ -13,14 +13,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, RopeScaling, Rotary
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_sizes, write_sizes
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.gpt import gpt_decoder, read_activation, write_activation
 from spmd.models.published.rotary import read_rotary
 from spmd.models.published.tensor_names import module_names

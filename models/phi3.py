@@ -14,15 +14,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, LongRopeScaling, Rotary
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_sizes,
-    read_window,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_sizes, read_window, write_sizes
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.rotary import PLAIN, read_rotary
 from spmd.models.published.tensor_names import GATE_UP, QKV, fused_names
 

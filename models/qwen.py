@@ -14,12 +14,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
-from spmd.models.published.family import (
-    check_layer_types,
-    decoder_family,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.common_fields import check_layer_types, read_sizes, write_sizes
+from spmd.models.published.family import decoder_family
 
 QWEN2 = LayerSpec(AttentionSpec(qkv_bias=True))
 QWEN3 = LayerSpec(AttentionSpec(qk_norm="head"))

@@ -15,6 +15,7 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec, MLPSpec
+from spmd.models.published.common_fields import read_attention_bias, read_sizes, write_sizes
 from spmd.models.published.experts import (
     RouterFields,
     expert_names,
@@ -25,13 +26,7 @@ from spmd.models.published.experts import (
     write_sparse_layers,
     write_widths,
 )
-from spmd.models.published.family import (
-    decoder_family,
-    layer_names,
-    read_attention_bias,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,

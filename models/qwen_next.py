@@ -33,6 +33,7 @@ from spmd.models.decoder import (
     Rotary,
 )
 from spmd.models.decoder.layer import Mixer
+from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import (
     SPARSE,
     RouterFields,
@@ -43,14 +44,7 @@ from spmd.models.published.experts import (
     write_sparse_layers,
     write_widths,
 )
-from spmd.models.published.family import (
-    ENDS,
-    TensorNames,
-    decoder_family,
-    layer_names,
-    read_sizes,
-    write_sizes,
-)
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.gated_delta_net import (
     fused_delta_net_names,
     read_delta_net,

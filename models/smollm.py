@@ -13,13 +13,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
-from spmd.models.published.family import (
-    decoder_family,
-    read_layer,
-    read_sizes,
-    write_biases,
-    write_sizes,
-)
+from spmd.models.published.common_fields import read_layer, read_sizes, write_biases, write_sizes
+from spmd.models.published.family import decoder_family
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,

@@ -14,6 +14,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, ExpertsSpec, LayerSpec
+from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import (
     CHOICE_BIASES,
     RouterFields,
@@ -22,7 +23,7 @@ from spmd.models.published.experts import (
     read_shared_experts,
     write_shared_experts,
 )
-from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 
 
 def solar_open(*shape: Any, **fields: Any) -> DecoderConfig:

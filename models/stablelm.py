@@ -25,7 +25,8 @@ from spmd.models.decoder import (
     Rotary,
 )
 from spmd.models.decoder.layer import Norms
-from spmd.models.published.family import decoder_family, layer_names, read_sizes, write_sizes
+from spmd.models.published.common_fields import read_sizes, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.gpt import read_activation, write_activation
 from spmd.models.published.rotary import read_rotary
 

@@ -14,14 +14,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, Rotary
-from spmd.models.published.family import (
-    TANH,
-    decoder_family,
-    layer_names,
-    read_sizes,
-    read_window,
-    write_sizes,
-)
+from spmd.models.published.common_fields import TANH, read_sizes, read_window, write_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.gpt import gpt_decoder
 from spmd.models.published.tensor_names import module_names
 

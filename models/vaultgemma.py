@@ -12,7 +12,8 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
 from spmd.models.gemma import DEFAULTS, MLP, read_gemma, write_gemma_layers
-from spmd.models.published.family import decoder_family, layer_names, read_soft_cap
+from spmd.models.published.common_fields import read_soft_cap
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     attention_table,
     every,

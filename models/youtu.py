@@ -11,7 +11,8 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import DecoderConfig, LatentAttentionSpec, LayerSpec
-from spmd.models.published.family import decoder_family, layer_names, read_sizes
+from spmd.models.published.common_fields import read_sizes
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.latent_attention import (
     latent_names,
     latent_sizes,

@@ -20,13 +20,13 @@ from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
-from spmd.models.published.family import Names
 from spmd.models.published.layer_types import (
     MOST_LAYERS,
     limit_layers,
     read_layer_types,
     table_of,
 )
+from spmd.models.published.tensor_names import Names
 
 SPARSE = "sparse"
 """Kind of a layer with experts, as in `mlp_layer_types`."""

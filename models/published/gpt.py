@@ -18,7 +18,7 @@ from spmd.models.decoder.layer import LayerSpec, Norms
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.rotary import Rotary
 from spmd.models.decoder.sizes import NormSpec
-from spmd.models.published.family import read_sizes, write_sizes
+from spmd.models.published.common_fields import read_sizes, write_sizes
 
 _WRITTEN = {"gelu_tanh": "gelu_pytorch_tanh"}
 """Activation → its name in config.json, if that is another one."""

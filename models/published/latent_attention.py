@@ -13,7 +13,8 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
-from spmd.models.published.family import Names, write_sizes
+from spmd.models.published.common_fields import write_sizes
+from spmd.models.published.tensor_names import Names
 
 _KERNELS = {
     "attention/q_a_proj": "self_attn.q_a_proj",

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from spmd.hf.family import Ignored
 from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.models.decoder.decoder import DecoderConfig
-from spmd.models.published.family import Names
+from spmd.models.published.tensor_names import Names
 
 AHEAD = "num_nextn_predict_layers"
 """Field of config.json: the number of modules."""
