@@ -194,7 +194,7 @@ _HARMLESS = ("ep_size", "seq_aux")
 
 @dataclasses.dataclass(frozen=True)
 class _Defaults:
-    """Fields that a config.json may lack: defaults of the classes in `transformers`."""
+    """Defaults of fields of config.json, as in the classes of `transformers`."""
 
     d_ff: int
     shared: int

@@ -1,4 +1,4 @@
-"""Fields of config.json that most decoders have, and their writing.
+"""Fields of config.json common to most decoders: reading and writing.
 
 ```python
 sizes = read_sizes(fields, eps=1e-5, kv_heads=8)
