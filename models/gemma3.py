@@ -1,7 +1,7 @@
 """Gemma 3: five layers with a sliding window to one without, and two rotary bases (arXiv:2503.19786).
 
-Queries and keys are normalised, in place of Gemma 2's soft cap of scores. These are the models for
-text alone.
+Queries and keys are normalised, in place of Gemma 2's soft cap of scores. Of models of images and
+text, the text part is read.
 
 ```python
 config = dataclasses.replace(PRESETS["gemma3-1b"], layers=6)
@@ -12,11 +12,12 @@ model = spmd.from_nnx(config.build)
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
 from spmd.models.gemma import DEFAULTS, MLP, NAMES2, read_gemma, write_gemma_layers
 from spmd.models.published.common_fields import read_soft_cap
-from spmd.models.published.family import decoder_family
+from spmd.models.published.family import ENDS, TensorNames, decoder_family
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
@@ -26,6 +27,12 @@ from spmd.models.published.layer_types import (
     read_rotary_by_kind,
     read_window_of,
     write_rotary_by_kind,
+)
+from spmd.models.published.text_config import (
+    EARLIER_HEAD,
+    EARLIER_TEXT_PREFIX,
+    ignored_images,
+    text_values,
 )
 
 _THETAS = {"theta": 1e6, "local_theta": 1e4}
@@ -64,8 +71,20 @@ PRESETS = {
 }
 """Published shapes by name, and a small one for tests."""
 
+_OF_IMAGES = (
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
+    "mm_tokens_per_image",
+    "vision_config",
+)
+_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8}
+"""Sizes that files of images and text lack."""
+
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
+    if "text_config" in values:
+        values = _DEFAULTS | text_values(values, _OF_IMAGES)
     fields = Fields(values)
     fields.value("_sliding_window_pattern")  # has no effect
     fields.only("attn_logit_softcapping", None)
@@ -90,4 +109,42 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {"model_type": "gemma3_text", **fields, **write_rotary_by_kind(config, **_THETAS)}
 
 
-FAMILY = decoder_family("Gemma3ForCausalLM", _read, _write, NAMES2)
+def _with_images(config: DecoderConfig) -> TensorNames:
+    """Return the names in a model of images and text."""
+    del config
+    return TensorNames(NAMES2, ENDS, EARLIER_TEXT_PREFIX, head=EARLIER_HEAD)
+
+
+def _modules_of_images() -> list[str]:
+    """Return the modules of images, with weights and biases."""
+    layer = "encoder.layers.{layer}."
+    modules = ["embeddings.patch_embedding", "post_layernorm"]
+    modules += [f"{layer}self_attn.{name}_proj" for name in ("q", "k", "v", "out")]
+    modules += [f"{layer}{name}" for name in ("layer_norm1", "layer_norm2", "mlp.fc1", "mlp.fc2")]
+    modules += [
+        f"head.{name}" for name in ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
+    ]
+    return modules
+
+
+def _tensors_of_images() -> tuple[Ignored, ...]:
+    """Return the tensors of images, with the prefixes of both forms of files."""
+    alone = ["head.attention.in_proj_bias", "head.attention.in_proj_weight", "head.probe"]
+    alone.append("embeddings.position_embedding.weight")
+    found: list[Ignored] = []
+    for prefix in ("vision_tower.", "vision_tower.vision_model."):
+        modules = [prefix + name for name in _modules_of_images()]
+        found += ignored_images(modules, [prefix + name for name in alone])
+    projector = "multi_modal_projector.mm_"
+    others = [f"{projector}input_projection_weight", f"{projector}soft_emb_norm.weight"]
+    return (*found, *ignored_images([], others))
+
+
+FAMILY = decoder_family(
+    ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    _read,
+    _write,
+    NAMES2,
+    other_names=(_with_images,),
+    ignored=_tensors_of_images(),
+)

@@ -133,6 +133,7 @@ _NAMES = TensorNames(_LAYER, ENDS, ahead=AHEAD_NAMES)
 _LITE_NAMES = TensorNames(_LAYER | latent_names(), ENDS, ahead=AHEAD_NAMES)
 _ROUTER = RouterFields(
     "n_routed_experts",
+    also=("num_local_experts",),
     experts=128,
     top_k=8,
     normalise=True,

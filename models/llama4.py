@@ -11,10 +11,9 @@ model = spmd.from_nnx(config.build)
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
 from spmd.hf.layout import EXPERTS, part
 from spmd.layers.router import RouterConfig
@@ -50,7 +49,12 @@ from spmd.models.published.layer_types import (
     table_of,
 )
 from spmd.models.published.tensor_names import module_names
-from spmd.models.published.text_config import text_values
+from spmd.models.published.text_config import (
+    EARLIER_HEAD,
+    EARLIER_TEXT_PREFIX,
+    ignored_images,
+    text_values,
+)
 
 CHUNKED = "chunked_attention"
 """Kind of a layer with attention in chunks, as in `layer_types`."""
@@ -270,23 +274,21 @@ _OF_IMAGES = ("vision_config", "boi_token_index", "eoi_token_index", "image_toke
 def _with_images(config: DecoderConfig) -> TensorNames:
     """Return the names in a model of images and text."""
     del config
-    return TensorNames(_NAMES, ENDS, "language_model.model.", head="language_model.lm_head")
+    return TensorNames(_NAMES, ENDS, EARLIER_TEXT_PREFIX, head=EARLIER_HEAD)
 
 
-def _ignored_images() -> Iterator[Ignored]:
-    """Yield the tensors of images."""
+def _modules_of_images() -> list[str]:
+    """Return the modules of images with weights, most with biases too."""
     layer = "vision_model.model.layers.{layer}."
     modules = [f"{layer}self_attn.{name}_proj" for name in "qkvo"]
     modules += [f"{layer}mlp.fc1", f"{layer}mlp.fc2"]
     modules += [f"{layer}input_layernorm", f"{layer}post_attention_layernorm"]
     modules += ["vision_model.layernorm_pre", "vision_model.layernorm_post"]
-    names = ["vision_model.class_embedding", "vision_model.positional_embedding_vlm"]
-    names += [f"vision_model.vision_adapter.mlp.fc{number}.weight" for number in (1, 2)]
-    names += ["vision_model.patch_embedding.linear.weight", "multi_modal_projector.linear_1.weight"]
-    for module in modules:
-        names += [f"{module}.weight", f"{module}.bias"]
-    for name in names:
-        yield Ignored(name, "is for images, and this is a model of text")
+    modules += [f"vision_model.vision_adapter.mlp.fc{number}" for number in (1, 2)]
+    return [*modules, "vision_model.patch_embedding.linear", "multi_modal_projector.linear_1"]
+
+
+_OTHERS_OF_IMAGES = ("vision_model.class_embedding", "vision_model.positional_embedding_vlm")
 
 
 FAMILY = decoder_family(
@@ -295,5 +297,5 @@ FAMILY = decoder_family(
     _write,
     _NAMES,
     other_names=(_with_images,),
-    ignored=tuple(_ignored_images()),
+    ignored=ignored_images(_modules_of_images(), _OTHERS_OF_IMAGES),
 )

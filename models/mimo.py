@@ -27,6 +27,7 @@ from spmd.models.decoder import (
 )
 from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import (
+    SPARSE,
     RouterFields,
     dense_first,
     expert_names,
@@ -166,13 +167,14 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         value_dim=fields.integer("v_head_dim", 128),
         value_scale=_read_value_scale(fields),
     )
-    _check_copies(fields, kinds, sizes, mixer)
+    mlps = read_mlp_types(fields, layers, dense_first(1, layers))
+    _check_copies(fields, kinds, mlps, sizes, mixer)
     sizes["dense_d_ff"] = sizes.pop("d_ff")
     return fields.build(
         mimo,
         **sizes,
         kinds=kinds,
-        mlps=read_mlp_types(fields, layers, dense_first(1, layers)),
+        mlps=mlps,
         mixers=attention_of_kinds(sizes["kv_heads"], mixer, window=window, rotary=rotary),
         d_ff=fields.integer("moe_intermediate_size", 2048),
         router=_ROUTER.read(fields),
@@ -180,10 +182,15 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _check_copies(
-    fields: Fields, kinds: Sequence[str], sizes: Mapping[str, Any], mixer: AttentionSpec
+    fields: Fields,
+    kinds: Sequence[str],
+    mlps: Sequence[str],
+    sizes: Mapping[str, Any],
+    mixer: AttentionSpec,
 ) -> None:
     """Require that fields of the published file, which `transformers` ignores, repeat others."""
     fields.only("hybrid_layer_pattern", [int(kind == SLIDING) for kind in kinds])
+    fields.only("moe_layer_freq", [int(kind == SPARSE) for kind in mlps])
     fields.only("swa_num_attention_heads", sizes["heads"])
     fields.only("swa_num_key_value_heads", 2 * sizes["kv_heads"])
     fields.only("swa_v_head_dim", mixer.value_dim)
@@ -199,6 +206,7 @@ def _check_copies(
 def _read_window(fields: Fields, kinds: Sequence[str]) -> int:
     """Parse the window; `sliding_window_size` has priority and is without the token itself."""
     window = read_window_of(fields, kinds, absent=129)
+    fields.only("attention_chunk_size", window - 1, window)  # without effect
     if fields.value("sliding_window_size") is not None:
         return fields.integer("sliding_window_size") + 1
     return window

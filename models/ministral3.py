@@ -9,9 +9,11 @@ config = DecoderConfig(layers=4, layer=layer, rope_scaling=YarnScaling(16.0, 16_
 ```
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from spmd.errors import shorten
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Temperature, YarnScaling
 from spmd.models.decoder.rotary import RopeScaling, Rotary
@@ -21,8 +23,14 @@ from spmd.models.published.common_fields import (
     read_window,
     write_sizes,
 )
-from spmd.models.published.family import decoder_family
+from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.rotary import TABLES
+from spmd.models.published.text_config import (
+    EARLIER_HEAD,
+    EARLIER_TEXT_PREFIX,
+    ignored_images,
+    text_values,
+)
 
 _BETA = "llama_4_scaling_beta"
 _SCALING = YarnScaling(16.0, 16_384, mscale=1.0, mscale_all_dim=1.0)
@@ -39,8 +47,22 @@ PRESETS = {
 """A small shape for tests."""
 
 
+_OF_IMAGES = (
+    "image_token_index",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "vision_config",
+    "vision_feature_layer",
+)
+
+
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
-    fields = Fields(values)
+    text = values.get("text_config")
+    fields = Fields(text_values(values, _OF_IMAGES))
+    if isinstance(text, Mapping) and text.get("model_type") != "ministral3":
+        kind = shorten(text.get("model_type"))
+        fields.refuse("text_config.model_type", f"is {kind}, and only ministral3 is supported")
     sizes = read_sizes(fields, eps=1e-5, theta=0, head_dim=128, kv_heads=8)
     if fields.value(TABLES[0]) is None and fields.value(TABLES[1]) is None:
         fields.only("rope_theta", _ROTARY.theta)  # has no effect without a table
@@ -85,4 +107,40 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return fields
 
 
-FAMILY = decoder_family("Ministral3ForCausalLM", _read, _write, secondary=True)
+def _with_images(config: DecoderConfig) -> TensorNames:
+    """Return the names in a model of images and text."""
+    del config
+    return TensorNames(layer_names(), ENDS, EARLIER_TEXT_PREFIX, head=EARLIER_HEAD)
+
+
+def _tied_as_stored(config: DecoderConfig, tensors: Collection[str]) -> DecoderConfig:
+    """Return the config with a tied head if a model of images and text has no head of its own.
+
+    `tie_word_embeddings` is outside of `text_config`, in it, or absent from such files.
+    """
+    has_images = any(tensor.startswith(EARLIER_TEXT_PREFIX) for tensor in tensors)
+    if not has_images:
+        return config
+    return dataclasses.replace(config, tied=f"{EARLIER_HEAD}.weight" not in tensors)
+
+
+def _modules_of_images() -> list[str]:
+    """Return the modules of images with weights, some with biases."""
+    layer = "vision_tower.transformer.layers.{layer}."
+    modules = ["vision_tower.ln_pre", "vision_tower.patch_conv"]
+    modules += [f"{layer}attention.{name}_proj" for name in "qkvo"]
+    modules += [f"{layer}feed_forward.{name}_proj" for name in ("gate", "up", "down")]
+    modules += [f"{layer}attention_norm", f"{layer}ffn_norm"]
+    projector = ("linear_1", "linear_2", "norm", "patch_merger.merging_layer")
+    return modules + [f"multi_modal_projector.{name}" for name in projector]
+
+
+FAMILY = decoder_family(
+    ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
+    _read,
+    _write,
+    other_names=(_with_images,),
+    ignored=ignored_images(_modules_of_images()),
+    for_tensors=_tied_as_stored,
+    secondary=True,
+)

@@ -144,14 +144,21 @@ _HARMLESS = (
     "mtp_layers_block_type",
     "n_shared_experts",
     "num_logits_to_keep",
+    "partial_rotary_factor",
     "rescale_prenorm_residual",
     "residual_in_fp32",
+    "rope_theta",
     "time_step_floor",
     "time_step_limit",
     "time_step_max",
+    "time_step_rank",
     "use_mamba_kernels",
 )
-"""Fields of initial values, of kernels and of other layers, and fields that `transformers` ignores."""
+"""Fields of initial values, of kernels and of other layers, and fields that `transformers` ignores.
+
+Attention has no rotary positions.
+"""
+_HEAD_DIM = 128
 _DEFAULT_KINDS = [LINEAR, MOE, FULL, MLP]
 
 
@@ -169,12 +176,13 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         "eps": 1e-5,
         "eps_field": "layer_norm_epsilon",
         "theta": 0,
-        "head_dim": 128,
+        "head_dim": _HEAD_DIM,
         "kv_heads": 8,
         "d_ff": 21_504,
         "activation": _ACTIVATION,
     }
     sizes = read_sizes(fields, **options)
+    _check_copies(fields, sizes["norm_eps"])
     kinds = _read_kinds(fields, sizes.pop("layers"))
     mixer = _MIXER.read(fields, sizes["d_model"])
     dt_min = fields.number("time_step_min", 0.001, least=0)
@@ -185,6 +193,14 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         **_read_mlps(fields, kinds),
         **sizes,
     )
+
+
+def _check_copies(fields: Fields, norm_eps: float) -> None:
+    """Require that fields of published files, which `transformers` ignores, repeat others."""
+    fields.only("norm_eps", norm_eps)
+    fields.only("rms_norm_eps", norm_eps)
+    fields.only("attention_head_dim", fields.value("head_dim", _HEAD_DIM))
+    fields.only("hidden_act", _ACTIVATION[-1])
 
 
 def _with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,19 @@ model = spmd.from_nnx(config.build)
 ```
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec
-from spmd.models.published.common_fields import check_layer_types, read_sizes, write_sizes
+from spmd.models.published.common_fields import (
+    check_layer_types,
+    read_attention_bias,
+    read_sizes,
+    write_sizes,
+)
 from spmd.models.published.family import decoder_family
 
 QWEN2 = LayerSpec(AttentionSpec(qkv_bias=True))
@@ -37,9 +43,20 @@ PRESETS = {
 """Published shapes by name, and small ones for tests."""
 
 
-def _read(values: Mapping[str, Any], *, head_dim: int, layer: LayerSpec) -> DecoderConfig:
+def _read2(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
-    fields.only("attention_bias", False)
+    fields.only("attention_bias", True, False)  # without effect: there are biases
+    return _read(fields, QWEN2, head_dim=0)
+
+
+def _read3(values: Mapping[str, Any]) -> DecoderConfig:
+    fields = Fields(values)
+    mixer = read_attention_bias(fields, QWEN3.attention)
+    return _read(fields, dataclasses.replace(QWEN3, mixer=mixer), head_dim=128)
+
+
+def _read(fields: Fields, layer: LayerSpec, *, head_dim: int) -> DecoderConfig:
+    """Parse the fields of both versions."""
     fields.only("use_sliding_window", False)
     # both are unused without `use_sliding_window`
     fields.value("sliding_window")
@@ -49,17 +66,15 @@ def _read(values: Mapping[str, Any], *, head_dim: int, layer: LayerSpec) -> Deco
     return fields.build(DecoderConfig, **sizes, layer=layer)
 
 
-def _write(config: DecoderConfig, kind: str) -> dict[str, Any]:
-    return {"model_type": kind, **write_sizes(config), "use_sliding_window": False}
+def _write2(config: DecoderConfig) -> dict[str, Any]:
+    return {"model_type": "qwen2", **write_sizes(config), "use_sliding_window": False}
 
 
-QWEN2_FAMILY = decoder_family(
-    "Qwen2ForCausalLM",
-    functools.partial(_read, head_dim=0, layer=QWEN2),
-    functools.partial(_write, kind="qwen2"),
-)
-QWEN3_FAMILY = decoder_family(
-    "Qwen3ForCausalLM",
-    functools.partial(_read, head_dim=128, layer=QWEN3),
-    functools.partial(_write, kind="qwen3"),
-)
+def _write3(config: DecoderConfig) -> dict[str, Any]:
+    bias = config.pattern.group[0].attention.out_bias
+    fields = {**write_sizes(config), "use_sliding_window": False, "attention_bias": bias}
+    return {"model_type": "qwen3", **fields}
+
+
+QWEN2_FAMILY = decoder_family("Qwen2ForCausalLM", _read2, _write2)
+QWEN3_FAMILY = decoder_family("Qwen3ForCausalLM", _read3, _write3)

@@ -85,11 +85,15 @@ _ROUTER2 = RouterFields("num_experts", experts=60, top_k=4, normalise=False)
 _ROUTER3 = RouterFields(
     "num_experts", also=("num_local_experts",), experts=128, top_k=8, normalise=False
 )
+_REQUIRED3 = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+"""Fields of published files, each with the value that the model needs."""
 _UNUSED_WINDOW = 4096
 
 
 def _read3(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
+    for name, value in _REQUIRED3.items():
+        fields.only(name, value)
     sizes = read_sizes(fields, kv_heads=4, d_ff=6144)
     if fields.flag("use_sliding_window", default=False):
         sizes["window"] = read_window_of(fields, [SLIDING], _UNUSED_WINDOW)

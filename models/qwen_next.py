@@ -14,10 +14,10 @@ model = spmd.from_nnx(config.build)
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmd.hf.family import Family, Ignored
+from spmd.hf.family import Family
 from spmd.hf.fields import Fields
 from spmd.hf.layout import EXPERTS_TRANSPOSED, TRANSPOSED, part
 from spmd.layers.router import RouterConfig
@@ -54,7 +54,7 @@ from spmd.models.published.layer_types import FULL, LINEAR, every, read_layer_ty
 from spmd.models.published.multi_token import ignored_ahead
 from spmd.models.published.rotary import read_rotary
 from spmd.models.published.tensor_names import Names, fused_names
-from spmd.models.published.text_config import TEXT_PREFIX, text_values
+from spmd.models.published.text_config import TEXT_PREFIX, ignored_images, text_values
 
 _NET = GatedDeltaNetSpec(heads=32, key_heads=16)
 _ROTARY = Rotary(1e4, RopeScaling(), 0.25)
@@ -141,6 +141,7 @@ PRESETS = {
 
 _OF_IMAGES = (
     "image_token_id",
+    "language_model_only",
     "video_token_id",
     "vision_config",
     "vision_end_token_id",
@@ -151,20 +152,41 @@ _IGNORED_AHEAD = ignored_ahead(
     *("mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.shared_expert_gate.weight"),
 )
 """Tensors of multi-token prediction, with experts in tensors of their own or in one tensor."""
+_REQUIRED = {
+    "attn_output_gate": True,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "output_gate_type": "swish",
+}
+"""Fields of published files of Qwen 3.5, each with the value that the model needs."""
+_UNUSED = ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+"""Fields of published files about kernels and multi-token prediction."""
 _ALSO = ("mrope_section", "mrope_interleaved")
 """Entries of rotary positions of images, which text does not have."""
 
 
 def _read_dense(values: Mapping[str, Any]) -> DecoderConfig:
-    fields = Fields(text_values(values, _OF_IMAGES))
+    fields = _fields_of_3_5(values)
     return fields.build(qwen_next, **_read(fields, kv_heads=4, d_ff=12_288))
+
+
+def _fields_of_3_5(values: Mapping[str, Any]) -> Fields:
+    """Return the fields of the decoder of a Qwen 3.5; required values are checked."""
+    fields = Fields(text_values(values, _OF_IMAGES))
+    for name, value in _REQUIRED.items():
+        fields.only(name, value)
+    for name in _UNUSED:
+        fields.value(name)
+    return fields
 
 
 def _read_experts(
     values: Mapping[str, Any], *, router: RouterFields, chooses_layers: bool
 ) -> DecoderConfig:
     """Parse a model with experts; `chooses_layers` is whether some layers may have MLPs."""
-    fields = Fields(text_values(values, _OF_IMAGES))
+    fields = Fields(values)
+    if not chooses_layers:
+        fields = _fields_of_3_5(values)
     read = _read(fields, kv_heads=2, d_ff=5632)
     dense_d_ff = read.pop("d_ff")
     mlp_kinds = [SPARSE] * len(read["kinds"])
@@ -275,18 +297,14 @@ def _fused_experts(config: DecoderConfig, prefix: str) -> TensorNames:
     return TensorNames(layer, ENDS, prefix)
 
 
-def _ignored_images() -> Iterator[Ignored]:
-    """Yield the tensors of images."""
+def _modules_of_images() -> list[str]:
+    """Return the modules of images, with weights and biases."""
     modules = ["patch_embed.proj"]
     for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2", "norm1", "norm2"):
         modules.append(f"blocks.{{layer}}.{name}")
     for name in ("linear_fc1", "linear_fc2", "norm"):
         modules.append(f"merger.{name}")
-    names = ["pos_embed.weight"]
-    for module in modules:
-        names += [f"{module}.weight", f"{module}.bias"]
-    for name in names:
-        yield Ignored(f"model.visual.{name}", "is for images, and this is a model of text")
+    return [f"model.visual.{module}" for module in modules]
 
 
 def _family_with_experts(
@@ -308,7 +326,10 @@ def _family_with_experts(
 
 
 _OF_3_5: dict[str, Any] = {
-    "ignored": (*_IGNORED_AHEAD, *_ignored_images()),
+    "ignored": (
+        *_IGNORED_AHEAD,
+        *ignored_images(_modules_of_images(), ["model.visual.pos_embed.weight"]),
+    ),
     "other_names": (
         _with_images,
         functools.partial(_fused_experts, prefix=TEXT_PREFIX),

@@ -4,11 +4,16 @@ Its config.json has the decoder's fields in `text_config`, and its tensors have 
 the text part is read; it is exported as a model of text.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+from spmd.hf.family import Ignored
 
 TEXT_PREFIX = "model.language_model."
 """Prefix of the decoder's tensors in a model of images and text."""
+EARLIER_TEXT_PREFIX = "language_model.model."
+"""Another one, beside the head's module `EARLIER_HEAD`."""
+EARLIER_HEAD = "language_model.lm_head"
 
 _TEXT = "text_config"
 _TIED = "tie_word_embeddings"
@@ -32,3 +37,21 @@ def text_values(values: Mapping[str, Any], others: Collection[str]) -> dict[str,
     inner = {name: value for name, value in text.items() if name != _TIED}
     outer = {name: value for name, value in values.items() if name not in (_TEXT, *others)}
     return inner | outer
+
+
+def ignored_images(modules: Iterable[str], others: Iterable[str] = ()) -> tuple[Ignored, ...]:
+    """Return the tensors of images.
+
+    Args:
+        modules: Modules with a weight and perhaps a bias.
+        others: Other tensors.
+
+    Example:
+        >>> [entry.tensor for entry in ignored_images(["norm"], ["class_embedding"])]
+        ['class_embedding', 'norm.weight', 'norm.bias']
+    """
+    names = [*others]
+    for module in modules:
+        names += [f"{module}.weight", f"{module}.bias"]
+    why = "is for images, and this is a model of text"
+    return tuple(Ignored(name, why) for name in names)

@@ -25,7 +25,18 @@ LLAMA4_IMAGES = {
     **{"image_size": 16, "patch_size": 4, "pixel_shuffle_ratio": 0.5},
     **{"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
 }
-WITH_IMAGES = {"Llama4": {"text_config": LLAMA4, "vision_config": LLAMA4_IMAGES}}
+MINISTRAL3 = {**LLAMA, "head_dim": 16, "rope_parameters": TEMPERED}
+PIXTRAL = {
+    **{"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "head_dim": 8},
+    **{"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+}
+WITH_IMAGES = {
+    "Llama4": {"text_config": LLAMA4, "vision_config": LLAMA4_IMAGES},
+    "Mistral3": {
+        "text_config": {"model_type": "ministral3", **MINISTRAL3},
+        "vision_config": PIXTRAL,
+    },
+}
 """Class of a model of images and text → its fields."""
 GRANITE_FACTORS = {
     **{"attention_multiplier": 0.3, "embedding_multiplier": 3.0},
@@ -58,7 +69,7 @@ MODELS = {
         },
     ),
     "gpt-oss-default-positions": ("GptOss", {**GPT_OSS, "num_experts_per_tok": 3, "head_dim": 8}),
-    "ministral3": ("Ministral3", {**LLAMA, "head_dim": 16, "rope_parameters": TEMPERED}),
+    "ministral3": ("Ministral3", MINISTRAL3),
     "ministral3-windows": (
         "Ministral3",
         {

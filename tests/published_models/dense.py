@@ -24,6 +24,18 @@ LOCAL_AND_GLOBAL = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
 }
 GEMMA3 = {**WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 9}
+SIGLIP = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+}
+WITH_IMAGES = {
+    "Gemma3": {
+        "text_config": {**GEMMA3, "rope_parameters": LOCAL_AND_GLOBAL},
+        "vision_config": SIGLIP,
+        "mm_tokens_per_image": 4,
+    },
+}
+"""Class of a model of images and text → its fields."""
 COHERE = {**LLAMA, "logit_scale": 0.7}
 VIT = {
     **{
@@ -48,6 +60,7 @@ MODELS = {
     "mixtral": ("Mixtral", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-biased": ("Qwen3", {**LLAMA, "attention_bias": True}),
     "gemma": ("Gemma", {**LLAMA, "head_dim": 16}),
     "gemma2": ("Gemma2", {**LLAMA, **GEMMA2}),
     "gpt2": (

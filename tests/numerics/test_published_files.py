@@ -1,0 +1,107 @@
+"""Files config.json as they were published are read, and give the decoders of our presets.
+
+tests/published_models/files.json has them by their names on huggingface.co, without the fields about tokens, dtypes,
+quantization and images. Copies of them are in the public repositories of aiconfigurator (NVIDIA), MaxText (Google) and
+MLC LLM, where these are from.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from spmd.errors import ConfigError
+from spmd.hf.family import family_of
+from tests.installed_families import all_decoders
+
+FILES = json.loads((Path(__file__).parents[1] / "published_models" / "files.json").read_text())
+PRESETS = {
+    "allenai/OLMo-2-1124-13B": "olmo2-13b",
+    "allenai/Olmo-3-1025-7B": "olmo3-7b",
+    "deepseek-ai/DeepSeek-V2-Lite": "deepseek-v2-lite",
+    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+    "google/gemma-2-9b": "gemma2-9b",
+    "google/gemma-3-1b-it": "gemma3-1b",
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": "llama4-maverick",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama4-scout",
+    "meta-llama/Meta-Llama-3.1-8B": "llama3.1-8b",
+    "MiniMaxAI/MiniMax-M2.5": "minimax-m2",
+    "mistralai/Mixtral-8x22B-v0.1": "mixtral-8x22b",
+    "moonshotai/Kimi-K2-Instruct": "kimi-k2",
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron-3-nano-30b-a3b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "Qwen/Qwen1.5-MoE-A2.7B": "qwen1.5-moe",
+    "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3-next-80b-a3b",
+    "stabilityai/stablelm-2-zephyr-1_6b": "stablelm-2-1.6b",
+    "XiaomiMiMo/MiMo-V2-Flash": "mimo-v2-flash",
+}
+"""File → the preset of the same decoder."""
+BILLIONS = {
+    "mistralai/Ministral-3-3B-Instruct-2512": 3.8,
+    "nvidia/Nemotron-H-56B-Base-8K": 56.3,
+    "nvidia/Qwen3.6-27B-NVFP4": 26.9,
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480.2,
+    "Qwen/Qwen3.5-27B": 26.9,
+    "Qwen/Qwen3.5-35B-A3B": 34.7,
+}
+"""File without a preset → parameters of its text part; of Ministral 3, with a head beside the embedding."""
+
+
+def read(values):
+    """The decoder of a file."""
+    return family_of(values["architectures"]).read_config(values)
+
+
+def assert_same(found, expected):
+    """The decoders have the same layers, sizes and tables."""
+    assert found.pattern.kinds == expected.pattern.kinds
+    for field in ("vocab", "d_model", "tied", "norm_eps", "logits_soft_cap"):
+        assert getattr(found, field) == getattr(expected, field), field
+    if found.router is not None:
+        assert (found.router.experts, found.router.top_k) == (
+            expected.router.experts,
+            expected.router.top_k,
+        )
+    assert found.total_params == expected.total_params
+
+
+def test_each_file_has_a_preset_or_a_count():
+    """No file is read without a comparison."""
+    assert FILES.keys() == PRESETS.keys() | BILLIONS.keys()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_published_file_is_read(name):
+    """It is the preset's decoder, or has the published number of parameters."""
+    config = read(FILES[name])
+    if name in PRESETS:
+        without = dataclasses.replace(config, predict_ahead=0)  # as presets are
+        assert_same(without, all_decoders()[PRESETS[name]])
+    else:
+        assert round(config.total_params / 1e9, 1) == BILLIONS[name]
+
+
+def test_multi_token_prediction_is_read():
+    """DeepSeek-V3 has a module for it."""
+    assert read(FILES["deepseek-ai/DeepSeek-V3"]).predict_ahead == 1
+
+
+def test_another_field_is_seen():
+    """A control: with another base of positions, the file is not that of the preset."""
+    values = FILES["meta-llama/Meta-Llama-3.1-8B"] | {"rope_theta": 10_000.0}
+    with pytest.raises(AssertionError):
+        assert_same(read(values), all_decoders()["llama3.1-8b"])
+
+
+def test_fields_that_a_model_lacks_are_refused():
+    """Those of later versions of Qwen 3.5 and Nemotron are required to have the value of the model."""
+    qwen = FILES["nvidia/Qwen3.6-27B-NVFP4"]
+    text = qwen["text_config"] | {"output_gate_type": "sigmoid"}
+    with pytest.raises(ConfigError, match="output_gate_type: is 'sigmoid'"):
+        read(qwen | {"text_config": text})
+    nemotron = FILES["nvidia/Nemotron-H-56B-Base-8K"]
+    with pytest.raises(ConfigError, match="rms_norm_eps"):
+        read(nemotron | {"rms_norm_eps": 1e-3})
