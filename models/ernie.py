@@ -12,6 +12,7 @@ model = spmd.from_nnx(config.build)
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
 from spmd.hf.layout import TensorLayout
 from spmd.layers.router import RouterConfig
@@ -38,6 +39,7 @@ from spmd.models.published.experts import (
 )
 from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import limit_layers
+from spmd.models.published.multi_token import AHEAD
 
 _ROTARY = Rotary(interleaved=True)
 _LAYER = LayerSpec(AttentionSpec(rotary=_ROTARY))
@@ -103,6 +105,10 @@ _ROUTER = RouterFields(
     top_k_name="moe_k",
     base=RouterConfig(choice_bias=True),
 )
+_REQUIRED = {"moe_gate": "topk", "moe_use_aux_free": True, "use_rmsnorm": True}
+"""Fields of published files, each with the value that the model needs."""
+_UNUSED = ("moe_capacity", AHEAD)
+"""Fields about dropped tokens and multi-token prediction."""
 _SMALLEST_SUM = 1e-6
 """Largest `moe_norm_min`, a lower bound of the sum of weights, that never acts."""
 
@@ -124,6 +130,8 @@ def _read_moe(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, eps=1e-5, theta=_THETA, kv_heads=4, d_ff=12_288, tied=True)
     fields.only("use_bias", False)
+    for name, value in _REQUIRED.items():
+        fields.only(name, value)
     smallest = fields.number("moe_norm_min", 1e-12, least=0)
     if smallest > _SMALLEST_SUM:
         fields.refuse("moe_norm_min", f"is {smallest}", f"at most {_SMALLEST_SUM}")
@@ -138,7 +146,7 @@ def _read_kinds(fields: Fields, layers: int) -> Sequence[str]:
     """Parse the first and the last layer with experts, and their interval."""
     layers = limit_layers(fields, layers)
     first = read_count(fields, "moe_layer_start_index", 1)
-    last = fields.value("moe_layer_end_index", -1)
+    last = fields.value("moe_layer_end_index", -1)  # null means -1 too
     if last == -1:
         last = layers - 1
     elif not isinstance(last, int) or last < first:
@@ -175,5 +183,20 @@ def _write_moe(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def _ignored_ahead() -> tuple[Ignored, ...]:
+    """Return the tensors of modules of multi-token prediction, which are not read."""
+    modules = ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")
+    names = [f"model.{module}.{{layer}}.weight" for module in modules]
+    names += [f"model.mtp_block.{{layer}}.{tensor}" for tensor, _ in layer_names().values()]
+    return tuple(Ignored(name, "predicts the second next token") for name in names)
+
+
 FAMILY = decoder_family("Ernie4_5ForCausalLM", _read, _write)
-MOE_FAMILY = decoder_family("Ernie4_5_MoeForCausalLM", _read_moe, _write_moe, _MOE_NAMES)
+MOE_FAMILY = decoder_family(
+    "Ernie4_5_MoeForCausalLM",
+    _read_moe,
+    _write_moe,
+    _MOE_NAMES,
+    ignored=_ignored_ahead(),
+    harmless=_UNUSED,
+)

@@ -227,7 +227,7 @@ _ROUTER = RouterFields(
 
 
 def _read2(values: Mapping[str, Any]) -> DecoderConfig:
-    fields = Fields(values)
+    fields = Fields({"intermediate_size": 12_288, **values})
     sizes = _read_sizes(fields)
     sizes["d_ff"] = _read_d_ff(fields, sizes["d_ff"])
     layers = _read_layers(fields, sizes.pop("layers"))

@@ -1,8 +1,8 @@
 """Files config.json as they were published are read, and give the decoders of our presets.
 
 tests/published_models/files.json has them by their names on huggingface.co, without the fields about tokens, dtypes,
-quantization and images. Copies of them are in the public repositories of aiconfigurator (NVIDIA), MaxText (Google) and
-MLC LLM, where these are from.
+quantization and images. Most are from the public repositories of aiconfigurator (NVIDIA), MaxText (Google) and MLC LLM,
+which have copies.
 """
 
 import dataclasses
@@ -17,6 +17,10 @@ from tests.installed_families import all_decoders
 
 FILES = json.loads((Path(__file__).parents[1] / "published_models" / "files.json").read_text())
 PRESETS = {
+    "baidu/ERNIE-4.5-21B-A3B-PT": "ernie-4.5-21b-a3b",
+    "HuggingFaceTB/SmolLM3-3B": "smollm3-3b",
+    "microsoft/phi-2": "phi-2",
+    "zai-org/GLM-4.5-Air": "glm-4.5-air",
     "allenai/OLMo-2-1124-13B": "olmo2-13b",
     "allenai/Olmo-3-1025-7B": "olmo3-7b",
     "deepseek-ai/DeepSeek-V2-Lite": "deepseek-v2-lite",
