@@ -168,7 +168,9 @@ def read_window(fields: Fields, absent: int) -> int:
 
 
 def read_factor(fields: Fields, name: str, absent: float = 1.0) -> float:
-    """Parse a factor, a number above 0; `absent` is the default."""
+    """Parse a factor, a number above 0; `absent` is the default, which null does not mean."""
+    if fields.is_null(name):
+        fields.refuse(name, "is null", "a number above 0")
     factor = fields.number(name, absent, least=0)
     if factor == 0:
         fields.refuse(name, "is 0", "a number above 0")
