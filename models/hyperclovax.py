@@ -48,7 +48,9 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     sizes = read_sizes(fields)
     layer = read_layer(fields)
     head_dim = sizes["head_dim"] or sizes["d_model"] // sizes["heads"]
-    scale = read_factor(fields, "attention_multiplier", head_dim**-0.5)
+    scale = head_dim**-0.5
+    if fields.value("attention_multiplier") is not None:
+        scale = read_factor(fields, "attention_multiplier")
     norms: Norms = "before"
     if fields.flag("use_post_norm", default=True):
         norms = "both"
