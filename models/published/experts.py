@@ -101,7 +101,19 @@ class RouterFields:
             found["balance"] = fields.number(self.balance_name, self.balance, least=0)
         make = functools.partial(dataclasses.replace, self.base)
         router = fields.nested(make, **found | options)
+        fields.rename(self._names)
         return router or self.base
+
+    @property
+    def _names(self) -> dict[str, str]:
+        """Field of a router as in problems → its name in config.json."""
+        return {
+            "router.experts": self.name,
+            "router.top_k": self.top_k_name,
+            "router.groups": "n_group",
+            "router.top_groups": "topk_group",
+            "router.scale": "routed_scaling_factor",
+        }
 
     def _read_experts(self, fields: Fields) -> int:
         """Parse the number of experts, by any of its names."""

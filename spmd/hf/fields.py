@@ -1,6 +1,7 @@
 """Parser of config.json with a problem for every unknown field."""
 
 import contextlib
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -176,6 +177,25 @@ class Fields:
         with collect_errors(self._problems):
             return make(**values)
         return None
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Name fields of the file, in place of those of a nested config, in the problems so far.
+
+        Example:
+            >>> fields = Fields({})
+            >>> fields.refuse("router.top_k", "is more than router.experts")
+            >>> fields.rename({"router.top_k": "moe_k", "router.experts": "num_experts"})
+            >>> print(*fields.problems())
+            moe_k: is more than num_experts
+        """
+        problems = []
+        for problem in self._problems:
+            where, what = problem.where, problem.what
+            for ours, theirs in names.items():
+                where = where.replace(ours, theirs)
+                what = what.replace(ours, theirs)
+            problems.append(dataclasses.replace(problem, where=where, what=what))
+        self._problems = problems
 
     def problems(self) -> list[Problem]:
         """Return all problems, with one for each unknown field."""
