@@ -9,6 +9,7 @@ FAMILY = decoder_family("MistralForCausalLM", _read, _write)
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -199,7 +200,8 @@ _AHEAD = "ahead/"
 """Path of the modules of multi-token prediction."""
 
 
-def _paths(config: DecoderConfig) -> dict[str, bool]:
+@functools.lru_cache(maxsize=8)  # an import asks for the names of one model several times
+def _paths(config: DecoderConfig) -> Mapping[str, bool]:
     """Return path → whether it is of a variable, of the parameters and biases of a stacked model."""
     stacked = dataclasses.replace(config, stacked=True)
     model = nnx.eval_shape(lambda: stacked.build(nnx.Rngs(0)))
