@@ -81,7 +81,8 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     mlp = MLPSpec(bias=fields.flag("mlp_bias", False), gate_scale=gate_scale, out_scale=out_scale)
     attention_in = read_factor(fields, "attention_in_multiplier")
     if layer.attention.qkv_bias and attention_in != 1:
-        fields.refuse("attention_in_multiplier", "is not 1, and attention has biases", "1")
+        what = "is not 1, and attention has biases (attention_bias)"
+        fields.refuse("attention_in_multiplier", what, "1")
     mixer = ParallelMixerSpec(
         layer.attention,
         _read_state_space(fields, sizes["d_model"]),
@@ -115,7 +116,8 @@ def _read_state_space(fields: Fields, width: int) -> StateSpaceSpec:
     norm = fields.flag("mamba_rms_norm", False)
     own = read_factor(fields, "ssm_in_multiplier")
     if spec.bias and own != 1:
-        fields.refuse("ssm_in_multiplier", "is not 1, and projections have biases", "1")
+        what = "is not 1, and projections have biases (mamba_proj_bias)"
+        fields.refuse("ssm_in_multiplier", what, "1")
     factors = _read_factors(fields, "ssm_multipliers", _OUTPUTS)
     multipliers = tuple(factor * own for factor in factors)
     gate_first = not (norm and norm_first)
