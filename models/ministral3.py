@@ -17,6 +17,7 @@ from spmd.errors import shorten
 from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Temperature, YarnScaling
 from spmd.models.decoder.rotary import RopeScaling, Rotary
+from spmd.models.mistral import read_mistral
 from spmd.models.published.common_fields import (
     read_network_rotary,
     read_sizes,
@@ -59,10 +60,16 @@ _OF_IMAGES = (
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     text = values.get("text_config")
-    fields = Fields(text_values(values, _OF_IMAGES))
-    if isinstance(text, Mapping) and text.get("model_type") != "ministral3":
-        kind = shorten(text.get("model_type"))
-        fields.refuse("text_config.model_type", f"is {kind}, and only ministral3 is supported")
+    values = text_values(values, _OF_IMAGES)
+    kind = "ministral3"
+    if isinstance(text, Mapping):
+        kind = text.get("model_type", kind)
+    if kind == "mistral":  # Mistral Small 3.1 and others, which are exported as Mistral
+        return read_mistral(values)
+    fields = Fields(values)
+    if kind != "ministral3":
+        what = f"is {shorten(kind)}, and this family has only mistral and ministral3"
+        fields.refuse("text_config.model_type", what)
     sizes = read_sizes(fields, eps=1e-5, theta=0, head_dim=128, kv_heads=8)
     if fields.value(TABLES[0]) is None and fields.value(TABLES[1]) is None:
         fields.only("rope_theta", _ROTARY.theta)  # has no effect without a table

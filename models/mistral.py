@@ -48,7 +48,8 @@ PRESETS = {
 """Published shapes by name, and a small one for tests."""
 
 
-def _read(values: Mapping[str, Any]) -> DecoderConfig:
+def read_mistral(values: Mapping[str, Any]) -> DecoderConfig:
+    """Parse config.json of a Mistral."""
     fields = Fields(values)
     sizes = read_sizes(fields, kv_heads=8)
     window = read_window(fields, absent=4096)
@@ -60,7 +61,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {"model_type": "mistral", **write_sizes(config), "sliding_window": window}
 
 
-FAMILY = decoder_family("MistralForCausalLM", _read, _write)
+FAMILY = decoder_family("MistralForCausalLM", read_mistral, _write)
 
 
 def _read_ministral(values: Mapping[str, Any]) -> DecoderConfig:
