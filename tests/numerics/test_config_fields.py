@@ -47,6 +47,10 @@ NO_PART_OF_A_MODEL = (
 NUMBERS = {int: lambda number: [number + 1, 2 * number], float: lambda number: [0.7 * number + 0.1]}
 WORDS = {"act": ["gelu", "relu", "gelu_pytorch_tanh", "silu"]}
 """Part of a field's name → words to try."""
+WRITTEN_WRONG = {
+    "olmo-hybrid": ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+}
+"""Case → fields whose files are damaged: transformers 5.24 cuts the convolution into three equal parts."""
 OF_NONE = (4, 0.5, True)
 """What a field may be whose default is null."""
 
@@ -146,6 +150,8 @@ def outcomes(transformers, case, folder, only=None, forgotten=()):
     for number, (name, value) in enumerate(variants(config_class, fields)):
         if only is not None and name != only:
             continue
+        if name in WRITTEN_WRONG.get(case, ()):
+            continue
         found = built(transformers, kind, {**fields, name: value})
         if found is None:
             continue
@@ -161,7 +167,7 @@ def outcomes(transformers, case, folder, only=None, forgotten=()):
                 result.unnamed[label] = str(error)
             continue
         difference = float(np.abs(ours - theirs).max())
-        if difference < TOLERANCE:
+        if difference < TOLERANCE * max(1.0, float(np.abs(theirs).max())):
             result.equal.append(label)
         else:
             result.wrong[label] = difference
