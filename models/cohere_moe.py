@@ -44,7 +44,6 @@ from spmd.models.published.layer_types import (
     SLIDING,
     attention_layers,
     every,
-    limit_layers,
     read_layer_types,
     read_window_of,
     rotary_where,
@@ -116,7 +115,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     sizes = read_sizes(fields, eps=1e-5, eps_field=_EPS, head_dim=128, d_ff=22_528, tied=True)
     if fields.value(_RMS_EPS) is not None:
         sizes |= {"norm": NormSpec(), "norm_eps": fields.number(_RMS_EPS, least=0)}
-    layers = limit_layers(fields, sizes["layers"])
+    layers = sizes["layers"]
     dense = read_dense_first(fields, layers, 0)
     pattern = fields.integer(_DENSE_PATTERN, 1)
     rest = every(fields.integer("sliding_window_pattern", 4), layers - dense)

@@ -32,7 +32,6 @@ from spmd.models.published.experts import (
 from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     FULL,
-    MOST_LAYERS,
     SLIDING,
     attention_layers,
     read_layer_types,
@@ -109,7 +108,6 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 def _default_kinds(fields: Fields, layers: int) -> list[str]:
     """Return the kinds of layers in a file without `layer_types`: a window after some layers."""
-    layers = min(layers, MOST_LAYERS)
     full = min(layers, fields.integer("max_window_layers", _MAX_FULL))
     if fields.is_null("sliding_window"):
         full = layers

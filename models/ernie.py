@@ -12,7 +12,6 @@ model = spmd.from_nnx(config.build)
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmd.hf.family import Ignored
 from spmd.hf.fields import Fields
 from spmd.hf.layout import TensorLayout
 from spmd.layers.router import RouterConfig
@@ -38,8 +37,7 @@ from spmd.models.published.experts import (
     write_widths,
 )
 from spmd.models.published.family import decoder_family, layer_names
-from spmd.models.published.layer_types import limit_layers
-from spmd.models.published.multi_token import AHEAD
+from spmd.models.published.multi_token import AHEAD, ignored_tensors_ahead
 
 _ROTARY = Rotary(interleaved=True)
 _LAYER = LayerSpec(AttentionSpec(rotary=_ROTARY))
@@ -144,7 +142,6 @@ def _read_moe(values: Mapping[str, Any]) -> DecoderConfig:
 
 def _read_kinds(fields: Fields, layers: int) -> Sequence[str]:
     """Parse the first and the last layer with experts, and their interval."""
-    layers = limit_layers(fields, layers)
     first = read_count(fields, "moe_layer_start_index", 1)
     last = fields.value("moe_layer_end_index", -1)  # null means -1 too
     if last == -1:
@@ -183,12 +180,12 @@ def _write_moe(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _ignored_ahead() -> tuple[Ignored, ...]:
-    """Return the tensors of modules of multi-token prediction, which are not read."""
+def _tensors_ahead() -> list[str]:
+    """Return the tensors of modules of multi-token prediction."""
     modules = ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")
     names = [f"model.{module}.{{layer}}.weight" for module in modules]
     names += [f"model.mtp_block.{{layer}}.{tensor}" for tensor, _ in layer_names().values()]
-    return tuple(Ignored(name, "predicts the second next token") for name in names)
+    return names
 
 
 FAMILY = decoder_family("Ernie4_5ForCausalLM", _read, _write)
@@ -197,6 +194,6 @@ MOE_FAMILY = decoder_family(
     _read_moe,
     _write_moe,
     _MOE_NAMES,
-    ignored=_ignored_ahead(),
+    ignored=ignored_tensors_ahead(_tensors_ahead()),
     harmless=_UNUSED,
 )

@@ -116,7 +116,7 @@ def _read_kinds(fields: Fields, layers: int) -> list[str]:
         return kinds
     what = f"is {shorten(found)}, and gives no kind, global or local, for each of {layers} layers"
     fields.refuse("attention_types", what)
-    return [FULL] * min(layers, 1000)
+    return [FULL] * layers
 
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:

@@ -126,7 +126,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     bias = fields.flag("attention_bias", default=False)
     attention_scale, factors = read_factors(fields)
     layers = sizes.pop("layers")
-    default = [LINEAR] * min(layers, 1000)
+    default = [LINEAR] * layers
     known = (LINEAR, FULL, *EARLIER_KINDS)
     kinds = read_layer_types(fields, layers, default, known)
     kinds = [EARLIER_KINDS.get(kind, kind) for kind in kinds]

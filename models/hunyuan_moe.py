@@ -31,7 +31,6 @@ from spmd.models.published.experts import (
     write_shared_experts,
 )
 from spmd.models.published.family import decoder_family, layer_names
-from spmd.models.published.layer_types import limit_layers
 
 _V1_MIXER = AttentionSpec(qk_norm="head", qk_norm_after=True)
 _V3_MIXER = AttentionSpec(qk_norm="head")
@@ -145,7 +144,7 @@ def _read3(values: Mapping[str, Any]) -> DecoderConfig:
     fields.only("mlp_bias", False)
     mixer = read_attention_bias(fields, _V3_MIXER)
     layer = LayerSpec(mixer, read_shared_experts(fields, d_ff=1536, name=_SHARED3))
-    layers = limit_layers(fields, sizes["layers"])
+    layers = sizes["layers"]
     kinds = read_mlp_types(fields, layers, dense_first(1, layers))
     router = _V3_ROUTER.read(fields, scale=fields.number(_SCALE3, 2.826))
     return fields.build(

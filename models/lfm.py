@@ -42,7 +42,13 @@ from spmd.models.published.experts import (
     write_widths,
 )
 from spmd.models.published.family import ENDS, TensorNames, decoder_family
-from spmd.models.published.layer_types import FULL, SLIDING, read_layer_types, table_of
+from spmd.models.published.layer_types import (
+    FULL,
+    SLIDING,
+    read_layer_types,
+    read_window_of,
+    table_of,
+)
 from spmd.models.published.rotary import read_rotary_by_layer, write_rotary_by_layer
 from spmd.models.published.tensor_names import Names, fused_names, module_names
 
@@ -275,11 +281,11 @@ def _read_d_ff(fields: Fields, d_ff: int) -> int:
 def _read_layers(fields: Fields, layers: int) -> list[LayerSpec]:
     """Parse the layers of an LFM 2: `layer_types`, or `full_attn_idxs` in its place."""
     numbers = range(layers)
-    attention = fields.value("full_attn_idxs", [*numbers[:1000]])
+    attention = fields.value("full_attn_idxs", [*numbers])
     if not isinstance(attention, list):
         fields.refuse("full_attn_idxs", "is no list of layers")
         attention = []
-    default = kinds_of(layers, [number for number in numbers[:1000] if number in attention])
+    default = kinds_of(layers, [number for number in numbers if number in attention])
     kinds = _read_kinds(fields, default, FULL)
     return lfm2_layers(kinds, _read_convolution(fields, 3))
 
@@ -305,14 +311,8 @@ def _read3(values: Mapping[str, Any]) -> DecoderConfig:
         fields, eps=1e-5, eps_field=_EPS, theta=0, head_dim=128, kv_heads=4, tied=True
     )
     kinds = _read_kinds(fields, _default_kinds3(sizes.pop("layers")), FULL, SLIDING)
-    window = 0
-    if SLIDING in kinds:
-        window = fields.integer("sliding_window", 256)
-    else:
-        fields.value("sliding_window")
-    rotary = dict(_ROTARY3)
-    if fields.value("rope_parameters") is not None:
-        rotary = read_rotary_by_layer(fields, _ROTARY3, theta_in_table=1e6)
+    window = read_window_of(fields, kinds, absent=256)
+    rotary = read_rotary_by_layer(fields, _ROTARY3, theta_in_table=1e6)
     mixer = read_attention_bias(fields, _LAYER3.attention)
     if not fields.flag("use_attention_gate", True):
         mixer = dataclasses.replace(mixer, gate="none")

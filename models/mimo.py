@@ -48,6 +48,7 @@ from spmd.models.published.layer_types import (
     table_of,
     write_layer_types,
 )
+from spmd.models.published.multi_token import ignored_tensors_ahead
 from spmd.models.published.rotary import read_rotary_by_layer, write_rotary_by_layer
 
 _ROTARY = {
@@ -156,12 +157,11 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     layers = sizes.pop("layers")
     kinds = read_layer_types(fields, layers, _default_kinds(layers))
     window = _read_window(fields, kinds)
-    if fields.value("rope_parameters") is None:
-        for name in ("rope_theta", "partial_rotary_factor", "rope_scaling"):
-            fields.value(name)  # without effect
-        rotary = _ROTARY
-    else:
-        rotary = read_rotary_by_layer(fields, _ROTARY)
+    rotary = read_rotary_by_layer(fields, _ROTARY)
+    if fields.value("rope_parameters") is None:  # then these are without effect in transformers
+        fields.only("rope_theta", _ROTARY[FULL].theta)
+        fields.only("partial_rotary_factor", _ROTARY[FULL].fraction)
+        fields.only("rope_scaling", None)
     mixer = AttentionSpec(
         qkv_bias=fields.flag("attention_bias", default=False),
         value_dim=fields.integer("v_head_dim", 128),
@@ -245,4 +245,21 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 _NAMES = (
     layer_names() | expert_names() | {"attention/sinks": ("self_attn.attention_sink_bias", AS_IS)}
 )
-FAMILY = decoder_family("MiMoV2FlashForCausalLM", _read, _write, _NAMES)
+
+
+def _tensors_ahead() -> list[str]:
+    """Return the tensors of modules of multi-token prediction, each with a layer of windows."""
+    modules = ["enorm", "hnorm", "eh_proj", "pre_mlp_layernorm", "final_layernorm"]
+    modules.append("self_attn.qkv_proj")
+    tensors = [f"{module}.weight" for module in modules]
+    tensors += [tensor for tensor, _ in _NAMES.values()]
+    return [f"model.mtp.layers.{{layer}}.{tensor}" for tensor in tensors]
+
+
+FAMILY = decoder_family(
+    "MiMoV2FlashForCausalLM",
+    _read,
+    _write,
+    _NAMES,
+    ignored=ignored_tensors_ahead(_tensors_ahead()),
+)

@@ -25,7 +25,6 @@ from spmd.models.decoder import (
 from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.experts import RouterFields, expert_names, experts_of
 from spmd.models.published.family import decoder_family, layer_names
-from spmd.models.published.layer_types import MOST_LAYERS
 from spmd.models.published.rotary import read_rotary, write_rotary
 
 _PLAIN = Rotary(5e6, RopeScaling())
@@ -81,7 +80,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     for name, value in _REQUIRED.items():
         fields.only(name, value)
     sizes = read_sizes(fields, theta=0, kv_heads=8, head_dim=128)
-    layers = min(sizes["layers"], MOST_LAYERS)
+    layers = sizes["layers"]
     fields.only("attn_type_list", [1] * layers)  # 1: softmax attention
     mixer = _read_attention(fields, sizes)
     jitter = fields.number(_JITTER, 0.0, least=0)

@@ -63,7 +63,8 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
     values = text_values(values, _OF_IMAGES)
     kind = "ministral3"
     if isinstance(text, Mapping):
-        kind = text.get("model_type", kind)
+        kind = text.get("model_type", "mistral")
+        values = {"tie_word_embeddings": True, **values}
     if kind == "mistral":  # Mistral Small 3.1 and others, which are exported as Mistral
         return read_mistral(values)
     fields = Fields(values)
@@ -90,10 +91,10 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 def _read_temperature(fields: Fields, scaling: RopeScaling) -> Temperature | None:
     """Parse the factor of queries, from the table of positions; 0 is none."""
     beta: Any = 0.1
-    for name in reversed(TABLES):
+    for name in TABLES:
         table = fields.value(name)
         if isinstance(table, Mapping):
-            beta = table.get(_BETA)
+            beta = table.get(_BETA)  # the later table has priority
     is_number = fields.is_number(f"{TABLES[0]}.{_BETA}", beta, least=0)
     if not is_number or beta == 0 or not isinstance(scaling, YarnScaling):
         return None
@@ -121,14 +122,13 @@ def _with_images(config: DecoderConfig) -> TensorNames:
 
 
 def _tied_as_stored(config: DecoderConfig, tensors: Collection[str]) -> DecoderConfig:
-    """Return the config with a tied head if a model of images and text has no head of its own.
+    """Return the config without a tied head if a model of images and text has a head of its own.
 
-    `tie_word_embeddings` is outside of `text_config`, in it, or absent from such files.
+    Many such files lack `tie_word_embeddings`.
     """
-    has_images = any(tensor.startswith(EARLIER_TEXT_PREFIX) for tensor in tensors)
-    if not has_images:
+    if f"{EARLIER_HEAD}.weight" not in tensors:
         return config
-    return dataclasses.replace(config, tied=f"{EARLIER_HEAD}.weight" not in tensors)
+    return dataclasses.replace(config, tied=False)
 
 
 def _modules_of_images() -> list[str]:

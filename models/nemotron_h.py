@@ -164,8 +164,7 @@ _DEFAULT_KINDS = [LINEAR, MOE, FULL, MLP]
 
 def _read(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(_with_kinds(values))
-    for name in (*_HARMLESS, _PATTERN):
-        fields.value(name)
+    fields.value(_PATTERN)  # gives the kinds, in `_with_kinds`
     for name in ("attention_bias", "tie_word_embeddings"):
         fields.only(name, False)
     fields.only("mamba_hidden_act", "silu")
@@ -220,7 +219,7 @@ def _with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
 def _read_kinds(fields: Fields, layers: int) -> list[str]:
     """Parse the kind of each layer."""
     known = (*LETTERS.values(), *EARLIER_KINDS)
-    default = [LINEAR] * min(layers, 1000)
+    default = [LINEAR] * layers
     kinds = read_layer_types(fields, layers, default, known, _KINDS)
     kinds = [EARLIER_KINDS.get(kind, kind) for kind in kinds]
     if LINEAR not in kinds:

@@ -32,7 +32,6 @@ from spmd.models.published.layer_types import (
     SLIDING,
     attention_layers,
     layer_types,
-    limit_layers,
     read_layer_types,
     read_window_of,
     table_of,
@@ -123,7 +122,7 @@ def _write3(config: DecoderConfig) -> dict[str, Any]:
 def _read2(values: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(values)
     sizes = read_sizes(fields, kv_heads=16, d_ff=5632)
-    layers = limit_layers(fields, sizes["layers"])
+    layers = sizes["layers"]
     windowed = 0
     if fields.flag("use_sliding_window", default=False):
         windowed = fields.integer("max_window_layers", 28)

@@ -19,7 +19,7 @@ from typing import Any
 
 from spmd.hf.family import Family
 from spmd.hf.fields import Fields
-from spmd.hf.layout import EXPERTS_TRANSPOSED, TRANSPOSED, part
+from spmd.hf.layout import EXPERTS_TRANSPOSED, part
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder import (
     AttentionSpec,
@@ -149,7 +149,7 @@ _OF_IMAGES = (
 )
 _IGNORED_AHEAD = ignored_ahead(
     layer_names() | expert_names(shared="shared_expert"),
-    *("mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.shared_expert_gate.weight"),
+    *("mlp.experts.down_proj", "mlp.experts.gate_up_proj"),
 )
 """Tensors of multi-token prediction, with experts in tensors of their own or in one tensor."""
 _REQUIRED = {
@@ -269,7 +269,6 @@ def _attention_of(config: DecoderConfig) -> AttentionSpec:
 def _layer_names(config: DecoderConfig, *, by_head: bool) -> Names:
     """Return the tensors of a layer, with those of gated attention and of experts."""
     layer = layer_names() | expert_names(shared="shared_expert")
-    layer["moe/shared_gate/kernel"] = ("mlp.shared_expert_gate.weight", TRANSPOSED)
     layer |= fused_delta_net_names(config, by_head=by_head)
     halves = ("attention/q_proj", "attention/g_proj")
     heads = _attention_of(config).heads

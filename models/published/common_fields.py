@@ -15,6 +15,7 @@ from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
 from spmd.models.decoder.rotary import RopeScaling, Rotary
+from spmd.models.published.layer_types import limit_layers
 from spmd.models.published.rotary import read_rotary, write_rotary
 
 TANH = "gelu_pytorch_tanh"
@@ -83,7 +84,7 @@ def read_sizes(
     return {
         "vocab": fields.integer("vocab_size"),
         "d_model": width,
-        "layers": fields.integer("num_hidden_layers"),
+        "layers": limit_layers(fields, fields.integer("num_hidden_layers")),
         "heads": heads,
         "kv_heads": fields.integer("num_key_value_heads", kv_heads),
         "d_ff": fields.integer("intermediate_size", d_ff),

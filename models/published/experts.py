@@ -20,12 +20,7 @@ from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.layer import LayerSpec
 from spmd.models.decoder.mlp import MLPSpec
-from spmd.models.published.layer_types import (
-    MOST_LAYERS,
-    limit_layers,
-    read_layer_types,
-    table_of,
-)
+from spmd.models.published.layer_types import read_layer_types, table_of
 from spmd.models.published.tensor_names import Names
 
 SPARSE = "sparse"
@@ -172,7 +167,6 @@ def read_sparse_layers(fields: Fields, layers: int, default: Sequence[int] = ())
     if not isinstance(dense, list) or not all(type(number) is int for number in dense):
         fields.refuse("mlp_only_layers", "is not a list of integers")
         dense = []
-    layers = limit_layers(fields, layers)
     kinds = []
     for number in range(layers):
         kind = DENSE
@@ -212,11 +206,7 @@ def mlp_kinds(config: DecoderConfig) -> list[str]:
 
 
 def dense_first(dense: int, layers: int) -> list[str]:
-    """Return the kind of each layer's MLP, for a number of first layers without experts.
-
-    Of more than `MOST_LAYERS` layers, it is that of the first ones.
-    """
-    layers = min(layers, MOST_LAYERS)
+    """Return the kind of each layer's MLP, for a number of first layers without experts."""
     dense = min(layers, dense)
     return [DENSE] * dense + [SPARSE] * (layers - dense)
 

@@ -74,7 +74,6 @@ def delta_net_names(
     *,
     norm: str = "norm",
     out: str = "out_proj",
-    prefix: str = "linear_attn.",
 ) -> Names:
     """Return the tensors of a gated delta net without those of its convolutions.
 
@@ -82,15 +81,14 @@ def delta_net_names(
         projections: Projection, such as `gate`, with a tensor of its own → its module.
         norm: Module of the norm of outputs.
         out: Module of the output's projection.
-        prefix: Prefix of all of them.
     """
     modules = {f"{name}_proj": module for name, module in projections.items()} | {"o_proj": out}
     names: Names = {}
     for ours, theirs in modules.items():
-        names[f"{_NET}/{ours}/kernel"] = (f"{prefix}{theirs}.weight", TRANSPOSED)
+        names[f"{_NET}/{ours}/kernel"] = (f"linear_attn.{theirs}.weight", TRANSPOSED)
     for name in ("A_log", "dt_bias"):
-        names[f"{_NET}/{name}"] = (prefix + name, AS_IS)
-    names[f"{_NET}/out_norm/scale"] = (f"{prefix}{norm}.weight", AS_IS)
+        names[f"{_NET}/{name}"] = (f"linear_attn.{name}", AS_IS)
+    names[f"{_NET}/out_norm/scale"] = (f"linear_attn.{norm}.weight", AS_IS)
     return names
 
 

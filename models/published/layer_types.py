@@ -34,6 +34,8 @@ LINEAR = "linear_attention"
 MOST_LAYERS = 1000
 """Most layers in a list with an entry for each; a file may claim more than fit in memory."""
 _UNUSED_WINDOW = 4096
+_LOCAL_THETA = "rope_local_base_freq"
+"""Field with the base of layers with a window, in files before `transformers` 5."""
 
 Kind = TypeVar("Kind", bound=Hashable)
 
@@ -46,7 +48,7 @@ def every(interval: int, layers: int, often: str = SLIDING, seldom: str = FULL) 
         ['s', 's', 'f', 's']
     """
     kinds = []
-    for number in range(1, min(layers, MOST_LAYERS) + 1):
+    for number in range(1, layers + 1):
         kind = often
         if number % interval == 0:
             kind = seldom
@@ -57,7 +59,7 @@ def every(interval: int, layers: int, often: str = SLIDING, seldom: str = FULL) 
 def limit_layers(fields: Fields, layers: int) -> int:
     """Return a number of layers, at most 1000; a larger one is reported to `fields`."""
     if layers > MOST_LAYERS:
-        fields.refuse("num_hidden_layers", f"is {layers}, and at most {MOST_LAYERS} have kinds")
+        fields.refuse("num_hidden_layers", f"is {layers}, and at most {MOST_LAYERS} are supported")
         return MOST_LAYERS
     return layers
 
@@ -78,8 +80,6 @@ def read_layer_types(
         known: The supported words.
         name: Name of the field.
     """
-    if limit_layers(fields, layers) < layers:
-        return list(default)
     found = fields.value(name)
     if found is None:
         return list(default)
@@ -257,17 +257,12 @@ def read_rotary_by_kind(fields: Fields, theta: float, local_theta: float) -> dic
         local_theta: Default of the base in layers with a window.
     """
     plain = RopeScaling()
+    defaults = {FULL: Rotary(theta, plain), SLIDING: Rotary(local_theta, plain)}
     if fields.value("rope_parameters") is not None:
-        defaults = {FULL: Rotary(theta, plain), SLIDING: Rotary(local_theta, plain)}
-        tables = fields.value("rope_parameters")
-        if isinstance(tables, Mapping) and defaults.keys() <= tables.keys():
-            fields.only("rope_scaling", None)
-            return read_rotary_by_layer(fields, defaults)
-        what = f"is {tables!r:.80}, without a table for each of {FULL} and {SLIDING}"
-        fields.refuse("rope_parameters", what)
-        return defaults
-    local = fields.number("rope_local_base_freq", local_theta, least=1)
-    return {FULL: read_rotary(fields, Rotary(theta, plain)), SLIDING: Rotary(local, plain)}
+        fields.only("rope_scaling", None)
+        return read_rotary_by_layer(fields, defaults, theta_fields={SLIDING: _LOCAL_THETA})
+    local = fields.number(_LOCAL_THETA, local_theta, least=1)
+    return {FULL: read_rotary(fields, defaults[FULL]), SLIDING: Rotary(local, plain)}
 
 
 def write_rotary_by_kind(config: DecoderConfig, theta: float, local_theta: float) -> dict[str, Any]:

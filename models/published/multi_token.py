@@ -1,7 +1,7 @@
 """Multi-token prediction as in checkpoints: modules after the last layer (DeepSeek-V3)."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from spmd.hf.family import Ignored
 from spmd.hf.layout import AS_IS, TRANSPOSED
@@ -42,4 +42,9 @@ def ignored_ahead(layer: Names, *others: str) -> tuple[Ignored, ...]:
     tensors = [*(tensor for tensor, _ in layer.values()), *others]
     names = [f"mtp.layers.{{layer}}.{tensor}" for tensor in tensors]
     names += [f"mtp.{end}.weight" for end in ends]
+    return ignored_tensors_ahead(names)
+
+
+def ignored_tensors_ahead(names: Iterable[str]) -> tuple[Ignored, ...]:
+    """Return tensors of multi-token prediction, which are not read."""
     return tuple(Ignored(name, "predicts the second next token") for name in names)

@@ -6,10 +6,11 @@ type of layer.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from spmd.errors import shorten
 from spmd.hf.fields import Fields
 from spmd.models.decoder.rotary import (
     SCALINGS,
@@ -129,7 +130,8 @@ def read_rotary(
         theta_in_table: The base of a table without one; 0 for that of `default`.
     """
     parsed: list[Rotary] = []
-    base, fraction = _read_outside(fields, default)
+    base = fields.value("rope_theta", default.theta)
+    fraction = fields.value("partial_rotary_factor", default.fraction)
     in_table = fields.value("rope_theta", theta_in_table or default.theta)
     for name in TABLES:
         table = fields.value(name, {})
@@ -153,64 +155,42 @@ def read_rotary_by_layer(
     fields: Fields,
     defaults: Mapping[str, Rotary],
     *,
-    unscaled: Mapping[str, str] = MappingProxyType({}),
-    kinds: Iterable[str] = tuple(ENTRIES),
-    also: Iterable[str] = (),
+    theta_fields: Mapping[str, str] = MappingProxyType({}),
     theta_in_table: float = 0.0,
 ) -> dict[str, Rotary]:
     """Parse `rope_parameters` with a table for each type of layer, of `transformers` 5.
 
-    A file without these tables has the rotary embeddings of `read_rotary` in all layers that are
-    not in `unscaled`.
-
     Args:
         fields: Fields of config.json.
-        defaults: Type of layer, such as `full_attention` → the embeddings of a file without them.
-        unscaled: Type of layer without scaling in files of earlier versions → the field of its
-            base, such as `sliding_attention` → `rope_local_base_freq` in Gemma 3.
-        kinds: As for `read_rotary`.
-        also: As for `read_rotary`.
+        defaults: Type of layer, such as `full_attention` → the embeddings of a file without tables.
+        theta_fields: Type of layer → field with the base of a table without one; by default
+            `rope_theta`.
         theta_in_table: As for `read_rotary`.
 
     Returns:
         The embeddings of each type of layer in `defaults`.
     """
-    tables = fields.value("rope_parameters", {})
-    is_nested = isinstance(tables, Mapping) and not defaults.keys().isdisjoint(tables)
-    if not is_nested:
-        found = {}
-        for kind, default in defaults.items():
-            if kind in unscaled:
-                theta = fields.number(unscaled[kind], default.theta, least=1.0)
-                found[kind] = Rotary(theta, RopeScaling(), default.fraction)
-            else:
-                found[kind] = read_rotary(
-                    fields, default, kinds=kinds, also=also, theta_in_table=theta_in_table
-                )
-        return found
-    for key in sorted({*tables} - {*defaults} - {*also}, key=str):
-        where = f"rope_parameters.{key}"
-        fields.refuse(where, f"is {tables[key]!r:.80}, and is unknown")
+    tables = fields.value("rope_parameters")
+    if tables is None:
+        return dict(defaults)
+    if not isinstance(tables, Mapping) or not defaults.keys() <= tables.keys():
+        what = f"is {shorten(tables)}, without a table for each of {' and '.join(defaults)}"
+        fields.refuse("rope_parameters", what)
+        return dict(defaults)
+    for key in sorted({*tables} - {*defaults}, key=str):
+        fields.refuse(f"rope_parameters.{key}", f"is {shorten(tables[key])}, and is unknown")
     found = {}
     for kind, default in defaults.items():
         where = f"rope_parameters.{kind}"
-        table = tables.get(kind)
+        table = tables[kind]
         if not isinstance(table, Mapping):
-            fields.refuse(where, f"is {table!r:.80}, not an object")
+            fields.refuse(where, f"is {shorten(table)}, not an object")
             found[kind] = default
             continue
-        _, fraction = _read_outside(fields, default)
-        base = fields.value("rope_theta", theta_in_table or default.theta)
-        reader = _Reader(fields, where, Rotary(base, fraction=fraction), kinds, {*also})
-        found[kind] = reader.read(table)
+        theta = fields.value(theta_fields.get(kind, "rope_theta"), theta_in_table or default.theta)
+        fraction = fields.value("partial_rotary_factor", default.fraction)
+        found[kind] = _Reader(fields, where, Rotary(theta, fraction=fraction)).read(table)
     return found
-
-
-def _read_outside(fields: Fields, default: Rotary) -> tuple[Any, Any]:
-    """Return the base and the fraction outside of tables, unchecked."""
-    base = fields.value("rope_theta", default.theta)
-    fraction = fields.value("partial_rotary_factor", default.fraction)
-    return base, fraction
 
 
 def _check_outside(fields: Fields, base: Any, fraction: Any, default: Rotary) -> Rotary:
@@ -245,8 +225,8 @@ class _Reader:
     fields: Fields
     name: str
     default: Rotary
-    kinds: Iterable[str]
-    also: set[str]
+    kinds: Iterable[str] = tuple(ENTRIES)
+    also: Collection[str] = ()
 
     def read(self, table: Mapping[str, Any]) -> Rotary:
         """Return the rotary embeddings of a table."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from spmd.hf.family import Ignored
+from spmd.hf.fields import is_harmless
 
 TEXT_PREFIX = "model.language_model."
 """Prefix of the decoder's tensors in a model of images and text."""
@@ -34,9 +35,13 @@ def text_values(values: Mapping[str, Any], others: Collection[str]) -> dict[str,
     if not isinstance(text, Mapping):
         return dict(values)
     # Of the two fields about a tied head, the outer one has an effect.
-    inner = {name: value for name, value in text.items() if name != _TIED}
-    outer = {name: value for name, value in values.items() if name not in (_TEXT, *others)}
-    return inner | outer
+    found = {name: value for name, value in text.items() if name != _TIED}
+    for name, value in values.items():
+        if name == _TIED:
+            found[name] = value
+        elif name not in (_TEXT, *others) and not is_harmless(name, value):
+            found[f"{name} (outside of {_TEXT})"] = value  # is refused as unknown
+    return found
 
 
 def ignored_images(modules: Iterable[str], others: Iterable[str] = ()) -> tuple[Ignored, ...]:

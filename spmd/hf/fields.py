@@ -155,7 +155,9 @@ class Fields:
         return False
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a boolean field."""
+        """Return a boolean field; null means false, and is refused where the default is true."""
+        if default and self.is_null(name):
+            self.refuse(name, "is null, and the model's default is true", "true or false")
         found = self.value(name, default)
         if not isinstance(found, bool):
             self.refuse(name, _wrong(found, "neither true nor false"))
@@ -208,9 +210,7 @@ class Fields:
 
     def _is_understood(self, name: str, value: Any) -> bool:
         """Return whether a field was read or is harmless."""
-        if value is None or name in self._known or name in HARMLESS:
-            return True
-        return name in _HARMLESS_IF_OFF and value in (False, 0)
+        return name in self._known or is_harmless(name, value)
 
     def build(self, make: Callable[..., T], **values: Any) -> T:
         """Construct the model config.
@@ -224,6 +224,18 @@ class Fields:
             title = "Unsupported features in config.json:"
             raise ConfigError(title, problems)
         return made
+
+
+def is_harmless(name: str, value: Any) -> bool:
+    """Return whether a field with this value has no effect on the trained models of any family.
+
+    Example:
+        >>> is_harmless("torchscript", False), is_harmless("torchscript", True)
+        (True, False)
+    """
+    if value is None or name in HARMLESS:
+        return True
+    return name in _HARMLESS_IF_OFF and value in (False, 0)
 
 
 def renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

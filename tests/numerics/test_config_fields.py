@@ -67,7 +67,7 @@ def first_cases():
 def others(name, value):
     """Other values of a field."""
     if isinstance(value, bool):
-        return [not value]
+        return [not value, None]
     if value is None:
         return list(OF_NONE)
     if type(value) in NUMBERS:

@@ -44,14 +44,14 @@ PRESETS = {
 }
 """File → the preset of the same decoder."""
 BILLIONS = {
-    "mistralai/Ministral-3-3B-Instruct-2512": 3.8,
+    "mistralai/Ministral-3-3B-Instruct-2512": 3.4,
     "nvidia/Nemotron-H-56B-Base-8K": 56.3,
     "nvidia/Qwen3.6-27B-NVFP4": 26.9,
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480.2,
     "Qwen/Qwen3.5-27B": 26.9,
     "Qwen/Qwen3.5-35B-A3B": 34.7,
 }
-"""File without a preset → parameters of its text part; of Ministral 3, with a head beside the embedding."""
+"""File without a preset → parameters of its text part."""
 
 
 def read(values):
@@ -109,3 +109,39 @@ def test_fields_that_a_model_lacks_are_refused():
     nemotron = FILES["nvidia/Nemotron-H-56B-Base-8K"]
     with pytest.raises(ConfigError, match="rms_norm_eps"):
         read(nemotron | {"rms_norm_eps": 1e-3})
+
+
+def test_the_decoder_is_that_of_text_config():
+    """Fields outside of it are of images or refused, also where it has them; its kind is a Mistral by default."""
+    qwen = FILES["Qwen/Qwen3.5-27B"]
+    with pytest.raises(ConfigError, match=r"vocab_size \(outside of text_config\): is 99"):
+        read(qwen | {"vocab_size": 99})
+    ministral = FILES["mistralai/Ministral-3-3B-Instruct-2512"]
+    text = dict(ministral["text_config"])
+    assert read(ministral).pattern.kinds[0].attention.temperature is not None
+    del text["model_type"], text["rope_parameters"]
+    mistral = read(ministral | {"text_config": text})
+    assert mistral.pattern.kinds[0].attention.temperature is None
+    assert mistral.rope_theta == 10_000.0
+
+
+def test_null_in_place_of_true_is_refused():
+    """It is false in transformers; where the default is false, it is read as such."""
+    deepseek = FILES["deepseek-ai/DeepSeek-V3"]
+    with pytest.raises(ConfigError, match="norm_topk_prob: is null"):
+        read(deepseek | {"norm_topk_prob": None})
+    assert read(deepseek | {"attention_bias": None}).pattern == read(deepseek).pattern
+
+
+def test_positions_without_effect_are_required_to_be_those_of_the_model():
+    """MiMo has its positions in a table for each kind of layers, or those of the published model."""
+    mimo = FILES["XiaomiMiMo/MiMo-V2-Flash"]
+    with pytest.raises(ConfigError, match="rope_theta: is 640000"):
+        read(mimo | {"rope_theta": 640_000})
+
+
+def test_too_many_layers_are_refused():
+    """Before a list of them is made."""
+    for name in ("meta-llama/Meta-Llama-3.1-8B", "Qwen/Qwen3-235B-A22B", "openai/gpt-oss-20b"):
+        with pytest.raises(ConfigError, match=r"num_hidden_layers: is 1000000000"):
+            read(FILES[name] | {"num_hidden_layers": 10**9})

@@ -298,22 +298,9 @@ def test_entries_that_the_family_reads_are_left_to_it():
     assert problems(config(rope_parameters=table)) == {"rope_parameters.llama_4_scaling_beta"}
 
 
-def test_earlier_files_scale_one_type_of_layers():
-    """Gemma 3 before version 5: local layers have a base of their own, and no scaling."""
-    values = config(rope_scaling=TABLES["linear"], rope_local_base_freq=10.0)
-    defaults = dict.fromkeys(("full_attention", "sliding_attention"), Rotary(1e6, RopeScaling()))
-    fields = Fields(values)
-    unscaled = {"sliding_attention": "rope_local_base_freq"}
-    assert read_rotary_by_layer(fields, defaults, unscaled=unscaled) == {
-        "full_attention": Rotary(BASE, LinearScaling(4.0)),
-        "sliding_attention": Rotary(10.0, RopeScaling()),
-    }
-    assert fields.problems() == []
-
-
 def test_tables_by_layer_name_what_is_wrong():
-    """A type without a table, an unknown one, and an entry of one."""
-    tables = {"full_attention": {"rope_type": "linear"}, "other": {}}
+    """Something else than a table, an unknown type, and an entry of one."""
+    tables = {"full_attention": {"rope_type": "linear"}, "sliding_attention": 3, "other": {}}
     defaults = dict.fromkeys(("full_attention", "sliding_attention"), PLAIN)
     fields = Fields({"rope_parameters": tables})
     read_rotary_by_layer(fields, defaults)
@@ -322,6 +309,19 @@ def test_tables_by_layer_name_what_is_wrong():
         "rope_parameters.sliding_attention",
         "rope_parameters.other",
     }
+
+
+def test_a_table_without_a_base_has_that_of_its_type():
+    """Outside of tables, each type of layer may have a field of its own; one table for all is refused."""
+    tables = {key: {"rope_type": "default"} for key in ("full_attention", "sliding_attention")}
+    defaults = dict.fromkeys(tables, PLAIN)
+    values = {"rope_parameters": tables, "rope_theta": 1e6, "rope_local_base_freq": 10.0}
+    local = {"sliding_attention": "rope_local_base_freq"}
+    found = read_rotary_by_layer(Fields(values), defaults, theta_fields=local)
+    assert [rotary.theta for rotary in found.values()] == [1e6, 10.0]
+    flat = Fields({"rope_parameters": {"rope_type": "default"}})
+    read_rotary_by_layer(flat, defaults)
+    assert [problem.where for problem in flat.problems()] == ["rope_parameters"]
 
 
 @pytest.mark.parametrize(
