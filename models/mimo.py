@@ -188,7 +188,7 @@ def _check_copies(
     sizes: Mapping[str, Any],
     mixer: AttentionSpec,
 ) -> None:
-    """Require that fields of the published file, which `transformers` ignores, repeat others."""
+    """Require that fields of the published file without effect in `transformers` repeat others."""
     fields.only("hybrid_layer_pattern", [int(kind == SLIDING) for kind in kinds])
     fields.only("moe_layer_freq", [int(kind == SPARSE) for kind in mlps])
     fields.only("swa_num_attention_heads", sizes["heads"])

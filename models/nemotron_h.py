@@ -195,7 +195,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _check_copies(fields: Fields, norm_eps: float) -> None:
-    """Require that fields of published files, which `transformers` ignores, repeat others."""
+    """Require that fields of published files without effect in `transformers` repeat others."""
     fields.only("norm_eps", norm_eps)
     fields.only("rms_norm_eps", norm_eps)
     fields.only("attention_head_dim", fields.value("head_dim", _HEAD_DIM))

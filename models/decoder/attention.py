@@ -38,7 +38,7 @@ GATES: dict[str, Callable[[Array], Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Temperature:
-    """Factor of queries that grows with their position in a document, for long contexts.
+    """Factor of queries, larger at later positions of a document, for long contexts.
 
     It is `1 + strength · ln(1 + ⌊(position + offset) / interval⌋)` (after arXiv:2501.19399).
     """
@@ -64,7 +64,11 @@ class Temperature:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
-    """Attention of one kind of layer; a field of 0 or None has the network's value."""
+    """Attention of one kind of layer.
+
+    Heads and widths of 0, a window of None, and the base and the scaling of rotary positions that
+    are not given are the network's.
+    """
 
     heads: int = 0
     """Query heads."""

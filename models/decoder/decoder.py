@@ -634,7 +634,7 @@ class Decoder(nnx.Module):
 
     @property
     def outputs_take_context(self) -> bool:
-        """True with layers that `compute_outputs` runs."""
+        """True with layers in `compute_outputs`."""
         return bool(self.config.last) or self.config.predict_ahead > 0
 
     def _predict_ahead(

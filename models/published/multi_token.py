@@ -46,5 +46,5 @@ def ignored_ahead(layer: Names, *others: str) -> tuple[Ignored, ...]:
 
 
 def ignored_tensors_ahead(names: Iterable[str]) -> tuple[Ignored, ...]:
-    """Return tensors of multi-token prediction, which are not read."""
+    """Return unused tensors of multi-token prediction."""
     return tuple(Ignored(name, "predicts the second next token") for name in names)
