@@ -5,10 +5,8 @@ import dataclasses
 from jax.sharding import PartitionSpec as P
 
 from spmd.sharding.mesh import BATCH_AXES
-from spmd.sharding.rules import Replicate, Rules, replicate
+from spmd.sharding.rules import Rules
 
-_QKV = "attention/(q|k|v)_proj/kernel"
-_QKV_BIAS = "attention/(q|k|v)_proj/bias"
 _EXPERTS_INTO = ("experts/(gate|up)_proj/kernel", "experts/up_proj/kernel")
 _EXPERTS_OUT = "experts/down_proj/kernel"
 
@@ -27,31 +25,6 @@ def sequence_parallel(rules: Rules) -> Rules:
             spec = split
         activations.append((name, spec))
     return dataclasses.replace(rules, activations=activations)
-
-
-def replicated_kv(rules: Rules) -> Rules:
-    """Replicate key/value heads over `tensor`, for a `tensor` larger than their number.
-
-    Each device computes all of them, and their gradients are summed over `tensor`; query heads are
-    still split.
-    """
-    table = dict(rules.params)
-    split = table[_QKV]
-    assert isinstance(split, P)
-    whole: dict[str, P | Replicate] = {
-        "attention/(k|v)_proj/kernel": P(split[0]),
-        "attention/q_proj/kernel": split,
-    }
-    if _QKV_BIAS in table:
-        whole["attention/(k|v)_proj/bias"] = replicate("on every device, like the kernels")
-        whole["attention/q_proj/bias"] = P("tensor")
-    params = [rule for rule in rules.params if rule[0] not in (_QKV, _QKV_BIAS)]
-    activations = []
-    for name, spec in rules.activations:
-        if name in ("attention_key", "attention_value"):
-            spec = P(*spec[:2])
-        activations.append((name, spec))
-    return dataclasses.replace(rules, params=[*whole.items(), *params], activations=activations)
 
 
 def split_by_rows(rules: Rules) -> Rules:

@@ -13,8 +13,7 @@ The rows are those that the parts of its layers declare (`spmd.models.decoder.ru
     lm_head/kernel                             P(('fsdp', 'pipe'), 'tensor')
 """
 
-from spmd.models.decoder import DecoderConfig, decoder_rules
-from spmd.partition_rules.layouts import replicated_kv
+from spmd.models.decoder import DecoderConfig, decoder_rules, replicated_kv
 
 LLAMA = decoder_rules(DecoderConfig())
 LLAMA_TIED = decoder_rules(DecoderConfig(tied=True))

@@ -19,7 +19,7 @@ from spmd.models.decoder.rotary import (
     Rotary,
     YarnScaling,
 )
-from spmd.models.decoder.rules import decoder_rules
+from spmd.models.decoder.rules import decoder_rules, replicated_kv
 from spmd.models.decoder.short_convolution import GatedConvolutionSpec
 from spmd.models.decoder.sizes import NormSpec
 from spmd.models.decoder.state_space import StateSpaceSpec
@@ -48,4 +48,5 @@ __all__ = [
     "Temperature",
     "YarnScaling",
     "decoder_rules",
+    "replicated_kv",
 ]

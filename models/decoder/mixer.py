@@ -27,6 +27,11 @@ class MixerSpec:
         return 0
 
     @property
+    def kv_heads(self) -> int:
+        """Key/value heads; 0 without attention."""
+        return 0
+
+    @property
     def kv_width(self) -> int:
         """Width of all key heads together; 0 without attention."""
         return 0

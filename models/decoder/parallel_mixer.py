@@ -71,6 +71,11 @@ class ParallelMixerSpec(MixerSpec):
         return self.attention.attention_width
 
     @property
+    def kv_heads(self) -> int:
+        """The key/value heads of attention."""
+        return self.attention.kv_heads
+
+    @property
     def kv_width(self) -> int:
         """As of `AttentionSpec`."""
         return self.attention.kv_width

@@ -13,6 +13,8 @@ Between the matrices, the residual stream and its norms are split over `tensor` 
 any number of tokens allows (decision 0033).
 """
 
+import dataclasses
+
 from jax.sharding import PartitionSpec as P
 
 from spmd.models.decoder.declared import HIDDEN, TOKENS, Axes, ParamRow, TableRows, each_axis
@@ -20,13 +22,17 @@ from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.multi_token import NORMS, ahead_rows
 from spmd.models.decoder.norms import norm_leaves
 from spmd.sharding.batch import TOKENS as TOKEN_BATCH
-from spmd.sharding.rules import Rules, replicate
+from spmd.sharding.rules import Replicate, Rules, replicate
 
 _ROUTER_BIASES = "router/(logit_)?bias"
+_QKV = "attention/(q|k|v)_proj/kernel"
+_QKV_BIAS = "attention/(q|k|v)_proj/bias"
 
 
 def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> Rules:
     """Return the rule table of a decoder.
+
+    A single key/value head is whole on each device of `tensor`.
 
     Args:
         config: Shape of the decoder.
@@ -60,7 +66,35 @@ def decoder_rules(config: DecoderConfig, *, split_vocab: bool | None = None) -> 
     stacks |= dict.fromkeys([*config.first_stacks, *config.last_stacks])
     if config.predict_ahead:
         stacks["ahead"] = None
-    return Rules(rows.params, rows.activations, stacked=stacks, batch=TOKEN_BATCH)
+    rules = Rules(rows.params, rows.activations, stacked=stacks, batch=TOKEN_BATCH)
+    if any(spec.mixer.kv_heads == 1 for spec in config.pattern.distinct):
+        return replicated_kv(rules)
+    return rules
+
+
+def replicated_kv(rules: Rules) -> Rules:
+    """Replicate key/value heads over `tensor`, for a `tensor` larger than their number.
+
+    Each device computes all of them, and their gradients are summed over `tensor`; query heads are
+    still split.
+    """
+    table = dict(rules.params)
+    split = table[_QKV]
+    assert isinstance(split, P)
+    whole: dict[str, P | Replicate] = {
+        "attention/(k|v)_proj/kernel": P(split[0]),
+        "attention/q_proj/kernel": split,
+    }
+    if _QKV_BIAS in table:
+        whole["attention/(k|v)_proj/bias"] = replicate("on every device, like the kernels")
+        whole["attention/q_proj/bias"] = P("tensor")
+    params = [rule for rule in rules.params if rule[0] not in (_QKV, _QKV_BIAS)]
+    activations = []
+    for name, spec in rules.activations:
+        if name in ("attention_key", "attention_value"):
+            spec = P(*spec[:2])
+        activations.append((name, spec))
+    return dataclasses.replace(rules, params=[*whole.items(), *params], activations=activations)
 
 
 def _embedding(config: DecoderConfig, fsdp: Axes, lookup: Axes, *, split_vocab: bool) -> TableRows:

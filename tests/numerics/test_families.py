@@ -18,11 +18,11 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.models import gemma, gpt2, mistral, qwen, transformer
-from spmd.models.decoder import DecoderConfig, decoder_rules
+from spmd.models.decoder import DecoderConfig, decoder_rules, replicated_kv
 from spmd.models.decoder.linear import biased
 from spmd.models.decoder.norms import LayerNorm, RMSNorm
 from spmd.models.decoder.rotary import Llama3Scaling, rotary_angles
-from spmd.partition_rules.layouts import replicated_kv, sequence_parallel
+from spmd.partition_rules.layouts import sequence_parallel
 from spmd.partition_rules.llama import LLAMA
 from spmd.pipeline.grad_fn import pipeline
 from spmd.pipeline.schedules import make_schedule

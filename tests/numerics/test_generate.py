@@ -19,8 +19,8 @@ from spmd.generate.sampling import Sampling
 from spmd.layers.attention import attend
 from spmd.model_interface.model import Model
 from spmd.models import gemma, mixtral
-from spmd.models.decoder import decoder_rules
-from spmd.partition_rules.layouts import replicated_kv, sequence_parallel
+from spmd.models.decoder import decoder_rules, replicated_kv
+from spmd.partition_rules.layouts import sequence_parallel
 from spmd.partition_rules.llama import LLAMA
 from spmd.partition_rules.mixtral import MIXTRAL
 from spmd.plan import flax

@@ -383,8 +383,6 @@ def test_a_table_fits_every_axis(name):
     if config.pattern.repeats % 2:
         excluded.add("pipe")
     mixers = [spec.mixer for spec in config.pattern.distinct]
-    if any(getattr(mixer, "kv_heads", 2) == 1 for mixer in mixers):
-        excluded.add("tensor")
     splits = [
         mixer.attention_width and not isinstance(mixer, ParallelMixerSpec) for mixer in mixers
     ]

@@ -51,8 +51,6 @@ def marked(names):
 
 FOLDED = ("falcon-h1", "falcon-h1-gate-first")
 """Models of which several factors of config.json are written as their product."""
-ONE_KV_HEAD = ("falcon", "falcon-sequential", "gpt-bigcode", "mimo-v2-flash-positions")
-"""Models whose text is compared without `tensor`, which splits no single key/value head."""
 TEXT = [name for name in MODELS if name != "vit"]
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 12), dtype=np.int32)
 IMAGES = np.random.default_rng(1).standard_normal((4, 12, 12, 3), np.float32)
@@ -181,10 +179,7 @@ def test_greedy_text_is_that_of_transformers(name, written, transformers):
     asked = torch.tensor(TOKENS.astype(np.int64))
     options = {"do_sample": False, "max_new_tokens": 64, "use_cache": False}
     theirs = there.generate(asked, attention_mask=torch.ones_like(asked), **options)
-    mesh = {"fsdp": 2, "tensor": 2}
-    if name in ONE_KV_HEAD:
-        mesh = {"fsdp": 4}
-    _, _, plan, state = read(folder / "whole", **mesh)
+    _, _, plan, state = read(folder / "whole", fsdp=2, tensor=2)
     generator = Generator(plan, window=96, sampling=Sampling(temperature=0.0))
     assert not generator.whole_window
     ours = generator.write(state.params, state.variables, list(TOKENS), tokens=64)
