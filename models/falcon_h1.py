@@ -21,6 +21,7 @@ from spmd.models.decoder import (
     ParallelMixerSpec,
     StateSpaceSpec,
 )
+from spmd.models.decoder.declared import MissingPartError
 from spmd.models.published.common_fields import read_factor, read_layer, read_sizes, write_sizes
 from spmd.models.published.family import TensorNames, decoder_family
 from spmd.models.published.state_space import StateSpaceFields
@@ -140,7 +141,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     layer = config.pattern.group[0]
     mixer, mlp = layer.mixer, layer.mlp
     if not isinstance(mixer, ParallelMixerSpec) or not isinstance(mlp, MLPSpec):
-        raise AttributeError("the layers have no two mixers, or no MLP")
+        raise MissingPartError("the layers have no two mixers, or no MLP")
     state_space = mixer.state_space
     return {
         "model_type": "falcon_h1",

@@ -24,6 +24,7 @@ from spmd.models.decoder import (
     Rotary,
     StateSpaceSpec,
 )
+from spmd.models.decoder.declared import MissingPartError
 from spmd.models.granite import read_factors, write_factors
 from spmd.models.granite_moe import NAMES
 from spmd.models.published.common_fields import read_sizes, write_sizes
@@ -180,7 +181,7 @@ def _shared_of(config: DecoderConfig) -> int:
         return mlp.d_ff
     if isinstance(mlp, ExpertsSpec) and mlp.shared_d_ff:
         return mlp.shared_d_ff
-    raise AttributeError("the layers have neither an MLP nor a shared expert")
+    raise MissingPartError("the layers have neither an MLP nor a shared expert")
 
 
 def _names(config: DecoderConfig) -> TensorNames:

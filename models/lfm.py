@@ -28,6 +28,7 @@ from spmd.models.decoder import (
     RopeScaling,
     Rotary,
 )
+from spmd.models.decoder.declared import MissingPartError
 from spmd.models.decoder.layer import Mixer
 from spmd.models.published.common_fields import read_attention_bias, read_sizes, write_sizes
 from spmd.models.published.experts import (
@@ -363,7 +364,7 @@ def _write3(config: DecoderConfig) -> dict[str, Any]:
             continue
         mixer = spec.mixer
         if mixer.rotary is None:
-            raise AttributeError("layers with attention have no positions")
+            raise MissingPartError("layers with attention have no positions")
         window = mixer.window or window
         rotary[_kind_of(spec)] = mixer.rotary
     layer = config.pattern.group[0]
@@ -390,13 +391,13 @@ def _convolution_of(config: DecoderConfig) -> GatedConvolutionSpec:
     """Return the convolution of a config.
 
     Raises:
-        AttributeError: No layer has one.
+        MissingPartError: No layer has one.
     """
     for spec in config.pattern.distinct:
         mixer = spec.mixer
         if isinstance(mixer, GatedConvolutionSpec):
             return mixer
-    raise AttributeError("no layer has a short convolution")
+    raise MissingPartError("no layer has a short convolution")
 
 
 def _kind_of(spec: LayerSpec) -> str:

@@ -1,4 +1,4 @@
-"""TableRows of a rule table, declared by the parts of a layer."""
+"""Rows of a rule table, declared by the parts of a layer, and the error for a part of another kind."""
 
 import dataclasses
 
@@ -18,6 +18,10 @@ HIDDEN = P(BATCH_AXES, "sequence", "tensor")
 
 ParamRow = tuple[str, P | Replicate]
 """Pattern of paths, and their spec."""
+
+
+class MissingPartError(Exception):
+    """A decoder has no part of the kind that is asked for, such as experts."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from spmd.errors import Problem, check_fields
 from spmd.layers.router import RouterConfig
 from spmd.models.decoder.attention import AttentionSpec
-from spmd.models.decoder.declared import Axes, TableRows
+from spmd.models.decoder.declared import Axes, MissingPartError, TableRows
 from spmd.models.decoder.experts import ExpertsSpec, MixtureOfExperts
 from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.decoder.inputs import LayerInputs
@@ -96,10 +96,10 @@ class LayerSpec:
         """The mixer of a layer with softmax attention.
 
         Raises:
-            AttributeError: It is of another kind.
+            MissingPartError: It is of another kind.
         """
         if not isinstance(self.mixer, AttentionSpec):
-            raise AttributeError(f"the mixer is a {type(self.mixer).__name__}")
+            raise MissingPartError(f"the mixer is a {type(self.mixer).__name__}")
         return self.mixer
 
     @property

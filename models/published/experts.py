@@ -16,6 +16,7 @@ from typing import Any
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.layers.router import RouterConfig
+from spmd.models.decoder.declared import MissingPartError
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.experts import ExpertsSpec
 from spmd.models.decoder.layer import LayerSpec
@@ -246,12 +247,12 @@ def experts_of(config: DecoderConfig) -> tuple[LayerSpec, ExpertsSpec, RouterCon
     """Return the first layer with experts, its experts, and the router.
 
     Raises:
-        AttributeError: No layer has experts.
+        MissingPartError: No layer has experts.
     """
     for layer in config.pattern.distinct:
         if isinstance(layer.mlp, ExpertsSpec) and config.router is not None:
             return layer, layer.mlp, config.router
-    raise AttributeError("the layers have no experts")
+    raise MissingPartError("the layers have no experts")
 
 
 def read_shared_experts(

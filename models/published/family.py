@@ -20,6 +20,7 @@ from spmd.errors import SpmdError
 from spmd.hf.family import Family, Ignored, TensorMapping
 from spmd.hf.layout import AS_IS, TRANSPOSED
 from spmd.layers.router import RouterConfig
+from spmd.models.decoder.declared import MissingPartError
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.experts import RouterBias
 from spmd.models.decoder.rules import decoder_rules
@@ -260,7 +261,7 @@ def decoder_family(
             return False
         try:
             again = read(write(config))
-        except (SpmdError, AttributeError):  # a part of the config is of another kind
+        except (SpmdError, MissingPartError):
             return False
         return _published_form(again) == _published_form(config)
 

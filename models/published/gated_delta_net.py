@@ -11,6 +11,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, CONVOLUTION, TRANSPOSED, part
+from spmd.models.decoder.declared import MissingPartError
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
 from spmd.models.published.layer_types import FULL, LINEAR
@@ -61,12 +62,12 @@ def delta_net_of(config: DecoderConfig) -> GatedDeltaNetSpec:
     """Return the gated delta net of a config.
 
     Raises:
-        AttributeError: No layer has one.
+        MissingPartError: No layer has one.
     """
     for spec in config.pattern.distinct:
         if isinstance(spec.mixer, GatedDeltaNetSpec):
             return spec.mixer
-    raise AttributeError("no layer has a gated delta net")
+    raise MissingPartError("no layer has a gated delta net")
 
 
 def delta_net_names(

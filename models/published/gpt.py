@@ -13,6 +13,7 @@ from spmd.errors import did_you_mean, shorten
 from spmd.hf.fields import Fields, renamed
 from spmd.models.decoder.activations import FROM_HF, GATED, UNGATED
 from spmd.models.decoder.attention import AttentionSpec
+from spmd.models.decoder.declared import MissingPartError
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.layer import LayerSpec, Norms
 from spmd.models.decoder.mlp import MLPSpec
@@ -142,9 +143,9 @@ def mlp_of(config: DecoderConfig) -> MLPSpec:
     """Return the MLP of the first repeated layer.
 
     Raises:
-        AttributeError: The layer has experts, or neither.
+        MissingPartError: The layer has experts, or neither.
     """
     mlp = config.pattern.group[0].mlp
     if not isinstance(mlp, MLPSpec):
-        raise AttributeError(f"the layer has a {type(mlp).__name__}")
+        raise MissingPartError(f"the layer has a {type(mlp).__name__}")
     return mlp

@@ -11,6 +11,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, TRANSPOSED
+from spmd.models.decoder.declared import MissingPartError
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.published.common_fields import write_sizes
@@ -86,11 +87,11 @@ def latent_mixer(config: DecoderConfig) -> LatentAttentionSpec:
     """Return the latent attention of the last repeated layer.
 
     Raises:
-        AttributeError: It is of another kind.
+        MissingPartError: It is of another kind.
     """
     mixer = config.pattern.group[-1].mixer
     if not isinstance(mixer, LatentAttentionSpec):
-        raise AttributeError("the layers have no latent attention")
+        raise MissingPartError("the layers have no latent attention")
     return mixer
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, CONVOLUTION, TRANSPOSED, part
+from spmd.models.decoder.declared import MissingPartError
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.parallel_mixer import ParallelMixerSpec
 from spmd.models.decoder.state_space import StateSpaceSpec
@@ -94,7 +95,7 @@ class StateSpaceFields:
         """Return the fields of config.json: the inverse of `read`.
 
         Raises:
-            AttributeError: No layer has such a mixer.
+            MissingPartError: No layer has such a mixer.
         """
         spec = state_space_of(config)
         written: dict[str, Any] = {
@@ -135,14 +136,14 @@ def state_space_of(config: DecoderConfig) -> StateSpaceSpec:
     """Return the state-space mixer of a config.
 
     Raises:
-        AttributeError: No layer has one.
+        MissingPartError: No layer has one.
     """
     for spec in config.pattern.distinct:
         if isinstance(spec.mixer, StateSpaceSpec):
             return spec.mixer
         if isinstance(spec.mixer, ParallelMixerSpec):
             return spec.mixer.state_space
-    raise AttributeError("no layer has a state-space mixer")
+    raise MissingPartError("no layer has a state-space mixer")
 
 
 def mixer_kinds(config: DecoderConfig) -> list[str]:

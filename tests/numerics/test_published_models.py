@@ -273,9 +273,6 @@ def test_a_wrong_list_of_kinds_is_named():
         assert problems_of({"layer_types": wrong}, read) == where
     assert not problems_of({"layer_types": [FULL, SLIDING, FULL]}, read)
     assert not problems_of({"layer_types": None}, read)
-    assert problems_of({}, lambda fields: read_layer_types(fields, 10**9, every(4, 10**9))) == [
-        "num_hidden_layers"
-    ]
 
 
 def test_a_window_is_needed_where_layers_have_one():
