@@ -17,7 +17,7 @@ from spmd.hf.fields import Fields
 from spmd.models.decoder import AttentionSpec, DecoderConfig, LayerSpec, Rotary
 from spmd.models.gemma import DEFAULTS, MLP, NAMES2, read_gemma, write_gemma_layers
 from spmd.models.published.common_fields import read_soft_cap
-from spmd.models.published.family import ENDS, TensorNames, decoder_family
+from spmd.models.published.family import decoder_family
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
@@ -29,8 +29,7 @@ from spmd.models.published.layer_types import (
     write_rotary_by_kind,
 )
 from spmd.models.published.text_config import (
-    EARLIER_HEAD,
-    EARLIER_TEXT_PREFIX,
+    earlier_names,
     ignored_images,
     text_values,
 )
@@ -109,12 +108,6 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {"model_type": "gemma3_text", **fields, **write_rotary_by_kind(config, **_THETAS)}
 
 
-def _with_images(config: DecoderConfig) -> TensorNames:
-    """Return the names in a model of images and text."""
-    del config
-    return TensorNames(NAMES2, ENDS, EARLIER_TEXT_PREFIX, head=EARLIER_HEAD)
-
-
 def _modules_of_images() -> list[str]:
     """Return the modules of images, with weights and biases."""
     layer = "encoder.layers.{layer}."
@@ -145,6 +138,6 @@ FAMILY = decoder_family(
     _read,
     _write,
     NAMES2,
-    other_names=(_with_images,),
+    other_names=(earlier_names(NAMES2),),
     ignored=_tensors_of_images(),
 )

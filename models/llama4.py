@@ -39,7 +39,7 @@ from spmd.models.published.experts import (
     mlp_kinds,
     with_dense_mlps,
 )
-from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.layer_types import (
     FULL,
     every,
@@ -50,8 +50,7 @@ from spmd.models.published.layer_types import (
 )
 from spmd.models.published.tensor_names import module_names
 from spmd.models.published.text_config import (
-    EARLIER_HEAD,
-    EARLIER_TEXT_PREFIX,
+    earlier_names,
     ignored_images,
     text_values,
 )
@@ -271,12 +270,6 @@ _OF_IMAGES = ("vision_config", "boi_token_index", "eoi_token_index", "image_toke
 """Fields of images and text, without effect on text."""
 
 
-def _with_images(config: DecoderConfig) -> TensorNames:
-    """Return the names in a model of images and text."""
-    del config
-    return TensorNames(_NAMES, ENDS, EARLIER_TEXT_PREFIX, head=EARLIER_HEAD)
-
-
 def _modules_of_images() -> list[str]:
     """Return the modules of images with weights, most with biases too."""
     layer = "vision_model.model.layers.{layer}."
@@ -296,6 +289,6 @@ FAMILY = decoder_family(
     _read,
     _write,
     _NAMES,
-    other_names=(_with_images,),
+    other_names=(earlier_names(_NAMES),),
     ignored=ignored_images(_modules_of_images(), _OTHERS_OF_IMAGES),
 )

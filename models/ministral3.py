@@ -24,11 +24,11 @@ from spmd.models.published.common_fields import (
     read_window,
     write_sizes,
 )
-from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
+from spmd.models.published.family import decoder_family, layer_names
 from spmd.models.published.rotary import TABLES
 from spmd.models.published.text_config import (
     EARLIER_HEAD,
-    EARLIER_TEXT_PREFIX,
+    earlier_names,
     ignored_images,
     text_values,
 )
@@ -115,12 +115,6 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return fields
 
 
-def _with_images(config: DecoderConfig) -> TensorNames:
-    """Return the names in a model of images and text."""
-    del config
-    return TensorNames(layer_names(), ENDS, EARLIER_TEXT_PREFIX, head=EARLIER_HEAD)
-
-
 def _tied_as_stored(config: DecoderConfig, tensors: Collection[str]) -> DecoderConfig:
     """Return the config without a tied head if a model of images and text has a head of its own.
 
@@ -146,7 +140,7 @@ FAMILY = decoder_family(
     ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
     _read,
     _write,
-    other_names=(_with_images,),
+    other_names=(earlier_names(layer_names()),),
     ignored=ignored_images(_modules_of_images()),
     for_tensors=_tied_as_stored,
     secondary=True,

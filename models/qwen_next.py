@@ -50,7 +50,14 @@ from spmd.models.published.gated_delta_net import (
     read_delta_net,
     write_delta_net,
 )
-from spmd.models.published.layer_types import FULL, LINEAR, every, read_layer_types, table_of
+from spmd.models.published.layer_types import (
+    FULL,
+    LINEAR,
+    attention_of,
+    every,
+    read_layer_types,
+    table_of,
+)
 from spmd.models.published.multi_token import ignored_ahead
 from spmd.models.published.rotary import read_rotary
 from spmd.models.published.tensor_names import Names, fused_names
@@ -249,7 +256,7 @@ def _write_experts(
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of all versions: the inverse of `_read`."""
-    attention = _attention_of(config)
+    attention = attention_of(config, _ATTENTION)
     rotary = attention.rotary or _ROTARY
     fields = write_sizes(config, rotary=rotary)
     fields |= write_delta_net(config)
@@ -258,20 +265,12 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return fields
 
 
-def _attention_of(config: DecoderConfig) -> AttentionSpec:
-    """Return the attention of a config; of the network if no layer has attention."""
-    for spec in config.pattern.distinct:
-        if isinstance(spec.mixer, AttentionSpec):
-            return spec.mixer
-    return _ATTENTION.resolve(config.sizes)
-
-
 def _layer_names(config: DecoderConfig, *, by_head: bool) -> Names:
     """Return the tensors of a layer, with those of gated attention and of experts."""
     layer = layer_names() | expert_names(shared="shared_expert")
     layer |= fused_delta_net_names(config, by_head=by_head)
     halves = ("attention/q_proj", "attention/g_proj")
-    heads = _attention_of(config).heads
+    heads = attention_of(config, _ATTENTION).heads
     return layer | fused_names(halves, "self_attn.q_proj", 2, groups=heads)
 
 

@@ -298,12 +298,17 @@ def write_layer_types(config: DecoderConfig) -> dict[str, Any]:
     return {"layer_types": layer_types(config), "sliding_window": window or _UNUSED_WINDOW}
 
 
-def attention_of(config: DecoderConfig) -> AttentionSpec:
-    """Return the attention of the first layer that has one; without one, that of no positions."""
+_WITHOUT_POSITIONS = AttentionSpec(rotary=None)
+
+
+def attention_of(
+    config: DecoderConfig, default: AttentionSpec = _WITHOUT_POSITIONS
+) -> AttentionSpec:
+    """Return the attention of the first layer with one; without one, `default`."""
     for spec in config.pattern.distinct:
         if isinstance(spec.mixer, AttentionSpec):
             return spec.mixer
-    return AttentionSpec(rotary=None).resolve(config.sizes)
+    return default.resolve(config.sizes)
 
 
 def read_rotated(fields: Fields, layers: int, *, empty_is_absent: bool = False) -> list[bool]:

@@ -4,17 +4,19 @@ Its config.json has the decoder's fields in `text_config`, and its tensors have 
 the text part is read; it is exported as a model of text.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from spmd.hf.family import Ignored
 from spmd.hf.fields import is_harmless
+from spmd.models.decoder.decoder import DecoderConfig
+from spmd.models.published.family import ENDS, TensorNames
+from spmd.models.published.tensor_names import Names
 
 TEXT_PREFIX = "model.language_model."
 """Prefix of the decoder's tensors in a model of images and text."""
-EARLIER_TEXT_PREFIX = "language_model.model."
-"""Another one, beside the head's module `EARLIER_HEAD`."""
 EARLIER_HEAD = "language_model.lm_head"
+"""Module of the output head in models with `earlier_names`."""
 
 _TEXT = "text_config"
 _TIED = "tie_word_embeddings"
@@ -42,6 +44,16 @@ def text_values(values: Mapping[str, Any], others: Collection[str]) -> dict[str,
         elif name not in (_TEXT, *others) and not is_harmless(name, value):
             found[f"{name} (outside of {_TEXT})"] = value  # is refused as unknown
     return found
+
+
+def earlier_names(layer: Names) -> Callable[[DecoderConfig], TensorNames]:
+    """Return the names of the tensors of a text part with the prefix `language_model`.
+
+    Args:
+        layer: Tensors of a layer.
+    """
+    names = TensorNames(layer, ENDS, "language_model.model.", head=EARLIER_HEAD)
+    return lambda config: names
 
 
 def ignored_images(modules: Iterable[str], others: Iterable[str] = ()) -> tuple[Ignored, ...]:
