@@ -190,9 +190,9 @@ def test_a_value_that_means_nothing_is_refused(name, field, value):
 
 
 BOMBS = {
-    "llama": ({"num_hidden_layers": 2**31 - 1}, "2147483647 layers"),
-    "gemma2": ({"num_hidden_layers": 2**31 - 2}, "2147483646 layers"),
-    "gpt2": ({"n_layer": 10**9}, "1000000000 layers"),
+    "llama": ({"num_hidden_layers": 1000}, "1000 layers"),
+    "gemma2": ({"num_hidden_layers": 998}, "998 layers"),
+    "gpt2": ({"n_layer": 1000}, "1000 layers"),
     "mixtral": ({"num_local_experts": 2**31 - 1}, "2 layers × 2147483647 experts"),
 }
 
@@ -205,6 +205,15 @@ def test_no_layer_and_no_expert_is_made_for_a_bomb(name, tmp_path):
     (problem,) = problems(folder, SHAPES[name])
     assert problem.what == "has more layers and experts than the files have tensors"
     assert arithmetic in problem.detail
+
+
+@pytest.mark.parametrize(("name", "field"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+def test_more_layers_than_any_model_has_are_refused(name, field, tmp_path):
+    """By config.json alone."""
+    folder = write(tmp_path / "a", SHAPES[name], **{field: 2**31 - 1})
+    (problem,) = problems(folder, SHAPES[name])
+    assert problem.where == field
+    assert problem.what == "is 2147483647, and at most 1000 are supported"
 
 
 def test_an_error_has_no_more_problems_than_anyone_reads(tmp_path):
