@@ -25,6 +25,8 @@ _TIED = "tie_word_embeddings"
 def text_values(values: Mapping[str, Any], others: Collection[str]) -> dict[str, Any]:
     """Return the fields of the decoder from a config.json of text, or of images and text.
 
+    Other fields outside of `text_config` get a name that no family reads, so that they are refused.
+
     Args:
         values: The fields of config.json.
         others: Fields of images, which are without effect on text.
