@@ -197,8 +197,9 @@ def test_calls_are_kept_in_their_order_in_and_out_of_a_scan():
     assert_close(found, whole(model, params, {}, TOKENS), rounding)
     _, cache = prefill(lambda: model.apply(params, TOKENS), ROOM)
     assert [type(kept) for kept in cache.entries] == [KVCache] * 4 + [tuple]
-    # two calls, two layers
-    assert [kept.key.shape for kept in cache.entries[4]] == [(2, 2, ROOM, 2, 4)] * 2
+    # a scanned group of one kind of layers, two calls, two layers
+    (calls,) = cache.entries[4]
+    assert [kept.key.shape for kept in calls] == [(2, 2, ROOM, 2, 4)] * 2
 
 
 def test_a_decoded_token_is_multiplied_alone():

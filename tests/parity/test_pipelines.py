@@ -16,7 +16,7 @@ from spmd.gradients.accumulate import accumulate
 from spmd.gradients.base import value_and_grad
 from spmd.gradients.losses import next_token_loss
 from spmd.model_interface.model import Model
-from spmd.models import llama
+from spmd.models.decoder import embedding
 from spmd.models.mixtral import PRESETS as MIXTRALS
 from spmd.models.mixtral import mixtral
 from spmd.partition_rules.mixtral import MIXTRAL, MIXTRAL_SHARED
@@ -103,9 +103,9 @@ def test_a_tied_head_is_exchanged_over_tensor_alone(monkeypatch):
 
     exchanged = f"f32[1,{config.vocab},{config.d_model // 4}]"
     assert exchanged not in permuted()
-    whole, split = llama.placement_of, P(None, ("fsdp", "tensor"))
+    whole, split = embedding.placement_of, P(None, ("fsdp", "tensor"))
     monkeypatch.setattr(
-        llama, "placement_of", lambda path: dataclasses.replace(whole(path), param_spec=split)
+        embedding, "placement_of", lambda path: dataclasses.replace(whole(path), param_spec=split)
     )
     assert exchanged in permuted(), "the control: the table is split over fsdp, too"
 
