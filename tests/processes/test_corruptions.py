@@ -230,6 +230,8 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_restored(directory
     """Truncated, flipped, deleted, emptied or replaced, in any kind of file: the file is named, 20 is restored."""
     inject, what, of_the_seal = DAMAGES[damage]
     path = FILES[file](directory / "30")
+    if file == "Orbax's mark" and not path.exists():
+        pytest.skip("the oldest supported Orbax writes no mark on a local disk")
     assert (path.stat().st_size > SMALL) == (file == "data"), (
         "only the data are too large to be read in passing"
     )
