@@ -13,7 +13,7 @@ COMPILE = f"""
     import jax, optax, spmd
     from spmd.models.decoder import DecoderConfig
     from spmd.partition_rules.layouts import sequence_parallel
-from spmd.partition_rules.llama import LLAMA
+    from spmd.partition_rules.llama import LLAMA
     from spmd.distributed.initialize import initialize
     from spmd.analysis.collective_audit import audit_collectives
     from spmd.analysis.topology import parse_topology, topology_devices
