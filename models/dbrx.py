@@ -19,6 +19,7 @@ from spmd.models.decoder.rotary import RopeScaling, Rotary
 from spmd.models.published.common_fields import read_clip
 from spmd.models.published.experts import RouterFields, experts_of
 from spmd.models.published.family import TensorNames, decoder_family
+from spmd.models.published.layer_types import limit_layers
 from spmd.models.published.rotary import read_rotary, write_rotary
 from spmd.models.published.tensor_names import QKV, Names, fused_names, module_names
 
@@ -93,7 +94,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         DecoderConfig,
         vocab=fields.integer("vocab_size", 32_000),
         d_model=width,
-        layers=fields.integer("n_layers", 24),
+        layers=limit_layers(fields, fields.integer("n_layers", 24), "n_layers"),
         heads=fields.integer("n_heads", 16),
         kv_heads=fields.integer("kv_n_heads", 1),
         d_ff=fields.integer("ffn_hidden_size", 3584),

@@ -110,6 +110,9 @@ def deepseek(
     )
 
 
+_SMALL: dict[str, Any] = {
+    **{"vocab": 64, "d_model": 32, "layers": 3, "heads": 4, "d_ff": 16, "dense_d_ff": 48},
+}
 _TINY = LatentAttentionSpec(q_rank=16, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6)
 _V2_SCALING = YarnScaling(40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
 _V3_SCALING = YarnScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
@@ -117,22 +120,12 @@ _K2_SCALING = YarnScaling(32.0, 4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=
 
 PRESETS = {
     "test-deepseek": deepseek(
-        vocab=64,
-        d_model=32,
-        layers=3,
-        heads=4,
-        d_ff=16,
-        dense_d_ff=48,
+        **_SMALL,
         mixer=_TINY,
         router=dataclasses.replace(V3_ROUTER, experts=8, top_k=2, groups=4, top_groups=2),
     ),
     "test-deepseek-v2": deepseek(
-        vocab=64,
-        d_model=32,
-        layers=3,
-        heads=4,
-        d_ff=16,
-        dense_d_ff=48,
+        **_SMALL,
         shared=2,
         mixer=dataclasses.replace(_TINY, q_rank=0),
         router=dataclasses.replace(V2_ROUTER, experts=8, top_k=2, groups=4, top_groups=2),

@@ -46,6 +46,7 @@ from spmd.models.published.family import ENDS, TensorNames, decoder_family
 from spmd.models.published.layer_types import (
     FULL,
     SLIDING,
+    mixer_of,
     read_layer_types,
     read_window_of,
     table_of,
@@ -234,16 +235,16 @@ _ROUTER = RouterFields(
 
 
 def _read2(values: Mapping[str, Any]) -> DecoderConfig:
-    fields = Fields({"intermediate_size": 12_288, **values})
-    sizes = _read_sizes(fields)
+    fields = Fields(values)
+    sizes = _read_sizes(fields, d_ff=12_288)
     sizes["d_ff"] = _read_d_ff(fields, sizes["d_ff"])
     layers = _read_layers(fields, sizes.pop("layers"))
     return fields.build(lfm, **sizes, layers=layers)
 
 
 def _read2_moe(values: Mapping[str, Any]) -> DecoderConfig:
-    fields = Fields({"intermediate_size": 7168, **values})
-    sizes = _read_sizes(fields)
+    fields = Fields(values)
+    sizes = _read_sizes(fields, d_ff=7168)
     layers = _read_layers(fields, sizes.pop("layers"))
     dense_layers = read_count(fields, "num_dense_layers", 2)
     if dense_layers >= len(layers):
@@ -258,9 +259,11 @@ def _read2_moe(values: Mapping[str, Any]) -> DecoderConfig:
     return fields.build(lfm, **sizes, layers=layers, router=_ROUTER.read(fields, **bias))
 
 
-def _read_sizes(fields: Fields) -> dict[str, Any]:
-    """Parse the sizes of an LFM 2."""
-    sizes = read_sizes(fields, eps=1e-5, eps_field=_EPS, theta=1e6, kv_heads=8, tied=True)
+def _read_sizes(fields: Fields, d_ff: int) -> dict[str, Any]:
+    """Parse the sizes of an LFM 2; `d_ff` is the default of `intermediate_size`."""
+    sizes = read_sizes(
+        fields, eps=1e-5, eps_field=_EPS, theta=1e6, kv_heads=8, d_ff=d_ff, tied=True
+    )
     sizes["tied"] = fields.flag("tie_embedding", sizes["tied"])
     return sizes
 
@@ -307,9 +310,9 @@ def _read_convolution(fields: Fields, width: int) -> GatedConvolutionSpec:
 
 
 def _read3(values: Mapping[str, Any]) -> DecoderConfig:
-    fields = Fields({"intermediate_size": 7680, **values})
+    fields = Fields(values)
     sizes = read_sizes(
-        fields, eps=1e-5, eps_field=_EPS, theta=0, head_dim=128, kv_heads=4, tied=True
+        fields, eps=1e-5, eps_field=_EPS, theta=0, head_dim=128, kv_heads=4, d_ff=7680, tied=True
     )
     kinds = _read_kinds(fields, _default_kinds3(sizes.pop("layers")), FULL, SLIDING)
     window = read_window_of(fields, kinds, absent=256)
@@ -379,25 +382,12 @@ def _write3(config: DecoderConfig) -> dict[str, Any]:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of all versions: sizes, convolutions and kinds of layers."""
-    convolution = _convolution_of(config)
+    convolution = mixer_of(config, GatedConvolutionSpec)
     fields = write_sizes(config, _EPS)
     fields["conv_L_cache"] = convolution.width
     fields["conv_bias"] = convolution.bias
     fields["layer_types"] = [_kind_of(spec) for spec in config.pattern.kinds]
     return fields
-
-
-def _convolution_of(config: DecoderConfig) -> GatedConvolutionSpec:
-    """Return the convolution of a config.
-
-    Raises:
-        MissingPartError: No layer has one.
-    """
-    for spec in config.pattern.distinct:
-        mixer = spec.mixer
-        if isinstance(mixer, GatedConvolutionSpec):
-            return mixer
-    raise MissingPartError("no layer has a short convolution")
 
 
 def _kind_of(spec: LayerSpec) -> str:

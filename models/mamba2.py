@@ -13,6 +13,7 @@ from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS
 from spmd.models.decoder import DecoderConfig, LayerSpec, StateSpaceSpec
 from spmd.models.published.family import TensorNames, decoder_family
+from spmd.models.published.layer_types import limit_layers
 from spmd.models.published.state_space import (
     StateSpaceFields,
     state_space_names,
@@ -86,7 +87,7 @@ def _read(values: Mapping[str, Any]) -> DecoderConfig:
         mixer=_MIXER.read(fields, width),
         vocab=fields.integer("vocab_size", 32_768),
         d_model=width,
-        layers=fields.integer("num_hidden_layers", 64),
+        layers=limit_layers(fields, fields.integer("num_hidden_layers", 64)),
         norm_eps=fields.number("layer_norm_epsilon", 1e-5, least=0),
         tied=fields.flag("tie_word_embeddings", default=False),
     )

@@ -22,11 +22,17 @@ from spmd.models.published.common_fields import read_sizes, write_sizes
 from spmd.models.published.family import ENDS, TensorNames, decoder_family, layer_names
 from spmd.models.published.gated_delta_net import (
     delta_net_names,
-    delta_net_of,
     read_delta_net,
     write_delta_net,
 )
-from spmd.models.published.layer_types import FULL, LINEAR, every, layer_table, read_layer_types
+from spmd.models.published.layer_types import (
+    FULL,
+    LINEAR,
+    every,
+    layer_table,
+    mixer_of,
+    read_layer_types,
+)
 from spmd.models.published.rotary import read_rotary, write_rotary
 
 _NET = GatedDeltaNetSpec(negative_eigenvalues=True, norm_eps=1e-5)
@@ -151,7 +157,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     positions: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
     if mixer.rotary is not None:
         positions = write_rotary(mixer.rotary)
-    delta_net = delta_net_of(config)
+    delta_net = mixer_of(config, GatedDeltaNetSpec)
     fields |= positions
     fields |= write_delta_net(config)
     fields["model_type"] = "olmo_hybrid"

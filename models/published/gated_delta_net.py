@@ -11,10 +11,9 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, CONVOLUTION, TRANSPOSED, part
-from spmd.models.decoder.declared import MissingPartError
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.gated_delta_net import GatedDeltaNetSpec
-from spmd.models.published.layer_types import FULL, LINEAR
+from spmd.models.published.layer_types import FULL, LINEAR, mixer_of
 from spmd.models.published.tensor_names import Names
 
 _NET = "gated_delta_net"
@@ -42,7 +41,7 @@ def read_delta_net(
 
 def write_delta_net(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of config.json: the inverse of `read_delta_net`, and `layer_types`."""
-    mixer = delta_net_of(config)
+    mixer = mixer_of(config, GatedDeltaNetSpec)
     kinds = []
     for spec in config.pattern.kinds:
         kind = FULL
@@ -56,18 +55,6 @@ def write_delta_net(config: DecoderConfig) -> dict[str, Any]:
     fields["linear_value_head_dim"] = mixer.value_dim
     fields["linear_conv_kernel_dim"] = mixer.conv_width
     return fields
-
-
-def delta_net_of(config: DecoderConfig) -> GatedDeltaNetSpec:
-    """Return the gated delta net of a config.
-
-    Raises:
-        MissingPartError: No layer has one.
-    """
-    for spec in config.pattern.distinct:
-        if isinstance(spec.mixer, GatedDeltaNetSpec):
-            return spec.mixer
-    raise MissingPartError("no layer has a gated delta net")
 
 
 def delta_net_names(
@@ -101,7 +88,7 @@ def fused_delta_net_names(config: DecoderConfig, *, by_head: bool) -> Names:
         by_head: Whether the projections of each head of keys are together (Qwen 3 Next), or those of
             queries, keys and values are one after the other (Qwen 3.5).
     """
-    mixer = delta_net_of(config)
+    mixer = mixer_of(config, GatedDeltaNetSpec)
     widths = mixer.widths
     qkv = ("q", "k", "v")
     sizes = [widths[name] for name in qkv]

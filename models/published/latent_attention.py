@@ -11,10 +11,10 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, TRANSPOSED
-from spmd.models.decoder.declared import MissingPartError
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.latent_attention import LatentAttentionSpec
 from spmd.models.published.common_fields import write_sizes
+from spmd.models.published.layer_types import mixer_of
 from spmd.models.published.tensor_names import Names
 
 _KERNELS = {
@@ -83,24 +83,12 @@ def latent_sizes(sizes: dict[str, Any], mixer: LatentAttentionSpec) -> dict[str,
     return sizes | {"kv_heads": sizes["heads"], "head_dim": mixer.key_dim}
 
 
-def latent_mixer(config: DecoderConfig) -> LatentAttentionSpec:
-    """Return the latent attention of the last repeated layer.
-
-    Raises:
-        MissingPartError: It is of another kind.
-    """
-    mixer = config.pattern.group[-1].mixer
-    if not isinstance(mixer, LatentAttentionSpec):
-        raise MissingPartError("the layers have no latent attention")
-    return mixer
-
-
 def write_latent_sizes(config: DecoderConfig, *, may_interleave: bool = False) -> dict[str, Any]:
     """Return the fields of `write_sizes` and of latent attention.
 
     `may_interleave` is that of `read_latent_attention`.
     """
-    mixer = latent_mixer(config)
+    mixer = mixer_of(config, LatentAttentionSpec)
     fields = {
         **write_sizes(config),
         "num_key_value_heads": mixer.heads,

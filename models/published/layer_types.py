@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 from spmd.errors import did_you_mean, shorten
 from spmd.hf.fields import Fields
 from spmd.models.decoder.attention import AttentionSpec
+from spmd.models.decoder.declared import MissingPartError
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.layer import LayerSpec
+from spmd.models.decoder.mixer import MixerSpec
 from spmd.models.decoder.pattern import find_pattern
 from spmd.models.decoder.rotary import RopeScaling, Rotary
 from spmd.models.published.rotary import (
@@ -38,6 +40,7 @@ _LOCAL_THETA = "rope_local_base_freq"
 """Field with the base of layers with a window, in files before `transformers` 5."""
 
 Kind = TypeVar("Kind", bound=Hashable)
+M = TypeVar("M", bound=MixerSpec)
 
 
 def every(interval: int, layers: int, often: str = SLIDING, seldom: str = FULL) -> list[str]:
@@ -56,10 +59,10 @@ def every(interval: int, layers: int, often: str = SLIDING, seldom: str = FULL) 
     return kinds
 
 
-def limit_layers(fields: Fields, layers: int) -> int:
+def limit_layers(fields: Fields, layers: int, name: str = "num_hidden_layers") -> int:
     """Return a number of layers, at most 1000; a larger one is reported to `fields`."""
     if layers > MOST_LAYERS:
-        fields.refuse("num_hidden_layers", f"is {layers}, and at most {MOST_LAYERS} are supported")
+        fields.refuse(name, f"is {layers}, and at most {MOST_LAYERS} are supported")
         return MOST_LAYERS
     return layers
 
@@ -296,6 +299,18 @@ def write_layer_types(config: DecoderConfig) -> dict[str, Any]:
     """
     window = max(spec.attention.window or 0 for spec in config.pattern.distinct)
     return {"layer_types": layer_types(config), "sliding_window": window or _UNUSED_WINDOW}
+
+
+def mixer_of(config: DecoderConfig, kind: type[M]) -> M:
+    """Return the first mixer of a kind.
+
+    Raises:
+        MissingPartError: No layer has one.
+    """
+    for spec in config.pattern.distinct:
+        if isinstance(spec.mixer, kind):
+            return spec.mixer
+    raise MissingPartError(f"no layer has a {kind.__name__}")
 
 
 _WITHOUT_POSITIONS = AttentionSpec(rotary=None)

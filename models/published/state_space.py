@@ -13,11 +13,10 @@ from typing import Any
 
 from spmd.hf.fields import Fields
 from spmd.hf.layout import AS_IS, CONVOLUTION, TRANSPOSED, part
-from spmd.models.decoder.declared import MissingPartError
 from spmd.models.decoder.decoder import DecoderConfig
 from spmd.models.decoder.parallel_mixer import ParallelMixerSpec
 from spmd.models.decoder.state_space import StateSpaceSpec
-from spmd.models.published.layer_types import FULL, LINEAR
+from spmd.models.published.layer_types import FULL, LINEAR, mixer_of
 from spmd.models.published.tensor_names import Names, fused_names
 
 EARLIER_KINDS = {"mamba": LINEAR, "attention": FULL}
@@ -139,11 +138,9 @@ def state_space_of(config: DecoderConfig) -> StateSpaceSpec:
         MissingPartError: No layer has one.
     """
     for spec in config.pattern.distinct:
-        if isinstance(spec.mixer, StateSpaceSpec):
-            return spec.mixer
         if isinstance(spec.mixer, ParallelMixerSpec):
             return spec.mixer.state_space
-    raise MissingPartError("no layer has a state-space mixer")
+    return mixer_of(config, StateSpaceSpec)
 
 
 def mixer_kinds(config: DecoderConfig) -> list[str]:
