@@ -80,7 +80,7 @@ COMMANDS = {
     "unit": "make test",
     "compat": "make test",
     "other": "make test",
-    "soak": "make soak",
+    "soak": "make soak, make parity",
     "architecture": "make check",
 }
 """Tier → what runs it."""
