@@ -177,6 +177,20 @@ class BatchesEndedError(DataError):
         self.state = state
 
 
+class StorageError(SpmdError):
+    """An object store does not exist, refuses access, or does not answer.
+
+    Attributes:
+        is_transient: The same request may succeed later.
+    """
+
+    def __init__(
+        self, title: str, problems: Iterable[Problem] = (), *, is_transient: bool = False
+    ) -> None:
+        super().__init__(title, problems)
+        self.is_transient = is_transient
+
+
 class CheckpointError(SpmdError):
     """A checkpoint is missing or does not fit, or a run folder is in use."""
 

@@ -15,7 +15,13 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from spmd import tree
-from spmd.checkpoint.tree import OptionalState, layout_problems, serialized, structure_mismatches
+from spmd.checkpoint.tree import (
+    OptionalState,
+    layout_problems,
+    serialized,
+    structure_mismatches,
+    with_optional,
+)
 from spmd.errors import CheckpointError, Problem
 
 _UNREADABLE = "restore another step; this one is damaged or was written by another tool"
@@ -52,7 +58,7 @@ def missing_shards(folder: Path, arrays: Mapping[str, jax.Array]) -> dict[int, i
         grid = tuple(map(_divide_up, array.shape, chunk))
         if counts[path.encode()] == math.prod(grid) + 1:  # all chunks, and the layout
             continue
-        owners = _shard_owners(array.sharding, array.shape)
+        owners = shard_owners(array.sharding, array.shape)
         for shard in _missing_starts(path, array, chunk, grid, written):
             missing[owners[shard]] += 1
     return dict(missing)
@@ -83,7 +89,7 @@ def _divide_up(size: int, part: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _shard_owners(
+def shard_owners(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[int, ...], int]:
     """Return the first index of each shard → the process of its replica 0, its writer."""
@@ -113,7 +119,7 @@ def restore_arrays(
     with contextlib.closing(made) as checkpointer:
         with read_errors(folder):
             stored = tree.flatten(checkpointer.handler.metadata(folder).tree)
-        present, targets = _with_optional(stored, wanted, optional)
+        present, targets = with_optional(stored, wanted, optional)
         problems = structure_mismatches(present, targets, branches)
         if problems:
             raise CheckpointError(f"checkpoint {folder.parent} does not fit the state", problems)
@@ -122,26 +128,6 @@ def restore_arrays(
     for part in optional:
         restored |= part.complete(part.below(restored), part.below(wanted))
     return restored
-
-
-def _with_optional(
-    stored: Mapping[str, Any],
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
-    optional: Sequence[OptionalState],
-) -> tuple[dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
-    """Return stored arrays, without unread ones of optional state, and the arrays to restore."""
-    present = dict(stored)
-    targets = dict(wanted)
-    for part in optional:
-        held = part.below(present)
-        needed = part.below(targets)
-        own = part.targets(held, needed)
-        for path in held.keys() - own.keys():
-            del present[path]
-        for path in needed:
-            del targets[path]
-        targets |= own
-    return present, targets
 
 
 def _restore(
@@ -201,7 +187,7 @@ def _largest_shard(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> int:
 
 
 @contextlib.contextmanager
-def disk_errors(where: Path, action: str, fix: str) -> Iterator[None]:
+def disk_errors(where: Path | str, action: str, fix: str) -> Iterator[None]:
     """Convert errors of the disk to a CheckpointError; those of TensorStore are ValueErrors."""
     try:
         yield

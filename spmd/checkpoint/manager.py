@@ -1,25 +1,11 @@
 """Checkpoint manager: background saves of a tree of arrays, restored onto any mesh.
 
-A checkpoint of step 100 is a folder that is complete or does not exist:
-
-```
-100/state/          all arrays of the state by path (Orbax, OCDBT), independent of the mesh
-100/record.json     the rest: data position, seed, config, plan, mesh, versions
-100/metrics.json    its metrics
-100/manifest.json       the manifest: size and checksum of each of these files
-```
-
-It is written as `100.saving` (of the run with lease 3 as `100.3.saving`), gets its manifest, and is
-then renamed. A checkpoint that is no longer kept is renamed to `100.pruned` before it is removed.
-So a folder named by a step was complete once, and the manifest shows whether it still is. A damaged
-checkpoint is never used and never removed: the next save renames it to `damaged-100`.
+The checkpoints are in a local folder (`local_store`) or in a bucket (`bucket_store`).
 """
 
 import contextlib
 import dataclasses
 import json
-import shutil
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -30,21 +16,10 @@ from typing import Any, Self
 import jax
 
 from spmd import tree
-from spmd.checkpoint.arrays import (
-    disk_errors,
-    missing_shards,
-    read_errors,
-    restore_arrays,
-    save_arrays,
-)
-from spmd.checkpoint.manifest import (
-    manifest_digest,
-    read_object,
-    sync,
-    verify_manifest,
-    write_manifest,
-)
-from spmd.checkpoint.retention import Metrics, RetentionPolicy, quarantine, scan
+from spmd.checkpoint.bucket_store import BucketStore
+from spmd.checkpoint.local_store import LocalStore
+from spmd.checkpoint.retention import Metrics, RetentionPolicy
+from spmd.checkpoint.store import CheckpointStore, DamagedError
 from spmd.checkpoint.tree import OptionalState, from_serialized, host_copies, storable
 from spmd.distributed.hosts import (
     broadcast_from_first,
@@ -53,19 +28,11 @@ from spmd.distributed.hosts import (
     plain_problems,
     read_problems,
 )
-from spmd.distributed.shared_folder import (
-    process_names,
-    shared_folder_problems,
-    wait_until_seen,
-)
-from spmd.errors import CheckpointError, Problem, check_fields, check_local
-from spmd.tree import human_bytes
+from spmd.errors import CheckpointError, Problem, check_fields
+from spmd.storage.address import BucketPath, Location, locate
 
 PyTree = Any
 
-_UNWRITABLE = "free disk space, or resolve the error; earlier checkpoints are unchanged"
-_UNSHARED = "another directory, on storage that all hosts mount"
-_RECORD_MAX_BYTES = 64 << 20
 _EXIT_SECONDS = 20
 
 
@@ -81,6 +48,8 @@ class CheckpointManager:
     restoring check that, and a save fails if process 0 does not see the shards of all.
 
     Args:
+        directory: A local folder, or the address of one in a bucket, such as
+            `gs://bucket/runs/demo/checkpoints`.
         keep_every: Checkpoints of multiples of it are never removed; 0 for none.
         best: The metric that ranks checkpoints, lower is better. A checkpoint without it is never
             among the best.
@@ -88,6 +57,7 @@ class CheckpointManager:
         before_write: Called before each change of the directory; raises if it must not be made.
         owner: Number in the names of unfinished saves, so that those of a run that has lost the
             directory are its own.
+        say: Shows a line, such as about a bucket that does not answer.
 
     Attributes:
         leftovers: Names of interrupted saves that were removed on opening.
@@ -105,7 +75,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        directory: Path | str,
+        directory: Location | str,
         *,
         max_to_keep: int = 3,
         keep_best: int = 1,
@@ -114,6 +84,7 @@ class CheckpointManager:
         read_only: bool = False,
         before_write: Callable[[], object] = lambda: None,
         owner: int = 0,
+        say: Callable[[str], object] = lambda line: None,
     ) -> None:
         self._policy = RetentionPolicy(max_to_keep, keep_best, best, keep_every)
         rules = {
@@ -124,20 +95,16 @@ class CheckpointManager:
         problems = check_fields(self._policy, rules)
         if problems:
             raise CheckpointError("invalid retention policy", problems)
-        problems = check_local("directory", Path(directory))
-        if problems:
-            raise CheckpointError("Not a local folder:", problems)
-        self.directory = Path(directory).absolute()
-        self._before_write = before_write
-        self._unfinished_suffix = ".saving"
-        if owner:
-            self._unfinished_suffix = f".{owner}.saving"
+        self.directory = locate(directory)
+        if isinstance(self.directory, Path):
+            self.directory = self.directory.absolute()
+        self._store = _open_store(self.directory, before_write, owner, say)
         self._saving: tuple[int, Metrics, Future[None]] | None = None
         self._metrics: dict[int, Metrics] = {}
         self.damaged: dict[int, tuple[Problem, ...]] = {}
         self._to_quarantine: set[int] = set()
         if not read_only:
-            unseen = shared_folder_problems(self.directory, str(self.directory))
+            unseen = self._store.access_problems()
             if unseen:
                 raise CheckpointError("opening the checkpoints failed", unseen)
         leftovers = self._scan(create=not read_only)
@@ -145,7 +112,8 @@ class CheckpointManager:
         self.leftovers: tuple[str, ...] = ()
         if not read_only:
             self.leftovers = leftovers
-        self._remove(self.leftovers)
+        if self.leftovers and jax.process_index() == 0:
+            self._store.remove_leftovers(self.leftovers)
 
     def __enter__(self) -> Self:
         return self
@@ -185,16 +153,11 @@ class CheckpointManager:
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         if copied:
             arrays = host_copies(arrays)
-        self._check_disk_space(arrays)
-        files = {"record.json": text, "metrics.json": json.dumps(numbers)}
+        self._store.begin(step, arrays)
         kept = self._policy.kept({**self._metrics, step: numbers})
-        self._before_write()
-        with self._write_errors(step):
-            self._unfinished(step).mkdir(exist_ok=jax.process_count() > 1)
         pruned = self._metrics.keys() - kept
-        damaged = set(self._to_quarantine)
-        write = self._write_errors(step)(self._write)
-        future = self._pool.submit(write, step, arrays, files, pruned, damaged)
+        save = _Save(step, arrays, text, numbers, sorted(pruned), sorted(self._to_quarantine))
+        future = self._pool.submit(self._write, save)
         self._saving = step, numbers, future
 
     def _check_new(self, step: int) -> None:
@@ -206,61 +169,23 @@ class CheckpointManager:
         if step in self.steps():
             what = "exists already"
         fix = f"save a step after {latest}, or use another directory"
-        problem = Problem(str(self.directory / str(step)), what, fix=fix)
+        problem = Problem(self._store.path_of(step), what, fix=fix)
         raise CheckpointError("nothing was saved", [problem])
 
-    def _write(
-        self, step: int, copies: Any, files: Mapping[str, str], pruned: set[int], damaged: set[int]
-    ) -> None:
+    def _write(self, save: "_Save") -> None:
         """Write arrays on each process; on process 0, commit the checkpoint and prune old ones."""
-        unfinished = self._unfinished(step)
-        save_arrays(unfinished / "state", copies)
-        if jax.process_index() != 0:
-            return
-        if jax.process_count() > 1:
-            self._check_complete(step, copies)
-        for name, text in files.items():
-            (unfinished / name).write_text(text, encoding="utf-8")
-        write_manifest(unfinished)
-        self._before_write()
-        for other in damaged:
-            quarantine(self.directory / str(other))
-        unfinished.rename(self.directory / str(step))
-        sync(self.directory)
-        for old in pruned:
-            with contextlib.suppress(FileNotFoundError):  # removed by the user
-                (self.directory / str(old)).rename(self.directory / f"{old}.pruned")
-            self._remove([f"{old}.pruned"])
-
-    def _check_complete(self, step: int, copies: Mapping[str, jax.Array]) -> None:
-        """Raise a `CheckpointError` unless process 0 sees the shards of every process."""
-        folder = self._unfinished(step)
-        problems = list[Problem]()
-        for process, count in missing_shards(folder / "state", copies).items():
-            what = f"lacks {count} shards of process {process}"
-            detail = "process 0 does not see all files of that process"
-            problems.append(Problem(str(folder), what, detail, _UNSHARED))
-        if problems:
-            raise CheckpointError("nothing was saved", problems)
-
-    def _unfinished(self, step: int) -> Path:
-        return self.directory / f"{step}{self._unfinished_suffix}"
-
-    def _check_disk_space(self, arrays: Mapping[str, jax.Array]) -> None:
-        needed = 0
-        for array in arrays.values():
-            for shard in array.addressable_shards:
-                if shard.replica_id == 0:
-                    needed += shard.data.nbytes
-        free = shutil.disk_usage(self.directory).free
-        if free < needed:
-            problem = Problem(
-                str(self.directory),
-                "has not enough disk space for another checkpoint",
-                f"{human_bytes(needed)} to write, {human_bytes(free)} free",
-                "free disk space, or keep fewer checkpoints; existing ones are unchanged",
-            )
-            raise CheckpointError("nothing was saved", [problem])
+        store = self._store
+        try:
+            store.write(save.step, save.arrays)
+            if jax.process_index() != 0:
+                return
+            store.commit(save.step, save.arrays, save.record, save.metrics, save.damaged)
+            for old in save.pruned:
+                store.prune(old)
+        except CheckpointError:
+            if jax.process_index() == 0:
+                store.discard(save.step)  # otherwise a full disk stays full
+            raise
 
     def wait(self) -> None:
         """Wait until the save in progress is on disk; raise its error.
@@ -319,7 +244,7 @@ class CheckpointManager:
 
     def record(self, step: int) -> dict[str, Any]:
         """Return the record of an undamaged checkpoint without reading arrays."""
-        return self._read_record(self._verified(step, contents=False))
+        return self._store.record(self._verified(step, contents=False))
 
     def restore(
         self,
@@ -340,14 +265,39 @@ class CheckpointManager:
                 everywhere.
             optional: State that the checkpoint may lack, or have in other shapes.
         """
-        step = self._verified(step)
-        self._check_seen(step)
         wanted = tree.flatten(abstract_state)
-        folder = self.directory / str(step)
-        restored = restore_arrays(folder / "state", wanted, branches, optional)
+        while True:
+            verified = self._verified(step)
+            self._store.check_seen(verified)
+            restored = self._read_arrays(verified, wanted, branches, optional)
+            if restored is not None:
+                break
+            # The damage is known now, so another checkpoint is next, or the error about it.
         leaves = [from_serialized(restored[path], leaf) for path, leaf in wanted.items()]
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
-        return state, self._read_record(step)
+        return state, self._store.record(verified)
+
+    def _read_arrays(
+        self,
+        step: int,
+        wanted: Mapping[str, jax.ShapeDtypeStruct],
+        branches: Sequence[str],
+        optional: Sequence[OptionalState],
+    ) -> dict[str, jax.Array] | None:
+        """Restore arrays by path; None, on every process, if one of them found damage."""
+        restored = None
+        damage: tuple[Problem, ...] = ()
+        try:
+            restored = self._store.restore(step, wanted, branches, optional)
+        except DamagedError as error:
+            damage = error.problems
+        found = set[Problem]()
+        for plain in gather_json(plain_problems(damage)):
+            found.update(read_problems(plain))
+        if not found:
+            return restored
+        self._add_damaged(step, tuple(sorted(found)))
+        return None
 
     def _verified(self, step: int | None, *, contents: bool = True) -> int:
         """Return the step, or the newest valid one, once its files are verified."""
@@ -378,38 +328,19 @@ class CheckpointManager:
         """Yield the problems of damaged checkpoints, with whole paths."""
         for step in steps:
             for problem in self.damaged[step]:
-                where = self.directory / str(step) / problem.where
-                yield dataclasses.replace(problem, where=str(where))
+                where = self._store.path_of(step, problem.where)
+                yield dataclasses.replace(problem, where=where)
 
     def _verify(self, step: int, *, contents: bool = True) -> tuple[Problem, ...]:
-        folder = self.directory / str(step)
-        problems = broadcast_problems(lambda: verify_manifest(folder, contents=contents))
+        problems = broadcast_problems(lambda: self._store.verify(step, contents=contents))
         if problems:
-            self.damaged[step] = problems
-            self._to_quarantine.add(step)
-            del self._metrics[step]
+            self._add_damaged(step, problems)
         return problems
 
-    def _check_seen(self, step: int) -> None:
-        """Raise a `CheckpointError` unless every process sees the checkpoint of process 0."""
-        if jax.process_count() == 1:
-            return
-        folder = self.directory / str(step)
-        expected = broadcast_from_first(lambda: manifest_digest(folder))
-        is_seen = wait_until_seen(lambda: manifest_digest(folder) == expected, folder)
-        answers = gather_json([socket.gethostname(), is_seen])
-        hosts = [host for host, _ in answers]
-        blind = [process for process, (_, seen) in enumerate(answers) if not seen]
-        if blind:
-            what = "is not what process 0 sees there: "
-            what += process_names(blind, hosts)
-            fix = "read it from storage that all hosts mount, or copy it to each host"
-            raise CheckpointError("nothing was restored", [Problem(str(folder), what, fix=fix)])
-
-    def _read_record(self, step: int) -> dict[str, Any]:
-        path = self.directory / str(step) / "record.json"
-        with read_errors(path):
-            return read_object(path, _RECORD_MAX_BYTES)
+    def _add_damaged(self, step: int, problems: tuple[Problem, ...]) -> None:
+        self.damaged[step] = problems
+        self._to_quarantine.add(step)
+        del self._metrics[step]
 
     def _scan(self, *, create: bool) -> tuple[str, ...]:
         """Scan the directory on process 0 and share the result; return the names of leftovers."""
@@ -428,31 +359,40 @@ class CheckpointManager:
 
     def _scan_alone(self, *, create: bool) -> dict[str, Any]:
         """Scan the directory in this process, and return plain values."""
-        fix = "choose a writable directory"
         try:
-            with disk_errors(self.directory, "opening the checkpoints", fix):
-                if create:
-                    self.directory.mkdir(parents=True, exist_ok=True)
-                leftovers, metrics, damaged = scan(self.directory)
+            found = self._store.scan(create=create)
         except CheckpointError as error:
             return {"failed": plain_problems(error.problems)}
-        plain = [(step, plain_problems(problems)) for step, problems in damaged.items()]
-        return {"leftovers": leftovers, "metrics": list(metrics.items()), "damaged": plain}
+        plain = [(step, plain_problems(problems)) for step, problems in found.damaged.items()]
+        metrics = [(step, dict(numbers)) for step, numbers in found.metrics.items()]
+        return {"leftovers": list(found.leftovers), "metrics": metrics, "damaged": plain}
 
-    @contextlib.contextmanager
-    def _write_errors(self, step: int) -> Iterator[None]:
-        try:
-            with disk_errors(self.directory / str(step), "writing the checkpoint", _UNWRITABLE):
-                yield
-        except CheckpointError:
-            self._remove([self._unfinished(step).name])  # otherwise a full disk stays full
-            raise
 
-    def _remove(self, names: Sequence[str]) -> None:
-        if jax.process_index() == 0 and names:
-            self._before_write()
-            for name in names:
-                shutil.rmtree(self.directory / name, ignore_errors=True)
+@dataclasses.dataclass(frozen=True)
+class _Save:
+    """A save in the background.
+
+    Attributes:
+        record: JSON of the record.
+        pruned: Steps to remove afterwards.
+        damaged: Steps to set aside before.
+    """
+
+    step: int
+    arrays: Mapping[str, jax.Array]
+    record: str
+    metrics: Metrics
+    pruned: Sequence[int]
+    damaged: Sequence[int]
+
+
+def _open_store(
+    directory: Location, before_write: Callable[[], object], owner: int, say: Callable[[str], object]
+) -> CheckpointStore:
+    """Return the checkpoints of a local folder, or of a path in a bucket."""
+    if isinstance(directory, BucketPath):
+        return BucketStore(directory, before_write, owner, say)
+    return LocalStore(directory, before_write, owner)
 
 
 def _json_of(record: Mapping[str, Any]) -> str:

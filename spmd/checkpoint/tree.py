@@ -123,6 +123,26 @@ class OptionalState:
         return {path: leaf for path, leaf in table.items() if path.startswith(f"{self.path}/")}
 
 
+def with_optional(
+    stored: Mapping[str, Any],
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    optional: Sequence[OptionalState],
+) -> tuple[dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
+    """Return stored arrays, without unread ones of optional state, and the arrays to restore."""
+    present = dict(stored)
+    targets = dict(wanted)
+    for part in optional:
+        held = part.below(present)
+        needed = part.below(targets)
+        own = part.targets(held, needed)
+        for path in held.keys() - own.keys():
+            del present[path]
+        for path in needed:
+            del targets[path]
+        targets |= own
+    return present, targets
+
+
 def structure_mismatches(
     stored: Mapping[str, Any], wanted: Mapping[str, Any], branches: Sequence[str] = ("",)
 ) -> list[Problem]:

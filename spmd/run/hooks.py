@@ -183,7 +183,7 @@ class Log(Hook):
         """Return this process's seconds per step by activity since the previous call."""
         stopwatch = self.telemetry.stopwatch
         stopwatch.switch_to("step")
-        self.telemetry.lease.renew()  # each line of metrics follows
+        self.telemetry.lease.renew_at_once()  # each line of metrics follows
         if self.goodput_dir:
             stopwatch.write(self.goodput_dir, step)
         now = dict(stopwatch.seconds)
@@ -246,7 +246,7 @@ class Evaluate(Hook):
             weight = self.weights[name]
             for metric, total in sums.items():
                 self.last[f"{name}_{metric}"] = total / weight if weight else math.nan
-        self.telemetry.lease.renew()
+        self.telemetry.lease.renew_at_once()
         self.writers.write(step, self.last)
         first_set = next(iter(self.sets))
         loss = self.last[f"{first_set}_loss"]

@@ -286,7 +286,7 @@ class _Session:
         duration = human_duration(time.perf_counter() - began)
         self.telemetry.note(f"compiled the step in {duration}")
         point = self.restore() if resume else self.initialize()
-        self.telemetry.lease.renew()
+        self.telemetry.lease.renew_at_once()
         if jax.process_index() == 0:
             run.run_dir.describe(run.config, run.source, run.description)
         self.telemetry.stopwatch.switch_to("step")
@@ -384,7 +384,7 @@ class _Session:
 
     def roll_back(self, point: ResumePoint, bad_step: int) -> ResumePoint:
         """Restore the newest checkpoint and skip the batches through `bad_step`."""
-        self.telemetry.lease.renew()
+        self.telemetry.lease.renew_at_once()
         if jax.process_index() == 0:  # the step that was reached: some of its work is repeated
             self.telemetry.stopwatch.write(self.run.run_dir.path, bad_step)
         newest = self.restore()

@@ -13,7 +13,8 @@ import pytest
 
 from spmd.errors import CheckpointError, Problem
 from spmd.resilience import lease as module
-from spmd.resilience.lease import EXIT_LOST, EXPIRY, Holder, Lease
+from spmd.resilience.lease import EXIT_LOST, EXPIRY, Lease
+from spmd.resilience.lease_files import Holder, LeaseName
 
 
 def files(folder):
@@ -158,7 +159,7 @@ def race(folder, monkeypatch, claimants=8):
 
     def all_see_the_same(self):
         found = read(self)
-        if found[0].name == "3.json":
+        if found == LeaseName(3):
             together.wait(10)
         return found
 
@@ -184,7 +185,7 @@ def test_of_several_that_find_an_expired_lease_one_gets_it(tmp_path, monkeypatch
         assert race(tmp_path / str(n), monkeypatch) == 1
     opened = Path.open
     monkeypatch.setattr(
-        module.Path,
+        Path,
         "open",
         lambda path, mode="r", **options: opened(path, mode.replace("x", "w"), **options),
     )
@@ -197,10 +198,10 @@ def test_a_claim_that_comes_late_gets_nothing(tmp_path):
     """Its number was taken, released or removed while it slept, and a later one counts: what is there stays."""
     late = Lease(tmp_path)
     write_lease(tmp_path, 0, number=6)
-    assert not late._create(5)
+    assert not late._create(LeaseName(5))
     assert files(tmp_path) == ["6.json"]
     (tmp_path / "lease" / "6.json").rename(tmp_path / "lease" / "6.released")
-    assert not late._create(6)
+    assert not late._create(LeaseName(6))
     assert files(tmp_path) == ["6.released"]
 
 

@@ -1,0 +1,1 @@
+"""Object stores: addresses, small objects with conditional writes, and mirrored folders."""

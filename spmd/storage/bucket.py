@@ -1,0 +1,294 @@
+"""Small objects in a bucket: read, write, conditional write, list and delete.
+
+TensorStore serves S3 and Google Cloud Storage, and finds the credentials. Here its errors become
+sentences, requests are repeated while the store does not answer, and conditional writes tell the
+caller's own write from another's although answers may be lost.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self, TypeVar
+
+import tensorstore
+
+from spmd.errors import Problem, StorageError
+from spmd.storage.address import BucketPath
+from spmd.storage.endpoint import kvstore_spec, server_time
+
+T = TypeVar("T")
+
+PATIENCE = 600.0
+"""Seconds until a store that does not answer is an error."""
+_FIRST_WAIT = 0.5
+_LONGEST_WAIT = 15.0
+
+_RETRIES = {"max_retries": 3, "initial_delay": "200ms", "max_delay": "2s"}
+"""Repetitions inside TensorStore, which are not reported."""
+CONTEXT = tensorstore.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
+
+_TRANSIENT = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "CANCELLED")
+_CREDENTIALS = ("PERMISSION_DENIED", "UNAUTHENTICATED")
+_CREDENTIAL_WORDS = ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied")
+_SOURCE_LOCATIONS = re.compile(r" *\[source locations=.*", re.DOTALL)
+_LOG_LINE = re.compile(
+    rb"[IWE]\d{4} .* (common-io|AuthCredentialsProvider|auth|google_auth_provider\.cc):\d+\] "
+)
+"""Lines of the clouds' libraries about places where they look for credentials."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """Version of an object, as the store compares it; of an absent object, too."""
+
+    generation: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Content of an object with its version; `data` is None if there is no object."""
+
+    data: bytes | None
+    version: Version
+
+
+class Bucket:
+    """Objects below a path, by names such as `lease/3.json`.
+
+    Args:
+        path: Path of the objects.
+        say: Shows a line when the store does not answer, and when it answers again.
+        patience: Seconds of repeated requests until a `StorageError`.
+
+    Raises:
+        StorageError: From every method: the bucket does not exist, access is refused, or the store
+            did not answer in time.
+    """
+
+    def __init__(
+        self,
+        path: BucketPath,
+        say: Callable[[str], object] = lambda line: None,
+        patience: float = PATIENCE,
+    ) -> None:
+        self.path = path
+        self._say = say
+        self._patience = patience
+        self._store: Any = None
+
+    def below(self, name: str) -> Self:
+        """Return the objects below a name."""
+        return type(self)(self.path / name, self._say, self._patience)
+
+    def with_patience(self, seconds: float) -> Self:
+        """Return the same objects, with another time of repeated requests."""
+        return type(self)(self.path, self._say, seconds)
+
+    def check(self) -> None:
+        """Raise a `StorageError` unless the objects can be listed; nothing is written."""
+        self.now()
+        self.list("")
+
+    def find(self, name: str) -> Found:
+        """Read an object with its version."""
+        found = self._request(name, lambda store: store.read(name).result())
+        data = None
+        if found.state == "value":
+            data = bytes(found.value)
+        return Found(data, Version(found.stamp.generation))
+
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """Read an object.
+
+        Args:
+            most: Largest size in bytes.
+
+        Raises:
+            FileNotFoundError: There is none.
+            ValueError: It is larger.
+        """
+        data = self.find(name).data
+        if data is None:
+            raise FileNotFoundError(f"{self.path / name} does not exist")
+        if most is not None and len(data) > most:
+            raise ValueError(f"{len(data)} bytes, above the limit of {most}")
+        return data
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write an object, in place of one that may be there."""
+        self._request(name, lambda store: store.write(name, data).result())
+
+    def create(self, name: str, data: bytes) -> Version | None:
+        """Write an object if there is none; return its version, or None if there is one."""
+        found = self.find(name)
+        if found.data is not None:
+            return self._own_version(found, data)
+        return self.replace(name, data, found.version)
+
+    def replace(self, name: str, data: bytes, version: Version) -> Version | None:
+        """Write an object if its version has not changed; return the new one, or None.
+
+        An object with the same content counts as written by this call: the answer to an earlier
+        request may have been lost. So contents must differ between writers.
+        """
+        stamp = self._request(
+            name, lambda store: store.write(name, data, if_equal=version.generation).result()
+        )
+        if stamp.generation:
+            return Version(stamp.generation)
+        return self._own_version(self.find(name), data)
+
+    def _own_version(self, found: Found, data: bytes) -> Version | None:
+        """Return the version of an object with this content; None for another one."""
+        if found.data == data:
+            return found.version
+        return None
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Return the sorted names of the objects with a prefix."""
+        keys = tensorstore.KvStore.KeyRange(prefix, _after(prefix))
+        found = self._request(prefix, lambda store: store.list(keys).result())
+        return sorted(key.decode(errors="replace") for key in found)
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if there is one."""
+        self._request(name, lambda store: store.write(name, None).result())
+
+    def delete_below(self, prefix: str) -> None:
+        """Delete the objects with a prefix, which must not be empty."""
+        if not prefix:
+            raise ValueError("an empty prefix would delete everything")
+        keys = tensorstore.KvStore.KeyRange(prefix, _after(prefix))
+        self._request(prefix, lambda store: store.delete_range(keys).result())
+
+    def now(self) -> float:
+        """Return the seconds since the epoch by the store's clock."""
+        return self.repeat("", lambda: server_time(self.path))
+
+    def kvstore(self) -> Any:
+        """Return TensorStore's key-value store of the objects."""
+        if self._store is None:
+            spec = kvstore_spec(self.path)
+            self._store = tensorstore.KvStore.open(spec, context=CONTEXT).result()
+        return self._store
+
+    def _request(self, name: str, send: Callable[[Any], T]) -> T:
+        """Send a request, repeatedly if needed; raise a `StorageError` if it fails."""
+
+        def attempt() -> T:
+            with _first_request.quiet():
+                try:
+                    return send(self.kvstore())
+                except (ValueError, RuntimeError, OSError) as error:
+                    raise storage_error(self._where(name), error) from error
+
+        return self.repeat(name, attempt)
+
+    def repeat(self, name: str, attempt: Callable[[], T]) -> T:
+        """Call a function until it raises no transient `StorageError`, as long as patience lasts.
+
+        Args:
+            name: Name of what it reads or writes, in the lines that are shown.
+        """
+        began = time.monotonic()
+        wait = _FIRST_WAIT
+        was_said = False
+        while True:
+            try:
+                result = attempt()
+                break
+            except StorageError as error:
+                elapsed = time.monotonic() - began
+                if not error.is_transient or elapsed + wait > self._patience:
+                    raise
+                if not was_said:
+                    reason = error.problems[0].detail
+                    self._say(
+                        f"{self._where(name)} does not answer ({reason}); "
+                        f"retrying for up to {self._patience:.0f} s"
+                    )
+                was_said = True
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
+        if was_said:
+            self._say(f"{self._where(name)} answers again, {time.monotonic() - began:.0f} s later")
+        return result
+
+    def _where(self, name: str) -> str:
+        if name:
+            return str(self.path / name)
+        return str(self.path)
+
+
+def storage_error(where: str, error: Exception) -> StorageError:
+    """Return an error of TensorStore as a `StorageError`."""
+    text = _SOURCE_LOCATIONS.sub("", str(error)).replace("\n", " ")
+    code = text.partition(":")[0]
+    if code in _TRANSIENT:
+        problem = Problem(where, "the object store does not answer", text)
+        return StorageError("Object store not reached:", [problem], is_transient=True)
+    if code in _CREDENTIALS or any(word in str(error) for word in _CREDENTIAL_WORDS):
+        fix = "credentials with access to it, in the environment or as the cloud's tools store them"
+        return StorageError("Access refused:", [Problem(where, "access is refused", text, fix)])
+    if "NoSuchBucket" in str(error) or (code == "NOT_FOUND" and "404" in str(error)):
+        problem = Problem(where, "its bucket does not exist", text, "create it")
+        return StorageError("Bucket not found:", [problem])
+    return StorageError("Request refused:", [Problem(where, "the object store refused", text)])
+
+
+class _FirstRequest:
+    """Drops lines that the clouds' libraries print while they look for credentials.
+
+    They print them on descriptor 2, once, at the first request. Other lines of that time are
+    passed on.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_done = False
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Hold back descriptor 2 in a block, if it is the first one."""
+        if self._is_done:
+            yield
+            return
+        with self._lock, _without_log_lines():
+            self._is_done = True
+            yield
+
+
+_first_request = _FirstRequest()
+
+
+@contextlib.contextmanager
+def _without_log_lines() -> Iterator[None]:
+    """Drop lines about sources of credentials from descriptor 2 in a block."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as caught:
+        before = os.dup(2)
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            caught.seek(0)
+            for line in caught:
+                if not _LOG_LINE.match(line):
+                    os.write(2, line)
+
+
+def _after(prefix: str) -> str | bytes:
+    """Return the first key after all keys with a prefix; empty for no limit."""
+    if not prefix:
+        return ""
+    key = prefix.encode()
+    return key[:-1] + bytes([key[-1] + 1])
