@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import tensorstore
@@ -97,11 +97,16 @@ class Bucket:
 
     def find(self, name: str) -> Found:
         """Read an object with its version."""
-        found = self._request(name, lambda store: store.read(name).result())
-        data = None
-        if found.state == "value":
-            data = bytes(found.value)
-        return Found(data, Version(found.stamp.generation))
+        return self._request(name, lambda store: _found(store.read(name).result()))
+
+    def find_all(self, names: Sequence[str]) -> list[Found]:
+        """Read objects with their versions, at the same time."""
+
+        def read(store: Any) -> list[Found]:
+            futures = [store.read(name) for name in names]
+            return [_found(future.result()) for future in futures]
+
+        return self._request("", read)
 
     def read(self, name: str, most: int | None = None) -> bytes:
         """Read an object.
@@ -284,6 +289,14 @@ def _without_log_lines() -> Iterator[None]:
             for line in caught:
                 if not _LOG_LINE.match(line):
                     os.write(2, line)
+
+
+def _found(result: Any) -> Found:
+    """Return TensorStore's result of reading."""
+    version = Version(result.stamp.generation)
+    if result.state == "value":
+        return Found(bytes(result.value), version)
+    return Found(None, version)
 
 
 def _after(prefix: str) -> str | bytes:

@@ -14,7 +14,7 @@ import pytest
 from spmd.errors import CheckpointError, Problem
 from spmd.resilience import lease as module
 from spmd.resilience.lease import EXIT_LOST, EXPIRY, Lease
-from spmd.resilience.lease_files import Holder, LeaseName
+from spmd.resilience.lease_files import Holder, LeaseName, this_process
 
 
 def files(folder):
@@ -70,7 +70,7 @@ def test_one_holds_it_until_it_is_released(tmp_path):
 def test_a_process_that_has_ended_holds_nothing(tmp_path):
     """Killed, waited for or not, or its number in use again: the next one has the folder at once."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    own = dataclasses.asdict(module.this_process())
+    own = dataclasses.asdict(this_process())
     alive = {**own, "pid": child.pid, "started": module.start_ticks(child.pid)}
     write_lease(tmp_path, 0, **alive)
     assert f"process {child.pid} on" in refusal(tmp_path)
