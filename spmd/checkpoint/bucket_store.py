@@ -42,7 +42,7 @@ from spmd.checkpoint.zarr_arrays import (
     write_arrays,
 )
 from spmd.distributed.barrier import all_reach
-from spmd.distributed.hosts import broadcast_from_first, gather_json, read_problems
+from spmd.distributed.hosts import broadcast_from_first, gather_json
 from spmd.distributed.shared_folder import process_names
 from spmd.errors import CheckpointError, Problem, StorageError
 from spmd.storage.address import BucketPath
@@ -384,6 +384,20 @@ class BucketStore(CheckpointStore):
         except (OSError, ValueError) as error:
             problem = Problem(f"steps/{name}", f"cannot be read: {error}")
             raise DamagedError("reading the checkpoint failed", [problem]) from error
+
+
+def list_bucket_steps(path: BucketPath) -> list[int]:
+    """Return the steps of the manifests below a path in order, without reading them.
+
+    Raises:
+        StorageError: The store cannot be listed.
+    """
+    steps = []
+    for name in Bucket(path).below("steps").list():
+        found = _MANIFEST.fullmatch(name)
+        if found:
+            steps.append(int(found[1]))
+    return sorted(steps)
 
 
 def _state_name(step: int, lease: int) -> str:

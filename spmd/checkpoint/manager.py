@@ -3,7 +3,6 @@
 The checkpoints are in a local folder (`local_store`) or in a bucket (`bucket_store`).
 """
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Self
 import jax
 
 from spmd import tree
-from spmd.checkpoint.bucket_store import BucketStore
+from spmd.checkpoint.bucket_store import BucketStore, list_bucket_steps
 from spmd.checkpoint.local_store import LocalStore
 from spmd.checkpoint.retention import Metrics, RetentionPolicy
 from spmd.checkpoint.store import CheckpointStore, DamagedError
@@ -387,7 +386,10 @@ class _Save:
 
 
 def _open_store(
-    directory: Location, before_write: Callable[[], object], owner: int, say: Callable[[str], object]
+    directory: Location,
+    before_write: Callable[[], object],
+    owner: int,
+    say: Callable[[str], object],
 ) -> CheckpointStore:
     """Return the checkpoints of a local folder, or of a path in a bucket."""
     if isinstance(directory, BucketPath):
@@ -403,3 +405,10 @@ def _json_of(record: Mapping[str, Any]) -> str:
         fix = "use only numbers, strings, lists and dictionaries in the record"
         problem = Problem("record", str(error), fix=fix)
         raise CheckpointError("nothing was saved", [problem]) from error
+
+
+def list_steps(directory: Location) -> list[int]:
+    """Return the steps of the checkpoints in a directory in order, without verifying them."""
+    if isinstance(directory, BucketPath):
+        return list_bucket_steps(directory)
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 from typing import Generic
 
 import jax
@@ -40,6 +39,7 @@ from spmd.run.run_dir import RunDir
 from spmd.run.step_source import ConfigSource, load_source, shape_problems
 from spmd.settings.compress import NO_COMPRESSION
 from spmd.sharding.mesh import MeshShape, mesh_of
+from spmd.storage.address import locate
 from spmd.training.evaluated_params import plan_evaluation_point
 
 
@@ -100,7 +100,7 @@ def run_eval(arguments: list[str]) -> int:
     problems = check_fields(command, {"tokens": "at least 0", "batch": "at least 1"})
     if problems:
         raise ConfigError("Nothing can be evaluated:", problems)
-    run_dir = RunDir(Path(command.run))
+    run_dir = RunDir(locate(command.run))
     config = _override(command, run_dir.config())
     start_devices(config.devices, command)
     plain = dataclasses.replace(config, compress=NO_COMPRESSION, quantize="")
@@ -148,7 +148,7 @@ def _eval_step(run: str, file: str, flags: list[str]) -> int:
         raise ConfigError("Nothing can be evaluated:", problems)
     with (
         spinner("restoring a checkpoint"),
-        CheckpointManager(RunDir(Path(run)).checkpoints, read_only=True) as checkpoints,
+        CheckpointManager(RunDir(locate(run)).checkpoints, read_only=True) as checkpoints,
     ):
         model = restore_model(checkpoints, command.step, step.plan, trained=command.trained)
         number = command.step

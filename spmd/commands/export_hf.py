@@ -30,6 +30,7 @@ from spmd.run.config import TrainConfig
 from spmd.run.load_params import is_run, read_adapters, read_params, read_variables
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import AnyMesh, MeshShape, mesh_of
+from spmd.storage.address import locate
 
 _Dtype = Literal["", "bf16", "bfloat16", "float32"]
 _DTYPES: dict[_Dtype, Any] = {
@@ -73,13 +74,14 @@ def run_export(arguments: list[str]) -> int:
     """Run the command; return the exit code."""
     command: ExportCommand = parse_flags(ExportCommand, arguments, "spmd export")
     began = time.perf_counter()
-    run = Path(command.run)
+    run = locate(command.run)
     out = Path(command.out)
     size = parse_size(command.shard_size)
-    config = RunDir(run).config()
+    run_dir = RunDir(run)
+    config = run_dir.config()
     if command.adapter:
         return _export_adapter(command, config)
-    files, values = sidecar_files(run, config.data.tokenizer, config.model)
+    files, values = sidecar_files(run_dir.path, config.data.tokenizer, config.model)
     family = family_for(config.model, architectures_of(values))
     start_devices(_devices(command, config), command)
     params = read_params(run, _abstract(config), command.step, trained=command.trained)
@@ -116,7 +118,7 @@ def _written(out: Path) -> str:
 
 def _export_adapter(command: ExportCommand, config: TrainConfig) -> int:
     """Write the adapters of a run; return the exit code."""
-    run = Path(command.run)
+    run = locate(command.run)
     out = Path(command.out)
     if not config.lora.targets:
         problem = Problem(
@@ -128,7 +130,7 @@ def _export_adapter(command: ExportCommand, config: TrainConfig) -> int:
     start_devices(_devices(command, config), command)
     adapters = read_adapters(run, _mesh(), command.step, trained=command.trained)
     base = ""
-    if config.init and not is_run(Path(config.init)):
+    if config.init and not is_run(locate(config.init)):
         base = str(Path(config.init).absolute())
     save_adapter(
         out,

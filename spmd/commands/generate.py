@@ -24,6 +24,7 @@ from spmd.run.load_params import restore_model
 from spmd.run.run_dir import RunDir
 from spmd.settings.compress import NO_COMPRESSION
 from spmd.sharding.mesh import MeshShape
+from spmd.storage.address import locate
 
 DEFAULT_TOKENS = 200
 
@@ -66,7 +67,7 @@ class GenerateCommand:
 def run_generate(arguments: list[str]) -> int:
     """Print texts and return the exit code."""
     command: GenerateCommand = parse_flags(GenerateCommand, arguments, "spmd generate")
-    run_dir = RunDir(Path(command.run))
+    run_dir = RunDir(locate(command.run))
     config = _override_mesh(command, run_dir.config())
     start_devices(config.devices, command)
     prompts, tokens, sampling, tokenizer = _check_request(command, config)

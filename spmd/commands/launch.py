@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from spmd.commands.parsing import (
@@ -21,6 +20,7 @@ from spmd.errors import ConfigError, Problem, check_fields
 from spmd.run.build import planned_mesh
 from spmd.run.run_dir import RunDir
 from spmd.run.step_source import ConfigSource, load_source
+from spmd.storage.address import locate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _configured_devices(launched: list[str]) -> int:
 
 
 def _devices_of_run(name: str) -> int:
-    return RunDir(Path(name)).config().devices
+    return RunDir(locate(name)).config().devices
 
 
 def _devices_of_source(name: str) -> int:

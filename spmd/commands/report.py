@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Generic
 
 import tyro
@@ -27,6 +26,7 @@ from spmd.report.run_page import run_page
 from spmd.run.config import M
 from spmd.run.load_config import shipped
 from spmd.run.run_dir import RunDir
+from spmd.storage.address import locate
 from spmd.tree import human_bytes
 
 _TITLE = "Report not written:"
@@ -87,8 +87,7 @@ def run_report(arguments: list[str]) -> int:
         return _report_plan(arguments, "demo")
     if name in shipped() or name.partition(":")[0].endswith(".py"):
         return _report_plan(arguments, name)
-    RunDir(Path(name))  # which must be local
-    if not Path(name).is_dir():
+    if not RunDir(locate(name)).path.is_dir():
         meant = did_you_mean(name, shipped())
         problem = Problem(
             name,

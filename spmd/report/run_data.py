@@ -14,6 +14,7 @@ from spmd.observe.goodput import Goodput, measure_goodput
 from spmd.observe.metrics import human_duration, read_json_lines
 from spmd.run.config import config_difference
 from spmd.run.run_dir import RunDir
+from spmd.storage.address import locate
 
 MOST_POINTS = 4000
 ALL_POINTS = 150_000
@@ -128,7 +129,7 @@ def read_run(name: str) -> RunReport:
     Raises:
         CheckpointError: The folder contains no run.
     """
-    run_dir = RunDir(Path(name))
+    run_dir = RunDir(locate(name))
     _check_run(name, run_dir)
     path = run_dir.path
     notes: list[str] = []
@@ -136,11 +137,11 @@ def read_run(name: str) -> RunReport:
     config = about.get("config", {})
     records = _read_metrics(run_dir.metrics, config.get("steps"), notes)
     series = _read_series(records)
-    checkpoints = _read_checkpoints(run_dir.checkpoints, notes)
+    checkpoints = _read_checkpoints(run_dir, notes)
     goodput = _read_goodput(path, notes)
     events = [*_non_finite(records), *_read_events(path / "logs" / "process-0.log")]
     return RunReport(
-        name=path.resolve().name,
+        name=_name_of(run_dir),
         series=_changing(series),
         last={metric: found.values[-1] for metric, found in series.items()},
         goodput=goodput,
@@ -154,12 +155,19 @@ def read_run(name: str) -> RunReport:
     )
 
 
+def _name_of(run_dir: RunDir) -> str:
+    """Return the last part of a run's path."""
+    if run_dir.mirror is not None:
+        return run_dir.location.name
+    return run_dir.path.resolve().name
+
+
 def _check_run(name: str, run_dir: RunDir) -> None:
     """Raise a `CheckpointError` if there is no run in a folder."""
     path = run_dir.path
     if run_dir.has_run or (path / "config.json").exists():
         return
-    if path.is_dir():
+    if path.is_dir():  # also the local folder of a bucket
         problem = Problem(
             name,
             "contains no run",
@@ -191,15 +199,12 @@ def _read_metrics(file: Path, planned: Any, notes: list[str]) -> list[dict[str, 
     return records
 
 
-def _read_checkpoints(folder: Path, notes: list[str]) -> tuple[int, ...]:
-    """Return the steps of the checkpoints in a folder."""
-    steps = []
-    for entry in folder.glob("*"):
-        if entry.name.isdecimal():
-            steps.append(int(entry.name))
+def _read_checkpoints(run_dir: RunDir, notes: list[str]) -> tuple[int, ...]:
+    """Return the steps of the checkpoints of a run."""
+    steps = run_dir.checkpoint_steps()
     if not steps:
         notes.append("There is no checkpoint yet.")
-    return tuple(sorted(steps))
+    return tuple(steps)
 
 
 def _changing(series: Mapping[str, Series]) -> dict[str, Series]:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,9 +19,9 @@ import jax
 
 from spmd.distributed.hosts import broadcast_from_first
 from spmd.distributed.liveness import call_at_loss
-from spmd.errors import Problem, RestartsError, SpmdError
+from spmd.errors import Problem, RestartsError, SpmdError, StorageError
 
-_FOLDER = "attempts"
+ATTEMPTS = "attempts"
 _SHOWN = 3
 _FINISHED = "finished"
 _FINAL = "final: "
@@ -92,16 +92,25 @@ class CurrentAttempt(contextlib.AbstractContextManager["CurrentAttempt"]):
         most: Attempts in a row without a newer checkpoint, after which a further one is refused; 0
             for any number, without a record.
         is_first: This is process 0.
+        upload: Called after each line that was written; the folder may be that of a bucket.
 
     Raises:
         RestartsError: On entering, so many attempts got no further.
     """
 
-    def __init__(self, folder: Path, checkpoint: int | None, most: int, is_first: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: int | None,
+        most: int,
+        is_first: bool,
+        upload: Callable[[], object] = lambda: None,
+    ) -> None:
         self._folder = folder
         self._checkpoint = checkpoint
         self._most = most
         self._is_first = is_first
+        self._upload = upload
         self._before = ""
         self._record: _Record | None = None
         self._end = "ended"
@@ -146,6 +155,8 @@ class CurrentAttempt(contextlib.AbstractContextManager["CurrentAttempt"]):
     def _write(self, **values: Any) -> None:
         if self._record is not None:
             self._record.write(**values)
+            with contextlib.suppress(StorageError):  # as a full disk
+                self._upload()
 
 
 def _count(folder: Path, checkpoint: int | None, most: int) -> tuple[int, str]:
@@ -158,7 +169,7 @@ def _count(folder: Path, checkpoint: int | None, most: int) -> tuple[int, str]:
         attempts = read_attempts(folder)
     except OSError as error:
         what = "cannot be read"
-        problem = Problem(str(folder / _FOLDER), what, error.strerror or str(error))
+        problem = Problem(str(folder / ATTEMPTS), what, error.strerror or str(error))
         raise RestartsError("Restarts cannot be counted:", [problem]) from error
     if not attempts:
         return 1, ""
@@ -223,7 +234,7 @@ class _Record:
     def write(self, **values: Any) -> None:
         """Append a line; a full disk must not end the run."""
         line = json.dumps({"attempt": self.attempt, "time": time.time(), **values})
-        file = self.folder / _FOLDER / f"process-{self.process}.jsonl"
+        file = self.folder / ATTEMPTS / f"process-{self.process}.jsonl"
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8") as lines:
@@ -233,7 +244,7 @@ class _Record:
 def read_attempts(folder: Path) -> list[Attempt]:
     """Return the attempts of a run in a folder, in order."""
     lines: dict[int, list[tuple[int, dict[str, Any]]]] = {}
-    for file in sorted((folder / _FOLDER).glob("process-*.jsonl")):
+    for file in sorted((folder / ATTEMPTS).glob("process-*.jsonl")):
         process = int(file.stem.removeprefix("process-"))
         for line in _read_lines(file):
             lines.setdefault(line["attempt"], []).append((process, line))

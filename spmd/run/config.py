@@ -36,7 +36,7 @@ from spmd.data.chat import ChatConfig
 from spmd.data.hub import source_problems
 from spmd.data.loader import DataConfig
 from spmd.distributed.xla_flags import PRESET, flag_problems
-from spmd.errors import ConfigError, Problem, check_local, check_type, did_you_mean
+from spmd.errors import ConfigError, Problem, check_type, did_you_mean
 from spmd.layers.lm_head import CHUNK
 from spmd.lora.adapters import LoRAConfig
 from spmd.model_interface.attention_config import ContextChoice, KernelChoice, attention_problems
@@ -52,6 +52,7 @@ from spmd.settings.quantize import table_problems
 from spmd.sharding.mesh import MeshShape
 from spmd.sharding.optimizer_state import ZeroStage
 from spmd.sharding.rules import Rules
+from spmd.storage.address import location_problems
 
 Task = Literal["pretrain", "sft"]
 ExchangeOnce = Literal["auto", "none", "data", "data+fsdp"]
@@ -262,8 +263,8 @@ class TrainConfig(RunConfig, Generic[M]):
         """Yield the problems of the values, alone and together."""
         yield from super().problems()
         yield from _large_numbers(self)
-        yield from check_local("out", self.out)
-        yield from check_local("init", self.init)
+        yield from location_problems("out", self.out)
+        yield from location_problems("init", self.init)
         yield from source_problems("evaluate.sets", self.evaluate.sets)
         yield from attention_problems(self.attention, self.context)
         yield from flag_problems(self.xla)

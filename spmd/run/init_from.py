@@ -23,6 +23,7 @@ from spmd.run.config import TrainConfig, config_difference, config_values
 from spmd.run.load_config import other_config
 from spmd.run.load_params import is_run, read_params, read_variables
 from spmd.run.run_dir import RunDir
+from spmd.storage.address import Location, locate
 from spmd.training.state import TrainState, init_state
 
 _EXECUTION_FIELDS = ("stacked", "unroll")
@@ -37,17 +38,17 @@ def check_init(setup: TrainSetup) -> str:
     config = setup.config
     if not config.init:
         return _line_of_random_base(config)
-    path = Path(config.init)
-    if is_run(path):
+    location = locate(config.init)
+    if is_run(location):
         with other_config():
-            _check_model(path, RunDir(path).config().model, config.model)
+            _check_model(location, RunDir(location).config().model, config.model)
     else:
-        with _open_hf(setup, path):
+        with _open_hf(setup, Path(config.init)):
             pass
-    tokenizer = path / TOKENIZER
+    tokenizer = RunDir(location).path / TOKENIZER
     if tokenizer.exists() and config.data.tokenizer == "bytes":
-        return f"starts with {path}; its tokenizer is not used: --data.tokenizer {tokenizer}"
-    return f"starts with {path}"
+        return f"starts with {location}; its tokenizer is not used: --data.tokenizer {tokenizer}"
+    return f"starts with {location}"
 
 
 def _line_of_random_base(config: TrainConfig) -> str:
@@ -63,8 +64,9 @@ def _line_of_random_base(config: TrainConfig) -> str:
 def copy_source_files(setup: TrainSetup, run: Path) -> None:
     """Copy the files for an export from the `init` folder into the run folder."""
     if setup.config.init:
-        source = Path(setup.config.init)
-        config_file = ORIGINAL if is_run(source) else CONFIG
+        location = locate(setup.config.init)
+        source = RunDir(location).path
+        config_file = ORIGINAL if is_run(location) else CONFIG
         copy_origin(source, source / config_file, run)
 
 
@@ -74,12 +76,12 @@ def initial_state(setup: TrainSetup) -> TrainState:
     plan = setup.plan
     if not config.init:
         return init_state(plan, config.seed)
-    path = Path(config.init)
-    if is_run(path):
-        params = read_params(path, _model_params(setup), trained=True)
-        variables = read_variables(path, _model_variables(setup))
+    location = locate(config.init)
+    if is_run(location):
+        params = read_params(location, _model_params(setup), trained=True)
+        variables = read_variables(location, _model_variables(setup))
     else:
-        with _open_hf(setup, path) as found:
+        with _open_hf(setup, Path(config.init)) as found:
             params, variables = load_model(found, _model_params(setup), _model_variables(setup))
     if config.lora.targets:
         return init_state(plan, config.seed, variables={BASE: params, **variables})
@@ -112,7 +114,7 @@ def _open_hf(setup: TrainSetup, path: Path) -> Iterator[HFFolder]:
         yield found
 
 
-def _check_model(path: Path, theirs: Any, ours: Any) -> None:
+def _check_model(path: Location, theirs: Any, ours: Any) -> None:
     """Raise if two model configs differ: shapes may agree with another frequency or window."""
     before = {"class": type(theirs).__name__, **config_values(theirs)}
     after = {"class": type(ours).__name__, **config_values(ours)}

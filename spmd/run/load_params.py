@@ -30,6 +30,7 @@ from spmd.run.run_dir import RunDir
 from spmd.run.transforms import TRANSFORMS
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import followed_params
+from spmd.storage.address import Location, locate
 from spmd.training.evaluated_params import (
     EvaluationPoint,
     evaluation_point,
@@ -42,12 +43,16 @@ from spmd.training.state import ModelState
 _MAX_CONFIG_BYTES = 16 << 20
 
 
-def is_run(path: Path) -> bool:
+def is_run(location: Location) -> bool:
     """Return true for a run folder, never for a folder from Hugging Face.
 
     The config.py of a run folder is executed.
     """
-    if not RunDir(path).checkpoints.is_dir() or any(path.glob("*.safetensors*")):
+    folder = RunDir(location)
+    path = folder.path
+    if not isinstance(location, Path):
+        return bool(folder.checkpoint_steps()) and (path / CONFIG).exists()
+    if not (location / "checkpoints").is_dir() or any(path.glob("*.safetensors*")):
         return False
     try:
         return "architectures" not in read_object(path / CONFIG, _MAX_CONFIG_BYTES)
@@ -61,9 +66,9 @@ def frozen_base(config: TrainConfig) -> ExternalState:
     Checkpoints hold it if the config says so, if it has no `init`, and if `init` is a run with
     adapters: their sum is in no file.
     """
-    path = Path(config.init).absolute()
     if not config.init or config.lora.save_base:
         return FROZEN
+    path = _absolute(config.init)
     if not is_run(path):
         return dataclasses.replace(FROZEN, origin={"path": str(path), "step": None})
     with other_config():
@@ -77,15 +82,23 @@ def frozen_base(config: TrainConfig) -> ExternalState:
 
 def load_base(origin: Mapping[str, Any], abstract: Any) -> Any:
     """Load frozen parameters from a Hugging Face folder, or from the checkpoint of a run."""
-    path = Path(origin["path"])
-    if not path.is_dir():
+    path = locate(origin["path"])
+    if not (is_run(path) or Path(origin["path"]).is_dir()):
         why = "it has the frozen parameters, and checkpoints of this run its adapters alone"
         problem = Problem(str(path), "is not there", why, "put the folder back, or a link to it")
         raise CheckpointError("Nothing was restored:", [problem])
     if origin.get("step") is not None:
         return read_params(path, abstract, origin["step"], trained=True)
-    with open_folder(path) as found:
+    with open_folder(Path(origin["path"])) as found:
         return load_published(found, abstract)
+
+
+def _absolute(text: str) -> Location:
+    """Return the location of a text that means the same in every working directory."""
+    location = locate(text)
+    if isinstance(location, Path):
+        return location.absolute()
+    return location
 
 
 FROZEN = ExternalState(f"variables/{BASE}", load_base)
@@ -142,7 +155,9 @@ def _without_param(path: str, params: Collection[str]) -> str:
     return path.removesuffix(max(ends, key=len, default=""))
 
 
-def read_params(run: Path, abstract: Any, step: int | None = None, *, trained: bool = False) -> Any:
+def read_params(
+    run: Location, abstract: Any, step: int | None = None, *, trained: bool = False
+) -> Any:
     """Load the model's parameters from a run folder; LoRA adapters are merged into them.
 
     Args:
@@ -151,7 +166,7 @@ def read_params(run: Path, abstract: Any, step: int | None = None, *, trained: b
         step: None for the newest intact checkpoint.
         trained: Load the parameters that gradients are taken at, not those that the run evaluates.
     """
-    folder = RunDir(Path(run))
+    folder = RunDir(run)
     with other_config():
         config = folder.config()
         model = build_model(config)
@@ -178,14 +193,14 @@ def read_params(run: Path, abstract: Any, step: int | None = None, *, trained: b
     return place_params(params, abstract)
 
 
-def read_variables(run: Path, abstract: Any, step: int | None = None) -> Any:
+def read_variables(run: Location, abstract: Any, step: int | None = None) -> Any:
     """Load variables of the model from a run folder: biases of routers, batch statistics.
 
     `abstract` and `step` are as for `read_params`.
     """
     if not jax.tree.leaves(abstract):
         return {}
-    with CheckpointManager(RunDir(Path(run)).checkpoints, read_only=True) as checkpoints:
+    with CheckpointManager(RunDir(run).checkpoints, read_only=True) as checkpoints:
         restored, _ = checkpoints.restore(step, {"variables": abstract}, branches=[])
     return restored["variables"]
 
@@ -198,7 +213,7 @@ def _base_dtype(model: Model) -> Any:
 
 
 def read_adapters(
-    run: Path, mesh: AnyMesh, step: int | None = None, *, trained: bool = False
+    run: Location, mesh: AnyMesh, step: int | None = None, *, trained: bool = False
 ) -> Any:
     """Load the adapters of a run alone, on every device of a mesh.
 

@@ -8,6 +8,7 @@ from spmd.errors import ConfigError, Problem
 from spmd.run.build import TrainSetup, count_microbatches
 from spmd.run.config import TrainConfig, config_values
 from spmd.run.init_from import check_init
+from spmd.storage.address import is_address
 
 
 def check_microbatches(setup: TrainSetup) -> None:
@@ -44,7 +45,7 @@ def check_planned_init(setup: TrainSetup) -> str:
     A folder that is not on this machine may be on that of the run.
     """
     init = setup.config.init
-    if init and not Path(init).exists():
+    if init and not (is_address(init) or Path(init).exists()):
         return f"starts with {init}, which is not on this machine and was not checked"
     return check_init(setup)
 

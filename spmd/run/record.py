@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from spmd.checkpoint.versions import library_versions
@@ -11,6 +10,7 @@ from spmd.model_interface.model_config import earlier_kinds_of, recorded_values
 from spmd.run.config import by_current_names, config_difference, config_values
 from spmd.run.run_config import HasModel, RunConfig
 from spmd.run.run_dir import IMPORTED
+from spmd.storage.address import Location
 from spmd.training.alternating import AlternatingStep
 from spmd.training.step import TrainStep
 
@@ -120,7 +120,7 @@ def changed_fields(record: Mapping[str, Any], config: RunConfig) -> dict[str, li
 
 
 def check_resumable(
-    record: Mapping[str, Any], config: RunConfig, data: str, batch: int, path: Path
+    record: Mapping[str, Any], config: RunConfig, data: str, batch: int, path: Location
 ) -> None:
     """Raise `CheckpointError` if a checkpoint is not of this run.
 
@@ -146,7 +146,7 @@ def check_resumable(
         raise CheckpointError(f"{path} cannot be resumed with this config:", problems)
 
 
-def _check_origin(record: Mapping[str, Any], path: Path) -> None:
+def _check_origin(record: Mapping[str, Any], path: Location) -> None:
     """Raise `CheckpointError` if a checkpoint was written by no run."""
     if IMPORTED in record:
         problem = Problem(

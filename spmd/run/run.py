@@ -115,5 +115,5 @@ class Run(RunSpec):
             loss = result.evaluation[f"{name}_loss"]
             print(f"{title:<15} {loss:.4f} over {weight:,.0f} {rate.unit}{of_point}")
         print(f"checkpoint      {folder.checkpoints}/{result.checkpoint}")
-        print(f"metrics         {folder.metrics}")
+        print(f"metrics         {folder.location / folder.metrics.name}")
         print(wrap_to_terminal(f"\n{measure_goodput(folder.path)}", indent=16))

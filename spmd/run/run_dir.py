@@ -16,22 +16,32 @@ runs/demo/
   tensorboard/         and wandb/, mlflow/: the same metrics, as `metrics_to` names them
   profile/             traces of chosen steps
 ```
+
+A run folder in a bucket, such as `gs://bucket/runs/demo`, has the same files. They are written to a
+temporary folder, and uploaded from there (`spmd.storage.mirror`), except for the lease and the
+checkpoints, which are in the bucket alone.
 """
 
+import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
 
+from spmd.checkpoint.manager import list_steps
 from spmd.data.tokenizer import TOKENIZER
 from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
 from spmd.distributed.shared_folder import shared_folder_problems
-from spmd.errors import CheckpointError, Problem, check_local
+from spmd.errors import CheckpointError, Problem, StorageError, check_local
 from spmd.model_interface.model_config import recorded_values
+from spmd.resilience.attempts import ATTEMPTS
 from spmd.resilience.lease import Lease
 from spmd.run.config import (
     TrainConfig,
@@ -42,27 +52,66 @@ from spmd.run.config import (
 )
 from spmd.run.load_config import copy_config, load_config, other_config
 from spmd.run.run_config import RunConfig
+from spmd.storage.address import BucketPath, Location
+from spmd.storage.bucket import Bucket
+from spmd.storage.mirror import Mirror
 
 IMPORTED = "imported"
 """Key in the record of a checkpoint that has imported parameters and no training state."""
 Resume = Literal["never", "auto", "always"]
 
+_OWNER = re.compile(r"process-(\d+)\.")
+"""Beginning of the names of files that one process writes."""
+_START_SECONDS = 60.0
+"""Seconds until a bucket that does not answer at the start is an error."""
+
+
+_IN_BUCKET_ALONE = ("lease/", "checkpoints/")
+"""Parts of a run that have no copy in the local folder."""
+
+
+@functools.cache
+def _mirror_of(path: BucketPath) -> Mirror:
+    """Return the local folder of a run in a bucket, the same for each call in a process."""
+    return Mirror(Bucket(path), left_out=_IN_BUCKET_ALONE)
+
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """Paths of one run, below `path`; `describe` makes the folder."""
+    """Paths of one run; `describe` makes the folder.
 
-    path: Path
+    Attributes:
+        location: The run folder, as the user names it.
+    """
+
+    location: Location
 
     def __post_init__(self) -> None:
-        problems = check_local("folder", self.path)
-        if problems:
-            raise CheckpointError("Not a local folder:", problems)
+        if isinstance(self.location, Path):
+            problems = check_local("folder", self.location)
+            if problems:
+                raise CheckpointError("Not a local folder:", problems)
+
+    @functools.cached_property
+    def mirror(self) -> Mirror | None:
+        """Local folder of a run in a bucket, with its present files; None for a local run."""
+        if isinstance(self.location, Path):
+            return None
+        mirror = _mirror_of(self.location)
+        mirror.pull()
+        return mirror
 
     @property
-    def checkpoints(self) -> Path:
+    def path(self) -> Path:
+        """Local folder of the run's files, which may be temporary."""
+        if self.mirror is not None:
+            return self.mirror.folder
+        return Path(str(self.location))
+
+    @property
+    def checkpoints(self) -> Location:
         """Folder of the checkpoints."""
-        return self.path / "checkpoints"
+        return self.location / "checkpoints"
 
     @property
     def log(self) -> Path:
@@ -77,12 +126,37 @@ class RunDir:
     @property
     def has_run(self) -> bool:
         """Whether the folder contains a run."""
-        return self.metrics.exists() or any(self.checkpoints.glob("[!.]*"))
+        if self.metrics.exists():
+            return True
+        if isinstance(self.checkpoints, Path):
+            return any(self.checkpoints.glob("[!.]*"))
+        return bool(self.checkpoint_steps())
+
+    def checkpoint_steps(self) -> list[int]:
+        """Return the steps of all checkpoints in order; they were not verified."""
+        return list_steps(self.checkpoints)
 
     def newest_checkpoint(self) -> int | None:
         """Return the step of the newest checkpoint, which was not verified; None if none exists."""
-        steps = [int(path.name) for path in self.checkpoints.glob("*") if path.name.isdecimal()]
-        return max(steps, default=None)
+        return max(self.checkpoint_steps(), default=None)
+
+    def uploads(
+        self, before: Callable[[], object], say: Callable[[str], object]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Upload the files of this process while a block runs; nothing is done for a local run.
+
+        Args:
+            before: Called before each upload; raises if there must be none.
+            say: Shows why an upload failed, which is repeated.
+        """
+        if self.mirror is None:
+            return contextlib.nullcontext()
+        return self.mirror.uploads(_is_own, before, say)
+
+    def upload_attempts(self) -> None:
+        """Upload the records of attempts, which are written without a lease."""
+        if self.mirror is not None:
+            self.mirror.push(lambda name: name.startswith(f"{ATTEMPTS}/") and _is_own(name))
 
     def check_use(self, resume: Resume) -> bool:
         """Return true if the folder contains a run to resume.
@@ -94,17 +168,25 @@ class RunDir:
             resume: never: start a run, refuse a folder with one; always: resume, refuse a folder
                 without a checkpoint; auto: resume if there is a run, else start one.
         """
-        self._check_writable()
+        if self.mirror is None:
+            self._check_writable()
+        else:
+            self._check_bucket()
         exists = self.has_run
         if resume == "always" and self.newest_checkpoint() is None:
             what = "contains a run without a checkpoint" if exists else "contains no run"
             fix = 'give the folder of the run, or resume="auto" to start a run if there is none'
-            raise CheckpointError("Nothing was resumed:", [Problem(str(self.path), what, fix=fix)])
+            raise CheckpointError(
+                "Nothing was resumed:", [Problem(str(self.location), what, fix=fix)]
+            )
         if resume == "never" and exists:
             what = "already contains a run"
             fix = 'resume="always" (or "auto") to resume it, or another folder'
-            raise CheckpointError("Nothing was started:", [Problem(str(self.path), what, fix=fix)])
-        self._check_links()
+            raise CheckpointError(
+                "Nothing was started:", [Problem(str(self.location), what, fix=fix)]
+            )
+        if self.mirror is None:
+            self._check_links()
         return exists
 
     def check_use_together(self, resume: Resume) -> bool:
@@ -112,9 +194,10 @@ class RunDir:
 
         Every process makes this call, after all are connected, and all raise the same error.
         """
-        problems = shared_folder_problems(self.path, str(self.path))
-        if problems:
-            raise CheckpointError("Nothing was started:", problems)
+        if self.mirror is None:
+            problems = shared_folder_problems(self.path, str(self.path))
+            if problems:
+                raise CheckpointError("Nothing was started:", problems)
         found = broadcast_from_first(lambda: self._check_use_alone(resume))
         if "failed" in found:
             raise CheckpointError(found["title"], read_problems(found["failed"]))
@@ -126,6 +209,14 @@ class RunDir:
             return {"exists": self.check_use(resume)}
         except CheckpointError as error:
             return {"title": error.title, "failed": plain_problems(error.problems)}
+
+    def _check_bucket(self) -> None:
+        """Raise if the bucket cannot be listed."""
+        if isinstance(self.location, BucketPath):
+            try:
+                Bucket(self.location, patience=_START_SECONDS).check()
+            except StorageError as error:
+                raise CheckpointError("Nothing was started:", error.problems) from error
 
     def _check_writable(self) -> None:
         """Raise if the folder, or the nearest one above it, cannot be written."""
@@ -158,7 +249,7 @@ class RunDir:
     def lease(self, resume: bool, take_over: bool) -> Lease:
         """Return the lease for writing here; `resume` is the result of `check_use`."""
         changed = Problem(
-            str(self.path),
+            str(self.location),
             "another run has begun or ended here in the meantime",
             fix="give the same command again",
         )
@@ -168,7 +259,7 @@ class RunDir:
                 return [changed]
             return []
 
-        return Lease(self.path, take_over, problems)
+        return Lease(self.location, take_over, problems)
 
     def describe(self, config: RunConfig, source: Path | None, plan: str) -> None:
         """Make the folder, and write the plan and the config.
@@ -195,9 +286,9 @@ class RunDir:
         values = by_current_names(self._read_values())
         if not (self.path / "config.py").exists():
             problem = Problem(
-                str(self.path),
+                str(self.location),
                 "has no config file: it was started in Python",
-                fix=f"spmd eval {self.path} FILE.py, with a step of one's own; a run of "
+                fix=f"spmd eval {self.location} FILE.py, with a step of one's own; a run of "
                 "spmd.train(config, source=Path(__file__)) has its config",
             )
             raise CheckpointError("Unreadable run:", [problem])
@@ -206,7 +297,7 @@ class RunDir:
         if unknown:
             what = "is no field of this version's TrainConfig"
             problems = [Problem(f"config.json: {name}", what) for name in unknown]
-            raise CheckpointError(f"The run {self.path} cannot be read:", problems)
+            raise CheckpointError(f"The run {self.location} cannot be read:", problems)
         if "model" in values:
             values["model"] = recorded_values(config.model, values["model"])
         config = with_values(config, values)
@@ -222,7 +313,7 @@ class RunDir:
         try:
             values = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
             if "architectures" in values:
-                fix = f"spmd import {self.path} --out RUN"
+                fix = f"spmd import {self.location} --out RUN"
             config = values["config"]
             if isinstance(config, dict):
                 return config
@@ -231,8 +322,16 @@ class RunDir:
             what = str(error)
             if isinstance(error, KeyError | TypeError):
                 what = "has a config.json that is not of a run"
-            problem = Problem(str(self.path), what, fix=fix)
+            problem = Problem(str(self.location), what, fix=fix)
             raise CheckpointError("Run not found:", [problem]) from error
+
+
+def _is_own(name: str) -> bool:
+    """Return whether this process writes a file of a run: its own files, or those of all."""
+    owner = _OWNER.match(name.rpartition("/")[2])
+    if owner is None:
+        return jax.process_index() == 0
+    return int(owner[1]) == jax.process_index()
 
 
 class ProcessLog:

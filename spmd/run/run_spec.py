@@ -26,6 +26,7 @@ from spmd.run.hooks import Throughput
 from spmd.run.loader import SavedLoader, loader_problems
 from spmd.run.run_config import RunConfig
 from spmd.run.run_dir import RunDir
+from spmd.storage.address import Location, locate
 from spmd.training.alternating import AlternatingStep
 from spmd.training.batch import count_examples
 from spmd.training.loop import Hook
@@ -41,7 +42,7 @@ class RunSpec:
     """Definition of a training run.
 
     Args:
-        folder: The run folder, made if it does not exist.
+        folder: The run folder, made if it does not exist; local, or `gs://…` or `s3://…`.
         step: The train step, with its plan; or an `spmd.AlternatingStep` of several networks.
         batches: `(start, steps)` → the batches of those steps; or a loader with a state, which is
             saved in checkpoints and restored with them: an iterable with `get_state` and
@@ -73,7 +74,7 @@ class RunSpec:
         ConfigError: An argument cannot be used.
     """
 
-    folder: str | Path
+    folder: str | Location
     step: TrainStep | AlternatingStep
     batches: OpenBatches | Iterable[Any]
     _: dataclasses.KW_ONLY
@@ -148,7 +149,7 @@ class RunSpec:
     @property
     def run_dir(self) -> RunDir:
         """The folder."""
-        return RunDir(Path(self.folder))
+        return RunDir(locate(self.folder))
 
     @functools.cached_property
     def abstract_batch(self) -> Any:

@@ -148,6 +148,7 @@ def train_in_folder(
         watchdog = stack.enter_context(
             Watchdog(recovery.deadline, recovery.start_deadline, log.file)
         )
+        stack.enter_context(folder.uploads(lease.renew, log.say))
         for line in said:
             log.say(line)
         if fault:
@@ -162,7 +163,7 @@ def train_in_folder(
         for writer in run.writers:
             stack.enter_context(contextlib.closing(writer))
         tracing = stack.enter_context(Profile(folder.path / "profile", profile, log.say))
-        checkpoints = stack.enter_context(_open_checkpoints(run, lease))
+        checkpoints = stack.enter_context(_open_checkpoints(run, lease, log.say))
         notes: list[Callable[[str], None]] = [log.say]
         if console:
             notes.append(console.note)
@@ -171,7 +172,7 @@ def train_in_folder(
         return session.train(resume)
 
 
-def _open_checkpoints(run: RunSpec, lease: Lease) -> CheckpointManager:
+def _open_checkpoints(run: RunSpec, lease: Lease, say: Callable[[str], None]) -> CheckpointManager:
     """Open the run's checkpoints; they are ranked by the loss on the first evaluation set."""
     first_set = next(iter(run.evaluation), "val")
     return CheckpointManager(
@@ -182,6 +183,7 @@ def _open_checkpoints(run: RunSpec, lease: Lease) -> CheckpointManager:
         best=f"{first_set}_loss",
         before_write=lease.renew,
         owner=lease.number,
+        say=say,
     )
 
 
@@ -305,7 +307,7 @@ class _Session:
 
     def check_resumable(self, record: Mapping[str, Any]) -> None:
         run = self.run
-        check_resumable(record, run.config, run.data, run.examples, run.run_dir.path)
+        check_resumable(record, run.config, run.data, run.examples, run.run_dir.location)
         if run.loader is not None and LOADER in record:
             run.loader.check_record(record[LOADER])
 

@@ -48,6 +48,7 @@ from spmd.run.run import Run
 from spmd.run.run_dir import Resume, RunDir
 from spmd.run.session import RunResult
 from spmd.sharding.mesh import AnyMesh
+from spmd.storage.address import locate
 from spmd.training.loop import Hook
 
 
@@ -97,12 +98,14 @@ def train(
         folder.check_use(resume)  # now, since devices may take a while to start
     is_first = is_first_process(launch_args)
     newest = folder.newest_checkpoint()
-    with CurrentAttempt(folder.path, newest, max_restarts, is_first) as attempt:
+    with CurrentAttempt(
+        folder.path, newest, max_restarts, is_first, folder.upload_attempts
+    ) as attempt:
         said = initialize(config.devices, launch_args)
         resumes = folder.check_use_together(resume)
         before = attempt.share()
         checked = check(config, config_mesh(config), resumes)
-        run = make_run(checked, folder.path, hooks, writers, source)
+        run = make_run(checked, folder, hooks, writers, source)
         if jax.process_index() == 0:
             print(describe_devices(jax.devices()), flush=True)
             print(f"{before}\n".lstrip(), end="", flush=True)
@@ -120,7 +123,7 @@ def train(
 def run_dir(config: TrainConfig, source: Path | None) -> RunDir:
     """Return the run folder of a config."""
     if config.out:
-        return RunDir(Path(config.out))
+        return RunDir(locate(config.out))
     name = source.stem.replace("_", "-") if source else "run"
     return RunDir(Path("runs") / name)
 
@@ -154,7 +157,7 @@ def check(config: TrainConfig, mesh: AnyMesh, resumes: bool) -> CheckedRun:
 
 def make_run(
     checked: CheckedRun,
-    folder: Path,
+    folder: RunDir,
     hooks: Sequence[Hook] = (),
     writers: Sequence[Writer] = (),
     source: Path | None = None,
@@ -172,14 +175,14 @@ def make_run(
     notes = [flags, _init_line(checked.init), _base_line(frozen), corpus_line]
     tokens = config.data.batch * config.data.sequence
     return Run(
-        folder,
+        folder.location,
         setup.step,
         functools.partial(_training_batches, setup, text, order),
         config=config,
         evaluation=_evaluation_batches(checked),
         evaluation_loss=setup.evaluation_loss_fn,
         data=text.fingerprint,
-        hooks=(CopySourceFiles(setup, folder), *hooks),
+        hooks=(CopySourceFiles(setup, folder.path), *hooks),
         writers=writers,
         throughput=Throughput(tokens, "tokens", count_flops(config)),
         batch=abstract_batch(config),

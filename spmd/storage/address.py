@@ -94,10 +94,32 @@ def locate(text: str | Location) -> Location:
         return text
     if isinstance(text, str) and is_address(text):
         return parse_address(text)
-    problems = check_local("location", text)
-    if problems:
-        raise StorageError("Neither a local path nor a bucket:", problems)
+    if check_local("", text):
+        fix = "a local path, or an address that begins with gs:// or s3://"
+        problem = Problem(str(text), "is neither a local path nor in a bucket", fix=fix)
+        raise StorageError("Invalid location:", [problem])
     return Path(text)
+
+
+def location_problems(where: str, text: str) -> list[Problem]:
+    """Return the problems of a text that names a location, at `where`; empty is no location.
+
+    Example:
+        >>> print(*location_problems("out", "gs://bucket"))
+        out: gs://bucket names a bucket without a key
+            fix: a key after the bucket, such as gs://bucket/runs/demo
+        >>> location_problems("out", "runs/demo")
+        []
+    """
+    try:
+        locate(text)
+    except StorageError as error:
+        problems = []
+        for problem in error.problems:
+            what = f"{problem.where} {problem.what}"
+            problems.append(dataclasses.replace(problem, where=where, what=what))
+        return problems
+    return []
 
 
 def parse_address(text: str) -> BucketPath:

@@ -63,9 +63,9 @@ def server_time(path: BucketPath) -> float:
 def _ask(path: BucketPath) -> tuple[int, str]:
     """Return status and date of an answer about a bucket, for a request without credentials."""
     url = _bucket_url(path)
-    request = urllib.request.Request(url, method="HEAD" if path.scheme == "s3" else "GET")  # noqa: S310 (an address of the user's)
+    request = urllib.request.Request(url, method="HEAD" if path.scheme == "s3" else "GET")
     try:
-        with urllib.request.urlopen(request, timeout=_CLOCK_SECONDS) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=_CLOCK_SECONDS) as answer:
             return int(answer.status), str(answer.headers["Date"])
     except urllib.error.HTTPError as error:  # mostly 403: it needs credentials
         if error.headers["Date"]:
