@@ -249,6 +249,8 @@ def _open(kvstore: Any, path: str, stored: StoredArray) -> Any:
     spec = {
         "driver": "zarr3",
         "metadata": stored.metadata(),
+        # Zeros are stored, too: an absent chunk is damage.
+        "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
     below = kvstore / f"{path}/"

@@ -114,6 +114,7 @@ class Run(RunSpec):
             title = "validation loss" if name == "val" else f"{name} loss"
             loss = result.evaluation[f"{name}_loss"]
             print(f"{title:<15} {loss:.4f} over {weight:,.0f} {rate.unit}{of_point}")
-        print(f"checkpoint      {folder.checkpoints}/{result.checkpoint}")
+        if result.checkpoint is not None:
+            print(f"checkpoint      {folder.checkpoint(result.checkpoint)}")
         print(f"metrics         {folder.location / folder.metrics.name}")
         print(wrap_to_terminal(f"\n{measure_goodput(folder.path)}", indent=16))

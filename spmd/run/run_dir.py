@@ -140,6 +140,12 @@ class RunDir:
         """Return the step of the newest checkpoint, which was not verified; None if none exists."""
         return max(self.checkpoint_steps(), default=None)
 
+    def checkpoint(self, step: int) -> Location:
+        """Return the folder of a checkpoint, or its manifest in a bucket."""
+        if isinstance(self.checkpoints, Path):
+            return self.checkpoints / str(step)
+        return self.checkpoints / "steps" / f"{step}.json"
+
     def uploads(
         self, before: Callable[[], object], say: Callable[[str], object]
     ) -> contextlib.AbstractContextManager[None]:
@@ -320,6 +326,8 @@ class RunDir:
             raise TypeError
         except (KeyError, TypeError, OSError, ValueError, RecursionError) as error:
             what = str(error)
+            if isinstance(error, FileNotFoundError) and self.mirror is not None:
+                what = "contains no config.json"
             if isinstance(error, KeyError | TypeError):
                 what = "has a config.json that is not of a run"
             problem = Problem(str(self.location), what, fix=fix)

@@ -158,7 +158,11 @@ class Bucket:
     def list(self, prefix: str = "") -> list[str]:
         """Return the sorted names of the objects with a prefix."""
         keys = tensorstore.KvStore.KeyRange(prefix, _after(prefix))
-        found = self._request(prefix, lambda store: store.list(keys).result())
+        try:
+            found = self._request(prefix, lambda store: store.list(keys).result())
+        except StorageError:
+            self.now()  # raises for a bucket that does not exist, which S3's answer does not say
+            raise
         return sorted(key.decode(errors="replace") for key in found)
 
     def delete(self, name: str) -> None:

@@ -16,8 +16,10 @@ import contextlib
 import dataclasses
 import hashlib
 import re
+import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,8 +74,8 @@ class Mirror:
     def __init__(self, bucket: Bucket, left_out: tuple[str, ...] = ()) -> None:
         self.bucket = bucket
         self._left_out = left_out
-        self._temporary = tempfile.TemporaryDirectory(prefix="spmd-")
-        self.folder = Path(self._temporary.name)
+        self.folder = Path(tempfile.mkdtemp(prefix="spmd-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._uploaded: dict[str, _Uploaded] = {}
         self._lock = threading.Lock()
         self._is_writing = False

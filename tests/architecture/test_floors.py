@@ -35,7 +35,8 @@ LIBRARIES = ("chips", "codecs", "layers")
 # Folders and flat modules of spmd, from the bottom up: a module imports from its own folder and
 # from those before it.
 FLOORS = (
-    *("errors", "chips", "tree", "sharding", "distributed", "jaxpr", "codecs", "model_interface"),
+    *("errors", "chips", "tree", "storage", "sharding", "distributed", "jaxpr", "codecs"),
+    "model_interface",
     "loss_scaling",
     "precision",
     "optim",
@@ -69,7 +70,7 @@ IN_BLOCKS = {
 HOMES = {
     "regex": {"sharding.patterns"},
     "orbax": {"checkpoint.arrays", "distributed.barrier"},
-    "tensorstore": {"checkpoint.arrays"},
+    "tensorstore": {"checkpoint.arrays", "checkpoint.zarr_arrays", "storage.bucket"},
     "grain": {"data.loader", "data.sampler"},
     "pyarrow": {"data.compression", "data.image_tables", "data.tables"},
     "PIL": {"data.images"},
@@ -92,7 +93,7 @@ HOMES = {
         "commands.report",
     },
 }
-ENVIRONMENT_MODULES = {"distributed.initialize", "testing"}
+ENVIRONMENT_MODULES = {"distributed.initialize", "storage.endpoint", "testing"}
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
 # What the packages beside spmd may import, besides the standard library and themselves.
@@ -239,7 +240,7 @@ def check_homes(module: Module) -> Iterator[str]:
 
 
 def check_environment(module: Module) -> Iterator[str]:
-    """Only `distributed.initialize` and `testing` read or write environment variables."""
+    """Only three modules read or write environment variables."""
     if module.inner in ENVIRONMENT_MODULES:
         return
     for node in ast.walk(module.tree):

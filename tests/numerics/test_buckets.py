@@ -1,0 +1,453 @@
+"""Objects, mirrored folders, leases and checkpoints in buckets, on servers that are started for real."""
+
+import hashlib
+import json
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spmd.checkpoint import zarr_arrays
+from spmd.checkpoint.manager import CheckpointManager
+from spmd.errors import CheckpointError, StorageError
+from spmd.resilience import lease as lease_module
+from spmd.resilience.lease import EXIT_LOST, Lease
+from spmd.storage import mirror as mirror_module
+from spmd.storage.address import locate
+from spmd.storage.bucket import Bucket, Version
+from spmd.storage.mirror import Mirror
+from tests.object_stores import FaultProxy, environment, gcs_server, s3_server
+
+STORES = ("s3", "gs")
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """A server of each kind, which this process finds by its variables."""
+    with (
+        s3_server() as s3,
+        gcs_server(tmp_path_factory.mktemp("gcs")) as gcs,
+        environment({**s3.environment, **gcs.environment}),
+    ):
+        yield {"s3": s3, "gs": gcs}
+
+
+@pytest.fixture
+def s3(servers):
+    return servers["s3"]
+
+
+@pytest.fixture
+def key(request):
+    """A key of the test's own."""
+    return f"test-{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]}"
+
+
+def bucket(server, key, **options):
+    return Bucket(locate(server.address(key)), **options)
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_objects_are_written_read_listed_and_deleted(servers, key, kind):
+    objects = bucket(servers[kind], key)
+    objects.check()
+    objects.write("a/b", b"1")
+    objects.write("a/c", b"22")
+    objects.write("az", b"")
+    assert objects.list() == ["a/b", "a/c", "az"]
+    assert objects.list("a/") == ["a/b", "a/c"]
+    assert objects.read("a/c") == b"22"
+    assert [found.data for found in objects.find_all(["a/b", "zz", "az"])] == [b"1", None, b""]
+    with pytest.raises(FileNotFoundError):
+        objects.read("zz")
+    with pytest.raises(ValueError, match="2 bytes, above the limit of 1"):
+        objects.read("a/c", 1)
+    objects.delete_below("a/")
+    objects.delete("zz")
+    assert objects.list() == ["az"]
+    assert abs(objects.now() - time.time()) < 60
+
+
+def test_conditional_writes_hold(s3, key):
+    objects = bucket(s3, key)
+    first = objects.create("one", b"first")
+    assert isinstance(first, Version)
+    assert objects.create("one", b"second") is None
+    second = objects.replace("one", b"second", first)
+    assert second not in (None, first)
+    assert objects.replace("one", b"third", first) is None
+    assert objects.read("one") == b"second"
+
+
+def race(objects, name, create, claimants=6):
+    """How many of several that create an object at the same time believe that it is theirs."""
+    together = threading.Barrier(claimants)
+    winners = []
+
+    def claim(number):
+        together.wait(30)
+        if create(objects, name, str(number).encode()):
+            winners.append(number)
+
+    threads = [threading.Thread(target=claim, args=[number]) for number in range(claimants)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(winners)
+
+
+def test_of_several_creators_one_wins(s3, key):
+    """The control: with writes that ask for nothing, several would."""
+    objects = bucket(s3, key)
+    for number in range(20):
+        assert race(objects, f"conditional/{number}", Bucket.create) == 1
+
+    def overwrite(objects, name, data):
+        is_absent = objects.find(name).data is None
+        objects.write(name, data)
+        return is_absent
+
+    assert max(race(objects, f"control/{number}", overwrite) for number in range(20)) > 1
+
+
+def test_a_write_whose_answer_is_lost_is_the_writers_own(s3, key):
+    """It happened, so the repeated request finds the object; the control: another's content is not taken for it."""
+    with FaultProxy(s3) as proxy:
+        objects = Bucket(locate(s3.through(proxy, key)))
+        objects.find("one")
+        proxy.fault, proxy.times = "lose", 1
+        assert objects.replace("one", b"mine", objects.find("zz").version) is not None
+        assert proxy.times == 0
+        proxy.times = 1
+        found = bucket(s3, key).find("one")
+        bucket(s3, key).write("one", b"another's")
+        assert objects.replace("one", b"mine, later", found.version) is None
+
+
+@pytest.mark.parametrize("fault", ["refuse", "cut", "lose"])
+def test_requests_are_repeated_while_the_store_does_not_answer(s3, key, fault):
+    said = []
+    with FaultProxy(s3, fault, times=9) as proxy:
+        objects = Bucket(locate(s3.through(proxy, key)), said.append, patience=60)
+        objects.write("one", b"1")
+        assert objects.read("one") == b"1"
+    assert proxy.times == 0
+    assert "does not answer" in said[0]
+    assert "retrying for up to 60 s" in said[0]
+    assert "answers again" in said[1]
+
+
+def test_patience_ends(s3, key):
+    with FaultProxy(s3, "refuse") as proxy:
+        objects = Bucket(locate(s3.through(proxy, key)), patience=1)
+        with pytest.raises(StorageError, match="does not answer") as caught:
+            objects.read("one")
+    assert caught.value.is_transient
+
+
+def test_a_bucket_that_does_not_exist_is_one_sentence(servers):
+    for address in ("s3://no-such-bucket/run", "gs://no-such-bucket/run"):
+        with pytest.raises(StorageError, match="the bucket no-such-bucket does not exist"):
+            Bucket(locate(address)).check()
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_mirror_has_the_files_of_a_folder(servers, key, kind, monkeypatch):
+    """A file that grows is uploaded in parts, a new one whole; another mirror joins them to the same bytes."""
+    monkeypatch.setattr(mirror_module, "SMALL", 100)
+    objects = bucket(servers[kind], key)
+    objects.write("checkpoints/steps/1.json", b"not a file of the folder")
+    mirror = Mirror(objects, left_out=("checkpoints/",))
+    lines = mirror.folder / "logs" / "metrics.jsonl"
+    lines.parent.mkdir()
+    text = b"".join(b'{"step": %d}\n' % step for step in range(100))
+
+    def pulled():
+        other = Mirror(objects, left_out=("checkpoints/",))
+        other.pull()
+        files = [path for path in other.folder.rglob("*") if path.is_file()]
+        return {
+            str(path.relative_to(other.folder)): path.read_bytes() for path in sorted(files)
+        }
+
+    for end in (300, 310, 400, 401, 500):
+        with lines.open("ab") as file:
+            file.write(text[lines.stat().st_size if lines.exists() else 0 : end])
+        mirror.push()
+        assert pulled() == {"logs/metrics.jsonl": text[:end]}
+    assert len(objects.list("logs/metrics.jsonl.parts/")) == 4
+    mirror.push()  # nothing has changed
+    lines.write_bytes(text[:120])
+    mirror.push()
+    assert objects.list("logs/") == ["logs/metrics.jsonl"]
+    with lines.open("ab") as file:
+        file.write(b"more\n")
+    mirror.push()
+    assert pulled() == {"logs/metrics.jsonl": text[:120] + b"more\n"}
+    # A part of an earlier content, of a crash between two writes, counts for nothing.
+    tag = hashlib.sha256(text[:300]).hexdigest()[:16]
+    objects.write(f"logs/metrics.jsonl.parts/{tag}-{120:015d}", b"stale")
+    assert pulled() == {"logs/metrics.jsonl": text[:120] + b"more\n"}
+
+
+def test_of_two_mirrors_that_write_a_file_one_is_refused(s3, key):
+    objects = bucket(s3, key)
+    first, second = Mirror(objects), Mirror(objects)
+    for number, mirror in enumerate((first, second)):
+        (mirror.folder / "plan.txt").write_text(f"of {number}")
+    first.push()
+    with pytest.raises(StorageError, match="was written by another process"):
+        second.push()
+    assert objects.read("plan.txt") == b"of 0"
+
+
+def test_uploads_go_on_after_an_outage(s3, key, monkeypatch):
+    monkeypatch.setattr(mirror_module, "INTERVAL", 0.05)
+    said = []
+    with FaultProxy(s3) as proxy:
+        mirror = Mirror(Bucket(locate(s3.through(proxy, key)), patience=0.5))
+        with mirror.uploads(lambda name: True, lambda: None, said.append):
+            proxy.fault = "cut"
+            (mirror.folder / "metrics.jsonl").write_text("1\n")
+            while not said:
+                time.sleep(0.05)
+            assert not bucket(s3, key).list()
+            proxy.fault = "none"
+    assert bucket(s3, key).read("metrics.jsonl") == b"1\n"
+    assert "were not uploaded, and will be" in said[0]
+
+
+def test_one_run_holds_the_lease_of_a_bucket(s3, key, capsys, monkeypatch):
+    run = locate(s3.address(key))
+    with Lease(run) as held:
+        held.renew()
+        with pytest.raises(CheckpointError, match="writes to it"), Lease(run):
+            pass
+    assert Bucket(run).list() == ["lease/1.released"]
+    monkeypatch.setattr(lease_module, "HEARTBEAT", 0.05)
+    codes = []
+    with Lease(run, exit_process=codes.append) as old:
+        with Lease(run, take_over=True) as new:
+            with pytest.raises(CheckpointError, match="its lease was taken over by"):
+                old.renew()
+            while not codes:
+                time.sleep(0.01)
+            new.renew()
+    assert codes == [EXIT_LOST]
+    assert "lost to another process" in capsys.readouterr().err
+    assert Bucket(run).list() == ["lease/3.released"]
+
+
+def test_a_lease_in_a_bucket_expires_by_the_stores_clock(s3, key, monkeypatch):
+    """A holder elsewhere that stopped is replaced; one that beats keeps it, whatever this host's clock says."""
+    run = locate(s3.address(key))
+    objects = Bucket(run)
+    holder = {"host": "elsewhere", "pid": 7, "since": "", "machine": "another", "started": "1"}
+
+    def write(age):
+        text = json.dumps({**holder, "beat": objects.now() - age})
+        objects.write("lease/3.json", text.encode())
+
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 86400)
+    write(lease_module.EXPIRY + 1)
+    began = time.monotonic()
+    with Lease(run, say=lambda line: None) as lease:
+        assert lease.number == 4
+    assert time.monotonic() - began < 10
+    objects.delete("lease/4.released")
+    write(5)
+    timer = threading.Timer(1.0, write, [0])
+    timer.start()
+    with pytest.raises(CheckpointError, match="process 7 on elsewhere"):
+        with Lease(run, say=lambda line: None):
+            pass
+    timer.join()
+
+
+def test_of_several_claims_one_holds_the_lease(s3, key):
+    for number in range(5):
+        run = locate(s3.address(f"{key}/{number}"))
+
+        def claim(objects, name, data, run=run):
+            return not Lease(run, say=lambda line: None)._problems()
+
+        assert race(None, "", claim, claimants=4) == 1
+
+
+def make_mesh(**axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def make_state(mesh, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def place(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+    return {
+        "params": {
+            "kernel": place(rng.normal(size=(8, 16)).astype(np.float32), "fsdp", "tensor"),
+            "bias": place(jnp.arange(4.0), "tensor"),
+            "scale": place(jnp.asarray(rng.normal(size=8), jnp.bfloat16), "fsdp"),
+        },
+        "codes": place(jnp.arange(8).astype(jnp.uint4), "fsdp"),
+        "exponents": place(jnp.ones(8, jnp.float8_e8m0fnu)),
+        "mask": place(jnp.arange(8) % 3 == 0),
+        "step": place(jnp.int32(3)),
+        "key": jax.random.key(seed),
+    }
+
+
+def abstract(state, mesh):
+    whole = NamedSharding(mesh, P())
+
+    def leaf(x):
+        sharding = whole
+        if x.ndim == 2:
+            sharding = NamedSharding(mesh, P(None, mesh.axis_names))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, state)
+
+
+def same(a, b):
+    def bits(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        return np.asarray(x).tobytes()
+
+    return jax.tree.all(jax.tree.map(lambda x, y: bits(x) == bits(y), a, b))
+
+
+@pytest.fixture(scope="module")
+def state():
+    return make_state(make_mesh(fsdp=4, tensor=2))
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_state_comes_back_bitwise_on_any_mesh(servers, key, kind, state, monkeypatch):
+    """Also in parts of shards, if a chunk would be too large, and in dtypes that zarr does not name."""
+    monkeypatch.setattr(zarr_arrays, "MOST_CHUNK_BYTES", 32)
+    directory = servers[kind].address(f"{key}/checkpoints")
+    with CheckpointManager(directory, max_to_keep=2, keep_best=1, owner=1) as checkpoints:
+        for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
+            checkpoints.save(step, state, {"seed": step}, {"val_loss": loss})
+            checkpoints.wait()
+        assert checkpoints.steps() == (1, 2, 3)
+        with pytest.raises(CheckpointError, match="exists already"):
+            checkpoints.save(3, state)
+    objects = bucket(servers[kind], key)
+    chunks = [name for name in objects.list("checkpoints/state/3.1/params/kernel/c/")]
+    assert len(chunks) == 16
+    assert not objects.list("checkpoints/state/0.1/")
+    for mesh in (make_mesh(data=8), make_mesh(x=2, y=4)):
+        with CheckpointManager(directory, read_only=True) as checkpoints:
+            assert checkpoints.best() == 1
+            restored, record = checkpoints.restore(None, abstract(state, mesh))
+        assert record == {"seed": 3}
+        assert same(restored, state)
+
+
+def test_what_does_not_fit_is_said_whole(s3, key, state):
+    directory = s3.address(key)
+    with CheckpointManager(directory, owner=1) as checkpoints:
+        checkpoints.save(1, state)
+        wanted = abstract(state, make_mesh(data=8))
+        wanted["more"] = wanted.pop("mask")
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore(1, wanted)
+    assert len(caught.value.problems) == 2
+    assert "missing: the state has it" in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["chunk", "missing", "manifest", "renamed"])
+def test_a_damaged_checkpoint_is_not_used(s3, key, state, damage):
+    """The one before it is; the next save gives the damaged manifest another name."""
+    directory = s3.address(key)
+    objects = bucket(s3, key)
+    with CheckpointManager(directory, owner=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state, {"seed": step})
+    chunk = "state/2.1/params/kernel/c/1/0"
+    data = bytearray(objects.read(chunk))
+    data[5] ^= 1
+    if damage == "chunk":
+        objects.write(chunk, bytes(data))
+    elif damage == "missing":
+        objects.delete(chunk)
+    elif damage == "manifest":
+        text = objects.read("steps/2.json").replace(b'"seed": 2', b'"seed": 3')
+        objects.write("steps/2.json", text)
+    else:
+        objects.write("steps/2.json", objects.read("steps/1.json"))
+    with CheckpointManager(directory, owner=2) as checkpoints:
+        restored, record = checkpoints.restore(None, abstract(state, make_mesh(data=8)))
+        assert record == {"seed": 1}
+        assert same(restored, state)
+        assert list(checkpoints.damaged) == [2]
+        with pytest.raises(CheckpointError, match="checkpoint 2 is damaged"):
+            checkpoints.restore(2, abstract(state, make_mesh(data=8)))
+        checkpoints.save(2, state, {"seed": 4})
+        assert checkpoints.record(2) == {"seed": 4}
+    assert objects.list("damaged/") == ["damaged/2.json"]
+
+
+def test_leftovers_of_interrupted_saves_are_removed(s3, key, state):
+    """A mark without the manifest of its lease; that of a run with a later lease stays."""
+    directory = s3.address(key)
+    objects = bucket(s3, key)
+    with CheckpointManager(directory, owner=3) as checkpoints:
+        checkpoints.save(1, state)
+    for name in ("state/2.3/a/c/0", "state/7.5/a/c/0"):
+        objects.write(name, b"")
+    for name in ("steps/1.3.saving", "steps/2.3.saving", "steps/7.5.saving"):
+        objects.write(name, b"")
+    with CheckpointManager(directory, owner=4) as checkpoints:
+        assert checkpoints.leftovers == ("1.3.saving", "2.3.saving")
+        assert checkpoints.latest_valid() == 1
+    assert objects.list("steps/") == ["steps/1.json", "steps/7.5.saving"]
+    assert not objects.list("state/2.3/")
+    assert objects.list("state/7.5/")
+
+
+def test_the_later_lease_wins_a_step(s3, key, state):
+    """Of two runs that save the same step, the one with the lower number is refused, whoever comes first."""
+    directory = s3.address(key)
+    with CheckpointManager(directory, owner=1) as old, CheckpointManager(directory, owner=2) as new:
+        old.save(1, state, {"of": 1})
+        old.wait()
+        new.save(1, state, {"of": 2})
+        new.wait()
+        old._metrics.clear()
+        old.save(1, state, {"of": 1})
+        with pytest.raises(CheckpointError, match="was saved by the run with lease 2"):
+            old.wait()
+        assert new.record(1) == {"of": 2}
+        assert new.latest_valid() == 1
+
+
+def test_bytes_and_requests_of_a_save(s3, key):
+    """One object a chunk and one of metadata an array, and a few for the commit; 1.01 of the state's bytes."""
+    mesh = make_mesh(fsdp=8)
+    whole = NamedSharding(mesh, P("fsdp"))
+    state = {f"w{n}": jax.device_put(jnp.ones((8, 4096)), whole) for n in range(4)}
+    with FaultProxy(s3) as proxy:
+        directory = s3.through(proxy, key)
+        with CheckpointManager(directory, owner=1) as checkpoints:
+            before = proxy.requests
+            checkpoints.save(1, state)
+            checkpoints.wait()
+            requests = proxy.requests - before
+    chunks, arrays = 32, 4
+    assert requests - chunks - arrays <= 8
+    objects = bucket(s3, key)
+    stored = sum(len(objects.read(name)) for name in objects.list())
+    size = sum(x.nbytes for x in state.values())
+    assert size <= stored <= 1.02 * size + 4096
