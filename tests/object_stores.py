@@ -132,22 +132,35 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+_REASON = (
+    b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>ExpiredToken</Code>'
+    b"<Message>The provided token has expired.</Message></Error>"
+)
+_DENIED = b"HTTP/1.1 403 Forbidden\r\nDate: Fri, 27 Nov 2026 12:00:00 GMT\r\nContent-Length: %d\r\n\r\n%b" % (
+    len(_REASON),
+    _REASON,
+)
+
+
 class FaultProxy:
     """Proxy to a server of a store, with a fault that can be changed at any time.
 
     Args:
         fault: `none`; `refuse`: 503 without the server's knowledge; `lose`: the server answers, and the
             connection is cut before the answer arrives; `cut`: the connection is cut before the server
-            sees the request; `slow`: 50 ms before each answer.
+            sees the request; `slow`: 50 ms before each answer; `deny`: 403 with the words of S3; `hang`: no
+            answer, and the server does not see the request.
 
     Attributes:
         times: Requests that the fault still has an effect on.
+        skip: Requests before them.
     """
 
     def __init__(self, server: Server, fault: str = "none", times: float = float("inf")) -> None:
         self._server = server
         self.fault = fault
         self.times = times
+        self.skip = 0
         self.requests = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -176,12 +189,20 @@ class FaultProxy:
                     return
                 self.requests += 1
                 fault = "none"
-                if self.times > 0:
+                if self.skip > 0 and self.fault != "none":
+                    self.skip -= 1
+                elif self.times > 0:
                     fault = self.fault
                 if fault != "none":
                     self.times -= 1
                 if fault == "cut":
                     return
+                if fault == "hang":
+                    client.recv(1)  # until the client gives up
+                    return
+                if fault == "deny":
+                    client.sendall(_DENIED)
+                    continue
                 if fault == "refuse":
                     client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
                     continue

@@ -18,7 +18,9 @@ from spmd.distributed.local import free_port
 from spmd.run.build import make_setup
 from spmd.run.config import with_values
 from spmd.run.load_config import load_config
+from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import mesh_of
+from spmd.storage.address import locate
 from spmd.training.state import abstract_state
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,6 +115,7 @@ class Run:
         host: Where process 0 listens.
         prefixes: What the command of each begins with.
         environment: Further variables; the default is for a run that the test interrupts.
+        printed: Path beside which the output goes, if the run folder is in a bucket.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class Run:
         host="127.0.0.1",
         prefixes=(),
         environment=SLOWLY,
+        printed=None,
     ):
         common = [
             sys.executable,
@@ -156,7 +160,8 @@ class Run:
                 *(several if processes > 1 else []),
                 *(own[i] if own else []),
             ]
-            self.printed.append(out.with_name(f"{out.name}.{i}.txt"))
+            beside = printed or out
+            self.printed.append(beside.with_name(f"{beside.name}.{i}.txt"))
             with self.printed[-1].open("a") as file:
                 process = subprocess.Popen(
                     list(map(str, command)),
@@ -205,7 +210,7 @@ def train(config, out, *arguments, **options):
 
 
 def metrics(out):
-    path = out / "metrics.jsonl"
+    path = RunDir(locate(out)).metrics
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -222,7 +227,8 @@ def state(config, out, step, **mesh):
     )
     size = int(np.prod(list(mesh.values()) or [1]))
     setup = make_setup(config, mesh_of(config.mesh, jax.devices()[:size]))
-    with CheckpointManager(out / "checkpoints", read_only=True) as checkpoints:
+    directory = RunDir(locate(out)).checkpoints
+    with CheckpointManager(directory, read_only=True) as checkpoints:
         restored, _ = checkpoints.restore(step, abstract_state(setup.plan))
     return jax.tree.map(np.asarray, restored)
 

@@ -67,7 +67,7 @@ class Lease:
         say: Callable[[str], object] = print,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
-        self._files = _lease_files(folder, say)
+        self._files = _lease_files(folder, self._show)
         self._take_over = take_over
         self._check = check
         self._say = say
@@ -95,6 +95,13 @@ class Lease:
         if self._held:
             self._thread.join(HEARTBEAT)
         self._release()
+
+    def report_to(self, say: Callable[[str], object]) -> None:
+        """Show lines in another place from now on, such as about a bucket that does not answer."""
+        self._say = say
+
+    def _show(self, line: str) -> None:
+        self._say(line)
 
     def renew(self) -> None:
         """Renew the lease: call it before every write. Raise `CheckpointError` if it is lost."""

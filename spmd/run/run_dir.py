@@ -62,8 +62,8 @@ Resume = Literal["never", "auto", "always"]
 
 _OWNER = re.compile(r"process-(\d+)\.")
 """Beginning of the names of files that one process writes."""
-_START_SECONDS = 60.0
-"""Seconds until a bucket that does not answer at the start is an error."""
+_START_SECONDS = 30.0
+"""Seconds until a bucket that does not answer before a run is an error."""
 
 
 _IN_BUCKET_ALONE = ("lease/", "checkpoints/")
@@ -73,7 +73,7 @@ _IN_BUCKET_ALONE = ("lease/", "checkpoints/")
 @functools.cache
 def _mirror_of(path: BucketPath) -> Mirror:
     """Return the local folder of a run in a bucket, the same for each call in a process."""
-    return Mirror(Bucket(path), left_out=_IN_BUCKET_ALONE)
+    return Mirror(Bucket(path, patience=_START_SECONDS), left_out=_IN_BUCKET_ALONE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,6 +148,16 @@ def train_in_folder(
         watchdog = stack.enter_context(
             Watchdog(recovery.deadline, recovery.start_deadline, log.file)
         )
+        notes: list[Callable[[str], None]] = [log.say]
+        if console:
+            notes.append(console.note)
+
+        def note(event: str) -> None:
+            for show in notes:
+                show(event)
+
+        lease.report_to(note)
+        stack.callback(lease.report_to, print)  # the log is closed then
         stack.enter_context(folder.uploads(lease.renew, log.say))
         for line in said:
             log.say(line)
@@ -163,10 +173,7 @@ def train_in_folder(
         for writer in run.writers:
             stack.enter_context(contextlib.closing(writer))
         tracing = stack.enter_context(Profile(folder.path / "profile", profile, log.say))
-        checkpoints = stack.enter_context(_open_checkpoints(run, lease, log.say))
-        notes: list[Callable[[str], None]] = [log.say]
-        if console:
-            notes.append(console.note)
+        checkpoints = stack.enter_context(_open_checkpoints(run, lease, note))
         telemetry = Telemetry(StepClock(), Stopwatch(began=began), watchdog, lease, log.say, notes)
         session = _Session(run, console, checkpoints, telemetry, preemption, tracing)
         return session.train(resume)

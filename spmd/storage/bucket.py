@@ -86,9 +86,9 @@ class Bucket:
         """Return the objects below a name."""
         return type(self)(self.path / name, self._say, self._patience)
 
-    def with_patience(self, seconds: float) -> Self:
-        """Return the same objects, with another time of repeated requests."""
-        return type(self)(self.path, self._say, seconds)
+    def patient(self, say: Callable[[str], object]) -> Self:
+        """Return the same objects, for a run that goes on while the store does not answer."""
+        return type(self)(self.path, say, PATIENCE)
 
     def check(self) -> None:
         """Raise a `StorageError` unless the objects can be listed; nothing is written."""
@@ -161,7 +161,9 @@ class Bucket:
         try:
             found = self._request(prefix, lambda store: store.list(keys).result())
         except StorageError:
-            self.now()  # raises for a bucket that does not exist, which S3's answer does not say
+            # TensorStore does not say why S3 refused a listing, but does for an object.
+            self.now()
+            self.find(f"{prefix}.")
             raise
         return sorted(key.decode(errors="replace") for key in found)
 

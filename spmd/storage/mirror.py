@@ -149,6 +149,7 @@ class Mirror:
             StorageError: At the end of the block, the files could not be uploaded.
         """
         stopped = threading.Event()
+        self.bucket = self.bucket.patient(say)
         self._is_writing = True
 
         def upload() -> None:

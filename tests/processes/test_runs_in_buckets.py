@@ -1,0 +1,260 @@
+"""Runs whose folder is in a bucket: the same bits as on a disk, whatever happens to them and to the store."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from spmd.report.run_data import read_run
+from spmd.resilience.preemption import EXIT_PREEMPTED
+from spmd.run.run_dir import RunDir
+from spmd.storage.address import locate
+from spmd.storage.bucket import Bucket
+from tests.object_stores import FaultProxy, environment, gcs_server, s3_server
+from tests.train_runs import PACED, ROOT, Run, assert_same, losses, metrics, state, train, write_tiny
+
+NUMBER = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    with (
+        s3_server() as s3,
+        gcs_server(tmp_path_factory.mktemp("gcs")) as gcs,
+        environment({**s3.environment, **gcs.environment}),
+    ):
+        yield {"s3": s3, "gs": gcs}
+
+
+@pytest.fixture
+def s3(servers):
+    return servers["s3"]
+
+
+@pytest.fixture
+def key():
+    return f"runs/{next(NUMBER)}"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A config, and the folder of its run on disk, which nothing has interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_tiny(folder, PACED)
+    train(config, folder / "whole")
+    return config, folder / "whole"
+
+
+def assert_same_run(config, out, whole):
+    """The same metrics, but for times, and the same state."""
+
+    def values(place):
+        lines = []
+        for line in metrics(place):
+            lines.append({name: line[name] for name in ("step", "loss", "val_loss") if name in line})
+        return lines
+
+    assert values(out) == values(whole)
+    assert_same(state(config, out, 30, fsdp=4), state(config, whole, 30, fsdp=4))
+
+
+def command(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "spmd.cli", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_killed_run_resumes_with_the_same_bits(s3, key, whole, tmp_path):
+    """Killed between saves and in one, also with SIGTERM, then read by every command that takes a run."""
+    config, expected = whole
+    out = s3.address(key)
+    with Run(config, out, printed=tmp_path / "killed") as run:
+        run.wait_for_step(8)
+        run.processes[0].kill()
+    with Run(config, out, "--resume", "auto", printed=tmp_path / "stopped") as run:
+        run.wait_for_step(14)
+        run.processes[0].send_signal(signal.SIGTERM)
+        assert run.codes() == [EXIT_PREEMPTED]
+    train(config, out, "--resume", "auto", printed=tmp_path / "last")
+    assert_same_run(config, out, expected)
+    assert (tmp_path / "last.0.txt").read_text().count("resuming from step") == 1
+    report = read_run(out)
+    assert report.step == 30
+    assert report.name == key.rpartition("/")[2]
+    assert report.goodput.sessions == 3
+    assert report.checkpoints[-1] == 30
+    code, text, errors = command("eval", out, "--json", "--tokens", "256", "--devices", "4")
+    assert (code, errors.count("Traceback")) == (0, 0)
+    assert json.loads(text)["tokens"] > 0
+    code, text, errors = command("generate", out, "--prompt", "line", "--tokens", "3")
+    assert code == 0
+    assert text.startswith("line")
+    code, text, errors = command("export", out, "--out", tmp_path / "exported")
+    assert code == 0
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+
+
+def test_a_run_in_google_cloud_storage(servers, key, whole, tmp_path):
+    config, expected = whole
+    out = servers["gs"].address(key)
+    with Run(config, out, printed=tmp_path / "killed") as run:
+        run.wait_for_step(8)
+        run.processes[0].kill()
+    train(config, out, "--resume", "auto", printed=tmp_path / "last")
+    assert_same_run(config, out, expected)
+
+
+def test_two_processes_save_their_shards(s3, key, whole, tmp_path):
+    config, expected = whole
+    out = s3.address(key)
+    options = {"processes": 2, "devices": 2}
+    with Run(config, out, printed=tmp_path / "killed", **options) as run:
+        run.wait_for_step(8)
+        for process in run.processes:
+            process.kill()
+    train(config, out, "--resume", "auto", printed=tmp_path / "last", **options)
+    assert [line["step"] for line in metrics(out)] == [line["step"] for line in metrics(expected)]
+    assert {"logs/process-0.log", "logs/process-1.log"} <= set(Bucket(locate(out)).list("logs/"))
+    restored = state(config, out, 30, fsdp=4)
+    assert int(restored.step) == 30
+
+
+def test_training_goes_on_while_the_store_is_away(s3, key, whole, tmp_path):
+    """For ten seconds, with saves in them: the run ends as if nothing had been, and its log says what was."""
+    config, expected = whole
+    with FaultProxy(s3) as proxy:
+        out = s3.through(proxy, key)
+        with Run(config, out, printed=tmp_path / "run") as run:
+            run.wait_for_step(6)
+            proxy.fault = "cut"
+            time.sleep(10)
+            proxy.fault = "none"
+            assert run.codes() == [0]
+    address = s3.address(key)
+    assert_same_run(config, address, expected)
+    log = RunDir(locate(address)).log.read_text()
+    assert "does not answer" in log
+    assert "answers again" in log
+
+
+def test_a_second_run_is_refused(s3, key, whole, tmp_path):
+    config, _ = whole
+    out = s3.address(key)
+    with Run(config, out, "--steps", "3000", printed=tmp_path / "run") as run:
+        run.wait_for_step(2)
+        code, _, errors = command(
+            "train", config, "--out", out, "--resume", "auto", "--devices", "4"
+        )
+        assert code == 2
+        assert f"{out}: process {run.processes[0].pid} on" in errors
+        assert run.processes[0].poll() is None
+
+
+@pytest.mark.parametrize(
+    ("out", "expected"),
+    [
+        ("s3://no-such-bucket/run", "the bucket no-such-bucket does not exist"),
+        ("gs://no-such-bucket/run", "the bucket no-such-bucket does not exist"),
+        ("s3://test-bucket", "names a bucket without a key"),
+        pytest.param(
+            "s3://test-bucket/run?endpoint=http://127.0.0.1:1",
+            "does not answer",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_bad_places_are_one_sentence(servers, whole, out, expected, monkeypatch):
+    config, _ = whole
+    code, text, errors = command("train", config, "--out", out, "--devices", "4")
+    assert code == 2
+    assert expected in errors
+    assert "Traceback" not in errors
+    assert "compiling" not in text
+
+
+def test_refused_credentials_are_one_sentence(s3, key, whole):
+    """At the start; nothing is written."""
+    config, _ = whole
+    with FaultProxy(s3, "deny") as proxy:
+        code, _, errors = command(
+            "train", config, "--out", s3.through(proxy, key), "--devices", "4"
+        )
+    assert code == 2
+    assert "access is refused" in errors
+    assert "Traceback" not in errors
+    assert not Bucket(locate(s3.address(key))).list()
+
+
+SAVE = """
+import jax, jax.numpy as jnp, sys
+from jax.sharding import NamedSharding, PartitionSpec as P
+from spmd.checkpoint.manager import CheckpointManager
+from spmd.sharding.mesh import simulate_devices
+
+simulate_devices(2)
+mesh = jax.make_mesh((2,), ("fsdp",))
+state = {name: jax.device_put(jnp.arange(8.0) + int(sys.argv[2]), NamedSharding(mesh, P("fsdp"))) for name in "ab"}
+with CheckpointManager(sys.argv[1], owner=int(sys.argv[3]), max_to_keep=1, keep_best=0) as checkpoints:
+    print("open", checkpoints.latest_valid(), flush=True)
+    input()
+    checkpoints.save(int(sys.argv[2]), state)
+print("saved", flush=True)
+"""
+
+
+def kill_in_save(proxy, address, step, requests):
+    """A process that is killed when a number of its save's requests were answered; whether that was before its end."""
+    arguments = [sys.executable, "-c", SAVE, address, str(step), str(step)]
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
+    ) as process:
+        assert process.stdout.readline().startswith("open")
+        proxy.skip, proxy.times = requests, float("inf")
+        proxy.fault = "hang"
+        begun = proxy.requests
+        process.stdin.write("\n")
+        process.stdin.flush()
+        while process.poll() is None and proxy.requests - begun <= requests:
+            time.sleep(0.005)
+        killed = process.poll() is None
+        process.kill()
+        proxy.fault = "none"
+    return killed
+
+
+@pytest.mark.soak
+def test_a_save_that_is_killed_at_any_request_leaves_the_last_checkpoint(s3, key):
+    """After each number of answered requests; until the manifest is written, the checkpoint before is the newest."""
+    address = s3.address(key)
+    with FaultProxy(s3) as proxy:
+        through = s3.through(proxy, key)
+        assert not kill_in_save(proxy, through, 1, 10_000)
+        newest = []
+        for requests in range(40):
+            step = requests + 2
+            killed = kill_in_save(proxy, through, step, requests)
+            done = subprocess.run(
+                [sys.executable, "-c", SAVE, address, "0", "0"],
+                input="",
+                capture_output=True,
+                cwd=ROOT,
+                text=True,
+            )
+            newest.append(int(done.stdout.split()[1]))
+            if not killed:
+                break
+    assert newest[0] == 1
+    assert newest[-1] == len(newest) + 1
+    changes = [step for step in newest if step != 1]
+    assert changes == sorted(changes)
+    assert os.environ["AWS_ENDPOINT_URL"]
