@@ -136,9 +136,12 @@ _REASON = (
     b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>ExpiredToken</Code>'
     b"<Message>The provided token has expired.</Message></Error>"
 )
-_DENIED = b"HTTP/1.1 403 Forbidden\r\nDate: Fri, 27 Nov 2026 12:00:00 GMT\r\nContent-Length: %d\r\n\r\n%b" % (
-    len(_REASON),
-    _REASON,
+_DENIED = (
+    b"HTTP/1.1 403 Forbidden\r\nDate: Fri, 27 Nov 2026 12:00:00 GMT\r\nContent-Length: %d\r\n\r\n%b"
+    % (
+        len(_REASON),
+        _REASON,
+    )
 )
 
 
@@ -183,35 +186,41 @@ class FaultProxy:
     def _serve(self, client: socket.socket) -> None:
         """Answer the requests of one connection, one after the other."""
         with client, contextlib.suppress(OSError):
-            while True:
-                request = _read_message(client)
-                if not request:
-                    return
+            while request := _read_message(client):
                 self.requests += 1
-                fault = "none"
-                if self.skip > 0 and self.fault != "none":
-                    self.skip -= 1
-                elif self.times > 0:
-                    fault = self.fault
-                if fault != "none":
-                    self.times -= 1
-                if fault == "cut":
+                answer = self._answer(client, request, self._next_fault())
+                if not answer:
                     return
-                if fault == "hang":
-                    client.recv(1)  # until the client gives up
-                    return
-                if fault == "deny":
-                    client.sendall(_DENIED)
-                    continue
-                if fault == "refuse":
-                    client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
-                    continue
-                answer = self._forward(request)
-                if fault == "lose":
-                    return
-                if fault == "slow":
-                    time.sleep(0.05)
                 client.sendall(answer)
+
+    def _next_fault(self) -> str:
+        """The fault of a request."""
+        if self.fault == "none":
+            return "none"
+        if self.skip > 0:
+            self.skip -= 1
+            return "none"
+        if self.times <= 0:
+            return "none"
+        self.times -= 1
+        return self.fault
+
+    def _answer(self, client: socket.socket, request: bytes, fault: str) -> bytes:
+        """The answer to a request; empty to cut the connection."""
+        if fault == "hang":
+            client.recv(1)  # until the client gives up
+        if fault in ("hang", "cut"):
+            return b""
+        if fault == "deny":
+            return _DENIED
+        if fault == "refuse":
+            return b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n"
+        answer = self._forward(request)
+        if fault == "lose":
+            return b""
+        if fault == "slow":
+            time.sleep(0.05)
+        return answer
 
     def _forward(self, request: bytes) -> bytes:
         with socket.create_connection(("127.0.0.1", self._server.port), 30) as upstream:

@@ -38,7 +38,7 @@ from spmd.checkpoint.zarr_arrays import (
     missing_by_process,
     missing_chunks,
     read_arrays,
-    stored_form,
+    stored_array,
     write_arrays,
 )
 from spmd.distributed.barrier import all_reach
@@ -185,7 +185,7 @@ class BucketStore(CheckpointStore):
         """Write the manifest."""
         try:
             self._check_complete(step, arrays)
-            stored = {path: stored_form(array).to_json() for path, array in arrays.items()}
+            stored = {path: stored_array(array).to_json() for path, array in arrays.items()}
             body = {
                 "version": _VERSION,
                 "step": step,
@@ -227,7 +227,7 @@ class BucketStore(CheckpointStore):
                 return
 
     def discard(self, step: int) -> None:
-        """Remove what was written of a save."""
+        """Remove an unfinished save."""
         self.remove_leftovers([self._mark(step)])
 
     def prune(self, step: int) -> None:
@@ -255,7 +255,7 @@ class BucketStore(CheckpointStore):
             raise CheckpointError("removing unfinished saves failed", error.problems) from error
 
     def _remove_state(self, mark: str) -> None:
-        """Remove the state that a mark names, unless a manifest names it, and the mark."""
+        """Remove a mark, and its state unless a manifest names that."""
         found = _MARK.fullmatch(mark)
         if found is None:
             return
@@ -297,7 +297,7 @@ class BucketStore(CheckpointStore):
         return problems
 
     def check_seen(self, step: int) -> None:
-        """Compare the manifest that each process reads with that of process 0."""
+        """Compare the manifest on each process with that on process 0."""
         if jax.process_count() == 1:
             return
 
@@ -368,7 +368,7 @@ class BucketStore(CheckpointStore):
         return f"{step}.{self._owner}.saving"
 
     def _read(self, step: int) -> "Manifest":
-        """Read a manifest that exists."""
+        """Read an existing manifest."""
         try:
             return self._manifest(step)
         except StorageError as error:

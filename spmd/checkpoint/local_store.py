@@ -67,7 +67,7 @@ class LocalStore(CheckpointStore):
             self._unfinished_suffix = f".{owner}.saving"
 
     def access_problems(self) -> tuple[Problem, ...]:
-        """Return problems of processes that do not see the folder."""
+        """Return problems of processes without access to the folder."""
         return shared_folder_problems(self._folder, str(self._folder))
 
     def scan(self, *, create: bool) -> Scan:
@@ -135,7 +135,7 @@ class LocalStore(CheckpointStore):
         return verify_manifest(self._folder / str(step), contents=contents)
 
     def check_seen(self, step: int) -> None:
-        """Compare the manifest that each process sees with that of process 0."""
+        """Compare the manifest on each process with that on process 0."""
         if jax.process_count() == 1:
             return
         folder = self._folder / str(step)

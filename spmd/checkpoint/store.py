@@ -12,12 +12,12 @@ from spmd.errors import CheckpointError, Problem
 
 
 class DamagedError(CheckpointError):
-    """The content of a checkpoint differs from what was saved; found as it was read."""
+    """Damage of a checkpoint, found by reading it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """Checkpoints that were found.
+    """Result of a scan.
 
     Attributes:
         leftovers: Names of interrupted saves.
@@ -68,7 +68,7 @@ class CheckpointStore(Protocol):
         ...
 
     def prune(self, step: int) -> None:
-        """Remove a checkpoint that is no longer kept, if it exists."""
+        """Remove a checkpoint, if it exists."""
         ...
 
     def remove_leftovers(self, names: Sequence[str]) -> None:

@@ -104,7 +104,7 @@ class StoredArray:
         return stored
 
 
-def stored_form(array: jax.Array | jax.ShapeDtypeStruct) -> StoredArray:
+def stored_array(array: jax.Array | jax.ShapeDtypeStruct) -> StoredArray:
     """Return the stored form of an array, by its shards."""
     shard = array.sharding.shard_shape(array.shape)
     return StoredArray(tuple(array.shape), np.dtype(array.dtype), _chunks(shard, array.dtype))
@@ -128,7 +128,7 @@ def write_arrays(kvstore: Any, arrays: Mapping[str, jax.Array]) -> None:
     """Write the shards of this process, and on process 0 the metadata; return once all are stored."""
     started = _Started(_WRITTEN_AT_ONCE)
     for path, array in arrays.items():
-        stored = stored_form(array)
+        stored = stored_array(array)
         if jax.process_index() == 0:
             text = json.dumps(stored.metadata())
             started.add(len(text), kvstore.write(f"{path}/zarr.json", text))
@@ -171,7 +171,7 @@ def missing_chunks(
 
 def missing_by_process(present: Iterable[str], arrays: Mapping[str, jax.Array]) -> dict[int, int]:
     """Return process → number of its chunks absent from a store."""
-    stored = {path: stored_form(array) for path, array in arrays.items()}
+    stored = {path: stored_array(array) for path, array in arrays.items()}
     counts: collections.Counter[int] = collections.Counter()
     for path, positions in missing_chunks(present, stored).items():
         array = arrays[path]

@@ -114,7 +114,7 @@ class Lease:
                 raise self._lost_error()
 
     def renew_at_once(self) -> None:
-        """Renew the lease if that takes no time: call it where training would wait.
+        """Renew the lease, unless training would wait for it.
 
         In a bucket, the thread that renews the lease ends the process if it is lost.
         """

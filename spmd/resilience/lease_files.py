@@ -115,7 +115,7 @@ class LeaseName:
 
 
 def parse_names(texts: Any) -> set[LeaseName]:
-    """Return the names that are of leases."""
+    """Return the names of leases among others."""
     names = set()
     for text in texts:
         found = _NAME.fullmatch(text)
@@ -144,7 +144,7 @@ class LeaseFiles(Protocol):
         ...
 
     def create(self, name: LeaseName) -> bool:
-        """Create a file that this process holds; return false if it exists."""
+        """Create a file held by this process; return false if it exists."""
         ...
 
     def holder(self, name: LeaseName) -> Holder:
@@ -213,7 +213,7 @@ class LocalLeaseFiles(LeaseFiles):
         return self._path(name).stat().st_mtime
 
     def now(self) -> float:
-        """Return the time that the file server gives a new file."""
+        """Return the modification time of a new file."""
         with tempfile.TemporaryFile(dir=self._folder) as file:
             return os.fstat(file.fileno()).st_mtime
 
@@ -241,7 +241,7 @@ class LocalLeaseFiles(LeaseFiles):
 
 
 class BucketLeaseFiles(LeaseFiles):
-    """Objects in a bucket; each heartbeat replaces the version that the last one wrote."""
+    """Objects in a bucket; each heartbeat replaces the version of the last one."""
 
     is_local = False
 
@@ -260,7 +260,7 @@ class BucketLeaseFiles(LeaseFiles):
         return parse_names(self._bucket.list())
 
     def create(self, name: LeaseName) -> bool:
-        """Create an object on condition that there is none."""
+        """Create an object if there is none."""
         self._version = self._bucket.create(name.text, self._text())
         return self._version is not None
 

@@ -94,7 +94,7 @@ def load_base(origin: Mapping[str, Any], abstract: Any) -> Any:
 
 
 def _absolute(text: str) -> Location:
-    """Return the location of a text that means the same in every working directory."""
+    """Return a location, with an absolute path if it is local."""
     location = locate(text)
     if isinstance(location, Path):
         return location.absolute()

@@ -73,7 +73,7 @@ _IN_BUCKET_ALONE = ("lease/", "checkpoints/")
 @functools.cache
 def _mirror_of(path: BucketPath) -> Mirror:
     """Return the local folder of a run in a bucket, the same for each call in a process."""
-    return Mirror(Bucket(path, patience=_START_SECONDS), left_out=_IN_BUCKET_ALONE)
+    return Mirror(Bucket(path, patience=_START_SECONDS), excluded=_IN_BUCKET_ALONE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class RunDir:
 
     @property
     def path(self) -> Path:
-        """Local folder of the run's files, which may be temporary."""
+        """Local folder of the run's files, temporary for a run in a bucket."""
         if self.mirror is not None:
             return self.mirror.folder
         return Path(str(self.location))
@@ -160,7 +160,7 @@ class RunDir:
         return self.mirror.uploads(_is_own, before, say)
 
     def upload_attempts(self) -> None:
-        """Upload the records of attempts, which are written without a lease."""
+        """Upload the records of attempts, without a lease."""
         if self.mirror is not None:
             self.mirror.push(lambda name: name.startswith(f"{ATTEMPTS}/") and _is_own(name))
 

@@ -59,7 +59,7 @@ class BucketPath:
 
     @property
     def address(self) -> str:
-        """Text with the options, from which `parse_address` makes the same path."""
+        """Text with the options: the inverse of `parse_address`."""
         if not self.options:
             return str(self)
         return f"{self}?{urllib.parse.urlencode(self.options)}"
@@ -102,7 +102,7 @@ def locate(text: str | Location) -> Location:
 
 
 def location_problems(where: str, text: str) -> list[Problem]:
-    """Return the problems of a text that names a location, at `where`; empty is no location.
+    """Return the problems of a text as a location, reported at `where`.
 
     Example:
         >>> print(*location_problems("out", "gs://bucket"))
@@ -154,7 +154,7 @@ def parse_address(text: str) -> BucketPath:
 
 
 def _option_problems(text: str, scheme: str, options: list[tuple[str, str]]) -> list[Problem]:
-    """Return a problem for each option that the scheme does not have."""
+    """Return a problem for each unknown option."""
     problems = []
     for name, _ in options:
         if name not in _OPTIONS[scheme]:

@@ -51,7 +51,7 @@ class Version:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class StoredObject:
     """Content of an object with its version; `data` is None if there is no object."""
 
     data: bytes | None
@@ -87,7 +87,7 @@ class Bucket:
         return type(self)(self.path / name, self._say, self._patience)
 
     def patient(self, say: Callable[[str], object]) -> Self:
-        """Return the same objects, for a run that goes on while the store does not answer."""
+        """Return the same objects, for a run with patience."""
         return type(self)(self.path, say, PATIENCE)
 
     def check(self) -> None:
@@ -95,14 +95,14 @@ class Bucket:
         self.now()
         self.list("")
 
-    def find(self, name: str) -> Found:
+    def find(self, name: str) -> StoredObject:
         """Read an object with its version."""
         return self._request(name, lambda store: _found(store.read(name).result()))
 
-    def find_all(self, names: Sequence[str]) -> list[Found]:
+    def find_all(self, names: Sequence[str]) -> list[StoredObject]:
         """Read objects with their versions, at the same time."""
 
-        def read(store: Any) -> list[Found]:
+        def read(store: Any) -> list[StoredObject]:
             futures = [store.read(name) for name in names]
             return [_found(future.result()) for future in futures]
 
@@ -126,7 +126,7 @@ class Bucket:
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Write an object, in place of one that may be there."""
+        """Write an object, or overwrite it."""
         self._request(name, lambda store: store.write(name, data).result())
 
     def create(self, name: str, data: bytes) -> Version | None:
@@ -149,7 +149,7 @@ class Bucket:
             return Version(stamp.generation)
         return self._own_version(self.find(name), data)
 
-    def _own_version(self, found: Found, data: bytes) -> Version | None:
+    def _own_version(self, found: StoredObject, data: bytes) -> Version | None:
         """Return the version of an object with this content; None for another one."""
         if found.data == data:
             return found.version
@@ -172,7 +172,7 @@ class Bucket:
         self._request(name, lambda store: store.write(name, None).result())
 
     def delete_below(self, prefix: str) -> None:
-        """Delete the objects with a prefix, which must not be empty."""
+        """Delete the objects with a prefix; an empty one is an error."""
         if not prefix:
             raise ValueError("an empty prefix would delete everything")
         keys = tensorstore.KvStore.KeyRange(prefix, _after(prefix))
@@ -254,7 +254,7 @@ def storage_error(where: str, error: Exception) -> StorageError:
 
 
 class _FirstRequest:
-    """Drops lines that the clouds' libraries print while they look for credentials.
+    """Filter of the clouds' lines about their search for credentials.
 
     They print them on descriptor 2, once, at the first request. Other lines of that time are
     passed on.
@@ -297,12 +297,12 @@ def _without_log_lines() -> Iterator[None]:
                     os.write(2, line)
 
 
-def _found(result: Any) -> Found:
+def _found(result: Any) -> StoredObject:
     """Return TensorStore's result of reading."""
     version = Version(result.stamp.generation)
     if result.state == "value":
-        return Found(bytes(result.value), version)
-    return Found(None, version)
+        return StoredObject(bytes(result.value), version)
+    return StoredObject(None, version)
 
 
 def _after(prefix: str) -> str | bytes:

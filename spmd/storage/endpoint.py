@@ -102,7 +102,7 @@ def _s3_endpoint(path: BucketPath) -> str:
 
 
 def _variable(names: tuple[str, ...]) -> str:
-    """Return the first of some variables of the environment that is set; empty if none is."""
+    """Return the first non-empty variable of the environment; empty if there is none."""
     for name in names:
         if os.environ.get(name):
             return os.environ[name]

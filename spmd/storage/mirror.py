@@ -1,4 +1,4 @@
-"""Mirror: a local folder whose files are kept in a bucket.
+"""Mirror of a folder in a bucket: files are written locally, and uploaded.
 
 Programs write to the folder as to any other. Changed files are uploaded at intervals, in the
 background: small ones whole, and of a larger one that only grew, what was added.
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spmd.errors import Problem, StorageError
-from spmd.storage.bucket import Bucket, Found, Version
+from spmd.storage.bucket import Bucket, StoredObject, Version
 
 INTERVAL = 5.0
 """Seconds between uploads."""
@@ -65,15 +65,15 @@ class Mirror:
 
     Args:
         bucket: Where the files are kept.
-        left_out: Beginnings of names that are not files of the folder, such as `checkpoints/`.
+        excluded: Beginnings of names that are not files of the folder, such as `checkpoints/`.
 
     Attributes:
         folder: The local folder, removed with this object.
     """
 
-    def __init__(self, bucket: Bucket, left_out: tuple[str, ...] = ()) -> None:
+    def __init__(self, bucket: Bucket, excluded: tuple[str, ...] = ()) -> None:
         self.bucket = bucket
-        self._left_out = left_out
+        self._excluded = excluded
         self.folder = Path(tempfile.mkdtemp(prefix="spmd-"))
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._uploaded: dict[str, _Uploaded] = {}
@@ -84,7 +84,7 @@ class Mirror:
         """Download the files, unless this object uploads them."""
         if self._is_writing:
             return
-        names = [name for name in self.bucket.list() if not name.startswith(self._left_out)]
+        names = [name for name in self.bucket.list() if not name.startswith(self._excluded)]
         parts: dict[str, list[str]] = {}
         for name in names:
             part = _PART.fullmatch(name)
@@ -96,7 +96,7 @@ class Mirror:
             if each.data is not None:  # deleted since the listing
                 self._write_local(name, each, parts.get(name, []))
 
-    def _write_local(self, name: str, found: Found, parts: list[str]) -> None:
+    def _write_local(self, name: str, found: StoredObject, parts: list[str]) -> None:
         """Write a file to the folder, joined from its parts."""
         data = found.data or b""
         tag = _digest(data)
@@ -179,8 +179,8 @@ class Mirror:
         """Yield name and path of each file, without unfinished ones."""
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
-            is_left_out = name.startswith(self._left_out) or name.endswith(_UNFINISHED)
-            if path.is_file() and not is_left_out:
+            is_excluded = name.startswith(self._excluded) or name.endswith(_UNFINISHED)
+            if path.is_file() and not is_excluded:
                 yield name, path
 
     def _push_file(self, name: str, path: Path) -> None:
@@ -197,7 +197,7 @@ class Mirror:
         self._uploaded[name].seen = seen
 
     def _push_part(self, name: str, data: bytes, uploaded: _Uploaded) -> None:
-        """Upload what was added to a file; the whole file, if that is small, or has many parts."""
+        """Upload the added bytes of a file; the whole file, if it is small or has many parts."""
         added = len(data) - uploaded.whole
         if len(data) <= SMALL or added > uploaded.whole or len(uploaded.parts) >= MOST_PARTS:
             self._push_whole(name, data)
@@ -209,7 +209,7 @@ class Mirror:
         uploaded.tail = data[-_TAIL:]
 
     def _push_whole(self, name: str, data: bytes) -> None:
-        """Upload a file in place of the version that was downloaded or uploaded last."""
+        """Upload a file in place of its last known version."""
         uploaded = self._uploaded.get(name)
         if uploaded is None:
             version = self.bucket.create(name, data)
@@ -228,7 +228,7 @@ class Mirror:
 
 
 def _is_continued(uploaded: _Uploaded, data: bytes) -> bool:
-    """Return whether data begin with what was uploaded, as far as its last bytes tell."""
+    """Return whether data continue the uploaded bytes, judged by the last of these."""
     start = uploaded.size - len(uploaded.tail)
     return data[start : uploaded.size] == uploaded.tail
 

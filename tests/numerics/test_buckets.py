@@ -163,18 +163,16 @@ def test_a_mirror_has_the_files_of_a_folder(servers, key, kind, monkeypatch):
     monkeypatch.setattr(mirror_module, "SMALL", 100)
     objects = bucket(servers[kind], key)
     objects.write("checkpoints/steps/1.json", b"not a file of the folder")
-    mirror = Mirror(objects, left_out=("checkpoints/",))
+    mirror = Mirror(objects, excluded=("checkpoints/",))
     lines = mirror.folder / "logs" / "metrics.jsonl"
     lines.parent.mkdir()
     text = b"".join(b'{"step": %d}\n' % step for step in range(100))
 
     def pulled():
-        other = Mirror(objects, left_out=("checkpoints/",))
+        other = Mirror(objects, excluded=("checkpoints/",))
         other.pull()
         files = [path for path in other.folder.rglob("*") if path.is_file()]
-        return {
-            str(path.relative_to(other.folder)): path.read_bytes() for path in sorted(files)
-        }
+        return {str(path.relative_to(other.folder)): path.read_bytes() for path in sorted(files)}
 
     for end in (300, 310, 400, 401, 500):
         with lines.open("ab") as file:
@@ -232,13 +230,12 @@ def test_one_run_holds_the_lease_of_a_bucket(s3, key, capsys, monkeypatch):
     assert Bucket(run).list() == ["lease/1.released"]
     monkeypatch.setattr(lease_module, "HEARTBEAT", 0.05)
     codes = []
-    with Lease(run, exit_process=codes.append) as old:
-        with Lease(run, take_over=True) as new:
-            with pytest.raises(CheckpointError, match="its lease was taken over by"):
-                old.renew()
-            while not codes:
-                time.sleep(0.01)
-            new.renew()
+    with Lease(run, exit_process=codes.append) as old, Lease(run, take_over=True) as new:
+        with pytest.raises(CheckpointError, match="its lease was taken over by"):
+            old.renew()
+        while not codes:
+            time.sleep(0.01)
+        new.renew()
     assert codes == [EXIT_LOST]
     assert "lost to another process" in capsys.readouterr().err
     assert Bucket(run).list() == ["lease/3.released"]
@@ -265,9 +262,11 @@ def test_a_lease_in_a_bucket_expires_by_the_stores_clock(s3, key, monkeypatch):
     write(5)
     timer = threading.Timer(1.0, write, [0])
     timer.start()
-    with pytest.raises(CheckpointError, match="process 7 on elsewhere"):
-        with Lease(run, say=lambda line: None):
-            pass
+    with (
+        pytest.raises(CheckpointError, match="process 7 on elsewhere"),
+        Lease(run, say=lambda line: None),
+    ):
+        pass
     timer.join()
 
 

@@ -16,7 +16,16 @@ from spmd.run.run_dir import RunDir
 from spmd.storage.address import locate
 from spmd.storage.bucket import Bucket
 from tests.object_stores import FaultProxy, environment, gcs_server, s3_server
-from tests.train_runs import PACED, ROOT, Run, assert_same, losses, metrics, state, train, write_tiny
+from tests.train_runs import (
+    PACED,
+    ROOT,
+    Run,
+    assert_same,
+    metrics,
+    state,
+    train,
+    write_tiny,
+)
 
 NUMBER = itertools.count()
 
@@ -56,7 +65,9 @@ def assert_same_run(config, out, whole):
     def values(place):
         lines = []
         for line in metrics(place):
-            lines.append({name: line[name] for name in ("step", "loss", "val_loss") if name in line})
+            lines.append(
+                {name: line[name] for name in ("step", "loss", "val_loss") if name in line}
+            )
         return lines
 
     assert values(out) == values(whole)
