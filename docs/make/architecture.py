@@ -18,7 +18,10 @@ ROWS = [
     [("cli", "dispatch", COMMAND)],
     [("commands", "one module per command", COMMAND)],
     [("report", "charts of plans and runs, as one HTML file", RUN)],
-    [("run", "build a run from a TrainConfig, start it, check it, drive it", RUN)],
+    [
+        ("run", "build, start, check and drive a run", RUN),
+        ("job_files", "Slurm, Kubernetes, TPU VMs", RUN),
+    ],
     [
         ("parity", "each step against one device", SERVICE),
         ("testing", "for tests of users", SERVICE),
@@ -66,7 +69,10 @@ ROWS = [
         ("codecs", "arrays in fewer bits", SERVICE),
     ],
     [("sharding", "meshes, rule tables, ZeRO; how a parameter travels", CORE)],
-    [("tree", "paths of a pytree", CORE)],
+    [
+        ("tree", "paths of a pytree", CORE),
+        ("storage", "buckets, mirrored folders", SERVICE),
+    ],
     [("chips", "what is known of each kind of chip, one entry each", SERVICE)],
     [("errors", "SpmdError, Problem", CORE)],
 ]
