@@ -1,7 +1,6 @@
 """An error of a user's code ends with its reason, and an error of `spmd` about one has all of it."""
 
 import contextlib
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -10,12 +9,10 @@ import optax
 import pytest
 
 import spmd
-from spmd.checkpoint.manager import CheckpointManager
 from spmd.data.chat import ChatConfig
 from spmd.errors import ConfigError, Problem, RuleError, SpmdError, Together, print_traceback
 from spmd.hf.save import whole_folder
 from spmd.optim.extra_args import check_update
-from spmd.run.load_config import load_config
 from spmd.run.run_dir import RunDir
 
 A, B = Problem("a", "is 0"), Problem("b", "is 1")
@@ -106,8 +103,6 @@ BUCKET = "gs://bucket/a"
 @pytest.mark.parametrize(
     ("where", "use"),
     [
-        ("out", lambda path: dataclasses.replace(load_config("demo"), out=path)),
-        ("init", lambda path: dataclasses.replace(load_config("demo"), init=path)),
         ("compilation_cache_dir", lambda path: spmd.RunConfig(compilation_cache_dir=path)),
         ("data.source", lambda path: spmd.DataConfig(source=("books", path))),
         ("data.mixture", lambda path: spmd.DataConfig(mixture=(f"a=1:{path}", "b=1:books"))),
@@ -115,7 +110,6 @@ BUCKET = "gs://bucket/a"
         ("data.cache", lambda path: spmd.DataConfig(cache=path)),
         ("chat.template", lambda path: ChatConfig(template=path)),
         ("folder", lambda path: RunDir(Path(path))),
-        ("directory", lambda path: CheckpointManager(Path(path)).close()),
         ("out", lambda path: contextlib.ExitStack().enter_context(whole_folder(Path(path)))),
     ],
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from spmd.errors import CheckpointError, Problem
+from spmd.observe.goodput import start_ticks
 from spmd.resilience import lease as module
 from spmd.resilience.lease import EXIT_LOST, EXPIRY, Lease
 from spmd.resilience.lease_files import Holder, LeaseName, this_process
@@ -71,11 +72,11 @@ def test_a_process_that_has_ended_holds_nothing(tmp_path):
     """Killed, waited for or not, or its number in use again: the next one has the folder at once."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     own = dataclasses.asdict(this_process())
-    alive = {**own, "pid": child.pid, "started": module.start_ticks(child.pid)}
+    alive = {**own, "pid": child.pid, "started": start_ticks(child.pid)}
     write_lease(tmp_path, 0, **alive)
     assert f"process {child.pid} on" in refusal(tmp_path)
     child.kill()
-    while module.start_ticks(child.pid):  # a zombie
+    while start_ticks(child.pid):  # a zombie
         time.sleep(0.01)
     began = time.monotonic()
     with Lease(tmp_path):
