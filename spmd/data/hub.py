@@ -11,6 +11,7 @@ from typing import Any
 
 from spmd.data.compression import content_suffix
 from spmd.errors import Problem, check_local
+from spmd.storage.address import BUCKET_ADDRESS, location_problems
 
 _ADDRESS = re.compile(
     r"""(?:hf://datasets/|https?://(?:www\.)?huggingface\.co/datasets/|hf\.co/datasets/)
@@ -67,9 +68,12 @@ def _command(name: str, revision: str, files: str) -> str:
 
 
 def source_problems(where: str, entries: Iterable[Any]) -> Iterator[Problem]:
-    """Yield a problem for each address of the Hub or of a bucket among sources."""
+    """Yield a problem for each address among sources of the Hub, or of an invalid one of a bucket."""
     for entry in entries:
-        if isinstance(entry, str) and _ADDRESS.search(entry):
+        address = isinstance(entry, str) and BUCKET_ADDRESS.search(entry)
+        if address:
+            yield from location_problems(where, address[0])
+        elif isinstance(entry, str) and _ADDRESS.search(entry):
             what = f"is {entry!r}, and only local files are read"
             yield Problem(where, what, fix=download_fix(entry))
         else:

@@ -33,6 +33,7 @@ from spmd.data.sampler import RandomAccessDataset, Sampler, ShuffledSampler
 from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import ConfigError, DataError, MeshError, Problem, check_fields, check_local
 from spmd.sharding.mesh import entry_axes
+from spmd.storage.address import location_problems
 
 Batch = dict[str, jax.Array]
 BatchIndex = tuple[slice, ...]
@@ -95,8 +96,8 @@ class DataConfig:
         if not self.source or not all(self.source):
             what = f"is {self.source!r}"
             problems.append(Problem("data.source", what, fix="name a file or folder"))
-        for field in ("tokenizer", "cache"):
-            problems += check_local(f"data.{field}", getattr(self, field))
+        problems += check_local("data.cache", self.cache)
+        problems += location_problems("data.tokenizer", self.tokenizer)
         for field in ("source", "mixture"):
             problems += source_problems(f"data.{field}", getattr(self, field))
         problems += mixture_problems(self.mixture)

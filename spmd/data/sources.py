@@ -13,7 +13,8 @@ from pathlib import Path
 from spmd.data.compression import content_suffix, is_compressed
 from spmd.data.file_formats import ROW_SUFFIXES, TABLES, FileFormat, detect_format
 from spmd.data.hub import download_fix
-from spmd.errors import DataError, Problem, nearest_file
+from spmd.errors import DataError, Problem, StorageError, nearest_file
+from spmd.storage.download import local_path
 
 TEXT_SUFFIXES = " ".join(
     [
@@ -67,13 +68,15 @@ def find_files(source: Iterable[str]) -> list[SourceFile]:
     """Return each file of all sources once, by the order of the sources and the paths in each.
 
     Args:
-        source: Files, folders, globs or "stdlib" (Python's own source). A folder is searched for
-            visible files with `TEXT_SUFFIXES`, also compressed ones; files with other suffixes must
-            be named or matched by a glob, but `.json` is read in a folder without other text, and
-            rows of JSON beside other text are refused. Of a folder that the `datasets` library
-            saved, the files that it lists are read; a README.md at the top of a folder with tables
-            or rows of JSON describes them, and is not. A folder of which only some files are a test
-            or validation split is refused: the files to read must be named.
+        source: Files, folders, globs, addresses of objects or "stdlib" (Python's own source).
+            Objects are read from local copies (`spmd.storage.download`), those below a key as a
+            folder. A folder is searched for visible files with `TEXT_SUFFIXES`, also compressed
+            ones; files with other suffixes must be named or matched by a glob, but `.json` is read
+            in a folder without other text, and rows of JSON beside other text are refused. Of a
+            folder that the `datasets` library saved, the files that it lists are read; a README.md
+            at the top of a folder with tables or rows of JSON describes them, and is not. A folder
+            of which only some files are a test or validation split is refused: the files to read
+            must be named.
 
     Raises:
         DataError: A source does not exist, holds no text files or cannot be read, the name of a
@@ -82,7 +85,12 @@ def find_files(source: Iterable[str]) -> list[SourceFile]:
     problems: list[Problem] = []
     paths: dict[Path, tuple[Path, str]] = {}
     for number, entry in enumerate(source):
-        for name, path in sorted(_files_of(entry, problems)):
+        try:
+            found = sorted(_files_of(entry, problems))
+        except StorageError as error:
+            problems += error.problems
+            continue
+        for name, path in found:
             # The source's number distinguishes files with the same name in two folders.
             paths.setdefault(path.resolve(), (path, f"{number}/{name}"))
     problems += _compressed_twice(path for path, _ in paths.values())
@@ -107,7 +115,7 @@ def file_digest(path: Path) -> str:
 
 def _files_of(entry: str, problems: list[Problem]) -> list[tuple[str, Path]]:
     """Return the files of one source, each with its path inside the source."""
-    path = Path(entry).expanduser()
+    path = local_path(entry)
     if entry == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         found = _stdlib_files(root)

@@ -11,7 +11,9 @@ import numpy as np
 import tokenizers
 
 from spmd.checkpoint.manifest import read_object
-from spmd.errors import DataError, Problem, nearest_file, shorten
+from spmd.errors import DataError, Problem, StorageError, nearest_file, shorten
+from spmd.storage.address import is_address, parse_address
+from spmd.storage.download import download, is_side_file
 
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")
 """End-of-document tokens, if no file beside the tokenizer defines one; the first in the
@@ -198,7 +200,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    path = _local_file(name)
     content = _content(path, name)
     model = _parse(content, name)
     problems: list[Problem] = []
@@ -233,6 +235,17 @@ def load_tokenizer(name: str) -> Tokenizer:
     if ends[0] != guess:  # a guessed end follows from the content
         parts.append(f"ends {ends[0]}")
     return JsonTokenizer(":".join(parts), vocab, ends[0], ends, starts, model)
+
+
+def _local_file(name: str) -> Path:
+    """Return the path of a tokenizer; the files beside it that describe it are there, too."""
+    if not is_address(name):
+        return Path(name).expanduser()
+    address = parse_address(name)
+    try:
+        return download(address.parent, is_side_file) / address.name
+    except StorageError as error:
+        raise DataError(_TITLE, error.problems) from error
 
 
 def _content(path: Path, name: str) -> bytes:

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +65,7 @@ from spmd.sharding.mesh import (
     mesh_of,
     shards_of,
 )
+from spmd.storage.download import is_side_file, local_path
 from spmd.training.step import Watch, make_train_step
 
 MICROBATCHES = 4
@@ -510,15 +510,15 @@ def _find_chat_template(config: TrainConfig, tokenizer: Tokenizer) -> ChatTempla
         _check_no_other_tokenizer(config.init)
         special_tokens = {"eos_token": tokenizer.decode([tokenizer.eos])}
         return find_template(config.chat, [], special_tokens)
-    folders = [Path(config.data.tokenizer).expanduser().parent]
+    folders = [local_path(config.data.tokenizer, is_side_file).parent]
     if config.init:
-        folders.append(Path(config.init))
+        folders.append(local_path(config.init, is_side_file))
     return find_template(config.chat, folders, {})
 
 
 def _check_no_other_tokenizer(init: str) -> None:
     """Raise `ConfigError` if bytes are to train parameters with a tokenizer of their own."""
-    theirs = Path(init) / TOKENIZER
+    theirs = local_path(init, is_side_file) / TOKENIZER
     if init and theirs.exists():
         problem = Problem(
             "data.tokenizer",

@@ -24,6 +24,7 @@ from spmd.run.load_config import other_config
 from spmd.run.load_params import is_run, read_params, read_variables
 from spmd.run.run_dir import RunDir
 from spmd.storage.address import Location, locate
+from spmd.storage.download import is_side_file, local_path
 from spmd.training.state import TrainState, init_state
 
 _EXECUTION_FIELDS = ("stacked", "unroll")
@@ -43,9 +44,9 @@ def check_init(setup: TrainSetup) -> str:
         with other_config():
             _check_model(location, RunDir(location).config().model, config.model)
     else:
-        with _open_hf(setup, Path(config.init)):
+        with _open_hf(setup, local_path(config.init)):
             pass
-    tokenizer = RunDir(location).path / TOKENIZER
+    tokenizer = local_path(config.init, is_side_file) / TOKENIZER
     if tokenizer.exists() and config.data.tokenizer == "bytes":
         return f"starts with {location}; its tokenizer is not used: --data.tokenizer {tokenizer}"
     return f"starts with {location}"
@@ -65,7 +66,7 @@ def copy_source_files(setup: TrainSetup, run: Path) -> None:
     """Copy the files for an export from the `init` folder into the run folder."""
     if setup.config.init:
         location = locate(setup.config.init)
-        source = RunDir(location).path
+        source = local_path(setup.config.init, is_side_file)
         config_file = ORIGINAL if is_run(location) else CONFIG
         copy_origin(source, source / config_file, run)
 
@@ -81,7 +82,7 @@ def initial_state(setup: TrainSetup) -> TrainState:
         params = read_params(location, _model_params(setup), trained=True)
         variables = read_variables(location, _model_variables(setup))
     else:
-        with _open_hf(setup, Path(config.init)) as found:
+        with _open_hf(setup, local_path(config.init)) as found:
             params, variables = load_model(found, _model_params(setup), _model_variables(setup))
     if config.lora.targets:
         return init_state(plan, config.seed, variables={BASE: params, **variables})

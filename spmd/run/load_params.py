@@ -30,7 +30,8 @@ from spmd.run.run_dir import RunDir
 from spmd.run.transforms import TRANSFORMS
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import followed_params
-from spmd.storage.address import Location, locate
+from spmd.storage.address import Location, is_address, locate
+from spmd.storage.download import local_path
 from spmd.training.evaluated_params import (
     EvaluationPoint,
     evaluation_point,
@@ -49,9 +50,9 @@ def is_run(location: Location) -> bool:
     The config.py of a run folder is executed.
     """
     folder = RunDir(location)
-    path = folder.path
     if not isinstance(location, Path):
-        return bool(folder.checkpoint_steps()) and (path / CONFIG).exists()
+        return bool(folder.checkpoint_steps())
+    path = folder.path
     if not (location / "checkpoints").is_dir() or any(path.glob("*.safetensors*")):
         return False
     try:
@@ -83,13 +84,13 @@ def frozen_base(config: TrainConfig) -> ExternalState:
 def load_base(origin: Mapping[str, Any], abstract: Any) -> Any:
     """Load frozen parameters from a Hugging Face folder, or from the checkpoint of a run."""
     path = locate(origin["path"])
-    if not (is_run(path) or Path(origin["path"]).is_dir()):
+    if not (is_run(path) or is_address(origin["path"]) or Path(origin["path"]).is_dir()):
         why = "it has the frozen parameters, and checkpoints of this run its adapters alone"
         problem = Problem(str(path), "is not there", why, "put the folder back, or a link to it")
         raise CheckpointError("Nothing was restored:", [problem])
     if origin.get("step") is not None:
         return read_params(path, abstract, origin["step"], trained=True)
-    with open_folder(Path(origin["path"])) as found:
+    with open_folder(local_path(origin["path"])) as found:
         return load_published(found, abstract)
 
 

@@ -15,6 +15,8 @@ _OPTIONS = {
     "gs": ("endpoint", "user_project"),
 }
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
+BUCKET_ADDRESS = re.compile(r"(?:gs|s3)://.*", re.IGNORECASE | re.DOTALL)
+"""An address at the end of a text such as `NAME=gs://bucket/key`."""
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _BUCKET_RULE = "3 to 222 of a-z, 0-9, '.', '-' and '_'"
 

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 import tensorstore
 
@@ -28,6 +28,9 @@ PATIENCE = 600.0
 """Seconds until a store that does not answer is an error."""
 _FIRST_WAIT = 0.5
 _LONGEST_WAIT = 15.0
+
+_PART_BYTES = 32 << 20
+"""Bytes of one request for a large object."""
 
 _RETRIES = {"max_retries": 3, "initial_delay": "200ms", "max_delay": "2s"}
 """Repetitions inside TensorStore, which are not reported."""
@@ -56,6 +59,15 @@ class StoredObject:
 
     data: bytes | None
     version: Version
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Part of an object, as TensorStore's result of reading."""
+
+    state: str
+    value: bytes
+    stamp: Any
 
 
 class Bucket:
@@ -124,6 +136,55 @@ class Bucket:
         if most is not None and len(data) > most:
             raise ValueError(f"{len(data)} bytes, above the limit of {most}")
         return data
+
+    def copy_to(self, name: str, file: BinaryIO, unless: Version | None = None) -> Version:
+        """Copy an object to a file in parts, unless it has a version; return its version.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        start = 0
+        version = None
+        while True:
+            part = self._read_part(name, start, unless)
+            if part.state == "unspecified":
+                return Version(part.stamp.generation)
+            if part.state == "missing":
+                raise FileNotFoundError(f"{self.path / name} does not exist")
+            current = Version(part.stamp.generation)
+            if version not in (None, current):  # it was replaced in the meantime
+                file.seek(0)
+                file.truncate()
+                start, version = 0, None
+                continue
+            version = current
+            file.write(part.value)
+            start += len(part.value)
+            if len(part.value) < _PART_BYTES:
+                return current
+
+    def _read_part(self, name: str, start: int, unless: Version | None) -> Any:
+        """Read the next bytes of an object; TensorStore's result, of fewer bytes at the end."""
+        generation = None
+        if unless is not None:
+            generation = unless.generation
+
+        def read(store: Any) -> Any:
+            try:
+                part = slice(start, start + _PART_BYTES)
+                return store.read(name, if_not_equal=generation, byte_range=part).result()
+            except ValueError as error:
+                if not str(error).startswith("OUT_OF_RANGE"):
+                    raise
+            # It ends before. A part that begins at the end is out of range, too.
+            whole = start == 0
+            part = slice(None) if whole else slice(start - 1, None)
+            rest = store.read(name, byte_range=part).result()
+            if whole:
+                return rest
+            return _Part(rest.state, rest.value[1:], rest.stamp)
+
+        return self._request(name, read)
 
     def write(self, name: str, data: bytes) -> None:
         """Write an object, or overwrite it."""

@@ -14,9 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.checkpoint import zarr_arrays
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.errors import CheckpointError, StorageError
+from spmd.data.sources import find_files
+from spmd.errors import CheckpointError, DataError, StorageError
 from spmd.resilience import lease as lease_module
 from spmd.resilience.lease import EXIT_LOST, Lease
+from spmd.storage import bucket as bucket_module
+from spmd.storage import download as download_module
 from spmd.storage import mirror as mirror_module
 from spmd.storage.address import locate
 from spmd.storage.bucket import Bucket, Version
@@ -192,6 +195,45 @@ def test_a_mirror_has_the_files_of_a_folder(servers, key, kind, monkeypatch):
     tag = hashlib.sha256(text[:300]).hexdigest()[:16]
     objects.write(f"logs/metrics.jsonl.parts/{tag}-{120:015d}", b"stale")
     assert pulled() == {"logs/metrics.jsonl": text[:120] + b"more\n"}
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_texts_are_read_from_local_copies(servers, key, kind, tmp_path, monkeypatch):
+    """The same corpus as of a folder; an object is downloaded again when it has changed, and only then."""
+    monkeypatch.setattr(download_module, "DOWNLOADS", tmp_path / "downloads")
+    monkeypatch.setattr(bucket_module, "_PART_BYTES", 1000)
+    objects = bucket(servers[kind], key)
+    folder = tmp_path / "texts"
+    texts = {
+        "a.txt": "one\n" * 900,
+        "b/c.txt": "two\n" * 250,
+        "b/d.txt": "three\n",
+        "e.bin": "no text",
+    }
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        objects.write(name, text.encode())
+    address = servers[kind].address(key)
+
+    def digests(source):
+        return [(file.key, file.digest) for file in find_files([source])]
+
+    assert digests(address) == digests(str(folder))
+    assert len(digests(address)) == 3
+    assert digests(f"{address}/a.txt") == digests(str(folder / "a.txt"))
+    copies = tmp_path / "downloads" / kind / "test-bucket" / key
+    before = {path.name: path.stat().st_mtime_ns for path in copies.rglob("*.txt")}
+    objects.write("b/d.txt", b"four\n")
+    objects.delete("b/c.txt")
+    (folder / "b" / "d.txt").write_text("four\n")
+    (folder / "b" / "c.txt").unlink()
+    assert digests(address) == digests(str(folder))
+    after = {path.name: path.stat().st_mtime_ns for path in copies.rglob("*.txt")}
+    assert before["a.txt"] == after["a.txt"]
+    assert before["d.txt"] != after["d.txt"]
+    with pytest.raises(DataError, match="does not exist"):
+        find_files([f"{address}/none"])
 
 
 def test_of_two_mirrors_that_write_a_file_one_is_refused(s3, key):

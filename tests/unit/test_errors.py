@@ -104,9 +104,6 @@ BUCKET = "gs://bucket/a"
     ("where", "use"),
     [
         ("compilation_cache_dir", lambda path: spmd.RunConfig(compilation_cache_dir=path)),
-        ("data.source", lambda path: spmd.DataConfig(source=("books", path))),
-        ("data.mixture", lambda path: spmd.DataConfig(mixture=(f"a=1:{path}", "b=1:books"))),
-        ("data.tokenizer", lambda path: spmd.DataConfig(tokenizer=path)),
         ("data.cache", lambda path: spmd.DataConfig(cache=path)),
         ("chat.template", lambda path: ChatConfig(template=path)),
         ("folder", lambda path: RunDir(Path(path))),
