@@ -227,8 +227,9 @@ class BucketStore(CheckpointStore):
                 return
 
     def discard(self, step: int) -> None:
-        """Remove an unfinished save."""
-        self.remove_leftovers([self._mark(step)])
+        """Remove an unfinished save, unless other processes may still be writing."""
+        if jax.process_count() == 1:
+            self.remove_leftovers([self._mark(step)])
 
     def prune(self, step: int) -> None:
         """Remove a manifest, then its state."""

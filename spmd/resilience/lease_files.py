@@ -18,6 +18,7 @@ import re
 import secrets
 import socket
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -250,6 +251,7 @@ class BucketLeaseFiles(LeaseFiles):
         self._bucket = run.below(FOLDER)
         self._version: Version | None = None
         self._nonce = secrets.token_hex(8)
+        self._lock = threading.Lock()
 
     def prepare(self) -> None:
         """Raise a `StorageError` if the bucket cannot be used."""
@@ -281,10 +283,11 @@ class BucketLeaseFiles(LeaseFiles):
 
     def beat(self, name: LeaseName) -> bool:
         """Replace the object's version by one with the present time."""
-        if self._version is None:
-            return False
-        self._version = self._bucket.replace(name.text, self._text(), self._version)
-        return self._version is not None
+        with self._lock:  # two threads would replace the same version, and one of them fail
+            if self._version is None:
+                return False
+            self._version = self._bucket.replace(name.text, self._text(), self._version)
+            return self._version is not None
 
     def remove(self, name: LeaseName) -> None:
         """Delete an object."""
