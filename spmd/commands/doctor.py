@@ -10,7 +10,7 @@ from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import initialize
 from spmd.doctor.diagnosis import diagnose
 from spmd.doctor.text import format_diagnosis
-from spmd.errors import ConfigError, check_fields
+from spmd.errors import ConfigError, check_fields, check_local
 from spmd.observe.spinner import spinner
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.sharding.mesh import MeshShape, mesh_of
@@ -44,6 +44,7 @@ def run_doctor(arguments: list[str]) -> int:
     """Print the diagnosis; return the exit code."""
     command: DoctorCommand = parse_flags(DoctorCommand, arguments, "spmd doctor")
     problems = check_fields(command, {"megabytes": "at least 1"})
+    problems += check_local("out", command.out)
     if problems:
         raise ConfigError("Nothing can be measured:", problems)
     initialize(command.devices, command.launch_args)

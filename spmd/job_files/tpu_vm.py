@@ -10,6 +10,7 @@ from pathlib import Path
 from spmd.analysis.topology import Topology, cloud_slice
 from spmd.errors import MeshError, Problem
 from spmd.job_files.job import CACHE, RESTARTED, WrappedJob, command_line_problems
+from spmd.storage.address import is_address
 
 _COMMAND_LINES = {
     "wrapper": "sudo docker run --privileged --net=host image",
@@ -102,9 +103,9 @@ class TpuVmJob(WrappedJob):
         """Return the problems of the options."""
         problems = super().problems() + command_line_problems(self, _COMMAND_LINES)
         problems += self._slice_problems()
-        if not self.out.startswith("/"):
+        if not (self.out.startswith("/") or is_address(self.out)):
             what = f"{self.out!r} is a folder of each host, and all hosts write to it"
-            fix = "an absolute path on a disk that setup mounts on every host"
+            fix = "gs://BUCKET/KEY, or an absolute path on a disk that setup mounts on every host"
             problems.append(Problem("out", what, fix=fix))
         if not _ZONE.fullmatch(self.zone):
             problems.append(Problem("zone", f"{self.zone!r} is no zone", fix="such as us-west4-a"))
@@ -143,7 +144,9 @@ class TpuVmJob(WrappedJob):
         is_running = f'[ -f pid ] && grep -qs "{folder}/train.sh" "/proc/$(cat pid)/cmdline"'
         size = f"chips: {self.topology.chips}, hosts: {self.topology.hosts}"
         machines = f"{self.slices} x {self.tpu} ({size})"
-        cache = str(Path(self.out).parent / CACHE)
+        cache = f'"$PWD/{CACHE}"'  # in the folder of the script on each host
+        if not is_address(self.out):
+            cache = shlex.quote(str(Path(self.out).parent / CACHE))
         return _SCRIPT.format(
             machines=machines,
             name=self.name,
@@ -156,7 +159,7 @@ class TpuVmJob(WrappedJob):
             package_hash=self._package_hash(),
             is_running=is_running,
             setup=self.setup or "# --setup: none",
-            cache=shlex.quote(cache),
+            cache=cache,
             train=self.wrapped(self.command(train)),
             hosts=self.topology.hosts,
             attempts=self.attempts,

@@ -370,3 +370,12 @@ def test_what_could_not_run_is_refused(arguments, said, tmp_path, capsys):
     printed = capsys.readouterr()
     assert said in printed.err
     assert not printed.out
+
+
+def test_a_run_in_a_bucket_needs_no_mount():
+    """Programs are then kept on each host, beside its script; the control has them beside the run."""
+    job = dataclasses.replace(JOB, out="gs://bucket/runs/tiny")
+    assert not job.problems()
+    assert 'JAX_COMPILATION_CACHE_DIR="$PWD/compiled"' in job.render(TRAIN)
+    assert job.command(TRAIN)[5:7] == ["--out", "gs://bucket/runs/tiny"]
+    assert "JAX_COMPILATION_CACHE_DIR=/mnt/runs/compiled" in JOB.render(TRAIN)
