@@ -125,6 +125,7 @@ def test_a_run_in_google_cloud_storage(servers, key, whole, tmp_path):
     assert_same_run(config, out, expected)
 
 
+@pytest.mark.soak
 def test_two_processes_save_their_shards(s3, key, whole, tmp_path):
     config, expected = whole
     out = s3.address(key)
@@ -140,6 +141,7 @@ def test_two_processes_save_their_shards(s3, key, whole, tmp_path):
     assert int(restored.step) == 30
 
 
+@pytest.mark.soak
 def test_training_goes_on_while_the_store_is_away(s3, key, whole, tmp_path):
     """For ten seconds, with saves in them: the run ends as if nothing had been, and its log says what was."""
     config, expected = whole
@@ -158,6 +160,7 @@ def test_training_goes_on_while_the_store_is_away(s3, key, whole, tmp_path):
     assert "answers again" in log
 
 
+@pytest.mark.soak
 def test_a_second_run_is_refused(s3, key, whole, tmp_path):
     config, _ = whole
     out = s3.address(key)
