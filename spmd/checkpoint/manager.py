@@ -221,7 +221,7 @@ class CheckpointManager:
             self._check_complete(step, copies)
         for name, text in files.items():
             (unfinished / name).write_text(text, encoding="utf-8")
-        write_manifest(unfinished)
+        write_manifest(unfinished, step)
         self._before_write()
         for other in damaged:
             quarantine(self.directory / str(other))

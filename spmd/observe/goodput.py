@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmd.observe.metrics import read_json_lines
+from spmd.observe.json_lines import read_json_lines
+from spmd.observe.line_file import LineFile
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class Stopwatch:
         self._since = began
         self._activity = "start"
         self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self._file: tuple[Path, LineFile] | None = None
 
     def switch_to(self, activity: str) -> None:
         """Begin an activity, and end the one before."""
@@ -87,7 +89,10 @@ class Stopwatch:
             yield batch
 
     def write(self, folder: Path, step: int) -> None:
-        """Append the seconds up to now, after `step` finished steps, to the run folder."""
+        """Append the seconds up to now, after `step` finished steps, to the run folder.
+
+        On a full disk the line waits in memory, as `LineFile` says.
+        """
         self.switch_to(self._activity)
         record = {
             "session": self.began,
@@ -95,8 +100,22 @@ class Stopwatch:
             "now": self._now(),
             "seconds": self.seconds,
         }
-        with (folder / _FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        self._lines_in(folder).write(json.dumps(record) + "\n")
+
+    def _lines_in(self, folder: Path) -> LineFile:
+        """Return the file of a folder, opened once."""
+        if self._file is not None and self._file[0] == folder:
+            return self._file[1]
+        self.close()
+        lines = LineFile(folder / _FILE)
+        self._file = folder, lines
+        return lines
+
+    def close(self) -> None:
+        """Close the file, if one was written."""
+        if self._file is not None:
+            self._file[1].close()
+            self._file = None
 
 
 _COMMANDS = itertools.count()
@@ -178,7 +197,8 @@ def measure_goodput(folder: Path) -> Goodput:
     """Return the goodput of the run in a run folder so far."""
     sessions: dict[float, list[dict[str, Any]]] = {}
     for line in read_json_lines(folder / _FILE):
-        sessions.setdefault(line["session"], []).append(line)
+        if _is_of_a_session(line):
+            sessions.setdefault(line["session"], []).append(line)
     ordered = [sessions[began] for began in sorted(sessions)]
     seconds = {}
     for name in ACTIVITIES:
@@ -192,6 +212,15 @@ def measure_goodput(folder: Path) -> Goodput:
         gaps.append(max(gap, 0.0))
     seconds["between"] = sum(gaps)
     return Goodput(seconds, len(ordered))
+
+
+def _is_of_a_session(line: dict[str, Any]) -> bool:
+    """Return whether a record has what `Stopwatch.write` writes."""
+    seconds = line.get("seconds")
+    if not isinstance(seconds, dict) or "step" not in seconds:
+        return False
+    numbers = [line.get("session"), line.get("now"), *seconds.values()]
+    return all(type(number) in (int, float) for number in numbers)
 
 
 def _rework(lines: list[dict[str, Any]]) -> float:

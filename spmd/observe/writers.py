@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from spmd.errors import ConfigError, Problem
-from spmd.observe.metrics import Writer, read_json_lines
+from spmd.observe.json_lines import read_json_lines
+from spmd.observe.metrics import Writer
 from spmd.observe.mlflow_writer import MLflow, MLflowConfig
 from spmd.observe.tensorboard import TensorBoard
 from spmd.observe.wandb_writer import WandB, WandBConfig, check_login

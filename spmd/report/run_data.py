@@ -11,7 +11,8 @@ from typing import Any
 
 from spmd.errors import CheckpointError, Problem, nearest_file
 from spmd.observe.goodput import Goodput, measure_goodput
-from spmd.observe.metrics import human_duration, read_json_lines
+from spmd.observe.json_lines import read_json_lines
+from spmd.observe.metrics import human_duration
 from spmd.run.config import config_difference
 from spmd.run.run_dir import RunDir
 

@@ -18,6 +18,7 @@ runs/demo/
 ```
 """
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -32,6 +33,7 @@ from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_pr
 from spmd.distributed.shared_folder import shared_folder_problems
 from spmd.errors import CheckpointError, Problem, check_local
 from spmd.model_interface.model_config import recorded_values
+from spmd.observe.line_file import LineFile
 from spmd.resilience.lease import Lease
 from spmd.run.config import (
     TrainConfig,
@@ -240,7 +242,9 @@ class ProcessLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("a", encoding="utf-8", buffering=1)
+        self._lines = LineFile(path)
+        # For stacks and the output of C++, which need a descriptor.
+        self.file = open(self._lines.fileno(), "w", encoding="utf-8", buffering=1, closefd=False)
 
     def __enter__(self) -> Self:
         return self
@@ -248,9 +252,11 @@ class ProcessLog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.say(f"failed with {type(error).__name__}: {error}")
-        self.file.close()
+        with contextlib.suppress(OSError):
+            self.file.close()
+        self._lines.close()
 
     def say(self, text: str) -> None:
-        """Write a line."""
+        """Write a line; on a full disk it waits in memory, as `LineFile` says."""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
-        self.file.write(f"{now} {text}\n")
+        self._lines.write(f"{now} {text}\n")

@@ -24,6 +24,7 @@ from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.observe.console import Console
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.idle_experts import IdleExperts
+from spmd.observe.lasting_output import also_said_by
 from spmd.observe.metrics import JsonLines, StepClock, Writers, human_duration
 from spmd.observe.profiling import Profile
 from spmd.observe.spinner import spinner
@@ -143,6 +144,7 @@ def train_in_folder(
         fault = cache_fault(run.step.mesh.shape["pipe"])
         stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
         log = stack.enter_context(ProcessLog(folder.log))
+        stack.enter_context(also_said_by(log.say))
         if jax.process_count() > 1 and not native_debug():
             redirect_native_stdout(log.file)
         watchdog = stack.enter_context(

@@ -21,6 +21,7 @@ from tensorboardX.proto import event_pb2
 from spmd.chips import known_peaks, peak_flops
 from spmd.errors import ConfigError
 from spmd.observe.console import Console
+from spmd.observe.json_lines import read_json_lines
 from spmd.observe.metrics import (
     Flops,
     JsonLines,
@@ -31,7 +32,6 @@ from spmd.observe.metrics import (
     human_duration,
     mean_keys,
     process_peak_rss,
-    read_json_lines,
     transformer_flops,
     utilization,
 )
