@@ -30,6 +30,14 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
+def count_lines(path: str | os.PathLike[str]) -> int:
+    """Count the lines of a file, damaged ones too, without empty ones; 0 if there is no file."""
+    path = Path(path)
+    if not path.is_file():
+        return 0
+    return sum(bool(line.strip()) for line in path.read_bytes().split(b"\n"))
+
+
 def drop_later_lines(path: Path, keep_through: int | None, say: Callable[[str], None]) -> None:
     """Drop the cut last line of a file, and lines of steps after `keep_through`, atomically.
 
@@ -80,7 +88,8 @@ def _write(path: Path, lines: list[bytes], mode: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        error.filename = str(path)
+        if error.errno is not None:
+            error.filename = str(path)
         raise
 
 

@@ -1,4 +1,4 @@
-"""Standard output and standard error of a run: training continues when nobody reads them any more.
+"""Standard output and standard error of a run, without errors after a lost reader.
 
 The reader of a pipe exits (`spmd train … | head -1`), a terminal is closed, or the disk that output
 is redirected to is full. An exception of a `print` would then end a run between two checkpoints.
@@ -16,7 +16,7 @@ _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 class LastingStream:
-    """Text stream that drops what cannot be written, and says so once.
+    """Text stream without errors: lost output is dropped, and reported once.
 
     Attributes:
         listeners: Functions that get the sentence about lost output, such as of a log.
@@ -45,14 +45,14 @@ class LastingStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush the stream, or drop what it holds."""
+        """Flush the stream, or drop its contents."""
         try:
             self._stream.flush()
         except OSError as error:
             self._lose(error)
 
     def finish(self) -> None:
-        """Flush the stream; without success its rest is discarded, since Python flushes at exit."""
+        """Flush the stream; discard its contents after an error, since Python flushes at exit."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -71,7 +71,7 @@ class LastingStream:
             say(sentence)
 
     def _discard(self) -> None:
-        """Send what the stream holds, and all later output, to the null device."""
+        """Redirect the stream, with its contents, to the null device."""
         with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())

@@ -1,4 +1,4 @@
-"""Files of lines that a run outlives: while a disk is full, lines wait in memory.
+"""Files of lines with a buffer in memory for the time of a full disk.
 
 A run of a month must not end because a file of metrics could not be written for a minute. Only the
 file's first opening is an error; checkpoints are another matter.
@@ -13,8 +13,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from spmd.tree import human_bytes
+
 MOST_BYTES = 16 << 20
-"""Bytes of lines that wait in memory; later ones are lost, and counted."""
+"""Bytes that wait in memory; later lines are lost, and counted."""
 
 
 def say_on_stderr(sentence: str) -> None:
@@ -24,7 +26,7 @@ def say_on_stderr(sentence: str) -> None:
 
 
 class LineFile:
-    """File that lines are appended to, each at once.
+    """File of lines, each appended at once.
 
     A line that cannot be written waits, with all later ones, and each further line tries again. A
     line that was written in part is completed, so the file has whole lines afterwards.
@@ -45,6 +47,8 @@ class LineFile:
         self._failed = False
         self._lock = threading.RLock()
         self._descriptor = self._open()
+        if _is_cut(path):  # a killed process leaves a part of a line
+            self._waiting += b"\n"
 
     def _open(self) -> int:
         # Opening a pipe would wait for a reader, and a write to it would wait for that one to read.
@@ -57,30 +61,35 @@ class LineFile:
         return descriptor
 
     def fileno(self) -> int:
-        """Return the descriptor, which stays the same."""
+        """Return the descriptor; it never changes."""
         return self._descriptor
 
     def write(self, line: str) -> None:
-        """Append a line, which ends in a newline, and all that wait; nothing after `close`."""
-        data = line.encode("utf-8", errors="replace")
+        """Append a line with its newline, after all waiting ones; nothing after `close`."""
+        self.append(line.encode("utf-8", errors="replace"))
+
+    def append(self, data: bytes) -> None:
+        """Append the bytes of one entry, as `write` does."""
         with self._lock:
             if self._descriptor < 0:
                 return
+            if self._waiting:
+                self._write_waiting()
             if self._waiting and len(self._waiting) + len(data) > self._most_bytes:
                 self._lost += 1
-            else:
-                self._waiting += data
+                return
+            self._waiting += data
             self._write_waiting()
 
     def close(self) -> None:
-        """Try once more to write what waits, and close the file; may be called again."""
+        """Try once more to write waiting lines, and close the file; may be called again."""
         with self._lock:
             if self._descriptor < 0:
                 return
             self._write_waiting()
             if self._waiting:
-                count = self._waiting.count(b"\n") + self._lost
-                self._say(f"{self._path}: {count} lines were lost, because it cannot be written")
+                size = human_bytes(len(self._waiting))
+                self._say(f"{self._path} lacks its last {size}, because it cannot be written")
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -88,21 +97,21 @@ class LineFile:
         try:
             if self._failed:
                 self._open_again()
-            while self._waiting:
+            while self._waiting:  # a full disk takes a part of the bytes first
                 written = os.write(self._descriptor, self._waiting)
                 del self._waiting[:written]
         except OSError as error:
             if not self._failed:
                 self._failed = True
                 reason = error.strerror or str(error)
-                what = "the run continues, and its lines wait in memory"
+                what = "the run continues, and what belongs there waits in memory"
                 self._say(f"{self._path} cannot be written ({reason}): {what}")
             return
         if self._failed:
             self._failed = False
             lost = ""
             if self._lost:
-                lost = f"; {self._lost} lines were lost in the meantime"
+                lost = f"; {self._lost} entries were lost in the meantime"
             self._say(f"{self._path} can be written again{lost}")
             self._lost = 0
 
@@ -111,3 +120,13 @@ class LineFile:
         opened = self._open()
         os.dup2(opened, self._descriptor, inheritable=False)
         os.close(opened)
+
+
+def _is_cut(path: Path) -> bool:
+    """Return true for a file without a newline at its end; false for an unreadable one."""
+    with contextlib.suppress(OSError):
+        if path.is_file() and path.stat().st_size:
+            with path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                return file.read(1) != b"\n"
+    return False

@@ -180,11 +180,21 @@ class Writer(Protocol):
     def close(self) -> None: ...  # noqa: D102
 
 
-class Writers(Writer):
-    """Several writers as one."""
+MOST_WAITING = 10_000
+"""Values of steps that wait for a writer in memory; later ones are lost, and counted."""
 
-    def __init__(self, writers: Iterable[Writer]) -> None:
-        self._writers = tuple(writers)
+
+class Writers(Writer):
+    """Several writers as one; an OSError of a writer, such as of a full disk, is not raised.
+
+    What a writer could not write waits, and is written before its next values. `say` gets a
+    sentence when a writer fails for the first time, and when it works again.
+    """
+
+    def __init__(
+        self, writers: Iterable[Writer], say: Callable[[str], None] = say_on_stderr
+    ) -> None:
+        self._writers = tuple(_LastingWriter(writer, say) for writer in writers)
 
     def write(self, step: int, values: Values) -> None:
         """Write the values with every writer, in order."""
@@ -196,6 +206,54 @@ class Writers(Writer):
         with contextlib.ExitStack() as stack:
             for writer in reversed(self._writers):
                 stack.callback(writer.close)
+
+
+class _LastingWriter(Writer):
+    """Writer with a queue of unwritten values."""
+
+    def __init__(self, writer: Writer, say: Callable[[str], None]) -> None:
+        self._writer = writer
+        self._say = say
+        self._waiting: collections.deque[tuple[int, Values]] = collections.deque()
+        self._lost = 0
+        self._failed = False
+
+    def write(self, step: int, values: Values) -> None:
+        if self._waiting:
+            self._write_waiting()
+        if len(self._waiting) >= MOST_WAITING:
+            self._lost += 1
+            return
+        self._waiting.append((step, values))
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        name = type(self._writer).__name__
+        try:
+            while self._waiting:
+                self._writer.write(*self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                what = "the run continues, and its values wait in memory"
+                self._say(f"{name} cannot write metrics ({error}): {what}")
+            return
+        if self._failed:
+            self._failed = False
+            lost = ""
+            if self._lost:
+                lost = f"; the values of {self._lost} lines were lost"
+            self._say(f"{name} can write metrics again{lost}")
+            self._lost = 0
+
+    def close(self) -> None:
+        self._write_waiting()
+        if self._waiting:
+            name = type(self._writer).__name__
+            count = len(self._waiting) + self._lost
+            self._say(f"{name}: the values of {count} lines were lost")
+        self._writer.close()
 
 
 class JsonLines(Writer):

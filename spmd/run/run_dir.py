@@ -28,6 +28,7 @@ from typing import Any, Literal, Self
 
 import jax
 
+from spmd.checkpoint.manifest import read_object
 from spmd.data.tokenizer import TOKENIZER
 from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
 from spmd.distributed.shared_folder import shared_folder_problems
@@ -45,6 +46,7 @@ from spmd.run.config import (
 from spmd.run.load_config import copy_config, load_config, other_config
 from spmd.run.run_config import RunConfig
 
+_MAX_CONFIG_BYTES = 64 << 20
 IMPORTED = "imported"
 """Key in the record of a checkpoint that has imported parameters and no training state."""
 Resume = Literal["never", "auto", "always"]
@@ -144,7 +146,7 @@ class RunDir:
         raise CheckpointError("Nothing was started:", [problem])
 
     def _check_links(self) -> None:
-        """Raise if something in the folder is a link to another place."""
+        """Raise if something in the folder is a link to another place, a pipe or a device."""
         inside = self.path.resolve()
         entries = set[Path]()
         for pattern in ("*", "lease/*", "logs/*", "checkpoints/*"):
@@ -156,6 +158,12 @@ class RunDir:
                 problems.append(Problem(str(entry), what, fix="replace it with a copy"))
         if problems:
             raise CheckpointError("Nothing is written through links:", problems)
+        for entry in sorted(entries):
+            if entry.exists() and not (entry.is_file() or entry.is_dir()):
+                what = "is neither a file nor a folder, but a pipe, a socket or a device"
+                problems.append(Problem(str(entry), what, fix="remove it"))
+        if problems:
+            raise CheckpointError("Nothing was started:", problems)
 
     def lease(self, resume: bool, take_over: bool) -> Lease:
         """Return the lease for writing here; `resume` is the result of `check_use`."""
@@ -222,7 +230,7 @@ class RunDir:
         """Return the recorded values of the config."""
         fix = "give the folder that `spmd train` wrote, such as runs/demo"
         try:
-            values = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+            values = read_object((self.path / "config.json").resolve(), _MAX_CONFIG_BYTES)
             if "architectures" in values:
                 fix = f"spmd import {self.path} --out RUN"
             config = values["config"]
@@ -244,7 +252,8 @@ class ProcessLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lines = LineFile(path)
         # For stacks and the output of C++, which need a descriptor.
-        self.file = open(self._lines.fileno(), "w", encoding="utf-8", buffering=1, closefd=False)
+        descriptor = self._lines.fileno()
+        self.file = os.fdopen(descriptor, "w", encoding="utf-8", buffering=1, closefd=False)
 
     def __enter__(self) -> Self:
         return self

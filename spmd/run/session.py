@@ -168,7 +168,8 @@ def train_in_folder(
         notes: list[Callable[[str], None]] = [log.say]
         if console:
             notes.append(console.note)
-        telemetry = Telemetry(StepClock(), Stopwatch(began=began), watchdog, lease, log.say, notes)
+        stopwatch = stack.enter_context(contextlib.closing(Stopwatch(began=began)))
+        telemetry = Telemetry(StepClock(), stopwatch, watchdog, lease, log.say, notes)
         session = _Session(run, console, checkpoints, telemetry, preemption, tracing)
         return session.train(resume)
 
@@ -437,12 +438,13 @@ class _Session:
             return Writers([])
         run = self.run
         folder = run.run_dir
-        lines = stack.enter_context(contextlib.closing(JsonLines(folder.metrics, start)))
+        lines = stack.enter_context(contextlib.closing(JsonLines(folder.metrics, start, self.say)))
+        values = config_values(run.config)
         named = open_writers(
-            run.config.writers, folder.path, folder.metrics, start, config_values(run.config)
+            run.config.writers, folder.path, folder.metrics, start, values, self.say
         )
-        own = stack.enter_context(contextlib.closing(Writers(named)))
-        return Writers([lines, own, *run.writers, self.console])
+        own = stack.enter_context(contextlib.closing(Writers(named, self.say)))
+        return Writers([lines, own, *run.writers, self.console], self.say)
 
     def make_log(self, writers: Writers, skipped_batches: int) -> Log:
         run = self.run

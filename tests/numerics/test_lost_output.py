@@ -1,10 +1,13 @@
-"""A run outlives its standard output: a pipe without a reader, a terminal that was closed, a full disk."""
+"""A run outlives its standard output, and a full disk under its metrics: nobody reads, or nothing can be written."""
 
+import contextlib
+import dataclasses
 import errno
 import io
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +147,99 @@ def test_an_inner_block_changes_nothing(capsys):
             assert sys.stdout is outer
         assert sys.stdout is outer
     assert sys.stdout is before
+
+
+class FullDisk:
+    """`os.write` that fails for files below a folder while `is_full`, but for its checkpoints."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.is_full = False
+        self.failed = set()
+        self._write = os.write
+
+    def __call__(self, descriptor, data):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if self.is_full and path.startswith(str(self.folder)):
+            self.failed.add(os.path.basename(path).partition(".out.")[0])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._write(descriptor, data)
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_run_outlives_a_full_disk(recovers, step, tmp_path, monkeypatch, capsys):
+    """Metrics, goodput, log and events wait for it; a disk that stays full costs their last lines alone."""
+    disk = FullDisk(tmp_path)
+    monkeypatch.setattr(os, "write", disk)
+
+    class Fill(spmd.Hook):
+        def on_metrics(self, step, metrics):
+            disk.is_full = step in (1, 2) or (step > 2 and not recovers)
+
+    config = dataclasses.replace(CONFIG, metrics_to=("tensorboard",))
+    run = spmd.Run(tmp_path / "run", step, numbers, config=config, hooks=(Fill(),))
+    result = run.train()
+    assert (result.steps, result.checkpoint) == (4, 4)
+    assert disk.failed >= {"metrics.jsonl", "goodput.jsonl", "process-0.log", "events"}
+    lines = run.run_dir.metrics.read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == ([1, 2, 3, 4] if recovers else [1])
+    printed = capsys.readouterr()
+    said = printed.out + printed.err
+    for file in (run.run_dir.metrics, run.run_dir.path / "goodput.jsonl", run.run_dir.log):
+        assert said.count(f"{file} cannot be written (No space left on device)") == 1
+        assert said.count(f"{file} can be written again") == recovers
+        assert said.count(f"{file} lacks its last") == (not recovers)
+
+
+def test_control_a_full_disk_ends_the_save_of_a_checkpoint(step, tmp_path, monkeypatch):
+    """Checkpoints are not metrics: without space for one the run ends, with its path."""
+    usage = shutil.disk_usage(tmp_path)._replace(free=3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    run = spmd.Run(tmp_path / "run", step, numbers, config=CONFIG)
+    with pytest.raises(spmd.SpmdError, match=r"run/checkpoints.*has not enough disk space"):
+        run.train()
+
+
+@pytest.mark.soak
+def test_a_run_outlives_a_disk_that_is_full_for_a_while(tmp_path):
+    """A real one, of 4 MiB, between two checkpoints: all lines are there, and it says so; needs root."""
+    config = write_tiny(tmp_path, PACED)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+    out = disk / "run"
+    more = ["--checkpoint-every", 0, "--metrics-to", "tensorboard"]
+    try:
+        with (tmp_path / "out.txt").open("w") as output:
+            process = subprocess.Popen(
+                command(config, out, *more),
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **SLOWLY},
+            )
+            wait_for_step(out, 3, process)
+            filler = disk / "filler"
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+            deadline = time.monotonic() + 60
+            while (tmp_path / "out.txt").read_text().count("cannot be written") < 3:
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.05)
+            filler.unlink()
+            assert process.wait(240) == 0
+        assert list(losses(out)) == list(range(1, 31))
+        assert (out / "checkpoints" / "30").is_dir()
+        said = (tmp_path / "out.txt").read_text()
+        assert said.count(f"{out / 'metrics.jsonl'} can be written again") == 1
+        assert "entries were lost" not in said
+    finally:
+        process.kill()
+        process.wait()
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def command(config, out, *more):
