@@ -40,6 +40,9 @@ EXIT_LOST = 2
 """Exit code of a run that has lost its lease: it must not be restarted."""
 
 _NAME = re.compile(r"([1-9][0-9]{0,17})\.(json|released)")
+_NUMBERED = re.compile(r"[0-9]+\.(json|released)")
+_MAX_NUMBER = 10**18 - 2
+"""Largest number that another one of `_NAME` can follow."""
 _MAX_BYTES = 1 << 16
 
 
@@ -209,6 +212,9 @@ class Lease:
                 self._folder, "claiming the folder", "choose a folder that can be written"
             ):
                 self._folder.mkdir(parents=True, exist_ok=True)
+                foreign = self._foreign_problems()
+                if foreign:
+                    return foreign
                 taken = None
                 if self._take_over:
                     taken, _ = self._newest()
@@ -217,6 +223,21 @@ class Lease:
         except CheckpointError as error:
             return error.problems
         return self._check()
+
+    def _foreign_problems(self) -> list[Problem]:
+        """Return a problem for each file of a number that no lease has.
+
+        The highest number counts, so such a file is neither ignored nor overwritten.
+        """
+        problems = []
+        for path in sorted(self._folder.glob("*")):
+            if not _NUMBERED.fullmatch(path.name):
+                continue
+            if not _NAME.fullmatch(path.name) or int(path.stem) > _MAX_NUMBER:
+                what = "is not a lease of this version: its number is not from 1 to 10¹⁸ − 2"
+                fix = "make sure that no run writes to the folder, and remove the file"
+                problems.append(Problem(str(path), what, fix=fix))
+        return problems
 
     def _claim(self, taken: Path | None) -> bool:
         """Claim the next number once the newest lease is free, or is `taken`.
