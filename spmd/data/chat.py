@@ -268,7 +268,7 @@ class ChatTemplate:
             read: Gets the names of the fields of messages that the template reads.
 
         Raises:
-            BadConversationError: The template refuses or fails.
+            BadConversationError: The template refuses, fails, or asks for too much.
         """
         (text,), names = self._render(messages, tools, [Part(prompt=prompt)])
         if read is not None:

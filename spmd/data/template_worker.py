@@ -81,7 +81,7 @@ class Part(NamedTuple):
 class TemplateWorker:
     """Process for compiling and rendering templates, started at the first request.
 
-    It is started again after it has ended.
+    It is started again after it has ended. A template that asks for too much once is not asked again.
 
     Args:
         memory: Bytes of address space that compiling or rendering may add.
@@ -94,6 +94,7 @@ class TemplateWorker:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
         self._known: set[str] = set()
+        self._greedy: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
     def check(self, source: str) -> dict[str, bool]:
@@ -131,13 +132,14 @@ class TemplateWorker:
         key = hashlib.sha256(source.encode("utf-8", errors="surrogatepass")).hexdigest()
         request["key"] = key
         with self._lock:
-            answer = self._exchange(key, source, request)
+            answer = self._greedy.get(key) or self._exchange(key, source, request)
             if answer is None:  # ended by somebody, perhaps before this request
                 answer = self._exchange(key, source, request)
             if answer is None:
-                answer = {"rejected": "ended the process that renders it"}
+                answer = {"rejected": "ended the process that renders it", "ends": True}
             if answer.get("ends"):
                 self.stop()
+                self._greedy[key] = answer  # the next conversation would take as long
         if "rejected" in answer:
             raise RejectedTemplateError(answer["rejected"])
         return answer
@@ -164,7 +166,7 @@ class TemplateWorker:
         code = process.returncode
         self.stop()
         if code is None or code == -signal.SIGXCPU:
-            return {"rejected": f"takes more than {self._seconds} seconds"}
+            return {"rejected": f"takes more than {self._seconds} seconds", "ends": True}
         return None
 
     def _running(self) -> "subprocess.Popen[bytes]":

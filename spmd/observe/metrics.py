@@ -249,11 +249,14 @@ class _LastingWriter(Writer):
 
     def close(self) -> None:
         self._write_waiting()
+        name = type(self._writer).__name__
         if self._waiting:
-            name = type(self._writer).__name__
             count = len(self._waiting) + self._lost
             self._say(f"{name}: the values of {count} lines were lost")
-        self._writer.close()
+        try:
+            self._writer.close()
+        except OSError as error:
+            self._say(f"{name} could not be closed: {error}")
 
 
 class JsonLines(Writer):

@@ -84,6 +84,16 @@ def test_a_template_has_a_bound_of_time(kind, worker):
     assert render(worker, GOOD)[0] == "hiho"
 
 
+def test_a_template_that_asks_for_too_much_is_not_asked_again(worker):
+    """Its ten first conversations would take ten times as long; control: another one is asked."""
+    for _ in range(2):
+        with pytest.raises(RejectedTemplateError, match="MiB of memory"):
+            render(worker, "{% set n = messages | length * 10 ** 10 %}{{ 'b' * n }}")
+    assert worker._process is None
+    assert render(worker, GOOD)[0] == "hiho"
+    assert worker._process is not None
+
+
 def test_a_constant_that_takes_all_time_is_refused_when_it_is_compiled(worker):
     """jinja2 computes constants then; control: a small one."""
     with pytest.raises(RejectedTemplateError, match="takes more than"):
