@@ -81,7 +81,8 @@ class LastingStream:
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
     """Let standard output and standard error of a block be `LastingStream`s."""
-    if isinstance(sys.stdout, LastingStream):
+    is_lasting = isinstance(sys.stdout, LastingStream)
+    if is_lasting or sys.stdout is None or sys.stderr is None:
         yield
         return
     before = sys.stdout, sys.stderr
