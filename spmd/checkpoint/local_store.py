@@ -106,7 +106,7 @@ class LocalStore(CheckpointStore):
             files = {"record.json": record, "metrics.json": json.dumps(dict(metrics))}
             for name, text in files.items():
                 (unfinished / name).write_text(text, encoding="utf-8")
-            write_manifest(unfinished)
+            write_manifest(unfinished, step)
             self._before_write()
             for other in damaged:
                 quarantine(self._folder / str(other))

@@ -1,7 +1,7 @@
 """Manifest of a folder: size and checksum of every file, to detect damage.
 
 ```
-100/manifest.json  {"files": {"state/d/4f1c…": [1048576, "9b2e…"], …}, "sha256": "…", "version": 1}
+100/manifest.json  {"files": {"state/d/4f1c…": [1048576, "9b2e…"], …}, "sha256": "…", "step": 100, "version": 2}
 ```
 
 It is written once, when all files are on disk, and verified before any of them is used. It detects
@@ -31,10 +31,11 @@ _THREADS = 4
 _Entries = dict[str, tuple[int, str]]  # path → size, SHA-256
 
 
-def write_manifest(folder: Path) -> None:
+def write_manifest(folder: Path, step: int | None = None) -> None:
     """Sync all files of a folder to disk and write its manifest, atomically.
 
     The folder may contain only regular files and folders; a CheckpointError lists links and others.
+    With a `step`, the folder is damaged under the name of another step.
 
     Example:
         >>> import tempfile
@@ -55,7 +56,7 @@ def write_manifest(folder: Path) -> None:
         checksums = pool.map(lambda name: _checksum(folder / name, sync=True), sizes)
         files = dict(zip(sizes, checksums, strict=True))
     unfinished = folder / f"{MANIFEST}.unfinished"
-    unfinished.write_bytes(_serialize(files))
+    unfinished.write_bytes(_serialize(files, step))
     sync(unfinished)
     unfinished.replace(folder / MANIFEST)
     sync(folder)
@@ -73,7 +74,7 @@ def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
     try:
         if stat.S_ISLNK(folder.lstat().st_mode):
             return [Problem(".", "is a symbolic link")]
-        entries = _parse(read_bounded(_manifest_path(folder), _MAX_BYTES))
+        entries, step = _parse(read_bounded(_manifest_path(folder), _MAX_BYTES))
     except FileNotFoundError:
         problem = Problem(
             MANIFEST,
@@ -85,6 +86,7 @@ def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
     except (OSError, ValueError) as error:
         return [Problem(MANIFEST, f"cannot be read: {_reason(error)}")]
     sizes, problems = _files(folder)
+    problems += _name_problems(folder, step)
     problems += _size_problems(entries, sizes, reported={problem.where for problem in problems})
     to_read = list[str]()
     for name, size in sizes.items():
@@ -96,6 +98,28 @@ def verify_manifest(folder: Path, *, contents: bool = True) -> list[Problem]:
         for found in pool.map(lambda name: _content_problems(folder, name, entries[name]), to_read):
             problems += found
     return sorted(problems)
+
+
+def recorded_step(folder: Path) -> int | None:
+    """Return the step in a folder's manifest; None if it has none, as earlier ones, or no manifest."""
+    try:
+        _, step = _parse(read_bounded(_manifest_path(folder), _MAX_BYTES))
+    except (OSError, ValueError):
+        return None
+    return step
+
+
+def _name_problems(folder: Path, step: int | None) -> list[Problem]:
+    """Return a problem if a folder has the name of another step than it was saved with."""
+    if step is None or not folder.name.isdecimal() or int(folder.name) == step:
+        return []
+    return [other_step(step)]
+
+
+def other_step(step: int) -> Problem:
+    """Return the problem of a folder with the name of another step."""
+    what = f"is the checkpoint of step {step}: the folder was renamed or copied"
+    return Problem(".", what, fix=f"rename the folder to {step}")
 
 
 def manifest_digest(folder: Path) -> str:
@@ -231,20 +255,29 @@ def _content_problems(folder: Path, name: str, entry: tuple[int, str]) -> list[P
     return [Problem(name, "has changed since the manifest was written", detail)]
 
 
-def _serialize(files: _Entries) -> bytes:
+def _serialize(files: _Entries, step: int | None) -> bytes:
     """Return the canonical text of a manifest."""
     body = {name: list(files[name]) for name in sorted(files)}
-    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-    return json.dumps({"files": body, "sha256": digest, "version": 1}).encode() + b"\n"
+    if step is None:
+        digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+        manifest = {"files": body, "sha256": digest, "version": 1}
+    else:
+        digest = hashlib.sha256(json.dumps([body, step]).encode()).hexdigest()
+        manifest = {"files": body, "sha256": digest, "step": step, "version": 2}
+    return json.dumps(manifest).encode() + b"\n"
 
 
-def _parse(text: bytes) -> _Entries:
+def _parse(text: bytes) -> tuple[_Entries, int | None]:
     """Parse a manifest; a ValueError unless it is in the form of `_serialize`."""
     files: _Entries = {}
+    step: int | None = None
     try:
-        for name, (size, digest) in json.loads(text)["files"].items():
+        manifest = json.loads(text)
+        for name, (size, digest) in manifest["files"].items():
             files[str(name)] = int(size), str(digest)
-        canonical = _serialize(files) == text
+        if "step" in manifest:
+            step = int(manifest["step"])
+        canonical = _serialize(files, step) == text
     except (
         ValueError,
         KeyError,
@@ -256,7 +289,7 @@ def _parse(text: bytes) -> _Entries:
         raise ValueError("it is not a manifest") from error
     if not canonical:
         raise ValueError("it was modified")
-    return files
+    return files, step
 
 
 def _reason(error: Exception) -> str:

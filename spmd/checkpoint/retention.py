@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from spmd.checkpoint.manifest import read_object, verify_manifest
+from spmd.checkpoint.manifest import other_step, read_object, recorded_step, verify_manifest
 from spmd.errors import Problem
 
 Metrics = Mapping[str, float]
@@ -15,6 +15,7 @@ Metrics = Mapping[str, float]
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 _LEFTOVER = re.compile(rf"({_STEP.pattern})(\.[1-9][0-9]{{0,17}})?\.(saving|pruned)")
 _METRICS_MAX_BYTES = 1 << 20
+_RECORD_MAX_BYTES = 64 << 20
 
 
 def scan(directory: Path) -> tuple[list[str], dict[int, Metrics], dict[int, list[Problem]]]:
@@ -47,7 +48,7 @@ def _names(directory: Path) -> list[str]:
 
 def _read_metrics(folder: Path) -> tuple[dict[str, float], list[Problem]]:
     """Return the metrics of a checkpoint, or its problems."""
-    problems = verify_manifest(folder, contents=False)
+    problems = verify_manifest(folder, contents=False) or _record_problems(folder)
     if problems:
         return {}, problems
     metrics = dict[str, float]()
@@ -57,6 +58,24 @@ def _read_metrics(folder: Path) -> tuple[dict[str, float], list[Problem]]:
     except (OSError, ValueError, TypeError, OverflowError) as error:
         return {}, [Problem("metrics.json", f"cannot be read: {error}")]
     return metrics, []
+
+
+def _record_problems(folder: Path) -> list[Problem]:
+    """Return a problem if the record of a run is of another step than the folder's name.
+
+    Manifests from before 27 November 2026 have no step. The record of a run has one, beside the
+    position in its data; the `step` of any other record may mean anything.
+    """
+    if recorded_step(folder) is not None:
+        return []
+    try:
+        record = read_object(folder / "record.json", _RECORD_MAX_BYTES)
+    except (OSError, ValueError):
+        return []  # it is an error where the record is read
+    step = record.get("step")
+    if type(step) is int and "position" in record and step != int(folder.name):
+        return [other_step(step)]
+    return []
 
 
 def quarantine(folder: Path) -> None:

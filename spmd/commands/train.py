@@ -21,8 +21,8 @@ class TrainCommand(Generic[M]):
 
     Metrics go to the terminal and to DIR/metrics.jsonl, checkpoints to DIR/checkpoints. A folder
     that contains a run is refused without --resume; a resumed run is bitwise identical to one that
-    was never interrupted. On SIGTERM or SIGUSR1 the run finishes its step, saves a checkpoint and
-    exits with 75: continue with --resume auto.
+    was never interrupted. On SIGTERM, SIGUSR1 or SIGHUP the run finishes its step, saves a
+    checkpoint and exits with 75: continue with --resume auto.
     """
 
     config: ConfigFields

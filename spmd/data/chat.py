@@ -9,18 +9,13 @@ the turn.
 import dataclasses
 import datetime
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import jinja2.ext
-from jinja2 import TemplateError, meta, nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from spmd.checkpoint.manifest import read_bounded, read_object
-from spmd.data.message_fields import RecordedMessage, flag_problems, is_turned_off, map_texts
+from spmd.data.message_fields import flag_problems, is_turned_off, map_texts
+from spmd.data.template_worker import BEGIN, END, MAX_SOURCE, WORKER, Part, RejectedTemplateError
 from spmd.data.tokenizer import SETTINGS
 from spmd.errors import ConfigError, DataError, Problem, check_fields, check_local, did_you_mean
 
@@ -51,19 +46,8 @@ _SPECIAL_TOKENS = (
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _MAX_BYTES = 2**24
 _SHOWN = 24
-_BEGIN, _END, _OWNER = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode gives these no meaning in any text
-_MARKS = (_BEGIN, _END, _OWNER)
-_NOW = "strftime_now"
-# What an expression of a template may raise on values that it does not expect.
-_FAILURES = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-)
+_OWNER = "\ufdd2"  # has no meaning in any text, as the marks of generation blocks
+_MARKS = (BEGIN, END, _OWNER)
 _TITLE = "Invalid chat template:"
 
 Longer = Literal["refuse", "drop", "truncate"]
@@ -239,13 +223,10 @@ class ChatTemplate:
     now: datetime.datetime | None = None
 
     def __post_init__(self) -> None:
-        try:
-            tree = _environment().parse(self.source)
-            self._compiled  # noqa: B018
-        except TemplateError as error:
-            problem = Problem(self.where, "is not a Jinja template", str(error))
-            raise DataError(_TITLE, [problem]) from error
-        if _NOW in meta.find_undeclared_variables(tree) and self.now is None:
+        if len(self.source) > MAX_SOURCE:
+            what = f"has {len(self.source):,} characters, above the limit of {MAX_SOURCE:,}"
+            raise DataError(_TITLE, [Problem(self.where, what)])
+        if self._facts["writes_date"] and self.now is None:
             problem = Problem(
                 self.where,
                 "may write today's date",
@@ -255,14 +236,17 @@ class ChatTemplate:
             raise DataError(_TITLE, [problem])
 
     @functools.cached_property
-    def _compiled(self) -> jinja2.Template:
-        return _environment().from_string(self.source)
+    def _facts(self) -> Mapping[str, bool]:
+        try:
+            return WORKER.check(self.source)
+        except RejectedTemplateError as error:
+            problem = Problem(self.where, "is not a Jinja template", f"it {error}")
+            raise DataError(_TITLE, [problem]) from error
 
-    @functools.cached_property
+    @property
     def marks_turns(self) -> bool:
         """Whether the template has `{% generation %}` blocks."""
-        data = _environment().parse(self.source).find_all(nodes.TemplateData)
-        return any(node.data == _BEGIN for node in data)
+        return self._facts["marks_turns"]
 
     def knows(self, role: str) -> bool:
         """Return whether messages may have this role."""
@@ -284,23 +268,22 @@ class ChatTemplate:
             read: Gets the names of the fields of messages that the template reads.
 
         Raises:
-            BadConversationError: The template refuses or fails.
+            BadConversationError: The template refuses, fails, or asks for too much.
         """
-        recorded = list(messages)
+        (text,), names = self._render(messages, tools, [Part(prompt=prompt)])
         if read is not None:
-            recorded = [RecordedMessage(message, read) for message in messages]
-        values: dict[str, Any] = {
-            "messages": recorded,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": prompt,
-        }
-        if self.now:
-            values[_NOW] = self.now.strftime
+            read |= names
+        return text
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, parts: Sequence[Part]
+    ) -> tuple[list[str], set[str]]:
+        """Return the text of each part of the messages, and the fields read for the first one."""
+        values: dict[str, Any] = {"tools": tools, "documents": None, **self.tokens}
         try:
-            return self._compiled.render(**values, **self.tokens)
-        except _FAILURES as error:
-            raise BadConversationError(f"the template {_said(error)}") from error
+            return WORKER.render(self.source, list(messages), values, self.now, parts)
+        except RejectedTemplateError as error:
+            raise BadConversationError(f"the template {error}") from error
 
     def write(self, conversation: Conversation) -> ChatText:
         """Return a conversation's text, and the spans of the assistant's turns not turned off.
@@ -309,17 +292,19 @@ class ChatTemplate:
             BadConversationError: The template refuses it, or its turns cannot be told apart.
         """
         messages = conversation.messages
-        tools = conversation.tools
-        read: set[str] = set()
-        text = self.render(messages, tools, read=read)
+        said = []
+        for number, message in enumerate(messages, 1):
+            if message["role"] == "assistant" and not is_turned_off(message):
+                said.append(number)
+        parts = [Part()]
+        if not self.marks_turns:
+            for number in said:
+                parts += [Part(number - 1, prompt=True), Part(number)]
+        (text, *others), read = self._render(messages, conversation.tools, parts)
         if self.marks_turns:
             return self._write_marked(conversation, text, frozenset(read))
         spans = []
-        for number, message in enumerate(messages, 1):
-            if message["role"] != "assistant" or is_turned_off(message):
-                continue
-            before = self.render(messages[: number - 1], tools, prompt=True)
-            through = self.render(messages[:number], tools)
+        for number, before, through in zip(said, others[::2], others[1::2], strict=True):
             _check_prefix(before, through, f"the prompt for message {number} and the text with it")
             _check_prefix(through, text, f"the text with message {number} and the whole text")
             spans.append((len(before), len(through)))
@@ -373,13 +358,6 @@ def _check_owners(owners: list[set[str]], off: set[str], count: int) -> None:
         raise BadConversationError(f"{what}: {detail}", fix)
 
 
-def _said(error: Exception) -> str:
-    """Return how a template failed: by its own refusal, or by an error of its expressions."""
-    if type(error) is TemplateError:
-        return f"refuses: {error}"
-    return f"fails: {type(error).__name__}: {error}"
-
-
 def _check_prefix(start: str, text: str, what: str) -> None:
     """Raise if a text does not begin with another one."""
     if text.startswith(start):
@@ -403,63 +381,16 @@ def _piece(text: str, at: int) -> str:
 
 def _without_marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     """Return the text without marks, and the spans between them."""
-    first, *others = text.split(_BEGIN)
+    first, *others = text.split(BEGIN)
     pieces = [first]
     spans = []
     at = len(first)
     for other in others:
-        inside, _, after = other.partition(_END)
+        inside, _, after = other.partition(END)
         spans.append((at, at + len(inside)))
         pieces += [inside, after]
         at += len(inside) + len(after)
     return "".join(pieces), tuple(spans)
-
-
-class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}`: its body between two marks."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body, in a scope of its own as in `transformers`."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin = nodes.Output([nodes.TemplateData(_BEGIN)])
-        end = nodes.Output([nodes.TemplateData(_END)])
-        return nodes.Scope([begin, *body, end]).set_lineno(line)
-
-
-@functools.cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of chat templates.
-
-    Blocks are trimmed, `tojson` has no HTML escapes, and there is `raise_exception`.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _refuse,
-        "dict": lambda *pairs, **values: dict(*pairs, **values),
-    }
-    return environment
-
-
-def _to_json(
-    x: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
 
 
 def find_template(

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from spmd.checkpoint.manifest import read_object
+from spmd.data.array_record import check_array, check_vocab, describe_array
 from spmd.data.chat import (
     LINE_FIELDS,
     BadConversationError,
@@ -21,7 +23,16 @@ from spmd.data.chat import (
     ChatTemplate,
     read_conversation,
 )
-from spmd.data.corpus import SPLITS, Corpus, install, score, validation_cut
+from spmd.data.corpus import (
+    SPLITS,
+    CacheErrors,
+    Corpus,
+    install,
+    read_count,
+    rebuilt_line,
+    score,
+    validation_cut,
+)
 from spmd.data.documents import FileProblems
 from spmd.data.file_formats import JSON_FORMATS
 from spmd.data.message_fields import FLAGS, READ_HERE, is_turned_off
@@ -33,6 +44,9 @@ from spmd.errors import DataError, Problem
 _LAYOUT = 2  # version of the cached files
 _NAMES = [f"{split}{part}" for part in ("", "_ends", "_mask") for split in SPLITS]
 _ABOUT = "conversations.json"
+_MAX_ABOUT_BYTES = 64 << 20
+_ARRAYS = "arrays"
+"""Key of the records of the arrays, beside the counts."""
 _FIELDS = {"message": "message field ", "line": "line field "}
 """What has fields → the start of the names under which fields that nobody reads are counted."""
 _FIELDS_SHOWN = 10
@@ -70,17 +84,18 @@ def make_chat_corpus(
         "files": [(file.key, *file.content_key) for file in files],
     }
     fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-    cached = _open_cached(cache / fingerprint)
+    rebuilt: list[str] = []
+    cached = _open_cached(cache / fingerprint, tokenizer.vocab, rebuilt)
     if cached is None:
         texts = _Texts(tokenizer, template, config.longer, sequence)
         arrays, about = texts.split(files, validation)
         try:
-            _write(arrays, about, cache / fingerprint)
+            _write(arrays, about, cache / fingerprint, tokenizer.vocab)
         except OSError as error:
             fix = "choose another folder: --data.cache DIR"
             problem = Problem(str(cache), "cannot hold the tokens", str(error), fix)
             raise DataError("the conversations cannot be cached:", [problem]) from error
-        cached = _open_cached(cache / fingerprint) or (arrays, about)
+        cached = _open_cached(cache / fingerprint, tokenizer.vocab) or (arrays, about)
     arrays, about = cached
     return Corpus(
         tokenizer,
@@ -93,7 +108,7 @@ def make_chat_corpus(
         0,
         arrays["train_mask"],
         arrays["validation_mask"],
-        tuple(_notes(about, config, sequence)),
+        (*rebuilt, *_notes(about, config, sequence)),
     )
 
 
@@ -277,7 +292,7 @@ def _shortened(about: dict[str, int], config: ChatConfig) -> str:
     return " and ".join(parts)
 
 
-def _write(arrays: dict[str, np.ndarray], about: dict[str, int], folder: Path) -> None:
+def _write(arrays: dict[str, np.ndarray], about: dict[str, int], folder: Path, vocab: int) -> None:
     """Write the arrays and the counts into `folder`, atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -287,18 +302,35 @@ def _write(arrays: dict[str, np.ndarray], about: dict[str, int], folder: Path) -
         built.mkdir()
         for name, array in arrays.items():
             np.save(built / f"{name}.npy", array)
-        (built / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
-        install(built, folder, is_whole=_open_cached(folder) is not None)
+        records = {name: describe_array(array) for name, array in arrays.items()}
+        text = json.dumps({**about, _ARRAYS: records})
+        (built / _ABOUT).write_text(text, encoding="utf-8")
+        install(built, folder, is_whole=_open_cached(folder, vocab) is not None)
 
 
-def _open_cached(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, int]] | None:
+def _open_cached(
+    folder: Path, vocab: int, notes: list[str] | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, int]] | None:
     """Return the arrays of both splits, memory-mapped, and the counts.
 
-    None if a cache is missing or damaged.
+    None if a cache is missing or damaged; a line about a damaged one is added to `notes`.
     """
     try:
-        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _NAMES}
-        about = json.loads((folder / _ABOUT).read_text())
-        return arrays, {name: int(count) for name, count in about.items()}
-    except (OSError, EOFError, ValueError, AttributeError, TypeError):
+        return _read_cached(folder, vocab)
+    except CacheErrors as error:
+        if notes is not None and folder.exists():
+            notes.append(rebuilt_line(folder, error))
         return None
+
+
+def _read_cached(folder: Path, vocab: int) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Return the result of `_open_cached`, or raise one of `CacheErrors`."""
+    about = read_object(folder / _ABOUT, _MAX_ABOUT_BYTES)
+    records = about.pop(_ARRAYS)
+    arrays = {}
+    for name in _NAMES:
+        arrays[name] = np.load(folder / f"{name}.npy", mmap_mode="r")
+        check_array(name, arrays[name], records[name])
+    for split in SPLITS:
+        check_vocab(split, records[split], vocab)
+    return arrays, {name: read_count(about, name) for name in about}

@@ -10,11 +10,14 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from spmd.checkpoint.manifest import read_object
+from spmd.data.array_record import check_array, check_vocab, describe_array
 from spmd.data.documents import Documents
 from spmd.data.sources import find_files
 from spmd.data.tokenizer import Tokenizer, document_ids, id_dtype
@@ -23,6 +26,13 @@ from spmd.errors import DataError, Problem
 SPLITS = ("train", "validation")
 """Parts of a text, and names of their files."""
 _LAYOUT = 1  # version of the cached files
+_ABOUT = "corpus.json"
+_MAX_ABOUT_BYTES = 2**20
+_MAX_COUNT = 2**62
+_NAMES = (*SPLITS, *(f"{split}_ends" for split in SPLITS))
+
+CacheErrors = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
+"""Errors of a missing or damaged cache."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +84,8 @@ def make_corpus(
         "files": [(file.key, *file.content_key) for file in files],
     }
     fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-    cached = _open_cached(cache / fingerprint)
+    notes: list[str] = []
+    cached = _open_cached(cache / fingerprint, tokenizer.vocab, notes)
     if cached is None:
         documents = Documents(files, text_field)
         try:
@@ -85,7 +96,14 @@ def make_corpus(
             raise DataError("the corpus cannot be cached:", [problem]) from error
     (train, validation_ids, train_ends, validation_ends), counts = cached
     return Corpus(
-        tokenizer, train, validation_ids, train_ends, validation_ends, fingerprint, *counts
+        tokenizer,
+        train,
+        validation_ids,
+        train_ends,
+        validation_ends,
+        fingerprint,
+        *counts,
+        notes=tuple(notes),
     )
 
 
@@ -129,7 +147,7 @@ def _scan(documents: Documents) -> np.ndarray:
 
 def _build(
     documents: Documents, tokenizer: Tokenizer, fraction: float, folder: Path
-) -> tuple[list[np.memmap], tuple[int, int]]:
+) -> tuple[list[np.ndarray], tuple[int, int]]:
     """Tokenize all documents into `folder`, atomically."""
     scores = _scan(documents)
     dtype = id_dtype(tokenizer)
@@ -150,13 +168,17 @@ def _build(
         documents.check()
         for split, sizes in zip(SPLITS, lengths, strict=True):
             np.save(built / f"{split}_ends.npy", np.cumsum(sizes, dtype=np.int64))
-        (built / "corpus.json").write_text(
-            json.dumps({"documents": len(scores), "skipped": documents.skipped})
-        )
-        mine = _open_cached(built)
-        assert mine is not None
-        install(built, folder, is_whole=_open_cached(folder) is not None)
-        return _open_cached(folder) or mine
+        arrays = {name: np.load(built / f"{name}.npy", mmap_mode="r") for name in _NAMES}
+        about = {
+            "documents": len(scores),
+            "skipped": documents.skipped,
+            "arrays": {name: describe_array(array) for name, array in arrays.items()},
+        }
+        (built / _ABOUT).write_text(json.dumps(about))
+        mine = _read_cached(built, tokenizer.vocab)
+        is_whole = _open_cached(folder, tokenizer.vocab) is not None
+        install(built, folder, is_whole=is_whole)
+        return _open_cached(folder, tokenizer.vocab) or mine
 
 
 def install(built: Path, folder: Path, is_whole: bool) -> None:
@@ -195,15 +217,50 @@ def _token_file(path: Path, dtype: np.dtype) -> Iterator[Callable[[np.ndarray], 
         os.fsync(file.fileno())
 
 
-def _open_cached(folder: Path) -> tuple[list[np.memmap], tuple[int, int]] | None:
-    """Return the splits, their documents' ends, and numbers of documents.
+def _open_cached(
+    folder: Path, vocab: int, notes: list[str] | None = None
+) -> tuple[list[np.ndarray], tuple[int, int]] | None:
+    """Return the result of `_read_cached`, or None if a cache is missing or damaged.
 
-    None if a cache is missing or damaged.
+    A line about a damaged one is added to `notes`.
     """
     try:
-        names = (*SPLITS, *(f"{split}_ends" for split in SPLITS))
-        arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names]
-        counts = json.loads((folder / "corpus.json").read_text())
-        return arrays, (int(counts["documents"]), int(counts["skipped"]))
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        return _read_cached(folder, vocab)
+    except CacheErrors as error:
+        if notes is not None and folder.exists():
+            notes.append(rebuilt_line(folder, error))
         return None
+
+
+def rebuilt_line(folder: Path, error: Exception) -> str:
+    """Return a line about a damaged cache and its error."""
+    reason = str(error)
+    if isinstance(error, KeyError):
+        reason = f"their record has no {reason}"
+    return f"the cached tokens in {folder} were damaged ({reason}): the text was tokenized again"
+
+
+def _read_cached(folder: Path, vocab: int) -> tuple[list[np.ndarray], tuple[int, int]]:
+    """Return the splits, their documents' ends, and numbers of documents.
+
+    Raises:
+        ValueError: An array is not as it was written, by its size or by pieces of it; other
+            `CacheErrors` for a cache that is missing or cannot be read.
+    """
+    about = read_object(folder / _ABOUT, _MAX_ABOUT_BYTES)
+    arrays = []
+    for name in _NAMES:
+        array = np.load(folder / f"{name}.npy", mmap_mode="r")
+        check_array(name, array, about["arrays"][name])
+        arrays.append(array)
+    for split in SPLITS:
+        check_vocab(split, about["arrays"][split], vocab)
+    return arrays, (read_count(about, "documents"), read_count(about, "skipped"))
+
+
+def read_count(about: Mapping[str, Any], name: str) -> int:
+    """Return a count of a record; a `ValueError` if it is none."""
+    count = about[name]
+    if type(count) is not int or not 0 <= count < _MAX_COUNT:
+        raise ValueError(f"their record has no number of {name}")
+    return count

@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmd.data.array_record import check_ids
 from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.hub import source_problems
 from spmd.data.mixture import MixtureSource, mixture_problems
@@ -152,7 +153,8 @@ def load_corpus(config: DataConfig) -> Corpus:
 class Windows:
     """Token ids `[n]`, n ≥ 2 (may be memory-mapped) as windows.
 
-    Every token but the first is a target exactly once.
+    Every token but the first is a target exactly once. `vocab` is the tokenizer's, if it is known:
+    other ids are an error when they are read.
 
     Example:
         >>> windows = Windows(np.arange(6), sequence=4)
@@ -162,6 +164,7 @@ class Windows:
 
     tokens: np.ndarray
     sequence: int
+    vocab: int | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -181,13 +184,18 @@ class Windows:
         Each is `[len(indices), sequence]`.
 
         Padding after the last token has id 0 and weight 0.
+
+        Raises:
+            DataError: An id is not in the vocabulary.
         """
         if len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError(f"windows {indices.min()} to {indices.max()} of {len(self)}")
         positions = indices[:, None].astype(np.int64) * self.sequence + np.arange(self.sequence + 1)
         inside = positions < len(self.tokens)
         last = len(self.tokens) - 1
-        ids = np.where(inside, self.tokens[np.minimum(positions, last)], 0).astype(np.int32)
+        found = self.tokens[np.minimum(positions, last)]
+        check_ids(found, self.vocab)
+        ids = np.where(inside, found, 0).astype(np.int32)
         return {
             "tokens": ids[:, :-1],
             "targets": ids[:, 1:],
@@ -244,16 +252,22 @@ def local_rows(blocks: Iterable[BatchIndex], batch: int) -> np.ndarray:
 
 
 def make_rows(
-    config: DataConfig, tokens: np.ndarray, ends: np.ndarray, mask: np.ndarray | None = None
+    config: DataConfig,
+    tokens: np.ndarray,
+    ends: np.ndarray,
+    mask: np.ndarray | None = None,
+    vocab: int | None = None,
 ) -> RandomAccessDataset:
     """Return the rows of one split of a corpus, as the config packs them.
 
-    Of conversations, with a mask.
+    Of conversations, with a mask. Ids that are not in the vocabulary are an error when they are
+    read, if it is given.
     """
     packing = packing_of(config, is_chat=mask is not None)
     if packing == "windows":
-        return Windows(tokens, config.sequence)
-    return PackedDocuments(tokens, ends, config.sequence, mask, alone=packing == "padded")
+        return Windows(tokens, config.sequence, vocab)
+    alone = packing == "padded"
+    return PackedDocuments(tokens, ends, config.sequence, mask, alone, vocab)
 
 
 def packing_of(config: DataConfig, *, is_chat: bool) -> str:
@@ -269,10 +283,10 @@ def split_rows(
     config: DataConfig, corpus: Corpus
 ) -> tuple[RandomAccessDataset, RandomAccessDataset]:
     """Return the rows of a corpus for training and for validation."""
-    return (
-        make_rows(config, corpus.train, corpus.train_ends, corpus.train_mask),
-        make_rows(config, corpus.validation, corpus.validation_ends, corpus.validation_mask),
-    )
+    vocab = corpus.tokenizer.vocab
+    train = (corpus.train, corpus.train_ends, corpus.train_mask)
+    validation = (corpus.validation, corpus.validation_ends, corpus.validation_mask)
+    return make_rows(config, *train, vocab), make_rows(config, *validation, vocab)
 
 
 class Batches(Iterator[Batch], contextlib.AbstractContextManager["Batches"]):

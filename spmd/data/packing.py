@@ -10,6 +10,7 @@ import functools
 
 import numpy as np
 
+from spmd.data.array_record import check_ids
 from spmd.errors import DataError, Problem, check_fields
 
 
@@ -59,6 +60,7 @@ class PackedDocuments:
         mask: True for the tokens that are trained `[n]`; None for all. The weight of other targets
             is 0.
         alone: A row for each piece, and no segments.
+        vocab: Size of the tokenizer's vocabulary: other ids are an error when they are read.
 
     Example:
         >>> packed = PackedDocuments(np.arange(9), np.array([4, 9]), sequence=8)
@@ -72,6 +74,7 @@ class PackedDocuments:
     sequence: int
     mask: np.ndarray | None = None
     alone: bool = False
+    vocab: int | None = None
 
     def __post_init__(self) -> None:
         problems = check_fields(self, {"sequence": "at least 1"})
@@ -118,6 +121,9 @@ class PackedDocuments:
         Each is `[len(indices), sequence]`. A segment is the position in the row at which the
         document begins. Padding has id 0, weight 0 and its own segment. Rows of pieces that are
         alone have no `segments`.
+
+        Raises:
+            DataError: An id is not in the vocabulary.
         """
         order, begins = self._rows
         starts, lengths = self._pieces
@@ -130,6 +136,7 @@ class PackedDocuments:
                 first = int(starts[piece])
                 length = int(lengths[piece])
                 ids = self.tokens[first : first + length + 1]
+                check_ids(ids, self.vocab)
                 to = slice(at, at + length)
                 out["tokens"][row, to] = ids[:-1]
                 out["targets"][row, to] = ids[1:]

@@ -205,9 +205,8 @@ def _open_stream(config: DataConfig, name: str, weight: float, epochs: int) -> T
         config.cache_folder / "blocks", load_tokenizer(config.tokenizer), config.text_field
     )
     blocks = tuple(cut_blocks(find_files(config.source)))
-    text = StreamedText(
-        blocks, cache, functools.partial(make_rows, config), config.sequence, config.threads
-    )
+    rows = functools.partial(make_rows, config, vocab=cache.tokenizer.vocab)
+    text = StreamedText(blocks, cache, rows, config.sequence, config.threads)
     text, validation = text.hold_out(config.validation)
     return TextSet(name, weight, epochs, text, None, validation)
 

@@ -138,7 +138,7 @@ class TokenCache:
     def open(self, block: TextBlock) -> tuple[np.ndarray, np.ndarray] | None:
         """Return ids `[tokens]`, memory-mapped, and where documents end.
 
-        None if missing or damaged.
+        None if missing or damaged: cut, of another length, or with ids that the tokenizer lacks.
         """
         path = self.path(block)
         try:
@@ -146,10 +146,16 @@ class TokenCache:
             ends = np.load(path.with_suffix(".ends.npy"))
         except (OSError, EOFError, ValueError):
             return None
+        if ids.ndim != 1 or ends.ndim != 1 or ends.dtype != np.int64:
+            return None
+        if (np.diff(ends, prepend=0) < 0).any():
+            return None
         expected = 0
         if len(ends):
             expected = ends[-1]
-        if len(ids) != expected:
+        if len(ids) != expected or ids.dtype != id_dtype(self.tokenizer):
+            return None
+        if len(ids) and int(ids.max()) >= self.tokenizer.vocab:
             return None
         return ids, ends
 

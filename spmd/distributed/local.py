@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from spmd.distributed.initialize import EXIT_LOST
 
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
 # Below Linux's ephemeral ports: while process 0 starts, an outgoing connection could take one of
 # those.
@@ -85,6 +85,8 @@ def _handle_signals(
 ) -> dict[int, Any]:
     """Forward signals to the processes, also to later ones, and set `interrupted` at SIGINT.
 
+    A SIGHUP that is ignored, as `nohup` starts a process, stays so here and in the processes.
+
     Return the handlers before, by signal.
     """
 
@@ -94,6 +96,8 @@ def _handle_signals(
 
     before: dict[int, Any] = {}
     for number in _FORWARDED:
+        if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+            continue
         before[number] = signal.signal(number, forward)
     before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: interrupted.set())
     return before
@@ -138,7 +142,9 @@ def _kill(processes: Sequence["subprocess.Popen[str]"]) -> None:
 def _copy_output(process_id: int, lines: IO[str]) -> None:
     with lines:
         for line in lines:
-            print(f"[{process_id}] {line}", end="", file=sys.stderr, flush=True)
+            # Read on without a reader of our own, since the process waits while the pipe is full.
+            with contextlib.suppress(OSError):
+                print(f"[{process_id}] {line}", end="", file=sys.stderr, flush=True)
 
 
 def _wait(
@@ -199,4 +205,5 @@ def _stop_running(
 
 
 def _log(text: str) -> None:
-    print(f"spmd launch: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"spmd launch: {text}", file=sys.stderr, flush=True)

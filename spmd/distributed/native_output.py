@@ -85,6 +85,7 @@ def compiler_log(*, pass_on: bool = True, without: str = "") -> Iterator[list[st
 
 
 def _write_all(data: bytes) -> None:
-    """Write to standard error."""
-    while data:
-        data = data[os.write(2, data) :]
+    """Write to standard error, or drop what cannot be written."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]

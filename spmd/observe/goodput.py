@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spmd.observe.metrics import read_json_lines
+from spmd.observe.json_lines import count_lines, read_json_lines
+from spmd.observe.line_file import LineFile
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ ACTIVITIES = {
 """Activity → its line in the table."""
 
 _FILE = "goodput.jsonl"
+_MAX_SECONDS = 1e12
 
 
 class Stopwatch:
@@ -57,6 +59,7 @@ class Stopwatch:
         self._since = began
         self._activity = "start"
         self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self._file: tuple[Path, LineFile] | None = None
 
     def switch_to(self, activity: str) -> None:
         """Begin an activity, and end the one before."""
@@ -87,7 +90,10 @@ class Stopwatch:
             yield batch
 
     def write(self, folder: Path, step: int) -> None:
-        """Append the seconds up to now, after `step` finished steps, to the run folder."""
+        """Append the seconds up to now, after `step` finished steps, to the run folder.
+
+        On a full disk the line waits in memory, as `LineFile` says.
+        """
         self.switch_to(self._activity)
         record = {
             "session": self.began,
@@ -95,8 +101,22 @@ class Stopwatch:
             "now": self._now(),
             "seconds": self.seconds,
         }
-        with (folder / _FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        self._lines_in(folder).write(json.dumps(record) + "\n")
+
+    def _lines_in(self, folder: Path) -> LineFile:
+        """Return the file of a folder, opened once."""
+        if self._file is not None and self._file[0] == folder:
+            return self._file[1]
+        self.close()
+        lines = LineFile(folder / _FILE)
+        self._file = folder, lines
+        return lines
+
+    def close(self) -> None:
+        """Close the file, if one was written."""
+        if self._file is not None:
+            self._file[1].close()
+            self._file = None
 
 
 _COMMANDS = itertools.count()
@@ -140,11 +160,13 @@ class Goodput:
     """Wall-clock time of a run by activity.
 
     Besides `ACTIVITIES`, `seconds` has `rework`, the steps repeated after a kill or a roll-back,
-    and `between`, from the last line of one session to the start of the next.
+    and `between`, from the last line of one session to the start of the next. `damaged` is the
+    number of lines that do not count.
     """
 
     seconds: dict[str, float]
     sessions: int
+    damaged: int = 0
 
     @property
     def total(self) -> float:
@@ -177,8 +199,11 @@ class Goodput:
 def measure_goodput(folder: Path) -> Goodput:
     """Return the goodput of the run in a run folder so far."""
     sessions: dict[float, list[dict[str, Any]]] = {}
+    damaged = count_lines(folder / _FILE)
     for line in read_json_lines(folder / _FILE):
-        sessions.setdefault(line["session"], []).append(line)
+        if _is_of_a_session(line):
+            sessions.setdefault(line["session"], []).append(line)
+            damaged -= 1
     ordered = [sessions[began] for began in sorted(sessions)]
     seconds = {}
     for name in ACTIVITIES:
@@ -191,7 +216,16 @@ def measure_goodput(folder: Path) -> Goodput:
         gap = later[0]["session"] - earlier[-1]["now"]
         gaps.append(max(gap, 0.0))
     seconds["between"] = sum(gaps)
-    return Goodput(seconds, len(ordered))
+    return Goodput(seconds, len(ordered), damaged)
+
+
+def _is_of_a_session(line: dict[str, Any]) -> bool:
+    """Return true for a record of `Stopwatch.write`."""
+    seconds = line.get("seconds")
+    if not isinstance(seconds, dict) or "step" not in seconds:
+        return False
+    numbers = [line.get("session"), line.get("now"), *seconds.values()]
+    return all(type(number) in (int, float) and abs(number) < _MAX_SECONDS for number in numbers)
 
 
 def _rework(lines: list[dict[str, Any]]) -> float:
@@ -199,15 +233,27 @@ def _rework(lines: list[dict[str, Any]]) -> float:
 
     The steps between two lines share their time evenly.
     """
-    seconds: dict[int, float] = {}
+    spans: list[tuple[int, int, float]] = []  # first step but one, last step, seconds
     rework = 0.0
     for before, line in zip([None, *lines], lines, strict=False):
         step = line["step"]
         if before and before["session"] == line["session"] and before["step"] <= step:
             spent = line["seconds"]["step"] - before["seconds"]["step"]
-            new_steps = range(before["step"] + 1, step + 1)
-            seconds |= dict.fromkeys(new_steps, spent / max(len(new_steps), 1))
+            if before["step"] < step:
+                spans.append((before["step"], step, spent))
         else:
-            repeated = [known for known in seconds if known > step]
-            rework += sum(seconds.pop(known) for known in repeated)
+            rework += _cut_spans(spans, step)
     return rework
+
+
+def _cut_spans(spans: list[tuple[int, int, float]], step: int) -> float:
+    """Remove the steps after `step` from spans of steps, and return their seconds."""
+    removed = 0.0
+    while spans and spans[-1][1] > step:
+        begin, end, spent = spans.pop()
+        if begin < step:
+            kept = spent * (step - begin) / (end - begin)
+            spans.append((begin, step, kept))
+            removed -= kept
+        removed += spent
+    return removed

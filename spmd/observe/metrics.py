@@ -30,6 +30,8 @@ import numpy as np
 
 from spmd.chips import peak_flops
 from spmd.errors import ConfigError, Problem
+from spmd.observe.json_lines import drop_later_lines
+from spmd.observe.line_file import LineFile, say_on_stderr
 
 Values = Mapping[str, float | int | str | np.ndarray | None]
 """Values of one step by name.
@@ -178,11 +180,21 @@ class Writer(Protocol):
     def close(self) -> None: ...  # noqa: D102
 
 
-class Writers(Writer):
-    """Several writers as one."""
+MOST_WAITING = 10_000
+"""Values of steps that wait for a writer in memory; later ones are lost, and counted."""
 
-    def __init__(self, writers: Iterable[Writer]) -> None:
-        self._writers = tuple(writers)
+
+class Writers(Writer):
+    """Several writers as one; an OSError of a writer, such as of a full disk, is not raised.
+
+    What a writer could not write waits, and is written before its next values. `say` gets a
+    sentence when a writer fails for the first time, and when it works again.
+    """
+
+    def __init__(
+        self, writers: Iterable[Writer], say: Callable[[str], None] = say_on_stderr
+    ) -> None:
+        self._writers = tuple(_LastingWriter(writer, say) for writer in writers)
 
     def write(self, step: int, values: Values) -> None:
         """Write the values with every writer, in order."""
@@ -196,21 +208,79 @@ class Writers(Writer):
                 stack.callback(writer.close)
 
 
+class _LastingWriter(Writer):
+    """Writer with a queue of unwritten values."""
+
+    def __init__(self, writer: Writer, say: Callable[[str], None]) -> None:
+        self._writer = writer
+        self._say = say
+        self._waiting: collections.deque[tuple[int, Values]] = collections.deque()
+        self._lost = 0
+        self._failed = False
+
+    def write(self, step: int, values: Values) -> None:
+        if self._waiting:
+            self._write_waiting()
+        if len(self._waiting) >= MOST_WAITING:
+            self._lost += 1
+            return
+        self._waiting.append((step, values))
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        name = type(self._writer).__name__
+        try:
+            while self._waiting:
+                self._writer.write(*self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                what = "the run continues, and its values wait in memory"
+                self._say(f"{name} cannot write metrics ({error}): {what}")
+            return
+        if self._failed:
+            self._failed = False
+            lost = ""
+            if self._lost:
+                lost = f"; the values of {self._lost} lines were lost"
+            self._say(f"{name} can write metrics again{lost}")
+            self._lost = 0
+
+    def close(self) -> None:
+        self._write_waiting()
+        name = type(self._writer).__name__
+        if self._waiting:
+            count = len(self._waiting) + self._lost
+            self._say(f"{name}: the values of {count} lines were lost")
+        try:
+            self._writer.close()
+        except OSError as error:
+            self._say(f"{name} could not be closed: {error}")
+
+
 class JsonLines(Writer):
     """One JSON object a line, `step` first; each line is handed to the system at once.
 
     A killed run loses at most the line it was writing, which the next open drops, with all lines of
-    steps after `keep_through`, such as the step that the run resumes from. JSON has no NaN: an
-    infinite loss is `{"step": 7, "loss": null, "non_finite": {"loss": "inf"}}`. Arrays are lists of
-    four digits, null where not finite.
+    steps after `keep_through`, such as the step that the run resumes from. Other lines that are
+    damaged are moved to a file beside it, `metrics.jsonl.damaged`. On a full disk lines wait in
+    memory, as `LineFile` says; `say` gets sentences about both. JSON has no NaN: an infinite loss
+    is `{"step": 7, "loss": null, "non_finite": {"loss": "inf"}}`. Arrays are lists of four digits,
+    null where not finite.
     """
 
-    def __init__(self, path: str | os.PathLike[str], keep_through: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        keep_through: int | None = None,
+        say: Callable[[str], None] = say_on_stderr,
+    ) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _drop_later_lines(path, keep_through)
-        self._file = path.open("a", encoding="utf-8")
+        if path.is_file():
+            drop_later_lines(path, keep_through, say)
+        self._file = LineFile(path, say)
 
     def write(self, step: int, values: Values) -> None:
         """Append one line."""
@@ -228,23 +298,10 @@ class JsonLines(Writer):
             record |= dict.fromkeys(non_finite)
             record["non_finite"] = non_finite
         self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _drop_later_lines(path: Path, keep_through: int | None) -> None:
-    """Drop cut lines of a file of `JsonLines`, and those of steps after `keep_through`."""
-    rest = path.with_name(f"{path.name}.tmp")
-    with rest.open("w", encoding="utf-8") as file:
-        for record in read_json_lines(path):
-            if keep_through is None or record["step"] <= keep_through:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    rest.replace(path)
 
 
 def _listed(value: Any) -> Any:
@@ -261,20 +318,6 @@ def _rounded(element: Any) -> float | None:
     if not math.isfinite(element):
         return None
     return float(f"{element:.4g}")
-
-
-def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the records of a file of `JsonLines` without cut lines; none if there is no file."""
-    path = Path(path)
-    records: list[dict[str, Any]] = []
-    if not path.exists():
-        return records
-    for line in path.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError):  # of JSON and of UTF-8
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                records.append(record)
-    return records
 
 
 def human_count(n: float) -> str:

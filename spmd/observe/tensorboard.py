@@ -3,17 +3,18 @@
 import contextlib
 import math
 import os
+import socket
+import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from spmd.observe.line_file import LineFile, say_on_stderr
 from spmd.observe.metrics import Values, Writer
-
-_FLUSH_SECONDS = 30
 
 
 @contextlib.contextmanager
@@ -34,10 +35,15 @@ class TensorBoard(Writer):
 
     `keep_through` hides later steps of an earlier process, as in `JsonLines`. Events are written by
     the caller's thread: tensorboardX's own `SummaryWriter` waits forever at its end if Ctrl-C has
-    come while its queue was started.
+    come while its queue was started. On a full disk they wait in memory, as `LineFile` says.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep_through: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep_through: int | None = None,
+        say: Callable[[str], None] = say_on_stderr,
+    ) -> None:
         # Imported here, because it sets an environment variable, which importing spmd must not. It
         # would also import PyTorch if that is installed, which takes seconds and is not needed.
         with _hidden("torch"):
@@ -45,23 +51,34 @@ class TensorBoard(Writer):
 
         self._summary = tensorboardX.summary
         self._proto = tensorboardX.proto.event_pb2
-        self._flushed = time.monotonic()
+        self._checksum = tensorboardX.record_writer.masked_crc32c
         first = 0
         if keep_through is not None:
             first = keep_through + 1
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        # An event file's name has seconds only: without a suffix a quick resume would overwrite it.
-        self._file = tensorboardX.event_file_writer.EventsWriter(
-            str(folder / "events"), f".from_{first}"
-        )
+        # Without a suffix a quick resume would have the file of the process before.
+        now = int(time.time())
+        name = f"events.out.tfevents.{now:010}.{socket.gethostname()}.from_{first}"
+        self._file = LineFile(folder / name, say)
+        self._events = bytearray()  # of one call
+        self._add(file_version="brain.Event:2")
         if keep_through is not None:
             start = self._proto.SessionLog(status=self._proto.SessionLog.START)
             self._add(step=first, file_version="brain.Event:2")
             self._add(step=first, session_log=start)
+        self._write_events()
 
     def _add(self, **fields: Any) -> None:
-        self._file.write_event(self._proto.Event(wall_time=time.time(), **fields))
+        """Add an event as a record: its length, its bytes, and checksums of both."""
+        event = self._proto.Event(wall_time=time.time(), **fields).SerializeToString()
+        length = struct.pack("<Q", len(event))
+        self._events += length + struct.pack("<I", self._checksum(length))
+        self._events += event + struct.pack("<I", self._checksum(event))
+
+    def _write_events(self) -> None:
+        self._file.append(bytes(self._events))
+        self._events.clear()
 
     def write(self, step: int, values: Values) -> None:
         """Add a scalar for each finite number, a text for each text, and a histogram for each
@@ -74,10 +91,8 @@ class TensorBoard(Writer):
                 self._add(step=step, summary=self._summary.histogram(name, finite, "auto"))
             elif value is not None and math.isfinite(value):
                 self._add(step=step, summary=self._summary.scalar(name, float(value)))
-        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self._file.flush()
-            self._flushed = time.monotonic()
+        self._write_events()
 
     def close(self) -> None:
-        """Flush and close the file."""
+        """Close the file."""
         self._file.close()

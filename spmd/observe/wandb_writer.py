@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from spmd.checkpoint.manifest import read_object
 from spmd.errors import ConfigError, Problem
 from spmd.observe.metrics import Values, Writer
 
 _TITLE = "Weights & Biases cannot be used:"
+_MAX_RECORD_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +86,7 @@ class WandB(Writer):
         self._histogram = wandb.Histogram
         self._record = folder / "wandb" / "spmd.json"
         self._record.parent.mkdir(parents=True, exist_ok=True)
-        known = {}
-        if self._record.exists():
-            known = json.loads(self._record.read_text(encoding="utf-8"))
+        known = _read_known(self._record)
         self._id = known.get("id", uuid.uuid4().hex[:8])
         self._attempt = known.get("attempt", 0) + 1
         self._written = known.get("step", -1)
@@ -176,3 +176,24 @@ class WandB(Writer):
         self._run.finish()
         self._written = self._step
         self._note("")
+
+
+def _read_known(record: Path) -> dict[str, Any]:
+    """Return the record of the attempts before; empty for the first one.
+
+    Raises:
+        ConfigError: It is damaged.
+    """
+    if not record.exists():
+        return {}
+    kinds = {"id": str, "attempt": int, "step": int, "open": str}
+    try:
+        known = read_object(record.resolve(), _MAX_RECORD_BYTES)
+        for name, value in known.items():
+            if type(value) is not kinds.get(name):
+                raise ValueError(f"{name} is {type(value).__name__}")
+    except (OSError, ValueError) as error:
+        fix = "remove it: a new group of runs begins, with all lines of metrics.jsonl"
+        problem = Problem(str(record), "is not a record of runs in wandb", str(error), fix)
+        raise ConfigError(_TITLE, [problem]) from error
+    return known

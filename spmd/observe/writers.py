@@ -9,7 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from spmd.errors import ConfigError, Problem
-from spmd.observe.metrics import Writer, read_json_lines
+from spmd.observe.json_lines import read_json_lines
+from spmd.observe.line_file import say_on_stderr
+from spmd.observe.metrics import Writer
 from spmd.observe.mlflow_writer import MLflow, MLflowConfig
 from spmd.observe.tensorboard import TensorBoard
 from spmd.observe.wandb_writer import WandB, WandBConfig, check_login
@@ -72,7 +74,12 @@ def _is_installed(package: str) -> bool:
 
 
 def open_writers(
-    writers: WriterConfig, folder: Path, metrics: Path, start: int, values: Mapping[str, Any]
+    writers: WriterConfig,
+    folder: Path,
+    metrics: Path,
+    start: int,
+    values: Mapping[str, Any],
+    say: Callable[[str], None] = say_on_stderr,
 ) -> list[Writer]:
     """Open writers in a run folder, for a run from the step after `start` on.
 
@@ -81,9 +88,10 @@ def open_writers(
 
     Args:
         values: Values of the run's config.
+        say: Gets sentences about a full disk.
     """
     makers: Mapping[str, Callable[[], Writer]] = {
-        "tensorboard": lambda: TensorBoard(folder / "tensorboard", start),
+        "tensorboard": lambda: TensorBoard(folder / "tensorboard", start, say),
         "wandb": lambda: WandB(folder, start, values, writers.wandb),
         "mlflow": lambda: MLflow(folder, values, writers.mlflow),
     }

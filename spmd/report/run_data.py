@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spmd.checkpoint.manifest import read_bounded
 from spmd.errors import CheckpointError, Problem, nearest_file
 from spmd.observe.goodput import Goodput, measure_goodput
-from spmd.observe.metrics import human_duration, read_json_lines
+from spmd.observe.json_lines import count_lines, read_json_lines
+from spmd.observe.metrics import human_duration
 from spmd.run.config import config_difference
 from spmd.run.run_dir import RunDir
 from spmd.storage.address import locate
@@ -22,6 +24,7 @@ ALL_POINTS = 150_000
 
 Of more, every second, third, … and the last are drawn."""
 MOST_EVENTS = 200
+_MAX_CONFIG_BYTES = 64 << 20
 
 _STEP_LINE = re.compile(r"step \d+   loss ")
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (.*)")
@@ -186,11 +189,7 @@ def _read_metrics(file: Path, planned: Any, notes: list[str]) -> list[dict[str, 
     if not records:
         notes.append("There are no metrics yet: no step has been logged.")
         return records
-    lines = 0
-    for line in file.read_bytes().split(b"\n"):
-        if line.strip():
-            lines += 1
-    damaged = lines - len(records)
+    damaged = count_lines(file) - len(records)
     if damaged > 0:
         notes.append(f"metrics.jsonl has {damaged} cut or damaged lines, which are not shown.")
     step = max(record["step"] for record in records)
@@ -314,7 +313,7 @@ def _non_finite(records: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
 def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
     """Return the run's config.json: its `config`, and the fields `changed` by flags."""
     try:
-        about = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        about = json.loads(read_bounded((path / "config.json").resolve(), _MAX_CONFIG_BYTES))
     except FileNotFoundError:
         notes.append("config.json is missing: the run's config is not known.")
         return {}
@@ -330,11 +329,9 @@ def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
 
 
 def _read_goodput(path: Path, notes: list[str]) -> Goodput | None:
-    try:
-        found = measure_goodput(path)
-    except (KeyError, TypeError, AttributeError):
-        notes.append("goodput.jsonl is damaged: how the time was spent is not known.")
-        return None
+    found = measure_goodput(path)
+    if found.damaged:
+        notes.append(f"goodput.jsonl is damaged: {found.damaged} of its lines do not count.")
     if not found.sessions:
         return None
     return found

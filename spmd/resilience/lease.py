@@ -18,10 +18,13 @@ from spmd.checkpoint.arrays import disk_errors
 from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
 from spmd.errors import CheckpointError, Problem
 from spmd.resilience.lease_files import (
+    FOLDER,
     BucketLeaseFiles,
     LeaseFiles,
     LeaseName,
     LocalLeaseFiles,
+    foreign_entries,
+    parse_names,
 )
 from spmd.storage.address import BucketPath, Location
 from spmd.storage.bucket import Bucket
@@ -151,6 +154,9 @@ class Lease:
                 self._files.where, "claiming the folder", "choose a folder that can be written"
             ):
                 self._files.prepare()
+                foreign = self._foreign_problems()
+                if foreign:
+                    return foreign
                 taken = None
                 if self._take_over:
                     taken = self._newest()
@@ -159,6 +165,18 @@ class Lease:
         except CheckpointError as error:
             return error.problems
         return self._check()
+
+    def _foreign_problems(self) -> list[Problem]:
+        """Return a problem for each file of a number that no lease has.
+
+        The highest number counts, so such a file is neither ignored nor overwritten.
+        """
+        problems = []
+        for entry in foreign_entries(self._files.entries()):
+            what = "is not a lease of this version: its number is not from 1 to 10¹⁸ − 2"
+            fix = "make sure that no run writes to the folder, and remove the file"
+            problems.append(Problem(f"{self._files.where}/{FOLDER}/{entry}", what, fix=fix))
+        return problems
 
     def _claim(self, taken: LeaseName | None) -> bool:
         """Claim the next number once the newest lease is free, or is `taken`.
@@ -204,7 +222,7 @@ class Lease:
         """Create the file of a number; return whether it is this run's, and the newest."""
         if not self._files.create(name):
             return False
-        others = self._files.names() - {name}
+        others = parse_names(self._files.entries()) - {name}
         is_late = any(other.number >= name.number for other in others)
         if is_late:  # others have come, and perhaps gone
             self._files.remove(name)
@@ -222,7 +240,7 @@ class Lease:
 
     def _newest(self) -> LeaseName:
         """Return the highest number; a released 0 if there is none."""
-        return max(self._files.names(), default=LeaseName(0, is_released=True))
+        return max(parse_names(self._files.entries()), default=LeaseName(0, is_released=True))
 
 
 def _lease_files(folder: Location, say: Callable[[str], object]) -> LeaseFiles:

@@ -20,6 +20,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ from spmd.storage.bucket import Bucket, Version
 
 FOLDER = "lease"
 _NAME = re.compile(r"([1-9][0-9]{0,17})\.(json|released)")
+_NUMBERED = re.compile(r"([0-9]+)\.(json|released)")
+_MAX_NUMBER = 10**18 - 2
 _MAX_BYTES = 1 << 16
 _HELD = ".json"
 _RELEASED = ".released"
@@ -115,14 +118,24 @@ class LeaseName:
         return f"{self.number}{_RELEASED if self.is_released else _HELD}"
 
 
-def parse_names(texts: Any) -> set[LeaseName]:
+def parse_names(entries: Iterable[str]) -> set[LeaseName]:
     """Return the names of leases among others."""
     names = set()
-    for text in texts:
+    for text in entries:
         found = _NAME.fullmatch(text)
         if found:
             names.add(LeaseName(int(found[1]), found[2] == "released"))
     return names
+
+
+def foreign_entries(entries: Iterable[str]) -> list[str]:
+    """Return the names with a number that no lease has, or that no other one can follow."""
+    foreign = []
+    for text in sorted(entries):
+        found = _NUMBERED.fullmatch(text)
+        if found and (not _NAME.fullmatch(text) or int(found[1]) > _MAX_NUMBER):
+            foreign.append(text)
+    return foreign
 
 
 class LeaseFiles(Protocol):
@@ -140,8 +153,8 @@ class LeaseFiles(Protocol):
         """Make the folder."""
         ...
 
-    def names(self) -> set[LeaseName]:
-        """Return the names of all files."""
+    def entries(self) -> Iterable[str]:
+        """Return the names of everything in the folder."""
         ...
 
     def create(self, name: LeaseName) -> bool:
@@ -186,9 +199,9 @@ class LocalLeaseFiles(LeaseFiles):
         """Make the folder."""
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def names(self) -> set[LeaseName]:
+    def entries(self) -> Iterable[str]:
         """List the folder."""
-        return parse_names(path.name for path in self._folder.glob("*"))
+        return [path.name for path in self._folder.glob("*")]
 
     def create(self, name: LeaseName) -> bool:
         """Create a file exclusively."""
@@ -257,9 +270,9 @@ class BucketLeaseFiles(LeaseFiles):
         """Raise a `StorageError` if the bucket cannot be used."""
         self._bucket.check()
 
-    def names(self) -> set[LeaseName]:
+    def entries(self) -> Iterable[str]:
         """List the objects."""
-        return parse_names(self._bucket.list())
+        return self._bucket.list()
 
     def create(self, name: LeaseName) -> bool:
         """Create an object if there is none."""

@@ -1,8 +1,8 @@
 """Preemption: a signal makes a run save a checkpoint and exit with a code of its own.
 
 It finishes its step first. Schedulers send SIGTERM (Slurm, Kubernetes, spot instances); `#SBATCH
---signal` is set to SIGUSR1. It suffices to signal one of several processes: JAX's coordination
-service makes all of them stop after the same step.
+--signal` is set to SIGUSR1; a closed terminal sends SIGHUP. It suffices to signal one of several
+processes: JAX's coordination service makes all of them stop after the same step.
 """
 
 import os
@@ -20,7 +20,10 @@ EXIT_PREEMPTED = 75
 
 
 class Preemption(Hook):
-    """Handler of SIGTERM and SIGUSR1 inside a `with` block, in the main thread."""
+    """Handler of SIGTERM, SIGUSR1 and SIGHUP inside a `with` block, in the main thread.
+
+    A SIGHUP that the process ignores, as `nohup` starts it, stays ignored.
+    """
 
     def __init__(self) -> None:
         self.stop_step: int | None = None
@@ -29,12 +32,14 @@ class Preemption(Hook):
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        # With several processes JAX's coordination service has its own handler of SIGTERM, which
-        # informs the others.
+        numbers = [signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         if jax.process_count() > 1:
-            handlers = {signal.SIGUSR1: self._to_sigterm}
+            # JAX's coordination service has its own handler of SIGTERM, which informs the others.
+            handlers = dict.fromkeys(numbers, self._to_sigterm)
         else:
-            handlers = {signal.SIGUSR1: self._on_signal, signal.SIGTERM: self._on_signal}
+            handlers = dict.fromkeys([*numbers, signal.SIGTERM], self._on_signal)
         for number, handler in handlers.items():
             self._before[number] = signal.signal(number, handler)
         return self

@@ -5,6 +5,7 @@ one deadline covers them. Every process has its own watchdog; those that wait fo
 at about the same time.
 """
 
+import contextlib
 import faulthandler
 import math
 import os
@@ -111,7 +112,9 @@ class Watchdog(Hook):
             f"Exit code {EXIT_HUNG}. If this is not a hang, raise recovery.deadline.\n"
         )
         for file in (self._log, sys.__stderr__):
-            if file:
+            if not file:
+                continue
+            with contextlib.suppress(OSError):  # a full disk or a closed terminal
                 file.write(message)
                 file.flush()
                 faulthandler.dump_traceback(file=file, all_threads=True)

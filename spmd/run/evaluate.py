@@ -116,7 +116,7 @@ def _all_rows(config: TrainConfig, corpus: Corpus) -> tuple[RandomAccessDataset,
     parts = list[RandomAccessDataset]()
     for tokens, ends, mask in (train, validation):
         if len(tokens) > 1:
-            parts.append(make_rows(config.data, tokens, ends, mask))
+            parts.append(make_rows(config.data, tokens, ends, mask, corpus.tokenizer.vocab))
     return tuple(parts)
 
 

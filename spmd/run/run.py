@@ -23,6 +23,7 @@ from spmd.distributed.hosts import broadcast_problems
 from spmd.errors import ConfigError
 from spmd.observe.console import Console, columns_of
 from spmd.observe.goodput import measure_goodput
+from spmd.observe.lasting_output import lasting_output
 from spmd.observe.metrics import device_memory
 from spmd.observe.profiling import parse_steps
 from spmd.observe.wrap_text import wrap_to_terminal
@@ -38,6 +39,7 @@ from spmd.training.loop import check_may_train
 class Run(RunSpec):
     """Training run of one step, in one folder; its arguments are those of `RunSpec`."""
 
+    @lasting_output()
     def train(
         self,
         resume: Resume = "never",

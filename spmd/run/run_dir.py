@@ -36,11 +36,13 @@ from typing import Any, Literal, Self
 import jax
 
 from spmd.checkpoint.manager import list_steps
+from spmd.checkpoint.manifest import read_object
 from spmd.data.tokenizer import TOKENIZER
 from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
 from spmd.distributed.shared_folder import shared_folder_problems
 from spmd.errors import CheckpointError, Problem, StorageError, check_local
 from spmd.model_interface.model_config import recorded_values
+from spmd.observe.line_file import LineFile
 from spmd.resilience.attempts import ATTEMPTS
 from spmd.resilience.lease import Lease
 from spmd.run.config import (
@@ -56,6 +58,7 @@ from spmd.storage.address import BucketPath, Location
 from spmd.storage.bucket import Bucket
 from spmd.storage.mirror import Mirror
 
+_MAX_CONFIG_BYTES = 64 << 20
 IMPORTED = "imported"
 """Key in the record of a checkpoint that has imported parameters and no training state."""
 Resume = Literal["never", "auto", "always"]
@@ -239,7 +242,7 @@ class RunDir:
         raise CheckpointError("Nothing was started:", [problem])
 
     def _check_links(self) -> None:
-        """Raise if something in the folder is a link to another place."""
+        """Raise if something in the folder is a link to another place, a pipe or a device."""
         inside = self.path.resolve()
         entries = set[Path]()
         for pattern in ("*", "lease/*", "logs/*", "checkpoints/*"):
@@ -251,6 +254,12 @@ class RunDir:
                 problems.append(Problem(str(entry), what, fix="replace it with a copy"))
         if problems:
             raise CheckpointError("Nothing is written through links:", problems)
+        for entry in sorted(entries):
+            if entry.exists() and not (entry.is_file() or entry.is_dir()):
+                what = "is neither a file nor a folder, but a pipe, a socket or a device"
+                problems.append(Problem(str(entry), what, fix="remove it"))
+        if problems:
+            raise CheckpointError("Nothing was started:", problems)
 
     def lease(self, resume: bool, take_over: bool) -> Lease:
         """Return the lease for writing here; `resume` is the result of `check_use`."""
@@ -317,7 +326,7 @@ class RunDir:
         """Return the recorded values of the config."""
         fix = "give the folder that `spmd train` wrote, such as runs/demo"
         try:
-            values = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+            values = read_object((self.path / "config.json").resolve(), _MAX_CONFIG_BYTES)
             if "architectures" in values:
                 fix = f"spmd import {self.location} --out RUN"
             config = values["config"]
@@ -347,7 +356,10 @@ class ProcessLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("a", encoding="utf-8", buffering=1)
+        self._lines = LineFile(path)
+        # For stacks and the output of C++, which need a descriptor.
+        descriptor = self._lines.fileno()
+        self.file = os.fdopen(descriptor, "w", encoding="utf-8", buffering=1, closefd=False)
 
     def __enter__(self) -> Self:
         return self
@@ -355,9 +367,11 @@ class ProcessLog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.say(f"failed with {type(error).__name__}: {error}")
-        self.file.close()
+        with contextlib.suppress(OSError):
+            self.file.close()
+        self._lines.close()
 
     def say(self, text: str) -> None:
-        """Write a line."""
+        """Write a line; on a full disk it waits in memory, as `LineFile` says."""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
-        self.file.write(f"{now} {text}\n")
+        self._lines.write(f"{now} {text}\n")

@@ -286,7 +286,7 @@ class Search:
             return {}
         try:
             saved = json.loads(self.file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         if isinstance(saved, dict) and saved.get("key") == self.key:
             return saved["known"]

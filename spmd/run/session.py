@@ -24,6 +24,7 @@ from spmd.errors import DivergenceError, NonFiniteError, SpikeError
 from spmd.observe.console import Console
 from spmd.observe.goodput import Stopwatch
 from spmd.observe.idle_experts import IdleExperts
+from spmd.observe.lasting_output import also_said_by
 from spmd.observe.metrics import JsonLines, StepClock, Writers, human_duration
 from spmd.observe.profiling import Profile
 from spmd.observe.spinner import spinner
@@ -143,6 +144,7 @@ def train_in_folder(
         fault = cache_fault(run.step.mesh.shape["pipe"])
         stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
         log = stack.enter_context(ProcessLog(folder.log))
+        stack.enter_context(also_said_by(log.say))
         if jax.process_count() > 1 and not native_debug():
             redirect_native_stdout(log.file)
         watchdog = stack.enter_context(
@@ -174,7 +176,8 @@ def train_in_folder(
             stack.enter_context(contextlib.closing(writer))
         tracing = stack.enter_context(Profile(folder.path / "profile", profile, log.say))
         checkpoints = stack.enter_context(_open_checkpoints(run, lease, note))
-        telemetry = Telemetry(StepClock(), Stopwatch(began=began), watchdog, lease, log.say, notes)
+        stopwatch = stack.enter_context(contextlib.closing(Stopwatch(began=began)))
+        telemetry = Telemetry(StepClock(), stopwatch, watchdog, lease, log.say, notes)
         session = _Session(run, console, checkpoints, telemetry, preemption, tracing)
         return session.train(resume)
 
@@ -444,12 +447,13 @@ class _Session:
             return Writers([])
         run = self.run
         folder = run.run_dir
-        lines = stack.enter_context(contextlib.closing(JsonLines(folder.metrics, start)))
+        lines = stack.enter_context(contextlib.closing(JsonLines(folder.metrics, start, self.say)))
+        values = config_values(run.config)
         named = open_writers(
-            run.config.writers, folder.path, folder.metrics, start, config_values(run.config)
+            run.config.writers, folder.path, folder.metrics, start, values, self.say
         )
-        own = stack.enter_context(contextlib.closing(Writers(named)))
-        return Writers([lines, own, *run.writers, self.console])
+        own = stack.enter_context(contextlib.closing(Writers(named, self.say)))
+        return Writers([lines, own, *run.writers, self.console], self.say)
 
     def make_log(self, writers: Writers, skipped_batches: int) -> Log:
         run = self.run

@@ -22,6 +22,7 @@ from spmd.distributed.initialize import (
 )
 from spmd.generate.sampling import Sampling
 from spmd.generate.text import generate_texts, make_generator
+from spmd.observe.lasting_output import lasting_output
 from spmd.observe.metrics import Writer
 from spmd.observe.profiling import parse_steps
 from spmd.observe.wrap_text import wrap_to_terminal
@@ -52,6 +53,7 @@ from spmd.storage.address import locate
 from spmd.training.loop import Hook
 
 
+@lasting_output()
 def train(
     config: TrainConfig,
     *,

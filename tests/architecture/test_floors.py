@@ -75,7 +75,7 @@ HOMES = {
     "pyarrow": {"data.compression", "data.image_tables", "data.tables"},
     "PIL": {"data.images"},
     "tokenizers": {"data.tokenizer"},
-    "jinja2": {"data.chat"},
+    "jinja2": {"data.template_worker"},
     "safetensors": {"hf.safetensors"},
     "tensorboardX": {"observe.tensorboard"},
     "IPython": {"observe.notebook"},

@@ -46,7 +46,7 @@ with CheckpointManager(directory) as checkpoints:
     out["restored"] = whole(state, 2), record["step"], checkpoints.latest_valid()
     out["lost"] = {step: [[p.where, p.what] for p in problems] for step, problems in checkpoints.damaged.items()}
 
-    def failing(folder):
+    def failing(folder, step):
         raise OSError(28, "No space left on device")
 
     sealing, spmd.checkpoint.manager.write_manifest = spmd.checkpoint.manager.write_manifest, failing

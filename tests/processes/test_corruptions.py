@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from spmd.checkpoint.manager import CheckpointManager
-from spmd.checkpoint.manifest import SMALL
+from spmd.checkpoint.manifest import SMALL, verify_manifest, write_manifest
 from spmd.errors import CheckpointError
 from tests.forked import ROOT
 from tests.tiers import soak_but
@@ -146,6 +146,20 @@ def other_step(step: Path) -> None:
     shutil.copytree(step.parent / "20" / "state", step / "state")
 
 
+def renamed(step: Path) -> None:
+    """The newest one is gone, and the one of step 20 has its name, as a copy."""
+    shutil.rmtree(step)
+    shutil.copytree(step.parent / "20", step)
+
+
+def renamed_with_an_earlier_manifest(step: Path) -> None:
+    """The same, with a manifest that has no step, and the record of a run."""
+    renamed(step)
+    (step / "record.json").write_text('{"step": 20, "position": 160}')
+    (step / "manifest.json").unlink()
+    write_manifest(step)
+
+
 def linked_folder(step: Path) -> None:
     step.rename(step.parent.parent / "elsewhere")
     step.symlink_to(step.parent.parent / "elsewhere")
@@ -184,6 +198,12 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "has changed since the manifest was written",
     ),
     "the state of another step": (other_step, "state/", "is not in the manifest"),
+    "another step's name": (renamed, ".", "is the checkpoint of step 20"),
+    "another step's name, by its record": (
+        renamed_with_an_earlier_manifest,
+        ".",
+        "is the checkpoint of step 20",
+    ),
     "a link to a folder": (linked_folder, ".", "is a symbolic link"),
     "a file instead of a folder": (
         a_file_instead,
@@ -243,6 +263,33 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_restored(directory
 def test_a_damaged_folder_is_named_and_the_checkpoint_before_is_restored(directory, damage):
     """Half copied, mixed up or replaced as a whole: what is wrong is named, 20 is restored."""
     survives(directory, *FOLDERS[damage])
+
+
+def test_a_manifest_without_a_step_is_read(directory):
+    """Of an earlier checkpoint, with the record of its own step, and with one that is not of a run; control: above."""
+    for record in ({"step": 30, "position": 240}, {"step": 7}, {"position": 3}, {"step": "20"}):
+        (directory / "30" / "record.json").write_text(json.dumps(record))
+        (directory / "30" / "manifest.json").unlink()
+        write_manifest(directory / "30")
+        with CheckpointManager(directory, max_to_keep=KEEP, read_only=True) as checkpoints:
+            assert checkpoints.damaged == {}
+            assert checkpoints.record(30) == record
+
+
+def test_a_step_in_a_manifest_cannot_be_changed_alone(directory):
+    """As no other entry of it can; a copy under a name that is no step is intact."""
+    manifest = directory / "30" / "manifest.json"
+    text = manifest.read_text()
+    assert '"step": 30' in text
+    copy = shutil.copytree(directory / "30", directory.parent / "best")
+    assert verify_manifest(copy) == []
+    for other in ('"step": 20', '"step": 30.0', '"step": "30"', '"step": null'):
+        manifest.write_text(text.replace('"step": 30', other))
+        (problem,) = verify_manifest(directory / "30")
+        assert problem.what in (
+            "cannot be read: it was modified",
+            "cannot be read: it is not a manifest",
+        )
 
 
 def test_it_is_the_seal_that_finds_a_flipped_bit(directory, monkeypatch):

@@ -238,7 +238,10 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+FORWARDED = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+
+
+@pytest.mark.parametrize("number", FORWARDED)
 def test_rehearsal_forwards_signals(number, tmp_path, capfd):
     """A signal that the rehearsal gets is sent to all processes, and its own handlers are as before afterwards."""
     ready = [tmp_path / str(i) for i in range(3)]

@@ -9,8 +9,10 @@ from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
 from spmd.training.loop import Hook, fit
 from tests.train_runs import PACED, Run, assert_same, losses, state, train, write_tiny
 
+SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_training_after_the_step(number):
     """The step that was running is the last, and its metrics are read."""
     read = []
@@ -35,13 +37,29 @@ def test_a_signal_ends_training_after_the_step(number):
 
 def test_without_a_signal_it_runs_to_the_end():
     """The control; and afterwards signals do what they did before."""
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    before = list(map(signal.getsignal, SIGNALS))
     with Preemption() as preemption:
         assert (
             fit(0, lambda state, batch: (state + 1, {}), range(9), steps=9, hooks=[preemption]) == 9
         )
     assert preemption.stop_step is None
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+    assert list(map(signal.getsignal, SIGNALS)) == before
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    """As in a process that `nohup` starts; control: by default it is preemption."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Preemption() as preemption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not preemption.wants_stop(1)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with Preemption() as preemption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert preemption.wants_stop(1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.soak

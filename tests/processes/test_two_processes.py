@@ -139,12 +139,13 @@ def test_both_start_from_a_hugging_face_folder(folder):
 
 
 @pytest.mark.soak
-def test_one_that_is_told_to_go_takes_the_other_along(folder):
-    """SIGUSR1 to process 1: both stop after the same step, save and exit with 75; resumed, it is bitwise the whole."""
-    out = folder / "preempted"
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_one_that_is_told_to_go_takes_the_other_along(number, folder):
+    """A signal to process 1: both stop after the same step, save and exit with 75; resumed, it is bitwise the whole."""
+    out = folder / f"preempted-{number}"
     with Run(folder / "tiny.py", out, **TWO) as run:
         run.wait_for_step(7)
-        run.processes[1].send_signal(signal.SIGUSR1)
+        run.processes[1].send_signal(number)
         assert run.codes(120) == [EXIT_PREEMPTED, EXIT_PREEMPTED]
     reached = max(losses(out))
     assert 7 <= reached < 30

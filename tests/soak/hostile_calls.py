@@ -1,7 +1,8 @@
 """Calls of a clumsy or hostile person, as data: what is typed, the exit code, and a pattern of what must be printed.
 
 `{config}` is the file of a tiny model, `{run}` a finished run of it, `{out}` a run folder of the
-call's own, `{folder}` a folder of its own with the call's files.
+call's own, `{folder}` a folder of its own with the call's files, `{copy}` a copy of `{run}` with the
+call's damage.
 """
 
 import dataclasses
@@ -21,12 +22,14 @@ class Call:
         says: Regular expression of the output.
         code: Exit code.
         files: Name in `{folder}` → text, written before.
+        damage: The same in `{copy}`; a name that ends in `|` is a named pipe.
     """
 
     arguments: str
     says: str
     code: int = 2
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    damage: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _flags() -> list[Call]:
@@ -409,6 +412,82 @@ def _not_finite() -> list[Call]:
     ]
 
 
+NESTED = "[" * 200_000
+LARGE = "1" + "0" * 400
+DAMAGED_LINES = (
+    NESTED,
+    f'{{"step": {LARGE}}}',
+    f'{{"step": 1, "loss": {LARGE}}}',
+    '{"step": 1, "loss": 1e400}',
+    '{"step": "1"}',
+    '{"step": 1, "loss": ' + "[" * 900 + "]" * 900 + "}",
+    "[]",
+    "\0",
+)
+
+
+def _damaged() -> list[Call]:
+    """Run folders whose files were damaged, exchanged or replaced: an answer, and nothing lost without a word."""
+    resume = "train {config} --out {copy} --resume auto --steps 3"
+    report = "report {copy} --out {folder}/a.html"
+    folder = {"here": ""}
+    calls = []
+    for line in DAMAGED_LINES:
+        two = f"{line}\n{line}\n"
+        moved = "2 lines were damaged, moved to metrics.jsonl.damaged"
+        calls += [
+            Call(resume, moved, 0, damage={"metrics.jsonl": two}),
+            Call(resume, "step 3/3", 0, damage={"goodput.jsonl": two}),
+            Call(report, "cut or damaged|no metrics", 0, folder, {"metrics.jsonl": two}),
+            Call(report, "goodput.jsonl is damaged", 0, folder, {"goodput.jsonl": two}),
+        ]
+    for text in (NESTED, "null", '{"config": ' + NESTED, '{"config": {"steps": ' + LARGE + "}}"):
+        for arguments in ("eval {copy}", "generate {copy} --prompt x", "export {copy} --out {out}"):
+            calls.append(Call(arguments, "Run|run|steps|config", damage={"config.json": text}))
+        calls.append(Call(report, "written to", 0, folder, {"config.json": text}))
+    pipes = ("logs/process-0.log", "metrics.jsonl", "goodput.jsonl", "config.json", "plan.txt")
+    for name in pipes:
+        says = f"{name}: is neither a file nor a folder"
+        calls.append(Call(resume, says, damage={f"{name}|": ""}))
+    for arguments in ("eval {copy}", "generate {copy} --prompt x", "export {copy} --out {out}"):
+        calls.append(Call(arguments, "not a regular file", damage={"config.json|": ""}))
+    for number in ("1" * 19, "9" * 18, "0", "007"):
+        says = "is not a lease of this version"
+        held = {f"lease/{number}.json": "{}"}
+        free = {f"lease/{number}.released": "{}"}
+        calls.append(Call(resume, f"{number}.json: {says}", damage=held))
+        calls.append(Call(f"{resume} --take-over", f"{number}.released: {says}", damage=free))
+    return calls
+
+
+def _templates() -> list[Call]:
+    """Chat templates that cannot be compiled, or that ask for the whole machine."""
+    templates = {
+        "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}": "not a Jinja template",
+        "{% for a in b %}" * 99 + "{% endfor %}" * 99: "not a Jinja template",
+        "{{ " + "9" * 5000 + " }}": "not a Jinja template",
+        "{% extends 'x' %}": "the template fails",
+        "{{ 'a' * (messages | length * 10 ** 12) }}": "MiB of memory|fails",
+        "{% set s = namespace(x='aaaa') %}{% for i in range(60) %}{% set s.x = s.x ~ s.x %}"
+        "{% endfor %}{{ s.x }}": "MiB of memory",
+        "{{ messages[0].content.center(10 ** 12) }}": "MiB of memory|fails",
+        "{{ messages | tojson(indent=10 ** 12) }}": "MiB of memory|fails",
+        "{{ ''.__class__ }}{{ ''.__class__.__mro__ }}": "SecurityError|fails",
+        "a" * (2**20 + 1): "above the limit of 1,048,576",
+    }
+    chats = (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    arguments = (
+        "train {config} --out {out} --task sft --data.source {folder}/chats.jsonl "
+        "--chat.template {folder}/t.jinja --data.cache {folder}/cache"
+    )
+    return [
+        Call(arguments, says, files={"t.jinja": template, "chats.jsonl": chats * 9})
+        for template, says in templates.items()
+    ]
+
+
 CALLS: dict[str, list[Call]] = {
     "flags": _flags(),
     "configs": _configs(),
@@ -416,5 +495,7 @@ CALLS: dict[str, list[Call]] = {
     "resumes": _resumes(),
     "commands": _commands(),
     "not finite": _not_finite(),
+    "damaged": _damaged(),
+    "templates": _templates(),
 }
 """All calls, by kind."""

@@ -4,15 +4,20 @@ The calls are in `hostile_calls`. Each is a process of its own, forked from one 
 everything.
 """
 
+import json
+import os
 import re
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.command_line import write_config
@@ -57,14 +62,17 @@ def start(base):
         yield start
 
 
-def write_files(call: Call, folder: Path, config: Path) -> None:
-    folder.mkdir(parents=True)
-    for name, text in call.files.items():
+def write_files(files: Mapping[str, str], folder: Path, config: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
         name, _, target = name.partition(" -> ")
-        path = folder / name
+        path = folder / name.rstrip("|")
         path.parent.mkdir(parents=True, exist_ok=True)
         if target:
             path.symlink_to(target)
+        elif name.endswith("|"):
+            path.unlink(missing_ok=True)
+            os.mkfifo(path)
         else:
             path.write_text(text.replace("{config!r}", repr(str(config))))
 
@@ -88,8 +96,13 @@ def test_every_call_is_answered(kind, number, base, start, tmp_path):
     """A mistake is an error of ours that names it, at once; what can work does."""
     call = CALLS[kind][number]
     folder, log, config = tmp_path / "folder", tmp_path / "log", base / "tiny.py"
-    write_files(call, folder, config)
+    write_files(call.files, folder, config)
+    copy = tmp_path / "copy"
+    if call.damage:
+        shutil.copytree(base / "run", copy)
+        write_files(call.damage, copy, config)
     values = {"config": config, "run": base / "run", "out": tmp_path / "out", "folder": folder}
+    values["copy"] = copy
     began = time.monotonic()
     process = start(log, [argument.format(**values) for argument in shlex.split(call.arguments)])
     ended = select.select([process._output], [], [], SECONDS)[0]
@@ -102,10 +115,42 @@ def test_every_call_is_answered(kind, number, base, start, tmp_path):
     assert not problems, f"spmd {call.arguments}: {problems}\n{output[-3000:]}"
 
 
+def change(array, how):
+    """Ids as damage leaves them in a file that NumPy reads without an error."""
+    if how == "shorter":
+        return array[: len(array) // 2]
+    if how == "longer":
+        return np.concatenate([array, array])
+    other = array.copy()
+    other[len(other) // 2 :] = 40_000
+    return other
+
+
+@pytest.mark.parametrize("name", ["train", "validation", "train_ends", "validation_ends"])
+@pytest.mark.parametrize("how", ["shorter", "longer", "beyond the vocabulary"])
+def test_a_cache_of_other_tokens_is_said_and_made_again(how, name, base, start, tmp_path):
+    """The metrics are those of the intact cache, to the bit."""
+    cache = shutil.copytree(base / "cache", tmp_path / "cache")
+    (path,) = cache.glob(f"*/{name}.npy")
+    np.save(path, change(np.load(path), how))
+    out = tmp_path / "out"
+    arguments = ["train", base / "tiny.py", "--out", out, "--data.cache", cache]
+    assert start(tmp_path / "log", arguments).wait() == 0
+    output = (tmp_path / "log").read_text()
+    assert f"were damaged ({name} " in " ".join(output.split())
+    losses = [
+        [json.loads(line).get("loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (out, base / "run")
+    ]
+    assert losses[0] == losses[1]
+
+
 def test_there_are_enough_calls():
     """At least 250 calls, and none twice."""
     calls = [
-        (call.arguments, tuple(call.files.items())) for calls in CALLS.values() for call in calls
+        (call.arguments, tuple(call.files.items()), tuple(call.damage.items()))
+        for calls in CALLS.values()
+        for call in calls
     ]
     assert len(calls) >= 250
     assert len(set(calls)) == len(calls)

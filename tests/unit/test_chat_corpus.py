@@ -187,6 +187,30 @@ def test_tokens_are_cached_under_all_that_they_depend_on(tmp_path, monkeypatch):
     np.testing.assert_array_equal(corpus(tmp_path, lines).train_mask, first.train_mask)
 
 
+@pytest.mark.parametrize("damage", ["shorter", "ids", "mask", "record"])
+def test_a_cache_of_other_tokens_is_made_again(damage, tmp_path):
+    """With a line that says why; control: an intact cache is used without one."""
+    lines = [line(n) for n in range(4)]
+    first = corpus(tmp_path, lines)
+    place = tmp_path / "cache" / first.fingerprint
+    name = {"mask": "train_mask"}.get(damage, "train")
+    expected = np.array(getattr(first, name))
+    if damage == "record":
+        (place / "conversations.json").write_text("[" * 200_000)
+    else:
+        changed = expected[:-1]
+        if damage == "ids":
+            changed = np.where(expected == expected[5], 999, expected).astype(expected.dtype)
+        elif damage == "mask":
+            changed = ~expected
+        (place / f"{name}.npy").unlink()
+        np.save(place / f"{name}.npy", changed)
+    again = corpus(tmp_path, lines)
+    assert f"the cached tokens in {place} were damaged" in again.notes[0]
+    np.testing.assert_array_equal(getattr(again, name), expected)
+    assert corpus(tmp_path, lines).notes == first.notes == again.notes[1:]
+
+
 def config(tmp_path: Path, **fields) -> TrainConfig:
     source = write(tmp_path / "two.jsonl", [line(1), line(2)])
     (tmp_path / "chat.jinja").write_text(TEMPLATE.source)

@@ -1,5 +1,6 @@
 """Text to token files: what is found, what is refused, what is cached."""
 
+import dataclasses
 import json
 import shutil
 import sysconfig
@@ -11,8 +12,11 @@ import pytest
 
 from spmd.data import corpus as corpus_module
 from spmd.data import tokenizer as tokenizer_module
+from spmd.data.array_record import _pieces as pieces_of
+from spmd.data.array_record import check_array, describe_array
 from spmd.data.corpus import Corpus, make_corpus
 from spmd.data.documents import Documents
+from spmd.data.loader import DataConfig, split_rows
 from spmd.data.sources import find_files
 from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import DataError
@@ -334,6 +338,142 @@ def test_a_damaged_cache_is_made_again(damage: str, folder: Path, cache: Path) -
     assert again.documents == 20
     np.testing.assert_array_equal(np.load(path, mmap_mode="r"), expected)
     assert [p.name for p in cache.iterdir()] == [first.fingerprint]
+
+
+def changed_ids(ids: np.ndarray, damage: str) -> np.ndarray:
+    """Ids as damage leaves them in a file that NumPy reads without an error."""
+    other = np.array(ids)
+    if damage == "shorter":
+        return other[: len(other) // 2]
+    if damage == "longer":
+        return np.concatenate([other, other])
+    if damage == "beyond the vocabulary":
+        other[len(other) // 2] = 60_000
+    elif damage == "another id":
+        other[-2] += 1
+    elif damage == "wider":
+        other = other.astype(np.uint32)
+    elif damage == "two dimensions":
+        other = other[:, None]
+    return other
+
+
+@pytest.mark.parametrize("name", ["train", "validation", "train_ends"])
+@pytest.mark.parametrize(
+    "damage",
+    ["shorter", "longer", "beyond the vocabulary", "another id", "wider", "two dimensions"],
+)
+def test_a_cache_of_other_ids_is_made_again(
+    damage: str, name: str, folder: Path, cache: Path
+) -> None:
+    """Of another length, type or content than was written: tokenized again, and a line says so.
+
+    Control: an intact cache is used without a line.
+    """
+    first = make(folder, cache=cache)
+    expected = np.array(getattr(first, name))
+    path = cache / first.fingerprint / f"{name}.npy"
+    path.unlink()
+    np.save(path, changed_ids(expected, damage))
+    again = make(folder, cache=cache)
+    np.testing.assert_array_equal(getattr(again, name), expected)
+    (line,) = again.notes
+    assert line.startswith(f"the cached tokens in {path.parent} were damaged ({name} ")
+    assert line.endswith("the text was tokenized again")
+    assert make(folder, cache=cache).notes == () == first.notes
+
+
+def test_a_record_with_an_id_beyond_the_vocabulary_is_not_used(folder: Path, cache: Path) -> None:
+    """Even if ids and record agree, as in a cache that another tokenizer wrote."""
+    first = make(folder, cache=cache)
+    place = cache / first.fingerprint
+    ids = np.array(first.train)
+    ids[3] = 999
+    (place / "train.npy").unlink()
+    np.save(place / "train.npy", ids)
+    about = json.loads((place / "corpus.json").read_text())
+    about["arrays"]["train"] = describe_array(ids)
+    (place / "corpus.json").write_text(json.dumps(about))
+    again = make(folder, cache=cache)
+    assert "train has the id 999, of a vocabulary of 256" in again.notes[0]
+    assert int(again.train.max()) < 256
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        "{}",
+        "[]",
+        "null",
+        '{"documents": 1e400}',
+        '{"arrays": 7, "documents": 20, "skipped": 0}',
+        '{"arrays": {"train": []}}',
+        '{"documents": ' + "9" * 400 + "}",
+        '{"documents": ' + "9" * 5000 + "}",
+        "\0",
+    ],
+)
+def test_a_damaged_record_of_a_cache_is_made_again(text: str, folder: Path, cache: Path) -> None:
+    """JSON that is nested too deeply, of the wrong kind or with a number that is none."""
+    first = make(folder, cache=cache)
+    (cache / first.fingerprint / "corpus.json").write_text(text)
+    again = make(folder, cache=cache)
+    assert again.documents == 20
+    assert "were damaged" in again.notes[0]
+
+
+def test_counts_that_are_no_numbers_are_damage(folder: Path, cache: Path) -> None:
+    """A record whose arrays fit, and whose numbers of documents do not."""
+    first = make(folder, cache=cache)
+    place = cache / first.fingerprint / "corpus.json"
+    intact = json.loads(place.read_text())
+    for documents in ("20", -1, 10**400, None, 2.5, True):
+        place.write_text(json.dumps({**intact, "documents": documents}))
+        again = make(folder, cache=cache)
+        assert again.documents == 20
+        assert "no number of documents" in again.notes[0]
+
+
+def test_ids_beyond_the_vocabulary_are_an_error_where_rows_are_made(
+    folder: Path, cache: Path
+) -> None:
+    """In pieces of a large cache that opening it does not read; control: the last id that there is."""
+    corpus = make(folder, cache=cache)
+    for packing in ("windows", "documents"):
+        config = DataConfig(source=("x",), sequence=16, packing=packing)
+        for largest, fails in ((255, False), (256, True), (70_000, True)):
+            ids = corpus.train.astype(np.uint32)
+            ids[40:60] = largest
+            bad = dataclasses.replace(corpus, train=ids)
+            rows, _ = split_rows(config, bad)
+            every = np.arange(len(rows))
+            if not fails:
+                rows.rows(every)
+                continue
+            with pytest.raises(DataError, match=f"the id {largest}, and the tokenizer's"):
+                rows.rows(every)
+
+
+def test_the_checksum_of_a_large_array_reads_pieces_of_it() -> None:
+    """4 MiB of 32: a change in the first piece, in the last and in one between them is seen.
+
+    Control: one between two pieces is not, so rows are compared with the vocabulary.
+    """
+    ids = np.arange(2**23, dtype=np.uint32)
+    record = describe_array(ids)
+    check_array("ids", ids, record)
+    pieces = list(pieces_of(ids))
+    assert sum(piece.nbytes for piece in pieces) == 2**22
+    between = int(pieces[30][-1]) + 1
+    for at in (0, int(pieces[30][0]), 2**23 - 1, between):
+        ids[at] += 1
+        if at == between:
+            check_array("ids", ids, record)
+        else:
+            with pytest.raises(ValueError, match="other elements"):
+                check_array("ids", ids, record)
+        ids[at] -= 1
 
 
 def test_a_failure_in_the_middle_leaves_nothing(

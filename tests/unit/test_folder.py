@@ -1,5 +1,8 @@
 """A run folder holds one run, and nothing in it leads elsewhere."""
 
+import os
+import socket
+
 import pytest
 
 from spmd.errors import CheckpointError
@@ -51,6 +54,37 @@ def test_links_out_of_the_folder_are_refused(folder, tmp_path):
         "process-0.log",
         "plan.txt",
     ]
+
+
+@pytest.mark.parametrize(
+    "name", ["logs/process-0.log", "metrics.jsonl", "goodput.jsonl", "config.json", "plan.txt"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_a_pipe_in_the_folder_is_refused(kind, name, folder):
+    """At once, and by its path: opening it would wait; control: a file and a folder are fine."""
+    assert folder.check_use("auto")
+    path = folder.path / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        where = os.getcwd()
+        os.chdir(path.parent)  # a socket's path has 107 characters at most
+        try:
+            with socket.socket(socket.AF_UNIX) as listening:
+                listening.bind(path.name)
+        finally:
+            os.chdir(where)
+    with pytest.raises(CheckpointError, match="neither a file nor a folder") as caught:
+        folder.check_use("auto")
+    assert [problem.where for problem in caught.value.problems] == [str(path)]
+
+
+def test_a_config_that_is_a_pipe_is_not_waited_for(folder):
+    """An error of the folder, as of any other file that is none."""
+    os.mkfifo(folder.path / "config.json")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        folder.config()
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "[" * 100_000, '{"changed": {}}'])

@@ -219,3 +219,33 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     """With its path and the flag."""
     (tmp_path / "file").write_text("")
     assert "choose a folder that can be written" in refusal(tmp_path / "file")
+
+
+@pytest.mark.parametrize("take_over", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1234567890123456789.json",
+        "1" * 150 + ".released",
+        "999999999999999999.json",
+        "0.json",
+        "007.json",
+    ],
+)
+def test_a_number_that_no_lease_has_is_refused(name, take_over, tmp_path):
+    """It is neither ignored nor removed, even to take the folder over: another program may hold it."""
+    write_lease(tmp_path, 0, number=2)
+    path = tmp_path / "lease" / name
+    path.write_text("{}")
+    text = refusal(tmp_path, take_over=take_over)
+    assert f"{path}: is not a lease of this version" in text
+    assert files(tmp_path) == sorted(["2.json", name])
+
+
+def test_control_other_files_and_the_largest_number_are_fine(tmp_path):
+    """A file of an editor is nobody's lease; the last number but one can be followed."""
+    write_lease(tmp_path, EXPIRY + 1, number=10**18 - 2)
+    (tmp_path / "lease" / ".nfs0001").write_text("")
+    (tmp_path / "lease" / "notes.txt").write_text("")
+    with Lease(tmp_path) as lease:
+        assert lease.number == 10**18 - 1

@@ -178,11 +178,14 @@ def test_training_begins_before_all_is_tokenized(
     assert len(tokenized) == 3
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "other", "ids", "type", "order"])
 def test_a_damaged_block_is_made_again(
     damage: str, text: Callable[..., StreamedText], tokenized: list[str]
 ) -> None:
-    """A truncated file, a missing one, and one that does not fit its other are made anew, with the same rows."""
+    """A truncated file, a missing one, one that does not fit its other, and one of other ids are made anew.
+
+    The rows are the same.
+    """
     whole = Streamed(text(threads=0), 0).read(np.arange(300))["tokens"]
     assert sorted(tokenized) == sorted(block.digest for block in text().blocks)
     cache, block, before = text().cache, text().blocks[0], len(tokenized)
@@ -191,6 +194,14 @@ def test_a_damaged_block_is_made_again(
         path.write_bytes(path.read_bytes()[:-3])
     elif damage == "gone":
         path.with_suffix(".ends.npy").unlink()
+    elif damage == "ids":
+        np.save(path, np.where(np.load(path) == 101, 300, np.load(path)).astype(np.uint16))
+    elif damage == "type":
+        np.save(path, np.load(path).astype(np.int64))
+    elif damage == "order":
+        ends = np.load(path.with_suffix(".ends.npy"))
+        ends[0] = ends[-1] + 1
+        np.save(path.with_suffix(".ends.npy"), ends)
     else:
         np.save(path.with_suffix(".ends.npy"), np.array([1, 2]))
     np.testing.assert_array_equal(

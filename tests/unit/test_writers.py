@@ -128,6 +128,17 @@ def test_each_attempt_is_a_run_of_one_group(stub, tmp_path):
     assert json.loads((tmp_path / "wandb/spmd.json").read_text())["attempt"] == 3
 
 
+@pytest.mark.parametrize("text", ["[" * 200_000, "[]", '{"attempt": "3"}', '{"id": 7}', "{", "\0"])
+def test_a_damaged_record_of_attempts_is_one_error(text, stub, tmp_path):
+    """With its path and what to do; control: the record of the attempt before is read."""
+    WandB(tmp_path, 0, {}, WandBConfig()).close()
+    WandB(tmp_path, 0, {}, WandBConfig()).close()
+    record = tmp_path / "wandb" / "spmd.json"
+    record.write_text(text)
+    with pytest.raises(ConfigError, match=r"wandb/spmd\.json: is not a record"):
+        WandB(tmp_path, 0, {}, WandBConfig())
+
+
 def test_offline_is_the_default(stub, tmp_path):
     WandB(tmp_path, 0, {}, WandBConfig(group="mine"))
     [(keywords, _)] = stub.opened
