@@ -182,13 +182,20 @@ class StorageError(SpmdError):
 
     Attributes:
         is_transient: The same request may succeed later.
+        is_damage: An object is absent, or differs from its checksum.
     """
 
     def __init__(
-        self, title: str, problems: Iterable[Problem] = (), *, is_transient: bool = False
+        self,
+        title: str,
+        problems: Iterable[Problem] = (),
+        *,
+        is_transient: bool = False,
+        is_damage: bool = False,
     ) -> None:
         super().__init__(title, problems)
         self.is_transient = is_transient
+        self.is_damage = is_damage
 
 
 class CheckpointError(SpmdError):

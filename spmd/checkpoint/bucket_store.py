@@ -46,7 +46,7 @@ from spmd.distributed.hosts import broadcast_from_first, gather_json
 from spmd.distributed.shared_folder import process_names
 from spmd.errors import CheckpointError, Problem, StorageError
 from spmd.storage.address import BucketPath
-from spmd.storage.bucket import PATIENCE, Bucket, storage_error
+from spmd.storage.bucket import PATIENCE, Bucket, Version, storage_error
 
 _VERSION = 2
 _MAX_BYTES = 128 << 20
@@ -54,6 +54,8 @@ _STEP = r"0|[1-9][0-9]{0,17}"
 _MANIFEST = re.compile(rf"({_STEP})\.json")
 _MARK = re.compile(rf"({_STEP})\.([0-9]{{1,18}})\.saving")
 _BARRIER_SECONDS = 2 * PATIENCE
+_LIST_SECONDS = 30.0
+"""Seconds until a store that does not answer is an error, before a run."""
 _PROBE = "access"
 
 
@@ -94,7 +96,9 @@ class BucketStore(CheckpointStore):
         before_write: Callable[[], object],
         owner: int,
         say: Callable[[str], object],
+        before_commit: Callable[[], object] = lambda: None,
     ) -> None:
+        self._before_commit = before_commit
         self._path = path
         self._bucket = Bucket(path, say)
         self._steps = self._bucket.below("steps")
@@ -103,17 +107,17 @@ class BucketStore(CheckpointStore):
         self._saves = 0
 
     def access_problems(self) -> tuple[Problem, ...]:
-        """Let each process write an object, and look for all of them on process 0."""
+        """Let each process write and delete an object."""
         if jax.process_count() == 1:
             return ()
         fault = ""
+        name = f"{_PROBE}/{jax.process_index()}"
         try:
-            self._bucket.write(f"{_PROBE}/{jax.process_index()}", b"")
+            self._bucket.write(name, b"")
+            self._bucket.delete(name)
         except StorageError as error:
             fault = str(error.problems[0])
         answers = gather_json([socket.gethostname(), fault])
-        if jax.process_index() == 0:
-            self._bucket.delete_below(f"{_PROBE}/")
         problems = []
         for process, (host, reason) in enumerate(answers):
             if reason:
@@ -171,6 +175,8 @@ class BucketStore(CheckpointStore):
         state = self._bucket.below(_state_name(step, self._owner))
         try:
             write_arrays(state.kvstore(), arrays)
+        except jax.errors.JaxRuntimeError:
+            raise  # about device memory
         except (ValueError, RuntimeError, OSError) as error:
             raise storage_error(str(state.path), error) from error
 
@@ -197,23 +203,33 @@ class BucketStore(CheckpointStore):
             self._before_write()
             for other in damaged:
                 self._quarantine(other)
-            self._create(step, _serialize(body))
+            self._before_commit()
+            version = self._create(step, _serialize(body))
+            self._check_complete(step, arrays, version)  # a later run may have removed the state
             self._steps.delete(self._mark(step))
         except StorageError as error:
             raise CheckpointError("writing the checkpoint failed", error.problems) from error
 
-    def _check_complete(self, step: int, arrays: Mapping[str, jax.Array]) -> None:
-        """Raise a `CheckpointError` unless the chunks of every process are there."""
+    def _check_complete(
+        self, step: int, arrays: Mapping[str, jax.Array], manifest: Version | None = None
+    ) -> None:
+        """Raise a `CheckpointError` unless the chunks of every process are there.
+
+        Args:
+            manifest: Version of the manifest, which is deleted if they are not.
+        """
         present = self._bucket.below(_state_name(step, self._owner)).list()
         problems = []
         for process, count in missing_by_process(present, arrays).items():
             what = f"lacks {count} chunks of process {process}"
             problems.append(Problem(self.path_of(step), what, fix="one bucket for all processes"))
         if problems:
+            if manifest is not None:
+                self._steps.delete(f"{step}.json", manifest)
             raise CheckpointError("nothing was saved", problems)
 
-    def _create(self, step: int, text: bytes) -> None:
-        """Create a manifest, unless there is one of a later lease."""
+    def _create(self, step: int, text: bytes) -> Version:
+        """Create a manifest, unless there is one of a later lease; return its version."""
         name = f"{step}.json"
         while True:
             found = self._steps.find(name)
@@ -223,8 +239,9 @@ class BucketStore(CheckpointStore):
                     what = f"was saved by the run with lease {lease}; this one has {self._owner}"
                     problem = Problem(self.path_of(step), what, fix="one run for a folder")
                     raise CheckpointError("writing the checkpoint failed", [problem])
-            if self._steps.replace(name, text, found.version) is not None:
-                return
+            version = self._steps.replace(name, text, found.version)
+            if version is not None:
+                return version
 
     def discard(self, step: int) -> None:
         """Remove an unfinished save, unless other processes may still be writing."""
@@ -241,7 +258,7 @@ class BucketStore(CheckpointStore):
             lease = _lease_of(found.data)
             mark = f"{step}.{lease}.saving"
             self._steps.write(mark, b"")
-            self._steps.delete(f"{step}.json")
+            self._steps.delete(f"{step}.json", found.version)
             self._remove_state(mark)
         except StorageError as error:
             raise CheckpointError("removing a checkpoint failed", error.problems) from error
@@ -277,7 +294,7 @@ class BucketStore(CheckpointStore):
         while damaged.create(name, found.data) is None:
             number += 1
             name = f"{step}.{number}.json"
-        self._steps.delete(f"{step}.json")
+        self._steps.delete(f"{step}.json", found.version)
 
     def verify(self, step: int, *, contents: bool) -> Sequence[Problem]:
         """Read the manifest; with `contents`, look for each chunk, too."""
@@ -343,13 +360,15 @@ class BucketStore(CheckpointStore):
         def attempt() -> dict[str, jax.Array]:
             try:
                 return read_arrays(state.kvstore(), manifest.arrays, plain)
+            except jax.errors.JaxRuntimeError:
+                raise  # about device memory
             except (ValueError, RuntimeError, OSError) as error:
                 raise storage_error(str(state.path), error) from error
 
         try:
             restored = self._bucket.repeat(manifest.state, attempt)
         except StorageError as error:
-            if error.is_transient:
+            if not error.is_damage:
                 raise CheckpointError("reading the checkpoint failed", error.problems) from error
             problems = []
             for each in error.problems:
@@ -394,7 +413,7 @@ def list_bucket_steps(path: BucketPath) -> list[int]:
         StorageError: The store cannot be listed.
     """
     steps = []
-    for name in Bucket(path).below("steps").list():
+    for name in Bucket(path, patience=_LIST_SECONDS).below("steps").list():
         found = _MANIFEST.fullmatch(name)
         if found:
             steps.append(int(found[1]))

@@ -82,8 +82,13 @@ class LocalStore(CheckpointStore):
         """Make the folder of a save, if there is enough disk space."""
         self._check_disk_space(arrays)
         self._before_write()
-        with self._write_errors(step):
-            self._unfinished(step).mkdir(exist_ok=jax.process_count() > 1)
+        try:
+            with self._write_errors(step):
+                self._unfinished(step).mkdir(exist_ok=jax.process_count() > 1)
+        except CheckpointError:
+            if jax.process_index() == 0:
+                self.discard(step)
+            raise
 
     def write(self, step: int, arrays: Mapping[str, jax.Array]) -> None:
         """Write the shards of this process; Orbax waits for those of the others."""

@@ -3,12 +3,12 @@
 The checkpoints are in a local folder (`local_store`) or in a bucket (`bucket_store`).
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
@@ -57,6 +57,7 @@ class CheckpointManager:
         owner: Number in the names of unfinished saves, so that those of a run that has lost the
             directory are its own.
         say: Shows a line, such as about a bucket that does not answer.
+        before_commit: Called on process 0 before a checkpoint in a bucket exists, in the background.
 
     Attributes:
         leftovers: Names of interrupted saves that were removed on opening.
@@ -84,6 +85,7 @@ class CheckpointManager:
         before_write: Callable[[], object] = lambda: None,
         owner: int = 0,
         say: Callable[[str], object] = lambda line: None,
+        before_commit: Callable[[], object] = lambda: None,
     ) -> None:
         self._policy = RetentionPolicy(max_to_keep, keep_best, best, keep_every)
         rules = {
@@ -95,9 +97,12 @@ class CheckpointManager:
         if problems:
             raise CheckpointError("invalid retention policy", problems)
         self.directory = locate(directory)
-        if isinstance(self.directory, Path):
+        self._store: CheckpointStore
+        if isinstance(self.directory, BucketPath):
+            self._store = BucketStore(self.directory, before_write, owner, say, before_commit)
+        else:
             self.directory = self.directory.absolute()
-        self._store = _open_store(self.directory, before_write, owner, say)
+            self._store = LocalStore(self.directory, before_write, owner)
         self._saving: tuple[int, Metrics, Future[None]] | None = None
         self._metrics: dict[int, Metrics] = {}
         self.damaged: dict[int, tuple[Problem, ...]] = {}
@@ -183,7 +188,8 @@ class CheckpointManager:
                 store.prune(old)
         except CheckpointError:
             if jax.process_index() == 0:
-                store.discard(save.step)  # otherwise a full disk stays full
+                with contextlib.suppress(CheckpointError):  # of which the first one is the cause
+                    store.discard(save.step)  # otherwise a full disk stays full
             raise
 
     def wait(self) -> None:
@@ -285,16 +291,25 @@ class CheckpointManager:
     ) -> dict[str, jax.Array] | None:
         """Restore arrays by path; None, on every process, if one of them found damage."""
         restored = None
-        damage: tuple[Problem, ...] = ()
+        failed: CheckpointError | None = None
         try:
             restored = self._store.restore(step, wanted, branches, optional)
-        except DamagedError as error:
-            damage = error.problems
-        found = set[Problem]()
-        for plain in gather_json(plain_problems(damage)):
-            found.update(read_problems(plain))
-        if not found:
+        except CheckpointError as error:
+            failed = error
+        answer: list[Any] = []
+        if failed is not None:
+            is_damage = isinstance(failed, DamagedError)
+            answer = [is_damage, failed.title, plain_problems(failed.problems)]
+        # All processes do the same next, so that none waits for another in a collective.
+        answers = [each for each in gather_json(answer) if each]
+        for is_damage, title, plain in answers:
+            if not is_damage:
+                raise failed or CheckpointError(title, read_problems(plain))
+        if not answers:
             return restored
+        found = set[Problem]()
+        for _, _, plain in answers:
+            found.update(read_problems(plain))
         self._add_damaged(step, tuple(sorted(found)))
         return None
 
@@ -383,18 +398,6 @@ class _Save:
     metrics: Metrics
     pruned: Sequence[int]
     damaged: Sequence[int]
-
-
-def _open_store(
-    directory: Location,
-    before_write: Callable[[], object],
-    owner: int,
-    say: Callable[[str], object],
-) -> CheckpointStore:
-    """Return the checkpoints of a local folder, or of a path in a bucket."""
-    if isinstance(directory, BucketPath):
-        return BucketStore(directory, before_write, owner, say)
-    return LocalStore(directory, before_write, owner)
 
 
 def _json_of(record: Mapping[str, Any]) -> str:

@@ -33,7 +33,8 @@ class Scan:
 class CheckpointStore(Protocol):
     """Checkpoints of one directory, by step: a local folder, or a path in a bucket.
 
-    Methods are called on process 0 alone unless they say otherwise. All raise `CheckpointError`.
+    Methods are called on process 0 alone unless they say otherwise. Those that change or read
+    checkpoints raise `CheckpointError`.
     """
 
     def access_problems(self) -> tuple[Problem, ...]:

@@ -31,6 +31,7 @@ from spmd.run.load_params import is_run, read_adapters, read_params, read_variab
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import AnyMesh, MeshShape, mesh_of
 from spmd.storage.address import locate
+from spmd.storage.download import local_path
 
 _Dtype = Literal["", "bf16", "bfloat16", "float32"]
 _DTYPES: dict[_Dtype, Any] = {
@@ -131,7 +132,7 @@ def _export_adapter(command: ExportCommand, config: TrainConfig) -> int:
     adapters = read_adapters(run, _mesh(), command.step, trained=command.trained)
     base = ""
     if config.init and not is_run(locate(config.init)):
-        base = str(Path(config.init).absolute())
+        base = str(local_path(config.init).absolute())
     save_adapter(
         out,
         adapters,

@@ -14,6 +14,7 @@ from spmd.errors import CheckpointError, Problem
 from spmd.hf.family import families
 from spmd.hf.fields import collect_errors
 from spmd.hf.folder import CONFIG, architectures_of, inside
+from spmd.storage.download import local_path
 
 ORIGINAL = "hf_config.json"
 """Name of an imported model's config.json in a run folder."""
@@ -90,7 +91,7 @@ def sidecar_files(run: Path, tokenizer: str, model: Any) -> tuple[dict[str, Path
     folders = [run]
     tokenizer_path: Path | None = None
     if tokenizer != "bytes":
-        tokenizer_path = Path(tokenizer).expanduser()
+        tokenizer_path = local_path(tokenizer)
         folders.append(tokenizer_path.parent)
     with collect_errors(problems):
         files = _files(run, tokenizer_path)

@@ -150,12 +150,17 @@ class CurrentAttempt(contextlib.AbstractContextManager["CurrentAttempt"]):
     def _start(self, process: int, number: int, **values: Any) -> None:
         self._record = _Record(self._folder, process, number)
         self._write(host=socket.gethostname(), **values)
-        self._at_loss.enter_context(call_at_loss(lambda gone: self._write(gone=gone)))
+        # Without an upload: the other processes wait for this one's word.
+        self._at_loss.enter_context(call_at_loss(lambda gone: self._record_line(gone=gone)))
 
-    def _write(self, **values: Any) -> None:
+    def _record_line(self, **values: Any) -> None:
         if self._record is not None:
             self._record.write(**values)
-            with contextlib.suppress(StorageError):  # as a full disk
+
+    def _write(self, **values: Any) -> None:
+        self._record_line(**values)
+        if self._record is not None:
+            with contextlib.suppress(StorageError, OSError):  # as a full disk
                 self._upload()
 
 

@@ -16,7 +16,7 @@ from typing import Self
 
 from spmd.checkpoint.arrays import disk_errors
 from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
-from spmd.errors import CheckpointError, Problem
+from spmd.errors import CheckpointError, Problem, StorageError
 from spmd.resilience.lease_files import (
     FOLDER,
     BucketLeaseFiles,
@@ -70,7 +70,7 @@ class Lease:
         say: Callable[[str], object] = print,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
-        self._files = _lease_files(folder, self._show)
+        self._files = _lease_files(folder, self.show)
         self._take_over = take_over
         self._check = check
         self._say = say
@@ -103,12 +103,14 @@ class Lease:
         """Show lines in another place from now on, such as about a bucket that does not answer."""
         self._say = say
 
-    def _show(self, line: str) -> None:
+    def show(self, line: str) -> None:
+        """Show a line where this lease shows its own."""
         self._say(line)
 
     def renew(self) -> None:
         """Renew the lease: call it before every write. Raise `CheckpointError` if it is lost."""
         if self._held is None:
+            self._check_number()
             return
         with disk_errors(
             self._files.where, "renewing the lease", 'resume="auto", once the folder can be written'
@@ -123,6 +125,17 @@ class Lease:
         """
         if self._files.is_local:
             self.renew()
+
+    def _check_number(self) -> None:
+        """Raise on another process than the holder's if a later lease is in a bucket.
+
+        On a disk, the holder's own process ends the others.
+        """
+        if self._files.is_local or not self.number:
+            return
+        with disk_errors(self._files.where, "reading the lease", "the bucket must be readable"):
+            if self._newest().number > self.number:
+                raise self._lost_error()
 
     def _lost_error(self) -> "_LostError":
         newest = self._newest()
@@ -162,9 +175,9 @@ class Lease:
                     taken = self._newest()
                 while not self._claim(taken):
                     pass
-        except CheckpointError as error:
+            return self._check()
+        except (CheckpointError, StorageError) as error:
             return error.problems
-        return self._check()
 
     def _foreign_problems(self) -> list[Problem]:
         """Return a problem for each file of a number that no lease has.

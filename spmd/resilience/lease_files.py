@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import math
 import os
 import re
 import secrets
@@ -284,11 +285,15 @@ class BucketLeaseFiles(LeaseFiles):
         return read_holder(self._values(name))
 
     def last_beat(self, name: LeaseName) -> float:
-        """Return the time in an object."""
+        """Return the time in an object; 0 if it has none."""
+        values = self._values(name)
         try:
-            return float(self._values(name)[_BEAT])
+            beat = float(values[_BEAT])
         except (ValueError, KeyError, TypeError, OverflowError):
             return 0.0
+        if not math.isfinite(beat):
+            return 0.0
+        return beat
 
     def now(self) -> float:
         """Return the store's time."""

@@ -30,7 +30,7 @@ from spmd.run.run_dir import RunDir
 from spmd.run.transforms import TRANSFORMS
 from spmd.sharding.mesh import AnyMesh
 from spmd.sharding.optimizer_state import followed_params
-from spmd.storage.address import Location, is_address, locate
+from spmd.storage.address import Location, address_of, is_address, locate
 from spmd.storage.download import local_path
 from spmd.training.evaluated_params import (
     EvaluationPoint,
@@ -71,14 +71,14 @@ def frozen_base(config: TrainConfig) -> ExternalState:
         return FROZEN
     path = _absolute(config.init)
     if not is_run(path):
-        return dataclasses.replace(FROZEN, origin={"path": str(path), "step": None})
+        return dataclasses.replace(FROZEN, origin={"path": address_of(path), "step": None})
     with other_config():
         has_adapters = bool(RunDir(path).config().lora.targets)
     with CheckpointManager(RunDir(path).checkpoints, read_only=True) as checkpoints:
         step = checkpoints.latest_valid()
     if has_adapters or step is None:
         return FROZEN
-    return dataclasses.replace(FROZEN, origin={"path": str(path), "step": step})
+    return dataclasses.replace(FROZEN, origin={"path": address_of(path), "step": step})
 
 
 def load_base(origin: Mapping[str, Any], abstract: Any) -> Any:

@@ -28,7 +28,7 @@ from spmd.observe.metrics import device_memory
 from spmd.observe.profiling import parse_steps
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.observe.writers import check_packages
-from spmd.run.run_dir import Resume
+from spmd.run.run_dir import METRICS, Resume
 from spmd.run.run_spec import RunSpec
 from spmd.run.session import RunResult, train_in_folder
 from spmd.training.evaluated_params import plan_evaluation_point
@@ -118,5 +118,5 @@ class Run(RunSpec):
             print(f"{title:<15} {loss:.4f} over {weight:,.0f} {rate.unit}{of_point}")
         if result.checkpoint is not None:
             print(f"checkpoint      {folder.checkpoint(result.checkpoint)}")
-        print(f"metrics         {folder.location / folder.metrics.name}")
+        print(f"metrics         {folder.location / METRICS}")
         print(wrap_to_terminal(f"\n{measure_goodput(folder.path)}", indent=16))

@@ -29,7 +29,6 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -38,7 +37,12 @@ import jax
 from spmd.checkpoint.manager import list_steps
 from spmd.checkpoint.manifest import read_object
 from spmd.data.tokenizer import TOKENIZER
-from spmd.distributed.hosts import broadcast_from_first, plain_problems, read_problems
+from spmd.distributed.hosts import (
+    broadcast_from_first,
+    gather_json,
+    plain_problems,
+    read_problems,
+)
 from spmd.distributed.shared_folder import shared_folder_problems
 from spmd.errors import CheckpointError, Problem, StorageError, check_local
 from spmd.model_interface.model_config import recorded_values
@@ -61,6 +65,7 @@ from spmd.storage.mirror import Mirror
 _MAX_CONFIG_BYTES = 64 << 20
 IMPORTED = "imported"
 """Key in the record of a checkpoint that has imported parameters and no training state."""
+METRICS = "metrics.jsonl"
 Resume = Literal["never", "auto", "always"]
 
 _OWNER = re.compile(r"process-(\d+)\.")
@@ -101,7 +106,7 @@ class RunDir:
         if isinstance(self.location, Path):
             return None
         mirror = _mirror_of(self.location)
-        mirror.pull()
+        mirror.pull(_is_wanted)
         return mirror
 
     @property
@@ -124,7 +129,7 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         """File of the metrics."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def has_run(self) -> bool:
@@ -149,23 +154,21 @@ class RunDir:
             return self.checkpoints / str(step)
         return self.checkpoints / "steps" / f"{step}.json"
 
-    def uploads(
-        self, before: Callable[[], object], say: Callable[[str], object]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Upload the files of this process while a block runs; nothing is done for a local run.
-
-        Args:
-            before: Called before each upload; raises if there must be none.
-            say: Shows why an upload failed, which is repeated.
-        """
+    def uploads(self, lease: Lease) -> contextlib.AbstractContextManager[None]:
+        """Upload the files of this process while a block runs; nothing is done for a local run."""
         if self.mirror is None:
             return contextlib.nullcontext()
-        return self.mirror.uploads(_is_own, before, say)
+        return self.mirror.uploads(lease.number, _is_own, lease.renew, lease.show)
+
+    def upload_now(self, lease: Lease) -> None:
+        """Upload what this process has written so far, such as before a checkpoint exists."""
+        if self.mirror is not None:
+            self.mirror.upload(_is_own, lease.renew, lease.show)
 
     def upload_attempts(self) -> None:
         """Upload the records of attempts, without a lease."""
         if self.mirror is not None:
-            self.mirror.push(lambda name: name.startswith(f"{ATTEMPTS}/") and _is_own(name))
+            self.mirror.push(_is_own_attempt)
 
     def check_use(self, resume: Resume) -> bool:
         """Return true if the folder contains a run to resume.
@@ -203,20 +206,34 @@ class RunDir:
 
         Every process makes this call, after all are connected, and all raise the same error.
         """
-        if self.mirror is None:
-            problems = shared_folder_problems(self.path, str(self.path))
-            if problems:
-                raise CheckpointError("Nothing was started:", problems)
+        problems = self._access_problems()
+        if problems:
+            raise CheckpointError("Nothing was started:", problems)
         found = broadcast_from_first(lambda: self._check_use_alone(resume))
         if "failed" in found:
             raise CheckpointError(found["title"], read_problems(found["failed"]))
         return bool(found["exists"])
 
+    def _access_problems(self) -> tuple[Problem, ...]:
+        """Return the problems of processes without access to the folder, the same on each."""
+        if isinstance(self.location, Path):
+            return shared_folder_problems(self.location, str(self.location))
+        own: tuple[Problem, ...] = ()
+        try:
+            self._check_bucket()
+            self.path.stat()  # which downloads the files
+        except (CheckpointError, StorageError) as error:
+            own = error.problems
+        found = set[Problem]()
+        for plain in gather_json(plain_problems(own)):
+            found.update(read_problems(plain))
+        return tuple(sorted(found))
+
     def _check_use_alone(self, resume: Resume) -> dict[str, Any]:
         """Return the result of `check_use`, or its error, as JSON values."""
         try:
             return {"exists": self.check_use(resume)}
-        except CheckpointError as error:
+        except (CheckpointError, StorageError) as error:
             return {"title": error.title, "failed": plain_problems(error.problems)}
 
     def _check_bucket(self) -> None:
@@ -325,8 +342,9 @@ class RunDir:
     def _read_values(self) -> dict[str, Any]:
         """Return the recorded values of the config."""
         fix = "give the folder that `spmd train` wrote, such as runs/demo"
+        folder = self.path  # an error of the store is its own
         try:
-            values = read_object((self.path / "config.json").resolve(), _MAX_CONFIG_BYTES)
+            values = read_object((folder / "config.json").resolve(), _MAX_CONFIG_BYTES)
             if "architectures" in values:
                 fix = f"spmd import {self.location} --out RUN"
             config = values["config"]
@@ -341,6 +359,17 @@ class RunDir:
                 what = "has a config.json that is not of a run"
             problem = Problem(str(self.location), what, fix=fix)
             raise CheckpointError("Run not found:", [problem]) from error
+
+
+def _is_wanted(name: str) -> bool:
+    """Return whether a process needs a file of a run: its own, and on process 0 all but traces."""
+    if name.startswith(("profile/", "tensorboard/")):
+        return False
+    return _is_own(name) or not _OWNER.match(name.rpartition("/")[2])
+
+
+def _is_own_attempt(name: str) -> bool:
+    return name.startswith(f"{ATTEMPTS}/") and _is_own(name)
 
 
 def _is_own(name: str) -> bool:

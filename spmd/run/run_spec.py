@@ -146,7 +146,7 @@ class RunSpec:
         kind = type(self).__name__
         return f"{kind}({str(self.folder)!r}, {self.config.steps:,} steps, {self.step!r})"
 
-    @property
+    @functools.cached_property
     def run_dir(self) -> RunDir:
         """The folder."""
         return RunDir(locate(self.folder))

@@ -143,6 +143,7 @@ def train_in_folder(
     with contextlib.ExitStack() as stack:
         fault = cache_fault(run.step.mesh.shape["pipe"])
         stack.enter_context(compilation_cache(cache_dir(config.compilation_cache_dir)))
+        stack.enter_context(folder.uploads(lease))
         log = stack.enter_context(ProcessLog(folder.log))
         stack.enter_context(also_said_by(log.say))
         if jax.process_count() > 1 and not native_debug():
@@ -160,7 +161,6 @@ def train_in_folder(
 
         lease.report_to(note)
         stack.callback(lease.report_to, print)  # the log is closed then
-        stack.enter_context(folder.uploads(lease.renew, log.say))
         for line in said:
             log.say(line)
         if fault:
@@ -194,6 +194,7 @@ def _open_checkpoints(run: RunSpec, lease: Lease, say: Callable[[str], None]) ->
         before_write=lease.renew,
         owner=lease.number,
         say=say,
+        before_commit=functools.partial(run.run_dir.upload_now, lease),
     )
 
 

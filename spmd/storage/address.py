@@ -124,6 +124,13 @@ def location_problems(where: str, text: str) -> list[Problem]:
     return []
 
 
+def address_of(location: Location) -> str:
+    """Return the text of which `locate` makes the same location."""
+    if isinstance(location, BucketPath):
+        return location.address
+    return str(location)
+
+
 def parse_address(text: str) -> BucketPath:
     """Parse the address of an object store.
 

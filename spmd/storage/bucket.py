@@ -32,7 +32,7 @@ _LONGEST_WAIT = 15.0
 _PART_BYTES = 32 << 20
 """Bytes of one request for a large object."""
 
-_RETRIES = {"max_retries": 3, "initial_delay": "200ms", "max_delay": "2s"}
+_RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "2s"}
 """Repetitions inside TensorStore, which are not reported."""
 CONTEXT = tensorstore.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
 
@@ -40,6 +40,8 @@ _TRANSIENT = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED
 _CREDENTIALS = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 _CREDENTIAL_WORDS = ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied")
 _SOURCE_LOCATIONS = re.compile(r" *\[source locations=.*", re.DOTALL)
+_DAMAGE = re.compile(r"(DATA_LOSS|FAILED_PRECONDITION): Error reading|NOT_FOUND: chunk ")
+"""Errors of TensorStore about an absent chunk, or one of another length or checksum."""
 _LOG_LINE = re.compile(
     rb"[IWE]\d{4} .* (common-io|AuthCredentialsProvider|auth|google_auth_provider\.cc):\d+\] "
 )
@@ -228,9 +230,12 @@ class Bucket:
             raise
         return sorted(key.decode(errors="replace") for key in found)
 
-    def delete(self, name: str) -> None:
-        """Delete an object, if there is one."""
-        self._request(name, lambda store: store.write(name, None).result())
+    def delete(self, name: str, version: Version | None = None) -> None:
+        """Delete an object, if there is one, and if it has a version where that is given."""
+        condition = None
+        if version is not None:
+            condition = version.generation
+        self._request(name, lambda store: store.write(name, None, if_equal=condition).result())
 
     def delete_below(self, prefix: str) -> None:
         """Delete the objects with a prefix; an empty one is an error."""
@@ -268,28 +273,30 @@ class Bucket:
         Args:
             name: Name of what it reads or writes, in the lines that are shown.
         """
-        began = time.monotonic()
+        failed_at: float | None = None
         wait = _FIRST_WAIT
-        was_said = False
         while True:
             try:
                 result = attempt()
                 break
             except StorageError as error:
-                elapsed = time.monotonic() - began
-                if not error.is_transient or elapsed + wait > self._patience:
+                if not error.is_transient:
                     raise
-                if not was_said:
+                now = time.monotonic()
+                if failed_at is None:  # an attempt may take longer than patience lasts
+                    failed_at = now
                     reason = error.problems[0].detail
                     self._say(
                         f"{self._where(name)} does not answer ({reason}); "
                         f"retrying for up to {self._patience:.0f} s"
                     )
-                was_said = True
+                if now - failed_at + wait > self._patience:
+                    raise
             time.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT)
-        if was_said:
-            self._say(f"{self._where(name)} answers again, {time.monotonic() - began:.0f} s later")
+        if failed_at is not None:
+            seconds = time.monotonic() - failed_at
+            self._say(f"{self._where(name)} answers again, {seconds:.0f} s later")
         return result
 
     def _where(self, name: str) -> str:
@@ -302,6 +309,9 @@ def storage_error(where: str, error: Exception) -> StorageError:
     """Return an error of TensorStore as a `StorageError`."""
     text = _SOURCE_LOCATIONS.sub("", str(error)).replace("\n", " ")
     code = text.partition(":")[0]
+    if _DAMAGE.match(text):
+        problem = Problem(where, "is damaged", text)
+        return StorageError("Damaged:", [problem], is_damage=True)
     if code in _TRANSIENT:
         problem = Problem(where, "the object store does not answer", text)
         return StorageError("Object store not reached:", [problem], is_transient=True)

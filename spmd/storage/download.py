@@ -46,9 +46,9 @@ def download(path: BucketPath, wanted: Callable[[str], bool] = lambda name: True
 
     Return the local file or folder. Objects that were deleted in the bucket are removed here.
     """
-    beside = Bucket(path.parent) if "/" in path.key else None
+    beside = Bucket(path.parent)
     root = DOWNLOADS.expanduser() / path.scheme / path.bucket
-    if beside is not None and path.name in beside.list(path.name):
+    if path.name in beside.list(path.name):
         folder = root / path.parent.key
         _update(beside, folder, [path.name])
         return folder / path.name
@@ -61,8 +61,9 @@ def download(path: BucketPath, wanted: Callable[[str], bool] = lambda name: True
     _update(objects, folder, names)
     for file in folder.rglob("*"):
         name = file.relative_to(folder).as_posix()
-        if file.is_file() and wanted(name) and name not in names and file.name != _INDEX:
-            file.unlink()
+        is_object = file.is_file() and not file.name.startswith(".")
+        if is_object and wanted(name) and name not in names:
+            file.unlink(missing_ok=True)
     return folder
 
 
@@ -99,7 +100,7 @@ def _download(objects: Bucket, name: str, target: Path, before: Version | None) 
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file atomically."""
-    number, unfinished = tempfile.mkstemp(dir=path.parent)
+    number, unfinished = tempfile.mkstemp(prefix=".", dir=path.parent)
     with os.fdopen(number, "wb") as file:
         file.write(data)
     os.replace(unfinished, path)

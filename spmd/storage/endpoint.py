@@ -23,11 +23,9 @@ _CLOCK_SECONDS = 10.0
 
 def kvstore_spec(path: BucketPath) -> dict[str, Any]:
     """Return the specification of TensorStore's key-value store below a path."""
-    spec: dict[str, Any] = {"bucket": path.bucket, "path": f"{path.key}/"}
+    spec: dict[str, Any] = {"bucket": path.bucket, "path": f"{path.key}/".lstrip("/")}
     if path.scheme == "gs":
-        endpoint = _gcs_endpoint(path)
-        if endpoint:
-            os.environ[_GCS_ENDPOINT] = endpoint
+        _set_gcs_endpoint(path)
         user_project = path.option("user_project")
         if user_project:
             spec["context"] = {"gcs_user_project": {"project_id": user_project}}
@@ -47,6 +45,18 @@ def kvstore_spec(path: BucketPath) -> dict[str, Any]:
     return {"driver": "s3", **spec}
 
 
+def _set_gcs_endpoint(path: BucketPath) -> None:
+    """Give TensorStore the server of an address; it has one for all addresses of a process."""
+    endpoint = _gcs_endpoint(path)
+    present = os.environ.get(_GCS_ENDPOINT, "")
+    if path.option("endpoint") and present not in ("", endpoint):
+        fix = f"one endpoint for all, in the environment: {_GCS_ENDPOINT}={endpoint}"
+        problem = Problem(str(path), f"is at {endpoint}, and others at {present}", fix=fix)
+        raise StorageError("Two servers of gs://:", [problem])
+    if endpoint:
+        os.environ[_GCS_ENDPOINT] = endpoint
+
+
 def server_time(path: BucketPath) -> float:
     """Return the seconds since the epoch by the clock of the path's server.
 
@@ -63,18 +73,23 @@ def server_time(path: BucketPath) -> float:
 def _ask(path: BucketPath) -> tuple[int, str]:
     """Return status and date of an answer about a bucket, for a request without credentials."""
     url = _bucket_url(path)
-    request = urllib.request.Request(url, method="HEAD" if path.scheme == "s3" else "GET")
+    method = "GET"
+    if path.scheme == "s3":
+        method = "HEAD"
+    request = urllib.request.Request(url, method=method)
     try:
         with urllib.request.urlopen(request, timeout=_CLOCK_SECONDS) as answer:
-            return int(answer.status), str(answer.headers["Date"])
+            status, date = answer.status, answer.headers["Date"]
     except urllib.error.HTTPError as error:  # mostly 403: it needs credentials
-        if error.headers["Date"]:
-            return error.code, str(error.headers["Date"])
-        reason = f"HTTP {error.code} without a date"
+        status, date = error.code, error.headers["Date"]
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-    problem = Problem(str(path), f"{url} does not answer", reason)
-    raise StorageError("Object store not reached:", [problem], is_transient=True)
+        problem = Problem(str(path), f"{url} does not answer", reason)
+        raise StorageError("Object store not reached:", [problem], is_transient=True) from error
+    if not date:
+        what = f"{url} answers without a date, by which leases expire"
+        raise StorageError("Object store without a clock:", [Problem(str(path), what)])
+    return int(status), str(date)
 
 
 def _bucket_url(path: BucketPath) -> str:
@@ -85,6 +100,8 @@ def _bucket_url(path: BucketPath) -> str:
     endpoint = _s3_endpoint(path)
     if endpoint:
         return f"{endpoint}/{path.bucket}"
+    if "." in path.bucket:  # the certificate is for one name before amazonaws.com
+        return f"https://s3.amazonaws.com/{path.bucket}"
     return f"https://{path.bucket}.s3.amazonaws.com/"
 
 

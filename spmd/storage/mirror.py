@@ -1,15 +1,18 @@
 """Mirror of a folder in a bucket: files are written locally, and uploaded.
 
 Programs write to the folder as to any other. Changed files are uploaded at intervals, in the
-background: small ones whole, and of a larger one that only grew, what was added.
+background: small ones whole, and of a larger one that only grew, the added bytes.
 
 ```
-metrics.jsonl                                  the file at some time, whole
-metrics.jsonl.parts/4f1c…-000000104857600      what was added to it, from that byte on
+metrics.jsonl                                     the file at some time, whole
+metrics.jsonl.parts/4f1c…-000003.000002-000104857600
+                                                  bytes that follow, from that position on
 ```
 
-A part names the digest of the whole file that it continues. So parts of an earlier content count
-for nothing, and a whole file takes the place of the one before it, with its parts, at once.
+A part names the digest of the whole file that it continues, the number of its writer, and how many
+whole files that writer had uploaded. Of the parts of a digest, those of the latest writer count.
+So bytes of an earlier content are never joined to a later one, in whatever order writes and crashes
+come.
 """
 
 import contextlib
@@ -17,23 +20,27 @@ import dataclasses
 import hashlib
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from spmd.errors import Problem, StorageError
-from spmd.storage.bucket import Bucket, StoredObject, Version
+from spmd.storage.bucket import Bucket, Version
 
 INTERVAL = 5.0
 """Seconds between uploads."""
 SMALL = 64 << 10
 """Bytes up to which a file is uploaded whole."""
 MOST_PARTS = 256
+LAST_SECONDS = 120.0
+"""Seconds of repeated requests for the uploads at the end."""
 
-_PART = re.compile(r"(.+)\.parts/([0-9a-f]{16})-([0-9]{15})")
-_UNFINISHED = (".tmp", ".unfinished")
+_PART = re.compile(r"(.+)\.parts/([0-9a-f]{16})-([0-9]{6,}\.[0-9]{6})-([0-9]{15})")
+_UNFINISHED = (".tmp", ".unfinished", "/")
 _TAIL = 4096
 
 
@@ -47,6 +54,7 @@ class _Uploaded:
         whole: Bytes of the whole file.
         size: Bytes with the parts.
         tail: Last bytes, by which a file that grew is told from a new one.
+        digest: Of all bytes, by which a file that was edited in place is told.
         parts: Names of the parts; also those of earlier contents.
         seen: Number, size and time of the local file.
     """
@@ -56,6 +64,7 @@ class _Uploaded:
     whole: int
     size: int
     tail: bytes
+    digest: Any
     parts: list[str]
     seen: tuple[int, int, int] = (0, 0, 0)
 
@@ -79,41 +88,58 @@ class Mirror:
         self._uploaded: dict[str, _Uploaded] = {}
         self._lock = threading.Lock()
         self._is_writing = False
+        self._writer = 0
+        self._wholes = 0
 
-    def pull(self) -> None:
-        """Download the files, unless this object uploads them."""
+    def pull(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Download the files, unless this object uploads them; remove deleted ones.
+
+        Args:
+            wanted: Whether a file is downloaded, by its name.
+        """
         if self._is_writing:
             return
-        names = [name for name in self.bucket.list() if not name.startswith(self._excluded)]
         parts: dict[str, list[str]] = {}
-        for name in names:
+        whole: list[str] = []
+        for name in self.bucket.list():
             part = _PART.fullmatch(name)
             if part:
                 parts.setdefault(part[1], []).append(name)
-        whole = [name for name in names if not _PART.fullmatch(name)]
-        found = self.bucket.find_all(whole)
-        for name, each in zip(whole, found, strict=True):
-            if each.data is not None:  # deleted since the listing
-                self._write_local(name, each, parts.get(name, []))
+            elif not name.startswith(self._excluded) and not name.endswith("/") and wanted(name):
+                whole.append(name)
+        for name in whole:
+            self._pull_file(name, parts.get(name, []))
+        for name in self._uploaded.keys() - set(whole):
+            (self.folder / name).unlink(missing_ok=True)
+            del self._uploaded[name]
 
-    def _write_local(self, name: str, found: StoredObject, parts: list[str]) -> None:
+    def _pull_file(self, name: str, parts: list[str]) -> None:
         """Write a file to the folder, joined from its parts."""
-        data = found.data or b""
-        tag = _digest(data)
-        own = [part for part in parts if f".parts/{tag}-" in part]
-        joined = bytearray(data)
+        path = self.folder / name
+        if not path.resolve().is_relative_to(self.folder.resolve()):
+            return
+        found = self.bucket.find(name)
+        if found.data is None:  # deleted since the listing
+            return
+        tag = _tag(found.data)
+        joined = bytearray(found.data)
+        own = _latest(parts, tag)
         for part, added in zip(own, self.bucket.find_all(own), strict=True):
             start = int(part[-15:])
             if added.data is None or start != len(joined):
                 break  # what follows has no beginning
             joined += added.data
-        path = self.folder / name
-        if not path.resolve().is_relative_to(self.folder.resolve()):
-            return
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(joined)
-        tail = bytes(joined[-_TAIL:])
-        uploaded = _Uploaded(found.version, tag, len(data), len(joined), tail, parts)
+        uploaded = _Uploaded(
+            version=found.version,
+            tag=tag,
+            whole=len(found.data),
+            size=len(joined),
+            tail=bytes(joined[-_TAIL:]),
+            digest=hashlib.sha256(joined),
+            parts=parts,
+        )
         uploaded.seen = _identity(path)
         self._uploaded[name] = uploaded
 
@@ -124,44 +150,52 @@ class Mirror:
             owns: Whether a file is this process's to upload.
 
         Raises:
-            StorageError: The store does not answer, or another process has written a file.
+            StorageError: The store does not answer, or another process has written some files; the
+                other files are uploaded.
         """
+        failed: list[StorageError] = []
         with self._lock:
-            for name, path in self._files():
-                if owns(name):
+            for name, path in self._changed(owns):
+                try:
                     self._push_file(name, path)
+                except FileNotFoundError:
+                    continue  # removed since the listing
+                except StorageError as error:
+                    failed.append(error)
+                    if error.is_transient:
+                        break
+        if failed:
+            problems = [problem for error in failed for problem in error.problems]
+            is_transient = any(error.is_transient for error in failed)
+            raise StorageError(failed[0].title, problems, is_transient=is_transient)
 
     @contextlib.contextmanager
     def uploads(
         self,
+        writer: int,
         owns: Callable[[str], bool],
         before: Callable[[], object],
         say: Callable[[str], object],
     ) -> Iterator[None]:
         """Upload changed files at intervals, from a thread, and at the end of a block.
 
+        Files that cannot be uploaded are said and end nothing.
+
         Args:
+            writer: Number of this writer, larger than those of earlier ones.
             owns: Whether a file is this process's to upload.
             before: Called before each upload; raises if there must be none.
-            say: Shows why an upload failed, which is repeated.
-
-        Raises:
-            StorageError: At the end of the block, the files could not be uploaded.
+            say: Shows a line.
         """
         stopped = threading.Event()
-        self.bucket = self.bucket.patient(say)
+        quick = self.bucket
+        self.bucket = quick.patient(say)
+        self._writer = writer
         self._is_writing = True
-
-        def upload() -> None:
-            before()
-            self.push(owns)
 
         def keep_uploading() -> None:
             while not stopped.wait(INTERVAL):
-                try:
-                    upload()
-                except (OSError, ValueError) as error:  # of which `StorageError` is one
-                    say(f"files of the run were not uploaded, and will be: {error}")
+                self.upload(owns, before, say)
 
         thread = threading.Thread(target=keep_uploading, name="spmd-uploads", daemon=True)
         thread.start()
@@ -169,71 +203,125 @@ class Mirror:
             yield
         finally:
             stopped.set()
-            thread.join()
-            try:
-                upload()
-            finally:
-                self._is_writing = False
+            thread.join(LAST_SECONDS)
+            self.bucket = Bucket(quick.path, say, LAST_SECONDS)
+            self.upload(owns, before, lambda line: print(f"spmd: {line}", file=sys.stderr))
+            self.bucket = quick
+            self._is_writing = False
 
-    def _files(self) -> Iterator[tuple[str, Path]]:
-        """Yield name and path of each file, without unfinished ones."""
+    def upload(
+        self,
+        owns: Callable[[str], bool],
+        before: Callable[[], object],
+        say: Callable[[str], object],
+    ) -> None:
+        """Upload changed files; say why, if some cannot be."""
+        try:
+            if any(self._changed(owns)):
+                before()
+                self.push(owns)
+        except (OSError, ValueError) as error:  # of which `SpmdError` is one
+            say(f"files of the run were not uploaded: {error}")
+
+    def _changed(self, owns: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
+        """Yield name and path of each file with another identity than when it was uploaded."""
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
             is_excluded = name.startswith(self._excluded) or name.endswith(_UNFINISHED)
-            if path.is_file() and not is_excluded:
+            if is_excluded or not path.is_file() or not owns(name):
+                continue
+            uploaded = self._uploaded.get(name)
+            if uploaded is None or uploaded.seen != _identity(path):
                 yield name, path
 
     def _push_file(self, name: str, path: Path) -> None:
-        """Upload a file, if it has changed."""
-        uploaded = self._uploaded.get(name)
+        """Upload a changed file."""
         seen = _identity(path)
-        if uploaded is not None and uploaded.seen == seen:
-            return
-        data = path.read_bytes()
-        if uploaded is None or not _is_continued(uploaded, data):
-            self._push_whole(name, data)
-        elif len(data) > uploaded.size:
-            self._push_part(name, data, uploaded)
+        uploaded = self._uploaded.get(name)
+        added = None
+        if uploaded is not None:
+            added = _added_bytes(uploaded, path)
+        if uploaded is None or added is None:
+            self._push_whole(name, path.read_bytes())
+        elif added:
+            self._push_part(name, path, added, uploaded)
         self._uploaded[name].seen = seen
 
-    def _push_part(self, name: str, data: bytes, uploaded: _Uploaded) -> None:
+    def _push_part(self, name: str, path: Path, added: bytes, uploaded: _Uploaded) -> None:
         """Upload the added bytes of a file; the whole file, if it is small or has many parts."""
-        added = len(data) - uploaded.whole
-        if len(data) <= SMALL or added > uploaded.whole or len(uploaded.parts) >= MOST_PARTS:
-            self._push_whole(name, data)
+        size = uploaded.size + len(added)
+        is_many = size > 2 * uploaded.whole or len(uploaded.parts) >= MOST_PARTS
+        if size <= SMALL or is_many:
+            self._push_whole(name, path.read_bytes())
             return
-        part = f"{name}.parts/{uploaded.tag}-{uploaded.size:015d}"
-        self.bucket.write(part, data[uploaded.size :])
+        writer = f"{self._writer:06d}.{self._wholes:06d}"
+        part = f"{name}.parts/{uploaded.tag}-{writer}-{uploaded.size:015d}"
+        self.bucket.write(part, added)
         uploaded.parts.append(part)
-        uploaded.size = len(data)
-        uploaded.tail = data[-_TAIL:]
+        uploaded.size = size
+        uploaded.tail = (uploaded.tail + added)[-_TAIL:]
+        uploaded.digest.update(added)
 
     def _push_whole(self, name: str, data: bytes) -> None:
         """Upload a file in place of its last known version."""
         uploaded = self._uploaded.get(name)
+        parts: list[str] = []
         if uploaded is None:
             version = self.bucket.create(name, data)
-            parts = []
         else:
             version = self.bucket.replace(name, data, uploaded.version)
             parts = uploaded.parts
+        if version is None and self._writer:
+            # This process has the lease: an earlier writer was late.
+            version = self.bucket.replace(name, data, self.bucket.find(name).version)
         if version is None:
             where = str(self.bucket.path / name)
             problem = Problem(where, "was written by another process", fix="one run for a folder")
             raise StorageError("Nothing was uploaded:", [problem])
-        tail = data[-_TAIL:]
-        self._uploaded[name] = _Uploaded(version, _digest(data), len(data), len(data), tail, [])
-        for part in parts:
-            self.bucket.delete(part)
+        self._wholes += 1
+        uploaded = _Uploaded(
+            version=version,
+            tag=_tag(data),
+            whole=len(data),
+            size=len(data),
+            tail=data[-_TAIL:],
+            digest=hashlib.sha256(data),
+            parts=parts,
+        )
+        self._uploaded[name] = uploaded
+        while parts:
+            self.bucket.delete(parts[-1])
+            parts.pop()
 
 
-def _is_continued(uploaded: _Uploaded, data: bytes) -> bool:
-    """Return whether data continue the uploaded bytes, judged by the last of these."""
-    start = uploaded.size - len(uploaded.tail)
-    return data[start : uploaded.size] == uploaded.tail
+def _latest(parts: list[str], tag: str) -> list[str]:
+    """Return the parts that continue a whole file, of its latest writer, by position."""
+    of_writer: dict[tuple[int, int], list[str]] = {}
+    for name in parts:
+        found = _PART.fullmatch(name)
+        if found and found[2] == tag:
+            number, _, wholes = found[3].partition(".")
+            of_writer.setdefault((int(number), int(wholes)), []).append(name)
+    if not of_writer:
+        return []
+    return sorted(of_writer[max(of_writer)], key=lambda name: name[-15:])
 
 
-def _digest(data: bytes) -> str:
+def _added_bytes(uploaded: _Uploaded, path: Path) -> bytes | None:
+    """Return the bytes after the uploaded ones; None if a file does not continue them."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        if size <= uploaded.size:
+            data = file.read()
+            is_same = hashlib.sha256(data).digest() == uploaded.digest.digest()
+            return b"" if is_same else None
+        file.seek(uploaded.size - len(uploaded.tail))
+        if file.read(len(uploaded.tail)) != uploaded.tail:
+            return None
+        return file.read()
+
+
+def _tag(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 

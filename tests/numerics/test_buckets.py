@@ -17,6 +17,7 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.data.sources import find_files
 from spmd.errors import CheckpointError, DataError, StorageError
 from spmd.resilience import lease as lease_module
+from spmd.resilience import lease_files
 from spmd.resilience.lease import EXIT_LOST, Lease
 from spmd.storage import bucket as bucket_module
 from spmd.storage import download as download_module
@@ -191,10 +192,27 @@ def test_a_mirror_has_the_files_of_a_folder(servers, key, kind, monkeypatch):
         file.write(b"more\n")
     mirror.push()
     assert pulled() == {"logs/metrics.jsonl": text[:120] + b"more\n"}
-    # A part of an earlier content, of a crash between two writes, counts for nothing.
-    tag = hashlib.sha256(text[:300]).hexdigest()[:16]
-    objects.write(f"logs/metrics.jsonl.parts/{tag}-{120:015d}", b"stale")
-    assert pulled() == {"logs/metrics.jsonl": text[:120] + b"more\n"}
+    # Parts of an earlier content, or of an earlier writer, count for nothing.
+    now = text[200:400]
+    lines.write_bytes(now)
+    mirror.push()
+    earlier = hashlib.sha256(text[:300]).hexdigest()[:16]
+    objects.write(f"logs/metrics.jsonl.parts/{earlier}-000000.000009-{120:015d}", b"stale")
+    assert pulled() == {"logs/metrics.jsonl": now}
+    tag = hashlib.sha256(now).hexdigest()[:16]
+    objects.write(f"logs/metrics.jsonl.parts/{tag}-000001.000001-{len(now):015d}", b"late")
+    objects.write(f"logs/metrics.jsonl.parts/{tag}-000002.000000-{len(now):015d}", b"new\n")
+    assert pulled() == {"logs/metrics.jsonl": now + b"new\n"}
+    # Edited in place, with the same size and the same end.
+    plan = mirror.folder / "plan.txt"
+    plan.write_bytes(b"a" + bytes(9000))
+    mirror.push()
+    plan.write_bytes(b"b" + bytes(9000))
+    mirror.push()
+    assert pulled()["plan.txt"][:1] == b"b"
+    objects.delete("plan.txt")
+    objects.write("folder/", b"")
+    assert list(pulled()) == ["logs/metrics.jsonl"]
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -252,7 +270,7 @@ def test_uploads_go_on_after_an_outage(s3, key, monkeypatch):
     said = []
     with FaultProxy(s3) as proxy:
         mirror = Mirror(Bucket(locate(s3.through(proxy, key)), patience=0.5))
-        with mirror.uploads(lambda name: True, lambda: None, said.append):
+        with mirror.uploads(1, lambda name: True, lambda: None, said.append):
             proxy.fault = "cut"
             (mirror.folder / "metrics.jsonl").write_text("1\n")
             while not said:
@@ -331,6 +349,18 @@ def test_a_lease_in_a_bucket_expires_by_the_stores_clock(s3, key, monkeypatch):
     ):
         pass
     timer.join()
+
+
+def test_a_lease_that_cannot_be_read_is_not_taken(s3, key):
+    """The control takes one whose heartbeat has expired."""
+    holder = {"host": "elsewhere", "pid": 7, "since": "", "machine": "another", "started": "1"}
+    objects = bucket(s3, key)
+    objects.write("lease/3.json", json.dumps({**holder, "beat": objects.now()}).encode())
+    with FaultProxy(s3, "deny") as proxy:
+        files = lease_files.BucketLeaseFiles(Bucket(locate(s3.through(proxy, key))))
+        with pytest.raises(StorageError, match="access is refused"):
+            files.last_beat(lease_files.LeaseName(3))
+    assert lease_files.BucketLeaseFiles(objects).last_beat(lease_files.LeaseName(3)) > 0
 
 
 def test_of_several_claims_one_holds_the_lease(s3, key):
@@ -427,6 +457,24 @@ def test_what_does_not_fit_is_said_whole(s3, key, state):
             checkpoints.restore(1, wanted)
     assert len(caught.value.problems) == 2
     assert "missing: the state has it" in str(caught.value)
+
+
+def test_a_refused_request_is_no_damage(s3, key, state):
+    """The checkpoint is not set aside: the next process may have credentials."""
+    with FaultProxy(s3) as proxy:
+        directory = s3.through(proxy, key)
+        with CheckpointManager(directory, owner=1) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, state, {"seed": step})
+            wanted = abstract(state, make_mesh(data=8))
+            checkpoints.wait()
+            proxy.fault, proxy.skip = "deny", 3
+            with pytest.raises(CheckpointError, match="reading the checkpoint failed"):
+                checkpoints.restore(None, wanted)
+            proxy.fault = "none"
+            assert not checkpoints.damaged
+            _, record = checkpoints.restore(None, wanted)
+            assert record == {"seed": 2}
 
 
 @pytest.mark.parametrize("damage", ["chunk", "missing", "manifest", "renamed"])
