@@ -35,6 +35,13 @@ from spmd.resilience.notices import Notices
 from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
 from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
+from spmd.run.compiled_step import (
+    CheckLoadedStep,
+    WriteCompiledStep,
+    load_compiled_step,
+    should_write,
+    step_key,
+)
 from spmd.run.config import config_values
 from spmd.run.external_state import EXTERNAL_STATE
 from spmd.run.hooks import LOADER, CommonClock, Evaluate, Log, Save, Telemetry
@@ -45,6 +52,7 @@ from spmd.run.transforms import optional_states
 from spmd.training.compilation_cache import cache_dir, cache_fault, compilation_cache
 from spmd.training.evaluated_params import evaluated_params
 from spmd.training.loop import Hook, fit
+from spmd.training.serialized_step import LoweringCheck
 from spmd.training.state import ModelState
 from spmd.training.step import TrainStep, make_eval_step
 from spmd.tree import human_bytes
@@ -167,7 +175,8 @@ def train_in_folder(
         if console:
             notes.append(console.note)
         telemetry = Telemetry(StepClock(), Stopwatch(began=began), watchdog, lease, log.say, notes)
-        session = _Session(run, console, checkpoints, telemetry, preemption, tracing)
+        program = _ProgramHooks()
+        session = _Session(run, console, checkpoints, telemetry, preemption, tracing, program)
         return session.train(resume)
 
 
@@ -212,6 +221,14 @@ def _batch_shapes(batch: Any) -> dict[str, str]:
     return shapes
 
 
+@dataclasses.dataclass
+class _ProgramHooks:
+    """Hooks for the step's program: a check of a loaded one, or the file of a compiled one."""
+
+    check: CheckLoadedStep | None = None
+    writer: WriteCompiledStep | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Session:
     """One process of a run, around the training loop."""
@@ -222,6 +239,7 @@ class _Session:
     telemetry: Telemetry
     preemption: Preemption
     profile: Profile
+    program: _ProgramHooks
 
     def say(self, text: str) -> None:
         """Write to the log and, on the first process, to the console."""
@@ -280,11 +298,8 @@ class _Session:
             self.say(f"removed interrupted saves: {', '.join(self.checkpoints.leftovers)}")
         if resume:  # before anything compiles
             self.check_latest_record()
-        began = time.perf_counter()
-        with self.waiting("compile", "compiling the step"):
-            run.step.compile(run.abstract_batch)
-        duration = human_duration(time.perf_counter() - began)
-        self.telemetry.note(f"compiled the step in {duration}")
+        if not self.load_step():
+            self.compile_step()
         point = self.restore() if resume else self.initialize()
         self.telemetry.lease.renew()
         if jax.process_index() == 0:
@@ -296,6 +311,50 @@ class _Session:
                 "steps"
             )
         return point
+
+    def load_step(self) -> bool:
+        """Load the compiled step, if its file fits; return whether it was loaded."""
+        run = self.run
+        result = run.load_result
+        if result is None:
+            given = run.step, run.abstract_batch, run.config, run.run_dir, run.source
+            with self.telemetry.during("compile", "loading the compiled step"):
+                result = load_compiled_step(*given)
+        if result.said:
+            self.say(result.said)
+        if result.loaded is None:
+            return False
+        self.say(f"loaded the compiled step from {result.path}")
+        check = LoweringCheck(run.step, run.abstract_batch, result.loaded)
+        during = self.telemetry.during
+        self.program.check = CheckLoadedStep(check, result.path, during, self.telemetry.say)
+        return True
+
+    def compile_step(self) -> None:
+        """Compile the step, and have it written if it took a while."""
+        run = self.run
+        batch = run.abstract_batch
+        began = time.perf_counter()
+        with self.waiting("compile", "compiling the step"):
+            run.step.compile(batch)
+        seconds = time.perf_counter() - began
+        self.telemetry.note(f"compiled the step in {human_duration(seconds)}")
+        if should_write(run.config, run.step, seconds):
+            key = step_key(run.step, batch, run.config, run.source)
+            path = run.run_dir.compiled_step
+            renew = self.telemetry.lease.renew
+            say = self.telemetry.say
+            self.program.writer = WriteCompiledStep(run.step, batch, key, path, renew, say)
+
+    def program_hooks(self, save: Save) -> list[Hook]:
+        """Return the hooks for the step's program, in the order before `save`."""
+        hooks: list[Hook] = []
+        if self.program.check:
+            self.program.check.saves = save.wants_state
+            hooks.append(self.program.check)
+        if self.program.writer:
+            hooks.append(self.program.writer)
+        return hooks
 
     def check_latest_record(self) -> None:
         """Raise `CheckpointError` if the newest checkpoint is not of this run."""
@@ -418,12 +477,15 @@ class _Session:
                 *self.sdc_checks(),
                 *run.hooks,
                 clock,
+                *self.program_hooks(save),
                 save,
             ]
             timed = run.as_global(telemetry.stopwatch.time_batches(batches), start)
             state = fit(point.state, run.step, timed, steps=steps, start=start, hooks=hooks)
             with telemetry.during("checkpoint", "waiting for the last checkpoint to be written"):
                 self.checkpoints.wait()
+            if self.program.writer:
+                self.program.writer.finish()
             telemetry.watchdog.reset("the last checkpoint")
             self.say_why_stopped(save.last_step, evaluate)
             log.finish(save.last_step)
