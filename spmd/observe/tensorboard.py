@@ -38,6 +38,14 @@ class TensorBoard(Writer):
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep_through: int | None = None) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._keep_through = keep_through
+        self._file: Any = None
+        self._flushed = time.monotonic()
+
+    def _open(self) -> None:
+        """Open the file: at the first values, since the import takes a good part of a start."""
         # Imported here, because it sets an environment variable, which importing spmd must not. It
         # would also import PyTorch if that is installed, which takes seconds and is not needed.
         with _hidden("torch"):
@@ -45,17 +53,14 @@ class TensorBoard(Writer):
 
         self._summary = tensorboardX.summary
         self._proto = tensorboardX.proto.event_pb2
-        self._flushed = time.monotonic()
         first = 0
-        if keep_through is not None:
-            first = keep_through + 1
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        if self._keep_through is not None:
+            first = self._keep_through + 1
         # An event file's name has seconds only: without a suffix a quick resume would overwrite it.
         self._file = tensorboardX.event_file_writer.EventsWriter(
-            str(folder / "events"), f".from_{first}"
+            str(self._folder / "events"), f".from_{first}"
         )
-        if keep_through is not None:
+        if self._keep_through is not None:
             start = self._proto.SessionLog(status=self._proto.SessionLog.START)
             self._add(step=first, file_version="brain.Event:2")
             self._add(step=first, session_log=start)
@@ -66,6 +71,8 @@ class TensorBoard(Writer):
     def write(self, step: int, values: Values) -> None:
         """Add a scalar for each finite number, a text for each text, and a histogram for each
         array."""
+        if self._file is None:
+            self._open()
         for name, value in values.items():
             if isinstance(value, str):
                 self._add(step=step, summary=self._summary.text(name, value))
@@ -80,4 +87,5 @@ class TensorBoard(Writer):
 
     def close(self) -> None:
         """Flush and close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -270,7 +270,8 @@ def _module_digests() -> dict[str, str]:
     """Return name → digest of the source of each module of the user's own."""
     paths = sysconfig.get_paths()
     installed = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    installed.append(Path(__file__).parents[1])
+    package = Path(__file__).parents[1]
+    installed += [package, package.with_name("spmd_command.py")]
     found = dict[str, str]()
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)

@@ -14,10 +14,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import spmd
+from spmd.commands.compile import run_compile
 from spmd.errors import CheckpointError, ConfigError
 from spmd.run import compiled_step
+from spmd.run.build import make_setup
 from spmd.run.compiled_step import load_compiled_step, step_key, write_bytes
+from spmd.run.load_config import load_config
 from spmd.run.run_dir import RunDir
+from spmd.sharding.mesh import mesh_of
 from spmd.training.compilation_cache import compilation_cache
 from spmd.training.serialized_step import (
     LoweringCheck,
@@ -30,6 +34,7 @@ from spmd.training.serialized_step import (
     read_step,
     serialize_step,
 )
+from spmd.training.step import TrainStep
 
 RULES = spmd.Rules(params=[("w", P("fsdp", "tensor"))], activations=[])
 MODEL = spmd.Model(
@@ -358,3 +363,39 @@ def test_a_step_of_several_networks_is_loaded(shared_plan):
     assert all(traces(part) == 0 for part in other.parts.values())
     with pytest.raises(UnreadableError, match="other networks"):
         serialized.load(make_step(shared_plan), BATCH)
+
+
+TINY = """
+import dataclasses
+import spmd
+from spmd.models.llama import PRESETS
+from spmd.partition_rules.llama import LLAMA
+
+config = spmd.TrainConfig(
+    model=dataclasses.replace(PRESETS["test"], vocab=256, layers=1),
+    rules=LLAMA,
+    mesh=spmd.MeshShape(data=2, fsdp=-1),
+    data=spmd.DataConfig(source=("stdlib",), sequence=16, batch=8),
+)
+"""
+
+
+def test_a_step_is_compiled_ahead_for_the_machine_of_a_run(tmp_path, monkeypatch, capsys):
+    """A run's setup loads it, and is not traced. The control is another machine, and a GPU's is refused."""
+    config_file = tmp_path / "tiny.py"
+    config_file.write_text(TINY)
+    out = tmp_path / "run"
+    assert run_compile([str(config_file), "--topology", "cpu:8", "--out", str(out)]) == 0
+    assert f"written to {out}/compiled_step" in capsys.readouterr().out
+    config = dataclasses.replace(load_config(str(config_file)), out=str(out))
+    monkeypatch.setattr(TrainStep, "lower", lambda step, batch: pytest.fail("it is lowered"))
+    for devices, fits in ((8, True), (4, False)):
+        mesh = mesh_of(config.mesh, jax.devices()[:devices])
+        setup = make_setup(config, mesh)
+        result = load_compiled_step(setup.step, setup.batch, config, RunDir(out), config_file)
+        assert bool(result.loaded) == fits
+    assert "topology.mesh was data=2 fsdp=4 and is data=2 fsdp=2" in result.said
+    with pytest.raises(ConfigError, match="tuned by XLA on the GPU"):
+        run_compile([str(config_file), "--topology", "h100:1x8", "--out", str(out)])
+    with pytest.raises(ConfigError, match="is missing"):
+        run_compile([str(config_file), "--out", str(out)])
