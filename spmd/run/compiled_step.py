@@ -47,6 +47,7 @@ from spmd.training.serialized_step import (
     serialize_step,
 )
 from spmd.training.state import abstract_arguments
+from spmd.training.step import StepProgram
 from spmd.tree import human_bytes
 
 NONE = "none"
@@ -95,22 +96,24 @@ class LoadResult:
     """Outcome of `load_compiled_step`.
 
     Attributes:
-        loaded: The step, if it was loaded.
+        loaded: The step, if its file fits.
+        programs: Its programs, which a thread loads; None if there are none.
         said: Line about why a file is not used; empty if there is none, or it is.
     """
 
     path: Path
     loaded: SerializedStep | None = None
+    programs: Future[list[StepProgram]] | None = None
     said: str = ""
 
 
 def load_compiled_step(
     step: AnyStep, batch: Any, config: RunConfig, folder: RunDir, source: Path | None
 ) -> LoadResult:
-    """Load the step of a run from its folder, or from the config's file.
+    """Begin to load the step of a run from its folder, or from the config's file, in a thread.
 
-    A step that was compiled in this process stays as it is. Every process makes this call: either
-    all of them load the step, or none does.
+    `finish_loading` ends it. A step that was compiled in this process stays as it is. Every process
+    makes both calls: either all of them load the step, or none does.
 
     Args:
         batch: Shapes of a batch.
@@ -120,8 +123,7 @@ def load_compiled_step(
         ConfigError: The config names a file, and it cannot be used.
     """
     path = folder.compiled_step
-    is_named = config.compiled_step not in ("", NONE)
-    if is_named:
+    if _is_named(config):
         path = Path(config.compiled_step).expanduser()
     parts = step.part_batches(batch)
     is_compiled = all(part.has_program(part_batch) for _, part, part_batch in parts)
@@ -137,17 +139,44 @@ def load_compiled_step(
         except UnreadableError as error:
             reason = str(error)
     reason = _common_reason(reason, data)
-    programs = []
-    if not reason and serialized is not None:
-        try:
-            programs = serialized.load(step, batch)
-        except UnreadableError as error:
-            reason = str(error)
-        reason = _common_reason(reason, data)
-    if not reason:
-        install_programs(step, batch, programs)
-        return LoadResult(path, serialized)
-    if is_named and not is_compiled:
+    if is_compiled:
+        return LoadResult(path)
+    if reason or serialized is None:
+        return _refused(path, reason, config)
+    pool = ThreadPoolExecutor(1, "spmd-load-step")
+    programs = pool.submit(serialized.load, step, batch)
+    pool.shutdown(wait=False)
+    return LoadResult(path, serialized, programs)
+
+
+def finish_loading(result: LoadResult, step: AnyStep, batch: Any, config: RunConfig) -> LoadResult:
+    """Wait for the programs of `load_compiled_step`, and make them those of the step.
+
+    Raises:
+        ConfigError: The config names a file, and it cannot be used.
+    """
+    if result.programs is None:
+        return result
+    reason = ""
+    try:
+        programs = result.programs.result()
+    except UnreadableError as error:
+        reason = str(error)
+    reason = _common_reason(reason, None)
+    if reason:
+        return _refused(result.path, reason, config)
+    install_programs(step, batch, programs)
+    return dataclasses.replace(result, programs=None)
+
+
+def _is_named(config: RunConfig) -> bool:
+    """Return whether a config names a file."""
+    return config.compiled_step not in ("", NONE)
+
+
+def _refused(path: Path, reason: str, config: RunConfig) -> LoadResult:
+    """Return the result of a file not to be used; raise `ConfigError` if the config names it."""
+    if _is_named(config):
         fix = "make it again with spmd compile, on this version and for these devices; or "
         fix += 'compiled_step="none", which compiles'
         problem = Problem("compiled_step", f"{path} is not used: {reason}", fix=fix)
@@ -269,19 +298,16 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _module_digests() -> dict[str, str]:
     """Return name → digest of the source of each module of the user's own."""
     paths = sysconfig.get_paths()
-    installed = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     package = Path(__file__).parents[1]
-    installed += [package, package.with_name("spmd_command.py")]
+    installed = [f"{paths[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed += [f"{package}/", f"{package.with_name('spmd_command.py')}"]
     found = dict[str, str]()
     for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not file or not file.endswith(".py"):
+        file = getattr(module, "__file__", None)  # of thousands of modules: no paths before
+        if not file or not file.endswith(".py") or file.startswith(tuple(installed)):
             continue
-        path = Path(file)
-        if any(path.is_relative_to(folder) for folder in installed):
-            continue
-        if path.is_file():
-            found[name] = _digest(path.read_bytes())
+        if Path(file).is_file():
+            found[name] = _digest(Path(file).read_bytes())
     return found
 
 

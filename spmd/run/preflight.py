@@ -27,16 +27,21 @@ def check_config(setup: TrainSetup) -> None:
 
 
 def check_step(setup: TrainSetup) -> None:
-    """Check that batch and activations fit the mesh, by a trace of a step without a program."""
+    """Check that batch and activations fit the mesh, by a trace of the step."""
     check_microbatches(setup)
-    if not setup.step.programs:
-        setup.step.trace(setup.batch)
+    setup.step.trace(setup.batch)
 
 
-def preflight(setup: TrainSetup) -> None:
-    """Raise for an impossible run, before anything is allocated or compiled."""
+def preflight(setup: TrainSetup, *, is_loaded: bool = False) -> None:
+    """Raise for an impossible run, before anything is allocated or compiled.
+
+    A step that is loaded is traced later, beside its training.
+    """
     check_config(setup)
-    check_step(setup)
+    if is_loaded:
+        check_microbatches(setup)
+    else:
+        check_step(setup)
 
 
 def check_planned_init(setup: TrainSetup) -> str:

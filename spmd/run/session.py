@@ -37,7 +37,9 @@ from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
 from spmd.run.compiled_step import (
     CheckLoadedStep,
+    LoadResult,
     WriteCompiledStep,
+    finish_loading,
     load_compiled_step,
     should_write,
     step_key,
@@ -298,9 +300,12 @@ class _Session:
             self.say(f"removed interrupted saves: {', '.join(self.checkpoints.leftovers)}")
         if resume:  # before anything compiles
             self.check_latest_record()
-        if not self.load_step():
+        loading = self.load_step()
+        if loading.loaded is None:
             self.compile_step()
         point = self.restore() if resume else self.initialize()
+        if loading.loaded is not None and not self.finish_loading(loading):
+            self.compile_step()
         self.telemetry.lease.renew()
         if jax.process_index() == 0:
             run.run_dir.describe(run.config, run.source, run.description)
@@ -312,8 +317,8 @@ class _Session:
             )
         return point
 
-    def load_step(self) -> bool:
-        """Load the compiled step, if its file fits; return whether it was loaded."""
+    def load_step(self) -> LoadResult:
+        """Begin to load the compiled step, if its file fits."""
         run = self.run
         result = run.load_result
         if result is None:
@@ -322,7 +327,15 @@ class _Session:
                 result = load_compiled_step(*given)
         if result.said:
             self.say(result.said)
+        return result
+
+    def finish_loading(self, loading: LoadResult) -> bool:
+        """Wait for the compiled step; return whether it was loaded."""
+        run = self.run
+        with self.telemetry.during("compile", "loading the compiled step"):
+            result = finish_loading(loading, run.step, run.abstract_batch, run.config)
         if result.loaded is None:
+            self.say(result.said)
             return False
         self.say(f"loaded the compiled step from {result.path}")
         check = LoweringCheck(run.step, run.abstract_batch, result.loaded)

@@ -133,7 +133,7 @@ class CheckedRun:
     Attributes:
         sets: Evaluation sets; the first one is the validation split of the text.
         init: Line about the initial parameters; empty for a run that is resumed.
-        load_result: Whether the compiled step was loaded; None if that was not tried.
+        load_result: Whether the compiled step is loaded; None if that was not tried.
     """
 
     setup: TrainSetup
@@ -160,7 +160,7 @@ def check(
     load_result = None
     if folder:
         load_result = load_compiled_step(setup.step, setup.batch, config, folder, source)
-    preflight(setup)
+    preflight(setup, is_loaded=load_result is not None and load_result.loaded is not None)
     text = open_text_dataset(config)
     own = held_out_sets(text)
     taken = [each.name for each in own]

@@ -18,7 +18,7 @@ from spmd.commands.compile import run_compile
 from spmd.errors import CheckpointError, ConfigError
 from spmd.run import compiled_step
 from spmd.run.build import make_setup
-from spmd.run.compiled_step import load_compiled_step, step_key, write_bytes
+from spmd.run.compiled_step import finish_loading, load_compiled_step, step_key, write_bytes
 from spmd.run.load_config import load_config
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import mesh_of
@@ -124,7 +124,8 @@ def make_run(folder, step, **changes):
 def load(step, folder, **changes):
     """What a run of a folder says about its compiled step, loaded or not."""
     config = dataclasses.replace(CONFIG, **changes)
-    return load_compiled_step(step, BATCH, config, RunDir(folder), None)
+    loading = load_compiled_step(step, BATCH, config, RunDir(folder), None)
+    return finish_loading(loading, step, BATCH, config)
 
 
 def losses(step, state, count):
@@ -393,7 +394,8 @@ def test_a_step_is_compiled_ahead_for_the_machine_of_a_run(tmp_path, monkeypatch
         mesh = mesh_of(config.mesh, jax.devices()[:devices])
         setup = make_setup(config, mesh)
         result = load_compiled_step(setup.step, setup.batch, config, RunDir(out), config_file)
-        assert bool(result.loaded) == fits
+        result = finish_loading(result, setup.step, setup.batch, config)
+        assert bool(result.loaded) == bool(setup.step.programs) == fits
     assert "topology.mesh was data=2 fsdp=4 and is data=2 fsdp=2" in result.said
     with pytest.raises(ConfigError, match="tuned by XLA on the GPU"):
         run_compile([str(config_file), "--topology", "h100:1x8", "--out", str(out)])
