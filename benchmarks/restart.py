@@ -9,6 +9,9 @@ several times, in turns with the other checkout, and killed after its first step
 the run folder and from a compilation cache of their own, as on any machine that has run the config
 before.
 
+Beside the seconds there are those of its processor, user and system of all threads, which depend less
+on what else the machine does.
+
 With `--start`, new runs begin without anything compiled (cold), in turns with ones whose step was
 compiled by `spmd compile` (shipped). Both have an empty compilation cache.
 """
@@ -25,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parents[1]
 TIMEOUT = 600.0
@@ -49,11 +53,15 @@ def environment_of(tree: Path, folder: Path) -> dict[str, str]:
     }
 
 
-def train_until(tree: Path, folder: Path, is_done: Callable[[], bool]) -> float:
-    """Train or resume the demo in `folder` until `is_done`, and kill it.
+class Took(NamedTuple):
+    """Seconds of a process: on the clock, and of the processor."""
 
-    Return the seconds that it took.
-    """
+    clock: float
+    cpu: float
+
+
+def train_until(tree: Path, folder: Path, is_done: Callable[[], bool]) -> Took:
+    """Train or resume the demo in `folder` until `is_done`, and kill it; return what it took."""
     command = command_of(folder, "train", "--resume", "auto")
     environment = environment_of(tree, folder)
     began = time.perf_counter()
@@ -67,10 +75,12 @@ def train_until(tree: Path, folder: Path, is_done: Callable[[], bool]) -> float:
                     f"{' '.join(command)} ended with {process.poll()} or took too long"
                 )
             time.sleep(0.005)
-        return time.perf_counter() - began
+        clock = time.perf_counter() - began
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return Took(clock, used.ru_utime + used.ru_stime)
 
 
 def steps_in(folder: Path) -> int:
@@ -79,8 +89,8 @@ def steps_in(folder: Path) -> int:
     return path.read_text().count('"loss"') if path.exists() else 0
 
 
-def restart(tree: Path, folder: Path) -> float:
-    """Return the seconds from the start of the process to the metrics of its first step."""
+def restart(tree: Path, folder: Path) -> Took:
+    """Return the time from the start of the process to the metrics of its first step."""
     copy = folder.with_name("restarted")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder, copy)
@@ -96,22 +106,22 @@ def is_restartable(tree: Path, folder: Path) -> bool:
     return (folder / "checkpoints" / "2").exists()
 
 
-def time_restarts(trees: dict[str, Path], repeats: int, temporary: Path) -> dict[str, list[float]]:
-    """Return the seconds of each restart by the name of the checkout."""
+def time_restarts(trees: dict[str, Path], repeats: int, temporary: Path) -> dict[str, list[Took]]:
+    """Return the time of each restart by the name of the checkout."""
     folders = {name: temporary / name / "run" for name in trees}
     for name, tree in trees.items():
         folders[name].parent.mkdir()
         train_until(tree, folders[name], functools.partial(is_restartable, tree, folders[name]))
         restart(tree, folders[name])  # fills the caches of Python and of programs
-    seconds: dict[str, list[float]] = {name: [] for name in trees}
+    seconds: dict[str, list[Took]] = {name: [] for name in trees}
     for _ in range(repeats):
         for name, tree in trees.items():
             seconds[name].append(restart(tree, folders[name]))
     return seconds
 
 
-def start(folder: Path, compiled: Path | None) -> float:
-    """Return the seconds to the first step of a new run, with a compiled step or without one."""
+def start(folder: Path, compiled: Path | None) -> Took:
+    """Return the time to the first step of a new run, with a compiled step or without one."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(folder.parent / "programs", ignore_errors=True)
     folder.mkdir()
@@ -120,13 +130,13 @@ def start(folder: Path, compiled: Path | None) -> float:
     return train_until(HERE, folder, lambda: steps_in(folder) > 0)
 
 
-def time_starts(repeats: int, temporary: Path) -> dict[str, list[float]]:
-    """Return the seconds of shipped and of cold starts."""
+def time_starts(repeats: int, temporary: Path) -> dict[str, list[Took]]:
+    """Return the time of shipped and of cold starts."""
     shipped = temporary / "shipped"
     command = command_of(shipped, "compile", "--topology", "cpu:8")
     subprocess.run(command, cwd=HERE, env=environment_of(HERE, shipped), check=True)
     start(temporary / "run", None)  # fills the caches of Python and of the corpus
-    seconds: dict[str, list[float]] = {"shipped": [], "cold": []}
+    seconds: dict[str, list[Took]] = {"shipped": [], "cold": []}
     for _ in range(repeats):
         seconds["shipped"].append(start(temporary / "run", shipped / "compiled_step"))
         seconds["cold"].append(start(temporary / "run", None))
@@ -150,13 +160,23 @@ def main() -> None:
             seconds = time_starts(options.repeats, Path(temporary))
         else:
             seconds = time_restarts(trees, options.repeats, Path(temporary))
+    for measure in Took._fields:
+        of_each = {}
+        for name, found in seconds.items():
+            of_each[name] = [getattr(took, measure) for took in found]
+        print_figures(measure, of_each)
+
+
+def print_figures(measure: str, seconds: dict[str, list[float]]) -> None:
+    """Print the median of each kind and, of two kinds, that of the ratios of pairs."""
+    print(f"seconds, {measure}")
     for name, found in seconds.items():
         several = ", ".join(f"{x:.2f}" for x in sorted(found))
-        print(f"{name:<7} {statistics.median(found):6.2f} s   of {several}")
+        print(f"{name:<7} {statistics.median(found):6.2f}   of {several}")
     if len(seconds) == 2:
         ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
         several = ", ".join(f"{x:.2f}" for x in sorted(ratios))
-        print(f"ratio   {statistics.median(ratios):6.2f}     of {several}")
+        print(f"ratio   {statistics.median(ratios):6.2f}   of {several}")
 
 
 if __name__ == "__main__":

@@ -353,7 +353,7 @@ class CheckLoadedStep(Hook):
         if not problems:
             self.say("the loaded step is as it is traced here")
             return
-        fix = f'remove {self.path}, or set compiled_step="none", which compiles'
+        fix = f'remove {self.path}, or compiled_step="none", which compiles'
         problems = [dataclasses.replace(problem, fix=fix) for problem in problems]
         title = f"The loaded step is another one (after step {step}, nothing is saved):"
         raise CheckpointError(title, problems)

@@ -329,8 +329,13 @@ def test_programs_that_would_not_be_the_same_are_not_written(shared_plan, tmp_pa
     model = spmd.Model(MODEL.init, MODEL.apply)
     rules = spmd.Rules(params=[("w", P("fsdp", "tensor"))], activations=[])
     pipelined = spmd.make_plan(spmd.make_mesh(pipe=2, fsdp=4), rules, model, optax.adam(0.1))
+    step = make_step(pipelined)
     with pytest.raises(NotSerializableError, match="can hang"):
-        serialize_step(make_step(pipelined), BATCH, {})
+        serialize_step(step, BATCH, {})
+    key = step_key(step, BATCH, CONFIG, None)
+    of_others = SerializedStep(key, [SerializedProgram("", b"", b"")])
+    write_bytes(tmp_path / "compiled_step", of_others.to_bytes())
+    assert "can hang" in load(step, tmp_path).said
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     try:
