@@ -58,7 +58,7 @@ _NOT_TRACED = (
     *("out", "log_every", "metrics_to", "wandb", "mlflow"),
     *("checkpoint_every", "checkpoint_minutes", "keep_every", "max_to_keep", "keep_best"),
     *("evaluate", "sample", "sdc_checks", "devices", "init", "seed"),
-    *("compilation_cache_dir", "compiled_step"),
+    *("compilation_cache_dir", "compiled_step", "data.cache", "data.threads", "data.prefetch"),
 )
 """Config fields without an effect on the step's program."""
 _NOT_COMPILED = (
@@ -128,10 +128,13 @@ def load_compiled_step(
     parts = step.part_batches(batch)
     is_compiled = all(part.has_program(part_batch) for _, part, part_batch in parts)
     data = None
-    if config.compiled_step != NONE and not is_compiled:
-        data = read_bytes(path)
     serialized = None
     reason = _ABSENT
+    try:
+        if config.compiled_step != NONE and not is_compiled:
+            data = read_bytes(path)
+    except OSError as error:
+        reason = f"it cannot be read: {error.strerror}"
     if data is not None:
         try:
             serialized = _read_fitting(data, step_key(step, batch, config, source))

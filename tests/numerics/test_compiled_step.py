@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -35,6 +37,7 @@ from spmd.training.serialized_step import (
     serialize_step,
 )
 from spmd.training.step import TrainStep
+from tests.programs import ROOT
 
 RULES = spmd.Rules(params=[("w", P("fsdp", "tensor"))], activations=[])
 MODEL = spmd.Model(
@@ -154,6 +157,30 @@ def test_fifty_steps_are_bitwise_those_of_the_compiled_step(shared_plan, compile
     assert losses(other, step.init_state(), 2)[0] != expected[: len(expected) // 25]
 
 
+def print_losses(folder):
+    """What another process makes of the step in a folder: fifty steps, without a trace."""
+    step = make_step(plan(data=2, fsdp=2, tensor=2))
+    assert load(step, Path(folder)).loaded
+    found, _ = losses(step, step.init_state(), 50)
+    assert traces(step) == 0
+    print(b"".join(found).hex())
+
+
+def test_fifty_steps_are_bitwise_the_same_in_another_process(compiled, tmp_path):
+    """Of which this one wrote the file."""
+    write_bytes(tmp_path / "compiled_step", compiled[1])
+    program = (
+        "from tests import conftest\nfrom tests.numerics.test_compiled_step import print_losses\n"
+    )
+    program += f"print_losses({str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found, _ = losses(compiled[0], compiled[0].init_state(), 50)
+    assert done.stdout.strip() == b"".join(found).hex()
+
+
 def with_key(data, change):
     """The bytes of a step with a changed key."""
     stored = read_step(data)
@@ -202,10 +229,13 @@ def test_a_step_of_another_mesh_config_or_setting_is_not_loaded(shared_plan, com
     with jax.default_matmul_precision("float32"):
         assert "flags.jax_default_matmul_precision was None" in load(step, tmp_path).said
     named = str(tmp_path / "compiled_step")
+    (tmp_path / "folder" / "compiled_step").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"topology\.mesh was"):
         load(other, tmp_path / "run", compiled_step=named)
     with pytest.raises(ConfigError, match="it does not exist"):
         load(other, tmp_path / "run", compiled_step=str(tmp_path / "absent"))
+    unreadable = load(step, tmp_path / "folder")  # a folder, not a file
+    assert "it cannot be read" in unreadable.said
     assert load(step, tmp_path / "run", compiled_step=named).loaded
 
 

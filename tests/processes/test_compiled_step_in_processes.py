@@ -22,6 +22,7 @@ def said(out, process):
     return (out / "logs" / f"process-{process}.log").read_text()
 
 
+@pytest.mark.soak
 def test_two_processes_load_the_step_of_one(tmp_path):
     """Both with the bits of the run that compiled it; the control has another learning rate, and compiles."""
     config = write_tiny(tmp_path, ALWAYS)
