@@ -1,14 +1,23 @@
-"""Time from the start of a killed run's process to its first step, beside that of another checkout.
+"""Time from the start of a process to its first step: of a killed run, and of a new one.
 
     python -m benchmarks.restart
     python -m benchmarks.restart --against ../spmd-before --repeats 5
+    python -m benchmarks.restart --start
 
 The demo is trained until its first checkpoint is saved and killed (SIGKILL); then it is resumed
 several times, in turns with the other checkout, and killed after its first step. Programs come from
-a compilation cache of their own, as on any machine that has run the config before.
+the run folder and from a compilation cache of their own, as on any machine that has run the config
+before.
+
+Beside the seconds there are those of its processor, user and system of all threads, which depend less
+on what else the machine does.
+
+With `--start`, new runs begin without anything compiled (cold), in turns with ones whose step was
+compiled by `spmd compile` (shipped). Both have an empty compilation cache.
 """
 
 import argparse
+import functools
 import os
 import shutil
 import signal
@@ -19,41 +28,42 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parents[1]
 TIMEOUT = 600.0
 
 
-def train_until(tree: Path, folder: Path, is_done: Callable[[], bool]) -> float:
-    """Train or resume the demo in `folder` until `is_done`, and kill it.
+def command_of(folder: Path, *words: str) -> list[str]:
+    """Return the command line of a command for the demo in `folder`."""
+    flags = ["--checkpoint-every", "2", "--log-every", "1"]
+    flags += ["--data.cache", str(folder.parent / "corpus")]
+    name, *more = words
+    program = [sys.executable, "-m", "spmd_command"]
+    return [*program, name, "demo", *more, "--out", str(folder), *flags]
 
-    Return the seconds that it took.
-    """
-    flags = (
-        "--checkpoint-every",
-        "2",
-        "--log-every",
-        "1",
-        "--data.cache",
-        str(folder.parent / "corpus"),
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "spmd_command",
-        "train",
-        "demo",
-        "--out",
-        str(folder),
-        "--resume",
-        "auto",
-        *flags,
-    ]
-    environment = {
+
+def environment_of(tree: Path, folder: Path) -> dict[str, str]:
+    """Return the environment of a checkout, with a compilation cache beside `folder`."""
+    return {
         **os.environ,
         "PYTHONPATH": str(tree),
         "XDG_CACHE_HOME": str(folder.parent / "cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),
     }
+
+
+class Took(NamedTuple):
+    """Seconds of a process: on the clock, and of the processor."""
+
+    clock: float
+    cpu: float
+
+
+def train_until(tree: Path, folder: Path, is_done: Callable[[], bool]) -> Took:
+    """Train or resume the demo in `folder` until `is_done`, and kill it; return what it took."""
+    command = command_of(folder, "train", "--resume", "auto")
+    environment = environment_of(tree, folder)
     began = time.perf_counter()
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
@@ -65,10 +75,12 @@ def train_until(tree: Path, folder: Path, is_done: Callable[[], bool]) -> float:
                     f"{' '.join(command)} ended with {process.poll()} or took too long"
                 )
             time.sleep(0.005)
-        return time.perf_counter() - began
+        clock = time.perf_counter() - began
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return Took(clock, used.ru_utime + used.ru_stime)
 
 
 def steps_in(folder: Path) -> int:
@@ -77,8 +89,8 @@ def steps_in(folder: Path) -> int:
     return path.read_text().count('"loss"') if path.exists() else 0
 
 
-def restart(tree: Path, folder: Path) -> float:
-    """Return the seconds from the start of the process to the metrics of its first step."""
+def restart(tree: Path, folder: Path) -> Took:
+    """Return the time from the start of the process to the metrics of its first step."""
     copy = folder.with_name("restarted")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder, copy)
@@ -86,34 +98,85 @@ def restart(tree: Path, folder: Path) -> float:
     return train_until(tree, copy, lambda: steps_in(copy) > 0)
 
 
+def is_restartable(tree: Path, folder: Path) -> bool:
+    """Return whether a run has everything to be resumed from."""
+    writes_step = (tree / "spmd" / "run" / "compiled_step.py").exists()
+    if writes_step and not (folder / "compiled_step").exists():
+        return False
+    return (folder / "checkpoints" / "2").exists()
+
+
+def time_restarts(trees: dict[str, Path], repeats: int, temporary: Path) -> dict[str, list[Took]]:
+    """Return the time of each restart by the name of the checkout."""
+    folders = {name: temporary / name / "run" for name in trees}
+    for name, tree in trees.items():
+        folders[name].parent.mkdir()
+        train_until(tree, folders[name], functools.partial(is_restartable, tree, folders[name]))
+        restart(tree, folders[name])  # fills the caches of Python and of programs
+    seconds: dict[str, list[Took]] = {name: [] for name in trees}
+    for _ in range(repeats):
+        for name, tree in trees.items():
+            seconds[name].append(restart(tree, folders[name]))
+    return seconds
+
+
+def start(folder: Path, compiled: Path | None) -> Took:
+    """Return the time to the first step of a new run, with a compiled step or without one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder.parent / "programs", ignore_errors=True)
+    folder.mkdir()
+    if compiled:
+        shutil.copyfile(compiled, folder / "compiled_step")
+    return train_until(HERE, folder, lambda: steps_in(folder) > 0)
+
+
+def time_starts(repeats: int, temporary: Path) -> dict[str, list[Took]]:
+    """Return the time of shipped and of cold starts."""
+    shipped = temporary / "shipped"
+    command = command_of(shipped, "compile", "--topology", "cpu:8")
+    subprocess.run(command, cwd=HERE, env=environment_of(HERE, shipped), check=True)
+    start(temporary / "run", None)  # fills the caches of Python and of the corpus
+    seconds: dict[str, list[Took]] = {"shipped": [], "cold": []}
+    for _ in range(repeats):
+        seconds["shipped"].append(start(temporary / "run", shipped / "compiled_step"))
+        seconds["cold"].append(start(temporary / "run", None))
+    return seconds
+
+
 def main() -> None:
-    """Print the median seconds and, with another checkout, their ratio."""
+    """Print the median seconds and, of two kinds, the median of their ratios."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--against", type=Path, help="another checkout of this repository")
+    parser.add_argument("--start", action="store_true", help="new runs, shipped and cold")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    trees = {"this": HERE, **({"other": options.against.resolve()} if options.against else {})}
+    trees = {"this": HERE}
+    if options.against:
+        trees["other"] = options.against.resolve()
     with tempfile.TemporaryDirectory() as temporary:
-        folders = {name: Path(temporary, name, "run") for name in trees}
-        for name, tree in trees.items():
-            folders[name].parent.mkdir()
-            checkpoint = folders[name] / "checkpoints" / "2"
-            train_until(tree, folders[name], checkpoint.exists)
-            restart(tree, folders[name])  # fills the caches of Python and of programs
-        seconds: dict[str, list[float]] = {name: [] for name in trees}
-        for _ in range(options.repeats):
-            for name, tree in trees.items():
-                seconds[name].append(restart(tree, folders[name]))
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
-    for name, median in medians.items():
-        print(
-            f"{name:<6} {median:6.2f} s   of {', '.join(f'{x:.2f}' for x in sorted(seconds[name]))}"
-        )
-    if "other" in medians:
-        ratios = [a / b for a, b in zip(seconds["this"], seconds["other"], strict=True)]
-        print(f"ratio  {statistics.median(ratios):6.2f}")
+        if options.start:
+            seconds = time_starts(options.repeats, Path(temporary))
+        else:
+            seconds = time_restarts(trees, options.repeats, Path(temporary))
+    for measure in Took._fields:
+        of_each = {}
+        for name, found in seconds.items():
+            of_each[name] = [getattr(took, measure) for took in found]
+        print_figures(measure, of_each)
+
+
+def print_figures(measure: str, seconds: dict[str, list[float]]) -> None:
+    """Print the median of each kind and, of two kinds, that of the ratios of pairs."""
+    print(f"seconds, {measure}")
+    for name, found in seconds.items():
+        several = ", ".join(f"{x:.2f}" for x in sorted(found))
+        print(f"{name:<7} {statistics.median(found):6.2f}   of {several}")
+    if len(seconds) == 2:
+        ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
+        several = ", ".join(f"{x:.2f}" for x in sorted(ratios))
+        print(f"ratio   {statistics.median(ratios):6.2f}   of {several}")
 
 
 if __name__ == "__main__":

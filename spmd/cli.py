@@ -18,6 +18,7 @@ import jax
 
 from spmd.checkpoint.versions import library_version
 from spmd.commands.check import CheckCommand, CheckStepCommand, run_check
+from spmd.commands.compile import CompileCommand, run_compile
 from spmd.commands.doctor import DoctorCommand, run_doctor
 from spmd.commands.evaluate import EvalCommand, run_eval
 from spmd.commands.export_hf import ExportCommand, run_export
@@ -55,6 +56,7 @@ usage: spmd COMMAND …
        [--estimate] [--time] [--trace FILE]          time of a step: closed forms; its schedule
        [--diff CONFIG]                               difference from another config's plan
        [--schedule] [--svg FILE]                     chart of the pipeline schedule
+  spmd compile CONFIG --topology T [--out DIR]       the step for a machine, before it is rented
   spmd report CONFIG [--topology T] --out FILE.html  a page with charts of a plan
   spmd report RUN [RUN] --out FILE.html              … of a run, or of two side by side
   spmd search CONFIG --topology v5p:4x4x8            the fastest layout of a machine, as flags
@@ -85,6 +87,7 @@ COMMANDS: Mapping[str, tuple[Callable[[list[str]], int], tuple[Any, ...]]] = {
     "launch": (run_launch, (LaunchCommand, TrainCommand)),
     "script": (run_script, (*JOBS.values(), TrainCommand)),
     "plan": (run_plan, (PlanCommand,)),
+    "compile": (run_compile, (CompileCommand,)),
     "report": (run_report, (ReportCommand, ReportRunCommand)),
     "search": (run_search, (SearchCommand,)),
     "doctor": (run_doctor, (DoctorCommand,)),

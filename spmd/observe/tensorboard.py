@@ -44,6 +44,15 @@ class TensorBoard(Writer):
         keep_through: int | None = None,
         say: Callable[[str], None] = say_on_stderr,
     ) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._keep_through = keep_through
+        self._say = say
+        self._file: LineFile | None = None
+        self._events = bytearray()  # of one call
+
+    def _open(self) -> LineFile:
+        """Open the file: at the first values, since the import takes a good part of a start."""
         # Imported here, because it sets an environment variable, which importing spmd must not. It
         # would also import PyTorch if that is installed, which takes seconds and is not needed.
         with _hidden("torch"):
@@ -53,21 +62,18 @@ class TensorBoard(Writer):
         self._proto = tensorboardX.proto.event_pb2
         self._checksum = tensorboardX.record_writer.masked_crc32c
         first = 0
-        if keep_through is not None:
-            first = keep_through + 1
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        if self._keep_through is not None:
+            first = self._keep_through + 1
         # Without a suffix a quick resume would have the file of the process before.
         now = int(time.time())
         name = f"events.out.tfevents.{now:010}.{socket.gethostname()}.from_{first}"
-        self._file = LineFile(folder / name, say)
-        self._events = bytearray()  # of one call
+        self._file = LineFile(self._folder / name, self._say)
         self._add(file_version="brain.Event:2")
-        if keep_through is not None:
+        if self._keep_through is not None:
             start = self._proto.SessionLog(status=self._proto.SessionLog.START)
             self._add(step=first, file_version="brain.Event:2")
             self._add(step=first, session_log=start)
-        self._write_events()
+        return self._file
 
     def _add(self, **fields: Any) -> None:
         """Add an event as a record: its length, its bytes, and checksums of both."""
@@ -76,13 +82,10 @@ class TensorBoard(Writer):
         self._events += length + struct.pack("<I", self._checksum(length))
         self._events += event + struct.pack("<I", self._checksum(event))
 
-    def _write_events(self) -> None:
-        self._file.append(bytes(self._events))
-        self._events.clear()
-
     def write(self, step: int, values: Values) -> None:
         """Add a scalar for each finite number, a text for each text, and a histogram for each
         array."""
+        file = self._file or self._open()
         for name, value in values.items():
             if isinstance(value, str):
                 self._add(step=step, summary=self._summary.text(name, value))
@@ -91,8 +94,10 @@ class TensorBoard(Writer):
                 self._add(step=step, summary=self._summary.histogram(name, finite, "auto"))
             elif value is not None and math.isfinite(value):
                 self._add(step=step, summary=self._summary.scalar(name, float(value)))
-        self._write_events()
+        file.append(bytes(self._events))
+        self._events.clear()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -5,6 +5,7 @@ some of them reach, or train something else. So each states its config, plan, ve
 all statements are compared.
 """
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -30,6 +31,7 @@ def check_hosts_agree(statements: Statements) -> None:
     raise AgreementError(title, differences(everyone))
 
 
+@functools.cache  # it is read for the processes and for the compiled step
 def source_fingerprint() -> str:
     """Return a digest of the source of this package and of the packages shipped with it."""
     package = Path(__file__).resolve().parents[1]

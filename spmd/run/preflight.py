@@ -33,10 +33,16 @@ def check_step(setup: TrainSetup) -> None:
     setup.step.trace(setup.batch)
 
 
-def preflight(setup: TrainSetup) -> None:
-    """Raise for an impossible run, before anything is allocated or compiled."""
+def preflight(setup: TrainSetup, *, is_loaded: bool = False) -> None:
+    """Raise for an impossible run, before anything is allocated or compiled.
+
+    A step that is loaded is traced later, beside its training.
+    """
     check_config(setup)
-    check_step(setup)
+    if is_loaded:
+        check_microbatches(setup)
+    else:
+        check_step(setup)
 
 
 def check_planned_init(setup: TrainSetup) -> str:

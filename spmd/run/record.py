@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "logits_chunk",
     "model.unroll",
     "compilation_cache_dir",
+    "compiled_step",
     "data.threads",
     "data.prefetch",
     # How updates are made: the training changes.

@@ -125,6 +125,10 @@ class RunConfig:
     compilation_cache_dir: str = ""
     """JAX's persistent compilation cache; none: disabled; empty: JAX_COMPILATION_CACHE_DIR, or
     ~/.cache/spmd/programs."""
+    compiled_step: str = ""
+    """File of the compiled step, as `spmd compile` writes it; it is unpickled, so who can write to it
+    executes code. none: nothing is loaded or written; empty: that of the run folder, written when
+    the step was compiled, and loaded where it fits when the run resumes."""
 
     field_rules: ClassVar[FieldRules] = {
         "steps": "at least 1",
@@ -172,6 +176,7 @@ class RunConfig:
         """Yield the problems of the values; subclasses add their own."""
         yield from check_fields(self, self.field_rules)
         yield from check_local("compilation_cache_dir", self.compilation_cache_dir)
+        yield from check_local("compiled_step", self.compiled_step)
         names = get_args(WriterName)
         for name in self.metrics_to:
             if name not in names:

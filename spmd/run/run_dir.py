@@ -11,6 +11,7 @@ runs/demo/
   lease/               which process writes to the folder
   logs/process-0.log   one log per process: restarts, steps, signals, stacks of a hang
   checkpoints/         Orbax: state, with data position, seed, config, plan, mesh, versions
+  compiled_step        the compiled step, to resume without tracing and compiling
   tokenizer.json       of an imported model, with its other sidecar files (`spmd.hf.sidecar_files`)
   hf_config.json       the config.json of the imported model, or of the model that `init` names
   tensorboard/         and wandb/, mlflow/: the same metrics, as `metrics_to` names them
@@ -120,6 +121,11 @@ class RunDir:
     def checkpoints(self) -> Location:
         """Folder of the checkpoints."""
         return self.location / "checkpoints"
+
+    @property
+    def compiled_step(self) -> Path:
+        """File of the compiled step."""
+        return self.path / "compiled_step"
 
     @property
     def log(self) -> Path:

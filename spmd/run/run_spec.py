@@ -21,6 +21,7 @@ from spmd.gradients.losses import LossFn
 from spmd.observe.metrics import Writer
 from spmd.optim.skip_updates import counts_skips
 from spmd.plan.plan import ShardingPlan
+from spmd.run.compiled_step import LoadResult
 from spmd.run.external_state import ExternalState
 from spmd.run.hooks import Throughput
 from spmd.run.loader import SavedLoader, loader_problems
@@ -64,6 +65,8 @@ class RunSpec:
             array.
         batch: Arrays or shapes of a batch, for compilation; by default, of the first one.
         reloaded: Part of the state that is not saved, but loaded again.
+        load_result: Result of `spmd.run.compiled_step.load_compiled_step`, if it was called for the
+            step; by default, the run calls it.
         initial_state: Makes the state of a run that is not resumed; by default,
             `step.init_state(config.seed)`.
         text: What is printed at the start and written to `plan.txt`; by default, the plan.
@@ -88,6 +91,7 @@ class RunSpec:
     throughput: Throughput | None = None
     batch: Any = None
     reloaded: ExternalState | None = None
+    load_result: LoadResult | None = None
     initial_state: Callable[[], Any] | None = None
     text: str = ""
     notes: Sequence[str] = ()

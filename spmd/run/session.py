@@ -36,6 +36,15 @@ from spmd.resilience.notices import Notices
 from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
 from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
 from spmd.resilience.watchdog import Watchdog
+from spmd.run.compiled_step import (
+    CheckLoadedStep,
+    LoadResult,
+    WriteCompiledStep,
+    finish_loading,
+    load_compiled_step,
+    should_write,
+    step_key,
+)
 from spmd.run.config import config_values
 from spmd.run.external_state import EXTERNAL_STATE
 from spmd.run.hooks import LOADER, CommonClock, Evaluate, Log, Save, Telemetry
@@ -46,6 +55,7 @@ from spmd.run.transforms import optional_states
 from spmd.training.compilation_cache import cache_dir, cache_fault, compilation_cache
 from spmd.training.evaluated_params import evaluated_params
 from spmd.training.loop import Hook, fit
+from spmd.training.serialized_step import LoweringCheck
 from spmd.training.state import ModelState
 from spmd.training.step import TrainStep, make_eval_step
 from spmd.tree import human_bytes
@@ -178,7 +188,8 @@ def train_in_folder(
         checkpoints = stack.enter_context(_open_checkpoints(run, lease, note))
         stopwatch = stack.enter_context(contextlib.closing(Stopwatch(began=began)))
         telemetry = Telemetry(StepClock(), stopwatch, watchdog, lease, log.say, notes)
-        session = _Session(run, console, checkpoints, telemetry, preemption, tracing)
+        program = _ProgramHooks()
+        session = _Session(run, console, checkpoints, telemetry, preemption, tracing, program)
         return session.train(resume)
 
 
@@ -225,6 +236,14 @@ def _batch_shapes(batch: Any) -> dict[str, str]:
     return shapes
 
 
+@dataclasses.dataclass
+class _ProgramHooks:
+    """Hooks for the step's program: a check of a loaded one, or the file of a compiled one."""
+
+    check: CheckLoadedStep | None = None
+    writer: WriteCompiledStep | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Session:
     """One process of a run, around the training loop."""
@@ -235,6 +254,7 @@ class _Session:
     telemetry: Telemetry
     preemption: Preemption
     profile: Profile
+    program: _ProgramHooks
 
     def say(self, text: str) -> None:
         """Write to the log and, on the first process, to the console."""
@@ -293,12 +313,12 @@ class _Session:
             self.say(f"removed interrupted saves: {', '.join(self.checkpoints.leftovers)}")
         if resume:  # before anything compiles
             self.check_latest_record()
-        began = time.perf_counter()
-        with self.waiting("compile", "compiling the step"):
-            run.step.compile(run.abstract_batch)
-        duration = human_duration(time.perf_counter() - began)
-        self.telemetry.note(f"compiled the step in {duration}")
+        loading = self.load_step()
+        if loading.loaded is None:
+            self.compile_step()
         point = self.restore() if resume else self.initialize()
+        if loading.loaded is not None and not self.finish_loading(loading):
+            self.compile_step()
         self.telemetry.lease.renew_at_once()
         if jax.process_index() == 0:
             run.run_dir.describe(run.config, run.source, run.description)
@@ -309,6 +329,58 @@ class _Session:
                 "steps"
             )
         return point
+
+    def load_step(self) -> LoadResult:
+        """Begin to load the compiled step, if its file fits."""
+        run = self.run
+        result = run.load_result
+        if result is None:
+            given = run.step, run.abstract_batch, run.config, run.run_dir, run.source
+            with self.telemetry.during("compile", "loading the compiled step"):
+                result = load_compiled_step(*given)
+        if result.said:
+            self.say(result.said)
+        return result
+
+    def finish_loading(self, loading: LoadResult) -> bool:
+        """Wait for the compiled step; return whether it was loaded."""
+        run = self.run
+        with self.telemetry.during("compile", "loading the compiled step"):
+            result = finish_loading(loading, run.step, run.abstract_batch, run.config)
+        if result.loaded is None:
+            self.say(result.said)
+            return False
+        self.say(f"loaded the compiled step from {result.where}")
+        check = LoweringCheck(run.step, run.abstract_batch, result.loaded)
+        during = self.telemetry.during
+        self.program.check = CheckLoadedStep(check, result.where, during, self.telemetry.say)
+        return True
+
+    def compile_step(self) -> None:
+        """Compile the step, and have it written if it took a while."""
+        run = self.run
+        batch = run.abstract_batch
+        began = time.perf_counter()
+        with self.waiting("compile", "compiling the step"):
+            run.step.compile(batch)
+        seconds = time.perf_counter() - began
+        self.telemetry.note(f"compiled the step in {human_duration(seconds)}")
+        if should_write(run.config, run.step, seconds):
+            key = step_key(run.step, batch, run.config, run.source)
+            path = run.run_dir.compiled_step
+            renew = self.telemetry.lease.renew
+            say = self.telemetry.say
+            self.program.writer = WriteCompiledStep(run.step, batch, key, path, renew, say)
+
+    def program_hooks(self, save: Save) -> list[Hook]:
+        """Return the hooks for the step's program, in the order before `save`."""
+        hooks: list[Hook] = []
+        if self.program.check:
+            self.program.check.saves = save.wants_state
+            hooks.append(self.program.check)
+        if self.program.writer:
+            hooks.append(self.program.writer)
+        return hooks
 
     def check_latest_record(self) -> None:
         """Raise `CheckpointError` if the newest checkpoint is not of this run."""
@@ -431,12 +503,15 @@ class _Session:
                 *self.sdc_checks(),
                 *run.hooks,
                 clock,
+                *self.program_hooks(save),
                 save,
             ]
             timed = run.as_global(telemetry.stopwatch.time_batches(batches), start)
             state = fit(point.state, run.step, timed, steps=steps, start=start, hooks=hooks)
             with telemetry.during("checkpoint", "waiting for the last checkpoint to be written"):
                 self.checkpoints.wait()
+            if self.program.writer:
+                self.program.writer.finish()
             telemetry.watchdog.reset("the last checkpoint")
             self.say_why_stopped(save.last_step, evaluate)
             log.finish(save.last_step)

@@ -37,6 +37,7 @@ from spmd.run.build import (
     make_setup,
     open_text_dataset,
 )
+from spmd.run.compiled_step import LoadResult, load_compiled_step
 from spmd.run.config import TrainConfig
 from spmd.run.describe import execution_lines, flags_text
 from spmd.run.evaluate import EvaluationSet, held_out_sets, open_sets, set_batches
@@ -106,7 +107,7 @@ def train(
         said = initialize(config.devices, launch_args)
         resumes = folder.check_use_together(resume)
         before = attempt.share()
-        checked = check(config, config_mesh(config), resumes)
+        checked = check(config, config_mesh(config), resumes, folder, source)
         run = make_run(checked, folder, hooks, writers, source)
         if jax.process_index() == 0:
             print(describe_devices(jax.devices()), flush=True)
@@ -137,24 +138,40 @@ class CheckedRun:
     Attributes:
         sets: Evaluation sets; the first one is the validation split of the text.
         init: Line about the initial parameters; empty for a run that is resumed.
+        load_result: Whether the compiled step is loaded; None if that was not tried.
     """
 
     setup: TrainSetup
     text: TextDataset
     sets: Sequence[EvaluationSet]
     init: str
+    load_result: LoadResult | None = None
 
 
-def check(config: TrainConfig, mesh: AnyMesh, resumes: bool) -> CheckedRun:
-    """Return the checked setup and data of a run."""
+def check(
+    config: TrainConfig,
+    mesh: AnyMesh,
+    resumes: bool,
+    folder: RunDir | None = None,
+    source: Path | None = None,
+) -> CheckedRun:
+    """Return the checked setup and data of a run.
+
+    Args:
+        folder: The run folder, from which the compiled step is loaded; None for absent devices.
+        source: The file that defines the config.
+    """
     setup = make_setup(config, mesh)
-    preflight(setup)
+    load_result = None
+    if folder:
+        load_result = load_compiled_step(setup.step, setup.batch, config, folder, source)
+    preflight(setup, is_loaded=load_result is not None and load_result.loaded is not None)
     text = open_text_dataset(config)
     own = held_out_sets(text)
     taken = [each.name for each in own]
     named = open_sets(config, config.evaluate.sets, text.tokenizer, "evaluate.sets", taken=taken)
     init = "" if resumes else check_init(setup)
-    return CheckedRun(setup, text, (*own, *named), init)
+    return CheckedRun(setup, text, (*own, *named), init, load_result)
 
 
 def make_run(
@@ -189,6 +206,7 @@ def make_run(
         throughput=Throughput(tokens, "tokens", count_flops(config)),
         batch=abstract_batch(config),
         reloaded=frozen,
+        load_result=checked.load_result,
         initial_state=functools.partial(initial_state, setup),
         text=f"{setup.plan}{execution_lines(setup)}",
         notes=tuple(note for note in notes if note),

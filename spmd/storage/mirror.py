@@ -40,7 +40,7 @@ LAST_SECONDS = 120.0
 """Seconds of repeated requests for the uploads at the end."""
 
 _PART = re.compile(r"(.+)\.parts/([0-9a-f]{16})-([0-9]{6,}\.[0-9]{6})-([0-9]{15})")
-_UNFINISHED = (".tmp", ".unfinished", "/")
+_UNFINISHED = (".tmp", ".unfinished", ".writing")
 _TAIL = 4096
 
 

@@ -101,9 +101,16 @@ class AlternatingStep:
 
     def compile(self, batch: Any) -> None:
         """Compile each turn for a batch of this shape, arrays or abstract ones."""
+        for _, part, part_batch in self.part_batches(batch):
+            part.compile(part_batch)
+
+    def part_batches(self, batch: Any) -> list[tuple[str, TrainStep, Any]]:
+        """Return prefix, train step and batch of each turn."""
         states = MappingProxyType(self.abstract_state().states)
+        found = list[tuple[str, TrainStep, Any]]()
         for name, select in self.turns:
-            self.steps[name].compile(select(states, batch))
+            found.append((f"{name}/", self.steps[name], select(states, batch)))
+        return found
 
     @property
     def programs(self) -> tuple[jax.stages.Compiled, ...]:

@@ -11,6 +11,9 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from spmd.errors import ConfigError, Problem
 
+_HIT = "/jax/compilation_cache/cache_hits"
+"""JAX's event of a program that was read from the cache."""
+
 
 def cache_dir(configured: str) -> Path | None:
     """Return the cache's folder, None for no cache.
@@ -37,13 +40,22 @@ def cache_dir(configured: str) -> Path | None:
 
 def _processor() -> str:
     """Return a text for this kind of processor, different for other sets of instructions."""
-    processor = platform.machine() + platform.processor()
+    return platform.machine() + platform.processor() + _instructions_line()
+
+
+def instructions() -> list[str]:
+    """Return the names of the sets of instructions of this processor; empty if unknown."""
+    _, _, words = _instructions_line().partition(":")
+    return words.split()
+
+
+def _instructions_line() -> str:
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         for line in lines:
             if line.startswith(("flags", "Features")):
-                return processor + line
-    return processor
+                return line
+    return ""
 
 
 def cache_fault(stages: int) -> str | None:
@@ -80,6 +92,22 @@ def compilation_cache(folder: Path | None) -> Iterator[None]:
         yield
     finally:
         _use(before)
+
+
+@contextlib.contextmanager
+def watch_cache_hits() -> Iterator[list[str]]:
+    """Yield a list, with an item for each program read from the cache inside the block."""
+    hits = list[str]()
+
+    def listen(event: str, **_: object) -> None:
+        if event == _HIT:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
 
 
 def _use(folder: str | None) -> None:

@@ -5,7 +5,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from spmd.plan.plan import ShardingPlan
 from spmd.plan.scopes import METRICS, OPTIMIZER
 from spmd.sharding.mesh import AnyMesh
 from spmd.training.batch import place_batch
-from spmd.training.compilation_cache import without_faulty_cache
+from spmd.training.compilation_cache import watch_cache_hits, without_faulty_cache
 from spmd.training.state import (
     TrainState,
     abstract_arguments,
@@ -44,6 +44,19 @@ Metrics = dict[str, Any]
 """Scalars of one step, still on the devices; and its gradients, if the step keeps them."""
 
 
+class StepProgram(NamedTuple):
+    """Compiled program of a step.
+
+    Attributes:
+        text: The StableHLO text that it was compiled from, compressed by zlib.
+        is_read: Whether an earlier process compiled it: it was read from a cache or a file.
+    """
+
+    compiled: jax.stages.Compiled
+    text: bytes
+    is_read: bool
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class TrainStep:
     """`(state, batch) -> (state, metrics)`, compiled ahead of time; the state is donated.
@@ -59,7 +72,7 @@ class TrainStep:
     keep_gradients: bool
     compiler_options: Mapping[str, Any]
     check_first_batch: bool = True
-    _compiled: dict[Any, jax.stages.Compiled] = dataclasses.field(default_factory=dict, init=False)
+    _compiled: dict[Any, StepProgram] = dataclasses.field(default_factory=dict, init=False)
     _newest: weakref.ref[TrainState] | None = dataclasses.field(default=None, init=False)
 
     def __repr__(self) -> str:
@@ -116,12 +129,26 @@ class TrainStep:
 
         Each shape is compiled once.
         """
-        leaves, structure = jax.tree.flatten(batch)
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        signature = structure, shapes
+        return self.program(batch).compiled
+
+    def program(self, batch: Any) -> StepProgram:
+        """Return the program for batches of this shape, compiled at the first call."""
+        signature = _signature(batch)
         if signature not in self._compiled:
-            self._compiled[signature] = self._compile(self.lower(batch))
+            lowered = self.lower(batch)
+            text = compressed_text(lowered)
+            with watch_cache_hits() as hits:
+                compiled = self._compile(lowered)
+            self._compiled[signature] = StepProgram(compiled, text, is_read=bool(hits))
         return self._compiled[signature]
+
+    def has_program(self, batch: Any) -> bool:
+        """Return whether there is a program for batches of this shape."""
+        return _signature(batch) in self._compiled
+
+    def install(self, batch: Any, program: StepProgram) -> None:
+        """Use a program, such as one of an earlier process, for batches of this shape."""
+        self._compiled[_signature(batch)] = program
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         options = dict(self.compiler_options) or None
@@ -202,7 +229,11 @@ class TrainStep:
     @property
     def programs(self) -> tuple[jax.stages.Compiled, ...]:
         """The programs compiled so far, one for each shape of batch."""
-        return tuple(self._compiled.values())
+        return tuple(program.compiled for program in self._compiled.values())
+
+    def part_batches(self, batch: Any) -> list[tuple[str, "TrainStep", Any]]:
+        """Return prefix, train step and batch of each program of `compile`."""
+        return [("", self, batch)]
 
     def trace(self, batch: Any) -> jax.stages.Traced:
         """Trace the step, and check that the model marks every activation of the rule table.
@@ -311,6 +342,17 @@ class TrainStep:
         loss_at.defvjp(forward, backward)
         cast = jax.tree.map(lambda p, like: p.astype(like.dtype), params, state.params)
         return loss_at(cast)
+
+
+def _signature(batch: Any) -> Any:
+    """Return the structure of a batch, and the shape and dtype of each array."""
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def compressed_text(lowered: jax.stages.Lowered) -> bytes:
+    """Return the StableHLO text of a lowered step, compressed by zlib."""
+    return zlib.compress(lowered.as_text().encode(), 1)
 
 
 def _with_values(means: Metrics, values: Mapping[str, jax.Array]) -> Metrics:
