@@ -100,7 +100,7 @@ class Lease:
         self._release()
 
     def report_to(self, say: Callable[[str], object]) -> None:
-        """Show lines in another place from now on, such as about a bucket that does not answer."""
+        """Show lines elsewhere from now on, such as about an outage."""
         self._say = say
 
     def show(self, line: str) -> None:
@@ -180,7 +180,7 @@ class Lease:
             return error.problems
 
     def _foreign_problems(self) -> list[Problem]:
-        """Return a problem for each file of a number that no lease has.
+        """Return a problem for each file with an invalid number.
 
         The highest number counts, so such a file is neither ignored nor overwritten.
         """

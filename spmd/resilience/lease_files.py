@@ -130,7 +130,7 @@ def parse_names(entries: Iterable[str]) -> set[LeaseName]:
 
 
 def foreign_entries(entries: Iterable[str]) -> list[str]:
-    """Return the names with a number that no lease has, or that no other one can follow."""
+    """Return the names with a number out of range."""
     foreign = []
     for text in sorted(entries):
         found = _NUMBERED.fullmatch(text)

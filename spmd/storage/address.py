@@ -125,7 +125,7 @@ def location_problems(where: str, text: str) -> list[Problem]:
 
 
 def address_of(location: Location) -> str:
-    """Return the text of which `locate` makes the same location."""
+    """Return the text of a location: the inverse of `locate`."""
     if isinstance(location, BucketPath):
         return location.address
     return str(location)

@@ -231,7 +231,7 @@ class Bucket:
         return sorted(key.decode(errors="replace") for key in found)
 
     def delete(self, name: str, version: Version | None = None) -> None:
-        """Delete an object, if there is one, and if it has a version where that is given."""
+        """Delete an object, if it exists and has the given version, if any."""
         condition = None
         if version is not None:
             condition = version.generation

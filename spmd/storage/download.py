@@ -1,4 +1,4 @@
-"""Local copies of objects, for what reads files: texts, tokenizers, folders of Hugging Face.
+"""Local copies of objects: texts, tokenizers, folders of Hugging Face.
 
 Each object is downloaded once for each of its versions, into `~/.cache/spmd/objects`.
 """
@@ -18,13 +18,13 @@ _INDEX = ".versions.json"
 
 
 def local_path(text: str, wanted: Callable[[str], bool] = lambda name: True) -> Path:
-    """Return a local path, or that of the local copy of an address.
+    """Return a local path, for an address of its local copy.
 
     Args:
         wanted: Whether an object is downloaded, by its name below the address.
 
     Raises:
-        StorageError: There is no such object, or the store does not answer.
+        StorageError: The object does not exist, or the store does not answer.
     """
     if not is_address(text):
         return Path(text).expanduser()
@@ -68,7 +68,7 @@ def download(path: BucketPath, wanted: Callable[[str], bool] = lambda name: True
 
 
 def _update(objects: Bucket, folder: Path, names: list[str]) -> None:
-    """Download those of some objects whose versions are not here."""
+    """Download objects in newer versions than the local ones."""
     folder.mkdir(parents=True, exist_ok=True)
     known = _read_index(folder / _INDEX)
     for name in names:

@@ -295,7 +295,7 @@ class Mirror:
 
 
 def _latest(parts: list[str], tag: str) -> list[str]:
-    """Return the parts that continue a whole file, of its latest writer, by position."""
+    """Return the parts after a whole file, of its latest writer, by position."""
     of_writer: dict[tuple[int, int], list[str]] = {}
     for name in parts:
         found = _PART.fullmatch(name)
