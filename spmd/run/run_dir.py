@@ -380,10 +380,13 @@ def _is_own_attempt(name: str) -> bool:
 
 def _is_own(name: str) -> bool:
     """Return whether this process writes a file of a run: its own files, or those of all."""
+    process = 0
+    if jax.distributed.is_initialized():  # otherwise it would start the devices, too early
+        process = jax.process_index()
     owner = _OWNER.match(name.rpartition("/")[2])
     if owner is None:
-        return jax.process_index() == 0
-    return int(owner[1]) == jax.process_index()
+        return process == 0
+    return int(owner[1]) == process
 
 
 class ProcessLog:

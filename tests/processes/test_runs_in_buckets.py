@@ -96,9 +96,10 @@ def test_a_killed_run_resumes_with_the_same_bits(s3, key, whole, tmp_path):
         run.wait_for_step(14)
         run.processes[0].send_signal(signal.SIGTERM)
         assert run.codes() == [EXIT_PREEMPTED]
-    train(config, out, "--resume", "auto", printed=tmp_path / "last")
+    train(config, out, "--resume", "auto", "--max-restarts", "5", printed=tmp_path / "last")
     assert_same_run(config, out, expected)
     assert (tmp_path / "last.0.txt").read_text().count("resuming from step") == 1
+    assert "attempts/process-0.jsonl" in Bucket(locate(out)).list("attempts/")
     report = read_run(out)
     assert report.step == 30
     assert report.name == key.rpartition("/")[2]
