@@ -20,7 +20,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 port, me, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, me)
-import spmd.checkpoint.manager
+import spmd.checkpoint.local_store
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.errors import CheckpointError
 from spmd.distributed.hosts import broadcast_from_first
@@ -49,13 +49,13 @@ with CheckpointManager(directory) as checkpoints:
     def failing(folder, step):
         raise OSError(28, "No space left on device")
 
-    sealing, spmd.checkpoint.manager.write_manifest = spmd.checkpoint.manager.write_manifest, failing
+    sealing, spmd.checkpoint.local_store.write_manifest = spmd.checkpoint.local_store.write_manifest, failing
     checkpoints.save(3, filled(3), {"step": 3})
     try:
         checkpoints.wait()
     except CheckpointError as error:
         out["failed"] = str(error)
-    spmd.checkpoint.manager.write_manifest = sealing
+    spmd.checkpoint.local_store.write_manifest = sealing
     out["after"] = checkpoints.steps()
     checkpoints.save(3, filled(3), {"step": 3})
     state, record = checkpoints.restore(None, template)

@@ -295,7 +295,9 @@ def test_a_step_in_a_manifest_cannot_be_changed_alone(directory):
 def test_it_is_the_seal_that_finds_a_flipped_bit(directory, monkeypatch):
     """Control: with the check turned off, a bit that was flipped in the data is restored, and nobody is told."""
     flip(FILES["data"](directory / "30"))
-    monkeypatch.setattr("spmd.checkpoint.manager.verify_manifest", lambda folder, contents=True: [])
+    monkeypatch.setattr(
+        "spmd.checkpoint.local_store.verify_manifest", lambda folder, contents=True: []
+    )
     state = make_state(30)
     template = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state

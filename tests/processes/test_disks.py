@@ -30,6 +30,7 @@ import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from spmd.distributed.cluster_env import LaunchArgs
 from spmd.distributed.initialize import initialize
+import spmd.checkpoint.local_store as local_store
 import spmd.checkpoint.manager as manager
 from spmd.distributed import shared_folder
 from spmd.distributed.shared_folder import shared_folder_problems
@@ -64,7 +65,7 @@ def restore(folder):
         checkpoints.restore(1, template)
 
 found["opened"] = attempt(lambda: save(own / "opened"))
-manager.shared_folder_problems = lambda *names: ()  # as if the disk had been lost since
+local_store.shared_folder_problems = lambda *names: ()  # as if the disk had been lost since
 found["saved in shared"] = attempt(lambda: save(shared / "saved"))
 for name in ("saved", "unchecked"):
     (own / name).mkdir()
@@ -75,7 +76,7 @@ found["restored from shared"] = attempt(lambda: restore(shared / "saved"))
 if me == 1:
     (own / "copied").unlink()
 found["restored from own"] = attempt(lambda: restore(own / "copied"))
-manager.missing_shards = lambda *names: {}
+local_store.missing_shards = lambda *names: {}
 found["saved without a check"] = attempt(lambda: save(own / "unchecked"))
 print(json.dumps({"found": found}))
 """

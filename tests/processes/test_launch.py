@@ -238,6 +238,14 @@ time.sleep(60)
 """
 
 
+@pytest.fixture(autouse=True)
+def default_hang_up():
+    """A hang-up is not ignored, also if `nohup` started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 FORWARDED = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
 
