@@ -366,16 +366,21 @@ def test_programs_that_would_not_be_the_same_are_not_written(shared_plan, tmp_pa
     of_others = SerializedStep(key, [SerializedProgram("", b"", b"")])
     write_bytes(tmp_path / "compiled_step", of_others.to_bytes())
     assert "can hang" in load(step, tmp_path).said
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    names = (
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update(names[0], 0.0)
+    jax.config.update(names[1], -1)
     try:
         with compilation_cache(tmp_path):
             serialize_step(make_step(shared_plan), BATCH, {})
             with pytest.raises(NotSerializableError, match="read from the compilation cache"):
                 serialize_step(make_step(shared_plan), BATCH, {})
     finally:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def test_a_step_of_several_networks_is_loaded(shared_plan):
