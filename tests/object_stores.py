@@ -40,7 +40,8 @@ class Server:
     def environment(self) -> dict[str, str]:
         """Variables by which a process finds the server."""
         if self.kind == "gs":
-            return {"STORAGE_EMULATOR_HOST": self.url}
+            # The second is what the first leads to in this process, and must not outlive the server.
+            return {"STORAGE_EMULATOR_HOST": self.url, "TENSORSTORE_GCS_HTTP_URL": self.url}
         return {**CREDENTIALS, "AWS_ENDPOINT_URL": self.url}
 
     def address(self, key: str) -> str:
