@@ -133,6 +133,17 @@ def environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextlib.contextmanager
+def started_servers(folder: Path) -> Iterator[dict[str, Server]]:
+    """A server of each kind, by the scheme of its addresses, which this process finds by its variables."""
+    with (
+        s3_server() as s3,
+        gcs_server(folder) as gs,
+        environment({**s3.environment, **gs.environment}),
+    ):
+        yield {"s3": s3, "gs": gs}
+
+
 _REASON = (
     b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>ExpiredToken</Code>'
     b"<Message>The provided token has expired.</Message></Error>"

@@ -269,10 +269,10 @@ def _parts(shape: tuple[int, ...], chunks: tuple[int, ...]) -> Iterator[_Slices]
 
 def _moved(index: _Slices, start: Sequence[int]) -> _Slices:
     """Return slices of a shard as slices of the array, from the shard's first index."""
-    return tuple(
-        slice(part.start + first, part.stop + first)
-        for part, first in zip(index, start, strict=True)
-    )
+    moved = []
+    for part, first in zip(index, start, strict=True):
+        moved.append(slice(part.start + first, part.stop + first))
+    return tuple(moved)
 
 
 class _Started:

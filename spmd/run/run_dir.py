@@ -73,8 +73,6 @@ _OWNER = re.compile(r"process-(\d+)\.")
 """Beginning of the names of files that one process writes."""
 _START_SECONDS = 30.0
 """Seconds until a bucket that does not answer before a run is an error."""
-
-
 _IN_BUCKET_ALONE = ("lease/", "checkpoints/")
 """Parts of a run that have no copy in the local folder."""
 
@@ -293,6 +291,9 @@ class RunDir:
         )
 
         def problems() -> list[Problem]:
+            if self.mirror is not None:
+                # Another run may have written until this one got the lease.
+                self.mirror.pull(_is_wanted)
             if self.has_run != resume:
                 return [changed]
             return []

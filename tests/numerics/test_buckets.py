@@ -15,17 +15,20 @@ from jax.sharding import PartitionSpec as P
 from spmd.checkpoint import zarr_arrays
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.data.sources import find_files
+from spmd.data.tokenizer import load_tokenizer
 from spmd.errors import CheckpointError, DataError, StorageError
 from spmd.resilience import lease as lease_module
 from spmd.resilience import lease_files
 from spmd.resilience.lease import EXIT_LOST, Lease
+from spmd.run.run_dir import RunDir
 from spmd.storage import bucket as bucket_module
 from spmd.storage import download as download_module
 from spmd.storage import mirror as mirror_module
 from spmd.storage.address import locate
 from spmd.storage.bucket import Bucket, Version
 from spmd.storage.mirror import Mirror
-from tests.object_stores import FaultProxy, environment, gcs_server, s3_server
+from tests.chats import write_tokenizer
+from tests.object_stores import FaultProxy, started_servers
 
 STORES = ("s3", "gs")
 
@@ -33,12 +36,8 @@ STORES = ("s3", "gs")
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
     """A server of each kind, which this process finds by its variables."""
-    with (
-        s3_server() as s3,
-        gcs_server(tmp_path_factory.mktemp("gcs")) as gcs,
-        environment({**s3.environment, **gcs.environment}),
-    ):
-        yield {"s3": s3, "gs": gcs}
+    with started_servers(tmp_path_factory.mktemp("gcs")) as found:
+        yield found
 
 
 @pytest.fixture
@@ -254,6 +253,21 @@ def test_texts_are_read_from_local_copies(servers, key, kind, tmp_path, monkeypa
         find_files([f"{address}/none"])
 
 
+def test_a_tokenizer_is_read_with_the_files_beside_it(s3, key, tmp_path, monkeypatch):
+    """Its end tokens are in another file; large files beside it are not downloaded."""
+    monkeypatch.setattr(download_module, "DOWNLOADS", tmp_path / "downloads")
+    (tmp_path / "local").mkdir()
+    write_tokenizer(tmp_path / "local")
+    objects = bucket(s3, key)
+    for file in (tmp_path / "local").iterdir():
+        objects.write(file.name, file.read_bytes())
+    objects.write("model.safetensors", b"large")
+    ours = load_tokenizer(s3.address(f"{key}/tokenizer.json"))
+    theirs = load_tokenizer(str(tmp_path / "local" / "tokenizer.json"))
+    assert (ours.name, ours.vocab, ours.eos) == (theirs.name, theirs.vocab, theirs.eos)
+    assert not list((tmp_path / "downloads").rglob("*.safetensors"))
+
+
 def test_of_two_mirrors_that_write_a_file_one_is_refused(s3, key):
     objects = bucket(s3, key)
     first, second = Mirror(objects), Mirror(objects)
@@ -300,6 +314,19 @@ def test_one_run_holds_the_lease_of_a_bucket(s3, key, capsys, monkeypatch):
     assert codes == [EXIT_LOST]
     assert "lost to another process" in capsys.readouterr().err
     assert Bucket(run).list() == ["lease/3.released"]
+
+
+def test_a_run_that_waited_for_the_lease_has_the_files_of_the_one_before(s3, key):
+    """Its folder was read before that one wrote its last lines; control: the lines are not there before the lease."""
+    folder = RunDir(locate(s3.address(key)))
+    objects = bucket(s3, key)
+    objects.write("metrics.jsonl", b'{"step": 1}\n')
+    objects.write("checkpoints/steps/1.json", b"")
+    assert folder.check_use("auto")
+    objects.write("metrics.jsonl", b'{"step": 1}\n{"step": 2}\n')
+    assert folder.metrics.read_bytes() == b'{"step": 1}\n'
+    with folder.lease(resume=True, take_over=False):
+        assert folder.metrics.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
 def test_heartbeats_of_several_threads_are_of_one_holder(s3, key):

@@ -15,12 +15,13 @@ from spmd.resilience.preemption import EXIT_PREEMPTED
 from spmd.run.run_dir import RunDir
 from spmd.storage.address import locate
 from spmd.storage.bucket import Bucket
-from tests.object_stores import FaultProxy, environment, gcs_server, s3_server
+from tests.object_stores import FaultProxy, started_servers
 from tests.train_runs import (
     PACED,
     ROOT,
     Run,
     assert_same,
+    losses,
     metrics,
     state,
     train,
@@ -32,12 +33,8 @@ NUMBER = itertools.count()
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    with (
-        s3_server() as s3,
-        gcs_server(tmp_path_factory.mktemp("gcs")) as gcs,
-        environment({**s3.environment, **gcs.environment}),
-    ):
-        yield {"s3": s3, "gs": gcs}
+    with started_servers(tmp_path_factory.mktemp("gcs")) as found:
+        yield found
 
 
 @pytest.fixture
@@ -124,6 +121,28 @@ def test_a_run_in_google_cloud_storage(servers, key, whole, tmp_path):
         run.processes[0].kill()
     train(config, out, "--resume", "auto", printed=tmp_path / "last")
     assert_same_run(config, out, expected)
+
+
+@pytest.mark.soak
+def test_what_a_run_starts_from_may_be_in_a_bucket(s3, key, whole, tmp_path):
+    """Its text, and a Hugging Face folder or a run as initial parameters: the losses of the same on a disk."""
+    config, expected = whole
+    assert command("export", expected, "--out", tmp_path / "hf")[0] == 0
+    train(config, s3.address(f"{key}/run"), printed=tmp_path / "first")
+    objects = Bucket(locate(s3.address(key)))
+    objects.write("texts/corpus.txt", (config.parent / "corpus.txt").read_bytes())
+    for file in (tmp_path / "hf").iterdir():
+        objects.write(f"hf/{file.name}", file.read_bytes())
+    flags = ("--steps", 4, "--optimizer.warmup-steps", 1)
+    source = ("--data.source", s3.address(f"{key}/texts/corpus.txt"))
+    home = {"environment": {"HOME": str(tmp_path)}}
+    for name, on_disk in (("hf", tmp_path / "hf"), ("run", expected)):
+        train(config, tmp_path / name, "--init", on_disk, *flags)
+        out = s3.address(f"{key}/from-{name}")
+        init = s3.address(f"{key}/{name}")
+        train(config, out, "--init", init, *source, *flags, printed=tmp_path / f"{name}-2", **home)
+        assert losses(out) == losses(tmp_path / name)
+        assert losses(out) != dict(itertools.islice(losses(expected).items(), 4))
 
 
 @pytest.mark.soak
