@@ -14,8 +14,10 @@ Zarr: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html.
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +58,7 @@ class StoredArray:
     @property
     def grid(self) -> tuple[int, ...]:
         """Number of chunks along each dimension."""
-        return tuple(size // chunk for size, chunk in zip(self.shape, self.chunks, strict=True))
+        return _grid(self.shape, self.chunks)
 
     @property
     def chunk_bytes(self) -> int:
@@ -202,9 +204,9 @@ def read_arrays(
     for path, target in targets.items():
         opened = _open(kvstore, path, stored[path])
         for index, devices in _local_regions(target):
-            size = math.prod(part.stop - part.start for part in index)
+            part = opened[index]
             place = functools.partial(_place, pieces[path], target, devices)
-            reads.add(size * target.dtype.itemsize, opened[index].read(), place)
+            reads.add(part.size * target.dtype.itemsize, part.read(), place)
     reads.wait()
     restored = dict[str, jax.Array]()
     for path, target in targets.items():
@@ -240,7 +242,7 @@ def _local_regions(target: jax.ShapeDtypeStruct) -> list[tuple[_Slices, list[jax
         devices_of.setdefault(tuple(bounds), []).append(device)
     regions = []
     for key, devices in devices_of.items():
-        regions.append((tuple(slice(start, stop) for start, stop in key), devices))
+        regions.append((tuple(itertools.starmap(slice, key)), devices))
     return regions
 
 
@@ -259,12 +261,16 @@ def _open(kvstore: Any, path: str, stored: StoredArray) -> Any:
 
 def _parts(shape: tuple[int, ...], chunks: tuple[int, ...]) -> Iterator[_Slices]:
     """Yield the chunks of a shard, as slices of it."""
-    counts = [size // chunk for size, chunk in zip(shape, chunks, strict=True)]
-    for position in np.ndindex(*counts):
+    for position in np.ndindex(_grid(shape, chunks)):
         part = []
         for number, chunk in zip(position, chunks, strict=True):
             part.append(slice(number * chunk, (number + 1) * chunk))
         yield tuple(part)
+
+
+def _grid(shape: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the number of chunks along each dimension."""
+    return tuple(map(operator.floordiv, shape, chunks))
 
 
 def _moved(index: _Slices, start: Sequence[int]) -> _Slices:
