@@ -223,10 +223,11 @@ class Bucket:
         keys = tensorstore.KvStore.KeyRange(prefix, _after(prefix))
         try:
             found = self._request(prefix, lambda store: store.list(keys).result())
-        except StorageError:
-            # TensorStore does not say why S3 refused a listing, but does for an object.
-            self.now()
-            self.find(f"{prefix}.")
+        except StorageError as error:
+            if not error.is_transient:
+                # TensorStore does not say why S3 refused a listing, but does for an object.
+                self.now()
+                self.find(f"{prefix}.")
             raise
         return sorted(key.decode(errors="replace") for key in found)
 
