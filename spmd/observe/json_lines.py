@@ -1,7 +1,8 @@
 """Records in lines of JSON: read without damaged ones, and kept up to a step.
 
 A line is damaged if it is not JSON, or not a record of this program: an object with a `step`, whose
-values are texts, null, and numbers that a float can hold, also in lists and objects.
+values are texts, null, and numbers that a float can hold, also in lists and objects inside each
+other to a depth of `_DEEPEST`. (The depth that `json` reads differs between releases of Python.)
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from typing import Any
 DAMAGED = ".damaged"
 """Suffix of the file beside another one that damaged lines are moved to."""
 _MAX_STEP = 2**62
+_DEEPEST = 32
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -107,12 +109,14 @@ def _is_step(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_STEP
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether all numbers in a value are finite as floats."""
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Return whether a value at a depth is plain: its numbers finite as floats, not too deep."""
+    if depth > _DEEPEST:
+        return False
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+        return all(_is_plain(inner, depth + 1) for inner in value.values())
     if isinstance(value, list):
-        return all(map(_is_plain, value))
+        return all(_is_plain(inner, depth + 1) for inner in value)
     if not isinstance(value, int | float):
         return True
     try:
