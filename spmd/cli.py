@@ -34,7 +34,7 @@ from spmd.commands.processes import (
 from spmd.commands.report import ReportCommand, ReportRunCommand, run_report
 from spmd.commands.script import JOBS, run_script
 from spmd.commands.search import SearchCommand, run_search
-from spmd.commands.train import TrainCommand, run_train
+from spmd.commands.train import TrainCommand, run_supervised, run_train
 from spmd.distributed.initialize import exit_process
 from spmd.errors import ConfigError, Problem, SpmdError, did_you_mean, print_traceback
 from spmd.run.load_config import shipped
@@ -104,13 +104,14 @@ _LONGEST_ERROR = 100
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
+    is_process = arguments is None
     if arguments is None:
         arguments = sys.argv[1:]
     arguments = list(arguments)
     sys.excepthook = print_traceback
     end: Callable[[int], NoReturn] = exit_process
     try:
-        code = _dispatch(arguments)
+        code = _dispatch(arguments, is_process)
         end = sys.exit
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -182,7 +183,8 @@ def _write_error(text: str) -> str:
     return file.name
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: list[str], is_process: bool) -> int:
+    """Run a command; a program that calls `main` with arguments is not forked."""
     if not arguments:
         _print_usage()
         return 2
@@ -197,6 +199,8 @@ def _dispatch(arguments: list[str]) -> int:
         problem = Problem(command, "is an unknown command", fix=did_you_mean(command, COMMANDS))
         raise ConfigError("Unknown command:", [problem])
     run, _ = COMMANDS[command]
+    if command == "train" and is_process:
+        run = run_supervised
     return run_command(command, run, arguments[1:])
 
 

@@ -62,12 +62,13 @@ def answer(run: Callable[[list[str]], object]) -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def serve_commands(cache: str, config: str) -> None:
+def serve_commands(cache: str, config: str, run: Callable[[list[str]], object] = cli.main) -> None:
     """Runs `spmd` with each list of arguments that comes.
 
     Args:
         cache: A folder for programs that are compiled once.
         config: What the runs are of.
+        run: What runs it; a program that calls `main` with arguments has no supervisor.
     """
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         # needs no device; what it traces need not be traced again in each process
@@ -75,7 +76,17 @@ def serve_commands(cache: str, config: str) -> None:
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    answer(cli.main)
+    answer(run)
+
+
+def serve_processes(cache: str, config: str) -> None:
+    """Runs `spmd` with each list of arguments that comes, as its own process: `train` with a supervisor."""
+    serve_commands(cache, config, run_process)
+
+
+def run_process(arguments: list[str]) -> None:
+    sys.argv = ["spmd", *arguments]
+    cli.main()
 
 
 class Run:

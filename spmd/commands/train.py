@@ -1,18 +1,29 @@
 """`spmd train`."""
 
+import contextlib
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any, Generic
 
 from spmd.commands.parsing import ConfigFields, LaunchFields, parse_command
 from spmd.distributed.cluster_env import LaunchArgs
-from spmd.errors import ConfigError, Problem, check_fields
+from spmd.distributed.initialize import no_accelerators, starts_alone
+from spmd.errors import ConfigError, Problem, SpmdError, check_fields
 from spmd.observe.goodput import command_start
 from spmd.observe.profiling import parse_steps
+from spmd.observe.tensorboard import import_tensorboard
+from spmd.resilience.generations import FolderStore, Generations
+from spmd.resilience.supervisor import ATTEMPTS, Worker, fork_obstacle, native_threads, supervise
+from spmd.run.build import planned_mesh
 from spmd.run.config import M
 from spmd.run.run_dir import Resume
 from spmd.run.train import check, run_dir, train
 from spmd.sharding.mesh import AnyMesh
+
+REJOIN_SECONDS = 60
+"""Seconds in which all processes must have connected again after a crash. Then each supervisor ends
+as its process had ended, so that the launcher can start the run again on other hosts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +51,57 @@ class TrainCommand(Generic[M]):
 
 
 def run_train(arguments: list[str]) -> int:
-    """Run `spmd train`; return the exit code."""
+    """Run `spmd train` in this process; return the exit code."""
     command, source = parse_command(TrainCommand, arguments, "train")
     _check_restarts(command)
+    return _train(command, source, command_start(), None)
+
+
+def run_supervised(arguments: list[str]) -> int:
+    """Run `spmd train` in a process of its own under a supervisor; return the exit code in both.
+
+    Where this process cannot be forked it trains itself.
+    """
+    threads = native_threads()
+    command, source = parse_command(TrainCommand, arguments, "train")
+    _check_restarts(command)
+    began = command_start()
+    if not command.config.recovery.supervisor or fork_obstacle(threads):
+        return _train(command, source, began, None)
+    folder = run_dir(command.config, source)
+    generations = Generations()
+    if not starts_alone(command.launch_args):
+        generations = Generations(FolderStore(folder.path / "generations"))
+    attempts = command.max_restarts or ATTEMPTS
+    prepare = functools.partial(_prepare, command)
+    worker = supervise(generations, lambda: folder.newest_checkpoint() or 0, prepare, attempts)
+    if isinstance(worker, int):
+        return worker
+    if worker.is_restart:
+        launch_args = command.launch_args
+        seconds = min(launch_args.start_timeout, REJOIN_SECONDS)
+        launch_args = dataclasses.replace(launch_args, start_timeout=seconds)
+        command = dataclasses.replace(
+            command, resume="auto", take_over=False, launch_args=launch_args
+        )
+    return _train(command, source, worker.began or began, worker)
+
+
+def _prepare(command: TrainCommand[Any]) -> None:
+    """Do what a run does before the first use of a device: later, it takes less time.
+
+    What is wrong with a run is left to the run.
+    """
+    config = command.config
+    if "tensorboard" in config.metrics_to:
+        import_tensorboard()
+    devices = config.devices * (command.launch_args.processes or 1)
+    with no_accelerators(), contextlib.suppress(SpmdError):
+        config = dataclasses.replace(config, devices=devices)
+        check(config, planned_mesh(config), resumes=True)
+
+
+def _train(command: TrainCommand[Any], source: Path, began: float, worker: Worker | None) -> int:
     result = train(
         command.config,
         resume=command.resume,
@@ -50,8 +109,9 @@ def run_train(arguments: list[str]) -> int:
         profile=command.profile,
         source=source,
         launch_args=command.launch_args,
-        began=command_start(),
+        began=began,
         max_restarts=command.max_restarts,
+        worker=worker,
     )
     return result.exit_code
 

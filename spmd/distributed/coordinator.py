@@ -50,7 +50,7 @@ def meet(
         group.process_id,
         group.processes or 1,
         host,
-        _machine_id(),
+        machine_id(),
         gpus,
         tuple(variables.items()),
     )
@@ -86,7 +86,7 @@ def _timeout_problem(what: str, seconds: int) -> Problem:
     return Problem("coordinator", what, f"{seconds} s have passed", fix)
 
 
-def _machine_id() -> str:
+def machine_id() -> str:
     """Return the identity of the running kernel: machines may share a name."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     if boot_id.is_file():
@@ -161,3 +161,17 @@ def name_address(group: ProcessGroup) -> str:
     if group.source == "--coordinator":
         return group.coordinator
     return f"{group.coordinator} (as {group.source} says)"
+
+
+def address_in(group: ProcessGroup) -> str:
+    """Return the address of this host in the network of the coordinator, for the other processes.
+
+    That of process 0 is the coordinator's, as the others know it.
+    """
+    host, port = split_address(group.coordinator)
+    if group.process_id == 0:
+        return host
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -20,7 +21,7 @@ import jax
 from spmd.distributed.accelerators import Machine, device_problems, start_problems
 from spmd.distributed.busy_tpu import busy_tpu_error
 from spmd.distributed.cluster_env import LaunchArgs, detect_process_group, split_address
-from spmd.distributed.coordinator import connection_error, meet, name_address
+from spmd.distributed.coordinator import address_in, connection_error, meet, name_address
 from spmd.distributed.gpu_memory import DEFAULT_FRACTION, FRACTION_VARIABLE, read_fraction
 from spmd.distributed.gpu_share import local_device_ids, visible_gpus
 from spmd.distributed.launchers import ProcessGroup
@@ -141,6 +142,39 @@ def starts_alone(launch_args: LaunchArgs) -> bool:
     if jax.distributed.is_initialized():
         return False
     return detect_process_group(launch_args, os.environ) is None
+
+
+@contextlib.contextmanager
+def no_accelerators() -> Iterator[None]:
+    """Keep JAX from the accelerators of this machine in the block: another process has them.
+
+    A process that has started CPU devices in the block is ended: it could not have others then.
+    """
+    platforms = jax.config.values["jax_platforms"]
+    jax.config.update("jax_platforms", "cpu")
+    yield
+    if _has_started():
+        os._exit(1)
+    jax.config.update("jax_platforms", platforms)
+
+
+def _has_started() -> bool:
+    """Return whether JAX has started devices: then their number cannot be set."""
+    count = jax.config.values["jax_num_cpu_devices"]
+    try:
+        jax.config.update("jax_num_cpu_devices", max(count, 0) + 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", count)
+    return False
+
+
+def own_address(launch_args: LaunchArgs) -> str:
+    """Return the address of this host for the other processes; empty if there are none."""
+    group = detect_process_group(launch_args, os.environ)
+    if group is None:
+        return ""
+    return address_in(group)
 
 
 def _check_devices(devices: int) -> None:

@@ -30,6 +30,15 @@ def _hidden(package: str) -> Iterator[None]:
             del sys.modules[package]
 
 
+def import_tensorboard() -> Any:
+    """Import the package, ahead of its first use."""
+    # Imported here, because it sets an environment variable, which importing spmd must not. It
+    # would also import PyTorch if that is installed, which takes seconds and is not needed.
+    with _hidden("torch"):
+        import tensorboardX
+    return tensorboardX
+
+
 class TensorBoard(Writer):
     """Event files in `folder`: finite numbers as scalars, texts as texts, arrays as histograms.
 
@@ -53,11 +62,7 @@ class TensorBoard(Writer):
 
     def _open(self) -> LineFile:
         """Open the file: at the first values, since the import takes a good part of a start."""
-        # Imported here, because it sets an environment variable, which importing spmd must not. It
-        # would also import PyTorch if that is installed, which takes seconds and is not needed.
-        with _hidden("torch"):
-            import tensorboardX
-
+        tensorboardX = import_tensorboard()
         self._summary = tensorboardX.summary
         self._proto = tensorboardX.proto.event_pb2
         self._checksum = tensorboardX.record_writer.masked_crc32c

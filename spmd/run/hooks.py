@@ -355,23 +355,26 @@ class Save(Hook):
     def on_state(self, step: int, state: Any) -> None:
         """Start an asynchronous save of the state and record for a resumed run."""
         self._saved_at = self.clock.seconds
-        position = (step + self.skipped_batches) * self.batch
         metrics = self.evaluate.last if self.evaluate.last_step == step else {}
         with self.telemetry.during(
             "checkpoint", f"saving step {step}, or waiting for the previous save"
         ):
-            progress = {"best": self.evaluate.best, "since": self.evaluate.since}
-            record = {
-                **self.record,
-                "step": step,
-                "position": position,
-                "evaluation": progress,
-            }
-            if self.loader is not None:
-                record[LOADER] = self.loader.record(step + self.skipped_batches)
+            record = self.record_at(step)
             self.checkpoints.save(step, self.saved(state), record, metrics)
         self.telemetry.watchdog.reset(f"copying the state of step {step} for its checkpoint")
         self.telemetry.note(f"saving step {step}")
+
+    def record_at(self, step: int) -> dict[str, Any]:
+        """Return the record of the state after a step."""
+        record = {
+            **self.record,
+            "step": step,
+            "position": (step + self.skipped_batches) * self.batch,
+            "evaluation": {"best": self.evaluate.best, "since": self.evaluate.since},
+        }
+        if self.loader is not None:
+            record[LOADER] = self.loader.record(step + self.skipped_batches)
+        return record
 
 
 def _is_multiple(step: int, every: int) -> bool:

@@ -28,6 +28,7 @@ from spmd.observe.metrics import device_memory
 from spmd.observe.profiling import parse_steps
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.observe.writers import check_packages
+from spmd.resilience.supervisor import Worker
 from spmd.run.run_dir import METRICS, Resume
 from spmd.run.run_spec import RunSpec
 from spmd.run.session import RunResult, train_in_folder
@@ -48,6 +49,7 @@ class Run(RunSpec):
         profile: str = "",
         said: Sequence[str] = (),
         began: float | None = None,
+        worker: Worker | None = None,
     ) -> RunResult:
         """Train until the config's last step or preemption.
 
@@ -61,6 +63,7 @@ class Run(RunSpec):
             said: Lines for the log.
             began: Start of the session for its goodput, in seconds since the epoch; by default,
                 this call.
+            worker: This process under its supervisor, as `spmd train` starts it.
 
         Raises:
             CheckpointError: The folder cannot be used, or has a run that this one cannot continue.
@@ -85,7 +88,7 @@ class Run(RunSpec):
                 print(wrap_to_terminal("\n".join((self.description, *self.notes))))
                 console = Console(self.config.steps, columns=columns)
                 stack.enter_context(contextlib.closing(console))
-            result = train_in_folder(self, lease, console, resumes, traced, said, began)
+            result = train_in_folder(self, lease, console, resumes, traced, said, began, worker)
         if console:
             self._report(console, result)
         return result

@@ -14,6 +14,7 @@ FieldRules = Mapping[str, str | Sequence[Any]]
 
 OnNaN = Literal["stop", "skip", "roll-back"]
 OnSpike = Literal["ignore", OnNaN]
+MemoryPeer = Literal["hosts", "always", "never"]
 
 
 @runtime_checkable
@@ -38,7 +39,7 @@ class EvaluationInterval:
 
 @dataclasses.dataclass(frozen=True)
 class RecoveryConfig:
-    """Loss spikes, rollback and the watchdog's deadlines."""
+    """Loss spikes, rollback, the watchdog's deadlines, and the supervisor's copies of the state."""
 
     on_spike: OnSpike = "ignore"
     """Response to a loss spike: stop the run; skip updates whose gradient norm is a spike;
@@ -62,6 +63,13 @@ class RecoveryConfig:
     start_deadline: float = 7200.0
     """Seconds from the start of the process group to the end of the first step, compilation
     included; 0: none."""
+    supervisor: bool = True
+    """Whether spmd train runs under a supervisor, which starts a crashed process again."""
+    memory_every: int = 0
+    """Steps between copies of the state in memory of the supervisor; 0: the fewest that cost at most
+    2 % of the time; -1: no copies."""
+    memory_peer: MemoryPeer = "hosts"
+    """Other processes with a second copy: hosts: one on another host; always: on any; never: none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +158,8 @@ class RunConfig:
         "recovery.rollbacks": "at least 0",
         "recovery.deadline": "at least 0",
         "recovery.start_deadline": "at least 0",
+        "recovery.memory_every": "at least -1",
+        "recovery.memory_peer": get_args(MemoryPeer),
         "sdc_checks.replicas_every": "at least 0",
         "sdc_checks.repeat_every": "at least 0",
     }

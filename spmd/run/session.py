@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from spmd import tree
 from spmd.checkpoint.arrays import bytes_read
 from spmd.checkpoint.manager import CheckpointManager
 from spmd.checkpoint.tree import OptionalState
@@ -35,6 +36,7 @@ from spmd.resilience.lease import Lease
 from spmd.resilience.notices import Notices
 from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
 from spmd.resilience.sdc import DeterminismCheck, ReplicaCheck
+from spmd.resilience.supervisor import Worker
 from spmd.resilience.watchdog import Watchdog
 from spmd.run.compiled_step import (
     CheckLoadedStep,
@@ -48,9 +50,11 @@ from spmd.run.compiled_step import (
 from spmd.run.config import config_values
 from spmd.run.external_state import EXTERNAL_STATE
 from spmd.run.hooks import LOADER, CommonClock, Evaluate, Log, Save, Telemetry
+from spmd.run.memory import FinishCopy, SaveInMemory, StateMemory, restored_state
 from spmd.run.record import changed_fields, check_resumable, checkpoint_record
 from spmd.run.run_dir import ProcessLog
 from spmd.run.run_spec import RunSpec
+from spmd.run.supervision import Supervision
 from spmd.run.transforms import optional_states
 from spmd.training.compilation_cache import cache_dir, cache_fault, compilation_cache
 from spmd.training.evaluated_params import evaluated_params
@@ -142,10 +146,12 @@ def train_in_folder(
     profile: tuple[int, int] | None,
     said: Sequence[str],
     began: float,
+    worker: Worker | None = None,
 ) -> RunResult:
     """Train in the run's folder, with its lease entered.
 
-    `began` is the start of the session, in seconds since the epoch.
+    `began` is the start of the session, in seconds since the epoch; `worker` is this process under
+    its supervisor.
     """
     config = run.config
     recovery = config.recovery
@@ -189,8 +195,31 @@ def train_in_folder(
         stopwatch = stack.enter_context(contextlib.closing(Stopwatch(began=began)))
         telemetry = Telemetry(StepClock(), stopwatch, watchdog, lease, log.say, notes)
         program = _ProgramHooks()
-        session = _Session(run, console, checkpoints, telemetry, preemption, tracing, program)
+        supervision = stack.enter_context(Supervision(worker, lease.number, log.say))
+        memory = _state_memory(run, worker, lease, log.say)
+        session = _Session(
+            run,
+            console,
+            checkpoints,
+            telemetry,
+            preemption,
+            tracing,
+            program,
+            supervision,
+            memory,
+        )
         return session.train(resume)
+
+
+def _state_memory(
+    run: RunSpec, worker: Worker | None, lease: Lease, say: Callable[[str], object]
+) -> StateMemory:
+    """Return the copies of the state in memory, without a part loaded from elsewhere."""
+    wanted = tree.flatten(run.step.as_stored(run.step.abstract_state()))
+    if run.reloaded and run.reloaded.origin:
+        for path in run.reloaded.optional.below(wanted):
+            del wanted[path]
+    return StateMemory(worker, run.config.recovery, lease.number, wanted, say)
 
 
 def _open_checkpoints(run: RunSpec, lease: Lease, say: Callable[[str], None]) -> CheckpointManager:
@@ -255,6 +284,8 @@ class _Session:
     preemption: Preemption
     profile: Profile
     program: _ProgramHooks
+    supervision: Supervision
+    memory: StateMemory
 
     def say(self, text: str) -> None:
         """Write to the log and, on the first process, to the console."""
@@ -424,17 +455,22 @@ class _Session:
         """Restore the newest intact checkpoint, or return the initial state if none was saved."""
         run = self.run
         checkpoints = self.checkpoints
-        if not (checkpoints.steps() or checkpoints.damaged):
+        in_memory = self.read_memory()
+        if in_memory is not None:
+            state, record = in_memory
+        elif not (checkpoints.steps() or checkpoints.damaged):
             self.say("there is no checkpoint to resume from: starting from step 0")
             return self.initialize()
-        with self.waiting("restore", "restoring a checkpoint"):
-            state, record = self.read_checkpoint()
+        else:
+            with self.waiting("restore", "restoring a checkpoint"):
+                state, record = self.read_checkpoint()
         self.check_resumable(record)
         for step, problems in checkpoints.damaged.items():
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
             self.say(f"skipped checkpoint {step}: {problems[0].where} {problems[0].what}{more}")
         step = int(record["step"])
-        self.say(f"resuming from step {step}")
+        origin = " in memory" if in_memory is not None else ""
+        self.say(f"resuming from step {step}{origin}")
         for name, (old, new) in changed_fields(record, run.config).items():
             self.say(f"  {name} changes from {old} to {new}")
         reloaded = None
@@ -449,6 +485,24 @@ class _Session:
             reloaded=reloaded,
             loader=record.get(LOADER),
         )
+
+    def read_memory(self) -> tuple[Any, Mapping[str, Any]] | None:
+        """Read the state and the record from memory; None if the newest checkpoint is later."""
+        found = self.memory.find()
+        latest = self.checkpoints.latest()
+        if found is None or (latest is not None and latest > found.step):
+            return None
+        step = self.run.step
+        wanted = step.as_stored(step.abstract_state())
+        with self.waiting("restore", "restoring the state in memory"):
+            read = self.memory.read(found)
+        if read is None:
+            return None
+        arrays, record = read
+        stored = restored_state(wanted, arrays)
+        if self.run.reloaded:
+            stored = self.run.reloaded.fill(stored, record)
+        return step.from_stored(stored), record
 
     def read_checkpoint(self) -> tuple[Any, Mapping[str, Any]]:
         """Read the state and the record of the newest intact checkpoint."""
@@ -472,6 +526,7 @@ class _Session:
         self.telemetry.lease.renew_at_once()
         if jax.process_index() == 0:  # the step that was reached: some of its work is repeated
             self.telemetry.stopwatch.write(self.run.run_dir.path, bad_step)
+        self.memory.clear(self.checkpoints.latest() or 0)
         newest = self.restore()
         skipped = bad_step - newest.step
         self.say(f"skipping {skipped} batches of the data")
@@ -494,7 +549,9 @@ class _Session:
             save = self.make_save(evaluate, clock, point)
             hooks = [
                 *self.divergence_checks(skipped),
+                FinishCopy(self.memory),
                 telemetry.watchdog,
+                self.supervision,
                 self.preemption,
                 self.profile,
                 IdleExperts(self.say),
@@ -505,6 +562,7 @@ class _Session:
                 clock,
                 *self.program_hooks(save),
                 save,
+                SaveInMemory(self.memory, save, telemetry, self.say),
             ]
             timed = run.as_global(telemetry.stopwatch.time_batches(batches), start)
             state = fit(point.state, run.step, timed, steps=steps, start=start, hooks=hooks)

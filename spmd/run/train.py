@@ -18,6 +18,7 @@ from spmd.distributed.initialize import (
     SINGLE_PROCESS,
     initialize,
     is_first_process,
+    own_address,
     starts_alone,
 )
 from spmd.generate.sampling import Sampling
@@ -28,6 +29,7 @@ from spmd.observe.profiling import parse_steps
 from spmd.observe.wrap_text import wrap_to_terminal
 from spmd.observe.writers import check_packages
 from spmd.resilience.attempts import CurrentAttempt
+from spmd.resilience.supervisor import Worker
 from spmd.run.build import (
     TrainSetup,
     abstract_batch,
@@ -67,6 +69,7 @@ def train(
     launch_args: LaunchArgs = SINGLE_PROCESS,
     began: float | None = None,
     max_restarts: int = 0,
+    worker: Worker | None = None,
 ) -> RunResult:
     """Train a language model as its config says.
 
@@ -87,6 +90,7 @@ def train(
             call.
         max_restarts: Attempts in a row without a newer checkpoint, after which a further one is
             refused; 0 for any number, without a record.
+        worker: This process under its supervisor, as `spmd train` starts it.
 
     Raises:
         RestartsError: The last attempts got no further.
@@ -105,15 +109,26 @@ def train(
         folder.path, newest, max_restarts, is_first, folder.upload_attempts
     ) as attempt:
         said = initialize(config.devices, launch_args)
+        if worker is not None:
+            worker = dataclasses.replace(worker, address=own_address(launch_args))
         resumes = folder.check_use_together(resume)
         before = attempt.share()
-        checked = check(config, config_mesh(config), resumes, folder, source)
+        was_checked = worker is not None and worker.is_restart
+        mesh = config_mesh(config)
+        checked = check(config, mesh, resumes, folder, source, was_checked=was_checked)
         run = make_run(checked, folder, hooks, writers, source)
         if jax.process_index() == 0:
             print(describe_devices(jax.devices()), flush=True)
             print(f"{before}\n".lstrip(), end="", flush=True)
         said += before.splitlines()
-        result = run.train(resume, take_over=take_over, profile=profile, said=said, began=began)
+        result = run.train(
+            resume,
+            take_over=take_over,
+            profile=profile,
+            said=said,
+            began=began,
+            worker=worker,
+        )
         if result.preempted is None:
             attempt.finish()
     if result.preempted is None:
@@ -154,18 +169,22 @@ def check(
     resumes: bool,
     folder: RunDir | None = None,
     source: Path | None = None,
+    *,
+    was_checked: bool = False,
 ) -> CheckedRun:
     """Return the checked setup and data of a run.
 
     Args:
         folder: The run folder, from which the compiled step is loaded; None for absent devices.
         source: The file that defines the config.
+        was_checked: An earlier process has checked the same config on the same machine.
     """
     setup = make_setup(config, mesh)
     load_result = None
     if folder:
         load_result = load_compiled_step(setup.step, setup.batch, config, folder, source)
-    preflight(setup, is_loaded=load_result is not None and load_result.loaded is not None)
+    if not was_checked:
+        preflight(setup, is_loaded=load_result is not None and load_result.loaded is not None)
     text = open_text_dataset(config)
     own = held_out_sets(text)
     taken = [each.name for each in own]

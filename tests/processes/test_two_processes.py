@@ -26,7 +26,9 @@ from tests.train_runs import (
 )
 
 TWO = {"processes": 2, "devices": 2}
-SOON = ("--heartbeat", 10)
+ALONE = ("--recovery.no-supervisor",)
+"""How processes end is tested here; what a supervisor does then, in `test_supervisor.py`."""
+SOON = (*ALONE, "--heartbeat", 10)
 """Flags with which a process notices within ten seconds that the other is gone."""
 
 FAULT = """
@@ -157,7 +159,7 @@ def test_one_that_is_told_to_go_takes_the_other_along(number, folder):
 def test_data_that_hang_on_one_end_both(folder):
     """Process 1 gets no more batches: both end within a minute, at least one with 70 and every thread's stack."""
     out = folder / "hung"
-    with Run(folder / "tiny.py", out, "--recovery.deadline", 8, **TWO) as run:
+    with Run(folder / "tiny.py", out, *ALONE, "--recovery.deadline", 8, **TWO) as run:
         run.wait_for_step(7)
         (folder / "fault").write_text("--process-id 1")
         began = time.monotonic()
@@ -245,7 +247,7 @@ def test_a_cut_link_ends_both(folder):
     out, deadline = folder / "cut", 10
     with two_networks(folder) as networks:
         where = {"host": ADDRESSES[0], "prefixes": networks.prefixes}
-        limits = "--recovery.deadline", deadline, "--heartbeat", deadline
+        limits = *ALONE, "--recovery.deadline", deadline, "--heartbeat", deadline
         with Run(folder / "tiny.py", out, *limits, **TWO, **where) as run:
             run.wait_for_step(7)
             networks.cut()

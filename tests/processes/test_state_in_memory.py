@@ -1,0 +1,226 @@
+"""A supervised run of four processes is killed again and again, in parts and as a whole host.
+
+Each kill is a real signal to real `spmd train` processes. What is left goes on by itself; what is
+gone is started again with the same command, as a cluster does.
+"""
+
+import collections
+import dataclasses
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spmd.distributed.local import free_port
+from tests.train_runs import ROOT, assert_same, losses, metrics, state, train, write_tiny
+
+PROCESSES, EVERY, CHECKPOINT = 4, 1, 20
+KINDS = {"process": 50, "host": 30, "SIGTERM": 10, "all processes of all hosts": 10}
+"""Kind of a kill → how often it is drawn."""
+PACED = """
+import os
+import time
+from spmd.data.loader import Windows
+
+unpaced = Windows.rows
+
+
+def paced(self, indices):
+    time.sleep(0.05)
+    return unpaced(self, indices)
+
+
+Windows.rows = paced
+"""
+
+
+@dataclasses.dataclass
+class Host:
+    """One of the hosts of a run: a supervisor and its training process."""
+
+    number: int
+    command: list[str]
+    printed: Path
+    supervisor: subprocess.Popen[bytes] | None = None
+
+    def start(self):
+        with self.printed.open("ab") as file:
+            self.supervisor = subprocess.Popen(self.command, stdout=file, stderr=file, cwd=ROOT)
+
+    @property
+    def worker(self):
+        """The training process: there is one while steps are taken."""
+        pid = self.supervisor.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        # its standby is younger
+        return int(children[0])
+
+
+class Cluster:
+    """Four hosts with one process each, on this machine; each is started again when it has ended."""
+
+    def __init__(self, config, out, steps):
+        port = free_port()
+        self.out = out
+        self.hosts = []
+        for number in range(PROCESSES):
+            flags = {
+                "--out": out,
+                "--devices": 1,
+                "--mesh.data": 1,
+                "--mesh.fsdp": PROCESSES,
+                "--steps": steps,
+                "--resume": "auto",
+                "--checkpoint-every": CHECKPOINT,
+                "--recovery.memory-every": EVERY,
+                "--recovery.memory-peer": "always",
+                "--coordinator": f"127.0.0.1:{port}",
+                "--processes": PROCESSES,
+                "--process-id": number,
+            }
+            command = [sys.executable, "-m", "spmd_command", "train", str(config)]
+            for flag, value in flags.items():
+                command += [flag, str(value)]
+            self.hosts.append(Host(number, command, out.with_name(f"{out.name}.{number}.txt")))
+
+    def __enter__(self):
+        for host in self.hosts:
+            host.start()
+        return self
+
+    def __exit__(self, *error):
+        for host in self.hosts:
+            host.supervisor.kill()
+            host.supervisor.wait()
+
+    def step(self):
+        return max((line["step"] for line in metrics(self.out)), default=0)
+
+    def text(self, number=0):
+        return self.hosts[number].printed.read_text(errors="replace")
+
+    def await_step(self, step, seconds=120):
+        """Wait for a step, and start hosts again that have ended; return the exit codes of these."""
+        deadline = time.monotonic() + seconds
+        codes = []
+        while self.step() < step:
+            codes += self.restart_ended()
+            assert time.monotonic() < deadline, self.text()[-3000:]
+            time.sleep(0.02)
+        return codes
+
+    def restart_ended(self):
+        codes = []
+        for host in self.hosts:
+            code = host.supervisor.poll()
+            if code:
+                codes.append(code)
+                host.start()
+        return codes
+
+    def kill(self, kind, rng):
+        host = rng.choice(self.hosts)
+        if kind == "process":
+            os.kill(host.worker, signal.SIGKILL)
+        elif kind == "host":
+            host.supervisor.kill()
+        elif kind == "SIGTERM":
+            host.supervisor.terminate()
+        else:
+            for each in self.hosts:
+                each.supervisor.kill()
+            for each in self.hosts:
+                each.supervisor.wait()
+
+    def finish(self, seconds=240):
+        """The exit codes, when all have ended with 0."""
+        deadline = time.monotonic() + seconds
+        while any(host.supervisor.poll() != 0 for host in self.hosts):
+            self.restart_ended()
+            assert time.monotonic() < deadline, self.text()[-3000:]
+            time.sleep(0.05)
+
+
+def resumed(text):
+    """Step and origin of each resumption that was printed: memory or a checkpoint."""
+    pattern = r"^(?:resuming|.* starting) from step (\d+)( in memory)?$"
+    found = re.findall(pattern, text, re.MULTILINE)
+    return [(int(step), bool(memory)) for step, memory in found]
+
+
+def run_kills(kills, folder, seed, capsys):
+    """Kill a run at random moments, and compare it with one that nothing disturbed."""
+    config = write_tiny(folder, PACED)
+    steps = 12 * kills + 20
+    rng = random.Random(seed)
+    repeated = collections.defaultdict(list)
+    recovery = collections.defaultdict(list)
+    with Cluster(config, folder / "run", steps) as cluster:
+        cluster.await_step(3)
+        for _ in range(kills):
+            (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+            cluster.await_step(cluster.step() + rng.randint(2, 9))
+            time.sleep(rng.uniform(0, 0.1))
+            before = len(resumed(cluster.text()))
+            cluster.kill(kind, rng)
+            began = time.monotonic()
+            # a step may have ended at the moment of the kill
+            time.sleep(0.05)
+            reached = cluster.step()
+            while len(resumed(cluster.text())) == before:
+                reached = max(reached, cluster.step())
+                cluster.restart_ended()
+                assert time.monotonic() < began + 150, cluster.text()[-3000:]
+                time.sleep(0.02)
+            start, in_memory = resumed(cluster.text())[before]
+            cluster.await_step(start + 1)
+            recovery[kind].append(time.monotonic() - began)
+            repeated[kind, in_memory].append(max(reached - start, 0))
+            with capsys.disabled():
+                text = f"{kind} after step {reached}: from step {start}"
+                print(f"{text}, {recovery[kind][-1]:.1f} s", flush=True)
+        cluster.finish()
+    train(
+        config,
+        folder / "whole",
+        *("--mesh.data", 1, "--mesh.fsdp", PROCESSES, "--steps", steps),
+        *("--checkpoint-every", CHECKPOINT),
+        processes=PROCESSES,
+        devices=1,
+    )
+    assert losses(folder / "run") == losses(folder / "whole")
+    assert_same(
+        state(config, folder / "run", steps, fsdp=4),
+        state(config, folder / "whole", steps, fsdp=4),
+    )
+    with capsys.disabled():
+        print(f"\n{kills} kills of {PROCESSES} processes, seed {seed}:")
+        for (kind, in_memory), counts in sorted(repeated.items()):
+            origin = "memory" if in_memory else "a checkpoint"
+            print(
+                f"  {kind:26} from {origin:12} {len(counts):4} times, steps computed twice: "
+                f"{dict(sorted(collections.Counter(counts).items()))}"
+            )
+        for kind, seconds in sorted(recovery.items()):
+            ordered = sorted(seconds)
+            median = ordered[len(ordered) // 2]
+            print(f"  {kind:26} recovered in {median:.1f} s (median), {ordered[-1]:.1f} s at most")
+    for (kind, in_memory), counts in repeated.items():
+        most = EVERY if in_memory else CHECKPOINT
+        assert max(counts) <= most, (kind, counts)
+        if kind in ("process", "host"):
+            assert in_memory
+    return repeated
+
+
+@pytest.mark.soak
+def test_fifty_kills_leave_no_trace(tmp_path, capsys):
+    """Of a process, of all of a host, SIGTERM, and of everything: bitwise the undisturbed run."""
+    repeated = run_kills(int(os.environ.get("KILLS", 50)), tmp_path, 1, capsys)
+    assert {kind for kind, _ in repeated} == set(KINDS)
