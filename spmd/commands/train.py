@@ -13,17 +13,20 @@ from spmd.errors import ConfigError, Problem, SpmdError, check_fields
 from spmd.observe.goodput import command_start
 from spmd.observe.profiling import parse_steps
 from spmd.observe.tensorboard import import_tensorboard
-from spmd.resilience.generations import FolderStore, Generations
+from spmd.resilience.forked_call import call_in_fork
+from spmd.resilience.generations import Generations, conditional_store
 from spmd.resilience.supervisor import ATTEMPTS, Worker, fork_obstacle, native_threads, supervise
 from spmd.run.build import planned_mesh
 from spmd.run.config import M
-from spmd.run.run_dir import Resume
+from spmd.run.run_dir import Resume, RunDir
 from spmd.run.train import check, run_dir, train
 from spmd.sharding.mesh import AnyMesh
 
 REJOIN_SECONDS = 60
 """Seconds in which all processes must have connected again after a crash. Then each supervisor ends
 as its process had ended, so that the launcher can start the run again on other hosts."""
+
+_LISTING_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +74,11 @@ def run_supervised(arguments: list[str]) -> int:
     folder = run_dir(command.config, source)
     generations = Generations()
     if not starts_alone(command.launch_args):
-        generations = Generations(FolderStore(folder.path / "generations"))
+        generations = Generations(conditional_store(folder.location / "generations"))
     attempts = command.max_restarts or ATTEMPTS
     prepare = functools.partial(_prepare, command)
-    worker = supervise(generations, lambda: folder.newest_checkpoint() or 0, prepare, attempts)
+    progress = functools.partial(_newest_checkpoint, folder)
+    worker = supervise(generations, progress, prepare, attempts)
     if isinstance(worker, int):
         return worker
     if worker.is_restart:
@@ -85,6 +89,16 @@ def run_supervised(arguments: list[str]) -> int:
             command, resume="auto", take_over=False, launch_args=launch_args
         )
     return _train(command, source, worker.began or began, worker)
+
+
+def _newest_checkpoint(folder: RunDir) -> int:
+    """Return the step of the newest checkpoint, or 0; a bucket is asked by another process."""
+    newest = None
+    if isinstance(folder.location, Path):
+        newest = folder.newest_checkpoint()
+    else:
+        newest = call_in_fork(folder.newest_checkpoint, _LISTING_SECONDS)
+    return newest or 0
 
 
 def _prepare(command: TrainCommand[Any]) -> None:

@@ -16,7 +16,6 @@ forked when it is needed.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import gc
 import json
@@ -36,20 +35,19 @@ from typing import Any
 from spmd.checkpoint.memory import MemoryStore
 from spmd.distributed.initialize import EXIT_LOST
 from spmd.resilience.control import Control, Report
+from spmd.resilience.forked_call import end_with_parent
 from spmd.resilience.generations import Generations
 from spmd.resilience.watchdog import EXIT_HUNG
 
 ATTEMPTS = 3
 """Ends in a row without a newer state after which a supervisor starts no further process."""
 
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+_STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _CRASHES = (
     *(signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS),
     *(signal.SIGFPE, signal.SIGILL),
 )
 _CRASH_CODES = (EXIT_LOST, EXIT_HUNG, 128 + signal.SIGABRT, 128 + signal.SIGKILL)
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _POLL_SECONDS = 0.2
 # Time for the end of a process that was told of a loss, such as its last lines.
 _LOSS_SECONDS = 1.0
@@ -211,6 +209,9 @@ class _Supervisor:
         self._is_over = False
         self._not_forwarded: list[int] = []
         self._handlers: dict[int, Any] = {}
+        self._forwarded = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup starts a process
+            self._forwarded.append(signal.SIGHUP)
         self._before = _End(0)
         self._newest = -1
         self._stuck = 0
@@ -270,21 +271,21 @@ class _Supervisor:
         sys.stderr.flush()
         parent = os.getpid()
         gc.freeze()  # objects of imports are not looked at again, so their memory stays shared
-        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._forwarded)
         with warnings.catch_warnings():
             # Python from 3.12 on warns of threads: those of NumPy and of Ctrl-C start again.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child:
-            for number in _FORWARDED:
+            for number in self._forwarded:
                 before = signal.signal(number, self._forward)
                 self._handlers.setdefault(number, before)
         else:
-            _end_with_parent(parent)
+            end_with_parent(parent)
             for handled, before in self._handlers.items():
                 signal.signal(handled, before)
             signal.set_wakeup_fd(-1)  # Ctrl-C ends the supervisor at once, and so this process
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._forwarded)
         return child
 
     def _fork_standby(self, worker: Worker) -> Worker | None:
@@ -417,13 +418,6 @@ def _silent() -> Iterator[None]:
             os.dup2(before, number)
             os.close(before)
         os.close(nowhere)
-
-
-def _end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
-        os._exit(128 + signal.SIGKILL)
 
 
 def _say(text: str) -> None:

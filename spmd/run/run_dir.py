@@ -9,6 +9,7 @@ runs/demo/
   goodput.jsonl        time by activity, over all restarts
   attempts/            starts and ends of each process, of runs with a limit of restarts
   lease/               which process writes to the folder
+  generations/         which starts of several processes have failed
   logs/process-0.log   one log per process: restarts, steps, signals, stacks of a hang
   checkpoints/         Orbax: state, with data position, seed, config, plan, mesh, versions
   compiled_step        the compiled step, to resume without tracing and compiling
@@ -19,8 +20,8 @@ runs/demo/
 ```
 
 A run folder in a bucket, such as `gs://bucket/runs/demo`, has the same files. They are written to a
-temporary folder, and uploaded from there (`spmd.storage.mirror`), except for the lease and the
-checkpoints, which are in the bucket alone.
+temporary folder, and uploaded from there (`spmd.storage.mirror`), except for leases, generations
+and checkpoints, which are in the bucket alone.
 """
 
 import contextlib
@@ -73,7 +74,7 @@ _OWNER = re.compile(r"process-(\d+)\.")
 """Beginning of the names of files that one process writes."""
 _START_SECONDS = 30.0
 """Seconds until a bucket that does not answer before a run is an error."""
-_IN_BUCKET_ALONE = ("lease/", "checkpoints/")
+_IN_BUCKET_ALONE = ("lease/", "checkpoints/", "generations/")
 """Parts of a run that have no copy in the local folder."""
 
 
