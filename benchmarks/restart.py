@@ -2,6 +2,7 @@
 
     python -m benchmarks.restart
     python -m benchmarks.restart --against ../spmd-before --repeats 5
+    python -m benchmarks.restart --against ../spmd-before --crash
     python -m benchmarks.restart --start
 
 The demo is trained until its first checkpoint is saved and killed (SIGKILL); then it is resumed
@@ -12,12 +13,17 @@ before.
 Beside the seconds there are those of its processor, user and system of all threads, which depend less
 on what else the machine does.
 
+With `--crash`, it is the training process of this checkout that is killed, in turns with such
+restarts; the time is that from the kill to the next step of the process that its supervisor starts.
+
 With `--start`, new runs begin without anything compiled (cold), in turns with ones whose step was
 compiled by `spmd compile` (shipped). Both have an empty compilation cache.
 """
 
 import argparse
+import contextlib
 import functools
+import json
 import os
 import shutil
 import signal
@@ -26,12 +32,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parents[1]
 TIMEOUT = 600.0
+STEPS_BEFORE_CRASH = 40
+"""Steps before a kill of the training process: until then the next process is prepared."""
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def command_of(folder: Path, *words: str) -> list[str]:
@@ -60,42 +69,86 @@ class Took(NamedTuple):
     cpu: float
 
 
-def train_until(tree: Path, folder: Path, is_done: Callable[[], bool]) -> Took:
-    """Train or resume the demo in `folder` until `is_done`, and kill it; return what it took."""
+@contextlib.contextmanager
+def training(tree: Path, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Train or resume the demo in `folder` in the block, and kill it at its end."""
     command = command_of(folder, "train", "--resume", "auto")
     environment = environment_of(tree, folder)
-    began = time.perf_counter()
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        while not is_done():
-            if process.poll() is not None or time.perf_counter() - began > TIMEOUT:
-                raise SystemExit(
-                    f"{' '.join(command)} ended with {process.poll()} or took too long"
-                )
-            time.sleep(0.005)
-        clock = time.perf_counter() - began
+        yield process
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    return Took(clock, used.ru_utime + used.ru_stime)
+        process.wait()
 
 
-def steps_in(folder: Path) -> int:
-    """Return the number of steps in the metrics."""
+def wait(process: subprocess.Popen[bytes], is_done: Callable[[], bool]) -> Took:
+    """Wait until `is_done`; return what it took."""
+    began = time.perf_counter()
+    before = processor_seconds(process.pid)
+    while not is_done():
+        if process.poll() is not None or time.perf_counter() - began > TIMEOUT:
+            raise SystemExit(f"the run ended with {process.poll()} or took too long")
+        time.sleep(0.005)
+    clock = time.perf_counter() - began
+    return Took(clock, processor_seconds(process.pid) - before)
+
+
+def processor_seconds(group: int) -> float:
+    """Return the processor time of the processes of a group so far."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, _, own_group, *rest = path.read_text().rpartition(")")[2].split()
+            if int(own_group) == group:
+                ticks += int(rest[8]) + int(rest[9])
+    return ticks / TICKS
+
+
+def train_until(tree: Path, folder: Path, is_done: Callable[[], bool]) -> Took:
+    """Train or resume the demo in `folder` until `is_done`, and kill it; return what it took."""
+    with training(tree, folder) as process:
+        return wait(process, is_done)
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step in the metrics; 0 without one."""
     path = folder / "metrics.jsonl"
-    return path.read_text().count('"loss"') if path.exists() else 0
+    steps = [0]
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.endswith("}") and '"loss"' in line:
+                steps.append(json.loads(line)["step"])
+    return max(steps)
 
 
-def restart(tree: Path, folder: Path) -> Took:
-    """Return the time from the start of the process to the metrics of its first step."""
+def copied(folder: Path) -> Path:
+    """Return a copy of a run folder, without its metrics."""
     copy = folder.with_name("restarted")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder, copy)
     (copy / "metrics.jsonl").write_text("")
-    return train_until(tree, copy, lambda: steps_in(copy) > 0)
+    return copy
+
+
+def restart(tree: Path, folder: Path) -> Took:
+    """Return the time from the start of the process to the metrics of its first step."""
+    copy = copied(folder)
+    return train_until(tree, copy, lambda: last_step(copy) > 0)
+
+
+def crash(folder: Path) -> Took:
+    """Return the time from a kill of the training process to the metrics of the next step."""
+    copy = copied(folder)
+    with training(HERE, copy) as process:
+        wait(process, lambda: last_step(copy) >= STEPS_BEFORE_CRASH)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        worker, *_ = map(int, children.read_text().split())  # its standby is younger
+        os.kill(worker, signal.SIGKILL)
+        reached = last_step(copy)
+        return wait(process, lambda: last_step(copy) > reached)
 
 
 def is_restartable(tree: Path, folder: Path) -> bool:
@@ -106,8 +159,10 @@ def is_restartable(tree: Path, folder: Path) -> bool:
     return (folder / "checkpoints" / "2").exists()
 
 
-def time_restarts(trees: dict[str, Path], repeats: int, temporary: Path) -> dict[str, list[Took]]:
-    """Return the time of each restart by the name of the checkout."""
+def time_restarts(
+    trees: dict[str, Path], repeats: int, temporary: Path, crashes: bool
+) -> dict[str, list[Took]]:
+    """Return the time of each restart by the name of the checkout, or of crashes of this one."""
     folders = {name: temporary / name / "run" for name in trees}
     for name, tree in trees.items():
         folders[name].parent.mkdir()
@@ -116,7 +171,10 @@ def time_restarts(trees: dict[str, Path], repeats: int, temporary: Path) -> dict
     seconds: dict[str, list[Took]] = {name: [] for name in trees}
     for _ in range(repeats):
         for name, tree in trees.items():
-            seconds[name].append(restart(tree, folders[name]))
+            if crashes and tree == HERE:
+                seconds[name].append(crash(folders[name]))
+            else:
+                seconds[name].append(restart(tree, folders[name]))
     return seconds
 
 
@@ -127,7 +185,7 @@ def start(folder: Path, compiled: Path | None) -> Took:
     folder.mkdir()
     if compiled:
         shutil.copyfile(compiled, folder / "compiled_step")
-    return train_until(HERE, folder, lambda: steps_in(folder) > 0)
+    return train_until(HERE, folder, lambda: last_step(folder) > 0)
 
 
 def time_starts(repeats: int, temporary: Path) -> dict[str, list[Took]]:
@@ -150,6 +208,7 @@ def main() -> None:
     )
     parser.add_argument("--against", type=Path, help="another checkout of this repository")
     parser.add_argument("--start", action="store_true", help="new runs, shipped and cold")
+    parser.add_argument("--crash", action="store_true", help="kills of the training process alone")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     trees = {"this": HERE}
@@ -159,7 +218,7 @@ def main() -> None:
         if options.start:
             seconds = time_starts(options.repeats, Path(temporary))
         else:
-            seconds = time_restarts(trees, options.repeats, Path(temporary))
+            seconds = time_restarts(trees, options.repeats, Path(temporary), options.crash)
     for measure in Took._fields:
         of_each = {}
         for name, found in seconds.items():

@@ -102,6 +102,11 @@ def finish_together(*commands, timeout=400):
     return outputs
 
 
+def children(process):
+    """Numbers of the children of a process, older ones first: of a supervisor, the training process is the first."""
+    return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+
+
 class Run:
     """The processes of one run, started at once; killed at the end of the `with` block where they still are.
 

@@ -33,6 +33,9 @@ from spmd.tree import human_bytes
 COST = 0.02
 """Fraction of the time that copies may take, if the config does not say how often to make them."""
 
+PENDING_METRICS = "pending_metrics"
+"""Key in the record of a copy in memory."""
+
 _MEASURED = 4
 """First steps, each with a copy, whose times give the number of steps between copies."""
 
@@ -258,6 +261,7 @@ class SaveInMemory(Hook):
 
     Args:
         save: Hook of the checkpoints, for what is saved and its record.
+        pending_metrics: Metrics until now that would be lost with this process, for the record.
     """
 
     def __init__(
@@ -266,12 +270,14 @@ class SaveInMemory(Hook):
         save: Save,
         telemetry: Telemetry,
         say: Callable[[str], object],
+        pending_metrics: Callable[[], Mapping[str, Any] | None],
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._memory = memory
         self._save = save
         self._telemetry = telemetry
         self._say = say
+        self._pending_metrics = pending_metrics
         self._now = now
         memory.recall_every()
         self._start = 0
@@ -312,7 +318,8 @@ class SaveInMemory(Hook):
         """Copy the state."""
         began = self._now()
         with self._telemetry.stopwatch.measure("checkpoint"):
-            self._memory.write(step, self._save.saved(state), self._save.record_at(step))
+            record = {**self._save.record_at(step), PENDING_METRICS: self._pending_metrics()}
+            self._memory.write(step, self._save.saved(state), record)
         self._telemetry.watchdog.reset(f"copying the state of step {step} in memory")
         if not self._memory.every:
             self._copies.append(self._now() - began)

@@ -31,6 +31,7 @@ import functools
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -169,6 +170,31 @@ class RunDir:
         """Upload what this process has written so far, such as before a checkpoint exists."""
         if self.mirror is not None:
             self.mirror.upload(_is_own, lease.renew, lease.show)
+
+    def pending_metrics(self) -> dict[str, Any] | None:
+        """Return the metrics that are not in the bucket yet, for a copy of the state in memory.
+
+        None for a local run, whose metrics survive the process, and on processes that write none.
+        """
+        if self.mirror is None or jax.process_index() != 0:
+            return None
+        position, lines = self.mirror.pending(METRICS)
+        return {"position": position, "lines": lines.decode("latin-1")}
+
+    def restore_metrics(self, pending: Mapping[str, Any] | None) -> None:
+        """Write metrics that `pending_metrics` has returned in a process that has crashed."""
+        if pending is None:
+            return
+        position = int(pending["position"])
+        lines = str(pending["lines"]).encode("latin-1")
+        content = b""
+        if self.metrics.exists():
+            content = self.metrics.read_bytes()
+        if content[position : position + len(lines)] == lines:
+            return
+        rest = self.metrics.with_name(f"{METRICS}.tmp")
+        rest.write_bytes(content[:position] + lines)
+        rest.replace(self.metrics)
 
     def upload_attempts(self) -> None:
         """Upload the records of attempts, without a lease."""

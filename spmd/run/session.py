@@ -50,7 +50,13 @@ from spmd.run.compiled_step import (
 from spmd.run.config import config_values
 from spmd.run.external_state import EXTERNAL_STATE
 from spmd.run.hooks import LOADER, CommonClock, Evaluate, Log, Save, Telemetry
-from spmd.run.memory import FinishCopy, SaveInMemory, StateMemory, restored_state
+from spmd.run.memory import (
+    PENDING_METRICS,
+    FinishCopy,
+    SaveInMemory,
+    StateMemory,
+    restored_state,
+)
 from spmd.run.record import changed_fields, check_resumable, checkpoint_record
 from spmd.run.run_dir import ProcessLog
 from spmd.run.run_spec import RunSpec
@@ -499,6 +505,7 @@ class _Session:
         if read is None:
             return None
         arrays, record = read
+        self.run.run_dir.restore_metrics(record.pop(PENDING_METRICS))
         stored = restored_state(wanted, arrays)
         if self.run.reloaded:
             stored = self.run.reloaded.fill(stored, record)
@@ -562,7 +569,7 @@ class _Session:
                 clock,
                 *self.program_hooks(save),
                 save,
-                SaveInMemory(self.memory, save, telemetry, self.say),
+                SaveInMemory(self.memory, save, telemetry, self.say, run.run_dir.pending_metrics),
             ]
             timed = run.as_global(telemetry.stopwatch.time_batches(batches), start)
             state = fit(point.state, run.step, timed, steps=steps, start=start, hooks=hooks)

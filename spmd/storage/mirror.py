@@ -169,6 +169,22 @@ class Mirror:
             is_transient = any(error.is_transient for error in failed)
             raise StorageError(failed[0].title, problems, is_transient=is_transient)
 
+    def pending(self, name: str) -> tuple[int, bytes]:
+        """Return the bytes of a file that are not in the bucket, and their position in it."""
+        path = self.folder / name
+        if not path.exists():
+            return 0, b""
+        uploaded = self._uploaded.get(name)
+        with path.open("rb") as file:
+            if uploaded is None:
+                return 0, file.read()
+            size, tail = uploaded.size, uploaded.tail
+            file.seek(size - len(tail))
+            if file.read(len(tail)) == tail:
+                return size, file.read()
+            file.seek(0)  # it was written anew
+            return 0, file.read()
+
     @contextlib.contextmanager
     def uploads(
         self,

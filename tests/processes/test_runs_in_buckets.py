@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.train_runs import (
     ROOT,
     Run,
     assert_same,
+    children,
     losses,
     metrics,
     state,
@@ -83,7 +85,8 @@ def command(*arguments):
 
 
 def test_a_killed_run_resumes_with_the_same_bits(s3, key, whole, tmp_path):
-    """Killed between saves and in one, also with SIGTERM, then read by every command that takes a run."""
+    """Killed between saves and in one, also the training process alone, and with SIGTERM; then read by every command
+    that takes a run."""
     config, expected = whole
     out = s3.address(key)
     with Run(config, out, printed=tmp_path / "killed") as run:
@@ -91,16 +94,23 @@ def test_a_killed_run_resumes_with_the_same_bits(s3, key, whole, tmp_path):
         run.processes[0].kill()
     with Run(config, out, "--resume", "auto", printed=tmp_path / "stopped") as run:
         run.wait_for_step(14)
+        os.kill(children(run.processes[0].pid)[0], signal.SIGKILL)
+        run.wait_for_step(20)
         run.processes[0].send_signal(signal.SIGTERM)
         assert run.codes() == [EXIT_PREEMPTED]
     train(config, out, "--resume", "auto", "--max-restarts", "5", printed=tmp_path / "last")
     assert_same_run(config, out, expected)
     assert (tmp_path / "last.0.txt").read_text().count("resuming from step") == 1
+    assert re.search(
+        r"^resuming from step 1[4-9] in memory$",
+        (tmp_path / "stopped.0.txt").read_text(),
+        re.MULTILINE,
+    )
     assert "attempts/process-0.jsonl" in Bucket(locate(out)).list("attempts/")
     report = read_run(out)
     assert report.step == 30
     assert report.name == key.rpartition("/")[2]
-    assert report.goodput.sessions == 3
+    assert report.goodput.sessions == 4
     assert report.checkpoints[-1] == 30
     code, text, errors = command("eval", out, "--json", "--tokens", "256", "--devices", "4")
     assert (code, errors.count("Traceback")) == (0, 0)
@@ -162,6 +172,21 @@ def test_two_processes_save_their_shards(s3, key, whole, tmp_path):
 
 
 @pytest.mark.soak
+def test_two_processes_go_on_from_memory(s3, key, whole, tmp_path):
+    """One is killed: the other's supervisor learns it from the bucket or from its process, and both start again."""
+    config, expected = whole
+    out = s3.address(key)
+    options = {"processes": 2, "devices": 2}
+    with Run(config, out, printed=tmp_path / "run", **options) as run:
+        run.wait_for_step(8)
+        os.kill(children(run.processes[1].pid)[0], signal.SIGKILL)
+        assert run.codes() == [0, 0]
+    assert "in memory" in (tmp_path / "run.0.txt").read_text()
+    assert [line["step"] for line in metrics(out)] == [line["step"] for line in metrics(expected)]
+    assert Bucket(locate(out)).list("generations/") == ["generations/1.failed"]
+
+
+@pytest.mark.soak
 def test_training_goes_on_while_the_store_is_away(s3, key, whole, tmp_path):
     """For ten seconds, with saves in them: the run ends as if nothing had been, and its log says what was."""
     config, expected = whole
@@ -190,7 +215,7 @@ def test_a_second_run_is_refused(s3, key, whole, tmp_path):
             "train", config, "--out", out, "--resume", "auto", "--devices", "4"
         )
         assert code == 2
-        assert f"{out}: process {run.processes[0].pid} on" in errors
+        assert f"{out}: process {children(run.processes[0].pid)[0]} on" in errors
         assert run.processes[0].poll() is None
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from spmd.distributed.local import free_port
-from tests.train_runs import ROOT, assert_same, losses, metrics, state, train, write_tiny
+from tests.train_runs import ROOT, assert_same, children, losses, metrics, state, train, write_tiny
 
 PROCESSES, EVERY, CHECKPOINT = 4, 1, 20
 KINDS = {"process": 50, "host": 30, "SIGTERM": 10, "all processes of all hosts": 10}
@@ -56,10 +56,7 @@ class Host:
     @property
     def worker(self):
         """The training process: there is one while steps are taken."""
-        pid = self.supervisor.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        # its standby is younger
-        return int(children[0])
+        return children(self.supervisor.pid)[0]
 
 
 class Cluster:

@@ -4,14 +4,13 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from spmd.run.run_dir import RunDir
 from tests.forked import server
 from tests.tiers import soak_but
-from tests.train_runs import losses, metrics, write_tiny
+from tests.train_runs import children, losses, metrics, write_tiny
 
 FLAGS = ("--mesh.data", 1, "--devices", 1, "--evaluate.tokens", 64, "--sample.prompt", "")
 STEPS = ("--steps", 40, "--checkpoint-every", 1000)
@@ -56,10 +55,6 @@ def whole(start, config):
     out = config.parent / "whole"
     assert start(out).wait() == 0, out.with_suffix(".log").read_text()
     return out
-
-
-def children(process):
-    return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
 
 
 def await_step(out, step, run):

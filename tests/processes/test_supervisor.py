@@ -1,6 +1,7 @@
 """A supervisor ends as its training process ends, and starts another one after a crash alone."""
 
 import contextlib
+import faulthandler
 import os
 import signal
 import time
@@ -51,6 +52,7 @@ def wait_until(condition, seconds=30):
 
 
 def die(number):
+    faulthandler.disable()  # it would print the stacks of the tests
     os.kill(os.getpid(), number)
 
 
