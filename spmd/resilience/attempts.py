@@ -88,7 +88,7 @@ class CurrentAttempt(contextlib.AbstractContextManager["CurrentAttempt"]):
 
     Args:
         folder: Run folder.
-        checkpoint: Step of the newest checkpoint, as process 0 sees it.
+        checkpoint: Step of the newest checkpoint, or state in memory, as process 0 sees it.
         most: Attempts in a row without a newer checkpoint, after which a further one is refused; 0
             for any number, without a record.
         is_first: This is process 0.

@@ -88,6 +88,13 @@ class Worker:
         """Whether a process before this one has crashed."""
         return self.number > 0
 
+    def newest_step(self, checkpoint: int | None) -> int | None:
+        """Return the step of the newest state: of the newest checkpoint, or one in memory."""
+        in_memory = self.memory.newest()
+        if in_memory is None:
+            return checkpoint
+        return max(in_memory.step, checkpoint or 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class _End:

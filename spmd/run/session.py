@@ -533,7 +533,7 @@ class _Session:
         self.telemetry.lease.renew_at_once()
         if jax.process_index() == 0:  # the step that was reached: some of its work is repeated
             self.telemetry.stopwatch.write(self.run.run_dir.path, bad_step)
-        self.memory.clear(self.checkpoints.latest() or 0)
+        self.memory.clear(self.checkpoints.latest() or 0)  # later states have diverged
         newest = self.restore()
         skipped = bad_step - newest.step
         self.say(f"skipping {skipped} batches of the data")
@@ -546,6 +546,7 @@ class _Session:
         start = point.step
         steps = run.config.steps
         skipped = point.skipped_batches
+        self.memory.clear(start)  # a copy of a later step would be taken for the newest one
         with contextlib.ExitStack() as stack:
             writers = self.open_writers(stack, start)
             opened = run.open_batches(start + skipped, steps + skipped, point.loader)

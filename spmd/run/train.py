@@ -105,6 +105,8 @@ def train(
         folder.check_use(resume)  # now, since devices may take a while to start
     is_first = is_first_process(launch_args)
     newest = folder.newest_checkpoint()
+    if worker is not None:
+        newest = worker.newest_step(newest)
     with CurrentAttempt(
         folder.path, newest, max_restarts, is_first, folder.upload_attempts
     ) as attempt:

@@ -20,7 +20,7 @@ from spmd.errors import CheckpointError, DataError, StorageError
 from spmd.resilience import lease as lease_module
 from spmd.resilience import lease_files
 from spmd.resilience.lease import EXIT_LOST, Lease
-from spmd.run.run_dir import RunDir
+from spmd.run.run_dir import METRICS, RunDir
 from spmd.storage import bucket as bucket_module
 from spmd.storage import download as download_module
 from spmd.storage import mirror as mirror_module
@@ -277,6 +277,30 @@ def test_of_two_mirrors_that_write_a_file_one_is_refused(s3, key):
     with pytest.raises(StorageError, match="was written by another process"):
         second.push()
     assert objects.read("plan.txt") == b"of 0"
+
+
+def test_metrics_that_a_lost_process_had_not_uploaded_are_restored(s3, key):
+    """Those of a copy in memory: whatever is in the bucket, the file ends as at the copy, or later."""
+    run_dir = RunDir(locate(s3.address(key)))
+    mirror = Mirror(run_dir.mirror.bucket)
+    metrics = mirror.folder / METRICS
+    assert mirror.pending(METRICS) == (0, b"")
+    metrics.write_bytes(b"1\n2\n")
+    assert mirror.pending(METRICS) == (0, b"1\n2\n")
+    mirror.push()
+    with metrics.open("ab") as file:
+        file.write(b"3\n")
+    position, lines = mirror.pending(METRICS)
+    assert (position, lines) == (4, b"3\n")
+    copy = {"position": position, "lines": lines.decode()}
+    for in_bucket, expected in ((b"1\n2\n", b"1\n2\n3\n"), (b"1\n2\n3\n4\n", b"1\n2\n3\n4\n")):
+        run_dir.metrics.write_bytes(in_bucket)
+        run_dir.restore_metrics(None)
+        assert run_dir.metrics.read_bytes() == in_bucket  # the control
+        run_dir.restore_metrics(copy)
+        assert run_dir.metrics.read_bytes() == expected
+    metrics.write_bytes(b"5\n6\n7\n")
+    assert mirror.pending(METRICS) == (0, b"5\n6\n7\n")
 
 
 def test_uploads_go_on_after_an_outage(s3, key, monkeypatch):

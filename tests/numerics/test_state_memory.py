@@ -88,6 +88,19 @@ def test_the_older_copy_is_replaced(state):
     assert [saved.step for saved in store.saved()] == [2]
 
 
+@pytest.mark.parametrize("is_cleared", [True, False], ids=["cleared", "control"])
+def test_a_later_copy_of_before_is_not_taken_for_the_newest(is_cleared, state):
+    """After a restart from step 10, the copies of steps 11 and 12 of the process before count no more."""
+    store = MemoryStore.create()
+    write(store, 11, state)
+    write(store, 12, state)
+    if is_cleared:
+        store.clear(after=10)
+    write(store, 11, state, generation=2)
+    newest = store.newest()
+    assert ((newest.step, newest.generation) == (11, 2)) is is_cleared
+
+
 @pytest.mark.parametrize("moment", ["in the arrays", "before the header"])
 def test_a_kill_in_a_copy_leaves_the_one_before(moment, state, monkeypatch, tmp_path):
     """A forked process is killed by SIGKILL while it writes; its parent reads what it left."""
