@@ -102,7 +102,7 @@ def _newest_checkpoint(folder: RunDir) -> int:
 
 
 def _prepare(command: TrainCommand[Any]) -> None:
-    """Do what a run does before the first use of a device: later, it takes less time.
+    """Prepare a run up to the first use of a device, so that it begins sooner.
 
     What is wrong with a run is left to the run.
     """

@@ -1,4 +1,4 @@
-"""Calls in a process of their own, for a process that must start no threads.
+"""Calls in forked processes, for a process without threads.
 
 A supervisor forks, and a fork has no threads but one. TensorStore starts threads with its first
 request, so a supervisor makes requests in forks of itself.
@@ -17,7 +17,7 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def call_in_fork(function: Callable[[], Any], seconds: float) -> Any:
-    """Return the result of a function that a fork of this process calls; None if it fails.
+    """Call a function in a fork of this process, and return its result; None if it fails.
 
     Its result is sent as JSON, and what it prints is dropped.
 

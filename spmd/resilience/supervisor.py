@@ -266,7 +266,7 @@ class _Supervisor:
         return child == 0
 
     def _set_child(self, process: int) -> None:
-        """Set the training process, and forward the signals that came while there was none."""
+        """Set the training process, and forward the signals from before to it."""
         self._child = process
         for number in self._not_forwarded:
             os.kill(process, number)
