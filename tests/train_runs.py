@@ -21,9 +21,12 @@ from spmd.run.load_config import load_config
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import mesh_of
 from spmd.storage.address import locate
+from spmd.storage.bucket import Bucket
+from spmd.storage.mirror import Mirror
 from spmd.training.state import abstract_state
 
 ROOT = Path(__file__).resolve().parent.parent
+MIRRORS = []
 TINY = """
 import dataclasses
 import spmd
@@ -120,7 +123,8 @@ class Run:
         host: Where process 0 listens.
         prefixes: What the command of each begins with.
         environment: Further variables; the default is for a run that the test interrupts.
-        printed: Path beside which the output goes, if the run folder is in a bucket.
+        printed: Path beside which the output goes, if not beside the run folder; that of a run in a bucket goes
+            beside the config.
     """
 
     def __init__(
@@ -166,6 +170,8 @@ class Run:
                 *(own[i] if own else []),
             ]
             beside = printed or out
+            if isinstance(beside, str):
+                beside = config.with_name(beside.replace("/", "-"))
             self.printed.append(beside.with_name(f"{beside.name}.{i}.txt"))
             with self.printed[-1].open("a") as file:
                 process = subprocess.Popen(
@@ -212,6 +218,21 @@ def train(config, out, *arguments, **options):
         codes = run.codes()
         assert codes == [0] * len(codes), [run.text(i)[-3000:] for i in range(len(codes))]
     return run
+
+
+def files(out):
+    """The folder with a run's files, which are copied for the rest of the tests if the run is in a bucket."""
+    if isinstance(out, Path):
+        return out
+    mirror = Mirror(Bucket(locate(out)), excluded=("checkpoints/", "lease/", "generations/"))
+    mirror.pull()
+    MIRRORS.append(mirror)
+    return mirror.folder
+
+
+def saved(out):
+    """The steps of a run's checkpoints."""
+    return RunDir(locate(out)).checkpoint_steps()
 
 
 def metrics(out):

@@ -23,6 +23,7 @@ EXIT_HUNG = 70
 GRACE = 20.0
 """Seconds after the deadline until faulthandler ends the process, if a hang holds the interpreter
 lock."""
+SAVE_LOG_SECONDS = 10.0
 
 
 class Watchdog(Hook):
@@ -33,6 +34,8 @@ class Watchdog(Hook):
             deadline.
         start_timeout: Seconds until the first step has finished, with compilation.
         log: File for stacks besides standard error; it has a descriptor.
+        save_log: Called after the stacks were written, such as to upload them; it has
+            `SAVE_LOG_SECONDS`.
     """
 
     def __init__(
@@ -41,11 +44,13 @@ class Watchdog(Hook):
         start_timeout: float,
         log: TextIO | None = None,
         exit_process: Callable[[int], object] = os._exit,
+        save_log: Callable[[], object] = lambda: None,
     ) -> None:
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._log = log
         self._exit = exit_process
+        self._save_log = save_log
         self._last = "nothing"
         self._activity = "starting"
         self._limit = 0.0
@@ -96,6 +101,9 @@ class Watchdog(Hook):
         while not self._stopped.wait(self._interval()):
             if time.monotonic() > self._deadline:
                 self._report()
+                saving = threading.Thread(target=self._save_log, name="spmd-log", daemon=True)
+                saving.start()
+                saving.join(SAVE_LOG_SECONDS)
                 self._exit(EXIT_HUNG)
                 return
 

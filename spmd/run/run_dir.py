@@ -73,6 +73,7 @@ Resume = Literal["never", "auto", "always"]
 
 _OWNER = re.compile(r"process-(\d+)\.")
 """Beginning of the names of files that one process writes."""
+_TRACES = "profile/"
 _START_SECONDS = 30.0
 """Seconds until a bucket that does not answer before a run is an error."""
 _IN_BUCKET_ALONE = ("lease/", "checkpoints/", "generations/")
@@ -397,7 +398,7 @@ class RunDir:
 
 def _is_wanted(name: str) -> bool:
     """Return whether a process needs a file of a run: its own, and on process 0 all but traces."""
-    if name.startswith(("profile/", "tensorboard/")):
+    if name.startswith((_TRACES, "tensorboard/")):
         return False
     return _is_own(name) or not _OWNER.match(name.rpartition("/")[2])
 
@@ -407,7 +408,12 @@ def _is_own_attempt(name: str) -> bool:
 
 
 def _is_own(name: str) -> bool:
-    """Return whether this process writes a file of a run: its own files, or those of all."""
+    """Return whether this process writes a file of a run: its own files, or those of all.
+
+    Traces in a process's folder are its own, since none are downloaded.
+    """
+    if name.startswith(_TRACES):
+        return True
     process = 0
     if jax.distributed.is_initialized():  # otherwise it would start the devices, too early
         process = jax.process_index()

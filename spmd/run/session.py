@@ -171,7 +171,12 @@ def train_in_folder(
         if jax.process_count() > 1 and not native_debug():
             redirect_native_stdout(log.file)
         watchdog = stack.enter_context(
-            Watchdog(recovery.deadline, recovery.start_deadline, log.file)
+            Watchdog(
+                recovery.deadline,
+                recovery.start_deadline,
+                log.file,
+                save_log=functools.partial(folder.upload_now, lease),
+            )
         )
         notes: list[Callable[[str], None]] = [log.say]
         if console:

@@ -7,7 +7,7 @@ import pytest
 
 from spmd.resilience.preemption import EXIT_PREEMPTED, Preemption
 from spmd.training.loop import Hook, fit
-from tests.train_runs import PACED, Run, assert_same, losses, state, train, write_tiny
+from tests.train_runs import PACED, Run, assert_same, losses, saved, state, train, write_tiny
 
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
@@ -71,20 +71,21 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 
 
 @pytest.mark.soak
-def test_a_preempted_run_goes_on_bitwise(tmp_path):
+def test_a_preempted_run_goes_on_bitwise(tmp_path, place):
     """Preempted in step 6 or later, started again with the same command: the curve and the state of the whole."""
     config = write_tiny(tmp_path, PACED)
     train(config, tmp_path / "whole")
-    out = tmp_path / "run"
-    with Run(config, out, "--resume", "auto") as run:
+    out = place(tmp_path / "run")
+    printed = tmp_path / "printed"
+    with Run(config, out, "--resume", "auto", printed=printed) as run:
         run.wait_for_step(6)
         run.processes[0].terminate()
         assert run.codes(120) == [EXIT_PREEMPTED]
         assert "continue with --resume auto" in run.text()
     reached = max(losses(out))
     assert 6 <= reached < 30
-    assert (out / "checkpoints" / str(reached)).is_dir(), "it saved the step that it stopped with"
-    train(config, out, "--resume", "auto")
+    assert reached in saved(out), "it saved the step that it stopped with"
+    train(config, out, "--resume", "auto", printed=printed)
     assert losses(out) == losses(tmp_path / "whole")
     assert_same(state(config, out, 30, fsdp=4), state(config, tmp_path / "whole", 30, fsdp=4))
-    assert "in 2 sessions" in (tmp_path / "run.0.txt").read_text()
+    assert "in 2 sessions" in (tmp_path / "printed.0.txt").read_text()

@@ -1,6 +1,5 @@
 """A run that is killed goes on bitwise, on another mesh it has the same parameters, and two processes equal one."""
 
-import json
 import os
 import signal
 import subprocess
@@ -17,10 +16,21 @@ from spmd.run.config import with_values
 from spmd.run.load_config import load_config
 from spmd.run.run_dir import RunDir
 from spmd.sharding.mesh import mesh_of
+from spmd.storage.address import locate
 from spmd.training.state import abstract_state
 from tests.command_line import TEXT, write_config
 from tests.rounding import EPS, FACTOR
-from tests.train_runs import PACED, ROOT, SLOWLY, finish_together, free_port
+from tests.train_runs import (
+    PACED,
+    ROOT,
+    SLOWLY,
+    files,
+    finish_together,
+    free_port,
+    losses,
+    metrics,
+    saved,
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +62,6 @@ def train(folder, *arguments):
     return done
 
 
-def losses(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
 def params(folder, out, step, **mesh):
     """The parameters of a checkpoint, restored onto a mesh of this process's devices."""
     config = with_values(
@@ -64,7 +69,7 @@ def params(folder, out, step, **mesh):
     )
     size = int(np.prod(list(mesh.values()) or [1]))
     setup = make_setup(config, mesh_of(config.mesh, jax.devices()[:size]))
-    with CheckpointManager(out / "checkpoints") as checkpoints:
+    with CheckpointManager(RunDir(locate(out)).checkpoints) as checkpoints:
         state, _ = checkpoints.restore(step, abstract_state(setup.plan))
     return jax.tree.map(np.asarray, state)
 
@@ -94,9 +99,9 @@ def whole(folder):
 
 
 @pytest.mark.soak
-def test_killed_mid_step_and_resumed_the_curve_joins_bitwise(folder, whole):
+def test_killed_mid_step_and_resumed_the_curve_joins_bitwise(folder, whole, place):
     """SIGKILL at an arbitrary moment, then --resume: every loss and the final state are bitwise those of the whole."""
-    out = folder / "killed"
+    out = place(folder / "killed")
     arguments = (
         "--out",
         out,
@@ -117,22 +122,17 @@ def test_killed_mid_step_and_resumed_the_curve_joins_bitwise(folder, whole):
         env={**os.environ, **SLOWLY},
     )
     deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and len(_lines(out)) < 13:
+    while time.monotonic() < deadline and len(losses(out)) < 13:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     assert process.wait(30) == -signal.SIGKILL
-    reached = len(_lines(out))
+    reached = len(losses(out))
     assert 13 <= reached < 30, f"the run was at step {reached} when it was killed"
 
     train(folder, *arguments, "--resume", "always")
     assert losses(out) == losses(whole)
     assert list(losses(out)) == list(range(1, 31))
     assert_same(params(folder, out, 30, fsdp=8), params(folder, whole, 30, fsdp=8))
-
-
-def _lines(out):
-    path = out / "metrics.jsonl"
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
 @pytest.mark.soak
@@ -156,9 +156,9 @@ def test_the_record_beside_a_checkpoint_says_what_it_is_of(folder, whole):
 
 
 @pytest.mark.soak
-def test_two_processes_train_the_same_as_one(folder, whole):
+def test_two_processes_train_the_same_as_one(folder, whole, place):
     """Two processes of four devices (gloo) and one of eight: the same losses, the same final parameters."""
-    port, out = free_port(), folder / "two"
+    port, out = free_port(), place(folder / "two")
     arguments = (
         "--out",
         out,
@@ -177,7 +177,7 @@ def test_two_processes_train_the_same_as_one(folder, whole):
     assert "[Gloo]" not in outputs[0]
     assert outputs[1] == "", "process 0 alone prints"
     for i in range(2):
-        assert "[Gloo]" in (out / "logs" / f"process-{i}.log").read_text()
+        assert "[Gloo]" in (files(out) / "logs" / f"process-{i}.log").read_text()
     ours, theirs = losses(out), losses(whole)
     assert ours.keys() == theirs.keys()
     # 30 steps
@@ -187,9 +187,9 @@ def test_two_processes_train_the_same_as_one(folder, whole):
 
 
 @pytest.mark.soak
-def test_nan_stops_the_run_and_skip_too_in_the_end(folder):
+def test_nan_stops_the_run_and_skip_too_in_the_end(folder, place):
     """A learning rate far too high: stop names step, position and newest checkpoint; skip counts up to its limit."""
-    out = folder / "nan"
+    out, skipping = place(folder / "nan"), place(folder / "skip")
     high = (
         "--optimizer.learning-rate",
         "1e30",
@@ -211,15 +211,12 @@ def test_nan_stops_the_run_and_skip_too_in_the_end(folder):
     assert "is not finite" in done.stderr
     assert "Traceback" not in done.stderr
     assert "the newest checkpoint is of step" in done.stderr
-    skip = command(folder, "--out", folder / "skip", *high, "--on-nan", "skip")
+    skip = command(folder, "--out", skipping, *high, "--on-nan", "skip")
     done = subprocess.run(skip, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 2
     assert "7 skipped / 8 steps = 0.875 > 0.25" in done.stderr
-    lines = [
-        json.loads(line) for line in (folder / "skip" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["skipped_steps"] for line in lines] == list(range(7))
-    assert not any((folder / "skip" / "checkpoints").iterdir())
+    assert [line["skipped_steps"] for line in metrics(skipping)] == list(range(7))
+    assert not saved(skipping)
 
 
 def test_a_config_from_the_run_folder_is_the_resolved_one(whole):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 
 import pytest
 
+from spmd.checkpoint.manager import CheckpointManager
 from spmd.report.run_data import read_run
 from spmd.resilience.preemption import EXIT_PREEMPTED
 from spmd.run.run_dir import RunDir
@@ -289,6 +291,51 @@ def kill_in_save(proxy, address, step, requests):
         process.kill()
         proxy.fault = "none"
     return killed
+
+
+@pytest.mark.soak
+def test_kills_at_random_moments_leave_the_last_checkpoint(s3, key, whole, tmp_path):
+    """Eight kills of a supervisor and its process: committed checkpoints stay, and in the end the run is the whole."""
+    config, expected = whole
+    out = s3.address(key)
+    rng = random.Random(0)
+    flags = ("--resume", "auto", "--checkpoint-every", 1)
+    newest = 0
+    for number in range(8):
+        with Run(config, out, *flags, printed=tmp_path / f"killed-{number}") as run:
+            run.wait_for_step(newest + 1)
+            time.sleep(rng.uniform(0, 0.4))
+            run.processes[0].kill()
+        steps = RunDir(locate(out)).checkpoint_steps()
+        with CheckpointManager(RunDir(locate(out)).checkpoints, read_only=True) as checkpoints:
+            assert checkpoints.latest_valid() == max(steps, default=None)
+            assert not checkpoints.damaged
+        assert max(steps, default=0) >= newest
+        newest = max(steps, default=0)
+    train(config, out, *flags, printed=tmp_path / "last")
+    assert_same_run(config, out, expected)
+
+
+@pytest.mark.soak
+def test_three_kills_without_a_checkpoint_end_the_run(s3, key, whole, tmp_path):
+    """Attempts are counted in the bucket, as on a disk."""
+    config, _ = whole
+    out = s3.address(key)
+    flags = ("--resume", "auto", "--max-restarts", 3, "--steps", 3000, "--checkpoint-every", 0)
+    attempts = Bucket(locate(out)).below("attempts")
+    for number in range(1, 4):
+        with Run(config, out, *flags, printed=tmp_path / f"killed-{number}") as run:
+            while f'"attempt": {number}' not in attempts_text(attempts):
+                assert run.processes[0].poll() is None, run.text()
+                time.sleep(0.05)
+            run.processes[0].kill()
+    with Run(config, out, *flags, printed=tmp_path / "refused") as run:
+        assert run.codes() == [2]
+        assert "3 attempts in a row ended without a checkpoint" in run.text()
+
+
+def attempts_text(attempts):
+    return b"".join(attempts.read(name) for name in attempts.list("process-0")).decode()
 
 
 @pytest.mark.soak

@@ -1,10 +1,11 @@
 """Two processes whose clocks differ save after the same steps, those that are due by the clock of process 0."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.train_runs import assert_same, losses, state, train, write_tiny
+from tests.train_runs import assert_same, losses, saved, state, train, write_tiny
 
 TWO = {"processes": 2, "devices": 2}
 CLOCK = """
@@ -27,17 +28,15 @@ session.CommonClock = own_clock
 """Lines of a config in whose run a step takes 20 s by the clock of process 0, and 5 s by that of process 1."""
 
 
-def saved(out: Path) -> list[int]:
-    return sorted(int(path.name) for path in (out / "checkpoints").iterdir())
-
-
 @pytest.mark.soak
-def test_processes_save_together_by_the_first_clock(tmp_path: Path) -> None:
+def test_processes_save_together_by_the_first_clock(
+    tmp_path: Path, place: Callable[[Path], Path | str]
+) -> None:
     """By the clock of process 1 none would be due before the last. Numbers are those of the control, without saves by
     time, and a resumed run may change the options: then milestones stay."""
     config = write_tiny(tmp_path, CLOCK)
     flags = ("--steps", 12, "--checkpoint-every", 0, "--keep-best", 0)
-    by_time, control = tmp_path / "by-time", tmp_path / "control"
+    by_time, control = place(tmp_path / "by-time"), place(tmp_path / "control")
     train(config, by_time, *flags, "--checkpoint-minutes", 1, **TWO)
     train(config, control, *flags, "--checkpoint-minutes", 0, **TWO)
     # 20 s after step 1, heard of at step 2: 60 s at step 4.

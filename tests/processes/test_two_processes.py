@@ -12,14 +12,18 @@ from spmd.checkpoint.manager import CheckpointManager
 from spmd.distributed.initialize import EXIT_LOST
 from spmd.resilience.preemption import EXIT_PREEMPTED
 from spmd.resilience.watchdog import EXIT_HUNG
+from spmd.run.run_dir import RunDir
+from spmd.storage.address import locate
 from tests.networks import ADDRESSES, two_networks
 from tests.train_runs import (
     PACED,
     ROOT,
     Run,
     assert_same,
+    files,
     losses,
     metrics,
+    saved,
     state,
     train,
     write_tiny,
@@ -59,14 +63,14 @@ def rows(self, indices):
 
 def writes(self, step, values):
     if is_here(broken):
-        raise OSError("the disk is gone")
+        raise RuntimeError("metrics cannot be written")
     write(self, step, values)
 
 
-def saves(self, step, *others):
-    if step == 10 and is_here(dying):
+def saves(self, started):
+    if started.step == 10 and is_here(dying):
         os.kill(os.getpid(), signal.SIGKILL)
-    save(self, step, *others)
+    save(self, started)
 
 
 Windows.rows, JsonLines.write, CheckpointManager._write = rows, writes, saves
@@ -99,14 +103,15 @@ def assert_joins(folder, out, **where):
 
 def assert_goes_on_from(out, *steps):
     """The newest checkpoint that a run would go on from is whole, and of one of these steps."""
-    with CheckpointManager(out / "checkpoints", read_only=True) as checkpoints:
+    with CheckpointManager(RunDir(locate(out)).checkpoints, read_only=True) as checkpoints:
         assert (checkpoints.latest_valid() in steps, checkpoints.damaged) == (True, {})
 
 
 @pytest.mark.soak
-def test_processes_that_differ_stop_before_the_first_step(written):
+@pytest.mark.soak
+def test_processes_that_differ_stop_before_the_first_step(written, place):
     """A learning rate that differs on process 1: both exit with 2 and name it, and no step is taken."""
-    out = written / "differ"
+    out = place(written / "differ")
     with Run(
         written / "tiny.py", out, **TWO, own=[(), ("--optimizer.learning-rate", "0.5")]
     ) as run:
@@ -114,11 +119,12 @@ def test_processes_that_differ_stop_before_the_first_step(written):
         for i in range(2):
             assert "process 1: config.optimizer.learning_rate is 0.5" in run.text(i)
             assert "process 0: 0.01" in run.text(i)
-    assert not (out / "metrics.jsonl").exists()
+    assert not metrics(out)
 
 
 @pytest.mark.soak
-def test_both_start_from_a_hugging_face_folder(folder):
+@pytest.mark.soak
+def test_both_start_from_a_hugging_face_folder(folder, place):
     """Each process reads its own shards, and both train as one process that read all."""
     command = (
         sys.executable,
@@ -131,34 +137,36 @@ def test_both_start_from_a_hugging_face_folder(folder):
     )
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     flags = ("--init", folder / "hf", "--steps", 3, "--optimizer.warmup-steps", 1)
-    train(folder / "tiny.py", folder / "started", *flags, **TWO)
-    train(folder / "tiny.py", folder / "alone", *flags, processes=1, devices=4)
-    ours, theirs, drawn = (
-        list(losses(folder / name).values()) for name in ("started", "alone", "whole")
-    )
+    started = place(folder / "started")
+    alone = place(folder / "alone")
+    train(folder / "tiny.py", started, *flags, **TWO)
+    train(folder / "tiny.py", alone, *flags, processes=1, devices=4)
+    ours, theirs, drawn = (list(losses(out).values()) for out in (started, alone, folder / "whole"))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     assert ours[0] < drawn[0] - 0.1
 
 
 @pytest.mark.soak
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
-def test_one_that_is_told_to_go_takes_the_other_along(number, folder):
+def test_one_that_is_told_to_go_takes_the_other_along(number, folder, place):
     """A signal to process 1: both stop after the same step, save and exit with 75; resumed, it is bitwise the whole."""
-    out = folder / f"preempted-{number}"
+    out = place(folder / f"preempted-{number}")
     with Run(folder / "tiny.py", out, **TWO) as run:
         run.wait_for_step(7)
         run.processes[1].send_signal(number)
         assert run.codes(120) == [EXIT_PREEMPTED, EXIT_PREEMPTED]
     reached = max(losses(out))
     assert 7 <= reached < 30
-    assert (out / "checkpoints" / str(reached)).is_dir(), "it saved the step that it stopped with"
+    assert reached in saved(out), "it saved the step that it stopped with"
     assert_joins(folder, out)
 
 
 @pytest.mark.soak
-def test_data_that_hang_on_one_end_both(folder):
+@pytest.mark.soak
+def test_data_that_hang_on_one_end_both(folder, place):
     """Process 1 gets no more batches: both end within a minute, at least one with 70 and every thread's stack."""
-    out = folder / "hung"
+    out = place(folder / "hung")
     with Run(folder / "tiny.py", out, *ALONE, "--recovery.deadline", 8, **TWO) as run:
         run.wait_for_step(7)
         (folder / "fault").write_text("--process-id 1")
@@ -169,17 +177,18 @@ def test_data_that_hang_on_one_end_both(folder):
         hung = codes.index(EXIT_HUNG)
         assert "no progress for 8 s" in run.text(hung)
     (folder / "fault").unlink()
-    log = (out / "logs" / f"process-{hung}.log").read_text()
+    log = (files(out) / "logs" / f"process-{hung}.log").read_text()
     assert "Last finished: " in log
     assert "Thread 0x" in log
     assert_goes_on_from(out, *range(5, 30, 5))
 
 
 @pytest.mark.soak
+@pytest.mark.soak
 @pytest.mark.parametrize("dead", [0, 1])
-def test_one_that_dies_takes_the_other_down(folder, dead):
+def test_one_that_dies_takes_the_other_down(folder, dead, place):
     """SIGKILL: the other ends within a minute, not with 0, and says that a process is gone."""
-    out = folder / f"dead{dead}"
+    out = place(folder / f"dead{dead}")
     with Run(folder / "tiny.py", out, *SOON, **TWO) as run:
         run.wait_for_step(7)
         run.processes[dead].kill()
@@ -198,23 +207,25 @@ def test_one_that_dies_takes_the_other_down(folder, dead):
 
 
 @pytest.mark.soak
-def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder):
+@pytest.mark.soak
+def test_one_that_dies_while_both_write_a_checkpoint_costs_that_one(folder, place):
     """SIGKILL in the thread that writes: the other does not wait for it, and the checkpoint before is gone on from."""
-    out = folder / "unwritten"
+    out = place(folder / "unwritten")
     (folder / "dying").write_text("--process-id 1")
     with Run(folder / "tiny.py", out, *SOON, **TWO) as run:
         codes = run.codes(120)
     (folder / "dying").unlink()
     assert codes[1] == -signal.SIGKILL
     assert codes[0] in (EXIT_LOST, -signal.SIGABRT)
-    assert not (out / "checkpoints" / "10").exists()
+    assert 10 not in saved(out)
     assert_goes_on_from(out, 5)
 
 
 @pytest.mark.soak
-def test_one_that_fails_leaves_at_once(written):
+@pytest.mark.soak
+def test_one_that_fails_leaves_at_once(written, place):
     """An error that process 0 alone has, while a save may be under way: it is told, and the other ends as well."""
-    out = written / "broken-run"
+    out = place(written / "broken-run")
     with Run(written / "tiny.py", out, *SOON, **TWO) as run:
         run.wait_for_step(7)
         (written / "broken").write_text("--process-id 0")
@@ -223,21 +234,22 @@ def test_one_that_fails_leaves_at_once(written):
         assert time.monotonic() - began < 60
     (written / "broken").unlink()
     assert codes[0] == 1
-    assert "OSError: the disk is gone" in run.text(0)
+    assert "RuntimeError: metrics cannot be written" in run.text(0)
     assert codes[1] in (EXIT_LOST, -signal.SIGABRT)
     assert_goes_on_from(out, *range(5, 30, 5))
 
 
 @pytest.mark.soak
-def test_a_trace_on_one_of_them_disturbs_nobody(folder):
+@pytest.mark.soak
+def test_a_trace_on_one_of_them_disturbs_nobody(folder, place):
     """SIGUSR2 to process 1, which alone traces; the run is bitwise the whole."""
-    out = folder / "traced"
+    out = place(folder / "traced")
     with Run(folder / "tiny.py", out, **TWO) as run:
         run.wait_for_step(3)
         run.processes[1].send_signal(signal.SIGUSR2)
         assert run.codes(120) == [0, 0]
-    assert len(list(out.rglob("*.xplane.pb"))) == 1
-    assert "traced, into" in (out / "logs" / "process-1.log").read_text()
+    assert len(list(files(out).rglob("*.xplane.pb"))) == 1
+    assert "traced, into" in (files(out) / "logs" / "process-1.log").read_text()
     assert losses(out) == losses(folder / "whole")
 
 
@@ -263,16 +275,14 @@ def test_a_cut_link_ends_both(folder):
 
 
 @pytest.mark.soak
-def test_the_one_that_waits_for_data_is_named(folder):
+@pytest.mark.soak
+def test_the_one_that_waits_for_data_is_named(folder, place):
     """Process 1 reads slowly: once what was read ahead is used up, every line names it, with how long it waited."""
     (folder / "slow").write_text("--process-id 1")
-    train(folder / "tiny.py", folder / "slowed", "--steps", 24, "--log-every", 4, **TWO)
+    out = place(folder / "slowed")
+    train(folder / "tiny.py", out, "--steps", 24, "--log-every", 4, **TWO)
     (folder / "slow").unlink()
-    lines = [
-        line
-        for line in metrics(folder / "slowed")
-        if "process_step_s_most" in line and line["step"] > 12
-    ]
+    lines = [line for line in metrics(out) if "process_step_s_most" in line and line["step"] > 12]
     assert len(lines) == 3
     assert {line["process_of_data_s_most"] for line in lines} == {1}
     assert all(line["process_data_s_most"] > 0.05 for line in lines)
@@ -282,9 +292,10 @@ def test_the_one_that_waits_for_data_is_named(folder):
 
 
 @pytest.mark.soak
-def test_unequal_numbers_of_devices_are_named(written):
+@pytest.mark.soak
+def test_unequal_numbers_of_devices_are_named(written, place):
     """Before the first exchange, which JAX cannot make between them."""
-    config, out = written / "tiny.py", written / "unequal"
+    config, out = written / "tiny.py", place(written / "unequal")
     with Run(config, out, processes=2, devices=2, own=([], ["--devices", 4])) as run:
         assert run.codes(120) == [2, 2]
         for process in (0, 1):

@@ -1,0 +1,27 @@
+"""Where the runs of a test are: on a disk, or in a bucket of a real server."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.object_stores import Server, environment, s3_server
+
+NUMBER = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def s3_of_session() -> Iterator[Server]:
+    """A server of S3, which this process and its children find by their variables."""
+    with s3_server() as server, environment(server.environment):
+        yield server
+
+
+@pytest.fixture(params=["disk", "s3"])
+def place(request: pytest.FixtureRequest) -> Callable[[Path], Path | str]:
+    """The run folder for a path of a test: the path itself, or an address in the bucket."""
+    if request.param == "disk":
+        return lambda path: path
+    server: Server = request.getfixturevalue("s3_of_session")
+    return lambda path: server.address(f"placed-{next(NUMBER)}/{path.name}")
