@@ -29,6 +29,7 @@ from spmd.storage.bucket import Bucket, Version
 from spmd.storage.mirror import Mirror
 from tests.chats import write_tokenizer
 from tests.object_stores import FaultProxy, started_servers
+from tests.tiers import soak_but
 
 STORES = ("s3", "gs")
 
@@ -105,10 +106,11 @@ def race(objects, name, create, claimants=6):
     return len(winners)
 
 
-def test_of_several_creators_one_wins(s3, key):
+@pytest.mark.parametrize("races", soak_but([20, 1000], 20))
+def test_of_several_creators_one_wins(s3, key, races):
     """The control: with writes that ask for nothing, several would."""
     objects = bucket(s3, key)
-    for number in range(20):
+    for number in range(races):
         assert race(objects, f"conditional/{number}", Bucket.create) == 1
 
     def overwrite(objects, name, data):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from spmd.resilience import watchdog as watchdog_module
 from spmd.resilience.watchdog import EXIT_HUNG, Watchdog
 from tests.train_runs import ROOT
 
@@ -53,6 +54,21 @@ def test_the_start_has_its_own_deadline():
     """Compilation may take longer than a step."""
     assert watch(0.2, 60, lambda *_: time.sleep(1.5)) == []
     assert watch(60, 0.2, hang) == [EXIT_HUNG]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["saved", "hangs"])
+def test_the_log_is_saved_before_the_end(seconds, monkeypatch):
+    """Uploaded, for a run in a bucket; a store that does not answer does not keep the process."""
+    monkeypatch.setattr(watchdog_module, "SAVE_LOG_SECONDS", 0.3)
+    events = []
+
+    def save_log():
+        time.sleep(seconds)
+        events.append("saved")
+
+    with Watchdog(0.2, 0.2, None, events.append, save_log) as watchdog:
+        hang(watchdog, events)
+    assert events == (["saved", EXIT_HUNG] if seconds == 0 else [EXIT_HUNG])
 
 
 def test_zero_is_no_deadline():
