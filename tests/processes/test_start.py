@@ -24,7 +24,7 @@ from spmd.resilience.preemption import EXIT_PREEMPTED
 from tests.metadata_servers import MetadataStub, workers
 from tests.networks import ADDRESSES, two_networks
 from tests.slurm_cluster import slurm_cluster
-from tests.train_runs import PACED, Run, assert_same, losses, state, train, write_tiny
+from tests.train_runs import PACED, Run, assert_same, children, losses, state, train, write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 START = """
@@ -299,10 +299,11 @@ def test_a_process_that_is_busy_is_not_taken_for_dead(folder):
     out = folder / "busy"
     with Run(folder / "tiny.py", out, "--heartbeat", 5, processes=2, devices=2) as run:
         run.wait_for_step(4)
-        run.processes[1].send_signal(signal.SIGSTOP)
+        stopped = children(run.processes[1].pid)[0]
+        os.kill(stopped, signal.SIGSTOP)
         time.sleep(15)
         assert [process.poll() for process in run.processes] == [None, None]
-        run.processes[1].send_signal(signal.SIGCONT)
+        os.kill(stopped, signal.SIGCONT)
         assert run.codes(120) == [0, 0]
     assert losses(out) == losses(folder / "whole")
 
@@ -332,13 +333,15 @@ def test_one_that_is_killed_ends_the_others_and_is_named(dies):
 
 @pytest.mark.soak
 def test_a_machine_that_is_gone_ends_the_others(folder):
-    """The cable is cut, and no deadline of the watchdog is near: TCP's probes fail, and both end soon."""
+    """The cable is cut, and no deadline of the watchdog is near: TCP's probes fail, and both end soon.
+
+    A supervisor would wait a minute for the other to come back.
+    """
     out, heartbeat = folder / "cut", 10
+    flags = ("--heartbeat", heartbeat, "--recovery.no-supervisor")
     with two_networks(folder) as networks:
         where = {"host": ADDRESSES[0], "prefixes": networks.prefixes}
-        with Run(
-            folder / "tiny.py", out, "--heartbeat", heartbeat, processes=2, devices=2, **where
-        ) as run:
+        with Run(folder / "tiny.py", out, *flags, processes=2, devices=2, **where) as run:
             run.wait_for_step(7)
             networks.cut()
             began = time.monotonic()
