@@ -305,15 +305,25 @@ class _Supervisor:
             return None
         os.close(write)
         with _silent():
-            self._prepare()
-            gc.freeze()
-            with os.fdopen(read, "rb") as pipe:
-                line = pipe.readline()
-        if not line:  # the supervisor has ended
-            os._exit(0)
-        values = json.loads(line)
+            values = self._await_start(read)
         before = Report(**values.pop("before"))
         return dataclasses.replace(worker, before=before, **values)
+
+    def _await_start(self, pipe: int) -> dict[str, Any]:
+        """Prepare, and return the values of the worker to become.
+
+        Without them, after an error and after Ctrl-C a standby ends in silence.
+        """
+        values: dict[str, Any] | None = None
+        try:
+            self._prepare()
+            gc.freeze()
+            with os.fdopen(pipe, "rb") as lines:
+                values = json.loads(lines.readline())
+        finally:
+            if values is None:
+                os._exit(1)
+        return values
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if number in _STOPPING:

@@ -148,14 +148,16 @@ def is_running(process):
     return False
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["prepared", "control"])
-def test_the_next_process_is_prepared_ahead(fails, tmp_path):
-    """A standby is there before the crash; one that has failed is replaced by a new process."""
+@pytest.mark.parametrize("failure", ["", "ends", "raises"])
+def test_the_next_process_is_prepared_ahead(failure, tmp_path):
+    """A standby is there before the crash; one that has failed, in silence, is replaced by a new process."""
 
     def prepare():
         (tmp_path / "prepared").write_text(str(os.getpid()))
-        if fails:
+        if failure == "ends":
             os._exit(1)
+        if failure == "raises":
+            raise RuntimeError("not to be seen")
 
     def work(worker):
         train_to(worker, 1)
@@ -167,7 +169,8 @@ def test_the_next_process_is_prepared_ahead(fails, tmp_path):
 
     assert ended(supervised(work, tmp_path, prepare=prepare)) == 0
     _, (second, _, _) = started(tmp_path)
-    assert (str(second) == (tmp_path / "prepared").read_text()) is not fails
+    assert (str(second) == (tmp_path / "prepared").read_text()) is (failure == "")
+    assert "not to be seen" not in (tmp_path / "log").read_text()
 
 
 def test_a_generation_that_has_failed_elsewhere_is_ended(tmp_path):
