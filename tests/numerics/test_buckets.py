@@ -28,7 +28,8 @@ from spmd.storage.address import locate
 from spmd.storage.bucket import Bucket, Version
 from spmd.storage.mirror import Mirror
 from tests.chats import write_tokenizer
-from tests.object_stores import FaultProxy, started_servers
+from tests.google_storage import google_storage
+from tests.object_stores import FaultProxy, environment, started_servers
 from tests.tiers import soak_but
 
 STORES = ("s3", "gs")
@@ -44,6 +45,16 @@ def servers(tmp_path_factory):
 @pytest.fixture
 def s3(servers):
     return servers["s3"]
+
+
+@pytest.fixture(params=["s3", "google"])
+def store(servers, request):
+    """Servers whose conditional writes hold."""
+    if request.param == "s3":
+        yield servers["s3"]
+    else:
+        with google_storage() as server, environment(server.environment):
+            yield server
 
 
 @pytest.fixture
@@ -77,8 +88,8 @@ def test_objects_are_written_read_listed_and_deleted(servers, key, kind):
     assert abs(objects.now() - time.time()) < 60
 
 
-def test_conditional_writes_hold(s3, key):
-    objects = bucket(s3, key)
+def test_conditional_writes_hold(store, key):
+    objects = bucket(store, key)
     first = objects.create("one", b"first")
     assert isinstance(first, Version)
     assert objects.create("one", b"second") is None
@@ -107,9 +118,9 @@ def race(objects, name, create, claimants=6):
 
 
 @pytest.mark.parametrize("races", soak_but([20, 1000], 20))
-def test_of_several_creators_one_wins(s3, key, races):
+def test_of_several_creators_one_wins(store, key, races):
     """The control: with writes that ask for nothing, several would."""
-    objects = bucket(s3, key)
+    objects = bucket(store, key)
     for number in range(races):
         assert race(objects, f"conditional/{number}", Bucket.create) == 1
 
@@ -322,8 +333,8 @@ def test_uploads_go_on_after_an_outage(s3, key, monkeypatch):
     assert "answers again" in said[-1]
 
 
-def test_one_run_holds_the_lease_of_a_bucket(s3, key, capsys, monkeypatch):
-    run = locate(s3.address(key))
+def test_one_run_holds_the_lease_of_a_bucket(store, key, capsys, monkeypatch):
+    run = locate(store.address(key))
     with Lease(run) as held:
         held.renew()
         with pytest.raises(CheckpointError, match="writes to it"), Lease(run):
@@ -355,9 +366,9 @@ def test_a_run_that_waited_for_the_lease_has_the_files_of_the_one_before(s3, key
         assert folder.metrics.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
-def test_heartbeats_of_several_threads_are_of_one_holder(s3, key):
+def test_heartbeats_of_several_threads_are_of_one_holder(store, key):
     """Saves, uploads and the thread that renews the lease do it at the same time."""
-    with Lease(locate(s3.address(key)), exit_process=lambda code: None) as lease:
+    with Lease(locate(store.address(key)), exit_process=lambda code: None) as lease:
         failed = []
 
         def renew():
@@ -375,9 +386,9 @@ def test_heartbeats_of_several_threads_are_of_one_holder(s3, key):
         assert not failed
 
 
-def test_a_lease_in_a_bucket_expires_by_the_stores_clock(s3, key, monkeypatch):
+def test_a_lease_in_a_bucket_expires_by_the_stores_clock(store, key, monkeypatch):
     """A holder elsewhere that stopped is replaced; one that beats keeps it, whatever this host's clock says."""
-    run = locate(s3.address(key))
+    run = locate(store.address(key))
     objects = Bucket(run)
     holder = {"host": "elsewhere", "pid": 7, "since": "", "machine": "another", "started": "1"}
 
@@ -416,9 +427,9 @@ def test_a_lease_that_cannot_be_read_is_not_taken(s3, key):
     assert lease_files.BucketLeaseFiles(objects).last_beat(lease_files.LeaseName(3)) > 0
 
 
-def test_of_several_claims_one_holds_the_lease(s3, key):
+def test_of_several_claims_one_holds_the_lease(store, key):
     for number in range(5):
-        run = locate(s3.address(f"{key}/{number}"))
+        run = locate(store.address(f"{key}/{number}"))
 
         def claim(objects, name, data, run=run):
             return not Lease(run, say=lambda line: None)._problems()

@@ -162,10 +162,7 @@ def _configs() -> list[Call]:
     subclass = (
         "from spmd.models.decoder import DecoderConfig\n"
         "@dataclasses.dataclass(frozen=True)\nclass Mine(DecoderConfig):\n    extra: float = 0.5\n"
-        "config = dataclasses.replace(config, model=Mine(**dataclasses.asdict(config.model)))"
-    )
-    subclass = subclass.replace(
-        "**vars(config.model)", "vocab=256, d_model=16, layers=1, heads=2, d_ff=32"
+        "config = dataclasses.replace(config, model=Mine(**vars(config.model)))"
     )
     calls += [
         Call(
@@ -230,8 +227,8 @@ def _resumes() -> list[Call]:
         "model.tied": r"lm_head",
         "model.no-stacked": r"model\.stacked",
         "model.window 4": r"model\.window.*0.*4",
-        "model.qkv-bias": r"q_proj/bias",
-        "model.qk-norm": r"q_norm",
+        "model.layer.mixer.qkv-bias": r"q_proj/bias",
+        "model.layer.mixer.qk-norm head": r"q_norm",
         "seed 3": "seed.*0.*3",
         "data.batch 4": r"batch.*2.*4",
         "data.sequence 16": r"sequence.*8.*16",
@@ -329,8 +326,8 @@ def _commands() -> list[Call]:
         Call("import {folder} --out {out}", "config.json", files={"config.json": "\0"}),
         Call(
             "import {folder} --out {out}",
-            "OPTForCausalLM(?!.*did you mean)",
-            files={"config.json": '{"architectures": ["OPTForCausalLM"]}'},
+            "RwkvForCausalLM(?!.*did you mean)",
+            files={"config.json": '{"architectures": ["RwkvForCausalLM"]}'},
         ),
         Call(
             "import {folder} --out {out}",
